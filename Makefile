@@ -1,0 +1,36 @@
+# Everything a newcomer types. Each target sets up what it needs.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+JOBS   ?= 2
+
+.PHONY: help demo test check bench soak clean
+help:            ## what there is
+	@grep -hE '^[a-z]+: .*##|^[a-z]+:  *##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+$(VENV)/.ready: requirements.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --require-hashes -r requirements.txt
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e .
+	@touch $@
+
+demo: $(VENV)/.ready  ## extract the embedded model's activations over the embedded ARC tasks
+	$(BIN)/spile extract
+
+test: $(VENV)/.ready  ## the tests, in minutes
+	$(BIN)/pytest -n $(JOBS) -m "not slow and not soak" tests
+
+check: $(VENV)/.ready  ## format, lint, types, rooms
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.ready  ## what this machine reaches, beside the alternatives
+	$(BIN)/python -m bench
+
+soak: $(VENV)/.ready  ## every randomized and slow case
+	$(BIN)/pytest -n $(JOBS) tests
+
+clean:           ## remove what the targets made
+	rm -rf $(VENV) activations .bench build dist

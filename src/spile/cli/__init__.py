@@ -1,0 +1,1 @@
+"""One file a command: parse, make a spec, call, print."""

@@ -1,0 +1,1 @@
+"""A snapshot as a terminal table. It reads and never commands."""

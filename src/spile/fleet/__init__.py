@@ -1,0 +1,1 @@
+"""The machines: provider, Cloud TPU, states, the pure reconciler, ssh, deploy."""

@@ -1,0 +1,1 @@
+"""Pure JAX: one decoder, a table of architectures, taps. No files, no network."""

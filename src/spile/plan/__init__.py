@@ -1,0 +1,1 @@
+"""Pure arithmetic: what is left to do, batches, shards, bytes, hours, dollars."""

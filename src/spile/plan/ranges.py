@@ -1,0 +1,85 @@
+"""Sets of sample numbers as sorted, disjoint, half-open ranges.
+
+A stream's samples are finished in nearly the order they come in, so what is done is a handful of ranges
+whether the stream has ten samples or ten million: memory does not grow with the dataset.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+
+__all__ = ["Ranges"]
+
+
+class Ranges:
+    """An immutable set of non-negative integers."""
+
+    __slots__ = ("_starts", "_stops")
+
+    def __init__(self, pairs: Iterable[tuple[int, int]] = ()) -> None:
+        starts: list[int] = []
+        stops: list[int] = []
+        for start, stop in sorted(pair for pair in pairs if pair[0] < pair[1]):
+            if stops and start <= stops[-1]:
+                stops[-1] = max(stops[-1], stop)
+            else:
+                starts.append(start)
+                stops.append(stop)
+        self._starts, self._stops = tuple(starts), tuple(stops)
+
+    @classmethod
+    def of(cls, numbers: Iterable[int]) -> Ranges:
+        """The set of these numbers."""
+        return cls((number, number + 1) for number in numbers)
+
+    def pairs(self) -> list[tuple[int, int]]:
+        """The ranges as (start, stop), as a commit stores them."""
+        return list(zip(self._starts, self._stops, strict=True))
+
+    def __contains__(self, number: int) -> bool:
+        place = bisect_right(self._starts, number) - 1
+        return place >= 0 and number < self._stops[place]
+
+    def __iter__(self) -> Iterator[int]:
+        for start, stop in self.pairs():
+            yield from range(start, stop)
+
+    def __len__(self) -> int:
+        return sum(stop - start for start, stop in self.pairs())
+
+    def __or__(self, other: Ranges) -> Ranges:
+        return Ranges([*self.pairs(), *other.pairs()])
+
+    def __and__(self, other: Ranges) -> Ranges:
+        return self - (self - other)
+
+    def __sub__(self, other: Ranges) -> Ranges:
+        left: list[tuple[int, int]] = []
+        cuts = other.pairs()
+        cut = 0
+        for start, stop in self.pairs():
+            while cut < len(cuts) and cuts[cut][1] <= start:
+                cut += 1
+            place = cut
+            while place < len(cuts) and cuts[place][0] < stop:
+                left.append((start, cuts[place][0]))
+                start = max(start, cuts[place][1])
+                place += 1
+            left.append((start, stop))
+        return Ranges(left)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Ranges) and self.pairs() == other.pairs()
+
+    def __hash__(self) -> int:
+        return hash((self._starts, self._stops))
+
+    def __repr__(self) -> str:
+        return f"Ranges({self.pairs()})"
+
+    def text(self, most: int = 8) -> str:
+        """For people: ``0-11, 20, 31-40`` and, past ``most`` ranges, how many more."""
+        shown = [str(a) if b == a + 1 else f"{a}-{b - 1}" for a, b in self.pairs()[:most]]
+        more = len(self._starts) - most
+        return ", ".join([*shown, f"and {more} more ranges"] if more > 0 else shown)

@@ -1,0 +1,1 @@
+"""The worker's one loop, its device-to-host pipeline, the pod and the mesh."""

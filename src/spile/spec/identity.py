@@ -1,0 +1,70 @@
+"""What makes two runs the same run: everything that changes the numbers, and nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from spile.spec.run import PromptSpec
+from spile.spec.taps import Tap
+
+__all__ = ["RunIdentity", "StreamIdentity"]
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """What all streams of a run share: the content of ``run.json``."""
+
+    model: str
+    """As the user named it; for people, not compared: the hashes are."""
+    revision: str | None
+    architecture: str
+    d_model: int
+    n_layers: int
+    weights: str
+    """A hash over the weight files' names, sizes and checksums."""
+    tokenizer: str
+    """A hash over the tokenizer's files."""
+    prompt: PromptSpec
+    """With its kind resolved: never ``auto``."""
+    seed: int
+    max_seq_length: int
+    long: str
+    dtype: str
+    store_dtype: str
+
+    def numbers(self) -> dict[str, Any]:
+        """The fields that change the numbers, flat: ``prompt.kind`` and so on."""
+        fields = asdict(self)
+        prompt = fields.pop("prompt")
+        fields.update({f"prompt.{name}": value for name, value in prompt.items()})
+        return {name: value for name, value in sorted(fields.items()) if name not in ("model", "revision")}
+
+    def fingerprint(self) -> str:
+        """A short name for :meth:`numbers`; every shard's header carries it."""
+        canonical = json.dumps(self.numbers(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True)
+class StreamIdentity:
+    """What makes two visits to a stream the same stream: the content of ``stream.json``."""
+
+    data: str
+    """Where it was read from; for people, not compared: the hash is."""
+    sha256: str
+    lines: int
+    samples: int | None
+    """lines × predictions-per-task; None where only reading it all tells (packed documents)."""
+    taps: tuple[Tap, ...]
+
+    def numbers(self) -> dict[str, Any]:
+        """The fields that must not change over a stream's life."""
+        return {
+            "sha256": self.sha256,
+            "lines": self.lines,
+            "samples": self.samples,
+            "taps": [str(tap) for tap in self.taps],
+        }

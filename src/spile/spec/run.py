@@ -1,0 +1,141 @@
+"""The run: what a user asks for, as one frozen noun that validates itself."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from spile.errors import SpecError
+from spile.spec.taps import Site, parse_sites
+
+__all__ = [
+    "DEFAULT_ENCODER",
+    "EMBEDDED",
+    "ComputeDtype",
+    "DataSpec",
+    "ExtractSpec",
+    "LongPolicy",
+    "PromptKind",
+    "PromptSpec",
+    "StoreDtype",
+]
+
+EMBEDDED = "embedded"
+"""The name of the model and of the dataset that ship inside the package."""
+
+DEFAULT_ENCODER = "GridShapeEncoder(RowNumberEncoder(MinimalGridEncoder()))"
+
+PromptKind = Literal["auto", "arc", "chat", "text"]
+LongPolicy = Literal["truncate", "skip"]
+ComputeDtype = Literal["auto", "float32", "bfloat16"]
+StoreDtype = Literal["bfloat16", "float32", "float16"]
+
+
+def _one_of(flag: str, value: str, choices: object) -> None:
+    known = get_args(choices)
+    if value not in known:
+        raise SpecError(flag, expected=f"one of {', '.join(known)}", found=repr(value))
+
+
+def _within(flag: str, value: float | None, low: float, high: float) -> None:
+    if value is not None and not (low <= value <= high and math.isfinite(value)):
+        raise SpecError(flag, expected=f"from {low:g} to {high:g}", found=f"{value:g}")
+
+
+@dataclass(frozen=True)
+class PromptSpec:
+    """How a line of the dataset becomes text and tokens. All of it changes the numbers."""
+
+    kind: PromptKind = "auto"
+    encoder: str = DEFAULT_ENCODER
+    """How a grid is written, for ARC tasks."""
+    version: str = "output-from-examples-v1"
+    """Which ARC prompt."""
+    predictions_per_task: int = 1
+    """How many augmented variants of each task; variant 0 is the task itself."""
+    column: str = "text"
+    """The field that holds the text, for plain text."""
+    pack: bool = False
+    """Cut documents into full windows instead of one sample a document."""
+
+    def __post_init__(self) -> None:
+        _one_of("--prompt", self.kind, PromptKind)
+        _within("--predictions-per-task", self.predictions_per_task, 1, 4096)
+
+
+@dataclass(frozen=True)
+class DataSpec:
+    """Which samples, and how long they may be."""
+
+    dataset: str = EMBEDDED
+    """A file, a bucket's object, or ``embedded``."""
+    dataset_dir: str | None = None
+    """A folder of streams; with ``worker_id`` 5 the dataset is its ``stream_005.jsonl``."""
+    worker_id: int = 0
+    """The stream's number: names the input in ``dataset_dir`` and the output ``tpu_5/``."""
+    prompt: PromptSpec = field(default_factory=PromptSpec)
+    max_seq_length: int = 2048
+    long: LongPolicy = "truncate"
+    """What happens to a sample longer than that."""
+    max_samples: int | None = None
+    """Stop after the stream's first so many samples; never part of the run's identity."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _within("--worker-id", self.worker_id, 0, 99_999)
+        _within("--max-seq-length", self.max_seq_length, 1, 1 << 20)
+        _within("--max-samples", self.max_samples, 1, 1 << 40)
+        _within("--seed", self.seed, 0, (1 << 63) - 1)
+        _one_of("--long", self.long, LongPolicy)
+
+    @property
+    def location(self) -> str:
+        """Where the stream's file is."""
+        if self.dataset_dir is None:
+            return self.dataset
+        return f"{self.dataset_dir.rstrip('/')}/stream_{self.worker_id:03d}.jsonl"
+
+
+@dataclass(frozen=True)
+class ExtractSpec:
+    """One extraction: a model, a dataset, taps, an output."""
+
+    model: str = EMBEDDED
+    """A name on the Hugging Face hub, a folder, a bucket's folder, or ``embedded``."""
+    revision: str | None = None
+    data: DataSpec = field(default_factory=DataSpec)
+    output: str = "./activations"
+    layers: tuple[int, ...] | None = None
+    """None: every layer."""
+    sites: tuple[Site, ...] = ("residual",)
+    dtype: ComputeDtype = "auto"
+    """``auto``: what the run already uses; else float32 on a CPU, bfloat16 elsewhere."""
+    store_dtype: StoreDtype = "bfloat16"
+    batch_size: int | None = None
+    """Samples a device in one step at most; None: the token budget decides alone."""
+    batch_tokens: int | None = None
+    """Tokens a device in one step, padding included; None: chosen for the device."""
+    shard_size_gb: float = 1.0
+    commit_every: float | None = None
+    """Seconds after which a short shard is committed; None: only full shards."""
+    checkpointing: bool = True
+    """False: the ledger is ignored and every sample is computed; refused where commits exist."""
+    overwrite: bool = False
+    checkpoint_dir: str | None = None
+    """Gets ``checkpoint_worker_N.json``, for people; never read."""
+
+    def __post_init__(self) -> None:
+        if not self.model or not self.output:
+            raise SpecError("--model and --output", expected="a name or a path", found="an empty one")
+        _one_of("--dtype", self.dtype, ComputeDtype)
+        _one_of("--store-dtype", self.store_dtype, StoreDtype)
+        _within("--batch-size", self.batch_size, 1, 1 << 20)
+        _within("--batch-tokens", self.batch_tokens, 1, 1 << 28)
+        _within("--shard-size-gb", self.shard_size_gb, 1e-6, 64)
+        _within("--commit-every", self.commit_every, 0.01, 1e9)
+        parse_sites(self.sites)
+        if self.layers is not None and (not self.layers or min(self.layers) < 0):
+            raise SpecError("--layers", expected="layers from 0 up", found=str(list(self.layers)))
+        if self.overwrite and self.checkpointing:
+            raise SpecError("--overwrite", expected="--no-checkpointing beside it", found="--overwrite alone")

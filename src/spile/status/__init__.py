@@ -1,0 +1,1 @@
+"""Heartbeats, and the snapshot made from them and the ledger."""
