@@ -7,19 +7,33 @@ backend fails for good (retries are the backend's business), with the object's a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from typing_extensions import Buffer
 
-from spile.errors import StoreError
+from spile.errors import SpecError, StoreError, UserError
+from spile.objects.stats import Stats
 
-__all__ = ["Folder", "NotFound", "ObjectInfo", "Writer"]
+__all__ = ["Folder", "NotFound", "ObjectInfo", "Unfinished", "Unwritable", "Writer", "checked_key"]
 
 
 class NotFound(StoreError):
     """There is no such object."""
+
+
+class Unwritable(StoreError, UserError):
+    """The place cannot take what is written, and its owner can change that: read-only, forbidden, full, missing."""
+
+    exit_code = 2
+
+
+def checked_key(key: str) -> str:
+    """The key itself, or an error: relative, no empty part, no way up."""
+    if not key or any(part in ("", ".", "..") for part in key.split("/")) or "\0" in key:
+        raise SpecError("not an object's name", expected="a relative path such as commits/0001.json", found=repr(key))
+    return key
 
 
 @dataclass(frozen=True)
@@ -31,6 +45,20 @@ class ObjectInfo:
     updated: float
     """Seconds since the epoch."""
     etag: str | None = None
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """The remains of a writer that neither finished nor aborted: a temporary file, a multipart upload."""
+
+    key: str
+    """The object it would have become."""
+    handle: str
+    """What the backend calls it."""
+    started: float
+    """Seconds since the epoch."""
+    size: int | None = None
+    """Bytes it holds, where that is known without asking for each part."""
 
 
 @runtime_checkable
@@ -58,11 +86,18 @@ class Folder(Protocol):
     def url(self) -> str:
         """Where it is, as a user would type it."""
 
+    @property
+    def stats(self) -> Stats:
+        """Requests, retries and bytes of this folder and its children, since it was opened."""
+
     def child(self, path: str) -> Folder:
         """The folder below this one. Nothing is created."""
 
     def get(self, key: str) -> bytes:
         """The whole object, or :class:`NotFound`."""
+
+    def get_many(self, keys: Iterable[str]) -> Iterator[bytes]:
+        """Whole objects, in the order of their keys, fetched many at a time; bounded in what it holds."""
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
         """Exactly ``length`` bytes from ``start``; fewer is a :class:`StoreError`."""
@@ -77,10 +112,20 @@ class Folder(Protocol):
         """Create or replace, atomically and durably."""
 
     def create(self, key: str, data: bytes) -> bool:
-        """Create only if absent, atomically and durably. False: somebody else's object is there."""
+        """Create only if absent, atomically and durably. False: somebody else's object is there.
+
+        After a reply that was lost the object is read back: the same bytes are taken for ours. So what must have one
+        author (a commit) carries something that no other author writes.
+        """
 
     def delete(self, key: str) -> None:
         """Remove; no error where there is none."""
 
     def writer(self, key: str, size: int) -> Writer:
         """Begin a large object of about ``size`` bytes (its capacity). Blocks while too much is in flight."""
+
+    def unfinished(self, prefix: str = "") -> Iterator[Unfinished]:
+        """What interrupted writers left behind; live writers' too. No reader ever sees it, but it takes room."""
+
+    def discard(self, remains: Unfinished) -> None:
+        """Remove what ``unfinished`` named; no error where it is gone."""

@@ -1,0 +1,324 @@
+"""A folder on a local disk (or a mounted one): durable before it is visible, and never half there.
+
+Everything is written under a temporary name (``.tmp-…``, which no listing shows), synced, and only then linked or
+renamed to its own name, with the directory synced after. A process that dies leaves a temporary file at most.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import secrets
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from typing_extensions import Buffer
+
+from spile.errors import StoreError
+from spile.objects.folder import NotFound, ObjectInfo, Unfinished, Unwritable, checked_key
+from spile.objects.stats import Stats
+
+__all__ = ["LocalFolder", "LocalWriter"]
+
+_TEMPORARY = ".tmp-"
+_NO_PART = ("", ".", "..")
+_MOVE_CHUNK = 8 << 20
+
+# What a user can change, as what was found and what to do about it; the rest is a failure of the disk.
+_OWNERS_BUSINESS = {
+    errno.ENOSPC: ("a full disk", "free some room or choose another --output, then run the same command again"),
+    errno.EDQUOT: ("a used up quota", "free some room or choose another --output, then run the same command again"),
+    errno.EROFS: ("a read-only file system", "choose another --output"),
+    errno.EACCES: ("permission denied", "change its permissions or choose another --output"),
+    errno.EPERM: ("permission denied", "change its permissions or choose another --output"),
+    errno.ENOTDIR: ("a file where a folder should be", "choose another --output"),
+    errno.EISDIR: ("a folder where a file should be", "choose another --output"),
+    errno.EFBIG: ("a file larger than this file system takes", "choose a smaller --shard-size-gb"),
+}
+_ABSENT = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except _ABSENT as error:
+        raise NotFound(f"no such file {path}") from error
+    except OSError as error:
+        raise StoreError(f"cannot read {path}", found=error.strerror or str(error)) from error
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        found, fix = _OWNERS_BUSINESS.get(error.errno or 0, (None, None))
+        if found is not None:
+            raise Unwritable(f"cannot write {path}", expected="a folder with room", found=found, fix=fix) from error
+        raise StoreError(f"cannot write {path}", found=error.strerror or str(error)) from error
+
+
+def _sync_folder(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    except OSError as error:  # some network file systems cannot; they are durable on close or not at all
+        if error.errno != errno.EINVAL:
+            raise
+    finally:
+        os.close(handle)
+
+
+def _make_folder(path: Path) -> None:
+    """Create it and what is missing above it, each entry durable."""
+    if path.is_dir():
+        return
+    _make_folder(path.parent)
+    with suppress(FileExistsError):
+        path.mkdir()
+    _sync_folder(path.parent)
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f"{_TEMPORARY}{secrets.token_hex(8)}-{path.name}")
+
+
+def _write_all(handle: int, view: memoryview, offset: int) -> None:
+    while view:
+        count = os.pwrite(handle, view, offset)
+        view, offset = view[count:], offset + count
+
+
+def _reserve(handle: int, size: int) -> None:
+    """Take the room now, so that a full disk shows before the work and not after it."""
+    if size and sys.platform == "linux":
+        # Not os.posix_fallocate: where a file system cannot, the C library writes every block instead.
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.fallocate(handle, 0, ctypes.c_int64(0), ctypes.c_int64(size)) == 0:
+            return
+        number = ctypes.get_errno()
+        if number not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINTR):
+            raise OSError(number, os.strerror(number))
+    os.ftruncate(handle, size)
+
+
+class LocalWriter:
+    """A temporary file that becomes the object when it is finished."""
+
+    def __init__(self, path: Path, size: int, stats: Stats) -> None:
+        self._path = path
+        self._stats = stats
+        self._handle: int | None = None
+        with _writing(path):
+            _make_folder(path.parent)
+            self._temporary = _temporary(path)
+            self._handle = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+            try:
+                _reserve(self._handle, size)
+            except OSError:
+                self.abort()
+                raise
+
+    def write_at(self, offset: int, data: Buffer) -> None:
+        """Put bytes at an offset."""
+        view = memoryview(data).cast("B")
+        with _writing(self._path):
+            _write_all(self._open(), view, offset)
+        self._stats.add(bytes_written=view.nbytes)
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Move bytes down, from the front, so that ranges may overlap."""
+        if target > source:
+            raise ValueError("a move goes down")
+        handle = self._open()
+        with _writing(self._path):
+            for done in range(0, length, _MOVE_CHUNK):
+                chunk = os.pread(handle, min(_MOVE_CHUNK, length - done), source + done)
+                _write_all(handle, memoryview(chunk), target + done)
+
+    def finish(self, size: int) -> None:
+        """Cut, sync once, rename, sync the folder."""
+        handle = self._open()
+        with _writing(self._path):
+            os.ftruncate(handle, size)
+            os.fsync(handle)
+            self._temporary.rename(self._path)
+            self._close()
+            _sync_folder(self._path.parent)
+
+    def abort(self) -> None:
+        """Remove the temporary file, unless it was finished."""
+        if self._handle is not None:
+            self._close()
+            self._temporary.unlink(missing_ok=True)
+
+    def _open(self) -> int:
+        if self._handle is None:
+            raise StoreError(f"cannot write {self._path}", found="a writer that was finished or aborted")
+        return self._handle
+
+    def _close(self) -> None:
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            os.close(handle)
+
+
+class LocalFolder:
+    """A directory. It need not exist until something is written."""
+
+    def __init__(self, path: Path, url: str | None = None, stats: Stats | None = None) -> None:
+        self.path = path
+        self._url = url if url is not None else str(path)
+        self._stats = stats if stats is not None else Stats()
+
+    @property
+    def url(self) -> str:
+        """The path, as it was typed."""
+        return self._url
+
+    @property
+    def stats(self) -> Stats:
+        """Counters shared with the folders above and below."""
+        return self._stats
+
+    def child(self, path: str) -> LocalFolder:
+        """The folder below this one."""
+        checked_key(path)
+        return LocalFolder(self.path / path, f"{self._url.rstrip('/')}/{path}", self._stats)
+
+    def get(self, key: str) -> bytes:
+        """The whole file."""
+        path = self._at(key)
+        with _reading(path):
+            data = path.read_bytes()
+        self._stats.add(requests=1, bytes_read=len(data))
+        return data
+
+    def get_many(self, keys: Iterable[str]) -> Iterator[bytes]:
+        """One after the other: a disk gains nothing from threads here."""
+        return map(self.get, keys)
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        """Exactly these bytes."""
+        path = self._at(key)
+        with _reading(path), path.open("rb", buffering=0) as file:
+            pieces: list[bytes] = []
+            missing, offset = length, start
+            while missing and (piece := os.pread(file.fileno(), missing, offset)):
+                pieces.append(piece)
+                missing, offset = missing - len(piece), offset + len(piece)
+        if missing:
+            raise StoreError(f"{path} is cut short", expected=f"{start + length} bytes", found=start + length - missing)
+        self._stats.add(requests=1, bytes_read=length)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def info(self, key: str) -> ObjectInfo:
+        """Size and time of one file."""
+        path = self._at(key)
+        with _reading(path):
+            found = path.stat()
+            if not path.is_file():
+                raise NotFound(f"no such file {path}")
+        return ObjectInfo(key, found.st_size, found.st_mtime)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """All files below, sorted by key, without temporary ones."""
+        for key, entry in self._walk(prefix):
+            if not entry.name.startswith(_TEMPORARY):
+                with suppress(FileNotFoundError):  # deleted while we look
+                    found = entry.stat()
+                    yield ObjectInfo(key, found.st_size, found.st_mtime)
+
+    def put(self, key: str, data: bytes) -> None:
+        """Write aside, sync, rename."""
+        path = self._at(key)
+        with _writing(path), self._aside(path, data) as temporary:
+            temporary.rename(path)
+        self._stats.add(requests=1, bytes_written=len(data))
+
+    def create(self, key: str, data: bytes) -> bool:
+        """Write aside, sync, link: the file system lets one of many through."""
+        path = self._at(key)
+        with _writing(path), self._aside(path, data) as temporary:
+            try:
+                os.link(temporary, path)
+            except FileExistsError:
+                return False
+            finally:
+                temporary.unlink(missing_ok=True)
+        self._stats.add(requests=1, bytes_written=len(data))
+        return True
+
+    def delete(self, key: str) -> None:
+        """Remove a file."""
+        path = self._at(key)
+        with _writing(path), suppress(FileNotFoundError, NotADirectoryError):
+            path.unlink()
+            _sync_folder(path.parent)
+
+    def writer(self, key: str, size: int) -> LocalWriter:
+        """A file of about this size; its room is taken now."""
+        return LocalWriter(self._at(key), size, self._stats)
+
+    def unfinished(self, prefix: str = "") -> Iterator[Unfinished]:
+        """Temporary files, a live writer's too."""
+        above, slash, _ = prefix.rpartition("/")
+        for found, entry in self._walk(above + slash):
+            if entry.name.startswith(_TEMPORARY):
+                key = found.removesuffix(entry.name) + entry.name.removeprefix(_TEMPORARY).partition("-")[2]
+                if key.startswith(prefix):
+                    with suppress(FileNotFoundError):
+                        status = entry.stat()
+                        yield Unfinished(key, found, status.st_mtime, status.st_size)
+
+    def discard(self, remains: Unfinished) -> None:
+        """Remove a temporary file."""
+        self.delete(remains.handle)
+
+    def _at(self, key: str) -> Path:
+        return self.path / checked_key(key)
+
+    @contextmanager
+    def _aside(self, path: Path, data: bytes) -> Iterator[Path]:
+        """The bytes, durable under a temporary name; the folder is synced after the caller has named them."""
+        _make_folder(path.parent)
+        temporary = _temporary(path)
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            try:
+                _write_all(handle, memoryview(data), 0)
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+            yield temporary
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        _sync_folder(path.parent)
+
+    def _walk(self, prefix: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
+        """Files whose key starts with the prefix, in the order of their keys."""
+        above = prefix.rpartition("/")[0]
+        if prefix.startswith("/") or (above and any(part in _NO_PART for part in above.split("/"))):
+            return  # no key starts so, and the file system must not be asked: "/" and ".." would lead out
+        stack = [above + "/" if above else ""]
+        files: dict[str, os.DirEntry[str]] = {}
+        # A stack of keys still to visit, smallest on top; a folder's key ends with "/", which sorts as its files do.
+        while stack:
+            key = stack.pop()
+            if key in files:
+                yield key, files.pop(key)
+                continue
+            with _reading(self.path / key), suppress(*_ABSENT), os.scandir(self.path / key) as entries:
+                found: list[str] = []
+                for entry in entries:
+                    name = key + entry.name + ("/" if entry.is_dir() else "")
+                    if name.startswith(prefix):
+                        found.append(name)
+                        if not name.endswith("/"):
+                            files[name] = entry
+                stack.extend(sorted(found, reverse=True))

@@ -1,0 +1,43 @@
+"""From what a user types to a folder: a path, ``gs://bucket/prefix`` or ``s3://bucket/prefix``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from spile.errors import SpecError, UserError
+from spile.objects.folder import Folder
+from spile.objects.local import LocalFolder
+
+__all__ = ["open_folder", "split"]
+
+_CLOUDS = ("gs", "s3")
+
+
+def open_folder(url: str) -> Folder:
+    """The folder at a path or a URL. Nothing is asked of it and nothing created."""
+    scheme, separator, rest = url.partition("://")
+    if not separator:
+        if not url:
+            raise SpecError("no folder was named", expected="a path, gs://bucket/prefix or s3://bucket/prefix")
+        return LocalFolder(Path(url).expanduser(), url)
+    if scheme == "file":
+        return LocalFolder(Path(rest), rest)
+    if scheme not in _CLOUDS:
+        raise SpecError(f"unknown kind of folder {url}", expected="a path, gs:// or s3://", found=f"{scheme}://")
+    bucket, _, prefix = rest.partition("/")
+    if not bucket:
+        raise SpecError(f"no bucket in {url}", expected=f"{scheme}://bucket/prefix")
+    from spile.objects.cloud import open_cloud  # obstore takes a while to import, and disks do not need it
+
+    return open_cloud(scheme, bucket, prefix.strip("/"))
+
+
+def split(url: str) -> tuple[str, str]:
+    """An object's URL or path as its folder's and its key: ``gs://b/data/x.jsonl`` → (``gs://b/data``, ``x.jsonl``)."""
+    scheme, separator, rest = url.partition("://")
+    above, slash, key = rest.rpartition("/") if separator else url.rpartition("/")
+    if not key or (separator and scheme in _CLOUDS and not above):
+        raise UserError(f"{url or 'an empty name'} names no file", expected="a path or a URL that ends in a name")
+    if not separator:
+        return (above or "/") if slash else ".", key
+    return f"{scheme}://{above}", key
