@@ -1,0 +1,110 @@
+"""crc32c (Castagnoli), and the crc of a whole from the crcs of its parts.
+
+The ``crc32c`` package is used because it releases the interpreter's lock over any buffer: with 1 MiB pieces two threads
+reach 48.9 GiB/s where one reaches 24.8. ``google_crc32c`` releases it for ``bytes`` alone, so two threads over arrays
+stay at the 24 GiB/s of one (both measured on one machine, in cache); the tests use it as the judge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+
+from crc32c import crc32c as _crc32c
+from typing_extensions import Buffer
+
+__all__ = ["CHUNK", "ChunkedCrc", "combine", "crc32c", "fold", "from_hex", "to_hex"]
+
+CHUNK = 1 << 20
+"""Bytes of a tensor that share one checksum: what a partial read must fetch whole to be verified."""
+
+_POLYNOMIAL = 0x82F63B78
+
+
+def crc32c(data: Buffer, value: int = 0) -> int:
+    """The checksum of ``data``, or of what ``value`` covers followed by ``data``."""
+    return int(_crc32c(data, value))
+
+
+def to_hex(value: int) -> str:
+    """Eight lower-case hexadecimal digits: how checksums are written in JSON."""
+    return f"{value:08x}"
+
+
+def from_hex(text: object) -> int:
+    """The inverse of :func:`to_hex`; ValueError for anything else."""
+    if not isinstance(text, str) or len(text) != 8:
+        raise ValueError(f"not a checksum: {text!r}")
+    return int(text, 16)
+
+
+def _times(a: int, b: int) -> int:
+    """The product of two polynomials modulo the crc's, bits reflected."""
+    product = 0
+    place = 1 << 31
+    while True:
+        if a & place:
+            product ^= b
+            if not a & (place - 1):
+                return product
+        place >>= 1
+        if not place:
+            return product
+        b = (b >> 1) ^ _POLYNOMIAL if b & 1 else b >> 1
+
+
+@lru_cache(maxsize=4096)
+def _shift(length: int) -> int:
+    """What ``length`` more bytes do to a crc: x to the power of ``8 × length``."""
+    power, result, square = length, 1 << 31, 1 << 23  # 1 and x^8
+    while power:
+        if power & 1:
+            result = _times(square, result)
+        square = _times(square, square)
+        power >>= 1
+    return result
+
+
+def combine(first: int, second: int, second_length: int) -> int:
+    """The crc of A‖B from the crc of A, the crc of B and the length of B."""
+    return _times(_shift(second_length), first) ^ second if second_length else first
+
+
+def fold(parts: Iterable[tuple[int, int]]) -> int:
+    """The crc of a concatenation from (crc, length) of each of its parts."""
+    value = 0
+    for crc, length in parts:
+        value = combine(value, crc, length)
+    return value
+
+
+class ChunkedCrc:
+    """The crcs of a tensor's chunks, extended as its bytes come, with the places where it may be cut."""
+
+    __slots__ = ("_chunk", "_marks", "_open", "_whole", "length")
+
+    def __init__(self, chunk: int = CHUNK) -> None:
+        self._chunk = chunk
+        self._whole: list[int] = []
+        self._open = 0
+        self._marks: dict[int, int] = {0: 0}
+        self.length = 0
+
+    def extend(self, data: memoryview) -> None:
+        """Take the next bytes. Their end becomes a place where :meth:`chunks` may cut."""
+        place = 0
+        while place < len(data):
+            take = min(self._chunk - self.length % self._chunk, len(data) - place)
+            self._open = crc32c(data[place : place + take], self._open)
+            place += take
+            self.length += take
+            if self.length % self._chunk == 0:
+                self._whole.append(self._open)
+                self._open = 0
+        self._marks[self.length] = self._open
+
+    def chunks(self, length: int) -> list[int]:
+        """The crcs of the chunks of the first ``length`` bytes; KeyError if no write ended there."""
+        remainder = self._marks[length]
+        whole = self._whole[: length // self._chunk]
+        return [*whole, remainder] if length % self._chunk else whole

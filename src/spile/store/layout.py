@@ -1,0 +1,80 @@
+"""Names: where everything of a dataset lies below its root. The inverse of each name is here too."""
+
+from __future__ import annotations
+
+import re
+import secrets
+
+from spile.errors import SpecError
+
+__all__ = [
+    "COMMITS",
+    "METADATA",
+    "PROGRESS",
+    "RUN",
+    "STREAM",
+    "commit_key",
+    "commit_number",
+    "is_shard",
+    "new_attempt",
+    "shard_name",
+    "stream_folder",
+    "stream_number",
+    "valid_attempt",
+]
+
+RUN = "run.json"
+STREAM = "stream.json"
+PROGRESS = "progress.json"
+METADATA = "metadata.json"
+COMMITS = "commits/"
+
+_STREAM_FOLDER = re.compile(r"tpu_(0|[1-9]\d*)")
+_COMMIT = re.compile(r"commits/(\d{4}|[1-9]\d{4,})\.json")
+_SHARD = re.compile(r"shard_(\d{4,})-([a-z0-9]+)(?:-h(\d{2,}))?\.safetensors")
+_ATTEMPT = re.compile(r"[a-z0-9]{4,32}")
+
+
+def stream_folder(worker_id: int) -> str:
+    """Worker 5 writes ``tpu_5``."""
+    return f"tpu_{worker_id}"
+
+
+def stream_number(folder: str) -> int | None:
+    """``tpu_5`` → 5; None for a name that is no stream's."""
+    match = _STREAM_FOLDER.fullmatch(folder)
+    return int(match[1]) if match else None
+
+
+def commit_key(number: int) -> str:
+    """``commits/0001.json``. Past 9999 the name grows a digit; readers sort by number, not by text."""
+    return f"{COMMITS}{number:04d}.json"
+
+
+def commit_number(key: str) -> int | None:
+    """The inverse of :func:`commit_key`; None for any other name (a temporary file, a stranger's)."""
+    match = _COMMIT.fullmatch(key)
+    return int(match[1]) if match and int(match[1]) > 0 else None
+
+
+def shard_name(number: int, attempt: str, host: int | None = None) -> str:
+    """``shard_0001-<attempt>.safetensors``, or ``…-h03.safetensors`` for host 3 of a pod."""
+    tail = "" if host is None else f"-h{host:02d}"
+    return f"shard_{number:04d}-{attempt}{tail}.safetensors"
+
+
+def is_shard(name: str) -> bool:
+    """Whether a name could be one of our shards: what garbage collection may look at."""
+    return _SHARD.fullmatch(name) is not None
+
+
+def new_attempt() -> str:
+    """A name for one life of one worker. Two lives never share one."""
+    return secrets.token_hex(6)
+
+
+def valid_attempt(attempt: str) -> str:
+    """The attempt, or an error where it could not be part of a file's name."""
+    if not _ATTEMPT.fullmatch(attempt):
+        raise SpecError("attempt", expected="4 to 32 lower-case letters and digits", found=repr(attempt))
+    return attempt

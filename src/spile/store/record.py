@@ -1,0 +1,142 @@
+"""What a commit says: its shards, with every checksum, and its skipped samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from spile.errors import Damaged
+from spile.plan.ranges import Ranges
+from spile.spec.sample import Skip
+from spile.store.crc import from_hex, to_hex
+from spile.store.sealed import FORMAT, seal, unseal
+
+__all__ = ["Commit", "ShardRecord"]
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """One shard as its commit names it."""
+
+    name: str
+    size: int
+    crc32c: int
+    """Of the whole object."""
+    header: tuple[int, int]
+    """The header's length, its eight first bytes included, and its crc32c."""
+    tensors: Mapping[str, int]
+    """crc32c of each tensor's bytes."""
+    samples: Ranges
+    count: int
+    """Samples."""
+    tokens: int
+
+    def to_json(self) -> dict[str, Any]:
+        """As the commit stores it; also how a pod's host tells process 0 of it."""
+        return {
+            "name": self.name,
+            "size": self.size,
+            "crc32c": to_hex(self.crc32c),
+            "header": {"size": self.header[0], "crc32c": to_hex(self.header[1])},
+            "tensors": {name: to_hex(crc) for name, crc in self.tensors.items()},
+            "samples": [list(pair) for pair in self.samples.pairs()],
+            "count": self.count,
+            "tokens": self.tokens,
+        }
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> ShardRecord:
+        """The inverse of :meth:`to_json`; ValueError, KeyError or TypeError where it is none."""
+        record = cls(
+            name=str(fields["name"]),
+            size=int(fields["size"]),
+            crc32c=from_hex(fields["crc32c"]),
+            header=(int(fields["header"]["size"]), from_hex(fields["header"]["crc32c"])),
+            tensors={str(name): from_hex(crc) for name, crc in fields["tensors"].items()},
+            samples=Ranges((int(a), int(b)) for a, b in fields["samples"]),
+            count=int(fields["count"]),
+            tokens=int(fields["tokens"]),
+        )
+        if len(record.samples) != record.count:
+            raise ValueError(f"{record.name} counts {record.count} samples and lists {len(record.samples)}")
+        return record
+
+
+@dataclass(frozen=True)
+class Commit:
+    """One entry of a stream's ledger."""
+
+    number: int
+    attempt: str
+    stream: str
+    """The id in ``stream.json``: a commit of an earlier life of the stream is never taken for one of this."""
+    shards: tuple[ShardRecord, ...]
+    skipped: tuple[Skip, ...]
+    end: int | None
+    """How many samples the stream has, once somebody has read it to its end."""
+    statistics: Mapping[str, Any] = field(default_factory=dict)
+    created: str = ""
+    version: str = ""
+
+    def to_bytes(self) -> bytes:
+        """The object's content."""
+        return seal(
+            {
+                "format": FORMAT,
+                "number": self.number,
+                "attempt": self.attempt,
+                "stream": self.stream,
+                "shards": [shard.to_json() for shard in self.shards],
+                "skipped": [
+                    {"index": skip.index, "task_id": skip.task_id, "reason": skip.reason, "detail": skip.detail}
+                    for skip in self.skipped
+                ],
+                "end": self.end,
+                "statistics": dict(self.statistics),
+                "created": self.created,
+                "version": self.version,
+            }
+        )
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str) -> Commit:
+        """The inverse of :meth:`to_bytes`; :class:`Damaged` names the object where it is none."""
+        fields = unseal(data, where)
+        try:
+            return cls(
+                number=int(fields["number"]),
+                attempt=str(fields["attempt"]),
+                stream=str(fields["stream"]),
+                shards=tuple(ShardRecord.from_json(shard) for shard in fields["shards"]),
+                skipped=tuple(
+                    Skip(int(skip["index"]), str(skip["task_id"]), str(skip["reason"]), dict(skip["detail"]))
+                    for skip in fields["skipped"]
+                ),
+                end=None if fields["end"] is None else int(fields["end"]),
+                statistics=dict(fields["statistics"]),
+                created=str(fields["created"]),
+                version=str(fields["version"]),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise Damaged(f"{where} is no commit", found=f"{type(error).__name__}: {error}") from error
+
+    def stored(self) -> Ranges:
+        """The samples with rows."""
+        return Ranges(pair for shard in self.shards for pair in shard.samples.pairs())
+
+    def covered(self) -> Ranges:
+        """The samples this commit makes done: stored and skipped."""
+        return self.stored() | Ranges.of(skip.index for skip in self.skipped)
+
+    def doubled(self) -> Ranges:
+        """Samples that it names twice by itself."""
+        seen, twice = Ranges(), Ranges()
+        for part in (*(shard.samples for shard in self.shards), Ranges.of(skip.index for skip in self.skipped)):
+            twice, seen = twice | (seen & part), seen | part
+        repeated = len(self.skipped) - len({skip.index for skip in self.skipped})
+        if repeated:
+            indices = sorted(skip.index for skip in self.skipped)
+            twice = twice | Ranges.of(a for a, b in pairwise(indices) if a == b)
+        return twice

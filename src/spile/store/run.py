@@ -1,0 +1,102 @@
+"""``run.json``: created by whoever comes first, compared by everybody else, never changed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from datetime import UTC, datetime
+from typing import Any
+
+from spile.errors import Damaged, RunMismatch
+from spile.objects.folder import Folder, NotFound
+from spile.spec.identity import RunIdentity
+from spile.spec.run import PromptSpec
+from spile.store.layout import RUN
+from spile.store.sealed import FORMAT, seal, unseal
+from spile.version import __version__
+
+__all__ = ["differences", "join_run", "now_iso", "read_run"]
+
+_ABSENT = "nothing"
+
+
+def now_iso() -> str:
+    """The time, in UTC, as every record writes it."""
+    return datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def differences(stored: Mapping[str, Any], ours: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """(field, stored, ours) of each field that differs, after a turn through JSON."""
+    plain = json.loads(json.dumps(ours))
+    names = sorted({*stored, *plain})
+    return [
+        (name, stored.get(name, _ABSENT), plain.get(name, _ABSENT))
+        for name in names
+        if stored.get(name, _ABSENT) != plain.get(name, _ABSENT)
+    ]
+
+
+def mismatch(what: str, differing: list[tuple[str, Any, Any]], fix: str) -> RunMismatch:
+    """The error that names every field."""
+    return RunMismatch(
+        what,
+        expected=", ".join(f"{name} = {stored}" for name, stored, _ in differing),
+        found=", ".join(f"{name} = {ours}" for name, _, ours in differing),
+        fix=fix,
+    )
+
+
+def join_run(root: Folder, identity: RunIdentity) -> None:
+    """Create ``run.json``, or check that it is this run's; :class:`RunMismatch` names every field that differs."""
+    record = {
+        "format": FORMAT,
+        "fingerprint": identity.fingerprint(),
+        "model": identity.model,
+        "revision": identity.revision,
+        "numbers": identity.numbers(),
+        "created": now_iso(),
+        "version": __version__,
+    }
+    stored = _read(root)
+    if stored is None:
+        if root.create(RUN, seal(record, indent=1)):
+            return
+        stored = _read(root)
+    if stored is None:
+        raise Damaged(f"{root.url}/{RUN} vanished while it was being read")
+    differing = differences(stored["numbers"], identity.numbers())
+    if differing:
+        raise mismatch(
+            f"{root.url} holds another run",
+            differing,
+            "give the same settings, or another --output",
+        )
+
+
+def read_run(root: Folder) -> RunIdentity | None:
+    """The run at this root, or None where there is none."""
+    record = _read(root)
+    if record is None:
+        return None
+    try:
+        numbers = dict(record["numbers"])
+        prompt = {name: numbers[f"prompt.{name}"] for name in (field.name for field in fields(PromptSpec))}
+        own = {name: numbers[name] for name in (field.name for field in fields(RunIdentity)) if name in numbers}
+        identity = RunIdentity(**own, model=record["model"], revision=record["revision"], prompt=PromptSpec(**prompt))
+    except (KeyError, TypeError, ValueError) as error:
+        raise Damaged(f"{root.url}/{RUN} is no run's record", found=f"{type(error).__name__}: {error}") from error
+    if identity.fingerprint() != record["fingerprint"]:
+        raise Damaged(
+            f"{root.url}/{RUN} does not match its fingerprint",
+            expected=record["fingerprint"],
+            found=identity.fingerprint(),
+        )
+    return identity
+
+
+def _read(root: Folder) -> dict[str, Any] | None:
+    try:
+        return unseal(root.get(RUN), f"{root.url}/{RUN}")
+    except NotFound:
+        return None

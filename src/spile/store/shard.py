@@ -1,0 +1,163 @@
+"""A shard in the making: rows go straight to their final offsets, checksummed as they pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from spile.objects.folder import Folder, Writer
+from spile.plan.ranges import Ranges
+from spile.spec.sample import Sample
+from spile.store.codec import CHUNKS, ShardPlan, notes_of, plan_shard
+from spile.store.crc import CHUNK, ChunkedCrc, crc32c, fold
+from spile.store.record import ShardRecord
+
+__all__ = ["ShardBuilder"]
+
+
+class ShardBuilder:
+    """One shard, from its samples' lengths to its record.
+
+    ``write`` may be called from several threads for different taps; rows of one tap come in order. ``finish`` or
+    ``abort`` ends it.
+    """
+
+    def __init__(
+        self,
+        folder: Folder,
+        name: str,
+        samples: Sequence[Sample],
+        *,
+        taps: Sequence[str],
+        d: int,
+        dtype: np.dtype[np.generic],
+        fingerprint: str,
+        stream: str,
+    ) -> None:
+        if not samples:
+            raise ValueError("a shard has at least one sample")
+        self.name = name
+        self._taps, self._d, self._dtype = tuple(taps), d, dtype
+        self._fingerprint, self._stream = fingerprint, stream
+        self._notes = notes_of(samples)
+        self._index = np.array([sample.index for sample in samples], np.int64)
+        self._offsets = np.concatenate([[0], np.cumsum([len(sample) for sample in samples])]).astype(np.int64)
+        self._tokens = np.concatenate([sample.tokens for sample in samples]).astype("<i4", casting="safe")
+        self._roles = np.concatenate([sample.roles for sample in samples]).astype("u1", casting="safe")
+        if len(self._tokens) != len(self._roles):
+            raise ValueError(f"{len(self._tokens)} tokens and {len(self._roles)} roles")
+        if len(np.unique(self._index)) != len(samples):
+            raise ValueError("a sample is in the shard twice")
+        self._plan = self._lay(len(samples))
+        self._crcs = [ChunkedCrc() for _ in taps]
+        self._writer: Writer = folder.writer(name, self._plan.size)
+
+    @property
+    def size(self) -> int:
+        """Bytes, when every sample begun is finished."""
+        return self._plan.size
+
+    @property
+    def rows(self) -> int:
+        """Tokens, when every sample begun is finished."""
+        return int(self._offsets[-1])
+
+    @property
+    def offsets(self) -> npt.NDArray[np.int64]:
+        """The row at which each sample starts, and the end."""
+        return self._offsets
+
+    def _lay(self, samples: int) -> ShardPlan:
+        return plan_shard(
+            self._notes[:samples],
+            int(self._offsets[samples]),
+            taps=self._taps,
+            d=self._d,
+            dtype=self._dtype,
+            fingerprint=self._fingerprint,
+            stream=self._stream,
+        )
+
+    def write(self, tap: int, row: int, rows: npt.NDArray[np.generic]) -> None:
+        """Put the next rows of a tap. ``tap`` counts in the order of the stream's taps."""
+        if rows.dtype != self._dtype or rows.ndim != 2 or rows.shape[1] != self._d:
+            raise ValueError(f"rows of {rows.dtype} {rows.shape} for {self._dtype} [n, {self._d}]")
+        crc = self._crcs[tap]
+        width = self._d * self._dtype.itemsize
+        if crc.length != row * width or row + len(rows) > self.rows:
+            raise ValueError(f"{self._taps[tap]}: rows {row} to {row + len(rows)} after {crc.length // width}")
+        if not len(rows):
+            return
+        data = np.ascontiguousarray(rows).view(np.uint8).reshape(-1).data
+        crc.extend(data)
+        self._writer.write_at(self._plan.places[self._taps[tap]].start + row * width, data)
+
+    def finish(self, samples: int | None = None) -> ShardRecord:
+        """Make the shard durable, with its first ``samples`` samples (all of them unless told)."""
+        try:
+            return self._finish(len(self._notes) if samples is None else samples)
+        except BaseException:
+            self.abort()
+            raise
+
+    def abort(self) -> None:
+        """Leave no trace of an unfinished shard."""
+        self._writer.abort()
+
+    def _finish(self, samples: int) -> ShardRecord:
+        if not 0 < samples <= len(self._notes):
+            raise ValueError(f"{samples} samples of the {len(self._notes)} begun")
+        tokens = int(self._offsets[samples])
+        plan = self._plan if samples == len(self._notes) else self._lay(samples)
+        chunks = {tap: self._chunks(number, tokens) for number, tap in enumerate(self._taps)}
+        self._compact(plan)
+        tail = {
+            "offsets": self._offsets[: samples + 1].astype("<i8"),
+            "sample_index": self._index[:samples].astype("<i8"),
+            "tokens": self._tokens[:tokens],
+            "roles": self._roles[:tokens],
+        }
+        for name, array in tail.items():
+            whole = ChunkedCrc()
+            whole.extend(array.view(np.uint8).data)
+            chunks[name] = whole.chunks(array.nbytes)
+        sums = np.array([crc for each in chunks.values() for crc in each], "<u4")
+        crcs = {name: _fold_chunks(each, plan.places[name].length) for name, each in chunks.items()}
+        crcs[CHUNKS] = crc32c(sums.tobytes())
+        self._writer.write_at(0, plan.header)
+        for name, array in {**tail, CHUNKS: sums}.items():
+            if array.nbytes:
+                self._writer.write_at(plan.places[name].start, array.view(np.uint8).data)
+        self._writer.finish(plan.size)
+        header = (len(plan.header), crc32c(plan.header))
+        return ShardRecord(
+            name=self.name,
+            size=plan.size,
+            crc32c=fold([(header[1], header[0]), *((crc, plan.places[name].length) for name, crc in crcs.items())]),
+            header=header,
+            tensors=crcs,
+            samples=Ranges.of(self._index[:samples].tolist()),
+            count=samples,
+            tokens=tokens,
+        )
+
+    def _chunks(self, tap: int, tokens: int) -> list[int]:
+        width = self._d * self._dtype.itemsize
+        try:
+            return self._crcs[tap].chunks(tokens * width)
+        except KeyError:
+            written = self._crcs[tap].length // width
+            raise ValueError(f"{self._taps[tap]}: no write ended at row {tokens}; {written} were written") from None
+
+    def _compact(self, plan: ShardPlan) -> None:
+        # Towards the front, in order: what a block is moved over has been moved already.
+        for tap in self._taps:
+            source, target = self._plan.places[tap], plan.places[tap]
+            if source.start != target.start and target.length:
+                self._writer.move(source.start, target.start, target.length)
+
+
+def _fold_chunks(chunks: Sequence[int], length: int) -> int:
+    return fold((crc, min(CHUNK, length - number * CHUNK)) for number, crc in enumerate(chunks))

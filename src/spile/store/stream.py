@@ -1,0 +1,276 @@
+"""One stream's writer: joins it, begins shards, commits them, finishes it."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from spile.errors import Damaged, Fenced, StoreError
+from spile.objects.folder import Folder, NotFound
+from spile.plan.ranges import Ranges
+from spile.spec.identity import RunIdentity, StreamIdentity
+from spile.spec.sample import Sample, Skip
+from spile.spec.taps import Tap
+from spile.store.layout import (
+    COMMITS,
+    METADATA,
+    PROGRESS,
+    STREAM,
+    commit_key,
+    commit_number,
+    is_shard,
+    new_attempt,
+    shard_name,
+    stream_folder,
+    valid_attempt,
+)
+from spile.store.ledger import Ledger, has_commits, read_ledger
+from spile.store.record import Commit, ShardRecord
+from spile.store.run import differences, mismatch, now_iso
+from spile.store.sealed import FORMAT, seal, unseal
+from spile.store.shard import ShardBuilder
+from spile.version import __version__
+
+__all__ = [
+    "StreamRecord",
+    "StreamStore",
+    "clear_stream",
+    "join_stream",
+    "metadata",
+    "read_stream",
+    "stream_has_commits",
+]
+
+
+@dataclass(frozen=True)
+class StreamRecord:
+    """The content of ``stream.json``."""
+
+    id: str
+    """Made when the stream begins; every commit and shard carries it, so that two lives of a stream never mix."""
+    worker_id: int
+    fingerprint: str
+    identity: StreamIdentity
+
+
+class StreamStore:
+    """What a worker writes its stream through. ``begin`` and ``commit`` may be called from different threads."""
+
+    def __init__(self, folder: Folder, record: StreamRecord, run: RunIdentity, attempt: str, ledger: Ledger) -> None:
+        self.folder, self.record, self.run, self.attempt = folder, record, run, attempt
+        self._ledger = ledger
+        self._lock = threading.Lock()
+        self._begun = ledger.commits
+        self._unsure = False
+        self._dtype = np.dtype(run.store_dtype)
+
+    @property
+    def ledger(self) -> Ledger:
+        """What is committed, our own commits included."""
+        return self._ledger
+
+    def begin(self, samples: Sequence[Sample], host: int | None = None, number: int | None = None) -> ShardBuilder:
+        """Begin a shard of these samples, in this order. ``number`` is counted unless told."""
+        with self._lock:
+            self._begun = number if number is not None else max(self._begun, self._ledger.commits) + 1
+            name = shard_name(self._begun, self.attempt, host)
+        return ShardBuilder(
+            self.folder,
+            name,
+            samples,
+            taps=[str(tap) for tap in self.record.identity.taps],
+            d=self.run.d_model,
+            dtype=self._dtype,
+            fingerprint=self.record.fingerprint,
+            stream=self.record.id,
+        )
+
+    def commit(
+        self,
+        shards: Sequence[ShardRecord],
+        skipped: Sequence[Skip] = (),
+        end: int | None = None,
+        statistics: Mapping[str, Any] | None = None,
+    ) -> Commit:
+        """Make shards and skips part of the dataset, all or none; :class:`Fenced` where another worker was first."""
+        with self._lock:
+            if self._unsure:
+                raise StoreError(
+                    f"the last commit of {self.folder.url} may or may not have landed", fix="run the same command again"
+                )
+            commit = Commit(
+                number=self._ledger.commits + 1,
+                attempt=self.attempt,
+                stream=self.record.id,
+                shards=tuple(shards),
+                skipped=tuple(skipped),
+                end=end,
+                statistics=dict(statistics or {}),
+                created=now_iso(),
+                version=__version__,
+            )
+            self._refuse_twice(commit)
+            self._unsure = True
+            self._create(commit)
+            self._ledger = self._ledger.plus([commit])
+            self._unsure = False
+            return commit
+
+    def _refuse_twice(self, commit: Commit) -> None:
+        twice = commit.doubled() | (self._ledger.done & commit.covered())
+        if twice:
+            raise StoreError(
+                f"refused to commit samples of {self.folder.url} twice",
+                expected="samples that are not in the ledger",
+                found=twice.text(),
+            )
+
+    def _create(self, commit: Commit) -> None:
+        data, key = commit.to_bytes(), commit_key(commit.number)
+        if self.folder.create(key, data):
+            return
+        # A lost reply looks like a lost race: the bytes, which carry our attempt, tell who won.
+        winner = self.folder.get(key)
+        if winner == data:
+            return
+        owner = Commit.from_bytes(winner, f"{self.folder.url}/{key}").attempt
+        raise Fenced(
+            f"another worker owns this stream: {self.folder.url}/{key}",
+            expected=f"attempt {self.attempt}",
+            found=f"attempt {owner}",
+            fix="this worker stops; what it had not committed is the other's to do",
+        )
+
+    def finish(self, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Write ``metadata.json`` from the ledger, and give its content."""
+        record = {**metadata(self.record, self.run, self._ledger), **(extra or {})}
+        self.folder.put(METADATA, json.dumps(record, indent=1).encode() + b"\n")
+        return record
+
+
+def metadata(record: StreamRecord, run: RunIdentity, ledger: Ledger) -> dict[str, Any]:
+    """What ``metadata.json`` says: the guides' fields first, then ours."""
+    expected = record.identity.samples if record.identity.samples is not None else ledger.end
+    complete = expected is not None and ledger.done == Ranges([(0, expected)])
+    return {
+        "worker_id": record.worker_id,
+        "total_samples": ledger.samples,
+        "total_shards": ledger.shards,
+        "shards": [
+            {"shard_id": place, "file": file.name, "samples": file.samples, "tokens": file.tokens, "size": file.size}
+            for place, file in enumerate(ledger.files, 1)
+        ],
+        "status": "completed" if complete else "partial",
+        "dataset_path": record.identity.data,
+        "model_path": run.model,
+        "layers": sorted({tap.layer for tap in record.identity.taps}),
+        "taps": [str(tap) for tap in record.identity.taps],
+        "d_model": run.d_model,
+        "dtype": run.store_dtype,
+        "total_tokens": ledger.tokens,
+        "total_bytes": ledger.bytes,
+        "skipped_samples": ledger.skipped,
+        "stream_samples": expected,
+        "fingerprint": record.fingerprint,
+        "stream": record.id,
+        "finished": ledger.created,
+        "version": __version__,
+    }
+
+
+def join_stream(
+    root: Folder,
+    worker_id: int,
+    identity: StreamIdentity,
+    run: RunIdentity,
+    attempt: str | None = None,
+) -> StreamStore:
+    """Create or find the stream's folder, check that it is this stream's, and read its ledger.
+
+    ``attempt`` names this life of the worker and is never used again; the hosts of a pod share one.
+    """
+    folder = root.child(stream_folder(worker_id))
+    stored = read_stream(folder)
+    if stored is None:
+        fresh = StreamRecord(secrets.token_hex(8), worker_id, run.fingerprint(), identity)
+        stored = fresh if folder.create(STREAM, _stream_bytes(fresh)) else read_stream(folder)
+    if stored is None:
+        raise Damaged(f"{folder.url}/{STREAM} vanished while it was being read")
+    ours = {**identity.numbers(), "fingerprint": run.fingerprint()}
+    differing = differences({**stored.identity.numbers(), "fingerprint": stored.fingerprint}, ours)
+    if differing:
+        raise mismatch(
+            f"{folder.url} holds another stream",
+            differing,
+            "give the same dataset and taps, or another --output, or --no-checkpointing --overwrite to start it again",
+        )
+    attempt = new_attempt() if attempt is None else valid_attempt(attempt)
+    return StreamStore(folder, stored, run, attempt, read_ledger(folder, stored.id))
+
+
+def _stream_bytes(record: StreamRecord) -> bytes:
+    return seal(
+        {
+            "format": FORMAT,
+            "id": record.id,
+            "worker_id": record.worker_id,
+            "fingerprint": record.fingerprint,
+            "data": record.identity.data,
+            **record.identity.numbers(),
+            "created": now_iso(),
+            "version": __version__,
+        },
+        indent=1,
+    )
+
+
+def read_stream(folder: Folder) -> StreamRecord | None:
+    """The ``stream.json`` of a stream's folder, or None where there is none."""
+    where = f"{folder.url}/{STREAM}"
+    try:
+        fields = unseal(folder.get(STREAM), where)
+    except NotFound:
+        return None
+    try:
+        identity = StreamIdentity(
+            data=str(fields["data"]),
+            sha256=str(fields["sha256"]),
+            lines=int(fields["lines"]),
+            samples=None if fields["samples"] is None else int(fields["samples"]),
+            taps=tuple(Tap.parse(tap) for tap in fields["taps"]),
+        )
+        return StreamRecord(str(fields["id"]), int(fields["worker_id"]), str(fields["fingerprint"]), identity)
+    except (KeyError, TypeError, ValueError) as error:
+        raise Damaged(f"{where} is no stream's record", found=f"{type(error).__name__}: {error}") from error
+
+
+def stream_has_commits(root: Folder, worker_id: int) -> bool:
+    """Whether anything of this stream is done: where ``--no-checkpointing`` alone is refused."""
+    return has_commits(root.child(stream_folder(worker_id)))
+
+
+def clear_stream(root: Folder, worker_id: int) -> None:
+    """Remove a stream, so that it can be begun again. Killed at any moment, it leaves a shorter ledger, never a mix.
+
+    First the claim that it is finished; then the commits, newest first, so that what is left is always 1 to n; then
+    the shards, which no commit names any more; ``stream.json`` last. A worker that still writes to the old life cannot
+    mix into the next: its commits carry the old id.
+    """
+    folder = root.child(stream_folder(worker_id))
+    folder.delete(METADATA)
+    numbers = sorted(n for info in folder.list(COMMITS) if (n := commit_number(info.key)) is not None)
+    for number in reversed(numbers):
+        folder.delete(commit_key(number))
+    shards = [info.key for info in folder.list() if is_shard(info.key)]
+    with ThreadPoolExecutor(16, thread_name_prefix="clear") as pool:
+        for _ in pool.map(folder.delete, shards):
+            pass
+    folder.delete(PROGRESS)
+    folder.delete(STREAM)
