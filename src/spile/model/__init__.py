@@ -1,1 +1,1 @@
-"""Pure JAX: one decoder, a table of architectures, taps. No files, no network."""
+"""Pure JAX: one decoder and its switches, its weights' shapes, its attention kernels. No files, no network."""

@@ -1,0 +1,84 @@
+"""Causal attention with grouped heads: a table of implementations that agree to rounding.
+
+All take queries ``[batch, seq, heads, head_dim]`` and keys and values with fewer heads, and a window: how many
+positions a token sees, itself included (None: all before it). Padding stands on the right, where no real token looks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from spile.spec.architecture import ModelConfig
+
+__all__ = ["ATTENTIONS", "Attention", "choose", "cudnn", "precision", "xla"]
+
+Queries = Float[Array, "batch seq heads head_dim"]
+Keys = Float[Array, "batch seq kv_heads head_dim"]
+
+
+class Attention(Protocol):
+    """One implementation."""
+
+    def __call__(self, q: Array, k: Array, v: Array, *, window: int | None) -> Array:
+        """Softmax(q·k / √head_dim)·v under the causal mask and the window."""
+
+
+def precision(dtype: DTypeLike) -> jax.lax.Precision:
+    """float32 means float32, on accelerators too; bfloat16 products are exact in float32 anyway."""
+    return jax.lax.Precision.HIGHEST if np.dtype(dtype) == np.float32 else jax.lax.Precision.DEFAULT
+
+
+def _chunk(length: int) -> int:
+    """Queries at a time: a causal chunk skips the keys after it, and only a chunk's scores exist at once."""
+    return min(length, max(256, min(1024, -(-length // 4))))
+
+
+def xla(q: Queries, k: Keys, v: Keys, *, window: int | None) -> Queries:
+    """Plain XLA, chunk by chunk of the queries; keys and values are never repeated for their groups."""
+    batch, length, heads, head_dim = q.shape
+    groups = heads // k.shape[2]
+    grouped = q.reshape(batch, length, k.shape[2], groups, head_dim)
+    size = _chunk(length)
+    chunks = []
+    for start in range(0, length, size):
+        stop = min(start + size, length)
+        first = 0 if window is None else max(0, start - window + 1)
+        chunks.append(_attend(grouped[:, start:stop], k[:, first:stop], v[:, first:stop], start - first, window))
+    out = chunks[0] if len(chunks) == 1 else jnp.concatenate(chunks, axis=1)
+    return out.reshape(batch, length, heads, head_dim)
+
+
+def _attend(q: Array, k: Array, v: Array, offset: int, window: int | None) -> Array:
+    """Queries ``[b, s, kv, g, d]`` that start ``offset`` positions after the first key; softmax in float32."""
+    exact = precision(q.dtype)
+    scores = jnp.einsum("bskgd,btkd->bkgst", q, k, precision=exact, preferred_element_type=jnp.float32)
+    scores = scores * jnp.float32(q.shape[-1] ** -0.5)
+    ahead = (offset + np.arange(q.shape[1]))[:, None] - np.arange(k.shape[1])[None, :]
+    seen = (ahead >= 0) if window is None else (ahead >= 0) & (ahead < window)
+    scores = jnp.where(jnp.asarray(seen), scores, jnp.float32(-jnp.inf))
+    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+    return jnp.einsum("bkgst,btkd->bskgd", weights, v, precision=exact)
+
+
+def cudnn(q: Queries, k: Keys, v: Keys, *, window: int | None) -> Queries:
+    """The fused kernel of cuDNN: 16-bit floats on an NVIDIA GPU."""
+    local: Any = None if window is None else (window - 1, 0)
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=local, implementation="cudnn")
+
+
+ATTENTIONS: Mapping[str, Attention] = {"xla": xla, "cudnn": cudnn}
+
+
+def choose(config: ModelConfig, platform: str, dtype: DTypeLike) -> str:
+    """The fastest implementation that is right for a platform (``cpu``, ``gpu``, ``tpu``) and a compute dtype."""
+    sixteen = np.dtype(dtype).itemsize == 2
+    if platform in ("gpu", "cuda") and sixteen and config.head_dim % 8 == 0 and config.head_dim <= 128:
+        return "cudnn"
+    return "flash" if platform == "tpu" else "xla"

@@ -1,0 +1,161 @@
+"""Find a model by the name a user types: the embedded one, a folder, a bucket's folder, or a name on the hub."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import google_crc32c
+
+from spile.errors import ModelError
+from spile.spec.architecture import ModelConfig, read_config
+from spile.spec.run import EMBEDDED
+from spile.weights.safetensors import read_index
+from spile.weights.source import LocalSource, Source
+
+__all__ = ["INDEX", "SMALL_FILES", "TOKENIZER_FILES", "ModelFiles", "find"]
+
+TOKENIZER_FILES = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+)
+INDEX = "model.safetensors.index.json"
+SMALL_FILES = ("config.json", INDEX, *TOKENIZER_FILES)
+
+_SINGLE = "model.safetensors"
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[\w.-]+)?")
+_HASH_CHUNK = 64 << 20
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """A model that was found: its config, and where its tokenizer and weights lie. Nothing large is read yet."""
+
+    name: str
+    """As the user typed it."""
+    revision: str | None
+    """The hub's commit; None elsewhere."""
+    config: ModelConfig
+    tokenizer_folder: Path
+    source: Source
+    weight_files: tuple[str, ...]
+
+    def weights_hash(self) -> str:
+        """A hash over the config's meaning and the weight files' names, sizes and checksums: 64 hex digits.
+
+        Checksums are CRC-32C of each 64 MiB, so that threads can share a file.
+        """
+        parts = [
+            (file, size, start, min(_HASH_CHUNK, size - start))
+            for file in sorted(self.weight_files)
+            for size in (self.source.size(file),)
+            for start in range(0, max(size, 1), _HASH_CHUNK)
+        ]
+        with ThreadPoolExecutor(8) as threads:
+            sums = list(threads.map(lambda part: self._checksum(part[0], part[2], part[3]), parts))
+        content = [[file, size, start, crc] for (file, size, start, _), crc in zip(parts, sums, strict=True)]
+        canonical = json.dumps([asdict(self.config), content], sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).hexdigest()
+
+    def _checksum(self, file: str, start: int, length: int) -> int:
+        return int(google_crc32c.extend(0, self.source.read(file, start, length)))
+
+    def tokenizer_hash(self) -> str:
+        """A hash over the tokenizer's files that exist: 64 hex digits."""
+        present = [name for name in TOKENIZER_FILES if (self.tokenizer_folder / name).is_file()]
+        if not present:
+            raise ModelError(f"no tokenizer beside {self.name}", expected="a tokenizer.json", found="none")
+        digest = hashlib.sha256()
+        for name in present:
+            content = (self.tokenizer_folder / name).read_bytes()
+            digest.update(f"{name} {hashlib.sha256(content).hexdigest()}\n".encode())
+        return digest.hexdigest()
+
+
+def find(name: str, revision: str | None = None) -> ModelFiles:
+    """The model of this name, or a ModelError of one line that says what to do.
+
+    ``embedded``; a folder; ``gs://…`` or ``s3://…``; else a name on the Hugging Face hub (``HF_TOKEN`` for gated ones).
+    """
+    path = Path(name).expanduser()
+    bucket = name.startswith(("gs://", "s3://"))
+    if revision is not None and (bucket or name == EMBEDDED or path.is_dir()):
+        raise ModelError("--revision", expected="a name on the Hugging Face hub beside it", found=name)
+    if name == EMBEDDED:
+        return _in_folder(name, Path(__file__).parent / "embedded", None)
+    if bucket:
+        from spile.weights.bucket import find_in_bucket
+
+        return find_in_bucket(name)
+    if path.is_dir():
+        return _in_folder(name, path, None)
+    if not _HUB_NAME.fullmatch(name) or path.exists():
+        raise ModelError(
+            f"no such model: {name}",
+            expected="a folder, or a name such as Qwen/Qwen2.5-0.5B",
+            found="a file" if path.exists() else "neither",
+        )
+    from spile.weights.hub import download
+
+    folder, commit = download(name, revision)
+    return _in_folder(name, folder, commit)
+
+
+def _in_folder(name: str, folder: Path, revision: str | None) -> ModelFiles:
+    present = {path.name for path in folder.iterdir() if path.is_file()}
+    if "config.json" not in present:
+        raise ModelError(f"no config.json in {folder}", fix="give the folder of a whole Hugging Face model")
+    return describe(name, folder, LocalSource(folder), present, revision)
+
+
+def describe(name: str, small: Path, source: Source, present: set[str], revision: str | None) -> ModelFiles:
+    """From a folder with the small files and the names of all files to what :func:`find` gives."""
+    try:
+        raw = json.loads((small / "config.json").read_bytes())
+    except ValueError as error:
+        raise ModelError(f"config.json of {name} is no JSON", found=str(error)) from error
+    if not isinstance(raw, dict):
+        raise ModelError(f"config.json of {name}", expected="a JSON object", found=type(raw).__name__)
+    return ModelFiles(
+        name=name,
+        revision=revision,
+        config=read_config(raw),
+        tokenizer_folder=small,
+        source=source,
+        weight_files=_weight_files(name, small, present),
+    )
+
+
+def _weight_files(name: str, small: Path, present: set[str]) -> tuple[str, ...]:
+    """One file, or those of the index."""
+    if INDEX in present:
+        files = sorted(set(read_index((small / INDEX).read_bytes(), f"{INDEX} of {name}").values()))
+        missing = [file for file in files if file not in present]
+        if missing:
+            raise ModelError(
+                f"{name} lacks weight files that its index names",
+                found=f"{len(missing)} missing, the first {missing[0]}",
+                fix="download or copy the model again",
+            )
+        return tuple(files)
+    if _SINGLE in present:
+        return (_SINGLE,)
+    pickles = sorted(file for file in present if file.endswith(_PICKLES))
+    if pickles:
+        raise ModelError(
+            f"{name} has only pickled weights ({pickles[0]}), which can run code when they are read",
+            fix="convert them to safetensors, or name a revision that has them",
+        )
+    raise ModelError(f"{name} has no weights", expected=f"{_SINGLE} or {INDEX}", found="neither")

@@ -1,0 +1,155 @@
+"""Read the tensors that are needed, each device only its part, from a file's pages or a bucket's ranges."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from jax.sharding import Sharding
+from jax.typing import DTypeLike
+
+from spile.errors import ModelError
+from spile.model.params import Params, Tensor, build
+from spile.weights.files import ModelFiles
+from spile.weights.names import NAMES
+from spile.weights.safetensors import DTYPES, Entry, read_header
+from spile.weights.source import Source
+
+__all__ = ["Place", "load"]
+
+Place = Callable[[tuple[str | None, ...], tuple[int, ...]], Sharding]
+"""From a tensor's logical axes and shape to where it goes."""
+
+_THREADS = 8
+
+
+def load(
+    files: ModelFiles, dtype: DTypeLike = jnp.float32, n_layers: int | None = None, sharding: Place | None = None
+) -> Params:
+    """The weights up to layer ``n_layers`` in ``dtype``; ``sharding`` says where each goes (None: the first device).
+
+    Every tensor of every file is checked against the config before any is read, those past ``n_layers`` too.
+    """
+    entries = _catalogue(files)
+    with ThreadPoolExecutor(_THREADS) as threads:
+
+        def start(name: str, tensor: Tensor) -> Any:
+            place = None if sharding is None else sharding(tensor.axes, tensor.shape)
+            return threads.submit(_place, files.source, entries[name], np.dtype(dtype), place)
+
+        futures = build(files.config, n_layers, start)
+        try:
+            params: Params = jax.tree.map(lambda future: future.result(), futures)
+        except BaseException:
+            threads.shutdown(wait=False, cancel_futures=True)
+            raise
+    return params
+
+
+def _catalogue(files: ModelFiles) -> Mapping[str, Entry]:
+    """Tree name → where it lies, for the whole model; unknown, doubled, missing or misshapen tensors are errors."""
+    found: dict[str, Entry] = {}
+    seen: dict[str, Entry] = {}
+    names = NAMES[files.config.architecture]
+    wanted = _wanted(files)
+    with ThreadPoolExecutor(_THREADS) as threads:
+        headers = list(threads.map(lambda file: read_header(files.source, file), files.weight_files))
+    for entry in (entry for header in headers for entry in header):
+        if entry.name in seen:
+            raise ModelError(
+                f"{files.name} has the tensor {entry.name} twice", found=f"{seen[entry.name].file} and {entry.file}"
+            )
+        seen[entry.name] = entry
+        name = names.match(entry.name)
+        if name == "":
+            continue
+        if name is None or name not in wanted:
+            raise ModelError(
+                f"{entry.file} of {files.name} has a tensor that {files.config.architecture} does not",
+                found=entry.name,
+                fix="this is another model than its config.json says",
+            )
+        if name in found:
+            raise ModelError(f"{files.name} has a tensor twice", found=f"{found[name].name} and {entry.name}")
+        _check(files, entry, wanted[name])
+        found[name] = entry
+    missing = [name for name in wanted if name not in found]
+    if missing:
+        raise ModelError(
+            f"{files.name} lacks {len(missing)} of its {len(wanted)} tensors",
+            found=f"no {_file_name(files, missing[0])}",
+        )
+    return found
+
+
+def _wanted(files: ModelFiles) -> dict[str, Tensor]:
+    wanted: dict[str, Tensor] = {}
+    build(files.config, None, wanted.setdefault)
+    return wanted
+
+
+def _check(files: ModelFiles, entry: Entry, tensor: Tensor) -> None:
+    if entry.shape != tensor.shape:
+        raise ModelError(
+            f"the tensor {entry.name} of {files.name}", expected=f"shape {tensor.shape}", found=f"{entry.shape}"
+        )
+    if entry.dtype not in DTYPES:
+        raise ModelError(
+            f"the tensor {entry.name} of {files.name}", expected=f"one of {', '.join(DTYPES)}", found=entry.dtype
+        )
+
+
+def _file_name(files: ModelFiles, name: str) -> str:
+    """What the files would call a tree's tensor: for errors."""
+    layer, _, field = name.rpartition(".")
+    suffixes = {field: suffix for suffix, field in NAMES[files.config.architecture].layer.items()}
+    return f"model.layers.{layer}.{suffixes[field]}" if layer else "model.embed_tokens.weight"
+
+
+def _place(source: Source, entry: Entry, dtype: np.dtype[Any], place: Sharding | None) -> jax.Array:
+    """Onto the devices as stored, then converted there if need be: the host never holds a second copy."""
+    if place is None:
+        # may_alias: a mapped file must not become the array, or a change on disk would change the model.
+        array = jax.device_put(_read(source, entry, ()), may_alias=False)
+    else:
+        array = jax.make_array_from_callback(entry.shape, place, _Slices(source, entry))
+    return array if array.dtype == dtype else _convert(array, dtype)
+
+
+class _Slices:
+    """Reads a slice once for all devices that want the same."""
+
+    def __init__(self, source: Source, entry: Entry) -> None:
+        self.source, self.entry = source, entry
+        self.lock = threading.Lock()
+        self.read: dict[tuple[tuple[int, int], ...], npt.NDArray[Any]] = {}
+
+    def __call__(self, index: tuple[slice, ...] | None) -> npt.NDArray[Any]:
+        bounds = tuple(part.indices(size)[:2] for part, size in zip(index or (), self.entry.shape, strict=False))
+        with self.lock:
+            if bounds not in self.read:
+                self.read[bounds] = np.array(_read(self.source, self.entry, bounds))
+            return self.read[bounds]
+
+
+def _read(source: Source, entry: Entry, bounds: tuple[tuple[int, int], ...]) -> npt.NDArray[Any]:
+    """A tensor's slice; only the rows it spans are touched."""
+    dtype = DTYPES[entry.dtype]
+    first, last = bounds[0] if bounds else (0, entry.shape[0])
+    row = entry.length // max(entry.shape[0], 1)
+    data = source.read(entry.file, entry.start + first * row, (last - first) * row)
+    if len(data) != (last - first) * row:
+        raise ModelError(f"{entry.file} ended inside {entry.name}", fix="it changed while it was read; run again")
+    rows = data.view(dtype).reshape(last - first, *entry.shape[1:])
+    return rows[(slice(None), *(slice(*bound) for bound in bounds[1:]))]
+
+
+def _convert(array: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
+    converted: jax.Array = jax.jit(lambda x: x.astype(dtype), out_shardings=array.sharding)(array)
+    return converted
