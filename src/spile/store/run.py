@@ -97,6 +97,9 @@ def read_run(root: Folder) -> RunIdentity | None:
 
 def _read(root: Folder) -> dict[str, Any] | None:
     try:
-        return unseal(root.get(RUN), f"{root.url}/{RUN}")
+        record = unseal(root.get(RUN), f"{root.url}/{RUN}")
     except NotFound:
         return None
+    if not isinstance(record.get("numbers"), dict):
+        raise Damaged(f"{root.url}/{RUN} is no run's record", expected="an object named numbers")
+    return record

@@ -1,6 +1,6 @@
 """Small JSON records that carry their own checksum: ``run.json``, ``stream.json`` and the commits.
 
-The last field of the object is always ``"crc32c"``: the object's last 23 bytes are ``,"crc32c":"hhhhhhhh"}`` and a
+The last field of the object is always ``"crc32c"``: the object's last 22 bytes are ``,"crc32c":"hhhhhhhh"}`` and a
 line feed, and the checksum covers every byte before them. So a reader checks the bytes as they are, whatever its
 JSON library.
 """
@@ -20,7 +20,7 @@ FORMAT = 1
 """The version of the format; ``docs/format.md`` describes it."""
 
 _TAIL = re.compile(rb',"crc32c":"([0-9a-f]{8})"\}\n')
-_TAIL_LENGTH = 23
+_TAIL_LENGTH = 22
 
 
 def seal(record: dict[str, Any], *, indent: int | None = None) -> bytes:

@@ -1,0 +1,3 @@
+from backends import folder, folder_url
+
+__all__ = ["folder", "folder_url"]
