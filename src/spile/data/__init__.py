@@ -1,1 +1,1 @@
-"""Where samples come from: ARC, chat and plain text; Hugging Face, JSONL and Parquet; streams; tokens."""
+"""Where samples come from: ARC tasks, chats and plain text; Hugging Face, JSONL and Parquet; streams; tokens."""

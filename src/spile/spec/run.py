@@ -12,6 +12,7 @@ from spile.spec.taps import Site, parse_sites
 __all__ = [
     "DEFAULT_ENCODER",
     "EMBEDDED",
+    "PROMPT_VERSIONS",
     "ComputeDtype",
     "DataSpec",
     "ExtractSpec",
@@ -25,6 +26,14 @@ EMBEDDED = "embedded"
 """The name of the model and of the dataset that ship inside the package."""
 
 DEFAULT_ENCODER = "GridShapeEncoder(RowNumberEncoder(MinimalGridEncoder()))"
+
+PROMPT_VERSIONS = (
+    "output-from-examples-v0",
+    "output-from-examples-v1",
+    "input-from-inputs-v0",
+    "output-from-outputs-v0",
+)
+"""The ARC prompts; ``docs/prompts.md`` shows their words."""
 
 PromptKind = Literal["auto", "arc", "chat", "text"]
 LongPolicy = Literal["truncate", "skip"]
@@ -40,7 +49,7 @@ def _one_of(flag: str, value: str, choices: object) -> None:
 
 def _within(flag: str, value: float | None, low: float, high: float) -> None:
     if value is not None and not (low <= value <= high and math.isfinite(value)):
-        raise SpecError(flag, expected=f"from {low:g} to {high:g}", found=f"{value:g}")
+        raise SpecError(flag, expected=f"from {low:,} to {high:,}", found=f"{value:,}")
 
 
 @dataclass(frozen=True)
@@ -62,6 +71,16 @@ class PromptSpec:
     def __post_init__(self) -> None:
         _one_of("--prompt", self.kind, PromptKind)
         _within("--predictions-per-task", self.predictions_per_task, 1, 4096)
+        if self.version not in PROMPT_VERSIONS:
+            raise SpecError(
+                "--prompt-version", expected=f"one of {', '.join(PROMPT_VERSIONS)}", found=repr(self.version)
+            )
+        if self.pack and self.kind in ("arc", "chat"):
+            raise SpecError("--pack", expected="--prompt text", found=f"--prompt {self.kind}")
+        if self.predictions_per_task > 1 and self.kind in ("chat", "text"):
+            raise SpecError("--predictions-per-task above 1", expected="--prompt arc", found=f"--prompt {self.kind}")
+        if not self.column:
+            raise SpecError("--column", expected="a field's name", found="an empty one")
 
 
 @dataclass(frozen=True)
@@ -106,6 +125,10 @@ class ExtractSpec:
     revision: str | None = None
     data: DataSpec = field(default_factory=DataSpec)
     output: str = "./activations"
+    local_copy: str | None = None
+    """Beside a bucket: a folder that gets each shard too."""
+    delete_local_after_upload: bool = False
+    """Remove each local copy once its commit stands."""
     layers: tuple[int, ...] | None = None
     """None: every layer."""
     sites: tuple[Site, ...] = ("residual",)

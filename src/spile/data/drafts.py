@@ -1,0 +1,117 @@
+"""Rows to prompts: the text of each sample before it is tokenized, and whose words its characters are."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from spile.data.augment import augment
+from spile.data.chat import ROLES, ChatTemplate, Message, Rendered
+from spile.data.encoders import parse_encoder
+from spile.data.prompts import arc_messages
+from spile.data.rows import chat_of, row_id, task_of, text_of
+from spile.data.tokens import Span, Tokenizer
+from spile.errors import DataError, ModelError
+from spile.spec.run import PromptSpec
+
+__all__ = ["Draft", "Drafter", "plain_text"]
+
+_log = logging.getLogger("spile.data")
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A sample's text."""
+
+    index: int
+    task_id: str
+    text: str
+    place: str
+    spans: tuple[Span, ...] | None = None
+    """None: plain text, with no parts."""
+    rendered: bool = False
+    """True: a chat template has put the special tokens there."""
+    augmentation: dict[str, object] | None = None
+
+
+def plain_text(messages: list[dict[str, str]]) -> Rendered:
+    """Messages for a model without a chat template: their contents, a blank line between them, a newline at the end."""
+    text, spans = "", []
+    for message in messages:
+        text += "\n\n" if text else ""
+        spans.append(Span(len(text), len(text) + len(message["content"]), ROLES[message["role"]]))
+        text += message["content"]
+    return Rendered(text + "\n", tuple(spans))
+
+
+@dataclass(eq=False)
+class Drafter:
+    """Makes the samples of a row, as a resolved prompt says."""
+
+    prompt: PromptSpec
+    seed: int
+    template: ChatTemplate | None
+    _told: bool = field(default=False, init=False)
+
+    @classmethod
+    def of(cls, prompt: PromptSpec, seed: int, tokenizer: Tokenizer) -> Drafter:
+        """For this model's tokenizer; a chat needs one with a chat template."""
+        template = ChatTemplate.of(tokenizer)
+        if prompt.kind == "chat" and template is None:
+            raise ModelError(
+                "--prompt chat",
+                expected="a tokenizer with a chat template",
+                found="none",
+                fix="use --prompt text, or another model",
+            )
+        return cls(prompt, seed, template)
+
+    def check(self, row: Mapping[str, Any], place: str) -> None:
+        """Raise :class:`DataError` where the row cannot become samples; cheaper than making them."""
+        kind = self.prompt.kind
+        if kind == "arc":
+            task_of(row, place)
+        elif kind == "chat":
+            chat_of(row, place)
+        else:
+            text_of(row, self.prompt.column, place)
+
+    def drafts(self, row: Mapping[str, Any], line: int, place: str, wanted: Callable[[int], bool]) -> Iterator[Draft]:
+        """The row's samples, in order, without those not wanted."""
+        if self.prompt.kind == "arc":
+            yield from self._arc(row, line, place, wanted)
+            return
+        name = row_id(row) or f"line-{line}"
+        if self.prompt.kind == "text":
+            yield Draft(line, name, text_of(row, self.prompt.column, place), place)
+        else:
+            rendered = self._rendered(chat_of(row, place), place)
+            yield Draft(line, name, rendered.text, place, rendered.spans, rendered=True)
+
+    def _arc(self, row: Mapping[str, Any], line: int, place: str, wanted: Callable[[int], bool]) -> Iterator[Draft]:
+        task, encoder = task_of(row, place), parse_encoder(self.prompt.encoder)
+        count = self.prompt.predictions_per_task
+        for variant in range(count):
+            index = line * count + variant
+            if not wanted(index):
+                continue
+            changed, how = augment(task, self.seed, variant)
+            messages = arc_messages(changed, encoder, self.prompt.version)
+            rendered = plain_text(messages) if self.template is None else self._rendered(messages, place)
+            record = how.record() if variant else None
+            yield Draft(index, task.task_id, rendered.text, place, rendered.spans, self.template is not None, record)
+
+    def _rendered(self, messages: list[Message] | list[dict[str, Any]] | list[dict[str, str]], place: str) -> Rendered:
+        assert self.template is not None  # noqa: S101  for the type checker: a chat was refused without one
+        try:
+            rendered = self.template.render(messages)
+        except DataError as error:
+            raise DataError(f"{place}: {error.problem}", found=error.found) from error
+        if rendered.spans is None:
+            if not self._told:
+                _log.warning("the chat template changes its messages: the tokens of %s and others have no part", place)
+                self._told = True
+            return Rendered(rendered.text, ())
+        return rendered

@@ -1,0 +1,131 @@
+"""Lines of a stream's file, wherever it lies, hashed as they pass and never all in memory."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+from spile.errors import DataError, StoreError
+from spile.spec.run import EMBEDDED
+
+__all__ = ["Line", "StreamFile", "embedded_tasks"]
+
+_CHUNK = 1 << 20
+_LONGEST = 256 << 20
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line that is not blank."""
+
+    index: int
+    """Its number among such lines, from 0: what samples are numbered by."""
+    number: int
+    """Its number in the file, from 1: what an editor shows."""
+    raw: bytes
+
+
+def embedded_tasks() -> Path:
+    """The tasks that ship inside the package."""
+    return Path(str(resources.files("spile.data") / "embedded" / "tasks.jsonl"))
+
+
+class StreamFile:
+    """A file of lines: a path, ``embedded``, or an object of a bucket."""
+
+    def __init__(self, location: str) -> None:
+        self.location = location
+        self._remote = "://" in location and not location.startswith("file://")
+        self._path = embedded_tasks() if location == EMBEDDED else Path(location.removeprefix("file://")).expanduser()
+        if not self._remote:
+            _check(self._path, location)
+
+    def chunks(self) -> Iterator[bytes]:
+        """The file's bytes, a piece at a time."""
+        if self._remote:
+            from spile import objects
+
+            folder, key = objects.split(self.location)
+            try:
+                yield from objects.read_chunks(objects.open_folder(folder), key)
+            except objects.NotFound as error:
+                raise DataError(f"no such dataset: {self.location}", fix="check --dataset or --dataset-dir") from error
+            return
+        try:
+            with self._path.open("rb") as file:
+                while chunk := file.read(_CHUNK):
+                    yield chunk
+        except OSError as error:
+            raise StoreError(f"{self.location} cannot be read", found=error.strerror or str(error)) from error
+
+    def beside(self, name: str) -> bytes | None:
+        """The small file of that name in the same folder, if there is one."""
+        if self._remote:
+            from spile import objects
+
+            folder, _ = objects.split(self.location)
+            try:
+                return objects.open_folder(folder).get(name)
+            except objects.NotFound:
+                return None
+        file = self._path.with_name(name)
+        return file.read_bytes() if file.is_file() else None
+
+    @property
+    def name(self) -> str:
+        """The file's own name."""
+        return self.location.rsplit("/", 1)[-1] if self._remote else self._path.name
+
+    def lines(self, digest: hashlib._Hash) -> Iterator[Line]:
+        """The lines that are not blank; every byte of the file goes through ``digest``."""
+        index = number = held = 0
+        rest: list[bytes] = []
+        for chunk in self._hashed(digest):
+            first, *more = chunk.split(b"\n")
+            rest.append(first)
+            held += len(first)
+            if held > _LONGEST:
+                raise DataError(
+                    f"{self.location} line {number + 1}",
+                    expected=f"at most {_LONGEST >> 20} MiB in a line",
+                    found="more",
+                )
+            for following in more:
+                number += 1
+                line = b"".join(rest).strip()
+                if line:
+                    yield Line(index, number, line)
+                    index += 1
+                rest = [following]
+                held = len(following)
+        line = b"".join(rest).strip()
+        if line:
+            yield Line(index, number + 1, line)
+
+    def _hashed(self, digest: hashlib._Hash) -> Iterator[bytes]:
+        first = True
+        for chunk in self.chunks():
+            digest.update(chunk)
+            yield chunk.removeprefix(_BYTE_ORDER_MARK) if first else chunk
+            first = False
+
+
+def _check(path: Path, location: str) -> None:
+    if path.is_dir():
+        raise DataError(
+            f"{location} is a folder",
+            expected="a JSONL file",
+            fix=f"name one of its files, or make streams of it: spile data streams --dataset {location}",
+        )
+    if not path.is_file():
+        raise DataError(f"no such dataset: {location}", fix="check --dataset, or --dataset-dir and --worker-id")
+    if path.suffix == ".parquet":
+        raise DataError(
+            f"{location} is Parquet",
+            expected="JSONL",
+            fix=f"make streams of it: spile data streams --dataset {location}",
+        )

@@ -1,0 +1,79 @@
+"""``streams.json``: what a folder of streams holds, so that a stream that changed is noticed and named."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import orjson
+
+from spile.errors import DataError
+
+__all__ = ["MANIFEST", "StreamEntry", "StreamsManifest", "check_stream", "stream_name"]
+
+MANIFEST = "streams.json"
+VERSION = 1
+
+
+def stream_name(number: int) -> str:
+    """``stream_005.jsonl``."""
+    return f"stream_{number:03d}.jsonl"
+
+
+@dataclass(frozen=True)
+class StreamEntry:
+    """One stream's file."""
+
+    name: str
+    samples: int
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class StreamsManifest:
+    """All streams of a folder and where they came from."""
+
+    source: dict[str, object]
+    """The dataset's name and what was taken of it."""
+    seed: int
+    samples: int
+    streams: tuple[StreamEntry, ...]
+    rejected: dict[str, int]
+    """Rows that could not be used, by reason."""
+    version: int = VERSION
+
+    def to_json(self) -> bytes:
+        """As the file holds it; the same for the same content."""
+        return orjson.dumps(asdict(self), option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+
+    @classmethod
+    def from_json(cls, raw: bytes, place: str) -> StreamsManifest:
+        """A file's content, checked."""
+        try:
+            value: dict[str, Any] = orjson.loads(raw)
+            if value["version"] != VERSION:
+                raise DataError(f"{place} is of another version", expected=str(VERSION), found=str(value["version"]))
+            streams = tuple(StreamEntry(**entry) for entry in value["streams"])
+            return cls(**{**value, "streams": streams})
+        except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+            raise DataError(
+                f"{place} is damaged",
+                found=f"{type(error).__name__}: {error}",
+                fix="make the streams again: spile data streams",
+            ) from error
+
+
+def check_stream(name: str, raw: bytes | None, sha256: str, location: str) -> None:
+    """Refuse a stream that is not the one its ``streams.json`` lists; with no such file or entry all is well."""
+    if raw is None:
+        return
+    place = f"{location.removesuffix(name)}{MANIFEST}"
+    listed = {entry.name: entry for entry in StreamsManifest.from_json(raw, place).streams}
+    if name in listed and listed[name].sha256 != sha256:
+        raise DataError(
+            f"{location} changed since {MANIFEST} was written",
+            expected=f"sha256 {listed[name].sha256}",
+            found=sha256,
+            fix="make it again: spile data streams --streams …, or use the folder's own files",
+        )

@@ -1,0 +1,110 @@
+"""What a line of a stream says: an ARC task, a chat or a text; and which of them a dataset holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from hashlib import blake2b
+from typing import Any
+
+import orjson
+
+from spile.data.encoders import parse_encoder
+from spile.data.grids import Task, parse_task
+from spile.errors import DataError, SpecError
+from spile.spec.run import PromptKind, PromptSpec
+
+__all__ = ["chat_of", "parse_row", "resolve", "row_id", "task_of", "text_of"]
+
+
+def parse_row(raw: bytes, place: str) -> dict[str, Any]:
+    """A line as a JSON object."""
+    try:
+        row = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise DataError(f"{place} is no JSON", found=f"{error}: {_shown(raw)}") from error
+    if not isinstance(row, dict):
+        raise DataError(place, expected="a JSON object", found=_shown(raw))
+    return row
+
+
+def row_id(row: Mapping[str, Any]) -> str | None:
+    """The row's own name, under ``task_id`` or ``id``."""
+    for name in ("task_id", "id"):
+        value = row.get(name)
+        if (isinstance(value, str) and value) or type(value) is int:
+            return str(value)
+    return None
+
+
+def resolve(prompt: PromptSpec, row: Mapping[str, Any], place: str) -> PromptSpec:
+    """The prompt with its kind decided by a row's shape, and what does not touch that kind back at its default.
+
+    So two runs that differ only in what neither of them uses are one run.
+    """
+    kind = prompt.kind
+    if kind == "auto":
+        shapes: dict[str, PromptKind] = {"train": "arc", "messages": "chat", prompt.column: "text"}
+        kind = next((shape for name, shape in shapes.items() if name in row), kind)
+    if kind == "auto":
+        raise DataError(
+            place,
+            expected=f"an ARC task (train, test), a chat (messages) or a text ({prompt.column})",
+            found=f"the fields {', '.join(map(str, row)) or 'of an empty object'}",
+            fix="name the text's field with --column",
+        )
+    if kind != "text" and prompt.pack:
+        raise SpecError("--pack", expected="plain text", found=f"{kind} at {place}")
+    if kind != "arc" and prompt.predictions_per_task > 1:
+        raise SpecError("--predictions-per-task above 1", expected="ARC tasks", found=f"{kind} at {place}")
+    default = PromptSpec()
+    if kind == "arc":
+        return replace(prompt, kind=kind, encoder=str(parse_encoder(prompt.encoder)), column=default.column)
+    plain = replace(prompt, kind=kind, encoder=default.encoder, version=default.version)
+    return plain if kind == "text" else replace(plain, column=default.column)
+
+
+def task_of(row: Mapping[str, Any], place: str) -> Task:
+    """The row's ARC task. One without a name gets one from its content, which no re-split changes."""
+    name = row_id(row)
+    if name is None:
+        content = orjson.dumps({key: row.get(key) for key in ("train", "test")}, option=orjson.OPT_SORT_KEYS)
+        name = f"task-{blake2b(content, digest_size=6).hexdigest()}"
+    task = parse_task(row, name)
+    if isinstance(task, str):
+        raise DataError(f"{place}, task {name}", expected="an ARC task", found=task)
+    return task
+
+
+def chat_of(row: Mapping[str, Any], place: str) -> list[dict[str, Any]]:
+    """The row's messages."""
+    messages = row.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise DataError(place, expected="a list of messages", found=_kind(messages))
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise DataError(place, expected='messages like {"role": …, "content": …}', found=_shown(message))
+        if not isinstance(message.get("content"), str | list | None):
+            raise DataError(place, expected="a message's content as text", found=_kind(message["content"]))
+    return messages
+
+
+def text_of(row: Mapping[str, Any], column: str, place: str) -> str:
+    """The row's text."""
+    text = row.get(column)
+    if not isinstance(text, str):
+        found = f"{_kind(text)} there" if column in row else f"the fields {', '.join(row)}"
+        raise DataError(place, expected=f"a text in {column!r}", found=found, fix="name its field with --column")
+    return text
+
+
+def _kind(value: object) -> str:
+    if value is None or value == []:
+        return "nothing" if value is None else "an empty list"
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
+    return next((name for kind, name in names.items() if isinstance(value, kind)), "a number")
+
+
+def _shown(value: object) -> str:
+    raw = value if isinstance(value, bytes) else orjson.dumps(value)
+    return repr(raw[:60].decode(errors="replace"))

@@ -1,0 +1,176 @@
+"""A stream: the samples of one file, in order, tokenized ahead of whoever reads them, in constant memory."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from spile.data.background import ahead
+from spile.data.drafts import Draft, Drafter
+from spile.data.encoders import parse_encoder
+from spile.data.lines import Line, StreamFile
+from spile.data.manifest import MANIFEST, check_stream
+from spile.data.pack import Document, pack
+from spile.data.rows import parse_row, resolve
+from spile.data.tokens import Encoded, Tokenizer
+from spile.errors import DataError
+from spile.plan.ranges import Ranges
+from spile.spec.run import DataSpec, PromptSpec
+from spile.spec.sample import Sample, Skip
+
+__all__ = ["SampleStream", "open_stream"]
+
+_CHARACTERS, _SAMPLES, _AHEAD = 1 << 18, 512, 4
+"""A chunk's size, which is also what is tokenized in parallel, and how many chunks may wait."""
+_PREVIEW = 96
+
+
+@dataclass(frozen=True, eq=False)
+class SampleStream:
+    """One stream's identity, and its samples."""
+
+    location: str
+    sha256: str
+    """Of the file's bytes."""
+    lines: int
+    samples: int | None
+    """lines × predictions-per-task, whatever ``max_samples`` says; None for packed documents, until they are read."""
+    prompt: PromptSpec
+    """With its kind resolved."""
+    _spec: DataSpec
+    _tokenizer: Tokenizer
+    _file: StreamFile
+
+    def read(self, done: Ranges) -> Iterator[Sample | Skip]:
+        """Every sample that is not done, in index order. What a sample is never depends on what is done."""
+        for chunk in ahead(self._chunks(done), _AHEAD):
+            yield from chunk
+
+    def _chunks(self, done: Ranges) -> Iterator[list[Sample | Skip]]:
+        drafter = Drafter.of(self.prompt, self._spec.seed, self._tokenizer)
+        if self.prompt.pack:
+            yield from self._windows(done, drafter)
+            return
+        for drafts in _chunked(self._drafts(done, self._spec.max_samples, drafter)):
+            encoded = _encode(drafts, self._tokenizer)
+            yield [self._finished(draft, tokens) for draft, tokens in zip(drafts, encoded, strict=True)]
+
+    def _drafts(self, done: Ranges, limit: int | None, drafter: Drafter) -> Iterator[Draft]:
+        count = self.prompt.predictions_per_task
+
+        def wanted(index: int) -> bool:
+            return (limit is None or index < limit) and index not in done
+
+        for line in self._lines():
+            first = line.index * count
+            if limit is not None and first >= limit:
+                return
+            if any(map(wanted, range(first, first + count))):
+                place = f"{self.location} line {line.number}"
+                yield from drafter.drafts(parse_row(line.raw, place), line.index, place, wanted)
+
+    def _lines(self) -> Iterator[Line]:
+        digest = hashlib.sha256()
+        yield from self._file.lines(digest)
+        if digest.hexdigest() != self.sha256:
+            raise DataError(
+                f"{self.location} changed while it was read",
+                expected=f"sha256 {self.sha256}",
+                found=digest.hexdigest(),
+                fix="put the file back as it was, then run the same command again",
+            )
+
+    def _windows(self, done: Ranges, drafter: Drafter) -> Iterator[list[Sample | Skip]]:
+        limit = self._spec.max_samples
+        documents = self._documents(drafter)
+        for window in pack(documents, self._spec.max_seq_length, self._tokenizer):
+            if limit is not None and window.index >= limit:
+                return
+            if window.index not in done:
+                roles = self._tokenizer.roles(window.tokens)
+                preview = self._tokenizer.decode(window.tokens[: _PREVIEW // 2].tolist())[:_PREVIEW]
+                yield [Sample(window.index, window.name, window.tokens, roles, preview)]
+
+    def _documents(self, drafter: Drafter) -> Iterator[Document]:
+        """Every document from the first: where a window begins depends on all tokens before it."""
+        for drafts in _chunked(self._drafts(Ranges(), None, drafter)):
+            texts = [draft.text for draft in drafts]
+            for draft, encoded in zip(drafts, self._tokenizer.encode(texts, add_special=False), strict=True):
+                yield Document(draft.task_id, encoded.tokens)
+
+    def _finished(self, draft: Draft, encoded: Encoded) -> Sample | Skip:
+        count, most = len(encoded.tokens), self._spec.max_seq_length
+        if count == 0 or not draft.text.strip():
+            return Skip(draft.index, draft.task_id, "empty")
+        if count > most and self._spec.long == "skip":
+            return Skip(draft.index, draft.task_id, "too long", {"tokens": count, "max_seq_length": most})
+        return Sample(
+            index=draft.index,
+            task_id=draft.task_id,
+            tokens=encoded.tokens[:most],
+            roles=encoded.roles[:most],
+            preview=draft.text[:_PREVIEW],
+            augmentation=draft.augmentation,
+            truncated=max(0, count - most),
+        )
+
+
+def open_stream(spec: DataSpec, tokenizer: Tokenizer) -> SampleStream:
+    """Read a stream once: hash it, count it, and refuse it here, before anything is made of it, where a line is bad."""
+    parse_encoder(spec.prompt.encoder)
+    file = StreamFile(spec.location)
+    digest = hashlib.sha256()
+    lines, drafter = 0, None
+    for line in file.lines(digest):
+        lines += 1
+        place = f"{spec.location} line {line.number}"
+        if drafter is None:
+            row = parse_row(line.raw, place)
+            drafter = Drafter.of(resolve(spec.prompt, row, place), spec.seed, tokenizer)
+            last = _last_line(spec, drafter.prompt)
+            drafter.check(row, place)
+        elif last is None or line.index < last:
+            drafter.check(parse_row(line.raw, place), place)
+    if drafter is None:
+        raise DataError(f"{spec.location} is empty", expected="a JSON object a line", found="no line")
+    check_stream(file.name, file.beside(MANIFEST), digest.hexdigest(), spec.location)
+    prompt = drafter.prompt
+    return SampleStream(
+        location=spec.location,
+        sha256=digest.hexdigest(),
+        lines=lines,
+        samples=None if prompt.pack else lines * prompt.predictions_per_task,
+        prompt=prompt,
+        _spec=spec,
+        _tokenizer=tokenizer,
+        _file=file,
+    )
+
+
+def _last_line(spec: DataSpec, prompt: PromptSpec) -> int | None:
+    """The line from which on nothing is read; None: all are."""
+    if spec.max_samples is None or prompt.pack:
+        return None
+    return -(-spec.max_samples // prompt.predictions_per_task)
+
+
+def _chunked(drafts: Iterator[Draft]) -> Iterator[list[Draft]]:
+    """Drafts in lists of bounded size."""
+    chunk: list[Draft] = []
+    size = 0
+    for draft in drafts:
+        chunk.append(draft)
+        size += len(draft.text)
+        if size >= _CHARACTERS or len(chunk) >= _SAMPLES:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def _encode(drafts: list[Draft], tokenizer: Tokenizer) -> list[Encoded]:
+    """All of a chunk at once; every draft of a stream is of one kind."""
+    texts, spans = [draft.text for draft in drafts], [draft.spans or () for draft in drafts]
+    has_parts = any(draft.spans is not None for draft in drafts)
+    return tokenizer.encode(texts, add_special=not drafts[0].rendered, spans=spans if has_parts else None)

@@ -1,0 +1,202 @@
+"""Text to tokens, exactly as transformers' fast tokenizer does it, without loading transformers' models.
+
+Built from ``tokenizer.json`` alone, with ``tokenizer_config.json`` for the special tokens and the chat template: the
+file's own pre-tokenizer always counts, whatever class the config names.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+from tokenizers import AddedToken, Encoding, processors
+from tokenizers import Tokenizer as Backend
+
+from spile.errors import ModelError
+from spile.spec.sample import Role
+
+__all__ = ["Encoded", "Span", "Tokenizer", "load_tokenizer"]
+
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True)
+class Span:
+    """Characters ``[start, stop)`` of a text that are one role's words."""
+
+    start: int
+    stop: int
+    role: Role
+
+
+@dataclass(frozen=True, eq=False)
+class Encoded:
+    """One text's tokens and what each of them is."""
+
+    tokens: npt.NDArray[np.int32]
+    roles: npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, eq=False)
+class Tokenizer:
+    """A model's tokenizer: plain text or rendered chats in, tokens and roles out."""
+
+    backend: Backend
+    bos: int | None
+    eos: int | None
+    template: str | None
+    """The chat template's Jinja source, or None."""
+    named: Mapping[str, str]
+    """The special tokens by their names, ``bos_token`` and so on, as a template sees them."""
+    specials: frozenset[int] = field(default_factory=frozenset)
+
+    def encode(
+        self, texts: Sequence[str], *, add_special: bool, spans: Sequence[Sequence[Span]] | None = None
+    ) -> list[Encoded]:
+        """All texts at once, on all cores. ``spans`` name, text by text, the characters that belong to a role.
+
+        ``add_special``: put the tokenizer's own BOS and the like around each, as for plain text. A rendered
+        chat has them already.
+        """
+        if spans is None:
+            plain = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special)
+            return [self._encoded(encoding, ()) for encoding in plain]
+        batch = self.backend.encode_batch(list(texts), add_special_tokens=add_special)
+        return [self._encoded(encoding, parts) for encoding, parts in zip(batch, spans, strict=True)]
+
+    def roles(self, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.uint8]:
+        """What the tokens alone tell: special, BOS, and the first position."""
+        roles = self._table[tokens]
+        roles[:1] |= np.uint8(Role.FIRST)
+        return roles
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of these tokens, special ones included."""
+        return str(self.backend.decode([int(token) for token in tokens], skip_special_tokens=False))
+
+    @cached_property
+    def _table(self) -> npt.NDArray[np.uint8]:
+        """What each token of the vocabulary is by itself."""
+        vocabulary = self.backend.get_vocab(with_added_tokens=True)
+        table = np.zeros(max(vocabulary.values(), default=-1) + 1, dtype=np.uint8)
+        table[sorted(self.specials)] = Role.SPECIAL
+        if self.bos is not None:
+            table[self.bos] = Role.SPECIAL | Role.BOS
+        return table
+
+    def _encoded(self, encoding: Encoding, spans: Sequence[Span]) -> Encoded:
+        tokens = np.array(encoding.ids, dtype=np.int32)
+        roles = self.roles(tokens)
+        if spans and len(tokens):
+            count = 2 * len(tokens)
+            offsets = np.fromiter(chain.from_iterable(encoding.offsets), dtype=np.int64, count=count).reshape(-1, 2)
+            starts, real = offsets[:, 0], offsets[:, 1] > offsets[:, 0]
+            for span in spans:
+                # A token belongs to the part in which it begins; one that a post-processor put there has no width.
+                roles[real & (starts >= span.start) & (starts < span.stop)] |= np.uint8(span.role)
+        return Encoded(tokens, roles)
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a model's folder: its ``tokenizer.json`` and, where they are, the configs beside it."""
+    # Rust's threads are ours to use; said aloud, so that a later fork neither warns nor turns them off.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise ModelError(
+            f"no tokenizer in {folder}",
+            expected="tokenizer.json",
+            found="none",
+            fix="download the model whole, or save it with a fast tokenizer",
+        )
+    try:
+        backend = Backend.from_file(str(file))
+    except Exception as error:  # the Rust library raises bare Exception, whatever is wrong with the file
+        raise ModelError(f"{file} is no tokenizer", found=str(error)) from error
+    config = _read(folder / "tokenizer_config.json")
+    named = {**_named(_read(folder / "special_tokens_map.json")), **_named(config)}
+    backend.no_truncation()
+    backend.no_padding()
+    _complete(backend, config, named)
+    _post_process(backend, config, named)
+    ids = {name: backend.token_to_id(token) for name, token in named.items()}
+    special = {number for number, token in backend.get_added_tokens_decoder().items() if token.special}
+    special |= {number for number in ids.values() if number is not None}
+    return Tokenizer(
+        backend=backend,
+        bos=ids.get("bos_token"),
+        eos=ids.get("eos_token"),
+        template=_template(folder, config),
+        named=named,
+        specials=frozenset(special),
+    )
+
+
+def _read(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        value = orjson.loads(file.read_bytes())
+    except orjson.JSONDecodeError as error:
+        raise ModelError(f"{file} is no JSON", found=str(error)) from error
+    if not isinstance(value, dict):
+        raise ModelError(str(file), expected="a JSON object", found=type(value).__name__)
+    return value
+
+
+def _named(config: Mapping[str, Any]) -> dict[str, str]:
+    """Special tokens by name; a config writes each as a string or as an object with its ``content``."""
+    found: dict[str, str] = {}
+    for name in _NAMED:
+        token = config.get(name)
+        content = token.get("content") if isinstance(token, dict) else token
+        if isinstance(content, str):
+            found[name] = content
+    return found
+
+
+def _complete(backend: Backend, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
+    """Add the tokens that the config knows and ``tokenizer.json`` does not, in the order of their numbers."""
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    listed = config.get("added_tokens_decoder") or {}
+    for _, entry in sorted(listed.items(), key=lambda item: int(item[0])):
+        if entry["content"] not in known:
+            flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+            token = AddedToken(entry["content"], **{flag: bool(entry[flag]) for flag in flags if flag in entry})
+            (backend.add_special_tokens if token.special else backend.add_tokens)([token])
+            known.add(entry["content"])
+    for content in named.values():
+        if content not in known:
+            backend.add_special_tokens([AddedToken(content, special=True, normalized=False)])
+            known.add(content)
+
+
+def _post_process(backend: Backend, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
+    """``add_bos_token`` and ``add_eos_token``, where the config says either, outrank the file's own post-processor."""
+    if not ("add_bos_token" in config or "add_eos_token" in config or backend.post_processor is None):
+        return
+    bos = named.get("bos_token") if config.get("add_bos_token") else None
+    eos = named.get("eos_token") if config.get("add_eos_token") else None
+    around = [(token, backend.token_to_id(token)) for token in dict.fromkeys((bos, eos)) if token is not None]
+    single = f"{bos}:0 $A:0" if bos else "$A:0"
+    single = f"{single} {eos}:0" if eos else single
+    backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=around)
+
+
+def _template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """The chat template: its own file first, as transformers reads it, else the config's ``default`` one."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = _read(folder / "chat_template.json").get("chat_template", config.get("chat_template"))
+    if isinstance(template, list):
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    return template if isinstance(template, str) else None
