@@ -107,7 +107,7 @@ GENERATIONS: tuple[Generation, ...] = (
     Generation("v2", "v2", 2, True, 2, 4, (4,), _CORES[:6], 16, 46, "tpu-v2-podslice", Price(1.125, 0.3375)),
     Generation("v3", "v3", 2, True, 2, 4, (4,), _CORES, 32, 123, "tpu-v3-slice", Price(2.00, 0.60)),
     Generation("v4", "v4", 2, True, 1, 4, (4,), _CUBES, 32, 275, "tpu-v4-podslice", Price(3.22, 0.966)),
-    Generation("v5e", "v5litepod", 1, False, 1, 4, (1, 4, 8), _FLAT, 16, 197, "tpu-v5-lite-podslice", Price(1.20, 0.60)),
+    Generation("v5e", "v5litepod", 1, False, 1, 4, (1, 4, 8), _FLAT, 16, 197, "tpu-v5-lite-podslice", Price(1.2, 0.6)),
     Generation("v5p", "v5p", 2, True, 1, 4, (4,), _CUBES, 95, 459, "tpu-v5p-slice", Price(4.20, 2.10)),
     Generation("v6e", "v6e", 1, False, 1, 4, (1, 4, 8), _FLAT, 32, 918, "tpu-v6e-slice", Price(2.70, 1.35)),
 )
