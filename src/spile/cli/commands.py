@@ -20,10 +20,13 @@ class Command(NamedTuple):
 
 
 GROUPS: dict[str, str] = {
+    "dev": "For development: stand-ins for what is not at hand.",
+    "tpu": "A fleet's machines: create, delete, status, list, recreate-preempted.",
     "data": "Make datasets: convert, split into streams, upload.",
 }
 
 COMMANDS: tuple[Command, ...] = (
     Command("extract", "spile.cli.extract:extract", "Run a model over a dataset and store its activations."),
     Command("verify", "spile.cli.verify:verify", "Prove a dataset complete: every sample once, every checksum."),
+    Command("dev fake-cloud", "spile.cli.dev:fake_cloud", "Serve a local stand-in for the Cloud TPU API."),
 )

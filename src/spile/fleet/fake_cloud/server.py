@@ -1,0 +1,191 @@
+"""The fake cloud on a port: the API, the machines' metadata servers, and admin calls for tests and for play."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from spile.fleet.fake_cloud.api import Api, Fault, Lost
+from spile.fleet.fake_cloud.cloud import ApiError, Cloud, Pace
+from spile.fleet.fake_cloud.vms import Vms
+
+__all__ = ["FakeCloud", "ShiftedClock"]
+
+
+class ShiftedClock:
+    """The wall clock, which an admin call may move forward."""
+
+    def __init__(self) -> None:
+        self.shift = 0.0
+
+    def __call__(self) -> float:
+        """Now."""
+        return time.time() + self.shift
+
+
+class FakeCloud:
+    """A server on a loopback port. Use it as a context manager: machines end with it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        port: int = 0,
+        pace: Pace | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.clock = ShiftedClock()
+        self.vms = Vms(folder, environment)
+        self.cloud = Cloud(self.clock, pace=pace, on_start=self.vms.start, on_stop=self.vms.stop)
+        self.api = Api(self.cloud)
+        handler = type("Handler", (_Handler,), {"fake": self})
+        self._server = ThreadingHTTPServer(("127.0.0.1", port), handler)
+        self._server.daemon_threads = True
+        self.port = int(self._server.server_address[1])
+        self.vms.address = f"127.0.0.1:{self.port}"
+        self._ticking = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True),
+            # Machines become ready though nobody asks.
+            threading.Thread(target=self._tick, daemon=True),
+        ]
+
+    @property
+    def url(self) -> str:
+        """Where it answers."""
+        return f"http://127.0.0.1:{self.port}/"
+
+    def environment(self) -> dict[str, str]:
+        """What points spile, gcloud and the Google libraries here."""
+        return {
+            "SPILE_TPU_ENDPOINT": self.url,
+            "CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU": self.url,
+            "CLOUDSDK_API_ENDPOINT_OVERRIDES_COMPUTE": f"{self.url}compute/v1/",
+            "CLOUDSDK_AUTH_DISABLE_CREDENTIALS": "true",
+            "CLOUDSDK_CORE_PROJECT": "fake-project",
+            "CLOUDSDK_CORE_CHECK_GCE_METADATA": "false",
+        }
+
+    def start(self) -> FakeCloud:
+        """Begin to answer."""
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def close(self) -> None:
+        """Stop answering; end every machine."""
+        self._ticking.set()
+        self._server.shutdown()
+        self._server.server_close()
+        for thread in self._threads:
+            thread.join()
+        self.vms.close()
+
+    def __enter__(self) -> FakeCloud:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _tick(self) -> None:
+        while not self._ticking.wait(0.05):
+            self.cloud.advance()
+
+    # -- admin ------------------------------------------------------------------------------------------------------
+
+    def admin(self, verb: str, body: dict[str, Any]) -> dict[str, Any]:
+        """What a test or a person may do to the cloud."""
+        if verb == "preempt":
+            notice = float(body.get("notice", 0))
+            self.cloud.preempt(body["zone"], body["name"], notice=notice, state=body.get("state", "PREEMPTED"))
+        elif verb == "stock":
+            (self.cloud.dry.discard if body["available"] else self.cloud.dry.add)(body["zone"])
+        elif verb == "quota":
+            if body.get("limit") is None:
+                self.cloud.quota.pop(body["zone"], None)
+            else:
+                self.cloud.quota[body["zone"]] = int(body["limit"])
+        elif verb == "fault":
+            self.api.faults.append(Fault(**body))
+        elif verb == "pace":
+            self.cloud.pace = Pace(**body)
+        elif verb == "clock":
+            self.clock.shift += float(body["advance"])
+            self.cloud.advance()
+        elif verb == "vms":
+            return {"running": self.vms.running()}
+        else:
+            known = "preempt, stock, quota, fault, pace, clock, vms"
+            raise ApiError(404, f"no admin call {verb!r}: expected one of {known}")
+        return {}
+
+    def metadata(self, path: str) -> str:
+        """What a machine's metadata server says: ``ZONE/NAME/HOST/computeMetadata/v1/…``."""
+        zone, name, host, _, _, *rest = path.split("/")
+        raw = self.cloud.node(zone, name)
+        if rest[:2] == ["instance", "attributes"]:
+            values = {
+                **raw.get("metadata", {}),
+                "accelerator-type": raw["acceleratorType"],
+                "agent-worker-number": host,
+                "instance-id": name,
+            }
+            if len(rest) < 3 or not rest[2]:
+                return "\n".join(sorted(values))
+            if rest[2] in values:
+                return str(values[rest[2]])
+        fixed = {
+            "project/project-id": raw["name"].split("/")[1],
+            "instance/zone": f"projects/1/zones/{zone}",
+            "instance/service-accounts/default/token": json.dumps(
+                {"access_token": "fake", "expires_in": 3600, "token_type": "Bearer"}
+            ),
+        }
+        key = "/".join(rest)
+        if key not in fixed:
+            raise ApiError(404, f"no metadata {key}")
+        return str(fixed[key])
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    fake: FakeCloud
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+        """Quiet."""
+
+    def _answer(self) -> None:
+        split = urlsplit(self.path)
+        path = unquote(split.path)
+        length = int(self.headers.get("Content-Length") or 0)
+        data = self.rfile.read(length) if length else b""
+        try:
+            if path.startswith("/vm/"):
+                self._reply(200, self.fake.metadata(path[4:]).encode(), "application/text")
+                return
+            body = json.loads(data) if data else {}
+            if path.startswith("/admin/"):
+                answer = self.fake.admin(path.removeprefix("/admin/"), body)
+            else:
+                answer = self.fake.api.handle(self.command, path, dict(parse_qsl(split.query)), body)
+            self._reply(200, json.dumps(answer).encode())
+        except ApiError as error:
+            self._reply(error.status, json.dumps(error.body()).encode())
+        except Lost:
+            self.close_connection = True
+
+    do_GET = do_POST = do_DELETE = do_PATCH = do_PUT = _answer  # noqa: N815
+
+    def _reply(self, status: int, body: bytes, kind: str = "application/json; charset=UTF-8") -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Metadata-Flavor", "Google")
+        self.end_headers()
+        self.wfile.write(body)

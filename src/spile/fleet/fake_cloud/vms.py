@@ -1,0 +1,172 @@
+"""Machines that are real processes: each VM a private folder, an environment and whatever its startup script starts.
+
+The startup script runs as the cloud runs it, with two stand-ins on its path: ``systemctl``, which starts a unit's
+command in the background, and a metadata server (the fake API's ``/vm/ZONE/NAME/HOST`` tree). Every process of a VM
+carries its mark in the environment, so that a preempted VM leaves none behind, not even one in a session of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Vms", "processes_marked"]
+
+_MARK = "SPILE_FAKE_VM"
+
+_SYSTEMCTL = """#!/bin/bash
+# Starts what a unit says, in the background; restarts nothing.
+unit="${@: -1}"
+case "$*" in
+  *restart*|*--now*|start*) ;;
+  *) exit 0 ;;
+esac
+file="$SPILE_UNIT_DIR/$unit"
+[ -f "$file" ] || file="$file.service"
+[ -f "$file" ] || { echo "Unit $unit not found." >&2; exit 5; }
+while IFS= read -r line; do
+  case "$line" in
+    Environment=*) value="${line#Environment=}"; value="${value%\\"}"; export "${value#\\"}" ;;
+    WorkingDirectory=*) cd "${line#WorkingDirectory=}" ;;
+    ExecStart=*) command="${line#ExecStart=}" ;;
+  esac
+done < "$file"
+bash -c "exec $command" >> "$HOME/unit.log" 2>&1 < /dev/null &
+"""
+
+
+def processes_marked(mark: str) -> list[int]:
+    """The living processes whose environment carries the mark."""
+    wanted = f"{_MARK}={mark}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            if wanted in (entry / "environ").read_bytes().split(b"\0") and _alive(entry):
+                found.append(int(entry.name))
+        except OSError:  # it ended while we looked, or is not ours to read
+            continue
+    return found
+
+
+def _alive(entry: Path) -> bool:
+    return (entry / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+class Vms:
+    """All the machines of one fake cloud."""
+
+    def __init__(self, folder: Path, environment: Mapping[str, str] | None = None) -> None:
+        self.folder = folder
+        self.environment = dict(environment or {})
+        self.address = ""
+        """Where the fake cloud answers, once it does: ``127.0.0.1:PORT``."""
+        self._children: dict[str, list[subprocess.Popen[bytes]]] = {}
+        self._lock = threading.Lock()
+        self._stubs = folder / "bin"
+        self._stubs.mkdir(parents=True, exist_ok=True)
+        systemctl = self._stubs / "systemctl"
+        systemctl.write_text(_SYSTEMCTL)
+        systemctl.chmod(0o755)
+
+    def start(self, raw: Mapping[str, Any]) -> None:
+        """Boot every host of a node: run its startup script. Called when a node becomes READY."""
+        script = raw.get("metadata", {}).get("startup-script")
+        if not script:
+            return
+        for host in range(len(raw["networkEndpoints"])):
+            self._boot(raw, host, script)
+
+    def _boot(self, raw: Mapping[str, Any], host: int, script: str) -> None:
+        words = raw["name"].split("/")
+        zone, name = words[3], words[5]
+        home = self.folder / zone / f"{name}-{raw['id'][-6:]}" / f"host{host}"
+        (home / "units").mkdir(parents=True, exist_ok=True)
+        path = home / "startup-script"
+        path.write_text(script)
+        environment = {
+            "HOME": str(home),
+            "PATH": f"{self._stubs}:{os.environ.get('PATH', '/usr/bin:/bin')}",
+            "LANG": "C.UTF-8",
+            _MARK: raw["id"],
+            "GCE_METADATA_HOST": f"{self.address}/vm/{zone}/{name}/{host}",
+            "SPILE_TPU_ENDPOINT": f"http://{self.address}/",
+            "SPILE_UNIT_DIR": str(home / "units"),
+            "SPILE_HOME": str(home / "spile"),
+            # The machine's own Python stands for the one that the script would install.
+            "SPILE_PYTHON": sys.executable,
+            **self.environment,
+        }
+        with (home / "serial.log").open("ab") as log:
+            child = subprocess.Popen(  # noqa: S603
+                ["/bin/bash", str(path)],
+                cwd=home,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        with self._lock:
+            self._children.setdefault(raw["id"], []).append(child)
+
+    def stop(self, raw: Mapping[str, Any], notice: float = 0.0) -> None:
+        """End a VM's processes: SIGTERM and a wait where there is a notice, then SIGKILL."""
+        if notice > 0:
+            _signal(raw["id"], signal.SIGTERM)
+            threading.Thread(target=self._kill_after, args=(raw["id"], notice), daemon=True).start()
+        else:
+            self._kill(raw["id"])
+
+    def _kill_after(self, mark: str, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and processes_marked(mark):
+            time.sleep(0.05)
+        self._kill(mark)
+
+    def _kill(self, mark: str) -> None:
+        # A process may fork while we kill: again, until none is left.
+        while _signal(mark, signal.SIGKILL):
+            time.sleep(0.01)
+        with self._lock:
+            children = self._children.pop(mark, [])
+        for child in children:
+            child.wait()
+
+    def running(self) -> dict[str, int]:
+        """How many processes each VM has, by node id."""
+        with self._lock:
+            marks = list(self._children)
+        counts = {mark: len(processes_marked(mark)) for mark in marks}
+        return {mark: count for mark, count in counts.items() if count}
+
+    def close(self) -> None:
+        """End them all."""
+        with self._lock:
+            marks = list(self._children)
+        for mark in marks:
+            self._kill(mark)
+
+    def remove(self) -> None:
+        """End them all and forget their folders."""
+        self.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _signal(mark: str, number: int) -> int:
+    found = processes_marked(mark)
+    for process in found:
+        try:
+            os.kill(process, number)
+        except ProcessLookupError:  # it ended first
+            continue
+    return len(found)

@@ -1,0 +1,289 @@
+"""The fake cloud is judged by clients that we did not write; then our own client is judged on the fake."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import requests
+from google.api_core import exceptions as google_errors
+from google.auth.credentials import AnonymousCredentials
+
+from clouds import GCLOUD, gcloud, gcloud_json
+from spile.errors import CloudError, UserError
+from spile.fleet.cloud_tpu import CloudTpu, check_place
+from spile.fleet.fake_cloud.server import FakeCloud
+from spile.fleet.provider import (
+    BadRequest,
+    LostReply,
+    Missing,
+    NameTaken,
+    NodeRequest,
+    NotAllowed,
+    Operation,
+    QueuedRequest,
+    Quota,
+    Stockout,
+    Unavailable,
+)
+from spile.fleet.states import NodeState, QueuedState
+
+ZONE = "us-central1-a"
+PARENT = f"projects/fake-project/locations/{ZONE}"
+V3 = NodeRequest("v3-8", "tpu-ubuntu2204-base", preemptible=True, labels={"spile-fleet": "t"})
+
+
+def settle(client: CloudTpu, operation: Operation) -> Operation:
+    while not operation.done:
+        time.sleep(0.02)
+        operation = client.operation(operation.zone, operation.name)
+    return operation
+
+
+# -- the real google-cloud-tpu ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def google_client(fake: FakeCloud) -> object:
+    import google.cloud.common  # noqa: F401  the type of an operation's metadata
+    from google.cloud import tpu_v2
+    from google.cloud.tpu_v2.services.tpu.transports.rest import TpuRestTransport
+
+    transport = TpuRestTransport(host=f"127.0.0.1:{fake.port}", url_scheme="http", credentials=AnonymousCredentials())
+    return tpu_v2.TpuClient(transport=transport)
+
+
+def test_the_real_client_makes_sees_and_deletes_a_node(fake: FakeCloud, google_client) -> None:
+    from google.cloud import tpu_v2
+
+    node = tpu_v2.Node(
+        accelerator_type="v3-8",
+        runtime_version="tpu-ubuntu2204-base",
+        scheduling_config=tpu_v2.SchedulingConfig(preemptible=True),
+        labels={"a": "b"},
+    )
+    made = google_client.create_node(parent=PARENT, node_id="t0", node=node).result(timeout=20)
+    assert made.state == tpu_v2.Node.State.READY
+    assert made.network_endpoints[0].access_config.external_ip
+    assert [each.name for each in google_client.list_nodes(parent=PARENT)] == [f"{PARENT}/nodes/t0"]
+    assert [each.name for each in google_client.list_nodes(parent="projects/fake-project/locations/-")]
+    with pytest.raises(google_errors.Conflict):
+        google_client.create_node(parent=PARENT, node_id="t0", node=node)
+    fake.admin("preempt", {"zone": ZONE, "name": "t0"})
+    assert google_client.get_node(name=f"{PARENT}/nodes/t0").state == tpu_v2.Node.State.PREEMPTED
+    google_client.delete_node(name=f"{PARENT}/nodes/t0").result(timeout=20)
+    with pytest.raises(google_errors.NotFound):
+        google_client.get_node(name=f"{PARENT}/nodes/t0")
+
+
+def test_the_real_client_tells_quota_and_stockout(fake: FakeCloud, google_client) -> None:
+    from google.cloud import tpu_v2
+
+    node = tpu_v2.Node(accelerator_type="v3-8", runtime_version="tpu-ubuntu2204-base")
+    fake.admin("quota", {"zone": ZONE, "limit": 0})
+    with pytest.raises(google_errors.TooManyRequests, match="Quota limit"):
+        google_client.create_node(parent=PARENT, node_id="t0", node=node)
+    fake.admin("quota", {"zone": ZONE, "limit": None})
+    fake.admin("stock", {"zone": ZONE, "available": False})
+    with pytest.raises(google_errors.GoogleAPICallError, match="no more capacity"):
+        google_client.create_node(parent=PARENT, node_id="t0", node=node).result(timeout=20)
+    assert not list(google_client.list_nodes(parent=PARENT))
+
+
+def test_the_real_client_queues(google_client) -> None:
+    from google.cloud import tpu_v2
+
+    spec = tpu_v2.QueuedResource.Tpu.NodeSpec(
+        parent=PARENT,
+        node=tpu_v2.Node(accelerator_type="v3-8", runtime_version="tpu-ubuntu2204-base"),
+        multislice_params={"node_count": 2, "node_id_prefix": "s"},
+    )
+    wanted = tpu_v2.QueuedResource(tpu=tpu_v2.QueuedResource.Tpu(node_spec=[spec]))
+    google_client.create_queued_resource(parent=PARENT, queued_resource_id="q", queued_resource=wanted).result(
+        timeout=20
+    )
+    state = tpu_v2.QueuedResourceState.State
+    name = f"{PARENT}/queuedResources/q"
+    for _ in range(200):
+        if google_client.get_queued_resource(name=name).state.state == state.ACTIVE:
+            break
+        time.sleep(0.05)
+    assert sorted(each.name for each in google_client.list_nodes(parent=PARENT)) == [
+        f"{PARENT}/nodes/s-0",
+        f"{PARENT}/nodes/s-1",
+    ]
+    with pytest.raises(google_errors.BadRequest):
+        google_client.delete_queued_resource(request={"name": name})
+    google_client.delete_queued_resource(request={"name": name, "force": True}).result(timeout=20)
+    assert not list(google_client.list_nodes(parent=PARENT))
+
+
+# -- the real gcloud --------------------------------------------------------------------------------------------------
+
+needs_gcloud = pytest.mark.skipif(GCLOUD is None, reason="gcloud is not installed")
+TPU_VM = ("compute", "tpus", "tpu-vm")
+QUEUED = ("compute", "tpus", "queued-resources")
+
+
+@needs_gcloud
+def test_gcloud_creates_lists_describes_and_deletes(fake: FakeCloud, tmp_path: Path) -> None:
+    kind = ("--accelerator-type=v3-8", "--version=tpu-ubuntu2204-base", f"--zone={ZONE}")
+    assert gcloud(fake, tmp_path, *TPU_VM, "create", "t0", *kind, "--preemptible", "--async").returncode == 0
+    listed = gcloud(fake, tmp_path, *TPU_VM, "list", "--zone=-")
+    assert "t0" in listed.stdout
+    assert "v3-8" in listed.stdout
+    described = gcloud_json(fake, tmp_path, *TPU_VM, "describe", "t0", f"--zone={ZONE}")
+    assert isinstance(described, dict)
+    assert described["schedulingConfig"]["preemptible"] is True
+    fake.admin("quota", {"zone": ZONE, "limit": 1})
+    refused = gcloud(fake, tmp_path, *TPU_VM, "create", "t1", *kind, "--spot")
+    assert "RESOURCE_EXHAUSTED: Quota limit" in refused.stderr
+    assert gcloud(fake, tmp_path, *TPU_VM, "delete", "t0", f"--zone={ZONE}").returncode == 0
+    assert gcloud_json(fake, tmp_path, *TPU_VM, "list", f"--zone={ZONE}") == []
+
+
+@needs_gcloud
+def test_gcloud_queues(fake: FakeCloud, tmp_path: Path) -> None:
+    kind = ("--accelerator-type=v4-8", "--runtime-version=tpu-ubuntu2204-base", f"--zone={ZONE}")
+    many = ("--node-count=2", "--node-prefix=s")
+    assert gcloud(fake, tmp_path, *QUEUED, "create", "q", *kind, *many, "--reserved").returncode == 0
+    assert (
+        gcloud(fake, tmp_path, "alpha", *QUEUED, "create", "b", *kind, "--node-id=x", "--best-effort").returncode == 0
+    )
+    listed = gcloud_json(fake, tmp_path, *QUEUED, "list", f"--zone={ZONE}")
+    assert isinstance(listed, list)
+    assert sorted(each["name"].rpartition("/")[2] for each in listed) == ["b", "q"]
+    assert gcloud(fake, tmp_path, *QUEUED, "delete", "q", f"--zone={ZONE}", "--force").returncode == 0
+    described = gcloud(fake, tmp_path, *QUEUED, "describe", "q", f"--zone={ZONE}")
+    assert "NOT_FOUND" in described.stderr
+
+
+@needs_gcloud
+@pytest.mark.slow
+def test_gcloud_stops_starts_and_would_ssh(fake: FakeCloud, tmp_path: Path, client: CloudTpu) -> None:
+    settle(client, client.create_node(ZONE, "t0", V3))
+    for verb in ("stop", "start"):
+        assert gcloud(fake, tmp_path, *TPU_VM, verb, "t0", f"--zone={ZONE}").returncode == 0
+    line = gcloud(fake, tmp_path, *TPU_VM, "ssh", "t0", f"--zone={ZONE}", "--dry-run", "--command=ls")
+    node = client.node(ZONE, "t0")
+    assert f"HostKeyAlias=tpu.{node.uid}-0" in line.stdout
+    assert node.endpoints[0].external is not None
+    assert node.endpoints[0].external in line.stdout
+
+
+# -- our client -------------------------------------------------------------------------------------------------------
+
+
+def test_our_client_on_a_node(client: CloudTpu, fake: FakeCloud) -> None:
+    operation = client.create_node(ZONE, "t0", V3)
+    assert settle(client, operation).error is None
+    node = client.node(ZONE, "t0")
+    assert (node.name, node.zone, node.state, node.preemptible) == ("t0", ZONE, NodeState.READY, True)
+    assert node.labels == {"spile-fleet": "t"}
+    settle(client, client.label_node(ZONE, "t0", {"spile-fleet": "u"}))
+    assert client.nodes("-")[0].labels == {"spile-fleet": "u"}
+    settle(client, client.delete_node(ZONE, "t0"))
+    with pytest.raises(Missing):
+        client.node(ZONE, "t0")
+
+
+def test_our_client_queues_in_both_versions(client: CloudTpu) -> None:
+    client.create_queued(ZONE, "q", QueuedRequest(V3, node_count=2, node_prefix="s"))
+    client.create_queued(ZONE, "b", QueuedRequest(V3, best_effort=True))
+    for _ in range(200):
+        found = {each.name: each for each in client.queued(ZONE)}
+        if all(each.state is QueuedState.ACTIVE for each in found.values()):
+            break
+        time.sleep(0.02)
+    assert found["q"].nodes == ("s-0", "s-1")
+    assert found["b"].nodes == ("b",)
+    assert {node.queued for node in client.nodes(ZONE)} == {"q", "b"}
+    settle(client, client.delete_queued(ZONE, "q", force=True))
+    assert [node.name for node in client.nodes(ZONE)] == ["b"]
+
+
+def test_pages_are_all_read(client: CloudTpu, fake: FakeCloud) -> None:
+    reply = requests.get(f"{fake.url}v2/{PARENT}/nodes", params={"pageSize": 2}, timeout=10).json()
+    assert reply == {}
+    for number in range(5):
+        client.create_node(ZONE, f"t{number}", V3)
+    reply = requests.get(f"{fake.url}v2/{PARENT}/nodes", params={"pageSize": 2}, timeout=10).json()
+    assert len(reply["nodes"]) == 2
+    assert reply["nextPageToken"] == "2"
+    assert len(client.nodes(ZONE)) == 5
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "kind", "text"),
+    [
+        (401, "Request had invalid authentication credentials.", NotAllowed, "gcloud auth application-default login"),
+        (403, "Permission 'tpu.nodes.create' denied", NotAllowed, "roles/tpu.admin"),
+        (404, "Resource was not found", Missing, "was not found"),
+        (409, "Resource already exists", NameTaken, "already exists"),
+        (429, "Quota limit 'X' has been exceeded. Limit: 0 in region r.", Quota, "no quota to create TPU t0 (v3-8)"),
+        (429, "Quota exceeded for 'Create requests per minute per user'", Unavailable, "status 429"),
+        (500, "Internal error", Unavailable, "status 500"),
+        (503, "Try later", Unavailable, "status 503"),
+        (400, "Accelerator type not found", BadRequest, "check the zone, the type and the version"),
+    ],
+)
+def test_each_status_is_one_line(
+    client: CloudTpu, fake: FakeCloud, status: int, message: str, kind: type, text: str
+) -> None:
+    fake.admin("fault", {"method": "POST", "status": status, "message": message, "count": 99})
+    with pytest.raises((CloudError, UserError)) as caught:
+        client.create_node(ZONE, "t0", V3)
+    assert type(caught.value) is kind
+    assert text in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_reads_are_retried_and_creates_are_not(client: CloudTpu, fake: FakeCloud) -> None:
+    fake.admin("fault", {"method": "GET", "status": 500, "count": 3})
+    assert client.nodes(ZONE) == []
+    fake.admin("fault", {"method": "POST", "path": "/nodes"})
+    with pytest.raises(LostReply, match="no answer to: create TPU t0"):
+        client.create_node(ZONE, "t0", V3)
+    assert [node.name for node in client.nodes(ZONE)] == ["t0"], "the request was carried out"
+
+
+def test_stockout_shows_in_the_operation_and_leaves_nothing(client: CloudTpu, fake: FakeCloud) -> None:
+    fake.admin("stock", {"zone": ZONE, "available": False})
+    operation = settle(client, client.create_node(ZONE, "t0", V3))
+    assert isinstance(operation.error, Stockout)
+    assert f"no capacity to create t0 in {ZONE}" in str(operation.error)
+    assert client.nodes(ZONE) == []
+
+
+def test_nobody_listens(tmp_path: Path) -> None:
+    from spile.fleet.settings import CloudSettings
+
+    client = CloudTpu(CloudSettings("p", endpoint="http://127.0.0.1:1/", anonymous=True), sleep=lambda _: None)
+    with pytest.raises(Unavailable, match="cannot create TPU t0"):
+        client.create_node(ZONE, "t0", V3)
+    client.close()
+
+
+def test_unknown_zone_and_type(client: CloudTpu) -> None:
+    with pytest.raises(UserError, match="zone us-central1-x has no TPUs: expected one of us-central1-a"):
+        check_place(client, "us-central1-x", "v3-8")
+    with pytest.raises(UserError, match="has no v3-9: expected one of v3-"):
+        check_place(client, ZONE, "v3-9")
+    with pytest.raises(NotAllowed, match="may not exist"):
+        client.nodes("us-central1-x")
+
+
+def test_no_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import google.auth
+    from google.auth.exceptions import DefaultCredentialsError
+
+    from spile.fleet.cloud_tpu import open_session
+    from spile.fleet.settings import CloudSettings
+
+    def none(**_: object) -> None:
+        raise DefaultCredentialsError("none")
+
+    monkeypatch.setattr(google.auth, "default", none)
+    with pytest.raises(NotAllowed, match="no Google credentials; run: gcloud auth application-default login"):
+        open_session(CloudSettings("p"))
