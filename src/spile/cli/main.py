@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import os
 import sys
+import tomllib
 from collections.abc import Sequence
+from typing import Any
 
 from cyclopts import App, CycloptsError
+from cyclopts.config import Dict, Env
 from rich.console import Console
 
 from spile.cli.aliases import modern
 from spile.cli.commands import COMMANDS, GROUPS
-from spile.errors import SpileError
+from spile.errors import SpecError, SpileError
 from spile.version import __version__
 
 __all__ = ["build", "main"]
 
 
-def build() -> App:
-    """The command tree, with nothing imported but the table."""
+def build(config: str | None = None) -> App:
+    """The command tree, with nothing imported but the table. Flags win over variables, and those over the file."""
+    file = [] if config is None else [Dict(_read_config(config), use_commands_as_keys=False, source=config)]
     app = App(
         name="spile",
         help="Tap a language model: run it over a dataset and store its layers' activations, each sample exactly once.",
         version=f"spile {__version__}",
+        config=(Env("SPILE_", command=False), *file),
     )
     groups = {name: App(name=name, help=text) for name, text in GROUPS.items()}
     for group in groups.values():
@@ -44,9 +49,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _run(words: list[str], debug: bool) -> int:
     errors = Console(stderr=True, soft_wrap=True, highlight=False)
     try:
-        code = build()(modern(words, os.environ), exit_on_error=False, print_error=False, result_action="return_value")
+        words, config = _config(modern(words, os.environ))
+        code = build(config)(words, exit_on_error=False, print_error=False, result_action="return_value")
     except CycloptsError as error:
-        errors.print(f"spile: {' '.join(str(error).split())} See: spile --help", markup=False)
+        errors.print(f"spile: {' '.join(str(error).split())} See: {_help(words)}", markup=False)
         return 2
     except SpileError as error:
         if debug:
@@ -57,10 +63,54 @@ def _run(words: list[str], debug: bool) -> int:
         errors.print("spile: interrupted", markup=False)
         return 130
     except BrokenPipeError:
-        # The reader of our output has gone (spile … | head): not a failure of ours. Keep the interpreter's own flush quiet.
+        # The reader of our output has gone (spile … | head): no failure of ours; keep the last flush quiet.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return code if isinstance(code, int) else 0
+
+
+def _config(words: list[str]) -> tuple[list[str], str | None]:
+    """The words without ``--config FILE``, and the file."""
+    rest: list[str] = []
+    config: str | None = None
+    place = 0
+    while place < len(words) and words[place] != "--":
+        name, equals, value = words[place].partition("=")
+        if name != "--config":
+            rest.append(words[place])
+        elif equals:
+            config = value
+        elif place + 1 < len(words):
+            place += 1
+            config = words[place]
+        else:
+            raise SpecError("--config", expected="a TOML file after it", found="nothing")
+        place += 1
+    return rest + words[place:], config
+
+
+def _read_config(location: str) -> dict[str, Any]:
+    """A TOML file, here or in a bucket: one flag a line, spelled with dashes or underscores."""
+    from spile.objects import open_folder, split
+    from spile.objects.folder import NotFound
+
+    folder, key = split(location)
+    try:
+        return tomllib.loads(open_folder(folder).get(key).decode())
+    except NotFound as error:
+        raise SpecError("--config", expected="a TOML file", found=f"no {location}") from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise SpecError("--config", expected="a TOML file", found=f"{location}: {error}") from error
+
+
+def _help(words: list[str]) -> str:
+    """What to type for help on the command that was meant."""
+    known = {command.name for command in COMMANDS} | set(GROUPS)
+    names = [word for word in words if not word.startswith("-")]
+    for count in (2, 1):
+        if " ".join(names[:count]) in known:
+            return f"spile {' '.join(names[:count])} --help"
+    return "spile --help"
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Frozen nouns that validate themselves: the run, the taps, the samples, the architectures' sizes, the machine types. Pure."""
+"""Frozen nouns that validate themselves: the run, the taps, the samples, the sizes, the machines. Pure."""

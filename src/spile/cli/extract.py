@@ -1,0 +1,155 @@
+"""``spile extract``: the main job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from cyclopts import Group, Parameter
+
+from spile.errors import SpecError
+from spile.spec.run import (
+    DEFAULT_ENCODER,
+    EMBEDDED,
+    ComputeDtype,
+    DataSpec,
+    ExtractSpec,
+    LongPolicy,
+    PromptKind,
+    PromptSpec,
+    StoreDtype,
+)
+from spile.spec.taps import parse_layers, parse_sites
+
+__all__ = ["ExtractFlags", "extract"]
+
+_WHAT = Group("What", sort_key=1)
+_PROMPTS = Group("Prompts", sort_key=2)
+_WHERE = Group("Where to", sort_key=3)
+_HOW = Group("How much at once (changes no number)", sort_key=4)
+
+
+def _flag(group: Group, text: str, **more: object) -> Parameter:
+    return Parameter(group=group, help=text, **more)  # type: ignore[arg-type]
+
+
+def _words(group: Group, text: str) -> Parameter:
+    return _flag(group, text, consume_multiple=True, negative="")
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class ExtractFlags:
+    """The flags of ``spile extract``."""
+
+    model: Annotated[str, _flag(_WHAT, "A model on the Hugging Face hub, a folder, or gs://…")] = EMBEDDED
+    revision: Annotated[str | None, _flag(_WHAT, "The hub model's branch, tag or commit.")] = None
+    dataset: Annotated[str, _flag(_WHAT, "JSONL of ARC tasks, of {text} or of {messages}.")] = EMBEDDED
+    dataset_dir: Annotated[
+        str | None, _flag(_WHAT, "A folder of streams; --worker-id 5 reads its stream_005.jsonl.")
+    ] = None
+    worker_id: Annotated[int | None, _flag(_WHAT, "The stream's number: reads stream_005.jsonl, writes tpu_5/.")] = None
+    layers: Annotated[list[str] | None, _words(_WHAT, "all, or 0-11,20, or 0 1 2. [default: all]")] = None
+    taps: Annotated[list[str] | None, _words(_WHAT, "Some of residual, attn, mlp. [default: residual]")] = None
+    max_samples: Annotated[int | None, _flag(_WHAT, "Only the stream's first so many samples.")] = None
+
+    prompt: Annotated[PromptKind, _flag(_PROMPTS, "What a line is; auto looks at the first.")] = "auto"
+    prompt_version: Annotated[str, _flag(_PROMPTS, "Which ARC prompt.")] = PromptSpec.version
+    grid_encoder: Annotated[str, _flag(_PROMPTS, "How a grid is written.")] = DEFAULT_ENCODER
+    predictions_per_task: Annotated[int, _flag(_PROMPTS, "Augmented variants of each ARC task.")] = 1
+    column: Annotated[str, _flag(_PROMPTS, "The field with the text, for --prompt text.")] = "text"
+    pack: Annotated[bool, _flag(_PROMPTS, "Cut documents into full windows.", negative="")] = False
+    max_seq_length: Annotated[int, _flag(_PROMPTS, "Longer samples are cut or skipped.")] = 2048
+    long: Annotated[LongPolicy, _flag(_PROMPTS, "What happens to those.")] = "truncate"
+    seed: Annotated[int, _flag(_PROMPTS, "Of the augmentations.")] = 0
+
+    output: Annotated[str | None, _flag(_WHERE, "The dataset's home: a folder, gs://… or s3://…")] = None
+    output_dir: Annotated[str | None, _flag(_WHERE, "The same; beside a bucket, a local copy.")] = None
+    gcs_bucket: Annotated[str | None, _flag(_WHERE, "With --upload-to-gcs: the bucket.")] = None
+    gcs_prefix: Annotated[str, _flag(_WHERE, "The folder in that bucket.")] = "activations"
+    upload_to_gcs: Annotated[bool, _flag(_WHERE, "Make the bucket the dataset's home.", negative="")] = False
+    delete_local_after_upload: Annotated[
+        bool, _flag(_WHERE, "Remove each local copy after its commit.", negative="")
+    ] = False
+    store_dtype: Annotated[StoreDtype, _flag(_WHERE, "What rows are stored as.")] = "bfloat16"
+    shard_size_gb: Annotated[float, _flag(_WHERE, "About how large a shard is.")] = 1.0
+    commit_every: Annotated[float | None, _flag(_WHERE, "Commit at least every so many seconds.")] = None
+    checkpointing: Annotated[bool, _flag(_WHERE, "--no-checkpointing starts over; refused where commits exist.")] = True
+    overwrite: Annotated[bool, _flag(_WHERE, "With --no-checkpointing: remove what is there.", negative="")] = False
+    checkpoint_dir: Annotated[str | None, _flag(_WHERE, "Gets checkpoint_worker_N.json, for people.")] = None
+
+    dtype: Annotated[ComputeDtype, _flag(_HOW, "What the model computes in (this one does change numbers).")] = "auto"
+    batch_size: Annotated[int | None, _flag(_HOW, "Samples a device at most.")] = None
+    batch_tokens: Annotated[int | None, _flag(_HOW, "Tokens a device, padding included.")] = None
+
+    def spec(self) -> ExtractSpec:
+        """The run that these flags ask for."""
+        prompt = PromptSpec(
+            kind=self.prompt,
+            encoder=self.grid_encoder,
+            version=self.prompt_version,
+            predictions_per_task=self.predictions_per_task,
+            column=self.column,
+            pack=self.pack,
+        )
+        data = DataSpec(
+            dataset=self.dataset,
+            dataset_dir=self.dataset_dir,
+            worker_id=self.worker_id or 0,
+            prompt=prompt,
+            max_seq_length=self.max_seq_length,
+            long=self.long,
+            max_samples=self.max_samples,
+            seed=self.seed,
+        )
+        output, local_copy = self._places()
+        return ExtractSpec(
+            model=self.model,
+            revision=self.revision,
+            data=data,
+            output=output,
+            local_copy=local_copy,
+            delete_local_after_upload=self.delete_local_after_upload,
+            layers=parse_layers(" ".join(self.layers or ["all"])),
+            sites=parse_sites(self.taps or ["residual"]),
+            dtype=self.dtype,
+            store_dtype=self.store_dtype,
+            batch_size=self.batch_size,
+            batch_tokens=self.batch_tokens,
+            shard_size_gb=self.shard_size_gb,
+            commit_every=self.commit_every,
+            checkpointing=self.checkpointing,
+            overwrite=self.overwrite,
+            checkpoint_dir=self.checkpoint_dir,
+        )
+
+    def _places(self) -> tuple[str, str | None]:
+        """The dataset's home, and the folder of its local copy where the home is a bucket."""
+        if self.upload_to_gcs:
+            if not self.gcs_bucket:
+                raise SpecError("--upload-to-gcs", expected="--gcs-bucket B beside it", found="no bucket")
+            bucket = self.gcs_bucket.removeprefix("gs://").strip("/")
+            return f"gs://{bucket}/{self.gcs_prefix.strip('/')}", self.output_dir
+        if self.output is None:
+            return self.output_dir or ExtractSpec.output, None
+        return self.output, self.output_dir if "://" in self.output else None
+
+
+def extract(
+    *,
+    flags: ExtractFlags | None = None,
+    verbose: Annotated[bool, Parameter(negative="", help="Say more: devices, shapes, each commit.")] = False,
+) -> int:
+    """Run a model over a dataset and store its layers' activations, each sample exactly once.
+
+    With no flag at all: the embedded model over the embedded ARC tasks, into ./activations. The same command
+    resumes what an earlier one left. Every flag can also come from --config run.toml or a SPILE_* variable.
+    """
+    from spile.cli.live import watched
+    from spile.runtime.extract import extract as run
+
+    spec = (flags or ExtractFlags()).spec()
+    with watched(verbose) as watch:
+        summary = run(spec, progress=watch.progress, stop=watch.stop)
+        watch.finish(summary)
+    return summary.exit_code

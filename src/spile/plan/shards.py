@@ -1,0 +1,50 @@
+"""Shards: which batches go into which file, and how large a row is. Pure arithmetic, known before the model runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from spile.plan.batches import Batch
+
+__all__ = ["ShardPlan", "row_bytes", "shards"]
+
+_INDEX_BYTES = 5
+"""A token's id and role."""
+_SHARD_SAMPLES = 16_384
+"""No shard holds more samples: its header and its index stay small however short the samples are."""
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def row_bytes(n_taps: int, d_model: int, store_dtype: str) -> int:
+    """Bytes that one token takes in a shard, over all taps."""
+    return n_taps * d_model * _DTYPE_BYTES[store_dtype] + _INDEX_BYTES
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """The batches of one shard, in the order in which their rows lie in it."""
+
+    batches: Sequence[Batch] = field(default_factory=tuple)
+
+    @property
+    def tokens(self) -> int:
+        """Rows a tap."""
+        return sum(batch.real_tokens for batch in self.batches)
+
+
+def shards(batches: Iterable[Batch], bytes_a_token: int, shard_bytes: float) -> Iterator[ShardPlan]:
+    """Whole batches until the next one would pass the size; at least one batch a shard."""
+    waiting: list[Batch] = []
+    size = samples = 0
+    for batch in batches:
+        more = batch.real_tokens * bytes_a_token
+        count = len(batch.samples)
+        if waiting and (size + more > shard_bytes or samples + count > _SHARD_SAMPLES):
+            yield ShardPlan(tuple(waiting))
+            waiting, size, samples = [], 0, 0
+        waiting.append(batch)
+        size += more
+        samples += count
+    if waiting:
+        yield ShardPlan(tuple(waiting))

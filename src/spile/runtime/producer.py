@@ -1,0 +1,77 @@
+"""What makes rows: the seam between the worker's loop and a model on devices.
+
+The loop plans batches, starts them, and drains what comes back, in the same order. It never sees jax: the crash
+tests drive the very same loop with a producer that is a few lines of NumPy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from spile.errors import Failure
+from spile.plan.batches import Batch
+
+__all__ = ["Block", "OutOfDeviceMemory", "Packed", "Producer", "pack"]
+
+
+class OutOfDeviceMemory(Failure):
+    """A batch does not fit on the device; a smaller one may."""
+
+
+class Block(NamedTuple):
+    """The rows of one group at one tap: its samples' tokens one after another, then rows of no meaning."""
+
+    group: int
+    rows: npt.NDArray[np.generic]
+
+
+class Packed(NamedTuple):
+    """A batch as arrays."""
+
+    tokens: npt.NDArray[np.int32]
+    """[groups × rows, length], padded on the right with zeros."""
+    places: npt.NDArray[np.int32]
+    """[groups, rows × length]: where a group's real tokens lie in it, one after another; then zeros."""
+
+
+class Producer(Protocol):
+    """Turns batches of tokens into rows of activations."""
+
+    @property
+    def groups(self) -> int:
+        """How many groups a batch has: the data-parallel width over all hosts."""
+
+    @property
+    def owned(self) -> Sequence[int]:
+        """The groups whose rows this process stores, in order."""
+
+    def prepare(self, batch: Batch) -> None:
+        """A batch of this shape will come: compile for it in the background. Never blocks."""
+
+    def start(self, batch: Batch) -> object:
+        """Begin computing; returns at once. Raises :class:`OutOfDeviceMemory` before anything was kept."""
+
+    def fetch(self, pending: object) -> Sequence[Sequence[Block]]:
+        """Wait for a started batch: for each tap, in order, a block for each owned group."""
+
+    def describe(self) -> str:
+        """For people: ``8 × NVIDIA H200, bfloat16, cudnn attention``."""
+
+
+def pack(batch: Batch) -> Packed:
+    """Tokens in a rectangle, and the places of the real ones, so that padding is dropped before rows leave a device."""
+    groups, rows, length = len(batch.groups), batch.rows, batch.length
+    tokens = np.zeros((groups, rows, length), np.int32)
+    index = np.zeros((groups, rows * length), np.int32)
+    for g, group in enumerate(batch.groups):
+        filled = 0
+        for r, sample in enumerate(group):
+            size = len(sample)
+            tokens[g, r, :size] = sample.tokens
+            index[g, filled : filled + size] = np.arange(r * length, r * length + size, dtype=np.int32)
+            filled += size
+    return Packed(tokens.reshape(groups * rows, length), index)

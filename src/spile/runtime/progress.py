@@ -1,0 +1,125 @@
+"""What the worker knows of itself while it runs: counters that threads add to, and views read at any time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+__all__ = ["STAGES", "Progress", "Snapshot"]
+
+STAGES = ("tokenizer", "model", "host copy", "sink")
+"""The pipeline's stages. Each is busy or waits for another; the busiest is what limits the run."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The counters at one moment."""
+
+    phase: str
+    samples: int
+    tokens: int
+    bytes: int
+    shards_written: int
+    shards_committed: int
+    samples_committed: int
+    computed_tokens: int
+    skipped: dict[str, int]
+    truncated: int
+    compile_seconds: float
+    shapes: int
+    seconds: float
+    """Since the first batch was started."""
+    busy: dict[str, float]
+    """Seconds each stage was busy."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Real tokens a second since the first batch, time spent on waiting for compilation left out."""
+        working = self.seconds - self.compile_seconds
+        return self.tokens / working if working > 0 else 0.0
+
+    @property
+    def padding(self) -> float:
+        """The part of the computed tokens that was padding."""
+        return 1 - self.tokens / self.computed_tokens if self.computed_tokens else 0.0
+
+    @property
+    def limit(self) -> str | None:
+        """The stage that the others wait for."""
+        return max(self.busy, key=self.busy.__getitem__) if any(self.busy.values()) else None
+
+
+@dataclass
+class Progress:
+    """The one mutable thing that all threads of a worker share."""
+
+    total_samples: int | None = None
+    """Samples that this visit will finish, where known."""
+    clock: Callable[[], float] = time.perf_counter
+    say: Callable[[str], None] = field(default=lambda _line: None)
+    """Where a line for the user goes: above the bar, or to the log."""
+
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()
+        self._phase = "starting"
+        self._counts = dict.fromkeys(
+            ("samples", "tokens", "bytes", "shards_written", "shards_committed", "samples_committed",
+             "computed_tokens", "truncated", "shapes"), 0,
+        )  # fmt: skip
+        self._skipped: dict[str, int] = {}
+        self._busy = dict.fromkeys(STAGES, 0.0)
+        self._compile = 0.0
+        self._started: float | None = None
+
+    def phase(self, name: str) -> None:
+        """What is going on: ``loading the model``, ``compiling``, ``running``, ``uploading``, ``done``."""
+        with self._lock:
+            self._phase = name
+
+    def start(self) -> None:
+        """The first batch begins now."""
+        with self._lock:
+            self._started = self._started or self.clock()
+
+    def add(self, **counts: int) -> None:
+        """Add to counters by name."""
+        with self._lock:
+            for name, count in counts.items():
+                self._counts[name] += count
+
+    def skip(self, reason: str) -> None:
+        """A sample that is done without rows."""
+        with self._lock:
+            self._skipped[reason] = self._skipped.get(reason, 0) + 1
+
+    def compiled(self, seconds: float) -> None:
+        """The loop waited this long for a program."""
+        with self._lock:
+            self._compile += seconds
+            self._counts["shapes"] += 1
+
+    def busy_for(self, stage: str, seconds: float) -> None:
+        """A stage worked this long."""
+        with self._lock:
+            self._busy[stage] += seconds
+
+    @contextmanager
+    def busy(self, stage: str) -> Iterator[None]:
+        """A stage works while this lasts."""
+        began = self.clock()
+        try:
+            yield
+        finally:
+            self.busy_for(stage, self.clock() - began)
+
+    def snapshot(self) -> Snapshot:
+        """A consistent copy."""
+        with self._lock:
+            seconds = self.clock() - self._started if self._started is not None else 0.0
+            return Snapshot(
+                phase=self._phase, skipped=dict(self._skipped), compile_seconds=self._compile, seconds=seconds,
+                busy=dict(self._busy), **self._counts,
+            )  # fmt: skip

@@ -1,0 +1,108 @@
+"""The worker's one loop: what is left of a stream, through a producer, into the store. It never imports jax."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from spile.plan.batches import BatchPlan, batches
+from spile.plan.shards import ShardPlan, row_bytes, shards
+from spile.runtime.pipeline import Control, Pipeline, Verdict, Work
+from spile.runtime.producer import Producer
+from spile.runtime.progress import Progress
+from spile.spec.sample import Sample, Skip
+from spile.store.record import ShardRecord
+from spile.store.shard import ShardBuilder
+from spile.store.stream import StreamStore
+
+__all__ = ["LocalControl", "Sizes", "StreamSink", "work", "works"]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much at once. None of it changes a number that is stored."""
+
+    batch_tokens: int
+    batch_size: int | None
+    longest: int
+    shard_bytes: float
+    commit_every: float | None = None
+
+
+class LocalControl:
+    """One process decides for itself: a signal stops it, the clock asks for commits."""
+
+    def __init__(
+        self, stop: threading.Event, commit_every: float | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._stop, self._every, self._clock = stop, commit_every, clock
+        self._since = clock()
+
+    def verdict(self) -> Verdict:
+        """Stop before commit before go."""
+        if self._stop.is_set():
+            return "stop"
+        return "commit" if self._every is not None and self._clock() - self._since >= self._every else "go"
+
+    def committed(self) -> None:
+        """The clock starts again."""
+        self._since = self._clock()
+
+
+class StreamSink:
+    """A stream's store as the pipeline's sink, with a call after each commit (the heartbeat's)."""
+
+    def __init__(self, stream: StreamStore, after_commit: Callable[[], None] = lambda: None) -> None:
+        self._stream, self._after = stream, after_commit
+
+    def begin(self, samples: Sequence[Sample]) -> ShardBuilder:
+        """Lay out a shard."""
+        return self._stream.begin(samples)
+
+    def commit(self, record: ShardRecord | None, skipped: Sequence[Skip], end: int | None) -> None:
+        """One record, one commit."""
+        if record is None and not skipped and end is None:
+            return
+        self._stream.commit([] if record is None else [record], skipped, end=end)
+        self._after()
+
+
+def works(
+    items: Iterable[Sample | Skip], sizes: Sizes, groups: int, bytes_a_token: int, end: Callable[[], int | None]
+) -> Iterator[Work]:
+    """Shards to make, in order, each with the samples skipped on the way to it; last, what was skipped after them."""
+    skipped: list[Skip] = []
+
+    def samples() -> Iterator[Sample]:
+        for item in items:
+            if isinstance(item, Skip):
+                skipped.append(item)
+            else:
+                yield item
+
+    plan = BatchPlan(sizes.batch_tokens, sizes.batch_size, sizes.longest, groups)
+    for shard in shards(batches(samples(), plan), bytes_a_token, sizes.shard_bytes):
+        yield Work(shard, tuple(skipped))
+        skipped.clear()
+    total = end()
+    if skipped or total is not None:
+        yield Work(ShardPlan(), tuple(skipped), total)
+
+
+def work(
+    items: Iterable[Sample | Skip],
+    producer: Producer,
+    stream: StreamStore,
+    sizes: Sizes,
+    *,
+    progress: Progress,
+    control: Control,
+    end: Callable[[], int | None] = lambda: None,
+    after_commit: Callable[[], None] = lambda: None,
+) -> bool:
+    """Work off what is left of a stream. True: to the end; False: told to stop, all that was computed committed."""
+    bytes_a_token = row_bytes(len(stream.record.identity.taps), stream.run.d_model, stream.run.store_dtype)
+    todo = works(items, sizes, producer.groups, bytes_a_token, end)
+    return Pipeline(producer, StreamSink(stream, after_commit), control, progress).run(todo)
