@@ -7,7 +7,7 @@ positions a token sees, itself included (None: all before it). Padding stands on
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ Queries = Float[Array, "batch seq heads head_dim"]
 Keys = Float[Array, "batch seq kv_heads head_dim"]
 
 
+@runtime_checkable
 class Attention(Protocol):
     """One implementation."""
 

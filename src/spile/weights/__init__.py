@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from spile.weights.files import ModelFiles, find
 
 if TYPE_CHECKING:
-    from spile.weights.load import load
+    from spile.weights.loading import load
 
 __all__ = ["ModelFiles", "find", "load"]
 
@@ -15,7 +15,7 @@ __all__ = ["ModelFiles", "find", "load"]
 def __getattr__(name: str) -> object:
     """``load`` on first use: finding a model's files needs no jax."""
     if name == "load":
-        from spile.weights.load import load
+        from spile.weights.loading import load
 
         return load
     raise AttributeError(name)

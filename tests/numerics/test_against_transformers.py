@@ -1,0 +1,143 @@
+"""Every tap of every layer equals transformers' within 1e-4 of the tap's RMS, in float32."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numerics import cases
+from numerics.reference import transformers_taps
+from safetensors.numpy import load_file
+
+from spile import weights
+from spile.model.decoder import forward
+from spile.model.params import Params
+from spile.spec.architecture import ModelConfig, Rope
+
+TOLERANCE = 1e-4
+
+
+def run(params: Params, config: ModelConfig, tokens: Any, case: str, attention: str = "xla") -> list[np.ndarray]:
+    step = jax.jit(lambda p, t: forward(p, t, config=config, taps=cases.taps(case), attention=attention))
+    return [np.asarray(tap, np.float32) for tap in step(params, tokens)]
+
+
+def load(case: str, folder: Path, dtype: Any = jnp.float32) -> tuple[Params, ModelConfig]:
+    files = weights.find(str(cases.write_model(case, folder)))
+    return weights.load(files, dtype), files.config
+
+
+def worst(found: list[np.ndarray], expected: dict[str, np.ndarray], case: str) -> dict[str, float]:
+    names = [str(tap) for tap in cases.taps(case)]
+    assert len(found) == len(names)
+    return {name: cases.error(tap, expected[name]) for name, tap in zip(names, found, strict=True)}
+
+
+@pytest.mark.parametrize("case", cases.CASES)
+def test_golden(case: str, tmp_path: Path) -> None:
+    golden = load_file(cases.golden_path(case))
+    np.testing.assert_array_equal(golden["tokens"], cases.tokens(case))
+    errors = worst(run(*load(case, tmp_path), golden["tokens"], case), golden, case)
+    assert max(errors.values()) <= TOLERANCE, errors
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("case", cases.CASES)
+def test_live(case: str, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    tokens = cases.tokens(case, batch=3, length=150)
+    params, config = load(case, tmp_path)
+    errors = worst(run(params, config, tokens, case), transformers_taps(tmp_path, tokens), case)
+    assert max(errors.values()) <= TOLERANCE, errors
+
+
+@pytest.mark.torch
+def test_live_embedded() -> None:
+    pytest.importorskip("torch")
+    files = weights.find("embedded")
+    tokens = np.random.default_rng(0).integers(0, files.config.vocab_size, (2, 700)).astype(np.int32)
+    case = "qwen2-tied"
+    taps = tuple(tap for tap in cases.taps(case) if tap.layer < 3)
+    found = jax.jit(lambda p, t: forward(p, t, config=files.config, taps=taps))(weights.load(files), tokens)
+    errors = worst([np.asarray(tap) for tap in found], transformers_taps(files.tokenizer_folder, tokens), case)
+    assert max(errors.values()) <= TOLERANCE, errors
+
+
+def _without(*names: str) -> Callable[[Params], Params]:
+    def strip(params: Params) -> Params:
+        nothing = dict.fromkeys(names)
+        return dataclasses.replace(params, layers=tuple(dataclasses.replace(x, **nothing) for x in params.layers))
+
+    return strip
+
+
+def _same(params: Params) -> Params:
+    return params
+
+
+SWITCHES: dict[str, tuple[str, dict[str, Any], Callable[[Params], Params]]] = {
+    "qkv biases": ("qwen2-tied", {}, _without("q_bias", "k_bias", "v_bias")),
+    "o bias": ("llama-biases", {}, _without("o_bias")),
+    "mlp biases": ("llama-biases", {}, _without("gate_bias", "up_bias", "down_bias")),
+    "qk-norm": ("qwen3", {}, _without("q_norm", "k_norm")),
+    "no window": ("mistral-window", {"windows": (None,) * 3}, _same),
+    "window off by one": ("qwen2-window", {"windows": (None, 5, 5)}, _same),
+    "window on a wrong layer": ("qwen2-layer-types", {"windows": (5, 5, 5)}, _same),
+    "window where there is none": ("qwen2-window-off", {"windows": (None, 6, 6)}, _same),
+    "theta": ("llama-1", {"rope": Rope(theta=9e3)}, _same),
+    "linear scaling": ("llama-linear", {"rope": Rope()}, _same),
+    "llama3 scaling": ("llama-3", {"rope": Rope(theta=5e5)}, _same),
+    "yarn": ("qwen2-yarn", {"rope": Rope()}, _same),
+    "activation": ("llama-gelu", {"activation": "gelu"}, _same),
+    "norm eps": ("llama-1", {"norm_eps": 1e-3}, _same),
+}
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_a_broken_switch_is_seen(switch: str, tmp_path: Path) -> None:
+    case, changed, damage = SWITCHES[switch]
+    params, config = load(case, tmp_path)
+    golden = load_file(cases.golden_path(case))
+    found = run(damage(params), dataclasses.replace(config, **changed), golden["tokens"], case)
+    assert max(worst(found, golden, case).values()) > 3 * TOLERANCE
+
+
+@pytest.mark.parametrize("case", ["qwen2-tied", "qwen3", "llama-3", "mistral-window"])
+def test_bfloat16_is_within_its_rounding_of_float32(case: str, tmp_path: Path) -> None:
+    """The yardstick: how far float32 moves when only its weights are rounded to bfloat16, once."""
+    golden = load_file(cases.golden_path(case))
+    params, config = load(case, tmp_path, jnp.bfloat16)
+    rounded = jax.tree.map(lambda weight: weight.astype(jnp.float32), params)
+    found, yardstick = (run(tree, config, golden["tokens"], case) for tree in (params, rounded))
+    for name, tap, once in zip(map(str, cases.taps(case)), found, yardstick, strict=True):
+        off, rounding = rms(tap - golden[name]), rms(once - golden[name])
+        assert 0 < off < 3 * rounding < 0.15 * rms(golden[name]), (name, off, rounding, rms(golden[name]))
+
+
+def rms(values: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(np.square(values))))
+
+
+@pytest.mark.parametrize("case", ["qwen2-tied", "mistral-window"])
+def test_padding_and_neighbours_change_nothing(case: str, tmp_path: Path) -> None:
+    params, config = load(case, tmp_path)
+    golden = load_file(cases.golden_path(case))
+    length = golden["tokens"].shape[1]
+    draw = np.random.default_rng(1)
+    batch = draw.integers(0, config.vocab_size, (5, length + 13)).astype(np.int32)
+    batch[3, :length] = golden["tokens"][1]
+    first = run(params, config, batch, case)
+    for name, tap in zip(map(str, cases.taps(case)), first, strict=True):
+        assert cases.error(tap[3, :length], golden[name][1]) <= TOLERANCE
+    other = draw.integers(0, config.vocab_size, batch.shape).astype(np.int32)
+    other[3, :length] = golden["tokens"][1]
+    for before, after in zip(first, run(params, config, other, case), strict=True):
+        np.testing.assert_array_equal(before[3, :length], after[3, :length])

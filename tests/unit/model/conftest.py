@@ -1,0 +1,13 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import jax
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _strict_promotion() -> Iterator[None]:
+    """Nothing may widen or narrow by accident."""
+    with jax.numpy_dtype_promotion("strict"):
+        yield
