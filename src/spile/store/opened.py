@@ -1,0 +1,148 @@
+"""One committed shard, opened for reading: nothing that it gives was not checked against the commit.
+
+The commit holds the crc32c of the header and of every tensor. ``chunk_crc32c``, itself checked so, holds one crc32c for
+every MiB of the other tensors; a partial read fetches and checks the whole chunks that it touches.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from spile.errors import Damaged
+from spile.objects.folder import Folder
+from spile.objects.local import LocalFolder
+from spile.store.codec import CHUNKS, Header, Place, parse_header
+from spile.store.crc import CHUNK, crc32c, to_hex
+from spile.store.record import ShardRecord
+
+__all__ = ["OpenShard"]
+
+_SMALL = 4 << 20
+"""A tail (all that is no tap) up to this many bytes comes in one read."""
+
+
+class OpenShard:
+    """A shard whose header, tail and rows are read when they are asked for. Safe to use from several threads."""
+
+    def __init__(self, folder: Folder, record: ShardRecord) -> None:
+        self.folder, self.record = folder, record
+        self.where = f"{folder.url}/{record.name}"
+        self._lock = threading.RLock()
+        self._map: mmap.mmap | None = None
+        self._header: Header | None = None
+        self._tail: tuple[int, memoryview] | None = None
+        self._kept: dict[str, npt.NDArray[Any]] = {}
+        self._sums: dict[str, npt.NDArray[np.uint32]] = {}
+        self._trusted: dict[str, npt.NDArray[np.bool_]] = {}
+
+    @property
+    def header(self) -> Header:
+        """Checked against the commit."""
+        with self._lock:
+            if self._header is None:
+                length, crc = self.record.header
+                data = bytes(self._bytes(0, length))
+                self._check("its header", crc32c(data), crc)
+                self._header = parse_header(data, self.record.size, self.where)
+            return self._header
+
+    @cached_property
+    def notes(self) -> list[dict[str, Any]]:
+        """Each sample's index, task id, preview, augmentation and truncation."""
+        return self.header.notes()
+
+    def whole(self, name: str) -> npt.NDArray[Any]:
+        """A whole tensor that is no tap, checked against the commit and kept."""
+        with self._lock:
+            if name not in self._kept:
+                place = self.place(name)
+                data = self._tail_bytes(place)
+                self._check(name, crc32c(data), self.record.tensors[name])
+                self._kept[name] = np.frombuffer(data, place.dtype).reshape(place.shape)
+            return self._kept[name]
+
+    def rows(self, name: str, start: int, stop: int) -> npt.NDArray[Any]:
+        """Rows ``start`` to ``stop`` of a tensor: one range read, of whole chunks."""
+        place = self.place(name)
+        width = place.length // place.shape[0] if place.shape[0] else 0
+        first, last = start * width, stop * width
+        if not 0 <= start <= stop <= place.shape[0]:
+            raise IndexError(f"rows {start} to {stop} of {place.shape[0]}")
+        if first == last:
+            return np.empty((0, *place.shape[1:]), place.dtype)
+        begin = first // CHUNK
+        data = self.chunks(name, begin, -(-last // CHUNK))
+        part = data[first - begin * CHUNK : last - begin * CHUNK]
+        return np.frombuffer(part, place.dtype).reshape(stop - start, *place.shape[1:])
+
+    def chunks(self, name: str, begin: int, end: int) -> memoryview:
+        """The bytes of chunks ``begin`` to ``end`` of a tensor, checked. On a local disk: of the file itself."""
+        place = self.place(name)
+        sums = self._sums_of(name)
+        trusted = self._trusted[name] if self._is_local else np.zeros(len(sums), np.bool_)
+        data = self._bytes(place.start + begin * CHUNK, min(end * CHUNK, place.length) - begin * CHUNK)
+        for number in range(begin, end):
+            if not trusted[number]:
+                at = (number - begin) * CHUNK
+                self._check(f"{name}, chunk {number}", crc32c(data[at : at + CHUNK]), int(sums[number]))
+                trusted[number] = True
+        return data
+
+    def place(self, name: str) -> Place:
+        """Where a tensor lies; KeyError where the shard has none of that name."""
+        return self.header.places[name]
+
+    @property
+    def _is_local(self) -> bool:
+        return isinstance(self.folder, LocalFolder)
+
+    def _check(self, what: str, found: int, expected: int) -> None:
+        if found != expected:
+            raise Damaged(
+                f"{self.where} is damaged: {what}", expected=f"crc32c {to_hex(expected)}", found=to_hex(found)
+            )
+
+    def _sums_of(self, name: str) -> npt.NDArray[np.uint32]:
+        with self._lock:
+            if not self._sums:
+                sums, at = self.whole(CHUNKS), 0
+                for place in self.header.places.values():
+                    count = -(-place.length // CHUNK) if place.name != CHUNKS else 0
+                    self._sums[place.name] = sums[at : at + count]
+                    self._trusted[place.name] = np.zeros(count, np.bool_)
+                    at += count
+                if at != len(sums):
+                    raise Damaged(f"{self.where} has another number of chunks", expected=at, found=len(sums))
+            return self._sums[name]
+
+    def _tail_bytes(self, place: Place) -> memoryview:
+        begin = self.place("offsets").start
+        if self.record.size - begin > _SMALL:
+            return self._bytes(place.start, place.length)
+        if self._tail is None:
+            self._tail = begin, self._bytes(begin, self.record.size - begin)
+        return self._tail[1][place.start - begin : place.stop - begin]
+
+    def _bytes(self, start: int, length: int) -> memoryview:
+        if not length:
+            return memoryview(b"")
+        if not isinstance(self.folder, LocalFolder):
+            return memoryview(self.folder.get_range(self.record.name, start, length))
+        return memoryview(self._mapped(self.folder))[start : start + length]
+
+    def _mapped(self, folder: LocalFolder) -> mmap.mmap:
+        with self._lock:
+            if self._map is None:
+                # A map of a file that is too short does not raise: it kills the process. So the size comes first.
+                found = folder.info(self.record.name).size
+                if found != self.record.size:
+                    raise Damaged(f"{self.where} has another size", expected=self.record.size, found=found)
+                with (folder.path / self.record.name).open("rb") as file:
+                    self._map = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+            return self._map
