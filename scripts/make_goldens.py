@@ -17,8 +17,8 @@ from safetensors.numpy import save_file
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from numerics.cases import CASES, GOLDENS, golden_path, tokens, write_model  # noqa: E402
-from numerics.reference import transformers_taps  # noqa: E402
+from numerics.cases import CASES, GOLDENS, golden_path, tokens, write_model
+from numerics.reference import transformers_taps
 
 
 def main() -> None:

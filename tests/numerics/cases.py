@@ -1,4 +1,4 @@
-"""The tiny models that must equal transformers: one table for the golden references, the live tests and their weights."""
+"""The tiny models that must equal transformers: one table for the goldens, the live tests and their weights."""
 
 from __future__ import annotations
 

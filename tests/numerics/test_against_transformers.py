@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from numerics import cases
-from numerics.reference import transformers_taps
 from safetensors.numpy import load_file
 
+from numerics import cases
+from numerics.reference import transformers_taps
 from spile import weights
 from spile.model.decoder import forward
 from spile.model.params import Params

@@ -6,18 +6,20 @@ positions a token sees, itself included (None: all before it). Padding stands on
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from spile.spec.architecture import ModelConfig
 
-__all__ = ["ATTENTIONS", "Attention", "choose", "cudnn", "precision", "xla"]
+__all__ = ["ATTENTIONS", "Attention", "choose", "cudnn", "flash", "over_mesh", "precision", "xla"]
 
 Queries = Float[Array, "batch seq heads head_dim"]
 Keys = Float[Array, "batch seq kv_heads head_dim"]
@@ -74,12 +76,71 @@ def cudnn(q: Queries, k: Keys, v: Keys, *, window: int | None) -> Queries:
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=local, implementation="cudnn")
 
 
-ATTENTIONS: Mapping[str, Attention] = {"xla": xla, "cudnn": cudnn}
+_LANES = 128
+
+
+def flash(q: Queries, k: Keys, v: Keys, *, window: int | None, interpret: bool = False) -> Queries:
+    """The Pallas splash kernel for TPUs: scores exist a block at a time. Pads the sequence to a block inside."""
+    length = q.shape[1]
+    scale = jnp.asarray(q.shape[-1] ** -0.5, jnp.float32)  # the kernel has no scale of its own
+    q = (q.astype(jnp.float32) * scale).astype(q.dtype)
+    padding = [(0, 0), (0, 0), (0, -length % _LANES), (0, 0)]
+    q, k, v = (jnp.pad(x.transpose(0, 2, 1, 3), padding) for x in (q, k, v))
+    kernel = _splash(q.shape[1], q.shape[2], window, interpret)
+    out: Array = jax.vmap(kernel)(q, k, v)[:, :, :length].transpose(0, 2, 1, 3)
+    return out
+
+
+@functools.lru_cache(maxsize=256)
+def _splash(heads: int, length: int, window: int | None, interpret: bool) -> Any:
+    """One kernel a shape; its block tables are made outside the trace that first asks, so that others may share it."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        BlockSizes,
+        CausalMask,
+        LocalMask,
+        MultiHeadMask,
+        make_splash_mha,
+    )
+
+    shape = (length, length)
+    mask = CausalMask(shape) if window is None else LocalMask(shape, window_size=(window - 1, 0), offset=0)
+    block = next(size for size in (512, 384, 256, _LANES) if length % size == 0)
+    with jax.ensure_compile_time_eval():
+        return make_splash_mha(
+            MultiHeadMask([mask] * heads),
+            block_sizes=BlockSizes(block_q=block, block_kv=block),
+            head_shards=1,
+            q_seq_shards=1,
+            interpret=interpret,
+        )
+
+
+ATTENTIONS: Mapping[str, Attention] = {"xla": xla, "cudnn": cudnn, "flash": flash}
+
+
+def over_mesh(attention: Attention | str, mesh: Mesh, batch: str | tuple[str, ...], heads: str | None) -> Attention:
+    """An implementation run on each device's part: kernels cannot be partitioned by the compiler.
+
+    ``batch`` and ``heads`` name the mesh axes that those dimensions are spread over.
+    """
+    inner = ATTENTIONS[attention] if isinstance(attention, str) else attention
+    spec = PartitionSpec(batch, None, heads, None)
+
+    def attend(q: Array, k: Array, v: Array, *, window: int | None) -> Array:
+        part = functools.partial(inner, window=window)
+        spread = jax.shard_map(part, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=False)
+        out: Array = spread(q, k, v)
+        return out
+
+    return attend
 
 
 def choose(config: ModelConfig, platform: str, dtype: DTypeLike) -> str:
-    """The fastest implementation that is right for a platform (``cpu``, ``gpu``, ``tpu``) and a compute dtype."""
+    """The fastest implementation that is right for a platform (``cpu``, ``gpu``, ``tpu``) and a compute dtype.
+
+    Both kernels multiply in 16 bits, so float32 stays with XLA.
+    """
     sixteen = np.dtype(dtype).itemsize == 2
     if platform in ("gpu", "cuda") and sixteen and config.head_dim % 8 == 0 and config.head_dim <= 128:
         return "cudnn"
-    return "flash" if platform == "tpu" else "xla"
+    return "flash" if platform == "tpu" and sixteen else "xla"

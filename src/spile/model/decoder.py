@@ -43,7 +43,7 @@ def forward(
     *,
     config: ModelConfig,
     taps: tuple[Tap, ...],
-    attention: str = "xla",
+    attention: str | Attention = "xla",
     keep: Callable[[Array], Any] = _identity,
 ) -> tuple[Any, ...]:
     """The taps' activations ``[batch, seq, d_model]`` in the order of ``taps``, each through ``keep`` once it exists.
@@ -62,12 +62,12 @@ def forward(
         x = jnp.take(params.embed, tokens, axis=0, mode="clip")
     with jax.named_scope("rope"):
         angles = rope.angles(config, tokens.shape[1])
-    last = layers_needed(taps) - 1
-    for index in range(last + 1):
+    attend = ATTENTIONS[attention] if isinstance(attention, str) else attention
+    for index in range(layers_needed(taps)):
         layer = params.layers[index]
         with jax.named_scope(f"attn.{index}"):
             normed = _rms_norm(x, layer.attn_norm, config.norm_eps)
-            out = _attention(normed, layer, angles, config, ATTENTIONS[attention], config.windows[index])
+            out = _attention(normed, layer, angles, config, attend, config.windows[index])
         tap("attn", index, out)
         if len(kept) == len(wanted):
             break

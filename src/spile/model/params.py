@@ -111,7 +111,7 @@ def build(config: ModelConfig, n_layers: int | None, make: Callable[[str, Tensor
 
 def abstract(config: ModelConfig, dtype: DTypeLike, n_layers: int | None = None) -> Params:
     """Shapes and dtypes without memory: what ``jax.eval_shape`` and ahead-of-time compilation want."""
-    return build(config, n_layers, lambda _, tensor: jax.ShapeDtypeStruct(tensor.shape, dtype))  # type: ignore[no-untyped-call]
+    return build(config, n_layers, lambda _, tensor: jax.ShapeDtypeStruct(tensor.shape, dtype))
 
 
 def axes(config: ModelConfig, n_layers: int | None = None) -> Params:

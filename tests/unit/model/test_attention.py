@@ -1,0 +1,94 @@
+"""The implementations agree with a plain one and with each other."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from spile.model import attention
+from spile.spec.architecture import ModelConfig
+
+CONFIG = ModelConfig("qwen2", 64, 2, 4, 2, 64, 64, 100)
+
+
+def plain(q: np.ndarray, k: np.ndarray, v: np.ndarray, window: int | None) -> np.ndarray:
+    """Written the long way, in float64, a query at a time."""
+    out = np.zeros(q.shape)
+    groups = q.shape[2] // k.shape[2]
+    for batch, position, head in np.ndindex(*q.shape[:3]):
+        first = 0 if window is None else max(0, position - window + 1)
+        keys = k[batch, first : position + 1, head // groups].astype(np.float64)
+        scores = keys @ q[batch, position, head] / np.sqrt(q.shape[-1])
+        weights = np.exp(scores - scores.max())
+        out[batch, position, head] = weights / weights.sum() @ v[batch, first : position + 1, head // groups]
+    return out
+
+
+def inputs(length: int, heads: int = 4, kv_heads: int = 2, head_dim: int = 16, batch: int = 2) -> list[jax.Array]:
+    draw = np.random.default_rng(length)
+    sizes = (heads, kv_heads, kv_heads)
+    return [jnp.asarray(draw.standard_normal((batch, length, size, head_dim)), jnp.float32) for size in sizes]
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 300])
+@pytest.mark.parametrize("length", [1, 5, 256, 700])
+def test_xla_is_plain_attention_whatever_the_chunks(length: int, window: int | None) -> None:
+    q, k, v = inputs(length, batch=1)
+    found = jax.jit(functools.partial(attention.xla, window=window))(q, k, v)
+    np.testing.assert_allclose(found, plain(*map(np.asarray, (q, k, v)), window), atol=2e-6)
+
+
+def test_chunks_are_few_and_bounded() -> None:
+    for length in (1, 255, 256, 257, 1024, 2048, 4096, 32768):
+        size = attention._chunk(length)
+        assert 1 <= size <= 1024
+        assert -(-length // size) <= max(4, length // 1024)
+
+
+@pytest.mark.parametrize(("length", "window"), [(128, None), (100, None), (130, 40), (384, 200), (300, 1)])
+def test_flash_equals_xla(length: int, window: int | None) -> None:
+    q, k, v = inputs(length, head_dim=64, batch=2)
+    found = jax.jit(functools.partial(attention.flash, window=window, interpret=True))(q, k, v)
+    assert found.shape == q.shape
+    np.testing.assert_allclose(found, attention.xla(q, k, v, window=window), atol=3e-6)
+
+
+def test_flash_in_bfloat16() -> None:
+    q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in inputs(200, head_dim=128, heads=4, kv_heads=1, batch=1))
+    found = attention.flash(q, k, v, window=None, interpret=True)
+    assert found.dtype == jnp.bfloat16
+    exact = attention.xla(*(x.astype(jnp.float32) for x in (q, k, v)), window=None)
+    np.testing.assert_allclose(found.astype(jnp.float32), exact, atol=0.03)
+
+
+def test_over_mesh_is_the_same() -> None:
+    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "model"))
+    q, k, v = inputs(40)
+    attend = attention.over_mesh("xla", mesh, "data", "model")
+    np.testing.assert_array_equal(
+        jax.jit(functools.partial(attend, window=5))(q, k, v),
+        jax.jit(functools.partial(attention.xla, window=5))(q, k, v),
+    )
+
+
+@pytest.mark.parametrize(
+    ("platform", "dtype", "expected"),
+    [
+        ("cpu", jnp.float32, "xla"),
+        ("cpu", jnp.bfloat16, "xla"),
+        ("gpu", jnp.bfloat16, "cudnn"),
+        ("cuda", jnp.bfloat16, "cudnn"),
+        ("gpu", jnp.float32, "xla"),
+        ("tpu", jnp.bfloat16, "flash"),
+        ("tpu", jnp.float32, "xla"),
+    ],
+)
+def test_choose(platform: str, dtype: Any, expected: str) -> None:
+    assert attention.choose(CONFIG, platform, dtype) == expected
+    assert expected in attention.ATTENTIONS
