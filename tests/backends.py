@@ -1,31 +1,135 @@
-"""One fixture, three backends: ``from backends import folder`` (and what it needs) in a conftest or a test module.
+"""One fixture, three backends: ``from backends import folder, folder_url`` in a conftest or a test module.
 
 ``folder`` is an empty folder on the local disk, on the fake GCS and on moto's S3, one after the other.
 ``folder_url`` is the same as a URL, with the environment set so that a subprocess reaches it too.
+``clouds`` are the two servers, to spoil their replies: ``clouds.faults(folder.url).add("reset_after", method="PUT")``.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from spile.objects import Folder, open_folder
+from spile.objects.fake_gcs import FakeGcs
+from spile.objects.faults import Faults
+from spile.objects.faulty_http import FaultyProxy, FaultyServer
 
-__all__ = ["BACKENDS", "folder", "folder_url"]
+__all__ = ["BACKENDS", "Clouds", "cloud_folder", "cloud_url", "clouds", "folder", "folder_url", "shared_clouds"]
 
-BACKENDS = ("local",)
+BACKENDS = ("local", "gs", "s3")
+BUCKET = "bucket"
 _numbers = itertools.count()
 
 
+class Clouds:
+    """The fake GCS and moto's S3 behind a proxy that can spoil it; each started when it is first asked for."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+
+    @cached_property
+    def gcs(self) -> FakeGcs:
+        fake = self._stack.enter_context(FakeGcs())
+        fake.add_bucket(BUCKET)
+        return fake
+
+    @cached_property
+    def s3(self) -> FaultyProxy:
+        from moto.server import ThreadedMotoServer
+
+        moto = ThreadedMotoServer(port=0, verbose=False)
+        moto.start()
+        self._stack.callback(moto.stop)
+        host, port = moto.get_host_and_port()
+        proxy = self._stack.enter_context(FaultyProxy(f"http://{host}:{port}"))
+        self.s3_client(proxy.url).create_bucket(Bucket=BUCKET)
+        return proxy
+
+    @staticmethod
+    def s3_client(url: str) -> Any:
+        import boto3
+
+        keys = {"aws_access_key_id": "test", "aws_secret_access_key": "test", "region_name": "us-east-1"}
+        return boto3.client("s3", endpoint_url=url, **keys)
+
+    def server(self, url: str) -> FaultyServer:
+        """The one that holds this folder."""
+        return self.gcs if url.startswith("gs:") else self.s3
+
+    def faults(self, url: str) -> Faults:
+        """What spoils this folder's requests."""
+        return self.server(url).faults
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+def environment(clouds: Clouds, backend: str) -> dict[str, str]:
+    """What leads a process to the servers, and away from the network."""
+    variables = {"NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost"}
+    if backend == "gs":
+        variables |= {"STORAGE_EMULATOR_HOST": clouds.gcs.url}
+    if backend == "s3":
+        variables |= {"AWS_ENDPOINT_URL": clouds.s3.url, "AWS_REGION": "us-east-1"}
+        variables |= {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
+    return variables
+
+
+@pytest.fixture(scope="session")
+def shared_clouds() -> Iterator[Clouds]:
+    """Started once a session."""
+    clouds = Clouds()
+    yield clouds
+    clouds.close()
+
+
+@pytest.fixture
+def clouds(shared_clouds: Clouds) -> Iterator[Clouds]:
+    """With no faults in force, before and after."""
+    yield shared_clouds
+    for server in (shared_clouds.__dict__.get("gcs"), shared_clouds.__dict__.get("s3")):
+        if server is not None:
+            server.faults.clear()
+            server.throttle.rate = None
+
+
+@contextmanager
+def _at(clouds: Clouds, backend: str, tmp_path: Path) -> Iterator[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment(clouds, backend).items():
+            patch.setenv(name, value)
+        yield f"{backend}://{BUCKET}/{os.getpid()}-{next(_numbers)}" if backend != "local" else str(tmp_path / "root")
+
+
 @pytest.fixture(params=BACKENDS)
-def folder_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+def folder_url(request: pytest.FixtureRequest, clouds: Clouds, tmp_path: Path) -> Iterator[str]:
     """The address of an empty folder that no other test uses."""
-    return str(tmp_path / "root")
+    with _at(clouds, request.param, tmp_path) as url:
+        yield url
 
 
 @pytest.fixture
 def folder(folder_url: str) -> Folder:
     """An empty folder that no other test uses."""
     return open_folder(folder_url)
+
+
+@pytest.fixture(params=BACKENDS[1:])
+def cloud_url(request: pytest.FixtureRequest, clouds: Clouds, tmp_path: Path) -> Iterator[str]:
+    """As ``folder_url``, without the disk."""
+    with _at(clouds, request.param, tmp_path) as url:
+        yield url
+
+
+@pytest.fixture
+def cloud_folder(cloud_url: str) -> Folder:
+    """As ``folder``, without the disk."""
+    return open_folder(cloud_url)

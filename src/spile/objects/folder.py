@@ -16,7 +16,7 @@ from typing_extensions import Buffer
 from spile.errors import SpecError, StoreError, UserError
 from spile.objects.stats import Stats
 
-__all__ = ["Folder", "NotFound", "ObjectInfo", "Unfinished", "Unwritable", "Writer", "checked_key"]
+__all__ = ["Folder", "NotFound", "ObjectInfo", "Unfinished", "Unwritable", "Writer", "checked_key", "possible_prefix"]
 
 
 class NotFound(StoreError):
@@ -29,9 +29,17 @@ class Unwritable(StoreError, UserError):
     exit_code = 2
 
 
+_NO_PART = ("", ".", "..")
+
+
+def possible_prefix(prefix: str) -> bool:
+    """Whether any key could start so; a backend is not asked otherwise: ``/`` and ``..`` would lead out of a folder."""
+    return not any(part in _NO_PART for part in prefix.split("/")[:-1])
+
+
 def checked_key(key: str) -> str:
     """The key itself, or an error: relative, no empty part, no way up."""
-    if not key or any(part in ("", ".", "..") for part in key.split("/")) or "\0" in key:
+    if any(part in _NO_PART for part in key.split("/")) or "\0" in key:
         raise SpecError("not an object's name", expected="a relative path such as commits/0001.json", found=repr(key))
     return key
 

@@ -18,13 +18,12 @@ from pathlib import Path
 from typing_extensions import Buffer
 
 from spile.errors import StoreError
-from spile.objects.folder import NotFound, ObjectInfo, Unfinished, Unwritable, checked_key
+from spile.objects.folder import NotFound, ObjectInfo, Unfinished, Unwritable, checked_key, possible_prefix
 from spile.objects.stats import Stats
 
 __all__ = ["LocalFolder", "LocalWriter"]
 
 _TEMPORARY = ".tmp-"
-_NO_PART = ("", ".", "..")
 _MOVE_CHUNK = 8 << 20
 
 # What a user can change, as what was found and what to do about it; the rest is a failure of the disk.
@@ -303,8 +302,8 @@ class LocalFolder:
     def _walk(self, prefix: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
         """Files whose key starts with the prefix, in the order of their keys."""
         above = prefix.rpartition("/")[0]
-        if prefix.startswith("/") or (above and any(part in _NO_PART for part in above.split("/"))):
-            return  # no key starts so, and the file system must not be asked: "/" and ".." would lead out
+        if not possible_prefix(prefix):
+            return
         stack = [above + "/" if above else ""]
         files: dict[str, os.DirEntry[str]] = {}
         # A stack of keys still to visit, smallest on top; a folder's key ends with "/", which sorts as its files do.

@@ -1,3 +1,3 @@
-from backends import folder, folder_url
+from backends import cloud_folder, cloud_url, clouds, folder, folder_url, shared_clouds
 
-__all__ = ["folder", "folder_url"]
+__all__ = ["cloud_folder", "cloud_url", "clouds", "folder", "folder_url", "shared_clouds"]

@@ -1,0 +1,137 @@
+"""What the fake GCS holds: buckets, objects with generations and checksums, unfinished uploads. All in memory."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import itertools
+import threading
+import time
+from bisect import bisect_left
+from dataclasses import dataclass, field, replace
+
+import google_crc32c
+
+__all__ = ["Bucket", "Buckets", "Stored", "Upload", "crc32c_base64"]
+
+
+def crc32c_base64(data: bytes | memoryview) -> str:
+    """As GCS writes it."""
+    return base64.b64encode(google_crc32c.value(bytes(data)).to_bytes(4, "big")).decode()
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One object."""
+
+    data: bytes
+    generation: int
+    updated: float
+    crc32c: str
+    md5: str | None
+    """None for what was put together from parts, as on GCS."""
+    content_type: str = "application/octet-stream"
+    metadata: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def etag(self) -> str:
+        """The MD5 in hexadecimal where there is one."""
+        return f'"{base64.b64decode(self.md5).hex()}"' if self.md5 else f'"-{self.generation}"'
+
+
+@dataclass
+class Upload:
+    """A multipart (XML) or resumable (JSON) upload under way."""
+
+    bucket: str
+    key: str
+    started: float
+    options: dict[str, str]
+    parts: dict[int, bytes] = field(default_factory=dict)
+    received: bytearray = field(default_factory=bytearray)
+
+
+@dataclass
+class Bucket:
+    """Objects by key."""
+
+    location: str = "US-CENTRAL1"
+    objects: dict[str, Stored] = field(default_factory=dict)
+    _sorted: list[str] | None = None
+
+    def keys(self) -> list[str]:
+        """Sorted; remembered until a key comes or goes."""
+        if self._sorted is None:
+            self._sorted = sorted(self.objects)
+        return self._sorted
+
+    def page(self, prefix: str, delimiter: str, after: str, limit: int) -> tuple[list[str], list[str], str | None]:
+        """Keys, folded prefixes, and where the next page begins."""
+        keys = self.keys()
+        last = after
+        found: list[str] = []
+        folded: list[str] = []
+        for key in itertools.islice(keys, bisect_left(keys, max(prefix, after)), None):
+            if not key.startswith(prefix):
+                break
+            if key <= after:
+                continue
+            if len(found) + len(folded) == limit:
+                return found, folded, last
+            rest = key[len(prefix) :]
+            if delimiter and delimiter in rest:
+                name = prefix + rest.partition(delimiter)[0] + delimiter
+                if name not in folded and not after.startswith(name):
+                    folded.append(name)
+            else:
+                found.append(key)
+            last = key
+        return found, folded, None
+
+
+class Buckets:
+    """All of them, behind one lock: what a request does is atomic."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.buckets: dict[str, Bucket] = {}
+        self.uploads: dict[str, Upload] = {}
+        self._generations = itertools.count(time.time_ns() // 1000)
+        self._ids = itertools.count(1)
+
+    def store(
+        self, bucket: str, key: str, data: bytes, *, parted: bool = False, options: dict[str, str] | None = None
+    ) -> Stored:
+        """Create or replace."""
+        options = dict(options or {})
+        content_type = options.pop("contentType", "") or "application/octet-stream"
+        md5 = None if parted else base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()
+        with self.lock:
+            home = self.buckets[bucket]
+            stored = Stored(data, next(self._generations), time.time(), crc32c_base64(data), md5, content_type, options)
+            if key not in home.objects:
+                home._sorted = None
+            home.objects[key] = stored
+        return stored
+
+    def remove(self, bucket: str, key: str) -> bool:
+        """False when there is none."""
+        with self.lock:
+            home = self.buckets[bucket]
+            home._sorted = None
+            return home.objects.pop(key, None) is not None
+
+    def damage(self, bucket: str, key: str, at: int = 0) -> None:
+        """Flip a byte at rest; the checksums stay as they were."""
+        with self.lock:
+            stored = self.buckets[bucket].objects[key]
+            data = bytearray(stored.data)
+            data[at] ^= 0x20
+            self.buckets[bucket].objects[key] = replace(stored, data=bytes(data))
+
+    def begin(self, bucket: str, key: str, options: dict[str, str] | None = None) -> str:
+        """A new upload's id."""
+        with self.lock:
+            name = f"upload-{next(self._ids)}"
+            self.uploads[name] = Upload(bucket, key, time.time(), options or {})
+            return name

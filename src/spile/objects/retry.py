@@ -1,0 +1,53 @@
+"""Trying again: exponential backoff with full jitter, capped, counted, and over after a bounded time."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from spile.objects.stats import Stats
+from spile.objects.trouble import Trouble
+
+__all__ = ["Retry"]
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Retry:
+    """How long and how often."""
+
+    first: float = 0.2
+    """The first wait is at most so many seconds; each next one at most twice as many."""
+    cap: float = 15.0
+    total: float = 180.0
+    """No new attempt after so many seconds."""
+    sleep: Callable[[float], None] = time.sleep
+    clock: Callable[[], float] = time.monotonic
+
+    @classmethod
+    def from_environment(cls) -> Retry:
+        """``SPILE_RETRY_SECONDS`` bounds the whole."""
+        total = float(os.environ.get("SPILE_RETRY_SECONDS", cls.total))
+        return cls(first=min(cls.first, total / 10), total=total)
+
+    def call(self, attempt: Callable[[], Result], stats: Stats) -> Result:
+        """The attempt's result, or the last trouble."""
+        began = self.clock()
+        tries = 0
+        while True:
+            try:
+                stats.add(requests=1)
+                return attempt()
+            except Trouble as trouble:
+                # Full jitter: many workers that failed together do not come back together.
+                wait = random.uniform(0, min(self.cap, self.first * 2**tries))
+                if not trouble.transient or self.clock() - began + wait > self.total:
+                    raise
+                tries += 1
+                stats.add(retries=1, waited=wait)
+                self.sleep(wait)
