@@ -28,5 +28,16 @@ GROUPS: dict[str, str] = {
 COMMANDS: tuple[Command, ...] = (
     Command("extract", "spile.cli.extract:extract", "Run a model over a dataset and store its activations."),
     Command("verify", "spile.cli.verify:verify", "Prove a dataset complete: every sample once, every checksum."),
+    Command("data convert", "spile.cli.data:convert", "A dataset of the hub, or local files, to ARC tasks."),
+    Command("data streams", "spile.cli.data:streams", "Split a dataset into independent, balanced streams."),
+    Command("data upload", "spile.cli.data:upload", "Put streams into a bucket, skipping what is there."),
     Command("dev fake-cloud", "spile.cli.dev:fake_cloud", "Serve a local stand-in for the Cloud TPU API."),
+    Command(
+        "run",
+        "spile.cli.run:run",
+        "Copy this directory to every host of a slice, run a command on all, bring back logs.",
+    ),
+    Command("logs", "spile.cli.logs:logs", "A worker's log: from its machine, or its last lines from the bucket."),
+    Command("collect", "spile.cli.collect:collect", "Bring back what hosts keep locally, one folder a worker."),
+    Command("bench", "spile.cli.bench:bench", "Measure this machine against its own limits."),
 )

@@ -55,6 +55,9 @@ class Drafter:
     template: ChatTemplate | None
     _told: bool = field(default=False, init=False)
 
+    def __post_init__(self) -> None:
+        self._encoder = parse_encoder(self.prompt.encoder)
+
     @classmethod
     def of(cls, prompt: PromptSpec, seed: int, tokenizer: Tokenizer) -> Drafter:
         """For this model's tokenizer; a chat needs one with a chat template."""
@@ -91,14 +94,14 @@ class Drafter:
             yield Draft(line, name, rendered.text, place, rendered.spans, rendered=True)
 
     def _arc(self, row: Mapping[str, Any], line: int, place: str, wanted: Callable[[int], bool]) -> Iterator[Draft]:
-        task, encoder = task_of(row, place), parse_encoder(self.prompt.encoder)
+        task = task_of(row, place)
         count = self.prompt.predictions_per_task
         for variant in range(count):
             index = line * count + variant
             if not wanted(index):
                 continue
             changed, how = augment(task, self.seed, variant)
-            messages = arc_messages(changed, encoder, self.prompt.version)
+            messages = arc_messages(changed, self._encoder, self.prompt.version)
             rendered = plain_text(messages) if self.template is None else self._rendered(messages, place)
             record = how.record() if variant else None
             yield Draft(index, task.task_id, rendered.text, place, rendered.spans, self.template is not None, record)

@@ -82,7 +82,7 @@ class GridWithSeparationEncoder:
     def __post_init__(self) -> None:
         if not self.symbol or re.search(r"[\d\n\r]", self.symbol):
             raise SpecError(
-                "--encoder: GridWithSeparationEncoder",
+                "--grid-encoder: GridWithSeparationEncoder",
                 expected="a separator with no digit and no newline",
                 found=repr(self.symbol),
             )
@@ -107,7 +107,7 @@ class RepeatNumberEncoder:
 
     def __post_init__(self) -> None:
         if not 1 <= self.n <= 16:
-            raise SpecError("--encoder: RepeatNumberEncoder", expected="n from 1 to 16", found=str(self.n))
+            raise SpecError("--grid-encoder: RepeatNumberEncoder", expected="n from 1 to 16", found=str(self.n))
 
     def to_text(self, grid: Grid) -> str:
         """``000111222⏎333444555``."""
@@ -138,7 +138,7 @@ class ReplaceNumberEncoder:
         prefixed = [(a, b) for a in symbols for b in symbols if a != b and b.startswith(a)]
         if not sound or prefixed:
             raise SpecError(
-                "--encoder: ReplaceNumberEncoder",
+                "--grid-encoder: ReplaceNumberEncoder",
                 expected="ten distinct symbols, with no digit or blank in them and none the beginning of another",
                 found=f"{list(symbols)!r}",
             )
@@ -256,13 +256,13 @@ def parse_encoder(text: str) -> GridEncoder:
 def _build(call: Call) -> GridEncoder:
     entry = ENCODERS.get(call.name)
     if entry is None:
-        raise SpecError("--encoder", expected=f"one of {', '.join(ENCODERS)}", found=call.name)
+        raise SpecError("--grid-encoder", expected=f"one of {', '.join(ENCODERS)}", found=call.name)
     takes = "nothing" if entry.parameter is None else f"{entry.parameter}: {' or '.join(_KIND[k] for k in entry.kinds)}"
     arguments = [(name or entry.parameter, value) for name, value in call.arguments]
     wrong = [value for name, value in arguments if name != entry.parameter or type(value) not in entry.kinds]
     if wrong or len(arguments) > 1 or (entry.required and not arguments):
         found = ", ".join(_shown(name, value) for name, value in call.arguments) or "nothing"
-        raise SpecError(f"--encoder: {call.name}", expected=takes, found=found)
+        raise SpecError(f"--grid-encoder: {call.name}", expected=takes, found=found)
     values = [_build(value) if isinstance(value, Call) else _frozen(value) for _, value in arguments]
     return entry.make(*values)
 

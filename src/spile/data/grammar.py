@@ -36,7 +36,7 @@ Value: TypeAlias = "Call | str | int | list[str]"
 def parse_call(text: str) -> Call:
     """The expression as a tree."""
     if len(text) > _LONGEST:
-        raise SpecError("--encoder", expected=f"at most {_LONGEST} characters", found=str(len(text)))
+        raise SpecError("--grid-encoder", expected=f"at most {_LONGEST} characters", found=str(len(text)))
     return _Parser(text).whole()
 
 
@@ -61,7 +61,7 @@ class _Parser:
         self._value, self._start, self._next = match[self._kind], match.start(self._kind), match.end()
 
     def _error(self, expected: str, found: str) -> SpecError:
-        return SpecError(f"--encoder {self._text!r}, character {self._start + 1}", expected=expected, found=found)
+        return SpecError(f"--grid-encoder {self._text!r}, character {self._start + 1}", expected=expected, found=found)
 
     def _take(self, kind: str, expected: str, value: str | None = None) -> str:
         if self._kind != kind or (value is not None and self._value != value):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-__all__ = ["MAX_SIDE", "Grid", "Pair", "Task", "grid_problem", "parse_task"]
+__all__ = ["MAX_SIDE", "Grid", "Pair", "Task", "grid_problem", "parse_task", "task_problem"]
 
 Grid = list[list[int]]
 """Rows of cells 0 to 9: 1×1 to 30×30, all rows of one length."""
@@ -34,49 +34,63 @@ class Task:
     answers: tuple[Grid | None, ...] = ()
 
 
-def grid_problem(grid: object) -> str | None:
-    """Why this is no grid, in a few words that group like with like; None when it is one."""
-    if type(grid) is not list or not grid or any(type(row) is not list for row in grid):
+def grid_problem(grid: object, *, booleans: bool = True) -> str | None:
+    """Why this is no grid, in a few words that group like with like; None when it is one.
+
+    ``booleans``: there may be some, which Python takes for numbers; False where the text it was parsed from has none.
+    """
+    if type(grid) is not list or not grid or set(map(type, grid)) != {list}:
         return "a grid that is no list of rows"
-    widths = set(map(len, grid))
-    if len(widths) != 1:
+    if len(set(map(len, grid))) != 1:
         return "a ragged grid"
-    if len(grid) > MAX_SIDE or not 1 <= len(grid[0]) <= MAX_SIDE:
-        return f"a grid larger than {MAX_SIDE}×{MAX_SIDE}" if grid[0] else "a grid with empty rows"
-    if set(map(type, chain.from_iterable(grid))) != {int}:
-        return "a cell that is no number"
+    if not grid[0]:
+        return "a grid of empty rows"
+    if len(grid) > MAX_SIDE or len(grid[0]) > MAX_SIDE:
+        return f"a grid larger than {MAX_SIDE}×{MAX_SIDE}"
     try:
         stray = bytes(chain.from_iterable(grid)).translate(None, _CELLS)
+    except TypeError:
+        return "a cell that is no number"
     except ValueError:
-        stray = b"x"
+        return "a cell outside 0 to 9"
+    if booleans and set(map(type, chain.from_iterable(grid))) != {int}:
+        return "a cell that is no number"
     return "a cell outside 0 to 9" if stray else None
 
 
-def parse_task(row: Mapping[str, Any], task_id: str, *, max_train: int | None = None) -> Task | str:
-    """A row with ``train`` and ``test`` as a task, or why it is none."""
+def task_problem(row: Mapping[str, Any], *, booleans: bool = True) -> str | None:
+    """Why a row with ``train`` and ``test`` is no task; None when it is one."""
     train, test = row.get("train"), row.get("test")
-    if not isinstance(train, Sequence) or isinstance(train, str) or not train:
+    if not isinstance(train, list) or not train:
         return "no train pairs"
-    if not isinstance(test, Sequence) or isinstance(test, str) or not test:
+    if not isinstance(test, list) or not test:
         return "no test input"
-    pairs = train if max_train is None else train[:max_train]
-    for pair in pairs:
-        if not isinstance(pair, Mapping) or "input" not in pair or "output" not in pair:
+    for pair in train:
+        if not isinstance(pair, dict) or "input" not in pair or "output" not in pair:
             return "a train pair without input and output"
-        problem = grid_problem(pair["input"]) or grid_problem(pair["output"])
+        problem = grid_problem(pair["input"], booleans=booleans) or grid_problem(pair["output"], booleans=booleans)
         if problem:
             return problem
     for pair in test:
-        if not isinstance(pair, Mapping) or "input" not in pair:
+        if not isinstance(pair, dict) or "input" not in pair:
             return "a test without input"
-        problem = grid_problem(pair["input"]) or (
-            grid_problem(pair["output"]) if pair.get("output") is not None else None
+        answer = pair.get("output")
+        problem = grid_problem(pair["input"], booleans=booleans) or (
+            None if answer is None else grid_problem(answer, booleans=booleans)
         )
         if problem:
             return problem
+    return None
+
+
+def parse_task(row: Mapping[str, Any], task_id: str, *, booleans: bool = True) -> Task | str:
+    """A row with ``train`` and ``test`` as a task, or why it is none."""
+    problem = task_problem(row, booleans=booleans)
+    if problem is not None:
+        return problem
     return Task(
         task_id,
-        tuple(Pair(pair["input"], pair["output"]) for pair in pairs),
-        tuple(pair["input"] for pair in test),
-        tuple(pair.get("output") for pair in test),
+        tuple(Pair(pair["input"], pair["output"]) for pair in row["train"]),
+        tuple(pair["input"] for pair in row["test"]),
+        tuple(pair.get("output") for pair in row["test"]),
     )

@@ -1,0 +1,208 @@
+"""``spile data convert``, ``spile data streams``, ``spile data upload``."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter
+from rich.console import Console
+
+from spile.errors import SpecError
+
+if TYPE_CHECKING:
+    from spile.data.usable import Selection, Tally
+
+__all__ = ["convert", "progress", "streams", "upload"]
+
+_DATASET = Parameter(
+    help="owner/name on the hub, a .jsonl, .json or .parquet file, a folder of ARC tasks, or gs://….jsonl"
+)
+_COLUMN = Parameter(help="The field with a list of [input, output] pairs (the last is the test), or with the text.")
+_SPLIT = Parameter(help="The hub dataset's split, or a folder's subfolder. [default: train]")
+_CONFIG_NAME = Parameter(help="The hub dataset's configuration.")
+_START = Parameter(help="The first row, from 0.")
+_END = Parameter(help="The row to stop before.")
+_MAX_SAMPLES = Parameter(help="At most so many samples.")
+_MAX_TRAIN = Parameter(help="Keep a task's first so many train pairs.")
+_DEFAULT_DATASET = "barc0/200k_HEAVY_gpt4o-description-gpt4omini-code_generated_problems"
+
+
+def convert(
+    *,
+    dataset: Annotated[str, _DATASET] = _DEFAULT_DATASET,
+    column: Annotated[str, _COLUMN] = "examples",
+    output: Annotated[Path | None, Parameter(help="The JSONL file to write.")] = None,
+    output_dir: Annotated[Path | None, Parameter(help="The folder for --format arc-json.")] = None,
+    format: Annotated[  # noqa: A002  the flag's name
+        Literal["arc-jsonl", "arc-json"] | None,
+        Parameter(help="A task a line, or the challenge pair of JSON files. [default: arc-json with --output-dir]"),
+    ] = None,
+    split: Annotated[str | None, _SPLIT] = None,
+    config_name: Annotated[str | None, _CONFIG_NAME] = None,
+    start_index: Annotated[int, _START] = 0,
+    end_index: Annotated[int | None, _END] = None,
+    max_samples: Annotated[int | None, _MAX_SAMPLES] = None,
+    max_train_examples: Annotated[int | None, _MAX_TRAIN] = None,
+    test_outputs: Annotated[bool, Parameter(help="Keep the held-back outputs in the JSONL.", negative="")] = False,
+) -> int:
+    """Turn a dataset of the Hugging Face hub, or local files, into ARC tasks."""
+    from spile.data.convert import convert as run
+
+    chosen = format or ("arc-json" if output_dir is not None and output is None else "arc-jsonl")
+    target = output if chosen == "arc-jsonl" else output_dir
+    if target is None or (output is not None and output_dir is not None):
+        expected = "--output tasks.jsonl" if chosen == "arc-jsonl" else "--output-dir DIR"
+        raise SpecError(f"--format {chosen}", expected=f"{expected} alone", found="none" if target is None else "both")
+    selection = _selection(column, start_index, end_index, max_samples, max_train_examples)
+    console = Console(soft_wrap=True, highlight=False)
+    with progress(console, selection.max_samples) as tell:
+        done = run(
+            dataset,
+            target,
+            selection=selection,
+            split=split,
+            config_name=config_name,
+            format=chosen,
+            test_outputs=test_outputs,
+            progress=tell,
+        )
+    _print_tally(console, done.tally)
+    for file in done.files:
+        console.print(f"wrote {file} ({file.stat().st_size:,} bytes)", markup=False)
+    console.print(
+        f"next: spile data streams --dataset {done.files[0]} --num-streams 32 --output-dir data/streams", markup=False
+    )
+    return 0
+
+
+def streams(
+    *,
+    num_streams: Annotated[int, Parameter(help="How many parts: one for each worker.")],
+    output_dir: Annotated[Path, Parameter(help="The folder for stream_000.jsonl … and streams.json.")] = Path(
+        "data/streams"
+    ),
+    dataset: Annotated[str, _DATASET] = _DEFAULT_DATASET,
+    column: Annotated[str, _COLUMN] = "examples",
+    split: Annotated[str | None, _SPLIT] = None,
+    config_name: Annotated[str | None, _CONFIG_NAME] = None,
+    start_index: Annotated[int, _START] = 0,
+    end_index: Annotated[int | None, _END] = None,
+    max_samples: Annotated[int | None, _MAX_SAMPLES] = None,
+    max_train_examples: Annotated[int | None, _MAX_TRAIN] = None,
+    seed: Annotated[int, Parameter(help="Which sample goes to which stream.")] = 0,
+    streams: Annotated[str | None, Parameter(help="Make only these again: 5-9 or 0,3.")] = None,
+    overwrite: Annotated[bool, Parameter(help="Replace streams of another split.", negative="")] = False,
+) -> int:
+    """Split a dataset into independent streams, balanced to one sample, the same bytes each time."""
+    from spile.data.split import make_streams
+
+    selection = _selection(column, start_index, end_index, max_samples, max_train_examples)
+    console = Console(soft_wrap=True, highlight=False)
+    with progress(console, selection.max_samples) as tell:
+        made = make_streams(
+            dataset,
+            output_dir,
+            num_streams,
+            selection=selection,
+            split=split,
+            config_name=config_name,
+            seed=seed,
+            only=None if streams is None else _numbers(streams),
+            overwrite=overwrite,
+            progress=tell,
+        )
+    _print_tally(console, made.tally)
+    counts = sorted({entry.samples for entry in made.manifest.streams})
+    each = f"{counts[0]:,} samples each" if len(counts) == 1 else f"{counts[0]:,} or {counts[-1]:,} samples each"
+    total = sum(entry.bytes for entry in made.manifest.streams if entry.name in made.written)
+    console.print(
+        f"wrote {len(made.written)} of {num_streams} streams to {made.folder}, {each}, {total:,} bytes", markup=False
+    )
+    console.print(f"next: spile extract --dataset-dir {made.folder} --worker-id 0 --model MODEL", markup=False)
+    return 0
+
+
+def upload(
+    *,
+    bucket: Annotated[str, Parameter(help="The bucket's name, with or without gs://; s3://… too.")],
+    prefix: Annotated[str, Parameter(help="The folder in the bucket.")] = "datasets",
+    local_dir: Annotated[Path, Parameter(help="The folder of streams.")] = Path("data/streams"),
+) -> int:
+    """Put streams into a bucket, skipping what is there already and identical."""
+    from spile.data.upload import upload as run
+    from spile.objects import open_folder
+
+    root = bucket if "://" in bucket else f"gs://{bucket}"
+    console = Console(soft_wrap=True, highlight=False)
+
+    def tell(name: str, put: bool, done: int, total: int) -> None:
+        console.print(f"{done}/{total} {name} {'uploaded' if put else 'there already'}", markup=False)
+
+    done = run(local_dir, open_folder("/".join(part for part in (root.rstrip("/"), prefix.strip("/")) if part)), tell)
+    console.print(
+        f"{len(done.uploaded)} uploaded ({done.bytes:,} bytes), {len(done.skipped)} there already, in {done.url}",
+        markup=False,
+    )
+    console.print(f"next: spile extract --dataset-dir {done.url} --worker-id 0 --model MODEL", markup=False)
+    return 0
+
+
+@contextmanager
+def progress(
+    console: Console, total: int | None, clock: Callable[[], float] = time.monotonic
+) -> Iterator[Callable[[Tally], None]]:
+    """A bar on a terminal; elsewhere a plain line every ten seconds."""
+    if not console.is_terminal:
+        last = clock()
+
+        def line(tally: Tally) -> None:
+            nonlocal last
+            if clock() - last >= 10:
+                last = clock()
+                console.print(f"{tally.rows:,} rows read, {tally.samples:,} samples", markup=False)
+
+        yield line
+        return
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    words = TextColumn("{task.completed:,.0f} samples, {task.fields[rows]:,} rows, {task.fields[rate]:,.0f}/s")
+    began = clock()
+    with Progress(
+        SpinnerColumn(), BarColumn(), words, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True
+    ) as bar:
+        task = bar.add_task("samples", total=total, rows=0, rate=0.0)
+        yield lambda tally: bar.update(
+            task, completed=tally.samples, rows=tally.rows, rate=tally.rows / max(1e-9, clock() - began)
+        )
+
+
+def _selection(column: str, start: int, end: int | None, most: int | None, train: int | None) -> Selection:
+    from spile.data.usable import Selection
+
+    return Selection(column, start, end, most, train)
+
+
+def _print_tally(console: Console, tally: Tally) -> None:
+    rejected = sum(tally.rejected.values())
+    unused = f", {rejected:,} could not be used:" if rejected else ""
+    console.print(f"{tally.rows:,} rows read, {tally.samples:,} samples{unused}", markup=False)
+    for reason, count in tally.rejected.most_common():
+        console.print(f"  {count:,} × {reason}", markup=False)
+    for shown in tally.shown:
+        console.print(f"  first seen at {shown}", markup=False)
+
+
+def _numbers(text: str) -> set[int]:
+    """``5-9,12`` → {5, 6, 7, 8, 9, 12}."""
+    chosen: set[int] = set()
+    for word in text.replace(",", " ").split():
+        match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", word, re.ASCII)
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise SpecError("--streams", expected="numbers and ranges such as 5-9,12", found=repr(text))
+        chosen.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return chosen
