@@ -28,6 +28,9 @@ GROUPS: dict[str, str] = {
 COMMANDS: tuple[Command, ...] = (
     Command("extract", "spile.cli.extract:extract", "Run a model over a dataset and store its activations."),
     Command("verify", "spile.cli.verify:verify", "Prove a dataset complete: every sample once, every checksum."),
+    Command(
+        "monitor", "spile.cli.monitor:monitor", "Watch a dataset grow: samples, shards, state and rate of each stream."
+    ),
     Command("data convert", "spile.cli.data:convert", "A dataset of the hub, or local files, to ARC tasks."),
     Command("data streams", "spile.cli.data:streams", "Split a dataset into independent, balanced streams."),
     Command("data upload", "spile.cli.data:upload", "Put streams into a bucket, skipping what is there."),

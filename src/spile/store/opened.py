@@ -18,7 +18,7 @@ from spile.errors import Damaged
 from spile.objects.folder import Folder
 from spile.objects.local import LocalFolder
 from spile.store.codec import CHUNKS, Header, Place, parse_header
-from spile.store.crc import CHUNK, crc32c, to_hex
+from spile.store.crc import CHUNK, crc32c, fold, to_hex
 from spile.store.record import ShardRecord
 
 __all__ = ["OpenShard"]
@@ -93,6 +93,11 @@ class OpenShard:
                 self._check(f"{name}, chunk {number}", crc32c(data[at : at + CHUNK]), int(sums[number]))
                 trusted[number] = True
         return data
+
+    def folded(self, name: str) -> int:
+        """The crc32c of a whole tensor, from those of its chunks."""
+        length = self.place(name).length
+        return fold((int(crc), min(CHUNK, length - n * CHUNK)) for n, crc in enumerate(self._sums_of(name)))
 
     def place(self, name: str) -> Place:
         """Where a tensor lies; KeyError where the shard has none of that name."""

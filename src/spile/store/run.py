@@ -16,7 +16,7 @@ from spile.store.layout import RUN
 from spile.store.sealed import FORMAT, seal, unseal
 from spile.version import __version__
 
-__all__ = ["differences", "join_run", "now_iso", "read_run"]
+__all__ = ["differences", "join_run", "now_iso", "parse_iso", "read_run"]
 
 _ABSENT = "nothing"
 
@@ -24,6 +24,11 @@ _ABSENT = "nothing"
 def now_iso() -> str:
     """The time, in UTC, as every record writes it."""
     return datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def parse_iso(text: str) -> float:
+    """Seconds since the epoch of a time as :func:`now_iso` writes it; ValueError for anything else."""
+    return datetime.fromisoformat(text).timestamp()
 
 
 def differences(stored: Mapping[str, Any], ours: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:

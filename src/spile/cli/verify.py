@@ -1,0 +1,163 @@
+"""``spile verify``: proves a dataset complete, or says what is missing, doubled or damaged."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+from rich.box import ROUNDED
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+from rich.text import Text
+
+from spile.errors import SpecError
+from spile.plan.amounts import amount, duration, size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from spile.store.proof import Recompute
+    from spile.store.report import Report, StreamReport
+
+__all__ = ["show", "verify"]
+
+_MOST_LINES = 50
+
+
+def verify(
+    root: Annotated[str, Parameter(help="A folder, gs://bucket/prefix or s3://bucket/prefix.")] = "./activations",
+    *,
+    recompute: Annotated[int, Parameter(help="Run so many random samples through the model again and compare.")] = 0,
+    seed: Annotated[int, Parameter(help="Which samples are recomputed.")] = 0,
+    max_samples: Annotated[int | None, Parameter(help="The bound that the run was given, if it was.")] = None,
+    gc: Annotated[bool, Parameter(negative="", help="Look for orphaned shards and unfinished uploads.")] = False,
+    yes: Annotated[bool, Parameter(negative="", help="With --gc: remove them.")] = False,
+    older_than: Annotated[float, Parameter(help="With --gc: only what is older than so many hours.")] = 1.0,
+    as_json: Annotated[bool, Parameter(name="--json", negative="", help="The report as JSON.")] = False,
+) -> int:
+    """Prove that every sample of every stream is there exactly once, and every byte as it was committed.
+
+    Reads every shard once. Exits with 1 when anything is missing, doubled or damaged.
+    """
+    from spile.store.proof import verify as prove
+
+    if recompute < 0 or older_than < 0 or (max_samples is not None and max_samples < 1):
+        raise SpecError("spile verify", expected="no negative number", found="one")
+    if yes and not gc:
+        raise SpecError("--yes", expected="--gc beside it", found="--yes alone")
+    with _bar(Console(stderr=True), quiet=as_json) as progress:
+        report = prove(
+            root,
+            max_samples=max_samples,
+            recompute=_recomputer(root) if recompute else None,
+            k=recompute,
+            seed=seed,
+            gc=gc,
+            remove=yes,
+            older_than=older_than * 3600,
+            progress=progress,
+        )
+    if as_json:
+        print(json.dumps(report.to_json(), indent=1))
+    else:
+        show(report, Console(highlight=False))
+    return 0 if report.ok else 1
+
+
+def _recomputer(root: str) -> Recompute:
+    made: Recompute = import_module("spile.runtime.recompute").recomputer(root)
+    return made
+
+
+@contextmanager
+def _bar(console: Console, quiet: bool) -> Iterator[Callable[[int, int], None]]:
+    columns = (TextColumn("verifying"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    shown = console.is_terminal and not quiet
+    with Progress(*columns, console=console, transient=True, disable=not shown) as progress:
+        task = progress.add_task("verify", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def show(report: Report, console: Console) -> None:
+    """The report for people: a table, what is wrong, and one line that says it all."""
+    table = Table(box=ROUNDED, header_style="bold")
+    table.add_column("STREAM", no_wrap=True)
+    for title in ("SAMPLES", "SKIPPED", "OF", "SHARDS", "TOKENS", "SIZE"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("STATE")
+    for stream in report.streams:
+        table.add_row(*_cells(stream))
+    console.print(table)
+    problems = report.all_problems
+    for problem in problems[:_MOST_LINES]:
+        console.print(Text(f"✗ {problem.line()}", style="red"), soft_wrap=True)
+    if len(problems) > _MOST_LINES:
+        console.print(f"✗ and {len(problems) - _MOST_LINES} more; --json lists them all")
+    _show_recomputed(report, console)
+    _show_garbage(report, console)
+    console.print(_verdict(report), soft_wrap=True)
+
+
+def _cells(stream: StreamReport) -> list[str | Text]:
+    state = Text("complete", style="green")
+    if not stream.ok:
+        kinds = sorted({problem.kind for problem in stream.problems})
+        counts = {"missing": len(stream.missing), "doubled": len(stream.doubled)}
+        state = Text(", ".join(f"{counts.get(kind) or ''} {kind}".strip() for kind in kinds), style="red")
+    return [
+        f"tpu_{stream.number}",
+        f"{stream.samples:,}",
+        f"{stream.skipped:,}",
+        "?" if stream.expected is None else f"{stream.expected:,}",
+        f"{stream.shards:,}",
+        amount(stream.tokens),
+        size(stream.bytes),
+        state,
+    ]
+
+
+def _show_recomputed(report: Report, console: Console) -> None:
+    if report.recomputed is not None and report.recomputed.worst:
+        tap, off = max(report.recomputed.worst.items(), key=lambda item: item[1])
+        console.print(
+            f"recomputed {report.recomputed.samples} samples at {len(report.recomputed.worst)} taps: "
+            f"furthest off {off:.2g} of what rounding allows, at {tap}"
+        )
+
+
+def _show_garbage(report: Report, console: Console) -> None:
+    for item in report.garbage:
+        what = {"shard": "orphaned shard", "upload": "unfinished upload"}[item.kind]
+        known = "" if item.size is None else f", {size(item.size)}"
+        console.print(f"{what}: {item.key}{known}, {duration(max(0.0, item.age))} old: {item.state}", soft_wrap=True)
+    waiting = [item for item in report.garbage if item.state == "found"]
+    if waiting:
+        total = size(sum(item.size or 0 for item in waiting))
+        console.print(f"{len(waiting)} can go ({total}): spile verify {report.root} --gc --yes removes them")
+
+
+def _streams(count: int) -> str:
+    return f"{count} stream{'s' if count != 1 else ''}"
+
+
+def _verdict(report: Report) -> Text:
+    samples = sum(stream.samples for stream in report.streams)
+    shards = sum(stream.shards for stream in report.streams)
+    if report.ok:
+        text = (
+            f"✓ proven: {samples:,} samples in {_streams(len(report.streams))}, each exactly once; {shards:,} shards, "
+        )
+        return Text(text + "every checksum right, no NaN", style="bold green")
+    counts = {
+        kind: sum(p.kind == kind for p in report.all_problems) for kind in ("missing", "doubled", "damaged", "wrong")
+    }
+    found = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
+    hint = ""
+    if counts["missing"] and not counts["damaged"]:
+        hint = "; run the same spile extract again to finish it, or give the run's --max-samples"
+    return Text(f"✗ not proven: {found}{hint}", style="bold red")

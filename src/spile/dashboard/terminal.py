@@ -1,0 +1,169 @@
+"""Snapshot → terminal: the table that the guides show, drawn from a :class:`Snapshot` alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from spile.plan.amounts import amount, duration, size
+from spile.status.snapshot import Snapshot, State, StreamView
+
+__all__ = ["plain_lines", "render", "watch"]
+
+_STYLE = {
+    State.DONE: "green",
+    State.WORKING: "cyan",
+    State.WAITING: "dim",
+    State.SILENT: "yellow",
+    State.STOPPED: "yellow",
+    State.FAILED: "red",
+    State.DAMAGED: "red",
+}
+
+
+def render(snapshot: Snapshot, *, interval: float | None = None) -> RenderableType:
+    """The whole dashboard."""
+    head = [Text("ACTIVATION EXTRACTION", style="bold"), Text(snapshot.root), Text(_headline(snapshot, interval))]
+    return Group(*head, _table(snapshot), *_errors(snapshot), *_foot(snapshot, interval))
+
+
+def _headline(snapshot: Snapshot, interval: float | None) -> str:
+    parts = [f"Total workers: {len(snapshot.streams)}"]
+    if interval is not None:
+        parts.append(f"check interval: {interval:g} s")
+    if snapshot.percent is not None:
+        parts.append(f"{snapshot.percent:.1f} % done")
+    if snapshot.seconds_left:
+        parts.append(f"about {duration(snapshot.seconds_left)} left")
+    return " · ".join(parts)
+
+
+def _table(snapshot: Snapshot) -> Table:
+    table = Table(box=SIMPLE_HEAD, show_footer=True, footer_style="bold", header_style="bold", pad_edge=False)
+    machines = any(stream.machine is not None for stream in snapshot.streams)
+    table.add_column("NAME", "TOTALS", no_wrap=True)
+    if machines:
+        table.add_column("MACHINE")
+    table.add_column("STATUS", no_wrap=True)
+    for title, text in (
+        ("SAMPLES", _of(snapshot.total("samples"), None if snapshot.percent is None else snapshot.total("expected"))),
+        ("SHARDS", f"{snapshot.total('shards'):,.0f}"),
+        ("IN BUCKET", f"{snapshot.total('committed'):,.0f}"),
+        ("SIZE", size(snapshot.total("bytes"))),
+        ("TOKENS/S", amount(snapshot.total("tokens_per_second"))),
+        ("HEARD", ""),
+    ):
+        table.add_column(title, text, justify="right", no_wrap=True)
+    for stream in snapshot.streams:
+        table.add_row(*_cells(stream, machines))
+    return table
+
+
+def _cells(stream: StreamView, machines: bool) -> list[RenderableType]:
+    return [
+        stream.name,
+        *([stream.machine or ""] if machines else []),
+        Text(stream.status, style=_STYLE[stream.state]),
+        _of(stream.samples, stream.expected),
+        f"{stream.shards:,}",
+        f"{stream.committed:,}",
+        size(stream.bytes),
+        amount(stream.tokens_per_second) if stream.tokens_per_second else "",
+        f"{duration(stream.age)} ago" if stream.age is not None else "never",
+    ]
+
+
+def _of(count: float, expected: float | None) -> str:
+    return f"{count:,.0f}/{'?' if expected is None else f'{expected:,.0f}'}"
+
+
+def _errors(snapshot: Snapshot) -> list[Text]:
+    return [
+        Text(f"{stream.name}: {stream.last_error}", style="red")
+        for stream in snapshot.streams
+        if stream.last_error and stream.state is not State.DONE
+    ]
+
+
+def _foot(snapshot: Snapshot, interval: float | None) -> list[Text]:
+    lines = [
+        Text("Status summary:"),
+        Text(f"  ✓ Healthy: {snapshot.healthy}", style="green"),
+        Text(f"  ⟳ Working: {snapshot.working}", style="cyan"),
+        Text(f"  ✗ Needs recovery: {snapshot.needs_recovery}", style="red" if snapshot.needs_recovery else ""),
+        Text(f"Last update: {datetime.fromtimestamp(snapshot.taken, UTC):%Y-%m-%d %H:%M:%S} UTC", style="dim"),
+    ]
+    if interval is not None:
+        lines.append(Text("Press Ctrl+C to stop monitoring; everything goes on without it", style="dim"))
+    return lines
+
+
+def plain_lines(snapshot: Snapshot) -> list[str]:
+    """One line a stream and one for all: for a log, where there is no terminal."""
+    lines = [
+        f"{stream.name} {stream.status}: {_of(stream.samples, stream.expected)} samples, "
+        f"{stream.shards:,} shards, {stream.committed:,} in bucket, {size(stream.bytes)}, "
+        f"{amount(stream.tokens_per_second)} tokens/s"
+        + (f", last error: {stream.last_error}" if stream.last_error else "")
+        for stream in snapshot.streams
+    ]
+    total = (
+        f"total: {snapshot.total('samples'):,.0f} samples, {snapshot.total('committed'):,.0f} shards in bucket, "
+        f"{size(snapshot.total('bytes'))}, {amount(snapshot.total('tokens_per_second'))} tokens/s; "
+        f"healthy {snapshot.healthy}, working {snapshot.working}, needs recovery {snapshot.needs_recovery}"
+    )
+    left = f", about {duration(snapshot.seconds_left)} left" if snapshot.seconds_left else ""
+    return [*lines, total + left]
+
+
+def watch(
+    take: Callable[[], Snapshot],
+    console: Console,
+    *,
+    interval: float,
+    once: bool = False,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Snapshot:
+    """Show snapshots until all is done, or Ctrl+C, which stops the view and nothing else. Gives the last one."""
+    snapshot = take()
+    if once or not console.is_terminal:
+        return _log(take, console, snapshot, interval, once, sleep)
+    with Live(render(snapshot, interval=interval), console=console, auto_refresh=False) as live:
+        while not snapshot.done:
+            try:
+                sleep(interval)
+                snapshot = take()
+            except KeyboardInterrupt:
+                break
+            live.update(render(snapshot, interval=interval), refresh=True)
+    return snapshot
+
+
+def _log(
+    take: Callable[[], Snapshot],
+    console: Console,
+    snapshot: Snapshot,
+    interval: float,
+    once: bool,
+    sleep: Callable[[float], None],
+) -> Snapshot:
+    if once:
+        console.print(render(snapshot))
+        return snapshot
+    while True:
+        for line in plain_lines(snapshot):
+            console.print(line, soft_wrap=True, markup=False, highlight=False)
+        if snapshot.done:
+            return snapshot
+        try:
+            sleep(interval)
+            snapshot = take()
+        except KeyboardInterrupt:
+            return snapshot

@@ -1,0 +1,171 @@
+"""``progress.json``: what a worker says of itself, about every 30 s and at every commit; no proof of anything."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Any
+
+from spile.errors import SpileError
+from spile.objects.folder import Folder, NotFound
+from spile.store.layout import PROGRESS
+from spile.version import __version__
+
+__all__ = ["Beat", "Heartbeat", "Reading", "read_beat"]
+
+EVERY = 30.0
+_TAIL = 20
+_LINE = 400
+_PATIENCE = 10.0
+"""Seconds that the end of a run waits for the last heartbeat."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the worker knows of itself at one moment. Counts are of this attempt."""
+
+    phase: str
+    """``starting``, ``compiling``, ``running``, ``uploading``, ``done``, ``stopped`` or ``failed``."""
+    samples: int = 0
+    samples_committed: int = 0
+    tokens: int = 0
+    shards_written: int = 0
+    shards_committed: int = 0
+    tokens_per_second: float = 0.0
+    retries: int = 0
+    expected: int | None = None
+    """Samples that the stream will have when this worker is done with it (``--max-samples`` counted in)."""
+
+
+@dataclass(frozen=True)
+class Beat:
+    """The content of ``progress.json``."""
+
+    attempt: str
+    host: str
+    phase: str
+    samples: int
+    samples_committed: int
+    tokens: int
+    shards_written: int
+    shards_committed: int
+    tokens_per_second: float
+    retries: int
+    expected: int | None
+    started: str
+    updated: str
+    version: str
+    log_tail: tuple[str, ...] = ()
+    last_error: str | None = None
+    missed: int = 0
+    """Heartbeats that could not be written."""
+
+    def age(self, now: float) -> float:
+        """Seconds since it was written."""
+        return now - datetime.fromisoformat(self.updated).timestamp()
+
+
+class Heartbeat:
+    """Writes the heartbeat in a thread of its own. It never raises: a run is worth more than its pulse."""
+
+    def __init__(
+        self,
+        folder: Folder,
+        attempt: str,
+        read: Callable[[], Reading],
+        *,
+        every: float = EVERY,
+        clock: Callable[[], float] = time.time,
+        host: str | None = None,
+        say: Callable[[str], None] = lambda _line: None,
+    ) -> None:
+        self._folder, self._attempt, self._read = folder, attempt, read
+        self._every, self._clock, self._say = every, clock, say
+        self._host = host or socket.gethostname()
+        self._started = _iso(clock())
+        self._tail: deque[str] = deque(maxlen=_TAIL)
+        self._error: str | None = None
+        self._phase: str | None = None
+        self._wake = threading.Event()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self.missed = 0
+
+    def __enter__(self) -> Heartbeat:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if error is not None:
+            self.note_error(error)
+            self._phase = "failed" if isinstance(error, Exception) else "stopped"
+        self._over.set()
+        self._wake.set()
+        self._thread.join(_PATIENCE)
+
+    def beat(self) -> None:
+        """Write one soon: after a commit. Returns at once."""
+        self._wake.set()
+
+    def note(self, line: str) -> None:
+        """A line of the log; the last few are part of the heartbeat."""
+        self._tail.append(line[:_LINE])
+
+    def note_error(self, error: BaseException | str) -> None:
+        """The last error."""
+        text = str(error) if isinstance(error, str | SpileError) else f"{type(error).__name__}: {error}"
+        self._error = text[:_LINE]
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            self._write()
+            self._wake.wait(self._every)
+            self._wake.clear()
+        self._write()
+
+    def _write(self) -> None:
+        try:
+            reading = asdict(self._read())
+            phase = self._phase or reading["phase"]
+            beat = Beat(
+                attempt=self._attempt,
+                host=self._host,
+                started=self._started,
+                updated=_iso(self._clock()),
+                version=__version__,
+                log_tail=tuple(self._tail),
+                last_error=self._error,
+                missed=self.missed,
+                **{**reading, "phase": phase},
+            )
+            self._folder.put(PROGRESS, json.dumps(asdict(beat), indent=1).encode() + b"\n")
+        except Exception as error:  # noqa: BLE001  whatever it was, the run goes on
+            self.missed += 1
+            self._say(f"heartbeat not written ({self.missed} so far): {error}")
+
+
+def read_beat(folder: Folder) -> Beat | None:
+    """The heartbeat in a stream's folder; None where there is none, or none that can be read."""
+    try:
+        found = json.loads(folder.get(PROGRESS))
+        return _parse(found)
+    except (NotFound, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def _parse(found: dict[str, Any]) -> Beat:
+    known = {field.name: found[field.name] for field in fields(Beat) if field.name in found}
+    beat = Beat(**{**known, "log_tail": tuple(known.get("log_tail", ()))})
+    beat.age(0.0)  # a time that cannot be read is no heartbeat
+    return beat
+
+
+def _iso(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")

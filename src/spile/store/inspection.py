@@ -1,0 +1,124 @@
+"""One shard against its commit: every byte, every shape, every index, no NaN. One pass, bounded memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from spile.errors import Damaged, Failure
+from spile.objects.folder import Folder, NotFound
+from spile.plan.ranges import Ranges
+from spile.store.codec import CHUNKS, DTYPES, TAIL
+from spile.store.crc import CHUNK, crc32c, fold, to_hex
+from spile.store.opened import OpenShard
+from spile.store.record import ShardRecord
+from spile.store.report import Problem
+from spile.store.sealed import FORMAT
+
+__all__ = ["inspect_shard"]
+
+_PIECE = 8
+# All ones in the exponent: infinite or not a number.
+_EXPONENT = {"BF16": (np.uint16, 0x7F80), "F16": (np.uint16, 0x7C00), "F32": (np.uint32, 0x7F800000)}
+
+
+def inspect_shard(
+    folder: Folder,
+    record: ShardRecord,
+    *,
+    taps: Sequence[str],
+    d: int,
+    dtype: str,
+    fingerprint: str,
+    stream: str,
+    seen: Callable[[int], None] = lambda _: None,
+) -> list[Problem]:
+    """What is wrong with a shard. ``seen`` is told of bytes as they are read."""
+    where = f"{folder.url}/{record.name}"
+    try:
+        size = folder.info(record.name).size
+        if size != record.size:
+            raise Damaged(f"{where} has another size", expected=f"{record.size} bytes", found=size)
+        shard = OpenShard(folder, record)
+        wrong = _header(shard, taps, d, dtype, fingerprint, stream) or _index(shard)
+        wrong += _bytes(shard, seen)
+    except NotFound:
+        return [Problem("damaged", where, "the shard is gone")]
+    except Failure as error:
+        return [Problem("damaged", where, str(error).removeprefix(f"{where} "))]
+    return [Problem("damaged", where, text) for text in wrong]
+
+
+def _header(shard: OpenShard, taps: Sequence[str], d: int, dtype: str, fingerprint: str, stream: str) -> list[str]:
+    header, record = shard.header, shard.record
+    code = next(code for code, kind in DTYPES.items() if kind.name == dtype)
+    shapes = {
+        **dict.fromkeys(taps, (code, (record.tokens, d))),
+        "offsets": ("I64", (record.count + 1,)),
+        "sample_index": ("I64", (record.count,)),
+        "tokens": ("I32", (record.tokens,)),
+        "roles": ("U8", (record.tokens,)),
+    }
+    found = {name: (place.code, place.shape) for name, place in header.places.items() if name != CHUNKS}
+    wanted = {
+        "format_version": str(FORMAT),
+        "fingerprint": fingerprint,
+        "stream": stream,
+        "chunk_bytes": str(CHUNK),
+    }
+    says = [
+        f"the header says {name} {header.metadata.get(name)}, expected {value}"
+        for name, value in wanted.items()
+        if header.metadata.get(name) != value
+    ]
+    if list(found) != list(shapes):
+        says.append(f"it has the tensors {', '.join(found)}, expected {', '.join(shapes)}")
+    else:
+        says += [
+            f"{name} is {found[name][0]} {list(found[name][1])}, expected {kind} {list(shape)}"
+            for name, (kind, shape) in shapes.items()
+            if found[name] != (kind, shape)
+        ]
+    if set(record.tensors) != set(header.places):
+        says.append("the commit has checksums of other tensors")
+    return says
+
+
+def _index(shard: OpenShard) -> list[str]:
+    offsets, index = shard.whole("offsets"), shard.whole("sample_index")
+    says = []
+    if offsets[0] != 0 or offsets[-1] != shard.record.tokens or (np.diff(offsets) < 0).any():
+        says.append("offsets do not rise from 0 to the number of tokens")
+    if len(np.unique(index)) != len(index) or Ranges.of(index.tolist()) != shard.record.samples:
+        says.append("sample_index is not the commit's samples")
+    if [note.get("index") for note in shard.notes] != index.tolist():
+        says.append("the header's samples are not those of sample_index")
+    return says
+
+
+def _bytes(shard: OpenShard, seen: Callable[[int], None]) -> list[str]:
+    """Every chunk, then every tensor and the whole object from the chunks: the bytes are read once."""
+    says: list[str] = []
+    sums: list[tuple[int, int]] = [(shard.record.header[1], shard.record.header[0])]
+    seen(shard.record.header[0])
+    for name, place in shard.header.places.items():
+        if name == CHUNKS:
+            sums.append((crc32c(shard.whole(name).tobytes()), place.length))
+            continue
+        bad = 0
+        for begin in range(0, -(-place.length // CHUNK), _PIECE):
+            end = min(begin + _PIECE, -(-place.length // CHUNK))
+            data = shard.chunks(name, begin, end)
+            if name not in TAIL:
+                kind, ones = _EXPONENT[place.code]
+                bad += int(np.count_nonzero((np.frombuffer(data, kind) & ones) == ones))
+            seen(len(data))
+        if bad:
+            says.append(f"{name} has {bad} values that are NaN or infinite")
+        sums.append((shard.folded(name), place.length))
+        if sums[-1][0] != shard.record.tensors[name]:
+            says.append(f"{name}: expected crc32c {to_hex(shard.record.tensors[name])}, found {to_hex(sums[-1][0])}")
+    if fold(sums) != shard.record.crc32c:
+        says.append(f"the object: expected crc32c {to_hex(shard.record.crc32c)}, found {to_hex(fold(sums))}")
+    return says

@@ -1,0 +1,113 @@
+"""What a proof found, stream by stream, and how it is told to a program."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from spile.plan.ranges import Ranges
+
+__all__ = ["Garbage", "Kind", "Problem", "Recomputed", "Report", "StreamReport"]
+
+Kind = Literal["missing", "doubled", "damaged", "wrong"]
+"""``damaged``: bytes or records are not what was committed. ``wrong``: a recomputed row differs."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that keeps the dataset from being proven."""
+
+    kind: Kind
+    where: str
+    text: str
+
+    def line(self) -> str:
+        """For people."""
+        return f"{self.kind}: {self.where}: {self.text}"
+
+
+@dataclass(frozen=True)
+class Garbage:
+    """Bytes that belong to no commit: an orphaned shard, or what an interrupted writer left."""
+
+    kind: Literal["shard", "upload"]
+    stream: int | None
+    key: str
+    size: int | None
+    age: float
+    """Seconds."""
+    handle: str
+    state: str = "found"
+    """``found``, ``too young``, ``a worker is alive`` or ``removed``."""
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """How far recomputed rows were from the stored ones: |Δ| over what rounding allows, at most, by tap."""
+
+    samples: int
+    worst: dict[str, float]
+    """By tap: 1.0 is the most that is allowed."""
+
+
+@dataclass(frozen=True)
+class StreamReport:
+    """One stream."""
+
+    number: int
+    expected: int | None
+    """Samples it must have; None where its end is not known."""
+    samples: int = 0
+    skipped: int = 0
+    shards: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    missing: Ranges = field(default_factory=Ranges)
+    doubled: Ranges = field(default_factory=Ranges)
+    problems: tuple[Problem, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong with it."""
+        return not self.problems
+
+
+@dataclass(frozen=True)
+class Report:
+    """A whole dataset."""
+
+    root: str
+    fingerprint: str
+    streams: tuple[StreamReport, ...]
+    garbage: tuple[Garbage, ...] = ()
+    recomputed: Recomputed | None = None
+    problems: tuple[Problem, ...] = ()
+    """Those that belong to no stream."""
+
+    @property
+    def all_problems(self) -> tuple[Problem, ...]:
+        """Every one."""
+        return (*self.problems, *(problem for stream in self.streams for problem in stream.problems))
+
+    @property
+    def ok(self) -> bool:
+        """Whether the dataset is proven. Garbage is no flaw: no reader sees it."""
+        return not self.all_problems
+
+    def to_json(self) -> dict[str, Any]:
+        """For programs."""
+        return {
+            "root": self.root,
+            "fingerprint": self.fingerprint,
+            "ok": self.ok,
+            "streams": [_stream_json(stream) for stream in self.streams],
+            "problems": [vars(problem) for problem in self.all_problems],
+            "garbage": [vars(item) for item in self.garbage],
+            "recomputed": None if self.recomputed is None else vars(self.recomputed),
+        }
+
+
+def _stream_json(stream: StreamReport) -> dict[str, Any]:
+    plain = {name: value for name, value in vars(stream).items() if name != "problems"}
+    ranges = {"missing": stream.missing.pairs(), "doubled": stream.doubled.pairs()}
+    return {**plain, **ranges, "ok": stream.ok}
