@@ -1,0 +1,279 @@
+"""Who am I: this process's number, how many there are, and where worker 0 is.
+
+Asked in this order: the flags; the VM's own metadata, which no earlier launch can have left behind; the variables that
+Cloud TPU, GKE and ssh set; what JAX detects by itself (Slurm, MPI, Kubernetes). Nothing here waits for long.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from spile.errors import SpecError
+
+__all__ = ["ROLL_CALL_PORT", "Identity", "Metadata", "find_identity", "gce_metadata", "this_process"]
+
+ROLL_CALL_PORT = 5555
+
+Metadata = Callable[[str], str | None]
+"""An attribute of the VM by its name, or None."""
+
+_GCE_NAMES = ("Google", "Google Compute Engine")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """One process of a pod."""
+
+    process: int
+    count: int
+    coordinator: str = ""
+    """Worker 0's host, as the others reach it; empty where there is one process."""
+    port: int = ROLL_CALL_PORT
+    """The roll call's, on that host."""
+    hosts: tuple[str, ...] = ()
+    """All hosts in order, where known."""
+    source: str = "one process"
+    """What said so."""
+    name: str = ""
+    """This machine's own name, for people."""
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the one that commits."""
+        return self.process == 0
+
+    def host(self, process: int) -> str:
+        """A process for people: ``worker 3 (10.0.0.5)``."""
+        known = self.hosts[process] if process < len(self.hosts) else ""
+        return f"worker {process} ({known})" if known else f"worker {process}"
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What one source knows; None where it does not."""
+
+    process: int | None = None
+    count: int | None = None
+    hosts: tuple[str, ...] = ()
+    coordinator: str | None = None
+    source: str = ""
+
+
+def find_identity(
+    environment: Mapping[str, str],
+    *,
+    coordinator_address: str | None = None,
+    process_id: int | None = None,
+    num_processes: int | None = None,
+    hosts: int | None = None,
+    metadata: Metadata | None = None,
+    detect: Callable[[], tuple[str, int, int] | None] | None = None,
+    name: str | None = None,
+) -> Identity:
+    """Where this process stands. ``hosts`` is how many the ``--topology`` has, where one was given.
+
+    ``metadata`` None: this machine has none. ``detect`` is JAX's own detection: coordinator, count, number.
+    """
+    found = _merged(
+        _from_flags(coordinator_address, process_id, num_processes),
+        _from_metadata(metadata, environment),
+        _from_variables(environment),
+        _from_jax(detect, environment),
+    )
+    count = found.count if found.count is not None else hosts
+    name = name or socket.gethostname()
+    if count is None or count == 1:
+        _refuse_half(found, count)
+        if hosts is not None and hosts > 1:
+            raise _disagreement(hosts, 1, found.source or "this host")
+        return Identity(0, 1, source=found.source or "one process", name=name)
+    if found.process is None:
+        raise SpecError(
+            f"{count} processes, and nothing says which one this is",
+            expected="CLOUD_TPU_TASK_ID, TPU_WORKER_ID or a TPU VM's metadata",
+            fix="give --process-id, or leave --topology out for a single host",
+        )
+    if not 0 <= found.process < count:
+        raise SpecError(
+            f"this process's number ({found.source})", expected=f"from 0 to {count - 1}", found=found.process
+        )
+    if hosts is not None and hosts != count:
+        raise _disagreement(hosts, count, found.source)
+    return _placed(found, count, name)
+
+
+def _placed(found: _Found, count: int, name: str) -> Identity:
+    address = found.coordinator or (found.hosts[0] if found.hosts else "")
+    if not address:
+        raise SpecError(
+            f"process {found.process} of {count} does not know where worker 0 is ({found.source})",
+            fix="give --coordinator-address HOST",
+        )
+    host, port = _split(address)
+    return Identity(
+        process=found.process or 0,
+        count=count,
+        coordinator=host,
+        port=port or ROLL_CALL_PORT,
+        hosts=found.hosts if len(found.hosts) == count else (),
+        source=found.source,
+        name=name,
+    )
+
+
+def _disagreement(wanted: int, found: int, source: str) -> SpecError:
+    return SpecError(
+        "the topology's hosts",
+        expected=f"{wanted} (--topology)",
+        found=f"{found} ({source})",
+        fix="give this slice's own --topology, or leave it out",
+    )
+
+
+def _refuse_half(found: _Found, count: int | None) -> None:
+    """A number without a count: of a pod nobody described."""
+    if count is None and found.process:
+        raise SpecError(
+            f"{found.source} says that this is worker {found.process}, and nothing says of how many",
+            fix="give --num-processes or --topology, or unset the variable if an earlier launch left it",
+        )
+
+
+def _merged(*sources: _Found) -> _Found:
+    """Each fact from the first source that has it."""
+    whole = _Found()
+    names: list[str] = []
+    for found in sources:
+        before = whole
+        whole = replace(
+            whole,
+            process=found.process if whole.process is None else whole.process,
+            count=found.count if whole.count is None else whole.count,
+            hosts=whole.hosts or found.hosts,
+            coordinator=whole.coordinator or found.coordinator,
+        )
+        if whole != before:
+            names.append(found.source)
+    return replace(whole, source=", ".join(names))
+
+
+def _from_flags(coordinator: str | None, process: int | None, count: int | None) -> _Found:
+    return _Found(process, count, (), coordinator, "flags")
+
+
+def _from_metadata(metadata: Metadata | None, environment: Mapping[str, str]) -> _Found:
+    if metadata is None or "TPU_SKIP_MDS_QUERY" in environment:
+        return _Found()
+    number, endpoints = metadata("agent-worker-number"), metadata("worker-network-endpoints")
+    if not number or not endpoints:
+        return _Found()
+    # Each endpoint is a bare address or name:id:address.
+    hosts = tuple(part.rpartition(":")[2] for part in endpoints.split(","))
+    variables = {**_tpu_env(metadata("tpu-env") or ""), **environment}
+    return _slices(_number(number, "agent-worker-number"), hosts, variables, "the VM's metadata")
+
+
+def _tpu_env(text: str) -> dict[str, str]:
+    """Lines such as ``MEGASCALE_NUM_SLICES: '2'``."""
+    pairs = (line.partition(":") for line in text.splitlines() if ":" in line)
+    return {key.strip(): value.strip().strip("'") for key, _, value in pairs}
+
+
+def _from_variables(environment: Mapping[str, str]) -> _Found:
+    listed = environment.get("TPU_PROCESS_ADDRESSES") or environment.get("TPU_WORKER_HOSTNAMES") or ""
+    hosts = tuple(host.strip() for host in listed.split(",") if host.strip())
+    number = environment.get("CLOUD_TPU_TASK_ID")
+    source = "CLOUD_TPU_TASK_ID"
+    # TPU_WORKER_ID alone names a stream, not a host: it says who we are only among listed hosts.
+    if number is None and len(hosts) > 1:
+        number, source = environment.get("TPU_WORKER_ID"), "TPU_WORKER_ID"
+    if number is None or not number.strip():
+        return _Found()
+    if len(hosts) <= 1:
+        return _Found(_number(number, source), 1 if hosts else None, hosts, None, source)
+    return _slices(_number(number, source), hosts, environment, f"{source} among {len(hosts)} TPU_WORKER_HOSTNAMES")
+
+
+def _slices(number: int, hosts: tuple[str, ...], variables: Mapping[str, str], source: str) -> _Found:
+    """One slice, or one of several that act together (multislice)."""
+    slices = _number(variables.get("MEGASCALE_NUM_SLICES") or "1", "MEGASCALE_NUM_SLICES")
+    mine = _number(variables.get("MEGASCALE_SLICE_ID") or "0", "MEGASCALE_SLICE_ID")
+    coordinator = variables.get("MEGASCALE_COORDINATOR_ADDRESS")
+    if slices <= 1 or not coordinator:
+        return _Found(number, len(hosts), hosts, None, source)
+    # Its port is JAX's business, not the roll call's.
+    where = coordinator.partition(":")[0]
+    return _Found(number + mine * len(hosts), slices * len(hosts), (), where, f"{source}, slice {mine} of {slices}")
+
+
+def _from_jax(detect: Callable[[], tuple[str, int, int] | None] | None, environment: Mapping[str, str]) -> _Found:
+    own = tuple(environment.get(f"JAX_{name}") for name in ("COORDINATOR_ADDRESS", "NUM_PROCESSES", "PROCESS_ID"))
+    if all(own):
+        address, count, number = own
+        return _Found(
+            _number(number or "", "JAX_PROCESS_ID"),
+            _number(count or "", "JAX_NUM_PROCESSES"),
+            (),
+            (address or "").partition(":")[0],
+            "JAX_PROCESS_ID",
+        )
+    detected = detect() if detect is not None else None
+    if detected is None:
+        return _Found()
+    coordinator, processes, mine = detected
+    return _Found(mine, processes, (), coordinator.partition(":")[0], "JAX's cluster detection")
+
+
+def _number(text: str, name: str) -> int:
+    if not text.strip().isdecimal():
+        raise SpecError(name, expected="a number", found=repr(text))
+    return int(text)
+
+
+def _split(address: str) -> tuple[str, int | None]:
+    """``HOST`` or ``HOST:PORT``."""
+    host, colon, port = address.rpartition(":")
+    if not colon or host.endswith(":"):
+        return address, None
+    return host, _number(port, "--coordinator-address's port")
+
+
+def gce_metadata(environment: Mapping[str, str], product: Path | None = None) -> Metadata | None:
+    """The metadata server of this VM; None where this is no Google VM, found out without asking the network."""
+    server = environment.get("GCE_METADATA_IP") or environment.get("GCE_METADATA_HOST")
+    product = product or Path("/sys/class/dmi/id/product_name")
+    if not server and not (product.is_file() and product.read_text(errors="replace").strip() in _GCE_NAMES):
+        return None
+    base = f"http://{server or 'metadata.google.internal'}/computeMetadata/v1/instance/attributes/"
+
+    def read(key: str) -> str | None:
+        import requests
+
+        for _ in range(3):
+            try:
+                answer = requests.get(base + key, headers={"Metadata-Flavor": "Google"}, timeout=2)
+            except requests.RequestException:
+                continue
+            if answer.status_code == 404:
+                return None
+            if answer.ok:
+                return answer.text
+        return None
+
+    return read
+
+
+def this_process(**flags: object) -> Identity:
+    """:func:`find_identity` with this process's environment, metadata and JAX's detection."""
+    from spile.runtime.pod.barriers import detect_cluster
+
+    return find_identity(
+        os.environ,
+        metadata=gce_metadata(os.environ),
+        detect=detect_cluster,
+        **flags,  # type: ignore[arg-type]
+    )

@@ -1,0 +1,168 @@
+"""The pod: this process joined with the others, as one worker."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import NoReturn, TypeVar
+
+from spile.errors import PodError, SpileError
+from spile.runtime.pod.barriers import Coordination, Service, start_service
+from spile.runtime.pod.identity import Identity
+from spile.runtime.pod.rollcall import Answer, answer_roll_call, hold_roll_call
+from spile.runtime.pod.watch import Watch
+
+__all__ = ["BARRIERS", "Pod", "PodTimes", "join"]
+
+BARRIERS = ("pre_jax_init", "model_loaded", "extraction_start", "final_checkpoint", "complete")
+"""In the order in which a run comes to them; the first is the roll call."""
+
+_LINGER = 5.0
+"""Seconds that the service outlives worker 0 by, over the time it takes the others to notice."""
+
+T = TypeVar("T")
+Line = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class PodTimes:
+    """How long to wait, in seconds."""
+
+    roll_call: float = 300.0
+    barrier: float = 1800.0
+    """Loading a large model from a bucket takes its time; a dead host is noticed by its beat, long before."""
+    heartbeat: float = 20.0
+
+    @classmethod
+    def of(cls, barrier_timeout: float | None, heartbeat: float | None) -> PodTimes:
+        """The defaults with what a user said on top."""
+        times = cls() if barrier_timeout is None else cls(barrier_timeout, barrier_timeout)
+        return times if heartbeat is None else replace(times, heartbeat=heartbeat)
+
+
+class Pod:
+    """A process among the others."""
+
+    def __init__(
+        self, identity: Identity, coordination: Coordination, watch: Watch, service: Service | None, times: PodTimes
+    ) -> None:
+        self.identity, self.coordination, self.times = identity, coordination, times
+        self._watch, self._service = watch, service
+        self._left = False
+
+    def report(self, text: str) -> None:
+        """What this process does now: repeated by the others, should it die or be late."""
+        self._watch.report(text)
+
+    def barrier(self, name: str) -> None:
+        """Wait for all; :class:`PodError` names everyone who did not come."""
+        self.report(f"waiting at barrier '{name}'")
+        self.coordination.barrier(name, self.times.barrier)
+        self.report(f"past barrier '{name}'")
+
+    def agree(self, name: str, value: T | None = None) -> T:
+        """Process 0's value, which JSON can hold, on every process. The others' argument does not count."""
+        key = f"agreed/{name}"
+        if self.identity.first:
+            self.coordination.put(key, json.dumps(value))
+        said = self.coordination.get(key, self.times.barrier)
+        if said is None:
+            raise PodError(f"{self.identity.host(0)} did not say '{name}' within {self.times.barrier:g} s")
+        agreed: T = json.loads(said)
+        return agreed
+
+    def tell_end(self, error: BaseException) -> None:
+        """Tell the others why this process ends, so that they end with the same line and code."""
+        code = error.exit_code if isinstance(error, SpileError) else 1
+        line = str(error) if isinstance(error, SpileError) else f"{type(error).__name__}: {error}"
+        said = json.dumps({"line": " ".join(line.split())[:2000], "code": code})
+        self.coordination.put(f"ended/{self.identity.process}", said)
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """End this process with its line, once the others have been told; never returns.
+
+        A collective fails on the survivors the moment a peer dies: then the watch, which knows who, speaks first.
+        """
+        if not isinstance(error, PodError) and _of_a_device(error):
+            time.sleep(self.times.heartbeat + _LINGER / 2)
+        try:
+            self.tell_end(error)
+        except Exception as lost:  # noqa: BLE001 - the service has gone with a host; our own line still counts
+            sys.stderr.write(f"spile: the others could not be told: {' '.join(str(lost).split())[:200]}\n")
+        if not isinstance(error, SpileError):
+            traceback.print_exception(error)
+        sys.stderr.write(f"spile: {error}\n")
+        sys.stderr.flush()
+        sys.stdout.flush()
+        os._exit(error.exit_code if isinstance(error, SpileError) else 1)
+
+    def leave(self) -> None:
+        """Go, once all have come to ``complete``. Worker 0's service goes last."""
+        if self._left:
+            return
+        self._left = True
+        self._watch.stop()
+        self.coordination.put(f"left/{self.identity.process}", "")
+        if self._service is not None:
+            until = time.monotonic() + self.times.heartbeat
+            while len(self.coordination.entries("left")) < self.identity.count and time.monotonic() < until:
+                time.sleep(0.02)
+        self.coordination.close()
+        if self._service is not None:
+            self._service.release()
+
+    def __enter__(self) -> Pod:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if error is not None:
+            self.fail(error)
+        self.leave()
+
+
+def _of_a_device(error: BaseException | None) -> bool:
+    """Whether JAX's runtime is at its root, as when a collective lost a peer."""
+    import jax
+
+    while error is not None and not isinstance(error, jax.errors.JaxRuntimeError):
+        error = error.__cause__
+    return error is not None
+
+
+def join(identity: Identity, *, times: PodTimes | None = None, say: Line = lambda _: None) -> Pod:
+    """Roll call, then one coordination service for all. No device has been touched when this returns."""
+    times = times or PodTimes()
+    service: list[Service] = []
+
+    def serve() -> str:
+        service.append(start_service(identity.coordinator, identity.count, times.heartbeat + _LINGER))
+        return service[0].address
+
+    say(f"📋 Worker ID: {identity.process}")
+    say(f"   Is barrier server: {identity.first}")
+    say("")
+    if identity.first:
+        say(f"🚀 Starting barrier server on port {identity.port}...")
+    answer = _roll_call(identity, serve, times, say)
+    identity = replace(identity, hosts=identity.hosts or answer.names)
+    say("✓ Synchronized! Starting JAX init...")
+    coordination = Coordination.connect(answer.service, identity, timeout=times.roll_call)
+    watch = Watch(coordination, timeout=times.heartbeat)
+    return Pod(identity, coordination, watch, service[0] if service else None, times)
+
+
+def _roll_call(identity: Identity, serve: Callable[[], str], times: PodTimes, say: Line) -> Answer:
+    def ready(line: str) -> None:
+        say(f"✓ {line}")
+        say(f"⏳ Waiting at '{BARRIERS[0]}' barrier...")
+
+    if identity.first:
+        return hold_roll_call(identity, serve, timeout=times.roll_call, ready=ready)
+    say(f"⏳ Waiting at '{BARRIERS[0]}' barrier...")
+    return answer_roll_call(identity, timeout=times.roll_call)

@@ -1,0 +1,159 @@
+"""Who am I, from every source, with the VM's metadata faked and the variables of an earlier launch left behind."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from spile.errors import SpecError
+from spile.runtime.pod.identity import find_identity, gce_metadata
+
+FOUR = "10.0.0.2,10.0.0.3,10.0.0.4,10.0.0.5"
+
+
+def vm(**attributes: str):  # type: ignore[no-untyped-def]
+    return lambda key: attributes.get(key.replace("-", "_"))
+
+
+def test_nothing_is_one_process() -> None:
+    identity = find_identity({})
+    assert (identity.process, identity.count, identity.first) == (0, 1, True)
+
+
+def test_flags_alone() -> None:
+    identity = find_identity({}, coordinator_address="10.0.0.2:6000", process_id=3, num_processes=4)
+    assert (identity.process, identity.count, identity.coordinator, identity.port) == (3, 4, "10.0.0.2", 6000)
+
+
+def test_the_guides_spelling_is_a_host_without_a_port() -> None:
+    identity = find_identity({}, coordinator_address="10.0.0.2", process_id=3, num_processes=4)
+    assert (identity.coordinator, identity.port) == ("10.0.0.2", 5555)
+
+
+@pytest.mark.parametrize("endpoints", [FOUR, "a:1:10.0.0.2,b:2:10.0.0.3,c:3:10.0.0.4,d:4:10.0.0.5"])
+def test_metadata_in_both_formats(endpoints: str) -> None:
+    identity = find_identity({}, metadata=vm(agent_worker_number="2", worker_network_endpoints=endpoints))
+    assert (identity.process, identity.count, identity.coordinator) == (2, 4, "10.0.0.2")
+    assert identity.host(3) == "worker 3 (10.0.0.5)"
+
+
+def test_metadata_beats_variables_of_an_earlier_launch() -> None:
+    stale = {"CLOUD_TPU_TASK_ID": "9", "TPU_WORKER_ID": "7", "TPU_WORKER_HOSTNAMES": "old-0,old-1"}
+    identity = find_identity(stale, metadata=vm(agent_worker_number="2", worker_network_endpoints=FOUR))
+    assert (identity.process, identity.count, identity.coordinator) == (2, 4, "10.0.0.2")
+
+
+def test_metadata_is_not_asked_where_jax_would_not() -> None:
+    def never(key: str) -> str:
+        raise AssertionError(key)
+
+    assert find_identity({"TPU_SKIP_MDS_QUERY": "1"}, metadata=never).count == 1
+
+
+def test_the_task_id_among_the_hosts() -> None:
+    identity = find_identity({"CLOUD_TPU_TASK_ID": "1", "TPU_WORKER_HOSTNAMES": FOUR})
+    assert (identity.process, identity.count, identity.coordinator) == (1, 4, "10.0.0.2")
+    assert "CLOUD_TPU_TASK_ID" in identity.source
+
+
+def test_the_task_id_and_a_topology() -> None:
+    identity = find_identity({"CLOUD_TPU_TASK_ID": "5"}, hosts=16, coordinator_address="10.0.0.2")
+    assert (identity.process, identity.count) == (5, 16)
+
+
+def test_gke() -> None:
+    identity = find_identity({"TPU_WORKER_ID": "3", "TPU_WORKER_HOSTNAMES": FOUR})
+    assert (identity.process, identity.count) == (3, 4)
+
+
+def test_a_worker_id_alone_names_a_stream_and_no_host() -> None:
+    assert find_identity({"TPU_WORKER_ID": "5"}).count == 1
+    assert find_identity({"TPU_WORKER_ID": "5", "TPU_WORKER_HOSTNAMES": "localhost"}).count == 1
+
+
+def test_multislice() -> None:
+    slices = {
+        "MEGASCALE_NUM_SLICES": "2",
+        "MEGASCALE_SLICE_ID": "1",
+        "MEGASCALE_COORDINATOR_ADDRESS": "10.1.0.2:8080",
+    }
+    on_gke = find_identity({"TPU_WORKER_ID": "3", "TPU_WORKER_HOSTNAMES": FOUR, **slices})
+    lines = "\n".join(f"{name}: '{value}'" for name, value in slices.items())
+    on_gce = find_identity({}, metadata=vm(agent_worker_number="3", worker_network_endpoints=FOUR, tpu_env=lines))
+    for identity in (on_gke, on_gce):
+        assert (identity.process, identity.count, identity.coordinator, identity.port) == (7, 8, "10.1.0.2", 5555)
+
+
+def test_jax_detects_the_rest() -> None:
+    identity = find_identity({}, detect=lambda: ("node-1:1234", 8, 6))
+    assert (identity.process, identity.count, identity.coordinator) == (6, 8, "node-1")
+    variables = {"JAX_COORDINATOR_ADDRESS": "n:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
+    assert find_identity(variables).process == 1
+    assert find_identity({"JAX_COORDINATOR_ADDRESS": "n:1"}).count == 1  # a stale one alone means nothing
+
+
+@pytest.mark.parametrize(
+    ("environment", "flags", "says"),
+    [
+        ({"CLOUD_TPU_TASK_ID": "3"}, {}, "CLOUD_TPU_TASK_ID says that this is worker 3, and nothing says of how many"),
+        ({"CLOUD_TPU_TASK_ID": "x", "TPU_WORKER_HOSTNAMES": FOUR}, {}, "expected a number, found 'x'"),
+        ({"TPU_WORKER_ID": "4", "TPU_WORKER_HOSTNAMES": FOUR}, {}, "expected from 0 to 3, found 4"),
+        ({"TPU_WORKER_ID": "0", "TPU_WORKER_HOSTNAMES": FOUR}, {"hosts": 16}, "expected 16 (--topology), found 4"),
+        ({}, {"hosts": 16}, "16 processes, and nothing says which one this is"),
+        ({}, {"process_id": 1, "num_processes": 2}, "does not know where worker 0 is"),
+        ({}, {"num_processes": 1, "hosts": 4}, "expected 4 (--topology), found 1"),
+    ],
+)
+def test_mistakes_are_one_line(environment: dict[str, str], flags: dict[str, int], says: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        find_identity(environment, **flags)  # type: ignore[arg-type]
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def metadata_server() -> Iterator[str]:
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            known = {"agent-worker-number": "1", "worker-network-endpoints": FOUR}
+            value = known.get(self.path.rpartition("/")[2])
+            real = self.headers.get("Metadata-Flavor") == "Google"
+            self.send_response(200 if value and real else 404)
+            self.end_headers()
+            self.wfile.write((value or "").encode())
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+def test_a_metadata_server(metadata_server: str) -> None:
+    read = gce_metadata({"GCE_METADATA_IP": metadata_server})
+    assert read is not None
+    assert read("nothing") is None
+    assert find_identity({}, metadata=read).process == 1
+
+
+def test_no_google_vm_no_question(tmp_path: Path) -> None:
+    product = tmp_path / "product_name"
+    assert gce_metadata({}, product) is None
+    product.write_text("Standard PC\n")
+    assert gce_metadata({}, product) is None
+    product.write_text("Google Compute Engine\n")
+    assert gce_metadata({}, product) is not None
+
+
+def test_a_dead_metadata_server_is_no_metadata() -> None:
+    read = gce_metadata({"GCE_METADATA_IP": "127.0.0.1:1"})
+    assert read is not None
+    assert find_identity({}, metadata=read).count == 1

@@ -1,0 +1,147 @@
+"""The roll call names everyone who is missing, doubled or miscounted, with real sockets."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from pod.launching import free_port
+from spile.errors import PodError
+from spile.runtime.pod.identity import Identity
+from spile.runtime.pod.rollcall import Answer, answer_roll_call, hold_roll_call
+
+
+class Workers:
+    """Roll calls in threads, with what each came to."""
+
+    def __init__(self, count: int, timeout: float = 20) -> None:
+        self.base = Identity(0, count, "127.0.0.1", free_port(), source="test", name="host-0")
+        self.timeout = timeout
+        self.results: dict[str, Answer | Exception] = {}
+        self.threads: list[threading.Thread] = []
+
+    def start(self, key: str, call: Callable[[], Answer]) -> None:
+        def run() -> None:
+            try:
+                self.results[key] = call()
+            except PodError as error:
+                self.results[key] = error
+
+        self.threads.append(threading.Thread(target=run))
+        self.threads[-1].start()
+
+    def first(self, serve: Callable[[], str] = lambda: "1.2.3.4:5", ready: threading.Event | None = None) -> None:
+        def said(_: str) -> None:
+            if ready is not None:
+                ready.set()
+
+        self.start("0", lambda: hold_roll_call(self.base, serve, timeout=self.timeout, ready=said))
+
+    def other(self, number: int, key: str | None = None, **changes: object) -> None:
+        identity = replace(self.base, process=number, name=f"host-{number}", **changes)  # type: ignore[arg-type]
+        self.start(key or str(number), lambda: answer_roll_call(identity, timeout=self.timeout))
+
+    def join(self) -> dict[str, Answer | Exception]:
+        for thread in self.threads:
+            thread.join()
+        return self.results
+
+
+def test_all_come_in_any_order() -> None:
+    workers = Workers(4)
+    workers.other(3)
+    workers.other(1)
+    workers.first()
+    workers.other(2)
+    results = workers.join()
+    assert {str(answer) for answer in results.values()} == {str(results["0"])}
+    answer = results["3"]
+    assert isinstance(answer, Answer)
+    assert answer.service == "1.2.3.4:5"
+    assert [name.split(",")[0] for name in answer.names] == ["host-0", "host-1", "host-2", "host-3"]
+
+
+def test_every_missing_host_is_named_to_everyone() -> None:
+    workers = Workers(5, timeout=1)
+    workers.base = replace(workers.base, hosts=("a", "b", "c", "d", "e"))
+    workers.first(serve=lambda: pytest.fail("served"))
+    workers.other(1)
+    workers.other(3)
+    for error in workers.join().values():
+        assert isinstance(error, PodError)
+        line = "2 of 5 workers did not come to the roll call within 1 s: worker 2 (c), worker 4 (e)"
+        assert str(error).startswith(line)
+
+
+def test_a_wrong_count() -> None:
+    workers = Workers(3)
+    workers.first()
+    workers.other(1, count=8)
+    for error in workers.join().values():
+        assert "do not agree on how many they are: expected 3 (worker 0 on host-0), found 8 (worker 1 on host-1" in str(
+            error
+        )
+
+
+def test_two_with_one_number() -> None:
+    workers = Workers(4)
+    workers.first()
+    workers.other(1)
+    workers.other(1, key="again")
+    results = workers.join()
+    for error in results.values():
+        assert "two workers have one number: worker 1 on host-1" in str(error)
+
+
+def test_a_second_worker_0_on_this_host() -> None:
+    workers = Workers(2)
+    ready = threading.Event()
+    workers.first(ready=ready)
+    assert ready.wait(10)
+    with pytest.raises(PodError, match="another process holds it; end the earlier launch"):
+        hold_roll_call(workers.base, lambda: "", timeout=1)
+    workers.other(1)
+    workers.join()
+
+
+def test_worker_0_elsewhere() -> None:
+    identity = Identity(0, 2, "192.0.2.1", 5555, source="CLOUD_TPU_TASK_ID", name="h")
+    with pytest.raises(
+        PodError, match=r"is worker 0 \(CLOUD_TPU_TASK_ID\), and 192\.0\.2\.1 is not this host's address"
+    ):
+        hold_roll_call(identity, lambda: "", timeout=1)
+
+
+def test_an_unreachable_worker_0() -> None:
+    workers = Workers(2, timeout=0.6)
+    workers.other(1)
+    (error,) = workers.join().values()
+    assert "worker 0 is unreachable at 127.0.0.1:" in str(error)
+    assert "connection refused" in str(error)
+    assert "this is worker 1 of 2 (test)" in str(error)
+
+
+def test_one_who_left_again_is_missing() -> None:
+    workers = Workers(2, timeout=1.5)
+    ready = threading.Event()
+    workers.first(ready=ready)
+    assert ready.wait(10)
+    with socket.create_connection(("127.0.0.1", workers.base.port)):
+        pass
+    (error,) = workers.join().values()
+    assert "1 of 2 workers did not come" in str(error)
+
+
+def test_a_stranger_is_refused() -> None:
+    workers = Workers(2)
+    ready = threading.Event()
+    workers.first(ready=ready)
+    assert ready.wait(10)
+    with socket.create_connection(("127.0.0.1", workers.base.port)) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        (error,) = workers.join().values()
+    assert "no spile worker" in str(error)
