@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import orjson
-from tokenizers import AddedToken, Encoding, processors
+from tokenizers import AddedToken, Encoding
 from tokenizers import Tokenizer as Backend
 
 from spile.errors import ModelError
@@ -106,7 +106,10 @@ class Tokenizer:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of a model's folder: its ``tokenizer.json`` and, where they are, the configs beside it."""
+    """The tokenizer of a model's folder: its ``tokenizer.json`` and, where they are, the configs beside it.
+
+    BOS comes from the file's own post-processor; a config's ``add_bos_token`` says nothing, as in transformers.
+    """
     # Rust's threads are ours to use; said aloud, so that a later fork neither warns nor turns them off.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     file = folder / "tokenizer.json"
@@ -126,7 +129,6 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     backend.no_truncation()
     backend.no_padding()
     _complete(backend, config, named)
-    _post_process(backend, config, named)
     ids = {name: backend.token_to_id(token) for name, token in named.items()}
     special = {number for number, token in backend.get_added_tokens_decoder().items() if token.special}
     special |= {number for number in ids.values() if number is not None}
@@ -177,18 +179,6 @@ def _complete(backend: Backend, config: Mapping[str, Any], named: Mapping[str, s
         if content not in known:
             backend.add_special_tokens([AddedToken(content, special=True, normalized=False)])
             known.add(content)
-
-
-def _post_process(backend: Backend, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
-    """``add_bos_token`` and ``add_eos_token``, where the config says either, outrank the file's own post-processor."""
-    if not ("add_bos_token" in config or "add_eos_token" in config or backend.post_processor is None):
-        return
-    bos = named.get("bos_token") if config.get("add_bos_token") else None
-    eos = named.get("eos_token") if config.get("add_eos_token") else None
-    around = [(token, backend.token_to_id(token)) for token in dict.fromkeys((bos, eos)) if token is not None]
-    single = f"{bos}:0 $A:0" if bos else "$A:0"
-    single = f"{single} {eos}:0" if eos else single
-    backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=around)
 
 
 def _template(folder: Path, config: Mapping[str, Any]) -> str | None:

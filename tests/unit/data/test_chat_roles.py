@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spile.data.chat import ROLES, ChatTemplate, Message
+from spile.data.tokens import Tokenizer
+from spile.errors import DataError, ModelError
+from spile.spec.sample import Role
+from tiny_tokenizers import CHATML
+
+LLAMA = (
+    "{{- bos_token }}{%- for message in messages %}{{- '<|start|>' + message['role'] + '<|end|>\\n\\n' "
+    "+ message['content'] | trim + '<|eot|>' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|start|>assistant<|end|>\\n\\n' }}{%- endif %}"
+)
+MISTRAL = (
+    "{{- bos_token }}{%- for message in messages %}"
+    "{%- if message['role'] == 'user' %}{{- '[INST] ' + message['content'] + ' [/INST]' }}"
+    "{%- elif message['role'] == 'assistant' %}{{- message['content'] + eos_token }}"
+    "{%- else %}{{- raise_exception('only user and assistant roles') }}{%- endif %}{%- endfor %}"
+)
+THINKING = (  # looks into what is said, as Qwen3's does: thoughts of earlier turns are dropped
+    "{%- for message in messages %}{%- set content = message['content'] %}"
+    "{%- if '</think>' in content and not loop.last %}"
+    "{%- set content = content.split('</think>')[-1].lstrip('\\n') %}{%- endif %}"
+    "{{- '<|im_start|>' + message['role'] + '\\n' + content + '<|im_end|>\\n' }}{%- endfor %}"
+)
+MIRRORED = "{%- for message in messages %}{{- message['content'] | reverse }}{%- endfor %}"
+DEFAULT_SYSTEM = (
+    "{%- if messages[0]['role'] != 'system' %}{{- '<|im_start|>system\\nBe good.<|im_end|>\\n' }}{%- endif %}" + CHATML
+)
+
+contents = st.text(alphabet="ab user\n<|im_start|>系{}%", max_size=20)
+
+
+def template(source: str) -> ChatTemplate:
+    return ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"})
+
+
+def said(chat: ChatTemplate, messages: list[Message]) -> list[tuple[Role, str]] | None:
+    rendered = chat.render(messages)
+    return None if rendered.spans is None else [(s.role, rendered.text[s.start : s.stop]) for s in rendered.spans]
+
+
+@pytest.mark.parametrize(("source", "trims"), [(CHATML, False), (DEFAULT_SYSTEM, False), (LLAMA, True)])
+@settings(deadline=None)  # the first example imports the renderer
+@given(st.lists(st.tuples(st.sampled_from(["system", "user", "assistant", "tool"]), contents), min_size=1, max_size=5))
+def test_spans_are_exactly_the_contents(source: str, trims: bool, turns: list[tuple[str, str]]) -> None:
+    messages = [{"role": role, "content": content} for role, content in turns]
+    found = said(template(source), messages)
+    words = [(role, content.strip() if trims else content) for role, content in turns]
+    assert found == [(ROLES[role], content) for role, content in words if role in ROLES and content]
+
+
+def test_a_message_that_says_what_a_header_says() -> None:
+    messages = [{"role": "user", "content": "user"}, {"role": "assistant", "content": "user\nassistant"}]
+    assert said(template(CHATML), messages) == [(Role.USER, "user"), (Role.ASSISTANT, "user\nassistant")]
+    assert said(template(MISTRAL), messages) == [(Role.USER, "user"), (Role.ASSISTANT, "user\nassistant")]
+
+
+def test_the_answers_header_comes_only_after_a_users_turn() -> None:
+    chat = template(CHATML)
+    assert chat.render([{"role": "user", "content": "a"}]).text.endswith("<|im_start|>assistant\n")
+    ended = chat.render([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+    assert ended.text.endswith("b<|im_end|>\n")
+
+
+def test_a_template_that_drops_part_of_a_content_leaves_that_part_out() -> None:
+    messages = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "<think>hm</think>\nfirst"},
+        {"role": "user", "content": "r"},
+    ]
+    rendered = template(THINKING).render(messages)
+    assert "hm" not in rendered.text
+    plain = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "<think>hm</think>last"}]
+    assert said(template(THINKING), plain) == [(Role.USER, "q"), (Role.ASSISTANT, "<think>hm</think>last")]
+
+
+def test_a_template_that_changes_its_messages_has_no_spans() -> None:
+    rendered = template(MIRRORED).render([{"role": "user", "content": "abc"}])
+    assert rendered.text == "cba"
+    assert rendered.spans is None
+
+
+def test_contents_in_parts() -> None:
+    source = (
+        "{%- for message in messages %}{{- '<' + message['role'] + '>' }}"
+        "{%- for part in message['content'] %}{{- part['text'] + ';' }}{%- endfor %}{%- endfor %}"
+    )
+    parts: list[Any] = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    assert said(template(source), [{"role": "user", "content": parts}]) == [(Role.USER, "one"), (Role.USER, "two")]
+
+
+def test_messages_with_more_fields() -> None:
+    messages = [{"role": "user", "content": "hi", "name": "ann"}, {"role": "assistant", "content": "yes"}]
+    assert said(template(CHATML), messages) == [(Role.USER, "hi"), (Role.ASSISTANT, "yes")]
+
+
+def test_what_the_template_refuses_is_the_datas_fault() -> None:
+    with pytest.raises(DataError, match="refuses these messages: found only user and assistant roles"):
+        template(MISTRAL).render([{"role": "system", "content": "x"}])
+    with pytest.raises(ModelError, match="chat template cannot be read"):
+        template("{% for %}").render([{"role": "user", "content": "x"}])
+
+
+def test_roles_token_by_token(chatml: Tokenizer) -> None:
+    chat = ChatTemplate.of(chatml)
+    assert chat is not None
+    rendered = chat.render([{"role": "system", "content": "the fox"}, {"role": "user", "content": "漢 dog"}])
+    assert rendered.spans is not None
+    encoded = chatml.encode([rendered.text], add_special=False, spans=[rendered.spans])[0]
+    pieces = [
+        (chatml.backend.id_to_token(token), role)
+        for token, role in zip(encoded.tokens.tolist(), encoded.roles, strict=True)
+    ]
+    assert pieces[0] == ("<|im_start|>", Role.SPECIAL | Role.FIRST)
+    by_role = {
+        role: chatml.decode(encoded.tokens[encoded.roles == role].tolist())
+        for role in (Role.SYSTEM, Role.USER, Role.SPECIAL, 0)
+    }
+    assert by_role[Role.SYSTEM] == "the fox"
+    assert by_role[Role.USER] == "漢 dog"
+    assert by_role[Role.SPECIAL] == "<|im_end|><|im_start|><|im_end|><|im_start|>"
+    assert by_role[0] == "system\n\nuser\n\nassistant\n"

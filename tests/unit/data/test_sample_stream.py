@@ -1,0 +1,341 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import random
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import spile.weights
+from spile.data.encoders import parse_encoder
+from spile.data.manifest import MANIFEST
+from spile.data.split import make_streams
+from spile.data.stream import open_stream
+from spile.data.tokens import Tokenizer, load_tokenizer
+from spile.errors import DataError, ModelError, SpecError
+from spile.plan.ranges import Ranges
+from spile.spec.run import DEFAULT_ENCODER, DataSpec, PromptSpec
+from spile.spec.sample import Role, Sample, Skip
+from tiny_tokenizers import save_tokenizer
+
+Task = Callable[..., dict[str, Any]]
+Write = Callable[..., str]
+NONE = Ranges()
+
+
+def shown(item: Sample | Skip) -> tuple[object, ...]:
+    if isinstance(item, Skip):
+        return (item.index, item.task_id, item.reason)
+    return (item.index, item.task_id, item.tokens.tolist(), item.roles.tolist(), str(item.augmentation), item.truncated)
+
+
+def read(spec: DataSpec, tokenizer: Tokenizer, done: Ranges = NONE) -> list[Sample | Skip]:
+    return list(open_stream(spec, tokenizer).read(done))
+
+
+def samples(spec: DataSpec, tokenizer: Tokenizer) -> list[Sample]:
+    found = read(spec, tokenizer)
+    assert all(isinstance(item, Sample) for item in found)
+    return [item for item in found if isinstance(item, Sample)]
+
+
+@pytest.fixture
+def tasks(jsonl: Write, task: Task) -> str:
+    return jsonl([task(f"t{n}", test=[{"input": [[n % 10, n // 10]]}]) for n in range(40)])
+
+
+def test_identity_of_a_stream(tasks: str, chatml: Tokenizer) -> None:
+    stream = open_stream(DataSpec(dataset=tasks, prompt=PromptSpec(predictions_per_task=3)), chatml)
+    assert stream.sha256 == hashlib.sha256(Path(tasks).read_bytes()).hexdigest()
+    assert (stream.location, stream.lines, stream.samples) == (tasks, 40, 120)
+    assert stream.prompt.kind == "arc"
+
+
+def test_an_arc_prompt_whole(jsonl: Write, task: Task, chatml: Tokenizer) -> None:
+    sample = samples(DataSpec(dataset=jsonl([task("a")])), chatml)[0]
+    encoder = parse_encoder(DEFAULT_ENCODER)
+    text = chatml.decode(sample.tokens.tolist())
+    assert text.startswith("<|im_start|>system\nYou work out")
+    assert text.endswith(f"Test\nInput\n{encoder.to_text([[0, 9, 8]])}\nOutput<|im_end|>\n<|im_start|>assistant\n")
+    assert encoder.to_text([[2, 1], [4, 3]]) in text
+    assert (sample.index, sample.task_id, sample.augmentation, sample.truncated) == (0, "a", None, 0)
+    assert sample.preview == text[:96]
+    user = chatml.decode(sample.tokens[(sample.roles & Role.USER) > 0].tolist())
+    assert user.startswith("Every pair below")
+    assert user.endswith("Output")
+
+
+def test_without_a_template_the_prompt_is_plain_text_with_the_same_parts(
+    jsonl: Write, task: Task, with_bos: Tokenizer
+) -> None:
+    sample = samples(DataSpec(dataset=jsonl([task()])), with_bos)[0]
+    assert sample.tokens[0] == with_bos.bos
+    assert sample.roles[0] == Role.BOS | Role.SPECIAL | Role.FIRST
+    text = with_bos.decode(sample.tokens[1:].tolist())
+    assert text.startswith("You work out")
+    assert text.endswith("Output\n")
+    parts = [(Role.SYSTEM, "You work out the"), (Role.USER, "Every pair")]
+    for role, start in parts:
+        assert with_bos.decode(sample.tokens[(sample.roles & role) > 0].tolist()).startswith(start)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_each_index_is_the_same_whatever_is_done(tasks: str, chatml: Tokenizer, count: int) -> None:
+    spec = DataSpec(dataset=tasks, prompt=PromptSpec(predictions_per_task=count), seed=5)
+    whole = {item.index: shown(item) for item in read(spec, chatml)}
+    assert list(whole) == list(range(40 * count))
+    chance = random.Random(0)
+    for odds in (0.1, 0.5, 0.9, 1.0):
+        done = Ranges.of(n for n in whole if chance.random() < odds)
+        rest = read(spec, chatml, done)
+        assert [item.index for item in rest] == [n for n in whole if n not in done]
+        assert all(shown(item) == whole[item.index] for item in rest)
+
+
+def test_prompts_do_not_depend_on_the_split(tasks: str, chatml: Tokenizer, tmp_path: Path) -> None:
+    prompt = PromptSpec(predictions_per_task=4)
+    whole = {(s.task_id, s.index % 4): shown(s)[2:] for s in samples(DataSpec(dataset=tasks, prompt=prompt), chatml)}
+    for count in (1, 3, 7):
+        folder = tmp_path / str(count)
+        make_streams(tasks, folder, count)
+        split = {}
+        for worker in range(count):
+            spec = DataSpec(dataset_dir=str(folder), worker_id=worker, prompt=prompt)
+            split |= {(s.task_id, s.index % 4): shown(s)[2:] for s in samples(spec, chatml)}
+        assert split == whole
+
+
+def test_max_samples_stops_early_and_changes_nothing_else(tasks: str, chatml: Tokenizer) -> None:
+    spec = DataSpec(dataset=tasks, prompt=PromptSpec(predictions_per_task=3))
+    limited = replace(spec, max_samples=7)
+    assert open_stream(limited, chatml).samples == 120
+    assert [shown(item) for item in read(limited, chatml)] == [shown(item) for item in read(spec, chatml)][:7]
+
+
+def test_long_samples_are_cut_or_skipped(tasks: str, chatml: Tokenizer) -> None:
+    whole = samples(DataSpec(dataset=tasks), chatml)[0]
+    cut = samples(DataSpec(dataset=tasks, max_seq_length=10), chatml)[0]
+    assert cut.tokens.tolist() == whole.tokens[:10].tolist()
+    assert cut.truncated == len(whole) - 10
+    skipped = read(DataSpec(dataset=tasks, max_seq_length=10, long="skip"), chatml)[0]
+    assert isinstance(skipped, Skip)
+    assert (skipped.reason, skipped.detail) == ("too long", {"tokens": len(whole), "max_seq_length": 10})
+    exact = read(DataSpec(dataset=tasks, max_seq_length=len(whole), long="skip"), chatml)[0]
+    assert isinstance(exact, Sample)
+
+
+def test_text_and_empty_text(jsonl: Write, with_bos: Tokenizer) -> None:
+    rows = [{"text": "the fox"}, {"text": ""}, {"text": " \n"}, {"text": "dog", "id": 7}]
+    found = read(DataSpec(dataset=jsonl(rows)), with_bos)
+    assert [type(item) for item in found] == [Sample, Skip, Skip, Sample]
+    assert [item.task_id for item in found] == ["line-0", "line-1", "line-2", "7"]
+    assert isinstance(found[1], Skip)
+    assert found[1].reason == "empty"
+    assert isinstance(found[0], Sample)
+    assert found[0].tokens.tolist() == with_bos.backend.encode("the fox").ids
+
+
+def test_chat(jsonl: Write, chatml: Tokenizer) -> None:
+    rows = [{"messages": [{"role": "user", "content": "fox?"}, {"role": "assistant", "content": "dog!"}]}]
+    sample = samples(DataSpec(dataset=jsonl(rows)), chatml)[0]
+    assert chatml.decode(sample.tokens[(sample.roles & Role.ASSISTANT) > 0].tolist()) == "dog!"
+    assert chatml.decode(sample.tokens[(sample.roles & Role.USER) > 0].tolist()) == "fox?"
+
+
+def test_what_a_kind_does_not_use_is_back_at_its_default(jsonl: Write, task: Task, chatml: Tokenizer) -> None:
+    odd = PromptSpec(version="input-from-inputs-v0", encoder=" MinimalGridEncoder( ) ", column="body")
+    text = open_stream(DataSpec(dataset=jsonl([{"body": "x"}]), prompt=odd), chatml).prompt
+    assert text == PromptSpec(kind="text", column="body")
+    arc = open_stream(DataSpec(dataset=jsonl([task()]), prompt=odd), chatml).prompt
+    assert arc == PromptSpec(kind="arc", version=odd.version, encoder="MinimalGridEncoder()")
+
+
+def test_a_task_without_a_name_gets_one_from_its_content(jsonl: Write, task: Task, chatml: Tokenizer) -> None:
+    one, two = samples(DataSpec(dataset=jsonl([task(None), task(None, test=[{"input": [[1]]}])])), chatml)
+    assert one.task_id.startswith("task-")
+    assert one.task_id != two.task_id
+    assert samples(DataSpec(dataset=jsonl(["", task(None, test=[{"input": [[1]]}])])), chatml)[0].task_id == two.task_id
+
+
+def test_blank_lines_a_byte_order_mark_and_no_newline_at_the_end(tmp_path: Path, chatml: Tokenizer) -> None:
+    file = tmp_path / "x.jsonl"
+    file.write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\r\n\n{"text": "b"}')
+    found = read(DataSpec(dataset=str(file)), chatml)
+    assert [(item.index, getattr(item, "preview", "")) for item in found] == [(0, "a"), (1, "b")]
+
+
+BAD = [
+    ('{"text": "a"}\n{oops', r"line 2 is no JSON: found .*oops"),
+    ('{"text": "a"}\n[1]', r"line 2: expected a JSON object, found '\[1\]'"),
+    (
+        '{"text": "a"}\n\n{"body": 1}',
+        r"line 3: expected a text in 'text', found the fields body; name its field with --column",
+    ),
+    ('{"text": "a"}\n{"text": 1}', r"line 2: expected a text in 'text', found a number there"),
+    ('{"body": "a"}', r"line 1: expected an ARC task .*, found the fields body; name the text's field with --column"),
+    ('{"messages": []}', r"line 1: expected a list of messages, found an empty list"),
+    ('{"messages": [{"content": "x"}]}', r"line 1: expected messages like"),
+    ('{"messages": [{"role": "user", "content": 5}]}', r"line 1: expected a message's content as text, found a number"),
+    ('{"task_id": "q", "train": [], "test": []}', r"line 1, task q: expected an ARC task, found no train pairs"),
+    ('{"train": [{"input": [[1]]}], "test": [{"input": [[1]]}]}', r"found a train pair without input and output"),
+    ('{"train": [{"input": [[1]], "output": [[1, 2], [3]]}], "test": [{"input": [[1]]}]}', r"found a ragged grid"),
+    (
+        '{"train": [{"input": [[1]], "output": [[true]]}], "test": [{"input": [[1]]}]}',
+        r"found a cell that is no number",
+    ),
+    ('{"train": [{"input": [[1]], "output": [[10]]}], "test": [{"input": [[1]]}]}', r"found a cell outside 0 to 9"),
+    ('{"train": [{"input": [[1]], "output": [[1]]}], "test": []}', r"found no test input"),
+    ("", r"is empty: expected a JSON object a line, found no line"),
+    ("\n \n", r"is empty"),
+]
+
+
+@pytest.mark.parametrize(("content", "words"), BAD)
+def test_a_bad_line_is_refused_before_anything_is_read(
+    content: str, words: str, tmp_path: Path, chatml: Tokenizer
+) -> None:
+    file = tmp_path / "bad.jsonl"
+    file.write_text(content)
+    with pytest.raises(DataError, match=words) as caught:
+        open_stream(DataSpec(dataset=str(file)), chatml)
+    assert str(file) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_oversized_grid(jsonl: Write, task: Task, chatml: Tokenizer) -> None:
+    place = jsonl([task(), task("b", test=[{"input": [[0] * 31]}])])
+    with pytest.raises(DataError, match=r"line 2, task b: expected an ARC task, found a grid larger than 30×30"):
+        open_stream(DataSpec(dataset=place), chatml)
+
+
+def test_a_bad_line_beyond_max_samples_is_not_looked_at(jsonl: Write, chatml: Tokenizer) -> None:
+    place = jsonl([{"text": "a"}, {"text": "b"}, "oops"])
+    assert len(read(DataSpec(dataset=place, max_samples=2), chatml)) == 2
+
+
+def test_bad_requests(tmp_path: Path, jsonl: Write, task: Task, chatml: Tokenizer, with_bos: Tokenizer) -> None:
+    with pytest.raises(DataError, match=r"no such dataset: .*missing.jsonl; check --dataset"):
+        open_stream(DataSpec(dataset=str(tmp_path / "missing.jsonl")), chatml)
+    with pytest.raises(DataError, match=r"is a folder: expected a JSONL file"):
+        open_stream(DataSpec(dataset=str(tmp_path)), chatml)
+    with pytest.raises(SpecError, match=r"--grid-encoder: expected one of Minimal.*found Bad"):
+        open_stream(DataSpec(dataset="none", prompt=PromptSpec(encoder="Bad()")), chatml)
+    with pytest.raises(SpecError, match=r"--prompt-version: expected one of output-from-examples-v0, .*found 'v9'"):
+        PromptSpec(version="v9")
+    with pytest.raises(SpecError, match="--pack: expected plain text, found arc"):
+        open_stream(DataSpec(dataset=jsonl([task()]), prompt=PromptSpec(pack=True)), chatml)
+    with pytest.raises(SpecError, match="--predictions-per-task above 1: expected ARC tasks, found text"):
+        open_stream(DataSpec(dataset=jsonl([{"text": "x"}]), prompt=PromptSpec(predictions_per_task=2)), chatml)
+    with pytest.raises(ModelError, match="--prompt chat: expected a tokenizer with a chat template, found none"):
+        open_stream(DataSpec(dataset=jsonl([{"messages": [{"role": "user", "content": "x"}]}])), with_bos)
+
+
+def test_a_stream_that_changed_since_streams_json_is_named_with_both_hashes(
+    tasks: str, chatml: Tokenizer, tmp_path: Path
+) -> None:
+    made = make_streams(tasks, tmp_path / "s", 3)
+    file = tmp_path / "s" / "stream_001.jsonl"
+    spec = DataSpec(dataset_dir=str(tmp_path / "s"), worker_id=1)
+    open_stream(spec, chatml)
+    file.write_bytes(file.read_bytes().replace(b"t", b"u", 1).replace(b"u", b"t", 1) + b"\n")
+    now = hashlib.sha256(file.read_bytes()).hexdigest()
+    with pytest.raises(
+        DataError, match=rf"stream_001.jsonl changed since streams.json .*{made.manifest.streams[1].sha256}.*{now}"
+    ):
+        open_stream(spec, chatml)
+    open_stream(replace(spec, worker_id=0), chatml)
+    (tmp_path / "s" / MANIFEST).write_text("{}")
+    with pytest.raises(DataError, match=r"streams.json is damaged"):
+        open_stream(spec, chatml)
+
+
+def test_a_file_that_changes_under_the_reader_is_noticed(jsonl: Write, chatml: Tokenizer) -> None:
+    place = jsonl([{"text": "a"}])
+    stream = open_stream(DataSpec(dataset=place), chatml)
+    jsonl([{"text": "b"}])
+    with pytest.raises(DataError, match="changed while it was read: expected sha256"):
+        list(stream.read(NONE))
+
+
+def alive() -> int:
+    return sum(thread.name == "spile-tokens" for thread in threading.enumerate())
+
+
+def test_a_reader_that_stops_early_leaves_no_thread(jsonl: Write, chatml: Tokenizer) -> None:
+    place = jsonl([{"text": f"fox {n} " * 200} for n in range(2000)])
+    stream = open_stream(DataSpec(dataset=place), chatml)
+    reader = stream.read(NONE)
+    assert next(reader).index == 0
+    assert alive() == 1
+    reader.close()  # type: ignore[attr-defined]
+    assert alive() == 0
+
+    def use(item: Sample | Skip) -> None:
+        raise KeyError(item.index)
+
+    with pytest.raises(KeyError, match="0"):
+        list(map(use, stream.read(NONE)))
+    assert alive() == 0
+    # And what was left can be read by another.
+    assert sum(1 for _ in stream.read(NONE)) == 2000
+
+
+def test_an_error_while_reading_arrives_in_its_place(tmp_path: Path, jsonl: Write) -> None:
+    source = "{%- if messages[0]['role'] != 'user' %}{{- raise_exception('users only') }}{%- endif %}x"
+    tokenizer = load_tokenizer(save_tokenizer(tmp_path / "t", {"chat_template": source}))
+    place = jsonl([{"messages": [{"role": role, "content": "x"}]} for role in ["user"] * 3 + ["system"]])
+    reader = open_stream(DataSpec(dataset=place), tokenizer).read(NONE)
+    with pytest.raises(DataError, match=r"line 4: the model's chat template refuses these messages: found users only"):
+        list(reader)
+    assert alive() == 0
+
+
+def test_a_template_without_parts_is_said_once(tmp_path: Path, jsonl: Write, caplog: pytest.LogCaptureFixture) -> None:
+    source = "{%- for m in messages %}{{- m['content'] | reverse }}{%- endfor %}"
+    tokenizer = load_tokenizer(save_tokenizer(tmp_path / "t", {"chat_template": source}))
+    place = jsonl([{"messages": [{"role": "user", "content": "abc"}]}] * 3)
+    with caplog.at_level(logging.WARNING, "spile.data"):
+        found = samples(DataSpec(dataset=place), tokenizer)
+    assert [tokenizer.decode(s.tokens.tolist()) for s in found] == ["cba"] * 3
+    assert not any((s.roles & (Role.USER | Role.SYSTEM | Role.ASSISTANT)).any() for s in found)
+    assert len(caplog.records) == 1
+
+
+def test_streams_in_a_bucket_are_read_through_objects(
+    tasks: str, chatml: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bucket's place is taken by a local folder: the calls are the same."""
+    from spile import objects
+
+    local = objects.open_folder(str(Path(tasks).parent))
+    monkeypatch.setattr(objects, "open_folder", lambda url: local)
+    spec = DataSpec(dataset="gs://bucket/rows.jsonl")
+    assert [shown(s) for s in read(spec, chatml)] == [shown(s) for s in read(DataSpec(dataset=tasks), chatml)]
+    with pytest.raises(DataError, match=r"no such dataset: gs://bucket/none.jsonl"):
+        open_stream(DataSpec(dataset="gs://bucket/none.jsonl"), chatml)
+
+
+def test_the_embedded_tasks_and_tokenizer() -> None:
+    tokenizer = load_tokenizer(Path(spile.weights.__file__).parent / "embedded")
+    found = samples(DataSpec(max_seq_length=1 << 16), tokenizer)
+    lengths = sorted(map(len, found))
+    assert len(found) == 48
+    assert sum(200 <= length <= 2000 for length in lengths) > 40
+    assert len({s.task_id for s in found}) == 48
+
+
+def test_the_embedded_tasks_are_what_their_script_makes(tmp_path: Path) -> None:
+    import runpy
+
+    script = Path(__file__).parents[3] / "scripts" / "make_embedded_tasks.py"
+    runpy.run_path(str(script))["main"](tmp_path / "tasks.jsonl")
+    from spile.data.lines import embedded_tasks
+
+    assert (tmp_path / "tasks.jsonl").read_bytes() == embedded_tasks().read_bytes()
+    assert all(json.loads(line)["train"] for line in embedded_tasks().read_text().splitlines())

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import spile.weights
+from spile.data.chat import ChatTemplate
+from spile.data.tokens import Span, Tokenizer, load_tokenizer
+from spile.errors import ModelError
+from spile.spec.sample import Role
+from tiny_tokenizers import CHATML, save_tokenizer
+
+TEXTS = [
+    "",
+    "a",
+    "  the quick\n\n\tfox ",
+    "012\n345",
+    "naïve 漢字 🎉",
+    "<s>inside</s>",
+    "x" * 3000,
+    "<|im_start|>user\nhi<|im_end|>",
+]
+CONFIGS: dict[str, tuple[dict[str, Any], bool]] = {
+    "qwen: no BOS, said aloud": ({"add_bos_token": False, "bos_token": None, "eos_token": "</s>"}, False),
+    "llama 3: BOS by the file's post-processor": ({"bos_token": "<s>", "eos_token": "</s>"}, True),
+    "the config's add_bos_token beside a file says nothing": (
+        {"add_bos_token": True, "add_eos_token": False, "bos_token": {"__type": "AddedToken", "content": "<s>"}},
+        False,
+    ),
+    "both ends": ({"add_bos_token": True, "add_eos_token": True, "bos_token": "<s>", "eos_token": "</s>"}, False),
+    "nor does it take the file's BOS away": ({"add_bos_token": False, "bos_token": "<s>", "eos_token": "</s>"}, True),
+    "a token that only the config knows": ({"pad_token": "<pad>", "eos_token": "</s>"}, False),
+}
+
+
+def reference(folder: Path) -> Any:
+    """Transformers' own fast tokenizer over the same files."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast.from_pretrained(str(folder))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
+    config, bos_in_file = CONFIGS[name]
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHATML, **config}
+    save_tokenizer(tmp_path, config, bos_in_file=bos_in_file)
+    ours, theirs = load_tokenizer(tmp_path), reference(tmp_path)
+    for special in (True, False):
+        found = ours.encode(TEXTS, add_special=special)
+        for text, encoded in zip(TEXTS, found, strict=True):
+            assert encoded.tokens.tolist() == theirs(text, add_special_tokens=special)["input_ids"], text
+            assert encoded.tokens.dtype == np.int32
+    assert ours.bos == theirs.bos_token_id
+    assert ours.eos == theirs.eos_token_id
+    assert ours.specials == set(theirs.all_special_ids) | {
+        number for number, token in theirs.added_tokens_decoder.items() if token.special
+    }
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": " hello <s>\n"}]
+    rendered = ChatTemplate.of(ours)
+    assert rendered is not None
+    text = rendered.render(messages).text
+    assert text == theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    theirs_ids = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert ours.encode([text], add_special=False)[0].tokens.tolist() == theirs_ids
+
+
+def test_the_embedded_tokenizer_equals_transformers() -> None:
+    folder = Path(spile.weights.__file__).parent / "embedded"
+    ours, theirs = load_tokenizer(folder), reference(folder)
+    for text, encoded in zip(TEXTS, ours.encode(TEXTS, add_special=True), strict=True):
+        assert encoded.tokens.tolist() == theirs(text)["input_ids"]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
+@given(text=st.text(max_size=40))
+def test_with_and_without_spans_the_tokens_are_the_same(with_bos: Tokenizer, text: str) -> None:
+    plain = with_bos.encode([text], add_special=True)[0]
+    parts = with_bos.encode([text], add_special=True, spans=[[Span(0, len(text), Role.USER)]])[0]
+    assert plain.tokens.tolist() == parts.tokens.tolist()
+    # Every token but the BOS is the user's, because the whole text is.
+    assert (parts.roles[1:] & Role.USER).all()
+    assert parts.roles[0] == Role.BOS | Role.SPECIAL | Role.FIRST
+
+
+def test_roles_of_plain_text(with_bos: Tokenizer) -> None:
+    encoded = with_bos.encode(["fox </s> dog"], add_special=True)[0]
+    end = with_bos.eos
+    assert encoded.roles[0] == Role.SPECIAL | Role.BOS | Role.FIRST
+    specials = encoded.tokens == end
+    assert specials.sum() == 1
+    assert (encoded.roles[specials] == Role.SPECIAL).all()
+    assert (encoded.roles[1:][~specials[1:]] == 0).all()
+
+
+def test_decode_gives_the_text_back(chatml: Tokenizer) -> None:
+    encoded = chatml.encode(["<|im_start|>naïve 漢字"], add_special=False)[0]
+    assert chatml.decode(encoded.tokens.tolist()) == "<|im_start|>naïve 漢字"
+
+
+def test_a_length_limit_in_the_file_does_not_cut(tmp_path: Path, chatml: Tokenizer) -> None:
+    save_tokenizer(tmp_path, {})
+    file = tmp_path / "tokenizer.json"
+    saved = json.loads(file.read_text())
+    saved["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    file.write_text(json.dumps(saved))
+    assert len(load_tokenizer(tmp_path).encode(["the quick brown fox jumps"], add_special=True)[0].tokens) > 4
+
+
+def test_where_a_template_may_stand(tmp_path: Path) -> None:
+    save_tokenizer(
+        tmp_path, {"chat_template": [{"name": "tool", "template": "T"}, {"name": "default", "template": "D"}]}
+    )
+    assert load_tokenizer(tmp_path).template == "D"
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "J"}))
+    assert load_tokenizer(tmp_path).template == "J"
+    (tmp_path / "chat_template.jinja").write_text("F")
+    assert load_tokenizer(tmp_path).template == "F"
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no tokenizer in .*: expected tokenizer.json, found none; download"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"tokenizer.json is no tokenizer: found "):
+        load_tokenizer(tmp_path)
+    shutil.rmtree(tmp_path)
+    save_tokenizer(tmp_path, {})
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"tokenizer_config.json is no JSON"):
+        load_tokenizer(tmp_path)
