@@ -1,7 +1,7 @@
 """Folders in buckets: ``gs://`` and ``s3://``.
 
-obstore lists, reads ranges and creates if absent. Whole objects go over plain requests (``rest``), which see the
-checksums that the services report, and large ones in parts (``upload``), so that each part is tried again and
+obstore lists and reads ranges. Whole objects go over plain requests (``rest``), which send checksums along and see
+those that the services report, and large ones in parts (``upload``), so that each part is tried again and
 counted by itself. obstore's own retries are off: trying again, and knowing what a lost reply means, happens here.
 """
 
@@ -211,13 +211,12 @@ class CloudFolder:
     def create(self, key: str, data: bytes) -> bool:
         """Create only if absent. After a lost reply the object that is there is compared with ours."""
         name = self._name(key)
-        store = self._bucket.store
         replies_lost = 0
 
         def attempt() -> bool:
             nonlocal replies_lost
             try:
-                self._bucket.obstore(lambda: obstore.put(store, name, data, mode="create", use_multipart=False))
+                self._bucket.rest.put(name, data, if_absent=True)
             except Trouble as trouble:
                 if trouble.exists:
                     return replies_lost > 0 and self._bucket.rest.get(name) == data

@@ -52,6 +52,8 @@ class Dialect(Protocol):
 
     scheme: str
     base: str
+    if_absent: Mapping[str, str]
+    """Headers of a write that must find nothing."""
 
     def authorized(self, method: str, url: str, headers: Mapping[str, str]) -> dict[str, str]:
         """The headers with proof of who we are."""
@@ -67,6 +69,7 @@ class GoogleDialect:
     """GCS's XML API."""
 
     scheme = "gs"
+    if_absent: Mapping[str, str] = {"x-goog-if-generation-match": "0"}
 
     def __init__(self) -> None:
         emulator = os.environ.get("STORAGE_EMULATOR_HOST", "")
@@ -99,6 +102,7 @@ class S3Dialect:
     """S3 and what speaks it (``AWS_ENDPOINT_URL``)."""
 
     scheme = "s3"
+    if_absent: Mapping[str, str] = {"if-none-match": "*"}
 
     def __init__(self, bucket: str) -> None:
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
@@ -111,8 +115,8 @@ class S3Dialect:
         return sign_v4(method, url, headers, aws_keys(), self.region, datetime.now(UTC))
 
     def sent_checksum(self, data: Buffer) -> dict[str, str]:
-        """Amazon's own header."""
-        return {"x-amz-checksum-crc32c": crc32c(data)}
+        """Amazon's own headers."""
+        return {"x-amz-sdk-checksum-algorithm": "CRC32C", "x-amz-checksum-crc32c": crc32c(data)}
 
     def reported_checksum(self, headers: Mapping[str, str]) -> str | None:
         """Of whole objects only: what was put together from parts reports a checksum of checksums."""
@@ -188,6 +192,7 @@ class RestClient:
             raise Trouble("damaged: its checksum does not match", code="Damaged", transient=True)
         return reply.body
 
-    def put(self, key: str, data: Buffer) -> None:
-        """Create or replace in one request; the server checks what it receives."""
-        self.request("PUT", key, headers=self.dialect.sent_checksum(data), body=data)
+    def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
+        """Create or replace (or only create) in one request; the server checks what it receives."""
+        condition = self.dialect.if_absent if if_absent else {}
+        self.request("PUT", key, headers={**self.dialect.sent_checksum(data), **condition}, body=data)

@@ -9,17 +9,18 @@ import re
 from xml.etree import ElementTree
 
 import urllib3.exceptions
-from obstore.exceptions import AlreadyExistsError, NotFoundError
+from obstore.exceptions import NotFoundError
 
 __all__ = ["Trouble", "from_obstore", "from_status", "from_urllib3"]
 
-_TRANSIENT = {408, 425, 429, 500, 502, 503, 504}
-_TRANSIENT_CODES = {"BadDigest", "InternalError", "RequestTimeout", "SlowDown", "ConditionalRequestConflict"}
+_TRANSIENT = {408, 409, 425, 429, 500, 502, 503, 504}
+_TRANSIENT_CODES = {"BadDigest", "InternalError", "RequestTimeout", "SlowDown"}
 
 _WORDS = {
     401: "no valid credentials",
     403: "permission denied",
     404: "no such object",
+    409: "a conflict with another write",
     412: "it exists already",
     429: "too many requests",
 }
@@ -103,14 +104,9 @@ def from_obstore(error: Exception) -> Trouble:
     text = str(error)
     found = re.search(r"status code: (\d{3})", text)
     if found:
-        trouble = from_status(int(found.group(1)), text)
-        if isinstance(error, AlreadyExistsError) and trouble.status == 409 and trouble.code not in _TRANSIENT_CODES:
-            return Trouble(_WORDS[412], status=412)
-        return trouble
+        return from_status(int(found.group(1)), text)
     if isinstance(error, NotFoundError | FileNotFoundError):
         return from_status(404)
-    if isinstance(error, AlreadyExistsError):
-        return from_status(412)
     return _from_connection(text.partition("Debug source:")[2] or text)
 
 
