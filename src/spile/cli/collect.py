@@ -1,0 +1,35 @@
+"""``spile collect``: what hosts keep locally, brought back here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from spile.cli.hosts import HostFlags
+
+__all__ = ["collect"]
+
+REMOTE = "/tmp/activations"  # noqa: S108  (where the guides' containers write)
+
+
+def collect(
+    path: Annotated[str, Parameter(help="The folder on the hosts.")] = REMOTE,
+    *,
+    into: Annotated[Path, Parameter(help="Where to: worker_0, worker_1, … below it.")] = Path("collected_activations"),
+    where: HostFlags = HostFlags(),  # noqa: B008  (frozen)
+) -> int:
+    """Bring a folder of every host back here, one folder a worker: for runs that used no bucket.
+
+    Files are checked as they come. Run it again to go on where it broke off: what is here already is not sent again.
+    """
+    from rich.console import Console
+
+    from spile.fleet.ssh.collect import collect_from
+
+    console = Console(highlight=False, soft_wrap=True)
+    for got in collect_from(where.find(), path, into, where.access()):
+        sent = f"{got.size / 1e6:.1f} MB, {got.received / 1e6:.1f} MB sent"
+        console.print(f"{got.host.label}: {got.files} files ({sent}) → {got.folder}", markup=False)
+    return 0

@@ -1,0 +1,104 @@
+"""``spile logs``: a worker's log."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from spile.cli.hosts import HostFlags
+from spile.errors import Failure, SpecError, UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from spile.fleet.ssh.tail import Machine
+
+__all__ = ["logs"]
+
+
+def logs(
+    worker: Annotated[str, Parameter(help="Its number, or its machine's name.")],
+    *,
+    follow: Annotated[
+        bool, Parameter(name=["--follow", "-f"], help="Go on as it grows, until Ctrl+C.", negative="")
+    ] = False,
+    lines: Annotated[int, Parameter(name=["--lines", "-n"], help="How many of its last lines.")] = 100,
+    output: Annotated[
+        str | None, Parameter(help="The dataset, for a machine that is gone: its heartbeat has the end.")
+    ] = None,
+    fleet: Annotated[str | None, Parameter(help="Only machines of this fleet.")] = None,
+    host: Annotated[int, Parameter(help="Which host of a pod.")] = 0,
+    where: HostFlags = HostFlags(),  # noqa: B008  (frozen)
+) -> int:
+    """A worker's log: from its machine, over ssh; or its last lines from the bucket, when the machine is gone."""
+    from rich.console import Console
+
+    from spile.fleet.ssh import fanout
+    from spile.fleet.ssh.session import Job
+    from spile.fleet.ssh.show import Logs
+    from spile.fleet.ssh.tail import LOG_FILES, NO_LOG, UNIT, tail_command
+
+    if lines < 0:
+        raise SpecError("-n", expected="0 or more", found=lines)
+    console = Console(highlight=False)
+    machine = _machine(worker, fleet, host, where)
+    if machine.host is None:
+        return _last_words(worker, machine, output, lines, console)
+    job = Job(tail_command(lines, follow))
+    try:
+        with Logs([machine.host], None, console, bare=True) as shown:
+            (outcome,) = fanout.run([machine.host], job, access=where.access(), output=shown.write)
+    except Failure as error:
+        if output is None:
+            raise
+        return _last_words(worker, replace(machine, story=str(error)), output, lines, console)
+    if outcome.code == NO_LOG:
+        raise UserError(f"no log on {machine.host.label}", expected=f"the unit {UNIT}, or {', '.join(LOG_FILES)}")
+    if outcome.cause not in ("ended", "stopped"):
+        raise Failure(f"{machine.host.label}: {outcome.cause}")
+    return 0 if outcome.stopped else outcome.code
+
+
+def _machine(worker: str, fleet: str | None, host: int, where: HostFlags) -> Machine:
+    from spile.fleet.ssh.tail import Machine, find_machine
+
+    number = int(worker) if worker.isdigit() else None
+    if where.hosts:
+        named = where.find()
+        if not 0 <= host < len(named):
+            raise SpecError("--host", expected=f"0 to {len(named) - 1}", found=host)
+        return Machine(named[host], number, "")
+    from spile.fleet.cloud_tpu import CloudTpu
+    from spile.fleet.settings import read_settings
+
+    provider = CloudTpu(read_settings(os.environ, project=where.project))
+    nodes = provider.nodes(where.zone or "-")
+    return find_machine(nodes, worker, fleet=fleet, host=host, internal_ip=where.internal_ip)
+
+
+def _last_words(worker: str, machine: Machine, output: str | None, lines: int, console: Console) -> int:
+    """What the heartbeat kept."""
+    from spile.fleet.ssh.tail import last_words
+    from spile.objects import open_folder
+
+    if output is None:
+        raise UserError(
+            f"no log of worker {worker}",
+            found=machine.story,
+            fix="pass --output gs://…: the heartbeat has the last lines",
+        )
+    words = last_words(open_folder(output), worker, machine.worker)
+    console.print(
+        f"{machine.story}; the heartbeat of {words.updated} has the log's end:",
+        markup=False,
+        style="dim",
+        soft_wrap=True,
+    )
+    for line in words.lines[len(words.lines) - min(lines, len(words.lines)) :]:
+        console.print(line, markup=False, soft_wrap=True)
+    if words.error:
+        console.print(f"last error: {words.error}", markup=False, soft_wrap=True)
+    return 0

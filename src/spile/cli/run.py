@@ -1,0 +1,98 @@
+"""``spile run``: this directory and a command onto every host of a slice, or of several."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import count
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Group, Parameter
+
+from spile.cli.hosts import HostFlags
+from spile.errors import SpecError
+
+__all__ = ["RunFlags", "run"]
+
+_WHAT = Group("What to run", sort_key=1)
+_COPY = Group("What to copy, where to", sort_key=4)
+
+
+def _flag(group: Group, text: str, **more: object) -> Parameter:
+    return Parameter(group=group, help=text, **more)  # type: ignore[arg-type]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class RunFlags:
+    """The flags of ``spile run`` itself."""
+
+    command: Annotated[str | None, _flag(_WHAT, "The command as one line for the hosts' shell, instead of -- CMD.")] = (
+        None
+    )
+    env: Annotated[list[str] | None, _flag(_WHAT, "A variable for the command, NAME=value.", negative="")] = None
+    quiet: Annotated[bool, _flag(_WHAT, "The hosts' output goes to the log files only.", negative="")] = False
+    logs: Annotated[Path | None, _flag(_COPY, "The folder for the logs. [default: spile-run-TIME]")] = None
+    folder: Annotated[str | None, _flag(_COPY, "Where on the hosts. [default: ~/spile-run/THIS-DIRECTORY]")] = None
+    copy: Annotated[bool, _flag(_COPY, "Copy first; or run in what an earlier copy left there.")] = True
+    copy_limit_gb: Annotated[float, _flag(_COPY, "Refuse to copy more than this.")] = 2.0
+
+    def line(self, words: tuple[str, ...]) -> str:
+        """The command as one line: a single word is a line already."""
+        if bool(words) == bool(self.command):
+            raise SpecError("two commands" if words else "no command", expected="one, after -- or with --command")
+        return self.command or (words[0] if len(words) == 1 else shlex.join(words))
+
+    def variables(self) -> dict[str, str]:
+        """The command's own variables."""
+        pairs = [text.partition("=") for text in self.env or ()]
+        for name, equals, value in pairs:
+            if not equals or not name.isidentifier():
+                raise SpecError("--env", expected="NAME=value", found=repr(name + equals + value))
+        return {name: value for name, _, value in pairs}
+
+    def results(self, prefix: str) -> Path:
+        """A folder that is not there yet: the one asked for, or one named after the time."""
+        if self.logs is not None:
+            if self.logs.exists():
+                raise SpecError("--logs is there already", expected="a folder to be made", found=self.logs)
+            return self.logs
+        stem = f"{prefix}{datetime.now():%Y%m%d-%H%M%S}"
+        names = (Path(f"{stem}-{again}" if again else stem) for again in count())
+        return next(path for path in names if not path.exists())
+
+
+def run(
+    *words: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
+    flags: RunFlags = RunFlags(),  # noqa: B008  (frozen)
+    where: HostFlags = HostFlags(),  # noqa: B008
+) -> int:
+    """Copy this directory to every host of the slices, run a command on all at once, bring back logs and codes.
+
+    ``spile run --tpu-prefix my-tpu -- python3 train.py``. The first host that fails, or Ctrl+C, ends the command on all
+    hosts and leaves no process behind. The exit code is the worst of the hosts' own.
+    """
+    from rich.console import Console
+
+    from spile.fleet.ssh import fanout
+    from spile.fleet.ssh.copy import RESULTS, copy_to, load
+    from spile.fleet.ssh.session import Job
+    from spile.fleet.ssh.show import Logs, print_outcomes
+
+    line, variables, results = flags.line(words), flags.variables(), flags.results(RESULTS)
+    console = Console(highlight=False)
+    here, access = Path.cwd(), where.access()
+    target = flags.folder or f"~/spile-run/{here.name or 'root'}"
+    cargo = load(here, int(flags.copy_limit_gb * 1e9)) if flags.copy else None
+    hosts = where.find()
+    if cargo is not None:
+        copied = copy_to(hosts, cargo, target, access)
+        size = f"{cargo.size / 1e6:.1f} MB, {copied.sent / 1e6:.1f} MB sent"
+        console.print(f"copied {copied.files} files ({size}) to {target} on {copied.hosts} hosts", markup=False)
+    with Logs(hosts, results, None if flags.quiet else console) as logs:
+        outcomes = fanout.run(hosts, Job(line, target, variables), access=access, output=logs.write)
+        logs.open()
+    print_outcomes(outcomes, logs, console)
+    return fanout.worst(outcomes)

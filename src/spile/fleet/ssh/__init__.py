@@ -1,0 +1,1 @@
+"""Commands, files and logs on many hosts, over the system's ssh."""

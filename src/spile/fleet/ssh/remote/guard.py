@@ -1,0 +1,267 @@
+"""The guard: runs one command on a host and leaves nothing of it behind, whoever dies first.
+
+It is sent inline (``python3 -uc …``), so it needs nothing on the host but Python 3.8. Two processes, both child
+subreapers: the inner one starts the command in a new session and relays its output; the outer one only waits, and ends
+the tree if the inner one is killed. The inner one ends it if the outer one is.
+
+    in    one line a word:  {job}  go · "." a heartbeat · "s" stop, gently · "k" stop at once · end of input: stop
+    out   the command's output and errors, as they come
+    err   one line an event, after a record separator:  ready · started · ended · exit, with the code · refused
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+__all__ = ["main"]
+
+MARK = "\x1espile "
+ROOM = 1 << 18
+GIVE_UP = 15.0
+SUBREAPER = 36
+SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+QUIET: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+
+
+def tell(event: str, **fields: object) -> None:
+    """One event, on the error stream."""
+    text = MARK + json.dumps(dict(fields, event=event)) + "\n"
+    try:
+        os.write(2, text.encode())
+    except OSError:
+        return  # nobody is listening any more; what has to be ended is ended all the same
+
+
+def descendants() -> list[int]:
+    """Every living process below this one. Orphans are below it too: it is their subreaper."""
+    children: dict[int, list[int]] = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open("/proc/" + name + "/stat", "rb") as file:
+                state, parent = file.read().rpartition(b")")[2].split()[:2]
+        except OSError:
+            continue  # it ended while we looked
+        if state not in (b"Z", b"X"):
+            children.setdefault(int(parent), []).append(int(name))
+    found: list[int] = []
+    front = [os.getpid()]
+    while front:
+        below = children.get(front.pop(), [])
+        found += below
+        front += below
+    return found
+
+
+def signal_all(pids: list[int], number: int) -> None:
+    """Send a signal; to another user's process (``sudo …``) by way of sudo."""
+    foreign = []
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            continue
+        except PermissionError:
+            foreign.append(str(pid))
+    if foreign:
+        try:
+            subprocess.call(["sudo", "-n", "kill", "-" + str(int(number)), *foreign], **QUIET)  # noqa: S603, S607
+        except OSError:
+            return  # no sudo: they are told of as left
+
+
+class Tree:
+    """The command and all that it started."""
+
+    def __init__(self, child: int) -> None:
+        self.child = child
+        self.code: int | None = None
+        self.asked: set[int] = set()
+        self.left: list[int] = []
+
+    def reap(self) -> None:
+        """Collect whoever has ended, adopted orphans too."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid == self.child:
+                self.code = 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+
+    def end(self, ask_until: float) -> bool:
+        """One round of ending the tree: ask, and after ``ask_until`` kill. True when nothing is left."""
+        self.reap()
+        self.left = descendants()
+        late = time.monotonic() >= ask_until
+        signal_all([p for p in self.left if late or p not in self.asked], signal.SIGKILL if late else signal.SIGTERM)
+        self.asked.update(self.left)
+        return not self.left
+
+
+class Guard:
+    """The inner process: one loop over its input, the command's output and the clock."""
+
+    def __init__(self, silence: float, grace: float, outer: int) -> None:
+        self.silence, self.grace, self.outer = silence, grace, outer
+        self.child: subprocess.Popen[bytes] | None = None
+        self.tree: Tree | None = None
+        self.pipe: int | None = None
+        self.cause: str | None = None
+        self.ask_until = self.give_up = 0.0
+        self.words, self.output = b"", b""
+        self.heard = self.started = time.monotonic()
+        self.listening, self.linked, self.gone = True, True, False
+
+    def stop(self, cause: str, grace: float) -> None:
+        """End the tree: ask now, kill after ``grace``."""
+        now = time.monotonic()
+        self.ask_until = min(self.ask_until, now + grace) if self.cause else now + grace
+        self.give_up = self.ask_until + GIVE_UP
+        self.cause = self.cause or cause
+
+    def lose(self, cause: str) -> None:
+        """Nobody hears us any more: end the tree, soon."""
+        if self.linked:
+            self.linked = False
+            self.stop(cause, min(self.grace, 2.0))
+
+    def listen(self) -> None:
+        """Read the runner's words."""
+        try:
+            data = os.read(0, 1 << 16)
+        except OSError:
+            data = b""
+        self.heard = time.monotonic()
+        if not data:
+            self.listening = False
+            self.lose("the runner has gone")
+        *lines, self.words = (self.words + data).split(b"\n")
+        for line in lines:
+            if line.startswith(b"{") and self.child is None and self.cause is None:
+                self.start(json.loads(line.decode()))
+            elif line in (b"s", b"k"):
+                self.stop("stopped", self.grace if line == b"s" else 0.0)
+
+    def start(self, job: Any) -> None:
+        """Start the command in a session of its own."""
+        self.started = time.monotonic()
+        try:
+            self.child = subprocess.Popen(  # noqa: S603
+                job["argv"],
+                cwd=os.path.expanduser(job["folder"]),
+                env=dict(os.environ, **job["env"]),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            tell("refused", reason=str(error))
+            os._exit(126)
+        assert self.child.stdout is not None  # noqa: S101
+        self.tree, self.pipe = Tree(self.child.pid), self.child.stdout.fileno()
+        tell("started", pid=self.child.pid)
+
+    def relay(self) -> None:
+        """Wait for something to do, at most a moment, and move the command's output along."""
+        readers = [0] if self.listening else []
+        if self.pipe is not None and len(self.output) < ROOM:
+            readers.append(self.pipe)
+        writers = [1] if self.output and self.linked else []
+        ready, room, _ = select.select(readers, writers, [], 0.05 if self.cause else 0.2)
+        if 0 in ready:
+            self.listen()
+        if self.pipe is not None and self.pipe in ready:
+            data = os.read(self.pipe, 1 << 16)
+            self.output = self.output + data if self.linked else b""
+            self.pipe = self.pipe if data else None
+        if room:
+            try:
+                self.output = self.output[os.write(1, self.output) :]
+            except BlockingIOError:
+                return
+            except OSError:
+                self.lose("the runner has gone")
+
+    def watch(self) -> None:
+        """What the clock and the process table say."""
+        if self.tree is not None and self.tree.code is None:
+            self.tree.reap()
+        if self.tree is not None and self.tree.code is not None and self.cause is None:
+            tell("ended", code=self.tree.code)  # the runner need not wait for what the command left
+            self.stop("ended", self.grace)
+        if time.monotonic() - self.heard > self.silence:
+            self.lose("the link is silent")
+        if os.getppid() != self.outer:
+            self.lose("the outer guard was killed")
+
+    def over(self) -> bool:
+        """True when nothing runs, and all output that anyone still wants has been passed on."""
+        if self.cause is None:
+            return False
+        self.gone = self.gone or self.tree is None or self.tree.end(self.ask_until)
+        if self.gone:
+            return not self.linked or (self.pipe is None and not self.output)
+        return time.monotonic() > self.give_up
+
+    def run(self) -> int:
+        """Guard until the end; the command's code."""
+        tell("ready", python=sys.version.split()[0])
+        while not self.over():
+            self.relay()
+            self.watch()
+        code = 143 if self.tree is None or self.tree.code is None else self.tree.code
+        left = [] if self.tree is None else self.tree.left
+        tell("exit", code=code, cause=self.cause, seconds=round(time.monotonic() - self.started, 3), left=left)
+        return code
+
+
+def become_subreaper() -> None:
+    """Orphans below this process become its children, not init's."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(SUBREAPER, 1, 0, 0, 0) != 0:
+        tell("refused", reason="prctl: " + os.strerror(ctypes.get_errno()))
+        os._exit(126)
+
+
+def wait_for(inner: int) -> int:
+    """The outer process: wait for the inner one, then end whatever it left."""
+    for number in SIGNALS:
+        signal.signal(number, lambda *_: os.kill(inner, signal.SIGTERM))
+    pid = status = 0
+    while pid != inner:
+        pid, status = os.wait()
+    tree, give_up = Tree(0), time.monotonic() + GIVE_UP
+    while not tree.end(0.0) and time.monotonic() < give_up:
+        time.sleep(0.05)
+    if not os.WIFSIGNALED(status):
+        return os.WEXITSTATUS(status)
+    code = 128 + os.WTERMSIG(status)
+    tell("exit", code=code, cause="the guard was killed", seconds=0.0, left=tree.left)
+    return code
+
+
+def main(silence: float, grace: float) -> None:
+    """Guard one command; ends with its code."""
+    become_subreaper()
+    outer = os.getpid()
+    inner = os.fork()
+    if inner:
+        os._exit(wait_for(inner))
+    os.setsid()
+    become_subreaper()
+    os.set_blocking(1, False)
+    guard = Guard(silence, grace, outer)
+    for number in SIGNALS:
+        signal.signal(number, lambda *_: guard.stop("a signal", min(grace, 2.0)))
+    os._exit(guard.run())

@@ -1,0 +1,113 @@
+"""A worker's log: from its machine while there is one, else the last lines that its heartbeat carried away."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from spile.errors import StoreError, UserError
+from spile.fleet.provider import Node
+from spile.fleet.spec import owns, worker_of
+from spile.fleet.ssh.hosts import Host, hosts_of
+from spile.fleet.states import NodeState
+from spile.objects import Folder, NotFound
+
+__all__ = ["LOG_FILES", "NO_LOG", "UNIT", "LastWords", "Machine", "find_machine", "last_words", "tail_command"]
+
+UNIT = "spile-worker"
+"""The worker's systemd unit."""
+LOG_FILES = ("~/spile-worker.log", "/var/log/spile-worker.log", "~/unit.log")
+"""Where a machine without systemd keeps the log."""
+NO_LOG = 66
+"""What the machine's shell answers when it has none."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A worker's machine, as far as there is one."""
+
+    host: Host | None
+    worker: int | None
+    story: str
+    """Why there is no host to ask."""
+
+
+@dataclass(frozen=True)
+class LastWords:
+    """What a heartbeat says of a log."""
+
+    worker: int
+    lines: tuple[str, ...]
+    updated: str
+    error: str | None
+
+
+def tail_command(lines: int, follow: bool, unit: str = UNIT, files: Sequence[str] = LOG_FILES) -> str:
+    """For the machine's shell: its journal's last lines, or a file's."""
+    tilde = [f'"$HOME"/{shlex.quote(name[2:])}' if name.startswith("~/") else shlex.quote(name) for name in files]
+    journal = f"journalctl --no-pager --quiet -o cat -u {shlex.quote(unit)} -n {lines}" + (" -f" if follow else "")
+    return (
+        f"if systemctl cat {shlex.quote(unit)} >/dev/null 2>&1 && command -v journalctl >/dev/null; then "
+        f"if sudo -n true 2>/dev/null; then exec sudo -n {journal}; else exec {journal}; fi; fi; "
+        f"for file in {' '.join(tilde)}; do "
+        f'if [ -f "$file" ]; then exec tail -n {lines}{" -F" if follow else ""} "$file"; fi; done; '
+        f"exit {NO_LOG}"
+    )
+
+
+def find_machine(nodes: Iterable[Node], worker: str, *, fleet: str | None, host: int, internal_ip: bool) -> Machine:
+    """The machine that a person means by ``5`` or by ``tpu-us-central1-a-0``."""
+    number = int(worker) if worker.isdigit() else None
+    mine = [node for node in nodes if fleet is None or owns(fleet, node)]
+    found = [node for node in mine if (node.name == worker if number is None else worker_of(node) == number)]
+    if len(found) > 1:
+        names = ", ".join(f"{node.name} in {node.zone}" for node in found)
+        raise UserError(f"several machines are worker {worker}", found=names, fix="name one, with --zone or --fleet")
+    if not found:
+        return Machine(None, number, "it has no machine")
+    node = found[0]
+    number = worker_of(node) if number is None else number
+    if node.state != NodeState.READY:
+        return Machine(None, number, f"{node.name} is {node.state}")
+    hosts = hosts_of([node], node.name, internal_ip=internal_ip)
+    if not 0 <= host < len(hosts):
+        raise UserError(f"{node.name} has no host {host}", expected=f"0 to {len(hosts) - 1}")
+    return Machine(hosts[host], number, "")
+
+
+def last_words(root: Folder, worker: str, number: int | None) -> LastWords:
+    """The log's last lines from the worker's heartbeat; a machine's name is looked up in all of them."""
+    keys = [f"tpu_{number}/progress.json"] if number is not None else _heartbeats(root)
+    for key in keys:
+        try:
+            beat: dict[str, Any] = json.loads(root.get(key))
+        except NotFound:
+            continue
+        except ValueError as error:
+            raise StoreError(f"{root.url}/{key} is no heartbeat", found=str(error)) from error
+        if number is not None or str(beat.get("host", "")).split(".")[0] == worker:
+            return _read(key, beat)
+    raise UserError(
+        f"no heartbeat of worker {worker} in {root.url}", expected="tpu_N/progress.json", fix="check --output"
+    )
+
+
+def _heartbeats(root: Folder) -> list[str]:
+    return [info.key for info in root.list("tpu_") if info.key.endswith("/progress.json") and info.key.count("/") == 1]
+
+
+def _read(key: str, beat: dict[str, Any]) -> LastWords:
+    log = beat.get("log") or beat.get("log_tail") or ()
+    lines = log.splitlines() if isinstance(log, str) else [str(line) for line in log]
+    updated = beat.get("updated")
+    when = (
+        datetime.fromtimestamp(updated, UTC).isoformat(" ", "seconds") if isinstance(updated, int | float) else updated
+    )
+    error = beat.get("error") or beat.get("last_error")
+    return LastWords(
+        int(key.split("/")[0].removeprefix("tpu_")), tuple(lines), str(when or "?"), str(error) if error else None
+    )

@@ -1,0 +1,179 @@
+"""Hosts on loopback: real sshds with throwaway keys, each with a home of its own."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+SSHD = shutil.which("sshd") or ("/usr/sbin/sshd" if Path("/usr/sbin/sshd").exists() else None)
+WHY_NOT = "OpenSSH's sshd is not installed (apt-get install openssh-server)"
+
+
+def free_port(address: str = "127.0.0.1") -> int:
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_until(true: Callable[[], object], seconds: float = 20.0) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if true():
+            return True
+        time.sleep(0.05)
+    return bool(true())
+
+
+def marked(mark: str) -> list[int]:
+    """Every living process that carries the mark in its environment."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                alive = folder.joinpath("stat").read_bytes().rpartition(b")")[2].split()[0] != b"Z"
+                if alive and mark.encode() in folder.joinpath("environ").read_bytes():
+                    found.append(int(folder.name))
+            except OSError:
+                continue
+    return found
+
+
+@dataclass
+class SshHost:
+    """One sshd and the home it logs into."""
+
+    home: Path
+    mark: str
+    port: int
+    address: str = "127.0.0.1"
+    server: subprocess.Popen[bytes] | None = None
+    link: str | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.address}:{self.port}"
+
+    def processes(self) -> list[int]:
+        return marked(self.mark)
+
+
+@dataclass
+class Hosts:
+    """Some hosts, and the keys to them."""
+
+    folder: Path
+    key: Path
+    hosts: list[SshHost] = field(default_factory=list)
+
+    def __getitem__(self, number: int) -> SshHost:
+        return self.hosts[number]
+
+    def named(self, *numbers: int) -> str:
+        return ",".join(self.hosts[number].name for number in numbers or range(len(self.hosts)))
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        return (f"UserKnownHostsFile={self.folder / 'known_hosts'}", "GlobalKnownHostsFile=/dev/null")
+
+    def flags(self, *numbers: int) -> list[str]:
+        words = ["--hosts", self.named(*numbers), "--user", getpass.getuser(), "--ssh-key", str(self.key)]
+        for option in self.options:
+            words += ["--ssh-option", option]
+        return words
+
+    def processes(self) -> list[int]:
+        return [pid for host in self.hosts for pid in host.processes()]
+
+    def start(
+        self, number: int, *, before: tuple[str, ...] = (), address: str = "127.0.0.1", config: str = ""
+    ) -> SshHost:
+        """One more sshd; ``before`` is what to run it under, such as a network namespace."""
+        home = self.folder / f"host{number}"
+        home.mkdir()
+        host_key = home / "host_key"
+        keygen(host_key)
+        mark = f"SPILE_TEST_MARK={uuid.uuid4().hex}"
+        port = 22 if before else free_port()
+        lines = [
+            f"Port {port}",
+            f"ListenAddress {address}",
+            f"HostKey {host_key}",
+            f"PidFile {home / 'sshd.pid'}",
+            f"AuthorizedKeysFile {self.key}.pub",
+            "PermitRootLogin prohibit-password",
+            "PasswordAuthentication no",
+            "KbdInteractiveAuthentication no",
+            "UsePAM no",
+            "StrictModes no",
+            "PrintMotd no",
+            "MaxStartups 100",
+            config or f"SetEnv HOME={home} {mark}",
+        ]
+        (home / "sshd_config").write_text("\n".join(lines) + "\n")
+        words = [*before, str(SSHD), "-D", "-e", "-f", str(home / "sshd_config")]
+        log = (home / "sshd.log").open("wb")
+        server = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+        log.close()
+        host = SshHost(home, mark, port, address, server)
+        self.hosts.append(host)
+        if not wait_until(lambda: b"Server listening" in (home / "sshd.log").read_bytes() or server.poll() is not None):
+            raise RuntimeError((home / "sshd.log").read_text())
+        assert server.poll() is None, (home / "sshd.log").read_text()
+        return host
+
+    def close(self) -> None:
+        for pid in self.processes():
+            end(pid)
+        for host in self.hosts:
+            if host.server is not None:
+                end(-host.server.pid)  # its session: the listener and nothing else of ours
+                host.server.wait()
+
+
+def end(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL) if pid > 0 else os.killpg(-pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def keygen(path: Path) -> None:
+    subprocess.run(
+        ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(path)], check=True, stdin=subprocess.DEVNULL
+    )
+
+
+def spile(project: Path, *words: str, **more: object) -> subprocess.Popen[str]:
+    """The real program, in its own process."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "spile.cli.main", *words],
+        cwd=project,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "COLUMNS": "200", **more.pop("env", {})},  # type: ignore[dict-item]
+        start_new_session=True,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def finish(process: subprocess.Popen[str], seconds: float = 60) -> tuple[int, str, str]:
+    """Its code, output and errors."""
+    try:
+        out, err = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        raise AssertionError(f"did not end:\n{out}\n{err}") from None
+    return process.returncode, out, err
