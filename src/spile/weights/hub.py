@@ -16,7 +16,14 @@ def download(name: str, revision: str | None) -> tuple[Path, str]:
     from huggingface_hub import errors, snapshot_download
 
     try:
-        folder = Path(snapshot_download(name, revision=revision, allow_patterns=[*SMALL_FILES, "model*.safetensors"]))
+        folder = Path(
+            snapshot_download(
+                name,
+                revision=revision,
+                allow_patterns=[*SMALL_FILES, "model*.safetensors"],
+                endpoint=os.environ.get("HF_ENDPOINT") or None,
+            )
+        )
     except errors.GatedRepoError as error:
         raise ModelError(f"{name} is gated on the hub", fix=_token_fix(name)) from error
     except errors.RevisionNotFoundError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -119,7 +120,8 @@ def _place(source: Source, entry: Entry, dtype: np.dtype[Any], place: Sharding |
         array = jax.device_put(_read(source, entry, ()), may_alias=False)
     else:
         array = jax.make_array_from_callback(entry.shape, place, _Slices(source, entry))
-    return array if array.dtype == dtype else _convert(array, dtype)
+    converted: jax.Array = array if array.dtype == dtype else _cast(array, dtype)
+    return converted
 
 
 class _Slices:
@@ -150,6 +152,6 @@ def _read(source: Source, entry: Entry, bounds: tuple[tuple[int, int], ...]) -> 
     return rows[(slice(None), *(slice(*bound) for bound in bounds[1:]))]
 
 
-def _convert(array: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
-    converted: jax.Array = jax.jit(lambda x: x.astype(dtype), out_shardings=array.sharding)(array)
-    return converted
+@functools.partial(jax.jit, static_argnums=1)
+def _cast(array: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
+    return array.astype(dtype)
