@@ -1,3 +1,3 @@
-from backends import folder, folder_url
+from backends import clouds, folder, folder_url, shared_clouds
 
-__all__ = ["folder", "folder_url"]
+__all__ = ["clouds", "folder", "folder_url", "shared_clouds"]
