@@ -138,7 +138,9 @@ def _show_garbage(report: Report, console: Console) -> None:
     waiting = [item for item in report.garbage if item.state == "found"]
     if waiting:
         total = size(sum(item.size or 0 for item in waiting))
-        console.print(f"{len(waiting)} can go ({total}): spile verify {report.root} --gc --yes removes them")
+        console.print(
+            f"{len(waiting)} can go ({total}): spile verify {report.root} --gc --yes removes them", soft_wrap=True
+        )
 
 
 def _streams(count: int) -> str:

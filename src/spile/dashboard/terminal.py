@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -31,7 +30,8 @@ _STYLE = {
 def render(snapshot: Snapshot, *, interval: float | None = None) -> RenderableType:
     """The whole dashboard."""
     head = [Text("ACTIVATION EXTRACTION", style="bold"), Text(snapshot.root), Text(_headline(snapshot, interval))]
-    return Group(*head, _table(snapshot), *_errors(snapshot), *_foot(snapshot, interval))
+    blank = Text("")
+    return Group(*head, blank, _table(snapshot), blank, *_errors(snapshot), *_foot(snapshot, interval))
 
 
 def _headline(snapshot: Snapshot, interval: float | None) -> str:
@@ -46,7 +46,7 @@ def _headline(snapshot: Snapshot, interval: float | None) -> str:
 
 
 def _table(snapshot: Snapshot) -> Table:
-    table = Table(box=SIMPLE_HEAD, show_footer=True, footer_style="bold", header_style="bold", pad_edge=False)
+    table = Table(box=None, show_footer=True, footer_style="bold", header_style="bold", padding=(0, 2, 0, 0))
     machines = any(stream.machine is not None for stream in snapshot.streams)
     table.add_column("NAME", "TOTALS", no_wrap=True)
     if machines:
@@ -76,8 +76,18 @@ def _cells(stream: StreamView, machines: bool) -> list[RenderableType]:
         f"{stream.committed:,}",
         size(stream.bytes),
         amount(stream.tokens_per_second) if stream.tokens_per_second else "",
-        f"{duration(stream.age)} ago" if stream.age is not None else "never",
+        _ago(stream.age),
     ]
+
+
+def _ago(age: float | None) -> str:
+    """One unit is enough to tell a heartbeat from a silence."""
+    if age is None:
+        return "never"
+    for seconds, unit in ((172_800, "d"), (7200, "h"), (120, "min")):
+        if age >= seconds:
+            return f"{age / (seconds / 2):.0f} {unit} ago"
+    return f"{age:.0f} s ago"
 
 
 def _of(count: float, expected: float | None) -> str:

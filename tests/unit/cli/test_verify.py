@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from producing import produce, sample_of, write_shard
+from spile.cli.main import main
+from spile.objects import open_folder
+
+
+def spile(*words: str) -> int:
+    with pytest.raises(SystemExit) as exit_:
+        main(words)
+    assert isinstance(exit_.value.code, int)
+    return exit_.value.code
+
+
+def test_a_whole_dataset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    produce(open_folder(str(tmp_path)), 45)
+    assert spile("verify", str(tmp_path)) == 0
+    text = capsys.readouterr().out
+    assert "│ tpu_0  │      42 │       3 │ 45 │      5 │" in text
+    assert "✓ proven: 42 samples in 1 stream, each exactly once; 5 shards, every checksum right, no NaN" in text
+
+
+def test_what_is_wrong_is_said_and_exits_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = produce(open_folder(str(tmp_path)), 45)
+    (tmp_path / "tpu_0" / "commits" / "0005.json").unlink()
+    assert spile("verify", str(tmp_path)) == 1
+    text = capsys.readouterr().out
+    assert f"✗ missing: {tmp_path}/tpu_0: samples 43-44 (2 of 45)" in text
+    assert "2 missing" in text
+    assert (
+        "✗ not proven: 1 missing; run the same spile extract again to finish it, or give the run's --max-samples"
+        in text
+    )
+    assert spile("verify", str(tmp_path), "--max-samples", "43") == 0
+    capsys.readouterr()
+    (tmp_path / "tpu_0" / store.ledger.files[0].name).unlink()
+    assert spile("verify", str(tmp_path), "--json") == 1
+    report = json.loads(capsys.readouterr().out)
+    assert [problem["kind"] for problem in report["problems"]] == ["damaged", "missing"]
+
+
+def test_garbage_is_listed_then_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = produce(open_folder(str(tmp_path)), 20)
+    builder = store.begin([sample_of(3)])
+    write_shard(builder, [sample_of(3)])
+    name = builder.finish().name
+    old = time.time() - 7200
+    os.utime(tmp_path / "tpu_0" / name, (old, old))
+    assert spile("verify", str(tmp_path), "--gc") == 0
+    text = capsys.readouterr().out
+    assert f"orphaned shard: tpu_0/{name}, " in text
+    assert "1 can go (" in text
+    assert f"spile verify {tmp_path} --gc --yes removes them" in text
+    assert spile("verify", str(tmp_path), "--gc", "--older-than", "3", "--yes") == 0
+    assert (tmp_path / "tpu_0" / name).exists()
+    assert spile("verify", str(tmp_path), "--gc", "--yes") == 0
+    assert not (tmp_path / "tpu_0" / name).exists()
+    assert spile("verify", str(tmp_path)) == 0
+
+
+def test_mistakes_exit_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert spile("verify", str(tmp_path / "nowhere")) == 2
+    assert "expected a folder with run.json" in capsys.readouterr().err
+    assert spile("verify", str(tmp_path), "--yes") == 2
+    assert "--yes: expected --gc beside it" in capsys.readouterr().err
+    assert spile("verify", str(tmp_path), "--recompute", "-1") == 2
