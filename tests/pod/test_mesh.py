@@ -1,0 +1,96 @@
+"""The mesh: which axes go where, what is replicated and said, what the default is."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec
+
+from spile.errors import SpecError
+from spile.model.params import layout
+from spile.runtime.mesh import RULES, default_shape, make_mesh, parse_mesh_shape, plan_mesh
+from spile.spec.architecture import ModelConfig
+from spile.spec.machines import parse_machine
+
+QWEN_05 = ModelConfig("qwen2", 896, 24, 14, 2, 64, 4864, 151936, qkv_bias=True, tied=True)
+QWEN_7 = ModelConfig("qwen2", 3584, 28, 28, 4, 128, 18944, 152064, qkv_bias=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "shape"), [("16,16", (16, 16)), ("16x16", (16, 16)), ("(4, 2)", (4, 2)), ("8", (8, 1)), ("1,1", (1, 1))]
+)
+def test_spellings(text: str, shape: tuple[int, int]) -> None:
+    assert parse_mesh_shape(text) == shape
+
+
+@pytest.mark.parametrize("text", ["", "0,4", "2,2,2", "a,b", "-1,2"])
+def test_wrong_spellings(text: str) -> None:
+    with pytest.raises(SpecError, match="--mesh-shape: expected DATA,MODEL such as 16,16, found"):
+        parse_mesh_shape(text)
+
+
+def test_heads_are_never_cut() -> None:
+    plan = plan_mesh(QWEN_05, (16, 16))
+    # 14 × 64 = 896 does divide by 16, but a part would hold three quarters of a head.
+    assert plan.spec(("heads", "d_model"), (896, 896)) == PartitionSpec(None, None)
+    assert plan.spec(("d_ff", "d_model"), (4864, 896)) == PartitionSpec("model", None)
+    assert plan.spec(("d_model", "d_ff"), (896, 4864)) == PartitionSpec(None, "model")
+    assert plan.notes(QWEN_05) == [
+        "14 heads do not divide over 16 devices (model axis): replicated on each",
+        "2 key/value heads do not divide over 16 devices (model axis): replicated on each",
+    ]
+
+
+def test_nothing_is_said_where_all_divides() -> None:
+    assert plan_mesh(QWEN_05, (8, 2)).notes(QWEN_05) == []
+    assert plan_mesh(QWEN_05, (8, 1)).notes(QWEN_05) == []
+    assert plan_mesh(QWEN_05, (8, 2)).spec(("heads", "d_model"), (896, 896)) == PartitionSpec("model", None)
+
+
+def test_every_axis_of_the_weights_has_a_rule() -> None:
+    embed, tensors = layout(QWEN_7)
+    assert {axis for tensor in (embed, *tensors.values()) for axis in tensor.axes} <= set(RULES)
+
+
+@given(st.sampled_from([QWEN_05, QWEN_7]), st.integers(1, 64))
+def test_every_part_is_whole(config: ModelConfig, width: int) -> None:
+    plan = plan_mesh(config, (1, width))
+    embed, tensors = layout(config)
+    for tensor in (embed, *tensors.values()):
+        spec = plan.spec(tensor.axes, tensor.shape)
+        used = [part for part in spec if part is not None]
+        assert len(used) <= 1
+        for size, part in zip(tensor.shape, spec, strict=True):
+            assert part is None or size % width == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "machine", "shape"),
+    [
+        (QWEN_05, "v5e-256", (256, 1)),
+        (QWEN_05, "v3-8", (8, 1)),
+        (QWEN_7, "v5e-64", (16, 4)),
+        (QWEN_7, "v5p-8", (4, 1)),
+        (QWEN_7, "v6e-8", (4, 2)),
+    ],
+)
+def test_the_default_mesh(config: ModelConfig, machine: str, shape: tuple[int, int]) -> None:
+    kind = parse_machine(machine)
+    found = default_shape(config, kind.devices, 2, kind.hbm_per_device)
+    assert found == shape
+    assert math.prod(found) == kind.devices
+    assert plan_mesh(config, found).weight_bytes(config, 2) <= 0.4 * kind.hbm_per_device
+
+
+def test_unknown_memory_is_data_parallel() -> None:
+    assert default_shape(QWEN_7, 8, 2, None) == (8, 1)
+
+
+def test_a_shape_that_is_not_the_devices() -> None:
+    with pytest.raises(
+        SpecError, match=r"--mesh-shape: expected DATA,MODEL whose product is the \d+ devices there are"
+    ):
+        make_mesh((16, 17))
