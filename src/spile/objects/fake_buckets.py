@@ -92,7 +92,9 @@ class Bucket:
 class Buckets:
     """All of them, behind one lock: what a request does is atomic."""
 
-    def __init__(self) -> None:
+    def __init__(self, base: str = "") -> None:
+        self.base = base
+        """The server's URL, for the links in its replies."""
         self.lock = threading.RLock()
         self.buckets: dict[str, Bucket] = {}
         self.uploads: dict[str, Upload] = {}

@@ -34,7 +34,7 @@ class FakeGcs(FaultyServer):
 
     def __init__(self, port: int = 0) -> None:
         super().__init__(port)
-        self.buckets = Buckets()
+        self.buckets = Buckets(self.url)
 
     def add_bucket(self, name: str, location: str = "US-CENTRAL1") -> None:
         """Create it, empty."""
@@ -53,7 +53,7 @@ class FakeGcs(FaultyServer):
     def answer(self, request: Request) -> Reply:
         """JSON below ``/storage/v1``, XML elsewhere."""
         if "/storage/v1/" in request.path:
-            return answer_json(self.buckets, request, self.url)
+            return answer_json(self.buckets, request)
         return answer_xml(self.buckets, request)
 
     def administer(self, request: Request) -> Reply:

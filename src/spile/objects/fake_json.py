@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from datetime import UTC, datetime
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 from spile.objects.fake_buckets import Bucket, Buckets, Stored, crc32c_base64
 from spile.objects.fake_xml import range_of, read_headers
@@ -16,7 +16,7 @@ __all__ = ["answer_json"]
 _PAGE = 1000
 
 
-def answer_json(buckets: Buckets, request: Request, base: str) -> Reply:
+def answer_json(buckets: Buckets, request: Request) -> Reply:
     """One request below ``/storage/v1``, ``/upload/storage/v1`` or ``/download/storage/v1``."""
     upload = request.path.startswith(("/upload/", "/resumable/upload/"))
     parts = [unquote(part) for part in request.path.partition("/storage/v1/")[2].split("/")]
@@ -29,7 +29,7 @@ def answer_json(buckets: Buckets, request: Request, base: str) -> Reply:
                 if bucket is None:
                     return _error(404, "The specified bucket does not exist.")
                 if upload:
-                    return _upload(buckets, name, request, base)
+                    return _upload(buckets, name, request)
                 return _in_bucket(buckets, name, bucket, rest, request)
     return _error(404, "Not Found")
 
@@ -62,8 +62,11 @@ def _bucket_resource(name: str, bucket: Bucket) -> dict[str, object]:
     }
 
 
-def _object_resource(bucket: str, key: str, stored: Stored) -> dict[str, object]:
+def _object_resource(bucket: str, key: str, stored: Stored, base: str) -> dict[str, object]:
+    where = f"storage/v1/b/{bucket}/o/{quote(key, safe='')}"
     return {
+        "selfLink": f"{base}/{where}",
+        "mediaLink": f"{base}/download/{where}?generation={stored.generation}&alt=media",
         "kind": "storage#object",
         "id": f"{bucket}/{key}/{stored.generation}",
         "bucket": bucket,
@@ -108,17 +111,18 @@ def _in_bucket(buckets: Buckets, name: str, bucket: Bucket, rest: list[str], req
         case "GET", ["iam", "testPermissions"]:
             return _reply({"kind": "storage#testIamPermissionsResponse", "permissions": [request.query["permissions"]]})
         case "GET", ["o"]:
-            return _listing(name, bucket, request.query)
+            return _listing(buckets, name, request.query)
         case method, ["o", key]:
             return _object(buckets, name, bucket, key, method, request)
     return _error(404, "Not Found")
 
 
-def _listing(name: str, bucket: Bucket, query: dict[str, str]) -> Reply:
+def _listing(buckets: Buckets, name: str, query: dict[str, str]) -> Reply:
+    bucket = buckets.buckets[name]
     limit = int(query.get("maxResults", _PAGE))
     after = query.get("pageToken", "")
     keys, folded, token = bucket.page(query.get("prefix", ""), query.get("delimiter", ""), after, limit)
-    items = [_object_resource(name, key, bucket.objects[key]) for key in keys]
+    items = [_object_resource(name, key, bucket.objects[key], buckets.base) for key in keys]
     page: dict[str, object] = {"kind": "storage#objects", "items": items, "prefixes": folded}
     return _reply(page | ({"nextPageToken": token} if token else {}))
 
@@ -147,11 +151,11 @@ def _object(buckets: Buckets, name: str, bucket: Bucket, key: str, method: str, 
                 headers["Content-Range"] = f"bytes {span[0]}-{span[1] - 1}/{len(stored.data)}"
             return Reply(206 if "range" in request.headers else 200, stored.data[slice(*span)], headers)
         case "GET":
-            return _reply(_object_resource(name, key, stored))
+            return _reply(_object_resource(name, key, stored, buckets.base))
     return _error(405, method)
 
 
-def _upload(buckets: Buckets, name: str, request: Request, base: str) -> Reply:
+def _upload(buckets: Buckets, name: str, request: Request) -> Reply:
     query = request.query
     if "upload_id" in query:
         return _resume(buckets, name, request)
@@ -176,7 +180,7 @@ def _upload(buckets: Buckets, name: str, request: Request, base: str) -> Reply:
                 return _error(412, "At least one of the pre-conditions you specified did not hold.")
             kept = {**_options(resource), **{k: v for k, v in query.items() if k == "ifGenerationMatch"}}
             handle = buckets.begin(name, key, kept)
-            location = f"{base}/upload/storage/v1/b/{name}/o?uploadType=resumable&upload_id={handle}"
+            location = f"{buckets.base}/upload/storage/v1/b/{name}/o?uploadType=resumable&upload_id={handle}"
             return Reply(200, b"", {"Location": location, "X-GUploader-UploadID": handle})
     return _error(400, "unknown uploadType")
 
@@ -198,7 +202,7 @@ def _insert(
     if resource.get("crc32c") and resource["crc32c"] != crc32c_base64(data):
         return _error(400, "Provided CRC32C does not match calculated CRC32C.")
     stored = buckets.store(name, key, data, options={"contentType": str(resource.get("contentType") or "")})
-    return _reply(_object_resource(name, key, stored))
+    return _reply(_object_resource(name, key, stored, buckets.base))
 
 
 def _related(request: Request) -> tuple[dict[str, object], bytes]:

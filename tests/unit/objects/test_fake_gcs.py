@@ -1,0 +1,155 @@
+"""The fake is taken for the real thing by three clients that know the real thing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import urllib.request
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from spile.errors import StoreError
+from spile.objects import open_folder
+from spile.objects.fake_gcs import FakeGcs
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGcs]:
+    with FakeGcs() as fake:
+        fake.add_bucket("b", "EUROPE-WEST4")
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", fake.url)
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        yield fake
+
+
+def test_googles_own_client(fake: FakeGcs) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the client's own deprecations are not ours
+        from google.api_core.exceptions import PreconditionFailed
+        from google.auth.credentials import AnonymousCredentials
+        from google.cloud import storage
+
+        client = storage.Client(project="p", credentials=AnonymousCredentials())
+        bucket = client.bucket("b")
+        assert bucket.exists()
+        assert client.get_bucket("b").location == "EUROPE-WEST4"
+        blob = bucket.blob("a dir/x#1.txt")
+        blob.upload_from_string(b"hello", if_generation_match=0, checksum="crc32c")
+        with pytest.raises(PreconditionFailed):
+            bucket.blob("a dir/x#1.txt").upload_from_string(b"other", if_generation_match=0)
+        assert blob.download_as_bytes(checksum="crc32c") == b"hello"
+        assert blob.download_as_bytes(start=1, end=3) == b"ell"
+        large = bucket.blob("large", chunk_size=1 << 20)  # a resumable upload in four pieces
+        large.upload_from_string(bytes(3_500_000))
+        large.reload()
+        assert large.size == 3_500_000
+        assert [b.name for b in client.list_blobs("b")] == ["a dir/x#1.txt", "large"]
+        found = client.list_blobs("b", delimiter="/")
+        assert [b.name for b in found] == ["large"]
+        assert found.prefixes == {"a dir/"}
+        assert [b.name for b in client.list_blobs("b", page_size=1)] == ["a dir/x#1.txt", "large"]
+        folder = open_folder("gs://b")
+        assert folder.get("a dir/x#1.txt") == b"hello"
+        folder.put("ours", b"1")
+        assert bucket.blob("ours").download_as_bytes() == b"1"
+        blob.delete()
+        assert not blob.exists()
+        client.create_bucket("another", location="us-east1")
+        assert {b.name for b in client.list_buckets()} == {"b", "another"}
+        client.close()
+
+
+def _gcloud(fake: FakeGcs, home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {
+        **{k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")},
+        "CLOUDSDK_CONFIG": str(home),
+        "CLOUDSDK_AUTH_DISABLE_CREDENTIALS": "true",
+        "CLOUDSDK_CORE_CHECK_GCE_METADATA": "false",
+        "CLOUDSDK_CORE_DISABLE_USAGE_REPORTING": "true",
+        "CLOUDSDK_COMPONENT_MANAGER_DISABLE_UPDATE_CHECK": "true",
+        "CLOUDSDK_CORE_PROJECT": "p",
+        "CLOUDSDK_API_ENDPOINT_OVERRIDES_STORAGE": f"{fake.url}/storage/v1/",
+    }
+    command = ["gcloud", "storage", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("gcloud") is None, reason="gcloud is not installed")
+def test_gcloud_storage(fake: FakeGcs, tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_bytes(b"hello")
+    (tmp_path / "big.bin").write_bytes(os.urandom(9 << 20))
+    _gcloud(fake, tmp_path / "home", "cp", str(tmp_path / "x.txt"), str(tmp_path / "big.bin"), "gs://b/dir/")
+    listed = _gcloud(fake, tmp_path / "home", "ls", "gs://b/**").stdout.split()
+    assert listed == ["gs://b/dir/big.bin", "gs://b/dir/x.txt"]
+    folder = open_folder("gs://b/dir")
+    assert folder.get("x.txt") == b"hello"
+    assert folder.get("big.bin") == (tmp_path / "big.bin").read_bytes()
+    folder.put("ours", b"from spile")
+    _gcloud(fake, tmp_path / "home", "cp", "gs://b/dir/ours", "gs://b/dir/big.bin", str(tmp_path / "home"))
+    assert (tmp_path / "home" / "ours").read_bytes() == b"from spile"
+    assert (tmp_path / "home" / "big.bin").read_bytes() == (tmp_path / "big.bin").read_bytes()
+    _gcloud(fake, tmp_path / "home", "rm", "gs://b/dir/x.txt")
+    assert [item.key for item in folder.list()] == ["big.bin", "ours"]
+
+
+def _admin(url: str, path: str, value: object = None, method: str = "POST") -> bytes:
+    body = None if value is None else json.dumps(value).encode()
+    request = urllib.request.Request(f"{url}/_fake/{path}", body, method=method)
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=10) as reply:
+        data: bytes = reply.read()
+        return data
+
+
+def test_as_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = [sys.executable, "-m", "spile.objects.fake_gcs", "--bucket", "b", "--location", "US-EAST1"]
+    process = subprocess.Popen([*command, "--with-parent"], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout
+        url = process.stdout.readline().strip()
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", url)
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        folder = open_folder("gs://b/x")
+        _admin(url, "faults", [{"kind": "status", "status": 503, "method": "PUT", "count": 1}])
+        folder.put("a", b"1")
+        assert folder.stats.retries == 1
+        stats = json.loads(_admin(url, "stats", method="GET"))
+        assert stats["spoiled"] == {"status": 1}
+        assert stats["requests"] == 2
+        _admin(url, "faults", method="DELETE")
+        _admin(url, "bandwidth", {"bytes_per_second": 1e9})
+        _admin(url, "buckets", {"name": "c", "location": "EU"})
+        open_folder("gs://c").put("a", b"1")
+        _admin(url, "buckets/b", method="DELETE")
+        with pytest.raises(StoreError, match="no such bucket"):
+            folder.put("a", b"1")
+    finally:
+        process.terminate()
+        assert process.wait(10) == 0
+        process.stdout.close()  # type: ignore[union-attr]
+
+
+def test_pages(fake: FakeGcs) -> None:
+    folder = open_folder("gs://b/many")
+    names = [f"commits/{n:04d}.json" for n in range(2500)]
+    for name in names:
+        fake.buckets.store("b", f"many/{name}", name.encode())
+    fake.buckets.store("b", "many/z", b"")
+    assert [item.key for item in folder.list()] == [*names, "z"]
+    assert [item.key for item in folder.list("commits/0")] == names[:1000]
+    fake.faults.add("status", skip=1, count=2)  # the second page fails twice
+    assert [item.key for item in folder.list("commits/")] == names
+    assert folder.stats.retries == 2
+
+
+def test_many_unfinished_uploads_come_in_pages(fake: FakeGcs) -> None:
+    for number in range(1500):
+        fake.buckets.begin("b", f"run/shard_{number:04d}")
+    found = list(open_folder("gs://b/run").unfinished())
+    assert [remains.key for remains in found] == [f"shard_{number:04d}" for number in range(1500)]
