@@ -135,8 +135,9 @@ def random(
         kind = name.rpartition(".")[2]
         mean, std = (1.0, 0.1) if kind.endswith("norm") else (0.0, _std(kind, tensor))
         place = None if sharding is None else sharding(tensor.axes, tensor.shape)
-        draw = _draw(tensor.shape, np.dtype(dtype), mean, place)
-        drawn: jax.Array = draw(jax.random.fold_in(key, zlib.crc32(name.encode())), jnp.float32(std))
+        draw = _draw(tensor.shape, np.dtype(dtype), place)
+        own = jax.random.fold_in(key, zlib.crc32(name.encode()))
+        drawn: jax.Array = draw(own, jnp.float32(mean), jnp.float32(std))
         return drawn
 
     return build(config, n_layers, make)
@@ -149,10 +150,10 @@ def _std(kind: str, tensor: Tensor) -> float:
 
 
 @functools.cache
-def _draw(shape: tuple[int, ...], dtype: np.dtype[Any], mean: float, place: jax.sharding.Sharding | None) -> Any:
+def _draw(shape: tuple[int, ...], dtype: np.dtype[Any], place: jax.sharding.Sharding | None) -> Any:
     """One compiled sampler a shape, shared by all layers."""
 
-    def sample(key: jax.Array, std: jax.Array) -> jax.Array:
+    def sample(key: jax.Array, mean: jax.Array, std: jax.Array) -> jax.Array:
         return (mean + std * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
 
     return jax.jit(sample, out_shardings=place)

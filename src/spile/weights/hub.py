@@ -60,6 +60,6 @@ def _token_fix(name: str) -> str:
 def _unreachable(name: str, error: BaseException) -> ModelError:
     return ModelError(
         f"no folder {name} here, and the hub cannot be reached for a model of that name",
-        found=type(error).__name__,
+        found=type(error.__cause__ or error).__name__,
         fix="check the name and the network, or give a folder that holds the model",
     )
