@@ -68,7 +68,8 @@ class NodeState(StrEnum):
     @classmethod
     def parse(cls, text: str | None) -> NodeState:
         """The state as the API spells it; one that we do not know is UNKNOWN, not a crash."""
-        return {state.value: state for state in cls}.get(text or "", cls.UNKNOWN)
+        found = cls._value2member_map_.get(text or "")
+        return found if isinstance(found, cls) else cls.UNKNOWN
 
 
 class QueuedState(StrEnum):
@@ -103,4 +104,5 @@ class QueuedState(StrEnum):
     @classmethod
     def parse(cls, text: str | None) -> QueuedState:
         """The state as the API spells it; one that we do not know is UNKNOWN."""
-        return {state.value: state for state in cls}.get(text or "", cls.UNKNOWN)
+        found = cls._value2member_map_.get(text or "")
+        return found if isinstance(found, cls) else cls.UNKNOWN

@@ -1,0 +1,121 @@
+"""What a fleet has lived through: counts, waits, requests without an answer. Frozen; stored beside ``fleet.json``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+__all__ = ["Bill", "Block", "History", "Pending", "WorkerHistory"]
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A request that was sent and whose end has not been seen."""
+
+    verb: Literal["create", "delete"]
+    zone: str
+    since: float
+    operation: str | None = None
+    """None: the answer was lost, so that only a listing can tell."""
+    uid: str = ""
+    """Of the machine that is being deleted."""
+
+
+@dataclass(frozen=True)
+class WorkerHistory:
+    """One worker's past."""
+
+    zone: str
+    """Where its next machine will be asked for."""
+    used: tuple[str, ...] = ()
+    """Every zone where a machine of its may be."""
+    pending: Pending | None = None
+    failures: int = 0
+    """Creates that failed in this zone, one after another."""
+    quick: int = 0
+    """Machines that died young, one after another."""
+    retry_at: float = 0.0
+    alive: str = ""
+    """The machine that was last seen alive; gone without a word counts as a preemption."""
+    since: float = 0.0
+    """When that one was created."""
+    coming: float = 0.0
+    """Since when its machine has been on its way; 0 when it is not."""
+    buried: str = ""
+    """The machine whose end was counted last."""
+    preemptions: int = 0
+    stockouts: int = 0
+    silences: int = 0
+    crashes: int = 0
+    creates: int = 0
+    finished: bool = False
+    gave_up: str = ""
+    reported: bool = False
+    note: str = ""
+    """What it waits for, for people."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Why no machine is asked for in a zone, and until when."""
+
+    until: float
+    why: str
+
+
+@dataclass(frozen=True)
+class Bill:
+    """One machine's cost so far."""
+
+    worker: int
+    zone: str
+    started: float
+    seen: float
+    dollars_per_hour: float
+
+    @property
+    def dollars(self) -> float:
+        """Until it was last seen alive."""
+        return max(0.0, self.seen - self.started) / 3600.0 * self.dollars_per_hour
+
+
+@dataclass(frozen=True)
+class History:
+    """The fleet's past."""
+
+    workers: Mapping[int, WorkerHistory] = field(default_factory=dict)
+    blocks: Mapping[str, Block] = field(default_factory=dict)
+    bills: Mapping[str, Bill] = field(default_factory=dict)
+    settled: float = 0.0
+    """Dollars of machines that are gone."""
+    stopped: str = ""
+    """Why the whole fleet is being taken down."""
+    deployment: str = ""
+
+    @property
+    def dollars(self) -> float:
+        """Spent so far."""
+        return self.settled + sum(bill.dollars for bill in self.bills.values())
+
+    def to_json(self) -> bytes:
+        """As stored."""
+        raw = asdict(self)
+        raw["workers"] = {str(number): value for number, value in raw["workers"].items()}
+        return json.dumps(raw).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> History:
+        """As stored."""
+        raw: dict[str, Any] = json.loads(data)
+        workers = {}
+        for number, value in raw["workers"].items():
+            pending = Pending(**value["pending"]) if value["pending"] else None
+            workers[int(number)] = WorkerHistory(**{**value, "pending": pending, "used": tuple(value["used"])})
+        raw.update(
+            workers=workers,
+            blocks={zone: Block(**block) for zone, block in raw["blocks"].items()},
+            bills={uid: Bill(**bill) for uid, bill in raw["bills"].items()},
+        )
+        return cls(**raw)

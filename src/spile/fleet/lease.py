@@ -1,0 +1,125 @@
+"""Who may act on a fleet: one monitor at a time, by objects that are created only if absent.
+
+``lease/000007.json`` is the seventh monitor's. Its owner writes it anew at every look, and does not act when it could
+not for a while. Who finds the last one released or not renewed for ``ttl`` seconds creates the next, and whoever
+wins that race is the monitor; the one before sees a higher number and only watches from then on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from spile.objects.folder import Folder, NotFound
+
+__all__ = ["Holder", "Lease"]
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who holds the lease."""
+
+    number: int
+    who: str
+    token: str
+    renewed: float
+    ttl: float
+    released: bool = False
+
+    def expired(self, now: float) -> bool:
+        """Whether somebody else may take over."""
+        return self.released or now - self.renewed > self.ttl
+
+
+class Lease:
+    """One monitor's claim on a fleet."""
+
+    def __init__(
+        self,
+        folder: Folder,
+        *,
+        clock: Callable[[], float],
+        ttl: float,
+        who: str | None = None,
+        token: str | None = None,
+    ) -> None:
+        self._folder = folder
+        self._clock = clock
+        self._ttl = ttl
+        self._who = who or f"{os.environ.get('USER', 'somebody')}@{socket.gethostname()}, process {os.getpid()}"
+        self._token = token or secrets.token_hex(8)
+        self.number = 0
+        """Of the lease that we hold; 0 when we hold none."""
+        self._renewed = float("-inf")
+
+    def held(self) -> bool:
+        """Whether we may act now. Never true once somebody else could have taken over."""
+        return self.number > 0 and self._clock() - self._renewed < self._ttl * 0.8
+
+    def take(self) -> Holder | None:
+        """Take or renew the lease. None: it is ours. Else who holds it: only watch."""
+        began = self._clock()
+        last = self._last()
+        if self.number and (last is None or last.number == self.number):
+            if began - self._renewed < self._ttl:
+                self._write(self.number, began)
+                return None
+            self.number = 0
+        if last is not None and last.token != self._token and not last.expired(began):
+            self.number = 0
+            return last
+        number = (last.number if last else 0) + 1
+        if not self._folder.create(_key(number), self._body(began)):
+            winner = self._last()
+            # A lost reply looks like a lost race.
+            if winner is None or winner.token != self._token or winner.number != number:
+                self.number = 0
+                return winner
+        self.number, self._renewed = number, began
+        self._forget(number - 8)
+        return None
+
+    def release(self) -> None:
+        """Let the next monitor start at once."""
+        last = self._last()
+        if self.number and last is not None and last.number == self.number:
+            self._write(self.number, self._clock(), released=True)
+        self.number = 0
+
+    def holder(self) -> Holder | None:
+        """Who holds it now, if anybody."""
+        last = self._last()
+        return None if last is None or last.expired(self._clock()) else last
+
+    def _write(self, number: int, moment: float, *, released: bool = False) -> None:
+        self._folder.put(_key(number), self._body(moment, released=released))
+        self._renewed = moment
+
+    def _body(self, moment: float, *, released: bool = False) -> bytes:
+        fields = {"who": self._who, "token": self._token, "renewed": moment, "ttl": self._ttl, "released": released}
+        return json.dumps(fields).encode()
+
+    def _numbers(self) -> list[int]:
+        keys = (info.key for info in self._folder.list("lease/"))
+        return sorted(int(key[6:-5]) for key in keys if key[6:-5].isdigit())
+
+    def _last(self) -> Holder | None:
+        for number in reversed(self._numbers()):
+            try:
+                return Holder(number, **json.loads(self._folder.get(_key(number))))
+            except NotFound:  # forgotten by a later monitor while we looked
+                continue
+        return None
+
+    def _forget(self, below: int) -> None:
+        for number in self._numbers():
+            if number < below:
+                self._folder.delete(_key(number))
+
+
+def _key(number: int) -> str:
+    return f"lease/{number:06d}.json"

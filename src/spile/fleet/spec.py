@@ -1,0 +1,175 @@
+"""What a fleet shall be: its workers, its machines, its patience. The content of ``fleet.json``."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from spile.errors import SpecError
+from spile.fleet.provider import Node, NodeRequest
+from spile.spec.machines import Machine, parse_machine
+
+__all__ = [
+    "FLEET_LABEL",
+    "WORKER_LABEL",
+    "FleetSpec",
+    "Policy",
+    "Worker",
+    "default_runtime",
+    "owns",
+    "plan_workers",
+    "worker_of",
+]
+
+FLEET_LABEL = "spile-fleet"
+"""Only machines that carry it, with the fleet's name, are ever touched."""
+WORKER_LABEL = "spile-worker"
+
+# What Google's documentation says to boot each generation with, for JAX.
+_RUNTIMES = {
+    "v5e": "v2-alpha-tpuv5-lite",
+    "v5p": "v2-alpha-tpuv5",
+    "v6e": "v2-alpha-tpuv6e",
+}
+
+
+def default_runtime(machine: Machine) -> str:
+    """The software version for a machine type."""
+    return _RUNTIMES.get(machine.generation, "tpu-ubuntu2204-base")
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One stream's worker: its number over all zones, and its machine's name, which it keeps when it moves."""
+
+    id: int
+    name: str
+    zone: str
+    """Where it lives, unless that zone stays dry."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How patient the monitor is. All in seconds, but for counts."""
+
+    interval: float = 60.0
+    stale_intervals: int = 5
+    """A running worker's heartbeat may be so many intervals old."""
+    compile_grace: float = 1200.0
+    """The same while it boots, installs or compiles."""
+    create_timeout: float = 1800.0
+    """A machine that is not ready by then is deleted."""
+    settle: float = 120.0
+    """How long a request without an answer may take to show in a listing."""
+    backoff_base: float = 30.0
+    backoff_cap: float = 900.0
+    quick_death: float = 600.0
+    """A machine that lived shorter is replaced with a growing delay."""
+    stockouts_before_move: int = 3
+    quota_retry: float = 1800.0
+    max_crashes: int = 2
+    """Machines a worker may crash on; on each it is relaunched a few times by its agent."""
+    delete_finished: bool = True
+    budget: float | None = None
+    """Dollars; the fleet is deleted when they are spent."""
+    move: bool = True
+    """Whether a worker may change its zone."""
+
+    def __post_init__(self) -> None:
+        if not self.interval > 0:
+            raise SpecError("--interval", expected="seconds, more than 0", found=f"{self.interval:g}")
+        if self.budget is not None and not self.budget > 0:
+            raise SpecError("--budget", expected="dollars, more than 0", found=f"{self.budget:g}")
+
+
+@dataclass(frozen=True)
+class FleetSpec:
+    """One fleet."""
+
+    name: str
+    project: str
+    zones: tuple[str, ...]
+    workers: tuple[Worker, ...]
+    machine: NodeRequest
+    queued: bool = False
+    best_effort: bool = False
+    root: str = ""
+    """Where the dataset is written."""
+    streams: str | None = None
+    """The folder of streams; worker 5 reads its ``stream_005.jsonl``."""
+    arguments: tuple[str, ...] = ()
+    """More words for ``spile extract``, the same on every worker."""
+    wheel: str | None = None
+    """The wheel's key beside ``fleet.json``."""
+    version: str = ""
+    deployment: str = ""
+    """A new one for each deploy: what an earlier one finished, this one does anew."""
+    max_samples: int | None = None
+    policy: Policy = field(default_factory=Policy)
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", self.name):
+            raise SpecError(
+                "--fleet", expected="a label: small letters, digits and dashes, a letter first", found=repr(self.name)
+            )
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """What marks its machines."""
+        return {FLEET_LABEL: self.name}
+
+    def dollars_per_hour(self, node: Node) -> float:
+        """What a node costs while it runs; 0 for a type that the table does not know."""
+        try:
+            price = parse_machine(node.accelerator_type).price
+        except SpecError:
+            return 0.0
+        return price.preemptible if node.preemptible else price.on_demand
+
+    def to_json(self) -> bytes:
+        """As ``fleet.json`` holds it."""
+        return json.dumps({"format": 1, **asdict(self)}, indent=1).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> FleetSpec:
+        """From ``fleet.json``."""
+        raw: dict[str, Any] = json.loads(data)
+        if raw.pop("format", None) != 1:
+            raise SpecError("fleet.json", expected="format 1", fix="use the version of spile that wrote it")
+        machine = raw["machine"]
+        raw.update(
+            zones=tuple(raw["zones"]),
+            workers=tuple(Worker(**worker) for worker in raw["workers"]),
+            machine=NodeRequest(**{**machine, "tags": tuple(machine.get("tags", ()))}),
+            arguments=tuple(raw["arguments"]),
+            policy=Policy(**raw["policy"]),
+        )
+        return cls(**raw)
+
+
+def plan_workers(zones: tuple[str, ...], workers_per_zone: int, *, first: int = 0) -> tuple[Worker, ...]:
+    """``tpu-{zone}-{n}`` in each zone; the workers' own numbers run on over the zones."""
+    if not zones or len(set(zones)) != len(zones):
+        raise SpecError(
+            "--zones", expected="zones, each once, such as us-central1-a,us-central1-b", found=repr(",".join(zones))
+        )
+    if workers_per_zone < 1:
+        raise SpecError("--workers-per-zone", expected="1 or more", found=str(workers_per_zone))
+    return tuple(
+        Worker(first + place * workers_per_zone + number, f"tpu-{zone}-{number}", zone)
+        for place, zone in enumerate(zones)
+        for number in range(workers_per_zone)
+    )
+
+
+def owns(fleet: str, node: Node) -> bool:
+    """Whether the node carries the fleet's label."""
+    return node.labels.get(FLEET_LABEL) == fleet
+
+
+def worker_of(node: Node) -> int | None:
+    """The worker whose machine this is."""
+    text = node.labels.get(WORKER_LABEL, "")
+    return int(text) if text.isdigit() else None
