@@ -127,6 +127,11 @@ class CloudFolder:
         return f"{self._bucket.url}/{self._prefix}".rstrip("/")
 
     @property
+    def bucket_url(self) -> str:
+        """``gs://bucket``."""
+        return self._bucket.url
+
+    @property
     def stats(self) -> Stats:
         """Counters shared by all folders that were opened from one."""
         return self._bucket.stats

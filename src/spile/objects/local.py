@@ -21,7 +21,7 @@ from spile.errors import StoreError
 from spile.objects.folder import NotFound, ObjectInfo, Unfinished, Unwritable, checked_key, possible_prefix
 from spile.objects.stats import Stats
 
-__all__ = ["LocalFolder", "LocalWriter"]
+__all__ = ["LocalFolder", "LocalWriter", "writing"]
 
 _TEMPORARY = ".tmp-"
 _MOVE_CHUNK = 8 << 20
@@ -51,7 +51,8 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def writing(path: Path) -> Iterator[None]:
+    """Turns the file system's errors into ours."""
     try:
         yield
     except OSError as error:
@@ -112,7 +113,7 @@ class LocalWriter:
         self._path = path
         self._stats = stats
         self._handle: int | None = None
-        with _writing(path):
+        with writing(path):
             _make_folder(path.parent)
             self._temporary = _temporary(path)
             self._handle = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
@@ -125,7 +126,7 @@ class LocalWriter:
     def write_at(self, offset: int, data: Buffer) -> None:
         """Put bytes at an offset."""
         view = memoryview(data).cast("B")
-        with _writing(self._path):
+        with writing(self._path):
             _write_all(self._open(), view, offset)
         self._stats.add(bytes_written=view.nbytes)
 
@@ -134,7 +135,7 @@ class LocalWriter:
         if target > source:
             raise ValueError("a move goes down")
         handle = self._open()
-        with _writing(self._path):
+        with writing(self._path):
             for done in range(0, length, _MOVE_CHUNK):
                 chunk = os.pread(handle, min(_MOVE_CHUNK, length - done), source + done)
                 _write_all(handle, memoryview(chunk), target + done)
@@ -142,7 +143,7 @@ class LocalWriter:
     def finish(self, size: int) -> None:
         """Cut, sync once, rename, sync the folder."""
         handle = self._open()
-        with _writing(self._path):
+        with writing(self._path):
             os.ftruncate(handle, size)
             os.fsync(handle)
             self._temporary.rename(self._path)
@@ -235,14 +236,14 @@ class LocalFolder:
     def put(self, key: str, data: bytes) -> None:
         """Write aside, sync, rename."""
         path = self._at(key)
-        with _writing(path), self._aside(path, data) as temporary:
+        with writing(path), self._aside(path, data) as temporary:
             temporary.rename(path)
         self._stats.add(requests=1, bytes_written=len(data))
 
     def create(self, key: str, data: bytes) -> bool:
         """Write aside, sync, link: the file system lets one of many through."""
         path = self._at(key)
-        with _writing(path), self._aside(path, data) as temporary:
+        with writing(path), self._aside(path, data) as temporary:
             try:
                 os.link(temporary, path)
             except FileExistsError:
@@ -255,7 +256,7 @@ class LocalFolder:
     def delete(self, key: str) -> None:
         """Remove a file."""
         path = self._at(key)
-        with _writing(path), suppress(FileNotFoundError, NotADirectoryError):
+        with writing(path), suppress(FileNotFoundError, NotADirectoryError):
             path.unlink()
             _sync_folder(path.parent)
 

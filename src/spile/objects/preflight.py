@@ -1,0 +1,105 @@
+"""Before anything is computed: can the output be written, and is it where the machine is?"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Mapping
+
+from spile.errors import StoreError
+from spile.objects.cloud import CloudFolder
+from spile.objects.folder import Folder, Unwritable
+from spile.objects.local import LocalFolder, writing
+from spile.objects.regions import PRICES_OF, Place, egress_price, machine_place
+from spile.objects.trouble import Trouble
+
+__all__ = ["preflight"]
+
+_MAKE = {
+    "gs": "gcloud storage buckets create {bucket} --location={region}",
+    "s3": "aws s3 mb {bucket} --region {region}",
+}
+_DEFAULT_REGION = {"gs": "us-central1", "s3": "us-east-1"}
+
+
+def preflight(folder: Folder, *, need: int = 0, environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Warnings, or an error with exit code 2 where the folder cannot be written. Leaves nothing behind.
+
+    ``need`` is the room for what will be in flight (a shard or two), in bytes; a disk with less is full already.
+    """
+    if isinstance(folder, LocalFolder):
+        _try_disk(folder, need)
+        return []
+    if isinstance(folder, CloudFolder):
+        machine = machine_place(environment)
+        _try_bucket(folder, machine)
+        return _compare_regions(folder, machine)
+    return []
+
+
+def _try_disk(folder: LocalFolder, need: int) -> None:
+    """Write where the folder is or will be."""
+    there = folder.path.absolute()
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    with writing(folder.path):
+        if not there.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        with tempfile.NamedTemporaryFile(dir=there, prefix=".tmp-") as probe:
+            probe.write(b"spile")
+            probe.flush()
+            os.fsync(probe.fileno())
+        free = shutil.disk_usage(there).free
+    if free < need:
+        raise Unwritable(
+            f"no room in {folder.url}",
+            expected=f"{need / 1e9:.1f} GB free",
+            found=f"{free / 1e9:.1f} GB",
+            fix="free some room, choose another --output or a smaller --shard-size-gb",
+        )
+
+
+def _try_bucket(folder: CloudFolder, machine: Place | None) -> None:
+    """Create and delete an object."""
+    key = f".spile-probe-{secrets.token_hex(8)}"
+    try:
+        folder.create(key, b"")
+        folder.delete(key)
+    except StoreError as error:
+        trouble = error.__cause__
+        if not isinstance(trouble, Trouble) or trouble.transient:
+            raise
+        if trouble.no_bucket:
+            bucket = folder.bucket_url
+            cloud = bucket.partition(":")[0]
+            region = machine.region if machine and machine.cloud == cloud else _DEFAULT_REGION[cloud]
+            fix = "make it: " + _MAKE[cloud].format(bucket=bucket, region=region)
+            raise Unwritable(f"there is no bucket {bucket}", fix=fix) from error
+        expected = "an account that may create and delete objects"
+        raise Unwritable(f"cannot write {folder.url}", expected=expected, found=trouble.cause, fix=error.fix) from error
+
+
+def _compare_regions(folder: CloudFolder, machine: Place | None) -> list[str]:
+    """A warning where bytes cross a border that costs."""
+    cloud = folder.url.partition(":")[0]
+    if machine is None:
+        return []
+    try:
+        bucket = Place(cloud, folder.location())
+    except StoreError as error:
+        if isinstance(error.__cause__, Trouble) and error.__cause__.status == 403:
+            return []  # an account that may write objects need not be allowed to read the bucket's own data
+        raise
+    price = egress_price(machine, bucket)
+    if not price:
+        return []
+    make = _MAKE[cloud].format(bucket=f"{cloud}://NAME", region=machine.region)
+    advice = f"; a bucket beside it costs nothing: {make}" if machine.cloud == cloud else ""
+    return [
+        f"{folder.bucket_url} lies in {bucket.region} and this machine in {machine.region}: "
+        f"every TiB written costs about ${price * 1024:.0f} of egress (${price:.2f} a GiB, list prices of {PRICES_OF})"
+        f"{advice}"
+    ]
