@@ -265,3 +265,20 @@ def test_import_spile_is_light() -> None:
     subprocess.run([sys.executable, "-c", f"{light}; spile.open; assert 'jax' not in sys.modules"], check=True)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = spile.nothing
+
+
+def test_a_flip_on_the_way_is_read_again(tmp_path: Path) -> None:
+    """Once is an accident of the network; the same twice is the object."""
+    counting = Counting(open_folder(str(tmp_path)))
+    big(counting, shards=1)
+    flipped: list[int] = []
+
+    def spoil(key: str, start: int, data: bytes) -> bytes:
+        if start in flipped:
+            return data
+        flipped.append(start)
+        return bytes([data[0] ^ 1]) + data[1:]
+
+    counting.spoil = spoil
+    _read_all(open_dataset(counting))
+    assert len(flipped) > 3
