@@ -90,15 +90,11 @@ def _last_words(worker: str, machine: Machine, output: str | None, lines: int, c
             found=machine.story,
             fix="pass --output gs://…: the heartbeat has the last lines",
         )
-    words = last_words(open_folder(output), worker, machine.worker)
-    console.print(
-        f"{machine.story}; the heartbeat of {words.updated} has the log's end:",
-        markup=False,
-        style="dim",
-        soft_wrap=True,
-    )
-    for line in words.lines[len(words.lines) - min(lines, len(words.lines)) :]:
+    beat = last_words(open_folder(output), worker, machine.worker)
+    told = f"{machine.story}; the heartbeat of {beat.updated} ({beat.phase}, on {beat.host}) has the log's end:"
+    console.print(told, markup=False, style="dim", soft_wrap=True)
+    for line in beat.log_tail[max(0, len(beat.log_tail) - lines) :]:
         console.print(line, markup=False, soft_wrap=True)
-    if words.error:
-        console.print(f"last error: {words.error}", markup=False, soft_wrap=True)
+    if beat.last_error:
+        console.print(f"last error: {beat.last_error}", markup=False, soft_wrap=True)
     return 0

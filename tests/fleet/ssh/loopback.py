@@ -95,7 +95,7 @@ class Hosts:
         return [pid for host in self.hosts for pid in host.processes()]
 
     def start(
-        self, number: int, *, before: tuple[str, ...] = (), address: str = "127.0.0.1", config: str = ""
+        self, number: int, *, before: tuple[str, ...] = (), address: str = "127.0.0.1", port: int = 0, config: str = ""
     ) -> SshHost:
         """One more sshd; ``before`` is what to run it under, such as a network namespace."""
         home = self.folder / f"host{number}"
@@ -103,7 +103,7 @@ class Hosts:
         host_key = home / "host_key"
         keygen(host_key)
         mark = f"SPILE_TEST_MARK={uuid.uuid4().hex}"
-        port = 22 if before else free_port()
+        port = 22 if before else port or free_port(address)
         lines = [
             f"Port {port}",
             f"ListenAddress {address}",
@@ -159,7 +159,7 @@ def spile(project: Path, *words: str, **more: object) -> subprocess.Popen[str]:
         [sys.executable, "-m", "spile.cli.main", *words],
         cwd=project,
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
+        stdout=more.pop("stdout", subprocess.PIPE),  # type: ignore[call-overload]
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "COLUMNS": "200", **more.pop("env", {})},  # type: ignore[dict-item]

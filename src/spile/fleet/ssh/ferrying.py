@@ -69,7 +69,9 @@ class _Crossing:
 
     def _error(self, code: int, what: str) -> SpileError:
         self._reader.join(timeout=5)
-        lines = self._words.decode("utf-8", "replace").splitlines()
+        lines = [
+            line for line in self._words.decode("utf-8", "replace").split("\n") if line
+        ]  # the mark is a line's end too
         for line in lines:
             if line.startswith(guard.MARK):
                 reason = json.loads(line.removeprefix(guard.MARK))["reason"]

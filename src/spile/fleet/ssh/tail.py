@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from typing import Any
 
-from spile.errors import StoreError, UserError
+from spile.errors import UserError
 from spile.fleet.provider import Node
 from spile.fleet.spec import owns, worker_of
 from spile.fleet.ssh.hosts import Host, hosts_of
 from spile.fleet.states import NodeState
-from spile.objects import Folder, NotFound
+from spile.objects import Folder
+from spile.status.heartbeat import Beat, read_beat
+from spile.store.layout import PROGRESS
 
-__all__ = ["LOG_FILES", "NO_LOG", "UNIT", "LastWords", "Machine", "find_machine", "last_words", "tail_command"]
+__all__ = ["LOG_FILES", "NO_LOG", "UNIT", "Machine", "find_machine", "last_words", "tail_command"]
 
 UNIT = "spile-worker"
 """The worker's systemd unit."""
@@ -34,16 +33,6 @@ class Machine:
     worker: int | None
     story: str
     """Why there is no host to ask."""
-
-
-@dataclass(frozen=True)
-class LastWords:
-    """What a heartbeat says of a log."""
-
-    worker: int
-    lines: tuple[str, ...]
-    updated: str
-    error: str | None
 
 
 def tail_command(lines: int, follow: bool, unit: str = UNIT, files: Sequence[str] = LOG_FILES) -> str:
@@ -79,35 +68,16 @@ def find_machine(nodes: Iterable[Node], worker: str, *, fleet: str | None, host:
     return Machine(hosts[host], number, "")
 
 
-def last_words(root: Folder, worker: str, number: int | None) -> LastWords:
-    """The log's last lines from the worker's heartbeat; a machine's name is looked up in all of them."""
-    keys = [f"tpu_{number}/progress.json"] if number is not None else _heartbeats(root)
-    for key in keys:
-        try:
-            beat: dict[str, Any] = json.loads(root.get(key))
-        except NotFound:
-            continue
-        except ValueError as error:
-            raise StoreError(f"{root.url}/{key} is no heartbeat", found=str(error)) from error
-        if number is not None or str(beat.get("host", "")).split(".")[0] == worker:
-            return _read(key, beat)
-    raise UserError(
-        f"no heartbeat of worker {worker} in {root.url}", expected="tpu_N/progress.json", fix="check --output"
-    )
+def last_words(root: Folder, worker: str, number: int | None) -> Beat:
+    """The worker's heartbeat, which has its log's last lines; a machine's name is looked up in all of them."""
+    for folder in [f"tpu_{number}"] if number is not None else _streams(root):
+        beat = read_beat(root.child(folder))
+        if beat is not None and (number is not None or beat.host.split(".")[0] == worker):
+            return beat
+    fix = "check --output" if number is not None else "name the worker by its number"
+    raise UserError(f"no heartbeat of worker {worker} in {root.url}", expected="one in tpu_N/progress.json", fix=fix)
 
 
-def _heartbeats(root: Folder) -> list[str]:
-    return [info.key for info in root.list("tpu_") if info.key.endswith("/progress.json") and info.key.count("/") == 1]
-
-
-def _read(key: str, beat: dict[str, Any]) -> LastWords:
-    log = beat.get("log") or beat.get("log_tail") or ()
-    lines = log.splitlines() if isinstance(log, str) else [str(line) for line in log]
-    updated = beat.get("updated")
-    when = (
-        datetime.fromtimestamp(updated, UTC).isoformat(" ", "seconds") if isinstance(updated, int | float) else updated
-    )
-    error = beat.get("error") or beat.get("last_error")
-    return LastWords(
-        int(key.split("/")[0].removeprefix("tpu_")), tuple(lines), str(when or "?"), str(error) if error else None
-    )
+def _streams(root: Folder) -> list[str]:
+    keys = [info.key.split("/") for info in root.list("tpu_")]
+    return [parts[0] for parts in keys if len(parts) == 2 and parts[1] == PROGRESS]

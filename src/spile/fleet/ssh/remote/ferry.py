@@ -166,13 +166,15 @@ class Taker:
         os.makedirs(self.store, exist_ok=True)
 
     def place(self, path: str) -> str:
-        """Where a file goes; never outside the folder, nor through a link."""
-        target = os.path.join(self.root, path)
+        """Where a file goes; never outside the folder."""
         parts = path.split("/")
-        above = os.path.realpath(os.path.dirname(target))
-        if path.startswith("/") or ".." in parts or STORE in parts or above != os.path.dirname(target):
+        if path.startswith("/") or ".." in parts or STORE in parts:
             raise FerryError("a file that would leave the folder: " + path)
-        return target
+        return os.path.join(self.root, path)
+
+    def behind_link(self, place: str) -> bool:
+        """Whether the way there leads through a link, perhaps out of the folder."""
+        return os.path.realpath(os.path.dirname(place)) != os.path.dirname(place)
 
     def part(self, path: str) -> str:
         """Where a file waits until it is whole."""
@@ -185,9 +187,9 @@ class Taker:
             if 0 < os.path.getsize(part) <= entry["size"]:
                 return claim(part)
             os.unlink(part)
-        if os.path.isfile(place) and not os.path.islink(place) and os.path.getsize(place) == entry["size"] > 0:
-            return claim(place)
-        return None
+        if self.behind_link(place) or os.path.islink(place) or not os.path.isfile(place):
+            return None
+        return claim(place) if os.path.getsize(place) == entry["size"] > 0 else None
 
     def take_file(self, entry: Entry, source: BinaryIO, claimed: list[Any] | None) -> None:
         """One file's bytes, onto what is here of it."""
@@ -217,6 +219,8 @@ class Taker:
         """Move what is whole into place."""
         for part, entry in self.waiting:
             place = self.place(entry["path"])
+            if self.behind_link(place):
+                raise FerryError("a file that would leave the folder: " + entry["path"])
             os.makedirs(os.path.dirname(place), exist_ok=True)
             if entry["link"] is not None:
                 if os.path.lexists(place):
@@ -238,6 +242,8 @@ class Taker:
                 old = json.load(file)
         for path in sorted(set(old) - set(paths)):
             place = self.place(path)
+            if self.behind_link(place):
+                continue
             if os.path.lexists(place) and (os.path.islink(place) or not os.path.isdir(place)):
                 os.unlink(place)
             above = os.path.dirname(place)
