@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from spile.data.sources import Row, check_columns
 from spile.errors import DataError, SpileError, StoreError
@@ -50,6 +53,8 @@ class Hub:
             from datasets import load_dataset
         except ImportError as error:
             raise DataError("datasets of the hub need the datasets library", fix="pip install 'spile[data]'") from error
+        if self.location is None:
+            _reach(self.name)
         try:
             dataset = load_dataset(self.name, self.config_name, split=self.split, streaming=True)
             if dataset.column_names is not None:
@@ -66,11 +71,7 @@ class Hub:
 
         name, said = self.location or self.name, f"{type(error).__name__}: {error}".splitlines()[0][:300]
         if _no_network(error):
-            return StoreError(
-                f"the hub cannot be reached for {name}",
-                found=said,
-                fix="check the network, or download it elsewhere and name the folder or file: --dataset DIR",
-            )
+            return _unreachable(name, said)
         if isinstance(error, DatasetNotFoundError):
             return DataError(
                 f"no dataset {name} on the hub, or no access to it",
@@ -80,6 +81,29 @@ class Hub:
         if isinstance(error, ValueError):
             return DataError(f"{name} cannot be opened", found=said, fix="check --split and --config-name")
         return StoreError(f"{name} cannot be read", found=said)
+
+
+def _unreachable(name: str, said: str) -> StoreError:
+    return StoreError(
+        f"the hub cannot be reached for {name}",
+        found=said,
+        fix="check the network, or download it elsewhere and name the folder or file: --dataset DIR",
+    )
+
+
+def _reach(name: str) -> None:
+    """Fail at once where there is no network: the library would retry for half a minute, line by line."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE or getproxies():
+        return
+    url = urlsplit(constants.ENDPOINT)
+    try:
+        socket.create_connection(
+            (url.hostname or "", url.port or (80 if url.scheme == "http" else 443)), timeout=10
+        ).close()
+    except OSError as error:
+        raise _unreachable(name, f"{constants.ENDPOINT}: {error.strerror or error}") from error
 
 
 def _no_network(error: BaseException) -> bool:

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from spile.cli.data import progress
+from spile.cli.main import main
+from spile.data.usable import Tally
+
+
+def spile(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[object, str, str]:
+    with pytest.raises(SystemExit) as caught:
+        main(["data", *words])
+    told = capsys.readouterr()
+    return caught.value.code, told.out, told.err
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> str:
+    grid = [[1, 2]]
+    good: list[Any] = [{"examples": [[grid, grid]] * 3} for _ in range(10)]
+    bad: list[Any] = [{"examples": [[grid, grid, grid]] * 2}, {"other": 1}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*good, *bad]))
+    return str(tmp_path / "rows.jsonl")
+
+
+def test_convert_says_what_it_read_and_what_it_could_not_use(rows: str, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "t.jsonl"
+    code, told, _ = spile(["convert", "--dataset", rows, "--output", str(out)], capsys)
+    assert code == 0
+    assert told.splitlines() == [
+        "12 rows read, 10 samples, 2 could not be used:",
+        "  1 × a pair of 3",
+        "  1 × no column 'examples'",
+        "  first seen at line 11: a pair of 3",
+        "  first seen at line 12: no column 'examples'",
+        f"wrote {out} ({out.stat().st_size:,} bytes)",
+        f"next: spile data streams --dataset {out} --num-streams 32 --output-dir data/streams",
+    ]
+
+
+def test_the_guides_spelling_writes_the_challenge_pair(rows: str, tmp_path: Path, capsys: Any) -> None:
+    code, told, _ = spile(
+        ["convert", "--dataset", rows, "--output_dir", str(tmp_path / "o"), "--max_samples", "3"], capsys
+    )
+    assert code == 0
+    assert "3 rows read, 3 samples\n" in told
+    assert sorted(path.name for path in (tmp_path / "o").iterdir()) == [
+        "arc_format_train.json",
+        "test_outputs_train.json",
+    ]
+    assert len(json.loads((tmp_path / "o" / "arc_format_train.json").read_text())) == 3
+
+
+def test_streams_then_some_again_then_upload(rows: str, tmp_path: Path, capsys: Any) -> None:
+    folder = tmp_path / "s"
+    make = ["streams", "--dataset", rows, "--num-streams", "4", "--output-dir", str(folder)]
+    code, told, _ = spile(make, capsys)
+    assert code == 0
+    assert f"wrote 4 of 4 streams to {folder}, 2 or 3 samples each, " in told
+    (folder / "stream_002.jsonl").unlink()
+    code, told, _ = spile([*make, "--streams", "2-3"], capsys)
+    assert (code, "wrote 2 of 4 streams" in told) == (0, True)
+    put = ["upload", "--bucket", f"file://{tmp_path}/b", "--prefix", "datasets", "--local-dir", str(folder)]
+    code, told, _ = spile(put, capsys)
+    assert code == 0
+    assert "5/5 streams.json uploaded\n5 uploaded (" in told
+    assert (tmp_path / "b" / "datasets" / "stream_003.jsonl").is_file()
+    code, told, _ = spile(put, capsys)
+    assert "0 uploaded (0 bytes), 5 there already, in" in told
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["convert"], "spile: --format arc-jsonl: expected --output tasks.jsonl alone, found none"),
+        (["convert", "--format", "arc-json"], "spile: --format arc-json: expected --output-dir DIR alone, found none"),
+        (
+            ["convert", "--output", "a", "--output-dir", "b"],
+            "spile: --format arc-jsonl: expected --output tasks.jsonl alone, found both",
+        ),
+        (
+            ["streams", "--num-streams", "2", "--streams", "9-5"],
+            "spile: --streams: expected numbers and ranges such as 5-9,12, found '9-5'",
+        ),
+        (["streams", "--num-streams", "2", "--end-index", "0"], "spile: --end-index: expected 1 or more, found 0"),
+        (
+            ["upload", "--bucket", "b", "--local-dir", "none"],
+            "spile: no such folder: none; make streams first: spile data streams",
+        ),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(
+    words: list[str], line: str, capsys: Any, monkeypatch: Any, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, told, wrong = spile(words, capsys)
+    assert (code, told, wrong) == (2, "", line + "\n")
+    assert not list(tmp_path.iterdir())
+
+
+def test_progress_without_a_terminal_is_a_line_every_ten_seconds() -> None:
+    file, now = io.StringIO(), [0.0]
+    with progress(Console(file=file, force_terminal=False), None, lambda: now[0]) as tell:
+        for second in range(25):
+            now[0] = float(second)
+            tell(Tally(rows=second * 1000, samples=second * 999))
+    assert file.getvalue().splitlines() == ["10,000 rows read, 9,990 samples", "20,000 rows read, 19,980 samples"]
+
+
+def test_progress_on_a_terminal_is_a_bar() -> None:
+    file = io.StringIO()
+    with progress(Console(file=file, force_terminal=True, width=120), 100) as tell:
+        tell(Tally(rows=60, samples=50))
+    assert "50 samples, 60 rows" in file.getvalue()

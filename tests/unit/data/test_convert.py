@@ -1,0 +1,252 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spile.data.convert import ANSWERS, CHALLENGES, convert
+from spile.data.sources import open_source
+from spile.data.usable import Selection, Unique
+from spile.errors import DataError, SpecError
+
+Task = Callable[..., dict[str, Any]]
+Write = Callable[..., str]
+G = [[1, 2], [3, 4]]
+
+
+def pairs(count: int = 3, last: list[list[int]] = [[5]]) -> list[Any]:  # noqa: B006
+    return [[G, G]] * (count - 1) + [[G, last]]
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def rows() -> list[dict[str, Any]]:
+    return [{"examples": pairs(3, [[n]]), "source": "made"} for n in range(9)]
+
+
+def parquet(path: Path, rows: list[dict[str, Any]]) -> str:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=2)
+    return str(path)
+
+
+@pytest.fixture(params=["jsonl", "parquet", "hub layout", "strings in parquet"])
+def dataset(request: pytest.FixtureRequest, tmp_path: Path, jsonl: Write, rows: list[dict[str, Any]]) -> str:
+    """The same rows in every layout a dataset may have."""
+    if request.param == "jsonl":
+        return jsonl(rows)
+    if request.param == "parquet":
+        return parquet(tmp_path / "rows.parquet", rows)
+    if request.param == "strings in parquet":
+        return parquet(tmp_path / "rows.parquet", [{"examples": json.dumps(row["examples"])} for row in rows])
+    pytest.importorskip("datasets")
+    parquet(tmp_path / "hub" / "data" / "train-00000-of-00002.parquet", rows[:4])
+    parquet(tmp_path / "hub" / "data" / "train-00001-of-00002.parquet", rows[4:])
+    return str(tmp_path / "hub")
+
+
+def test_a_column_of_pairs(dataset: str, tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "tasks.jsonl"
+    done = convert(dataset, out, selection=Selection(start_index=2, end_index=8, max_samples=4, max_train_examples=1))
+    made = read(out)
+    assert [task["task_id"] for task in made] == [f"task_{n:08d}" for n in (2, 3, 4, 5)]
+    assert made[0] == {"task_id": "task_00000002", "train": [{"input": G, "output": G}], "test": [{"input": G}]}
+    assert (done.tally.samples, done.tally.rows, dict(done.tally.rejected)) == (4, 4, {})
+    assert [path.name for path in out.parent.iterdir()] == ["tasks.jsonl"]
+
+
+def test_the_challenge_pair(dataset: str, tmp_path: Path) -> None:
+    convert(dataset, tmp_path / "out", format="arc-json")
+    tasks = json.loads((tmp_path / "out" / CHALLENGES).read_text())
+    answers = json.loads((tmp_path / "out" / ANSWERS).read_text())
+    assert list(tasks) == list(answers) == [f"task_{n:08d}" for n in range(9)]
+    assert tasks["task_00000003"] == {"train": [{"input": G, "output": G}] * 2, "test": [{"input": G}]}
+    assert answers["task_00000003"] == [[[3]]]
+    again = tmp_path / "again.jsonl"
+    convert(str(tmp_path / "out" / CHALLENGES), again)
+    straight = tmp_path / "straight.jsonl"
+    convert(dataset, straight)
+    assert again.read_bytes() == straight.read_bytes()
+
+
+def test_held_back_outputs_on_request(jsonl: Write, rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    convert(jsonl(rows), tmp_path / "t.jsonl", test_outputs=True)
+    assert read(tmp_path / "t.jsonl")[4]["test"] == [{"input": G, "output": [[4]]}]
+
+
+@pytest.mark.parametrize("below", ["", "training"])
+def test_a_folder_of_arc_tasks(below: str, tmp_path: Path, task: Task) -> None:
+    folder = tmp_path / "arc" / below
+    folder.mkdir(parents=True)
+    for name in ("b", "a", "c"):
+        (folder / f"{name}.json").write_text(json.dumps(task(None)))
+    (folder / "LICENSE").write_text("…")
+    convert(str(tmp_path / "arc"), tmp_path / "t.jsonl")
+    assert [row["task_id"] for row in read(tmp_path / "t.jsonl")] == ["a", "b", "c"]
+    (folder / "broken.json").write_text("{")
+    done = convert(str(folder.parent if below else folder), tmp_path / "t.jsonl", split=below or None)
+    assert done.tally.shown == ["broken.json: a file that is no JSON"]
+    with pytest.raises(DataError, match=r"nope holds no dataset: expected \*.json tasks"):
+        convert(str(folder), tmp_path / "t.jsonl", split="nope")
+
+
+BAD: list[tuple[object, str]] = [
+    ("{oops", "a line that is no JSON"),
+    ([1], "a row that is no object"),
+    ({"other": 1}, "no column 'examples'"),
+    ({"examples": "nonsense"}, "pairs that are no JSON"),
+    ({"examples": 5}, "pairs that are no list"),
+    ({"examples": [[G, G]]}, "fewer than two pairs"),
+    ({"examples": [[G, G, G], [G, G]]}, "a pair of 3"),
+    ({"examples": [7, [G, G]]}, "a pair that is no list"),
+    ({"examples": [[G, [[1, 2], [3]]], [G, G]]}, "a ragged grid"),
+    ({"examples": [[G, [[10]]], [G, G]]}, "a cell outside 0 to 9"),
+    ({"examples": [[G, [["x"]]], [G, G]]}, "a cell that is no number"),
+    ({"examples": [[G, [[True]]], [G, G]]}, "a cell that is no number"),
+    ({"examples": [[G, G], [G, [[0] * 31]]]}, "a grid larger than 30×30"),
+    ({"train": [], "test": []}, "no train pairs"),
+]
+
+
+def test_rows_that_cannot_be_used_are_counted_by_reason(jsonl: Write, tmp_path: Path) -> None:
+    done = convert(
+        jsonl([row if isinstance(row, str) else json.dumps(row) for row, _ in BAD] + [{"examples": pairs()}]),
+        tmp_path / "t.jsonl",
+    )
+    expected: dict[str, int] = {}
+    for _, reason in BAD:
+        expected[reason] = expected.get(reason, 0) + 1
+    assert dict(done.tally.rejected) == expected
+    assert done.tally.shown == [f"line {n}: {reason}" for n, (_, reason) in enumerate(BAD[:5], 1)]
+    assert (done.tally.rows, done.tally.samples) == (len(BAD) + 1, 1)
+
+
+def test_nothing_usable_leaves_nothing(jsonl: Write, tmp_path: Path) -> None:
+    out = tmp_path / "new" / "t.jsonl"
+    with pytest.raises(
+        DataError, match=r"nothing in .* can be used: expected at least one task, found 2 × no column 'examples'"
+    ):
+        convert(jsonl([{"a": 1}, {"b": 1}]), out)
+    assert not out.parent.exists()
+    with pytest.raises(DataError, match=r"found no rows; check --column, --split"):
+        convert(jsonl([{"examples": pairs()}]), out, selection=Selection(start_index=5))
+    with pytest.raises(DataError, match=r"can be used: .* found no rows"):
+        convert(jsonl([]), out)
+
+
+def test_a_task_id_that_stands_twice_is_refused_and_the_old_file_stays(
+    jsonl: Write, task: Task, tmp_path: Path
+) -> None:
+    out = tmp_path / "t.jsonl"
+    out.write_text("old")
+    rows = [task(name) for name in ("a", "b", "c", "b", "a")]
+    with pytest.raises(DataError, match=r"task id 'b' stands twice in .*: expected each id once, found rows 1 and 3"):
+        convert(jsonl(rows), out)
+    assert out.read_text() == "old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.jsonl", "t.jsonl"]
+
+
+def test_unique_finds_the_first_repeat() -> None:
+    names = Unique()
+    assert names.first_repeat() is None
+    for row in range(5000):
+        names.add(f"n{row}", row)
+    assert names.first_repeat() is None
+    for row, name in ((6000, "n77"), (6001, "n3"), (6002, "n77")):
+        names.add(name, row)
+    assert names.first_repeat() == (77, 6000)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("missing.jsonl", r"no such dataset: .*missing.jsonl: expected a file, a folder, or owner/name on the hub"),
+        ("text.txt", r"text.txt is of no known kind: expected .jsonl, .json or .parquet, found .txt"),
+        ("empty", r"empty holds no dataset"),
+    ],
+)
+def test_no_such_source(name: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("x")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=words):
+        open_source(str(tmp_path / name), column="examples")
+
+
+def test_bad_files(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+    (tmp_path / "x.parquet").write_bytes(b"PAR1 not at all")
+    with pytest.raises(DataError, match=r"x.parquet is no Parquet file: found "):
+        convert(str(tmp_path / "x.parquet"), tmp_path / "t.jsonl")
+    with pytest.raises(
+        DataError, match=r"no column that could be used: expected one of messages, nope.*found examples, source"
+    ):
+        convert(parquet(tmp_path / "y.parquet", rows), tmp_path / "t.jsonl", selection=Selection(column="nope"))
+    (tmp_path / "z.json").write_text("[1]")
+    with pytest.raises(DataError, match=r"z.json: expected an object of tasks by id, found list"):
+        convert(str(tmp_path / "z.json"), tmp_path / "t.jsonl")
+    pytest.importorskip("datasets")
+    parquet(tmp_path / "hub" / "train.parquet", rows)
+    with pytest.raises(DataError, match=r"Bad split: nope. Available splits: \['train'\]; check --split"):
+        convert(str(tmp_path / "hub"), tmp_path / "t.jsonl", split="nope")
+    assert not (tmp_path / "t.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"start_index": -1}, "--start-index: expected 0 or more, found -1"),
+        ({"start_index": 5, "end_index": 5}, "--end-index: expected more than --start-index 5, found 5"),
+        ({"max_samples": 0}, "--max-samples: expected 1 or more, found 0"),
+        ({"max_train_examples": 0}, "--max-train-examples: expected 1 or more, found 0"),
+    ],
+)
+def test_absurd_selections(values: dict[str, int], words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        Selection(**values)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("setting", "value"), [("HF_ENDPOINT", "http://127.0.0.1:9"), ("HF_HUB_OFFLINE", "1")])
+def test_without_a_network_one_line_says_so_and_what_to_do(setting: str, value: str, tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    environment = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")} | {
+        setting: value,
+        "HF_HOME": str(tmp_path),
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "spile.cli.main",
+        "data",
+        "convert",
+        "--dataset",
+        "someone/something",
+        "--output",
+        str(tmp_path / "o/t.jsonl"),
+    ]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("spile: the hub cannot be reached for someone/something: found ")
+    assert done.stderr.endswith("name the folder or file: --dataset DIR\n")
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize(
+    ("module", "words"), [("pyarrow.parquet", "Parquet needs pyarrow"), ("datasets", "datasets of the hub need")]
+)
+def test_without_the_extra_one_line_names_it(
+    module: str, words: str, tmp_path: Path, rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = parquet(tmp_path / "x.parquet", rows)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(DataError, match=rf"{words}.*; pip install 'spile\[data\]'"):
+        convert(place if module != "datasets" else str(tmp_path), tmp_path / "t.jsonl")
