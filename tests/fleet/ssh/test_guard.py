@@ -42,8 +42,9 @@ class Guarded:
         self.process.stdin.write(word + b"\n")
         self.process.stdin.flush()
 
-    def go(self, command: str, folder: str = "/") -> None:
-        self.say(json.dumps({"argv": ["bash", "-c", command], "folder": folder, "env": {"COLOUR": "blue"}}).encode())
+    def go(self, command: str, folder: str = "/", keep: bool = False) -> None:
+        job = {"argv": ["bash", "-c", command], "folder": folder, "env": {"COLOUR": "blue"}, "keep": keep}
+        self.say(json.dumps(job).encode())
 
     def read(self) -> tuple[bytes, list[dict[str, object]]]:
         out, err = self.process.stdout.read(), self.process.stderr.read()  # type: ignore[union-attr]
@@ -97,6 +98,21 @@ def test_what_the_command_leaves_is_ended(guarded: Guarded) -> None:
     out, events = guarded.read()
     assert out == b"done\n"
     assert events[-1]["code"] == 4
+    assert marked(guarded.mark) == []
+
+
+@pytest.mark.parametrize("redirect", ["", ">/dev/null 2>&1"])
+def test_what_was_started_to_stay_is_kept(guarded: Guarded, redirect: str) -> None:
+    guarded.go(f"echo up; setsid sleep 1000 {redirect} & sleep 0.3", keep=True)
+    assert guarded.line() == b"up\n"
+    assert wait_until(lambda: guarded.process.poll() is not None)
+    assert (guarded.process.returncode, len(marked(guarded.mark))) == (0, 1)
+
+
+def test_what_a_failed_start_left_is_not_kept(guarded: Guarded) -> None:
+    guarded.go("setsid sleep 1000 & sleep 0.3; exit 5", keep=True)
+    _, events = guarded.read()
+    assert events[-1]["code"] == 5
     assert marked(guarded.mark) == []
 
 

@@ -41,11 +41,13 @@ class Job:
     """A line for the host's bash."""
     folder: str = "~"
     env: dict[str, str] = field(default_factory=dict)
+    keep: bool = False
+    """What a command that succeeded leaves running shall go on: it was started to stay."""
 
     def line(self) -> bytes:
         """The guard's word to go."""
         argv = ["bash", "-lc", self.command]
-        return json.dumps({"argv": argv, "folder": self.folder, "env": self.env}).encode() + b"\n"
+        return json.dumps({"argv": argv, "folder": self.folder, "env": self.env, "keep": self.keep}).encode() + b"\n"
 
 
 @dataclass(frozen=True)

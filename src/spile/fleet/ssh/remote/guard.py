@@ -111,8 +111,8 @@ class Tree:
 class Guard:
     """The inner process: one loop over its input, the command's output and the clock."""
 
-    def __init__(self, silence: float, grace: float, outer: int) -> None:
-        self.silence, self.grace, self.outer = silence, grace, outer
+    def __init__(self, silence: float, grace: float, outer: int, kept: int) -> None:
+        self.silence, self.grace, self.outer, self.kept = silence, grace, outer, kept
         self.child: subprocess.Popen[bytes] | None = None
         self.tree: Tree | None = None
         self.pipe: int | None = None
@@ -120,7 +120,7 @@ class Guard:
         self.ask_until = self.give_up = 0.0
         self.words, self.output = b"", b""
         self.heard = self.started = time.monotonic()
-        self.listening, self.linked, self.gone = True, True, False
+        self.listening, self.linked, self.gone, self.keep = True, True, False, False
 
     def stop(self, cause: str, grace: float) -> None:
         """End the tree: ask now, kill after ``grace``."""
@@ -155,6 +155,7 @@ class Guard:
     def start(self, job: Any) -> None:
         """Start the command in a session of its own."""
         self.started = time.monotonic()
+        self.keep = bool(job.get("keep"))
         try:
             self.child = subprocess.Popen(  # noqa: S603
                 job["argv"],
@@ -200,6 +201,10 @@ class Guard:
         if self.tree is not None and self.tree.code is not None and self.cause is None:
             tell("ended", code=self.tree.code)  # the runner need not wait for what the command left
             self.stop("ended", self.grace)
+            if self.keep and self.tree.code == 0:
+                self.gone = True  # what it started shall live on: told to the outer guard too
+                self.give_up = time.monotonic() + 1.0
+                os.write(self.kept, b"k")
         if time.monotonic() - self.heard > self.silence:
             self.lose("the link is silent")
         if os.getppid() != self.outer:
@@ -211,7 +216,8 @@ class Guard:
             return False
         self.gone = self.gone or self.tree is None or self.tree.end(self.ask_until)
         if self.gone:
-            return not self.linked or (self.pipe is None and not self.output)
+            silent = self.pipe is None or (self.keep and time.monotonic() > self.give_up)
+            return not self.linked or (silent and not self.output)
         return time.monotonic() > self.give_up
 
     def run(self) -> int:
@@ -234,15 +240,15 @@ def become_subreaper() -> None:
         os._exit(126)
 
 
-def wait_for(inner: int) -> int:
-    """The outer process: wait for the inner one, then end whatever it left."""
+def wait_for(inner: int, kept: int) -> int:
+    """The outer process: wait for the inner one, then end whatever it left, unless it shall be kept."""
     for number in SIGNALS:
         signal.signal(number, lambda *_: os.kill(inner, signal.SIGTERM))
     pid = status = 0
     while pid != inner:
         pid, status = os.wait()
     tree, give_up = Tree(0), time.monotonic() + GIVE_UP
-    while not tree.end(0.0) and time.monotonic() < give_up:
+    while not os.read(kept, 1) and not tree.end(0.0) and time.monotonic() < give_up:
         time.sleep(0.05)
     if not os.WIFSIGNALED(status):
         return os.WEXITSTATUS(status)
@@ -255,13 +261,15 @@ def main(silence: float, grace: float) -> None:
     """Guard one command; ends with its code."""
     become_subreaper()
     outer = os.getpid()
+    kept, keep = os.pipe()
     inner = os.fork()
     if inner:
-        os._exit(wait_for(inner))
+        os.close(keep)
+        os._exit(wait_for(inner, kept))
     os.setsid()
     become_subreaper()
     os.set_blocking(1, False)
-    guard = Guard(silence, grace, outer)
+    guard = Guard(silence, grace, outer, keep)
     for number in SIGNALS:
         signal.signal(number, lambda *_: guard.stop("a signal", min(grace, 2.0)))
     os._exit(guard.run())
