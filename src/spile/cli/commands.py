@@ -22,6 +22,7 @@ class Command(NamedTuple):
 GROUPS: dict[str, str] = {
     "dev": "For development: stand-ins for what is not at hand.",
     "tpu": "A fleet's machines: create, delete, status, list, recreate-preempted.",
+    "pod": "Many hosts as one worker.",
     "data": "Make datasets: convert, split into streams, upload.",
 }
 
@@ -31,6 +32,7 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "monitor", "spile.cli.monitor:monitor", "Watch a dataset grow: samples, shards, state and rate of each stream."
     ),
+    Command("pod check", "spile.cli.pod:check", "Test a slice in a minute: roll call, barriers, devices, a forward."),
     Command("data convert", "spile.cli.data:convert", "A dataset of the hub, or local files, to ARC tasks."),
     Command("data streams", "spile.cli.data:streams", "Split a dataset into independent, balanced streams."),
     Command("data upload", "spile.cli.data:upload", "Put streams into a bucket, skipping what is there."),
@@ -43,4 +45,9 @@ COMMANDS: tuple[Command, ...] = (
     Command("logs", "spile.cli.logs:logs", "A worker's log: from its machine, or its last lines from the bucket."),
     Command("collect", "spile.cli.collect:collect", "Bring back what hosts keep locally, one folder a worker."),
     Command("bench", "spile.cli.bench:bench", "Measure this machine against its own limits."),
+    Command("tpu create", "spile.cli.tpu:create", "Make a fleet's machines in many zones."),
+    Command("tpu delete", "spile.cli.tpu:delete", "Delete a fleet's machines."),
+    Command("tpu status", "spile.cli.tpu:status", "Show a fleet's machines."),
+    Command("tpu list", "spile.cli.tpu:list_all", "List every TPU VM of the project."),
+    Command("tpu recreate-preempted", "spile.cli.tpu:recreate_preempted", "Replace a fleet's dead machines."),
 )

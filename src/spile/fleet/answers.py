@@ -96,6 +96,25 @@ def read_node(raw: Mapping[str, Any]) -> Node:
         ),
         health=raw.get("healthDescription", ""),
         queued=_parts(raw["queuedResource"])[1] if raw.get("queuedResource") else None,
+        request=_request_of(raw),
+    )
+
+
+def _request_of(raw: Mapping[str, Any]) -> NodeRequest:
+    scheduling, network = raw.get("schedulingConfig", {}), raw.get("networkConfig", {})
+    return NodeRequest(
+        accelerator_type=raw.get("acceleratorType", ""),
+        runtime_version=raw.get("runtimeVersion", ""),
+        preemptible=bool(scheduling.get("preemptible")),
+        spot=bool(scheduling.get("spot")),
+        reserved=bool(scheduling.get("reserved")),
+        network=network.get("network"),
+        subnetwork=network.get("subnetwork"),
+        external_ips=bool(network.get("enableExternalIps", False)),
+        service_account=raw.get("serviceAccount", {}).get("email"),
+        labels=dict(raw.get("labels", {})),
+        metadata=dict(raw.get("metadata", {})),
+        tags=tuple(raw.get("tags", ())),
     )
 
 

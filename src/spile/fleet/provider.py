@@ -77,6 +77,24 @@ class Endpoint:
 
 
 @dataclass(frozen=True)
+class NodeRequest:
+    """What a new node shall be."""
+
+    accelerator_type: str
+    runtime_version: str
+    preemptible: bool = False
+    spot: bool = False
+    reserved: bool = False
+    network: str | None = None
+    subnetwork: str | None = None
+    external_ips: bool = True
+    service_account: str | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    tags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Node:
     """A TPU VM (or a slice of several hosts) as the cloud describes it."""
 
@@ -94,24 +112,8 @@ class Node:
     health: str = ""
     queued: str | None = None
     """The queued resource that it belongs to."""
-
-
-@dataclass(frozen=True)
-class NodeRequest:
-    """What a new node shall be."""
-
-    accelerator_type: str
-    runtime_version: str
-    preemptible: bool = False
-    spot: bool = False
-    reserved: bool = False
-    network: str | None = None
-    subnetwork: str | None = None
-    external_ips: bool = True
-    service_account: str | None = None
-    labels: Mapping[str, str] = field(default_factory=dict)
-    metadata: Mapping[str, str] = field(default_factory=dict)
-    tags: tuple[str, ...] = ()
+    request: NodeRequest | None = None
+    """What it was made as: to make it again."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,204 @@
+"""``spile tpu create``, ``delete``, ``status``, ``list``, ``recreate-preempted``: a fleet's machines, by hand."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+from rich.console import Console
+
+from spile.cli.fleets import MachineFlags, PlaceFlags, confirm, print_results, table_of
+from spile.errors import SpecError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from spile.fleet.provider import Node
+
+__all__ = ["create", "delete", "list_all", "recreate_preempted", "status"]
+
+_YES = Parameter(name=["--yes", "-y"], negative="", help="Do not ask.")
+_WAIT = Parameter(name="--wait", negative="--async", help="Wait until it is done; --async: ask and leave.")
+_JSON = Parameter(name="--json", negative="", help="For programs.")
+_PLACE = PlaceFlags()
+_MACHINES = MachineFlags()
+
+
+def _console() -> Console:
+    return Console(highlight=False, soft_wrap=True)
+
+
+def create(
+    *,
+    place: PlaceFlags = _PLACE,
+    machines: MachineFlags = _MACHINES,
+    adopt: Annotated[
+        list[str] | None,
+        Parameter(help="Existing machines to label as this fleet's.", consume_multiple=True, negative=""),
+    ] = None,
+    node_prefix: Annotated[
+        str | None, Parameter(help="With --queued: one resource of nodes PREFIX-0 … in each zone.")
+    ] = None,
+    node_count: Annotated[int, Parameter(help="With --node-prefix: how many nodes act together.")] = 1,
+    wait: Annotated[bool, _WAIT] = True,
+) -> int:
+    """Make ``tpu-{zone}-{n}`` in every zone, in parallel. What is there already stays."""
+    from spile.fleet import manage
+    from spile.fleet.cloud_tpu import check_place
+
+    client = place.client()
+    fleet = machines.fleet(place, client.project)
+    if node_prefix and not machines.queued:
+        raise SpecError("--node-prefix", expected="--queued beside it", found="--node-prefix alone")
+    for zone in fleet.zones:
+        check_place(client, zone, fleet.machine.accelerator_type)
+    console = _console()
+    if node_prefix:
+        results = manage.queue(client, fleet, node_prefix, node_count)
+        code = print_results(console, results)
+        for result in [each for each in results if wait and not each.bad]:
+            manage.wait_for_queued(client, result.zone, node_prefix)
+            console.print(f"{node_prefix} in {result.zone}: ACTIVE", markup=False)
+        return code
+    if adopt:
+        adopted = manage.adopt(client, fleet, adopt)
+        if {result.name for result in adopted} >= {worker.name for worker in fleet.workers}:
+            return print_results(console, adopted)
+    results = manage.create(client, fleet, lambda _: {}, adopt_names=adopt or (), wait=wait)
+    if machines.queued and wait:
+        for result in [each for each in results if not each.bad]:
+            manage.wait_for_queued(client, result.zone, result.name)
+    return print_results(console, results)
+
+
+def delete(
+    *,
+    place: PlaceFlags = _PLACE,
+    workers_per_zone: Annotated[
+        int | None, Parameter(help="Only the first so many of each zone. [default: all of the fleet's there]")
+    ] = None,
+    node_prefix: Annotated[str | None, Parameter(help="A queued resource, with its nodes.")] = None,
+    wait: Annotated[bool, _WAIT] = True,
+    yes: Annotated[bool, _YES] = False,
+) -> int:
+    """Delete the fleet's machines. Machines without its label are never touched."""
+    from spile.fleet import manage
+    from spile.fleet.spec import owns, plan_workers
+
+    client, console = place.client(), _console()
+    zones = place.zone_list()
+    if node_prefix:
+        confirm(f"Delete the queued resource {node_prefix} and its nodes?", yes=yes, console=console)
+        return print_results(console, manage.unqueue(client, zones, node_prefix, place.fleet, wait=wait))
+    nodes = manage.list_nodes(client, zones)
+    mine = [node for node in nodes if owns(place.fleet, node)]
+    if workers_per_zone is not None:
+        names = {(worker.zone, worker.name) for worker in plan_workers(zones, workers_per_zone)}
+        mine = [node for node in mine if (node.zone, node.name) in names]
+        foreign = [node for node in nodes if (node.zone, node.name) in names and not owns(place.fleet, node)]
+        for node in foreign:
+            console.print(f"{node.name} in {node.zone}: not of fleet {place.fleet}, left alone", markup=False)
+    if not mine:
+        console.print(f"no machine of fleet {place.fleet} in {', '.join(zones)}", markup=False)
+        return 0
+    names_text = ", ".join(node.name for node in mine[:8]) + (f" and {len(mine) - 8} more" if len(mine) > 8 else "")
+    confirm(f"Delete {len(mine)} machine{'s' * (len(mine) != 1)} ({names_text})?", yes=yes, console=console)
+    return print_results(console, manage.delete(client, mine, place.fleet, wait=wait))
+
+
+def status(
+    *,
+    place: PlaceFlags = _PLACE,
+    workers_per_zone: Annotated[int | None, Parameter(help="How many each zone should have.")] = None,
+    as_json: Annotated[bool, _JSON] = False,
+) -> int:
+    """Show the fleet's machines in these zones; with --workers-per-zone also those that are not there."""
+    from spile.fleet import manage
+    from spile.fleet.provider import Node
+    from spile.fleet.spec import owns, plan_workers
+    from spile.fleet.states import NodeState
+
+    zones = place.zone_list()
+    nodes = manage.list_nodes(place.client(), zones)
+    shown = [node for node in nodes if owns(place.fleet, node)]
+    if workers_per_zone is not None:
+        there = {(node.zone, node.name): node for node in nodes}
+        planned = plan_workers(zones, workers_per_zone)
+        shown = [
+            there.get((worker.zone, worker.name)) or Node(worker.name, worker.zone, NodeState.NOT_FOUND)
+            for worker in planned
+        ]
+    _show(shown, place.fleet, as_json)
+    return 0
+
+
+def list_all(
+    *,
+    zone: Annotated[str, Parameter(help="A zone; - for all.")] = "-",
+    project: Annotated[str | None, Parameter(help="The Google Cloud project. [default: gcloud's]")] = None,
+    as_json: Annotated[bool, _JSON] = False,
+) -> int:
+    """List every TPU VM of the project, with its fleet."""
+    nodes = PlaceFlags(project=project).client().nodes(zone)
+    _show(nodes, None, as_json)
+    return 0
+
+
+def recreate_preempted(
+    *,
+    place: PlaceFlags = _PLACE,
+    workers_per_zone: Annotated[int | None, Parameter(help="Only the first so many of each zone.")] = None,
+    yes: Annotated[bool, _YES] = False,
+) -> int:
+    """Delete the fleet's preempted, terminated and stopped machines and make each again as it was."""
+    from spile.fleet import manage
+    from spile.fleet.spec import owns, plan_workers
+    from spile.fleet.states import Life
+
+    client, console = place.client(), _console()
+    zones = place.zone_list()
+    fleet = MachineFlags(workers_per_zone=workers_per_zone or 1).fleet(place, client.project)
+    nodes = manage.list_nodes(client, zones)
+    dead = [node for node in nodes if owns(place.fleet, node) and node.state.life is Life.DEAD]
+    if workers_per_zone is not None:
+        names = {(worker.zone, worker.name) for worker in plan_workers(zones, workers_per_zone)}
+        dead = [node for node in dead if (node.zone, node.name) in names]
+    if not dead:
+        console.print(f"no dead machine of fleet {place.fleet} in {', '.join(zones)}", markup=False)
+        return 0
+    confirm(f"Recreate {', '.join(f'{node.name} ({node.state.value})' for node in dead)}?", yes=yes, console=console)
+    return print_results(console, manage.recreate(client, dead, fleet))
+
+
+def _show(nodes: Sequence[Node], fleet: str | None, as_json: bool) -> None:
+    from spile.fleet.spec import FLEET_LABEL, WORKER_LABEL
+
+    rows = [
+        {
+            "name": node.name,
+            "zone": node.zone,
+            "state": node.state.value,
+            "type": node.accelerator_type,
+            "preemptible": node.preemptible,
+            "fleet": node.labels.get(FLEET_LABEL),
+            "worker": node.labels.get(WORKER_LABEL),
+            "addresses": [end.external or end.internal for end in node.endpoints],
+        }
+        for node in nodes
+    ]
+    if as_json:
+        print(json.dumps(rows, indent=1))
+        return
+    table = table_of("NAME", "ZONE", "STATUS", "TYPE", "FLEET", "WORKER", "ADDRESS")
+    for row in rows:
+        words = [row[key] or "" for key in ("name", "zone", "state", "type", "fleet", "worker")]
+        addresses = row["addresses"]
+        first = addresses[0] if isinstance(addresses, list) and addresses else ""
+        table.add_row(*map(str, words), str(first))
+    console = _console()
+    console.print(table)
+    counted = {node.state.value for node in nodes}
+    parts = [f"{sum(node.state == state for node in nodes)} {state}" for state in sorted(counted)]
+    of = f" of fleet {fleet}" if fleet else ""
+    console.print(f"{len(nodes)} machine{'s' * (len(nodes) != 1)}{of}: {', '.join(parts) or 'none'}", markup=False)

@@ -1,0 +1,306 @@
+"""Machines by hand: create, adopt, delete, recreate. Zones in parallel; one dry zone never holds another up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from spile.errors import CloudError, SpileError, UserError
+from spile.fleet.provider import (
+    LostReply,
+    Missing,
+    NameTaken,
+    Node,
+    Operation,
+    Provider,
+    QueuedRequest,
+    QueuedResource,
+    Quota,
+    Unavailable,
+)
+from spile.fleet.spec import FLEET_LABEL, WORKER_LABEL, FleetSpec, Worker, owns
+from spile.fleet.states import Life, QueuedState
+from spile.fleet.tick import Metadata, request_for
+
+__all__ = ["Result", "adopt", "create", "delete", "list_nodes", "queue", "recreate", "unqueue", "wait_for_queued"]
+
+Say = Callable[["Result"], None]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of one machine."""
+
+    name: str
+    zone: str
+    what: Literal["created", "asked for", "there already", "adopted", "deleted", "deleting", "failed", "skipped"]
+    detail: str = ""
+
+    @property
+    def bad(self) -> bool:
+        """Whether it is not as it was asked for."""
+        return self.what in ("failed", "skipped")
+
+
+def list_nodes(provider: Provider, zones: Sequence[str]) -> list[Node]:
+    """The nodes of these zones, asked in parallel; the first zone's error is raised."""
+    with ThreadPoolExecutor(max(1, len(zones))) as pool:
+        return [node for nodes in pool.map(provider.nodes, zones) for node in nodes]
+
+
+def _by_zone(zones: Iterable[str], work: Callable[[str], list[Result]]) -> list[Result]:
+    """Each zone in a thread of its own; a zone that fails as a whole is a failed result, not the end of the others."""
+
+    def guarded(zone: str) -> list[Result]:
+        try:
+            return work(zone)
+        except (CloudError, UserError) as error:
+            return [Result("(all)", zone, "failed", error.line())]
+
+    chosen = list(dict.fromkeys(zones))
+    with ThreadPoolExecutor(max(1, len(chosen))) as pool:
+        return [result for results in pool.map(guarded, chosen) for result in results]
+
+
+def settle(provider: Provider, operation: Operation, every: float = 2.0) -> Operation:
+    """Wait for an operation's end."""
+    while not operation.done:
+        time.sleep(every)
+        operation = provider.operation(operation.zone, operation.name)
+    return operation
+
+
+def create(
+    provider: Provider,
+    fleet: FleetSpec,
+    metadata: Metadata,
+    *,
+    adopt_names: Collection[str] = (),
+    wait: bool = True,
+    say: Say = lambda _: None,
+    every: float = 2.0,
+) -> list[Result]:
+    """Make every machine of a fleet that is not there."""
+
+    def zone_work(zone: str) -> list[Result]:
+        existing = {node.name: node for node in provider.nodes(zone)}
+        waiting: list[tuple[Worker, Operation | None]] = []
+        results: list[Result] = []
+        full = ""
+        for worker in (worker for worker in fleet.workers if worker.zone == zone):
+            node = existing.get(worker.name)
+            if node is not None:
+                results.append(_existing(provider, fleet, worker, node, adopt_names))
+            elif full:
+                results.append(Result(worker.name, zone, "skipped", full))
+            else:
+                asked = _ask(provider, fleet, worker, metadata)
+                if isinstance(asked, Quota):
+                    full = asked.line()
+                if isinstance(asked, SpileError):
+                    results.append(Result(worker.name, zone, "failed", asked.line()))
+                else:
+                    waiting.append((worker, asked))
+        for result in results:
+            say(result)
+        for worker, operation in waiting:
+            result = Result(worker.name, zone, "asked for")
+            if wait and operation is not None:
+                result = _awaited(provider, fleet, worker, operation, every)
+            say(result)
+            results.append(result)
+        return results
+
+    return _by_zone([worker.zone for worker in fleet.workers], zone_work)
+
+
+def _existing(provider: Provider, fleet: FleetSpec, worker: Worker, node: Node, adopt_names: Collection[str]) -> Result:
+    if owns(fleet.name, node):
+        if node.state.life is Life.DEAD:
+            detail = f"it is {node.state.value}; make it anew with: spile tpu recreate-preempted"
+            return Result(worker.name, node.zone, "failed", detail)
+        return Result(worker.name, node.zone, "there already", node.state.value)
+    if worker.name in adopt_names:
+        return _label(provider, fleet.name, node, worker.id)
+    taken = NameTaken(
+        f"{worker.name} in {node.zone} is not of fleet {fleet.name}",
+        found=f"fleet {node.labels.get(FLEET_LABEL, 'none')}",
+        fix=f"take it over with --adopt {worker.name}, or use other zones",
+    )
+    return Result(worker.name, node.zone, "failed", taken.line())
+
+
+def _ask(
+    provider: Provider, fleet: FleetSpec, worker: Worker, metadata: Metadata
+) -> Operation | CloudError | UserError | None:
+    """Ask for a machine. None: the answer was lost, and the machine is there."""
+    request = request_for(fleet, worker.id, metadata(worker.id))
+    try:
+        if fleet.queued:
+            queued = QueuedRequest(request, best_effort=fleet.best_effort)
+            return provider.create_queued(worker.zone, worker.name, queued)
+        return provider.create_node(worker.zone, worker.name, request)
+    except (LostReply, Unavailable) as error:
+        try:
+            node = provider.node(worker.zone, worker.name)
+        except CloudError:
+            return error
+        return None if owns(fleet.name, node) else error
+    except (CloudError, UserError) as error:
+        return error
+
+
+def _awaited(provider: Provider, fleet: FleetSpec, worker: Worker, operation: Operation, every: float) -> Result:
+    operation = settle(provider, operation, every=every)
+    if operation.error is None:
+        return Result(worker.name, worker.zone, "created")
+    detail = operation.error.line()
+    try:
+        # What a failed create left behind holds quota.
+        node = provider.node(worker.zone, worker.name)
+        if owns(fleet.name, node) and node.state.life is not Life.LEAVING:
+            provider.delete_node(worker.zone, worker.name)
+            detail += "; what it left is being deleted"
+    except Missing:
+        detail += "; it left nothing behind"
+    return Result(worker.name, worker.zone, "failed", detail)
+
+
+def _label(provider: Provider, fleet: str, node: Node, worker: int | None) -> Result:
+    labels = {**node.labels, FLEET_LABEL: fleet}
+    if worker is not None:
+        labels[WORKER_LABEL] = str(worker)
+    settle(provider, provider.label_node(node.zone, node.name, labels), every=0.5)
+    return Result(node.name, node.zone, "adopted", f"as worker {worker}" if worker is not None else "")
+
+
+def adopt(provider: Provider, fleet: FleetSpec, names: Collection[str]) -> list[Result]:
+    """Label existing machines as the fleet's; one whose name is a worker's becomes that worker's."""
+    workers = {(worker.zone, worker.name): worker.id for worker in fleet.workers}
+    nodes = [node for node in list_nodes(provider, fleet.zones) if node.name in names]
+    missing = set(names) - {node.name for node in nodes}
+    if missing:
+        raise UserError(f"no machine {', '.join(sorted(missing))} in {', '.join(fleet.zones)}", fix="check --zones")
+    other = [node for node in nodes if node.labels.get(FLEET_LABEL, fleet.name) != fleet.name]
+    if other:
+        found = f"fleet {other[0].labels[FLEET_LABEL]}"
+        raise UserError(f"{other[0].name} belongs to another fleet", found=found, fix="delete it there first")
+    return [_label(provider, fleet.name, node, workers.get((node.zone, node.name))) for node in nodes]
+
+
+def delete(
+    provider: Provider, nodes: Sequence[Node], fleet: str, *, wait: bool = True, say: Say = lambda _: None,
+    every: float = 2.0,
+) -> list[Result]:  # fmt: skip
+    """Delete machines of the fleet; foreign ones are refused even when asked for."""
+
+    def zone_work(zone: str) -> list[Result]:
+        asked: list[tuple[Node, Operation | None]] = []
+        results: list[Result] = []
+        for node in (node for node in nodes if node.zone == zone):
+            if not owns(fleet, node):
+                results.append(Result(node.name, zone, "skipped", f"it is not of fleet {fleet}"))
+                continue
+            try:
+                asked.append((node, _ask_delete(provider, node)))
+            except Missing:
+                asked.append((node, None))
+            except (CloudError, UserError) as error:
+                results.append(Result(node.name, zone, "failed", error.line()))
+        for node, operation in asked:
+            failed = settle(provider, operation, every=every).error if wait and operation is not None else None
+            what: Literal["deleted", "deleting"] = "deleted" if wait or operation is None else "deleting"
+            results.append(
+                Result(node.name, zone, "failed", failed.line()) if failed else Result(node.name, zone, what)
+            )
+        for result in results:
+            say(result)
+        return results
+
+    return _by_zone([node.zone for node in nodes], zone_work)
+
+
+def _ask_delete(provider: Provider, node: Node) -> Operation:
+    if node.queued is not None:
+        return provider.delete_queued(node.zone, node.queued, force=True)
+    return provider.delete_node(node.zone, node.name)
+
+
+def recreate(
+    provider: Provider, nodes: Sequence[Node], fleet: FleetSpec, *, say: Say = lambda _: None, every: float = 2.0
+) -> list[Result]:
+    """Delete the dead machines of a fleet and make each again as it was: its type, its labels, its startup script."""
+    dead = [node for node in nodes if owns(fleet.name, node) and node.state.life is Life.DEAD]
+    gone = delete(provider, dead, fleet.name, every=every)
+    by_place = {(node.zone, node.name): node for node in dead}
+    results = [result for result in gone if result.bad]
+
+    def zone_work(zone: str) -> list[Result]:
+        done: list[Result] = []
+        for result in (result for result in gone if result.zone == zone and not result.bad):
+            node = by_place[zone, result.name]
+            request = node.request or fleet.machine
+            worker = Worker(0, node.name, zone)
+            one = replace(fleet, machine=replace(request, labels={}, metadata={}))
+            try:
+                if node.queued is not None:
+                    operation = provider.create_queued(zone, node.queued, QueuedRequest(request))
+                else:
+                    operation = provider.create_node(zone, node.name, request)
+                done.append(_awaited(provider, one, worker, operation, every))
+            except (CloudError, UserError) as error:
+                done.append(Result(node.name, zone, "failed", error.line()))
+            say(done[-1])
+        return done
+
+    return [*results, *_by_zone([result.zone for result in gone if not result.bad], zone_work)]
+
+
+def queue(provider: Provider, fleet: FleetSpec, prefix: str, count: int) -> list[Result]:
+    """One queued resource in each zone, of ``count`` nodes that act together: multislice."""
+    request = QueuedRequest(
+        replace(fleet.machine, labels={**fleet.machine.labels, **fleet.labels}),
+        node_count=count,
+        node_prefix=prefix,
+        best_effort=fleet.best_effort,
+    )
+
+    def zone_work(zone: str) -> list[Result]:
+        provider.create_queued(zone, prefix, request)
+        return [Result(prefix, zone, "asked for", f"{count} nodes {prefix}-0 …")]
+
+    return _by_zone(fleet.zones, zone_work)
+
+
+def wait_for_queued(provider: Provider, zone: str, name: str, *, every: float = 5.0) -> QueuedResource:
+    """Wait until a queued resource is ACTIVE; one that failed or was suspended never will be."""
+    while True:
+        found = next((each for each in provider.queued(zone) if each.name == name), None)
+        if found is None:
+            raise Missing(f"queued resource {name} is not in {zone} any more")
+        if found.state is QueuedState.ACTIVE:
+            return found
+        if found.state in (QueuedState.FAILED, QueuedState.SUSPENDED, QueuedState.SUSPENDING):
+            detail = found.detail or found.state.meaning
+            raise CloudError(f"queued resource {name} in {zone} is {found.state.value}", found=detail)
+        time.sleep(every)
+
+
+def unqueue(provider: Provider, zones: Sequence[str], name: str, fleet: str, *, wait: bool = True) -> list[Result]:
+    """Delete a queued resource of the fleet and its nodes, in each of these zones where it is."""
+
+    def zone_work(zone: str) -> list[Result]:
+        found = [each for each in provider.queued(zone) if each.name == name]
+        if not found:
+            return []
+        if found[0].labels.get(FLEET_LABEL) != fleet:
+            return [Result(name, zone, "skipped", f"it is not of fleet {fleet}")]
+        operation = provider.delete_queued(zone, name, force=True)
+        if wait:
+            settle(provider, operation)
+        return [Result(name, zone, "deleted" if wait else "deleting")]
+
+    return _by_zone(zones, zone_work)

@@ -1,0 +1,163 @@
+"""``spile tpu …`` at the prompt, against the fake cloud."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from spile.cli.main import main
+from spile.fleet import manage
+from spile.fleet.cloud_tpu import CloudTpu
+from spile.fleet.fake_cloud.server import FakeCloud
+from spile.fleet.provider import NodeRequest
+
+A, B = "us-central1-a", "us-central1-b"
+
+
+@pytest.fixture
+def spile(fake: FakeCloud, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path):
+    """Run a command line: its exit code, and what it said."""
+    for name, value in {**fake.environment(), "CLOUDSDK_CONFIG": str(tmp_path), "COLUMNS": "200"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(time, "sleep", lambda seconds, real=time.sleep: real(min(seconds, 0.05)))
+
+    def run(*words: str) -> tuple[int, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        said = capsys.readouterr()
+        return int(ended.value.code or 0), said.out + said.err
+
+    return run
+
+
+def names(client: CloudTpu) -> list[str]:
+    return sorted(node.name for node in client.nodes("-"))
+
+
+def test_create_status_list_delete(spile, client: CloudTpu) -> None:
+    code, text = spile("tpu", "create", "--zones", f"{A},{B}", "--workers-per-zone", "2", "--tpu-type", "v3-8")
+    assert code == 0, text
+    assert "tpu-us-central1-a-0 in us-central1-a: created" in text
+    assert names(client) == [f"tpu-{zone}-{n}" for zone in (A, B) for n in (0, 1)]
+    node = client.node(B, "tpu-us-central1-b-1")
+    assert node.labels == {"spile-fleet": "default", "spile-worker": "3"}, "numbers run on over the zones"
+    assert node.preemptible
+    code, text = spile("tpu", "status", "--zones", A, "--workers-per-zone", "3")
+    assert "NOT_FOUND" in text
+    assert "2 READY" in text
+    code, text = spile("tpu", "list", "--json")
+    assert [row["worker"] for row in json.loads(text)] == ["0", "1", "2", "3"]
+    code, text = spile("tpu", "delete", "--zones", A, "--workers-per-zone", "1", "--yes")
+    assert names(client) == ["tpu-us-central1-a-1", "tpu-us-central1-b-0", "tpu-us-central1-b-1"]
+    code, text = spile("tpu", "delete", "--zones", f"{A},{B}", "--yes")
+    assert (code, names(client)) == (0, [])
+
+
+def test_delete_asks_and_leaves_foreign_machines_alone(spile, client: CloudTpu) -> None:
+    manage.settle(client, client.create_node(A, "tpu-us-central1-a-0", NodeRequest("v3-8", "r")), every=0.02)
+    code, text = spile("tpu", "delete", "--zones", A, "--workers-per-zone", "1", "--yes")
+    assert code == 0
+    assert "not of fleet default, left alone" in text
+    spile("tpu", "create", "--zones", A, "--fleet", "mine", "--workers-per-zone", "2")
+    code, text = spile("tpu", "delete", "--zones", A, "--fleet", "mine")
+    assert code == 2
+    assert "Delete 1 machine (tpu-us-central1-a-1)?: expected an answer at a terminal, or --yes" in text
+    assert len(names(client)) == 2
+
+
+def test_a_taken_name_is_refused_and_can_be_adopted(spile, client: CloudTpu) -> None:
+    manage.settle(client, client.create_node(A, "tpu-us-central1-a-0", NodeRequest("v3-8", "r")), every=0.02)
+    code, text = spile("tpu", "create", "--zones", A)
+    assert code == 1
+    assert (
+        "tpu-us-central1-a-0 in us-central1-a is not of fleet default: found fleet none; take it over with --adopt"
+        in text
+    )
+    code, text = spile("tpu", "create", "--zones", A, "--adopt", "tpu-us-central1-a-0")
+    assert code == 0, text
+    assert client.node(A, "tpu-us-central1-a-0").labels == {"spile-fleet": "default", "spile-worker": "0"}
+    code, text = spile("tpu", "create", "--zones", A, "--fleet", "other", "--adopt", "tpu-us-central1-a-0")
+    assert code == 2
+    assert "belongs to another fleet: found fleet default" in text
+    code, text = spile("tpu", "create", "--zones", A, "--adopt", "nobody")
+    assert (code, "no machine nobody in us-central1-a" in text) == (2, True)
+
+
+def test_a_dry_zone_and_a_full_one_do_not_hold_others_up(spile, fake: FakeCloud, client: CloudTpu) -> None:
+    fake.admin("stock", {"zone": A, "available": False})
+    fake.admin("quota", {"zone": "europe-west4-a", "limit": 1})
+    code, text = spile("tpu", "create", "--zones", f"{A},{B},europe-west4-a", "--workers-per-zone", "3")
+    assert code == 1
+    assert text.count("no capacity to create") == 3
+    assert "it left nothing behind" in text
+    assert text.count("tpu-us-central1-b") == text.count(f"in {B}: created") == 3
+    assert "europe-west4-a: created" in text
+    assert text.count("no quota to create TPU tpu-europe-west4-a-1") == 2, "the third was not even asked for"
+    assert len([call for call in fake.api.calls if call[0] == "POST" and "europe" in call[1]]) == 2
+    assert len(names(client)) == 4
+
+
+def test_recreate_preempted(spile, fake: FakeCloud, client: CloudTpu) -> None:
+    spile("tpu", "create", "--zones", A, "--workers-per-zone", "2", "--tpu-type", "v2-8", "--spot")
+    before = client.node(A, "tpu-us-central1-a-1")
+    fake.admin("preempt", {"zone": A, "name": before.name})
+    code, text = spile("tpu", "recreate-preempted", "--zones", A, "--workers-per-zone", "2", "--yes")
+    assert code == 0, text
+    after = client.node(A, before.name)
+    assert after.uid != before.uid
+    assert (after.labels, after.request) == (before.labels, before.request), "as it was"
+    code, text = spile("tpu", "recreate-preempted", "--zones", A, "--yes")
+    assert "no dead machine" in text
+
+
+def test_queued_multislice(spile, client: CloudTpu) -> None:
+    words = ("--zones", A, "--tpu-type", "v4-8", "--queued", "--node-prefix", "s", "--node-count", "2")
+    code, text = spile("tpu", "create", *words, "--best-effort")
+    assert code == 0, text
+    assert "s in us-central1-a: ACTIVE" in text
+    assert names(client) == ["s-0", "s-1"]
+    code, text = spile("tpu", "delete", "--zones", A, "--node-prefix", "s", "--yes")
+    assert (code, names(client), client.queued(A)) == (0, [], [])
+
+
+def test_queued_workers(spile, client: CloudTpu) -> None:
+    code, text = spile("tpu", "create", "--zones", A, "--workers-per-zone", "2", "--queued", "--reserved")
+    assert code == 0, text
+    assert [node.queued for node in client.nodes(A)] == ["tpu-us-central1-a-0", "tpu-us-central1-a-1"]
+    code, text = spile("tpu", "delete", "--zones", A, "--yes")
+    assert (code, client.queued(A)) == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("--zones", "us-central1-x"), "zone us-central1-x has no TPUs: expected one of us-central1-a"),
+        (("--zones", A, "--tpu-type", "v9-8"), "--topology: expected a machine such as v3-8"),
+        (("--zones", f"{A},{A}"), "--zones: expected each zone once"),
+        ((), "no zone; pass --zones us-central1-a,us-central1-b"),
+        (("--zones", A, "--best-effort"), "--best-effort: expected --queued beside it"),
+        (("--zones", A, "--fleet", "Big Fleet"), "--fleet: expected a label"),
+        (("--zones", A, "--workers-per-zone", "0"), "--workers-per-zone: expected 1 or more, found 0"),
+    ],
+)
+def test_bad_input_is_one_line(spile, client: CloudTpu, words: tuple[str, ...], line: str) -> None:
+    code, text = spile("tpu", "create", *words)
+    assert code == 2, text
+    assert line in text
+    assert text.count("\n") == 1
+    assert names(client) == []
+
+
+def test_a_lost_answer_is_looked_up(spile, fake: FakeCloud, client: CloudTpu) -> None:
+    fake.admin("fault", {"method": "POST", "path": "/nodes"})
+    code, text = spile("tpu", "create", "--zones", A)
+    assert code == 0, text
+    assert names(client) == ["tpu-us-central1-a-0"]
+
+
+def test_no_project(spile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CLOUDSDK_CORE_PROJECT")
+    code, text = spile("tpu", "list")
+    assert (code, "no Google Cloud project; pass --project" in text) == (2, True)
