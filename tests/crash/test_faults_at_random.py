@@ -1,0 +1,60 @@
+"""Randomized fault schedules on the fake GCS and on S3: whatever the network does, the dataset ends up whole."""
+
+from __future__ import annotations
+
+import pytest
+from killing import assert_whole
+
+from backends import Clouds
+from producing import produce
+from spile.errors import Damaged, StoreError
+from spile.objects import open_folder
+from spile.objects.faults import random_faults
+from spile.objects.retry import Retry
+
+SAMPLES = 24
+LIVES = 25
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPILE_RETRY_SECONDS", "0.4")
+    monkeypatch.setattr(Retry, "first", 0.005)
+
+
+def _life(url: str, seed: int) -> str | None:
+    try:
+        produce(open_folder(url), SAMPLES, shard=4 + seed % 5)
+    except (StoreError, Damaged) as error:
+        return str(error)
+    return None
+
+
+def schedule(clouds: Clouds, url: str, seed: int) -> None:
+    """Lives of a worker, each through faults, until one gets to the end; then the proof, with no fault in force."""
+    faults = clouds.faults(url)
+    faults.extend(random_faults(seed, 4 + seed % 20, requests=10 + seed % 60))
+    for _ in range(LIVES):
+        if (trouble := _life(url, seed)) is None:
+            break
+        assert url in trouble  # it names the object
+    else:
+        pytest.fail("it never got to the end")
+    faults.clear()
+    folder = open_folder(url)
+    assert_whole(folder, SAMPLES)
+    produce(folder, SAMPLES)  # nothing is left to do
+    assert_whole(folder, SAMPLES)
+    assert folder.stats.retries == 0
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_faults(clouds: Clouds, cloud_url: str, seed: int) -> None:
+    schedule(clouds, cloud_url, seed)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_a_thousand_random_faults(clouds: Clouds, cloud_url: str) -> None:
+    for seed in range(100, 1100):
+        schedule(clouds, f"{cloud_url}/{seed}", seed)

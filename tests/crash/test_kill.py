@@ -1,0 +1,104 @@
+"""SIGKILL at every write step and at random instants; then the same command again: nothing lost, doubled or damaged."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+from killing import KILLED, Switch, assert_whole, start
+
+from producing import produce
+from spile.objects import Folder, open_folder
+from spile.store.proof import verify
+from spile.store.reader import open as open_dataset
+
+
+def steps_killed(url_of: list[str], samples: int, each: int = 1, **options: int) -> int:
+    """Kill at step 0, ``each``, 2 × ``each`` … each on a folder of its own, and resume; how many steps there were."""
+    step = 0
+    while True:
+        url = f"{url_of[0]}/{step}"
+        process = start(url, samples, Switch(step), **options)
+        process.join(60)
+        assert process.exitcode in (0, KILLED)
+        ended = process.exitcode == 0
+        before = _committed(open_folder(url))
+        # Another shard size and batch size than before: resume must not care.
+        store = produce(open_folder(url), samples, shard=5, step=2)
+        assert [file.name for file in store.ledger.files][: len(before)] == before
+        assert_whole(open_folder(url), samples)
+        if ended:
+            return step
+        step += each
+
+
+def _committed(folder: Folder) -> list[str]:
+    if not any(info.key == "run.json" for info in folder.list()):
+        return []
+    return [shard.name for stream in open_dataset(folder).streams for shard in stream.shards]
+
+
+def test_a_kill_at_every_system_call_of_a_local_run(tmp_path: Path) -> None:
+    steps = steps_killed([str(tmp_path)], 14, shard=7, step=4)
+    assert steps > 60
+
+
+def test_a_kill_at_every_system_call_while_shards_are_cut_short(tmp_path: Path) -> None:
+    """Compaction moves bytes in place: the torn file must never be taken for a shard."""
+    assert steps_killed([str(tmp_path)], 7, each=2, shard=7, step=4, cut=4) > 40
+
+
+def test_a_kill_at_every_request_of_a_cloud_run(cloud_url: str) -> None:
+    assert steps_killed([cloud_url], 12, each=2 if cloud_url.startswith("gs") else 3, shard=12) > 12
+
+
+def random_kills(url: str, samples: int, kills: int, seed: int) -> None:
+    """One dataset, killed again and again at random instants until it is finished or enough were tried."""
+    dice = random.Random(seed)
+    began = time.monotonic()
+    assert_done = start(f"{url}/uninterrupted", samples, shard=4)
+    assert_done.join(60)
+    whole = time.monotonic() - began
+    assert assert_done.exitcode == 0
+    died = 0
+    for number in range(kills):
+        process = start(f"{url}/{number // 4}", samples, shard=4)
+        time.sleep(dice.uniform(0, whole))
+        process.kill()
+        process.join(60)
+        assert process.exitcode in (0, KILLED)
+        died += process.exitcode == KILLED
+        folder = open_folder(f"{url}/{number // 4}")
+        if number % 4 == 3 or number == kills - 1:
+            produce(folder, samples, shard=9)
+            assert_whole(folder, samples)
+        elif _committed(folder):
+            kinds = {problem.kind for problem in verify(folder).all_problems}
+            assert kinds <= {"missing"}, kinds
+    assert died > kills // 4
+
+
+def test_kills_at_random_instants(tmp_path: Path) -> None:
+    random_kills(str(tmp_path), 60, 16, seed=1)
+
+
+@pytest.mark.soak
+def test_fifty_kills_at_random_instants(folder_url: str) -> None:
+    random_kills(folder_url, 60, 50, seed=2)
+
+
+def test_what_a_kill_leaves_behind_is_invisible_and_can_be_collected(tmp_path: Path) -> None:
+    url = str(tmp_path)
+    process = start(url, 20, Switch(60), shard=10)
+    process.join(60)
+    assert process.exitcode == KILLED
+    folder = open_folder(url)
+    assert list(tmp_path.rglob(".tmp-*"))
+    produce(folder, 20)
+    assert_whole(folder, 20)
+    report = verify(folder, gc=True, remove=True, older_than=0, now=time.time() + 1)
+    assert {item.state for item in report.garbage} == {"removed"}
+    assert not list(tmp_path.rglob(".tmp-*"))
+    assert_whole(folder, 20)
