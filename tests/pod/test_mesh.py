@@ -11,25 +11,12 @@ from jax.sharding import PartitionSpec
 
 from spile.errors import SpecError
 from spile.model.params import layout
-from spile.runtime.mesh import RULES, default_shape, make_mesh, parse_mesh_shape, plan_mesh
+from spile.runtime.mesh import RULES, default_shape, make_mesh, plan_mesh
 from spile.spec.architecture import ModelConfig
 from spile.spec.machines import parse_machine
 
 QWEN_05 = ModelConfig("qwen2", 896, 24, 14, 2, 64, 4864, 151936, qkv_bias=True, tied=True)
 QWEN_7 = ModelConfig("qwen2", 3584, 28, 28, 4, 128, 18944, 152064, qkv_bias=True)
-
-
-@pytest.mark.parametrize(
-    ("text", "shape"), [("16,16", (16, 16)), ("16x16", (16, 16)), ("(4, 2)", (4, 2)), ("8", (8, 1)), ("1,1", (1, 1))]
-)
-def test_spellings(text: str, shape: tuple[int, int]) -> None:
-    assert parse_mesh_shape(text) == shape
-
-
-@pytest.mark.parametrize("text", ["", "0,4", "2,2,2", "a,b", "-1,2"])
-def test_wrong_spellings(text: str) -> None:
-    with pytest.raises(SpecError, match="--mesh-shape: expected DATA,MODEL such as 16,16, found"):
-        parse_mesh_shape(text)
 
 
 def test_heads_are_never_cut() -> None:

@@ -7,7 +7,9 @@ from typing import Annotated
 
 from cyclopts import Group, Parameter
 
+from spile.cli.pod import PodFlags, say
 from spile.errors import SpecError
+from spile.spec.machines import parse_mesh_shape
 from spile.spec.run import (
     DEFAULT_ENCODER,
     EMBEDDED,
@@ -81,6 +83,7 @@ class ExtractFlags:
     dtype: Annotated[ComputeDtype, _flag(_HOW, "What the model computes in (this one does change numbers).")] = "auto"
     batch_size: Annotated[int | None, _flag(_HOW, "Samples a device at most.")] = None
     batch_tokens: Annotated[int | None, _flag(_HOW, "Tokens a device, padding included.")] = None
+    mesh_shape: Annotated[str | None, _flag(_HOW, "Devices as DATA,MODEL such as 16,16.")] = None
 
     def spec(self) -> ExtractSpec:
         """The run that these flags ask for."""
@@ -116,6 +119,7 @@ class ExtractFlags:
             store_dtype=self.store_dtype,
             batch_size=self.batch_size,
             batch_tokens=self.batch_tokens,
+            mesh_shape=None if self.mesh_shape is None else parse_mesh_shape(self.mesh_shape),
             shard_size_gb=self.shard_size_gb,
             commit_every=self.commit_every,
             checkpointing=self.checkpointing,
@@ -138,6 +142,7 @@ class ExtractFlags:
 def extract(
     *,
     flags: ExtractFlags | None = None,
+    pod: PodFlags | None = None,
     verbose: Annotated[bool, Parameter(negative="", help="Say more: devices, shapes, each commit.")] = False,
 ) -> int:
     """Run a model over a dataset and store its layers' activations, each sample exactly once.
@@ -147,9 +152,15 @@ def extract(
     """
     from spile.cli.live import watched
     from spile.runtime.extract import extract as run
+    from spile.runtime.pod.check import say_devices
 
     spec = (flags or ExtractFlags()).spec()
-    with watched(verbose) as watch:
-        summary = run(spec, progress=watch.progress, stop=watch.stop)
-        watch.finish(summary)
+    with (pod or PodFlags()).joined(say) as hosts, watched(verbose) as watch:
+        if verbose:
+            say_devices(hosts, say)
+        summary = run(spec, progress=watch.progress, stop=watch.stop, hosts=hosts)
+        if hosts.first:
+            watch.finish(summary)
+        else:
+            say(f"{hosts.name}: done; worker 0 has the summary")
     return summary.exit_code

@@ -1,4 +1,4 @@
-"""A model on this host's devices, as a producer of rows.
+"""A model on a mesh of devices, of this host or of all hosts of a pod, as a producer of rows.
 
 Each tapped array is packed (its real tokens moved to the front, padding behind), cast to the stored dtype and sent
 towards the host inside the compiled program, the moment its layer has made it. On GPUs and TPUs it goes to
@@ -24,12 +24,13 @@ from spile.errors import Failure
 from spile.model.decoder import forward
 from spile.model.params import Params
 from spile.plan.batches import Batch
+from spile.runtime.mesh import AXES, plan_mesh
 from spile.runtime.producer import Block, OutOfDeviceMemory, pack
 from spile.runtime.progress import Progress
 from spile.spec.architecture import ModelConfig
 from spile.spec.taps import Tap
 
-__all__ = ["DeviceProducer", "compute_dtype_for", "enable_compilation_cache", "local_mesh"]
+__all__ = ["DeviceProducer", "compute_dtype_for", "enable_compilation_cache"]
 
 _COMPILERS = 2
 """Programs compiled at once, ahead of need."""
@@ -46,12 +47,6 @@ def enable_compilation_cache() -> None:
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         jax.config.update("jax_compilation_cache_dir", str(Path(home) / "spile" / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-
-
-def local_mesh() -> Mesh:
-    """All of this host's devices, data parallel."""
-    devices = np.array(jax.local_devices())
-    return Mesh(devices.reshape(len(devices), 1), ("data", "model"))
 
 
 def compute_dtype_for(platform: str) -> str:
@@ -74,34 +69,40 @@ class DeviceProducer:
         dtype: str,
         progress: Progress | None = None,
     ) -> None:
-        self._params, self._config, self._taps = params, config, taps
+        self.params, self.config, self.taps = params, config, taps
         self._store_dtype = jnp.dtype(store_dtype)
-        self._mesh, self._attention, self._dtype = mesh, attention, dtype
+        self.mesh, self.attention, self.dtype = mesh, attention, dtype
+        self._attend = plan_mesh(config, (mesh.shape["data"], mesh.shape["model"])).attention(attention, mesh, config)
         self._progress = progress or Progress()
         self._compilers = ThreadPoolExecutor(_COMPILERS, "spile-compile")
         self._programs: dict[tuple[int, int], Future[Callable[..., Any]]] = {}
         self._proven: set[tuple[int, int]] = set()
         self._lock = threading.Lock()
-        self._rows = NamedSharding(mesh, PartitionSpec("data"))
+        # The devices of one model-parallel set compute the same sequences; each then keeps a group of its own of them.
+        self.rows_sharding = NamedSharding(mesh, PartitionSpec("data"))
+        self.groups_sharding = NamedSharding(mesh, PartitionSpec(AXES))
         platform = mesh.devices.flat[0].platform
-        self._away = NamedSharding(
-            mesh, PartitionSpec("data"), memory_kind="pinned_host" if platform in ("gpu", "tpu") else None
-        )
+        self.away_sharding = self.groups_sharding
+        if platform in ("gpu", "tpu"):
+            self.away_sharding = self.groups_sharding.with_memory_kind("pinned_host")
 
     @property
     def groups(self) -> int:
-        """One a data-parallel device."""
-        return int(self._mesh.shape["data"])
+        """One a device, of all hosts."""
+        return self.mesh.size
 
     @property
     def owned(self) -> Sequence[int]:
-        """All of them: this host is the only one."""
-        return range(self.groups)
+        """Those on this process's devices, by the sharding's own index map."""
+        places = self.groups_sharding.addressable_devices_indices_map((self.groups,)).values()
+        return sorted(index[0].start or 0 for index in places if index is not None)
 
     def describe(self) -> str:
-        """``2 × NVIDIA H200, bfloat16, cudnn attention``."""
-        devices = self._mesh.devices.flatten()
-        return f"{len(devices)} × {devices[0].device_kind}, {self._dtype}, {self._attention} attention"
+        """``8 × NVIDIA H200, mesh 4 × 2, bfloat16, cudnn attention``."""
+        devices = self.mesh.devices.flatten()
+        data, model = self.mesh.devices.shape
+        mesh = f"mesh {data} × {model}, " if model > 1 else ""
+        return f"{len(devices)} × {devices[0].device_kind}, {mesh}{self.dtype}, {self.attention} attention"
 
     # -- programs -------------------------------------------------------------------------------------------------
 
@@ -117,20 +118,23 @@ class DeviceProducer:
 
     def _compile(self, shape: tuple[int, int]) -> Callable[..., Any]:
         rows, length = shape
-        tokens = jax.ShapeDtypeStruct((self.groups * rows, length), jnp.int32, sharding=self._rows)
-        index = jax.ShapeDtypeStruct((self.groups, rows * length), jnp.int32, sharding=self._rows)
-        return jax.jit(self._step).lower(self._params, tokens, index).compile()
+        tokens = jax.ShapeDtypeStruct((self.groups * rows, length), jnp.int32, sharding=self.rows_sharding)
+        index = jax.ShapeDtypeStruct((self.groups, rows * length), jnp.int32, sharding=self.groups_sharding)
+        return jax.jit(self._step).lower(self.params, tokens, index).compile()
 
     def _step(self, params: Params, tokens: jax.Array, index: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
         """The whole of what a device does with a batch."""
 
         def keep(x: jax.Array) -> tuple[jax.Array, jax.Array]:
             x = x.astype(self._store_dtype).reshape(self.groups, -1, x.shape[-1])
+            x = jax.lax.with_sharding_constraint(x, self.groups_sharding)
             x = jax.vmap(lambda rows, places: rows[places])(x, index)
-            return jax.device_put(x, self._away), jnp.isfinite(x).all()
+            return jax.device_put(x, self.away_sharding), jnp.isfinite(x).all(axis=(1, 2))
 
-        kept = forward(params, tokens, config=self._config, taps=self._taps, attention=self._attention, keep=keep)
-        return tuple(array for array, _ in kept), jnp.stack([finite for _, finite in kept])
+        kept = forward(params, tokens, config=self.config, taps=self.taps, attention=self._attend, keep=keep)
+        finite = jnp.stack([finite for _, finite in kept])
+        finite = jax.lax.with_sharding_constraint(finite, NamedSharding(self.mesh, PartitionSpec(None, AXES)))
+        return tuple(array for array, _ in kept), finite
 
     # -- batches --------------------------------------------------------------------------------------------------
 
@@ -141,13 +145,13 @@ class DeviceProducer:
         packed = pack(batch)
         try:
             arrays, finite = program(
-                self._params, jax.device_put(packed.tokens, self._rows), jax.device_put(packed.places, self._rows)
+                self.params, _put(packed.tokens, self.rows_sharding), _put(packed.places, self.groups_sharding)
             )
             if shape not in self._proven:
                 jax.block_until_ready(arrays)
                 self._proven.add(shape)
         except jax.errors.JaxRuntimeError as error:
-            raise _translated(error) from error
+            raise self._translated(error, shape) from error
         return _Pending(arrays, finite)
 
     def _wait_for(self, shape: tuple[int, int]) -> Callable[..., Any]:
@@ -158,7 +162,7 @@ class DeviceProducer:
         try:
             program = self._program(shape).result()
         except jax.errors.JaxRuntimeError as error:
-            raise _translated(error) from error
+            raise self._translated(error, shape) from error
         self._progress.compiled(time.perf_counter() - began)
         self._progress.phase("running")
         return program
@@ -167,7 +171,7 @@ class DeviceProducer:
         """Wait, and look at the rows where they are. No copy is made of pinned memory, nor on a CPU."""
         assert isinstance(pending, _Pending)  # noqa: S101 - the pipeline hands back what start gave it
         try:
-            finite = np.asarray(pending.finite)
+            finite = np.concatenate([np.asarray(part.data) for part in pending.finite.addressable_shards], axis=1)
             blocks = [_blocks(array) for array in pending.arrays]
         except jax.errors.JaxRuntimeError as error:
             raise _translated(error) from error
@@ -176,9 +180,28 @@ class DeviceProducer:
         return blocks
 
     def _refuse(self, finite: np.ndarray[Any, Any]) -> None:
-        bad = ", ".join(str(tap) for tap, good in zip(self._taps, finite, strict=True) if not good)
+        bad = ", ".join(str(tap) for tap, good in zip(self.taps, finite, strict=True) if not good.all())
         fix = "--store-dtype bfloat16 holds larger values" if self._store_dtype == jnp.float16 else None
         raise Failure(f"NaN or infinity at {bad}", expected="finite activations", fix=fix)
+
+    def _translated(self, error: jax.errors.JaxRuntimeError, shape: tuple[int, int]) -> Failure:
+        """Too little memory is the pipeline's to cope with, but not on a pod: the other hosts may not have seen it."""
+        failure = _translated(error)
+        if not isinstance(failure, OutOfDeviceMemory) or self.groups_sharding.is_fully_addressable:
+            return failure
+        tokens = shape[0] * shape[1]
+        return Failure(
+            f"a device's memory ran out at {shape[0]} × {shape[1]} tokens a device",
+            fix=f"use --batch-tokens {tokens // 2} or less, or more model parallelism with --mesh-shape",
+        )
+
+
+def _put(array: np.ndarray[Any, Any], sharding: NamedSharding) -> jax.Array:
+    """Onto the devices; on a pod, each process puts its own part of what all of them hold."""
+    if sharding.is_fully_addressable:
+        placed: jax.Array = jax.device_put(array, sharding)
+        return placed
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
 def _blocks(array: jax.Array) -> list[Block]:

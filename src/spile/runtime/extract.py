@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import threading
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import jax.numpy as jnp
 
 from spile import weights
 from spile.data.stream import SampleStream, open_stream
@@ -18,7 +19,9 @@ from spile.model.decoder import layers_needed
 from spile.objects import open_folder
 from spile.objects.folder import Folder
 from spile.plan.ranges import Ranges
-from spile.runtime.device import DeviceProducer, compute_dtype_for, enable_compilation_cache, local_mesh
+from spile.runtime.device import DeviceProducer, compute_dtype_for, enable_compilation_cache
+from spile.runtime.mesh import default_shape, device_memory, make_mesh, plan_mesh
+from spile.runtime.pod.together import Alone, Together, same_command
 from spile.runtime.producer import Producer
 from spile.runtime.progress import Progress
 from spile.runtime.summary import Summary, peak_memory
@@ -29,16 +32,16 @@ from spile.spec.taps import Tap, select_taps
 from spile.store.layout import stream_folder
 from spile.store.run import join_run, read_run
 from spile.store.stream import StreamStore, clear_stream, join_stream, read_stream, stream_has_commits
-from spile.weights.load import Place, load
+from spile.weights.loading import load
 
-__all__ = ["extract"]
+__all__ = ["Parts", "default_batch_tokens", "extract", "find", "make_producer"]
 
 _BATCH_TOKENS = {"cpu": 4096, "gpu": 32768, "tpu": 16384}
 """Tokens a device and step: enough to keep it busy, little enough that a batch's rows are a fraction of a shard."""
 
 
 @dataclass(frozen=True)
-class _Parts:
+class Parts:
     """What a spec names, found and checked; nothing was written yet."""
 
     spec: ExtractSpec
@@ -50,26 +53,69 @@ class _Parts:
     stream_identity: StreamIdentity
 
 
-def extract(spec: ExtractSpec, *, progress: Progress | None = None, stop: threading.Event | None = None) -> Summary:
-    """Run a model over a stream and store its activations; what an earlier visit committed is not done again."""
-    progress = progress or Progress()
+def extract(
+    spec: ExtractSpec,
+    *,
+    progress: Progress | None = None,
+    stop: threading.Event | None = None,
+    hosts: Together | None = None,
+) -> Summary:
+    """Run a model over a stream and store its activations; what an earlier visit committed is not done again.
+
+    ``hosts``: the pod that this process is part of, every one of whose processes makes this call.
+    """
+    progress, hosts = progress or Progress(), hosts or Alone()
     enable_compilation_cache()
     progress.phase("looking at the model and the data")
-    parts = _find(spec)
-    _start_over(parts)
-    stream = _known_stream(parts)
-    if stream is not None and not _left(parts, stream):
-        stream.finish()
-        return _summary(parts, stream, progress, interrupted=False, device="none: nothing was left to do")
+    same_command(hosts, spec)
+    parts = find(spec)
+    if hosts.first:
+        _start_over(parts)
+    stream = _known_stream(parts) if hosts.first else None
+    if not hosts.agree("left", stream is None or _left(parts, stream)):
+        return _nothing_left(parts, stream or _joined(parts), progress, hosts)
     progress.phase("loading the model")
-    producer = _producer(parts, progress)
-    join_run(parts.root, parts.identity)
-    stream = stream or join_stream(parts.root, spec.data.worker_id, parts.stream_identity, parts.identity)
-    finished = _work(parts, stream, producer, progress, stop or threading.Event())
-    return _summary(parts, stream, progress, interrupted=not finished, device=producer.describe())
+    producer = make_producer(parts, progress)
+    hosts.barrier("model_loaded")
+    stream, done = _agreed(parts, stream, hosts)
+    hosts.barrier("extraction_start")
+    finished = _work(parts, stream, done, producer, progress, stop or threading.Event(), hosts)
+    hosts.barrier("final_checkpoint")
+    if finished and hosts.first:
+        stream.finish()
+        _note_checkpoint(parts, stream, "completed")
+    hosts.barrier("complete")
+    ledger = stream if hosts.first else _joined(parts)
+    return _summary(parts, ledger, progress, interrupted=not finished, device=producer.describe())
 
 
-def _find(spec: ExtractSpec) -> _Parts:
+def _nothing_left(parts: Parts, stream: StreamStore, progress: Progress, hosts: Together) -> Summary:
+    if hosts.first:
+        stream.finish()
+    hosts.barrier("complete")
+    return _summary(parts, stream, progress, interrupted=False, device="none: nothing was left to do")
+
+
+def _joined(parts: Parts, attempt: str | None = None) -> StreamStore:
+    return join_stream(parts.root, parts.spec.data.worker_id, parts.stream_identity, parts.identity, attempt)
+
+
+def _agreed(parts: Parts, stream: StreamStore | None, hosts: Together) -> tuple[StreamStore, Ranges]:
+    """The stream and what of it is done, the same on every process: the first one's ledger counts, and its attempt."""
+    plan: dict[str, Any] = {}
+    if hosts.first:
+        join_run(parts.root, parts.identity)
+        stream = stream or _joined(parts)
+        plan = {"attempt": stream.attempt, "done": stream.ledger.done.pairs()}
+    plan = hosts.agree("plan", plan)
+    if stream is None:
+        join_run(parts.root, parts.identity)  # compares: a host with another model or data says so, and all end
+        stream = _joined(parts, plan["attempt"])
+    return stream, Ranges((start, stop) for start, stop in plan["done"])
+
+
+def find(spec: ExtractSpec) -> Parts:
+    """Everything that a spec names, checked as far as it can be before the weights are loaded."""
     files = weights.find(spec.model, spec.revision)
     taps = select_taps(spec.sites, spec.layers, files.config.n_layers)
     root = open_folder(spec.output)
@@ -96,10 +142,10 @@ def _find(spec: ExtractSpec) -> _Parts:
     stream = StreamIdentity(samples.location, samples.sha256, samples.lines, samples.samples, taps)
     if known is not None:
         join_run(root, identity)  # compares: a run of other numbers is refused before anything is loaded
-    return _Parts(replace(spec, dtype=dtype), root, files, taps, samples, identity, stream)
+    return Parts(replace(spec, dtype=dtype), root, files, taps, samples, identity, stream)
 
 
-def _start_over(parts: _Parts) -> None:
+def _start_over(parts: Parts) -> None:
     """``--no-checkpointing``: as if nothing were there, but never over somebody's work unasked."""
     worker_id = parts.spec.data.worker_id
     if parts.spec.checkpointing or not stream_has_commits(parts.root, worker_id):
@@ -114,30 +160,35 @@ def _start_over(parts: _Parts) -> None:
     clear_stream(parts.root, worker_id)
 
 
-def _known_stream(parts: _Parts) -> StreamStore | None:
+def _known_stream(parts: Parts) -> StreamStore | None:
     """The stream, if an earlier visit began it."""
     worker_id = parts.spec.data.worker_id
-    if read_stream(parts.root.child(stream_folder(worker_id))) is None:
-        return None
-    return join_stream(parts.root, worker_id, parts.stream_identity, parts.identity)
+    return None if read_stream(parts.root.child(stream_folder(worker_id))) is None else _joined(parts)
 
 
-def _expected(parts: _Parts, stream: StreamStore) -> int | None:
+def _expected(parts: Parts, stream: StreamStore) -> int | None:
     """How many samples there are to do, where that is known before all was read."""
     total = parts.samples.samples if parts.samples.samples is not None else stream.ledger.end
     limits = [count for count in (total, parts.spec.data.max_samples) if count is not None]
     return min(limits) if limits else None
 
 
-def _left(parts: _Parts, stream: StreamStore) -> bool:
+def _left(parts: Parts, stream: StreamStore) -> bool:
     expected = _expected(parts, stream)
     return expected is None or bool(len(Ranges([(0, expected)]) - stream.ledger.done))
 
 
-def _producer(parts: _Parts, progress: Progress) -> Producer:
+def make_producer(parts: Parts, progress: Progress) -> DeviceProducer:
+    """The model on all devices, those of a pod's other hosts included."""
     config, dtype = parts.files.config, parts.spec.dtype
-    mesh = local_mesh()
-    params = load(parts.files, dtype, layers_needed(parts.taps), _replicated(mesh))
+    layers = layers_needed(parts.taps)
+    shape = parts.spec.mesh_shape or default_shape(
+        config, jax.device_count(), jnp.dtype(dtype).itemsize, device_memory(), layers
+    )
+    mesh, plan = make_mesh(shape), plan_mesh(config, shape)
+    for note in plan.notes(config):
+        progress.say(note)
+    params = load(parts.files, dtype, layers, plan.place(mesh))
     return DeviceProducer(
         params,
         config,
@@ -150,40 +201,38 @@ def _producer(parts: _Parts, progress: Progress) -> Producer:
     )
 
 
-def _replicated(mesh: Mesh) -> Place:
-    """Every device has all of the weights."""
-    whole = NamedSharding(mesh, PartitionSpec())
-    return lambda _axes, _shape: whole
-
-
-def _work(parts: _Parts, stream: StreamStore, producer: Producer, progress: Progress, stop: threading.Event) -> bool:
+def _work(
+    parts: Parts,
+    stream: StreamStore,
+    done: Ranges,
+    producer: Producer,
+    progress: Progress,
+    stop: threading.Event,
+    hosts: Together,
+) -> bool:
     spec = parts.spec
     expected = _expected(parts, stream)
     if expected is not None:
-        progress.total_samples = len(Ranges([(0, expected)]) - stream.ledger.done)
+        progress.total_samples = len(Ranges([(0, expected)]) - done)
     sizes = Sizes(
-        batch_tokens=spec.batch_tokens or _batch_tokens(spec),
+        batch_tokens=spec.batch_tokens or default_batch_tokens(spec),
         batch_size=spec.batch_size,
         longest=spec.data.max_seq_length,
-        shard_bytes=spec.shard_size_gb * 1e9,
+        shard_bytes=spec.shard_size_gb * 1e9 * jax.process_count(),  # each host has a file of its own
         commit_every=spec.commit_every,
     )
-    finished = work(
-        parts.samples.read(stream.ledger.done),
+    return work(
+        parts.samples.read(done),
         producer,
         stream,
         sizes,
         progress=progress,
-        control=LocalControl(stop, spec.commit_every),
-        after_commit=lambda: _note_checkpoint(parts, stream, "in_progress"),
+        control=hosts.control(LocalControl(stop, spec.commit_every)),
+        sink=hosts.sink(stream, lambda: _note_checkpoint(parts, stream, "in_progress")),
     )
-    if finished:
-        stream.finish()
-        _note_checkpoint(parts, stream, "completed")
-    return finished
 
 
-def _note_checkpoint(parts: _Parts, stream: StreamStore, status: str) -> None:
+def _note_checkpoint(parts: Parts, stream: StreamStore, status: str) -> None:
     """``--checkpoint-dir``: the guides' file, for people. The ledger alone is read."""
     spec, ledger = parts.spec, stream.ledger
     if spec.checkpoint_dir is None:
@@ -201,14 +250,14 @@ def _note_checkpoint(parts: _Parts, stream: StreamStore, status: str) -> None:
     folder.put(f"checkpoint_worker_{spec.data.worker_id}.json", json.dumps(record, indent=2).encode() + b"\n")
 
 
-def _batch_tokens(spec: ExtractSpec) -> int:
+def default_batch_tokens(spec: ExtractSpec) -> int:
     """The device's own budget; with ``--batch-size`` alone, room for that many of the longest samples."""
     if spec.batch_size is not None:
         return spec.batch_size * spec.data.max_seq_length
     return _BATCH_TOKENS.get(jax.default_backend(), 4096)
 
 
-def _summary(parts: _Parts, stream: StreamStore, progress: Progress, *, interrupted: bool, device: str) -> Summary:
+def _summary(parts: Parts, stream: StreamStore, progress: Progress, *, interrupted: bool, device: str) -> Summary:
     progress.phase("done")
     ledger = stream.ledger
     return Summary(

@@ -6,7 +6,6 @@ An axis that the mesh does not divide evenly is replicated, and said: 14 heads c
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +19,7 @@ from spile.model.attention import Attention, over_mesh
 from spile.model.params import Tensor, build
 from spile.spec.architecture import ModelConfig
 
-__all__ = ["AXES", "RULES", "MeshPlan", "default_shape", "make_mesh", "parse_mesh_shape", "plan_mesh"]
+__all__ = ["AXES", "RULES", "MeshPlan", "default_shape", "device_memory", "make_mesh", "plan_mesh"]
 
 AXES = ("data", "model")
 
@@ -36,15 +35,6 @@ RULES: Mapping[str, str | None] = {
 
 _WEIGHTS_PART = 0.4
 """The part of a device's memory that weights may take; the rest is for activations."""
-
-
-def parse_mesh_shape(text: str) -> tuple[int, int]:
-    """``16,16`` or ``16x16`` → (data, model); ``8`` → (8, 1)."""
-    words = [word for word in re.split(r"[,x×\s()\[\]]+", text.strip().lower()) if word]
-    if not 1 <= len(words) <= 2 or not all(word.isdecimal() and int(word) > 0 for word in words):
-        raise SpecError("--mesh-shape", expected="DATA,MODEL such as 16,16", found=repr(text))
-    data, model = (*map(int, words), 1)[:2]
-    return data, model
 
 
 @dataclass(frozen=True)
@@ -142,6 +132,13 @@ def default_shape(
         if plan.weight_bytes(config, itemsize, n_layers) <= _WEIGHTS_PART * memory:
             return plan.shape
     return devices // widths[-1], widths[-1]
+
+
+def device_memory() -> int | None:
+    """What one device has, in bytes; None where it does not say, as a CPU."""
+    statistics = jax.local_devices()[0].memory_stats() or {}
+    limit = statistics.get("bytes_limit")
+    return None if limit is None else int(limit)
 
 
 def make_mesh(shape: tuple[int, int], devices: Sequence[jax.Device] | None = None) -> Mesh:

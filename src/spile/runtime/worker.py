@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from spile.plan.batches import BatchPlan, batches
 from spile.plan.shards import ShardPlan, row_bytes, shards
-from spile.runtime.pipeline import Control, Pipeline, Verdict, Work
+from spile.runtime.pipeline import Control, Pipeline, Sink, Verdict, Work
 from spile.runtime.producer import Producer
 from spile.runtime.progress import Progress
 from spile.spec.sample import Sample, Skip
@@ -101,8 +101,9 @@ def work(
     control: Control,
     end: Callable[[], int | None] = lambda: None,
     after_commit: Callable[[], None] = lambda: None,
+    sink: Sink | None = None,
 ) -> bool:
     """Work off what is left of a stream. True: to the end; False: told to stop, all that was computed committed."""
     bytes_a_token = row_bytes(len(stream.record.identity.taps), stream.run.d_model, stream.run.store_dtype)
     todo = works(items, sizes, producer.groups, bytes_a_token, end)
-    return Pipeline(producer, StreamSink(stream, after_commit), control, progress).run(todo)
+    return Pipeline(producer, sink or StreamSink(stream, after_commit), control, progress).run(todo)

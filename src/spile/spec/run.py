@@ -139,6 +139,8 @@ class ExtractSpec:
     """Samples a device in one step at most; None: the token budget decides alone."""
     batch_tokens: int | None = None
     """Tokens a device in one step, padding included; None: chosen for the device."""
+    mesh_shape: tuple[int, int] | None = None
+    """Devices as data × model; None: the least model parallelism that leaves room for a batch."""
     shard_size_gb: float = 1.0
     commit_every: float | None = None
     """Seconds after which a short shard is committed; None: only full shards."""

@@ -16,6 +16,7 @@ from spile.spec.machines import (
     known_machines,
     list_prices,
     parse_machine,
+    parse_mesh_shape,
     prices_from,
 )
 
@@ -137,3 +138,16 @@ def test_a_wrong_file_is_one_line(text: str, says: str) -> None:
     with pytest.raises(SpecError) as caught:
         prices_from(tomllib.loads(text), "prices.toml")
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "shape"), [("16,16", (16, 16)), ("16x16", (16, 16)), ("(4, 2)", (4, 2)), ("8", (8, 1)), ("1,1", (1, 1))]
+)
+def test_mesh_shapes(text: str, shape: tuple[int, int]) -> None:
+    assert parse_mesh_shape(text) == shape
+
+
+@pytest.mark.parametrize("text", ["", "0,4", "2,2,2", "a,b", "-1,2"])
+def test_wrong_mesh_shapes(text: str) -> None:
+    with pytest.raises(SpecError, match="--mesh-shape: expected DATA,MODEL such as 16,16, found"):
+        parse_mesh_shape(text)

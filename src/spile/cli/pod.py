@@ -1,0 +1,75 @@
+"""``spile pod check``: the quick test of a slice, and the flags that make a command a pod's."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Group, Parameter
+
+if TYPE_CHECKING:
+    from spile.runtime.pod.identity import Identity
+    from spile.runtime.pod.together import Together
+
+__all__ = ["PodFlags", "check", "say"]
+
+_PODS = Group("Pods (found out by itself where every host runs the same command)", sort_key=5)
+
+
+def _flag(text: str) -> Parameter:
+    return Parameter(group=_PODS, help=text)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class PodFlags:
+    """Which process of how many this is."""
+
+    topology: Annotated[str | None, _flag("The slice: v5litepod-64, v5e:8x8, v3-8 …; checked.")] = None
+    coordinator_address: Annotated[str | None, _flag("Worker 0's HOST, or HOST:PORT of the roll call.")] = None
+    process_id: Annotated[int | None, _flag("This host's number.")] = None
+    num_processes: Annotated[int | None, _flag("How many hosts there are.")] = None
+    barrier_timeout: Annotated[float | None, _flag("Seconds that hosts wait for each other.")] = None
+    heartbeat_timeout: Annotated[float | None, _flag("Seconds after which a silent host counts as dead.")] = None
+
+    def identity(self) -> Identity:
+        """Where this process stands."""
+        from spile.runtime.pod.identity import this_process
+        from spile.spec.machines import parse_machine
+
+        return this_process(
+            coordinator_address=self.coordinator_address,
+            process_id=self.process_id,
+            num_processes=self.num_processes,
+            hosts=None if self.topology is None else parse_machine(self.topology).hosts,
+        )
+
+    @contextlib.contextmanager
+    def joined(self, say: Callable[[str], None]) -> Iterator[Together]:
+        """Alone, or with the others, for as long as this lasts."""
+        from spile.runtime.pod.pod import PodTimes
+        from spile.runtime.pod.together import together
+
+        with together(self.identity(), PodTimes.of(self.barrier_timeout, self.heartbeat_timeout), say) as hosts:
+            yield hosts
+
+
+def check(*, flags: PodFlags | None = None) -> int:
+    """Test a slice in a minute, without a dataset: roll call, barriers, devices, one tiny forward on all of them.
+
+    Run it on every host: gcloud compute tpus tpu-vm ssh $TPU --worker=all --command="spile pod check".
+    """
+    from spile.runtime.pod.check import check_pod
+
+    with (flags or PodFlags()).joined(say) as hosts:
+        check_pod(hosts, say)
+    return 0
+
+
+def say(line: str) -> None:
+    """A line to the log at once, without the signs that its encoding lacks."""
+    encoding = sys.stdout.encoding or "ascii"
+    print(line.encode(encoding, "ignore").decode(encoding), flush=True)
