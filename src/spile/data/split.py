@@ -20,7 +20,7 @@ from spile.errors import DataError, SpecError
 __all__ = ["MOST_STREAMS", "Streams", "make_streams", "split_source"]
 
 MOST_STREAMS = 10_000
-_BUFFERS = 64 << 20
+_BUFFERS = 16 << 20
 _EVERY = 256
 _STREAM = re.compile(r"stream_(\d{3,})\.jsonl")
 
