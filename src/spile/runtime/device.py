@@ -32,7 +32,7 @@ from spile.spec.taps import Tap
 
 __all__ = ["DeviceProducer", "compute_dtype_for", "enable_compilation_cache"]
 
-_COMPILERS = 2
+_COMPILERS = max(2, (os.cpu_count() or 2) // 4)
 """Programs compiled at once, ahead of need."""
 
 
@@ -72,7 +72,7 @@ class DeviceProducer:
         self.params, self.config, self.taps = params, config, taps
         self._store_dtype = jnp.dtype(store_dtype)
         self.mesh, self.attention, self.dtype = mesh, attention, dtype
-        self._attend = plan_mesh(config, (mesh.shape["data"], mesh.shape["model"])).attention(attention, mesh, config)
+        self.attend = plan_mesh(config, (mesh.shape["data"], mesh.shape["model"])).attention(attention, mesh, config)
         self._progress = progress or Progress()
         self._compilers = ThreadPoolExecutor(_COMPILERS, "spile-compile")
         self._programs: dict[tuple[int, int], Future[Callable[..., Any]]] = {}
@@ -131,7 +131,7 @@ class DeviceProducer:
             x = jax.vmap(lambda rows, places: rows[places])(x, index)
             return jax.device_put(x, self.away_sharding), jnp.isfinite(x).all(axis=(1, 2))
 
-        kept = forward(params, tokens, config=self.config, taps=self.taps, attention=self._attend, keep=keep)
+        kept = forward(params, tokens, config=self.config, taps=self.taps, attention=self.attend, keep=keep)
         finite = jnp.stack([finite for _, finite in kept])
         finite = jax.lax.with_sharding_constraint(finite, NamedSharding(self.mesh, PartitionSpec(None, AXES)))
         return tuple(array for array, _ in kept), finite

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +20,7 @@ from spile.model.decoder import layers_needed
 from spile.objects import open_folder
 from spile.objects.folder import Folder
 from spile.plan.ranges import Ranges
+from spile.plan.shards import row_bytes
 from spile.runtime.device import DeviceProducer, compute_dtype_for, enable_compilation_cache
 from spile.runtime.mesh import default_shape, device_memory, make_mesh, plan_mesh
 from spile.runtime.pod.together import Alone, Together, same_command
@@ -34,10 +36,11 @@ from spile.store.run import join_run, read_run
 from spile.store.stream import StreamStore, clear_stream, join_stream, read_stream, stream_has_commits
 from spile.weights.loading import load
 
-__all__ = ["Parts", "default_batch_tokens", "extract", "find", "make_producer"]
+__all__ = ["Parts", "bytes_a_token", "default_batch_tokens", "extract", "find", "lanes_for", "make_producer"]
 
-_BATCH_TOKENS = {"cpu": 4096, "gpu": 32768, "tpu": 16384}
-"""Tokens a device and step: enough to keep it busy, little enough that a batch's rows are a fraction of a shard."""
+_BATCH_TOKENS = {"cpu": (4096, 4096), "gpu": (8192, 32768), "tpu": (4096, 16384)}
+"""Tokens a device and step, at least and at most: enough to keep it busy, and its rows a fraction of a shard."""
+_MOST_LANES = 8
 
 
 @dataclass(frozen=True)
@@ -145,6 +148,11 @@ def find(spec: ExtractSpec) -> Parts:
     return Parts(replace(spec, dtype=dtype), root, files, taps, samples, identity, stream)
 
 
+def bytes_a_token(parts: Parts) -> int:
+    """What one token takes in a shard."""
+    return row_bytes(len(parts.taps), parts.identity.d_model, parts.spec.store_dtype)
+
+
 def _start_over(parts: Parts) -> None:
     """``--no-checkpointing``: as if nothing were there, but never over somebody's work unasked."""
     worker_id = parts.spec.data.worker_id
@@ -215,11 +223,11 @@ def _work(
     if expected is not None:
         progress.total_samples = len(Ranges([(0, expected)]) - done)
     sizes = Sizes(
-        batch_tokens=spec.batch_tokens or default_batch_tokens(spec),
+        batch_tokens=spec.batch_tokens or default_batch_tokens(spec, bytes_a_token(parts)),
         batch_size=spec.batch_size,
         longest=spec.data.max_seq_length,
         shard_bytes=spec.shard_size_gb * 1e9 * jax.process_count(),  # each host has a file of its own
-        commit_every=spec.commit_every,
+        lanes=lanes_for(spec.output),
     )
     return work(
         parts.samples.read(done),
@@ -250,11 +258,27 @@ def _note_checkpoint(parts: Parts, stream: StreamStore, status: str) -> None:
     folder.put(f"checkpoint_worker_{spec.data.worker_id}.json", json.dumps(record, indent=2).encode() + b"\n")
 
 
-def default_batch_tokens(spec: ExtractSpec) -> int:
-    """The device's own budget; with ``--batch-size`` alone, room for that many of the longest samples."""
+def default_batch_tokens(spec: ExtractSpec, bytes_a_token: int) -> int:
+    """What keeps the device busy, but no more rows than half a shard's.
+
+    With ``--batch-size`` alone, room for that many of the longest samples.
+    """
     if spec.batch_size is not None:
         return spec.batch_size * spec.data.max_seq_length
-    return _BATCH_TOKENS.get(jax.default_backend(), 4096)
+    most = int(spec.shard_size_gb * 1e9 / 2 / bytes_a_token)
+    floor, ceiling = _BATCH_TOKENS[jax.default_backend()]
+    return max(floor, min(ceiling, 1 << max(most, 1).bit_length()))
+
+
+def lanes_for(output: str) -> int:
+    """Shards to fill side by side: several where an accelerator is faster than one file.
+
+    One where the sink is a bucket, whose writer is a buffer in memory and whose upload is parallel by itself; and one a
+    host on a pod, whose hosts commit together.
+    """
+    if jax.default_backend() == "cpu" or "://" in output or jax.process_count() > 1:
+        return 1
+    return min(_MOST_LANES, max(1, (os.cpu_count() or 2) // 2))
 
 
 def _summary(parts: Parts, stream: StreamStore, progress: Progress, *, interrupted: bool, device: str) -> Summary:

@@ -1,26 +1,30 @@
-"""The worker's pipeline: every stage busy at once, each in a thread of its own, with short queues between.
+"""The worker's pipeline: every stage busy at once, each in threads of its own, with short queues between.
 
-    feeder      samples ▸ windows ▸ batches ▸ shard plans         (tokenizing goes on behind it, in the data room)
-    dispatcher  starts batches on the device, a few ahead          (the caller's thread: signals land here)
-    drainer     waits for rows, writes them where they belong in the shard, checksums them, in threads over the taps
-    finisher    makes the shard durable, commits it
+    feeder      samples ▸ windows ▸ batches ▸ shard plans           (tokenizing goes on behind it, in the data room)
+    dispatcher  starts batches on the device, a few ahead            (the caller's thread: signals land here)
+    fetcher     waits for a batch's rows and hands them to its lane
+    lanes       write rows where they belong in their shard, checksumming them on the way
+    finishers   make a shard durable and commit it
 
 A shard's samples are known before its first batch starts, so its layout is too: rows go from the device's output
-straight to their final place, and padding stays behind in the device's packed block. Backpressure is the queues'
-length: a slow sink fills them, and then the dispatcher waits.
+straight to their final place, and padding stays behind in the device's packed block. A file takes about 2 GB/s however
+many threads write to it, because its inode has one lock; so a fast device fills several shards side by side, one a
+lane, batches going round. Backpressure is a number of batches in flight: a slow sink uses them up, and the dispatcher
+waits.
 """
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Protocol
 
 from spile.plan.batches import Batch
 from spile.plan.shards import ShardPlan
-from spile.runtime.pipes import Crew, Pipe
+from spile.runtime.pipes import Crew, Pipe, Stopped
 from spile.runtime.producer import Block, OutOfDeviceMemory, Producer
 from spile.runtime.progress import Progress
 from spile.spec.sample import Sample, Skip
@@ -30,22 +34,21 @@ from spile.store.shard import ShardBuilder
 __all__ = ["Control", "Pipeline", "Sink", "Verdict", "Work"]
 
 _PLANS_AHEAD = 2
-_BATCHES_IN_FLIGHT = 2
-_SHARDS_TO_FINISH = 1
-_COPY_THREADS = 8
+_STARTED_AHEAD = 2
+"""Batches on the device beyond the one being fetched."""
 
 Verdict = Literal["go", "commit", "stop"]
-"""At a batch's boundary: go on; commit the shard as it is and go on; commit it and end."""
+"""At a batch's boundary: go on; commit the shards as they are and go on; commit them and end."""
 
 
 class Control(Protocol):
-    """Who decides when a shard ends early. On a pod, all hosts must hear the same answer at the same batch."""
+    """Who decides when shards end early. On a pod, all hosts must hear the same answer at the same batch."""
 
     def verdict(self) -> Verdict:
         """Asked before each batch."""
 
     def committed(self) -> None:
-        """A shard was closed: the clock of ``--commit-every`` starts again."""
+        """Shards were closed: the clock of ``--commit-every`` starts again."""
 
 
 class Sink(Protocol):
@@ -68,31 +71,65 @@ class Work:
     """With the last work of a stream: how many samples the stream has."""
 
 
-@dataclass
-class _Open:
+@dataclass(eq=False)
+class _Shard:
     """A shard being filled."""
 
     builder: ShardBuilder | None
     """None where this process stores no row of it."""
+    lane: int
+    waiting: deque[Batch]
+    skipped: tuple[Skip, ...]
+    end: int | None
     rows: int = 0
     samples: int = 0
 
 
-@dataclass(frozen=True)
-class _Step:
-    shard: _Open
+class _Step(NamedTuple):
+    """A batch on its way: started, then fetched, then written."""
+
+    shard: _Shard
     batch: Batch
     pending: object
     first_row: int
     started: float
 
 
-@dataclass(frozen=True)
-class _Close:
-    shard: _Open
+class _Rows(NamedTuple):
+    step: _Step
+    blocks: Sequence[Sequence[Block]]
+
+
+class _Close(NamedTuple):
+    """The end of a shard; whole, or as far as it came."""
+
+    shard: _Shard
     whole: bool
-    skipped: tuple[Skip, ...]
-    end: int | None
+
+
+@dataclass
+class _Flow:
+    """The queues of one run."""
+
+    crew: Crew
+    lanes: int
+    plans: Pipe[Work] = field(init=False)
+    steps: Pipe[_Step | _Close] = field(init=False)
+    rows: list[Pipe[_Rows | _Close]] = field(init=False)
+    closes: Pipe[_Close] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.plans = Pipe(self.crew, _PLANS_AHEAD)
+        self.steps = Pipe(self.crew, 4 * self.lanes + _STARTED_AHEAD)
+        self.rows = [Pipe(self.crew, 4) for _ in range(self.lanes)]
+        self.closes = Pipe(self.crew, 1)
+        self.credits = threading.Semaphore(self.lanes + 1 + _STARTED_AHEAD)
+
+    def take_credit(self) -> None:
+        """Wait until one batch fewer is in flight."""
+        while not self.credits.acquire(timeout=0.1):
+            if self.crew.failed:
+                raise Stopped
 
 
 class Pipeline:
@@ -104,29 +141,30 @@ class Pipeline:
         sink: Sink,
         control: Control,
         progress: Progress,
+        *,
+        lanes: int = 1,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._producer = producer
-        self._sink = sink
-        self._control = control
-        self._progress = progress
-        self._clock = clock
+        self._producer, self._sink, self._control, self._progress = producer, sink, control, progress
+        self._lanes, self._clock = lanes, clock
         self._most_tokens: int | None = None
         """Computed tokens a group that the device has room for, once it ran out."""
         self._stopped = False
-        self._unfinished: list[_Open] = []
+        self._unfinished: set[_Shard] = set()
+        self._commit_lock = threading.Lock()
 
     def run(self, works: Iterable[Work]) -> bool:
         """Work everything off. True: to the end; False: stopped early, with all that was computed committed."""
         crew = Crew()
-        plans: Pipe[Work] = Pipe(crew, _PLANS_AHEAD)
-        steps: Pipe[_Step | _Close] = Pipe(crew, _BATCHES_IN_FLIGHT)
-        closes: Pipe[_Close] = Pipe(crew, _SHARDS_TO_FINISH)
-        crew.start("feeder", lambda: self._feed(works, plans))
-        crew.start("drainer", lambda: self._drain(steps, closes))
-        crew.start("finisher", lambda: self._finish(closes))
+        flow = _Flow(crew, self._lanes)
+        left = _Countdown(self._lanes, flow.closes)
+        crew.start("feeder", lambda: self._feed(works, flow.plans))
+        crew.start("fetcher", lambda: self._fetch(flow))
+        for lane in range(self._lanes):
+            crew.start(f"lane-{lane}", lambda lane=lane: self._fill(flow, lane, left))  # type: ignore[misc]
+            crew.start(f"finisher-{lane}", lambda: self._finish(flow.closes))
         try:
-            self._dispatch(plans, steps)
+            self._dispatch(flow)
         except BaseException as error:  # noqa: BLE001 - Ctrl+C too ends the crew first; join raises it again
             crew.fail(error)
         try:
@@ -134,7 +172,7 @@ class Pipeline:
         finally:
             for shard in self._unfinished:
                 if shard.builder is not None:
-                    shard.builder.abort()  # nothing half-written stays; a shard that was finished is not touched
+                    shard.builder.abort()  # nothing half-written stays
         return not self._stopped
 
     # -- feeder ---------------------------------------------------------------------------------------------------
@@ -153,61 +191,107 @@ class Pipeline:
 
     # -- dispatcher -----------------------------------------------------------------------------------------------
 
-    def _dispatch(self, plans: Pipe[Work], steps: Pipe[_Step | _Close]) -> None:
-        for work in plans:
-            if self._stopped:
-                continue  # let the feeder find room, see the flag, and end
-            waiting = list(work.plan.batches)
-            while True:
-                waiting = list(self._fitting(waiting))
-                done = self._dispatch_shard(work, waiting, steps)
-                waiting = waiting[done:]
-                if not waiting or self._stopped:
+    def _dispatch(self, flow: _Flow) -> None:
+        """Start batches, lanes taking turns, until the plans run out or the control says stop."""
+        plans = iter(flow.plans)
+        open_: list[_Shard | None] = [None] * self._lanes
+        more = True
+        while more or any(open_):
+            for lane in range(self._lanes):
+                if open_[lane] is None and more:
+                    work = next(plans, None)
+                    more = work is not None
+                    if work is not None:
+                        open_[lane] = self._begin(lane, work.plan.batches, work.skipped, work.end)
+                shard = open_[lane]
+                if shard is not None:
+                    open_[lane] = self._advance(flow, shard, open_)
+                if self._stopped:
+                    self._close_all(flow, open_)
+                    more = False
                     break
-                work = replace(work, skipped=() if done else work.skipped)
-        steps.close()
+        for _ in plans if self._stopped else ():
+            pass  # let the feeder find room, see the flag, and end
+        flow.steps.close()
 
-    def _dispatch_shard(self, work: Work, batches: Sequence[Batch], steps: Pipe[_Step | _Close]) -> int:
-        """Start batches of one shard until it is full, or ends early. How many were started."""
-        shard = self._begin(batches)
-        done = 0
-        for batch in batches:
-            verdict = self._control.verdict()
-            if verdict == "stop" or (verdict == "commit" and done):
-                self._stopped = verdict == "stop"
-                break
+    def _advance(self, flow: _Flow, shard: _Shard, open_: list[_Shard | None]) -> _Shard | None:
+        """Start a shard's next batch. What the lane goes on with: the shard, what is left of it, or nothing."""
+        verdict = self._control.verdict()
+        if verdict == "stop":
+            self._stopped = True
+            return shard
+        if verdict == "commit" and shard.samples:
+            self._close_all(flow, open_, again=True)
+            shard = open_[shard.lane] or shard
+        if shard.waiting:
+            batch = shard.waiting[0]
+            if not self._fits(batch):
+                return self._again(flow, shard)
+            flow.take_credit()
             try:
                 pending = self._producer.start(batch)
             except OutOfDeviceMemory as error:
+                flow.credits.release()
                 self._shrink(batch, error)
-                break
+                return self._again(flow, shard)
             self._progress.start()
-            steps.put(_Step(shard, batch, pending, shard.rows, self._clock()))
-            shard.rows += sum(len(sample) for sample in self._own(batch))
-            shard.samples += len(self._own(batch))
-            done += 1
-        if done or not batches:
-            whole = done == len(batches)
-            # What was skipped on the way is done once this shard is; the stream's end is known only with the last.
-            steps.put(_Close(shard, whole, work.skipped, work.end if whole else None))
-            self._control.committed()
-        elif shard.builder is not None:
-            shard.builder.abort()
-        return done
+            flow.steps.put(_Step(shard, batch, pending, shard.rows, self._clock()))
+            own = self._own(batch)
+            shard.rows += sum(map(len, own))
+            shard.samples += len(own)
+            shard.waiting.popleft()
+        if shard.waiting:
+            return shard
+        flow.steps.put(_Close(shard, whole=True))
+        self._control.committed()
+        return None
 
-    def _begin(self, batches: Sequence[Batch]) -> _Open:
-        samples = [sample for batch in batches for sample in self._own(batch)]
-        shard = _Open(self._sink.begin(samples) if samples else None)
-        self._unfinished.append(shard)
+    def _begin(self, lane: int, batches: Iterable[Batch], skipped: tuple[Skip, ...], end: int | None) -> _Shard:
+        waiting = deque(self._fitting(batches))
+        samples = [sample for batch in waiting for sample in self._own(batch)]
+        shard = _Shard(self._sink.begin(samples) if samples else None, lane, waiting, skipped, end)
+        self._unfinished.add(shard)
         return shard
+
+    def _again(self, flow: _Flow, shard: _Shard) -> _Shard:
+        """Close a shard as far as it came, and begin another with what is left of it."""
+        waiting, skipped, end = shard.waiting, shard.skipped, shard.end
+        if self._close_short(flow, shard):
+            skipped = ()
+        return self._begin(shard.lane, waiting, skipped, end)
+
+    def _close_short(self, flow: _Flow, shard: _Shard) -> bool:
+        """Commit what a shard has, or drop it where it has nothing. True: it had something."""
+        shard.end = None
+        if shard.samples:
+            flow.steps.put(_Close(shard, whole=False))
+            return True
+        if shard.builder is not None:
+            shard.builder.abort()
+        self._unfinished.discard(shard)
+        return False
+
+    def _close_all(self, flow: _Flow, open_: list[_Shard | None], again: bool = False) -> None:
+        for lane, shard in enumerate(open_):
+            if shard is None:
+                continue
+            if again:
+                open_[lane] = self._again(flow, shard) if shard.samples else shard
+            else:
+                self._close_short(flow, shard)
+                open_[lane] = None
+        self._control.committed()
 
     def _own(self, batch: Batch) -> list[Sample]:
         return [sample for group in self._producer.owned for sample in batch.groups[group]]
 
+    def _fits(self, batch: Batch) -> bool:
+        return self._most_tokens is None or batch.rows == 1 or batch.rows * batch.length <= self._most_tokens
+
     def _fitting(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """The same batches, those that the device has no room for in pieces."""
         for batch in batches:
-            if self._most_tokens is None or batch.rows == 1 or batch.rows * batch.length <= self._most_tokens:
+            if self._fits(batch):
                 yield batch
             else:
                 yield from self._fitting(half for half in batch.halves() if half.samples)
@@ -226,67 +310,86 @@ class Pipeline:
             f"(--batch-tokens {self._most_tokens} from the start saves this detour)"
         )
 
-    # -- drainer --------------------------------------------------------------------------------------------------
+    # -- fetcher and lanes ----------------------------------------------------------------------------------------
 
-    def _drain(self, steps: Pipe[_Step | _Close], closes: Pipe[_Close]) -> None:
+    def _fetch(self, flow: _Flow) -> None:
         last_ready = 0.0
-        with ThreadPoolExecutor(_COPY_THREADS, "spile-copy") as pool:
-            for step in steps:
-                if isinstance(step, _Close):
-                    closes.put(step)
-                    continue
-                blocks = self._producer.fetch(step.pending)
-                ready = self._clock()
-                self._progress.busy_for("model", ready - max(step.started, last_ready))
-                last_ready = ready
-                with self._progress.busy("host copy"):
-                    self._write(step, blocks, pool)
-        closes.close()
+        for step in flow.steps:
+            if isinstance(step, _Close):
+                flow.rows[step.shard.lane].put(step)
+                continue
+            blocks = self._producer.fetch(step.pending)
+            ready = self._clock()
+            self._progress.busy_for("model", ready - max(step.started, last_ready))
+            last_ready = ready
+            flow.rows[step.shard.lane].put(_Rows(step, blocks))
+        for pipe in flow.rows:
+            pipe.close()
 
-    def _write(self, step: _Step, blocks: Sequence[Sequence[Block]], pool: ThreadPoolExecutor) -> None:
-        """Put a batch's rows where they belong, taps side by side in threads, one tap's rows in order."""
-        builder = step.shard.builder
-        if builder is None:
-            self._count(step)
-            return
-        sizes = {group: sum(map(len, step.batch.groups[group])) for group in self._producer.owned}
+    def _fill(self, flow: _Flow, lane: int, left: _Countdown) -> None:
+        for item in flow.rows[lane]:
+            if isinstance(item, _Close):
+                flow.closes.put(item)
+                continue
+            with self._progress.busy("host copy", self._lanes):
+                self._write(item.step, item.blocks)
+            del item  # its memory is the next batch's
+            flow.credits.release()
+        left.one_less()
 
-        def write(tap: int) -> None:
-            row = step.first_row
-            for group, rows in blocks[tap]:
-                builder.write(tap, row, rows[: sizes[group]])
-                row += sizes[group]
-
-        for _ in pool.map(write, range(len(blocks))):
-            pass
-        self._count(step)
-
-    def _count(self, step: _Step) -> None:
-        own = self._own(step.batch)
+    def _write(self, step: _Step, blocks: Sequence[Sequence[Block]]) -> None:
+        """Put a batch's rows where they belong, tap after tap."""
+        builder, batch = step.shard.builder, step.batch
+        if builder is not None:
+            sizes = {group: sum(map(len, batch.groups[group])) for group in self._producer.owned}
+            for tap, of_tap in enumerate(blocks):
+                row = step.first_row
+                for group, rows in of_tap:
+                    builder.write(tap, row, rows[: sizes[group]])
+                    row += sizes[group]
+        own = self._own(batch)
         self._progress.add(
             samples=len(own),
             tokens=sum(map(len, own)),
-            computed_tokens=step.batch.computed_tokens,
+            computed_tokens=batch.computed_tokens,
             truncated=sum(sample.truncated > 0 for sample in own),
         )
 
-    # -- finisher -------------------------------------------------------------------------------------------------
+    # -- finishers ------------------------------------------------------------------------------------------------
 
     def _finish(self, closes: Pipe[_Close]) -> None:
         for close in closes:
-            with self._progress.busy("sink"):
+            with self._progress.busy("sink", self._lanes):
                 self._commit(close)
 
     def _commit(self, close: _Close) -> None:
+        shard = close.shard
         record = None
-        if close.shard.builder is not None:
-            record = close.shard.builder.finish(None if close.whole else close.shard.samples)
+        if shard.builder is not None:
+            record = shard.builder.finish(None if close.whole else shard.samples)
             self._progress.add(shards_written=1, bytes=record.size)
-        self._sink.commit(record, close.skipped, close.end)
-        self._unfinished.remove(close.shard)
+        with self._commit_lock:
+            self._sink.commit(record, shard.skipped, shard.end)
+        self._unfinished.discard(shard)
         self._progress.add(
-            shards_committed=record is not None,
-            samples_committed=close.shard.samples + len(close.skipped),
+            shards_committed=int(record is not None), samples_committed=shard.samples + len(shard.skipped)
         )
-        for skip in close.skipped:
+        for skip in shard.skipped:
             self._progress.skip(skip.reason)
+
+
+class _Countdown:
+    """Closes a pipe, once for each of its readers, when the last of its writers is done."""
+
+    def __init__(self, count: int, pipe: Pipe[_Close]) -> None:
+        self._count, self._left, self._pipe = count, count, pipe
+        self._lock = threading.Lock()
+
+    def one_less(self) -> None:
+        """A writer is done."""
+        with self._lock:
+            self._left -= 1
+            if self._left:
+                return
+        for _ in range(self._count):
+            self._pipe.close()

@@ -107,13 +107,13 @@ class Progress:
             self._busy[stage] += seconds
 
     @contextmanager
-    def busy(self, stage: str) -> Iterator[None]:
-        """A stage works while this lasts."""
+    def busy(self, stage: str, threads: int = 1) -> Iterator[None]:
+        """One of a stage's threads works while this lasts."""
         began = self.clock()
         try:
             yield
         finally:
-            self.busy_for(stage, self.clock() - began)
+            self.busy_for(stage, (self.clock() - began) / threads)
 
     def snapshot(self) -> Snapshot:
         """A consistent copy."""

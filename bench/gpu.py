@@ -1,0 +1,74 @@
+"""Every figure of docs/performance.md that needs an accelerator, in one run: ``python -m bench.gpu TASKS.jsonl``.
+
+1. 0.5B shape, all 24 layers, to a RAM disk, beside the loop that people write
+2. 0.5B shape and 7B shape, one layer, to a RAM disk: against the bare forward, and that against matrix products
+3. 0.5B shape, all layers, to a local disk, synced
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from bench import naive
+from bench.shapes import make_model
+from spile.plan.ranges import Ranges
+from spile.runtime.bench import bench
+from spile.runtime.extract import find
+from spile.spec.run import DataSpec, ExtractSpec
+from spile.spec.sample import Sample
+
+
+def spec(model: Path, tasks: str, output: str, layers: tuple[int, ...] | None, **more: Any) -> ExtractSpec:
+    return ExtractSpec(model=str(model), data=DataSpec(dataset=tasks), output=output, layers=layers, **more)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("tasks")
+    parser.add_argument("--ram", default="/dev/shm/spile-bench")
+    parser.add_argument("--disk", default="/var/tmp/spile-bench")
+    parser.add_argument("--only", default="all,one,seven,disk,naive")
+    parser.add_argument("--tokens", type=int, default=4_000_000)
+    parser.add_argument("--batch-tokens", type=int)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    wanted = set(args.only.split(","))
+    results: dict[str, Any] = {}
+    ram = Path(args.ram)
+    small = make_model("qwen2.5-0.5b", ram / "qwen2.5-0.5b")
+    more = {} if args.batch_tokens is None else {"batch_tokens": args.batch_tokens}
+
+    def measure(name: str, run: ExtractSpec, tokens: int) -> None:
+        began = time.perf_counter()
+        result = bench(run, tokens=tokens)
+        results[name] = result.record()
+        print(f"\n== {name} ({time.perf_counter() - began:.0f} s)\n{json.dumps(results[name], indent=1)}", flush=True)
+
+    if "all" in wanted:
+        measure("0.5b all layers, RAM", spec(small, args.tasks, args.ram, None, **more), args.tokens)
+    if "one" in wanted:
+        measure("0.5b layer 12, RAM", spec(small, args.tasks, args.ram, (12,), **more), 3 * args.tokens)
+    if "disk" in wanted:
+        measure("0.5b all layers, disk", spec(small, args.tasks, args.disk, None, **more), args.tokens // 8)
+    if "naive" in wanted:
+        found = find(spec(small, args.tasks, args.ram, None)).samples.read(Ranges())
+        prompts = [item.tokens for item in found if isinstance(item, Sample)][:192]
+        loop = naive.run(small, prompts, device="cuda", dtype="bfloat16", batch_size=16, output=ram)
+        results["naive"] = {"tokens_per_second": loop.rate, "tokens": loop.tokens, "seconds": loop.seconds}
+        print(f"\n== naive loop\n{results['naive']}", flush=True)
+    if "seven" in wanted:
+        large = make_model("qwen2.5-7b", ram / "qwen2.5-7b")
+        measure("7b layer 12, RAM", spec(large, args.tasks, args.ram, (12,), **more), args.tokens // 4)
+        measure("7b last layer, RAM", spec(large, args.tasks, args.ram, (27,), **more), args.tokens // 8)
+    if args.json is not None:
+        args.json.write_text(json.dumps(results, indent=1))
+    shutil.rmtree(ram, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

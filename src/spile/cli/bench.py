@@ -1,0 +1,54 @@
+"""``spile bench``: this machine against its own limits."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+from cyclopts import Parameter
+from rich.console import Console
+from rich.table import Table
+
+from spile.cli.amounts import amount, duration, size
+from spile.cli.extract import ExtractFlags
+
+__all__ = ["bench"]
+
+
+def bench(
+    *,
+    flags: ExtractFlags | None = None,
+    tokens: Annotated[int, Parameter(help="Real tokens to run, the dataset repeated as needed.")] = 100_000,
+    as_json: Annotated[bool, Parameter(name="--json", negative="", help="One JSON object.")] = False,
+) -> int:
+    """Print this machine's limits for a model, the rate it reaches, and its fraction of the slowest limit.
+
+    Nothing is kept: shards go to a temporary folder below --output and are removed.
+    """
+    from spile.runtime.bench import bench as run
+
+    result = run((flags or ExtractFlags(output="./.bench")).spec(), tokens=tokens)
+    console = Console(highlight=False)
+    if as_json:
+        console.print_json(json.dumps(result.record()))
+        return 0
+    table = Table(
+        "limit", "rate", "tokens/s of this run", title=f"{result.model} on {result.device}", title_style="bold"
+    )
+    rates, limits = result.limit_tokens, result.limits
+    table.add_row("matrix products", f"{amount(limits.matmul_flops / 1e9)} GFLOP/s", "")
+    table.add_row("bare forward", f"{result.forward_of_matmul:.0%} of the products' rate", amount(rates["model"]))
+    if limits.device_to_host is not None:
+        table.add_row("device to host", f"{size(limits.device_to_host)}/s", amount(rates["device to host"]))
+    table.add_row("copy, checksum, write", f"{size(limits.host_copy)}/s", amount(rates["host copy"]))
+    rate = f"{size(limits.sink)}/s ({size(limits.one_file)}/s into one file)"
+    table.add_row("write and sync", rate, amount(rates["sink"]))
+    console.print(table)
+    console.print(
+        f"reached {amount(result.tokens_per_second)} tokens/s over {duration(result.seconds)}: "
+        f"{result.fraction:.0%} of the slowest limit ({result.slowest}), {result.of_forward:.0%} of the bare forward; "
+        f"{result.padding:.1%} padding; {result.shapes} programs compiled in {duration(result.compile_seconds)}; "
+        f"host memory {size(result.peak_memory)} at most, {size(max(0, result.grown_memory))} grown",
+        soft_wrap=True,
+    )
+    return 0

@@ -1,0 +1,237 @@
+"""``spile bench``: what this machine reaches with a model and a dataset, against its own limits, in one run."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from spile.objects import open_folder
+from spile.plan.batches import Batch, BatchPlan, batches
+from spile.plan.ranges import Ranges
+from spile.runtime.device import DeviceProducer
+from spile.runtime.extract import Parts, bytes_a_token, default_batch_tokens, find, lanes_for, make_producer
+from spile.runtime.limits import Limits, bare_forward, device_to_host, host_copy, matmul, sequential_write
+from spile.runtime.progress import Progress
+from spile.runtime.summary import peak_memory
+from spile.runtime.worker import LocalControl, Sizes, work
+from spile.spec.run import ExtractSpec
+from spile.spec.sample import Sample
+from spile.store.run import join_run
+from spile.store.stream import join_stream
+
+__all__ = ["Result", "bench"]
+
+_MATMUL = {"cpu": 1024, "gpu": 8192, "tpu": 8192}
+_LIMIT_BATCHES = 48
+
+
+@dataclass(frozen=True)
+class Result:
+    """The limits, what was reached, and how much of the slowest limit that is."""
+
+    device: str
+    model: str
+    taps: int
+    bytes_a_token: int
+    limits: Limits
+    limit_tokens: dict[str, float]
+    """Each limit as tokens/s of this run."""
+    slowest: str
+    tokens: int
+    seconds: float
+    tokens_per_second: float
+    padding: float
+    fraction: float
+    """Of the slowest limit."""
+    of_forward: float
+    """Of the bare forward's rate."""
+    forward_of_matmul: float
+    limited_by: str | None
+    compile_seconds: float
+    shapes: int
+    steady_from_batch: int
+    """The first batch from which every tenth of the run was within a fifth of its rate."""
+    peak_memory: int
+    grown_memory: int
+    """Host memory held at the end above that at half time."""
+
+    def record(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return asdict(self)
+
+
+def bench(spec: ExtractSpec, *, tokens: int, empty_behind: bool = True) -> Result:
+    """Measure. ``empty_behind`` removes shards soon after their commit, so that a small RAM disk carries a long run."""
+    Path(spec.output).mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=spec.output, prefix="bench-") as folder:
+        parts = find(replace(spec, output=folder))
+        progress = Progress()
+        producer = make_producer(parts, progress)
+        samples = _samples(parts, tokens)
+        batch_tokens = spec.batch_tokens or default_batch_tokens(spec, bytes_a_token(parts))
+        plan = BatchPlan(batch_tokens, spec.batch_size, spec.data.max_seq_length, producer.groups)
+        made = list(batches(samples, plan))
+        limits = _limits(parts, producer, made[:: max(1, len(made) // _LIMIT_BATCHES)], Path(folder))
+        _warm(producer, made)
+        return _run(parts, producer, samples, batch_tokens, limits, progress, empty_behind)
+
+
+def _samples(parts: Parts, tokens: int) -> list[Sample]:
+    """The stream's samples over and over, each with a number of its own, until there are enough tokens."""
+    once = [item for item in parts.samples.read(Ranges()) if isinstance(item, Sample)]
+    many: list[Sample] = []
+    total = 0
+    while total < tokens:
+        for sample in once:
+            many.append(replace(sample, index=len(many)))
+            total += len(sample)
+            if total >= tokens:
+                break
+    return many
+
+
+def _limits(parts: Parts, producer: DeviceProducer, made: Sequence[Batch], folder: Path) -> Limits:
+    forward_tokens, forward_flops = bare_forward(producer, made)
+    return Limits(
+        matmul_flops=matmul(_MATMUL[jax.default_backend()], parts.spec.dtype),
+        forward_flops=forward_flops,
+        forward_tokens=forward_tokens,
+        device_to_host=device_to_host(producer),
+        host_copy=host_copy(folder, lanes_for(str(folder))),
+        sink=sequential_write(folder, lanes_for(str(folder))),
+        one_file=sequential_write(folder),
+    )
+
+
+def _warm(producer: DeviceProducer, made: Sequence[Batch]) -> None:
+    """Compile and run each shape once, so that the run is steady from its first batch."""
+    for batch in {(batch.rows, batch.length): batch for batch in made}.values():
+        producer.fetch(producer.start(batch))
+
+
+def _run(
+    parts: Parts,
+    producer: DeviceProducer,
+    samples: Sequence[Sample],
+    batch_tokens: int,
+    limits: Limits,
+    progress: Progress,
+    empty_behind: bool,
+) -> Result:
+    spec = parts.spec
+    compiled = progress.snapshot()
+    root = open_folder(parts.root.url)
+    join_run(root, parts.identity)
+    stream = join_stream(root, 0, replace(parts.stream_identity, samples=len(samples)), parts.identity)
+    measured = Progress()
+    shard_bytes = spec.shard_size_gb * 1e9
+    sizes = Sizes(batch_tokens, spec.batch_size, spec.data.max_seq_length, shard_bytes, lanes_for(spec.output))
+    with _emptied(Path(stream.folder.url), empty_behind), _watched(measured) as series:
+        work(samples, producer, stream, sizes, progress=measured, control=LocalControl(threading.Event(), None))
+        now = measured.snapshot()
+    rates = limits.tokens(bytes_a_token(parts))
+    slowest = min(rates, key=rates.__getitem__)
+    rate = now.tokens / now.seconds
+    return Result(
+        device=producer.describe(),
+        model=spec.model,
+        taps=len(parts.taps),
+        bytes_a_token=bytes_a_token(parts),
+        limits=limits,
+        limit_tokens=rates,
+        slowest=slowest,
+        tokens=now.tokens,
+        seconds=now.seconds,
+        tokens_per_second=rate,
+        padding=now.padding,
+        fraction=rate / rates[slowest],
+        of_forward=rate / limits.forward_tokens,
+        forward_of_matmul=limits.forward_flops / limits.matmul_flops,
+        limited_by=now.limit,
+        compile_seconds=compiled.compile_seconds,
+        shapes=compiled.shapes,
+        steady_from_batch=_steady(series, batch_tokens * producer.groups),
+        peak_memory=peak_memory(),
+        grown_memory=_growth(series),
+    )
+
+
+@contextlib.contextmanager
+def _emptied(folder: Path, wanted: bool) -> Iterator[None]:
+    """Remove shards as they are finished, so that the folder never holds more than a few."""
+    over = threading.Event()
+
+    def sweep() -> None:
+        while not over.wait(0.05):
+            for shard in sorted(folder.glob("shard_*"))[:-1]:
+                shard.unlink(missing_ok=True)
+
+    thread = threading.Thread(target=sweep, daemon=True)
+    if wanted:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        if wanted:
+            thread.join()
+
+
+_Point = tuple[float, int, int]
+"""Seconds, tokens, bytes of host memory."""
+
+
+@contextlib.contextmanager
+def _watched(progress: Progress) -> Iterator[list[_Point]]:
+    """Tokens and host memory over time, ten times a second."""
+    over = threading.Event()
+    series: list[_Point] = []
+
+    def look() -> None:
+        while not over.wait(0.1):
+            series.append((time.perf_counter(), progress.snapshot().tokens, _resident()))
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        yield series
+    finally:
+        over.set()
+        thread.join()
+
+
+def _resident() -> int:
+    """Anonymous host memory that this process holds now: RAM disks and page cache are not its own."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _steady(series: Sequence[_Point], batch_tokens: int) -> int:
+    """How many batches were done when the rate had come within a fifth of the whole run's."""
+    if len(series) < 3 or not series[-1][1]:
+        return 0
+    (t0, n0, _), (t1, n1, _) = series[0], series[-1]
+    whole = (n1 - n0) / (t1 - t0)
+    for (before, first, _), (after, then, _) in zip(series, series[2:], strict=False):
+        if (then - first) / (after - before) >= 0.8 * whole:
+            return int(first // batch_tokens)
+    return int(n1 // batch_tokens)
+
+
+def _growth(series: Sequence[_Point]) -> int:
+    """Host memory of the last tenth above that of the tenth after half time."""
+    tenth = max(1, len(series) // 10)
+    middle, end = series[len(series) // 2 :][:tenth], series[-tenth:]
+    if not middle:
+        return 0
+    return max(point[2] for point in end) - max(point[2] for point in middle)

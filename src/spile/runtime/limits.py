@@ -1,0 +1,151 @@
+"""The limits of this machine, measured plainly: compute, the way off the device, the host's copy, the sink.
+
+Each is what the hardware gives to a loop that does nothing else; the run is judged against the slowest of them.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spile.model.decoder import forward
+from spile.plan.batches import Batch
+from spile.runtime.device import DeviceProducer
+from spile.runtime.producer import pack
+from spile.spec.architecture import flops_per_token
+from spile.store.crc import crc32c
+
+__all__ = ["Limits", "bare_forward", "device_to_host", "host_copy", "matmul", "sequential_write"]
+
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Rates in FLOP/s, tokens/s and bytes/s."""
+
+    matmul_flops: float
+    forward_flops: float
+    """Model FLOPs of the bare forward, without the LM head, attention counted."""
+    forward_tokens: float
+    device_to_host: float | None
+    """None where rows are on the host already."""
+    host_copy: float
+    """Copy, checksum and write together, in threads: they share the host's memory."""
+    sink: float
+    """Written and made durable, as many files at once as the run has lanes."""
+    one_file: float
+    """Written in sequence into one file and made durable."""
+
+    def tokens(self, bytes_a_token: int) -> dict[str, float]:
+        """Each limit as real tokens a second."""
+        rates = {
+            "model": self.forward_tokens,
+            "host copy": self.host_copy / bytes_a_token,
+            "sink": self.sink / bytes_a_token,
+        }
+        if self.device_to_host is not None:
+            rates["device to host"] = self.device_to_host / bytes_a_token
+        return rates
+
+
+def _best(run: Callable[[], object], repeat: int = 3) -> float:
+    """The shortest time of several: what the hardware can do, not what else it did meanwhile."""
+    times = []
+    for _ in range(repeat):
+        began = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+def matmul(size: int, dtype: str, times: int = 8) -> float:
+    """FLOP/s of square products one after another, on all local devices together."""
+    key = jax.random.key(0)
+
+    def chain(a: jax.Array, b: jax.Array) -> jax.Array:
+        for _ in range(times):
+            a = jnp.matmul(a, b, precision=jax.lax.Precision.DEFAULT)
+        return a
+
+    a = jax.random.normal(key, (size, size), jnp.dtype(dtype)) / size**0.5
+    step = jax.jit(chain)
+    jax.block_until_ready(step(a, a))
+    seconds = _best(lambda: jax.block_until_ready(step(a, a)))
+    return jax.local_device_count() * times * 2 * size**3 / seconds
+
+
+def bare_forward(producer: DeviceProducer, batches: Sequence[Batch]) -> tuple[float, float]:
+    """Real tokens/s and model FLOP/s of these batches through the model, nothing kept but one number a tap."""
+    config, taps = producer.config, producer.taps
+
+    def step(params: Any, tokens: jax.Array) -> jax.Array:
+        # The largest value: a sum could be moved inside the products, and the products away.
+        kept = forward(
+            params, tokens, config=config, taps=taps, attention=producer.attend, keep=lambda x: jnp.max(jnp.abs(x))
+        )
+        return jnp.stack(kept)
+
+    program = jax.jit(step)
+    inputs = [jax.device_put(pack(batch).tokens, producer.rows_sharding) for batch in batches]
+    for shape in {array.shape for array in inputs}:
+        jax.block_until_ready(program(producer.params, next(a for a in inputs if a.shape == shape)))
+    seconds = _best(lambda: jax.block_until_ready([program(producer.params, array) for array in inputs]), 2)
+    last = max(tap.layer for tap in taps)
+    lengths = [len(sample) for batch in batches for sample in batch.samples]
+    flops = sum(flops_per_token(config, length, last) * length for length in lengths)
+    return sum(lengths) / seconds, flops / seconds
+
+
+def device_to_host(producer: DeviceProducer, size: int = 1 << 29) -> float | None:
+    """Bytes/s into pinned host memory, from all local devices together."""
+    if producer.away_sharding.memory_kind != "pinned_host":
+        return None
+    rows = producer.groups
+    array = jax.device_put(jnp.ones((rows, size // 2), jnp.bfloat16), producer.rows_sharding)
+    step = jax.jit(lambda x: jax.device_put(x * 1, producer.away_sharding))
+    jax.block_until_ready(step(array))
+    seconds = _best(lambda: jax.block_until_ready([step(array) for _ in range(4)]))
+    return 4 * rows * size / seconds
+
+
+def host_copy(folder: Path, files: int, size: int = 1 << 29) -> float:
+    """Bytes/s of checksum and write into new files of this folder, a thread each, from memory that no cache holds."""
+    source = np.random.default_rng(0).integers(0, 256, size, np.uint8)
+
+    def write(_: int) -> None:
+        with tempfile.NamedTemporaryFile(dir=folder) as file:
+            for start in range(0, size, _CHUNK):
+                piece = source.data[start : start + _CHUNK]
+                crc32c(piece)
+                os.pwrite(file.fileno(), piece, start)
+
+    return files * size / _best(lambda: _side_by_side(files, write))
+
+
+def sequential_write(folder: Path, files: int = 1, size: int = 1 << 30) -> float:
+    """Bytes/s written in sequence into new files, a thread each, and synced once, at the end."""
+    source = np.random.default_rng(0).integers(0, 256, 16 * _CHUNK, np.uint8)
+
+    def write(_: int) -> None:
+        with tempfile.NamedTemporaryFile(dir=folder) as file:
+            for start in range(0, size, source.nbytes):
+                os.pwrite(file.fileno(), source.data, start)
+            os.fsync(file.fileno())
+
+    return files * size / _best(lambda: _side_by_side(files, write))
+
+
+def _side_by_side(count: int, task: Callable[[int], None]) -> None:
+    with ThreadPoolExecutor(count) as pool:
+        list(pool.map(task, range(count)))
