@@ -30,7 +30,7 @@ from spile.objects.upload import Buffers, CloudWriter, Uploader
 
 __all__ = ["CloudFolder", "open_cloud"]
 
-_MANY = 16
+_MANY = 48
 _LIST_CHUNK = 1000
 
 Result = TypeVar("Result")
@@ -148,7 +148,7 @@ class CloudFolder:
         return data
 
     def get_many(self, keys: Iterable[str]) -> Iterator[bytes]:
-        """Sixteen at a time, a few dozen ahead of who reads them."""
+        """Dozens at a time, because each waits for the network; a few hundred ahead of who reads them."""
         with ThreadPoolExecutor(_MANY, thread_name_prefix="get") as pool:
             waiting: deque[Future[bytes]] = deque()
             try:

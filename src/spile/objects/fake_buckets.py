@@ -47,7 +47,7 @@ class Upload:
     key: str
     started: float
     options: dict[str, str]
-    parts: dict[int, bytes] = field(default_factory=dict)
+    parts: dict[int, tuple[str, bytes]] = field(default_factory=dict)
     received: bytearray = field(default_factory=bytearray)
 
 

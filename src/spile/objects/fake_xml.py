@@ -22,6 +22,7 @@ _PAGE = 1000
 def answer_xml(buckets: Buckets, request: Request) -> Reply:
     """One request to ``/bucket`` or ``/bucket/key``."""
     name, _, key = unquote(request.path).lstrip("/").partition("/")
+    digest = crc32c_base64(request.body)  # before the lock: large parts are many
     with buckets.lock:
         bucket = buckets.buckets.get(name)
         if bucket is None:
@@ -29,12 +30,12 @@ def answer_xml(buckets: Buckets, request: Request) -> Reply:
         if not key:
             return _bucket(buckets, name, bucket, request)
         if "uploads" in request.query or "uploadId" in request.query:
-            return _multipart(buckets, name, key, request)
+            return _multipart(buckets, name, key, request, digest)
         match request.method:
             case "GET" | "HEAD":
                 return _read(bucket, key, request)
             case "PUT":
-                return _write(buckets, name, key, request)
+                return _write(buckets, name, key, request, digest)
             case "DELETE":
                 return Reply(204) if buckets.remove(name, key) else _no_key()
     return _error(405, "MethodNotAllowed", request.method)
@@ -99,19 +100,19 @@ def _read(bucket: Bucket, key: str, request: Request) -> Reply:
     return Reply(206, stored.data[slice(*span)], headers)
 
 
-def _bad_digest(request: Request) -> bool:
+def _bad_digest(request: Request, digest: str) -> bool:
     """Whether the body differs from the checksum that was sent with it."""
     wanted = dict(
         part.strip().partition("=")[::2] for part in request.headers.get("x-goog-hash", "").split(",") if part
     )
     md5 = wanted.get("md5", request.headers.get("content-md5"))
-    if "crc32c" in wanted and wanted["crc32c"] != crc32c_base64(request.body):
+    if "crc32c" in wanted and wanted["crc32c"] != digest:
         return True
     return bool(md5) and md5 != base64.b64encode(hashlib.md5(request.body, usedforsecurity=False).digest()).decode()
 
 
-def _write(buckets: Buckets, name: str, key: str, request: Request) -> Reply:
-    if _bad_digest(request):
+def _write(buckets: Buckets, name: str, key: str, request: Request, digest: str) -> Reply:
+    if _bad_digest(request, digest):
         return _error(400, "BadDigest", "The checksum you specified did not match what we received.")
     there = buckets.buckets[name].objects.get(key)
     wanted = request.headers.get("x-goog-if-generation-match")
@@ -171,7 +172,7 @@ def _uploads(buckets: Buckets, name: str, query: dict[str, str]) -> Reply:
     return _xml(f"<ListMultipartUploadsResult>{''.join(pieces)}</ListMultipartUploadsResult>")
 
 
-def _multipart(buckets: Buckets, name: str, key: str, request: Request) -> Reply:
+def _multipart(buckets: Buckets, name: str, key: str, request: Request, digest: str) -> Reply:
     query = request.query
     if request.method == "POST" and "uploads" in query:
         handle = buckets.begin(name, key, {"contentType": request.headers.get("content-type", "")})
@@ -182,11 +183,10 @@ def _multipart(buckets: Buckets, name: str, key: str, request: Request) -> Reply
         return _error(404, "NoSuchUpload", "The specified upload does not exist.")
     match request.method:
         case "PUT":
-            if _bad_digest(request):
+            if _bad_digest(request, digest):
                 return _error(400, "BadDigest", "The checksum you specified did not match what we received.")
-            upload.parts[int(query["partNumber"])] = request.body
-            digest = hashlib.md5(request.body, usedforsecurity=False).hexdigest()
-            return Reply(200, b"", {"ETag": f'"{digest}"', "x-goog-hash": f"crc32c={crc32c_base64(request.body)}"})
+            upload.parts[int(query["partNumber"])] = (digest, request.body)
+            return Reply(200, b"", {"ETag": f'"{digest}"', "x-goog-hash": f"crc32c={digest}"})
         case "DELETE":
             del buckets.uploads[query["uploadId"]]
             return Reply(204)
@@ -201,8 +201,8 @@ def _complete(buckets: Buckets, name: str, key: str, request: Request) -> Reply:
         pieces = []
         for part in ElementTree.fromstring(request.body):  # noqa: S314 - a test's own request
             number = int(_text(part, "PartNumber"))
-            data = upload.parts[number]
-            if _text(part, "ETag").strip('"') != hashlib.md5(data, usedforsecurity=False).hexdigest():
+            tag, data = upload.parts[number]
+            if _text(part, "ETag").strip('"') != tag:
                 raise KeyError(number)
             pieces.append(data)
     except (KeyError, ElementTree.ParseError):

@@ -25,7 +25,7 @@ from spile.objects.faults import Fault, Faults, Throttle
 
 __all__ = ["FaultyProxy", "FaultyServer", "Reply", "Request"]
 
-_PIECE = 1 << 18
+_PIECE = 1 << 20
 _CHECKSUMS = ("x-goog-hash", "x-amz-checksum-crc32c")
 
 
@@ -158,13 +158,15 @@ class _Connection(socketserver.StreamRequestHandler):
         return self._read_exactly(int(headers.get("content-length", 0)))
 
     def _read_exactly(self, length: int) -> bytes:
-        body = bytearray()
-        while len(body) < length:
-            piece = self.rfile.read(min(_PIECE, length - len(body)))
-            if not piece:
+        body = bytearray(length)
+        view = memoryview(body)
+        done = 0
+        while done < length:
+            count = self.rfile.readinto(view[done : done + _PIECE])
+            if not count:
                 raise ConnectionResetError("the client hung up within a body")
-            self._server.throttle.take(len(piece))
-            body += piece
+            self._server.throttle.take(count)
+            done += count
         return bytes(body)
 
     def _serve(self, request: Request) -> bool:

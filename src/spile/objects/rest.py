@@ -139,8 +139,8 @@ def _pool(url: str) -> urllib3.PoolManager:
     parts = urlsplit(url)
     proxy = urllib.request.getproxies().get(parts.scheme)
     if proxy and not urllib.request.proxy_bypass(parts.hostname or ""):
-        return urllib3.ProxyManager(proxy, maxsize=32, timeout=timeout, retries=False)
-    return urllib3.PoolManager(maxsize=32, timeout=timeout, retries=False)
+        return urllib3.ProxyManager(proxy, maxsize=64, timeout=timeout, retries=False)
+    return urllib3.PoolManager(maxsize=64, timeout=timeout, retries=False)
 
 
 class RestClient:

@@ -33,6 +33,11 @@ Result = TypeVar("Result")
 Bytes = NDArray[np.uint8]
 
 
+def _fresh(size: int) -> Bytes:
+    """New memory. Each page costs a fault when it is first written (huge ones gained nothing): hence the reuse."""
+    return np.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+
+
 class Buffers:
     """Reused blocks of memory, under a budget (``SPILE_UPLOAD_GB``, 3). Two writers may always be open."""
 
@@ -51,7 +56,7 @@ class Buffers:
             fitting = [index for index, buffer in enumerate(self._free) if room <= buffer.nbytes <= 2 * room]
             if fitting:
                 return self._free.pop(min(fitting, key=lambda index: self._free[index].nbytes))
-        return np.frombuffer(mmap.mmap(-1, room), np.uint8)  # fresh pages cost a fault each; hence the reuse
+        return _fresh(room)
 
     def give(self, buffer: Bytes, size: int) -> None:
         """Back for the next writer."""
