@@ -4,8 +4,8 @@
     N bytes   the header: JSON, padded with spaces so that 8 + N is a multiple of 4096
     taps      one block each, [tokens, d], in the order of the stream's taps
     offsets   [samples + 1] int64      sample_index  [samples] int64
+    chunk_crc32c  [chunks] uint32      one for every started MiB of each other tensor, in the file's order
     tokens    [tokens] int32           roles         [tokens] uint8
-    chunk_crc32c  [chunks] uint32      one for every started MiB of each tensor above, in order
 
 The samples' notes are the header's ``samples``: a JSON list in a string, because safetensors allows strings only.
 """
@@ -42,7 +42,7 @@ __all__ = [
 
 ALIGN = 4096
 CHUNKS = "chunk_crc32c"
-TAIL = ("offsets", "sample_index", "tokens", "roles", CHUNKS)
+TAIL = ("offsets", "sample_index", CHUNKS, "tokens", "roles")
 PREVIEW = 200
 """Characters of a preview that are kept, so that a header stays small beside its rows."""
 _MOST_HEADER = 100_000_000  # the safetensors library refuses a longer one
@@ -134,7 +134,9 @@ def _shapes(
         ("roles", "U8", (tokens,)),
     ]
     chunks = sum(-(-_bytes(code, shape) // CHUNK) for _, code, shape in known)
-    return [*known, (CHUNKS, "U32", (chunks,))]
+    # Wide elements before narrow ones, so that each tensor is aligned to its element.
+    place = len(taps) + 2
+    return [*known[:place], (CHUNKS, "U32", (chunks,)), *known[place:]]
 
 
 def _bytes(code: str, shape: tuple[int, ...]) -> int:

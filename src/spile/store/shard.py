@@ -126,6 +126,7 @@ class ShardBuilder:
         sums = np.array([crc for each in chunks.values() for crc in each], "<u4")
         crcs = {name: _fold_chunks(each, plan.places[name].length) for name, each in chunks.items()}
         crcs[CHUNKS] = crc32c(sums.tobytes())
+        crcs = {name: crcs[name] for name in plan.places}
         self._writer.write_at(0, plan.header)
         for name, array in {**tail, CHUNKS: sums}.items():
             if array.nbytes:
