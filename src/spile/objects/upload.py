@@ -118,12 +118,13 @@ class Uploader:
             return result
 
         futures = [self._pool.submit(send, number + 1) for number in range(-(-data.nbytes // PART))]
-        wait(futures, return_when=FIRST_EXCEPTION)
-        failed = next((f for f in futures if f.done() and not f.cancelled() and f.exception()), None)
-        if failed is not None:
+        try:
+            wait(futures, return_when=FIRST_EXCEPTION)
+            failed = next((f for f in futures if f.done() and f.exception()), None)
+            return [future.result() for future in ([failed] if failed is not None else futures)]
+        finally:
             stop.set()
-            _cancel(futures)
-        return [future.result() for future in ([failed] if failed is not None else futures)]
+            _cancel(futures)  # and wait: the memory goes to another writer next
 
     def _complete(self, key: str, handle: str, parts: list[tuple[str, str]], data: Bytes) -> None:
         composite = self._client.dialect.scheme == "s3"
@@ -188,6 +189,7 @@ class CloudWriter:
         self._buffers = buffers
         self._send = send
         self._lock = threading.Lock()
+        self._finishing = False
         self._buffer: Bytes | None = buffers.take(size)
 
     def write_at(self, offset: int, data: Buffer) -> None:
@@ -204,7 +206,9 @@ class CloudWriter:
 
     def finish(self, size: int) -> None:
         """Upload; the memory is free again whatever happens."""
-        data = self._room(size)[:size]
+        with self._lock:
+            data = self._room(size)[:size]
+            self._finishing = True
         try:
             self._send(data)
         finally:
@@ -212,7 +216,10 @@ class CloudWriter:
             self._release()
 
     def abort(self) -> None:
-        """Nothing was sent, so nothing is left."""
+        """Nothing was sent, so nothing is left. While another thread is in ``finish`` that one ends it."""
+        with self._lock:
+            if self._finishing:
+                return
         self._release()
 
     def _room(self, end: int) -> Bytes:
