@@ -52,7 +52,7 @@ class Ledger:
     def plus(self, commits: Iterable[Commit]) -> Ledger:
         """The ledger with these commits after its own."""
         done, doubled = self.done, self.doubled
-        files = list(self.files)
+        files: list[ShardFile] = []
         skipped, count, end, created = self.skipped, self.commits, self.end, self.created
         for commit in commits:
             covered = commit.covered()
@@ -68,11 +68,11 @@ class Ledger:
             done=done,
             doubled=doubled,
             commits=count,
-            files=tuple(files),
-            samples=sum(file.samples for file in files),
+            files=(*self.files, *files),
+            samples=self.samples + sum(file.samples for file in files),
             skipped=skipped,
-            tokens=sum(file.tokens for file in files),
-            bytes=sum(file.size for file in files),
+            tokens=self.tokens + sum(file.tokens for file in files),
+            bytes=self.bytes + sum(file.size for file in files),
             end=end,
             created=created,
         )
