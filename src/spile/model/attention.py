@@ -40,34 +40,43 @@ def precision(dtype: DTypeLike) -> jax.lax.Precision:
 
 def _chunk(length: int) -> int:
     """Queries at a time: a causal chunk skips the keys after it, and only a chunk's scores exist at once."""
-    return min(length, max(256, min(1024, -(-length // 4))))
+    return min(length, max(256, min(1024, -(-length // 8))))
 
 
 def xla(q: Queries, k: Keys, v: Keys, *, window: int | None) -> Queries:
-    """Plain XLA, chunk by chunk of the queries; keys and values are never repeated for their groups."""
+    """Plain XLA, chunk by chunk of the queries; keys and values are never repeated for their groups.
+
+    A group's queries lie behind one another, so that each product is one matrix product a key/value head: on a CPU
+    two to three times as fast as the same sums written over separate axes.
+    """
     batch, length, heads, head_dim = q.shape
-    groups = heads // k.shape[2]
-    grouped = q.reshape(batch, length, k.shape[2], groups, head_dim)
+    kv_heads = k.shape[2]
+    grouped = q.reshape(batch, length, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4)
+    k, v = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
     size = _chunk(length)
     chunks = []
     for start in range(0, length, size):
         stop = min(start + size, length)
         first = 0 if window is None else max(0, start - window + 1)
-        chunks.append(_attend(grouped[:, start:stop], k[:, first:stop], v[:, first:stop], start - first, window))
-    out = chunks[0] if len(chunks) == 1 else jnp.concatenate(chunks, axis=1)
-    return out.reshape(batch, length, heads, head_dim)
+        part = grouped[:, :, :, start:stop]
+        chunks.append(_attend(part, k[..., first:stop], v[:, :, first:stop], start - first, window))
+    out = chunks[0] if len(chunks) == 1 else jnp.concatenate(chunks, axis=3)
+    return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, head_dim)
 
 
 def _attend(q: Array, k: Array, v: Array, offset: int, window: int | None) -> Array:
-    """Queries ``[b, s, kv, g, d]`` that start ``offset`` positions after the first key; softmax in float32."""
-    exact = precision(q.dtype)
-    scores = jnp.einsum("bskgd,btkd->bkgst", q, k, precision=exact, preferred_element_type=jnp.float32)
-    scores = scores * jnp.float32(q.shape[-1] ** -0.5)
-    ahead = (offset + np.arange(q.shape[1]))[:, None] - np.arange(k.shape[1])[None, :]
+    """Queries ``[b, kv, g, s, d]`` that start ``offset`` positions after the first key; softmax in float32."""
+    batch, kv_heads, groups, length, head_dim = q.shape
+    product = functools.partial(jnp.matmul, precision=precision(q.dtype), preferred_element_type=jnp.float32)
+    scores = product(q.reshape(batch, kv_heads, groups * length, head_dim), k)
+    ahead = (offset + np.arange(length))[:, None] - np.arange(k.shape[-1])[None, :]
     seen = (ahead >= 0) if window is None else (ahead >= 0) & (ahead < window)
-    scores = jnp.where(jnp.asarray(seen), scores, jnp.float32(-jnp.inf))
-    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-    return jnp.einsum("bkgst,btkd->bskgd", weights, v, precision=exact)
+    mask = jnp.asarray(np.where(seen, 0, -np.inf).astype(np.float32))
+    scores = scores.reshape(batch, kv_heads, groups, length, -1) * jnp.float32(head_dim**-0.5) + mask
+    weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    out = product(weights.astype(q.dtype).reshape(batch, kv_heads, groups * length, -1), v)
+    return (out.reshape(q.shape) / total).astype(q.dtype)
 
 
 def cudnn(q: Queries, k: Keys, v: Keys, *, window: int | None) -> Queries:
