@@ -67,7 +67,7 @@ def extract(
 
     ``hosts``: the pod that this process is part of, every one of whose processes makes this call.
     """
-    progress, hosts = progress or Progress(), hosts or Alone()
+    progress, hosts = progress or Progress(), (hosts or Alone()).visit()
     enable_compilation_cache()
     progress.phase("looking at the model and the data")
     same_command(hosts, spec)

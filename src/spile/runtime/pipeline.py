@@ -83,6 +83,9 @@ class _Shard:
     end: int | None
     rows: int = 0
     samples: int = 0
+    """Rows and samples that this process stores."""
+    started: int = 0
+    """Batches: the same on every host of a pod, whatever each stores of them, so decisions are made on it."""
 
 
 class _Step(NamedTuple):
@@ -220,7 +223,7 @@ class Pipeline:
         if verdict == "stop":
             self._stopped = True
             return shard
-        if verdict == "commit" and shard.samples:
+        if verdict == "commit" and shard.started:
             self._close_all(flow, open_, again=True)
             shard = open_[shard.lane] or shard
         if shard.waiting:
@@ -239,6 +242,7 @@ class Pipeline:
             own = self._own(batch)
             shard.rows += sum(map(len, own))
             shard.samples += len(own)
+            shard.started += 1
             shard.waiting.popleft()
         if shard.waiting:
             return shard
@@ -263,7 +267,7 @@ class Pipeline:
     def _close_short(self, flow: _Flow, shard: _Shard) -> bool:
         """Commit what a shard has, or drop it where it has nothing. True: it had something."""
         shard.end = None
-        if shard.samples:
+        if shard.started:
             flow.steps.put(_Close(shard, whole=False))
             return True
         if shard.builder is not None:
@@ -276,7 +280,7 @@ class Pipeline:
             if shard is None:
                 continue
             if again:
-                open_[lane] = self._again(flow, shard) if shard.samples else shard
+                open_[lane] = self._again(flow, shard) if shard.started else shard
             else:
                 self._close_short(flow, shard)
                 open_[lane] = None
@@ -347,12 +351,11 @@ class Pipeline:
                 for group, rows in of_tap:
                     builder.write(tap, row, rows[: sizes[group]])
                     row += sizes[group]
-        own = self._own(batch)
-        self._progress.add(
-            samples=len(own),
-            tokens=sum(map(len, own)),
+        self._progress.add(  # of the whole batch: on a pod too, progress is the worker's and not a host's
+            samples=len(batch.samples),
+            tokens=batch.real_tokens,
             computed_tokens=batch.computed_tokens,
-            truncated=sum(sample.truncated > 0 for sample in own),
+            truncated=sum(sample.truncated > 0 for sample in batch.samples),
         )
 
     # -- finishers ------------------------------------------------------------------------------------------------
@@ -365,7 +368,9 @@ class Pipeline:
     def _commit(self, close: _Close) -> None:
         shard = close.shard
         record = None
-        if shard.builder is not None:
+        if shard.builder is not None and not shard.samples:
+            shard.builder.abort()  # closed early, before a batch with a row of this host's
+        elif shard.builder is not None:
             record = shard.builder.finish(None if close.whole else shard.samples)
             self._progress.add(shards_written=1, bytes=record.size)
         with self._commit_lock:

@@ -81,8 +81,12 @@ def _quiet(environment: Mapping[str, str]) -> dict[str, str]:
 class Coordination:
     """A connection to the service."""
 
-    def __init__(self, client: Any, identity: Identity) -> None:
-        self._client, self.identity = client, identity
+    def __init__(self, client: Any, identity: Identity, scope: str = "") -> None:
+        self._client, self.identity, self._scope = client, identity, scope
+
+    def scoped(self, name: str) -> Coordination:
+        """The same connection with names of its own, so that a second visit does not meet the first one's."""
+        return Coordination(self._client, self.identity, f"{name}/")
 
     @classmethod
     def connect(cls, address: str, identity: Identity, *, timeout: float) -> Coordination:
@@ -120,19 +124,19 @@ class Coordination:
 
     def put(self, key: str, value: str) -> None:
         """Create or replace."""
-        self._client.key_value_set(key, value, allow_overwrite=True)
+        self._client.key_value_set(self._scope + key, value, allow_overwrite=True)
 
     def entries(self, folder: str) -> dict[str, str]:
         """Everything under ``folder/``, without that prefix."""
-        found = self._client.key_value_dir_get(f"{folder}/")
-        return {key.rpartition(f"{folder}/")[2]: value for key, value in found}
+        prefix = f"{self._scope}{folder}/"
+        return {key[len(prefix) :]: value for key, value in self._client.key_value_dir_get(prefix)}
 
     def get(self, key: str, timeout: float) -> str | None:
         """A value, waited for; None when time is up."""
         import jax
 
         try:
-            value: str = self._client.blocking_key_value_get(key, max(1, int(timeout * 1000)))
+            value: str = self._client.blocking_key_value_get(self._scope + key, max(1, int(timeout * 1000)))
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" in str(error):
                 return None
@@ -141,7 +145,7 @@ class Coordination:
 
     def delete(self, key: str) -> None:
         """Forget."""
-        self._client.key_value_delete(key)
+        self._client.key_value_delete(self._scope + key)
 
     # -- barriers -------------------------------------------------------------------------------------------------
 
@@ -152,16 +156,19 @@ class Coordination:
         me = str(self.identity.process)
         self.put(f"at/{name}/{me}", "here")
         try:
-            self._client.wait_at_barrier(name, max(1, int(timeout * 1000)))
+            self._client.wait_at_barrier(self._scope + name, max(1, int(timeout * 1000)))
         except jax.errors.JaxRuntimeError as error:
             late = self._late(name, timeout)
             if late is None:
                 raise
             raise late from error
 
+    def _alive(self) -> dict[str, str]:
+        return Coordination(self._client, self.identity).entries("alive")
+
     def _late(self, name: str, timeout: float) -> PodError | None:
         here = {int(process) for process in self.entries(f"at/{name}")}
-        reports = {int(process): text.partition("\t")[2] for process, text in self.entries("alive").items()}
+        reports = {int(process): text.partition("\t")[2] for process, text in self._alive().items()}
         missing = [process for process in range(self.identity.count) if process not in here]
         if not missing:
             return None

@@ -56,6 +56,10 @@ class Pod:
         self._watch, self._service = watch, service
         self._left = False
 
+    def visit(self, number: int) -> Pod:
+        """The same pod for one more piece of work, with names of its own for what is said in it."""
+        return Pod(self.identity, self.coordination.scoped(f"visit-{number}"), self._watch, None, self.times)
+
     def report(self, text: str) -> None:
         """What this process does now: repeated by the others, should it die or be late."""
         self._watch.report(text)

@@ -26,6 +26,9 @@ T = TypeVar("T")
 class Together(Protocol):
     """The processes that are one worker."""
 
+    def visit(self) -> Together:
+        """Begin one more piece of work together."""
+
     @property
     def first(self) -> bool:
         """Whether this process writes what is written once: it alone commits."""
@@ -53,6 +56,10 @@ class Alone:
     first = True
     name = ""
 
+    def visit(self) -> Together:
+        """Itself."""
+        return self
+
     def agree(self, name: str, value: T | None = None) -> T:  # noqa: ARG002 - nobody asks what about
         """What it says itself, through JSON as on a pod."""
         agreed: T = json.loads(json.dumps(value))
@@ -75,6 +82,12 @@ class Joined:
 
     def __init__(self, pod: Pod) -> None:
         self.pod = pod
+        self._visits = 0
+
+    def visit(self) -> Together:
+        """All processes make the same visits in the same order."""
+        self._visits += 1
+        return Joined(self.pod.visit(self._visits))
 
     @property
     def first(self) -> bool:

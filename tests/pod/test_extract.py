@@ -1,0 +1,174 @@
+"""Extraction on a pod: the same rows as one process, each sample once, over meshes, odd counts, deaths and resumes."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pod.launching import Ended, clean_environment, free_port, launch, started
+from spile.spec.run import DataSpec, ExtractSpec
+from spile.store.proof import verify
+from spile.store.reader import Dataset
+from spile.store.reader import open as open_dataset
+
+LENGTH = 64
+SAMPLES = 25
+"""A full batch on 8 devices of one row each, and 17 more."""
+
+MANY = """
+import json
+from spile.runtime.extract import extract
+from spile.runtime.pod.together import Joined
+from spile.spec.run import DataSpec, ExtractSpec
+with join(identity, times=PodTimes(120, 120, 60)) as pod:
+    hosts = Joined(pod)
+    for name, mesh, count in json.loads({cases!r}):
+        data = DataSpec(max_seq_length={length}, max_samples=count)
+        spec = ExtractSpec(data=data, output={root!r} + "/" + name, store_dtype="float32", layers=(1, 3), batch_size=1,
+                           mesh_shape=tuple(mesh), shard_size_gb=5e-5)
+        summary = extract(spec, hosts=hosts)
+        assert summary.complete, name
+        if pod.identity.first:
+            print(name, summary.visit.samples, summary.samples, flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    """One process, one device, one sample at a time."""
+    from spile.runtime.extract import extract
+
+    root = tmp_path_factory.mktemp("reference")
+    data = DataSpec(max_seq_length=LENGTH, max_samples=48)
+    spec = ExtractSpec(
+        data=data, output=str(root), store_dtype="float32", layers=(1, 3), batch_size=1, mesh_shape=(1, 1)
+    )
+    extract(spec)
+    return open_dataset(str(root))
+
+
+def assert_same_rows(found: Dataset, reference: Dataset, count: int) -> None:
+    assert [sample.index for sample in sorted(found.samples, key=lambda ref: ref.index)] == list(range(count))
+    for index in range(count):
+        ours, theirs = found.sample(0, index), reference.sample(0, index)
+        assert ours.ref.task_id == theirs.ref.task_id
+        np.testing.assert_array_equal(ours.tokens, theirs.tokens)
+        for tap in found.taps:
+            rows = theirs.rows(tap)
+            scale = np.sqrt(np.mean(np.square(rows)))
+            np.testing.assert_allclose(ours.rows(tap), rows, atol=1e-5 * scale, rtol=0)
+
+
+def run_cases(folder: Path, cases: list[tuple[str, tuple[int, int], int]], reference: Dataset) -> None:
+    body = MANY.format(cases=json.dumps(cases), root=str(folder), length=LENGTH)
+    with launch(folder, body, 4, devices=2) as group:
+        ended = group.wait(1200)
+    assert [end.code for end in ended] == [0] * 4, ended[0].err
+    said = [line for line in ended[0].out.splitlines() if "Gloo" not in line]  # which prints as it connects
+    assert said == [f"{name} {count} {count}" for name, _, count in cases]
+    for name, _, count in cases:
+        report = verify(str(folder / name), max_samples=count)
+        assert report.ok, report.problems
+        assert_same_rows(open_dataset(str(folder / name)), reference, count)
+
+
+def test_rows_equal_one_process_on_every_kind_of_mesh(tmp_path: Path, reference: Dataset) -> None:
+    cases = [("data", (8, 1), 9), ("both", (4, 2), SAMPLES), ("model", (1, 8), 11)]
+    run_cases(tmp_path, cases, reference)
+    hosts = {shard.name[-16:-12] for shard in open_dataset(str(tmp_path / "both")).stream(0).shards}
+    assert hosts == {"-h00", "-h01", "-h02", "-h03"}
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("mesh", [(8, 1), (4, 2), (2, 4), (1, 8)])
+def test_every_remainder(tmp_path: Path, reference: Dataset, mesh: tuple[int, int]) -> None:
+    run_cases(tmp_path, [(f"more-{more}", mesh, 8 + more) for more in range(1, 18)], reference)
+
+
+def test_a_mesh_of_256(tmp_path: Path, reference: Dataset) -> None:
+    words = f"""extract --max-samples 5 --max-seq-length {LENGTH} --layers 1,3 --store-dtype float32 --batch-size 1
+                --mesh-shape 16,16 --output {tmp_path / "out"}""".split()
+    command = [sys.executable, "-m", "spile.cli.main", *words]
+    with started([command], [clean_environment(256)]) as group:
+        (ended,) = group.wait(280)
+    assert ended.code == 0, ended.err
+    assert "4 heads do not divide over 16 devices (model axis): replicated on each" in ended.out
+    assert_same_rows(open_dataset(str(tmp_path / "out")), reference, 5)
+
+
+class Slice:
+    """The same command on every host of a slice that keeps losing one."""
+
+    def __init__(self, root: Path, count: int = 48, length: int = LENGTH) -> None:
+        self.root = root
+        self.words = f"""extract --max-samples {count} --max-seq-length {length} --layers 1,3 --store-dtype float32
+            --batch-size 1 --shard-size-gb 1e-5 --output {root} --heartbeat-timeout 5 --barrier-timeout 60""".split()
+
+    def run(self, hosts: int, devices: int, *, kill: int | None = None, after: float = 0.0) -> list[Ended]:
+        """Start all; kill one after a while; all must end by themselves."""
+        place = f"127.0.0.1:{free_port()}"
+        commands = [
+            [sys.executable, "-m", "spile.cli.main", *self.words, *self._place(place, number, hosts)]
+            for number in range(hosts)
+        ]
+        with started(commands, [clean_environment(devices)] * hosts) as group:
+            if kill is not None:
+                time.sleep(after)
+                group.kill(kill)
+            return group.wait(280)
+
+    @staticmethod
+    def _place(address: str, number: int, hosts: int) -> list[str]:
+        return [
+            *("--coordinator-address", address),
+            *("--process-id", str(number)),
+            *("--num-processes", str(hosts)),
+        ]
+
+    def finish(self, reference: Dataset) -> None:
+        """Whole, each sample once, the right rows."""
+        report = verify(str(self.root), max_samples=48)
+        assert report.ok, report.problems
+        assert_same_rows(open_dataset(str(self.root)), reference, 48)
+
+
+def named(ended: list[Ended], victim: int) -> None:
+    """All others said which host died, unless they had nothing left to do."""
+    for number, end in enumerate(ended):
+        if number == victim or end.code == 0:
+            continue
+        assert end.code == 1, (number, end.code, end.err)
+        assert any(f"worker {victim}" in line for line in end.lines), (number, end.err)
+
+
+def test_a_killed_host_and_a_slice_of_another_size(tmp_path: Path, reference: Dataset) -> None:
+    tpu = Slice(tmp_path / "out")
+    ended = tpu.run(2, 2, kill=1, after=6.0)
+    assert ended[1].code in (-signal.SIGKILL, 0)
+    named(ended, 1)
+    ended = tpu.run(1, 4)
+    assert ended[0].code == 0, ended[0].err
+    tpu.finish(reference)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_twenty_deaths_then_two_hosts_then_eight(tmp_path: Path, reference: Dataset) -> None:
+    chance = random.Random(6)
+    for seed in range(20):
+        tpu = Slice(tmp_path / f"out-{seed}")
+        victim = chance.randrange(4)
+        named(tpu.run(4, 2, kill=victim, after=chance.uniform(0.5, 25.0)), victim)
+        again = chance.randrange(2)
+        named(tpu.run(2, 4, kill=again, after=chance.uniform(0.5, 20.0)), again)
+        ended = tpu.run(2, 4) if seed % 2 else tpu.run(8, 1)
+        assert [end.code for end in ended] == [0] * len(ended), [end.err for end in ended]
+        tpu.finish(reference)
