@@ -109,7 +109,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     found = {"streams": whole, "streams_tenth": tenth, "tokens": tokens()}
     print(
         f"data streams     {whole['tasks']:,} tasks, {whole['megabytes']:,.0f} MB: "
-        f"{whole['streams_tasks_per_s']:,.0f} tasks/s, {whole['streams_mb_per_s']:,.0f} MB/s; orjson alone {whole['orjson_tasks_per_s']:,.0f} tasks/s "
+        f"{whole['streams_tasks_per_s']:,.0f} tasks/s, {whole['streams_mb_per_s']:,.0f} MB/s; "
+        f"orjson alone {whole['orjson_tasks_per_s']:,.0f} tasks/s "
         f"({whole['share_of_parser']:.0%} of the parser's speed)"
     )
     print(f"  peak memory    {whole['peak_mb']:,.0f} MB; a tenth of the tasks: {tenth['peak_mb']:,.0f} MB")

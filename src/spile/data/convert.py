@@ -109,8 +109,9 @@ class _JsonlWriter:
         self._file, self._test_outputs = file, test_outputs
 
     def item(self, item: Item) -> None:
-        test = item.data["test"] if self._test_outputs else [{"input": pair["input"]} for pair in item.data["test"]]
-        line = {"task_id": item.task_id, "train": item.data["train"], "test": test}
+        data = item.content()
+        test = data["test"] if self._test_outputs else [{"input": pair["input"]} for pair in data["test"]]
+        line = {"task_id": item.task_id, "train": data["train"], "test": test}
         self._file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
 
     def end(self) -> None:
@@ -124,8 +125,9 @@ class _PairWriter:
         self._files, self._between = (challenges, answers), b"{\n"
 
     def item(self, item: Item) -> None:
-        task = {"train": item.data["train"], "test": [{"input": pair["input"]} for pair in item.data["test"]]}
-        known = [pair["output"] for pair in item.data["test"] if pair.get("output") is not None]
+        data = item.content()
+        task = {"train": data["train"], "test": [{"input": pair["input"]} for pair in data["test"]]}
+        known = [pair["output"] for pair in data["test"] if pair.get("output") is not None]
         for file, value in zip(self._files, (task, known), strict=True):
             file.write(self._between + orjson.dumps(item.task_id) + b": " + orjson.dumps(value))
         self._between = b",\n"

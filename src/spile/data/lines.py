@@ -80,8 +80,8 @@ class StreamFile:
         """The file's own name."""
         return self.location.rsplit("/", 1)[-1] if self._remote else self._path.name
 
-    def lines(self, digest: hashlib._Hash) -> Iterator[Line]:
-        """The lines that are not blank; every byte of the file goes through ``digest``."""
+    def lines(self, digest: hashlib._Hash | None = None) -> Iterator[Line]:
+        """The lines that are not blank; every byte of the file goes through ``digest``, if there is one."""
         index = number = held = 0
         rest: list[bytes] = []
         for chunk in self._hashed(digest):
@@ -106,10 +106,11 @@ class StreamFile:
         if line:
             yield Line(index, number + 1, line)
 
-    def _hashed(self, digest: hashlib._Hash) -> Iterator[bytes]:
+    def _hashed(self, digest: hashlib._Hash | None) -> Iterator[bytes]:
         first = True
         for chunk in self.chunks():
-            digest.update(chunk)
+            if digest is not None:
+                digest.update(chunk)
             yield chunk.removeprefix(_BYTE_ORDER_MARK) if first else chunk
             first = False
 

@@ -12,6 +12,7 @@ from spile.data.encoders import parse_encoder
 from spile.data.lines import Line, StreamFile
 from spile.data.manifest import MANIFEST, check_stream
 from spile.data.pack import Document, pack
+from spile.data.proof import proven_task
 from spile.data.rows import parse_row, resolve
 from spile.data.tokens import Encoded, Tokenizer
 from spile.errors import DataError
@@ -131,6 +132,8 @@ def open_stream(spec: DataSpec, tokenizer: Tokenizer) -> SampleStream:
             last = _last_line(spec, drafter.prompt)
             drafter.check(row, place)
         elif last is None or line.index < last:
+            if drafter.prompt.kind == "arc" and proven_task(line.raw) is not None:
+                continue
             drafter.check(parse_row(line.raw, place), place)
     if drafter is None:
         raise DataError(f"{spec.location} is empty", expected="a JSON object a line", found="no line")

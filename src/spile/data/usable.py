@@ -78,7 +78,8 @@ class Item:
     """A row that can be used, in the form that streams hold."""
 
     task_id: str
-    data: dict[str, Any]
+    data: dict[str, Any] | None
+    """What it holds; None where the line was not parsed."""
     raw: bytes | None
     """Its line, where that is already what a stream would hold."""
     row: int
@@ -86,6 +87,10 @@ class Item:
     def line(self) -> bytes:
         """The line of a stream, without its newline."""
         return orjson.dumps(self.data) if self.raw is None else self.raw
+
+    def content(self) -> dict[str, Any]:
+        """What it holds."""
+        return dict(orjson.loads(self.raw or b"{}")) if self.data is None else self.data
 
 
 class Unique:
@@ -118,6 +123,12 @@ def usable(source: Source, selection: Selection, tally: Tally, *, arc_only: bool
         if selection.max_samples is not None and tally.samples >= selection.max_samples:
             return
         tally.rows += 1
+        if row.proven is not None and kind in (None, "arc") and selection.max_train_examples is None:
+            kind = "arc"
+            tally.samples += 1
+            yield Item(row.proven, None, row.raw, row.number)
+            continue
+        row = _parsed(row)
         if row.problem is not None or not isinstance(row.data, dict):
             tally.reject(row, row.problem or "a row that is no object")
             continue
@@ -133,8 +144,15 @@ def usable(source: Source, selection: Selection, tally: Tally, *, arc_only: bool
 def name_of(source: Source, number: int) -> str:
     """The name of one row, found by reading up to it again."""
     for row in source.rows(number, number + 1):
-        return row_id(row.data) or _numbered(number)
+        return row.proven or row_id(row.data) or _numbered(number)
     raise DataError(f"row {number} has gone", fix="do not change the dataset while it is read")
+
+
+def _parsed(row: Row) -> Row:
+    """A row that was proven but must be looked into after all."""
+    if row.proven is None or row.raw is None:
+        return row
+    return Row(row.number, orjson.loads(row.raw), row.place, row.raw)
 
 
 def _numbered(number: int) -> str:
