@@ -9,8 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import google_crc32c
-
 from spile.errors import ModelError
 from spile.spec.architecture import ModelConfig, read_config
 from spile.spec.run import EMBEDDED
@@ -70,6 +68,8 @@ class ModelFiles:
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     def _checksum(self, file: str, start: int, length: int) -> int:
+        import google_crc32c
+
         return int(google_crc32c.extend(0, self.source.read(file, start, length)))
 
     def tokenizer_hash(self) -> str:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from spile.errors import ModelError
-from spile.objects.folder import Folder
+
+if TYPE_CHECKING:  # a model on disk needs no object-store library
+    from spile.objects.folder import Folder
 
 __all__ = ["BucketSource", "Bytes", "LocalSource", "Source"]
 
