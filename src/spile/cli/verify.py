@@ -143,18 +143,17 @@ def _show_garbage(report: Report, console: Console) -> None:
         )
 
 
-def _streams(count: int) -> str:
-    return f"{count} stream{'s' if count != 1 else ''}"
+def _plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'s' if count != 1 else ''}"
 
 
 def _verdict(report: Report) -> Text:
     samples = sum(stream.samples for stream in report.streams)
     shards = sum(stream.shards for stream in report.streams)
     if report.ok:
-        text = (
-            f"✓ proven: {samples:,} samples in {_streams(len(report.streams))}, each exactly once; {shards:,} shards, "
-        )
-        return Text(text + "every checksum right, no NaN", style="bold green")
+        where = f"{_plural(samples, 'sample')} in {_plural(len(report.streams), 'stream')}, each exactly once"
+        text = f"✓ proven: {where}; {_plural(shards, 'shard')}, every checksum right, no NaN"
+        return Text(text, style="bold green")
     counts = {
         kind: sum(p.kind == kind for p in report.all_problems) for kind in ("missing", "doubled", "damaged", "wrong")
     }

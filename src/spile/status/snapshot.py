@@ -16,6 +16,7 @@ from spile.status.heartbeat import Beat, read_beat
 from spile.store.layout import stream_folder
 from spile.store.ledger import Ledger, read_commits
 from spile.store.reader import find_streams
+from spile.store.run import parse_iso
 from spile.store.stream import StreamRecord, read_stream
 
 __all__ = ["SILENCE", "Snapshot", "SnapshotReader", "State", "StreamView"]
@@ -32,7 +33,7 @@ class State(enum.Enum):
     WORKING = "working"
     """A worker's heartbeat is recent."""
     WAITING = "waiting"
-    """Begun, never heard of: its worker may be starting."""
+    """Begun a moment ago, not heard of yet: its worker may be starting."""
     SILENT = "silent"
     """Unfinished, and its worker has not been heard of for a while: preempted, or killed."""
     STOPPED = "stopped"
@@ -197,7 +198,7 @@ def view_of(number: int, record: StreamRecord | None, ledger: Ledger, beat: Beat
     total = ledger.end if record is None or record.identity.samples is None else record.identity.samples
     expected = beat.expected if beat is not None and beat.expected is not None else total
     done = expected is not None and not Ranges([(0, expected)]) - ledger.done
-    state = State.DONE if done else _state(beat, now)
+    state = State.DONE if done else _state(beat, ledger, now)
     working = state is State.WORKING and beat is not None
     rate = beat.tokens_per_second if beat is not None and working else 0.0
     under_way = max(0, beat.samples - beat.samples_committed) if beat is not None and working else 0
@@ -231,9 +232,10 @@ def view_of(number: int, record: StreamRecord | None, ledger: Ledger, beat: Beat
     )
 
 
-def _state(beat: Beat | None, now: float) -> State:
+def _state(beat: Beat | None, ledger: Ledger, now: float) -> State:
     if beat is None:
-        return State.WAITING
+        quiet = ledger.created is not None and now - parse_iso(ledger.created) > SILENCE
+        return State.SILENT if quiet else State.WAITING
     ended = {"failed": State.FAILED, "stopped": State.STOPPED, "done": State.STOPPED}.get(beat.phase)
     if ended is not None:
         return ended

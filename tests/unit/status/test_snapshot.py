@@ -119,3 +119,9 @@ def test_an_empty_root(folder: Folder) -> None:
     join_run(folder, run_identity())
     snapshot = SnapshotReader(folder, lambda: NOW).take()
     assert (snapshot.streams, snapshot.done, snapshot.percent, snapshot.seconds_left) == ((), False, None, None)
+
+
+def test_a_stream_without_a_heartbeat_is_silent_once_its_last_commit_is_old(folder: Folder) -> None:
+    begun(folder, 0, stored=2)
+    states = [SnapshotReader(folder, lambda now=now: now).take().streams[0].state for now in (time.time(), 4e9)]  # type: ignore[misc]
+    assert states == [State.WAITING, State.SILENT]
