@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -19,6 +20,7 @@ __all__ = ["Logs", "outcome_table", "print_outcomes"]
 
 COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_red", "bright_cyan", "bright_green")
 LONGEST = 1 << 16
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class Logs:
@@ -33,6 +35,7 @@ class Logs:
         self._styles = {host: COLOURS[number % len(COLOURS)] for number, host in enumerate(hosts)}
         self._rest = dict.fromkeys(hosts, b"")
         self._files: dict[Host, BinaryIO] = {}
+        self._prefixes: dict[Host, str] = {}
 
     def open(self) -> None:
         """Make every host's file; nothing is made for hosts that were never reached."""
@@ -55,14 +58,13 @@ class Logs:
         if len(rest) > LONGEST:
             lines, rest = [*lines, rest], b""
         self._rest[host] = rest
-        for line in lines:
-            self._print(host, line)
+        self._print(host, lines)
 
     def close(self) -> None:
         """The last line may have no end."""
         for host, rest in self._rest.items():
             if rest:
-                self._print(host, rest)
+                self._print(host, [rest])
         for file in self._files.values():
             file.close()
 
@@ -72,13 +74,28 @@ class Logs:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _print(self, host: Host, line: bytes) -> None:
-        if self._console is None:
+    def _print(self, host: Host, lines: Sequence[bytes]) -> None:
+        if self._console is None or not lines:
             return
+        prefix = self._prefixes.setdefault(host, self._render(self._prefix(host)))
+        self._console.file.write("".join(f"{prefix}{self._plain(line)}\n" for line in lines))
+        self._console.file.flush()
+
+    def _prefix(self, host: Host) -> Text:
+        return Text("" if self._bare else f"{host.label:<{self._width}} │ ", style=self._styles[host])
+
+    def _plain(self, line: bytes) -> str:
+        """A line that is safe to show: colours stay, what would move the cursor goes."""
         # A progress bar redraws its line with carriage returns: what is left standing is its last state.
         text = line.decode("utf-8", "replace").rstrip("\r").rpartition("\r")[2]
-        prefix = Text("" if self._bare else f"{host.label:<{self._width}} │ ", style=self._styles[host])
-        self._console.print(prefix + Text.from_ansi(text), soft_wrap=True)
+        return self._render(Text.from_ansi(text)) if _CONTROL.search(text) else text
+
+    def _render(self, text: Text) -> str:
+        # Rich is slow by the line: it draws each host's prefix once, and only lines that have codes of their own.
+        assert self._console is not None  # noqa: S101
+        with self._console.capture() as drawn:
+            self._console.print(text, end="", soft_wrap=True)
+        return drawn.get()
 
 
 def outcome_table(outcomes: Sequence[Outcome], logs: Logs) -> Table:
