@@ -191,6 +191,9 @@ def parse_header(data: bytes, size: int, where: str) -> Header:
         places = {name: _place(name, field, length) for name, field in fields.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Damaged(f"{where} has a header that is not a shard's", found=str(error)) from error
+    known = {"format_version": str(FORMAT), "chunk_bytes": str(CHUNK)}
+    if (found := {name: metadata.get(name) for name in known}) != known:
+        raise Damaged(f"{where} has a format this version cannot read", expected=known, found=found)
     ends = [length, *(place.stop for place in places.values())]
     starts = [*(place.start for place in places.values()), size]
     if ends != starts or tuple(places)[-len(TAIL) :] != TAIL:

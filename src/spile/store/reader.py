@@ -5,13 +5,15 @@ Only committed shards are seen, and only checked bytes are given: a damaged obje
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from operator import itemgetter
 from typing import Any, overload
 
 import numpy as np
@@ -99,6 +101,18 @@ class Stream:
         """In the order they were committed."""
         return tuple(shard for commit in self.commits for shard in commit.shards)
 
+    @cached_property
+    def _ranges(self) -> list[tuple[int, int, int]]:
+        """(first, last + 1, shard) of every range of samples, sorted: one bisection finds one of ten thousand."""
+        return sorted((a, b, place) for place, shard in enumerate(self.shards) for a, b in shard.samples.pairs())
+
+    def holding(self, index: int) -> ShardRecord | None:
+        """The shard that holds a sample, or None."""
+        place = bisect_right(self._ranges, index, key=itemgetter(0)) - 1
+        if place < 0 or index >= self._ranges[place][1]:
+            return None
+        return self.shards[self._ranges[place][2]]
+
     @property
     def samples(self) -> int:
         """Stored."""
@@ -125,6 +139,11 @@ class Dataset:
         self.root, self.run = root, run
         self.streams = tuple(streams)
         self._opened: OrderedDict[tuple[int, str], OpenShard] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[Callable[[str], Dataset], tuple[str]]:
+        """To another process as its address: a data loader's worker opens it again."""
+        return open, (self.root.url,)
 
     @cached_property
     def taps(self) -> tuple[str, ...]:
@@ -147,11 +166,11 @@ class Dataset:
     def sample(self, stream: int, index: int) -> StoredSample:
         """The sample with this number in its stream."""
         source = self.stream(stream)
-        for record in source.shards:
-            if index in record.samples:
-                shard = self.shard(source, record)
-                place = int(np.flatnonzero(shard.whole("sample_index") == index)[0])
-                return StoredSample(shard, place, self._ref(source, shard, place), source.taps)
+        record = source.holding(index)
+        if record is not None:
+            shard = self.shard(source, record)
+            place = int(np.flatnonzero(shard.whole("sample_index") == index)[0])
+            return StoredSample(shard, place, self._ref(source, shard, place), source.taps)
         why = "it was skipped" if index in source.skipped else "it is not stored"
         raise UserError(f"no sample {index} in stream {stream} of {self.root.url}", found=why)
 
@@ -210,12 +229,12 @@ class Dataset:
     def shard(self, stream: Stream, record: ShardRecord) -> OpenShard:
         """A shard, opened; the most recently used stay open."""
         key = (stream.number, record.name)
-        if key not in self._opened:
-            self._opened[key] = OpenShard(stream.folder, record)
+        with self._lock:
+            found = self._opened.pop(key, None) or OpenShard(stream.folder, record)
+            self._opened[key] = found
             if len(self._opened) > _OPEN_SHARDS:
                 self._opened.popitem(last=False)
-        self._opened.move_to_end(key)
-        return self._opened[key]
+            return found
 
     def _ref(self, stream: Stream, shard: OpenShard, place: int) -> SampleRef:
         note = shard.notes[place]

@@ -39,6 +39,17 @@ def test_mistakes_exit_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert spile("monitor", str(tmp_path), "--interval", "0") == 2
 
 
+def test_a_live_view_waits_for_the_dataset_to_begin(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "spile.cli.main", "monitor", str(tmp_path), "--interval", "0.2"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    assert process.stdout is not None
+    assert process.stdout.readline().endswith("yet; waiting for a worker to begin one\n")
+    produce(open_folder(str(tmp_path)), 5)
+    rest, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "tpu_0 done: 5/5 samples" in rest
+
+
 def test_ctrl_c_ends_the_view_and_nothing_else(tmp_path: Path) -> None:
     root = open_folder(str(tmp_path))
     produce(root, 5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -253,6 +254,14 @@ def test_streams_may_tap_different_layers(tmp_path: Path) -> None:
         dataset.sample(0, 500)
     with pytest.raises(UserError, match=r"no tap mlp\.0"):
         dataset.sample(0, 1).rows("mlp.0")
+
+
+def test_a_dataset_goes_to_another_process_as_its_address(tmp_path: Path) -> None:
+    produce(open_folder(str(tmp_path)), 9)
+    dataset = spile.open(str(tmp_path))
+    list(dataset.rows("attn.1"))
+    again = pickle.loads(pickle.dumps(dataset))
+    assert np.array_equal(again.sample(0, 4).rows("attn.1"), dataset.sample(0, 4).rows("attn.1"))
 
 
 def test_no_dataset_is_said_so(tmp_path: Path) -> None:
