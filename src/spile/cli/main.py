@@ -41,8 +41,9 @@ def build(config: str | None = None) -> App:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run ``spile`` and exit with its code: 0 done, 1 a failure, 2 a user's mistake, 3 fenced."""
     words = list(sys.argv[1:] if argv is None else argv)
-    debug = "--debug" in words
-    words = [word for word in words if word != "--debug"]
+    end = words.index("--") if "--" in words else len(words)  # what follows is another program's
+    debug = "--debug" in words[:end]
+    words = [word for word in words[:end] if word != "--debug"] + words[end:]
     sys.exit(_run(words, debug))
 
 

@@ -1,15 +1,19 @@
-"""Ctrl+C before anything runs."""
+"""Ctrl+C before anything runs; a disk that is full while it runs."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import socket
+from pathlib import Path
 
 import pytest
 
-from spile.errors import Interrupted
+from fleet.ssh.loopback import Hosts, finish, spile, wait_until
+from spile.errors import Failure, Interrupted
 from spile.fleet.ssh.fanout import run_everywhere
-from spile.fleet.ssh.hosts import Access, parse_hosts
+from spile.fleet.ssh.hosts import Access, Host, parse_hosts
 from spile.fleet.ssh.session import Job
 
 
@@ -24,3 +28,38 @@ def test_an_interrupt_while_connecting_runs_nothing() -> None:
 
         with pytest.raises(Interrupted, match="interrupted before anything ran"):
             asyncio.run(main())
+
+
+def test_output_that_cannot_be_kept_ends_all(hosts: Hosts) -> None:
+    def full(host: Host, data: bytes) -> None:
+        raise Failure("the disk is full")
+
+    access = Access(key=hosts.key, options=hosts.options)
+    job = Job("if [ $TPU_WORKER_ID = 1 ]; then echo up; fi; sleep 1000")
+    with pytest.raises(Failure, match="the disk is full"):
+        asyncio.run(run_everywhere(parse_hosts([hosts.named()]), job, access=access, output=full))
+    assert wait_until(lambda: hosts.processes() == [])
+
+
+def test_a_reader_that_goes_away_ends_all(hosts: Hosts, project: Path) -> None:
+    runner = spile(project, "run", *hosts.flags(0, 1), "--", "while :; do echo line; sleep 0.1; done")
+    assert runner.stdout is not None
+    assert runner.stdout.readline().startswith("copied")
+    runner.stdout.close()
+    assert runner.wait(20) == 0
+    assert runner.stderr is not None
+    assert runner.stderr.read() == ""
+    runner.stderr.close()
+    assert wait_until(lambda: hosts.processes() == [])
+
+
+def test_a_runner_killed_while_it_copies_leaves_nothing(hosts: Hosts, project: Path) -> None:
+    for number in range(40):
+        (project / f"big{number}").write_bytes(os.urandom(1 << 20))
+    runner = spile(project, "run", *hosts.flags(), "--", "true")
+    assert wait_until(lambda: len(hosts.processes()) >= 4)
+    runner.send_signal(signal.SIGKILL)
+    finish(runner)
+    assert wait_until(lambda: hosts.processes() == [])
+    code, out, _ = finish(spile(project, "run", *hosts.flags(), "--", "ls big* | wc -l"))
+    assert (code, out.count("│ 40\n")) == (0, 4)

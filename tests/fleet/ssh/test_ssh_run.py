@@ -54,10 +54,10 @@ def test_every_host_runs_the_directory_with_its_place(hosts: Hosts, project: Pat
 
 
 def test_words_keep_their_blanks_and_options(hosts: Hosts, project: Path) -> None:
-    code, out, _ = finish(spile(project, "run", *hosts.flags(0), "--", "printf", "%s|", "a b", "--user", "$HOME"))
+    code, out, _ = finish(spile(project, "run", *hosts.flags(0), "--", "printf", "%s|", "a b", "--debug", "$HOME"))
     assert code == 0
-    assert results(project)[1] == ["a b|--user|$HOME|"]
-    assert "a b|--user|$HOME|" in out
+    assert results(project)[1] == ["a b|--debug|$HOME|"]
+    assert "a b|--debug|$HOME|" in out
 
 
 def test_one_that_fails_ends_all(hosts: Hosts, project: Path) -> None:

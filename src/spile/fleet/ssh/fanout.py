@@ -73,6 +73,7 @@ async def run_everywhere(
     access.check(hosts)
     interrupt = interrupt or asyncio.Event()
     sessions = [Session(host, access, pace, lambda data, host=host: output(host, data)) for host in hosts]  # type: ignore[misc]
+    ends: list[asyncio.Task[Ended]] = []
     try:
         await _connect(sessions, interrupt)
         for session in sessions:
@@ -85,8 +86,8 @@ async def run_everywhere(
             for session, end in zip(sessions, [task.result() for task in ends], strict=True)
         ]
     finally:
-        for session in sessions:
-            session.abandon()
+        await asyncio.gather(*(session.close() for session in sessions))
+        await asyncio.gather(*ends, return_exceptions=True)
 
 
 async def _connect(sessions: Sequence[Session], interrupt: asyncio.Event) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
 import json
 import shlex
@@ -85,7 +84,7 @@ class Session:
         self._words = ""
         self._began = time.monotonic()
         self._process: asyncio.subprocess.Process | None = None
-        self._stopping = False
+        self._end: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
         """Connect, and wait until the guard is there."""
@@ -100,6 +99,7 @@ class Session:
         self._end = asyncio.create_task(self._follow(self._process))
         await asyncio.wait({self._ready, self._end}, return_when=asyncio.FIRST_COMPLETED)
         if not self._ready.done():
+            await self._end
             raise self._trouble()
 
     def go(self, job: Job) -> None:
@@ -109,11 +109,11 @@ class Session:
 
     def stop(self, *, now: bool = False) -> None:
         """Ask the guard to end the command: gently, or at once."""
-        self._stopping = True
         self._write(b"k\n" if now else b"s\n")
 
     async def ended(self) -> Ended:
         """Wait for the end."""
+        assert self._end is not None  # noqa: S101  (it was opened)
         await asyncio.shield(self._end)
         seconds = time.monotonic() - self._began
         event = self._events.get("exit")
@@ -131,6 +131,19 @@ class Session:
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
 
+    def _abandon_unless_over(self, readers: list[asyncio.Task[None]]) -> None:
+        """If we cannot read on (a full disk, a closed terminal), nobody shall write on."""
+        if any(task.cancelled() or not task.done() or task.exception() is not None for task in readers):
+            self.abandon()
+
+    async def close(self) -> None:
+        """Leave nothing of it running here."""
+        self.abandon()
+        if self._end is not None:
+            await asyncio.wait({self._end})
+            if not self._end.cancelled():
+                self._end.exception()  # whoever waited for the end has been told already
+
     def _trouble(self) -> SpileError:
         refused = self._events.get("refused")
         if refused is not None:
@@ -147,14 +160,15 @@ class Session:
 
     async def _follow(self, process: asyncio.subprocess.Process) -> None:
         beat = asyncio.create_task(self._beat())
+        readers = [asyncio.create_task(self._read_output(process)), asyncio.create_task(self._read_events(process))]
         try:
-            await asyncio.gather(self._read_output(process), self._read_events(process))
-            await process.wait()
+            await asyncio.gather(*readers)
         finally:
-            beat.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await beat
-            self.abandon()
+            self._abandon_unless_over(readers)
+            for task in (beat, *readers):
+                task.cancel()
+            await asyncio.gather(beat, *readers, return_exceptions=True)
+            await process.wait()
 
     async def _beat(self) -> None:
         while True:

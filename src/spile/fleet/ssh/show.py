@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from spile.errors import Failure
 from spile.fleet.ssh.fanout import Outcome
 from spile.fleet.ssh.hosts import Host
 
@@ -51,9 +52,12 @@ class Logs:
 
     def write(self, host: Host, data: bytes) -> None:
         """Bytes as they came; the terminal gets whole lines."""
-        self.open()
-        if host in self._files:
-            self._files[host].write(data)
+        try:
+            self.open()
+            if host in self._files:
+                self._files[host].write(data)
+        except OSError as error:
+            raise Failure(f"cannot write the log of {host.label}", found=str(error)) from error
         *lines, rest = (self._rest[host] + data).split(b"\n")
         if len(rest) > LONGEST:
             lines, rest = [*lines, rest], b""
