@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import spile.weights
+from spile.data.augment import revert
 from spile.data.encoders import parse_encoder
 from spile.data.manifest import MANIFEST
 from spile.data.split import make_streams
@@ -96,6 +97,20 @@ def test_each_index_is_the_same_whatever_is_done(tasks: str, chatml: Tokenizer, 
         rest = read(spec, chatml, done)
         assert [item.index for item in rest] == [n for n in whole if n not in done]
         assert all(shown(item) == whole[item.index] for item in rest)
+
+
+def test_each_variant_records_how_it_was_made(jsonl: Write, task: Task, chatml: Tokenizer) -> None:
+    grid = [[0, 9, 8], [1, 2, 3]]
+    spec = DataSpec(
+        dataset=jsonl([task("a", test=[{"input": grid}])]), prompt=PromptSpec(predictions_per_task=9), seed=4
+    )
+    encoder = parse_encoder(DEFAULT_ENCODER)
+    for variant, sample in enumerate(samples(spec, chatml)):
+        assert (sample.augmentation is None) == (variant == 0)
+        text = chatml.decode(sample.tokens.tolist())
+        asked = text.split("Test\nInput\n")[1].split("\nOutput")[0]
+        assert revert(encoder.to_grid(asked), sample.augmentation) == grid
+        json.dumps(sample.augmentation)
 
 
 def test_prompts_do_not_depend_on_the_split(tasks: str, chatml: Tokenizer, tmp_path: Path) -> None:

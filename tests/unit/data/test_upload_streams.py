@@ -92,6 +92,15 @@ def test_a_failed_upload_is_an_error_and_leaves_no_list(local: Path, tmp_path: P
     assert not (tmp_path / "b" / MANIFEST).exists()
 
 
+def test_while_streams_are_replaced_no_list_vouches_for_them(local: Path, tmp_path: Path, jsonl: Write) -> None:
+    folder = open_folder(str(tmp_path / "b"))
+    upload(local, folder)
+    make_streams(jsonl([{"text": f"word {n}"} for n in range(20)]), tmp_path / "other", 4)
+    seen = []
+    upload(tmp_path / "other", folder, lambda name, *_: seen.append((name, (tmp_path / "b" / MANIFEST).exists())))
+    assert [there for name, there in seen] == [False] * 4 + [True]
+
+
 def test_bad_folders(local: Path, tmp_path: Path) -> None:
     folder = open_folder(str(tmp_path / "b"))
     with pytest.raises(DataError, match=r"no such folder: .*nope; make streams first"):
