@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 from dataclasses import dataclass, replace
@@ -19,10 +18,13 @@ from spile.model.attention import choose
 from spile.model.decoder import layers_needed
 from spile.objects import open_folder
 from spile.objects.folder import Folder
+from spile.objects.mirror import MirrorFolder
+from spile.objects.preflight import preflight
 from spile.plan.ranges import Ranges
 from spile.plan.shards import row_bytes
 from spile.runtime.device import DeviceProducer, compute_dtype_for, enable_compilation_cache
 from spile.runtime.mesh import default_shape, device_memory, make_mesh, plan_mesh
+from spile.runtime.notes import Notes, note_checkpoint
 from spile.runtime.pod.together import Alone, Together, same_command
 from spile.runtime.producer import Producer
 from spile.runtime.progress import Progress
@@ -72,6 +74,8 @@ def extract(
     progress.phase("looking at the model and the data")
     same_command(hosts, spec)
     parts = find(spec)
+    for warning in preflight(open_folder(spec.output)):
+        progress.say(warning)
     if hosts.first:
         _start_over(parts)
     stream = _known_stream(parts) if hosts.first else None
@@ -86,7 +90,7 @@ def extract(
     hosts.barrier("final_checkpoint")
     if finished and hosts.first:
         stream.finish()
-        _note_checkpoint(parts, stream, "completed")
+        note_checkpoint(spec, stream, "completed")
     hosts.barrier("complete")
     ledger = stream if hosts.first else _joined(parts)
     return _summary(parts, ledger, progress, interrupted=not finished, device=producer.describe())
@@ -121,7 +125,7 @@ def find(spec: ExtractSpec) -> Parts:
     """Everything that a spec names, checked as far as it can be before the weights are loaded."""
     files = weights.find(spec.model, spec.revision)
     taps = select_taps(spec.sites, spec.layers, files.config.n_layers)
-    root = open_folder(spec.output)
+    root = _output(spec)
     samples = open_stream(spec.data, load_tokenizer(files.tokenizer_folder))
     known = read_run(root)
     dtype = spec.dtype
@@ -146,6 +150,12 @@ def find(spec: ExtractSpec) -> Parts:
     if known is not None:
         join_run(root, identity)  # compares: a run of other numbers is refused before anything is loaded
     return Parts(replace(spec, dtype=dtype), root, files, taps, samples, identity, stream)
+
+
+def _output(spec: ExtractSpec) -> Folder:
+    """The dataset's home, with a copy on this machine where one is asked for."""
+    home = open_folder(spec.output)
+    return home if spec.local_copy is None else MirrorFolder(home, open_folder(spec.local_copy))
 
 
 def bytes_a_token(parts: Parts) -> int:
@@ -179,6 +189,13 @@ def _expected(parts: Parts, stream: StreamStore) -> int | None:
     total = parts.samples.samples if parts.samples.samples is not None else stream.ledger.end
     limits = [count for count in (total, parts.spec.data.max_samples) if count is not None]
     return min(limits) if limits else None
+
+
+def _end(parts: Parts, stream: StreamStore) -> int | None:
+    """For a stream whose number of samples only reading it all tells: that number, once, when it has been read."""
+    if parts.stream_identity.samples is not None or stream.ledger.end is not None:
+        return None
+    return parts.samples.samples
 
 
 def _left(parts: Parts, stream: StreamStore) -> bool:
@@ -229,33 +246,19 @@ def _work(
         shard_bytes=spec.shard_size_gb * 1e9 * jax.process_count(),  # each host has a file of its own
         lanes=lanes_for(spec.output),
     )
-    return work(
-        parts.samples.read(done),
-        producer,
-        stream,
-        sizes,
-        progress=progress,
-        control=hosts.control(LocalControl(stop, spec.commit_every)),
-        sink=hosts.sink(stream, lambda: _note_checkpoint(parts, stream, "in_progress")),
-    )
-
-
-def _note_checkpoint(parts: Parts, stream: StreamStore, status: str) -> None:
-    """``--checkpoint-dir``: the guides' file, for people. The ledger alone is read."""
-    spec, ledger = parts.spec, stream.ledger
-    if spec.checkpoint_dir is None:
-        return
-    record = {
-        "worker_id": spec.data.worker_id,
-        "last_processed_sample_idx": max((stop for _, stop in ledger.done.pairs()), default=0) - 1,
-        "total_samples_processed": ledger.samples,
-        "total_shards": ledger.shards,
-        "dataset_path": parts.samples.location,
-        "model_path": spec.model,
-        "status": status,
-    }
-    folder = open_folder(spec.checkpoint_dir)
-    folder.put(f"checkpoint_worker_{spec.data.worker_id}.json", json.dumps(record, indent=2).encode() + b"\n")
+    with Notes(spec, stream, progress, pulse=hosts.first, expected=expected) as notes:
+        finished = work(
+            parts.samples.read(done),
+            producer,
+            stream,
+            sizes,
+            progress=progress,
+            control=hosts.control(LocalControl(stop, spec.commit_every)),
+            end=lambda: _end(parts, stream),
+            sink=hosts.sink(stream, notes.committed),
+        )
+        progress.phase("done" if finished else "stopped")
+    return finished
 
 
 def default_batch_tokens(spec: ExtractSpec, bytes_a_token: int) -> int:
@@ -282,7 +285,6 @@ def lanes_for(output: str) -> int:
 
 
 def _summary(parts: Parts, stream: StreamStore, progress: Progress, *, interrupted: bool, device: str) -> Summary:
-    progress.phase("done")
     ledger = stream.ledger
     return Summary(
         root=parts.root.url,
@@ -298,4 +300,5 @@ def _summary(parts: Parts, stream: StreamStore, progress: Progress, *, interrupt
         device=device,
         sink="bucket" if "://" in parts.root.url else "disk",
         peak_memory=peak_memory(),
+        retries=parts.root.stats.retries,
     )

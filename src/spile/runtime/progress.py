@@ -74,6 +74,21 @@ class Progress:
         self._compile = 0.0
         self._started: float | None = None
 
+    @contextmanager
+    def heard_by(self, listener: Callable[[str], None]) -> Iterator[None]:
+        """Lines for the user go to a listener too while this lasts."""
+        before = self.say
+
+        def both(line: str) -> None:
+            before(line)
+            listener(line)
+
+        self.say = both
+        try:
+            yield
+        finally:
+            self.say = before
+
     def phase(self, name: str) -> None:
         """What is going on: ``loading the model``, ``compiling``, ``running``, ``uploading``, ``done``."""
         with self._lock:

@@ -1,0 +1,62 @@
+"""``spile verify --recompute``: a run's own model again, one sample at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from spile import weights
+from spile.errors import DataError, ModelError
+from spile.model.attention import choose
+from spile.model.decoder import forward
+from spile.objects import open_folder
+from spile.plan.batches import bucket
+from spile.runtime.device import enable_compilation_cache
+from spile.spec.taps import Tap
+from spile.store.proof import Recompute
+from spile.store.run import read_run
+from spile.weights.loading import load
+
+__all__ = ["recomputer"]
+
+
+def recomputer(root: str) -> Recompute:
+    """From tokens and taps to rows, by the model that ``run.json`` names, proven to be the same weights."""
+    run = read_run(open_folder(root))
+    if run is None:
+        raise DataError(f"no run in {root}", expected="a run.json")
+    enable_compilation_cache()
+    files = weights.find(run.model, run.revision)
+    found = files.weights_hash()
+    if found != run.weights:
+        raise ModelError(
+            f"{run.model} is not the model of this run", expected=f"weights {run.weights}", found=f"weights {found}"
+        )
+    params = load(files, run.dtype)
+    attention = choose(files.config, jax.default_backend(), run.dtype)
+
+    @lru_cache(maxsize=64)
+    def program(taps: tuple[str, ...], _length: int) -> Callable[..., Any]:
+        chosen = tuple(Tap.parse(tap) for tap in taps)
+
+        def step(params: Any, tokens: jax.Array) -> tuple[jax.Array, ...]:
+            return forward(
+                params, tokens, config=files.config, taps=chosen, attention=attention,
+                keep=lambda x: x[0].astype(jnp.float32),
+            )  # fmt: skip
+
+        return jax.jit(step)
+
+    def recompute(tokens: npt.NDArray[np.int32], taps: tuple[str, ...]) -> Sequence[npt.NDArray[np.float32]]:
+        length = bucket(len(tokens), run.max_seq_length)
+        padded = np.zeros((1, length), np.int32)
+        padded[0, : len(tokens)] = tokens
+        return [np.asarray(rows)[: len(tokens)] for rows in program(taps, length)(params, padded)]
+
+    return recompute
