@@ -1,0 +1,197 @@
+"""What a run will take: tokens, bytes, shards, hours, dollars, storage. Pure arithmetic over measured or assumed rates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from spile.errors import SpecError
+from spile.spec.machines import Machine, Price
+
+__all__ = ["Estimate", "Lengths", "Limit", "Rates", "Volume", "estimate", "refuse_over_budget"]
+
+_HOUR = 3600.0
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Samples whose tokens were counted, and how many samples there are in all."""
+
+    counted: Sequence[int]
+    samples: int
+
+    def __post_init__(self) -> None:
+        if self.samples < 0 or (self.samples and not self.counted):
+            raise SpecError("samples to count", expected="at least 1", found=len(self.counted))
+
+    @property
+    def whole(self) -> bool:
+        """Whether every sample was counted: then nothing is estimated."""
+        return len(self.counted) >= self.samples
+
+    @property
+    def mean(self) -> float:
+        """Tokens a sample."""
+        return sum(self.counted) / len(self.counted) if self.counted else 0.0
+
+    @property
+    def tokens(self) -> int:
+        """In all."""
+        return sum(self.counted) if self.whole else round(self.mean * self.samples)
+
+    @property
+    def error(self) -> float:
+        """The standard error of the total, relative to it."""
+        count = len(self.counted)
+        if self.whole or count < 2 or not self.mean:
+            return 0.0
+        variance = sum((length - self.mean) ** 2 for length in self.counted) / (count - 1)
+        unseen = 1 - count / self.samples
+        return math.sqrt(variance / count * unseen) / self.mean
+
+
+@dataclass(frozen=True)
+class Volume:
+    """What is stored."""
+
+    samples: int
+    tokens: int
+    bytes_a_token: int
+    shard_bytes: float
+
+    @property
+    def bytes(self) -> int:
+        """In all."""
+        return self.tokens * self.bytes_a_token
+
+    @property
+    def shards(self) -> int:
+        """Files, at least."""
+        return math.ceil(self.bytes / self.shard_bytes)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a machine is taken to reach. Assumptions, each of them said with the result."""
+
+    efficiency: float = 0.4
+    """Of the chips' peak FLOP/s."""
+    sink_bytes: float = 0.5e9
+    """Bytes a second and host that the store takes."""
+    padding: float = 1.07
+    """Computed tokens a real one."""
+    tokens_per_second: float | None = None
+    """Measured (``spile bench``), the whole machine; replaces the chips' peak and the efficiency."""
+
+    def __post_init__(self) -> None:
+        for name in ("efficiency", "sink_bytes", "padding"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise SpecError(name, expected="more than 0", found=getattr(self, name))
+        if self.efficiency > 1:
+            raise SpecError("--efficiency", expected="at most 1", found=self.efficiency)
+
+
+@dataclass(frozen=True)
+class Limit:
+    """One thing that bounds the run, and how long it would take were it the only one."""
+
+    name: str
+    hours: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A run on so many machines of one type."""
+
+    volume: Volume
+    machine: Machine
+    workers: int
+    limits: tuple[Limit, ...]
+    storage_month: float
+    """Dollars."""
+
+    @property
+    def slowest(self) -> Limit:
+        """What bounds it."""
+        return max(self.limits, key=lambda limit: limit.hours)
+
+    @property
+    def hours(self) -> float:
+        """From first to last, with all workers side by side."""
+        return self.slowest.hours
+
+    @property
+    def machine_hours(self) -> float:
+        """What is paid for."""
+        return self.hours * self.workers
+
+    @property
+    def dollars(self) -> Price:
+        """The machines; storage comes on top, each month."""
+        return self.machine.price.times(self.machine_hours)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """All workers together."""
+        return self.volume.tokens / (self.hours * _HOUR) if self.hours else 0.0
+
+    def record(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return {
+            "machine": self.machine.name,
+            "topology": self.machine.topology,
+            "chips": self.machine.chips,
+            "hosts": self.machine.hosts,
+            "workers": self.workers,
+            "samples": self.volume.samples,
+            "tokens": self.volume.tokens,
+            "bytes_a_token": self.volume.bytes_a_token,
+            "bytes": self.volume.bytes,
+            "shards": self.volume.shards,
+            "limits": [asdict(limit) for limit in self.limits],
+            "hours": self.hours,
+            "tokens_per_second": self.tokens_per_second,
+            "dollars": asdict(self.dollars),
+            "storage_month": self.storage_month,
+        }
+
+
+def estimate(
+    volume: Volume,
+    machine: Machine,
+    *,
+    flops_per_token: float,
+    rates: Rates | None = None,
+    workers: int = 1,
+    storage_gb_month: float = 0.0,
+) -> Estimate:
+    """The run's two limits, compute and sink, and what follows from the slower."""
+    rates = rates or Rates()
+    if workers < 1:
+        raise SpecError("--workers", expected="at least 1", found=workers)
+    if rates.tokens_per_second is not None:
+        compute = volume.tokens / rates.tokens_per_second
+    else:
+        peak = machine.chips * machine.tflops * 1e12 * rates.efficiency
+        compute = volume.tokens * rates.padding * flops_per_token / peak
+    sink = volume.bytes / (machine.hosts * rates.sink_bytes)
+    limits = tuple(Limit(name, seconds / workers / _HOUR) for name, seconds in (("model", compute), ("sink", sink)))
+    return Estimate(volume, machine, workers, limits, volume.bytes / 1e9 * storage_gb_month)
+
+
+def refuse_over_budget(found: Estimate, budget: float, *, preemptible: bool) -> None:
+    """``--budget``: a run that would cost more is an error that says how much more, and what would fit."""
+    cost = found.dollars.preemptible if preemptible else found.dollars.on_demand
+    if cost <= budget:
+        return
+    kind = "preemptible" if preemptible else "on demand"
+    samples = math.floor(found.volume.samples * budget / cost)
+    cheaper = "" if preemptible or found.dollars.preemptible > budget else "--preemptible would fit; or "
+    raise SpecError(
+        f"over budget on {found.workers} × {found.machine.name} {kind}",
+        expected=f"at most ${budget:,.2f}",
+        found=f"${cost:,.2f}",
+        fix=f"{cheaper}--max-samples {samples} would fit",
+    )
