@@ -1,4 +1,4 @@
-"""What a run will take: tokens, bytes, shards, hours, dollars, storage. Pure arithmetic over measured or assumed rates."""
+"""What a run will take: tokens, bytes, shards, hours, dollars, storage. Arithmetic over measured or assumed rates."""
 
 from __future__ import annotations
 

@@ -159,5 +159,6 @@ def make_mesh(shape: tuple[int, int], devices: Sequence[jax.Device] | None = Non
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     if slices > 1 and shape[0] % slices == 0:
         inner = (shape[0] // slices, shape[1])
-        return Mesh(mesh_utils.create_hybrid_device_mesh(inner, (slices, 1), devices), AXES)
-    return Mesh(mesh_utils.create_device_mesh(shape, devices), AXES)
+        hybrid = mesh_utils.create_hybrid_device_mesh(inner, (slices, 1), devices, allow_split_physical_axes=True)
+        return Mesh(hybrid, AXES)
+    return Mesh(mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True), AXES)

@@ -43,9 +43,9 @@ class Notes:
 
     def committed(self) -> None:
         """After each commit."""
-        note_checkpoint(self._spec, self._stream, "in_progress")
         self._tidy()
-        if self._heart is not None:
+        if self._heart is not None:  # on a pod, the one process whose ledger is the stream's
+            note_checkpoint(self._spec, self._stream, "in_progress")
             self._heart.beat()
 
     def _reading(self) -> Reading:

@@ -123,6 +123,13 @@ class StreamStore:
             self._unsure = False
             return commit
 
+    def follow(self, shards: Sequence[ShardRecord], skipped: Sequence[Skip] = (), end: int | None = None) -> None:
+        """Remember what process 0 of our pod has committed for us, as far as it is ours; nothing is written."""
+        with self._lock:
+            number = self._ledger.commits + 1
+            commit = Commit(number, self.attempt, self.record.id, tuple(shards), tuple(skipped), end)
+            self._ledger = self._ledger.plus([commit])
+
     def _refuse_twice(self, commit: Commit) -> None:
         twice = commit.doubled() | (self._ledger.done & commit.covered())
         if twice:

@@ -38,9 +38,11 @@ class PodSink:
                 self._stream.commit(records, skipped, end=end)
             directory.put(f"committed/{self._number}", "")
             directory.delete(f"record/{self._number}/")
-            self._after()
         elif directory.get(f"committed/{self._number}", self._pod.times.barrier) is None:
             raise self._late("commit", 0)
+        else:
+            self._stream.follow([] if record is None else [record], skipped, end)
+        self._after()
         self._pod.report(f"computing; {self._number} shards committed in this visit")
 
     def _record(self, process: int) -> ShardRecord | None:
