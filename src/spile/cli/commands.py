@@ -50,4 +50,5 @@ COMMANDS: tuple[Command, ...] = (
     Command("tpu status", "spile.cli.tpu:status", "Show a fleet's machines."),
     Command("tpu list", "spile.cli.tpu:list_all", "List every TPU VM of the project."),
     Command("tpu recreate-preempted", "spile.cli.tpu:recreate_preempted", "Replace a fleet's dead machines."),
+    Command("deploy", "spile.cli.deploy:deploy", "Data, code and workers onto a fleet of TPU VMs."),
 )

@@ -84,8 +84,7 @@ def health_of(policy: Policy, observed: Observed, worker: int, node: Node, comin
             return Health(False, "its worker refused its task")
         beat = observed.beat(worker, node)
         grace = beat is None or observed.pulse(worker).phase in GRACE_PHASES
-        patience = policy.stale_intervals * policy.interval
-        limit = max(patience, policy.compile_grace) if grace else patience
+        limit = max(policy.patience, policy.compile_grace) if grace else policy.patience
         age = now - (node.created if beat is None else beat)
         if age > limit:
             what = "no heartbeat since it was created," if beat is None else "its heartbeat is"

@@ -55,8 +55,10 @@ class Policy:
     """How patient the monitor is. All in seconds, but for counts."""
 
     interval: float = 60.0
+    heartbeat: float = 30.0
+    """How often a worker gives a sign of life."""
     stale_intervals: int = 5
-    """A running worker's heartbeat may be so many intervals old."""
+    """A running worker's heartbeat may be so many intervals old (the monitor's or the worker's, the longer)."""
     compile_grace: float = 1200.0
     """The same while it boots, installs or compiles."""
     create_timeout: float = 1800.0
@@ -82,6 +84,11 @@ class Policy:
             raise SpecError("--interval", expected="seconds, more than 0", found=f"{self.interval:g}")
         if self.budget is not None and not self.budget > 0:
             raise SpecError("--budget", expected="dollars, more than 0", found=f"{self.budget:g}")
+
+    @property
+    def patience(self) -> float:
+        """How old a running worker's heartbeat may be."""
+        return self.stale_intervals * max(self.interval, self.heartbeat)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -45,8 +46,7 @@ class FakeCloud:
         self.cloud = Cloud(self.clock, pace=pace, on_start=self.vms.start, on_stop=self.vms.stop)
         self.api = Api(self.cloud)
         handler = type("Handler", (_Handler,), {"fake": self})
-        self._server = ThreadingHTTPServer(("127.0.0.1", port), handler)
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", port), handler)
         self.port = int(self._server.server_address[1])
         self.vms.address = f"127.0.0.1:{self.port}"
         self._ticking = threading.Event()
@@ -151,6 +151,15 @@ class FakeCloud:
         if key not in fixed:
             raise ApiError(404, f"no metadata {key}")
         return str(fixed[key])
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that hangs up, as a killed machine does, is no error; anything else is shown."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):

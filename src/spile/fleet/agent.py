@@ -1,0 +1,184 @@
+"""What runs on every machine: reads its assignment, runs the worker, says how it ended, and deletes the machine.
+
+``python -m spile.fleet.agent --home gs://bucket/fleet/name --node tpu-us-central1-a-0 --zone us-central1-a``
+
+    worker's exit   what the agent does
+    0               says "finished"; the machine deletes itself
+    2               says "refused": the same task again would be refused again
+    3               another worker owns the stream: waits and looks again
+    else            launches it anew, a few times; then says "crashed", with the log's last lines
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from spile.errors import CloudError, SpecError, SpileError, UserError
+from spile.fleet.home import FleetHome, Report
+from spile.fleet.spec import FleetSpec, Worker
+from spile.version import __version__
+
+__all__ = ["AGAIN", "Agent", "main", "worker_command"]
+
+AGAIN = 75
+"""The exit code that asks the launch script to look at ``fleet.json`` again: there is a new deployment."""
+_TAIL = 40
+_LONG_RUN = 900.0
+
+
+def worker_command(fleet: FleetSpec, worker: Worker) -> list[str]:
+    """What the machine runs, for its stream."""
+    words = [sys.executable, "-m", "spile.cli.main", "extract", "--worker-id", str(worker.id), "--output", fleet.root]
+    if fleet.streams is not None:
+        words += ["--dataset-dir", fleet.streams]
+    if fleet.max_samples is not None:
+        words += ["--max-samples", str(fleet.max_samples)]
+    return [*words, *fleet.arguments]
+
+
+@dataclass
+class Agent:
+    """One machine's agent. ``host`` is its number on a slice of many hosts; only host 0 speaks for all."""
+
+    home: FleetHome
+    node: str
+    zone: str
+    host: int = 0
+    relaunches: int = 3
+    pause: float = 10.0
+    look: float = 60.0
+    """Seconds between looks for a new deployment."""
+    command: Callable[[FleetSpec, Worker], Sequence[str]] = worker_command
+    stopping: threading.Event = field(default_factory=threading.Event)
+
+    def run(self) -> int:
+        """Work until there is nothing to do here; the exit code for systemd."""
+        fleet = self.home.read_fleet()
+        worker = self._assignment(fleet)
+        report = Report(self._name(), fleet.deployment, version=__version__)
+        crashes = fences = launches = 0
+        while True:
+            launches += 1
+            self._say(replace(report, phase="starting", launches=launches))
+            began = time.monotonic()
+            code, tail = self._work(fleet, worker)
+            if code == AGAIN or self.stopping.is_set():
+                return code if code == AGAIN else 0
+            report = replace(report, launches=launches, exit_code=code, error=tail)
+            if code == 0:
+                self._say(replace(report, phase="done", verdict="finished", error=""))
+                self._leave(fleet)
+                return 0
+            if code == 2:
+                self._say(replace(report, phase="failed", verdict="refused"))
+                return 0
+            crashes = 0 if time.monotonic() - began > _LONG_RUN else crashes
+            fences, crashes = (fences + 1, crashes) if code == 3 else (fences, crashes + 1)
+            if crashes > self.relaunches or fences > 10 * self.relaunches:
+                self._say(replace(report, phase="failed", verdict="crashed"))
+                return 0
+            print(f"spile agent: the worker ended with {code}; launching it again", flush=True)
+            if self.stopping.wait(self.pause * 2.0 ** min(crashes, 5)):
+                return 0
+
+    def _name(self) -> str:
+        return self.node if self.host == 0 else f"{self.node}-h{self.host}"
+
+    def _assignment(self, fleet: FleetSpec) -> Worker:
+        for worker in fleet.workers:
+            if worker.name == self.node:
+                return worker
+        raise SpecError(
+            f"{self.node} has no work in {self.home.folder.url}/fleet.json",
+            expected=f"one of {', '.join(worker.name for worker in fleet.workers[:8])}",
+        )
+
+    def _say(self, report: Report) -> None:
+        self.home.write_report(replace(report, updated=time.time()))
+
+    def _work(self, fleet: FleetSpec, worker: Worker) -> tuple[int, str]:
+        """Run the worker to its end: its exit code and its last lines. A new deployment ends it first."""
+        tail: deque[str] = deque(maxlen=_TAIL)
+        # The machine's own process group, so that what ends the machine's service ends the worker too.
+        words = list(self.command(fleet, worker))
+        ended, renewed = threading.Event(), threading.Event()
+        with subprocess.Popen(  # noqa: S603
+            words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        ) as child:
+            watcher = threading.Thread(target=self._watch, args=(fleet, child, ended, renewed), daemon=True)
+            watcher.start()
+            for line in child.stdout or ():
+                tail.append(line.rstrip("\n"))
+                print(line, end="", flush=True)
+            code = child.wait()
+        ended.set()
+        watcher.join()
+        return (AGAIN if renewed.is_set() else code), "\n".join(tail)
+
+    def _watch(
+        self, fleet: FleetSpec, child: subprocess.Popen[str], ended: threading.Event, renewed: threading.Event
+    ) -> None:
+        while not ended.wait(self.look):
+            try:
+                if self.home.read_fleet().deployment != fleet.deployment:
+                    renewed.set()
+                    child.send_signal(signal.SIGTERM)
+                    return
+            except SpileError as error:  # the bucket has hiccups; the worker's own writes tell when it is serious
+                print(f"spile agent: {error}", flush=True)
+
+    def _leave(self, fleet: FleetSpec) -> None:
+        """Delete this machine. If that fails the monitor will."""
+        if self.host != 0 or not fleet.policy.delete_finished or not self.zone:
+            return
+        from spile.fleet.cloud_tpu import CloudTpu
+        from spile.fleet.settings import read_settings
+        from spile.fleet.spec import owns
+
+        try:
+            client = CloudTpu(read_settings(os.environ, project=fleet.project))
+            node = client.node(self.zone, self.node)
+            if not owns(fleet.name, node):
+                return
+            print("spile agent: finished; this machine deletes itself", flush=True)
+            if node.queued is not None:
+                client.delete_queued(self.zone, node.queued, force=True)
+            else:
+                client.delete_node(self.zone, self.node)
+        except (CloudError, UserError) as error:
+            print(f"spile agent: cannot delete this machine ({error}); spile monitor will", flush=True)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """The agent as a process."""
+    parser = argparse.ArgumentParser(prog="python -m spile.fleet.agent")
+    parser.add_argument("--home", required=True)
+    parser.add_argument("--node", required=True)
+    parser.add_argument("--zone", default="")
+    parser.add_argument("--host", type=int, default=0)
+    parser.add_argument("--pause", type=float, default=10.0)
+    parser.add_argument("--look", type=float, default=60.0)
+    options = parser.parse_args(words)
+    agent = Agent(
+        FleetHome.open(options.home), options.node, options.zone, options.host, pause=options.pause, look=options.look
+    )
+    # The service's end sends the same signal to the worker, which commits what it has; the agent only waits for it.
+    signal.signal(signal.SIGTERM, lambda *_: agent.stopping.set())
+    try:
+        return agent.run()
+    except SpileError as error:
+        print(f"spile agent: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""A fleet's folder in the bucket, ``<bucket>/fleet/<name>/``: the only place where machines and monitors meet.
+
+fleet.json               what the fleet shall be; every machine reads its assignment here
+startup.sh               what every machine runs at boot
+spile-….whl              the code, of this very version
+lease/000007.json        who monitors (see ``lease``)
+history/000007.json      what the seventh monitor knew; the highest counts
+actions/000007.jsonl     what it did, a line each, with the reason
+workers/NAME.json        what NAME's agent last said: booting, installing, starting, finished, crashed, refused
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from datetime import UTC, datetime
+from typing import Any
+
+from spile.errors import UserError
+from spile.fleet.absorb import Outcome
+from spile.fleet.history import History
+from spile.fleet.observed import Verdict
+from spile.fleet.reconcile import Action
+from spile.fleet.spec import FleetSpec
+from spile.objects import open_folder
+from spile.objects.folder import Folder, NotFound
+
+__all__ = ["FLEET", "STARTUP", "FleetHome", "Report", "fleet_url"]
+
+FLEET = "fleet.json"
+STARTUP = "startup.sh"
+
+
+def fleet_url(bucket: str, name: str) -> str:
+    """Where a fleet's folder is."""
+    return f"{bucket.rstrip('/')}/fleet/{name}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a machine's agent, or its startup script before there is one, says of itself."""
+
+    node: str
+    deployment: str = ""
+    phase: str = ""
+    verdict: Verdict = ""
+    updated: float = 0.0
+    exit_code: int | None = None
+    launches: int = 0
+    error: str = ""
+    """The log's last lines, when it went wrong."""
+    version: str = ""
+
+    def to_json(self) -> bytes:
+        """As stored."""
+        return json.dumps(asdict(self), indent=1).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Report:
+        """As stored; what a later version adds is left out."""
+        raw: dict[str, Any] = json.loads(data)
+        known = {each.name for each in fields(cls)}
+        return cls(**{key: value for key, value in raw.items() if key in known})
+
+
+class FleetHome:
+    """Reads and writes a fleet's folder."""
+
+    def __init__(self, folder: Folder) -> None:
+        self.folder = folder
+        self._seen: dict[str, tuple[tuple[float, int, str | None], Report]] = {}
+        self._log: list[str] = []
+        self._log_number = 0
+
+    @classmethod
+    def open(cls, url: str) -> FleetHome:
+        """The folder at a URL."""
+        return cls(open_folder(url))
+
+    def read_fleet(self) -> FleetSpec:
+        """What the fleet shall be."""
+        try:
+            return FleetSpec.from_json(self.folder.get(FLEET))
+        except NotFound as error:
+            raise UserError(f"no fleet at {self.folder.url}", expected=FLEET, fix="spile deploy makes one") from error
+
+    def write_fleet(self, fleet: FleetSpec) -> None:
+        """Put it: the last thing a deploy does before machines are asked for."""
+        self.folder.put(FLEET, fleet.to_json())
+
+    def read_history(self) -> History:
+        """What the last monitor knew."""
+        keys = sorted(info.key for info in self.folder.list("history/"))
+        return History.from_json(self.folder.get(keys[-1])) if keys else History()
+
+    def write_history(self, history: History, number: int) -> None:
+        """Put it under the lease's number, so that a monitor that lost the lease overwrites nothing."""
+        self.folder.put(f"history/{number:06d}.json", history.to_json())
+
+    def log(self, done: Iterable[tuple[Action, Outcome]], number: int, now: float) -> list[str]:
+        """Add actions to the log, and give them as lines."""
+        if number != self._log_number:
+            self._log, self._log_number = [], number
+        lines = []
+        for action, outcome in done:
+            result = outcome.error.line() if outcome.error else "ok"
+            moment = datetime.fromtimestamp(now, UTC).isoformat(timespec="seconds")
+            self._log.append(json.dumps({"time": moment, **asdict(action), "result": result}))
+            tail = "" if result == "ok" else f" -> {result}"
+            lines.append(f"{action.verb} {action.name} in {action.zone}: {action.reason}{tail}")
+        if lines:
+            self.folder.put(f"actions/{number:06d}.jsonl", ("\n".join(self._log) + "\n").encode())
+        return lines
+
+    def write_report(self, report: Report) -> None:
+        """Say how this machine's worker is."""
+        self.folder.put(f"workers/{report.node}.json", report.to_json())
+
+    def read_reports(self) -> dict[str, Report]:
+        """All machines' reports, by name; only those that changed are read again."""
+        found: dict[str, Report] = {}
+        for info in self.folder.list("workers/"):
+            name = info.key[len("workers/") : -len(".json")]
+            mark = (info.updated, info.size, info.etag)
+            known = self._seen.get(name)
+            if known is None or known[0] != mark:
+                try:
+                    known = mark, Report.from_json(self.folder.get(info.key))
+                except (NotFound, ValueError, TypeError):  # half an answer is no answer; the next look tells
+                    continue
+                self._seen[name] = known
+            found[name] = known[1]
+        return found

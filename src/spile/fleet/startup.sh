@@ -1,0 +1,166 @@
+#!/bin/bash
+# What a machine of a spile fleet runs at boot, and the one-line bootstrap of a bare one:
+#
+#   bash startup.sh --home gs://bucket/fleet/NAME --node tpu-us-central1-a-0 [--zone Z] [--host N] [--force] [--install-only]
+#
+# Finds or installs a Python that is new enough, installs the fleet's own wheel, checks that JAX sees the chips, and
+# runs the agent under systemd, so that the worker resumes by itself after every boot. Without flags it takes them from
+# the machine's metadata. --force installs anew.
+set -Eeuo pipefail
+
+meta() { curl -fsS -m 10 -H 'Metadata-Flavor: Google' "http://${GCE_METADATA_HOST:-metadata.google.internal}/computeMetadata/v1/$1"; }
+home='' node='' zone='' host='' force='' install_only=''
+while [ $# -gt 0 ]; do
+  case "$1" in
+    --home) home="$2"; shift ;;
+    --node) node="$2"; shift ;;
+    --zone) zone="$2"; shift ;;
+    --host) host="$2"; shift ;;
+    --force) force=1 ;;
+    --install-only) install_only=1 ;;
+    *) echo "startup.sh: unknown flag $1: expected --home, --node, --zone, --host or --force" >&2; exit 2 ;;
+  esac
+  shift
+done
+home="${home:-$(meta instance/attributes/spile-home || true)}"
+node="${node:-$(meta instance/attributes/spile-node || true)}"
+if [ -z "$home" ] || [ -z "$node" ]; then
+  echo "startup.sh: no assignment: expected the metadata spile-home and spile-node, or --home and --node" >&2
+  exit 2
+fi
+zone="${zone:-$(meta instance/zone 2>/dev/null | sed 's|.*/||' || true)}"
+host="${host:-$(meta instance/attributes/agent-worker-number 2>/dev/null || echo 0)}"
+place="${SPILE_HOME:-/opt/spile}"
+units="${SPILE_UNIT_DIR:-/etc/systemd/system}"
+mkdir -p "$place" "$units"
+log="$place/startup.log"
+exec > >(tee -a "$log") 2>&1
+echo "spile: $node, host $host, in ${zone:-an unknown zone}; assignment in $home"
+
+# -- the bucket, before there is a Python of ours: plain requests with the machine's own token --------------------------
+storage="${STORAGE_EMULATOR_HOST:-https://storage.googleapis.com}"
+token() { [ -n "${STORAGE_EMULATOR_HOST:-}" ] && echo none || meta instance/service-accounts/default/token | sed 's/.*"access_token" *: *"\([^"]*\)".*/\1/'; }
+escaped() { printf '%s' "$1" | sed 's|%|%25|g; s|/|%2F|g; s|+|%2B|g; s| |%20|g'; }
+fetch() { # URL FILE
+  case "$1" in
+    gs://*) local rest="${1#gs://}"
+      curl -fsS --retry 5 --retry-all-errors -H "Authorization: Bearer $(token)" -o "$2" \
+        "$storage/storage/v1/b/${rest%%/*}/o/$(escaped "${rest#*/}")?alt=media" ;;
+    s3://*) aws s3 cp --only-show-errors "$1" "$2" ;;
+    *) cp "${1#file://}" "$2" ;;
+  esac
+}
+report() { # PHASE VERDICT [FILE WITH THE LOG]
+  local body name="$node"
+  [ "$host" = 0 ] || name="$node-h$host"
+  body="$(python3 - "$name" "$1" "$2" "${3:-}" "$place/fleet.json" <<'PYTHON'
+import json, sys, time
+name, phase, verdict, log, fleet = sys.argv[1:]
+try:
+    deployment = json.load(open(fleet))["deployment"]
+except (OSError, ValueError, KeyError):
+    deployment = ""
+tail = open(log, errors="replace").read()[-4000:] if log else ""
+print(json.dumps({"node": name, "deployment": deployment, "phase": phase, "verdict": verdict, "updated": time.time(), "error": tail}))
+PYTHON
+)"
+  case "$home" in
+    gs://*) local rest="${home#gs://}"
+      curl -fsS --retry 3 -o /dev/null -X POST -H "Authorization: Bearer $(token)" -H 'Content-Type: application/json' \
+        --data-binary "$body" "$storage/upload/storage/v1/b/${rest%%/*}/o?uploadType=media&name=$(escaped "${rest#*/}/workers/$name.json")" ;;
+    s3://*) printf '%s' "$body" | aws s3 cp --only-show-errors - "$home/workers/$name.json" ;;
+    *) mkdir -p "$home/workers" && printf '%s' "$body" > "$home/workers/$name.json.tmp" && mv "$home/workers/$name.json.tmp" "$home/workers/$name.json" ;;
+  esac
+}
+fail() { trap - ERR; echo "spile: the start failed: $1"; report failed crashed "$log" || true; exit 1; }
+trap 'fail "line $LINENO"' ERR
+
+fetch "$home/fleet.json" "$place/fleet.json" || fail "cannot read $home/fleet.json"
+fetch "$home/startup.sh" "$place/startup.new" && mv "$place/startup.new" "$place/startup.sh"
+report booting ''
+wheel="$(python3 -c 'import json, sys; print(json.load(open(sys.argv[1])).get("wheel") or "")' "$place/fleet.json")"
+
+# -- a Python that is new enough, and the wheel in it -------------------------------------------------------------------
+new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
+install() {
+  local found='' each
+  rm -rf "$place/venv"
+  for each in python3.13 python3.12 python3.11 python3; do
+    if command -v "$each" > /dev/null && new_enough "$each" && "$each" -c 'import ensurepip, venv' 2>/dev/null; then found="$each"; break; fi
+  done
+  fetch "$home/$wheel" "$place/$wheel"
+  if [ -n "$found" ] && ! command -v uv > /dev/null; then
+    "$found" -m venv "$place/venv"
+    "$place/venv/bin/pip" install --quiet "$place/$wheel[tpu]" -f https://storage.googleapis.com/jax-releases/libtpu_releases.html
+  else
+    export PATH="$HOME/.local/bin:$PATH"
+    command -v uv > /dev/null || curl -LsSf --retry 5 https://astral.sh/uv/install.sh | sh
+    uv venv --quiet --python 3.12 "$place/venv"
+    uv pip install --quiet --python "$place/venv/bin/python" "spile[tpu] @ file://$place/$wheel" -f https://storage.googleapis.com/jax-releases/libtpu_releases.html
+  fi
+  echo "$wheel" > "$place/installed"
+}
+export HOME="${HOME:-/root}"
+python="${SPILE_PYTHON:-$place/venv/bin/python}"
+fresh=''
+if [ -z "${SPILE_PYTHON:-}" ]; then
+  if [ -n "$force" ] || [ ! -x "$python" ] || [ "$(cat "$place/installed" 2>/dev/null)" != "$wheel" ]; then
+    report installing ''
+    install
+    fresh=1
+  fi
+fi
+new_enough "$python" || fail "expected Python 3.11 or newer, found $("$python" --version 2>&1)"
+
+# -- the chips ----------------------------------------------------------------------------------------------------------
+if [ "${SPILE_EXPECT:-tpu}" != any ] && { [ -n "$fresh" ] || [ -n "$force" ] || [ ! -f "$place/checked" ]; }; then
+  # On a slice of many hosts JAX waits for all of them, and some may come later: there the devices' files have to do.
+  hosts="$(meta instance/attributes/worker-network-endpoints 2>/dev/null | tr ',' '\n' | wc -l || echo 1)"
+  "$python" - "$hosts" <<'PYTHON' || fail "JAX sees no TPU"
+import glob, sys
+chips = glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*")
+if chips and int(sys.argv[1]) > 1:
+    print("spile: this host has", len(chips), "chips")
+    sys.exit(0)
+import jax
+devices = jax.devices()
+print("spile: JAX", jax.__version__, "sees", len(devices), devices[0].platform, "devices")
+sys.exit(devices[0].platform != "tpu")
+PYTHON
+  touch "$place/checked"
+fi
+
+# -- the service --------------------------------------------------------------------------------------------------------
+[ -z "$install_only" ] || exit 0
+cat > "$place/launch.sh" <<LAUNCH
+#!/bin/bash
+# Runs the agent; when there is a new deployment, starts over with that one's wheel.
+cd "$place"
+while true; do
+  "$python" -m spile.fleet.agent --home "$home" --node "$node" --zone "$zone" --host "$host" ${SPILE_AGENT_FLAGS:-}
+  code=\$?
+  [ \$code = 75 ] || exit \$code
+  /bin/bash "$place/startup.sh" --home "$home" --node "$node" --zone "$zone" --host "$host" --install-only || exit 1
+done
+LAUNCH
+cat > "$units/spile-worker.service" <<UNIT
+[Unit]
+Description=spile worker
+Wants=network-online.target
+After=network-online.target
+
+[Service]
+WorkingDirectory=$place
+Environment="HOME=$HOME"
+ExecStart=/bin/bash $place/launch.sh
+Restart=on-failure
+RestartSec=30
+TimeoutStopSec=25
+
+[Install]
+WantedBy=multi-user.target
+UNIT
+systemctl daemon-reload
+systemctl enable spile-worker.service
+if [ -n "$fresh$force" ]; then systemctl restart spile-worker.service; else systemctl start spile-worker.service; fi
+echo "spile: the worker runs; its log: journalctl -u spile-worker"

@@ -1,0 +1,179 @@
+"""The agent on a machine: what it does with each way a worker can end. Real processes, a real folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from spile.errors import SpecError, UserError
+from spile.fleet.agent import AGAIN, Agent, worker_command
+from spile.fleet.cloud_tpu import CloudTpu
+from spile.fleet.fake_cloud.server import FakeCloud
+from spile.fleet.home import FleetHome
+from spile.fleet.manage import settle
+from spile.fleet.provider import NodeRequest
+from spile.fleet.spec import FleetSpec, plan_workers
+
+ZONE, NAME = "us-central1-a", "tpu-us-central1-a-1"
+
+
+def a_home(folder: Path, **more: object) -> FleetHome:
+    home = FleetHome.open(str(folder))
+    fleet = FleetSpec(
+        "f", "fake-project", (ZONE,), plan_workers((ZONE,), 2), NodeRequest("v3-8", "r"), root="gs://b/activations",
+        streams="gs://b/datasets", arguments=("--layers", "0-3"), max_samples=7, deployment="d1", **more,
+    )  # type: ignore[arg-type]  # fmt: skip
+    home.write_fleet(fleet)
+    return home
+
+
+def an_agent(home: FleetHome, code: str, **more: object) -> Agent:
+    words = [sys.executable, "-uc", code]
+    return Agent(home, NAME, "", pause=0.01, look=0.05, command=lambda *_: words, **more)  # type: ignore[arg-type]
+
+
+def test_the_command_is_the_assignment(tmp_path: Path) -> None:
+    fleet = a_home(tmp_path).read_fleet()
+    words = worker_command(fleet, fleet.workers[1])
+    assert words[1:4] == ["-m", "spile.cli.main", "extract"]
+    assert words[4:] == [
+        "--worker-id", "1", "--output", "gs://b/activations", "--dataset-dir", "gs://b/datasets",
+        "--max-samples", "7", "--layers", "0-3",
+    ]  # fmt: skip
+
+
+def test_a_finished_worker(tmp_path: Path) -> None:
+    home = a_home(tmp_path)
+    assert an_agent(home, "print('hello')").run() == 0
+    report = home.read_reports()[NAME]
+    assert (report.verdict, report.phase, report.deployment, report.launches) == ("finished", "done", "d1", 1)
+
+
+def test_a_refused_task_is_reported_at_once(tmp_path: Path) -> None:
+    home = a_home(tmp_path)
+    an_agent(home, "print('spile: --layers: expected …'); raise SystemExit(2)").run()
+    report = home.read_reports()[NAME]
+    assert (report.verdict, report.exit_code, report.launches) == ("refused", 2, 1)
+    assert "--layers" in report.error
+
+
+def test_a_crash_is_launched_again_a_few_times_then_reported_with_its_last_lines(tmp_path: Path) -> None:
+    home = a_home(tmp_path)
+    code = "for n in range(99): print('line', n)\nraise ZeroDivisionError('boom')"
+    an_agent(home, code).run()
+    report = home.read_reports()[NAME]
+    assert (report.verdict, report.exit_code, report.launches) == ("crashed", 1, 4)
+    assert report.error.endswith("ZeroDivisionError: boom")
+    assert "line 98" in report.error
+    assert "line 9\n" not in report.error, "only the last lines"
+
+
+def test_a_crash_that_heals(tmp_path: Path) -> None:
+    home = a_home(tmp_path)
+    mark = tmp_path / "once"
+    code = (
+        f"import pathlib; p = pathlib.Path({str(mark)!r}); n = p.exists(); p.touch(); raise SystemExit(0 if n else 9)"
+    )
+    an_agent(home, code).run()
+    report = home.read_reports()[NAME]
+    assert (report.verdict, report.launches) == ("finished", 2)
+
+
+def test_a_fenced_worker_waits_for_the_other(tmp_path: Path) -> None:
+    home = a_home(tmp_path)
+    code = (
+        f"import pathlib; p = pathlib.Path({str(tmp_path / 'n')!r}); p.open('a').write('x');"
+        "raise SystemExit(3 if len(p.read_text()) < 7 else 0)"
+    )
+    an_agent(home, code).run()
+    assert home.read_reports()[NAME].verdict == "finished", "six times fenced is no crash"
+
+
+def test_a_new_deployment_ends_the_worker_and_asks_for_its_code(tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    home = a_home(tmp_path)
+    agent = an_agent(home, "import time; print('up'); time.sleep(60)")
+    codes: list[int] = []
+    thread = threading.Thread(target=lambda: codes.append(agent.run()))
+    thread.start()
+    while NAME not in home.read_reports():
+        time.sleep(0.02)
+    home.write_fleet(replace(home.read_fleet(), deployment="d2"))
+    thread.join(20)
+    assert codes == [AGAIN]
+
+
+def test_the_service_ends_and_the_worker_had_its_notice(tmp_path: Path) -> None:
+    """systemd sends SIGTERM to agent and worker alike: the worker commits, the agent waits, nobody relaunches."""
+    home = a_home(tmp_path)
+    mark = tmp_path / "committed"
+    code = f"""
+import signal, time, pathlib
+def end(*_):
+    time.sleep(0.3)
+    pathlib.Path({str(mark)!r}).touch()
+    raise SystemExit(130)
+signal.signal(signal.SIGTERM, end)
+print('up', flush=True)
+time.sleep(60)
+"""
+    program = (
+        "import functools, sys; from spile.fleet import agent; "
+        f"agent.Agent = functools.partial(agent.Agent, command=lambda *_: [sys.executable, '-uc', {code!r}]); "
+        f"sys.exit(agent.main(['--home', {str(tmp_path)!r}, '--node', {NAME!r}]))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-uc", program], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    os.killpg(process.pid, signal.SIGTERM)
+    assert process.wait(20) == 0
+    process.stdout.close()
+    assert mark.exists()
+    assert home.read_reports()[NAME].verdict == "", "no verdict: the next machine resumes"
+
+
+def test_the_machine_deletes_itself_and_no_other(
+    tmp_path: Path, fake: FakeCloud, client: CloudTpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key, value in fake.environment().items():
+        monkeypatch.setenv(key, value)
+    home = a_home(tmp_path)
+    settle(client, client.create_node(ZONE, NAME, NodeRequest("v3-8", "r", labels={"spile-fleet": "f"})), every=0.02)
+    agent = an_agent(home, "pass")
+    agent.zone = ZONE
+    agent.run()
+    while client.nodes(ZONE):
+        time.sleep(0.02)
+    settle(client, client.create_node(ZONE, NAME, NodeRequest("v3-8", "r")), every=0.02)
+    agent.run()
+    time.sleep(0.2)
+    assert [node.name for node in client.nodes(ZONE)] == [NAME], "a machine without the fleet's label is not ours"
+
+
+def test_no_assignment(tmp_path: Path) -> None:
+    home = a_home(tmp_path)
+    with pytest.raises(SpecError, match=r"nobody has no work in .*fleet.json: expected one of tpu-us-central1-a-0"):
+        Agent(home, "nobody", "").run()
+    with pytest.raises(UserError, match=r"no fleet at .*: expected fleet.json; spile deploy makes one"):
+        Agent(FleetHome.open(str(tmp_path / "empty")), NAME, "").run()
+
+
+def test_reports_survive_json_and_later_versions(tmp_path: Path) -> None:
+    home = a_home(tmp_path)
+    an_agent(home, "pass").run()
+    raw = json.loads((tmp_path / "workers" / f"{NAME}.json").read_text())
+    (tmp_path / "workers" / f"{NAME}.json").write_text(json.dumps({**raw, "new": 1}))
+    assert home.read_reports()[NAME].verdict == "finished"
+    (tmp_path / "workers" / "half.json").write_text('{"node": ')
+    assert set(home.read_reports()) == {NAME}

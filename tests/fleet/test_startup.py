@@ -1,0 +1,222 @@
+"""The startup script, run for real by bash, with stand-ins for systemctl, uv and the metadata server."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from spile.fleet.deploy import publish
+from spile.fleet.fake_cloud.server import FakeCloud
+from spile.fleet.home import FleetHome
+from spile.fleet.monitor import machine_metadata, startup_script
+from spile.fleet.provider import NodeRequest
+from spile.fleet.spec import FleetSpec, plan_workers
+from spile.fleet.wheel import build_wheel
+
+ZONE, NAME = "us-central1-a", "tpu-us-central1-a-0"
+UV = """#!/bin/bash
+echo "uv $*" >> "$HOME/calls"
+if [ "$1" = venv ]; then
+  mkdir -p "${@: -1}/bin"
+  printf '#!/bin/bash\\nexec {python} "$@"\\n' > "${@: -1}/bin/python"
+  chmod +x "${@: -1}/bin/python"
+fi
+if [ "$1 $2" = "pip install" ] && [ -f "$HOME/broken" ]; then echo "no matching distribution"; exit 1; fi
+"""
+SYSTEMCTL = '#!/bin/bash\necho "systemctl $*" >> "$HOME/calls"\n'
+
+
+class Vm:
+    """A bare machine: a home, a path with stand-ins, and the script."""
+
+    def __init__(self, folder: Path, extra: dict[str, str]) -> None:
+        self.folder = folder
+        stubs = folder / "bin"
+        stubs.mkdir(parents=True)
+        for name, text in (("uv", UV.replace("{python}", sys.executable)), ("systemctl", SYSTEMCTL)):
+            (stubs / name).write_text(text)
+            (stubs / name).chmod(0o755)
+        self.script = folder / "startup-script"
+        self.script.write_text(startup_script())
+        self.environment = {
+            "HOME": str(folder),
+            "PATH": f"{stubs}:/usr/bin:/bin",
+            "SPILE_HOME": str(folder / "opt"),
+            "SPILE_UNIT_DIR": str(folder / "units"),
+            "SPILE_EXPECT": "any",
+            **extra,
+        }
+
+    def boot(self, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
+        environment = {**self.environment, **more}
+        return subprocess.run(
+            ["/bin/bash", str(self.script), *words],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+
+    def calls(self) -> list[str]:
+        path = self.folder / "calls"
+        lines = path.read_text().splitlines() if path.exists() else []
+        path.unlink(missing_ok=True)
+        return lines
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> FleetHome:
+    home = FleetHome.open(str(tmp_path / "bucket" / "fleet" / "f"))
+    fleet = FleetSpec("f", "p", (ZONE,), plan_workers((ZONE,), 1), NodeRequest("v3-8", "r"), root="x", deployment="d1")
+    publish(home, fleet, lambda _: None)
+    return home
+
+
+@pytest.fixture
+def vm(tmp_path: Path) -> Vm:
+    return Vm(tmp_path / "vm", {"GCE_METADATA_HOST": "127.0.0.1:1"})
+
+
+def test_a_bare_machine_is_bootstrapped_once(home: FleetHome, vm: Vm) -> None:
+    words = ("--home", home.folder.url, "--node", NAME, "--zone", ZONE)
+    done = vm.boot(*words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    wheel = home.read_fleet().wheel
+    calls = vm.calls()
+    assert calls[0].startswith("uv venv --quiet --python 3.12")
+    assert f"spile[tpu] @ file://{vm.folder}/opt/{wheel}" in calls[1]
+    assert calls[2:] == [
+        "systemctl daemon-reload",
+        "systemctl enable spile-worker.service",
+        "systemctl restart spile-worker.service",
+    ]
+    assert home.read_reports()[NAME].phase == "installing"
+    unit = (vm.folder / "units" / "spile-worker.service").read_text()
+    assert f"ExecStart=/bin/bash {vm.folder}/opt/launch.sh" in unit
+    assert "WantedBy=multi-user.target" in unit
+    launch = (vm.folder / "opt" / "launch.sh").read_text()
+    assert f'-m spile.fleet.agent --home "{home.folder.url}" --node "{NAME}" --zone "{ZONE}" --host "0"' in launch
+    assert vm.boot(*words).returncode == 0
+    again = vm.calls()
+    assert not any(call.startswith("uv") for call in again), "a second boot installs nothing"
+    assert again[-1] == "systemctl start spile-worker.service", "and leaves a running worker alone"
+    assert vm.boot(*words, "--force").returncode == 0
+    assert any(call.startswith("uv pip install") for call in vm.calls()), "--force installs anew"
+
+
+def test_a_new_wheel_is_installed(home: FleetHome, vm: Vm) -> None:
+    words = ("--home", home.folder.url, "--node", NAME)
+    vm.boot(*words)
+    vm.calls()
+    (vm.folder / "opt" / "installed").write_text("spile-0.0.0.whl\n")
+    vm.boot(*words, "--install-only")
+    calls = vm.calls()
+    assert any("uv pip install" in call for call in calls)
+    assert not any("systemctl" in call for call in calls)
+
+
+def test_a_failed_installation_is_told_in_the_bucket(home: FleetHome, vm: Vm) -> None:
+    (vm.folder / "broken").touch()
+    done = vm.boot("--home", home.folder.url, "--node", NAME)
+    assert done.returncode == 1
+    report = home.read_reports()[NAME]
+    assert (report.verdict, report.deployment) == ("crashed", "d1")
+    assert "no matching distribution" in report.error
+
+
+def test_no_chips_is_told_in_the_bucket(home: FleetHome, vm: Vm) -> None:
+    done = vm.boot("--home", home.folder.url, "--node", NAME, SPILE_EXPECT="tpu", JAX_PLATFORMS="cpu")
+    assert done.returncode == 1
+    report = home.read_reports()[NAME]
+    assert report.verdict == "crashed"
+    assert "JAX sees no TPU" in report.error
+    assert "sees 1 cpu devices" in report.error
+
+
+def test_an_old_python_is_refused(home: FleetHome, vm: Vm) -> None:
+    old = vm.folder / "old"
+    old.write_text('#!/bin/bash\n[ "$1" = --version ] && echo Python 3.10.6 && exit 0\nexit 1\n')
+    old.chmod(0o755)
+    done = vm.boot("--home", home.folder.url, "--node", NAME, SPILE_PYTHON=str(old))
+    assert done.returncode == 1
+    assert "expected Python 3.11 or newer, found Python 3.10.6" in done.stdout
+
+
+def test_no_assignment_and_unknown_flags(vm: Vm) -> None:
+    done = vm.boot()
+    assert done.returncode == 2
+    assert "no assignment: expected the metadata spile-home and spile-node" in done.stderr
+    done = vm.boot("--wrong")
+    assert (done.returncode, "unknown flag --wrong" in done.stderr) == (2, True)
+
+
+def test_the_assignment_comes_from_the_metadata_server_and_the_wheel_from_gcs(tmp_path: Path, fake: FakeCloud) -> None:
+    from spile.objects.fake_gcs import FakeGcs
+
+    with FakeGcs() as gcs, pytest.MonkeyPatch.context() as patch:
+        gcs.add_bucket("b")
+        patch.setenv("STORAGE_EMULATOR_HOST", gcs.url)
+        home = FleetHome.open("gs://b/fleet/f")
+        fleet = FleetSpec(
+            "f", "p", (ZONE,), plan_workers((ZONE,), 1), NodeRequest("v3-8", "r"), root="x", deployment="d"
+        )
+        wheel = publish(home, fleet, lambda _: None).wheel
+        metadata = machine_metadata(home.folder.url, NAME, "")
+        fake.cloud.create("p", ZONE, NAME, {"acceleratorType": "v3-8", "metadata": metadata}, "v2")
+        vm = Vm(
+            tmp_path / "vm",
+            {
+                "GCE_METADATA_HOST": f"127.0.0.1:{fake.port}/vm/{ZONE}/{NAME}/0",
+                "STORAGE_EMULATOR_HOST": gcs.url,
+            },
+        )
+        done = vm.boot()
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert home.read_reports()[NAME].phase == "installing"
+        assert (vm.folder / "opt" / str(wheel)).read_bytes() == home.folder.get(str(wheel))
+        assert f'--zone "{ZONE}"' in (vm.folder / "opt" / "launch.sh").read_text()
+
+
+# -- the wheel --------------------------------------------------------------------------------------------------------
+
+
+def test_the_wheel_is_this_code_and_installs(tmp_path: Path) -> None:
+    name, data = build_wheel()
+    assert (name, data) == build_wheel(), "the same bytes for the same code"
+    path = tmp_path / name
+    path.write_bytes(data)
+    with zipfile.ZipFile(path) as wheel:
+        names = wheel.namelist()
+    assert "spile/fleet/startup.sh" in names
+    assert "spile/weights/embedded/model.safetensors" in names
+    assert not any("__pycache__" in each for each in names)
+    target = tmp_path / "site"
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        "--target",
+        str(target),
+        str(path),
+    ]
+    done = subprocess.run(pip, capture_output=True, text=True, check=False, env={**os.environ, "PIP_NO_CACHE_DIR": "1"})
+    assert done.returncode == 0, done.stderr
+    code = "import json, spile, importlib.metadata as m; print(json.dumps([spile.__file__, m.version('spile')]))"
+    out = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONPATH": str(target), "PATH": os.environ["PATH"]}, cwd=tmp_path,
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    place, version = json.loads(out.stdout)
+    assert place.startswith(str(target))
+    assert f"spile-{version}-py3-none-any.whl" == name
