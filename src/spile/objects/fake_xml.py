@@ -68,7 +68,7 @@ def read_headers(stored: Stored) -> dict[str, str]:
         "x-goog-generation": str(stored.generation),
         "x-goog-metageneration": "1",
         "x-goog-hash": hashes,
-        "x-goog-stored-content-length": str(len(stored.data)),
+        "x-goog-stored-content-length": str(stored.size),
         "x-goog-stored-content-encoding": "identity",
         "Accept-Ranges": "bytes",
     }
@@ -90,13 +90,13 @@ def _read(bucket: Bucket, key: str, request: Request) -> Reply:
         return _no_key()
     headers = read_headers(stored)
     if request.method == "HEAD":
-        return Reply(200, b"", {**headers, "Content-Length": str(len(stored.data))})
+        return Reply(200, b"", {**headers, "Content-Length": str(stored.size)})
     if "range" not in request.headers:
         return Reply(200, stored.data, headers)
-    span = range_of(request.headers["range"], len(stored.data))
+    span = range_of(request.headers["range"], stored.size)
     if span is None:
         return _error(416, "InvalidRange", "The requested range cannot be satisfied.")
-    headers["Content-Range"] = f"bytes {span[0]}-{span[1] - 1}/{len(stored.data)}"
+    headers["Content-Range"] = f"bytes {span[0]}-{span[1] - 1}/{stored.size}"
     return Reply(206, stored.data[slice(*span)], headers)
 
 
@@ -146,7 +146,7 @@ def _bucket(buckets: Buckets, name: str, bucket: Bucket, request: Request) -> Re
         pieces.append(
             f"<Contents><Key>{escape(key)}</Key><Generation>{stored.generation}</Generation><MetaGeneration>1"
             f"</MetaGeneration><LastModified>{_when(stored.updated)}</LastModified><ETag>{escape(stored.etag)}</ETag>"
-            f"<Size>{len(stored.data)}</Size></Contents>"
+            f"<Size>{stored.size}</Size></Contents>"
         )
     pieces += [f"<CommonPrefixes><Prefix>{escape(prefix)}</Prefix></CommonPrefixes>" for prefix in folded]
     return _xml(f"<ListBucketResult>{''.join(pieces)}</ListBucketResult>")
@@ -210,7 +210,7 @@ def _complete(buckets: Buckets, name: str, key: str, request: Request) -> Reply:
     if any(len(piece) < 5 << 20 for piece in pieces[:-1]):
         return _error(400, "EntityTooSmall", "A part other than the last is smaller than 5 MiB.")
     del buckets.uploads[request.query["uploadId"]]
-    stored = buckets.store(name, key, b"".join(pieces), parted=True, options=upload.options)
+    stored = buckets.store(name, key, *pieces, parted=True, options=upload.options)
     body = f"<Bucket>{name}</Bucket><Key>{escape(key)}</Key><ETag>{escape(stored.etag)}</ETag>"
     headers = {k: v for k, v in read_headers(stored).items() if k.startswith("x-goog")}
     return _xml(f"<CompleteMultipartUploadResult>{body}</CompleteMultipartUploadResult>", headers=headers)

@@ -114,14 +114,18 @@ class Throttle:
         self._free = 0.0
         self._lock = threading.Lock()
 
-    def take(self, count: int) -> None:
-        """Wait until so many bytes may pass."""
+    def take(self, count: int, since: float | None = None) -> float:
+        """Wait until so many bytes may pass; when that was.
+
+        ``since``: when the bytes before these, of the same body, passed. These were waiting behind them, so that a
+        thread that wakes up late on a busy machine does not count as a line that was idle.
+        """
+        now = time.monotonic()
         rate = self.rate
         if not rate:
-            return
+            return now
         with self._lock:
-            now = time.monotonic()
-            self._free = max(self._free, now - 0.05) + count / rate  # a burst of 50 ms at most
-            wait = self._free - now
-        if wait > 0:
-            time.sleep(wait)
+            self._free = end = max(self._free, now if since is None else since) + count / rate
+        if end > now:
+            time.sleep(end - now)
+        return end

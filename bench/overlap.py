@@ -1,0 +1,170 @@
+"""Whether shards go up while the model computes: ``python -m bench.overlap [GB]``.
+
+A producer that gives rows at a fixed rate (as an accelerator does: the host only waits for it), the real pipeline,
+store and uploads, and the fake GCS with its bandwidth capped to the same rate. One after the other would take twice the
+time of either; side by side takes the time of the slower and a little. What must hold: the slower of the two is at
+least 0.88 of the whole. On the real disk the producer is paced to what the disk took in a plain write and sync.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+from rich.console import Console
+
+from bench.ledger import fake_gcs
+from spile.objects import open_folder
+from spile.plan.batches import Batch
+from spile.plan.shards import row_bytes
+from spile.runtime.producer import Block
+from spile.runtime.progress import Progress
+from spile.runtime.worker import LocalControl, Sizes, work
+from spile.spec.identity import RunIdentity, StreamIdentity
+from spile.spec.run import PromptSpec
+from spile.spec.sample import Sample
+from spile.spec.taps import Tap
+from spile.store.run import join_run
+from spile.store.stream import join_stream
+
+__all__ = ["Overlap", "main", "measure"]
+
+MUST = 0.88
+_D = 896
+_TAPS = tuple(Tap("residual", layer) for layer in range(24))
+_LENGTH = 512
+_A_TOKEN = row_bytes(len(_TAPS), _D, "bfloat16")
+_SHARD = 32e6
+_RATE = 50e6
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """One run."""
+
+    where: str
+    bytes: int
+    rate: float
+    """Bytes a second, of the compute; and of the store where it is capped."""
+    seconds: float
+    retries: int
+
+    @property
+    def fraction(self) -> float:
+        """The slower of the two by itself, over the whole."""
+        return self.bytes / self.rate / self.seconds
+
+
+class PacedProducer:
+    """Rows at a fixed rate, computed nowhere."""
+
+    groups = 1
+    owned = (0,)
+
+    def __init__(self, rate: float) -> None:
+        self._rate = rate
+        self._ready = 0.0
+        source = np.random.default_rng(0)
+        self._rows = source.standard_normal((16 * _LENGTH, _D), np.float32).astype(ml_dtypes.bfloat16)
+
+    def prepare(self, batch: Batch) -> None:
+        """Nothing is compiled."""
+
+    def start(self, batch: Batch) -> tuple[float, Batch]:
+        """Queued behind what was started before."""
+        self._ready = max(self._ready, time.perf_counter()) + batch.real_tokens * _A_TOKEN / self._rate
+        return self._ready, batch
+
+    def fetch(self, pending: object) -> Sequence[Sequence[Block]]:
+        """When it is its time."""
+        assert isinstance(pending, tuple)
+        ready, batch = pending
+        time.sleep(max(0.0, ready - time.perf_counter()))
+        return [[Block(0, self._rows[: batch.real_tokens])] for _ in _TAPS]
+
+    def describe(self) -> str:
+        """For people."""
+        return f"rows at {self._rate / 1e6:.0f} MB/s"
+
+
+def _samples(count: int) -> Iterator[Sample]:
+    tokens, roles = np.zeros(_LENGTH, np.int32), np.zeros(_LENGTH, np.uint8)
+    for index in range(count):
+        yield Sample(index, f"task-{index}", tokens, roles, "", None, 0)
+
+
+def _run_identity() -> RunIdentity:
+    return RunIdentity(
+        model="bench", revision=None, architecture="none", d_model=_D, n_layers=len(_TAPS), weights="", tokenizer="",
+        prompt=PromptSpec(kind="text"), seed=0, max_seq_length=_LENGTH, long="truncate", dtype="bfloat16",
+        store_dtype="bfloat16",
+    )  # fmt: skip
+
+
+def measure(url: str, size: float, rate: float) -> Overlap:
+    """About so many bytes through the worker's loop into a folder."""
+    count = int(size / (_LENGTH * _A_TOKEN))
+    root = open_folder(url)
+    run = _run_identity()
+    join_run(root, run)
+    stream = join_stream(root, 0, StreamIdentity("bench", "", count, count, _TAPS), run)
+    sizes = Sizes(batch_tokens=2 * _LENGTH, batch_size=None, longest=_LENGTH, shard_bytes=_SHARD)
+    control = LocalControl(threading.Event(), None)
+    began = time.perf_counter()
+    work(_samples(count), PacedProducer(rate), stream, sizes, progress=Progress(), control=control)
+    seconds = time.perf_counter() - began
+    return Overlap(url.partition("://")[0], stream.ledger.bytes, rate, seconds, root.stats.retries)
+
+
+def _cap(url: str, rate: float) -> None:
+    body = json.dumps({"bytes_per_second": rate}).encode()
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    opener.open(f"{url}/_fake/bandwidth", body, timeout=10).close()
+
+
+def _disk_rate(folder: Path, size: int = 256 << 20) -> float:
+    """What a plain write and sync reaches."""
+    data = np.random.default_rng(0).bytes(size)
+    began = time.perf_counter()
+    with (folder / "plain").open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    seconds = time.perf_counter() - began
+    (folder / "plain").unlink()
+    return size / seconds
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print a line for the capped bucket and one for the disk; 1 when the first falls short."""
+    given = arguments if arguments is not None else sys.argv[1:]
+    size = float(given[0] if given else "1") * 1e9
+    console = Console()
+    with fake_gcs() as url:
+        _cap(url, _RATE)
+        capped = measure("gs://bench/run", size, _RATE)
+    with tempfile.TemporaryDirectory(dir=".") as name:
+        rate = _disk_rate(Path(name))
+        disk = measure(str(Path(name) / "run"), size, rate)
+    for result, words in ((capped, "a bucket capped to the compute's rate"), (disk, "the disk, compute at its rate")):
+        console.print(
+            f"overlap, {words}: {result.bytes / 1e9:.2f} GB at {result.rate / 1e6:.0f} MB/s in {result.seconds:.1f} s, "
+            f"the slower alone is {result.fraction:.2f} of it (retries: {result.retries})",
+            soft_wrap=True,
+        )
+    console.print(f"must hold on the capped bucket: at least {MUST}: {'yes' if capped.fraction >= MUST else 'NO'}")
+    return 0 if capped.fraction >= MUST else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
