@@ -118,7 +118,13 @@ def measure(url: str, size: float, rate: float) -> Overlap:
     run = _run_identity()
     join_run(root, run)
     stream = join_stream(root, 0, StreamIdentity("bench", "", count, count, _TAPS), run)
-    sizes = Sizes(batch_tokens=2 * _LENGTH, batch_size=None, longest=_LENGTH, shard_bytes=_SHARD)
+    sizes = Sizes(
+        batch_tokens=2 * _LENGTH,
+        batch_size=None,
+        longest=_LENGTH,
+        shard_bytes=_SHARD,
+        finishers=2 if "://" in url else None,
+    )
     control = LocalControl(threading.Event(), None)
     began = time.perf_counter()
     work(_samples(count), PacedProducer(rate), stream, sizes, progress=Progress(), control=control)

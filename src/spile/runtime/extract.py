@@ -245,6 +245,7 @@ def _work(
         longest=spec.data.max_seq_length,
         shard_bytes=spec.shard_size_gb * 1e9 * jax.process_count(),  # each host has a file of its own
         lanes=lanes_for(spec.output),
+        finishers=finishers_for(spec.output),
     )
     with Notes(spec, stream, progress, pulse=hosts.first, expected=expected) as notes:
         finished = work(
@@ -282,6 +283,14 @@ def lanes_for(output: str) -> int:
     if jax.default_backend() == "cpu" or "://" in output or jax.process_count() > 1:
         return 1
     return min(_MOST_LANES, max(1, (os.cpu_count() or 2) // 2))
+
+
+def finishers_for(output: str) -> int | None:
+    """Two for a bucket: the next shard goes up while the last one's parts become an object and its commit is made.
+
+    One a host on a pod, whose hosts commit together and in one order.
+    """
+    return 2 if "://" in output and jax.process_count() == 1 else None
 
 
 def _summary(parts: Parts, stream: StreamStore, progress: Progress, *, interrupted: bool, device: str) -> Summary:

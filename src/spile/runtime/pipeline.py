@@ -146,10 +146,11 @@ class Pipeline:
         progress: Progress,
         *,
         lanes: int = 1,
+        finishers: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._producer, self._sink, self._control, self._progress = producer, sink, control, progress
-        self._lanes, self._clock = lanes, clock
+        self._lanes, self._finishers, self._clock = lanes, finishers or lanes, clock
         self._most_tokens: int | None = None
         """Computed tokens a group that the device has room for, once it ran out."""
         self._stopped = False
@@ -160,12 +161,13 @@ class Pipeline:
         """Work everything off. True: to the end; False: stopped early, with all that was computed committed."""
         crew = Crew()
         flow = _Flow(crew, self._lanes)
-        left = _Countdown(self._lanes, flow.closes)
+        left = _Countdown(self._lanes, flow.closes, self._finishers)
         crew.start("feeder", lambda: self._feed(works, flow.plans))
         crew.start("fetcher", lambda: self._fetch(flow))
         for lane in range(self._lanes):
             crew.start(f"lane-{lane}", lambda lane=lane: self._fill(flow, lane, left))  # type: ignore[misc]
-            crew.start(f"finisher-{lane}", lambda: self._finish(flow.closes))
+        for number in range(self._finishers):
+            crew.start(f"finisher-{number}", lambda: self._finish(flow.closes))
         try:
             self._dispatch(flow)
         except BaseException as error:  # noqa: BLE001 - Ctrl+C too ends the crew first; join raises it again
@@ -362,7 +364,7 @@ class Pipeline:
 
     def _finish(self, closes: Pipe[_Close]) -> None:
         for close in closes:
-            with self._progress.busy("sink", self._lanes):
+            with self._progress.busy("sink", self._finishers):
                 self._commit(close)
 
     def _commit(self, close: _Close) -> None:
@@ -386,8 +388,8 @@ class Pipeline:
 class _Countdown:
     """Closes a pipe, once for each of its readers, when the last of its writers is done."""
 
-    def __init__(self, count: int, pipe: Pipe[_Close]) -> None:
-        self._count, self._left, self._pipe = count, count, pipe
+    def __init__(self, writers: int, pipe: Pipe[_Close], readers: int) -> None:
+        self._left, self._pipe, self._readers = writers, pipe, readers
         self._lock = threading.Lock()
 
     def one_less(self) -> None:
@@ -396,5 +398,5 @@ class _Countdown:
             self._left -= 1
             if self._left:
                 return
-        for _ in range(self._count):
+        for _ in range(self._readers):
             self._pipe.close()

@@ -30,6 +30,8 @@ class Sizes:
     shard_bytes: float
     lanes: int = 1
     """Shards filled side by side: a file takes 2 GB/s, a fast device gives more."""
+    finishers: int | None = None
+    """Shards made durable side by side; as many as lanes, unless a bucket's line would idle while one is completed."""
 
 
 class LocalControl:
@@ -108,4 +110,4 @@ def work(
     bytes_a_token = row_bytes(len(stream.record.identity.taps), stream.run.d_model, stream.run.store_dtype)
     todo = works(items, sizes, producer.groups, bytes_a_token, end)
     sink = sink or StreamSink(stream, after_commit)
-    return Pipeline(producer, sink, control, progress, lanes=sizes.lanes).run(todo)
+    return Pipeline(producer, sink, control, progress, lanes=sizes.lanes, finishers=sizes.finishers).run(todo)
