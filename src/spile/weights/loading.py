@@ -114,12 +114,16 @@ def _file_name(files: ModelFiles, name: str) -> str:
 
 
 def _place(source: Source, entry: Entry, dtype: np.dtype[Any], place: Sharding | None) -> jax.Array:
-    """Onto the devices as stored, then converted there if need be: the host never holds a second copy."""
+    """Onto the devices as stored, then converted there if need be: the host never holds a second copy.
+
+    On a CPU a mapped file must not become the array itself, or a change on disk would change the model.
+    """
     if place is None:
-        # may_alias: a mapped file must not become the array, or a change on disk would change the model.
         array = jax.device_put(_read(source, entry, ()), may_alias=False)
     else:
-        array = jax.make_array_from_callback(entry.shape, place, _Slices(source, entry))
+        devices: set[Any] = place.device_set
+        on_cpu = any(device.platform == "cpu" for device in devices)
+        array = jax.make_array_from_callback(entry.shape, place, _Slices(source, entry, copy=on_cpu))
     converted: jax.Array = array if array.dtype == dtype else _cast(array, dtype)
     return converted
 
@@ -127,8 +131,8 @@ def _place(source: Source, entry: Entry, dtype: np.dtype[Any], place: Sharding |
 class _Slices:
     """Reads a slice once for all devices that want the same."""
 
-    def __init__(self, source: Source, entry: Entry) -> None:
-        self.source, self.entry = source, entry
+    def __init__(self, source: Source, entry: Entry, *, copy: bool) -> None:
+        self.source, self.entry, self.copy = source, entry, copy
         self.lock = threading.Lock()
         self.read: dict[tuple[tuple[int, int], ...], npt.NDArray[Any]] = {}
 
@@ -136,7 +140,8 @@ class _Slices:
         bounds = tuple(part.indices(size)[:2] for part, size in zip(index or (), self.entry.shape, strict=False))
         with self.lock:
             if bounds not in self.read:
-                self.read[bounds] = np.array(_read(self.source, self.entry, bounds))
+                part = _read(self.source, self.entry, bounds)
+                self.read[bounds] = np.array(part) if self.copy else part
             return self.read[bounds]
 
 

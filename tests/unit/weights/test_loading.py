@@ -110,15 +110,14 @@ def test_each_device_reads_its_part_on_a_mesh() -> None:
     assert done.stdout.strip() == "ok", done.stderr
 
 
-def test_a_change_on_disk_does_not_reach_the_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", [None, lambda axes, shape: SingleDeviceSharding(jax.devices()[0])])
+def test_a_change_on_disk_does_not_reach_the_model(place: Any, tmp_path: Path) -> None:
     folder = copy_model(tmp_path / "m")
-    loaded = weights.load(weights.find(str(folder)), jnp.bfloat16)
-    before = np.array(loaded.embed)
+    loaded = weights.load(weights.find(str(folder)), jnp.bfloat16, None, place)
+    before = jax.tree.map(np.array, loaded)
     with (folder / "model.safetensors").open("r+b") as file:
-        file.write(b"\xff" * file.seek(0, 2))
-        file.seek(0)
-        file.write(b"\xff" * 500_000)
-    np.testing.assert_array_equal(loaded.embed, before)
+        file.write(b"\xff" * (folder / "model.safetensors").stat().st_size)
+    equal(loaded, before)
 
 
 def one_line(folder: Path) -> str:
