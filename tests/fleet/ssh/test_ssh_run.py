@@ -104,7 +104,7 @@ def test_an_interrupt_ends_all_and_still_brings_back(hosts: Hosts, project: Path
     )
     assert wait_until(lambda: len(list(project.glob("spile-run-*/*.log"))) == 2)
     assert wait_until(lambda: all("up" in log.read_text() for log in project.glob("spile-run-*/*.log")))
-    runner.send_signal(number)
+    os.killpg(runner.pid, number)  # as a terminal does: to all of its foreground processes
     assert finish(runner)[0] == 130
     rows, logs = results(project)
     assert [row["cause"] for row in rows] == ["stopped", "stopped"]
