@@ -1,6 +1,6 @@
 """Chats to text with the model's own template, and which characters of it are whose words.
 
-The template is rendered by transformers' sandboxed renderer. Where each message's content stands in the result is not
+The template is rendered in a sandbox. Where each message's content stands in the result is not
 searched for (a message may say ``user``, as a header does) but derived: the template is rendered once more with marks
 in place of the contents, and the text must be exactly what lies between the marks with the contents put back.
 """
@@ -61,17 +61,25 @@ class ChatTemplate:
 
     def _render(self, messages: Sequence[Message], answer: bool) -> str:
         from jinja2 import TemplateError, TemplateSyntaxError
-        from transformers.utils.chat_template_utils import render_jinja_template
+
+        from spile.data.sandbox import compiled
 
         try:
-            texts, _ = render_jinja_template(
-                [list(messages)], chat_template=self.source, add_generation_prompt=answer, **self.named
+            return compiled(self.source).render(
+                messages=list(messages), tools=None, documents=None, add_generation_prompt=answer, **self.named
             )
         except TemplateSyntaxError as error:
             raise ModelError("the model's chat template cannot be read", found=str(error)) from error
         except (TemplateError, TypeError, ValueError) as error:
             raise DataError("the model's chat template refuses these messages", found=str(error)) from error
-        return str(texts[0])
+
+    def folds_system(self) -> bool:
+        """Whether system messages are refused or dropped, so that their words must go before the user's."""
+        try:
+            text = self._render([{"role": "system", "content": _OPEN}, {"role": "user", "content": _CLOSE}], True)
+        except DataError:
+            return True
+        return _OPEN not in text
 
     def _spans(self, messages: Sequence[Message], answer: bool, text: str) -> tuple[Span, ...] | None:
         plain = all(set(message) == {"role", "content"} and isinstance(message["content"], str) for message in messages)

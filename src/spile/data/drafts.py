@@ -46,6 +46,11 @@ def plain_text(messages: list[dict[str, str]]) -> Rendered:
     return Rendered(text + "\n", tuple(spans))
 
 
+def _folded(messages: list[dict[str, str]]) -> list[dict[str, str]]:
+    """One user's message of all, for templates that know no system."""
+    return [{"role": "user", "content": "\n\n".join(message["content"] for message in messages)}]
+
+
 @dataclass(eq=False)
 class Drafter:
     """Makes the samples of a row, as a resolved prompt says."""
@@ -57,6 +62,8 @@ class Drafter:
 
     def __post_init__(self) -> None:
         self._encoder = parse_encoder(self.prompt.encoder)
+        arc = self.prompt.kind == "arc" and self.template is not None
+        self._fold = arc and self.template is not None and self.template.folds_system()
 
     @classmethod
     def of(cls, prompt: PromptSpec, seed: int, tokenizer: Tokenizer) -> Drafter:
@@ -102,6 +109,7 @@ class Drafter:
                 continue
             changed, how = augment(task, self.seed, variant)
             messages = arc_messages(changed, self._encoder, self.prompt.version)
+            messages = _folded(messages) if self._fold else messages
             rendered = plain_text(messages) if self.template is None else self._rendered(messages, place)
             record = how.record() if variant else None
             yield Draft(index, task.task_id, rendered.text, place, rendered.spans, self.template is not None, record)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from backends import cloud_url, clouds, shared_clouds  # noqa: F401  fixtures
 from spile.data.tokens import Tokenizer, load_tokenizer
 from tiny_tokenizers import CHATML, save_tokenizer
 

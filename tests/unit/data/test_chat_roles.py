@@ -108,6 +108,48 @@ def test_what_the_template_refuses_is_the_datas_fault() -> None:
         template("{% for %}").render([{"role": "user", "content": "x"}])
 
 
+DIALECT = (
+    "{{- bos_token }}{%- set ns = namespace(n=0) %}{% for message in messages %}\n"
+    "  {% if message['role'] == 'tool' %}{% continue %}{% endif %}\n"
+    "{% generation %}<{{ message['role'] }}>{% endgeneration %}{%- set ns.n = ns.n + 1 %}"
+    "{{- message | tojson }} {{ {'b': 'é<', 'a': [1]} | tojson(indent=2) }} {{ ns.n }}\n"
+    "    {%- if tools %}tools{% endif %}{% endfor %}{{ eos_token if not add_generation_prompt }}"
+)
+
+
+@pytest.mark.parametrize("source", [CHATML, DEFAULT_SYSTEM, LLAMA, THINKING, MIRRORED, DIALECT])
+def test_templates_render_as_transformers_renders_them(source: str) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    for roles in (["user"], ["system", "user"], ["user", "assistant", "user"], ["user", "assistant"], ["tool", "user"]):
+        messages = [{"role": role, "content": f" {role} <b>\n</think> 'x' "} for role in roles]
+        theirs, _ = render_jinja_template(
+            [messages],
+            chat_template=source,
+            add_generation_prompt=roles[-1] != "assistant",
+            bos_token="<s>",
+            eos_token="</s>",
+        )
+        assert template(source).render(messages).text == theirs[0]
+
+
+def test_a_prompt_does_not_depend_on_the_day() -> None:
+    text = template("{{ strftime_now('%d %b %Y') }}").render([{"role": "user", "content": "x"}]).text
+    assert text == "26 Jul 2024"
+
+
+def test_a_template_cannot_reach_out_of_its_sandbox() -> None:
+    for attack in ("{{ messages.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ strftime_now.__globals__.x }}"):
+        with pytest.raises(DataError, match="refuses these messages"):
+            template(attack).render([{"role": "user", "content": "x"}])
+
+
+def test_which_templates_know_no_system() -> None:
+    assert template(MISTRAL).folds_system()
+    assert template("{%- for m in messages if m['role'] != 'system' %}{{- m['content'] }}{%- endfor %}").folds_system()
+    assert not template(CHATML).folds_system()
+
+
 def test_roles_token_by_token(chatml: Tokenizer) -> None:
     chat = ChatTemplate.of(chatml)
     assert chat is not None

@@ -86,6 +86,19 @@ def test_without_a_template_the_prompt_is_plain_text_with_the_same_parts(
         assert with_bos.decode(sample.tokens[(sample.roles & role) > 0].tolist()).startswith(start)
 
 
+def test_a_template_without_system_messages_gets_their_words_before_the_users(
+    tmp_path: Path, jsonl: Write, task: Task
+) -> None:
+    source = "{%- for m in messages %}{%- if m['role'] == 'system' %}{{- raise_exception('no') }}{%- endif %}"
+    source += "{{- '[' + m['content'] + ']' }}{%- endfor %}"
+    tokenizer = load_tokenizer(save_tokenizer(tmp_path / "t", {"chat_template": source}))
+    sample = samples(DataSpec(dataset=jsonl([task()])), tokenizer)[0]
+    text = tokenizer.decode(sample.tokens.tolist())
+    assert text.startswith("[You work out")
+    assert "are written.\n\nEvery pair below" in text
+    assert ((sample.roles[1:-1] & Role.USER) > 0).all()
+
+
 @pytest.mark.parametrize("count", [1, 3])
 def test_each_index_is_the_same_whatever_is_done(tasks: str, chatml: Tokenizer, count: int) -> None:
     spec = DataSpec(dataset=tasks, prompt=PromptSpec(predictions_per_task=count), seed=5)

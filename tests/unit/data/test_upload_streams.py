@@ -9,9 +9,13 @@ import pytest
 
 from spile.data.manifest import MANIFEST
 from spile.data.split import make_streams
+from spile.data.stream import open_stream
+from spile.data.tokens import Tokenizer
 from spile.data.upload import upload
 from spile.errors import DataError
 from spile.objects import open_folder
+from spile.plan.ranges import Ranges
+from spile.spec.run import DataSpec
 
 Write = Callable[..., str]
 
@@ -99,6 +103,22 @@ def test_while_streams_are_replaced_no_list_vouches_for_them(local: Path, tmp_pa
     seen = []
     upload(tmp_path / "other", folder, lambda name, *_: seen.append((name, (tmp_path / "b" / MANIFEST).exists())))
     assert [there for name, there in seen] == [False] * 4 + [True]
+
+
+def test_up_to_a_bucket_and_read_from_there(cloud_url: str, local: Path, chatml: Tokenizer) -> None:
+    """Google's and Amazon's protocols, spoken to stand-ins on this machine."""
+    url = f"{cloud_url}/datasets"
+    assert len(upload(local, open_folder(url)).uploaded) == 5
+    assert len(upload(local, open_folder(url)).skipped) == 5
+    for worker in range(4):
+        there = open_stream(DataSpec(dataset_dir=url, worker_id=worker), chatml)
+        here = open_stream(DataSpec(dataset_dir=str(local), worker_id=worker), chatml)
+        assert (there.sha256, there.lines) == (here.sha256, here.lines)
+        pairs = zip(there.read(Ranges()), here.read(Ranges()), strict=True)
+        assert all(a.task_id == b.task_id and a.tokens.tolist() == b.tokens.tolist() for a, b in pairs)
+    open_folder(url).put("stream_001.jsonl", b'{"text": "another"}\n')
+    with pytest.raises(DataError, match=r"stream_001.jsonl changed since streams.json was written"):
+        open_stream(DataSpec(dataset_dir=url, worker_id=1), chatml)
 
 
 def test_bad_folders(local: Path, tmp_path: Path) -> None:
