@@ -58,3 +58,19 @@ def test_random_faults(clouds: Clouds, cloud_url: str, seed: int) -> None:
 def test_a_thousand_random_faults(clouds: Clouds, cloud_url: str) -> None:
     for seed in range(100, 1100):
         schedule(clouds, f"{cloud_url}/{seed}", seed)
+
+
+@pytest.mark.parametrize("status", [403, 404])
+def test_an_upload_that_cannot_succeed_ends_the_run_and_resumes_once_fixed(
+    clouds: Clouds, cloud_url: str, status: int
+) -> None:
+    """The bucket turns us away half way: one line that names the object and the cause."""
+    clouds.faults(cloud_url).add("status", status=status, method="PUT", target="shard_0003", count=-1)
+    trouble = _life(cloud_url, 0)
+    assert trouble is not None
+    assert "shard_0003" in trouble
+    assert str(status) in trouble
+    assert len(trouble.splitlines()) == 1
+    clouds.faults(cloud_url).clear()
+    assert _life(cloud_url, 0) is None
+    assert_whole(open_folder(cloud_url), SAMPLES)

@@ -47,6 +47,9 @@ def inspect_shard(
         return [Problem("damaged", where, "the shard is gone")]
     except Failure as error:
         return [Problem("damaged", where, str(error).removeprefix(f"{where} "))]
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        # Right checksums over nonsense: only a broken writer makes that. Say so, and go on with the other shards.
+        return [Problem("damaged", where, f"its content makes no sense: {type(error).__name__}: {error}")]
     return [Problem("damaged", where, text) for text in wrong]
 
 

@@ -170,6 +170,10 @@ def test_a_shard_that_is_not_what_its_commit_says_is_damage(tmp_path: Path) -> N
         "residual.0 is BF16": {"tokens": good.tokens + 1},
         "the commit has checksums of other tensors": {"tensors": {**good.tensors, "extra": 5}},
         "expected crc32c 00000007": {"crc32c": 7},
+        "its commit has no checksum of chunk_crc32c": {"tensors": {}},
+        "its content makes no sense: KeyError: 'residual.0'": {
+            "tensors": {name: crc for name, crc in good.tensors.items() if name != "residual.0"}
+        },
         "its header: expected crc32c 00000001": {"header": (good.header[0], 1)},
         "chunk_crc32c: expected crc32c 00000009": {"tensors": {**good.tensors, "chunk_crc32c": 9}},
         "tokens: expected crc32c 00000009": {"tensors": {**good.tensors, "tokens": 9}},
