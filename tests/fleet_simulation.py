@@ -327,7 +327,8 @@ class Simulation:
         """Whether all is done and nothing is left."""
         done = all(t.verdict == "finished" or n == self.poisoned for n, t in self.tasks.items())
         own = [raw for raw in self.cloud.nodes("-") if self._worker_of(raw) is not None]
-        return done and not own and (self.poisoned is None or self.poisoned in self.reports)
+        spared = self.poisoned is None or self.tasks[self.poisoned].verdict == "finished"
+        return done and not own and (spared or self.poisoned in self.reports)
 
     def run(self) -> Simulation:
         """Play it to its end, or fail with the seed and the last of its log."""

@@ -99,6 +99,7 @@ class MachineFlags:
             subnetwork=self.subnetwork,
             external_ips=self.external_ips,
             service_account=self.service_account,
+            metadata=_ssh_keys(),
         )
         return FleetSpec(
             name=place.fleet,
@@ -110,6 +111,16 @@ class MachineFlags:
             best_effort=self.best_effort,
             policy=policy or DefaultPolicy(),
         )
+
+
+def _ssh_keys() -> dict[str, str]:
+    """The key that gcloud would log in with, where there is one: given at birth, it needs no change of the machine."""
+    import getpass
+
+    from spile.fleet.ssh.hosts import GCLOUD_KEY
+
+    public = GCLOUD_KEY.with_suffix(".pub").expanduser()
+    return {"ssh-keys": f"{getpass.getuser()}:{public.read_text().strip()}"} if public.is_file() else {}
 
 
 def confirm(question: str, *, yes: bool, console: Console) -> None:

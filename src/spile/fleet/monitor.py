@@ -64,6 +64,8 @@ class WorkerStatus:
     past: WorkerHistory
     healthy: bool
     """READY with a fresh heartbeat, or finished."""
+    sick: bool
+    """Its machine is to be replaced."""
     note: str
 
     @property
@@ -74,7 +76,7 @@ class WorkerStatus:
     @property
     def needs_recovery(self) -> bool:
         """Its machine is dead, gone or silent, and its work is not done."""
-        return not self.healthy and not self.past.finished and self.machine.life is not Life.COMING
+        return self.sick and not self.past.finished
 
 
 @dataclass(frozen=True)
@@ -224,15 +226,16 @@ class FleetMonitor:
         for worker in self.fleet.workers:
             past = past_of(done.history, worker)
             node = _best(own.get(worker.id, []))
-            fine = past.finished
-            if node is not None and node.state.life is Life.ALIVE:
+            fine, sick = past.finished, node is None or node.state.life is Life.LEAVING
+            if node is not None and not sick:
                 health = health_of(self.fleet.policy, done.observed, worker.id, node, past.coming, now)
-                fine = fine or (health.fine and done.observed.beat(worker.id, node) is not None)
+                heard = node.state.life is Life.ALIVE and done.observed.beat(worker.id, node) is not None
+                fine, sick = fine or (health.fine and heard), not health.fine
             state = node.state if node is not None else NodeState.NOT_FOUND
             block = done.history.blocks.get(past.zone)
             note = past.gave_up or (block.why if block is not None and node is None else past.note)
             zone = node.zone if node is not None else past.zone
-            workers.append(WorkerStatus(worker, zone, state, views.get(worker.id), past, fine, note))
+            workers.append(WorkerStatus(worker, zone, state, views.get(worker.id), past, fine, sick, note))
         return FleetStatus(
             fleet=self.fleet,
             snapshot=snapshot,

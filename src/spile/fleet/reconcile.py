@@ -55,7 +55,9 @@ def past_of(history: History, worker: Worker) -> WorkerHistory:
 def delay(policy: Policy, worker: int, attempt: int) -> float:
     """Seconds before a create's next try: doubling, capped, jittered so that workers do not march in step."""
     chance = int.from_bytes(hashlib.blake2b(f"{worker}:{attempt}".encode(), digest_size=4).digest()) / 2**32
-    grown = policy.backoff_base * 2.0 ** min(max(attempt - 1, 0), 20)
+    # A monitor that looks more often may ask again sooner, at first.
+    base = min(policy.backoff_base, policy.interval)
+    grown = base * 2.0 ** min(max(attempt - 1, 0), 20)
     return float(min(policy.backoff_cap, grown) * (0.5 + 0.5 * chance))
 
 

@@ -1,0 +1,238 @@
+"""Whole deployments on one machine: the fake cloud and the fake GCS, real machines' processes, the real worker."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from spile.fleet.fake_cloud.cloud import ApiError, Pace
+from spile.fleet.fake_cloud.server import FakeCloud
+from spile.fleet.fake_cloud.vms import processes_marked
+from spile.objects.fake_gcs import FakeGcs
+
+A, B = "us-central1-a", "us-central1-b"
+
+
+class World:
+    """A cloud and a bucket, and spile at the prompt."""
+
+    def __init__(self, folder: Path, gcs: FakeGcs) -> None:
+        self.folder, self.gcs = folder, gcs
+        gcs.add_bucket("b")
+        machines = {
+            "STORAGE_EMULATOR_HOST": gcs.url,
+            "JAX_PLATFORMS": "cpu",
+            "JAX_COMPILATION_CACHE_DIR": str(folder / "programs"),
+            "SPILE_EXPECT": "any",
+            "SPILE_AGENT_FLAGS": "--pause 0.1 --look 1",
+        }
+        self.cloud = FakeCloud(folder / "cloud", pace=Pace(0.2, 0.1, 0.1), environment=machines)
+        self.environment = {
+            **{key: value for key, value in os.environ.items() if not key.startswith("SPILE_")},
+            **self.cloud.environment(),
+            "STORAGE_EMULATOR_HOST": gcs.url,
+            "CLOUDSDK_CONFIG": str(folder),
+            "COLUMNS": "200",
+        }
+
+    def spile(self, *words: str) -> tuple[int, str]:
+        done = subprocess.run(
+            [sys.executable, "-m", "spile.cli.main", *words],
+            env=self.environment, capture_output=True, text=True, check=False, timeout=280,
+        )  # fmt: skip
+        return done.returncode, done.stdout + done.stderr
+
+    def start(self, *words: str, log: IO[str]) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "spile.cli.main", *words]
+        return subprocess.Popen(command, env=self.environment, stdout=log, stderr=subprocess.STDOUT, text=True)
+
+    def objects(self, prefix: str = "") -> list[str]:
+        return sorted(key for key in self.gcs.buckets.buckets["b"].objects if key.startswith(prefix))
+
+    def commits(self) -> int:
+        return sum("/commits/" in key for key in self.objects("activations/"))
+
+    def ready(self) -> list[tuple[str, str]]:
+        places = [raw["name"].split("/") for raw in self.cloud.cloud.nodes("-") if raw["state"] == "READY"]
+        return [(place[3], place[5]) for place in places]
+
+    def logs(self) -> str:
+        """For a failure."""
+        return "\n".join(f"== {path}\n{path.read_text()[-3000:]}" for path in sorted(self.folder.rglob("*.log")))
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    with FakeGcs() as gcs:
+        made = World(tmp_path, gcs)
+        with made.cloud:
+            yield made
+            left = [mark for raw in made.cloud.cloud.nodes("-") for mark in [raw["id"]]]
+        assert not any(processes_marked(mark) for mark in left), "the cloud's end leaves no process"
+
+
+DEPLOY = ("deploy", "--gcs-bucket", "b", "--fleet", "t", "--interval", "0.5", "--create-tpus", "--monitor")
+
+
+def finish(world: World, process: subprocess.Popen[str], log: Path, seconds: float) -> str:
+    try:
+        code = process.wait(seconds)
+    finally:
+        process.kill()
+        process.wait()
+    text = log.read_text()
+    assert code == 0, text[-3000:] + world.logs()
+    assert "the work is finished" in text
+    assert world.cloud.cloud.nodes("-") == [], "no machine is left"
+    assert world.cloud.vms.running() == {}, "nor any process"
+    return text
+
+
+def test_a_fleet_survives_a_preemption_and_ends_with_nothing_left(world: World) -> None:
+    """Two zones of one worker; one machine is killed without notice while it works; one zone is dry for a while."""
+    log = world.folder / "monitor.txt"
+    world.cloud.admin("stock", {"zone": B, "available": False})
+    with log.open("w") as out:
+        words = (*DEPLOY, "--zones", f"{A},{B}", "--max-samples", "3", "--shard-size-gb", "0.0003")
+        process = world.start(*words, log=out)
+        deadline = time.monotonic() + 120
+        while world.commits() < 1 and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        victims = world.ready()
+        assert [zone for zone, _ in victims] == [A], log.read_text() + world.logs()
+        world.cloud.admin("preempt", {"zone": A, "name": victims[0][1]})
+        world.cloud.admin("stock", {"zone": B, "available": True})
+        text = finish(world, process, log, 200)
+    assert "delete tpu-us-central1-a-0 in us-central1-a: it is PREEMPTED" in text
+    assert "no capacity to create tpu-us-central1-b-0" in text
+    code, said = world.spile("verify", "gs://b/activations", "--max-samples", "3")
+    assert code == 0, said
+    history = json.loads(world.gcs.buckets.buckets["b"].objects[world.objects("fleet/t/history/")[-1]].data)
+    assert history["workers"]["0"]["preemptions"] == 1
+    assert history["workers"]["1"]["stockouts"] >= 1
+    actions = [
+        json.loads(line)
+        for line in world.gcs.buckets.buckets["b"].objects["fleet/t/actions/000001.jsonl"].data.splitlines()
+    ]
+    assert all(action["reason"] for action in actions)
+    attempts = {key.split("-")[1] for key in world.objects("activations/tpu_0/shard_")}
+    assert len(attempts) == 2, "the second machine went on where the first was killed"
+
+
+@pytest.mark.slow
+def test_random_preemptions_again_and_again(world: World) -> None:
+    """Two zones of two workers over all embedded tasks; random machines are taken, with and without notice."""
+    rng, log = random.Random(7), world.folder / "monitor.txt"
+    with log.open("w") as out:
+        words = (*DEPLOY, "--zones", f"{A},{B}", "--workers-per-zone", "2", "--shard-size-gb", "0.001")
+        process = world.start(*words, log=out)
+        taken, since = 0, 0
+        while process.poll() is None and taken < 8:
+            time.sleep(0.2)
+            ready = world.ready()
+            if not ready or world.commits() <= since:
+                continue
+            since = world.commits()
+            zone, name = rng.choice(ready)
+            try:
+                world.cloud.admin("preempt", {"zone": zone, "name": name, "notice": rng.choice([0, 0, 3])})
+                taken += 1
+            except ApiError:  # it ended first
+                continue
+            if taken == 3:
+                world.cloud.admin("stock", {"zone": A, "available": False})
+            if taken == 5:
+                world.cloud.admin("stock", {"zone": A, "available": True})
+        world.cloud.admin("stock", {"zone": A, "available": True})
+        finish(world, process, log, 280)
+    assert taken >= 5
+    code, said = world.spile("verify", "gs://b/activations")
+    assert code == 0, said
+    named = sum(key.count("shard_") for key in world.objects("activations/"))
+    committed = world.commits()
+    assert named - committed <= taken, "nothing was done twice but the shards in flight"
+
+
+def test_a_refused_task_is_reported_and_its_machine_deleted(world: World) -> None:
+    code, text = world.spile(*DEPLOY, "--zones", A, "--model", "no/such-model-anywhere", "--max-samples", "1")
+    assert code == 1, text
+    assert "report tpu-us-central1-a-0" in text
+    assert "no/such-model-anywhere" in text
+    assert world.cloud.cloud.nodes("-") == []
+
+
+def test_deploy_without_monitor_then_one_look(world: World) -> None:
+    """The laptop sleeps: machines finish and delete themselves with nobody watching."""
+    words = ("deploy", "--gcs-bucket", "gs://b", "--zones", A, "--max-samples", "1", "--create-tpus")
+    code, text = world.spile(*words)
+    assert code == 0, text
+    assert "tpu-us-central1-a-0 in us-central1-a: created" in text
+    deadline = time.monotonic() + 120
+    while world.cloud.cloud.nodes("-") and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert world.cloud.cloud.nodes("-") == [], world.logs()
+    code, text = world.spile("monitor", "gs://b/activations", "--fleet", "default", "--once", "--json")
+    status = json.loads(text)
+    assert (code, status["over"], status["workers"][0]["finished"]) == (0, True, True)
+    assert status["totals"]["samples"] == 1
+
+
+def test_prepare_only_and_bad_input(world: World) -> None:
+    code, text = world.spile("deploy", "--gcs-bucket", "b", "--zones", A, "--workers-per-zone", "2", "--skip-launch")
+    assert code == 0, text
+    assert world.objects("datasets/") == [
+        "datasets/stream_000.jsonl",
+        "datasets/stream_001.jsonl",
+        "datasets/streams.json",
+    ]
+    assert world.cloud.cloud.nodes("-") == []
+    cases = {
+        ("--zones", A): "no bucket: expected --gcs-bucket NAME",
+        ("--zones", A, "--gcs-bucket", "nowhere"): "nowhere",
+        ("--zones", A, "--gcs-bucket", "b", "--shard-size-gb", "-1"): "--shard-size-gb: expected",
+        (
+            "--zones",
+            f"{A},{B}",
+            "--workers-per-zone",
+            "2",
+            "--gcs-bucket",
+            "b",
+            "--skip-dataset",
+        ): "no stream_002.jsonl",
+    }
+    for words, line in cases.items():
+        code, text = world.spile("deploy", *words)
+        assert code in (1, 2), text
+        assert line in text
+        assert text.count("\n") == 1, text
+    code, text = world.spile("deploy", "--gcs-bucket", "b", "--zones", A, "--skip-dataset")
+    assert code == 1
+    assert "there is no such machine of this fleet; make it with --create-tpus" in text
+    assert world.cloud.cloud.nodes("-") == []
+
+
+def test_ctrl_c_leaves_everything_running_and_the_next_monitor_starts_at_once(world: World) -> None:
+    world.spile("deploy", "--gcs-bucket", "b", "--zones", A, "--skip-launch", "--max-samples", "1")
+    with (world.folder / "first.txt").open("w") as out:
+        first = world.start("monitor", "gs://b/fleet/default", "--interval", "0.3", log=out)
+        while not world.ready():
+            time.sleep(0.05)
+        code, text = world.spile("monitor", "gs://b/fleet/default", "--once")
+        assert code == 0, text
+        assert "monitors this fleet; this one only watches" in text
+        first.send_signal(signal.SIGINT)
+        assert first.wait(30) == 0
+    assert "everything goes on" in (world.folder / "first.txt").read_text()
+    assert world.ready(), "the machine runs on"
+    code, text = world.spile("monitor", "gs://b/fleet/default", "--once", "--json")
+    assert json.loads(text)["monitor"] is None, "the lease was given back"

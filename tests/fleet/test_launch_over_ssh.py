@@ -1,0 +1,75 @@
+"""``spile deploy --launch ssh``: the startup script on machines that were made without it, over a real sshd."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fleet.ssh.loopback import SSHD, WHY_NOT, Hosts, keygen
+from spile.fleet.cloud_tpu import CloudTpu
+from spile.fleet.deploy import launch_over_ssh, launch_waiting, publish
+from spile.fleet.fake_cloud.server import FakeCloud
+from spile.fleet.home import FleetHome
+from spile.fleet.manage import create
+from spile.fleet.provider import NodeRequest
+from spile.fleet.spec import FleetSpec, plan_workers
+from spile.fleet.ssh.hosts import Access
+
+ZONE = "us-central1-a"
+pytestmark = [
+    pytest.mark.skipif(SSHD is None, reason=WHY_NOT),
+    pytest.mark.skipif(os.getuid() != 0, reason="only root may listen on port 22"),
+]
+
+
+def test_machines_without_the_script_get_it_over_ssh(tmp_path: Path, fake: FakeCloud, client: CloudTpu) -> None:
+    home = FleetHome.open(str(tmp_path / "bucket" / "fleet" / "f"))
+    fleet = FleetSpec(
+        "f", "fake-project", (ZONE,), plan_workers((ZONE,), 2), NodeRequest("v3-8", "r"), root=str(tmp_path / "out"),
+        deployment="d", arguments=("--no-such-flag",),
+    )  # fmt: skip
+    create(client, replace(fleet, workers=fleet.workers[:1]), lambda _: {}, every=0.02)
+    fleet = publish(home, fleet, lambda _: None)
+    results = launch_waiting(client, fleet, home.folder.url)
+    assert "it was made without spile's startup script: pass --launch ssh" in results[0].detail
+    assert "make it with --create-tpus" in results[1].detail
+    assert "startup-script" in client.node(ZONE, fleet.workers[0].name).metadata, "from its next boot on it has it"
+
+    folder = tmp_path / "hosts"
+    folder.mkdir()
+    Path("/run/sshd").mkdir(exist_ok=True)
+    keygen(folder / "key")
+    hosts = Hosts(folder, folder / "key")
+    address = client.node(ZONE, fleet.workers[0].name).endpoints[0].external
+    machine = tmp_path / "machine"
+    stubs = machine / "bin"
+    stubs.mkdir(parents=True)
+    shutil.copy(fake.vms.folder / "bin" / "systemctl", stubs / "systemctl")
+    (machine / "env").write_text(f'export PATH="{stubs}:$PATH"\n')
+    variables = {
+        "HOME": machine, "BASH_ENV": machine / "env", "SPILE_HOME": machine / "opt", "SPILE_EXPECT": "any",
+        "SPILE_UNIT_DIR": machine / "units", "SPILE_PYTHON": sys.executable, "GCE_METADATA_HOST": "127.0.0.1:1",
+    }  # fmt: skip
+    try:
+        setting = "SetEnv " + " ".join(f"{key}={value}" for key, value in variables.items())
+        hosts.start(0, address=str(address), port=22, config=setting)
+        access = Access(user="root", key=hosts.key, options=hosts.options)
+        done = launch_over_ssh(client, fleet, home.folder.url, access)
+        assert [(each.name, each.what, each.detail) for each in done] == [
+            ("tpu-us-central1-a-1", "failed", "there is no such machine"),
+            ("tpu-us-central1-a-0", "created", "launched"),
+        ], done
+        deadline = time.monotonic() + 30
+        while home.read_reports()["tpu-us-central1-a-0"].verdict == "" and time.monotonic() < deadline:
+            time.sleep(0.1)
+        report = home.read_reports()["tpu-us-central1-a-0"]
+        assert report.verdict == "refused", "the worker ran, on the machine, with the fleet's flags"
+        assert "--no-such-flag" in report.error
+    finally:
+        hosts.close()

@@ -1,0 +1,150 @@
+"""The monitor and its table, against the fake cloud; the bucket is a folder."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from spile.fleet.cloud_tpu import CloudTpu
+from spile.fleet.fake_cloud.server import FakeCloud
+from spile.fleet.home import FleetHome, Report
+from spile.fleet.monitor import FleetMonitor, FleetStatus
+from spile.fleet.provider import NodeRequest
+from spile.fleet.spec import FleetSpec, Policy, plan_workers
+from spile.fleet.table import plain_lines, render
+
+A, B = "us-central1-a", "us-central1-b"
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> FleetHome:
+    home = FleetHome.open(str(tmp_path / "fleet" / "f"))
+    fleet = FleetSpec(
+        "f", "fake-project", (A, B), plan_workers((A, B), 1), NodeRequest("v3-8", "r", preemptible=True),
+        root=str(tmp_path / "activations"), deployment="d", policy=Policy(interval=0.1),
+    )  # fmt: skip
+    home.write_fleet(fleet)
+    return home
+
+
+def text_of(status: FleetStatus) -> str:
+    console = Console(width=160, file=io.StringIO())
+    console.print(render(status, interval=60))
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+def until(monitor: FleetMonitor, true) -> FleetStatus:
+    for _ in range(400):
+        status = monitor.step()
+        if true(status):
+            return status
+        time.sleep(0.02)
+    raise AssertionError(text_of(status))
+
+
+def say(home: FleetHome, name: str, **more: object) -> None:
+    home.write_report(Report(name, "d", updated=time.time(), **more))  # type: ignore[arg-type]
+
+
+def test_a_life(home: FleetHome, fake: FakeCloud, client: CloudTpu) -> None:
+    monitor = FleetMonitor(home, client)
+    status = monitor.step()
+    assert [line.split(":")[0] for line in status.actions] == [f"create tpu-{zone}-0 in {zone}" for zone in (A, B)]
+    assert status.count("needs_recovery") == 2
+    status = until(monitor, lambda status: all(each.machine == "READY" for each in status.workers))
+    assert (status.count("healthy"), status.count("working")) == (0, 0), "READY, and not heard of yet"
+    say(home, "tpu-us-central1-a-0", phase="starting")
+    status = monitor.step()
+    assert (status.count("healthy"), status.count("working")) == (1, 1)
+    text = text_of(status)
+    expected = (
+        "Total workers: 2 across 2 zones", "Check interval: 60 s", "TPU NAME", "SAMPLES", "SHARDS", "GCS", "TOTALS",
+        "✓ Healthy: 1", "⟳ Working: 1", "✗ Needs recovery: 0", "so far", "Last update: 20", "Press Ctrl+C",
+    )  # fmt: skip
+    for words in expected:
+        assert words in text
+    fake.admin("preempt", {"zone": B, "name": "tpu-us-central1-b-0"})
+    status = monitor.step()
+    assert "delete tpu-us-central1-b-0 in us-central1-b: it is PREEMPTED" in "\n".join(plain_lines(status))
+    assert "✗ Needs recovery: 1" in text_of(status)
+    until(monitor, lambda status: status.workers[1].machine == "READY" and status.workers[1].past.preemptions == 1)
+    for name in ("tpu-us-central1-a-0", "tpu-us-central1-b-0"):
+        say(home, name, phase="done", verdict="finished")
+    status = until(monitor, lambda status: status.over)
+    assert not status.failed
+    assert client.nodes("-") == []
+    assert "DONE" in text_of(status)
+    monitor.close()
+    logged = [json.loads(line) for line in home.folder.get("actions/000001.jsonl").splitlines()]
+    assert {entry["verb"] for entry in logged} == {"create", "delete"}
+    assert all(entry["reason"] and entry["time"] for entry in logged)
+
+
+def test_the_budget_ends_it(home: FleetHome, fake: FakeCloud, client: CloudTpu) -> None:
+    def limited(fleet: FleetSpec) -> FleetSpec:
+        return replace(fleet, policy=replace(fleet.policy, budget=1.0))
+
+    monitor = FleetMonitor(home, client, adjust=limited, clock=fake.clock)
+    until(monitor, lambda status: all(each.machine == "READY" for each in status.workers))
+    fake.admin("clock", {"advance": 500})
+    assert monitor.step().history.stopped == ""
+    fake.admin("clock", {"advance": 1000})
+    status = until(monitor, lambda status: status.over)
+    assert status.failed
+    assert status.history.stopped.startswith("the budget of $1.00 is spent ($2.0")
+    assert client.nodes("-") == []
+    assert "Stopped: the budget of $1.00 is spent" in text_of(status)
+
+
+def test_quota_is_said(home: FleetHome, fake: FakeCloud, client: CloudTpu) -> None:
+    fake.admin("quota", {"zone": A, "limit": 0})
+    monitor = FleetMonitor(home, client)
+    status = monitor.step()
+    assert status.history.blocks[A].why.startswith("no quota to create TPU tpu-us-central1-a-0")
+    assert "no quota to create" in text_of(status)
+    calls = len(fake.api.calls)
+    for _ in range(5):
+        monitor.step()
+    assert not [call for call in fake.api.calls[calls:] if call[0] == "POST"], "and not asked for again and again"
+
+
+def test_a_zone_that_does_not_answer_is_said_and_holds_nobody_else_up(
+    home: FleetHome, fake: FakeCloud, client: CloudTpu
+) -> None:
+    fake.admin("fault", {"method": "GET", "path": A, "status": 500, "count": 1000})
+    status = FleetMonitor(home, client).step()
+    assert any(f"cannot list TPUs in {A}" in line for line in status.problems)
+    assert [line.split(":")[0] for line in status.actions] == [f"create tpu-{B}-0 in {B}"]
+
+
+def test_a_second_monitor_watches_and_takes_over(home: FleetHome, client: CloudTpu, fake: FakeCloud) -> None:
+    first, second = FleetMonitor(home, client, who="ann"), FleetMonitor(home, client, who="bob")
+    first.step()
+    status = second.step()
+    assert status.holder is not None
+    assert status.actions == ()
+    assert "ann monitors this fleet; this one only watches" in text_of(status)
+    first.close()
+    status = until(second, lambda status: status.holder is None)
+    assert status.history.workers[0].creates == 1, "it goes on with what the first one knew"
+    watcher = FleetMonitor(home, client, watch_only=True)
+    assert watcher.step().holder is not None
+    second.close()
+
+
+def test_finished_machines_may_be_kept(home: FleetHome, client: CloudTpu) -> None:
+    def kept(fleet: FleetSpec) -> FleetSpec:
+        return replace(fleet, policy=replace(fleet.policy, delete_finished=False))
+
+    monitor = FleetMonitor(home, client, adjust=kept)
+    until(monitor, lambda status: all(each.machine == "READY" for each in status.workers))
+    for name in ("tpu-us-central1-a-0", "tpu-us-central1-b-0"):
+        say(home, name, phase="done", verdict="finished")
+    assert monitor.step().over
+    assert len(client.nodes("-")) == 2
