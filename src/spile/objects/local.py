@@ -24,6 +24,8 @@ from spile.objects.stats import Stats
 __all__ = ["LocalFolder", "LocalWriter", "writing"]
 
 _TEMPORARY = ".tmp-"
+_RAM_DISKS = (0x01021994, 0x858458F6)
+"""tmpfs and ramfs, as statfs numbers them."""
 _MOVE_CHUNK = 8 << 20
 
 # What a user can change, as what was found and what to do about it; the rest is a failure of the disk.
@@ -95,7 +97,7 @@ def _write_all(handle: int, view: memoryview, offset: int) -> None:
 
 def _reserve(handle: int, size: int) -> None:
     """Take the room now, so that a full disk shows before the work and not after it."""
-    if size and sys.platform == "linux":
+    if size and sys.platform == "linux" and not _in_memory(handle):
         # Not os.posix_fallocate: where a file system cannot, the C library writes every block instead.
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.fallocate(handle, 0, ctypes.c_int64(0), ctypes.c_int64(size)) == 0:
@@ -103,7 +105,19 @@ def _reserve(handle: int, size: int) -> None:
         number = ctypes.get_errno()
         if number not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINTR):
             raise OSError(number, os.strerror(number))
+    status = os.fstatvfs(handle)
+    if status.f_bavail * status.f_frsize < size:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     os.ftruncate(handle, size)
+
+
+def _in_memory(handle: int) -> bool:
+    """Whether a file lies on a RAM disk, where taking room means filling it with zeros: a quarter second a gigabyte."""
+    answer = ctypes.create_string_buffer(512)
+    if ctypes.CDLL(None).fstatfs(handle, answer) != 0:
+        return False
+    kind = int.from_bytes(answer.raw[: ctypes.sizeof(ctypes.c_long)], sys.byteorder)
+    return kind in _RAM_DISKS
 
 
 class LocalWriter:

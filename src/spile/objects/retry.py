@@ -46,7 +46,8 @@ class Retry:
             except Trouble as trouble:
                 # Full jitter: many workers that failed together do not come back together.
                 wait = random.uniform(0, min(self.cap, self.first * 2**tries))
-                if not trouble.transient or self.clock() - began + wait > self.total:
+                trouble.exhausted |= self.clock() - began + wait > self.total
+                if not trouble.transient or trouble.exhausted:
                     raise
                 tries += 1
                 stats.add(retries=1, waited=wait)

@@ -58,6 +58,8 @@ class Trouble(Exception):
         self.status = status
         self.code = code
         self.transient = transient
+        self.exhausted = False
+        """Tried again for as long as that is worth it; who called for a larger thing does not start it over."""
 
     @property
     def no_bucket(self) -> bool:

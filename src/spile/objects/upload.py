@@ -86,13 +86,20 @@ class Uploader:
         if data.nbytes <= PART:
             self._retry(lambda: self._client.put(key, data.data))
             return
+        self._retry(lambda: self._send_in_parts(key, data))
+
+    def _send_in_parts(self, key: str, data: Bytes) -> None:
+        """One upload; a part that fails is sent again here, an object that arrived damaged by who calls."""
         handle = self._begin(key)
         try:
             parts = self._send_parts(key, handle, data)
-            self._complete(key, handle, parts, data)
+            headers = self._complete(key, handle, parts)
         except BaseException:
             self._drop(key, handle)
             raise
+        reported = self._client.dialect.reported_checksum(headers)
+        if reported is not None and reported != crc32c(data.data):
+            raise Trouble("damaged on the way: the store's checksum is not ours", code="Damaged", transient=True)
 
     def _begin(self, key: str) -> str:
         headers = {"x-amz-checksum-algorithm": "CRC32C"} if self._client.dialect.scheme == "s3" else {}
@@ -126,7 +133,8 @@ class Uploader:
             stop.set()
             _cancel(futures)  # and wait: the memory goes to another writer next
 
-    def _complete(self, key: str, handle: str, parts: list[tuple[str, str]], data: Bytes) -> None:
+    def _complete(self, key: str, handle: str, parts: list[tuple[str, str]]) -> Mapping[str, str]:
+        """The headers of the object that the parts have become."""
         composite = self._client.dialect.scheme == "s3"
         rows = "".join(
             f"<Part><PartNumber>{number}</PartNumber><ETag>{tag}</ETag>"
@@ -151,13 +159,8 @@ class Uploader:
                 raise
             return reply.headers
 
-        self._check(self._retry(attempt), data)
-
-    def _check(self, headers: Mapping[str, str], data: Bytes) -> None:
-        """What arrived is what was sent, as far as the store says."""
-        reported = self._client.dialect.reported_checksum(headers)
-        if reported is not None and reported != crc32c(data.data):
-            raise Trouble("damaged on the way: the store's checksum is not ours", code="Damaged")
+        completed: Mapping[str, str] = self._retry(attempt)
+        return completed
 
     def _drop(self, key: str, handle: str) -> None:
         """Remove the parts. Where that fails too, ``verify --gc`` finds them; the first error is the one to tell."""

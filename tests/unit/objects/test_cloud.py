@@ -68,6 +68,22 @@ def test_backoff_grows_is_capped_and_ends() -> None:
     assert stats.waited == pytest.approx(now)
 
 
+def test_a_retry_within_a_retry_ends_with_the_inner_one() -> None:
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    def fail() -> None:
+        raise from_status(503)
+
+    retry = Retry(sleep=sleep, clock=lambda: now)
+    with pytest.raises(Trouble, match="503"):
+        retry.call(lambda: retry.call(fail, Stats()), Stats())
+    assert now <= retry.total
+
+
 def test_what_is_for_good_is_not_tried_again() -> None:
     stats = Stats()
     with pytest.raises(Trouble):

@@ -309,3 +309,16 @@ def test_random_schedules(cloud_folder: Folder, clouds: Clouds, payload: np.ndar
 def test_a_thousand_schedules(cloud_folder: Folder, clouds: Clouds, payload: np.ndarray, block: int) -> None:
     for seed in range(1000 + block * 50, 1050 + block * 50):
         _schedule(cloud_folder, clouds, seed, payload)
+
+
+def test_an_object_that_arrived_damaged_is_sent_again(
+    cloud_folder: Folder, clouds: Clouds, payload: np.ndarray
+) -> None:
+    """S3's checksum of parts is compared by S3 itself; GCS reports the whole object's, and we compare it."""
+    faults = clouds.faults(cloud_folder.url)
+    faults.add("corrupt", method="POST", target="uploadId=")
+    write(cloud_folder, "shard", payload)
+    assert faults.rules[0].count == 0
+    assert cloud_folder.stats.retries == (1 if cloud_folder.url.startswith("gs:") else 0)
+    assert cloud_folder.get("shard") == payload.tobytes()
+    assert list(cloud_folder.unfinished()) == []
