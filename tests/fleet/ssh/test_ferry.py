@@ -75,7 +75,7 @@ class Cut:
         return data
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(TREES, TREES, TREES)
 def test_a_mirror_holds_the_last_copy_and_what_the_host_made(
     first: dict[str, bytes], second: dict[str, bytes], made: dict[str, bytes]
@@ -95,7 +95,7 @@ def test_a_mirror_holds_the_last_copy_and_what_the_host_made(
         assert cross(two, target, mirror=True).moved == 0
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(TREES, st.integers(0, 100_000))
 def test_a_crossing_that_broke_off_goes_on(tree: dict[str, bytes], cut: int) -> None:
     with tempfile.TemporaryDirectory() as folder:

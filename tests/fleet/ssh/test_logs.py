@@ -46,6 +46,17 @@ def test_the_last_lines_of_a_machine(hosts: Hosts, tmp_path: Path) -> None:
     assert (code, err.startswith(f"spile: no log on {hosts[0].name}: expected the unit spile-worker, or ")) == (2, True)
 
 
+def test_a_machine_with_systemd_is_asked_for_its_journal(hosts: Hosts, tmp_path: Path) -> None:
+    tools = hosts[0].home / "tools"
+    tools.mkdir()
+    for name, text in {"systemctl": '[ "$*" = "cat spile-worker" ]', "journalctl": 'echo "journal: $*"'}.items():
+        (tools / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tools / name).chmod(0o755)
+    (hosts[0].home / ".bash_profile").write_text(f"PATH={tools}:/usr/bin:/bin\nsudo() {{ return 1; }}\n")
+    code, out, err = finish(spile(tmp_path, "logs", "0", "-n", "7", *hosts.flags(0)))
+    assert (code, out, err) == (0, "journal: --no-pager --quiet -o cat -u spile-worker -n 7\n", "")
+
+
 def test_following_until_an_interrupt(hosts: Hosts, tmp_path: Path) -> None:
     log = hosts[0].home / "spile-worker.log"
     log.write_text("old\n")

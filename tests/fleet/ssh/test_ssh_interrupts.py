@@ -53,6 +53,7 @@ def test_a_reader_that_goes_away_ends_all(hosts: Hosts, project: Path) -> None:
     assert wait_until(lambda: hosts.processes() == [])
 
 
+@pytest.mark.slow
 def test_a_runner_killed_while_it_copies_leaves_nothing(hosts: Hosts, project: Path) -> None:
     for number in range(40):
         (project / f"big{number}").write_bytes(os.urandom(1 << 20))

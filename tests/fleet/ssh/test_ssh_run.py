@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from fleet.ssh.loopback import Hosts, finish, keygen, spile, wait_until
+from spile.cli.main import main
 
 STUBBORN = "trap '' TERM INT HUP; setsid sleep 1000 & while :; do sleep 0.2; done"
 
@@ -97,7 +98,9 @@ def test_a_host_that_dies_ends_all(hosts: Hosts, project: Path) -> None:
     assert wait_until(lambda: hosts.processes() == [])
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGTERM, signal.SIGHUP))]
+)
 def test_an_interrupt_ends_all_and_still_brings_back(hosts: Hosts, project: Path, number: int) -> None:
     runner = spile(
         project, "run", *hosts.flags(0, 1), "--", "trap 'echo bye; exit 0' TERM; echo up; while :; do sleep 0.1; done"
@@ -196,9 +199,15 @@ BAD = {
 }
 
 
-def test_bad_flags_are_one_line(project: Path) -> None:
-    for words, line in BAD.items():
-        assert bad(project, "run", *words) == (2, f"spile: {line}\n")
+@pytest.mark.parametrize("words", BAD)
+def test_bad_flags_are_one_line(
+    words: tuple[str, ...], project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(project)
+    with pytest.raises(SystemExit) as ended:
+        main(["run", *words])
+    assert (ended.value.code, capsys.readouterr().err) == (2, f"spile: {BAD[words]}\n")
+    assert list(project.glob("spile-run-*")) == []
 
 
 def test_a_changed_host_key_is_one_line(hosts: Hosts, project: Path) -> None:

@@ -19,8 +19,8 @@ __all__ = ["LOG_FILES", "NO_LOG", "UNIT", "Machine", "find_machine", "last_words
 
 UNIT = "spile-worker"
 """The worker's systemd unit."""
-LOG_FILES = ("~/spile-worker.log", "/var/log/spile-worker.log", "~/unit.log")
-"""Where a machine without systemd keeps the log."""
+LOG_FILES = ("~/spile-worker.log", "~/unit.log", "/opt/spile/startup.log")
+"""Where a machine keeps its log that has no unit: without systemd, or not that far yet."""
 NO_LOG = 66
 """What the machine's shell answers when it has none."""
 
