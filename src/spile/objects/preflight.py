@@ -63,10 +63,11 @@ def _try_disk(folder: LocalFolder, need: int) -> None:
 
 
 def _try_bucket(folder: CloudFolder, machine: Place | None) -> None:
-    """Create and delete an object."""
+    """Create an object, fail to create it again, delete it."""
     key = f".spile-probe-{secrets.token_hex(8)}"
     try:
-        folder.create(key, b"")
+        folder.create(key, b"first")
+        overwritten = folder.create(key, b"second")
         folder.delete(key)
     except StoreError as error:
         trouble = error.__cause__
@@ -80,6 +81,13 @@ def _try_bucket(folder: CloudFolder, machine: Place | None) -> None:
             raise Unwritable(f"there is no bucket {bucket}", fix=fix) from error
         expected = "an account that may create and delete objects"
         raise Unwritable(f"cannot write {folder.url}", expected=expected, found=trouble.cause, fix=error.fix) from error
+    if overwritten:  # some servers that speak S3 ignore the condition, and two workers would both win
+        raise Unwritable(
+            f"cannot use {folder.bucket_url}",
+            expected="a store that creates an object only if it is absent (If-None-Match: *)",
+            found="one that overwrites it",
+            fix="use another store: without this nothing keeps two workers from doing one stream twice",
+        )
 
 
 def _compare_regions(folder: CloudFolder, machine: Place | None) -> list[str]:

@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Protocol
 from urllib.parse import urlsplit
 
@@ -124,6 +125,7 @@ class S3Dialect:
         return None if not found or "-" in found or headers.get("x-amz-checksum-type") == "COMPOSITE" else found
 
 
+@lru_cache
 def _bucket_region(bucket: str) -> str | None:
     """Where S3 says the bucket lies; it tells everybody, even with a refusal."""
     url = f"https://s3.amazonaws.com/{quoted(bucket)}"

@@ -139,3 +139,20 @@ def test_machines_know_where_they_are() -> None:
         assert machine_place(amazon) == Place("s3", "eu-west-1")
     assert machine_place(NOWHERE) is None
     assert machine_place({**google, "AWS_EC2_METADATA_DISABLED": "true"}) is None  # nobody answers any more
+
+
+class _Careless(FaultyServer):
+    """Speaks S3 and ignores conditions, as some do."""
+
+    def answer(self, request: Request) -> Reply:
+        return Reply(204 if request.method == "DELETE" else 200)
+
+
+def test_a_store_without_conditions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with _Careless() as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        with pytest.raises(UserError, match=r"cannot use s3://b: expected a store .* found one that overwrites it"):
+            preflight(open_folder("s3://b/x"), environment=NOWHERE)
