@@ -32,6 +32,9 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "monitor", "spile.cli.monitor:monitor", "Watch a dataset grow: samples, shards, state and rate of each stream."
     ),
+    Command(
+        "plan", "spile.cli.plan:plan", "Before a run: tokens, bytes, hours, dollars, and whether it fits in memory."
+    ),
     Command("pod check", "spile.cli.pod:check", "Test a slice in a minute: roll call, barriers, devices, a forward."),
     Command("data convert", "spile.cli.data:convert", "A dataset of the hub, or local files, to ARC tasks."),
     Command("data streams", "spile.cli.data:streams", "Split a dataset into independent, balanced streams."),

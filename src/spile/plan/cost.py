@@ -189,9 +189,10 @@ def refuse_over_budget(found: Estimate, budget: float, *, preemptible: bool) -> 
     kind = "preemptible" if preemptible else "on demand"
     samples = math.floor(found.volume.samples * budget / cost)
     cheaper = "" if preemptible or found.dollars.preemptible > budget else "--preemptible would fit; or "
+    fewer = f"--max-samples {samples} would fit" if samples else "not one sample would fit"
     raise SpecError(
         f"over budget on {found.workers} × {found.machine.name} {kind}",
         expected=f"at most ${budget:,.2f}",
         found=f"${cost:,.2f}",
-        fix=f"{cheaper}--max-samples {samples} would fit",
+        fix=cheaper + fewer,
     )

@@ -1,0 +1,65 @@
+"""``spile plan`` at the prompt: what it says, what it refuses, what a price file changes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from spile.cli.main import main
+
+
+def run(*words: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *words])
+    return int(ended.value.code or 0)
+
+
+def test_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--topology", "v5e-64", "v3-8", "--no-compile") == 0
+    out = capsys.readouterr().out
+    assert "48 samples" in out
+    assert "all counted" in out
+    assert "v5litepod-64" in out
+    assert "list prices, US, as of 20" in out
+
+
+def test_json_and_a_counted_part(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--json", "--topology", "v5e:8x8", "--count", "12", "--layers", "1", "--no-compile") == 0
+    part = json.loads(capsys.readouterr().out)
+    assert run("--json", "--topology", "v5e-64", "--layers", "1", "--no-compile") == 0
+    whole = json.loads(capsys.readouterr().out)
+    assert (part["run"]["samples"], part["run"]["samples_counted"]) == (48, 12)
+    assert whole["run"]["tokens_standard_error"] == 0 < part["run"]["tokens_standard_error"]
+    error = abs(part["run"]["tokens"] / whole["run"]["tokens"] - 1)
+    assert error < 4 * part["run"]["tokens_standard_error"]
+    assert whole["run"]["bytes_a_token"] == 64 * 2 + 5
+    assert whole["machines"][0]["topology"] == part["machines"][0]["topology"] == "v5e:8x8"
+
+
+def test_over_budget(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    prices = tmp_path / "prices.toml"
+    prices.write_text('as_of = "today"\nmachine_hour = { v3-8 = { on_demand = 1e9, preemptible = 1e3 } }')
+    words = ("--topology", "v3-8", "--prices", str(prices), "--budget", "200")
+    assert run(*words) == 2
+    said = capsys.readouterr()
+    assert "as of today" in said.out
+    assert "over budget on 1 × v3-8 on demand: expected at most $200.00, found $" in said.err
+    assert "--preemptible would fit" in said.err
+    assert run(*words, "--preemptible") == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--topology", "v9-8"), "--topology: expected a machine such as v3-8"),
+        (("--prices", "nowhere.toml"), "--prices: expected a TOML file, found nowhere.toml"),
+        (("--workers", "0"), "--workers: expected at least 1, found 0"),
+        (("--efficiency", "2"), "--efficiency: expected at most 1"),
+    ],
+)
+def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], says: str) -> None:
+    assert run(*words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says in line
