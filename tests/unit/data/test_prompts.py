@@ -1,15 +1,19 @@
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 from spile.data import prompts
+from spile.data.drafts import Drafter
 from spile.data.encoders import ENCODERS, parse_encoder
 from spile.data.grids import Pair, Task
+from spile.data.lines import embedded_tasks
 from spile.data.prompts import VERSIONS, arc_messages
-from spile.spec.run import PROMPT_VERSIONS
+from spile.spec.run import PROMPT_VERSIONS, PromptSpec
 from spile.spec.sample import Role
 
 DOCS = (Path(__file__).parents[3] / "docs" / "prompts.md").read_text()
@@ -57,3 +61,22 @@ def test_the_pages_examples_of_encoders_are_what_they_write() -> None:
     for expression, text in rows:
         written = parse_encoder(expression.replace("\\|", "|")).to_text([[0, 1, 2], [3, 4, 5]])
         assert written.replace("\n", "⏎").strip("`") == text.replace("\\|", "|").strip("`")
+
+
+@pytest.mark.parametrize("version", PROMPT_VERSIONS)
+def test_prompts_are_the_same_bytes_on_every_machine(version: str) -> None:
+    """Pinned: words, encoder and variants of the embedded tasks. A change here is a new version, never an edit."""
+    drafter = Drafter(PromptSpec(kind="arc", version=version, predictions_per_task=4), seed=11, template=None)
+    digest = hashlib.sha256()
+    for number, line in enumerate(embedded_tasks().read_bytes().splitlines()):
+        for draft in drafter.drafts(json.loads(line), number, f"line {number}", lambda index: True):
+            digest.update(draft.text.encode())
+    assert digest.hexdigest()[:16] == PINNED[version]
+
+
+PINNED = {
+    "output-from-examples-v0": "70dc9e48baa34216",
+    "output-from-examples-v1": "fb587469c048aace",
+    "input-from-inputs-v0": "19c71bcc172d73a2",
+    "output-from-outputs-v0": "1e98392cd2850f0e",
+}
