@@ -85,7 +85,11 @@ def _watch_root(root: str, console: Console, interval: float, once: bool, as_jso
 
     folder = open_folder(root)
     if read_run(folder) is None:
-        raise UserError(f"no dataset at {folder.url}", expected=f"a folder with {RUN}", found="none")
+        if once or as_json:
+            raise UserError(f"no dataset at {folder.url}", expected=f"a folder with {RUN}", found="none")
+        console.print(
+            f"no dataset at {folder.url} yet; waiting for a worker to begin one", markup=False, soft_wrap=True
+        )
     reader = SnapshotReader(folder)
     if as_json:
         print(json.dumps(reader.take().to_json(), indent=1))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
@@ -70,8 +69,9 @@ def verify(
 
 
 def _recomputer(root: str) -> Recompute:
-    made: Recompute = import_module("spile.runtime.recompute").recomputer(root)
-    return made
+    from spile.runtime.recompute import recomputer  # the model comes with it
+
+    return recomputer(root)
 
 
 @contextmanager
@@ -126,7 +126,8 @@ def _show_recomputed(report: Report, console: Console) -> None:
         tap, off = max(report.recomputed.worst.items(), key=lambda item: item[1])
         console.print(
             f"recomputed {report.recomputed.samples} samples at {len(report.recomputed.worst)} taps: "
-            f"furthest off {off:.2g} of what rounding allows, at {tap}"
+            f"furthest off {off:.2g} of what rounding allows, at {tap}",
+            soft_wrap=True,
         )
 
 

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any
 
-from spile.errors import SpileError
+from spile.errors import Fenced, Interrupted, SpileError
 from spile.objects.folder import Folder, NotFound
 from spile.store.layout import PROGRESS
 from spile.version import __version__
@@ -93,6 +93,7 @@ class Heartbeat:
         self._tail: deque[str] = deque(maxlen=_TAIL)
         self._error: str | None = None
         self._phase: str | None = None
+        self._mute = False
         self._wake = threading.Event()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
@@ -105,7 +106,9 @@ class Heartbeat:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if error is not None:
             self.note_error(error)
-            self._phase = "failed" if isinstance(error, Exception) else "stopped"
+            asked = isinstance(error, Interrupted) or not isinstance(error, Exception)
+            self._phase = "stopped" if asked else "failed"
+            self._mute = isinstance(error, Fenced)  # the heartbeat is its successor's now
         self._over.set()
         self._wake.set()
         self._thread.join(_PATIENCE)
@@ -128,7 +131,8 @@ class Heartbeat:
             self._write()
             self._wake.wait(self._every)
             self._wake.clear()
-        self._write()
+        if not self._mute:
+            self._write()
 
     def _write(self) -> None:
         try:

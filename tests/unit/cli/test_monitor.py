@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,26 +39,33 @@ def test_mistakes_exit_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert spile("monitor", str(tmp_path), "--interval", "0") == 2
 
 
-def test_a_live_view_waits_for_the_dataset_to_begin(tmp_path: Path) -> None:
+@pytest.fixture
+def watching(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A live view of ``tmp_path`` in a process of its own."""
     words = [sys.executable, "-m", "spile.cli.main", "monitor", str(tmp_path), "--interval", "0.2"]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
-    assert process.stdout is not None
-    assert process.stdout.readline().endswith("yet; waiting for a worker to begin one\n")
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        yield process
+        process.kill()
+
+
+def test_a_live_view_waits_for_the_dataset_to_begin(tmp_path: Path, watching: subprocess.Popen[str]) -> None:
+    assert watching.stdout is not None
+    assert watching.stdout.readline().endswith("yet; waiting for a worker to begin one\n")
     produce(open_folder(str(tmp_path)), 5)
-    rest, _ = process.communicate(timeout=60)
-    assert process.returncode == 0
+    rest, _ = watching.communicate(timeout=60)
+    assert watching.returncode == 0
     assert "tpu_0 done: 5/5 samples" in rest
 
 
-def test_ctrl_c_ends_the_view_and_nothing_else(tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_view_and_nothing_else(tmp_path: Path, watching: subprocess.Popen[str]) -> None:
+    assert watching.stdout is not None
+    watching.stdout.readline()
     root = open_folder(str(tmp_path))
-    produce(root, 5)
     join_stream(root, 1, stream_identity(9), run_identity())
-    words = [sys.executable, "-m", "spile.cli.main", "monitor", str(tmp_path), "--interval", "0.2"]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
-    assert process.stdout is not None
-    assert "tpu_0 done: 5/5 samples" in process.stdout.readline()
-    time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=30)
-    assert process.returncode == 0
+    produce(root, 5)
+    while "tpu_1 waiting: 0/9 samples" not in watching.stdout.readline():
+        assert watching.poll() is None
+    watching.send_signal(signal.SIGINT)
+    watching.communicate(timeout=30)
+    assert watching.returncode == 0

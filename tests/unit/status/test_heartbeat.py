@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from spile.errors import Fenced, StoreError
+from spile.errors import Fenced, Interrupted, StoreError
 from spile.objects import Folder, open_folder
 from spile.status.heartbeat import Heartbeat, Reading, read_beat
 
@@ -94,7 +94,8 @@ def test_a_failing_heartbeat_is_counted_and_said_and_kills_nothing() -> None:
 @pytest.mark.parametrize(
     ("error", "phase", "text"),
     [
-        (Fenced("another worker owns this stream"), "failed", "another worker owns this stream"),
+        (StoreError("cannot write x"), "failed", "cannot write x"),
+        (Interrupted("SIGTERM"), "stopped", "SIGTERM"),
         (RuntimeError("odd"), "failed", "RuntimeError: odd"),
         (KeyboardInterrupt(), "stopped", "KeyboardInterrupt: "),
     ],
@@ -104,6 +105,15 @@ def test_the_last_heartbeat_tells_how_it_ended(error: BaseException, phase: str,
     with pytest.raises(type(error)), Heartbeat(puts, "a1b2", reading, every=3600):  # type: ignore[arg-type]
         raise error
     assert (puts.beats[-1]["phase"], puts.beats[-1]["last_error"]) == (phase, text)
+
+
+def test_a_fenced_worker_leaves_the_heartbeat_to_its_successor() -> None:
+    puts = Puts()
+    heart = Heartbeat(puts, "a1b2", reading, every=3600)  # type: ignore[arg-type]
+    heart.__enter__()
+    assert puts.came.acquire(timeout=10)
+    heart.__exit__(Fenced, Fenced("another worker owns this stream"), None)
+    assert len(puts.beats) == 1
 
 
 def test_long_logs_are_cut() -> None:
