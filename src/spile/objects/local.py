@@ -6,11 +6,7 @@ renamed to its own name, with the directory synced after. A process that dies le
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import os
-import secrets
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,106 +14,23 @@ from pathlib import Path
 from typing_extensions import Buffer
 
 from spile.errors import StoreError
-from spile.objects.folder import NotFound, ObjectInfo, Unfinished, Unwritable, checked_key, possible_prefix
+from spile.objects.disk import (
+    ABSENT,
+    TEMPORARY,
+    make_folder,
+    reading,
+    reserve,
+    sync_folder,
+    temporary_name,
+    write_all,
+    writing,
+)
+from spile.objects.folder import NotFound, ObjectInfo, Unfinished, checked_key, possible_prefix
 from spile.objects.stats import Stats
 
-__all__ = ["LocalFolder", "LocalWriter", "writing"]
+__all__ = ["LocalFolder", "LocalWriter"]
 
-_TEMPORARY = ".tmp-"
-_RAM_DISKS = (0x01021994, 0x858458F6)
-"""tmpfs and ramfs, as statfs numbers them."""
 _MOVE_CHUNK = 8 << 20
-
-# What a user can change, as what was found and what to do about it; the rest is a failure of the disk.
-_OWNERS_BUSINESS = {
-    errno.ENOSPC: ("a full disk", "free some room or choose another --output, then run the same command again"),
-    errno.EDQUOT: ("a used up quota", "free some room or choose another --output, then run the same command again"),
-    errno.EROFS: ("a read-only file system", "choose another --output"),
-    errno.EACCES: ("permission denied", "change its permissions or choose another --output"),
-    errno.EPERM: ("permission denied", "change its permissions or choose another --output"),
-    errno.ENOTDIR: ("a file where a folder should be", "choose another --output"),
-    errno.EISDIR: ("a folder where a file should be", "choose another --output"),
-    errno.EFBIG: ("a file larger than this file system takes", "choose a smaller --shard-size-gb"),
-}
-_ABSENT = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except _ABSENT as error:
-        raise NotFound(f"no such file {path}") from error
-    except OSError as error:
-        raise StoreError(f"cannot read {path}", found=error.strerror or str(error)) from error
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turns the file system's errors into ours."""
-    try:
-        yield
-    except OSError as error:
-        found, fix = _OWNERS_BUSINESS.get(error.errno or 0, (None, None))
-        if found is not None:
-            raise Unwritable(f"cannot write {path}", expected="a folder with room", found=found, fix=fix) from error
-        raise StoreError(f"cannot write {path}", found=error.strerror or str(error)) from error
-
-
-def _sync_folder(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    except OSError as error:  # some network file systems cannot; they are durable on close or not at all
-        if error.errno != errno.EINVAL:
-            raise
-    finally:
-        os.close(handle)
-
-
-def _make_folder(path: Path) -> None:
-    """Create it and what is missing above it, each entry durable."""
-    if path.is_dir():
-        return
-    _make_folder(path.parent)
-    with suppress(FileExistsError):
-        path.mkdir()
-    _sync_folder(path.parent)
-
-
-def _temporary(path: Path) -> Path:
-    return path.with_name(f"{_TEMPORARY}{secrets.token_hex(8)}-{path.name}")
-
-
-def _write_all(handle: int, view: memoryview, offset: int) -> None:
-    while view:
-        count = os.pwrite(handle, view, offset)
-        view, offset = view[count:], offset + count
-
-
-def _reserve(handle: int, size: int) -> None:
-    """Take the room now, so that a full disk shows before the work and not after it."""
-    if size and sys.platform == "linux" and not _in_memory(handle):
-        # Not os.posix_fallocate: where a file system cannot, the C library writes every block instead.
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.fallocate(handle, 0, ctypes.c_int64(0), ctypes.c_int64(size)) == 0:
-            return
-        number = ctypes.get_errno()
-        if number not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINTR):
-            raise OSError(number, os.strerror(number))
-    status = os.fstatvfs(handle)
-    if status.f_bavail * status.f_frsize < size:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    os.ftruncate(handle, size)
-
-
-def _in_memory(handle: int) -> bool:
-    """Whether a file lies on a RAM disk, where taking room means filling it with zeros: a quarter second a gigabyte."""
-    answer = ctypes.create_string_buffer(512)
-    if ctypes.CDLL(None).fstatfs(handle, answer) != 0:
-        return False
-    kind = int.from_bytes(answer.raw[: ctypes.sizeof(ctypes.c_long)], sys.byteorder)
-    return kind in _RAM_DISKS
 
 
 class LocalWriter:
@@ -128,11 +41,11 @@ class LocalWriter:
         self._stats = stats
         self._handle: int | None = None
         with writing(path):
-            _make_folder(path.parent)
-            self._temporary = _temporary(path)
+            make_folder(path.parent)
+            self._temporary = temporary_name(path)
             self._handle = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
             try:
-                _reserve(self._handle, size)
+                reserve(self._handle, size)
             except OSError:
                 self.abort()
                 raise
@@ -141,7 +54,7 @@ class LocalWriter:
         """Put bytes at an offset."""
         view = memoryview(data).cast("B")
         with writing(self._path):
-            _write_all(self._open(), view, offset)
+            write_all(self._open(), view, offset)
         self._stats.add(bytes_written=view.nbytes)
 
     def move(self, source: int, target: int, length: int) -> None:
@@ -152,7 +65,7 @@ class LocalWriter:
         with writing(self._path):
             for done in range(0, length, _MOVE_CHUNK):
                 chunk = os.pread(handle, min(_MOVE_CHUNK, length - done), source + done)
-                _write_all(handle, memoryview(chunk), target + done)
+                write_all(handle, memoryview(chunk), target + done)
 
     def finish(self, size: int) -> None:
         """Cut, sync once, rename, sync the folder."""
@@ -162,7 +75,7 @@ class LocalWriter:
             os.fsync(handle)
             self._temporary.rename(self._path)
             self._close()
-            _sync_folder(self._path.parent)
+            sync_folder(self._path.parent)
 
     def abort(self) -> None:
         """Remove the temporary file, unless it was finished."""
@@ -207,7 +120,7 @@ class LocalFolder:
     def get(self, key: str) -> bytes:
         """The whole file."""
         path = self._at(key)
-        with _reading(path):
+        with reading(path):
             data = path.read_bytes()
         self._stats.add(requests=1, bytes_read=len(data))
         return data
@@ -219,7 +132,7 @@ class LocalFolder:
     def get_range(self, key: str, start: int, length: int) -> bytes:
         """Exactly these bytes."""
         path = self._at(key)
-        with _reading(path), path.open("rb", buffering=0) as file:
+        with reading(path), path.open("rb", buffering=0) as file:
             pieces: list[bytes] = []
             missing, offset = length, start
             while missing and (piece := os.pread(file.fileno(), missing, offset)):
@@ -233,7 +146,7 @@ class LocalFolder:
     def info(self, key: str) -> ObjectInfo:
         """Size and time of one file."""
         path = self._at(key)
-        with _reading(path):
+        with reading(path):
             found = path.stat()
             if not path.is_file():
                 raise NotFound(f"no such file {path}")
@@ -242,7 +155,7 @@ class LocalFolder:
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """All files below, sorted by key, without temporary ones."""
         for key, entry in self._walk(prefix):
-            if not entry.name.startswith(_TEMPORARY):
+            if not entry.name.startswith(TEMPORARY):
                 with suppress(FileNotFoundError):  # deleted while we look
                     found = entry.stat()
                     yield ObjectInfo(key, found.st_size, found.st_mtime)
@@ -272,7 +185,7 @@ class LocalFolder:
         path = self._at(key)
         with writing(path), suppress(FileNotFoundError, NotADirectoryError):
             path.unlink()
-            _sync_folder(path.parent)
+            sync_folder(path.parent)
 
     def writer(self, key: str, size: int) -> LocalWriter:
         """A file of about this size; its room is taken now."""
@@ -282,8 +195,8 @@ class LocalFolder:
         """Temporary files, a live writer's too."""
         above, slash, _ = prefix.rpartition("/")
         for found, entry in self._walk(above + slash):
-            if entry.name.startswith(_TEMPORARY):
-                key = found.removesuffix(entry.name) + entry.name.removeprefix(_TEMPORARY).partition("-")[2]
+            if entry.name.startswith(TEMPORARY):
+                key = found.removesuffix(entry.name) + entry.name.removeprefix(TEMPORARY).partition("-")[2]
                 if key.startswith(prefix):
                     with suppress(FileNotFoundError):
                         status = entry.stat()
@@ -299,12 +212,12 @@ class LocalFolder:
     @contextmanager
     def _aside(self, path: Path, data: bytes) -> Iterator[Path]:
         """The bytes, durable under a temporary name; the folder is synced after the caller has named them."""
-        _make_folder(path.parent)
-        temporary = _temporary(path)
+        make_folder(path.parent)
+        temporary = temporary_name(path)
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             try:
-                _write_all(handle, memoryview(data), 0)
+                write_all(handle, memoryview(data), 0)
                 os.fsync(handle)
             finally:
                 os.close(handle)
@@ -312,7 +225,7 @@ class LocalFolder:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
 
     def _walk(self, prefix: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
         """Files whose key starts with the prefix, in the order of their keys."""
@@ -327,7 +240,7 @@ class LocalFolder:
             if key in files:
                 yield key, files.pop(key)
                 continue
-            with _reading(self.path / key), suppress(*_ABSENT), os.scandir(self.path / key) as entries:
+            with reading(self.path / key), suppress(*ABSENT), os.scandir(self.path / key) as entries:
                 found: list[str] = []
                 for entry in entries:
                     name = key + entry.name + ("/" if entry.is_dir() else "")

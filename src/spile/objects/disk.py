@@ -1,0 +1,126 @@
+"""What a local folder is made of: files that are durable before they are named, and the disk's errors in our words."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import secrets
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from spile.errors import StoreError
+from spile.objects.folder import NotFound, Unwritable
+
+__all__ = [
+    "ABSENT",
+    "TEMPORARY",
+    "make_folder",
+    "reading",
+    "reserve",
+    "sync_folder",
+    "temporary_name",
+    "write_all",
+    "writing",
+]
+
+TEMPORARY = ".tmp-"
+_RAM_DISKS = (0x01021994, 0x858458F6)
+"""tmpfs and ramfs, as statfs numbers them."""
+
+# What a user can change, as what was found and what to do about it; the rest is a failure of the disk.
+_OWNERS_BUSINESS = {
+    errno.ENOSPC: ("a full disk", "free some room or choose another --output, then run the same command again"),
+    errno.EDQUOT: ("a used up quota", "free some room or choose another --output, then run the same command again"),
+    errno.EROFS: ("a read-only file system", "choose another --output"),
+    errno.EACCES: ("permission denied", "change its permissions or choose another --output"),
+    errno.EPERM: ("permission denied", "change its permissions or choose another --output"),
+    errno.ENOTDIR: ("a file where a folder should be", "choose another --output"),
+    errno.EISDIR: ("a folder where a file should be", "choose another --output"),
+    errno.EFBIG: ("a file larger than this file system takes", "choose a smaller --shard-size-gb"),
+}
+ABSENT = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turns the file system's errors into ours."""
+    try:
+        yield
+    except ABSENT as error:
+        raise NotFound(f"no such file {path}") from error
+    except OSError as error:
+        raise StoreError(f"cannot read {path}", found=error.strerror or str(error)) from error
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns the file system's errors into ours."""
+    try:
+        yield
+    except OSError as error:
+        found, fix = _OWNERS_BUSINESS.get(error.errno or 0, (None, None))
+        if found is not None:
+            raise Unwritable(f"cannot write {path}", expected="a folder with room", found=found, fix=fix) from error
+        raise StoreError(f"cannot write {path}", found=error.strerror or str(error)) from error
+
+
+def sync_folder(path: Path) -> None:
+    """Make a folder's entries durable."""
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    except OSError as error:  # some network file systems cannot; they are durable on close or not at all
+        if error.errno != errno.EINVAL:
+            raise
+    finally:
+        os.close(handle)
+
+
+def make_folder(path: Path) -> None:
+    """Create it and what is missing above it, each entry durable."""
+    if path.is_dir():
+        return
+    make_folder(path.parent)
+    with suppress(FileExistsError):
+        path.mkdir()
+    sync_folder(path.parent)
+
+
+def temporary_name(path: Path) -> Path:
+    """Beside the file it will become, and garbage to everybody until then."""
+    return path.with_name(f"{TEMPORARY}{secrets.token_hex(8)}-{path.name}")
+
+
+def write_all(handle: int, view: memoryview, offset: int) -> None:
+    """However many calls it takes."""
+    while view:
+        count = os.pwrite(handle, view, offset)
+        view, offset = view[count:], offset + count
+
+
+def reserve(handle: int, size: int) -> None:
+    """Take the room now, so that a full disk shows before the work and not after it."""
+    if size and sys.platform == "linux" and not _in_memory(handle):
+        # Not os.posix_fallocate: where a file system cannot, the C library writes every block instead.
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.fallocate(handle, 0, ctypes.c_int64(0), ctypes.c_int64(size)) == 0:
+            return
+        number = ctypes.get_errno()
+        if number not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINTR):
+            raise OSError(number, os.strerror(number))
+    status = os.fstatvfs(handle)
+    if status.f_bavail * status.f_frsize < size:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    os.ftruncate(handle, size)
+
+
+def _in_memory(handle: int) -> bool:
+    """Whether a file lies on a RAM disk, where taking room means filling it with zeros: a quarter second a gigabyte."""
+    answer = ctypes.create_string_buffer(512)
+    if ctypes.CDLL(None).fstatfs(handle, answer) != 0:
+        return False
+    kind = int.from_bytes(answer.raw[: ctypes.sizeof(ctypes.c_long)], sys.byteorder)
+    return kind in _RAM_DISKS
