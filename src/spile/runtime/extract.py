@@ -73,9 +73,9 @@ def extract(
     enable_compilation_cache()
     progress.phase("looking at the model and the data")
     same_command(hosts, spec)
-    parts = find(spec)
-    for warning in preflight(open_folder(spec.output)):
+    for warning in preflight(open_folder(spec.output)):  # first: find reads the run that is there
         progress.say(warning)
+    parts = find(spec)
     if hosts.first:
         _start_over(parts)
     stream = _known_stream(parts) if hosts.first else None
