@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -38,19 +39,30 @@ def load(
     Every tensor of every file is checked against the config before any is read, those past ``n_layers`` too.
     """
     entries = _catalogue(files)
+    wanted: list[tuple[str, Tensor]] = []
+    build(files.config, n_layers, lambda name, tensor: wanted.append((name, tensor)))
+    arrays: dict[str, jax.Array] = {}
+    waiting: deque[tuple[str, Future[jax.Array]]] = deque()
+
+    def settle() -> None:
+        # In order and not in the threads: on a pod all hosts must run the same programs in the same order.
+        name, future = waiting.popleft()
+        array = future.result()
+        arrays[name] = array if array.dtype == np.dtype(dtype) else _cast(array, np.dtype(dtype))
+
     with ThreadPoolExecutor(_THREADS) as threads:
-
-        def start(name: str, tensor: Tensor) -> Any:
-            place = None if sharding is None else sharding(tensor.axes, tensor.shape)
-            return threads.submit(_place, files.source, entries[name], np.dtype(dtype), place)
-
-        futures = build(files.config, n_layers, start)
         try:
-            params: Params = jax.tree.map(lambda future: future.result(), futures)
+            for name, tensor in wanted:
+                place = None if sharding is None else sharding(tensor.axes, tensor.shape)
+                waiting.append((name, threads.submit(_place, files.source, entries[name], place)))
+                if len(waiting) > 2 * _THREADS:  # no more of the unconverted at once
+                    settle()
+            while waiting:
+                settle()
         except BaseException:
             threads.shutdown(wait=False, cancel_futures=True)
             raise
-    return params
+    return build(files.config, n_layers, lambda name, _: arrays[name])
 
 
 def _catalogue(files: ModelFiles) -> Mapping[str, Entry]:
@@ -113,19 +125,17 @@ def _file_name(files: ModelFiles, name: str) -> str:
     return f"model.layers.{layer}.{suffixes[field]}" if layer else "model.embed_tokens.weight"
 
 
-def _place(source: Source, entry: Entry, dtype: np.dtype[Any], place: Sharding | None) -> jax.Array:
-    """Onto the devices as stored, then converted there if need be: the host never holds a second copy.
+def _place(source: Source, entry: Entry, place: Sharding | None) -> jax.Array:
+    """Onto the devices as stored, to be converted there if need be: the host never holds a second copy.
 
     On a CPU a mapped file must not become the array itself, or a change on disk would change the model.
     """
     if place is None:
-        array = jax.device_put(_read(source, entry, ()), may_alias=False)
-    else:
-        devices: set[Any] = place.device_set
-        on_cpu = any(device.platform == "cpu" for device in devices)
-        array = jax.make_array_from_callback(entry.shape, place, _Slices(source, entry, copy=on_cpu))
-    converted: jax.Array = array if array.dtype == dtype else _cast(array, dtype)
-    return converted
+        whole: jax.Array = jax.device_put(_read(source, entry, ()), may_alias=False)
+        return whole
+    devices: set[Any] = place.device_set
+    on_cpu = any(device.platform == "cpu" for device in devices)
+    return jax.make_array_from_callback(entry.shape, place, _Slices(source, entry, copy=on_cpu))
 
 
 class _Slices:
