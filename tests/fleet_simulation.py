@@ -143,6 +143,7 @@ class Simulation:
             NodeRequest("v3-8", "r", preemptible=True),
             deployment="d",
             policy=Policy(move=rng.random() < 0.8),
+            queued=rng.random() < 0.2,
         )
         self.cloud = Cloud(lambda: self.now, pace=Pace(60, 30, 20), on_start=self._boot, on_stop=self._halt)
         self.api = Api(self.cloud)

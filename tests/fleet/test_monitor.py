@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from spile.cli.healing import watch_fleet
 from spile.fleet.cloud_tpu import CloudTpu
 from spile.fleet.fake_cloud.server import FakeCloud
 from spile.fleet.home import FleetHome, Report
 from spile.fleet.monitor import FleetMonitor, FleetStatus
-from spile.fleet.provider import NodeRequest
+from spile.fleet.provider import NodeRequest, NotAllowed
 from spile.fleet.spec import FleetSpec, Policy, plan_workers
 from spile.fleet.table import plain_lines, render
 
@@ -147,4 +148,34 @@ def test_finished_machines_may_be_kept(home: FleetHome, client: CloudTpu) -> Non
     for name in ("tpu-us-central1-a-0", "tpu-us-central1-b-0"):
         say(home, name, phase="done", verdict="finished")
     assert monitor.step().over
+    assert len(client.nodes("-")) == 2
+
+
+def test_no_permission_anywhere_is_an_error_and_not_a_table(
+    home: FleetHome, fake: FakeCloud, client: CloudTpu, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake.admin("fault", {"status": 403, "message": "Permission 'tpu.nodes.list' denied", "count": 1000})
+    with pytest.raises(NotAllowed, match=r"not allowed to list TPUs in us-central1-a: .*; ask for the role"):
+        watch_fleet(home, client, Console(), interval=1, adjust=lambda fleet: fleet)
+
+
+def test_a_hiccup_later_is_only_shown(home: FleetHome, fake: FakeCloud, client: CloudTpu) -> None:
+    out = io.StringIO()
+
+    calls: list[int] = []
+
+    def gone(_: float) -> None:
+        calls.append(1)
+        folder = Path(home.folder.url)
+        if len(calls) == 1:
+            (folder / "fleet.json").rename(folder / "gone.json")
+        elif len(calls) == 2:
+            (folder / "gone.json").rename(folder / "fleet.json")
+        else:
+            raise KeyboardInterrupt
+
+    code = watch_fleet(home, client, Console(file=out), interval=1, adjust=lambda fleet: fleet, sleep=gone)
+    assert code == 0
+    assert "no fleet at" in out.getvalue()
+    assert "stopped watching; everything goes on" in out.getvalue()
     assert len(client.nodes("-")) == 2

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from spile.errors import CloudError, StoreError
+from spile.errors import SpileError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -73,7 +73,7 @@ def watch_fleet(
         monitor = FleetMonitor(home, provider, pool=pool, adjust=adjust, watch_only=watch_only)
         try:
             if once or as_json:
-                status = monitor.step()
+                status = _first(monitor)
                 _show_once(console, status, as_json)
                 return int(status.over and status.failed)
             return _loop(monitor, console, interval, sleep)
@@ -82,6 +82,14 @@ def watch_fleet(
             return 0
         finally:
             monitor.close()
+
+
+def _first(monitor: FleetMonitor) -> FleetStatus:
+    """The first look: a mistake, such as no credentials, ends it here; later ones may be hiccups."""
+    status = monitor.step()
+    if status.refusal is not None:
+        raise status.refusal
+    return status
 
 
 def _show_once(console: Console, status: FleetStatus, as_json: bool) -> None:
@@ -98,7 +106,7 @@ def _loop(monitor: FleetMonitor, console: Console, interval: float, sleep: Calla
 
     from spile.fleet.table import plain_lines, render
 
-    status = monitor.step()
+    status = _first(monitor)
     with Live(console=console, auto_refresh=False) if console.is_terminal else _quiet() as live:
         while True:
             if live is not None:
@@ -111,7 +119,7 @@ def _loop(monitor: FleetMonitor, console: Console, interval: float, sleep: Calla
             sleep(interval)
             try:
                 status = monitor.step()
-            except (StoreError, CloudError) as error:  # the bucket or the cloud has hiccups: look again later
+            except SpileError as error:  # the bucket or the cloud has hiccups: look again later
                 status = replace(status, problems=(error.line(),), actions=())
     ended = status.history.stopped or ("some workers were given up" if status.failed else "the work is finished")
     console.print(f"{ended}; ${status.history.dollars:.2f} spent; next: spile verify {status.fleet.root}", markup=False)

@@ -191,9 +191,17 @@ def _bills(fleet: FleetSpec, observed: Observed, history: History, now: float) -
     settled = history.settled
     for uid, bill in list(bills.items()):
         if uid not in listed and bill.zone not in observed.blind:
-            settled += bills.pop(uid).dollars
+            settled += _final(bills.pop(uid), observed, now).dollars
             blocks.pop(bill.zone, None)
     return replace(history, bills=bills, settled=settled, blocks=blocks)
+
+
+def _final(bill: Bill, observed: Observed, now: float) -> Bill:
+    """A machine that went while nobody looked lived at least until its worker's last sign of life."""
+    pulse = observed.pulse(bill.worker)
+    last = max(pulse.beat or 0.0, pulse.said)
+    alone = not observed.own.get(bill.worker)
+    return replace(bill, seen=max(bill.seen, last)) if alone and last <= now else bill
 
 
 def intend(fleet: FleetSpec, history: History, actions: Iterable[Action], now: float) -> History:

@@ -174,12 +174,12 @@ def node_body(request: NodeRequest) -> dict[str, Any]:
         "labels": dict(request.labels),
         "metadata": dict(request.metadata),
         "tags": list(request.tags),
-    }
-    if request.service_account:
-        body["serviceAccount"] = {
-            "email": request.service_account,
+        # The machine reads and writes the bucket, and deletes itself when its work is done.
+        "serviceAccount": {
+            **({"email": request.service_account} if request.service_account else {}),
             "scope": ["https://www.googleapis.com/auth/cloud-platform"],
-        }
+        },
+    }
     return {key: value for key, value in body.items() if value not in ({}, [])}
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
+from spile.errors import UserError
 from spile.fleet.history import History, WorkerHistory
 from spile.fleet.home import FleetHome, Report
 from spile.fleet.lease import Holder, Lease
@@ -94,6 +95,8 @@ class FleetStatus:
     machines: int = 0
     """Of this fleet, in any state."""
     taken: float = 0.0
+    refusal: UserError | None = None
+    """Why the cloud lets us see nothing at all."""
 
     @property
     def over(self) -> bool:
@@ -242,7 +245,8 @@ class FleetMonitor:
             history=done.history,
             workers=tuple(workers),
             actions=lines,
-            problems=done.problems,
+            problems=tuple(problem.line() for problem in done.problems),
+            refusal=_refusal(done),
             holder=holder,
             machines=sum(len(nodes) for nodes in own.values()),
             taken=now,
@@ -251,6 +255,11 @@ class FleetMonitor:
     def close(self) -> None:
         """Let the next monitor start at once. Everything else goes on."""
         self.lease.release()
+
+
+def _refusal(done: Round) -> UserError | None:
+    refused = [problem for problem in done.problems if isinstance(problem, UserError)]
+    return refused[0] if refused and len(refused) == len(done.observed.blind) and not done.observed.nodes else None
 
 
 def _best(nodes: list[Node]) -> Node | None:

@@ -30,8 +30,8 @@ class Round:
     observed: Observed
     history: History
     done: tuple[tuple[Action, Outcome], ...] = ()
-    problems: tuple[str, ...] = ()
-    """What went wrong while looking, a line each."""
+    problems: tuple[SpileError, ...] = ()
+    """What went wrong while looking: an error for each zone that did not answer."""
 
 
 def _each(pool: Executor | None, function: Callable[[In], Out], items: Iterable[In]) -> list[Out]:
@@ -72,7 +72,7 @@ def look(
     history: History,
     pulses: Mapping[int, Pulse],
     pool: Executor | None = None,
-) -> tuple[Observed, tuple[str, ...]]:
+) -> tuple[Observed, tuple[SpileError, ...]]:
     """List every zone and ask for every operation that the history waits for. A zone that fails is blind, no more."""
 
     def listed(zone: str) -> tuple[str, list[Node] | SpileError]:
@@ -99,7 +99,7 @@ def look(
         operations={each.name: each for each in operations},
         pulses=pulses,
     )
-    return observed, tuple(error.line() for error in errors)
+    return observed, tuple(errors)
 
 
 def act(

@@ -319,3 +319,14 @@ def test_fleet_and_history_survive_json() -> None:
     assert History.from_json(history.to_json()) == history
     with pytest.raises(SpecError, match="--fleet: expected a label"):
         replace(fleet, name="No Such")
+
+
+def test_a_machine_that_went_while_nobody_looked_is_billed_until_its_last_sign() -> None:
+    fleet = a_fleet()
+    history, _ = turn(fleet, see(a_node(0), a_node(1), pulses={0: fresh(), 1: fresh()}))
+    before = history.dollars
+    later = NOW + 8 * 3600
+    finished = {0: Pulse(NOW + 3600, "done", "finished", NOW + 3600), 1: Pulse(later, "running")}
+    history, _ = turn(fleet, see(a_node(1), pulses=finished), history, later)
+    assert history.settled == pytest.approx(2 * 2.40), "an hour before, an hour unseen"
+    assert history.dollars == pytest.approx(before + 2.40 + 8 * 2.40)

@@ -111,13 +111,13 @@ class Api:
                 name = call.params.get("queuedResourceId", "")
                 if "bestEffort" in call.body and call.version == "v2":
                     raise ApiError(400, 'Invalid JSON payload received. Unknown name "bestEffort".')
-                made = cloud.enqueue(call.project, zone, name, call.body, call.version)
+                made = cloud.queue.enqueue(call.project, zone, name, call.body, call.version)
                 return cloud.show_operation(call.project, made)
-            return _page("queuedResources", cloud.queued(zone), call.params)
+            return _page("queuedResources", cloud.queue.queued(zone), call.params)
         if call.method == "DELETE":
             force = call.params.get("force", "").lower() == "true"
-            return cloud.show_operation(call.project, cloud.dequeue(zone, call.name, force, call.version))
-        return cloud.queued_one(zone, call.name)
+            return cloud.show_operation(call.project, cloud.queue.dequeue(zone, call.name, force, call.version))
+        return cloud.queue.queued_one(zone, call.name)
 
     def _operations(self, call: _Call) -> dict[str, Any]:
         if call.name is None:

@@ -9,11 +9,13 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, ClassVar
+from typing import Any
 
+from spile.fleet.fake_cloud.errors import ApiError
+from spile.fleet.fake_cloud.queue import Queue
 from spile.spec.machines import known_machines, parse_machine
 
-__all__ = ["TYPES", "ZONES", "ApiError", "Cloud", "Pace"]
+__all__ = ["TYPES", "ZONES", "ApiError", "Cloud", "CloudOperation", "Pace", "stamp"]
 
 ZONES: tuple[str, ...] = (
     "us-central1-a",
@@ -31,31 +33,6 @@ ZONES: tuple[str, ...] = (
 TYPES: tuple[str, ...] = tuple(machine.name for machine in known_machines())
 
 
-class ApiError(Exception):
-    """What the API answers instead: an HTTP status, a status word and a message."""
-
-    WORDS: ClassVar[dict[int, str]] = {
-        400: "INVALID_ARGUMENT",
-        401: "UNAUTHENTICATED",
-        403: "PERMISSION_DENIED",
-        404: "NOT_FOUND",
-        409: "ALREADY_EXISTS",
-        429: "RESOURCE_EXHAUSTED",
-        500: "INTERNAL",
-        503: "UNAVAILABLE",
-    }
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-
-    def body(self) -> dict[str, Any]:
-        """The error as JSON."""
-        word = self.WORDS.get(self.status, "UNKNOWN")
-        return {"error": {"code": self.status, "message": self.message, "status": word}}
-
-
 @dataclass
 class Pace:
     """How long things take, in seconds of the cloud's clock."""
@@ -66,7 +43,9 @@ class Pace:
 
 
 @dataclass
-class _Operation:
+class CloudOperation:
+    """Something long that the cloud was asked to do."""
+
     zone: str
     name: str
     verb: str
@@ -85,7 +64,8 @@ class _Event:
     act: Callable[[], None] = field(compare=False)
 
 
-def _stamp(moment: float) -> str:
+def stamp(moment: float) -> str:
+    """A moment as the API writes it."""
     return datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%dT%H:%M:%S.%f") + "000Z"
 
 
@@ -111,13 +91,17 @@ class Cloud:
         self.dry: set[str] = set()
         self.quota: dict[str, int] = {}
         self._on_start, self._on_stop = on_start, on_stop
-        self._nodes: dict[tuple[str, str], dict[str, Any]] = {}
-        self._queued: dict[tuple[str, str], dict[str, Any]] = {}
-        self._operations: dict[str, _Operation] = {}
+        self.machines: dict[tuple[str, str], dict[str, Any]] = {}
+        self._operations: dict[str, CloudOperation] = {}
         self._events: list[_Event] = []
         self._numbers = itertools.count(1)
+        self.queue = Queue(self)
 
     # -- time -------------------------------------------------------------------------------------------------------
+
+    def now(self) -> str:
+        """The clock, as the API writes it."""
+        return stamp(self.clock())
 
     def advance(self) -> None:
         """Let everything happen that is due by now."""
@@ -125,29 +109,32 @@ class Cloud:
             while self._events and self._events[0].due <= self.clock():
                 heapq.heappop(self._events).act()
 
-    def _later(self, seconds: float, act: Callable[[], None]) -> None:
+    def later(self, seconds: float, act: Callable[[], None]) -> None:
+        """Let something happen after so many seconds."""
         heapq.heappush(self._events, _Event(self.clock() + seconds, next(self._numbers), act))
 
     # -- operations -------------------------------------------------------------------------------------------------
 
-    def _begin(self, zone: str, verb: str, target: str, version: str) -> _Operation:
+    def begin(self, zone: str, verb: str, target: str, version: str) -> CloudOperation:
+        """A new operation, pending."""
         name = f"operation-{next(self._numbers):08d}"
-        operation = _Operation(zone, name, verb, target, version, self.clock())
+        operation = CloudOperation(zone, name, verb, target, version, self.clock())
         self._operations[name] = operation
         return operation
 
-    def _end(self, operation: _Operation, *, error: dict[str, Any] | None = None, response: Any = None) -> None:
+    def end(self, operation: CloudOperation, *, error: dict[str, Any] | None = None, response: Any = None) -> None:
+        """It is done, or failed."""
         operation.ended = self.clock()
         operation.error = error
         operation.response = copy.deepcopy(response)
 
-    def show_operation(self, project: str, operation: _Operation) -> dict[str, Any]:
+    def show_operation(self, project: str, operation: CloudOperation) -> dict[str, Any]:
         """The operation as JSON; ``done`` is absent while it is pending."""
         shown: dict[str, Any] = {
             "name": f"projects/{project}/locations/{operation.zone}/operations/{operation.name}",
             "metadata": {
                 "@type": "type.googleapis.com/google.cloud.common.OperationMetadata",
-                "createTime": _stamp(operation.created),
+                "createTime": stamp(operation.created),
                 "target": operation.target,
                 "verb": operation.verb,
                 "cancelRequested": False,
@@ -156,21 +143,21 @@ class Cloud:
         }
         if operation.ended is not None:
             shown["done"] = True
-            shown["metadata"]["endTime"] = _stamp(operation.ended)
+            shown["metadata"]["endTime"] = stamp(operation.ended)
             if operation.error:
                 shown["error"] = operation.error
             else:
                 shown["response"] = operation.response
         return shown
 
-    def operation(self, zone: str, name: str) -> _Operation:
+    def operation(self, zone: str, name: str) -> CloudOperation:
         """One operation, or a 404."""
         found = self._operations.get(name)
         if found is None or found.zone != zone:
             raise ApiError(404, f"Resource 'operations/{name}' was not found")
         return found
 
-    def operations(self, zone: str) -> list[_Operation]:
+    def operations(self, zone: str) -> list[CloudOperation]:
         """A zone's operations, oldest first."""
         return [operation for operation in self._operations.values() if zone in ("-", operation.zone)]
 
@@ -178,12 +165,12 @@ class Cloud:
 
     def nodes(self, zone: str) -> list[dict[str, Any]]:
         """A zone's nodes, or all with ``-``."""
-        return [raw for (place, _), raw in sorted(self._nodes.items()) if zone in ("-", place)]
+        return [raw for (place, _), raw in sorted(self.machines.items()) if zone in ("-", place)]
 
     def node(self, zone: str, name: str) -> dict[str, Any]:
         """One node, or a 404."""
         try:
-            return self._nodes[zone, name]
+            return self.machines[zone, name]
         except KeyError:
             raise ApiError(404, f"Resource 'nodes/{name}' was not found in {zone}") from None
 
@@ -196,9 +183,9 @@ class Cloud:
 
     def _check_quota(self, zone: str, more: int = 1) -> None:
         limit = self.quota.get(zone, self.quota.get(region(zone)))
-        held = sum(1 for place, _ in self._nodes if region(place) == region(zone))
+        held = sum(1 for place, _ in self.machines if region(place) == region(zone))
         if zone in self.quota:
-            held = sum(1 for place, _ in self._nodes if place == zone)
+            held = sum(1 for place, _ in self.machines if place == zone)
         if limit is not None and held + more > limit:
             name = "TPUPreemptiblePerProjectPerZoneForTPUAPI"
             raise ApiError(429, f"Quota limit '{name}' has been exceeded. Limit: {limit} in region {region(zone)}.")
@@ -207,7 +194,8 @@ class Cloud:
         text = f'There is no more capacity in the zone "{zone}"; you can try in another zone where Cloud TPU Nodes'
         return {"code": 8, "message": f"{text} are available (accelerator type {kind})."}
 
-    def _new_node(self, project: str, zone: str, name: str, body: dict[str, Any], version: str) -> dict[str, Any]:
+    def new_node(self, project: str, zone: str, name: str, body: dict[str, Any], version: str) -> dict[str, Any]:
+        """A node on its way."""
         number = next(self._numbers)
         raw = copy.deepcopy(body)
         raw.setdefault("networkConfig", {}).setdefault("network", f"projects/{project}/global/networks/default")
@@ -215,7 +203,7 @@ class Cloud:
             name=f"projects/{project}/locations/{zone}/nodes/{name}",
             id=str(7_000_000_000_000_000_000 + number),
             state="CREATING",
-            createTime=_stamp(self.clock()),
+            createTime=self.now(),
             apiVersion=version.upper(),
             networkEndpoints=[
                 {
@@ -228,72 +216,74 @@ class Cloud:
                 for host in range(parse_machine(raw["acceleratorType"]).hosts)
             ],
         )
-        self._nodes[zone, name] = raw
+        self.machines[zone, name] = raw
         return raw
 
-    def _became_ready(self, raw: dict[str, Any]) -> None:
+    def became_ready(self, raw: dict[str, Any]) -> None:
+        """The machine boots."""
         raw.update(state="READY", health="HEALTHY")
         self._on_start(raw)
 
-    def create(self, project: str, zone: str, name: str, body: dict[str, Any], version: str) -> _Operation:
+    def create(self, project: str, zone: str, name: str, body: dict[str, Any], version: str) -> CloudOperation:
         """Begin a node. A dry zone shows only when the operation fails, and nothing stays behind."""
         kind = body.get("acceleratorType") or "v2-8"
         body["acceleratorType"] = kind
         self.check_place(zone, kind)
         if not name:
             raise ApiError(400, "Node ID must be specified.")
-        if (zone, name) in self._nodes:
+        if (zone, name) in self.machines:
             raise ApiError(409, f"Resource 'projects/{project}/locations/{zone}/nodes/{name}' already exists")
         self._check_quota(zone)
-        raw = self._new_node(project, zone, name, body, version)
-        operation = self._begin(zone, "create", raw["name"], version)
+        raw = self.new_node(project, zone, name, body, version)
+        operation = self.begin(zone, "create", raw["name"], version)
 
         def act() -> None:
-            if self._nodes.get((zone, name)) is not raw or raw["state"] != "CREATING":
-                self._end(operation, error={"code": 10, "message": "The node was deleted while it was created."})
+            if self.machines.get((zone, name)) is not raw or raw["state"] != "CREATING":
+                self.end(operation, error={"code": 10, "message": "The node was deleted while it was created."})
             elif zone in self.dry:
-                del self._nodes[zone, name]
-                self._end(operation, error=self._stockout(zone, kind))
+                del self.machines[zone, name]
+                self.end(operation, error=self._stockout(zone, kind))
             else:
-                self._became_ready(raw)
+                self.became_ready(raw)
                 node_type = f"type.googleapis.com/google.cloud.tpu.{version}.Node"
-                self._end(operation, response={"@type": node_type, **raw})
+                self.end(operation, response={"@type": node_type, **raw})
 
-        self._later(self.pace.create, act)
+        self.later(self.pace.create, act)
         return operation
 
-    def delete(self, zone: str, name: str, version: str) -> _Operation:
+    def delete(self, zone: str, name: str, version: str) -> CloudOperation:
         """Begin a node's end; its processes end at once."""
         raw = self.node(zone, name)
-        operation = self._begin(zone, "delete", raw["name"], version)
-        self._remove(raw)
+        operation = self.begin(zone, "delete", raw["name"], version)
+        self.remove(raw)
 
         def act() -> None:
-            if self._nodes.get((zone, name)) is raw:
-                del self._nodes[zone, name]
-                self._after_loss(zone, raw)
-            self._end(operation, response={"@type": "type.googleapis.com/google.protobuf.Empty"})
+            if self.machines.get((zone, name)) is raw:
+                del self.machines[zone, name]
+                self.queue.after_loss(zone, raw)
+            self.end(operation, response={"@type": "type.googleapis.com/google.protobuf.Empty"})
 
-        self._later(self.pace.delete, act)
+        self.later(self.pace.delete, act)
         return operation
 
-    def _remove(self, raw: dict[str, Any]) -> None:
+    def remove(self, raw: dict[str, Any]) -> None:
+        """The machine goes; its processes end at once."""
         if raw["state"] != "DELETING":
             raw["state"] = "DELETING"
             self._on_stop(raw, 0.0)
 
-    def change(self, zone: str, name: str, body: dict[str, Any], mask: str, version: str) -> _Operation:
+    def change(self, zone: str, name: str, body: dict[str, Any], mask: str, version: str) -> CloudOperation:
         """Replace the fields that the mask names."""
         raw = self.node(zone, name)
         for key in mask.split(","):
             if key not in ("labels", "metadata", "tags", "description"):
                 raise ApiError(400, f"Invalid update mask: {key}")
             raw[key] = copy.deepcopy(body.get(key, {}))
-        operation = self._begin(zone, "update", raw["name"], version)
-        self._end(operation, response={"@type": f"type.googleapis.com/google.cloud.tpu.{version}.Node", **raw})
+        operation = self.begin(zone, "update", raw["name"], version)
+        self.end(operation, response={"@type": f"type.googleapis.com/google.cloud.tpu.{version}.Node", **raw})
         return operation
 
-    def power(self, zone: str, name: str, verb: str, version: str) -> _Operation:
+    def power(self, zone: str, name: str, verb: str, version: str) -> CloudOperation:
         """Start or stop a node."""
         raw = self.node(zone, name)
         spot = raw.get("schedulingConfig", {}).get("spot")
@@ -301,7 +291,7 @@ class Cloud:
             raise ApiError(
                 400, f"Cloud TPU received a bad request. Node {name} is {raw['state']} and cannot be started."
             )
-        operation = self._begin(zone, verb, raw["name"], version)
+        operation = self.begin(zone, verb, raw["name"], version)
         if verb == "stop":
             self._on_stop(raw, 0.0)
         raw["state"] = "STOPPING" if verb == "stop" else "STARTING"
@@ -310,10 +300,10 @@ class Cloud:
             if verb == "stop":
                 raw["state"] = "STOPPED"
             else:
-                self._became_ready(raw)
-            self._end(operation, response={"@type": f"type.googleapis.com/google.cloud.tpu.{version}.Node", **raw})
+                self.became_ready(raw)
+            self.end(operation, response={"@type": f"type.googleapis.com/google.cloud.tpu.{version}.Node", **raw})
 
-        self._later(self.pace.delete, act)
+        self.later(self.pace.delete, act)
         return operation
 
     def preempt(self, zone: str, name: str, *, notice: float = 0.0, state: str = "PREEMPTED") -> None:
@@ -324,105 +314,4 @@ class Cloud:
                 raise ApiError(400, f"{name} is {raw['state']}, not READY")
             raw["state"] = state
             self._on_stop(raw, notice)
-            self._after_loss(zone, raw)
-
-    # -- queued resources -------------------------------------------------------------------------------------------
-
-    def queued(self, zone: str) -> list[dict[str, Any]]:
-        """A zone's queued resources, or all with ``-``."""
-        return [raw for (place, _), raw in sorted(self._queued.items()) if zone in ("-", place)]
-
-    def queued_one(self, zone: str, name: str) -> dict[str, Any]:
-        """One queued resource, or a 404."""
-        try:
-            return self._queued[zone, name]
-        except KeyError:
-            raise ApiError(404, f"Resource 'queuedResources/{name}' was not found in {zone}") from None
-
-    def enqueue(self, project: str, zone: str, name: str, body: dict[str, Any], version: str) -> _Operation:
-        """Stand in the queue: ACCEPTED, then nodes when there is stock, then ACTIVE."""
-        self.check_place(zone)
-        if (zone, name) in self._queued:
-            raise ApiError(409, f"Resource 'projects/{project}/locations/{zone}/queuedResources/{name}' already exists")
-        specs = body.get("tpu", {}).get("nodeSpec", [])
-        if not specs:
-            raise ApiError(400, "At least one node spec must be given.")
-        for spec in specs:
-            self.check_place(zone, spec.get("node", {}).get("acceleratorType"))
-        raw = {**copy.deepcopy(body), "name": f"projects/{project}/locations/{zone}/queuedResources/{name}"}
-        raw.update(createTime=_stamp(self.clock()), state={"state": "ACCEPTED", "stateInitiator": "SERVICE"})
-        self._queued[zone, name] = raw
-        operation = self._begin(zone, "create", raw["name"], version)
-        shown = {"@type": f"type.googleapis.com/google.cloud.tpu.{version}.QueuedResource", **raw}
-        self._end(operation, response=shown)
-        self._later(self.pace.queue, lambda: self._provision(project, zone, name, raw, version))
-        return operation
-
-    def _provision(self, project: str, zone: str, name: str, raw: dict[str, Any], version: str) -> None:
-        if self._queued.get((zone, name)) is not raw or raw["state"]["state"] == "DELETING":
-            return
-        if zone in self.dry:
-            raw["state"] = {"state": "WAITING_FOR_RESOURCES", "stateInitiator": "SERVICE"}
-            self._later(self.pace.queue, lambda: self._provision(project, zone, name, raw, version))
-            return
-        raw["state"] = {"state": "PROVISIONING", "stateInitiator": "SERVICE"}
-        made = []
-        for spec, node_name in self._node_names(name, raw):
-            body = copy.deepcopy(spec.get("node", {}))
-            body["queuedResource"] = raw["name"]
-            body["schedulingConfig"] = {"spot": True} if {"spot", "bestEffort"} & set(raw) else {}
-            made.append(self._new_node(project, zone, node_name, body, version))
-        self._later(self.pace.create, lambda: self._activate(zone, name, raw, made))
-
-    def _node_names(self, name: str, raw: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
-        found: list[tuple[dict[str, Any], str]] = []
-        for spec in raw["tpu"]["nodeSpec"]:
-            many = spec.get("multisliceParams") or spec.get("multiNodeParams")
-            if many:
-                prefix = many.get("nodeIdPrefix") or name
-                found.extend((spec, f"{prefix}-{number}") for number in range(int(many["nodeCount"])))
-            else:
-                found.append((spec, spec.get("nodeId") or name))
-        return found
-
-    def _activate(self, zone: str, name: str, raw: dict[str, Any], made: list[dict[str, Any]]) -> None:
-        if self._queued.get((zone, name)) is not raw or raw["state"]["state"] != "PROVISIONING":
-            return
-        for node in made:
-            if node["state"] == "CREATING":
-                self._became_ready(node)
-        raw["state"] = {"state": "ACTIVE", "stateInitiator": "SERVICE"}
-
-    def _after_loss(self, zone: str, node: dict[str, Any]) -> None:
-        """A queued resource that lost a node is suspended, for ever."""
-        owner = str(node.get("queuedResource", "")).rpartition("/")[2]
-        raw = self._queued.get((zone, owner))
-        if raw is not None and raw["state"]["state"] != "DELETING":
-            raw["state"] = {"state": "SUSPENDED", "stateInitiator": "SERVICE"}
-
-    def dequeue(self, zone: str, name: str, force: bool, version: str) -> _Operation:
-        """Leave the queue. Without ``force`` only once its nodes are gone."""
-        raw = self.queued_one(zone, name)
-        owned = [
-            node
-            for (place, _), node in self._nodes.items()
-            if place == zone and node.get("queuedResource") == raw["name"]
-        ]
-        if owned and not force:
-            raise ApiError(400, f"Queued resource {name} still has nodes: delete them first, or use force.")
-        raw["state"] = {"state": "DELETING", "stateInitiator": "USER"}
-        for node in owned:
-            self._remove(node)
-        operation = self._begin(zone, "delete", raw["name"], version)
-        shown = {"@type": "type.googleapis.com/google.protobuf.Empty"}
-        if version == "v2alpha1":
-            shown = {"@type": f"type.googleapis.com/google.cloud.tpu.{version}.QueuedResource", **raw}
-
-        def act() -> None:
-            for node in owned:
-                self._nodes.pop((zone, node["name"].rpartition("/")[2]), None)
-            self._queued.pop((zone, name), None)
-            self._end(operation, response=shown)
-
-        self._later(self.pace.delete, act)
-        return operation
+            self.queue.after_loss(zone, raw)
