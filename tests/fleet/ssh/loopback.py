@@ -136,13 +136,25 @@ class Hosts:
             end(pid)
         for host in self.hosts:
             if host.server is not None:
-                end(-host.server.pid)  # its session: the listener and nothing else of ours
+                # Its sessions too: one whose link was cut would wait for its client for hours.
+                for pid in (*below(host.server.pid), host.server.pid):
+                    end(pid)
                 host.server.wait()
 
 
-def end(pid: int) -> None:
+def below(parent: int) -> list[int]:
+    """The processes that a process has started, and theirs."""
     try:
-        os.kill(pid, signal.SIGKILL) if pid > 0 else os.killpg(-pid, signal.SIGKILL)
+        children = [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+    except OSError:
+        return []
+    return [pid for child in children for pid in (*below(child), child)]
+
+
+def end(pid: int) -> None:
+    """Kill it, if it is still there."""
+    try:
+        os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:
         return
 

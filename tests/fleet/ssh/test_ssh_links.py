@@ -109,7 +109,8 @@ def far_hosts(empty_hosts: Hosts) -> Iterator[Hosts]:
     finally:
         empty_hosts.close()
         for number in range(4):
-            subprocess.run(["ip", "netns", "del", f"{name}{number}"], capture_output=True, check=False)
+            for words in (["link", "del", f"{name}v{number}"], ["netns", "del", f"{name}{number}"]):
+                subprocess.run(["ip", *words], capture_output=True, check=False)
 
 
 def test_a_cut_cable_ends_all(far_hosts: Hosts, project: Path) -> None:
