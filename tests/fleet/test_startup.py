@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -182,6 +183,38 @@ def test_the_assignment_comes_from_the_metadata_server_and_the_wheel_from_gcs(tm
         assert home.read_reports()[NAME].phase == "installing"
         assert (vm.folder / "opt" / str(wheel)).read_bytes() == home.folder.get(str(wheel))
         assert f'--zone "{ZONE}"' in (vm.folder / "opt" / "launch.sh").read_text()
+
+
+def test_as_a_machine_runs_it_in_a_namespace_of_its_own(home: FleetHome, vm: Vm) -> None:
+    """As root, with nothing in the environment, at the places of a real machine, which are mounts of its own here."""
+    unshare = shutil.which("unshare")
+    if unshare is None or os.getuid() != 0:
+        pytest.skip("needs root and unshare")
+    fence = f"""
+set -e
+mount -t tmpfs tmpfs /opt
+mkdir -p /etc/systemd/system
+mount -t tmpfs tmpfs /etc/systemd/system
+printf '#!/bin/bash\\necho "systemctl $*" >> /opt/calls\\n' > /opt/systemctl
+chmod +x /opt/systemctl
+if real="$(command -v systemctl)"; then mount --bind /opt/systemctl "$real"; else cp /opt/systemctl {vm.folder}/bin; fi
+env -i PATH={vm.folder}/bin:/usr/bin:/bin SPILE_EXPECT=any bash {vm.script} --home {home.folder.url} --node {NAME}
+cat /opt/calls /etc/systemd/system/spile-worker.service
+ls /opt/spile
+"""
+    (vm.folder / "bin" / "systemctl").unlink()
+    (vm.folder / "bin" / "uv").write_text(UV.replace("{python}", sys.executable).replace("$HOME/calls", "/opt/calls"))
+    words = [unshare, "--mount", "--propagation", "private", "/bin/bash", "-c", fence]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
+    if "Operation not permitted" in done.stderr or "permission denied" in done.stderr:
+        pytest.skip(done.stderr)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "uv venv --quiet --python 3.12 /opt/spile/venv" in done.stdout
+    assert "systemctl restart spile-worker.service" in done.stdout
+    assert "ExecStart=/bin/bash /opt/spile/launch.sh" in done.stdout
+    assert 'Environment="HOME=/root"' in done.stdout, "GCE starts it without a home"
+    assert {"launch.sh", "installed", "fleet.json", "startup.sh", "venv"} <= set(done.stdout.split())
+    assert not Path("/opt/spile").exists(), "outside the namespace nothing changed"
 
 
 # -- the wheel --------------------------------------------------------------------------------------------------------

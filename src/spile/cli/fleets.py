@@ -36,6 +36,7 @@ class PlaceFlags:
     zones: Annotated[str | None, _flag(_PLACE, "us-central1-a,us-central1-b [default: gcloud's compute/zone]")] = None
     fleet: Annotated[str, _flag(_PLACE, "The fleet's name: the label of its machines.")] = "default"
     project: Annotated[str | None, _flag(_PLACE, "The Google Cloud project. [default: gcloud's]")] = None
+    name_prefix: Annotated[str, _flag(_PLACE, "Machines are named PREFIX-ZONE-N.")] = "tpu"
 
     def client(self) -> CloudTpu:
         """The cloud."""
@@ -105,7 +106,7 @@ class MachineFlags:
             name=place.fleet,
             project=project,
             zones=zones,
-            workers=plan_workers(zones, self.workers_per_zone),
+            workers=plan_workers(zones, self.workers_per_zone, prefix=place.name_prefix),
             machine=request,
             queued=self.queued,
             best_effort=self.best_effort,

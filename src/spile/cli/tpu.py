@@ -94,7 +94,9 @@ def delete(
     nodes = manage.list_nodes(client, zones)
     mine = [node for node in nodes if owns(place.fleet, node)]
     if workers_per_zone is not None:
-        names = {(worker.zone, worker.name) for worker in plan_workers(zones, workers_per_zone)}
+        names = {
+            (worker.zone, worker.name) for worker in plan_workers(zones, workers_per_zone, prefix=place.name_prefix)
+        }
         mine = [node for node in mine if (node.zone, node.name) in names]
         foreign = [node for node in nodes if (node.zone, node.name) in names and not owns(place.fleet, node)]
         for node in foreign:
@@ -124,7 +126,7 @@ def status(
     shown = [node for node in nodes if owns(place.fleet, node)]
     if workers_per_zone is not None:
         there = {(node.zone, node.name): node for node in nodes}
-        planned = plan_workers(zones, workers_per_zone)
+        planned = plan_workers(zones, workers_per_zone, prefix=place.name_prefix)
         shown = [
             there.get((worker.zone, worker.name)) or Node(worker.name, worker.zone, NodeState.NOT_FOUND)
             for worker in planned
@@ -162,7 +164,9 @@ def recreate_preempted(
     nodes = manage.list_nodes(client, zones)
     dead = [node for node in nodes if owns(place.fleet, node) and node.state.life is Life.DEAD]
     if workers_per_zone is not None:
-        names = {(worker.zone, worker.name) for worker in plan_workers(zones, workers_per_zone)}
+        names = {
+            (worker.zone, worker.name) for worker in plan_workers(zones, workers_per_zone, prefix=place.name_prefix)
+        }
         dead = [node for node in dead if (node.zone, node.name) in names]
     if not dead:
         console.print(f"no dead machine of fleet {place.fleet} in {', '.join(zones)}", markup=False)

@@ -57,6 +57,8 @@ def absorb(fleet: FleetSpec, observed: Observed, history: History, now: float) -
         past = _verdicts(observed, worker, past)
         if not past.finished and not history.stopped:
             past = _deaths(fleet, observed, worker, past, nodes, now)
+        if not nodes and (past.zone, worker.name) in observed.foreign:
+            past = replace(past, note=f"{worker.name} in {past.zone} is a machine that is not of this fleet")
         workers[worker.id] = replace(past, used=_used(observed, past, nodes))
     history = _bills(fleet, observed, replace(history, workers=workers, blocks=blocks), now)
     if fleet.policy.budget is not None and history.dollars >= fleet.policy.budget and not history.stopped:
@@ -215,7 +217,9 @@ def record(fleet: FleetSpec, history: History, done: Iterable[tuple[Action, Outc
     workers, blocks = dict(history.workers), dict(history.blocks)
     by_id = {worker.id: worker for worker in fleet.workers}
     for action, outcome in done:
-        worker = by_id[action.worker]
+        worker = by_id.get(action.worker)
+        if worker is None:  # a leftover of an earlier deployment has no history
+            continue
         past = workers.get(worker.id) or past_of(history, worker)
         workers[worker.id], block = _recorded(fleet, worker, past, action, outcome, now)
         if block is not None:

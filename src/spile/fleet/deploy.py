@@ -15,7 +15,7 @@ from spile.data.split import make_streams
 from spile.data.upload import upload
 from spile.data.usable import Selection
 from spile.errors import DataError, SpecError
-from spile.fleet.home import STARTUP, FleetHome
+from spile.fleet.home import FLEET, STARTUP, FleetHome
 from spile.fleet.manage import Result, list_nodes
 from spile.fleet.monitor import machine_metadata, startup_script
 from spile.fleet.provider import Provider
@@ -102,10 +102,19 @@ def publish(home: FleetHome, fleet: FleetSpec, say: Callable[[str], None]) -> Fl
     if not there:
         home.folder.put(name, data)
     home.folder.put(STARTUP, startup_script().encode())
-    fleet = replace(fleet, wheel=name)
+    fleet = replace(fleet, wheel=name, former_zones=_former_zones(home, fleet))
     home.write_fleet(fleet)
     say(f"{name} ({len(data):,} bytes) and the assignment of {len(fleet.workers)} workers are in {home.folder.url}")
     return fleet
+
+
+def _former_zones(home: FleetHome, fleet: FleetSpec) -> tuple[str, ...]:
+    """The zones of the deployment before that this one does not use: machines may be left there."""
+    try:
+        before = FleetSpec.from_json(home.folder.get(FLEET))
+    except NotFound:
+        return ()
+    return tuple(sorted({*before.zones, *before.former_zones} - {*fleet.zones}))
 
 
 def launch_waiting(provider: Provider, fleet: FleetSpec, home: str) -> list[Result]:

@@ -10,7 +10,7 @@ from typing import Literal
 from spile.fleet.provider import Node, Operation
 from spile.fleet.spec import FleetSpec, owns, worker_of
 
-__all__ = ["GRACE_PHASES", "Observed", "Pulse", "Verdict"]
+__all__ = ["GRACE_PHASES", "Observed", "Pulse", "Verdict", "spec_zones"]
 
 Verdict = Literal["", "finished", "crashed", "refused"]
 
@@ -76,11 +76,6 @@ class Observed:
         return pulse.verdict if pulse.said > node.created else ""
 
 
-def all_visible(observed: Observed, zones: tuple[str, ...]) -> bool:
-    """Whether every one of these zones answered."""
-    return not observed.blind.intersection(zones)
-
-
 def spec_zones(fleet: FleetSpec) -> tuple[str, ...]:
     """Every zone where a machine of the fleet may be."""
-    return tuple(dict.fromkeys([*fleet.zones, *(worker.zone for worker in fleet.workers)]))
+    return tuple(dict.fromkeys([*fleet.zones, *(worker.zone for worker in fleet.workers), *fleet.former_zones]))

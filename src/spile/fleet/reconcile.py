@@ -111,7 +111,19 @@ def decide(fleet: FleetSpec, observed: Observed, history: History, now: float) -
             actions.extend(_tend(fleet, observed, worker, past, nodes, now))
         else:
             actions.extend(_make(fleet, observed, history, worker, past, now))
-    return tuple(actions)
+    return (*actions, *_leftovers(fleet, observed))
+
+
+def _leftovers(fleet: FleetSpec, observed: Observed) -> Iterator[Action]:
+    """Machines that an earlier, larger deployment left: no worker needs them."""
+    known = {worker.id for worker in fleet.workers}
+    for worker, nodes in observed.own.items():
+        if worker in known:
+            continue
+        for node in nodes:
+            if node.state.life is not Life.LEAVING:
+                reason = "no worker of this deployment needs it"
+                yield Action("delete", worker, node.zone, node.name, reason, uid=node.uid, queued=node.queued)
 
 
 def _over(fleet: FleetSpec, history: History, past: WorkerHistory) -> str:

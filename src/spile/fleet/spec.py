@@ -115,6 +115,8 @@ class FleetSpec:
     """A new one for each deploy: what an earlier one finished, this one does anew."""
     max_samples: int | None = None
     policy: Policy = field(default_factory=Policy)
+    former_zones: tuple[str, ...] = ()
+    """Where earlier deployments of this fleet may have left machines."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", self.name):
@@ -148,6 +150,7 @@ class FleetSpec:
         machine = raw["machine"]
         raw.update(
             zones=tuple(raw["zones"]),
+            former_zones=tuple(raw.get("former_zones", ())),
             workers=tuple(Worker(**worker) for worker in raw["workers"]),
             machine=NodeRequest(**{**machine, "tags": tuple(machine.get("tags", ()))}),
             arguments=tuple(raw["arguments"]),
@@ -156,8 +159,12 @@ class FleetSpec:
         return cls(**raw)
 
 
-def plan_workers(zones: tuple[str, ...], workers_per_zone: int, *, first: int = 0) -> tuple[Worker, ...]:
+def plan_workers(zones: tuple[str, ...], workers_per_zone: int, *, prefix: str = "tpu") -> tuple[Worker, ...]:
     """``tpu-{zone}-{n}`` in each zone; the workers' own numbers run on over the zones."""
+    if not re.fullmatch(r"[a-z]([a-z0-9-]{0,30}[a-z0-9])?", prefix):
+        raise SpecError(
+            "--name-prefix", expected="small letters, digits and dashes, a letter first", found=repr(prefix)
+        )
     if not zones or len(set(zones)) != len(zones):
         raise SpecError(
             "--zones", expected="zones, each once, such as us-central1-a,us-central1-b", found=repr(",".join(zones))
@@ -165,7 +172,7 @@ def plan_workers(zones: tuple[str, ...], workers_per_zone: int, *, first: int = 
     if workers_per_zone < 1:
         raise SpecError("--workers-per-zone", expected="1 or more", found=str(workers_per_zone))
     return tuple(
-        Worker(first + place * workers_per_zone + number, f"tpu-{zone}-{number}", zone)
+        Worker(place * workers_per_zone + number, f"{prefix}-{zone}-{number}", zone)
         for place, zone in enumerate(zones)
         for number in range(workers_per_zone)
     )

@@ -9,7 +9,7 @@ import pytest
 from spile.errors import SpecError
 from spile.fleet.absorb import Outcome, absorb, intend, record
 from spile.fleet.history import Block, History, Pending, WorkerHistory
-from spile.fleet.observed import Observed, Pulse
+from spile.fleet.observed import Observed, Pulse, spec_zones
 from spile.fleet.provider import LostReply, Missing, Node, NodeRequest, NotAllowed, Operation, Quota, Stockout
 from spile.fleet.reconcile import Action, decide, delay
 from spile.fleet.spec import FLEET_LABEL, WORKER_LABEL, FleetSpec, Policy, plan_workers
@@ -330,3 +330,22 @@ def test_a_machine_that_went_while_nobody_looked_is_billed_until_its_last_sign()
     history, _ = turn(fleet, see(a_node(1), pulses=finished), history, later)
     assert history.settled == pytest.approx(2 * 2.40), "an hour before, an hour unseen"
     assert history.dollars == pytest.approx(before + 2.40 + 8 * 2.40)
+
+
+def test_machines_of_an_earlier_larger_deployment_are_deleted() -> None:
+    fleet = a_fleet()
+    left = a_node(0, labels={FLEET_LABEL: "f", WORKER_LABEL: "7"}, uid="left")
+    unnumbered = a_node(0, labels={FLEET_LABEL: "f"}, uid="adopted")
+    seen = see(a_node(0), a_node(1), left, unnumbered, pulses={0: fresh(), 1: fresh()})
+    history, actions = turn(fleet, seen)
+    assert [(action.uid, action.reason) for action in actions] == [("left", "no worker of this deployment needs it")]
+    assert 7 not in record(fleet, history, [(actions[0], Outcome(Operation("o", A, False)))], NOW).workers
+    shrunk = replace(fleet, zones=(A,), workers=fleet.workers[:1], former_zones=(B,))
+    assert spec_zones(shrunk) == (A, B), "the zone that is no longer used is still looked at"
+    assert words(turn(shrunk, see(a_node(0), a_node(1), pulses={0: fresh()}))[1]) == [("delete", 1, B)]
+
+
+def test_a_name_that_somebody_else_has_is_said() -> None:
+    foreign = a_node(0, labels={})
+    history, _ = turn(a_fleet(move=False), see(foreign, a_node(1), pulses={1: fresh()}))
+    assert history.workers[0].note == "tpu-us-central1-a-0 in us-central1-a is a machine that is not of this fleet"

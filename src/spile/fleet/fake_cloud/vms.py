@@ -21,6 +21,8 @@ from typing import Any
 __all__ = ["Vms", "processes_marked"]
 
 _MARK = "SPILE_FAKE_VM"
+_HANDED_ON = ("STORAGE_EMULATOR_HOST", "JAX_PLATFORMS", "JAX_COMPILATION_CACHE_DIR", "HF_HOME", "HF_HUB_OFFLINE")
+"""What this process's environment says of the world that its machines live in too."""
 
 _SYSTEMCTL = """#!/bin/bash
 # Starts what a unit says, in the background; restarts nothing.
@@ -104,6 +106,9 @@ class Vms:
             "SPILE_HOME": str(home / "spile"),
             # The machine's own Python stands for the one that the script would install.
             "SPILE_PYTHON": sys.executable,
+            # There are no chips here: the worker runs on what there is.
+            "SPILE_EXPECT": "any",
+            **{name: os.environ[name] for name in _HANDED_ON if name in os.environ},
             **self.environment,
         }
         with (home / "serial.log").open("ab") as log:
