@@ -43,30 +43,33 @@ def main() -> None:
     small = make_model("qwen2.5-0.5b", ram / "qwen2.5-0.5b")
     more = {} if args.batch_tokens is None else {"batch_tokens": args.batch_tokens}
 
+    def save() -> None:
+        if args.json is not None:
+            args.json.write_text(json.dumps(results, indent=1))
+
     def measure(name: str, run: ExtractSpec, tokens: int) -> None:
         began = time.perf_counter()
         result = bench(run, tokens=tokens)
         results[name] = result.record()
+        save()
         print(f"\n== {name} ({time.perf_counter() - began:.0f} s)\n{json.dumps(results[name], indent=1)}", flush=True)
 
     if "all" in wanted:
         measure("0.5b all layers, RAM", spec(small, args.tasks, args.ram, None, **more), args.tokens)
-    if "one" in wanted:
-        measure("0.5b layer 12, RAM", spec(small, args.tasks, args.ram, (12,), **more), 3 * args.tokens)
-    if "disk" in wanted:
-        measure("0.5b all layers, disk", spec(small, args.tasks, args.disk, None, **more), args.tokens // 8)
     if "naive" in wanted:
         found = find(spec(small, args.tasks, args.ram, None)).samples.read(Ranges())
         prompts = [item.tokens for item in found if isinstance(item, Sample)][:192]
         loop = naive.run(small, prompts, device="cuda", dtype="bfloat16", batch_size=16, output=ram)
         results["naive"] = {"tokens_per_second": loop.rate, "tokens": loop.tokens, "seconds": loop.seconds}
+        save()
         print(f"\n== naive loop\n{results['naive']}", flush=True)
+    if "one" in wanted:
+        measure("0.5b layer 12, RAM", spec(small, args.tasks, args.ram, (12,), **more), 3 * args.tokens)
     if "seven" in wanted:
         large = make_model("qwen2.5-7b", ram / "qwen2.5-7b")
-        measure("7b layer 12, RAM", spec(large, args.tasks, args.ram, (12,), **more), args.tokens // 4)
         measure("7b last layer, RAM", spec(large, args.tasks, args.ram, (27,), **more), args.tokens // 8)
-    if args.json is not None:
-        args.json.write_text(json.dumps(results, indent=1))
+    if "disk" in wanted:
+        measure("0.5b all layers, disk", spec(small, args.tasks, args.disk, None, **more), args.tokens // 8)
     shutil.rmtree(ram, ignore_errors=True)
 
 

@@ -66,16 +66,18 @@ def _tensors(config: dict[str, Any]) -> dict[str, Any]:
     for number in range(config["num_hidden_layers"]):
         shapes |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items()}
     # Fresh normals for billions of weights would take minutes: each tensor is a slice of one pool, from its own place.
-    pool = np.random.default_rng(0).standard_normal((1 << 24) + 4099, np.float32).astype(ml_dtypes.bfloat16)
-    return {name: _slice(name, shape, pool, place) for place, (name, shape) in enumerate(shapes.items())}
+    pool = np.random.default_rng(0).standard_normal((1 << 24) + 4099, np.float32)
+    scaled = {std: (pool * std).astype(ml_dtypes.bfloat16) for std in {_std(name, s) for name, s in shapes.items()}}
+    return {
+        name: np.ones(shape, ml_dtypes.bfloat16)
+        if "norm" in name
+        else np.resize(scaled[_std(name, shape)][place * 7919 % 4096 :], shape)
+        for place, (name, shape) in enumerate(shapes.items())
+    }
 
 
-def _slice(name: str, shape: tuple[int, ...], pool: Any, place: int) -> Any:
-    if "norm" in name:
-        return np.ones(shape, ml_dtypes.bfloat16)
-    start = place * 7919 % 4096
-    values = np.resize(pool[start:], shape)
-    return (values * ml_dtypes.bfloat16(1.0 if "embed" in name else shape[-1] ** -0.5)).astype(ml_dtypes.bfloat16)
+def _std(name: str, shape: tuple[int, ...]) -> float:
+    return 1.0 if "embed" in name else float(shape[-1] ** -0.5)
 
 
 if __name__ == "__main__":

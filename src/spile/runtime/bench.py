@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from spile.objects import open_folder
 from spile.plan.batches import Batch, BatchPlan, batches
 from spile.plan.ranges import Ranges
 from spile.runtime.device import DeviceProducer
-from spile.runtime.extract import Parts, bytes_a_token, default_batch_tokens, find, lanes_for, make_producer
+from spile.runtime.extract import Parts, batch_tokens, bytes_a_token, find, lanes_for, make_producer
 from spile.runtime.limits import Limits, bare_forward, device_to_host, host_copy, matmul, sequential_write
 from spile.runtime.progress import Progress
 from spile.runtime.summary import peak_memory
@@ -31,6 +33,7 @@ __all__ = ["Result", "bench"]
 
 _MATMUL = {"cpu": 1024, "gpu": 8192, "tpu": 8192}
 _LIMIT_BATCHES = 48
+_SWEEPERS = 4
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,8 @@ class Result:
     limited_by: str | None
     compile_seconds: float
     shapes: int
-    steady_from_batch: int
-    """The first batch from which every tenth of the run was within a fifth of its rate."""
+    tenths: list[float]
+    """Tokens/s of each tenth of the run's time."""
     peak_memory: int
     grown_memory: int
     """Host memory held at the end above that at half time."""
@@ -76,12 +79,12 @@ def bench(spec: ExtractSpec, *, tokens: int, empty_behind: bool = True) -> Resul
         progress = Progress()
         producer = make_producer(parts, progress)
         samples = _samples(parts, tokens)
-        batch_tokens = spec.batch_tokens or default_batch_tokens(spec, bytes_a_token(parts))
-        plan = BatchPlan(batch_tokens, spec.batch_size, spec.data.max_seq_length, producer.groups)
+        budget = batch_tokens(parts)
+        plan = BatchPlan(budget, spec.batch_size, spec.data.max_seq_length, producer.groups)
         made = list(batches(samples, plan))
         limits = _limits(parts, producer, made[:: max(1, len(made) // _LIMIT_BATCHES)], Path(folder))
-        _warm(producer, made)
-        return _run(parts, producer, samples, batch_tokens, limits, progress, empty_behind)
+        _warm(producer, made, lanes_for(spec.output) + 3)
+        return _run(parts, producer, samples, limits, progress, empty_behind)
 
 
 def _samples(parts: Parts, tokens: int) -> list[Sample]:
@@ -111,17 +114,22 @@ def _limits(parts: Parts, producer: DeviceProducer, made: Sequence[Batch], folde
     )
 
 
-def _warm(producer: DeviceProducer, made: Sequence[Batch]) -> None:
-    """Compile and run each shape once, so that the run is steady from its first batch."""
-    for batch in {(batch.rows, batch.length): batch for batch in made}.values():
+def _warm(producer: DeviceProducer, made: Sequence[Batch], in_flight: int) -> None:
+    """Compile and run each shape once, and take the pinned memory of a full pipeline: what a long run does but once."""
+    shapes = {(batch.rows, batch.length): batch for batch in made}
+    for batch in shapes.values():
+        producer.prepare(batch)
+    for batch in shapes.values():
         producer.fetch(producer.start(batch))
+    largest = max(shapes.values(), key=lambda batch: batch.rows * batch.length)
+    for pending in [producer.start(largest) for _ in range(in_flight)]:
+        producer.fetch(pending)
 
 
 def _run(
     parts: Parts,
     producer: DeviceProducer,
     samples: Sequence[Sample],
-    batch_tokens: int,
     limits: Limits,
     progress: Progress,
     empty_behind: bool,
@@ -133,7 +141,7 @@ def _run(
     stream = join_stream(root, 0, replace(parts.stream_identity, samples=len(samples)), parts.identity)
     measured = Progress()
     shard_bytes = spec.shard_size_gb * 1e9
-    sizes = Sizes(batch_tokens, spec.batch_size, spec.data.max_seq_length, shard_bytes, lanes_for(spec.output))
+    sizes = Sizes(batch_tokens(parts), spec.batch_size, spec.data.max_seq_length, shard_bytes, lanes_for(spec.output))
     with _emptied(Path(stream.folder.url), empty_behind), _watched(measured) as series:
         work(samples, producer, stream, sizes, progress=measured, control=LocalControl(threading.Event(), None))
         now = measured.snapshot()
@@ -158,7 +166,7 @@ def _run(
         limited_by=now.limit,
         compile_seconds=compiled.compile_seconds,
         shapes=compiled.shapes,
-        steady_from_batch=_steady(series, batch_tokens * producer.groups),
+        tenths=_tenths(series),
         peak_memory=peak_memory(),
         grown_memory=_growth(series),
     )
@@ -169,20 +177,20 @@ def _emptied(folder: Path, wanted: bool) -> Iterator[None]:
     """Remove shards as they are finished, so that the folder never holds more than a few."""
     over = threading.Event()
 
-    def sweep() -> None:
-        while not over.wait(0.05):
-            for shard in sorted(folder.glob("shard_*"))[:-1]:
-                shard.unlink(missing_ok=True)
+    def sweep(pool: ThreadPoolExecutor) -> None:
+        while not over.wait(0.02):
+            list(pool.map(lambda shard: shard.unlink(missing_ok=True), folder.glob("shard_*")))
 
-    thread = threading.Thread(target=sweep, daemon=True)
-    if wanted:
-        thread.start()
-    try:
-        yield
-    finally:
-        over.set()
+    with ThreadPoolExecutor(_SWEEPERS) as pool:
+        thread = threading.Thread(target=sweep, args=(pool,), daemon=True)
         if wanted:
-            thread.join()
+            thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            if wanted:
+                thread.join()
 
 
 _Point = tuple[float, int, int]
@@ -216,16 +224,11 @@ def _resident() -> int:
     return 0
 
 
-def _steady(series: Sequence[_Point], batch_tokens: int) -> int:
-    """How many batches were done when the rate had come within a fifth of the whole run's."""
-    if len(series) < 3 or not series[-1][1]:
-        return 0
-    (t0, n0, _), (t1, n1, _) = series[0], series[-1]
-    whole = (n1 - n0) / (t1 - t0)
-    for (before, first, _), (after, then, _) in zip(series, series[2:], strict=False):
-        if (then - first) / (after - before) >= 0.8 * whole:
-            return int(first // batch_tokens)
-    return int(n1 // batch_tokens)
+def _tenths(series: Sequence[_Point]) -> list[float]:
+    """Tokens/s of each tenth of the time."""
+    marks = [series[place] for place in range(0, len(series), max(1, len(series) // 10))]
+    pairs = itertools.pairwise(marks)
+    return [round((now[1] - before[1]) / (now[0] - before[0])) for before, now in pairs]
 
 
 def _growth(series: Sequence[_Point]) -> int:

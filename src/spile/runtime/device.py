@@ -67,6 +67,7 @@ class DeviceProducer:
         mesh: Mesh,
         attention: str,
         dtype: str,
+        block: int = 0,
         progress: Progress | None = None,
     ) -> None:
         self.params, self.config, self.taps = params, config, taps
@@ -85,6 +86,7 @@ class DeviceProducer:
         self.away_sharding = self.groups_sharding
         if platform in ("gpu", "tpu"):
             self.away_sharding = self.groups_sharding.with_memory_kind("pinned_host")
+        self._block = block if self.away_sharding.memory_kind == "pinned_host" else 0
 
     @property
     def groups(self) -> int:
@@ -113,23 +115,36 @@ class DeviceProducer:
     def _program(self, shape: tuple[int, int]) -> Future[Callable[..., Any]]:
         with self._lock:
             if shape not in self._programs:
-                self._programs[shape] = self._compilers.submit(self._compile, shape)
+                self._programs[shape] = self._compilers.submit(self.compile, shape)
             return self._programs[shape]
 
-    def _compile(self, shape: tuple[int, int]) -> Callable[..., Any]:
+    def compile(self, shape: tuple[int, int]) -> jax.stages.Compiled:
+        """The program for a batch of this shape: rows a device, and padded length."""
         rows, length = shape
         tokens = jax.ShapeDtypeStruct((self.groups * rows, length), jnp.int32, sharding=self.rows_sharding)
-        index = jax.ShapeDtypeStruct((self.groups, rows * length), jnp.int32, sharding=self.groups_sharding)
+        index = jax.ShapeDtypeStruct((self.groups, self._rows(shape)), jnp.int32, sharding=self.groups_sharding)
         return jax.jit(self._step).lower(self.params, tokens, index).compile()
+
+    def _rows(self, shape: tuple[int, int]) -> int:
+        """Rows of a block as it leaves the device: the same for every shape, so that pinned memory is used again.
+
+        Blocks of many sizes fragment the pool of pinned memory, and growing it stops the device for seconds.
+        """
+        return max(self._block, shape[0] * shape[1])
 
     def _step(self, params: Params, tokens: jax.Array, index: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
         """The whole of what a device does with a batch."""
+        left = len(self.taps)
 
         def keep(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+            nonlocal left
+            left -= 1
             x = x.astype(self._store_dtype).reshape(self.groups, -1, x.shape[-1])
             x = jax.lax.with_sharding_constraint(x, self.groups_sharding)
             x = jax.vmap(lambda rows, places: rows[places])(x, index)
-            return jax.device_put(x, self.away_sharding), jnp.isfinite(x).all(axis=(1, 2))
+            # Nothing of this program is left to hide the last transfer: start() sends it, under the next program.
+            away = jax.device_put(x, self.away_sharding) if left else x
+            return away, jnp.isfinite(x).all(axis=(1, 2))
 
         kept = forward(params, tokens, config=self.config, taps=self.taps, attention=self.attend, keep=keep)
         finite = jnp.stack([finite for _, finite in kept])
@@ -142,11 +157,12 @@ class DeviceProducer:
         """Send a batch to the devices. A shape's first batch is waited for, so that too little memory shows here."""
         shape = (batch.rows, batch.length)
         program = self._wait_for(shape)
-        packed = pack(batch)
+        packed = pack(batch, self._rows(shape))
         try:
             arrays, finite = program(
                 self.params, _put(packed.tokens, self.rows_sharding), _put(packed.places, self.groups_sharding)
             )
+            arrays = [jax.device_put(array, self.away_sharding) for array in arrays]  # all but one are there already
             if shape not in self._proven:
                 jax.block_until_ready(arrays)
                 self._proven.add(shape)

@@ -38,7 +38,7 @@ from spile.store.run import join_run, read_run
 from spile.store.stream import StreamStore, clear_stream, join_stream, read_stream, stream_has_commits
 from spile.weights.loading import load
 
-__all__ = ["Parts", "bytes_a_token", "default_batch_tokens", "extract", "find", "lanes_for", "make_producer"]
+__all__ = ["Parts", "batch_tokens", "bytes_a_token", "extract", "find", "lanes_for", "make_producer"]
 
 _BATCH_TOKENS = {"cpu": (4096, 4096), "gpu": (8192, 32768), "tpu": (4096, 16384)}
 """Tokens a device and step, at least and at most: enough to keep it busy, and its rows a fraction of a shard."""
@@ -222,6 +222,7 @@ def make_producer(parts: Parts, progress: Progress) -> DeviceProducer:
         mesh=mesh,
         attention=choose(config, mesh.devices.flat[0].platform, dtype),
         dtype=dtype,
+        block=batch_tokens(parts),
         progress=progress,
     )
 
@@ -240,7 +241,7 @@ def _work(
     if expected is not None:
         progress.total_samples = len(Ranges([(0, expected)]) - done)
     sizes = Sizes(
-        batch_tokens=spec.batch_tokens or default_batch_tokens(spec, bytes_a_token(parts)),
+        batch_tokens=batch_tokens(parts),
         batch_size=spec.batch_size,
         longest=spec.data.max_seq_length,
         shard_bytes=spec.shard_size_gb * 1e9 * jax.process_count(),  # each host has a file of its own
@@ -262,14 +263,17 @@ def _work(
     return finished
 
 
-def default_batch_tokens(spec: ExtractSpec, bytes_a_token: int) -> int:
-    """What keeps the device busy, but no more rows than half a shard's.
+def batch_tokens(parts: Parts) -> int:
+    """As asked; with ``--batch-size`` alone, room for that many of the longest samples.
 
-    With ``--batch-size`` alone, room for that many of the longest samples.
+    Else what keeps the device busy, but no more rows than about half a shard's.
     """
+    spec = parts.spec
+    if spec.batch_tokens is not None:
+        return spec.batch_tokens
     if spec.batch_size is not None:
         return spec.batch_size * spec.data.max_seq_length
-    most = int(spec.shard_size_gb * 1e9 / 2 / bytes_a_token)
+    most = int(spec.shard_size_gb * 1e9 / 2 / bytes_a_token(parts))
     floor, ceiling = _BATCH_TOKENS[jax.default_backend()]
     return max(floor, min(ceiling, 1 << max(most, 1).bit_length()))
 

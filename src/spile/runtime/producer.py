@@ -35,7 +35,7 @@ class Packed(NamedTuple):
     tokens: npt.NDArray[np.int32]
     """[groups × rows, length], padded on the right with zeros."""
     places: npt.NDArray[np.int32]
-    """[groups, rows × length]: where a group's real tokens lie in it, one after another; then zeros."""
+    """[groups, block]: where a group's real tokens lie in it, one after another; then zeros."""
 
 
 class Producer(Protocol):
@@ -62,11 +62,11 @@ class Producer(Protocol):
         """For people: ``8 × NVIDIA H200, bfloat16, cudnn attention``."""
 
 
-def pack(batch: Batch) -> Packed:
+def pack(batch: Batch, block: int | None = None) -> Packed:
     """Tokens in a rectangle, and the places of the real ones, so that padding is dropped before rows leave a device."""
     groups, rows, length = len(batch.groups), batch.rows, batch.length
     tokens = np.zeros((groups, rows, length), np.int32)
-    index = np.zeros((groups, rows * length), np.int32)
+    index = np.zeros((groups, block or rows * length), np.int32)
     for g, group in enumerate(batch.groups):
         filled = 0
         for r, sample in enumerate(group):

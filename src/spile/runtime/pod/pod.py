@@ -15,8 +15,8 @@ from typing import NoReturn, TypeVar
 from spile.errors import PodError, SpileError
 from spile.runtime.pod.barriers import Coordination, Service, start_service
 from spile.runtime.pod.identity import Identity
-from spile.runtime.pod.rollcall import Answer, answer_roll_call, hold_roll_call
-from spile.runtime.pod.watch import Watch
+from spile.runtime.pod.rollcall import OpenRoll, answer_roll_call, hold_roll_call
+from spile.runtime.pod.watch import End, Watch, end_process
 
 __all__ = ["BARRIERS", "Pod", "PodTimes", "join"]
 
@@ -153,15 +153,17 @@ def join(identity: Identity, *, times: PodTimes | None = None, say: Line = lambd
     say("")
     if identity.first:
         say(f"🚀 Starting barrier server on port {identity.port}...")
-    answer = _roll_call(identity, serve, times, say)
-    identity = replace(identity, hosts=identity.hosts or answer.names)
+    roll = _roll_call(identity, serve, times, say)
+    identity = replace(identity, hosts=identity.hosts or roll.answer.names)
     say("✓ Synchronized! Starting JAX init...")
-    coordination = Coordination.connect(answer.service, identity, timeout=times.roll_call)
+    with roll.guarded(lambda line: end_process(End(line)), times.roll_call):
+        # JAX's own patience is longer than ours: it would abort everybody, and name nobody.
+        coordination = Coordination.connect(roll.answer.service, identity, timeout=2 * times.roll_call + 60)
     watch = Watch(coordination, timeout=times.heartbeat)
     return Pod(identity, coordination, watch, service[0] if service else None, times)
 
 
-def _roll_call(identity: Identity, serve: Callable[[], str], times: PodTimes, say: Line) -> Answer:
+def _roll_call(identity: Identity, serve: Callable[[], str], times: PodTimes, say: Line) -> OpenRoll:
     def ready(line: str) -> None:
         say(f"✓ {line}")
         say(f"⏳ Waiting at '{BARRIERS[0]}' barrier...")

@@ -12,15 +12,16 @@ import json
 import os
 import selectors
 import socket
+import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 
 from spile.errors import PodError
 from spile.runtime.pod.identity import Identity
 from spile.version import __version__
 
-__all__ = ["Answer", "answer_roll_call", "hold_roll_call"]
+__all__ = ["Answer", "OpenRoll", "answer_roll_call", "hold_roll_call"]
 
 _MOST_BYTES = 1 << 16
 _RETRY_SECONDS = 0.25
@@ -86,11 +87,93 @@ class _Roll:
         return None
 
 
+class OpenRoll:
+    """The roll call's connections, held until everyone is on the coordination service: until then they are what tells
+    that a host has died, and JAX, which waits for it, would abort everybody without a name.
+    """
+
+    def __init__(self, identity: Identity, answer: Answer, sockets: dict[int, socket.socket]) -> None:
+        self.answer = answer
+        self._identity = replace(identity, hosts=identity.hosts or answer.names)
+        self._sockets = sockets
+
+    @contextlib.contextmanager
+    def guarded(self, end: Line, timeout: float) -> Iterator[None]:
+        """While this process connects: ``end`` is called, with a line, should another not come that far."""
+        watch = self._await_all if self._identity.first else self._await_bye
+        thread = threading.Thread(target=watch, args=(end, time.monotonic() + timeout), daemon=True)
+        thread.start()
+        try:
+            yield
+            if not self._identity.first:
+                with contextlib.suppress(OSError):  # worker 0 has gone: the thread knows
+                    self._sockets[0].sendall(b"connected\n")
+            thread.join()
+            if self._identity.first:
+                self._tell({"bye": True})
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """No more to say."""
+        for connection in self._sockets.values():
+            with contextlib.suppress(OSError):  # the other side may be gone
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
+
+    def _tell(self, message: dict[str, object]) -> None:
+        _tell([_Caller(connection) for connection in self._sockets.values()], message)
+
+    def _await_all(self, end: Line, until: float) -> None:
+        waiting = dict(self._sockets)
+        while waiting:
+            for number, gone in self._heard(waiting):
+                if gone:
+                    self._fail(f"{self._identity.host(number)} died between the roll call and JAX's start", end)
+                    return
+                del waiting[number]
+            if waiting and time.monotonic() > until:
+                named = ", ".join(self._identity.host(number) for number in waiting)
+                self._fail(f"{named} did not connect to the coordination service in time", end)
+                return
+
+    @staticmethod
+    def _heard(waiting: dict[int, socket.socket]) -> list[tuple[int, bool]]:
+        """Those who said that they are connected, and those who are gone."""
+        with selectors.DefaultSelector() as selector:
+            for number, connection in waiting.items():
+                connection.setblocking(False)
+                selector.register(connection, selectors.EVENT_READ, number)
+            found = []
+            for key, _ in selector.select(0.5):
+                try:
+                    data = waiting[key.data].recv(64)
+                except OSError:
+                    data = b""
+                found.append((key.data, not data))
+            return found
+
+    def _fail(self, line: str, end: Line) -> None:
+        line = f"{line}; run the same command again on all hosts"
+        self._tell({"error": line})
+        end(line)
+
+    def _await_bye(self, end: Line, until: float) -> None:
+        try:
+            heard = _listen_for(self._sockets[0], self._identity, until)
+        except PodError:
+            end(f"{self._identity.host(0)} died before JAX had started on all hosts; run the same command again on all")
+            return
+        if "error" in heard:
+            end(str(heard["error"]))
+
+
 def hold_roll_call(
     identity: Identity, serve: Callable[[], str], *, timeout: float, ready: Line = lambda _: None
-) -> Answer:
+) -> OpenRoll:
     """Worker 0: wait for all the others, then start the service and tell them where it is."""
     roll = _Roll(identity)
+    service = ""
     with _listen(identity) as listener, selectors.DefaultSelector() as selector:
         ready(f"Barrier server ready on port {listener.getsockname()[1]}")
         selector.register(listener, selectors.EVENT_READ)
@@ -105,10 +188,13 @@ def hold_roll_call(
             names = (identity.name, *(roll.present[number].name for number in range(1, identity.count)))
             service = serve()
             _tell(callers, {"service": service, "names": names})
-            return Answer(service, names)
+            sockets = {number: caller.connection for number, caller in roll.present.items()}
+            return OpenRoll(identity, Answer(service, names), sockets)
         finally:
+            kept = {id(caller) for caller in roll.present.values()} if service else set()
             for caller in callers:
-                caller.connection.close()
+                if id(caller) not in kept:
+                    caller.connection.close()
 
 
 def _listen(identity: Identity) -> socket.socket:
@@ -197,10 +283,11 @@ def _tell(callers: list[_Caller], message: dict[str, object]) -> None:
             caller.connection.sendall(data)
 
 
-def answer_roll_call(identity: Identity, *, timeout: float) -> Answer:
+def answer_roll_call(identity: Identity, *, timeout: float) -> OpenRoll:
     """Any other worker: call worker 0 until it answers."""
     until = time.monotonic() + timeout
-    with _connect(identity, until, timeout) as connection:
+    connection = _connect(identity, until, timeout)
+    try:
         said = {
             "process": identity.process,
             "count": identity.count,
@@ -210,9 +297,13 @@ def answer_roll_call(identity: Identity, *, timeout: float) -> Answer:
         connection.sendall(json.dumps(said).encode() + b"\n")
         # Worker 0 may have come later than we: its own clock decides who is missing, and tells.
         heard = _listen_for(connection, identity, time.monotonic() + timeout + _MINUTE)
-    if "error" in heard:
-        raise PodError(str(heard["error"]))
-    return Answer(str(heard["service"]), tuple(str(name) for name in heard["names"]))  # type: ignore[attr-defined]
+        if "error" in heard:
+            raise PodError(str(heard["error"]))
+        names = tuple(str(name) for name in heard["names"])  # type: ignore[attr-defined]
+        return OpenRoll(identity, Answer(str(heard["service"]), names), {0: connection})
+    except BaseException:
+        connection.close()
+        raise
 
 
 def _connect(identity: Identity, until: float, timeout: float) -> socket.socket:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from spile.runtime.pod.barriers import Coordination
 from spile.runtime.pod.identity import Identity
 
-__all__ = ["Beats", "End", "Watch"]
+__all__ = ["Beats", "End", "Watch", "end_process"]
 
 
 _NEXT = "this process ends too, and the same command on all hosts resumes"
@@ -58,7 +58,7 @@ class Beats:
         return None
 
 
-def _end(end: End) -> None:
+def end_process(end: End) -> None:
     """One line, then out: nothing else in this process can be trusted to come back."""
     sys.stdout.flush()
     os.write(2, f"spile: {end.line}\n".encode())
@@ -74,7 +74,7 @@ class Watch:
         *,
         timeout: float,
         every: float | None = None,
-        end: Callable[[End], None] = _end,
+        end: Callable[[End], None] = end_process,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._coordination, self._timeout = coordination, timeout
