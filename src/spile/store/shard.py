@@ -16,6 +16,9 @@ from spile.store.record import ShardRecord
 
 __all__ = ["ShardBuilder"]
 
+_PIECE = CHUNK
+"""Bytes that are checksummed and then written at once, while they are still in the processor's cache."""
+
 
 class ShardBuilder:
     """One shard, from its samples' lengths to its record.
@@ -91,8 +94,11 @@ class ShardBuilder:
         if not len(rows):
             return
         data = np.ascontiguousarray(rows).view(np.uint8).reshape(-1).data
-        crc.extend(data)
-        self._writer.write_at(self._plan.places[self._taps[tap]].start + row * width, data)
+        place = self._plan.places[self._taps[tap]].start + row * width
+        for start in range(0, len(data), _PIECE):
+            piece = data[start : start + _PIECE]
+            crc.extend(piece)
+            self._writer.write_at(place + start, piece)
 
     def finish(self, samples: int | None = None) -> ShardRecord:
         """Make the shard durable, with its first ``samples`` samples (all of them unless told)."""
