@@ -172,3 +172,75 @@ def test_twenty_deaths_then_two_hosts_then_eight(tmp_path: Path, reference: Data
         ended = tpu.run(2, 4) if seed % 2 else tpu.run(8, 1)
         assert [end.code for end in ended] == [0] * len(ended), [end.err for end in ended]
         tpu.finish(reference)
+
+
+def test_a_signal_on_one_host_stops_all_at_the_same_batch(tmp_path: Path, reference: Dataset) -> None:
+    """The other host has no signal; both commit what they have, say so by exit code 130, and the run goes on alone."""
+    body = """
+import threading
+from spile.runtime.extract import extract
+from spile.runtime.pod.together import Joined
+from spile.runtime.progress import Progress
+from spile.spec.run import DataSpec, ExtractSpec
+stop, progress = threading.Event(), Progress()
+if me == 1:  # as a signal's handler does, once the second batch has come home
+    whole = progress.add
+    progress.add = lambda **counts: (whole(**counts), progress.snapshot().samples >= 8 and stop.set())
+with join(identity, times=PodTimes(120, 120, 60)) as pod:
+    data = DataSpec(max_seq_length=64, max_samples=48)
+    spec = ExtractSpec(data=data, output={root!r}, store_dtype="float32", layers=(1, 3), batch_size=1)
+    summary = extract(spec, stop=stop, progress=progress, hosts=Joined(pod))
+    print("ended", summary.exit_code, summary.samples, flush=True)
+"""
+    with launch(tmp_path, body.format(root=str(tmp_path / "out")), 2, devices=2) as group:
+        ended = group.wait(280)
+    assert [end.code for end in ended] == [0, 0], ended[0].err + ended[1].err
+    said = {next(line for line in end.out.splitlines() if "ended 130" in line)[-2:] for end in ended}
+    assert len(said) == 1
+    committed = int(said.pop())
+    assert 8 <= committed < 48
+    tpu = Slice(tmp_path / "out")
+    assert tpu.run(1, 1)[0].code == 0
+    tpu.finish(reference)
+
+
+def test_a_zombie_slice_is_fenced_as_a_whole(tmp_path: Path) -> None:
+    body = """
+from spile.objects import open_folder
+from spile.runtime import extract as module
+from spile.runtime.pod.together import Joined
+from spile.spec.run import DataSpec, ExtractSpec
+with join(identity, times=PodTimes(120, 120, 60)) as pod:
+    data = DataSpec(max_seq_length=64, max_samples=16)
+    spec = ExtractSpec(data=data, output={root!r}, store_dtype="float32", layers=(1,), batch_size=1, mesh_shape=(2, 1))
+    real = module._agreed
+    def agreed(parts, stream, hosts):
+        found = real(parts, stream, hosts)
+        if me == 0:  # another worker takes the stream between our plan and our first commit
+            from spile.spec.sample import Skip
+            from spile.store.stream import join_stream
+            other = join_stream(parts.root, 0, parts.stream_identity, parts.identity)
+            other.commit([], [Skip(0, "x", "taken by another")])
+        return found
+    module._agreed = agreed
+    module.extract(spec, hosts=Joined(pod))
+"""
+    with launch(tmp_path, body.format(root=str(tmp_path / "out")), 2) as group:
+        ended = group.wait(280)
+    assert [end.code for end in ended] == [3, 3], ended[0].err + ended[1].err
+    assert "another worker owns this stream" in ended[0].lines[0]
+    assert "worker 0 (host-0) ended: another worker owns this stream" in ended[1].lines[0]
+
+
+def test_another_command_on_one_host_is_refused_by_name(tmp_path: Path) -> None:
+    place = f"127.0.0.1:{free_port()}"
+    tpu = Slice(tmp_path / "out")
+    commands = [
+        [sys.executable, "-m", "spile.cli.main", *tpu.words, *tpu._place(place, number, 2), "--seed", str(number)]
+        for number in range(2)
+    ]
+    with started(commands, [clean_environment(1)] * 2) as group:
+        ended = group.wait(120)
+    assert [end.code for end in ended] == [2, 2], ended[0].err
+    assert ended[1].lines[0].startswith("spile: worker 1 of 2 was given another command than worker 0: data")
+    assert "ended: worker 1 of 2 was given another command" in ended[0].lines[0]

@@ -12,7 +12,7 @@ import pytest
 from pod.launching import free_port
 from spile.errors import PodError
 from spile.runtime.pod.identity import Identity
-from spile.runtime.pod.rollcall import Answer, answer_roll_call, hold_roll_call
+from spile.runtime.pod.rollcall import Answer, OpenRoll, answer_roll_call, hold_roll_call
 
 
 class Workers:
@@ -24,10 +24,12 @@ class Workers:
         self.results: dict[str, Answer | Exception] = {}
         self.threads: list[threading.Thread] = []
 
-    def start(self, key: str, call: Callable[[], Answer]) -> None:
+    def start(self, key: str, call: Callable[[], OpenRoll]) -> None:
         def run() -> None:
             try:
-                self.results[key] = call()
+                roll = call()
+                self.results[key] = roll.answer
+                roll.close()
             except PodError as error:
                 self.results[key] = error
 
@@ -145,3 +147,51 @@ def test_a_stranger_is_refused() -> None:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
         (error,) = workers.join().values()
     assert "no spile worker" in str(error)
+
+
+def test_one_who_dies_before_jax_has_started_is_named() -> None:
+    workers = Workers(3)
+    lines: dict[str, list[str]] = {"0": [], "2": []}
+    rolls: dict[str, OpenRoll] = {}
+
+    def keep(key: str, call: Callable[[], OpenRoll]) -> threading.Thread:
+        thread = threading.Thread(target=lambda: rolls.update({key: call()}))
+        thread.start()
+        return thread
+
+    def other(number: int) -> Callable[[], OpenRoll]:
+        identity = replace(workers.base, process=number, name=f"host-{number}")
+        return lambda: answer_roll_call(identity, timeout=20)
+
+    threads = [keep("0", lambda: hold_roll_call(workers.base, lambda: "x:1", timeout=20))]
+    threads += [keep(str(number), other(number)) for number in (1, 2)]
+    for thread in threads:
+        thread.join()
+    rolls["1"].close()
+    with rolls["2"].guarded(lines["2"].append, 20), rolls["0"].guarded(lines["0"].append, 20):
+        pass
+    (line,) = lines["0"]
+    assert line.startswith("worker 1 (host-1, process")
+    assert "died between the roll call and JAX's start" in line
+    assert lines["2"] == [line]
+
+
+def test_all_go_on_when_all_are_connected() -> None:
+    workers = Workers(2)
+    rolls: dict[str, OpenRoll] = {}
+    first = threading.Thread(
+        target=lambda: rolls.update({"0": hold_roll_call(workers.base, lambda: "x:1", timeout=20)})
+    )
+    first.start()
+    rolls["1"] = answer_roll_call(replace(workers.base, process=1, name="host-1"), timeout=20)
+    first.join()
+
+    def connect(key: str) -> None:
+        with rolls[key].guarded(pytest.fail, 20):
+            pass
+
+    both = [threading.Thread(target=connect, args=(key,)) for key in rolls]
+    for thread in both:
+        thread.start()
+    for thread in both:
+        thread.join()

@@ -96,6 +96,7 @@ class OpenRoll:
         self.answer = answer
         self._identity = replace(identity, hosts=identity.hosts or answer.names)
         self._sockets = sockets
+        self._failed = False
 
     @contextlib.contextmanager
     def guarded(self, end: Line, timeout: float) -> Iterator[None]:
@@ -109,7 +110,7 @@ class OpenRoll:
                 with contextlib.suppress(OSError):  # worker 0 has gone: the thread knows
                     self._sockets[0].sendall(b"connected\n")
             thread.join()
-            if self._identity.first:
+            if self._identity.first and not self._failed:
                 self._tell({"bye": True})
         finally:
             self.close()
@@ -155,6 +156,7 @@ class OpenRoll:
 
     def _fail(self, line: str, end: Line) -> None:
         line = f"{line}; run the same command again on all hosts"
+        self._failed = True
         self._tell({"error": line})
         end(line)
 
