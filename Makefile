@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 JOBS   ?= 2
 
-.PHONY: help demo test check bench soak clean
+.PHONY: help demo test check bench soak requirements clean
 help:            ## what there is
 	@grep -hE '^[a-z]+: .*##|^[a-z]+:  *##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -31,6 +31,10 @@ bench: $(VENV)/.ready  ## what this machine reaches, beside the alternatives
 
 soak: $(VENV)/.ready  ## every randomized and slow case
 	$(BIN)/pytest -n $(JOBS) tests
+
+requirements: $(VENV)/.ready  ## pin every dependency anew, with hashes
+	$(BIN)/pip-compile --quiet --strip-extras --generate-hashes --allow-unsafe --no-header --no-emit-index-url \
+	  --no-emit-find-links --no-emit-trusted-host --extra data --extra dev -o requirements.txt pyproject.toml
 
 clean:           ## remove what the targets made
 	rm -rf $(VENV) activations .bench build dist
