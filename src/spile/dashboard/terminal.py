@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 
 from rich.console import Console, Group, RenderableType
@@ -143,37 +144,28 @@ def watch(
 ) -> Snapshot:
     """Show snapshots until all is done, or Ctrl+C, which stops the view and nothing else. Gives the last one."""
     snapshot = take()
-    if once or not console.is_terminal:
-        return _log(take, console, snapshot, interval, once, sleep)
-    with Live(render(snapshot, interval=interval), console=console, auto_refresh=False) as live:
-        while not snapshot.done:
-            try:
-                sleep(interval)
-                snapshot = take()
-            except KeyboardInterrupt:
-                break
-            live.update(render(snapshot, interval=interval), refresh=True)
-    return snapshot
-
-
-def _log(
-    take: Callable[[], Snapshot],
-    console: Console,
-    snapshot: Snapshot,
-    interval: float,
-    once: bool,
-    sleep: Callable[[float], None],
-) -> Snapshot:
     if once:
         console.print(render(snapshot))
         return snapshot
-    while True:
-        for line in plain_lines(snapshot):
-            console.print(line, soft_wrap=True, markup=False, highlight=False)
-        if snapshot.done:
-            return snapshot
-        try:
+    with ExitStack() as stack:
+        stack.enter_context(suppress(KeyboardInterrupt))  # wherever in the loop it lands
+        show = _shower(console, interval, stack)
+        show(snapshot)
+        while not snapshot.done:
             sleep(interval)
             snapshot = take()
-        except KeyboardInterrupt:
-            return snapshot
+            show(snapshot)
+    return snapshot
+
+
+def _shower(console: Console, interval: float, stack: ExitStack) -> Callable[[Snapshot], None]:
+    """How a snapshot is shown: drawn over the last one in a terminal, as lines elsewhere."""
+    if console.is_terminal:
+        live = stack.enter_context(Live(console=console, auto_refresh=False))
+        return lambda snapshot: live.update(render(snapshot, interval=interval), refresh=True)
+
+    def lines(snapshot: Snapshot) -> None:
+        for line in plain_lines(snapshot):
+            console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+    return lines
