@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -45,13 +46,16 @@ def settle(client: CloudTpu, operation: Operation) -> Operation:
 
 
 @pytest.fixture
-def google_client(fake: FakeCloud) -> object:
+def google_client(fake: FakeCloud) -> Iterator[object]:
     import google.cloud.common  # noqa: F401  the type of an operation's metadata
     from google.cloud import tpu_v2
     from google.cloud.tpu_v2.services.tpu.transports.rest import TpuRestTransport
 
     transport = TpuRestTransport(host=f"127.0.0.1:{fake.port}", url_scheme="http", credentials=AnonymousCredentials())
-    return tpu_v2.TpuClient(transport=transport)
+    yield tpu_v2.TpuClient(transport=transport)
+    transport.close()
+    # Polling operations opens a session of its own, which the client leaves open.
+    transport.operations_client.transport._session.close()
 
 
 def test_the_real_client_makes_sees_and_deletes_a_node(fake: FakeCloud, google_client) -> None:
