@@ -156,6 +156,8 @@ class Pipeline:
         self._stopped = False
         self._unfinished: set[_Shard] = set()
         self._commit_lock = threading.Lock()
+        self._refused = False
+        """A commit failed."""
 
     def run(self, works: Iterable[Work]) -> bool:
         """Work everything off. True: to the end; False: stopped early, with all that was computed committed."""
@@ -175,9 +177,10 @@ class Pipeline:
         try:
             crew.join()
         finally:
-            for shard in self._unfinished:
+            # Nothing half-written stays; but under a thread that hangs, an open file is left to the end of the process.
+            for shard in self._unfinished if crew.ended else ():
                 if shard.builder is not None:
-                    shard.builder.abort()  # nothing half-written stays
+                    shard.builder.abort()
         return not self._stopped
 
     # -- feeder ---------------------------------------------------------------------------------------------------
@@ -376,7 +379,11 @@ class Pipeline:
             record = shard.builder.finish(None if close.whole else shard.samples)
             self._progress.add(shards_written=1, bytes=record.size)
         with self._commit_lock:
+            if self._refused:
+                raise Stopped  # the first refusal is the one to tell: after it the store only says that it is unsure
+            self._refused = True
             self._sink.commit(record, shard.skipped, shard.end)
+            self._refused = False
         self._unfinished.discard(shard)
         self._progress.add(
             shards_committed=int(record is not None), samples_committed=shard.samples + len(shard.skipped)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
@@ -13,6 +14,8 @@ T = TypeVar("T")
 
 _LOOK_UP = 0.1
 """Seconds between looks at whether the crew was told to stop."""
+_PATIENCE = 2.0
+"""Seconds that an interrupted crew is waited for."""
 
 
 class Stopped(Exception):  # control flow between our own threads; never leaves them
@@ -34,9 +37,9 @@ class Crew:
         return self._failed.is_set()
 
     def fail(self, error: BaseException) -> None:
-        """End everybody; the first error is the one that counts."""
+        """End everybody; the first error is the one that counts, but for an interrupt, which is the user's word."""
         with self._lock:
-            if self._error is None and not isinstance(error, Stopped):
+            if isinstance(error, KeyboardInterrupt) or (self._error is None and not isinstance(error, Stopped)):
                 self._error = error
         self._failed.set()
 
@@ -54,12 +57,29 @@ class Crew:
         thread.start()
 
     def join(self) -> None:
-        """Wait for all to end, then raise what ended them early, if anything."""
-        for thread in self._threads:
-            while thread.is_alive():  # a bare join would hold back Ctrl+C
-                thread.join(_LOOK_UP)
+        """Wait for all to end, then raise what ended them early, if anything.
+
+        Who is interrupted does not wait long for a thread that waits itself, for a device or a network that hangs.
+        """
+        try:
+            while not self._interrupted and not self.ended:
+                time.sleep(_LOOK_UP / 10)  # a bare join would hold back Ctrl+C
+        except KeyboardInterrupt as error:
+            self.fail(error)
+        patience = time.monotonic() + _PATIENCE
+        while not self.ended and time.monotonic() < patience:
+            time.sleep(_LOOK_UP / 10)
         if self._error is not None:
             raise self._error
+
+    @property
+    def ended(self) -> bool:
+        """Whether no thread is at work any more."""
+        return not any(thread.is_alive() for thread in self._threads)
+
+    @property
+    def _interrupted(self) -> bool:
+        return isinstance(self._error, KeyboardInterrupt)
 
 
 class Pipe(Generic[T]):

@@ -1,0 +1,106 @@
+"""Signals and rivals, through the real worker loop: what was computed is committed, and the loser says so in a line."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+import pytest
+from worker_main import Life, assert_whole, committed, start, visit
+
+from spile.objects import open_folder
+from spile.status.heartbeat import read_beat
+
+COUNT = 150
+FENCED = 3
+ENDLESS = 10**9
+"""A shard that is never full: what is committed early was committed because of the signal."""
+
+
+def until(path: Path, process: ForkServerProcess) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert process.is_alive(), process.exitcode
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def signalled(url: str, tmp_path: Path, number: int, **changes: object) -> int | None:
+    """The exit code of a worker that got a signal after its fourth batch."""
+    mark = tmp_path / "mark"
+    process = start(url, COUNT, Life(shard_bytes=ENDLESS, seconds=0.02, mark=(str(mark), 4)), **changes)
+    until(mark, process)
+    os.kill(process.pid or 0, number)
+    process.join(60)
+    return process.exitcode
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_commits_the_short_shard(folder_url: str, tmp_path: Path, number: int) -> None:
+    assert signalled(folder_url, tmp_path, number) == 130
+    folder = open_folder(folder_url)
+    assert 4 <= len(committed(folder)) < COUNT
+    assert not list(folder.unfinished())
+    beat = read_beat(folder.child("tpu_0"))
+    assert beat is not None
+    assert visit(folder_url, COUNT, Life(lanes=3, batch_tokens=300, shard_bytes=3000))[0]
+    assert_whole(folder_url, COUNT)
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_a_signal_commits_the_short_shard_of_every_lane(tmp_path: Path, groups: int) -> None:
+    url = str(tmp_path / "root")
+    assert signalled(url, tmp_path, signal.SIGTERM, lanes=3, shard_bytes=20_000, groups=groups) == 130
+    assert 0 < len(committed(open_folder(url))) < COUNT
+    assert not list(tmp_path.rglob(".tmp-*"))
+    assert visit(url, COUNT, Life(lanes=1, batch_size=2, commit_every=0.02))[0]
+    assert_whole(url, COUNT)
+
+
+@pytest.mark.parametrize("numbers", [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGTERM)])
+def test_a_second_signal_does_not_wait_for_a_device_that_hangs(tmp_path: Path, numbers: tuple[int, int]) -> None:
+    url, mark = str(tmp_path / "root"), tmp_path / "mark"
+    process = start(url, COUNT, Life(shard_bytes=3000, seconds=0.01, mark=(str(mark), 6), stuck_after=6))
+    until(mark, process)
+    for number in numbers:
+        os.kill(process.pid or 0, number)
+        time.sleep(0.3)
+    process.join(60)
+    assert process.exitcode == 130
+    assert visit(url, COUNT, Life(lanes=3))[0]
+    assert_whole(url, COUNT)
+
+
+def test_a_second_signal_takes_the_unfinished_shard_away(tmp_path: Path) -> None:
+    url, mark = str(tmp_path / "root"), tmp_path / "mark"
+    process = start(url, 2000, Life(shard_bytes=ENDLESS, seconds=0.3, mark=(str(mark), 2)))
+    until(mark, process)
+    os.kill(process.pid or 0, signal.SIGINT)
+    time.sleep(0.05)
+    os.kill(process.pid or 0, signal.SIGINT)
+    process.join(60)
+    assert process.exitcode == 130
+    assert not list(tmp_path.rglob(".tmp-*shard*"))
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_two_workers_one_wins(folder_url: str, tmp_path: Path, lanes: int) -> None:
+    life = Life(lanes=lanes, shard_bytes=6000, seconds=0.02)
+    errors = [tmp_path / "first", tmp_path / "second"]
+    mark = tmp_path / "mark"
+    first = start(folder_url, COUNT, life, stderr=str(errors[0]), mark=(str(mark), 3))
+    until(mark, first)
+    second = start(folder_url, COUNT, life, stderr=str(errors[1]), batch_tokens=200)
+    codes = []
+    for process in (first, second):
+        process.join(120)
+        codes.append(process.exitcode)
+    assert sorted(codes, key=str) == [0, FENCED]
+    (line,) = errors[codes.index(FENCED)].read_text().splitlines()
+    assert line.startswith("spile: another worker owns this stream: ")
+    assert "expected attempt" in line
+    assert errors[codes.index(0)].read_text() == ""
+    assert_whole(folder_url, COUNT)

@@ -1,0 +1,180 @@
+"""The real worker loop in a process of its own: NumPy for a model, the command line's signals, any backend.
+
+``start`` forks one from a clean server. It ends as ``spile extract`` does: an exit code, and one line of error.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from multiprocessing import get_context
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import numpy as np
+from killing import Switch, _paths
+
+from producers import TAPS, NumpyProducer, lengths, rows_of, run_identity, sample, stream_identity
+from spile.errors import SpileError
+from spile.objects import Folder, open_folder
+from spile.plan.batches import Batch
+from spile.plan.ranges import Ranges
+from spile.runtime.notes import Notes
+from spile.runtime.producer import Block
+from spile.runtime.progress import Progress
+from spile.runtime.worker import LocalControl, Sizes, work
+from spile.spec.run import ExtractSpec
+from spile.spec.sample import Sample, Skip
+from spile.store.ledger import read_ledger
+from spile.store.proof import verify
+from spile.store.reader import open as open_dataset
+from spile.store.run import join_run
+from spile.store.stream import StreamStore, join_stream
+
+__all__ = ["KILLED", "Life", "assert_whole", "committed", "items", "start", "visit"]
+
+KILLED = -9
+
+
+@dataclass(frozen=True)
+class Life:
+    """How a worker goes about it. Nothing of it may change a row."""
+
+    lanes: int = 1
+    groups: int = 1
+    batch_tokens: int = 128
+    batch_size: int | None = None
+    shard_bytes: float = 12_000
+    commit_every: float | None = None
+    seconds: float = 0.0
+    """How long a batch takes."""
+    stuck_after: int | None = None
+    """The batch after which the device does not answer any more."""
+    mark: tuple[str, int] | None = None
+    """A file to create once so many batches are fetched."""
+    switch: Switch = field(default_factory=lambda: Switch(None))
+    stderr: str | None = None
+
+
+class _Producer(NumpyProducer):
+    """Says when it is on its way, and may stop answering."""
+
+    def __init__(self, life: Life) -> None:
+        super().__init__(life.groups, seconds=life.seconds)
+        self._life, self._fetched = life, 0
+
+    def fetch(self, pending: object) -> Sequence[Sequence[Block]]:
+        assert isinstance(pending, Batch)
+        if self._life.stuck_after is not None and self._fetched >= self._life.stuck_after:
+            time.sleep(3600)
+        blocks = super().fetch(pending)
+        self._fetched += 1
+        if self._life.mark is not None and self._fetched == self._life.mark[1]:
+            Path(self._life.mark[0]).touch()
+        return blocks
+
+
+def items(count: int, done: Ranges = Ranges()) -> Iterator[Sample | Skip]:  # noqa: B008
+    """The stream: every 13th sample is skipped."""
+    for index, length in enumerate(lengths(count)):
+        if index not in done:
+            yield Skip(index, f"task-{index}", "too long") if index % 13 == 4 else sample(index, length)
+
+
+def visit(
+    url: str, count: int, life: Life, stop: Event | None = None, progress: Progress | None = None
+) -> tuple[bool, StreamStore]:
+    """One visit to the stream through ``runtime.worker``, as ``spile extract`` makes it."""
+    root, run, progress = open_folder(url), run_identity(), progress or Progress()
+    join_run(root, run)
+    stream = join_stream(root, 0, stream_identity(count), run)
+    spec = ExtractSpec(output=url, commit_every=life.commit_every)
+    sizes = Sizes(life.batch_tokens, life.batch_size, 64, life.shard_bytes, life.lanes)
+    with Notes(spec, stream, progress, pulse=True, expected=count) as notes:
+        finished = work(
+            items(count, stream.ledger.done),
+            _Producer(life),
+            stream,
+            sizes,
+            progress=progress,
+            control=LocalControl(stop or Event(), life.commit_every),
+            after_commit=notes.committed,
+        )
+    if finished:
+        stream.finish()
+    return finished, stream
+
+
+def _live(url: str, count: int, life: Life) -> int:
+    from spile.cli.live import watched
+
+    with watched() as watch:
+        finished, _ = visit(url, count, life, watch.stop, watch.progress)
+    return 0 if finished else 130
+
+
+def main(url: str, count: int, environment: dict[str, str], life: Life) -> None:
+    """A process's whole work."""
+    os.environ.update(environment)
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    if life.stderr is not None:
+        os.dup2(os.open(life.stderr, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    if life.switch.at is not None:
+        life.switch.patch_system()
+    try:
+        code = _live(url, count, life)
+    except SpileError as error:
+        sys.stderr.write(f"spile: {error}\n")
+        code = error.exit_code
+    except KeyboardInterrupt:
+        code = 130
+    except BaseException:  # noqa: BLE001 - the parent sees the code, the trace goes to its log
+        traceback.print_exc()
+        code = 70
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def start(url: str, count: int, life: Life | None = None, **changes: Any) -> ForkServerProcess:
+    """A worker in a process of its own."""
+    context = get_context("forkserver")
+    here = Path(__file__).parent
+    with _paths(str(here), str(here.parent)):
+        context.set_forkserver_preload(["worker_main", "killing", "spile.cli.live", "spile.objects.cloud"])
+        names = ("STORAGE_EMULATOR_HOST", "AWS_", "SPILE_", "NO_PROXY", "no_proxy")
+        environment = {name: value for name, value in os.environ.items() if name.startswith(names)}
+        process = context.Process(target=main, args=(url, count, environment, replace(life or Life(), **changes)))
+        process.start()
+    return process
+
+
+def committed(folder: Folder) -> Ranges:
+    """What is done, by the ledger."""
+    return read_ledger(folder.child("tpu_0"), None).done
+
+
+def assert_whole(url: str, count: int) -> None:
+    """Proven, and every row of every sample is what an uninterrupted run stores."""
+    folder = open_folder(url)
+    report = verify(folder)
+    assert report.ok, [problem.line() for problem in report.all_problems]
+    dataset = open_dataset(folder)
+    wanted = [item for item in items(count) if isinstance(item, Sample)]
+    assert len(dataset.samples) == len(wanted)
+    for number, tap in enumerate(TAPS):
+        batches = list(dataset.batches(tap))
+        place, position, rows, tokens = (
+            np.concatenate([getattr(batch, name) for batch in batches])
+            for name in ("samples", "positions", "rows", "tokens")
+        )
+        order = np.lexsort((position, place))
+        assert np.array_equal(place[order], np.concatenate([np.full(len(s), s.index) for s in wanted]))
+        assert np.array_equal(tokens[order], np.concatenate([s.tokens for s in wanted]))
+        assert np.array_equal(rows[order], np.concatenate([rows_of(s.tokens, number) for s in wanted]))
