@@ -112,8 +112,10 @@ class Slice:
         self.words = f"""extract --max-samples {count} --max-seq-length {length} --layers 1,3 --store-dtype float32
             --batch-size 1 --shard-size-gb 1e-5 --output {root} --heartbeat-timeout 5 --barrier-timeout 60""".split()
 
-    def run(self, hosts: int, devices: int, *, kill: int | None = None, after: float = 0.0) -> list[Ended]:
-        """Start all; kill one after a while; all must end by themselves."""
+    def run(
+        self, hosts: int, devices: int, *, kill: int | None = None, after: float = 0.0, once: Path | None = None
+    ) -> list[Ended]:
+        """Start all; kill one after a while, or once there is a file; all must end by themselves."""
         place = f"127.0.0.1:{free_port()}"
         commands = [
             [sys.executable, "-m", "spile.cli.main", *self.words, *self._place(place, number, hosts)]
@@ -122,6 +124,9 @@ class Slice:
         with started(commands, [clean_environment(devices)] * hosts) as group:
             if kill is not None:
                 time.sleep(after)
+                until = time.monotonic() + 120
+                while once is not None and not once.exists() and time.monotonic() < until:
+                    time.sleep(0.01)
                 group.kill(kill)
             return group.wait(280)
 
@@ -151,7 +156,7 @@ def named(ended: list[Ended], victim: int) -> None:
 
 def test_a_killed_host_and_a_slice_of_another_size(tmp_path: Path, reference: Dataset) -> None:
     tpu = Slice(tmp_path / "out")
-    ended = tpu.run(2, 2, kill=1, after=6.0)
+    ended = tpu.run(2, 2, kill=1, once=tmp_path / "out" / "tpu_0" / "commits" / "0001.json")
     assert ended[1].code in (-signal.SIGKILL, 0)
     named(ended, 1)
     ended = tpu.run(1, 4)
@@ -190,14 +195,16 @@ with join(identity, times=PodTimes(120, 120, 60)) as pod:
     data = DataSpec(max_seq_length=64, max_samples=48)
     spec = ExtractSpec(data=data, output={root!r}, store_dtype="float32", layers=(1, 3), batch_size=1)
     summary = extract(spec, stop=stop, progress=progress, hosts=Joined(pod))
-    print("ended", summary.exit_code, summary.samples, flush=True)
+    with open({root!r} + f"/../ended-{{me}}", "w") as file:
+        file.write(f"{{summary.exit_code}} {{summary.samples}}")
 """
     with launch(tmp_path, body.format(root=str(tmp_path / "out")), 2, devices=2) as group:
         ended = group.wait(280)
     assert [end.code for end in ended] == [0, 0], ended[0].err + ended[1].err
-    said = {next(line for line in end.out.splitlines() if "ended 130" in line)[-2:] for end in ended}
+    said = {(tmp_path / f"ended-{number}").read_text() for number in range(2)}
     assert len(said) == 1
-    committed = int(said.pop())
+    code, committed = map(int, said.pop().split())
+    assert code == 130
     assert 8 <= committed < 48
     tpu = Slice(tmp_path / "out")
     assert tpu.run(1, 1)[0].code == 0
