@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from bench import naive
 from bench.shapes import SHAPES, make_model
 from spile.plan.ranges import Ranges
+from spile.runtime import naive
 from spile.runtime.extract import batch_tokens, find, make_producer
 from spile.runtime.progress import Progress
 from spile.runtime.worker import LocalControl, Sizes, work

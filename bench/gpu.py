@@ -14,13 +14,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench import naive
 from bench.shapes import make_model
-from spile.plan.ranges import Ranges
 from spile.runtime.bench import bench
-from spile.runtime.extract import find
 from spile.spec.run import DataSpec, ExtractSpec
-from spile.spec.sample import Sample
 
 
 def spec(model: Path, tasks: str, output: str, layers: tuple[int, ...] | None, **more: Any) -> ExtractSpec:
@@ -32,7 +28,7 @@ def main() -> None:
     parser.add_argument("tasks")
     parser.add_argument("--ram", default="/dev/shm/spile-bench")
     parser.add_argument("--disk", default="/var/tmp/spile-bench")
-    parser.add_argument("--only", default="all,one,seven,disk,naive")
+    parser.add_argument("--only", default="all,one,seven,disk")
     parser.add_argument("--tokens", type=int, default=4_000_000)
     parser.add_argument("--batch-tokens", type=int)
     parser.add_argument("--json", type=Path)
@@ -49,25 +45,18 @@ def main() -> None:
 
     def measure(name: str, run: ExtractSpec, tokens: int) -> None:
         began = time.perf_counter()
-        result = bench(run, tokens=tokens)
+        result = bench(run, tokens=tokens, compare=name.startswith("0.5b all layers, RAM"))
         results[name] = result.record()
         save()
         print(f"\n== {name} ({time.perf_counter() - began:.0f} s)\n{json.dumps(results[name], indent=1)}", flush=True)
 
     if "all" in wanted:
         measure("0.5b all layers, RAM", spec(small, args.tasks, args.ram, None, **more), args.tokens)
-    if "naive" in wanted:
-        found = find(spec(small, args.tasks, args.ram, None)).samples.read(Ranges())
-        prompts = [item.tokens for item in found if isinstance(item, Sample)][:192]
-        loop = naive.run(small, prompts, device="cuda", dtype="bfloat16", batch_size=16, output=ram)
-        results["naive"] = {"tokens_per_second": loop.rate, "tokens": loop.tokens, "seconds": loop.seconds}
-        save()
-        print(f"\n== naive loop\n{results['naive']}", flush=True)
     if "one" in wanted:
         measure("0.5b layer 12, RAM", spec(small, args.tasks, args.ram, (12,), **more), 3 * args.tokens)
     if "seven" in wanted:
         large = make_model("qwen2.5-7b", ram / "qwen2.5-7b")
-        measure("7b last layer, RAM", spec(large, args.tasks, args.ram, (27,), **more), args.tokens // 8)
+        measure("7b last layer, RAM", spec(large, args.tasks, args.ram, (27,), **more), args.tokens // 3)
     if "disk" in wanted:
         measure("0.5b all layers, disk", spec(small, args.tasks, args.disk, None, **more), args.tokens // 8)
     shutil.rmtree(ram, ignore_errors=True)

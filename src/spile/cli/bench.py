@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 from rich.console import Console
@@ -12,6 +12,9 @@ from rich.table import Table
 from spile.cli.amounts import amount, duration, size
 from spile.cli.extract import ExtractFlags
 
+if TYPE_CHECKING:
+    from spile.runtime.bench import Result
+
 __all__ = ["bench"]
 
 
@@ -19,6 +22,7 @@ def bench(
     *,
     flags: ExtractFlags | None = None,
     tokens: Annotated[int, Parameter(help="Real tokens to run, the dataset repeated as needed.")] = 100_000,
+    compare: Annotated[bool, Parameter(help="Run the loop people write with transformers too, where torch is.")] = True,
     as_json: Annotated[bool, Parameter(name="--json", negative="", help="One JSON object.")] = False,
 ) -> int:
     """Print this machine's limits for a model, the rate it reaches, and its fraction of the slowest limit.
@@ -27,11 +31,16 @@ def bench(
     """
     from spile.runtime.bench import bench as run
 
-    result = run((flags or ExtractFlags(output="./.bench")).spec(), tokens=tokens)
+    result = run((flags or ExtractFlags(output="./.bench")).spec(), tokens=tokens, compare=compare)
     console = Console(highlight=False)
     if as_json:
         console.print_json(json.dumps(result.record()))
-        return 0
+    else:
+        _show(result, console)
+    return 0
+
+
+def _show(result: Result, console: Console) -> None:
     table = Table(
         "limit", "rate", "tokens/s of this run", title=f"{result.model} on {result.device}", title_style="bold"
     )
@@ -51,4 +60,10 @@ def bench(
         f"host memory {size(result.peak_memory)} at most, {size(max(0, result.grown_memory))} grown",
         soft_wrap=True,
     )
-    return 0
+    theirs = result.naive_tokens_per_second
+    if theirs is not None:
+        console.print(
+            f"transformers, padded batches, every hidden state to the host and saved: {amount(theirs)} tokens/s; "
+            f"spile is {result.tokens_per_second / theirs:.1f}× that",
+            soft_wrap=True,
+        )

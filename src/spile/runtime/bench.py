@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import itertools
 import tempfile
 import threading
@@ -18,6 +19,7 @@ import jax
 from spile.objects import open_folder
 from spile.plan.batches import Batch, BatchPlan, batches
 from spile.plan.ranges import Ranges
+from spile.runtime import naive
 from spile.runtime.device import DeviceProducer
 from spile.runtime.extract import Parts, batch_tokens, bytes_a_token, find, lanes_for, make_producer
 from spile.runtime.limits import Limits, bare_forward, device_to_host, host_copy, matmul, sequential_write
@@ -28,12 +30,14 @@ from spile.spec.run import ExtractSpec
 from spile.spec.sample import Sample
 from spile.store.run import join_run
 from spile.store.stream import join_stream
+from spile.weights.source import LocalSource
 
 __all__ = ["Result", "bench"]
 
 _MATMUL = {"cpu": 1024, "gpu": 8192, "tpu": 8192}
 _LIMIT_BATCHES = 48
 _SWEEPERS = 4
+_NAIVE_SAMPLES = {"cpu": 16, "gpu": 192, "tpu": 16}
 
 
 @dataclass(frozen=True)
@@ -65,13 +69,15 @@ class Result:
     peak_memory: int
     grown_memory: int
     """Host memory held at the end above that at half time."""
+    naive_tokens_per_second: float | None = None
+    """The loop that people write with transformers, on the same weights and prompts; None without torch."""
 
     def record(self) -> dict[str, Any]:
         """For ``--json``."""
         return asdict(self)
 
 
-def bench(spec: ExtractSpec, *, tokens: int, empty_behind: bool = True) -> Result:
+def bench(spec: ExtractSpec, *, tokens: int, empty_behind: bool = True, compare: bool = True) -> Result:
     """Measure. ``empty_behind`` removes shards soon after their commit, so that a small RAM disk carries a long run."""
     Path(spec.output).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=spec.output, prefix="bench-") as folder:
@@ -84,7 +90,8 @@ def bench(spec: ExtractSpec, *, tokens: int, empty_behind: bool = True) -> Resul
         made = list(batches(samples, plan))
         limits = _limits(parts, producer, made[:: max(1, len(made) // _LIMIT_BATCHES)], Path(folder))
         _warm(producer, made, lanes_for(spec.output) + 3)
-        return _run(parts, producer, samples, limits, progress, empty_behind)
+        result = _run(parts, producer, samples, limits, progress, empty_behind)
+        return replace(result, naive_tokens_per_second=_naive(parts, Path(folder))) if compare else result
 
 
 def _samples(parts: Parts, tokens: int) -> list[Sample]:
@@ -170,6 +177,20 @@ def _run(
         peak_memory=peak_memory(),
         grown_memory=_growth(series),
     )
+
+
+def _naive(parts: Parts, folder: Path) -> float | None:
+    """What transformers gives on the stream's first prompts, where it can run the model."""
+    if importlib.util.find_spec("torch") is None or not isinstance(parts.files.source, LocalSource):
+        return None
+    import torch
+
+    items = itertools.islice(parts.samples.read(Ranges()), _NAIVE_SAMPLES[jax.default_backend()])
+    prompts = [item.tokens for item in items if isinstance(item, Sample)]
+    device = "cuda" if jax.default_backend() == "gpu" and torch.cuda.is_available() else "cpu"
+    size = 16 if device == "cuda" else 8
+    model = parts.files.source.folder
+    return naive.run(model, prompts, device=device, dtype=parts.spec.dtype, batch_size=size, output=folder).rate
 
 
 @contextlib.contextmanager
