@@ -5,38 +5,49 @@ A user of the old scripts can paste a guide's command after ``spile extract`` an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
-__all__ = ["FLAGS", "VARIABLES", "Variable", "modern"]
+__all__ = ["ALWAYS", "FLAGS", "SWITCHES", "VARIABLES", "Variable", "modern"]
 
-FLAGS: dict[str, str | None] = {
-    # guide 002, extract_activations.py
+FLAGS: dict[str, str] = {
+    # guide 002, extract_activations.py; guide 001, run_extraction_worker.sh
     "--model-path": "--model",
     "--dataset-path": "--dataset",
     "--dataset-stream": "--dataset",
     "--layers-to-extract": "--layers",
     "--activation-type": "--taps",
-    "--enable-checkpointing": None,
+    "--enable-checkpointing": "--checkpointing",
+    # guide 002, convert_hf_dataset_to_arc_format
+    "--dataset-name": "--dataset",
+    "--column-name": "--column",
+    "--output-filename": "--output",
     # guide 000, the pod's inference script
     "--tasks-file": "--dataset",
     "--activations-dir": "--output-dir",
     "--upload-to-cloud": "--upload-to-gcs",
-    # guide 004, barriers: always on here
-    "--enable-barrier-sync": None,
-    "--is-barrier-server": None,
+    # guide 004, the pod's barriers
     "--barrier-controller-host": "--coordinator-address",
     "--host-id": "--process-id",
     # guide 001, deploy
     "--monitor-interval": "--interval",
-    # guide 003, the multi-host runner
-    "--tpu-prefix": "--tpu-prefix",
-    "--internal-ip": "--internal-ip",
+    # guides 000 and 003, gcloud's own word
+    "--accelerator-type": "--tpu-type",
 }
-"""Old flag (after underscores became dashes and capitals small) → ours; None: it is always so, and is dropped."""
+"""Old flag (after underscores became dashes and capitals small) → ours."""
+
+ALWAYS = frozenset({"--enable-barrier-sync", "--is-barrier-server"})
+"""Old switches for what is always so, or found out: dropped."""
+
+SWITCHES = frozenset(
+    {
+        "--checkpointing", "--create-tpus", "--delete-local-after-upload", "--internal-ip", "--monitor",
+        "--preemptible", "--skip-dataset", "--skip-launch", "--upload-to-gcs", "--verbose", *ALWAYS,
+    }
+)  # fmt: skip
+"""What the old scripts let one write as ``--switch True`` and ``--switch False``; ours is ``--switch=True``."""
 
 _TRUE = {"1", "true", "yes", "on"}
-_FALSE = {"0", "false", "no", "off", ""}
 
 
 class Variable(NamedTuple):
@@ -44,57 +55,88 @@ class Variable(NamedTuple):
 
     flag: str
     commands: tuple[str, ...]
-    value: Callable[[str], str | None] = lambda text: text
-    """Its value as ours; None: as if it were not set."""
+    switch: bool = False
+    """Whether it says yes or no, and no is as if it were not set."""
+    unless: tuple[str, ...] = ()
+    """Flags that say the same thing another way: where one is given the variable does not count."""
+    only_with: str | None = None
+    """A variable without whose yes, or its flag, this one does not count for ``extract``."""
 
 
-def _switch(text: str) -> str | None:
-    return "" if text.strip().lower() in _TRUE else None
-
-
-_EXTRACT = ("extract", "infer")
+_EXTRACT = ("extract", "infer", "plan")
 
 VARIABLES: dict[str, Variable] = {
     "MODEL_PATH": Variable("--model", _EXTRACT),
-    "DATASET_DIR": Variable("--dataset-dir", _EXTRACT),
-    "OUTPUT_DIR": Variable("--output-dir", _EXTRACT),
+    "DATASET_DIR": Variable("--dataset-dir", _EXTRACT, unless=("--dataset",)),
+    "OUTPUT_DIR": Variable("--output-dir", _EXTRACT, unless=("--output",)),
     "CHECKPOINT_DIR": Variable("--checkpoint-dir", _EXTRACT),
     "BATCH_SIZE": Variable("--batch-size", _EXTRACT),
     "SHARD_SIZE_GB": Variable("--shard-size-gb", _EXTRACT),
     "MAX_SEQ_LENGTH": Variable("--max-seq-length", _EXTRACT),
     "MESH_SHAPE": Variable("--mesh-shape", _EXTRACT),
-    "GCS_BUCKET": Variable("--gcs-bucket", (*_EXTRACT, "deploy")),
-    "UPLOAD_TO_GCS": Variable("--upload-to-gcs", _EXTRACT, _switch),
+    "UPLOAD_TO_GCS": Variable("--upload-to-gcs", _EXTRACT, switch=True, unless=("--output",)),
+    "GCS_BUCKET": Variable("--gcs-bucket", (*_EXTRACT, "deploy"), unless=("--output",), only_with="UPLOAD_TO_GCS"),
 }
-"""A variable of the guides counts where the flag is not given."""
+"""A variable of the guides counts where neither a flag nor the flag's own SPILE_* variable says otherwise."""
 
 
 def modern(words: list[str], environment: Mapping[str, str]) -> list[str]:
     """The command line as we spell it: old flags renamed, the guides' variables added where no flag says otherwise."""
-    command = next((word for word in words if not word.startswith("-")), "")
-    renamed = _renamed(words)
-    given = {word.partition("=")[0] for word in renamed}
-    for name, variable in VARIABLES.items():
-        value = variable.value(environment[name]) if name in environment else None
-        if value is None or command not in variable.commands or variable.flag in given:
-            continue
-        renamed += [variable.flag] if value == "" else [f"{variable.flag}={value}"]
-    return renamed
+    end = words.index("--") if "--" in words else len(words)  # what follows is another program's
+    ours = _renamed(_without_answers([_dashed(word) for word in words[:end]]))
+    command = next((word for word in ours if not word.startswith("-")), "")
+    return ours + _from_variables(command, ours, environment) + words[end:]
+
+
+def _dashed(word: str) -> str:
+    """``--TPU_PREFIX=My_tpu`` → ``--tpu-prefix=My_tpu``."""
+    if not word.startswith("--"):
+        return word
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-").lower() + equals + value
+
+
+def _without_answers(words: list[str]) -> list[str]:
+    """Guide 000 has ``--output_dir`` for answers beside ``--activations_dir``: the latter is what we write."""
+    names = [word.partition("=")[0] for word in words]
+    if "--activations-dir" not in names or "--output-dir" not in names:
+        return words
+    place = names.index("--output-dir")
+    return words[:place] + words[place + (1 if "=" in words[place] else 2) :]
 
 
 def _renamed(words: list[str]) -> list[str]:
-    """Old flags by their new names, up to ``--``: what follows is another program's."""
+    """Old flags by their new names, with a switch's value joined to it."""
     renamed: list[str] = []
-    for place, word in enumerate(words):
-        if word == "--":
-            return renamed + words[place:]
-        if not word.startswith("--"):
-            renamed.append(word)
-            continue
+    for word in words:
         name, equals, value = word.partition("=")
-        name = name.replace("_", "-")
-        name = name if name.islower() else name.lower()
-        modern_name = FLAGS.get(name, name)
-        if modern_name is not None:
-            renamed.append(modern_name + equals + value)
-    return renamed
+        if renamed and renamed[-1] in SWITCHES and word.lower() in ("true", "false"):
+            renamed[-1] += f"={word}"
+        else:
+            renamed.append(FLAGS.get(name, name) + equals + value)
+    return [word for word in renamed if word.partition("=")[0] not in ALWAYS]
+
+
+def _from_variables(command: str, words: list[str], environment: Mapping[str, str]) -> list[str]:
+    """The flags that the guides' variables stand for."""
+    given = {word.partition("=")[0] for word in words}
+
+    def said(flag: str) -> bool:
+        return flag in given or f"SPILE_{flag[2:].replace('-', '_').upper()}" in environment
+
+    def counts(name: str) -> bool:
+        variable = VARIABLES[name]
+        text = environment.get(name, "").strip()
+        if command not in variable.commands or not text or (variable.switch and text.lower() not in _TRUE):
+            return False
+        return not said(variable.flag)
+
+    added: list[str] = []
+    for name, variable in VARIABLES.items():
+        if not counts(name) or (command != "deploy" and any(map(said, variable.unless))):
+            continue
+        needs = variable.only_with
+        if needs and command != "deploy" and not (counts(needs) or said(VARIABLES[needs].flag)):
+            continue
+        added.append(variable.flag if variable.switch else f"{variable.flag}={environment[name].strip()}")
+    return added

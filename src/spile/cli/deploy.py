@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Group, Parameter
 from rich.console import Console
 
-from spile.cli.extract import ExtractFlags
+from spile.cli.extract import GCS_PREFIX, ExtractFlags
 from spile.cli.fleets import MachineFlags, PlaceFlags, print_results
 from spile.errors import SpecError
+from spile.spec.run import EMBEDDED
 
 if TYPE_CHECKING:
     from spile.fleet.cloud_tpu import CloudTpu
@@ -69,6 +70,9 @@ def deploy(
     interval: Annotated[float, _flag("Seconds between looks.")] = 60.0,
     budget: Annotated[float | None, _flag("Dollars after which the fleet is deleted.")] = None,
     keep_finished: Annotated[bool, _flag("Do not delete machines whose work is finished.", negative="")] = False,
+    env: Annotated[
+        list[str] | None, _flag("NAME=value for every worker, such as HF_TOKEN; kept in the bucket.", negative="")
+    ] = None,
     user: Annotated[str | None, _flag("The login for ssh. [default: yours]")] = None,
     ssh_key: Annotated[Path | None, _flag("The private key for ssh. [default: gcloud's]")] = None,
     internal_ip: Annotated[bool, _flag("ssh to internal addresses.", negative="")] = False,
@@ -85,7 +89,7 @@ def deploy(
 
     client = place.client()
     policy = Policy(interval=interval, budget=budget, delete_finished=not keep_finished)
-    bucket, fleet = _plan(machines.fleet(place, client.project, policy), flags)
+    bucket, fleet = _plan(machines.fleet(place, client.project, policy), flags, _variables(env or []))
     console = Console(highlight=False, soft_wrap=True)
     home = FleetHome.open(fleet_url(bucket, fleet.name))
     list(home.folder.list("fleet.json"))  # a bucket that is not there is told now, before anything is made
@@ -109,16 +113,27 @@ def deploy(
     return code
 
 
-def _plan(fleet: FleetSpec, flags: ExtractFlags) -> tuple[str, FleetSpec]:
+def _variables(words: list[str]) -> dict[str, str]:
+    found = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or not name.isidentifier():
+            raise SpecError("--env", expected="NAME=value", found=repr(name))
+        found[name] = value
+    return found
+
+
+def _plan(fleet: FleetSpec, flags: ExtractFlags, variables: dict[str, str]) -> tuple[str, FleetSpec]:
     """The bucket, and the fleet with its work; every mistake of a flag is found here, before anything is made."""
     from spile.fleet.deploy import Deployment, bucket_url
 
     if not flags.gcs_bucket:
         raise SpecError("no bucket", expected="--gcs-bucket NAME, with or without gs://")
     bucket = bucket_url(flags.gcs_bucket)
-    root = flags.output or f"{bucket}/{flags.gcs_prefix.strip('/')}"
-    replace(flags, output=root, dataset_dir=f"{bucket}/datasets", upload_to_gcs=False).spec()
-    work = Deployment(root, f"{bucket}/datasets", extract_words(flags), flags.max_samples)
+    root = flags.output or f"{bucket}/{(flags.gcs_prefix or GCS_PREFIX).strip('/')}"
+    here = replace(flags, output=root, output_dir=None, upload_to_gcs=False)
+    replace(here, dataset=EMBEDDED, dataset_dir=f"{bucket}/datasets").spec()
+    work = Deployment(root, f"{bucket}/datasets", extract_words(flags), flags.max_samples, variables)
     return bucket, work.on(fleet)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated
+import os
+import re
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Group, Parameter
 
@@ -23,7 +25,14 @@ from spile.spec.run import (
 )
 from spile.spec.taps import parse_layers, parse_sites
 
-__all__ = ["ExtractFlags", "extract"]
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["GCS_PREFIX", "ExtractFlags", "extract"]
+
+GCS_PREFIX = "activations"
+"""The folder in a bucket that is named alone."""
+_STREAM = re.compile(r"(?:.*/)?stream_(\d{3,})\.jsonl", re.ASCII)
 
 _WHAT = Group("What", sort_key=1)
 _PROMPTS = Group("Prompts", sort_key=2)
@@ -67,9 +76,11 @@ class ExtractFlags:
 
     output: Annotated[str | None, _flag(_WHERE, "The dataset's home: a folder, gs://… or s3://…")] = None
     output_dir: Annotated[str | None, _flag(_WHERE, "The same; beside a bucket, a local copy.")] = None
-    gcs_bucket: Annotated[str | None, _flag(_WHERE, "With --upload-to-gcs: the bucket.")] = None
-    gcs_prefix: Annotated[str, _flag(_WHERE, "The folder in that bucket.")] = "activations"
-    upload_to_gcs: Annotated[bool, _flag(_WHERE, "Make the bucket the dataset's home.", negative="")] = False
+    gcs_bucket: Annotated[str | None, _flag(_WHERE, "The bucket that is its home, instead of --output.")] = None
+    gcs_prefix: Annotated[str | None, _flag(_WHERE, f"The folder in that bucket. [default: {GCS_PREFIX}]")] = None
+    upload_to_gcs: Annotated[
+        bool | None, _flag(_WHERE, "=False: not to that bucket. [default: where one is named]", negative="")
+    ] = None
     delete_local_after_upload: Annotated[
         bool, _flag(_WHERE, "Remove each local copy after its commit.", negative="")
     ] = False
@@ -87,6 +98,8 @@ class ExtractFlags:
 
     def spec(self) -> ExtractSpec:
         """The run that these flags ask for."""
+        if self.dataset_dir is not None and self.dataset != EMBEDDED:
+            raise SpecError("two datasets", expected="--dataset or --dataset-dir", found="both")
         prompt = PromptSpec(
             kind=self.prompt,
             encoder=self.grid_encoder,
@@ -98,7 +111,7 @@ class ExtractFlags:
         data = DataSpec(
             dataset=self.dataset,
             dataset_dir=self.dataset_dir,
-            worker_id=self.worker_id or 0,
+            worker_id=self._stream(),
             prompt=prompt,
             max_seq_length=self.max_seq_length,
             long=self.long,
@@ -127,16 +140,45 @@ class ExtractFlags:
             checkpoint_dir=self.checkpoint_dir,
         )
 
+    def numbered(self, environment: Mapping[str, str]) -> ExtractFlags:
+        """With the stream that TPU_WORKER_ID names, for one process with --dataset-dir; on a pod it is the host's."""
+        text = environment.get("TPU_WORKER_ID", "").strip()
+        if not text or self.worker_id is not None or self.dataset_dir is None:
+            return self
+        if not text.isdecimal():
+            raise SpecError("TPU_WORKER_ID", expected="the stream's number", found=repr(text))
+        return replace(self, worker_id=int(text))
+
+    def _stream(self) -> int:
+        """The stream's number: as given, else as the dataset's own name says."""
+        if self.worker_id is not None:
+            return self.worker_id
+        named = _STREAM.fullmatch(self.dataset) if self.dataset_dir is None else None
+        return int(named[1]) if named else 0
+
     def _places(self) -> tuple[str, str | None]:
         """The dataset's home, and the folder of its local copy where the home is a bucket."""
-        if self.upload_to_gcs:
-            if not self.gcs_bucket:
-                raise SpecError("--upload-to-gcs", expected="--gcs-bucket B beside it", found="no bucket")
-            bucket = self.gcs_bucket.removeprefix("gs://").strip("/")
-            return f"gs://{bucket}/{self.gcs_prefix.strip('/')}", self.output_dir
-        if self.output is None:
+        home = self._bucket_home()
+        if home and self.output is not None:
+            raise SpecError("two homes", expected="--output or --gcs-bucket", found=f"{self.output} and {home}")
+        home = home or self.output
+        if home is None:
             return self.output_dir or ExtractSpec.output, None
-        return self.output, self.output_dir if "://" in self.output else None
+        if self.output_dir is not None and "://" not in home:
+            raise SpecError(
+                "--output-dir beside --output", expected="a bucket, of which it is the local copy", found=home
+            )
+        return home, self.output_dir
+
+    def _bucket_home(self) -> str | None:
+        """Where --gcs-bucket says: its own folder, --gcs-prefix, or ``activations``."""
+        if self.upload_to_gcs and not self.gcs_bucket:
+            raise SpecError("--upload-to-gcs", expected="--gcs-bucket B beside it", found="no bucket")
+        if not self.gcs_bucket or self.upload_to_gcs is False:
+            return None
+        bucket = self.gcs_bucket.removeprefix("gs://").strip("/")
+        prefix = self.gcs_prefix if self.gcs_prefix is not None else "" if "/" in bucket else GCS_PREFIX
+        return "gs://" + "/".join(part for part in (bucket, prefix.strip("/")) if part)
 
 
 def extract(
@@ -154,10 +196,12 @@ def extract(
     from spile.runtime.extract import extract as run
     from spile.runtime.pod.check import say_devices
 
-    spec = (flags or ExtractFlags()).spec()
+    flags = flags or ExtractFlags()
+    flags.spec()  # a mistake is told before anybody waits for a pod's other hosts
     with (pod or PodFlags()).joined(say) as hosts, watched(verbose) as watch:
         if verbose:
             say_devices(hosts, say)
+        spec = (flags if hosts.name else flags.numbered(os.environ)).spec()
         summary = run(spec, progress=watch.progress, stop=watch.stop, hosts=hosts)
         if hosts.first:
             watch.finish(summary)

@@ -50,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _run(words: list[str], debug: bool) -> int:
     errors = Console(stderr=True, soft_wrap=True, highlight=False)
     try:
-        words, config = _config(modern(words, os.environ))
+        words, config = _config(words)
+        words = modern(words, os.environ)
         code = build(config)(words, exit_on_error=False, print_error=False, result_action="return_value")
     except CycloptsError as error:
         errors.print(f"spile: {' '.join(str(error).split())} See: {_help(words)}", markup=False)
