@@ -57,6 +57,14 @@ def test_a_finished_worker(tmp_path: Path) -> None:
     assert (report.verdict, report.phase, report.deployment, report.launches) == ("finished", "done", "d1", 1)
 
 
+def test_the_fleets_variables_reach_the_worker(tmp_path: Path) -> None:
+    home = a_home(tmp_path, environment={"HF_TOKEN": "hf_x"})
+    an_agent(
+        home, "import os; raise SystemExit(0 if os.environ['HF_TOKEN'] == 'hf_x' and 'PATH' in os.environ else 2)"
+    ).run()
+    assert home.read_reports()[NAME].verdict == "finished"
+
+
 def test_a_refused_task_is_reported_at_once(tmp_path: Path) -> None:
     home = a_home(tmp_path)
     an_agent(home, "print('spile: --layers: expected …'); raise SystemExit(2)").run()

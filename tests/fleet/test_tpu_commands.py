@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
-import time
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -21,7 +25,7 @@ def spile(fake: FakeCloud, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     """Run a command line: its exit code, and what it said."""
     for name, value in {**fake.environment(), "CLOUDSDK_CONFIG": str(tmp_path), "COLUMNS": "200"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(time, "sleep", lambda seconds, real=time.sleep: real(min(seconds, 0.05)))
+    monkeypatch.setattr(manage, "EVERY", 0.05)
 
     def run(*words: str) -> tuple[int, str]:
         with pytest.raises(SystemExit) as ended:
@@ -161,3 +165,25 @@ def test_no_project(spile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CLOUDSDK_CORE_PROJECT")
     code, text = spile("tpu", "list")
     assert (code, "no Google Cloud project; pass --project" in text) == (2, True)
+
+
+def test_ctrl_c_ends_the_waiting_and_what_was_asked_for_goes_on(
+    fake: FakeCloud, client: CloudTpu, tmp_path: Path
+) -> None:
+    fake.admin("pace", {"create": 3600})
+    environment = {**os.environ, **fake.environment(), "CLOUDSDK_CONFIG": str(tmp_path)}
+    words = [sys.executable, "-m", "spile.cli.main", "tpu", "create", "--zones", f"{A},{B}"]
+    with subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        while len(names(client)) < 2:
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
+    assert len(names(client)) == 2
+
+
+def test_an_operation_that_cannot_be_followed_is_not_forgotten(spile, fake: FakeCloud, client: CloudTpu) -> None:
+    fake.admin("pace", {"create": 3600})
+    fake.admin("fault", {"method": "GET", "path": "/operations/", "status": 403, "message": "denied", "count": 99})
+    _, text = spile("tpu", "create", "--zones", A)
+    assert "tpu-us-central1-a-0 in us-central1-a: asked for: lost sight of it" in text
+    assert "look with spile tpu status" in text

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from spile.fleet.manage import Result
     from spile.fleet.spec import FleetSpec, Policy
 
-__all__ = ["MachineFlags", "PlaceFlags", "confirm", "print_results", "table_of"]
+__all__ = ["MachineFlags", "PlaceFlags", "confirm", "print_result", "print_results", "table_of"]
 
 _PLACE = Group("Where", sort_key=1)
 _MACHINE = Group("Which machines", sort_key=2)
@@ -142,12 +142,15 @@ def table_of(*columns: str) -> Table:
     return table
 
 
+def print_result(console: Console, result: Result) -> None:
+    """One machine, one line."""
+    detail = f": {result.detail}" if result.detail else ""
+    style = "red" if result.bad else None
+    console.print(f"{result.name} in {result.zone}: {result.what}{detail}", style=style, markup=False, soft_wrap=True)
+
+
 def print_results(console: Console, results: Sequence[Result]) -> int:
     """One line a machine, worst last; 1 when something is not as it was asked for."""
     for result in sorted(results, key=lambda result: (result.bad, result.zone, result.name)):
-        detail = f": {result.detail}" if result.detail else ""
-        style = "red" if result.bad else None
-        console.print(
-            f"{result.name} in {result.zone}: {result.what}{detail}", style=style, markup=False, soft_wrap=True
-        )
+        print_result(console, result)
     return int(any(result.bad for result in results))

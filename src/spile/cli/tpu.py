@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 from rich.console import Console
 
-from spile.cli.fleets import MachineFlags, PlaceFlags, confirm, print_results, table_of
+from spile.cli.fleets import MachineFlags, PlaceFlags, confirm, print_result, print_results, table_of
 from spile.errors import SpecError
 
 if TYPE_CHECKING:
@@ -65,11 +65,19 @@ def create(
         adopted = manage.adopt(client, fleet, adopt)
         if {result.name for result in adopted} >= {worker.name for worker in fleet.workers}:
             return print_results(console, adopted)
-    results = manage.create(client, fleet, lambda _: {}, adopt_names=adopt or (), wait=wait)
+    results = manage.create(
+        client,
+        fleet,
+        lambda _: {},
+        adopt_names=adopt or (),
+        wait=wait,
+        say=lambda result: print_result(console, result),
+    )
     if machines.queued and wait:
         for result in [each for each in results if not each.bad]:
             manage.wait_for_queued(client, result.zone, result.name)
-    return print_results(console, results)
+            console.print(f"{result.name} in {result.zone}: ACTIVE", markup=False)
+    return int(any(result.bad for result in results))
 
 
 def delete(

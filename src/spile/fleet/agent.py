@@ -112,7 +112,12 @@ class Agent:
         words = list(self.command(fleet, worker))
         ended, renewed = threading.Event(), threading.Event()
         with subprocess.Popen(  # noqa: S603
-            words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+            words,
+            env={**os.environ, **fleet.environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
         ) as child:
             watcher = threading.Thread(target=self._watch, args=(fleet, child, ended, renewed), daemon=True)
             watcher.start()

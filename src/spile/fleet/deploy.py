@@ -6,8 +6,8 @@ import secrets
 import shlex
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from spile.data.manifest import stream_name
@@ -53,6 +53,7 @@ class Deployment:
     streams: str | None
     arguments: tuple[str, ...]
     max_samples: int | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     def on(self, fleet: FleetSpec) -> FleetSpec:
         """The fleet with this work, under a new deployment's name."""
@@ -62,6 +63,7 @@ class Deployment:
             streams=self.streams,
             arguments=self.arguments,
             max_samples=self.max_samples,
+            environment=dict(self.environment),
             deployment=f"{int(time.time()):x}-{secrets.token_hex(4)}",
             version=__version__,
         )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from spile.errors import CloudError, SpileError, UserError
+from spile.errors import CloudError, Interrupted, SpileError, UserError
 from spile.fleet.provider import (
     LostReply,
     Missing,
@@ -28,6 +28,11 @@ from spile.fleet.tick import Metadata, request_for
 __all__ = ["Result", "adopt", "create", "delete", "list_nodes", "queue", "recreate", "unqueue", "wait_for_queued"]
 
 Say = Callable[["Result"], None]
+
+EVERY = 2.0
+"""Seconds between two looks at an operation."""
+_stop = threading.Event()
+"""Set by Ctrl+C: waits in other threads end. What was asked for goes on."""
 
 
 @dataclass(frozen=True)
@@ -51,26 +56,39 @@ def list_nodes(provider: Provider, zones: Sequence[str]) -> list[Node]:
         return [node for nodes in pool.map(provider.nodes, zones) for node in nodes]
 
 
-def _by_zone(zones: Iterable[str], work: Callable[[str], list[Result]]) -> list[Result]:
+def _by_zone(zones: Iterable[str], work: Callable[[str], list[Result]], say: Say = lambda _: None) -> list[Result]:
     """Each zone in a thread of its own; a zone that fails as a whole is a failed result, not the end of the others."""
 
     def guarded(zone: str) -> list[Result]:
         try:
             return work(zone)
         except (CloudError, UserError) as error:
-            return [Result("(all)", zone, "failed", error.line())]
+            failed = Result("(all)", zone, "failed", error.line())
+            say(failed)
+            return [failed]
 
     chosen = list(dict.fromkeys(zones))
+    _stop.clear()
     with ThreadPoolExecutor(max(1, len(chosen))) as pool:
-        return [result for results in pool.map(guarded, chosen) for result in results]
+        waiting = [pool.submit(guarded, zone) for zone in chosen]
+        try:
+            return [result for each in waiting for result in each.result()]
+        except KeyboardInterrupt:
+            _stop.set()
+            raise
 
 
-def settle(provider: Provider, operation: Operation, every: float = 2.0) -> Operation:
+def settle(provider: Provider, operation: Operation, every: float | None = None) -> Operation:
     """Wait for an operation's end."""
     while not operation.done:
-        time.sleep(every)
+        _pause(every)
         operation = provider.operation(operation.zone, operation.name)
     return operation
+
+
+def _pause(every: float | None) -> None:
+    if _stop.wait(EVERY if every is None else every):
+        raise Interrupted("stopped waiting", fix="what was asked for goes on: look with spile tpu status")
 
 
 def create(
@@ -81,7 +99,7 @@ def create(
     adopt_names: Collection[str] = (),
     wait: bool = True,
     say: Say = lambda _: None,
-    every: float = 2.0,
+    every: float | None = None,
 ) -> list[Result]:
     """Make every machine of a fleet that is not there."""
 
@@ -114,7 +132,7 @@ def create(
             results.append(result)
         return results
 
-    return _by_zone([worker.zone for worker in fleet.workers], zone_work)
+    return _by_zone([worker.zone for worker in fleet.workers], zone_work, say)
 
 
 def _existing(provider: Provider, fleet: FleetSpec, worker: Worker, node: Node, adopt_names: Collection[str]) -> Result:
@@ -153,8 +171,12 @@ def _ask(
         return error
 
 
-def _awaited(provider: Provider, fleet: FleetSpec, worker: Worker, operation: Operation, every: float) -> Result:
-    operation = settle(provider, operation, every=every)
+def _awaited(provider: Provider, fleet: FleetSpec, worker: Worker, operation: Operation, every: float | None) -> Result:
+    try:
+        operation = settle(provider, operation, every=every)
+    except (CloudError, UserError) as error:
+        detail = f"lost sight of it: {error.line()}; look with spile tpu status"
+        return Result(worker.name, worker.zone, "asked for", detail)
     if operation.error is None:
         return Result(worker.name, worker.zone, "created")
     detail = operation.error.line()
@@ -166,6 +188,8 @@ def _awaited(provider: Provider, fleet: FleetSpec, worker: Worker, operation: Op
             detail += "; what it left is being deleted"
     except Missing:
         detail += "; it left nothing behind"
+    except (CloudError, UserError):
+        detail += "; look with spile tpu status whether it left something behind"
     return Result(worker.name, worker.zone, "failed", detail)
 
 
@@ -173,7 +197,7 @@ def _label(provider: Provider, fleet: str, node: Node, worker: int | None) -> Re
     labels = {**node.labels, FLEET_LABEL: fleet}
     if worker is not None:
         labels[WORKER_LABEL] = str(worker)
-    settle(provider, provider.label_node(node.zone, node.name, labels), every=0.5)
+    settle(provider, provider.label_node(node.zone, node.name, labels))
     return Result(node.name, node.zone, "adopted", f"as worker {worker}" if worker is not None else "")
 
 
@@ -193,7 +217,7 @@ def adopt(provider: Provider, fleet: FleetSpec, names: Collection[str]) -> list[
 
 def delete(
     provider: Provider, nodes: Sequence[Node], fleet: str, *, wait: bool = True, say: Say = lambda _: None,
-    every: float = 2.0,
+    every: float | None = None,
 ) -> list[Result]:  # fmt: skip
     """Delete machines of the fleet; foreign ones are refused even when asked for."""
 
@@ -230,7 +254,12 @@ def _ask_delete(provider: Provider, node: Node) -> Operation:
 
 
 def recreate(
-    provider: Provider, nodes: Sequence[Node], fleet: FleetSpec, *, say: Say = lambda _: None, every: float = 2.0
+    provider: Provider,
+    nodes: Sequence[Node],
+    fleet: FleetSpec,
+    *,
+    say: Say = lambda _: None,
+    every: float | None = None,
 ) -> list[Result]:
     """Delete the dead machines of a fleet and make each again as it was: its type, its labels, its startup script."""
     dead = [node for node in nodes if owns(fleet.name, node) and node.state.life is Life.DEAD]
@@ -275,7 +304,7 @@ def queue(provider: Provider, fleet: FleetSpec, prefix: str, count: int) -> list
     return _by_zone(fleet.zones, zone_work)
 
 
-def wait_for_queued(provider: Provider, zone: str, name: str, *, every: float = 5.0) -> QueuedResource:
+def wait_for_queued(provider: Provider, zone: str, name: str, *, every: float | None = None) -> QueuedResource:
     """Wait until a queued resource is ACTIVE; one that failed or was suspended never will be."""
     while True:
         found = next((each for each in provider.queued(zone) if each.name == name), None)
@@ -286,7 +315,7 @@ def wait_for_queued(provider: Provider, zone: str, name: str, *, every: float = 
         if found.state in (QueuedState.FAILED, QueuedState.SUSPENDED, QueuedState.SUSPENDING):
             detail = found.detail or found.state.meaning
             raise CloudError(f"queued resource {name} in {zone} is {found.state.value}", found=detail)
-        time.sleep(every)
+        _pause(every)
 
 
 def unqueue(provider: Provider, zones: Sequence[str], name: str, fleet: str, *, wait: bool = True) -> list[Result]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -108,6 +109,8 @@ class FleetSpec:
     """The folder of streams; worker 5 reads its ``stream_005.jsonl``."""
     arguments: tuple[str, ...] = ()
     """More words for ``spile extract``, the same on every worker."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables for every worker; whoever may read the bucket may read them."""
     wheel: str | None = None
     """The wheel's key beside ``fleet.json``."""
     version: str = ""

@@ -72,7 +72,8 @@ PYTHON
     *) mkdir -p "$home/workers" && printf '%s' "$body" > "$home/workers/$name.json.tmp" && mv "$home/workers/$name.json.tmp" "$home/workers/$name.json" ;;
   esac
 }
-fail() { trap - ERR; echo "spile: the start failed: $1"; report failed crashed "$log" || true; exit 1; }
+# The pause lets tee write what the report quotes.
+fail() { trap - ERR; echo "spile: the start failed: $1"; sleep 1; report failed crashed "$log" || true; exit 1; }
 trap 'fail "line $LINENO"' ERR
 
 fetch "$home/fleet.json" "$place/fleet.json" || fail "cannot read $home/fleet.json"
