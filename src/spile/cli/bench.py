@@ -9,7 +9,7 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
 
-from spile.cli.amounts import amount, duration, size
+from spile.plan.amounts import amount, duration, size
 from spile.cli.extract import ExtractFlags
 
 if TYPE_CHECKING:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,7 +18,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from spile.cli.amounts import amount, duration, size
+from spile.plan.amounts import amount, duration, size
+from spile.errors import Interrupted
 from spile.runtime.progress import Progress, Snapshot
 from spile.runtime.summary import Summary
 
@@ -24,6 +27,8 @@ __all__ = ["Watch", "bar", "line", "report", "watched"]
 
 _LINE_EVERY = 10.0
 """Seconds between plain lines where there is no terminal."""
+_PATIENCE = 5.0
+"""Seconds from a second signal to the end of the process."""
 
 
 @dataclass
@@ -42,7 +47,7 @@ class Watch:
 @contextmanager
 def watched(verbose: bool = False, console: Console | None = None) -> Iterator[Watch]:
     """Show progress while this lasts. One Ctrl+C or SIGTERM commits what is done and stops; a second ends at once."""
-    console = console or Console(highlight=False)
+    console = console or _Output(highlight=False)
     stop = threading.Event()
     progress = Progress(say=lambda text: console.print(f"[dim]·[/] {text}", soft_wrap=True))
     with ExitStack() as stack:
@@ -57,10 +62,27 @@ def watched(verbose: bool = False, console: Console | None = None) -> Iterator[W
             yield Watch(console, progress, stop)
 
 
+class _Output(Console):
+    """A run goes on when nobody reads its lines any more: Ctrl+C in ``spile extract | tee log`` ends tee first."""
+
+    def on_broken_pipe(self) -> None:
+        """Be quiet from now on."""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _end_soon() -> None:
+    """A second signal ends the process, whatever its threads wait for: what they leave is what a kill leaves."""
+    timer = threading.Timer(_PATIENCE, os._exit, [Interrupted.exit_code])
+    timer.daemon = True
+    timer.start()
+
+
 @contextmanager
 def _signals(stop: threading.Event, say: Callable[[str], None]) -> Iterator[None]:
     def handle(number: int, _frame: FrameType | None) -> None:
         if stop.is_set():
+            _end_soon()
             raise KeyboardInterrupt
         stop.set()
         say(f"{signal.Signals(number).name}: finishing the batches in flight and committing them (again: end at once)")

@@ -11,7 +11,7 @@ from cyclopts import Group, Parameter
 from rich.console import Console
 from rich.table import Table
 
-from spile.cli.amounts import amount, duration, size
+from spile.plan.amounts import amount, duration, size
 from spile.cli.extract import ExtractFlags
 from spile.errors import SpecError
 from spile.plan.cost import Estimate, Rates, refuse_over_budget

@@ -1,6 +1,6 @@
 import pytest
 
-from spile.cli.amounts import amount, duration, size
+from spile.plan.amounts import amount, duration, size
 
 
 @pytest.mark.parametrize(
