@@ -9,8 +9,8 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
 
-from spile.plan.amounts import amount, duration, size
 from spile.cli.extract import ExtractFlags
+from spile.plan.amounts import amount, duration, size
 
 if TYPE_CHECKING:
     from spile.runtime.bench import Result

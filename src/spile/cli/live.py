@@ -18,8 +18,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from spile.plan.amounts import amount, duration, size
 from spile.errors import Interrupted
+from spile.plan.amounts import amount, duration, size
 from spile.runtime.progress import Progress, Snapshot
 from spile.runtime.summary import Summary
 

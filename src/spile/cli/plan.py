@@ -11,9 +11,9 @@ from cyclopts import Group, Parameter
 from rich.console import Console
 from rich.table import Table
 
-from spile.plan.amounts import amount, duration, size
 from spile.cli.extract import ExtractFlags
 from spile.errors import SpecError
+from spile.plan.amounts import amount, duration, size
 from spile.plan.cost import Estimate, Rates, refuse_over_budget
 from spile.spec.machines import Machine, Prices, list_prices, parse_machine, prices_from
 
