@@ -28,6 +28,7 @@ def build(config: str | None = None) -> App:
         help="Tap a language model: run it over a dataset and store its layers' activations, each sample exactly once.",
         version=f"spile {__version__}",
         config=(Env("SPILE_", command=False), *file),
+        suppress_keyboard_interrupt=False,  # it is ours to tell
     )
     groups = {name: App(name=name, help=text) for name, text in GROUPS.items()}
     for group in groups.values():
@@ -64,6 +65,10 @@ def _run(words: list[str], debug: bool) -> int:
     except KeyboardInterrupt:
         errors.print("spile: interrupted", markup=False)
         return 130
+    except SystemExit as ended:
+        if isinstance(ended.__context__, BrokenPipeError):  # rich's answer to a reader that has gone
+            return 0
+        raise
     except BrokenPipeError:
         # The reader of our output has gone (spile … | head): no failure of ours; keep the last flush quiet.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
