@@ -82,6 +82,11 @@ class Tokenizer:
         """The text of these tokens, special ones included."""
         return str(self.backend.decode([int(token) for token in tokens], skip_special_tokens=False))
 
+    @property
+    def size(self) -> int:
+        """One more than the highest token."""
+        return len(self._table)
+
     @cached_property
     def _table(self) -> npt.NDArray[np.uint8]:
         """What each token of the vocabulary is by itself."""

@@ -25,7 +25,7 @@ from spile.model.decoder import forward
 from spile.model.params import Params
 from spile.plan.batches import Batch
 from spile.runtime.mesh import AXES, plan_mesh
-from spile.runtime.producer import Block, OutOfDeviceMemory, pack
+from spile.runtime.producer import Block, OutOfDeviceMemory, check_tokens, pack
 from spile.runtime.progress import Progress
 from spile.spec.architecture import ModelConfig
 from spile.spec.taps import Tap
@@ -106,6 +106,10 @@ class DeviceProducer:
         mesh = f"mesh {data} × {model}, " if model > 1 else ""
         return f"{len(devices)} × {devices[0].device_kind}, {mesh}{self.dtype}, {self.attention} attention"
 
+    def close(self) -> None:
+        """Compile nothing more: who ends early does not wait for programs that nobody will run."""
+        self._compilers.shutdown(wait=False, cancel_futures=True)
+
     # -- programs -------------------------------------------------------------------------------------------------
 
     def prepare(self, batch: Batch) -> None:
@@ -155,6 +159,7 @@ class DeviceProducer:
 
     def start(self, batch: Batch) -> _Pending:
         """Send a batch to the devices. A shape's first batch is waited for, so that too little memory shows here."""
+        check_tokens(batch.samples, self.config.vocab_size)
         shape = (batch.rows, batch.length)
         program = self._wait_for(shape)
         packed = pack(batch, self._rows(shape))

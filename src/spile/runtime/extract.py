@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import closing
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import jax
@@ -26,12 +28,13 @@ from spile.runtime.device import DeviceProducer, compute_dtype_for, enable_compi
 from spile.runtime.mesh import default_shape, device_memory, make_mesh, plan_mesh
 from spile.runtime.notes import Notes, note_checkpoint
 from spile.runtime.pod.together import Alone, Together, same_command
-from spile.runtime.producer import Producer
+from spile.runtime.producer import Producer, check_tokens
 from spile.runtime.progress import Progress
 from spile.runtime.summary import Summary, peak_memory
 from spile.runtime.worker import LocalControl, Sizes, work
 from spile.spec.identity import RunIdentity, StreamIdentity
 from spile.spec.run import ExtractSpec
+from spile.spec.sample import Sample
 from spile.spec.taps import Tap, select_taps
 from spile.store.layout import stream_folder
 from spile.store.run import join_run, read_run
@@ -43,6 +46,8 @@ __all__ = ["Parts", "batch_tokens", "bytes_a_token", "extract", "find", "lanes_f
 _BATCH_TOKENS = {"cpu": (4096, 4096), "gpu": (8192, 32768), "tpu": (4096, 16384)}
 """Tokens a device and step, at least and at most: enough to keep it busy, and its rows a fraction of a shard."""
 _MOST_LANES = 8
+_LOOKED_AT = 256
+"""Samples whose tokens are looked at before anything is written, where the tokenizer has more than the model."""
 
 
 @dataclass(frozen=True)
@@ -73,20 +78,23 @@ def extract(
     enable_compilation_cache()
     progress.phase("looking at the model and the data")
     same_command(hosts, spec)
-    for warning in preflight(open_folder(spec.output)):  # first: find reads the run that is there
-        progress.say(warning)
+    for place in filter(None, (spec.output, spec.local_copy)):  # first: find reads the run that is there
+        for warning in preflight(open_folder(place)):
+            progress.say(warning)
     parts = find(spec)
-    if hosts.first:
-        _start_over(parts)
-    stream = _known_stream(parts) if hosts.first else None
+    again = hosts.first and _starts_over(parts)
+    stream = _known_stream(parts) if hosts.first and not again else None
     if not hosts.agree("left", stream is None or _left(parts, stream)):
         return _nothing_left(parts, stream or _joined(parts), progress, hosts)
     progress.phase("loading the model")
     producer = make_producer(parts, progress)
     hosts.barrier("model_loaded")
+    if again:
+        clear_stream(parts.root, spec.data.worker_id)  # not before the model is known to be whole
     stream, done = _agreed(parts, stream, hosts)
     hosts.barrier("extraction_start")
-    finished = _work(parts, stream, done, producer, progress, stop or threading.Event(), hosts)
+    with closing(producer):
+        finished = _work(parts, stream, done, producer, progress, stop or threading.Event(), hosts)
     hosts.barrier("final_checkpoint")
     if finished and hosts.first:
         stream.finish()
@@ -126,7 +134,11 @@ def find(spec: ExtractSpec) -> Parts:
     files = weights.find(spec.model, spec.revision)
     taps = select_taps(spec.sites, spec.layers, files.config.n_layers)
     root = _output(spec)
-    samples = open_stream(spec.data, load_tokenizer(files.tokenizer_folder))
+    tokenizer = load_tokenizer(files.tokenizer_folder)
+    samples = open_stream(spec.data, tokenizer)
+    if tokenizer.size > files.config.vocab_size:  # no fault by itself; the producer looks at every batch
+        first = islice(samples.read(Ranges()), _LOOKED_AT)
+        check_tokens((item for item in first if isinstance(item, Sample)), files.config.vocab_size)
     known = read_run(root)
     dtype = spec.dtype
     if dtype == "auto":
@@ -163,11 +175,11 @@ def bytes_a_token(parts: Parts) -> int:
     return row_bytes(len(parts.taps), parts.identity.d_model, parts.spec.store_dtype)
 
 
-def _start_over(parts: Parts) -> None:
+def _starts_over(parts: Parts) -> bool:
     """``--no-checkpointing``: as if nothing were there, but never over somebody's work unasked."""
     worker_id = parts.spec.data.worker_id
     if parts.spec.checkpointing or not stream_has_commits(parts.root, worker_id):
-        return
+        return False
     if not parts.spec.overwrite:
         raise SpecError(
             "--no-checkpointing",
@@ -175,7 +187,7 @@ def _start_over(parts: Parts) -> None:
             found=f"commits in {parts.root.url}/{stream_folder(worker_id)}",
             fix="add --overwrite to remove them, or leave --no-checkpointing out to resume",
         )
-    clear_stream(parts.root, worker_id)
+    return True
 
 
 def _known_stream(parts: Parts) -> StreamStore | None:

@@ -6,16 +6,17 @@ tests drive the very same loop with a producer that is a few lines of NumPy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from spile.errors import Failure
+from spile.errors import Failure, ModelError
 from spile.plan.batches import Batch
+from spile.spec.sample import Sample
 
-__all__ = ["Block", "OutOfDeviceMemory", "Packed", "Producer", "pack"]
+__all__ = ["Block", "OutOfDeviceMemory", "Packed", "Producer", "check_tokens", "pack"]
 
 
 class OutOfDeviceMemory(Failure):
@@ -75,3 +76,16 @@ def pack(batch: Batch, block: int | None = None) -> Packed:
             index[g, filled : filled + size] = np.arange(r * length, r * length + size, dtype=np.int32)
             filled += size
     return Packed(tokens.reshape(groups * rows, length), index)
+
+
+def check_tokens(samples: Iterable[Sample], vocabulary: int) -> None:
+    """Refuse tokens that the model has no row for: a device would silently take another row."""
+    for sample in samples:
+        highest = int(sample.tokens.max(initial=0))
+        if highest >= vocabulary:
+            raise ModelError(
+                f"the tokenizer is not this model's: sample {sample.index} ({sample.task_id})",
+                expected=f"tokens below the model's vocabulary of {vocabulary:,}",
+                found=highest,
+                fix="give the model its own tokenizer files",
+            )

@@ -19,6 +19,9 @@ from spile.store.stream import StreamStore
 
 __all__ = ["LocalControl", "Sizes", "StreamSink", "work", "works"]
 
+_MOST_SKIPPED = 16_384
+"""Skipped samples that are held before they are committed: as many as a shard may have samples."""
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -75,20 +78,33 @@ class StreamSink:
 def works(
     items: Iterable[Sample | Skip], sizes: Sizes, groups: int, bytes_a_token: int, end: Callable[[], int | None]
 ) -> Iterator[Work]:
-    """Shards to make, in order, each with the samples skipped on the way to it; last, what was skipped after them."""
+    """Shards to make, in order, each with the samples skipped on the way to it; last, what was skipped after them.
+
+    Where very many are skipped a shard ends early, so that they are committed and forgotten.
+    """
+    waiting = iter(items)
     skipped: list[Skip] = []
+    more = True
 
     def samples() -> Iterator[Sample]:
-        for item in items:
+        nonlocal more
+        for item in waiting:
             if isinstance(item, Skip):
                 skipped.append(item)
+                if len(skipped) >= _MOST_SKIPPED:
+                    return
             else:
                 yield item
+        more = False
 
     plan = BatchPlan(sizes.batch_tokens, sizes.batch_size, sizes.longest, groups)
-    for shard in shards(batches(samples(), plan), bytes_a_token, sizes.shard_bytes):
-        yield Work(shard, tuple(skipped))
-        skipped.clear()
+    while more:
+        for shard in shards(batches(samples(), plan), bytes_a_token, sizes.shard_bytes):
+            yield Work(shard, tuple(skipped))
+            skipped.clear()
+        if more and skipped:
+            yield Work(ShardPlan(), tuple(skipped))
+            skipped.clear()
     total = end()
     if skipped or total is not None:
         yield Work(ShardPlan(), tuple(skipped), total)
