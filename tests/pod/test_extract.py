@@ -171,9 +171,9 @@ def test_twenty_deaths_then_two_hosts_then_eight(tmp_path: Path, reference: Data
     for seed in range(20):
         tpu = Slice(tmp_path / f"out-{seed}")
         victim = chance.randrange(4)
-        named(tpu.run(4, 2, kill=victim, after=chance.uniform(0.5, 25.0)), victim)
+        named(tpu.run(4, 2, kill=victim, after=chance.uniform(2.0, 25.0)), victim)
         again = chance.randrange(2)
-        named(tpu.run(2, 4, kill=again, after=chance.uniform(0.5, 20.0)), again)
+        named(tpu.run(2, 4, kill=again, after=chance.uniform(2.0, 20.0)), again)
         ended = tpu.run(2, 4) if seed % 2 else tpu.run(8, 1)
         assert [end.code for end in ended] == [0] * len(ended), [end.err for end in ended]
         tpu.finish(reference)

@@ -31,6 +31,8 @@ _ENVIRONMENT = {
     "TF_CPP_MIN_LOG_LEVEL": "3",
 }
 _TRIES = 6
+_FULL = 0.9
+"""The part of the memory from which on a batch is large enough."""
 _NEAR = 1.15
 """A batch within this factor of one that does not fit is large enough."""
 
@@ -122,6 +124,8 @@ def _bisect(ask: Callable[[int], Fit], rows: int) -> Iterator[Fit]:
         yield fit
         if fit.fits:
             low = fit
+            if fit.peak >= _FULL * fit.memory:
+                return
         else:
             too_many = rows
         if low is not None and too_many is not None:

@@ -1,0 +1,69 @@
+"""The commands at the prompt: a single host, and the mistakes and leftovers that must end with one line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+
+import pytest
+
+from pod.launching import Ended, clean_environment, free_port, started
+
+
+def spile(*words: str, more: Mapping[str, str] | None = None, devices: int = 1) -> Ended:
+    with started([[sys.executable, "-m", "spile.cli.main", *words]], [clean_environment(devices, more)]) as group:
+        return group.wait(120)[0]
+
+
+def test_one_host_checks_itself() -> None:
+    ended = spile("pod", "check", devices=4, more={"PYTHONUTF8": "1"})
+    assert ended.code == 0, ended.err
+    assert "This process sees 4 of 4 devices: cpu" in ended.out
+    assert "Forward over 4 devices agrees with one device" in ended.out
+    assert ended.out.endswith("This process: all checks passed\n")
+
+
+def test_a_terminal_without_the_signs() -> None:
+    ended = spile("pod", "check", more={"PYTHONIOENCODING": "ascii"})
+    assert ended.code == 0, ended.err
+    assert "Passed 'complete' barrier" in ended.out
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "code", "says"),
+    [
+        (
+            (),
+            {"CLOUD_TPU_TASK_ID": "3"},
+            2,
+            "CLOUD_TPU_TASK_ID says that this is worker 3, and nothing says of how many",
+        ),
+        (("--topology", "v5litepod-64"), {}, 2, "16 processes, and nothing says which one this is"),
+        (("--topology", "v5e-9"), {}, 2, "v5e has no slice of 9 chips"),
+        (
+            ("--topology", "v5e-64"),
+            {"TPU_WORKER_ID": "1", "TPU_WORKER_HOSTNAMES": "a,b,c,d"},
+            2,
+            "the topology's hosts: expected 16 (--topology), found 4",
+        ),
+        (
+            ("--barrier-timeout", "0.5", "--coordinator-address", f"127.0.0.1:{free_port()}"),
+            {"TPU_WORKER_ID": "1", "TPU_WORKER_HOSTNAMES": "old-0,old-1"},
+            1,
+            "worker 0 is unreachable at 127.0.0.1",
+        ),
+        (
+            ("--barrier-timeout", "0.5"),
+            {"TPU_WORKER_ID": "1", "TPU_WORKER_HOSTNAMES": "gone.invalid,here.invalid"},
+            1,
+            "worker 0 is unreachable at gone.invalid:5555",
+        ),
+    ],
+)
+def test_leftovers_and_mistakes_end_with_one_line(
+    words: tuple[str, ...], variables: dict[str, str], code: int, says: str
+) -> None:
+    ended = spile("pod", "check", *words, more=variables)
+    (line,) = ended.lines
+    assert says in line
+    assert ended.code == code
