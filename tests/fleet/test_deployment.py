@@ -222,6 +222,22 @@ def test_prepare_only_and_bad_input(world: World) -> None:
     assert world.cloud.cloud.nodes("-") == []
 
 
+def test_a_folder_of_streams_goes_to_the_bucket_as_it_is(world: World) -> None:
+    folder = world.folder / "streams"
+    assert (
+        world.spile("data", "streams", "--dataset", "embedded", "--num-streams", "1", "--output-dir", str(folder))[0]
+        == 0
+    )
+    words = ("--gcs-bucket", "b", "--zones", A, "--skip-launch", "--dataset-dir", str(folder), "--env", "HF_TOKEN=x")
+    code, text = world.spile("deploy", *words)
+    assert code == 0, text
+    assert world.objects("datasets/") == ["datasets/stream_000.jsonl", "datasets/streams.json"]
+    fleet = json.loads(world.gcs.buckets.buckets["b"].objects["fleet/default/fleet.json"].data)
+    assert (fleet["streams"], fleet["environment"]) == ("gs://b/datasets", {"HF_TOKEN": "x"})
+    code, text = world.spile("deploy", *words, "--env", "no value")
+    assert (code, "--env: expected NAME=value" in text) == (2, True)
+
+
 def test_ctrl_c_leaves_everything_running_and_the_next_monitor_starts_at_once(world: World) -> None:
     world.spile("deploy", "--gcs-bucket", "b", "--zones", A, "--skip-launch", "--max-samples", "1")
     with (world.folder / "first.txt").open("w") as out:
@@ -237,3 +253,26 @@ def test_ctrl_c_leaves_everything_running_and_the_next_monitor_starts_at_once(wo
     assert world.ready(), "the machine runs on"
     code, text = world.spile("monitor", "gs://b/fleet/default", "--once", "--json")
     assert json.loads(text)["monitor"] is None, "the lease was given back"
+
+
+@pytest.mark.slow
+def test_a_second_deployment_is_taken_by_running_machines(world: World) -> None:
+    """Running workers commit what they have, take the new flags and go on; no machine is made anew."""
+    words = ("deploy", "--gcs-bucket", "b", "--zones", A, "--shard-size-gb", "0.0005")
+    code, text = world.spile(*words, "--create-tpus", "--max-samples", "40")
+    assert code == 0, text
+    machine = world.cloud.cloud.nodes(A)[0]["id"]
+    deadline = time.monotonic() + 120
+    while not world.commits() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    code, text = world.spile(*words, "--skip-dataset", "--max-samples", "44")
+    assert code == 0, text
+    assert "it takes this deployment by itself" in text
+    new = json.loads(world.gcs.buckets.buckets["b"].objects["fleet/default/fleet.json"].data)["deployment"]
+    while world.cloud.cloud.nodes(A) and time.monotonic() < deadline + 120:
+        assert world.cloud.cloud.nodes(A)[0]["id"] == machine
+        time.sleep(0.1)
+    report = json.loads(world.gcs.buckets.buckets["b"].objects["fleet/default/workers/tpu-us-central1-a-0.json"].data)
+    assert (report["deployment"], report["verdict"]) == (new, "finished"), world.logs()
+    code, said = world.spile("verify", "gs://b/activations", "--max-samples", "44")
+    assert code == 0, said

@@ -83,7 +83,8 @@ def deploy(
     again resumes by itself.
     """
     from spile.cli.healing import adjusted, watch_fleet
-    from spile.fleet.deploy import publish
+    from spile.fleet.cloud_tpu import check_place
+    from spile.fleet.deploy import launch_waiting, publish
     from spile.fleet.home import FleetHome, fleet_url
     from spile.fleet.spec import Policy
 
@@ -98,13 +99,20 @@ def deploy(
     if skip_launch:
         console.print("prepared; launch with: spile deploy --skip-dataset …", markup=False)
         return 0
-    results = _machines(client, home, fleet, console, create_tpus, monitor)
+    for zone in fleet.zones:
+        check_place(client, zone, fleet.machine.accelerator_type)
+    results: list[Result] = []
+    if create_tpus and (launch == "ssh" or not monitor):  # else the monitor makes them, and heals meanwhile
+        results = _create(client, home, fleet, console)
+    elif launch == "startup" and not monitor:
+        results = launch_waiting(client, fleet, home.folder.url)
     if launch == "ssh":
         from spile.fleet.deploy import launch_over_ssh
         from spile.fleet.ssh.hosts import Access
 
         access = Access(user=user, key=ssh_key)
-        results = launch_over_ssh(client, fleet, home.folder.url, access, internal_ip=internal_ip, force=force)
+        results = [result for result in results if result.bad]
+        results += launch_over_ssh(client, fleet, home.folder.url, access, internal_ip=internal_ip, force=force)
     code = print_results(console, results)
     if monitor:
         adjust = adjusted(interval, budget, keep_finished)
@@ -133,49 +141,41 @@ def _plan(fleet: FleetSpec, flags: ExtractFlags, variables: dict[str, str]) -> t
     root = flags.output or f"{bucket}/{(flags.gcs_prefix or GCS_PREFIX).strip('/')}"
     here = replace(flags, output=root, output_dir=None, upload_to_gcs=False)
     replace(here, dataset=EMBEDDED, dataset_dir=f"{bucket}/datasets").spec()
-    work = Deployment(root, f"{bucket}/datasets", extract_words(flags), flags.max_samples, variables)
+    # A folder of this computer is no place that machines can read: its streams go to the bucket.
+    remote = flags.dataset_dir if flags.dataset_dir and "://" in flags.dataset_dir else f"{bucket}/datasets"
+    work = Deployment(root, remote, extract_words(flags), flags.max_samples, variables)
     return bucket, work.on(fleet)
 
 
 def _data(fleet: FleetSpec, flags: ExtractFlags, skip: bool, console: Console) -> None:
-    from spile.fleet.deploy import check_streams, prepare_streams
+    """Put the streams where workers read them: split a dataset, or take a folder of streams as it is."""
+    from spile.fleet.deploy import check_streams, prepare_streams, upload_streams
 
-    streams = flags.dataset_dir or fleet.streams or ""
+    def say(line: str) -> None:
+        console.print(line, markup=False)
+
+    streams = fleet.streams or ""
+    if flags.dataset_dir and flags.dataset_dir != streams and not skip:
+        upload_streams(flags.dataset_dir, streams, say)
     if skip or flags.dataset_dir:
         check_streams(streams, fleet)
         return
     column = "examples" if flags.column == "text" else flags.column
-    prepare_streams(
-        flags.dataset,
-        streams,
-        len(fleet.workers),
-        column=column,
-        seed=flags.seed,
-        say=lambda line: console.print(line, markup=False),
-    )
+    prepare_streams(flags.dataset, streams, len(fleet.workers), column=column, seed=flags.seed, say=say)
 
 
-def _machines(
-    client: CloudTpu, home: FleetHome, fleet: FleetSpec, console: Console, create_tpus: bool, monitor: bool
-) -> list[Result]:
-    """Make or find the machines. Where somebody monitors, or will in a moment, that is left to the monitor."""
+def _create(client: CloudTpu, home: FleetHome, fleet: FleetSpec, console: Console) -> list[Result]:
+    """Make the machines, unless somebody monitors the fleet: then that one does."""
     import time
 
     from spile.fleet import manage
-    from spile.fleet.cloud_tpu import check_place
-    from spile.fleet.deploy import launch_waiting
     from spile.fleet.lease import Lease
     from spile.fleet.monitor import machine_metadata, startup_script
 
-    for zone in fleet.zones:
-        check_place(client, zone, fleet.machine.accelerator_type)
     other = Lease(home.folder, clock=time.time, ttl=0.0).holder()
-    if other is not None or (monitor and create_tpus):
-        who = other.who if other is not None else "the monitor"
-        console.print(f"{who} makes the machines", markup=False)
+    if other is not None:
+        console.print(f"{other.who} monitors this fleet and makes its machines", markup=False)
         return []
-    if not create_tpus:
-        return [] if monitor else launch_waiting(client, fleet, home.folder.url)
     names = {worker.id: worker.name for worker in fleet.workers}
     script = startup_script()
     return manage.create(client, fleet, lambda worker: machine_metadata(home.folder.url, names[worker], script))

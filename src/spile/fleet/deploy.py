@@ -36,6 +36,7 @@ __all__ = [
     "launch_waiting",
     "prepare_streams",
     "publish",
+    "upload_streams",
 ]
 
 
@@ -76,7 +77,12 @@ def prepare_streams(
     with tempfile.TemporaryDirectory(prefix="spile-streams-") as folder:
         made = make_streams(dataset, Path(folder), count, selection=Selection(column=column), seed=seed)
         say(f"{made.tally.samples:,} samples of {dataset} in {count} streams")
-        sent = upload(Path(folder), open_folder(streams))
+        upload_streams(folder, streams, say)
+
+
+def upload_streams(folder: str, streams: str, say: Callable[[str], None]) -> None:
+    """Put a folder of streams in the bucket, skipping what is there already."""
+    sent = upload(Path(folder), open_folder(streams))
     say(f"{len(sent.uploaded)} files uploaded to {sent.url}, {len(sent.skipped)} there already")
 
 
