@@ -199,6 +199,7 @@ def test_prepare_only_and_bad_input(world: World) -> None:
     assert world.cloud.cloud.nodes("-") == []
     cases = {
         ("--zones", A): "no bucket: expected --gcs-bucket NAME",
+        ("--zones", "us-central1-x", "--gcs-bucket", "b"): "zone us-central1-x has no TPUs",
         ("--zones", A, "--gcs-bucket", "nowhere"): "nowhere",
         ("--zones", A, "--gcs-bucket", "b", "--shard-size-gb", "-1"): "--shard-size-gb: expected",
         (

@@ -91,6 +91,8 @@ def deploy(
     client = place.client()
     policy = Policy(interval=interval, budget=budget, delete_finished=not keep_finished)
     bucket, fleet = _plan(machines.fleet(place, client.project, policy), flags, _variables(env or []))
+    for zone in () if skip_launch else fleet.zones:
+        check_place(client, zone, fleet.machine.accelerator_type)
     console = Console(highlight=False, soft_wrap=True)
     home = FleetHome.open(fleet_url(bucket, fleet.name))
     list(home.folder.list("fleet.json"))  # a bucket that is not there is told now, before anything is made
@@ -99,8 +101,6 @@ def deploy(
     if skip_launch:
         console.print("prepared; launch with: spile deploy --skip-dataset …", markup=False)
         return 0
-    for zone in fleet.zones:
-        check_place(client, zone, fleet.machine.accelerator_type)
     results: list[Result] = []
     if create_tpus and (launch == "ssh" or not monitor):  # else the monitor makes them, and heals meanwhile
         results = _create(client, home, fleet, console)
