@@ -63,8 +63,7 @@ class Progress:
     """Where a line for the user goes: above the bar, or to the log."""
 
     def __post_init__(self) -> None:
-        # Reentrant: a signal's line may be drawn, counters and all, by the very thread that was counting.
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
         self._phase = "starting"
         self._counts = dict.fromkeys(
             ("samples", "tokens", "bytes", "shards_written", "shards_committed", "samples_committed",

@@ -121,23 +121,6 @@ def test_output_that_nobody_reads_any_more_does_not_end_a_run() -> None:
     assert process.returncode == 0
 
 
-_LOCK_HELD = """
-import os, signal, sys, threading
-from rich.console import Console
-from spile.cli.live import watched
-with watched(console=Console(force_terminal=True)) as watch:
-    with watch.progress._lock:  # as when the signal comes while the loop counts a batch
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert watch.stop.wait(30)
-sys.stderr.write("went on")
-"""
-
-
-def test_a_signal_while_a_batch_is_counted_does_not_hang() -> None:
-    done = subprocess.run([sys.executable, "-c", _LOCK_HELD], capture_output=True, timeout=60)
-    assert done.stderr.decode() == "went on"
-
-
 _HANGS_AT_EXIT = """
 import os, signal, sys, time
 from concurrent.futures import ThreadPoolExecutor
