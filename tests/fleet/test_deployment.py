@@ -103,7 +103,7 @@ def test_a_fleet_survives_a_preemption_and_ends_with_nothing_left(world: World) 
     log = world.folder / "monitor.txt"
     world.cloud.admin("stock", {"zone": B, "available": False})
     with log.open("w") as out:
-        words = (*DEPLOY, "--zones", f"{A},{B}", "--max-samples", "8", "--shard-size-gb", "0.0003")
+        words = (*DEPLOY, "--zones", f"{A},{B}", "--max-samples", "6", "--shard-size-gb", "0.0003")
         process = world.start(*words, log=out)
         deadline = time.monotonic() + 120
         while (
@@ -116,7 +116,7 @@ def test_a_fleet_survives_a_preemption_and_ends_with_nothing_left(world: World) 
         text = finish(world, process, log, 200)
     assert "delete tpu-us-central1-a-0 in us-central1-a: it is PREEMPTED" in text
     assert "no capacity to create tpu-us-central1-b-0" in text
-    code, said = world.spile("verify", "gs://b/activations", "--max-samples", "8")
+    code, said = world.spile("verify", "gs://b/activations", "--max-samples", "6")
     assert code == 0, said
     history = json.loads(world.gcs.buckets.buckets["b"].objects[world.objects("fleet/t/history/")[-1]].data)
     assert history["workers"]["0"]["preemptions"] == 1

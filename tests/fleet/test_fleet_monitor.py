@@ -179,3 +179,22 @@ def test_a_hiccup_later_is_only_shown(home: FleetHome, fake: FakeCloud, client: 
     assert "no fleet at" in out.getvalue()
     assert "stopped watching; everything goes on" in out.getvalue()
     assert len(client.nodes("-")) == 2
+
+
+def test_a_table_taller_than_the_terminal_keeps_what_is_in_trouble(home: FleetHome, client: CloudTpu) -> None:
+    zones = (A, B)
+    home.write_fleet(replace(home.read_fleet(), workers=plan_workers(zones, 20)))
+    monitor = FleetMonitor(home, client)
+    until(monitor, lambda status: all(each.machine == "READY" for each in status.workers))
+    for worker in monitor.fleet.workers[1:]:
+        say(home, worker.name, phase="starting")
+    say(home, "tpu-us-central1-b-19", phase="failed", verdict="refused", error="spile: no such model")
+    status = monitor.step()
+    console = Console(width=160, file=io.StringIO())
+    console.print(render(replace(status, actions=()), interval=60, height=30))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert text.count("\n") <= 30
+    assert "tpu-us-central1-a-0 " in text, "not heard of yet"
+    assert "GIVEN UP" in text
+    assert "more" in text
+    assert "Needs recovery: 1" in text

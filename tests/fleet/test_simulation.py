@@ -18,7 +18,7 @@ from spile.fleet.states import NodeState
 
 @pytest.mark.parametrize("block", range(4))
 def test_histories_end_well(block: int) -> None:
-    for seed in range(block * 30, block * 30 + 30):
+    for seed in range(block * 20, block * 20 + 20):
         Simulation(seed).run()
 
 

@@ -110,7 +110,7 @@ def _loop(monitor: FleetMonitor, console: Console, interval: float, sleep: Calla
     with Live(console=console, auto_refresh=False) if console.is_terminal else _quiet() as live:
         while True:
             if live is not None:
-                live.update(render(status, interval=interval), refresh=True)
+                live.update(render(status, interval=interval, height=console.height), refresh=True)
             else:
                 for line in plain_lines(status):
                     console.print(line, soft_wrap=True, markup=False, highlight=False)

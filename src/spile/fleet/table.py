@@ -14,11 +14,12 @@ from spile.plan.amounts import amount, duration
 
 __all__ = ["plain_lines", "render"]
 
+_NEWS = 6
 _STYLE = {Life.ALIVE: "green", Life.COMING: "cyan", Life.LEAVING: "yellow", Life.DEAD: "red", Life.ABSENT: "red"}
 
 
-def render(status: FleetStatus, *, interval: float | None = None) -> RenderableType:
-    """The whole dashboard."""
+def render(status: FleetStatus, *, interval: float | None = None, height: int | None = None) -> RenderableType:
+    """The whole dashboard; where it would be taller than ``height``, the workers that are well are left out."""
     zones = len(status.fleet.zones)
     head = [
         Text("ACTIVATION EXTRACTION - LIVE MONITORING", style="bold"),
@@ -27,10 +28,22 @@ def render(status: FleetStatus, *, interval: float | None = None) -> RenderableT
     ]
     if interval is not None:
         head.append(Text(f"Check interval: {interval:g} s"))
-    return Group(*head, Text(""), _table(status), Text(""), *_foot(status, interval))
+    foot = _foot(status, interval)
+    room = None if height is None else max(3, height - len(head) - len(foot) - 6)
+    return Group(*head, Text(""), _table(status, room), Text(""), *foot)
 
 
-def _table(status: FleetStatus) -> Table:
+def _shown(status: FleetStatus, room: int | None) -> tuple[list[WorkerStatus], int]:
+    """The workers that there is room for, those in trouble before all others; and how many are left out."""
+    workers = list(status.workers)
+    if room is None or len(workers) <= room:
+        return workers, 0
+    ranked = sorted(workers, key=lambda each: (not each.past.gave_up, not each.needs_recovery, each.healthy))
+    kept = {each.worker.id for each in ranked[: room - 1]}
+    return [each for each in workers if each.worker.id in kept], len(workers) - len(kept)
+
+
+def _table(status: FleetStatus, room: int | None) -> Table:
     total = status.snapshot.total
     table = Table(box=None, show_footer=True, footer_style="bold", header_style="bold", padding=(0, 2, 0, 0))
     table.add_column("TPU NAME", "TOTALS", no_wrap=True)
@@ -40,8 +53,11 @@ def _table(status: FleetStatus) -> Table:
     table.add_column("GCS", f"{total('committed'):,.0f}", justify="right", no_wrap=True)
     table.add_column("TOK/S", amount(total("tokens_per_second")), justify="right", no_wrap=True)
     table.add_column("WORKER", overflow="ellipsis")
-    for each in status.workers:
+    shown, more = _shown(status, room)
+    for each in shown:
         table.add_row(*_cells(each))
+    if more:
+        table.add_row(f"… and {more} more")
     return table
 
 
@@ -94,7 +110,10 @@ def _foot(status: FleetStatus, interval: float | None) -> list[Text]:
     ]
     if status.holder is not None:
         lines.append(Text(f"{status.holder.who} monitors this fleet; this one only watches", style="yellow"))
-    lines += [Text(line, style="yellow") for line in (*status.problems, *status.actions)]
+    news = (*status.problems, *status.actions)
+    lines += [Text(line, style="yellow") for line in news[:_NEWS]]
+    if len(news) > _NEWS:
+        lines.append(Text(f"… and {len(news) - _NEWS} more actions; all are in the fleet's log", style="yellow"))
     lines += [
         Text(f"{each.worker.name}: {each.past.gave_up}", style="red") for each in status.workers if each.past.gave_up
     ]
