@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 import traceback
@@ -83,9 +82,8 @@ class Pod:
 
     def tell_end(self, error: BaseException) -> None:
         """Tell the others why this process ends, so that they end with the same line and code."""
-        code = error.exit_code if isinstance(error, SpileError) else 1
-        line = str(error) if isinstance(error, SpileError) else f"{type(error).__name__}: {error}"
-        said = json.dumps({"line": " ".join(line.split())[:2000], "code": code})
+        line, code = _said(error)
+        said = json.dumps({"line": line, "code": code})
         self.coordination.put(f"ended/{self.identity.process}", said)
 
     def fail(self, error: BaseException) -> NoReturn:
@@ -99,12 +97,11 @@ class Pod:
             self.tell_end(error)
         except Exception as lost:  # noqa: BLE001 - the service has gone with a host; our own line still counts
             sys.stderr.write(f"spile: the others could not be told: {' '.join(str(lost).split())[:200]}\n")
-        if not isinstance(error, SpileError):
+        if not isinstance(error, SpileError | KeyboardInterrupt):
             traceback.print_exception(error)
-        sys.stderr.write(f"spile: {error}\n")
-        sys.stderr.flush()
-        sys.stdout.flush()
-        os._exit(error.exit_code if isinstance(error, SpileError) else 1)
+        line, code = _said(error)
+        end_process(End(line, code))
+        raise error  # not reached
 
     def leave(self) -> None:
         """Go, once all have come to ``complete``. Worker 0's service goes last."""
@@ -128,6 +125,15 @@ class Pod:
         if error is not None:
             self.fail(error)
         self.leave()
+
+
+def _said(error: BaseException) -> tuple[str, int]:
+    """An error's line and exit code."""
+    if isinstance(error, SpileError):
+        return str(error), error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", 130
+    return " ".join(f"{type(error).__name__}: {error}".split())[:2000], 1
 
 
 def _of_a_device(error: BaseException | None) -> bool:
