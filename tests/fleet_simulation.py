@@ -246,7 +246,8 @@ class Simulation:
         elif roll < 0.46:
             cloud.pace = Pace(rng.choice([10, 60, 600, 2500]), rng.choice([5, 30, 400]), 20)
         elif roll < 0.50 and self.vms:
-            rng.choice(list(self.vms.values())).hung = True
+            vm = rng.choice(list(self.vms.values()))
+            vm.hung = self.now > vm.booted + 60
         elif roll < 0.56:
             self.monitors.append(self._monitor())
             self._say(f"another monitor: {len(self.monitors)}")

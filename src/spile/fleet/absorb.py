@@ -15,6 +15,9 @@ from spile.fleet.states import Life, NodeState
 
 __all__ = ["Outcome", "absorb", "begin", "intend", "record"]
 
+_MUTE = (
+    "may they read and write the bucket (--service-account)? Their startup log: journalctl -u google-startup-scripts"
+)
 _BILLED = frozenset({Life.ALIVE, Life.COMING})
 
 
@@ -32,7 +35,14 @@ def begin(fleet: FleetSpec, history: History) -> History:
         return history
     workers = {
         worker.id: replace(
-            past_of(history, worker), finished=False, gave_up="", reported=False, crashes=0, failures=0, retry_at=0.0
+            past_of(history, worker),
+            finished=False,
+            gave_up="",
+            reported=False,
+            crashes=0,
+            mute=0,
+            failures=0,
+            retry_at=0.0,
         )
         for worker in fleet.workers
     }
@@ -61,10 +71,10 @@ def absorb(fleet: FleetSpec, observed: Observed, history: History, now: float) -
             past = replace(past, note=f"{worker.name} in {past.zone} is a machine that is not of this fleet")
         workers[worker.id] = replace(past, used=_used(observed, past, nodes))
     history = _bills(fleet, observed, replace(history, workers=workers, blocks=blocks), now)
-    if fleet.policy.budget is not None and history.dollars >= fleet.policy.budget and not history.stopped:
-        stopped = f"the budget of ${fleet.policy.budget:.2f} is spent (${history.dollars:.2f})"
-        history = replace(history, stopped=stopped)
-    return history
+    # Worked out anew each time, so that a budget that is raised lets the fleet go on.
+    spent = fleet.policy.budget is not None and history.dollars >= fleet.policy.budget
+    stopped = f"the budget of ${fleet.policy.budget:.2f} is spent (${history.dollars:.2f})" if spent else ""
+    return replace(history, stopped=stopped)
 
 
 def _used(observed: Observed, past: WorkerHistory, nodes: list[Node]) -> tuple[str, ...]:
@@ -147,7 +157,8 @@ def _deaths(
         if not health.fine:
             past = _bury(fleet, observed, worker, past, node, now, silent=health.silent)
         elif node.state.life is Life.ALIVE:
-            past = replace(past, alive=node.uid, since=node.created)
+            heard = observed.beat(worker.id, node) is not None
+            past = replace(past, alive=node.uid, since=node.created, mute=0 if heard else past.mute)
     vanished = past.alive and not nodes and past.alive != past.buried and not past.finished
     if vanished and not observed.blind.intersection(past.used):
         ghost = Node(worker.name, past.zone, NodeState.NOT_FOUND, uid=past.alive, created=past.since)
@@ -170,7 +181,13 @@ def _bury(
             past = replace(past, gave_up=f"its worker crashed on {crashes} machines: {tail}")
         return past
     if silent:
-        return replace(past, silences=past.silences + 1)
+        past = replace(past, silences=past.silences + 1)
+        if node.state.life is Life.ALIVE and observed.beat(worker.id, node) is None:
+            mute = past.mute + 1
+            past = replace(past, mute=mute)
+            if mute >= policy.max_mute:
+                past = replace(past, gave_up=f"{mute} machines in a row gave no sign of life: {_MUTE}")
+        return past
     if node.state.life in (Life.DEAD, Life.ABSENT):
         return replace(past, preemptions=past.preemptions + 1)
     return past

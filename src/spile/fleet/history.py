@@ -48,6 +48,8 @@ class WorkerHistory:
     preemptions: int = 0
     stockouts: int = 0
     silences: int = 0
+    mute: int = 0
+    """Machines in a row that never gave a sign of life."""
     crashes: int = 0
     creates: int = 0
     finished: bool = False

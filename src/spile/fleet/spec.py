@@ -74,6 +74,8 @@ class Policy:
     quota_retry: float = 1800.0
     max_crashes: int = 2
     """Machines a worker may crash on; on each it is relaunched a few times by its agent."""
+    max_mute: int = 3
+    """Machines in a row that may never give a sign of life."""
     delete_finished: bool = True
     budget: float | None = None
     """Dollars; the fleet is deleted when they are spent."""

@@ -349,3 +349,27 @@ def test_a_name_that_somebody_else_has_is_said() -> None:
     foreign = a_node(0, labels={})
     history, _ = turn(a_fleet(move=False), see(foreign, a_node(1), pulses={1: fresh()}))
     assert history.workers[0].note == "tpu-us-central1-a-0 in us-central1-a is a machine that is not of this fleet"
+
+
+def test_machines_that_never_speak_are_given_up() -> None:
+    """A bucket that machines may not write would else cost a machine every 20 minutes, for ever."""
+    fleet, history, now = a_fleet(), History(), NOW
+    for number in range(3):
+        born = a_node(0, uid=f"m{number}", created=now)
+        now += 1300
+        assert not history.workers or not history.workers[0].gave_up
+        history, actions = turn(fleet, see(born, a_node(1), pulses={1: Pulse(now, "running")}), history, now)
+        assert ("delete", 0, A) in words(actions)
+    assert words(actions)[0] == ("report", 0, A)
+    assert "3 machines in a row gave no sign of life: may they read and write the bucket" in actions[0].reason
+    history = replace(history, workers={**history.workers, 0: replace(history.workers[0], mute=2, gave_up="")})
+    history, _ = turn(fleet, see(a_node(0, uid="ok"), a_node(1), pulses={0: Pulse(now, "x"), 1: fresh()}), history, now)
+    assert history.workers[0].mute == 0
+
+
+def test_a_raised_budget_lets_the_fleet_go_on() -> None:
+    seen = see(a_node(0), a_node(1), pulses={0: fresh(), 1: fresh()})
+    history, actions = turn(a_fleet(budget=4.0), seen)
+    assert len(actions) == 2
+    history, actions = turn(a_fleet(budget=50.0), seen, history)
+    assert (actions, history.stopped) == ((), "")
