@@ -1,0 +1,85 @@
+"""Whether memory depends on the dataset: ``python -m bench.memory [FEW MANY]``, 10,000 and 1,000,000 samples.
+
+A model of one layer of d 16 over short samples, each size in a process of its own, whose peak is the kernel's word.
+What must hold: the many run in the memory of the few.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from bench.shapes import make_model
+
+__all__ = ["Peak", "main", "measure"]
+
+MUST = 1.1
+"""The peak of the many over that of the few."""
+_WORDS = ("light", "water", "three", "under", "carry", "stone", "seven", "north", "paper", "green")
+
+
+@dataclass(frozen=True)
+class Peak:
+    """One run."""
+
+    samples: int
+    bytes: int
+    """The most host memory that the process ever held."""
+    seconds: float
+    shards: int
+
+
+def _write(file: Path, samples: int) -> None:
+    with file.open("w") as out:
+        for number in range(samples):
+            words = (_WORDS[(number // 10**place) % 10] for place in range(4 + number % 5))
+            out.write(json.dumps({"task_id": f"sample-{number}", "text": " ".join(words)}) + "\n")
+
+
+def measure(samples: int, model: Path, folder: Path, flags: Sequence[str] = ()) -> Peak:
+    """``spile extract`` over so many samples, in a process of its own."""
+    data, output = folder / f"{samples}.jsonl", folder / f"{samples}"
+    _write(data, samples)
+    command = [sys.executable, "-m", "spile.cli.main", "extract", "--model", str(model), "--dataset", str(data)]
+    command += ["--output", str(output), *flags]
+    began = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise SystemExit(f"spile extract over {samples} samples ended with {process.returncode}")
+    unit = 1 if sys.platform == "darwin" else 1024
+    shards = len(list(output.glob("tpu_0/shard_*")))
+    return Peak(samples, usage.ru_maxrss * unit, time.perf_counter() - began, shards)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print a line for each size and their ratio; 1 where the many take more."""
+    given = arguments if arguments is not None else sys.argv[1:]
+    few, many = (int(given[0]), int(given[1])) if given else (10_000, 1_000_000)
+    console = Console()
+    with tempfile.TemporaryDirectory(dir=".") as name:
+        model = make_model("speck", Path(name) / "speck")
+        peaks = [measure(count, model, Path(name)) for count in (few, many)]
+    for peak in peaks:
+        console.print(
+            f"memory, {peak.samples:,} samples: {peak.bytes / 1e6:.0f} MB at most, {peak.shards} shards, "
+            f"{peak.seconds:.0f} s",
+            soft_wrap=True,
+        )
+    ratio = peaks[1].bytes / peaks[0].bytes
+    console.print(f"must hold: at most {MUST} times as much: {ratio:.3f}, {'yes' if ratio <= MUST else 'NO'}")
+    return 0 if ratio <= MUST else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
