@@ -138,15 +138,28 @@ def test_one_who_left_again_is_missing() -> None:
     assert "1 of 2 workers did not come" in str(error)
 
 
-def test_a_stranger_is_refused() -> None:
-    workers = Workers(2)
+def test_a_stranger_does_not_end_it() -> None:
+    workers = Workers(2, timeout=2)
     ready = threading.Event()
     workers.first(ready=ready)
     assert ready.wait(10)
     with socket.create_connection(("127.0.0.1", workers.base.port)) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        (error,) = workers.join().values()
-    assert "no spile worker" in str(error)
+        assert stranger.recv(1) == b""
+    (error,) = workers.join().values()
+    assert "1 of 2 workers did not come" in str(error)
+    assert "worker 1 (1 that are no spile workers called)" in str(error)
+
+
+def test_a_stranger_among_workers() -> None:
+    workers = Workers(2)
+    ready = threading.Event()
+    workers.first(ready=ready)
+    assert ready.wait(10)
+    with socket.create_connection(("127.0.0.1", workers.base.port)) as stranger:
+        stranger.sendall(b"x" * 200_000)
+        workers.other(1)
+        assert all(isinstance(answer, Answer) for answer in workers.join().values())
 
 
 def test_one_who_dies_before_jax_has_started_is_named() -> None:

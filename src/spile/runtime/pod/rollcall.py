@@ -54,6 +54,8 @@ class _Roll:
 
     identity: Identity
     present: dict[int, _Caller] = field(default_factory=dict)
+    strangers: int = 0
+    """Callers that were no spile workers."""
 
     def missing(self) -> list[int]:
         return [number for number in range(1, self.identity.count) if number not in self.present]
@@ -64,7 +66,8 @@ class _Roll:
             said = json.loads(caller.heard)
             process, count, name, version = int(said["process"]), int(said["count"]), said["name"], said["version"]
         except (ValueError, KeyError, TypeError):
-            return None if caller.heard == b"" else "something that is no spile worker called on the roll call's port"
+            self.strangers += 1  # a scanner of ports must not end a run
+            return None
         who = f"worker {process} on {name}"
         if count != self.identity.count:
             return (
@@ -263,17 +266,22 @@ def _hear(roll: _Roll, caller: _Caller, selector: selectors.BaseSelector) -> str
     if caller.process is not None:
         return None
     caller.heard += data
-    if len(caller.heard) > _MOST_BYTES:
-        return "something that is no spile worker called on the roll call's port"
-    return roll.enter(caller) if caller.heard.endswith(b"\n") else None
+    if not caller.heard.endswith(b"\n") and len(caller.heard) <= _MOST_BYTES:
+        return None
+    wrong = roll.enter(caller)
+    if wrong is None and caller.process is None:
+        selector.unregister(caller.connection)
+        caller.connection.close()
+    return wrong
 
 
 def _absent(roll: _Roll, timeout: float) -> str:
     missing = roll.missing()
     named = ", ".join(roll.identity.host(number) for number in missing)
+    strangers = f" ({roll.strangers} that are no spile workers called)" if roll.strangers else ""
     return (
-        f"{len(missing)} of {roll.identity.count} workers did not come to the roll call within {timeout:g} s: {named}; "
-        "run the same command on every host (--worker=all), and see those hosts' logs"
+        f"{len(missing)} of {roll.identity.count} workers did not come to the roll call within {timeout:g} s: "
+        f"{named}{strangers}; run the same command on every host (--worker=all), and see those hosts' logs"
     )
 
 
