@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
 
 __all__ = ["fake_cloud"]
 
 
 def fake_cloud(
     *,
-    port: int = 0,
-    folder: Path | None = None,
-    create_seconds: float = 2.0,
-    delete_seconds: float = 1.0,
+    port: Annotated[int, Parameter(help="Where to listen; 0 picks a free one.")] = 0,
+    folder: Annotated[
+        Path | None, Parameter(help="Where the machines' folders are. [default: a temporary one]")
+    ] = None,
+    create_seconds: Annotated[float, Parameter(help="How long a machine takes to become READY.")] = 2.0,
+    delete_seconds: Annotated[float, Parameter(help="How long a machine takes to go.")] = 1.0,
 ) -> None:
     """Serve the TPU API on a loopback port, with machines that are processes of this computer.
 
     Prints the variables that point spile and gcloud at it, then serves until Ctrl+C, which ends every machine.
     Admin calls: ``curl -d '{"zone": Z, "name": N}' $SPILE_TPU_ENDPOINT/admin/preempt``, and likewise ``stock``
     (zone, available), ``quota`` (zone, limit), ``fault`` (method, path, count, status, message), ``pace``, ``clock``.
-
-    :param port: Where to listen; 0 picks a free one.
-    :param folder: Where the machines' folders are; a temporary one if not given.
-    :param create_seconds: How long a machine takes to become READY.
-    :param delete_seconds: How long a machine takes to go.
     """
     import signal
     import tempfile

@@ -59,7 +59,14 @@ class ExtractFlags:
     dataset_dir: Annotated[
         str | None, _flag(_WHAT, "A folder of streams; --worker-id 5 reads its stream_005.jsonl.")
     ] = None
-    worker_id: Annotated[int | None, _flag(_WHAT, "The stream's number: reads stream_005.jsonl, writes tpu_5/.")] = None
+    worker_id: Annotated[
+        int | None,
+        _flag(
+            _WHAT,
+            "The stream's number: reads stream_005.jsonl, writes tpu_5/. "
+            "[default: of a --dataset named stream_005.jsonl, 5; TPU_WORKER_ID with --dataset-dir; else 0]",
+        ),
+    ] = None
     layers: Annotated[list[str] | None, _words(_WHAT, "all, or 0-11,20, or 0 1 2. [default: all]")] = None
     taps: Annotated[list[str] | None, _words(_WHAT, "Some of residual, attn, mlp. [default: residual]")] = None
     max_samples: Annotated[int | None, _flag(_WHAT, "Only the stream's first so many samples.")] = None
@@ -74,12 +81,13 @@ class ExtractFlags:
     long: Annotated[LongPolicy, _flag(_PROMPTS, "What happens to those.")] = "truncate"
     seed: Annotated[int, _flag(_PROMPTS, "Of the augmentations.")] = 0
 
-    output: Annotated[str | None, _flag(_WHERE, "The dataset's home: a folder, gs://… or s3://…")] = None
+    output: Annotated[str | None, _flag(_WHERE, "Its home: a folder, gs://… or s3://… [default: ./activations]")] = None
     output_dir: Annotated[str | None, _flag(_WHERE, "The same; beside a bucket, a local copy.")] = None
     gcs_bucket: Annotated[str | None, _flag(_WHERE, "The bucket that is its home, instead of --output.")] = None
     gcs_prefix: Annotated[str | None, _flag(_WHERE, f"The folder in that bucket. [default: {GCS_PREFIX}]")] = None
     upload_to_gcs: Annotated[
-        bool | None, _flag(_WHERE, "=False: not to that bucket. [default: where one is named]", negative="")
+        bool | None,
+        _flag(_WHERE, "Make that bucket its home; =False: do not. [default: where one is named]", negative=""),
     ] = None
     delete_local_after_upload: Annotated[
         bool, _flag(_WHERE, "Remove each local copy after its commit.", negative="")

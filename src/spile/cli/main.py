@@ -20,8 +20,11 @@ from spile.version import __version__
 __all__ = ["build", "main"]
 
 
-def build(config: str | None = None) -> App:
-    """The command tree, with nothing imported but the table. Flags win over variables, and those over the file."""
+def build(config: str | None = None, meant: str | None = None) -> App:
+    """The command tree, with nothing imported but the table. Flags win over variables, and those over the file.
+
+    The command that is ``meant`` is described by its own docstring, the others by their line in the table.
+    """
     file = [] if config is None else [Dict(_read_config(config), use_commands_as_keys=False, source=config)]
     app = App(
         name="spile",
@@ -35,7 +38,8 @@ def build(config: str | None = None) -> App:
         app.command(group)
     for command in COMMANDS:
         group_name, _, name = command.name.rpartition(" ")
-        (groups[group_name] if group_name else app).command(command.function, name=name, help=command.help)
+        told = None if command.name == meant else command.help
+        (groups[group_name] if group_name else app).command(command.function, name=name, help=told)
     return app
 
 
@@ -53,7 +57,7 @@ def _run(words: list[str], debug: bool) -> int:
     try:
         words, config = _config(words)
         words = modern(words, os.environ)
-        code = build(config)(words, exit_on_error=False, print_error=False, result_action="return_value")
+        code = build(config, _meant(words))(words, exit_on_error=False, print_error=False, result_action="return_value")
     except CycloptsError as error:
         errors.print(f"spile: {' '.join(str(error).split())} See: {_help(words)}", markup=False)
         return 2
@@ -110,14 +114,16 @@ def _read_config(location: str) -> dict[str, Any]:
         raise SpecError("--config", expected="a TOML file", found=f"{location}: {error}") from error
 
 
-def _help(words: list[str]) -> str:
-    """What to type for help on the command that was meant."""
+def _meant(words: list[str]) -> str:
+    """The command or the group that was meant, or nothing."""
     known = {command.name for command in COMMANDS} | set(GROUPS)
     names = [word for word in words if not word.startswith("-")]
-    for count in (2, 1):
-        if " ".join(names[:count]) in known:
-            return f"spile {' '.join(names[:count])} --help"
-    return "spile --help"
+    return next((name for name in (" ".join(names[:2]), " ".join(names[:1])) if name in known), "")
+
+
+def _help(words: list[str]) -> str:
+    """What to type for help on the command that was meant."""
+    return " ".join(word for word in ("spile", _meant(words), "--help") if word)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,140 @@
+"""Writes docs/cli.md: every command with its flags, from the program itself, the same bytes each time.
+
+python scripts/make_cli_reference.py [OUTPUT]
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+import types
+import typing
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+
+from cyclopts import App
+from cyclopts.argument import Argument
+
+from spile.cli.commands import COMMANDS, GROUPS, Command
+from spile.cli.main import build
+
+__all__ = ["application", "flags", "reference"]
+
+OUTPUT = Path(__file__).parent.parent / "docs" / "cli.md"
+KINDS = {"str": "TEXT", "int": "N", "float": "X", "Path": "PATH"}
+
+HEAD = """\
+# Every command
+
+*Written by `python scripts/make_cli_reference.py`; a test fails when it is out of date.*
+
+Every flag can be given as `--flag value` or `--flag=value`, as a variable (`SPILE_BATCH_SIZE=8` is `--batch-size 8`),
+or in a TOML file (`--config run.toml`, here or in a bucket), one flag a line: `batch-size = 8`. Flags win over
+variables, and those over the file. The old guides' spellings work too: [the table](guides/README.md#flags).
+
+`--debug` shows the traceback of an error, which is one line without it. `--help` after any command shows what is below.
+
+| exit code | means |
+|---|---|
+| 0 | done |
+| 1 | a failure: a store, a host or the cloud did not cooperate; or `spile verify` found something wrong |
+| 2 | a mistake that its author can fix; nothing was changed |
+| 3 | fenced: another worker owns this stream |
+| 130 | interrupted; what was done is committed, and the same command resumes |
+"""
+
+
+def application(command: Command) -> App:
+    """A command's own part of the program."""
+    app = build(meant=command.name)
+    for word in command.name.split(" "):
+        app = app[word]
+    return app
+
+
+def flags(command: Command) -> Iterator[Argument]:
+    """The flags and arguments that ``--help`` shows."""
+    for argument in application(command).assemble_argument_collection():
+        if argument.show and argument.names[0] != "*":
+            yield argument
+
+
+def reference() -> str:
+    """The page."""
+    ordered = sorted(COMMANDS, key=lambda command: (command.name.split(" ")[0] in GROUPS, _place(command)))
+    index = [f"| [`spile {each.name}`](#{_anchor(each.name)}) | {each.help} |" for each in ordered]
+    parts = [HEAD, "\n".join(["| command | does |", "|---|---|", *index]) + "\n"]
+    return "\n".join([*parts, *(_section(command) for command in ordered)])
+
+
+def _place(command: Command) -> tuple[str, int]:
+    """Groups by name, and within a group, or outside of all, as in the table of commands."""
+    group, _, _ = command.name.rpartition(" ")
+    return group, COMMANDS.index(command)
+
+
+def _anchor(name: str) -> str:
+    return f"spile-{name.replace(' ', '-')}"
+
+
+def _section(command: Command) -> str:
+    function = application(command).default_command
+    told = inspect.getdoc(function) or ""
+    paragraphs = [" ".join(part.split()).replace("``", "`") for part in told.split("\n\n")]
+    groups: dict[str, list[str]] = {}
+    order: dict[str, float] = {}
+    for argument in flags(command):
+        (group, *_) = argument.parameter.group or ()
+        title = "Flags" if group.name in ("Parameters", "Arguments") else group.name
+        groups.setdefault(title, []).append(_row(argument))
+        order.setdefault(title, group.sort_key if isinstance(group.sort_key, int) else 99)
+    lines = [f"## `spile {command.name}`", "", *_spaced(paragraphs)]
+    for title in sorted(groups, key=lambda name: order[name]):
+        lines += [f"| {title} | | default |", "|---|---|---|", *groups[title], ""]
+    return "\n".join(lines)
+
+
+def _spaced(paragraphs: list[str]) -> list[str]:
+    return [line for paragraph in paragraphs for line in (paragraph, "")]
+
+
+def _row(argument: Argument) -> str:
+    text, default = _told(argument)
+    kind = _kind(argument)
+    placed = argument.index is not None  # known by its place: its name alone is enough
+    names = f"`{argument.names[0].strip('-').upper()}`" if placed else " ".join(f"`{name}`" for name in argument.names)
+    kind = "" if placed else kind
+    return f"| {names}{f' {kind}' if kind else ''} | {text} | {default} |".replace("  ", " ")
+
+
+def _told(argument: Argument) -> tuple[str, str]:
+    """Its help, and its default: the one in the help's own words where it has them."""
+    text = (argument.parameter.help or "").replace("|", "\\|")
+    found = re.search(r"\s*\[default(?:, ([^:\]]*))?: ([^\]]*)\]\s*$", text)
+    if found:
+        return text[: found.start()], found[2] + (f" ({found[1]})" if found[1] else "")
+    if argument.required:
+        return text, "**required**"
+    value = argument.field_info.default
+    if value is None or value is inspect.Parameter.empty or value is False:
+        return text, ""
+    return text, f"`{value.value if isinstance(value, Enum) else value}`" if value is not True else "yes"
+
+
+def _kind(argument: Argument) -> str:
+    """What stands after the flag."""
+    choices = argument.get_choices()
+    if choices:
+        return " \\| ".join(f"`{choice}`" for choice in choices)
+    hint, many = argument.hint, ""
+    while typing.get_origin(hint) in (list, tuple, types.UnionType, typing.Union):
+        many = "…" if typing.get_origin(hint) in (list, tuple) else many
+        hint = next(each for each in typing.get_args(hint) if each is not type(None))
+    return KINDS.get(getattr(hint, "__name__", ""), "") + many
+
+
+if __name__ == "__main__":
+    target = Path(sys.argv[1]) if len(sys.argv) > 1 else OUTPUT
+    target.write_text(reference(), encoding="utf-8")

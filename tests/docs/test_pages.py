@@ -1,0 +1,90 @@
+"""What the documentation shows is what there is: links lead somewhere, commands are understood, examples run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from cyclopts import CoercionError, CycloptsError, MissingArgumentError
+
+from docs.pages import PAGES, ROOT, anchors, blocks, commands, links, mentions, name_of
+from producing import produce
+from spile.cli.aliases import modern
+from spile.cli.commands import COMMANDS, GROUPS
+from spile.cli.main import build
+from spile.objects import open_folder
+
+pages = pytest.mark.parametrize("page", PAGES, ids=name_of)
+
+
+def test_there_are_pages() -> None:
+    names = {name_of(page) for page in PAGES}
+    assert {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/format.md"} <= names
+    assert {"docs/guides/README.md", "docs/guides/extract.md", "docs/guides/parallel-workers.md"} <= names
+
+
+@pages
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for target in links(page):
+        path, _, anchor = target.partition("#")
+        there = (page.parent / path).resolve() if path else page
+        assert there.exists(), f"{name_of(page)}: no {target}"
+        assert there.is_relative_to(ROOT), f"{name_of(page)}: {target} leads outside"
+        if anchor and there.suffix == ".md":
+            assert anchor in anchors(there), f"{name_of(page)}: no heading for {target}"
+
+
+def understood(words: list[str], *, whole: bool) -> None:
+    """All flags exist; where the command is ``whole``, nothing that it needs is missing."""
+    name = " ".join(words[1:3])
+    if " ".join(words[1:]) in GROUPS:
+        return
+    assert words[1].startswith("-") or words[1] in GROUPS or any(each.name == words[1] for each in COMMANDS), words
+    try:
+        build().parse_args(modern(words[1:], {}), exit_on_error=False, print_error=False)
+    except (MissingArgumentError, CoercionError):  # a mention may leave something out, or write N for a number
+        assert not whole, words
+    except CycloptsError as error:
+        pytest.fail(f"{name}: {' '.join(words)}: {error}")
+
+
+@pages
+def test_every_command_is_understood(page: Path) -> None:
+    for words in commands(page):
+        words = _without_config(words)
+        understood(words, whole=True)
+
+
+@pages
+def test_every_mention_of_a_command_is_understood(page: Path) -> None:
+    for words in mentions(page):
+        if len(words) > 1:
+            understood(_without_config(words), whole=False)
+
+
+def _without_config(words: list[str]) -> list[str]:
+    """``--config FILE`` is the program's own, before any command."""
+    if "--config" not in words:
+        return words
+    place = words.index("--config")
+    return words[:place] + words[place + 2 :]
+
+
+def test_commands_are_found_at_all() -> None:
+    found = [words for page in PAGES for words in commands(page)]
+    assert len(found) > 40
+    assert {"extract", "verify", "monitor", "deploy", "run", "data", "tpu", "plan"} <= {words[1] for words in found}
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/guides/extract.md"])
+def test_the_python_examples_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    produce(open_folder(str(tmp_path / "activations")), 30)
+    monkeypatch.chdir(tmp_path)
+    examples = blocks(ROOT / page, "python")
+    assert examples
+    names: dict[str, object] = {}
+    for block in examples:
+        if re.search(r"^(import|from) torch", block, re.MULTILINE):
+            pytest.importorskip("torch")
+        exec(compile(block, page, "exec"), names)

@@ -1,0 +1,47 @@
+"""What others may import, and what that costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import spile
+
+HEAVY = ("jax", "jaxlib", "transformers", "torch", "numpy", "obstore", "datasets")
+
+
+def test_the_public_names_are_these() -> None:
+    """A change here is a change for every user: say so in CHANGELOG.md."""
+    assert sorted(spile.__all__) == ["DataSpec", "ExtractSpec", "PromptSpec", "__version__", "extract", "open"]
+    for name in spile.__all__:
+        assert getattr(spile, name) is not None
+    assert not hasattr(spile, "something_else")
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import spile",
+        "import spile; spile.ExtractSpec, spile.DataSpec, spile.PromptSpec",
+        "import spile.cli.main",
+        "from spile.cli.main import main; main(['--help'])",
+        "from spile.cli.main import main; main(['extract', '--help'])",
+        "from spile.cli.main import main; main(['tpu', '--help'])",
+    ],
+)
+def test_it_imports_nothing_heavy(statement: str) -> None:
+    code = f"""
+import atexit, sys
+heavy = {HEAVY!r}
+atexit.register(lambda: sys.stderr.write(" ".join(name for name in heavy if name in sys.modules)))
+{statement}
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_reading_needs_no_jax() -> None:
+    code = "import sys, spile; spile.open; assert 'jax' not in sys.modules, 'jax'"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
