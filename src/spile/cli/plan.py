@@ -15,7 +15,8 @@ from spile.cli.extract import ExtractFlags
 from spile.errors import SpecError
 from spile.plan.amounts import amount, duration, size
 from spile.plan.cost import Estimate, Rates, refuse_over_budget
-from spile.spec.machines import Machine, Prices, list_prices, parse_machine, prices_from
+from spile.spec.machines import Machine, Prices, list_prices, parse_machine
+from spile.spec.prices import prices_from
 
 if TYPE_CHECKING:
     from spile.runtime.aot import Fit

@@ -4,7 +4,7 @@
 counts chips for v5e and v6e and TensorCores (two a chip) for v2, v3, v4 and v5p; after a colon stands the chips' grid.
 
 Prices are list prices of a US region, a chip and an hour, as of :data:`PRICES_AS_OF`. They change, and spot prices
-change monthly: a TOML file overrides them (:func:`prices_from`, ``spile plan --prices prices.toml``).
+change monthly: a TOML file overrides them (:mod:`spile.spec.prices`, ``spile plan --prices prices.toml``).
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from spile.errors import SpecError
 
 __all__ = [
+    "BY_SPELLING",
     "GENERATIONS",
+    "GIB",
     "PRICES_AS_OF",
     "Generation",
     "Machine",
@@ -28,7 +29,6 @@ __all__ = [
     "list_prices",
     "parse_machine",
     "parse_mesh_shape",
-    "prices_from",
 ]
 
 PRICES_AS_OF = "2025-11"
@@ -123,7 +123,7 @@ _OTHER_SPELLINGS = {
     "v6e": ("v6lite", "v6lite_pod", "trillium", "tpu-v6e", "tpu-v6e-slice"),
 }
 
-_BY_SPELLING = {
+BY_SPELLING = {
     spelling: generation
     for generation in GENERATIONS
     for spelling in (generation.name, generation.accelerator, *_OTHER_SPELLINGS[generation.name])
@@ -211,7 +211,7 @@ def parse_machine(text: str, prices: Prices | None = None) -> Machine:
     if word in prices.machines:
         return prices.machines[word]
     family, mark, size = _split(word)
-    generation = _BY_SPELLING.get(family)
+    generation = BY_SPELLING.get(family)
     if generation is None or not mark:
         raise SpecError(
             "--topology",
@@ -303,84 +303,3 @@ def known_machines(prices: Prices | None = None) -> tuple[Machine, ...]:
     prices = prices or list_prices()
     slices = [_slice(generation, shape) for generation in GENERATIONS for shape in generation.shapes]
     return (*(replace(machine, price=prices.of(machine)) for machine in slices), *prices.machines.values())
-
-
-def prices_from(raw: Mapping[str, Any], source: str) -> Prices:
-    """The list's prices with a parsed TOML file's on top.
-
-    ::
-
-        as_of = "2026-11-01"
-        storage_gb_month = 0.020
-        [chip_hour]                    # by generation
-        v5e = { on_demand = 1.20, preemptible = 0.30 }
-        [machine_hour]                 # a whole machine, by any spelling
-        v3-8 = { on_demand = 4.00, preemptible = 1.35 }
-        [machines.h100-8]              # one that the table does not know
-        chips = 8
-        hbm_gib = 80
-        tflops = 989
-        on_demand = 24.0
-        preemptible = 12.0
-    """
-    base = list_prices()
-    unknown = sorted(set(raw) - {"as_of", "storage_gb_month", "chip_hour", "machine_hour", "machines"})
-    if unknown:
-        raise SpecError(
-            source,
-            expected="as_of, storage_gb_month, chip_hour, machine_hour, machines",
-            found=", ".join(map(repr, unknown)),
-        )
-    chip_hour = dict(base.chip_hour)
-    for word, value in raw.get("chip_hour", {}).items():
-        generation = _BY_SPELLING.get(word.lower())
-        if generation is None:
-            known = ", ".join(row.name for row in GENERATIONS)
-            raise SpecError(f"{source}: chip_hour", expected=f"one of {known}", found=repr(word))
-        chip_hour[generation.name] = _price(value, f"{source}: chip_hour.{word}")
-    return Prices(
-        as_of=str(raw.get("as_of", base.as_of)),
-        source=source,
-        chip_hour=chip_hour,
-        machine_hour={
-            parse_machine(word).name: _price(value, f"{source}: machine_hour.{word}")
-            for word, value in raw.get("machine_hour", {}).items()
-        },
-        machines={word.lower(): _own(word, value, source) for word, value in raw.get("machines", {}).items()},
-        storage_gb_month=_number(raw.get("storage_gb_month", base.storage_gb_month), f"{source}: storage_gb_month"),
-    )
-
-
-def _number(value: object, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not (0 <= value < math.inf):
-        raise SpecError(where, expected="a number, 0 or more", found=repr(value))
-    return float(value)
-
-
-def _price(value: object, where: str) -> Price:
-    if not isinstance(value, Mapping) or "on_demand" not in value:
-        raise SpecError(where, expected="{ on_demand = …, preemptible = … }", found=repr(value))
-    on_demand = _number(value["on_demand"], where)
-    return Price(on_demand, _number(value.get("preemptible", on_demand), where))
-
-
-def _own(name: str, value: object, source: str) -> Machine:
-    where = f"{source}: machines.{name}"
-    if not isinstance(value, Mapping) or not {"chips", "hbm_gib", "tflops"} <= set(value):
-        raise SpecError(where, expected="chips, hbm_gib, tflops, on_demand and, if not 1, hosts", found=repr(value))
-    chips, hosts = int(_number(value["chips"], where)), int(_number(value.get("hosts", 1), where))
-    if chips < 1 or hosts < 1 or chips % hosts:
-        raise SpecError(where, expected="chips that divide over the hosts", found=f"{chips} chips, {hosts} hosts")
-    return Machine(
-        name=name,
-        topology="",
-        generation="",
-        shape=(chips,),
-        chips=chips,
-        cores=chips,
-        devices=chips,
-        hosts=hosts,
-        hbm_bytes=int(_number(value["hbm_gib"], where) * GIB),
-        tflops=_number(value["tflops"], where),
-        price=_price(value, where),
-    )

@@ -17,8 +17,8 @@ from spile.spec.machines import (
     list_prices,
     parse_machine,
     parse_mesh_shape,
-    prices_from,
 )
+from spile.spec.prices import prices_from
 
 
 @pytest.mark.parametrize(

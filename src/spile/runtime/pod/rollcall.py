@@ -6,38 +6,24 @@ way over TCP, to the slice's own address of worker 0, and it names everyone who 
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
 import selectors
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from spile.errors import PodError
 from spile.runtime.pod.identity import Identity
+from spile.runtime.pod.openroll import MOST_BYTES, Answer, Line, OpenRoll, listen, tell
 from spile.version import __version__
 
-__all__ = ["Answer", "OpenRoll", "answer_roll_call", "hold_roll_call"]
+__all__ = ["answer_roll_call", "hold_roll_call"]
 
-_MOST_BYTES = 1 << 16
 _RETRY_SECONDS = 0.25
 _MINUTE = 60.0
-
-Line = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What everyone hears."""
-
-    service: str
-    """The coordination service's address."""
-    names: tuple[str, ...]
-    """The machines' own names, in order."""
 
 
 @dataclass
@@ -90,89 +76,6 @@ class _Roll:
         return None
 
 
-class OpenRoll:
-    """The roll call's connections, held until everyone is on the coordination service: until then they are what tells
-    that a host has died, and JAX, which waits for it, would abort everybody without a name.
-    """
-
-    def __init__(self, identity: Identity, answer: Answer, sockets: dict[int, socket.socket]) -> None:
-        self.answer = answer
-        self._identity = replace(identity, hosts=identity.hosts or answer.names)
-        self._sockets = sockets
-        self._failed = False
-
-    @contextlib.contextmanager
-    def guarded(self, end: Line, timeout: float) -> Iterator[None]:
-        """While this process connects: ``end`` is called, with a line, should another not come that far."""
-        watch = self._await_all if self._identity.first else self._await_bye
-        thread = threading.Thread(target=watch, args=(end, time.monotonic() + timeout), daemon=True)
-        thread.start()
-        try:
-            yield
-            if not self._identity.first:
-                with contextlib.suppress(OSError):  # worker 0 has gone: the thread knows
-                    self._sockets[0].sendall(b"connected\n")
-            thread.join()
-            if self._identity.first and not self._failed:
-                self._tell({"bye": True})
-        finally:
-            self.close()
-
-    def close(self) -> None:
-        """No more to say."""
-        for connection in self._sockets.values():
-            with contextlib.suppress(OSError):  # the other side may be gone
-                connection.shutdown(socket.SHUT_RDWR)
-            connection.close()
-
-    def _tell(self, message: dict[str, object]) -> None:
-        _tell([_Caller(connection) for connection in self._sockets.values()], message)
-
-    def _await_all(self, end: Line, until: float) -> None:
-        waiting = dict(self._sockets)
-        while waiting:
-            for number, gone in self._heard(waiting):
-                if gone:
-                    self._fail(f"{self._identity.host(number)} died between the roll call and JAX's start", end)
-                    return
-                del waiting[number]
-            if waiting and time.monotonic() > until:
-                named = ", ".join(self._identity.host(number) for number in waiting)
-                self._fail(f"{named} did not connect to the coordination service in time", end)
-                return
-
-    @staticmethod
-    def _heard(waiting: dict[int, socket.socket]) -> list[tuple[int, bool]]:
-        """Those who said that they are connected, and those who are gone."""
-        with selectors.DefaultSelector() as selector:
-            for number, connection in waiting.items():
-                connection.setblocking(False)
-                selector.register(connection, selectors.EVENT_READ, number)
-            found = []
-            for key, _ in selector.select(0.5):
-                try:
-                    data = waiting[key.data].recv(64)
-                except OSError:
-                    data = b""
-                found.append((key.data, not data))
-            return found
-
-    def _fail(self, line: str, end: Line) -> None:
-        line = f"{line}; run the same command again on all hosts"
-        self._failed = True
-        self._tell({"error": line})
-        end(line)
-
-    def _await_bye(self, end: Line, until: float) -> None:
-        try:
-            heard = _listen_for(self._sockets[0], self._identity, until)
-        except PodError:
-            end(f"{self._identity.host(0)} died before JAX had started on all hosts; run the same command again on all")
-            return
-        if "error" in heard:
-            end(str(heard["error"]))
-
-
 def hold_roll_call(
     identity: Identity, serve: Callable[[], str], *, timeout: float, ready: Line = lambda _: None
 ) -> OpenRoll:
@@ -188,11 +91,11 @@ def hold_roll_call(
             if wrong is None and roll.missing():
                 wrong = _absent(roll, timeout)
             if wrong is not None:
-                _tell(callers, {"error": wrong})
+                tell((caller.connection for caller in callers), {"error": wrong})
                 raise PodError(wrong)
             names = (identity.name, *(roll.present[number].name for number in range(1, identity.count)))
             service = serve()
-            _tell(callers, {"service": service, "names": names})
+            tell((caller.connection for caller in callers), {"service": service, "names": names})
             sockets = {number: caller.connection for number, caller in roll.present.items()}
             return OpenRoll(identity, Answer(service, names), sockets)
         finally:
@@ -255,7 +158,7 @@ def _collect(
 
 def _hear(roll: _Roll, caller: _Caller, selector: selectors.BaseSelector) -> str | None:
     try:
-        data = caller.connection.recv(_MOST_BYTES)
+        data = caller.connection.recv(MOST_BYTES)
     except OSError:
         data = b""
     if not data:  # gone: it does not count as present any more
@@ -266,7 +169,7 @@ def _hear(roll: _Roll, caller: _Caller, selector: selectors.BaseSelector) -> str
     if caller.process is not None:
         return None
     caller.heard += data
-    if not caller.heard.endswith(b"\n") and len(caller.heard) <= _MOST_BYTES:
+    if not caller.heard.endswith(b"\n") and len(caller.heard) <= MOST_BYTES:
         return None
     wrong = roll.enter(caller)
     if wrong is None and caller.process is None:
@@ -285,14 +188,6 @@ def _absent(roll: _Roll, timeout: float) -> str:
     )
 
 
-def _tell(callers: list[_Caller], message: dict[str, object]) -> None:
-    data = json.dumps(message).encode() + b"\n"
-    for caller in callers:
-        with contextlib.suppress(OSError):  # one who has gone will be missed later, by name
-            caller.connection.settimeout(5)
-            caller.connection.sendall(data)
-
-
 def answer_roll_call(identity: Identity, *, timeout: float) -> OpenRoll:
     """Any other worker: call worker 0 until it answers."""
     until = time.monotonic() + timeout
@@ -306,7 +201,7 @@ def answer_roll_call(identity: Identity, *, timeout: float) -> OpenRoll:
         }
         connection.sendall(json.dumps(said).encode() + b"\n")
         # Worker 0 may have come later than we: its own clock decides who is missing, and tells.
-        heard = _listen_for(connection, identity, time.monotonic() + timeout + _MINUTE)
+        heard = listen(connection, identity, time.monotonic() + timeout + _MINUTE)
         if "error" in heard:
             raise PodError(str(heard["error"]))
         names = tuple(str(name) for name in heard["names"])  # type: ignore[attr-defined]
@@ -330,22 +225,3 @@ def _connect(identity: Identity, until: float, timeout: float) -> socket.socket:
         found=f"this is worker {identity.process} of {identity.count} ({identity.source})",
         fix="see worker 0's log; --coordinator-address HOST:PORT names another place",
     )
-
-
-def _listen_for(connection: socket.socket, identity: Identity, until: float) -> dict[str, object]:
-    heard = b""
-    while not heard.endswith(b"\n"):
-        connection.settimeout(max(until - time.monotonic(), 0.01))
-        try:
-            data = connection.recv(_MOST_BYTES)
-        except OSError:
-            data = b""
-        if not data:
-            raise PodError(
-                f"{identity.host(0)} went away during the roll call",
-                found=f"this is worker {identity.process} of {identity.count}",
-                fix="see worker 0's log",
-            )
-        heard += data
-    answer: dict[str, object] = json.loads(heard)
-    return answer
