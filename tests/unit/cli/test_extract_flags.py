@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -147,3 +148,37 @@ def test_the_rest_arrives() -> None:
     assert (spec.batch_size, spec.batch_tokens, spec.mesh_shape, spec.shard_size_gb) == (4, 512, (2, 4), 0.5)
     assert (spec.commit_every, spec.checkpointing, spec.overwrite) == (60.0, False, True)
     assert (spec.checkpoint_dir, spec.delete_local_after_upload) == ("c", True)
+
+
+@pytest.mark.parametrize(
+    ("host", "words", "worker"),
+    [
+        ("", ["--dataset-dir", "d"], 5),
+        ("", ["--dataset-dir", "d", "--worker-id", "3"], 3),
+        ("", ["--dataset", "d/stream_002.jsonl"], 2),
+        ("worker 5 of 16", ["--dataset-dir", "d"], 0),
+        ("worker 5 of 16", ["--dataset-dir", "d", "--worker-id", "3"], 3),
+    ],
+)
+def test_the_variable_is_a_streams_alone_and_a_hosts_on_a_pod(
+    host: str, words: list[str], worker: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import spile.runtime.extract
+    from spile.cli.main import main
+    from spile.runtime.pod.together import Alone
+
+    class Pod(Alone):
+        name = host
+
+    asked: list[ExtractSpec] = []
+
+    def extract(spec: ExtractSpec, **_: object) -> None:
+        asked.append(spec)
+        raise SpecError("stopped here")
+
+    monkeypatch.setenv("TPU_WORKER_ID", "5")
+    monkeypatch.setattr(spile.runtime.extract, "extract", extract)
+    monkeypatch.setattr("spile.cli.pod.PodFlags.joined", lambda *_: contextlib.nullcontext(Pod()))
+    with pytest.raises(SystemExit):
+        main(["extract", *words])
+    assert [spec.data.worker_id for spec in asked] == [worker]
