@@ -205,11 +205,10 @@ class Cloud:
             state="CREATING",
             createTime=self.now(),
             apiVersion=version.upper(),
+            # Loopback addresses, so that hosts which are processes here reach each other, and an sshd can stand there.
             networkEndpoints=[
                 {
-                    "ipAddress": f"10.128.{number // 250 % 250}.{number % 250 + 2}"
-                    if host == 0
-                    else f"10.129.{host // 250}.{host % 250 + 2}",
+                    "ipAddress": f"127.78.{number % 250}.{host + 2}",
                     "port": 8470,
                     "accessConfig": {"externalIp": f"127.77.{number % 250}.{host + 2}"},
                 }

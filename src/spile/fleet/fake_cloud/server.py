@@ -135,6 +135,9 @@ class FakeCloud:
                 "accelerator-type": raw["acceleratorType"],
                 "agent-worker-number": host,
                 "instance-id": name,
+                "worker-network-endpoints": ",".join(
+                    f"unknown:unknown:{end['ipAddress']}" for end in raw["networkEndpoints"]
+                ),
             }
             if len(rest) < 3 or not rest[2]:
                 return "\n".join(sorted(values))

@@ -108,6 +108,7 @@ class Vms:
             "SPILE_PYTHON": sys.executable,
             # There are no chips here: the worker runs on what there is.
             "SPILE_EXPECT": "any",
+            **_among(raw, host),
             **{name: os.environ[name] for name in _HANDED_ON if name in os.environ},
             **self.environment,
         }
@@ -165,6 +166,14 @@ class Vms:
         """End them all and forget their folders."""
         self.close()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _among(raw: Mapping[str, Any], host: int) -> dict[str, str]:
+    """Who a slice's hosts are, as variables: JAX asks no metadata server where it finds no chips."""
+    addresses = [end["ipAddress"] for end in raw["networkEndpoints"]]
+    if len(addresses) == 1:
+        return {}
+    return {"TPU_WORKER_ID": str(host), "TPU_WORKER_HOSTNAMES": ",".join(addresses)}
 
 
 def _signal(mark: str, number: int) -> int:
