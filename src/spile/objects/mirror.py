@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from typing_extensions import Buffer
 
@@ -15,8 +15,8 @@ __all__ = ["MirrorFolder"]
 class _BothWriters:
     """The copy first: when the home's object is visible, its copy is there."""
 
-    def __init__(self, home: Writer, copy: Writer) -> None:
-        self._home, self._copy = home, copy
+    def __init__(self, home: Writer, copy: Writer, forget: Callable[[], None]) -> None:
+        self._home, self._copy, self._forget = home, copy, forget
 
     def write_at(self, offset: int, data: Buffer) -> None:
         """To both."""
@@ -29,14 +29,20 @@ class _BothWriters:
         self._home.move(source, target, length)
 
     def finish(self, size: int) -> None:
-        """The copy, then the home."""
+        """The copy, then the home; a copy of what never came to be at home goes again."""
         self._copy.finish(size)
-        self._home.finish(size)
+        try:
+            self._home.finish(size)
+        except BaseException:
+            self._forget()
+            raise
 
     def abort(self) -> None:
         """Both."""
-        self._copy.abort()
-        self._home.abort()
+        try:
+            self._copy.abort()
+        finally:
+            self._home.abort()
 
 
 class MirrorFolder:
@@ -85,9 +91,9 @@ class MirrorFolder:
         self.copy.put(key, data)
 
     def create(self, key: str, data: bytes) -> bool:
-        """At home if absent; what was created there is copied."""
+        """At home if absent; what was created there is copied, also where the reply that says so was lost."""
         created = self.home.create(key, data)
-        if created:
+        if created or self.home.get(key) == data:
             self.copy.put(key, data)
         return created
 
@@ -108,7 +114,7 @@ class MirrorFolder:
         """To both."""
         home = self.home.writer(key, size)
         try:
-            return _BothWriters(home, self.copy.writer(key, size))
+            return _BothWriters(home, self.copy.writer(key, size), lambda: self.copy.delete(key))
         except BaseException:
             home.abort()
             raise
