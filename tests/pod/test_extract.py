@@ -249,6 +249,7 @@ with join(identity, times=PodTimes(120, 120, 60)) as pod:
     assert "worker 0 (host-0) ended: another worker owns this stream" in ended[1].lines[0]
 
 
+@pytest.mark.slow
 def test_another_command_on_one_host_is_refused_by_name(tmp_path: Path) -> None:
     place = f"127.0.0.1:{free_port()}"
     tpu = Slice(tmp_path / "out")

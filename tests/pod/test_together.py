@@ -26,13 +26,13 @@ def body(then: str = "pass", barrier: float = 60, heartbeat: float = 20) -> str:
 
 
 def test_all_meet_and_leave(tmp_path: Path) -> None:
-    with launch(tmp_path, body(), 4) as group:
+    with launch(tmp_path, body(), 3) as group:
         ended = group.wait()
-    assert [end.code for end in ended] == [0] * 4
+    assert [end.code for end in ended] == [0] * 3
     assert all("agreed [0, 'x']" in end.out and end.out.endswith("left\n") for end in ended)
     assert all("Synchronized! Starting JAX init..." in end.out for end in ended)
     assert "Worker ID: 0\n   Is barrier server: True" in ended[0].out
-    assert "Worker ID: 3\n   Is barrier server: False" in ended[3].out
+    assert "Worker ID: 2\n   Is barrier server: False" in ended[2].out
 
 
 def test_a_late_host_is_named_to_all(tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_a_late_host_is_named_to_all(tmp_path: Path) -> None:
         assert "the others: waiting at barrier 'complete'" in line
 
 
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_killed_host_ends_all_by_name(tmp_path: Path, victim: int) -> None:
     then = f"if me == {victim}: time.sleep(1.5); os.kill(os.getpid(), signal.SIGKILL)"
     with launch(tmp_path, body(then, heartbeat=3), 3) as group:
