@@ -35,6 +35,16 @@ def test_every_link_leads_somewhere(page: Path) -> None:
             assert anchor in anchors(there), f"{name_of(page)}: no heading for {target}"
 
 
+def test_every_page_can_be_reached_from_the_readme() -> None:
+    seen, waiting = set(), [ROOT / "README.md"]
+    while waiting:
+        page = waiting.pop()
+        seen.add(page)
+        there = [(page.parent / link.partition("#")[0]).resolve() for link in links(page) if not link.startswith("#")]
+        waiting += [each for each in there if each.suffix == ".md" and each not in seen]
+    assert sorted(map(name_of, set(PAGES) - seen)) == []
+
+
 def understood(words: list[str], *, whole: bool) -> None:
     """All flags exist; where the command is ``whole``, nothing that it needs is missing."""
     name = " ".join(words[1:3])
