@@ -16,6 +16,9 @@ from spile.spec.run import PromptKind, PromptSpec
 
 __all__ = ["chat_of", "parse_row", "resolve", "row_id", "task_of", "text_of"]
 
+_FIELDS = 8
+"""How many fields of a strange row are named."""
+
 
 def parse_row(raw: bytes, place: str) -> dict[str, Any]:
     """A line as a JSON object."""
@@ -47,12 +50,7 @@ def resolve(prompt: PromptSpec, row: Mapping[str, Any], place: str) -> PromptSpe
         shapes: dict[str, PromptKind] = {"train": "arc", "messages": "chat", prompt.column: "text"}
         kind = next((shape for name, shape in shapes.items() if name in row), kind)
     if kind == "auto":
-        raise DataError(
-            place,
-            expected=f"an ARC task (train, test), a chat (messages) or a text ({prompt.column})",
-            found=f"the fields {', '.join(map(str, row)) or 'of an empty object'}",
-            fix="name the text's field with --column",
-        )
+        raise _unknown(prompt, row, place)
     if kind != "text" and prompt.pack:
         raise SpecError("--pack", expected="plain text", found=f"{kind} at {place}")
     if kind != "arc" and prompt.predictions_per_task > 1:
@@ -62,6 +60,24 @@ def resolve(prompt: PromptSpec, row: Mapping[str, Any], place: str) -> PromptSpe
         return replace(prompt, kind=kind, encoder=str(parse_encoder(prompt.encoder)), column=default.column)
     plain = replace(prompt, kind=kind, encoder=default.encoder, version=default.version)
     return plain if kind == "text" else replace(plain, column=default.column)
+
+
+def _unknown(prompt: PromptSpec, row: Mapping[str, Any], place: str) -> DataError:
+    """A row that is none of what we know; it may be the challenge's file, all its tasks in one object."""
+    if row and all(isinstance(value, dict) and "train" in value for value in row.values()):
+        return DataError(
+            f"{place} is all tasks in one object, by their ids",
+            expected="a task a line",
+            fix="make lines of them: spile data convert --dataset FILE --output tasks.jsonl",
+        )
+    names = [*map(str, row)]
+    shown = ", ".join(names[:_FIELDS]) + (f" and {len(names) - _FIELDS} more" if len(names) > _FIELDS else "")
+    return DataError(
+        place,
+        expected=f"an ARC task (train, test), a chat (messages) or a text ({prompt.column})",
+        found=f"the fields {shown or 'of an empty object'}",
+        fix="name the text's field with --column",
+    )
 
 
 def task_of(row: Mapping[str, Any], place: str) -> Task:
