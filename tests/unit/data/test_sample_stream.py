@@ -209,7 +209,7 @@ BAD = [
     ('{"body": "a"}', r"line 1: expected an ARC task .*, found the fields body; name the text's field with --column"),
     (
         '{"id1": {"train": [], "test": []}, "id2": {"train": [], "test": []}}',
-        r"line 1 is all tasks in one object, by their ids: expected a task a line; make lines of them: spile data convert",
+        r"line 1 is all tasks in one object, by their ids: expected a task a line; make lines of them: spile data",
     ),
     ('{"a":1,"b":1,"c":1,"d":1,"e":1,"f":1,"g":1,"h":1,"i":1,"j":1}', r"found the fields a, .*, h and 2 more; name"),
     ('{"messages": []}', r"line 1: expected a list of messages, found an empty list"),
