@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from hypothesis import settings
 from jaxtyping import install_import_hook
 
 install_import_hook("spile.model", "beartype.beartype")
+settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
+settings.load_profile("untimed")

@@ -109,8 +109,8 @@ class SampleStream:
         return Sample(
             index=draft.index,
             task_id=draft.task_id,
-            tokens=encoded.tokens[:most],
-            roles=encoded.roles[:most],
+            tokens=encoded.tokens if count <= most else encoded.tokens[:most],  # a view is as large as a short sample
+            roles=encoded.roles if count <= most else encoded.roles[:most],
             preview=draft.text[:_PREVIEW],
             augmentation=draft.augmentation,
             truncated=max(0, count - most),

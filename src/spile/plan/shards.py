@@ -11,8 +11,9 @@ __all__ = ["ShardPlan", "row_bytes", "shards"]
 
 _INDEX_BYTES = 5
 """A token's id and role."""
-_SHARD_SAMPLES = 16_384
-"""No shard holds more samples: its header and its index stay small however short the samples are."""
+_SHARD_SAMPLES, _GROUP_SAMPLES = 16_384, 4_096
+"""No shard holds more samples, in all and for each group: its header, its index and what is planned ahead of the model
+stay small however short the samples are."""
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -40,7 +41,8 @@ def shards(batches: Iterable[Batch], bytes_a_token: int, shard_bytes: float) -> 
     for batch in batches:
         more = batch.real_tokens * bytes_a_token
         count = len(batch.samples)
-        if waiting and (size + more > shard_bytes or samples + count > _SHARD_SAMPLES):
+        most = min(_SHARD_SAMPLES, _GROUP_SAMPLES * len(batch.groups))
+        if waiting and (size + more > shard_bytes or samples + count > most):
             yield ShardPlan(tuple(waiting))
             waiting, size, samples = [], 0, 0
         waiting.append(batch)

@@ -27,7 +27,7 @@ class Role(enum.IntFlag):
     """Position 0 of its sample, whatever token stands there: where attention sinks live."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Sample:
     """One prompt, tokenized: what becomes rows."""
 
@@ -47,7 +47,7 @@ class Sample:
         return len(self.tokens)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Skip:
     """A sample that is done without rows, and why: ``too long``, ``empty`` …"""
 

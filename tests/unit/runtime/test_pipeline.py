@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from producers import TAPS, NumpyProducer, lengths, rows_of, run_identity, sample, stream_identity
 
 import spile
+from producers import TAPS, NumpyProducer, lengths, rows_of, run_identity, sample, stream_identity
 from spile.errors import StoreError
 from spile.objects import open_folder
 from spile.runtime.pipeline import Verdict
