@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ import pytest
 from pod.launching import free_port
 from spile.errors import PodError
 from spile.runtime.pod.identity import Identity
-from spile.runtime.pod.openroll import Answer, OpenRoll
+from spile.runtime.pod.openroll import Answer, OpenRoll, listen
 from spile.runtime.pod.rollcall import answer_roll_call, hold_roll_call
 
 
@@ -209,3 +210,15 @@ def test_all_go_on_when_all_are_connected() -> None:
         thread.start()
     for thread in both:
         thread.join()
+
+
+def test_lines_that_come_together_are_heard_one_by_one() -> None:
+    """A slow worker finds the answer and, behind it, that another has died."""
+    identity = Identity(1, 3, "127.0.0.1", 1, name="h")
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(b'{"service": "x:1", "na')
+        theirs.sendall(b'mes": []}\n{"error": "worker 2 died"}\n')
+        until = time.monotonic() + 10
+        assert listen(ours, identity, until) == {"service": "x:1", "names": []}
+        assert listen(ours, identity, until) == {"error": "worker 2 died"}

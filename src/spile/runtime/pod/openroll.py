@@ -46,7 +46,9 @@ def listen(connection: socket.socket, identity: Identity, until: float) -> dict[
     while not heard.endswith(b"\n"):
         connection.settimeout(max(until - time.monotonic(), 0.01))
         try:
-            data = connection.recv(MOST_BYTES)
+            # No further than the line's end: the next one, if it is there already, is for whoever listens next.
+            seen = connection.recv(MOST_BYTES, socket.MSG_PEEK)
+            data = connection.recv(seen.index(b"\n") + 1 if b"\n" in seen else len(seen)) if seen else b""
         except OSError:
             data = b""
         if not data:
