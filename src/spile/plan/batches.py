@@ -45,7 +45,7 @@ class BatchPlan:
     groups: int = 1
 
     def rows(self, length: int) -> int:
-        """Sequences a group at this padded length: a function of it alone, so shapes stay few."""
+        """Sequences a group at this padded length, but for a window's last batch: so shapes stay few."""
         rows = max(1, self.batch_tokens // length)
         return rows if self.batch_size is None else min(rows, self.batch_size)
 
@@ -111,7 +111,9 @@ def _window_batches(window: Sequence[Sample], plan: BatchPlan) -> Iterator[Batch
     start = 0
     while start < len(window):
         length = bucket(len(window[start]), plan.longest)
-        rows = plan.rows(length)
+        left = -(-(len(window) - start) // plan.groups)
+        # A window's last batch may need few rows: a power of two of them, so that there are few such shapes.
+        rows = min(plan.rows(length), 1 << (left - 1).bit_length())
         taken = window[start : start + rows * plan.groups]
         groups = tuple(tuple(taken[g * rows : (g + 1) * rows]) for g in range(plan.groups))
         yield Batch(groups, rows, length)

@@ -236,13 +236,13 @@ class Pipeline:
             if not self._fits(batch):
                 return self._again(flow, shard)
             flow.take_credit()
+            self._progress.start()
             try:
                 pending = self._producer.start(batch)
             except OutOfDeviceMemory as error:
                 flow.credits.release()
                 self._shrink(batch, error)
                 return self._again(flow, shard)
-            self._progress.start()
             flow.steps.put(_Step(shard, batch, pending, shard.rows, self._clock()))
             own = self._own(batch)
             shard.rows += sum(map(len, own))
