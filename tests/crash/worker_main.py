@@ -40,6 +40,7 @@ from spile.store.stream import StreamStore, join_stream
 __all__ = ["KILLED", "Life", "assert_whole", "committed", "items", "start", "visit"]
 
 KILLED = -9
+_HANDED_ON = ("STORAGE_EMULATOR_HOST", "AWS_", "SPILE_", "NO_PROXY", "no_proxy")
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,8 @@ def _live(url: str, count: int, life: Life) -> int:
 
 def main(url: str, count: int, environment: dict[str, str], life: Life) -> None:
     """A process's whole work."""
+    for name in [name for name in os.environ if name.startswith(_HANDED_ON)]:
+        del os.environ[name]  # what the fork server was started with
     os.environ.update(environment)
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
@@ -148,8 +151,7 @@ def start(url: str, count: int, life: Life | None = None, **changes: Any) -> For
     here = Path(__file__).parent
     with _paths(str(here), str(here.parent)):
         context.set_forkserver_preload(["worker_main", "killing", "spile.cli.live", "spile.objects.cloud"])
-        names = ("STORAGE_EMULATOR_HOST", "AWS_", "SPILE_", "NO_PROXY", "no_proxy")
-        environment = {name: value for name, value in os.environ.items() if name.startswith(names)}
+        environment = {name: value for name, value in os.environ.items() if name.startswith(_HANDED_ON)}
         process = context.Process(target=main, args=(url, count, environment, replace(life or Life(), **changes)))
         process.start()
     return process
