@@ -71,6 +71,7 @@ def test_kills_at_random_instants(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1800)
 def test_fifty_kills_at_random_instants(folder_url: str) -> None:
     random_kills(folder_url, 50, seed=2)
 
@@ -93,6 +94,7 @@ def test_kills_at_write_steps_of_the_loop(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1800)
 def test_a_kill_at_every_write_step_of_the_loop(tmp_path: Path) -> None:
     assert kills_at_steps(str(tmp_path), list(range(150)), seed=4) > 50
 

@@ -22,7 +22,7 @@ from spile.spec.sample import Sample, Skip
 
 __all__ = ["SampleStream", "open_stream"]
 
-_CHARACTERS, _SAMPLES, _AHEAD = 1 << 18, 2048, 4
+_CHARACTERS, _SAMPLES, _AHEAD = 1 << 18, 2048, 2
 """A chunk's size, which is also what is tokenized in parallel, and how many chunks may wait."""
 _PREVIEW = 96
 

@@ -11,7 +11,7 @@ __all__ = ["ShardPlan", "row_bytes", "shards"]
 
 _INDEX_BYTES = 5
 """A token's id and role."""
-_SHARD_SAMPLES, _GROUP_SAMPLES = 16_384, 4_096
+_SHARD_SAMPLES, _GROUP_SAMPLES = 16_384, 2_048
 """No shard holds more samples, in all and for each group: its header, its index and what is planned ahead of the model
 stay small however short the samples are."""
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -33,7 +33,8 @@ from spile.store.shard import ShardBuilder
 
 __all__ = ["Control", "Pipeline", "Sink", "Verdict", "Work"]
 
-_PLANS_AHEAD = 2
+_PLANS_AHEAD = 1
+"""Shards that wait with their samples; the feeder holds one more, and all are compiled for."""
 _STARTED_AHEAD = 2
 """Batches on the device beyond the one being fetched."""
 

@@ -97,10 +97,10 @@ def test_shards_take_whole_batches_in_order_up_to_their_size(sizes, limit):
 
 
 def test_a_shard_of_tiny_rows_still_ends():
-    one = tuple(make([1] * 2048))
-    assert [len(plan.batches) for plan in shards([Batch((one,), 2048, 64)] * 5, 1, 1e12)] == [2, 2, 1]
-    assert [len(plan.batches) for plan in shards([Batch((one,) * 2, 2048, 64)] * 5, 1, 1e12)] == [2, 2, 1]
-    assert [len(plan.batches) for plan in shards([Batch((one,) * 8, 2048, 64)] * 3, 1, 1e12)] == [1, 1, 1]
+    one = tuple(make([1] * 1024))
+    assert [len(plan.batches) for plan in shards([Batch((one,), 1024, 64)] * 5, 1, 1e12)] == [2, 2, 1]
+    assert [len(plan.batches) for plan in shards([Batch((one,) * 2, 1024, 64)] * 5, 1, 1e12)] == [2, 2, 1]
+    assert [len(plan.batches) for plan in shards([Batch((one,) * 16, 1024, 64)] * 3, 1, 1e12)] == [1, 1, 1]
     assert ShardPlan().tokens == 0
 
 
