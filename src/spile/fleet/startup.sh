@@ -92,12 +92,12 @@ install() {
   fetch "$home/$wheel" "$place/$wheel"
   if [ -n "$found" ] && ! command -v uv > /dev/null; then
     "$found" -m venv "$place/venv"
-    "$place/venv/bin/pip" install --quiet "$place/$wheel[tpu]" -f https://storage.googleapis.com/jax-releases/libtpu_releases.html
+    "$place/venv/bin/pip" install --quiet "$place/$wheel[tpu]"
   else
     export PATH="$HOME/.local/bin:$PATH"
-    command -v uv > /dev/null || curl -LsSf --retry 5 https://astral.sh/uv/install.sh | sh
+    command -v uv > /dev/null || python3 -m pip install --quiet --user uv
     uv venv --quiet --python 3.12 "$place/venv"
-    uv pip install --quiet --python "$place/venv/bin/python" "spile[tpu] @ file://$place/$wheel" -f https://storage.googleapis.com/jax-releases/libtpu_releases.html
+    uv pip install --quiet --python "$place/venv/bin/python" "spile[tpu] @ file://$place/$wheel"
   fi
   echo "$wheel" > "$place/installed"
 }

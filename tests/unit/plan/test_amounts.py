@@ -10,7 +10,9 @@ def test_amount(value, text):
     assert amount(value) == text
 
 
-@pytest.mark.parametrize(("value", "text"), [(12, "12 bytes"), (1_050_000_000, "1.05 GB"), (43_000, "43 kB"), (2e15, "2 PB")])
+@pytest.mark.parametrize(
+    ("value", "text"), [(12, "12 bytes"), (1_050_000_000, "1.05 GB"), (43_000, "43 kB"), (2e15, "2 PB")]
+)
 def test_size(value, text):
     assert size(value) == text
 

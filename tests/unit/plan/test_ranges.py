@@ -1,3 +1,5 @@
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,7 +24,7 @@ def test_behaves_as_a_set(a, b):
 def test_pairs_are_sorted_disjoint_and_not_adjacent(a):
     pairs = Ranges.of(a).pairs()
     assert all(start < stop for start, stop in pairs)
-    assert all(first[1] < second[0] for first, second in zip(pairs, pairs[1:], strict=False))
+    assert all(first[1] < second[0] for first, second in itertools.pairwise(pairs))
 
 
 def test_overlapping_pairs_merge():

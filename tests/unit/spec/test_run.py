@@ -55,7 +55,9 @@ def test_the_name_of_a_model_is_no_part_of_the_numbers():
     assert other.fingerprint() == IDENTITY.fingerprint()
 
 
-@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(RunIdentity) if f.name not in ("model", "revision")])
+@pytest.mark.parametrize(
+    "field", [f.name for f in dataclasses.fields(RunIdentity) if f.name not in ("model", "revision")]
+)
 def test_every_other_field_is(field):
     changed = PromptSpec(kind="text") if field == "prompt" else "other"
     assert dataclasses.replace(IDENTITY, **{field: changed}).fingerprint() != IDENTITY.fingerprint()
