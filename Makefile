@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-JOBS   ?= 2
+# More than cores: most tests wait for processes and servers.
+JOBS   ?= 5
 
 .PHONY: help demo test check bench soak requirements clean
 help:            ## what there is
@@ -18,7 +19,7 @@ demo: $(VENV)/.ready  ## extract the embedded model's activations over the embed
 	$(BIN)/spile extract
 
 test: $(VENV)/.ready  ## the tests, in minutes
-	$(BIN)/pytest -n $(JOBS) -m "not slow and not soak" tests
+	$(BIN)/pytest -n $(JOBS) --dist worksteal -m "not slow and not soak" tests
 
 check: $(VENV)/.ready  ## format, lint, types, rooms
 	$(BIN)/ruff format --check .
@@ -30,7 +31,7 @@ bench: $(VENV)/.ready  ## what this machine reaches, beside the alternatives
 	$(BIN)/python -m bench
 
 soak: $(VENV)/.ready  ## every randomized and slow case
-	$(BIN)/pytest -n $(JOBS) tests
+	$(BIN)/pytest -n $(JOBS) --dist worksteal tests
 
 requirements: $(VENV)/.ready  ## pin every dependency anew, with hashes
 	$(BIN)/pip-compile --quiet --strip-extras --generate-hashes --allow-unsafe --no-header --no-emit-index-url \

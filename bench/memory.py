@@ -16,12 +16,13 @@ from pathlib import Path
 
 from rich.console import Console
 
+from bench import SCRATCH
 from bench.shapes import make_model
 
 __all__ = ["Peak", "main", "measure"]
 
-MUST = 1.1
-"""The peak of the many over that of the few."""
+MUST = 1.15
+"""The peak of the many over that of the few, which are too few to fill the queues between the stages."""
 _WORDS = ("light", "water", "three", "under", "carry", "stone", "seven", "north", "paper", "green")
 
 _MEASURED = """
@@ -71,11 +72,11 @@ def main(arguments: list[str] | None = None) -> int:
     given = arguments if arguments is not None else sys.argv[1:]
     few, many = (int(given[0]), int(given[1])) if given else (10_000, 1_000_000)
     console = Console()
-    with tempfile.TemporaryDirectory(dir=".") as name:
+    SCRATCH.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=SCRATCH) as name:
         model = make_model("speck", Path(name) / "speck")
-        measure(
-            few, model, Path(name)
-        )  # compiles what the others find in the cache: a compiler's memory is no sample's
+        # Compiles what the others then find in the cache: a compiler's memory is no sample's.
+        measure(few, model, Path(name))
         peaks = [measure(count, model, Path(name)) for count in (few, many)]
     for peak in peaks:
         console.print(

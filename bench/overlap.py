@@ -23,6 +23,7 @@ import ml_dtypes
 import numpy as np
 from rich.console import Console
 
+from bench import SCRATCH
 from bench.ledger import fake_gcs
 from spile.objects import open_folder
 from spile.plan.batches import Batch
@@ -159,7 +160,8 @@ def main(arguments: list[str] | None = None) -> int:
     with fake_gcs() as url:
         _cap(url, _RATE)
         capped = measure("gs://bench/run", size, _RATE)
-    with tempfile.TemporaryDirectory(dir=".") as name:
+    SCRATCH.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=SCRATCH) as name:
         rate = _disk_rate(Path(name))
         disk = measure(str(Path(name) / "run"), size, rate)
     for result, words in ((capped, "a bucket capped to the compute's rate"), (disk, "the disk, compute at its rate")):
