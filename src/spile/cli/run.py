@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Group, Parameter
+from rich.console import Console
 
 from spile.cli.hosts import HostFlags
 from spile.errors import SpecError
@@ -64,6 +65,14 @@ class RunFlags:
         return next(path for path in names if not path.exists())
 
 
+class _Output(Console):
+    """A reader that goes away (``spile run … | head``) ends the command on all hosts, as any failed write does."""
+
+    def on_broken_pipe(self) -> None:
+        """Not rich's SystemExit, which would tear the event loop down under the hosts."""
+        raise BrokenPipeError
+
+
 def run(
     *words: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
     flags: RunFlags = RunFlags(),  # noqa: B008  (frozen)
@@ -74,15 +83,13 @@ def run(
     ``spile run --tpu-prefix my-tpu -- python3 train.py``. The first host that fails, or Ctrl+C, ends the command on all
     hosts and leaves no process behind. The exit code is the worst of the hosts' own.
     """
-    from rich.console import Console
-
     from spile.fleet.ssh import fanout
     from spile.fleet.ssh.copy import RESULTS, copy_to, load
     from spile.fleet.ssh.session import Job
     from spile.fleet.ssh.show import Logs, print_outcomes
 
     line, variables, results = flags.line(words), flags.variables(), flags.results(RESULTS)
-    console = Console(highlight=False)
+    console = _Output(highlight=False)
     here, access = Path.cwd(), where.access()
     target = flags.folder or f"~/spile-run/{here.name or 'root'}"
     cargo = load(here, int(flags.copy_limit_gb * 1e9)) if flags.copy else None
