@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
 
@@ -36,7 +35,4 @@ def test_it_serves_until_ctrl_c_and_takes_its_machines_along(tmp_path: Path) -> 
         assert len(running) == 1
         server.send_signal(signal.SIGINT)
         assert server.wait(30) == 0
-    deadline = time.monotonic() + 20  # killed is not yet gone
-    while processes_marked(next(iter(running))) and time.monotonic() < deadline:
-        time.sleep(0.05)
     assert not processes_marked(next(iter(running)))

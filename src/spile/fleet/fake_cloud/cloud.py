@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import heapq
 import itertools
+import secrets
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -91,6 +92,8 @@ class Cloud:
         self.dry: set[str] = set()
         self.quota: dict[str, int] = {}
         self._on_start, self._on_stop = on_start, on_stop
+        # Ids are unique over clouds, as the real one's are: a VM's processes are found, and killed, by its id.
+        self._first_id = 7_000_000_000_000_000_000 + secrets.randbelow(10**11) * 10**6
         self.machines: dict[tuple[str, str], dict[str, Any]] = {}
         self._operations: dict[str, CloudOperation] = {}
         self._events: list[_Event] = []
@@ -201,7 +204,7 @@ class Cloud:
         raw.setdefault("networkConfig", {}).setdefault("network", f"projects/{project}/global/networks/default")
         raw.update(
             name=f"projects/{project}/locations/{zone}/nodes/{name}",
-            id=str(7_000_000_000_000_000_000 + number),
+            id=str(self._first_id + number),
             state="CREATING",
             createTime=self.now(),
             apiVersion=version.upper(),
