@@ -56,14 +56,14 @@ def random_kills(url: str, kills: int, seed: int) -> None:
     for number in range(kills):
         home = f"{url}/{number // 2}"
         process = start(home, COUNT, any_life(dice, 0.004))
-        time.sleep(dice.uniform(0, 0.7 * whole))
+        time.sleep(dice.uniform(0, 0.4 * whole))
         process.kill()
         process.join(60)
         assert process.exitcode in (0, KILLED)
         died += process.exitcode == KILLED
         if number % 2 or number == kills - 1:
             resumed(home, dice)
-    assert died or kills < 5  # how many depends on the machine's other work
+    assert died  # how many depends on the machine's other work
 
 
 def test_kills_at_random_instants(tmp_path: Path) -> None:
