@@ -16,14 +16,12 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from whole import assert_rows
 
 from producing import TAPS, items, produce, rows_of
 from spile.errors import SpileError
 from spile.objects import Folder, open_folder
 from spile.spec.sample import Sample
-from spile.store.proof import verify
-from spile.store.reader import open as open_dataset
 
 __all__ = ["KILLED", "Switch", "assert_whole", "life", "start"]
 
@@ -142,18 +140,5 @@ class _paths:
 
 def assert_whole(folder: Folder, samples: int) -> None:
     """The dataset is proven, and every row is what an uninterrupted run's would be."""
-    report = verify(folder)
-    assert report.ok, [problem.line() for problem in report.all_problems]
-    dataset = open_dataset(folder)
     wanted = [item for item in items(samples) if isinstance(item, Sample)]
-    assert len(dataset.samples) == len(wanted)
-    for number, tap in enumerate(TAPS):
-        batches = list(dataset.batches(tap))
-        place, position, rows, tokens = (
-            np.concatenate([getattr(batch, name) for batch in batches])
-            for name in ("samples", "positions", "rows", "tokens")
-        )
-        order = np.lexsort((position, place))
-        assert np.array_equal(place[order], np.concatenate([np.full(len(s), s.index) for s in wanted]))
-        assert np.array_equal(tokens[order], np.concatenate([s.tokens for s in wanted]))
-        assert np.array_equal(rows[order], np.concatenate([rows_of(s, number) for s in wanted]))
+    assert_rows(folder, wanted, TAPS, rows_of)

@@ -17,8 +17,8 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-import numpy as np
 from killing import Switch, _paths
+from whole import assert_rows
 
 from producers import TAPS, NumpyProducer, lengths, rows_of, run_identity, sample, stream_identity
 from spile.errors import SpileError
@@ -32,8 +32,6 @@ from spile.runtime.worker import LocalControl, Sizes, work
 from spile.spec.run import ExtractSpec
 from spile.spec.sample import Sample, Skip
 from spile.store.ledger import read_ledger
-from spile.store.proof import verify
-from spile.store.reader import open as open_dataset
 from spile.store.run import join_run
 from spile.store.stream import StreamStore, join_stream
 
@@ -165,18 +163,5 @@ def committed(folder: Folder) -> Ranges:
 def assert_whole(url: str, count: int) -> None:
     """Proven, and every row of every sample is what an uninterrupted run stores."""
     folder = open_folder(url)
-    report = verify(folder)
-    assert report.ok, [problem.line() for problem in report.all_problems]
-    dataset = open_dataset(folder)
     wanted = [item for item in items(count) if isinstance(item, Sample)]
-    assert len(dataset.samples) == len(wanted)
-    for number, tap in enumerate(TAPS):
-        batches = list(dataset.batches(tap))
-        place, position, rows, tokens = (
-            np.concatenate([getattr(batch, name) for batch in batches])
-            for name in ("samples", "positions", "rows", "tokens")
-        )
-        order = np.lexsort((position, place))
-        assert np.array_equal(place[order], np.concatenate([np.full(len(s), s.index) for s in wanted]))
-        assert np.array_equal(tokens[order], np.concatenate([s.tokens for s in wanted]))
-        assert np.array_equal(rows[order], np.concatenate([rows_of(s.tokens, number) for s in wanted]))
+    assert_rows(folder, wanted, TAPS, lambda s, number: rows_of(s.tokens, number))
