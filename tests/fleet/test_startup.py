@@ -158,6 +158,37 @@ def test_no_assignment_and_unknown_flags(vm: Vm) -> None:
     assert (done.returncode, "unknown flag --wrong" in done.stderr) == (2, True)
 
 
+def test_a_host_that_is_not_told_its_number_is_not_the_first(home: FleetHome, vm: Vm) -> None:
+    """Else every host of a slice would speak for all."""
+    words = ("--home", home.folder.url, "--node", NAME, "--zone", ZONE)
+    (vm.folder / "dev" / "vfio").mkdir(parents=True)
+    (vm.folder / "dev" / "vfio" / "0").touch()
+    chips = {"SPILE_DEVICES": str(vm.folder / "dev"), "SPILE_TRIES": "2"}
+    done = vm.boot(*words, **chips)
+    assert done.returncode == 1
+    assert "does not say which host of its slice this is: expected agent-worker-number, found no answer" in done.stderr
+    assert done.stderr.count("curl: ") == 2, "asked again"
+    assert (vm.calls(), home.read_reports()) == ([], {})
+    assert vm.boot(*words, "--host", "3", **chips).returncode == 0
+    assert '--host "3"' in (vm.folder / "opt" / "launch.sh").read_text()
+
+
+def test_a_metadata_server_that_fails_at_first_is_asked_again(home: FleetHome, vm: Vm, fake: FakeCloud) -> None:
+    fake.cloud.create("p", ZONE, NAME, {"acceleratorType": "v4-16"}, "v2")
+    (vm.folder / "dev").mkdir()
+    (vm.folder / "dev" / "accel0").touch()
+    machine = f"/vm/{ZONE}/{NAME}/1"
+    attribute = f"{machine}/computeMetadata/v1/instance/attributes/agent-worker-number"
+    fake.admin("fault", {"path": attribute, "status": 503, "count": 2})
+    server = f"127.0.0.1:{fake.port}{machine}"
+    done = vm.boot(
+        "--home", home.folder.url, "--node", NAME, SPILE_DEVICES=str(vm.folder / "dev"), GCE_METADATA_HOST=server
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert fake.api.faults[0].count == 0
+    assert f'--zone "{ZONE}" --host "1"' in (vm.folder / "opt" / "launch.sh").read_text()
+
+
 def test_the_assignment_comes_from_the_metadata_server_and_the_wheel_from_gcs(tmp_path: Path, fake: FakeCloud) -> None:
     from spile.objects.fake_gcs import FakeGcs
 

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import http.server
-import threading
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from spile.errors import SpecError
-from spile.runtime.pod.identity import find_identity, gce_metadata
+from spile.runtime.pod.identity import find_identity
 
 FOUR = "10.0.0.2,10.0.0.3,10.0.0.4,10.0.0.5"
 
@@ -25,7 +20,10 @@ def test_nothing_is_one_process() -> None:
 
 
 def test_flags_alone() -> None:
-    identity = find_identity({}, coordinator_address="10.0.0.2:6000", process_id=3, num_processes=4)
+    def never(key: str) -> str:
+        raise AssertionError(key)
+
+    identity = find_identity({}, coordinator_address="10.0.0.2:6000", process_id=3, num_processes=4, metadata=never)
     assert (identity.process, identity.count, identity.coordinator, identity.port) == (3, 4, "10.0.0.2", 6000)
 
 
@@ -113,47 +111,3 @@ def test_mistakes_are_one_line(environment: dict[str, str], flags: dict[str, int
         find_identity(environment, **flags)  # type: ignore[arg-type]
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-@pytest.fixture
-def metadata_server() -> Iterator[str]:
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            known = {"agent-worker-number": "1", "worker-network-endpoints": FOUR}
-            value = known.get(self.path.rpartition("/")[2])
-            real = self.headers.get("Metadata-Flavor") == "Google"
-            self.send_response(200 if value and real else 404)
-            self.end_headers()
-            self.wfile.write((value or "").encode())
-
-        def log_message(self, *args: object) -> None:
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
-        thread.join()
-
-
-def test_a_metadata_server(metadata_server: str) -> None:
-    read = gce_metadata({"GCE_METADATA_IP": metadata_server})
-    assert read is not None
-    assert read("nothing") is None
-    assert find_identity({}, metadata=read).process == 1
-
-
-def test_no_google_vm_no_question(tmp_path: Path) -> None:
-    product = tmp_path / "product_name"
-    assert gce_metadata({}, product) is None
-    product.write_text("Standard PC\n")
-    assert gce_metadata({}, product) is None
-    product.write_text("Google Compute Engine\n")
-    assert gce_metadata({}, product) is not None
-
-
-def test_a_dead_metadata_server_is_no_metadata() -> None:
-    read = gce_metadata({"GCE_METADATA_IP": "127.0.0.1:1"})
-    assert read is not None
-    assert find_identity({}, metadata=read).count == 1

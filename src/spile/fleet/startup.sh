@@ -9,6 +9,23 @@
 set -Eeuo pipefail
 
 meta() { curl -fsS -m 10 -H 'Metadata-Flavor: Google' "http://${GCE_METADATA_HOST:-metadata.google.internal}/computeMetadata/v1/$1"; }
+# The same for what a machine may not have: nothing then, and an error only where nobody answers. A machine with chips asks
+# for a minute or so: a slice's host that took silence for a no would take itself for the first, and so would the others.
+tries=1
+for each in "${SPILE_DEVICES:-/dev}"/accel[0-9]* "${SPILE_DEVICES:-/dev}"/vfio/[0-9]*; do [ ! -e "$each" ] || tries="${SPILE_TRIES:-10}"; done
+ask() {
+  local try said
+  for ((try = 1; ; try++)); do
+    said="$(curl -sS -m 10 -w '\n%{http_code}' -H 'Metadata-Flavor: Google' \
+      "http://${GCE_METADATA_HOST:-metadata.google.internal}/computeMetadata/v1/$1")" || true
+    case "${said##*$'\n'}" in
+      200) printf '%s' "${said%$'\n'*}"; return 0 ;;
+      404) return 0 ;;
+    esac
+    [ "$try" -lt "$tries" ] || return 1
+    sleep "$((try < 5 ? try : 5))"
+  done
+}
 home='' node='' zone='' host='' force='' install_only=''
 while [ $# -gt 0 ]; do
   case "$1" in
@@ -22,14 +39,18 @@ while [ $# -gt 0 ]; do
   esac
   shift
 done
-home="${home:-$(meta instance/attributes/spile-home || true)}"
-node="${node:-$(meta instance/attributes/spile-node || true)}"
+home="${home:-$(ask instance/attributes/spile-home || true)}"
+node="${node:-$(ask instance/attributes/spile-node || true)}"
 if [ -z "$home" ] || [ -z "$node" ]; then
   echo "startup.sh: no assignment: expected the metadata spile-home and spile-node, or --home and --node" >&2
   exit 2
 fi
-zone="${zone:-$(meta instance/zone 2>/dev/null | sed 's|.*/||' || true)}"
-host="${host:-$(meta instance/attributes/agent-worker-number 2>/dev/null || echo 0)}"
+if [ -z "$host" ] && ! host="$(ask instance/attributes/agent-worker-number)" && [ "$tries" != 1 ]; then
+  echo "startup.sh: the metadata server does not say which host of its slice this is: expected agent-worker-number, found no answer; boot again, or give --host" >&2
+  exit 1
+fi
+host="${host:-0}"
+zone="${zone:-$(ask instance/zone 2>/dev/null | sed 's|.*/||' || true)}"
 place="${SPILE_HOME:-/opt/spile}"
 units="${SPILE_UNIT_DIR:-/etc/systemd/system}"
 mkdir -p "$place" "$units"

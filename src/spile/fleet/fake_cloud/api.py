@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,8 +35,9 @@ class Fault:
     message: str = "injected"
 
     def hits(self, method: str, path: str) -> bool:
-        """Whether this request is the one."""
-        return self.count > 0 and self.method in ("", method) and self.path in path
+        """Whether this request is the one. A machine's metadata server fails only where its path is named."""
+        meant = self.path in path and (self.path.startswith("/vm/") or not path.startswith("/vm/"))
+        return self.count > 0 and self.method in ("", method) and meant
 
 
 @dataclass
@@ -51,15 +53,20 @@ class Api:
         with self.cloud.lock:
             self.cloud.advance()
             self.calls.append((method, path))
-            fault = next((fault for fault in self.faults if fault.hits(method, path)), None)
-            if fault is not None:
-                fault.count -= 1
-                if fault.status:
-                    raise ApiError(fault.status, fault.message)
-            answer = self._route(method, path, params, body)
-            if fault is not None:
-                raise Lost
-            return answer
+            with self.faulty(method, path):
+                return self._route(method, path, params, body)
+
+    @contextmanager
+    def faulty(self, method: str, path: str) -> Iterator[None]:
+        """Whatever is to go wrong with this request goes wrong."""
+        fault = next((fault for fault in self.faults if fault.hits(method, path)), None)
+        if fault is not None:
+            fault.count -= 1
+            if fault.status:
+                raise ApiError(fault.status, fault.message)
+        yield
+        if fault is not None:
+            raise Lost
 
     def _route(self, method: str, path: str, params: Mapping[str, str], body: dict[str, Any]) -> dict[str, Any]:
         compute = _COMPUTE.match(path)

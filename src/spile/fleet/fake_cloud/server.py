@@ -179,7 +179,9 @@ class _Handler(BaseHTTPRequestHandler):
         data = self.rfile.read(length) if length else b""
         try:
             if path.startswith("/vm/"):
-                self._reply(200, self.fake.metadata(path[4:]).encode(), "application/text")
+                with self.fake.api.faulty(self.command, path):
+                    said = self.fake.metadata(path[4:])
+                self._reply(200, said.encode(), "application/text")
                 return
             body = json.loads(data) if data else {}
             if path.startswith("/admin/"):

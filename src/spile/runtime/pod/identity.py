@@ -1,7 +1,8 @@
 """Who am I: this process's number, how many there are, and where worker 0 is.
 
 Asked in this order: the flags; the VM's own metadata, which no earlier launch can have left behind; the variables that
-Cloud TPU, GKE and ssh set; what JAX detects by itself (Slurm, MPI, Kubernetes). Nothing here waits for long.
+Cloud TPU, GKE and ssh set; what JAX detects by itself (Slurm, MPI, Kubernetes). Flags that say it all ask nobody else,
+and a TPU VM whose metadata server is silent is not taken for a host alone.
 """
 
 from __future__ import annotations
@@ -10,18 +11,13 @@ import os
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from spile.errors import SpecError
+from spile.errors import PodError, SpecError
+from spile.runtime.pod.metadata import Metadata, NoMetadata, gce_metadata
 
-__all__ = ["ROLL_CALL_PORT", "Identity", "Metadata", "find_identity", "gce_metadata", "this_process"]
+__all__ = ["ROLL_CALL_PORT", "Identity", "find_identity", "this_process"]
 
 ROLL_CALL_PORT = 5555
-
-Metadata = Callable[[str], str | None]
-"""An attribute of the VM by its name, or None."""
-
-_GCE_NAMES = ("Google", "Google Compute Engine")
 
 
 @dataclass(frozen=True)
@@ -78,14 +74,15 @@ def find_identity(
 
     ``metadata`` None: this machine has none. ``detect`` is JAX's own detection: coordinator, count, number.
     """
-    found = _merged(
-        _from_flags(coordinator_address, process_id, num_processes),
-        _from_metadata(metadata, environment),
-        _from_variables(environment),
-        _from_jax(detect, environment),
-    )
+    found = _from_flags(coordinator_address, process_id, num_processes)
+    silence: NoMetadata | None = None
+    if num_processes != 1 and None in (coordinator_address, process_id, num_processes):
+        described, silence = _from_metadata(metadata, environment)
+        found = _merged(found, described, _from_variables(environment), _from_jax(detect, environment))
     count = found.count if found.count is not None else hosts
     name = name or socket.gethostname()
+    if silence is not None and (count in (None, 1) or found.process is None):
+        raise silence
     if count is None or count == 1:
         _refuse_half(found, count)
         if hosts is not None and hosts > 1:
@@ -165,16 +162,27 @@ def _from_flags(coordinator: str | None, process: int | None, count: int | None)
     return _Found(process, count, (), coordinator, "flags")
 
 
-def _from_metadata(metadata: Metadata | None, environment: Mapping[str, str]) -> _Found:
+def _from_metadata(metadata: Metadata | None, environment: Mapping[str, str]) -> tuple[_Found, NoMetadata | None]:
+    """What it says, and its silence, for when nothing else says what slice this is part of."""
     if metadata is None or "TPU_SKIP_MDS_QUERY" in environment:
-        return _Found()
-    number, endpoints = metadata("agent-worker-number"), metadata("worker-network-endpoints")
+        return _Found(), None
+    try:
+        number, endpoints = metadata("agent-worker-number"), metadata("worker-network-endpoints")
+    except NoMetadata as silence:
+        return _Found(), silence
+    if not number and not endpoints:
+        return _Found(), None
     if not number or not endpoints:
-        return _Found()
+        raise PodError(
+            "the VM's metadata has half of what says which host of which slice this is",
+            expected="agent-worker-number and worker-network-endpoints",
+            found="only the " + ("first" if number else "second"),
+            fix="wait until the TPU is READY and run it again, or give --process-id and --num-processes",
+        )
     # Each endpoint is a bare address or name:id:address.
     hosts = tuple(part.rpartition(":")[2] for part in endpoints.split(","))
     variables = {**_tpu_env(metadata("tpu-env") or ""), **environment}
-    return _slices(_number(number, "agent-worker-number"), hosts, variables, "the VM's metadata")
+    return _slices(_number(number, "agent-worker-number"), hosts, variables, "the VM's metadata"), None
 
 
 def _tpu_env(text: str) -> dict[str, str]:
@@ -240,31 +248,6 @@ def _split(address: str) -> tuple[str, int | None]:
     if not colon or host.endswith(":"):
         return address, None
     return host, _number(port, "--coordinator-address's port")
-
-
-def gce_metadata(environment: Mapping[str, str], product: Path | None = None) -> Metadata | None:
-    """The metadata server of this VM; None where this is no Google VM, found out without asking the network."""
-    server = environment.get("GCE_METADATA_IP") or environment.get("GCE_METADATA_HOST")
-    product = product or Path("/sys/class/dmi/id/product_name")
-    if not server and not (product.is_file() and product.read_text(errors="replace").strip() in _GCE_NAMES):
-        return None
-    base = f"http://{server or 'metadata.google.internal'}/computeMetadata/v1/instance/attributes/"
-
-    def read(key: str) -> str | None:
-        import requests
-
-        for _ in range(3):
-            try:
-                answer = requests.get(base + key, headers={"Metadata-Flavor": "Google"}, timeout=2)
-            except requests.RequestException:
-                continue
-            if answer.status_code == 404:
-                return None
-            if answer.ok:
-                return answer.text
-        return None
-
-    return read
 
 
 def this_process(**flags: object) -> Identity:
