@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 from rich.console import Console
 
+from spile.cli.numbers import parse_numbers
 from spile.errors import SpecError
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def streams(
             split=split,
             config_name=config_name,
             seed=seed,
-            only=None if streams is None else _numbers(streams),
+            only=None if streams is None else parse_numbers("--streams", streams),
             overwrite=overwrite,
             progress=tell,
         )
@@ -195,14 +195,3 @@ def _print_tally(console: Console, tally: Tally) -> None:
         console.print(f"  {count:,} × {reason}", markup=False)
     for shown in tally.shown:
         console.print(f"  first seen at {shown}", markup=False)
-
-
-def _numbers(text: str) -> set[int]:
-    """``5-9,12`` → {5, 6, 7, 8, 9, 12}."""
-    chosen: set[int] = set()
-    for word in text.replace(",", " ").split():
-        match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", word, re.ASCII)
-        if match is None or int(match[2] or match[1]) < int(match[1]):
-            raise SpecError("--streams", expected="numbers and ranges such as 5-9,12", found=repr(text))
-        chosen.update(range(int(match[1]), int(match[2] or match[1]) + 1))
-    return chosen

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
+from spile.cli.numbers import parse_numbers
 from spile.errors import SpecError
 from spile.plan.amounts import amount, duration, size
 
@@ -31,6 +32,7 @@ _MOST_LINES = 50
 def verify(
     root: Annotated[str, Parameter(help="A folder, gs://bucket/prefix or s3://bucket/prefix.")] = "./activations",
     *,
+    streams: Annotated[str | None, Parameter(help="Only these: 0-3,7. [default: all that the data has]")] = None,
     recompute: Annotated[int, Parameter(help="Run so many random samples through the model again and compare.")] = 0,
     seed: Annotated[int, Parameter(help="Which samples are recomputed.")] = 0,
     max_samples: Annotated[int | None, Parameter(help="The bound that the run was given, if it was.")] = None,
@@ -41,7 +43,8 @@ def verify(
 ) -> int:
     """Prove that every sample of every stream is there exactly once, and every byte as it was committed.
 
-    Reads every shard once. Exits with 1 when anything is missing, doubled or damaged.
+    Reads every shard once. Exits with 1 when anything is missing, doubled or damaged; so is a stream that the data was
+    split into and that nobody has begun.
     """
     from spile.store.proof import verify as prove
 
@@ -49,9 +52,12 @@ def verify(
         raise SpecError("spile verify", expected="no negative number", found="one")
     if yes and not gc:
         raise SpecError("--yes", expected="--gc beside it", found="--yes alone")
+    if gc and streams is not None:
+        raise SpecError("--gc", expected="all streams", found="--streams beside it")
     with _bar(Console(stderr=True), quiet=as_json) as progress:
         report = prove(
             root,
+            streams=None if streams is None else parse_numbers("--streams", streams),
             max_samples=max_samples,
             recompute=_recomputer(root) if recompute else None,
             k=recompute,
@@ -152,14 +158,26 @@ def _verdict(report: Report) -> Text:
     samples = sum(stream.samples for stream in report.streams)
     shards = sum(stream.shards for stream in report.streams)
     if report.ok:
-        where = f"{_plural(samples, 'sample')} in {_plural(len(report.streams), 'stream')}, each exactly once"
+        some = report.streams_expected is not None and len(report.streams) < report.streams_expected
+        streams = f"{len(report.streams)} of {report.streams_expected} streams"  # those that --streams names
+        streams = streams if some else _plural(len(report.streams), "stream")
+        where = f"{_plural(samples, 'sample')} in {streams}, each exactly once"
         text = f"✓ proven: {where}; {_plural(shards, 'shard')}, every checksum right, no NaN"
         return Text(text, style="bold green")
     counts = {
         kind: sum(p.kind == kind for p in report.all_problems) for kind in ("missing", "doubled", "damaged", "wrong")
     }
     found = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
-    hint = ""
-    if counts["missing"] and not counts["damaged"]:
-        hint = "; run the same spile extract again to finish it, or give the run's --max-samples"
-    return Text(f"✗ not proven: {found}{hint}", style="bold red")
+    return Text(f"✗ not proven: {found}{_hint(report, damaged=counts['damaged'] > 0)}", style="bold red")
+
+
+def _hint(report: Report, *, damaged: bool) -> str:
+    """What to do next, where doing more work is all it takes."""
+    if damaged:
+        return ""
+    unfinished = any(problem.kind == "missing" for stream in report.streams for problem in stream.problems)
+    again = "; run the same spile extract again to finish it, or give the run's --max-samples" if unfinished else ""
+    if not report.never_begun:
+        return again
+    first = next(iter(report.never_begun))
+    return f"{again}; begin the others: spile extract with --worker-id {first} …, or prove some alone with --streams"

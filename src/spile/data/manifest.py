@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -43,6 +44,11 @@ class StreamsManifest:
     """Rows that could not be used, by reason."""
     version: int = VERSION
 
+    def digest(self) -> str:
+        """A short name for this split: the same streams, the same name."""
+        listed = "".join(f"{entry.name} {entry.sha256}\n" for entry in self.streams)
+        return hashlib.sha256(listed.encode()).hexdigest()[:32]
+
     def to_json(self) -> bytes:
         """As the file holds it; the same for the same content."""
         return orjson.dumps(asdict(self), option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
@@ -64,16 +70,20 @@ class StreamsManifest:
             ) from error
 
 
-def check_stream(name: str, raw: bytes | None, sha256: str, location: str) -> None:
-    """Refuse a stream that is not the one its ``streams.json`` lists; with no such file or entry all is well."""
+def check_stream(name: str, raw: bytes | None, sha256: str, location: str) -> StreamsManifest | None:
+    """The ``streams.json`` that lists a stream, if one does; a stream that is not the one it lists is refused."""
     if raw is None:
-        return
+        return None
     place = f"{location.removesuffix(name)}{MANIFEST}"
-    listed = {entry.name: entry for entry in StreamsManifest.from_json(raw, place).streams}
-    if name in listed and listed[name].sha256 != sha256:
+    manifest = StreamsManifest.from_json(raw, place)
+    listed = {entry.name: entry for entry in manifest.streams}
+    if name not in listed:
+        return None
+    if listed[name].sha256 != sha256:
         raise DataError(
             f"{location} changed since {MANIFEST} was written",
             expected=f"sha256 {listed[name].sha256}",
             found=sha256,
             fix="make it again: spile data streams --streams …, or use the folder's own files",
         )
+    return manifest

@@ -10,7 +10,7 @@ from spile.data.background import ahead
 from spile.data.drafts import Draft, Drafter
 from spile.data.encoders import parse_encoder
 from spile.data.lines import Line, StreamFile
-from spile.data.manifest import MANIFEST, check_stream
+from spile.data.manifest import MANIFEST, check_stream, stream_name
 from spile.data.pack import Document, pack
 from spile.data.proof import proven_task
 from spile.data.rows import parse_row, resolve
@@ -39,6 +39,10 @@ class SampleStream:
     """lines × predictions-per-task, whatever ``max_samples`` says; None for packed documents, until they are read."""
     prompt: PromptSpec
     """With its kind resolved."""
+    streams: int | None
+    """How many streams the dataset was split into; None where no ``streams.json`` lists this one under its number."""
+    split: str | None
+    """The name of that split, from the same file."""
     _spec: DataSpec
     _tokenizer: Tokenizer
     _file: StreamFile
@@ -137,7 +141,9 @@ def open_stream(spec: DataSpec, tokenizer: Tokenizer) -> SampleStream:
             drafter.check(parse_row(line.raw, place), place)
     if drafter is None:
         raise DataError(f"{spec.location} is empty", expected="a JSON object a line", found="no line")
-    check_stream(file.name, file.beside(MANIFEST), digest.hexdigest(), spec.location)
+    split = check_stream(file.name, file.beside(MANIFEST), digest.hexdigest(), spec.location)
+    if file.name != stream_name(spec.worker_id):
+        split = None  # under another number its folder says nothing of the split's other streams
     prompt = drafter.prompt
     return SampleStream(
         location=spec.location,
@@ -145,6 +151,8 @@ def open_stream(spec: DataSpec, tokenizer: Tokenizer) -> SampleStream:
         lines=lines,
         samples=None if prompt.pack else lines * prompt.predictions_per_task,
         prompt=prompt,
+        streams=None if split is None else len(split.streams),
+        split=None if split is None else split.digest(),
         _spec=spec,
         _tokenizer=tokenizer,
         _file=file,

@@ -59,6 +59,10 @@ class StreamIdentity:
     samples: int | None
     """lines × predictions-per-task; None where only reading it all tells (packed documents)."""
     taps: tuple[Tap, ...]
+    streams: int | None = None
+    """How many streams its dataset was split into; None where nothing says so. Not compared: the stream is the same."""
+    split: str | None = None
+    """A hash over all streams of that split; None likewise. Not compared either."""
 
     def numbers(self) -> dict[str, Any]:
         """The fields that must not change over a stream's life."""

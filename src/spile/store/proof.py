@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -23,6 +23,7 @@ from spile.store.reader import Dataset, Stream
 from spile.store.record import Commit, ShardRecord
 from spile.store.report import Problem, Recomputed, Report, StreamReport
 from spile.store.run import read_run
+from spile.store.splits import expected_streams, judge_split
 from spile.store.stream import StreamRecord, read_stream
 
 __all__ = ["Recompute", "verify"]
@@ -53,6 +54,7 @@ class _Proven:
 def verify(
     root: str | Folder,
     *,
+    streams: Collection[int] | None = None,
     max_samples: int | None = None,
     recompute: Recompute | None = None,
     k: int = 0,
@@ -66,6 +68,7 @@ def verify(
 ) -> Report:
     """Check every sample, every checksum and every shape of the dataset at ``root``.
 
+    ``streams``: these alone; else all, and one that the data was split into and nobody has begun is missing.
     ``max_samples`` is the bound of a run that was told to stop early. ``recompute`` with ``k`` compares k random
     samples. ``gc`` looks for garbage, and ``remove`` removes it. ``progress`` gets bytes done and in all.
     """
@@ -73,16 +76,25 @@ def verify(
     run = read_run(folder)
     if run is None:
         raise UserError(f"no dataset at {folder.url}", expected=f"a folder with {RUN}", found="none")
-    streams = [_read(number, folder, run) for number in _numbers(folder)]
-    problems = [] if streams else [Problem("missing", folder.url, "the dataset has no stream")]
-    _inspect(streams, run, workers or min(16, 2 * (os.cpu_count() or 1)), progress)
-    reports = tuple(_judge(stream, max_samples) for stream in streams)
+    begun = [number for number in _numbers(folder) if streams is None or number in streams]
+    found = [_read(number, folder, run) for number in begun]
+    records = [stream.record for stream in found if stream.record is not None]
+    never, problems = judge_split(folder.url, begun, records, streams)
+    _inspect(found, run, workers or min(16, 2 * (os.cpu_count() or 1)), progress)
     recomputed = None
     if recompute is not None and k:
-        recomputed, wrong = _recompute(folder, run, streams, recompute, k, seed)
+        recomputed, wrong = _recompute(folder, run, found, recompute, k, seed)
         problems += wrong
-    report = Report(folder.url, run.fingerprint(), reports, recomputed=recomputed, problems=tuple(problems))
-    return _collect(folder, streams, report, remove, older_than, now) if gc or remove else report
+    report = Report(
+        folder.url,
+        run.fingerprint(),
+        tuple(_judge(stream, max_samples) for stream in found),
+        recomputed=recomputed,
+        problems=tuple(problems),
+        streams_expected=expected_streams(records),
+        never_begun=never,
+    )
+    return _collect(folder, found, report, remove, older_than, now) if gc or remove else report
 
 
 def _numbers(root: Folder) -> list[int]:

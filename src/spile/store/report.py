@@ -10,7 +10,7 @@ from spile.plan.ranges import Ranges
 __all__ = ["Garbage", "Kind", "Problem", "Recomputed", "Report", "StreamReport"]
 
 Kind = Literal["missing", "doubled", "damaged", "wrong"]
-"""``damaged``: bytes or records are not what was committed. ``wrong``: a recomputed row differs."""
+"""``damaged``: bytes or records are not what was committed. ``wrong``: a recomputed row differs, splits are mixed."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,10 @@ class Report:
     recomputed: Recomputed | None = None
     problems: tuple[Problem, ...] = ()
     """Those that belong to no stream."""
+    streams_expected: int | None = None
+    """How many streams the data was split into; None where no stream's record says."""
+    never_begun: Ranges = field(default_factory=Ranges)
+    """Streams that there must be, and are not."""
 
     @property
     def all_problems(self) -> tuple[Problem, ...]:
@@ -101,6 +105,8 @@ class Report:
             "fingerprint": self.fingerprint,
             "ok": self.ok,
             "streams": [_stream_json(stream) for stream in self.streams],
+            "streams_expected": self.streams_expected,
+            "never_begun": self.never_begun.pairs(),
             "problems": [vars(problem) for problem in self.all_problems],
             "garbage": [vars(item) for item in self.garbage],
             "recomputed": None if self.recomputed is None else vars(self.recomputed),

@@ -231,11 +231,18 @@ def _stream_bytes(record: StreamRecord) -> bytes:
             "fingerprint": record.fingerprint,
             "data": record.identity.data,
             **record.identity.numbers(),
+            **_split_fields(record.identity),
             "created": now_iso(),
             "version": __version__,
         },
         indent=1,
     )
+
+
+def _split_fields(identity: StreamIdentity) -> dict[str, Any]:
+    """Optional: only where the dataset says how many streams it has."""
+    known = {"streams": identity.streams, "split": identity.split}
+    return {name: value for name, value in known.items() if value is not None}
 
 
 def read_stream(folder: Folder) -> StreamRecord | None:
@@ -252,6 +259,8 @@ def read_stream(folder: Folder) -> StreamRecord | None:
             lines=int(fields["lines"]),
             samples=None if fields["samples"] is None else int(fields["samples"]),
             taps=tuple(Tap.parse(tap) for tap in fields["taps"]),
+            streams=None if fields.get("streams") is None else int(fields["streams"]),
+            split=None if fields.get("split") is None else str(fields["split"]),
         )
         return StreamRecord(str(fields["id"]), int(fields["worker_id"]), str(fields["fingerprint"]), identity)
     except (KeyError, TypeError, ValueError) as error:

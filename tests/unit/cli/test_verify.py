@@ -3,13 +3,16 @@ from __future__ import annotations
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from producing import produce, sample_of, write_shard
+from producing import produce, run_identity, sample_of, stream_identity, write_shard
 from spile.cli.main import main
 from spile.objects import open_folder
+from spile.store.run import join_run
+from spile.store.stream import join_stream
 
 
 def spile(*words: str) -> int:
@@ -46,6 +49,26 @@ def test_what_is_wrong_is_said_and_exits_with_1(tmp_path: Path, capsys: pytest.C
     assert [problem["kind"] for problem in report["problems"]] == ["damaged", "missing"]
 
 
+def test_streams_never_begun_are_said_and_exit_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root, run = open_folder(str(tmp_path)), run_identity()
+    join_run(root, run)
+    identity = replace(stream_identity(45), streams=4, split="5" * 32)
+    for number in (0, 2):
+        join_stream(root, number, identity, run)
+        produce(root, 45, worker_id=number)
+    assert spile("verify", str(tmp_path)) == 1
+    text = capsys.readouterr().out
+    assert f"✗ missing: {tmp_path}: streams 1, 3 were never begun (2 of 4)" in text
+    begin = "begin the others: spile extract with --worker-id 1 …, or prove some alone with --streams"
+    assert text.splitlines()[-1] == f"✗ not proven: 1 missing; {begin}"
+    assert spile("verify", str(tmp_path), "--json") == 1
+    assert json.loads(capsys.readouterr().out)["never_begun"] == [[1, 2], [3, 4]]
+    assert spile("verify", str(tmp_path), "--streams", "0,2") == 0
+    assert "✓ proven: 84 samples in 2 of 4 streams, each exactly once" in capsys.readouterr().out
+    assert spile("verify", str(tmp_path), "--streams", "0-1") == 1
+    assert "stream 1 was never begun (1 of 2)" in capsys.readouterr().out
+
+
 def test_garbage_is_listed_then_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = produce(open_folder(str(tmp_path)), 20)
     builder = store.begin([sample_of(3)])
@@ -71,3 +94,8 @@ def test_mistakes_exit_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert spile("verify", str(tmp_path), "--yes") == 2
     assert "--yes: expected --gc beside it" in capsys.readouterr().err
     assert spile("verify", str(tmp_path), "--recompute", "-1") == 2
+    capsys.readouterr()
+    assert spile("verify", str(tmp_path), "--gc", "--streams", "0") == 2
+    assert "--gc: expected all streams, found --streams beside it" in capsys.readouterr().err
+    assert spile("verify", str(tmp_path), "--streams", "three") == 2
+    assert "--streams: expected numbers and ranges such as 5-9,12, found 'three'" in capsys.readouterr().err

@@ -1,0 +1,78 @@
+"""verify, and the streams that nobody has begun: known from the split that a stream is of."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from producing import run_identity, stream_identity
+from spile.objects import Folder
+from spile.store.layout import commit_key
+from spile.store.proof import verify
+from spile.store.run import join_run
+from spile.store.stream import join_stream
+
+
+def lines(folder: Folder, **options: object) -> list[str]:
+    report = verify(folder, **options)  # type: ignore[arg-type]
+    return [problem.line().replace(folder.url, "ROOT") for problem in report.all_problems]
+
+
+def begin(folder: Folder, number: int, streams: int | None, split: str | None = "5" * 32) -> None:
+    """A stream without samples: done as soon as it is begun."""
+    join_run(folder, run_identity())
+    identity = replace(stream_identity(0), streams=streams, split=split if streams is not None else None)
+    join_stream(folder, number, identity, run_identity())
+
+
+def test_streams_that_were_never_begun_are_missing(folder: Folder) -> None:
+    begin(folder, 0, 8)
+    begin(folder, 3, 8)
+    assert lines(folder) == ["missing: ROOT: streams 1-2, 4-7 were never begun (6 of 8)"]
+    report = verify(folder)
+    assert (report.streams_expected, report.never_begun.pairs()) == (8, [(1, 3), (4, 8)])
+    told = json.loads(json.dumps(report.to_json()))
+    assert (told["ok"], told["streams_expected"], told["never_begun"]) == (False, 8, [[1, 3], [4, 8]])
+    for number in (1, 2, 4, 5, 7):
+        begin(folder, number, 8)
+    assert lines(folder) == ["missing: ROOT: stream 6 was never begun (1 of 8)"]
+    begin(folder, 6, 8)
+    assert lines(folder) == []
+
+
+def test_streams_that_say_nothing_of_a_split_ask_for_no_others(folder: Folder) -> None:
+    begin(folder, 2, None)
+    assert lines(folder) == []
+    assert verify(folder).streams_expected is None
+    begin(folder, 0, 2)
+    assert lines(folder) == ["missing: ROOT: stream 1 was never begun (1 of 2)"]
+    begin(folder, 1, 2)
+    assert lines(folder) == []
+
+
+def test_some_streams_alone(folder: Folder) -> None:
+    begin(folder, 0, 4)
+    begin(folder, 2, 4)
+    (folder.child("tpu_2")).delete("stream.json")
+    folder.child("tpu_2").put(commit_key(1), b"nonsense")
+    assert lines(folder, streams=[0]) == []
+    assert lines(folder, streams=[0, 2]) == ["damaged: ROOT/tpu_2: stream.json is gone"]
+    assert lines(folder, streams=[3]) == ["missing: ROOT: stream 3 was never begun (1 of 1)"]
+    assert len(lines(folder)) == 2
+
+
+def test_streams_of_different_splits_are_told_apart(folder: Folder) -> None:
+    begin(folder, 0, 2, "a" * 32)
+    begin(folder, 1, 2, "b" * 32)
+    mixed = "wrong: ROOT: its streams are of different splits of the data: "
+    assert lines(folder) == [f"{mixed}tpu_0 of 2 streams (split {'a' * 32}); tpu_1 of 2 streams (split {'b' * 32})"]
+    begin(folder, 2, 3, "c" * 32)
+    begin(folder, 3, None)
+    assert lines(folder)[0].endswith(f"; tpu_2 of 3 streams (split {'c' * 32})")
+
+
+def test_a_stream_that_was_begun_before_splits_were_recorded_goes_on(folder: Folder) -> None:
+    begin(folder, 0, None)
+    begin(folder, 0, 4)
+    assert verify(folder).streams_expected is None
+    assert "streams" not in json.loads(folder.child("tpu_0").get("stream.json"))
