@@ -55,8 +55,9 @@ def test_random_faults(clouds: Clouds, cloud_url: str, seed: int) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_a_thousand_random_faults(clouds: Clouds, cloud_url: str) -> None:
-    for seed in range(100, 1100):
+@pytest.mark.parametrize("first", range(100, 1100, 100))
+def test_a_thousand_random_faults(clouds: Clouds, cloud_url: str, first: int) -> None:
+    for seed in range(first, first + 100):
         schedule(clouds, f"{cloud_url}/{seed}", seed)
 
 

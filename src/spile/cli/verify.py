@@ -43,8 +43,8 @@ def verify(
 ) -> int:
     """Prove that every sample of every stream is there exactly once, and every byte as it was committed.
 
-    Reads every shard once. Exits with 1 when anything is missing, doubled or damaged; so is a stream that the data was
-    split into and that nobody has begun.
+    Reads every shard once. Exits with 1 when anything is missing, doubled or damaged. A stream that the data was
+    split into and nobody has begun is missing.
     """
     from spile.store.proof import verify as prove
 
