@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, islice
 from operator import itemgetter
 from typing import Any, overload
 
@@ -182,13 +182,15 @@ class Dataset:
         include: int | None = None,
         exclude: int | None = None,
         streams: Iterable[int] | None = None,
+        part: tuple[int, int] | None = None,
     ) -> Iterator[npt.NDArray[Any]]:
         """A tap's rows, ``[batch_rows, d]`` at a time (the last is shorter), reading that tap's block alone.
 
         ``include`` keeps rows that have any of these :class:`~spile.spec.sample.Role` bits, ``exclude`` drops
-        rows that have any of those.
+        rows that have any of those. ``part`` (k, n) gives every n-th shard from the k-th on: of n readers each row goes
+        to one.
         """
-        found = self._iterate(tap, batch_rows, include, exclude, streams, context=False)
+        found = self._iterate(tap, batch_rows, include, exclude, streams, part, context=False)
         return (batch.rows for batch in found)
 
     def batches(
@@ -199,9 +201,10 @@ class Dataset:
         include: int | None = None,
         exclude: int | None = None,
         streams: Iterable[int] | None = None,
+        part: tuple[int, int] | None = None,
     ) -> Iterator[RowBatch]:
         """As :meth:`rows`, each row with its token, role, stream, sample and position."""
-        return self._iterate(tap, batch_rows, include, exclude, streams, context=True)
+        return self._iterate(tap, batch_rows, include, exclude, streams, part, context=True)
 
     def _iterate(
         self,
@@ -210,16 +213,22 @@ class Dataset:
         include: int | None,
         exclude: int | None,
         streams: Iterable[int] | None,
+        part: tuple[int, int] | None,
         *,
         context: bool,
     ) -> Iterator[RowBatch]:
         if batch_rows < 1:
             raise UserError("batch_rows", expected="at least 1", found=batch_rows)
+        first, step = part or (0, 1)
+        if not 0 <= first < step:
+            raise UserError("part", expected="(k, n) with k from 0 to n - 1", found=part)
         wanted = self.streams if streams is None else tuple(self.stream(number) for number in streams)
         having = [stream for stream in wanted if str(tap) in stream.taps]
         if wanted and not having:
             raise _no_tap(str(tap), self.taps)
-        shards = ((stream.number, self._fresh(stream, record)) for stream in having for record in stream.shards)
+        records = ((stream, record) for stream in having for record in stream.shards)
+        mine = islice(records, first, None, step)
+        shards = ((stream.number, self._fresh(stream, record)) for stream, record in mine)
         return iterate(shards, str(tap), batch_rows, include=include, exclude=exclude, context=context)
 
     def _fresh(self, stream: Stream, record: ShardRecord) -> OpenShard:

@@ -99,6 +99,20 @@ def test_batches_of_any_size_are_the_rows_in_order(batch: int, include: int | No
             assert np.array_equal(part.rows[row], rows_of(sample, 1)[position])
 
 
+@pytest.mark.parametrize("readers", [1, 2, 3, 40])
+def test_of_several_readers_each_row_goes_to_one(tmp_path: Path, readers: int) -> None:
+    produce(open_folder(str(tmp_path)), 45)
+    produce(open_folder(str(tmp_path)), 45, worker_id=3, cut=4)
+    dataset = open_dataset(str(tmp_path))
+    whole = [row.tobytes() for rows in dataset.rows("attn.1", 100) for row in rows]
+    parts = [[row for rows in dataset.rows("attn.1", 100, part=(k, readers)) for row in rows] for k in range(readers)]
+    assert sorted(row.tobytes() for part in parts for row in part) == sorted(whole)
+    assert sum(bool(part) for part in parts) == min(readers, sum(len(stream.shards) for stream in dataset.streams))
+    for wrong in ((-1, 2), (2, 2), (0, 0)):
+        with pytest.raises(UserError, match=r"part: expected \(k, n\) with k from 0 to n - 1"):
+            next(dataset.batches("attn.1", part=wrong))
+
+
 _MADE: list[Folder] = []
 
 

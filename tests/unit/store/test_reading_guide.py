@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,13 +16,32 @@ from spile.status.snapshot import State
 PAGE = (Path(__file__).parents[3] / "docs" / "guides" / "reading.md").read_text()
 
 
-def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    produce(open_folder(str(tmp_path / "activations")), 30)
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, object] = {}
-    for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
-        exec(compile(block, "docs/guides/reading.md", "exec"), names)
-    assert "('residual.0', 'attn.1', 'residual.1')" in capsys.readouterr().out
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+
+
+def run(folder: Path, *blocks: str) -> str:
+    """In a process of its own: a loader's workers are forked from it."""
+    produce(open_folder(str(folder / "activations")), 30)
+    (folder / "example.py").write_text("\n".join(blocks))
+    command = [sys.executable, "-W", "error", "example.py"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_examples_run(tmp_path: Path) -> None:
+    output = run(tmp_path, *(block for block in BLOCKS if "torch" not in block))
+    assert "('residual.0', 'attn.1', 'residual.1')" in output
+
+
+def test_a_loader_gives_each_row_once(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    (block,) = (block for block in BLOCKS if "torch" in block)
+    first = 'import spile\ndataset, counted = spile.open("activations"), 0\n'
+    counting = block.rstrip() + "\n    counted += len(rows)\n"
+    output = run(tmp_path, first, counting, "print(counted, sum(stream.tokens for stream in dataset.streams))")
+    counted, wanted = map(int, output.split())
+    assert counted == wanted > 0
 
 
 def test_every_state_is_explained() -> None:
