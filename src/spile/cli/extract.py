@@ -201,6 +201,7 @@ def extract(
     resumes what an earlier one left. Every flag can also come from --config run.toml or a SPILE_* variable.
     """
     from spile.cli.live import watched
+    from spile.cli.signals import end_soon
     from spile.runtime.extract import extract as run
     from spile.runtime.pod.check import say_devices
 
@@ -208,11 +209,26 @@ def extract(
     flags.spec()  # a mistake is told before anybody waits for a pod's other hosts
     with (pod or PodFlags()).joined(say) as hosts, watched(verbose) as watch:
         if verbose:
+            watch.progress.phase("looking at the devices")
             say_devices(hosts, say)
         spec = (flags if hosts.name else flags.numbered(os.environ)).spec()
         summary = run(spec, progress=watch.progress, stop=watch.stop, hosts=hosts)
         if hosts.first:
             watch.finish(summary)
+            _say_lacking(spec, summary.stream)
         else:
             say(f"{hosts.name}: done; worker 0 has the summary")
+    if summary.interrupted:
+        end_soon(summary.exit_code)  # no end waits for programs still being compiled, which nobody will run
     return summary.exit_code
+
+
+def _say_lacking(spec: ExtractSpec, home: str) -> None:
+    """A copy that began later than its dataset is said to be no whole one."""
+    if spec.local_copy is None or spec.delete_local_after_upload:
+        return
+    from spile.objects import open_folder
+    from spile.store.copies import lacking
+
+    if found := lacking(open_folder(spec.local_copy), spec.data.worker_id):
+        say(found.line(home))

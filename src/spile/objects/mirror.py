@@ -1,12 +1,18 @@
-"""A folder with a copy: what is written to its home is written to a second folder too. Reads come from the home."""
+"""A folder with a copy: what is written to its home is written to a second folder too. Reads come from the home.
+
+A home that is older than its copy has objects that the copy lacks. Small ones, which are read whole (records), are
+copied when they are read; large ones are not: a worker that resumes a terabyte must not fetch it first.
+``store.copies`` tells which those are.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import tee
 
 from typing_extensions import Buffer
 
-from spile.objects.folder import Folder, ObjectInfo, Unfinished, Writer
+from spile.objects.folder import Folder, NotFound, ObjectInfo, Unfinished, Unwritable, Writer
 from spile.objects.stats import Stats
 
 __all__ = ["MirrorFolder"]
@@ -46,7 +52,10 @@ class _BothWriters:
 
 
 class MirrorFolder:
-    """``home``, where the dataset lives, and ``copy``, which is never read: the ledger at home is the only truth."""
+    """``home``, where the dataset lives, and ``copy``, which is never believed: the ledger at home is the only truth.
+
+    What is read whole or created through it never changes, so a copy that has other bytes is another dataset's.
+    """
 
     def __init__(self, home: Folder, copy: Folder) -> None:
         self.home, self.copy = home, copy
@@ -66,16 +75,21 @@ class MirrorFolder:
         return MirrorFolder(self.home.child(path), self.copy.child(path))
 
     def get(self, key: str) -> bytes:
-        """From the home."""
-        return self.home.get(key)
+        """From the home; the copy gets it too."""
+        data = self.home.get(key)
+        self._follow(key, data)
+        return data
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
         """From the home."""
         return self.home.get_range(key, start, length)
 
     def get_many(self, keys: Iterable[str]) -> Iterator[bytes]:
-        """From the home."""
-        return self.home.get_many(keys)
+        """From the home; the copy gets them too."""
+        wanted, names = tee(keys)
+        for key, data in zip(names, self.home.get_many(wanted), strict=True):
+            self._follow(key, data)
+            yield data
 
     def info(self, key: str) -> ObjectInfo:
         """The home's."""
@@ -94,8 +108,23 @@ class MirrorFolder:
         """At home if absent; what was created there is copied, also where the reply that says so was lost."""
         created = self.home.create(key, data)
         if created or self.home.get(key) == data:
-            self.copy.put(key, data)
+            self._follow(key, data)
         return created
+
+    def _follow(self, key: str, data: bytes) -> None:
+        """The copy gets what the home has; never in the place of somebody's other dataset."""
+        try:
+            found = self.copy.get(key)
+        except NotFound:
+            self.copy.put(key, data)
+            return
+        if found != data:
+            raise Unwritable(
+                f"{self.copy.url} is no copy of {self.home.url}",
+                expected=f"an empty folder, or one with the same {key}",
+                found="another",
+                fix="give an --output-dir of its own, or remove what is there; the dataset itself is whole",
+            )
 
     def delete(self, key: str) -> None:
         """From both."""

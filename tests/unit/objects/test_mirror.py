@@ -6,12 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from producing import produce
+from producing import produce, run_identity, sample_of, stream_identity, write_shard
 from spile.errors import Fenced, StoreError
 from spile.objects import Folder, open_folder
+from spile.objects.folder import Unwritable
 from spile.objects.local import LocalFolder, LocalWriter
 from spile.objects.mirror import MirrorFolder
+from spile.store.copies import lacking
 from spile.store.proof import verify
+from spile.store.run import join_run
+from spile.store.stream import StreamStore, clear_stream, join_stream
 
 
 def keys(folder: Folder) -> set[str]:
@@ -33,19 +37,82 @@ def test_a_whole_stream_is_in_both(mirror: MirrorFolder) -> None:
         assert mirror.home.get(key) == mirror.copy.get(key)
 
 
-def test_the_copy_is_never_read(mirror: MirrorFolder) -> None:
+def records(folder: Folder) -> set[str]:
+    return {key for key in keys(folder) if key.endswith(".json")}
+
+
+def test_the_copy_is_never_believed(mirror: MirrorFolder) -> None:
     produce(mirror, 30)
     for key in keys(mirror.copy):
         mirror.copy.delete(key)
     assert verify(mirror).ok
     produce(mirror, 30)  # nothing is left to do, and nothing is missed
-    assert keys(mirror.copy) == {"tpu_0/metadata.json"}
+    assert keys(mirror.copy) == records(mirror.home)
 
 
-def test_a_copy_alone_is_no_truth(mirror: MirrorFolder) -> None:
+def test_a_copy_of_another_dataset_is_refused_and_left_alone(mirror: MirrorFolder) -> None:
     produce(mirror.copy, 30)
+    before = {key: mirror.copy.get(key) for key in keys(mirror.copy)}
+    produce(mirror.home, 12)
+    for _ in range(2):
+        with pytest.raises(Unwritable) as refused:
+            produce(mirror, 30)
+        assert str(refused.value) == (
+            f"{mirror.copy.url}/tpu_0 is no copy of {mirror.url}/tpu_0: expected an empty folder, or one with the same "
+            "stream.json, found another; give an --output-dir of its own, or remove what is there; "
+            "the dataset itself is whole"
+        )
+        assert refused.value.exit_code == 2
+    assert {key: mirror.copy.get(key) for key in keys(mirror.copy)} == before
+    assert verify(mirror.home, max_samples=12).ok
+
+
+def begun(root: Folder) -> StreamStore:
+    """The first five samples of 30."""
+    join_run(root, run_identity())
+    store = join_stream(root, 0, stream_identity(30), run_identity())
+    samples = [sample_of(number) for number in range(5)]
+    builder = store.begin(samples)
+    write_shard(builder, samples)
+    store.commit([builder.finish()])
+    return store
+
+
+def test_a_copy_that_comes_later_gets_every_record_and_is_told_what_it_lacks(mirror: MirrorFolder) -> None:
+    first = begun(mirror.home)
     assert produce(mirror, 30).ledger.samples == 28
     assert verify(mirror.home).ok
+    assert records(mirror.copy) == records(mirror.home)
+    found = lacking(mirror.copy, 0)
+    assert found is not None
+    assert (found.shards, found.bytes) == (first.ledger.shards, first.ledger.bytes)
+    assert found.line("gs://b/run/tpu_0").startswith(
+        f"the local copy {mirror.copy.url}/tpu_0 has {found.of - found.shards} of {found.of} shards: {found.shards} ("
+    )
+    assert found.line("gs://b/run/tpu_0").endswith(
+        f"gcloud storage rsync --recursive gs://b/run/tpu_0 {mirror.copy.url}/tpu_0 brings them"
+    )
+    assert [problem.text for problem in verify(mirror.copy).all_problems] == ["the shard is gone"] * found.shards
+    for name in (file.name for file in first.ledger.files):  # as that command would
+        mirror.copy.put(f"tpu_0/{name}", mirror.home.get(f"tpu_0/{name}"))
+    assert lacking(mirror.copy, 0) is None
+    assert verify(mirror.copy).ok
+
+
+def test_a_copy_follows_a_stream_that_starts_over(mirror: MirrorFolder) -> None:
+    produce(mirror, 30)
+    clear_stream(mirror, 0)
+    assert keys(mirror.copy) == keys(mirror.home) == {"run.json"}
+    produce(mirror, 30)
+    assert verify(mirror.copy).ok
+
+
+def test_a_copy_of_an_earlier_life_is_not_mixed_with_the_next(mirror: MirrorFolder) -> None:
+    produce(mirror, 30)
+    clear_stream(mirror.home, 0)  # from another machine, which has no such copy
+    produce(mirror.home, 12)
+    with pytest.raises(Unwritable, match=r"is no copy of .*the same stream.json, found another"):
+        produce(mirror, 30)
 
 
 @pytest.fixture
@@ -96,7 +163,7 @@ def test_a_commit_whose_reply_was_lost_is_copied(both: MirrorFolder, monkeypatch
     assert verify(both.copy).ok
 
 
-def test_a_commit_of_another_worker_is_not_copied_as_ours(both: MirrorFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_commit_of_another_worker_is_copied_as_theirs(both: MirrorFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     create = LocalFolder.create
 
     def late(self: LocalFolder, key: str, data: bytes) -> bool:
@@ -108,5 +175,7 @@ def test_a_commit_of_another_worker_is_not_copied_as_ours(both: MirrorFolder, mo
     monkeypatch.setattr(LocalFolder, "create", late)
     with pytest.raises(Fenced):
         produce(both, 30)
-    assert not [key for key in keys(both.copy) if "commits" in key]
+    assert [key for key in keys(both.copy) if "commits" in key] == ["tpu_0/commits/0001.json"]
+    assert both.copy.get("tpu_0/commits/0001.json") == both.home.get("tpu_0/commits/0001.json")
+    assert lacking(both.copy, 0) is not None
     assert verify(both.home).ok

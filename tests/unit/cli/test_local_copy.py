@@ -1,0 +1,71 @@
+"""``spile extract`` into a bucket with a copy on this machine: a copy that comes later says what it lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from spile.objects import open_folder
+from spile.objects.fake_gcs import FakeGcs
+from unit.cli.refusals import SMALL, lines, spile
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    with FakeGcs() as fake:
+        fake.add_bucket("bucket")
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", fake.url)
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        monkeypatch.setenv("NO_GCE_CHECK", "true")
+        monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        yield "gs://bucket/run"
+
+
+def test_a_copy_that_comes_later(bucket: str, tmp_path: Path, texts: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ("extract", "--dataset", texts, "--output", bucket, *SMALL)
+    copy = tmp_path / "copy"
+    assert spile(*words, "--max-samples", 1) == 0
+    assert "the local copy" not in capfd.readouterr().out
+    assert spile(*words, "--output-dir", copy) == 0
+    said = capfd.readouterr().out.splitlines()[-1]
+    assert said.startswith(f"the local copy {copy}/tpu_0 has 1 of 2 shards: 1 (")
+    assert said.endswith(f"gcloud storage rsync --recursive {bucket}/tpu_0 {copy}/tpu_0 brings them")
+    home, local = open_folder(bucket), open_folder(str(copy))
+    absent = {info.key for info in home.list()} - {info.key for info in local.list()}
+    assert [Path(key).suffix for key in absent] == [".safetensors"]
+    assert spile("verify", copy) == 1
+    assert "the shard is gone" in capfd.readouterr().out
+    assert spile(*words, "--output-dir", copy) == 0  # nothing is left to do; the copy still lacks it
+    assert "has 1 of 2 shards" in capfd.readouterr().out
+    for key in absent:
+        local.put(key, home.get(key))
+    assert spile(*words, "--output-dir", copy) == 0
+    assert "the local copy" not in capfd.readouterr().out
+    assert spile("verify", copy) == 0
+    assert spile("verify", bucket) == 0
+
+
+def test_copies_that_are_deleted_anyway_lack_nothing(
+    bucket: str, tmp_path: Path, texts: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ("extract", "--dataset", texts, "--output", bucket, "--output-dir", tmp_path / "copy", *SMALL)
+    assert spile(*words, "--delete-local-after-upload") == 0
+    assert "the local copy" not in capfd.readouterr().out
+    assert not list((tmp_path / "copy").rglob("*.safetensors"))
+
+
+def test_a_copy_of_another_run_is_refused(
+    bucket: str, tmp_path: Path, texts: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    other = lines(tmp_path / "other.jsonl", {"text": "x y z"})
+    assert spile("extract", "--dataset", other, "--output", tmp_path / "copy", *SMALL, "--seed", 7) == 0
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    capfd.readouterr()
+    words = ("extract", "--dataset", texts, "--output", bucket, "--output-dir", tmp_path / "copy", *SMALL)
+    assert spile(*words) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"spile: {tmp_path}/copy is no copy of {bucket}: expected an empty folder, or one with the")
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert not [info.key for info in open_folder(bucket).list() if "tpu_" in info.key]
