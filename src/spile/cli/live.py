@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from types import FrameType
 
 from rich.console import Console
 from rich.live import Live
@@ -18,7 +16,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from spile.errors import Interrupted
+from spile.cli.signals import heard
 from spile.plan.amounts import amount, duration, size
 from spile.runtime.progress import Progress, Snapshot
 from spile.runtime.summary import Summary
@@ -27,8 +25,6 @@ __all__ = ["Watch", "bar", "line", "report", "watched"]
 
 _LINE_EVERY = 10.0
 """Seconds between plain lines where there is no terminal."""
-_PATIENCE = 5.0
-"""Seconds from a second signal to the end of the process."""
 
 
 @dataclass
@@ -51,7 +47,7 @@ def watched(verbose: bool = False, console: Console | None = None) -> Iterator[W
     stop = threading.Event()
     progress = Progress(say=lambda text: console.print(f"[dim]·[/] {text}", soft_wrap=True))
     with ExitStack() as stack:
-        stack.enter_context(_signals(stop, progress.say))
+        stack.enter_context(heard(stop, progress))
         if console.is_terminal:
             view = _View(progress)
             live = stack.enter_context(Live(get_renderable=view, console=console, refresh_per_second=4, transient=True))
@@ -69,31 +65,6 @@ class _Output(Console):
         """Be quiet from now on."""
         self.quiet = True
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _end_soon() -> None:
-    """A second signal ends the process, whatever its threads wait for: what they leave is what a kill leaves."""
-    timer = threading.Timer(_PATIENCE, os._exit, [Interrupted.exit_code])
-    timer.daemon = True
-    timer.start()
-
-
-@contextmanager
-def _signals(stop: threading.Event, say: Callable[[str], None]) -> Iterator[None]:
-    def handle(number: int, _frame: FrameType | None) -> None:
-        if stop.is_set():
-            _end_soon()
-            raise KeyboardInterrupt
-        stop.set()
-        say(f"{signal.Signals(number).name}: finishing the batches in flight and committing them (again: end at once)")
-
-    kinds = (signal.SIGINT, signal.SIGTERM)
-    before = {kind: signal.signal(kind, handle) for kind in kinds}
-    try:
-        yield
-    finally:
-        for kind, handler in before.items():
-            signal.signal(kind, handler)
 
 
 @contextmanager

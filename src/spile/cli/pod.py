@@ -50,11 +50,19 @@ class PodFlags:
     @contextlib.contextmanager
     def joined(self, say: Callable[[str], None]) -> Iterator[Together]:
         """Alone, or with the others, for as long as this lasts."""
+        from spile.cli.signals import interrupting, last_words
         from spile.runtime.pod.pod import PodTimes
-        from spile.runtime.pod.together import together
+        from spile.runtime.pod.together import Joined, together
 
-        with together(self.identity(), PodTimes.of(self.barrier_timeout, self.heartbeat_timeout), say) as hosts:
-            yield hosts
+        times = PodTimes.of(self.barrier_timeout, self.heartbeat_timeout)
+        with interrupting(), together(self.identity(), times, say) as hosts:
+
+            def say_why() -> None:
+                if isinstance(hosts, Joined):
+                    hosts.pod.tell_end(KeyboardInterrupt())
+
+            with last_words(say_why):
+                yield hosts
 
 
 def check(*, flags: PodFlags | None = None) -> int:

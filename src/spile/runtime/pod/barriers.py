@@ -11,7 +11,9 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
 from typing import IO, Any
 
 from spile.errors import PodError
@@ -21,6 +23,8 @@ __all__ = ["SERVICE_HEARTBEAT", "Coordination", "Service", "detect_cluster", "st
 
 SERVICE_HEARTBEAT = 100
 """Seconds, JAX's own default: our watch is the one that looks after the living."""
+_LOOK_UP = 0.25
+"""Seconds that a wait inside the service's client may hold back a signal."""
 _OWN_DETECTION = ("tpu", "gcetpu", "gketpu")
 """Clusters that ``identity`` finds by itself, without JAX's minutes of retries."""
 
@@ -107,7 +111,7 @@ class Coordination:
             shutdown_on_destruction=False,
             use_compression=True,
         )
-        client.connect()
+        _aside(client.connect)
         state = distributed.global_state
         state.client, state.coordinator_address = client, address
         state.process_id, state.num_processes = identity.process, identity.count
@@ -132,16 +136,21 @@ class Coordination:
         return {key[len(prefix) :]: value for key, value in self._client.key_value_dir_get(prefix)}
 
     def get(self, key: str, timeout: float) -> str | None:
-        """A value, waited for; None when time is up."""
+        """A value, waited for; None when time is up. A signal is heard meanwhile."""
         import jax
 
-        try:
-            value: str = self._client.blocking_key_value_get(self._scope + key, max(1, int(timeout * 1000)))
-        except jax.errors.JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" in str(error):
-                return None
-            raise
-        return value
+        until = time.monotonic() + timeout
+        while (left := until - time.monotonic()) > 0:
+            try:
+                value: str = self._client.blocking_key_value_get(
+                    self._scope + key, max(1, int(min(left, _LOOK_UP) * 1000))
+                )
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
+                continue
+            return value
+        return None
 
     def delete(self, key: str) -> None:
         """Forget."""
@@ -156,7 +165,7 @@ class Coordination:
         me = str(self.identity.process)
         self.put(f"at/{name}/{me}", "here")
         try:
-            self._client.wait_at_barrier(self._scope + name, max(1, int(timeout * 1000)))
+            _aside(lambda: self._client.wait_at_barrier(self._scope + name, max(1, int(timeout * 1000))))
         except jax.errors.JaxRuntimeError as error:
             late = self._late(name, timeout)
             if late is None:
@@ -182,3 +191,21 @@ class Coordination:
             f"within {timeout:g} s: {named}{beside}",
             fix="see those hosts' logs, then run the same command again",
         )
+
+
+def _aside(call: Callable[[], object]) -> None:
+    """A long call in a thread of its own: it waits outside Python, where the main thread would hear no signal."""
+    errors: list[BaseException] = []
+    over = threading.Event()
+
+    def work() -> None:
+        try:
+            call()
+        except BaseException as error:  # noqa: BLE001 - raised again where it was called
+            errors.append(error)
+        over.set()
+
+    threading.Thread(target=work, name="spile-barrier", daemon=True).start()
+    over.wait()
+    if errors:
+        raise errors[0]
