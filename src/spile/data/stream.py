@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from spile.data.background import ahead
 from spile.data.drafts import Draft, Drafter
@@ -35,8 +35,6 @@ class SampleStream:
     sha256: str
     """Of the file's bytes."""
     lines: int
-    samples: int | None
-    """lines × predictions-per-task, whatever ``max_samples`` says; None for packed documents, until they are read."""
     prompt: PromptSpec
     """With its kind resolved."""
     streams: int | None
@@ -46,16 +44,27 @@ class SampleStream:
     _spec: DataSpec
     _tokenizer: Tokenizer
     _file: StreamFile
+    _windows_seen: list[int] = field(default_factory=list)
+    """How many windows packed documents make: one entry for each time that they were read to the end."""
+
+    @property
+    def samples(self) -> int | None:
+        """All of them, whatever ``max_samples`` says; None for packed documents until they were read to the end."""
+        if self.prompt.pack:
+            return self._windows_seen[-1] if self._windows_seen else None
+        return self.lines * self.prompt.predictions_per_task
 
     def read(self, done: Ranges) -> Iterator[Sample | Skip]:
         """Every sample that is not done, in index order. What a sample is never depends on what is done."""
-        for chunk in ahead(self._chunks(done), _AHEAD):
+        seen: list[int] = []
+        for chunk in ahead(self._chunks(done, seen), _AHEAD):
             yield from chunk
+        self._windows_seen.extend(seen)  # not by the thread that reads ahead: whoever asked may have stopped before
 
-    def _chunks(self, done: Ranges) -> Iterator[list[Sample | Skip]]:
+    def _chunks(self, done: Ranges, seen: list[int]) -> Iterator[list[Sample | Skip]]:
         drafter = Drafter.of(self.prompt, self._spec.seed, self._tokenizer)
         if self.prompt.pack:
-            yield from self._windows(done, drafter)
+            yield from self._windows(done, drafter, seen)
             return
         for drafts in _chunked(self._drafts(done, self._spec.max_samples, drafter)):
             encoded = _encode(drafts, self._tokenizer)
@@ -86,8 +95,8 @@ class SampleStream:
                 fix="put the file back as it was, then run the same command again",
             )
 
-    def _windows(self, done: Ranges, drafter: Drafter) -> Iterator[list[Sample | Skip]]:
-        limit = self._spec.max_samples
+    def _windows(self, done: Ranges, drafter: Drafter, seen: list[int]) -> Iterator[list[Sample | Skip]]:
+        limit, count = self._spec.max_samples, 0
         documents = self._documents(drafter)
         for window in pack(documents, self._spec.max_seq_length, self._tokenizer):
             if limit is not None and window.index >= limit:
@@ -96,6 +105,8 @@ class SampleStream:
                 roles = self._tokenizer.roles(window.tokens)
                 preview = self._tokenizer.decode(window.tokens[: _PREVIEW // 2].tolist())[:_PREVIEW]
                 yield [Sample(window.index, window.name, window.tokens, roles, preview)]
+            count = window.index + 1
+        seen.append(count)
 
     def _documents(self, drafter: Drafter) -> Iterator[Document]:
         """Every document from the first: where a window begins depends on all tokens before it."""
@@ -149,7 +160,6 @@ def open_stream(spec: DataSpec, tokenizer: Tokenizer) -> SampleStream:
         location=spec.location,
         sha256=digest.hexdigest(),
         lines=lines,
-        samples=None if prompt.pack else lines * prompt.predictions_per_task,
         prompt=prompt,
         streams=None if split is None else len(split.streams),
         split=None if split is None else split.digest(),
