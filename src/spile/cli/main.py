@@ -14,6 +14,7 @@ from rich.console import Console
 
 from spile.cli.aliases import modern
 from spile.cli.commands import COMMANDS, GROUPS
+from spile.cli.mistakes import mistake
 from spile.errors import SpecError, SpileError
 from spile.version import __version__
 
@@ -59,7 +60,8 @@ def _run(words: list[str], debug: bool) -> int:
         words = modern(words, os.environ)
         code = build(config, _meant(words))(words, exit_on_error=False, print_error=False, result_action="return_value")
     except CycloptsError as error:
-        errors.print(f"spile: {' '.join(str(error).split())} See: {_help(words)}", markup=False)
+        known = [*GROUPS, *(command.name for command in COMMANDS)]
+        errors.print(f"spile: {mistake(error, _meant(words), known)}", markup=False)
         return 2
     except SpileError as error:
         if debug:
@@ -119,11 +121,6 @@ def _meant(words: list[str]) -> str:
     known = {command.name for command in COMMANDS} | set(GROUPS)
     names = [word for word in words if not word.startswith("-")]
     return next((name for name in (" ".join(names[:2]), " ".join(names[:1])) if name in known), "")
-
-
-def _help(words: list[str]) -> str:
-    """What to type for help on the command that was meant."""
-    return " ".join(word for word in ("spile", _meant(words), "--help") if word)
 
 
 if __name__ == "__main__":

@@ -49,19 +49,27 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[ExtractFlags]:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["extrct"], 'spile: Unknown command "extrct". Did you mean "extract"?'),
+        (["extrct"], "spile: no command extrct; did you mean extract? or see spile --help"),
         (
             ["extract", "--modle", "x"],
-            "spile: Unknown option: --modle. Did you mean --model? See: spile extract --help",
+            "spile: no flag --modle; did you mean --model? or see spile extract --help",
         ),
-        (["extract", "x"], "spile: Unused Tokens: ['x']. See: spile extract --help"),
-        (["extract", "--batch-size", "many"], "spile: Invalid value for --batch-size"),
+        (["extract", "x"], "spile: extract: expected flags only, found x; see spile extract --help"),
+        (["extract", "--batch-size", "many"], "spile: --batch-size: expected a whole number, found many; see"),
+        (["extract", "--batch-size"], "spile: --batch-size: expected a value, found none; see spile extract --help"),
+        (["verify", "--older-than", "soon"], "spile: --older-than: expected a number, found soon; see"),
         (["extract", "--batch-size", "-3"], "spile: --batch-size: expected from 1 to 1,048,576, found -3"),
-        (["extract", "--prompt", "poem"], 'spile: Invalid value "poem" for --prompt'),
+        (
+            ["extract", "--prompt", "poem"],
+            "spile: --prompt: expected auto, arc, chat or text, found poem; see spile extract --help",
+        ),
         (["extract", "--mesh-shape", "big"], "spile: --mesh-shape"),
         (["extract", "--layers", "a-b"], "spile: --layers"),
-        (["data", "streams"], 'spile: Command "data streams" parameter --num-streams requires an argument. See:'),
-        (["data", "convrt"], "spile: Unknown command"),
+        (["data", "streams"], "spile: data streams: expected --num-streams, found none; see spile data streams"),
+        (["data", "convrt"], "spile: no command data convrt; did you mean convert? or see spile data --help"),
+        (["frobnicate"], "spile: no command frobnicate; see spile --help"),
+        (["--frobnicate"], "spile: no flag --frobnicate; see spile --help"),
+        (["logs"], "spile: logs: expected WORKER, found none; see spile logs --help"),
         (["verify", "--yes"], "spile: --yes: expected --gc beside it, found --yes alone"),
         (["verify", "no-such-folder"], "spile: "),
         (["extract", "--config"], "spile: --config: expected a TOML file after it, found nothing"),
@@ -101,8 +109,8 @@ def test_help_and_version(spile: Callable[..., tuple[int, str, str]]) -> None:
     ("text", "line"),
     [
         ("model = ", "spile: --config: expected a TOML file, found bad.toml: Invalid value"),
-        ("modle = 'x'", "spile: Unknown option"),
-        ("batch-size = 'many'", "spile: Invalid value for"),
+        ("modle = 'x'", "spile: no flag --modle in bad.toml; did you mean --model? or see spile extract --help"),
+        ("batch-size = 'many'", "spile: --batch-size in bad.toml: expected a whole number, found many; see"),
         ("batch-size = 0", "spile: --batch-size: expected from 1 to 1,048,576, found 0"),
     ],
 )
@@ -174,7 +182,7 @@ def test_a_variable_that_is_wrong_is_named(
     monkeypatch.setenv("SPILE_BATCH_SIZE", "many")
     code, _, err = spile("extract")
     assert code == 2
-    assert err.startswith("spile: Invalid value for SPILE_BATCH_SIZE from env")
+    assert err.startswith("spile: SPILE_BATCH_SIZE: expected a whole number, found many; see spile extract --help")
 
 
 TREE = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.SpileError)]
