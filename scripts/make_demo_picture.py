@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from spile import ExtractSpec, extract
-from spile.cli.live import report
+from spile.cli.live import facts, report
 from spile.cli.verify import show
 from spile.store.proof import verify
 
@@ -26,7 +26,7 @@ WIDTH = 104
 def draw(console: Console) -> None:
     """Both commands, as a terminal would show them when they are done."""
     console.print("[bold green]$[/] make demo")
-    console.print(report(extract(ExtractSpec())))
+    console.print(report(facts(extract(ExtractSpec()))))
     console.print("\n[bold green]$[/] spile verify ./activations")
     show(verify("./activations"), console)
 

@@ -214,7 +214,7 @@ def extract(
         spec = (flags if hosts.name else flags.numbered(os.environ)).spec()
         summary = run(spec, progress=watch.progress, stop=watch.stop, hosts=hosts)
         if hosts.first:
-            watch.finish(summary)
+            watch.finish(summary, spec.data.max_samples)
             _say_lacking(spec, summary.stream)
         else:
             say(f"{hosts.name}: done; worker 0 has the summary")

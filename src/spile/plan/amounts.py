@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["amount", "duration", "size"]
+__all__ = ["amount", "counted", "duration", "size"]
 
 
 def amount(value: float) -> str:
@@ -32,3 +32,8 @@ def duration(seconds: float) -> str:
             rest = whole % large // small
             return f"{whole // large} {names[0]}" + (f" {rest} {names[1]}" if rest else "")
     return f"{whole} s"
+
+
+def counted(count: int, noun: str) -> str:
+    """``1 shard``, ``2 shards``, ``1,048 shards``."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"

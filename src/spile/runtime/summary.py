@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spile.errors import Interrupted
+from spile.plan.amounts import size
 from spile.runtime.progress import Snapshot
 
 __all__ = ["Summary", "peak_memory"]
@@ -55,10 +56,10 @@ class Summary:
     def limited_by(self) -> str | None:
         """``disk, 1.31 GB/s`` or ``model, 12,345 tokens/s``: the stage that all others waited for."""
         stage = self.visit.limit
-        if stage is None:
+        if stage is None or not self.visit.tokens:
             return None
         busy = self.visit.busy[stage]
         if stage in ("host copy", "sink"):
             name = self.sink if stage == "sink" else stage
-            return f"{name}, {self.visit.bytes / busy / 1e9:.2f} GB/s"
+            return f"{name}, {size(self.visit.bytes / busy)}/s"
         return f"{stage}, {self.visit.tokens / busy:,.0f} tokens/s"
