@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 from rich.console import Console
 
+from spile.cli.output import output
 from spile.errors import SpecError, UserError
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def monitor(
     if not 0.1 <= interval <= 86400:
         raise SpecError("--interval", expected="from 0.1 to 86400 seconds", found=f"{interval:g}")
     home = _fleet_home(root, fleet)
-    console = Console(highlight=False)
+    console = output()
     if home is not None:
         import os
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
@@ -15,18 +16,19 @@ from rich.table import Table
 from rich.text import Text
 
 from spile.cli.numbers import parse_numbers
+from spile.cli.output import output
+from spile.dashboard.fitting import Fitting
 from spile.errors import SpecError
-from spile.plan.amounts import amount, duration, size
+from spile.plan.amounts import amount, counted, duration, size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from spile.store.proof import Recompute
-    from spile.store.report import Report, StreamReport
+    from spile.store.report import Kind, Report, StreamReport
 
 __all__ = ["show", "verify"]
 
 _MOST_LINES = 50
+_KINDS: tuple[Kind, ...] = ("missing", "doubled", "damaged", "wrong")
 
 
 def verify(
@@ -70,7 +72,7 @@ def verify(
     if as_json:
         print(json.dumps(report.to_json(), indent=1))
     else:
-        show(report, Console(highlight=False))
+        show(report, output())
     return 0 if report.ok else 1
 
 
@@ -91,14 +93,7 @@ def _bar(console: Console, quiet: bool) -> Iterator[Callable[[int, int], None]]:
 
 def show(report: Report, console: Console) -> None:
     """The report for people: a table, what is wrong, and one line that says it all."""
-    table = Table(box=ROUNDED, header_style="bold")
-    table.add_column("STREAM", no_wrap=True)
-    for title in ("SAMPLES", "SKIPPED", "OF", "SHARDS", "TOKENS", "SIZE"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("STATE")
-    for stream in report.streams:
-        table.add_row(*_cells(stream))
-    console.print(table)
+    console.print(Fitting(partial(_table, report), _SPARE))
     problems = report.all_problems
     for problem in problems[:_MOST_LINES]:
         console.print(Text(f"✗ {problem.line()}", style="red"), soft_wrap=True)
@@ -109,29 +104,45 @@ def show(report: Report, console: Console) -> None:
     console.print(_verdict(report), soft_wrap=True)
 
 
-def _cells(stream: StreamReport) -> list[str | Text]:
-    state = Text("complete", style="green")
-    if not stream.ok:
-        kinds = sorted({problem.kind for problem in stream.problems})
-        counts = {"missing": len(stream.missing), "doubled": len(stream.doubled)}
-        state = Text(", ".join(f"{counts.get(kind) or ''} {kind}".strip() for kind in kinds), style="red")
-    return [
-        f"tpu_{stream.number}",
-        f"{stream.samples:,}",
-        f"{stream.skipped:,}",
-        "?" if stream.expected is None else f"{stream.expected:,}",
-        f"{stream.shards:,}",
-        amount(stream.tokens),
-        size(stream.bytes),
-        state,
-    ]
+def _table(report: Report, without: Collection[str] = ()) -> Table:
+    table = Table(box=ROUNDED, header_style="bold")
+    shown = {title: cell for title, cell in _COLUMNS.items() if title not in without}
+    for title in shown:
+        left = title in ("STREAM", "STATE")
+        table.add_column(title, justify="left" if left else "right", no_wrap=title != "STATE")
+    for stream in report.streams:
+        table.add_row(*(cell(stream) for cell in shown.values()))
+    return table
+
+
+def _state(stream: StreamReport) -> Text:
+    if stream.ok:
+        return Text("complete", style="green")
+    kinds = sorted({problem.kind for problem in stream.problems})
+    counts = {"missing": len(stream.missing), "doubled": len(stream.doubled)}
+    return Text(", ".join(f"{counts.get(kind) or ''} {kind}".strip() for kind in kinds), style="red")
+
+
+_COLUMNS: dict[str, Callable[[StreamReport], str | Text]] = {
+    "STREAM": lambda stream: f"tpu_{stream.number}",
+    "SAMPLES": lambda stream: f"{stream.samples:,}",
+    "SKIPPED": lambda stream: f"{stream.skipped:,}",
+    "OF": lambda stream: "?" if stream.expected is None else f"{stream.expected:,}",
+    "SHARDS": lambda stream: f"{stream.shards:,}",
+    "TOKENS": lambda stream: amount(stream.tokens),
+    "SIZE": lambda stream: size(stream.bytes),
+    "STATE": _state,
+}
+_SPARE = ("TOKENS", "SIZE", "SHARDS", "SKIPPED")
+"""What goes first where the terminal is narrow."""
 
 
 def _show_recomputed(report: Report, console: Console) -> None:
     if report.recomputed is not None and report.recomputed.worst:
         tap, off = max(report.recomputed.worst.items(), key=lambda item: item[1])
+        taps = counted(len(report.recomputed.worst), "tap")
         console.print(
-            f"recomputed {report.recomputed.samples} samples at {len(report.recomputed.worst)} taps: "
+            f"recomputed {counted(report.recomputed.samples, 'sample')} at {taps}: "
             f"furthest off {off:.2g} of what rounding allows, at {tap}",
             soft_wrap=True,
         )
@@ -150,25 +161,32 @@ def _show_garbage(report: Report, console: Console) -> None:
         )
 
 
-def _plural(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'s' if count != 1 else ''}"
-
-
 def _verdict(report: Report) -> Text:
     samples = sum(stream.samples for stream in report.streams)
     shards = sum(stream.shards for stream in report.streams)
     if report.ok:
         some = report.streams_expected is not None and len(report.streams) < report.streams_expected
         streams = f"{len(report.streams)} of {report.streams_expected} streams"  # those that --streams names
-        streams = streams if some else _plural(len(report.streams), "stream")
-        where = f"{_plural(samples, 'sample')} in {streams}, each exactly once"
-        text = f"✓ proven: {where}; {_plural(shards, 'shard')}, every checksum right, no NaN"
+        streams = streams if some else counted(len(report.streams), "stream")
+        where = f"{counted(samples, 'sample')} in {streams}, each exactly once"
+        text = f"✓ proven: {where}; {counted(shards, 'shard')}, every checksum right, no NaN"
         return Text(text, style="bold green")
-    counts = {
-        kind: sum(p.kind == kind for p in report.all_problems) for kind in ("missing", "doubled", "damaged", "wrong")
+    kinds = [problem.kind for problem in report.all_problems]
+    found = ", ".join(_amount_wrong(report, kind, kinds.count(kind)) for kind in _KINDS if kind in kinds)
+    return Text(f"✗ not proven: {found}{_hint(report, damaged='damaged' in kinds)}", style="bold red")
+
+
+def _amount_wrong(report: Report, kind: Kind, problems: int) -> str:
+    """Samples and streams where they are known one by one, else how many problems there are of the kind."""
+    known = {
+        "missing": [
+            (sum(len(stream.missing) for stream in report.streams), "sample"),
+            (len(report.never_begun), "stream"),
+        ],
+        "doubled": [(sum(len(stream.doubled) for stream in report.streams), "sample")],
     }
-    found = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
-    return Text(f"✗ not proven: {found}{_hint(report, damaged=counts['damaged'] > 0)}", style="bold red")
+    amounts = [counted(count, noun) for count, noun in known.get(kind, []) if count]
+    return f"{' and '.join(amounts) or problems} {kind}"
 
 
 def _hint(report: Report, *, damaged: bool) -> str:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
+from functools import partial
+from typing import Literal, NamedTuple
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from spile.plan.amounts import amount, duration, size
+from spile.dashboard.fitting import Fitting
+from spile.plan.amounts import amount, counted, duration, size
 from spile.status.snapshot import Snapshot, State, StreamView
 
 __all__ = ["plain_lines", "render", "watch"]
@@ -31,12 +34,12 @@ _STYLE = {
 def render(snapshot: Snapshot, *, interval: float | None = None) -> RenderableType:
     """The whole dashboard."""
     head = [Text("ACTIVATION EXTRACTION", style="bold"), Text(snapshot.root), Text(_headline(snapshot, interval))]
-    blank = Text("")
-    return Group(*head, blank, _table(snapshot), blank, *_errors(snapshot), *_foot(snapshot, interval))
+    blank, table = Text(""), Fitting(partial(_table, snapshot), _SPARE)
+    return Group(*head, blank, table, blank, *_errors(snapshot), *_foot(snapshot, interval))
 
 
 def _headline(snapshot: Snapshot, interval: float | None) -> str:
-    parts = [f"Total workers: {len(snapshot.streams)}"]
+    parts = [_workers(snapshot)]
     if interval is not None:
         parts.append(f"check interval: {interval:g} s")
     if snapshot.percent is not None:
@@ -46,39 +49,52 @@ def _headline(snapshot: Snapshot, interval: float | None) -> str:
     return " · ".join(parts)
 
 
-def _table(snapshot: Snapshot) -> Table:
+def _workers(snapshot: Snapshot) -> str:
+    begun, never = len(snapshot.streams), snapshot.never_begun
+    return f"Total workers: {begun}" + (f" of {begun + never}; {never} not begun" if never else "")
+
+
+def _table(snapshot: Snapshot, without: Collection[str] = ()) -> Table:
     table = Table(box=None, show_footer=True, footer_style="bold", header_style="bold", padding=(0, 2, 0, 0))
-    machines = any(stream.machine is not None for stream in snapshot.streams)
-    table.add_column("NAME", "TOTALS", no_wrap=True)
-    if machines:
-        table.add_column("MACHINE")
-    table.add_column("STATUS", no_wrap=True)
-    for title, text in (
-        ("SAMPLES", _of(snapshot.total("samples"), None if snapshot.percent is None else snapshot.total("expected"))),
-        ("SHARDS", f"{snapshot.total('shards'):,.0f}"),
-        ("IN BUCKET", f"{snapshot.total('committed'):,.0f}"),
-        ("SIZE", size(snapshot.total("bytes"))),
-        ("TOKENS/S", amount(snapshot.total("tokens_per_second"))),
-        ("HEARD", ""),
-    ):
-        table.add_column(title, text, justify="right", no_wrap=True)
+    shown = [column for column in _COLUMNS if column.title not in without]
+    if all(stream.machine is None for stream in snapshot.streams):
+        shown = [column for column in shown if column.title != "MACHINE"]
+    for column in shown:
+        table.add_column(column.title, column.total(snapshot), justify=column.justify, no_wrap=True)
     for stream in snapshot.streams:
-        table.add_row(*_cells(stream, machines))
+        table.add_row(*(column.cell(stream) for column in shown))
     return table
 
 
-def _cells(stream: StreamView, machines: bool) -> list[RenderableType]:
-    return [
-        stream.name,
-        *([stream.machine or ""] if machines else []),
-        Text(stream.status, style=_STYLE[stream.state]),
-        _of(stream.samples, stream.expected),
-        f"{stream.shards:,}",
-        f"{stream.committed:,}",
-        size(stream.bytes),
-        amount(stream.tokens_per_second) if stream.tokens_per_second else "",
-        _ago(stream.age),
-    ]
+class _Column(NamedTuple):
+    title: str
+    cell: Callable[[StreamView], RenderableType]
+    total: Callable[[Snapshot], str] = lambda _: ""
+    justify: Literal["left", "right"] = "right"
+
+
+_COLUMNS = (
+    _Column("NAME", lambda stream: stream.name, lambda _: "TOTALS", "left"),
+    _Column("MACHINE", lambda stream: stream.machine or "", justify="left"),
+    _Column("STATUS", lambda stream: Text(stream.status, style=_STYLE[stream.state]), justify="left"),
+    _Column("SAMPLES", lambda stream: _of(stream.samples, stream.expected), lambda all_: _of(*_samples(all_))),
+    _Column("SHARDS", lambda stream: f"{stream.shards:,}", lambda all_: f"{all_.total('shards'):,.0f}"),
+    _Column("COMMITTED", lambda stream: f"{stream.committed:,}", lambda all_: f"{all_.total('committed'):,.0f}"),
+    _Column("SIZE", lambda stream: size(stream.bytes), lambda all_: size(all_.total("bytes"))),
+    _Column("TOKENS/S", lambda stream: _rate(stream.tokens_per_second), lambda all_: _rate(all_.total(_RATE))),
+    _Column("HEARD", lambda stream: _ago(stream.age)),
+)
+_SPARE = ("COMMITTED", "SIZE", "SHARDS", "HEARD", "TOKENS/S", "MACHINE")
+"""What goes first where the terminal is narrow."""
+_RATE = "tokens_per_second"
+
+
+def _samples(snapshot: Snapshot) -> tuple[float, float | None]:
+    return snapshot.total("samples"), None if snapshot.percent is None else snapshot.total("expected")
+
+
+def _rate(value: float) -> str:
+    return amount(value) if value else ""
 
 
 def _ago(age: float | None) -> str:
@@ -120,15 +136,17 @@ def plain_lines(snapshot: Snapshot) -> list[str]:
     """One line a stream and one for all: for a log, where there is no terminal."""
     lines = [
         f"{stream.name} {stream.status}: {_of(stream.samples, stream.expected)} samples, "
-        f"{stream.shards:,} shards, {stream.committed:,} in bucket, {size(stream.bytes)}, "
+        f"{counted(stream.shards, 'shard')}, {stream.committed:,} committed, {size(stream.bytes)}, "
         f"{amount(stream.tokens_per_second)} tokens/s"
         + (f", last error: {stream.last_error}" if stream.last_error else "")
         for stream in snapshot.streams
     ]
+    committed = counted(round(snapshot.total("committed")), "shard")
     total = (
-        f"total: {snapshot.total('samples'):,.0f} samples, {snapshot.total('committed'):,.0f} shards in bucket, "
+        f"total: {snapshot.total('samples'):,.0f} samples, {committed} committed, "
         f"{size(snapshot.total('bytes'))}, {amount(snapshot.total('tokens_per_second'))} tokens/s; "
         f"healthy {snapshot.healthy}, working {snapshot.working}, needs recovery {snapshot.needs_recovery}"
+        + (f", not begun {snapshot.never_begun}" if snapshot.never_begun else "")
     )
     left = f", about {duration(snapshot.seconds_left)} left" if snapshot.seconds_left else ""
     return [*lines, total + left]

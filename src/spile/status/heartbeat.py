@@ -124,6 +124,8 @@ class Heartbeat:
     def note_error(self, error: BaseException | str) -> None:
         """The last error."""
         text = str(error) if isinstance(error, str | SpileError) else f"{type(error).__name__}: {error}"
+        if isinstance(error, KeyboardInterrupt):
+            text = "interrupted"
         self._error = text[:_LINE]
 
     def _run(self) -> None:

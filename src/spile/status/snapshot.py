@@ -76,6 +76,8 @@ class StreamView:
     log_tail: tuple[str, ...] = ()
     machine: str | None = None
     """The machine's own status (READY, PREEMPTED …), where there is a fleet."""
+    streams: int | None = None
+    """How many streams the data was split into, this one among them; None where its record does not say."""
 
     @property
     def percent(self) -> float | None:
@@ -84,7 +86,7 @@ class StreamView:
 
     @property
     def status(self) -> str:
-        """What the table says: the machine's status first, then what the worker is at."""
+        """What the table says: what the worker is at, or what has become of it."""
         return self.phase if self.state is State.WORKING and self.phase else self.state.value
 
 
@@ -103,8 +105,8 @@ class Snapshot:
 
     @property
     def percent(self) -> float | None:
-        """Of all samples; None where a stream's number of samples is not known."""
-        if not self.streams or any(stream.expected is None for stream in self.streams):
+        """Of all samples; None where a stream's number of samples is not known, or a stream is not begun."""
+        if not self.streams or self.never_begun or any(stream.expected is None for stream in self.streams):
             return None
         expected = self.total("expected")
         return min(100.0, 100.0 * self.total("samples") / expected) if expected else 100.0
@@ -112,6 +114,8 @@ class Snapshot:
     @property
     def seconds_left(self) -> float | None:
         """Until the slowest stream is done; None where one is not known or is not being worked on."""
+        if self.never_begun:
+            return None
         left = [stream.seconds_left for stream in self.streams if stream.state is not State.DONE]
         known = [seconds for seconds in left if seconds is not None]
         return None if not left or len(known) < len(left) else max(known)
@@ -119,7 +123,14 @@ class Snapshot:
     @property
     def done(self) -> bool:
         """Whether nothing is left to do."""
-        return bool(self.streams) and all(stream.state is State.DONE for stream in self.streams)
+        return (
+            bool(self.streams) and not self.never_begun and all(stream.state is State.DONE for stream in self.streams)
+        )
+
+    @property
+    def never_begun(self) -> int:
+        """Streams that the data was split into and no worker has begun."""
+        return max(0, max((stream.streams or 0 for stream in self.streams), default=0) - len(self.streams))
 
     def count(self, *states: State) -> int:
         """Streams in these states."""
@@ -155,6 +166,7 @@ class Snapshot:
             "healthy": self.healthy,
             "working": self.working,
             "needs_recovery": self.needs_recovery,
+            "never_begun": self.never_begun,
             "done": self.done,
         }
 
@@ -229,6 +241,7 @@ def view_of(number: int, record: StreamRecord | None, ledger: Ledger, beat: Beat
         retries=beat.retries if beat is not None else 0,
         last_error=beat.last_error if beat is not None else None,
         log_tail=beat.log_tail if beat is not None else (),
+        streams=record.identity.streams if record is not None else None,
     )
 
 

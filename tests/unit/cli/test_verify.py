@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 import os
 import time
@@ -7,10 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from producing import produce, run_identity, sample_of, stream_identity, write_shard
 from spile.cli.main import main
+from spile.cli.verify import show
 from spile.objects import open_folder
+from spile.plan.ranges import Ranges
+from spile.store.report import Problem, Report, StreamReport
 from spile.store.run import join_run
 from spile.store.stream import join_stream
 
@@ -37,10 +42,7 @@ def test_what_is_wrong_is_said_and_exits_with_1(tmp_path: Path, capsys: pytest.C
     text = capsys.readouterr().out
     assert f"✗ missing: {tmp_path}/tpu_0: samples 43-44 (2 of 45)" in text
     assert "2 missing" in text
-    assert (
-        "✗ not proven: 1 missing; run the same spile extract again to finish it, or give the run's --max-samples"
-        in text
-    )
+    assert "✗ not proven: 2 samples missing; run the same spile extract again to finish it, or give the run's" in text
     assert spile("verify", str(tmp_path), "--max-samples", "43") == 0
     capsys.readouterr()
     (tmp_path / "tpu_0" / store.ledger.files[0].name).unlink()
@@ -60,7 +62,7 @@ def test_streams_never_begun_are_said_and_exit_with_1(tmp_path: Path, capsys: py
     text = capsys.readouterr().out
     assert f"✗ missing: {tmp_path}: streams 1, 3 were never begun (2 of 4)" in text
     begin = "begin the others: spile extract with --worker-id 1 …, or prove some alone with --streams"
-    assert text.splitlines()[-1] == f"✗ not proven: 1 missing; {begin}"
+    assert text.splitlines()[-1] == f"✗ not proven: 2 streams missing; {begin}"
     assert spile("verify", str(tmp_path), "--json") == 1
     assert json.loads(capsys.readouterr().out)["never_begun"] == [[1, 2], [3, 4]]
     assert spile("verify", str(tmp_path), "--streams", "0,2") == 0
@@ -99,3 +101,34 @@ def test_mistakes_exit_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "--gc: expected all streams, found --streams beside it" in capsys.readouterr().err
     assert spile("verify", str(tmp_path), "--streams", "three") == 2
     assert "--streams: expected numbers and ranges such as 5-9,12, found 'three'" in capsys.readouterr().err
+
+
+def test_a_narrow_terminal_still_shows_the_state() -> None:
+    report = Report("r", "f", (StreamReport(3, 10_000, 9_999, 0, 12, 10**9, 10**12, Ranges.of([7])),))
+    for width, gone in ((100, None), (60, "TOKENS"), (40, "SKIPPED")):
+        console = Console(file=io.StringIO(), width=width)
+        show(report, console)
+        assert isinstance(console.file, io.StringIO)
+        table = console.file.getvalue()
+        assert "…" not in table
+        assert "complete" in table
+        assert gone is None or gone not in table
+
+
+def test_a_pipe_has_no_width(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    produce(open_folder(str(tmp_path)), 45)
+    assert spile("verify", str(tmp_path)) == 0
+    assert "│ tpu_0  │      42 │       3 │ 45 │      5 │" in capsys.readouterr().out
+
+
+def test_samples_and_streams_are_counted_in_the_verdict() -> None:
+    doubled = Problem("doubled", "r/tpu_0", "samples 1-3")
+    damaged = Problem("damaged", "r/tpu_0", "a shard")
+    stream = StreamReport(0, 9, doubled=Ranges([(1, 4)]), problems=(doubled, damaged, damaged))
+    console = Console(file=io.StringIO(), width=100)
+    show(Report("r", "f", (stream,)), console)
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue().endswith("✗ not proven: 3 samples doubled, 2 damaged\n")

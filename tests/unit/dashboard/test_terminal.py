@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 from dataclasses import replace
 
+import pytest
 from rich.console import Console
 
 from spile.dashboard.terminal import plain_lines, render, watch
@@ -29,7 +30,7 @@ def row(text: str, name: str) -> list[str]:
 
 def test_the_table_has_the_guides_shape() -> None:
     text = drawn(SNAPSHOT)
-    assert row(text, "NAME") == ["NAME", "STATUS", "SAMPLES", "SHARDS", "IN", "BUCKET", "SIZE", "TOKENS/S", "HEARD"]
+    assert row(text, "NAME") == ["NAME", "STATUS", "SAMPLES", "SHARDS", "COMMITTED", "SIZE", "TOKENS/S", "HEARD"]
     assert row(text, "tpu_0") == [
         "tpu_0",
         "running",
@@ -64,6 +65,23 @@ def test_it_fits_eighty_columns() -> None:
     assert "…" not in drawn(SNAPSHOT, 80)
 
 
+@pytest.mark.parametrize("width", [40, 50, 60, 70])
+def test_a_narrow_terminal_has_fewer_columns_and_whole_cells(width: int) -> None:
+    text = drawn(SNAPSHOT, width)
+    assert "…" not in text
+    assert row(text, "tpu_0")[:3] == ["tpu_0", "running", "1,250/2,000"]
+    assert len(row(text, "NAME")) < 8
+
+
+def test_streams_that_nobody_has_begun_are_not_done() -> None:
+    one = replace(SNAPSHOT, streams=(replace(VIEWS[1], streams=4),))
+    assert "Total workers: 1 of 4; 3 not begun" in drawn(one)
+    assert "% done" not in drawn(one)
+    assert plain_lines(one)[-1].endswith("needs recovery 0, not begun 3")
+    assert (one.never_begun, one.done, one.to_json()["never_begun"]) == (3, False, 3)
+    assert replace(SNAPSHOT, streams=(VIEWS[1],)).done
+
+
 def test_a_fleet_adds_a_column_of_machines() -> None:
     named = replace(VIEWS[0], name="tpu-us-central1-a-0", machine="PREEMPTED")
     text = drawn(replace(SNAPSHOT, streams=(named, *VIEWS[1:])), 110)
@@ -78,9 +96,9 @@ def test_markup_in_an_error_is_shown_as_it_is() -> None:
 
 def test_plain_lines_for_a_log() -> None:
     lines = plain_lines(SNAPSHOT)
-    assert lines[0] == "tpu_0 running: 1,250/2,000 samples, 150 shards, 149 in bucket, 3 GB, 61 k tokens/s"
+    assert lines[0] == "tpu_0 running: 1,250/2,000 samples, 150 shards, 149 committed, 3 GB, 61 k tokens/s"
     assert lines[2].endswith("last error: cannot write: found a full disk")
-    assert lines[-1].startswith("total: 2,437 samples, 292 shards in bucket, 5 GB, 61 k tokens/s; healthy 2, working 1")
+    assert lines[-1].startswith("total: 2,437 samples, 292 shards committed, 5 GB, 61 k tokens/s; healthy 2, working 1")
 
 
 def watched(terminal: bool, takes: list[Snapshot | type[BaseException]], once: bool = False) -> tuple[str, list[float]]:

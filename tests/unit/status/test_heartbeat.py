@@ -97,7 +97,7 @@ def test_a_failing_heartbeat_is_counted_and_said_and_kills_nothing() -> None:
         (StoreError("cannot write x"), "failed", "cannot write x"),
         (Interrupted("SIGTERM"), "stopped", "SIGTERM"),
         (RuntimeError("odd"), "failed", "RuntimeError: odd"),
-        (KeyboardInterrupt(), "stopped", "KeyboardInterrupt: "),
+        (KeyboardInterrupt(), "stopped", "interrupted"),
     ],
 )
 def test_the_last_heartbeat_tells_how_it_ended(error: BaseException, phase: str, text: str) -> None:
