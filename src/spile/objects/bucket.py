@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from obstore.exceptions import BaseError
 from obstore.store import GCSStore, S3Store
 
-from spile.objects.credentials import aws_keys
+from spile.objects.aws import aws_keys
 from spile.objects.rest import GoogleDialect, RestClient, S3Dialect, http_timeout
 from spile.objects.retry import Retry
 from spile.objects.stats import Stats

@@ -1,25 +1,24 @@
-"""Who we are to the cloud: the ecosystem's own chains, asked in one place, for obstore and for our own requests.
+"""Who we are to the cloud, for obstore and for our own requests: Google's tokens, and signatures for S3.
 
-Google: application default credentials (``google.auth``). AWS: botocore's chain where it is installed (profiles, SSO,
-roles, instance metadata), else the environment's keys. Against an emulator (``STORAGE_EMULATOR_HOST``) nobody.
+Google: application default credentials (``google.auth``); against an emulator (``STORAGE_EMULATOR_HOST``) nobody.
+Amazon's keys come from ``aws``.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-import os
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import quote, urlsplit
 
 from spile.errors import UserError
+from spile.objects.aws import AwsKeys
 from spile.objects.trouble import Trouble
 
-__all__ = ["AwsKeys", "GoogleToken", "aws_keys", "aws_region", "quoted", "sign_v4"]
+__all__ = ["GoogleToken", "quoted", "sign_v4"]
 
 _SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 
@@ -62,67 +61,6 @@ class GoogleToken:
 
     def __repr__(self) -> str:
         return "GoogleToken(…)"
-
-
-@dataclass(frozen=True)
-class AwsKeys:
-    """One set of AWS keys; its repr shows none of them."""
-
-    access: str = field(repr=False)
-    secret: str = field(repr=False)
-    session: str | None = field(default=None, repr=False)
-
-    def for_obstore(self) -> dict[str, Any]:
-        """In obstore's shape; asked for again every ten minutes, because the chain may hand out new ones."""
-        expires = datetime.now(UTC) + timedelta(minutes=10)
-        return {
-            "access_key_id": self.access,
-            "secret_access_key": self.secret,
-            "token": self.session,
-            "expires_at": expires,
-        }
-
-
-_botocore_lock = threading.Lock()
-_botocore_session: Any = None
-
-
-def _botocore() -> Any:
-    """Botocore's session, or None where it is not installed."""
-    global _botocore_session
-    with _botocore_lock:
-        if _botocore_session is None:
-            try:
-                import botocore.session  # type: ignore[import-untyped]
-            except ImportError:
-                return None
-            _botocore_session = botocore.session.Session()
-        return _botocore_session
-
-
-def aws_keys() -> AwsKeys:
-    """The keys in force now."""
-    environment = os.environ
-    if environment.get("AWS_ACCESS_KEY_ID") and environment.get("AWS_SECRET_ACCESS_KEY"):
-        session_token = environment.get("AWS_SESSION_TOKEN")
-        return AwsKeys(environment["AWS_ACCESS_KEY_ID"], environment["AWS_SECRET_ACCESS_KEY"], session_token)
-    session = _botocore()
-    found = session.get_credentials() if session is not None else None
-    if found is None:
-        fix = "run: aws configure" if session is not None else "pip install botocore, or set AWS_ACCESS_KEY_ID"
-        expected = "a profile, a role, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
-        raise UserError("no AWS credentials", expected=expected, fix=fix)
-    frozen = found.get_frozen_credentials()
-    return AwsKeys(frozen.access_key, frozen.secret_key, frozen.token)
-
-
-def aws_region() -> str | None:
-    """What the environment or the profile says."""
-    found = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-    if found:
-        return found
-    session = _botocore()
-    return session.get_config_variable("region") if session is not None else None
 
 
 def _hmac(key: bytes, text: str) -> bytes:

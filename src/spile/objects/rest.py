@@ -21,7 +21,8 @@ import numpy as np
 import urllib3
 from typing_extensions import Buffer
 
-from spile.objects.credentials import GoogleToken, aws_keys, aws_region, quoted, sign_v4
+from spile.objects.aws import aws_endpoint, aws_keys, aws_region
+from spile.objects.credentials import GoogleToken, quoted, sign_v4
 from spile.objects.trouble import Trouble, from_status, from_urllib3
 
 __all__ = ["GoogleDialect", "Reply", "RestClient", "S3Dialect", "crc32c", "http_timeout"]
@@ -100,13 +101,13 @@ class GoogleDialect:
 
 
 class S3Dialect:
-    """S3 and what speaks it (``AWS_ENDPOINT_URL``)."""
+    """S3 and what speaks it (``AWS_ENDPOINT_URL``, or the profile's ``endpoint_url``)."""
 
     scheme = "s3"
     if_absent: Mapping[str, str] = {"if-none-match": "*"}
 
     def __init__(self, bucket: str) -> None:
-        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+        endpoint = aws_endpoint()
         self.region = (None if endpoint else _bucket_region(bucket)) or aws_region() or "us-east-1"
         china = ".cn" if self.region.startswith("cn-") else ""
         self.base = (endpoint or f"https://s3.{self.region}.amazonaws.com{china}").rstrip("/")

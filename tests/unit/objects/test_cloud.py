@@ -11,7 +11,8 @@ import pytest
 from backends import Clouds
 from spile.errors import StoreError, UserError
 from spile.objects import Folder, open_folder, upload
-from spile.objects.credentials import AwsKeys, GoogleToken, aws_keys, sign_v4
+from spile.objects.aws import AwsKeys
+from spile.objects.credentials import GoogleToken, sign_v4
 from spile.objects.faults import Throttle
 from spile.objects.retry import Retry
 from spile.objects.stats import Stats
@@ -163,37 +164,6 @@ def test_no_secret_in_any_word(clouds: Clouds, monkeypatch: pytest.MonkeyPatch) 
         open_folder("s3://bucket/x").put("y", b"")
     assert "hush" not in str(caught.value)
     assert "AKIA" not in str(caught.value)
-
-
-def test_aws_profiles_are_found(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pathlib import Path
-
-    from spile.objects import credentials
-
-    assert isinstance(tmp_path, Path)
-    (tmp_path / "credentials").write_text("[work]\naws_access_key_id = id\naws_secret_access_key = key\n")
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-    monkeypatch.setenv("AWS_PROFILE", "work")
-    monkeypatch.setattr(credentials, "_botocore_session", None)
-    assert aws_keys() == AwsKeys("id", "key")
-
-
-def test_no_aws_credentials_is_said(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    from spile.objects import credentials
-
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", f"{tmp_path}/none")
-    monkeypatch.setenv("AWS_CONFIG_FILE", f"{tmp_path}/none")
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
-    monkeypatch.setattr(credentials, "_botocore_session", None)
-    for verb in (lambda f: f.get("x"), lambda f: f.info("x"), lambda f: f.put("x", b"")):
-        with pytest.raises(UserError, match=r"no AWS credentials: expected a profile.*run: aws configure"):
-            verb(open_folder("s3://b"))
 
 
 def test_no_google_credentials_is_said(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
