@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["COMMANDS", "GROUPS", "Command"]
+__all__ = ["COMMANDS", "GROUPS", "SECTIONS", "Command"]
 
 
 class Command(NamedTuple):
@@ -25,6 +25,14 @@ GROUPS: dict[str, str] = {
     "pod": "Many hosts as one worker.",
     "data": "Make datasets: convert, split into streams, upload.",
 }
+
+SECTIONS: dict[str, tuple[str, ...]] = {
+    "A dataset of activations": ("extract", "verify", "monitor", "plan", "bench"),
+    "What it is made from": ("data",),
+    "Many machines": ("deploy", "tpu", "pod", "run", "logs", "collect"),
+    "More": ("dev",),
+}
+"""The order of ``spile --help``: what most come for first."""
 
 COMMANDS: tuple[Command, ...] = (
     Command("extract", "spile.cli.extract:extract", "Run a model over a dataset and store its activations."),

@@ -56,8 +56,13 @@ def convert(
     chosen = format or ("arc-json" if output_dir is not None and output is None else "arc-jsonl")
     target = output if chosen == "arc-jsonl" else output_dir
     if target is None or (output is not None and output_dir is not None):
-        expected = "--output tasks.jsonl" if chosen == "arc-jsonl" else "--output-dir DIR"
-        raise SpecError(f"--format {chosen}", expected=f"{expected} alone", found="none" if target is None else "both")
+        expected = "--output tasks.jsonl, or --output-dir DIR for the challenge pair"
+        if format is not None:
+            expected = f"{'--output FILE' if format == 'arc-jsonl' else '--output-dir DIR'} with --format {format}"
+        found = (
+            "both" if output is not None and output_dir is not None else "the other" if output or output_dir else "none"
+        )
+        raise SpecError("where to write", expected=expected, found=found)
     selection = _selection(column, start_index, end_index, max_samples, max_train_examples)
     console = Console(soft_wrap=True, highlight=False)
     with progress(console, selection.max_samples) as tell:

@@ -8,12 +8,12 @@ import tomllib
 from collections.abc import Sequence
 from typing import Any
 
-from cyclopts import App, CycloptsError
+from cyclopts import App, CycloptsError, Group
 from cyclopts.config import Dict, Env
 from rich.console import Console
 
 from spile.cli.aliases import modern
-from spile.cli.commands import COMMANDS, GROUPS
+from spile.cli.commands import COMMANDS, GROUPS, SECTIONS
 from spile.cli.mistakes import mistake
 from spile.errors import SpecError, SpileError
 from spile.version import __version__
@@ -34,14 +34,24 @@ def build(config: str | None = None, meant: str | None = None) -> App:
         config=(Env("SPILE_", command=False), *file),
         suppress_keyboard_interrupt=False,  # it is ours to tell
     )
-    groups = {name: App(name=name, help=text) for name, text in GROUPS.items()}
+    places = _places()
+    groups = {name: App(name=name, help=text, **places[name]) for name, text in GROUPS.items()}
     for group in groups.values():
         app.command(group)
     for command in COMMANDS:
         group_name, _, name = command.name.rpartition(" ")
         told = None if command.name == meant else command.help
-        (groups[group_name] if group_name else app).command(command.function, name=name, help=told)
+        place = {} if group_name else places[name]
+        (groups[group_name] if group_name else app).command(command.function, name=name, help=told, **place)
+    for flag in ("--help", "--version"):
+        app[flag].group = places["dev"]["group"]
     return app
+
+
+def _places() -> dict[str, dict[str, Any]]:
+    """Where each word stands in ``spile --help``."""
+    sections = [(Group(title, sort_key=number), words) for number, (title, words) in enumerate(SECTIONS.items(), 1)]
+    return {word: {"group": group, "sort_key": place} for group, words in sections for place, word in enumerate(words)}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

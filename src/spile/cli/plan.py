@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from spile.cli.extract import ExtractFlags
+from spile.cli.output import output
 from spile.errors import SpecError
 from spile.plan.amounts import amount, duration, size
 from spile.plan.cost import Estimate, Rates, refuse_over_budget
@@ -62,7 +63,7 @@ def plan(
     found = look((flags or ExtractFlags()).spec(), count)
     estimates = [found.on(machine, table, rates=rates, workers=workers) for machine in machines]
     compiles = bool(topology) and available() if compile is None else compile
-    console = Console(highlight=False, soft_wrap=True)
+    console = output(soft_wrap=True)
     if not json_:
         _print(console, found, estimates, table, rates)
     fits = {
@@ -128,7 +129,7 @@ def _print(console: Console, found: Forecast, estimates: list[Estimate], prices:
         else f"{rates.efficiency:.0%} of the chips' peak, {rates.padding - 1:.0%} padding"
     )
     console.print(
-        f"Assumed: {basis}, {size(rates.sink_bytes)}/s and host into the store. "
+        f"Assumed: {basis}, {size(rates.sink_bytes)}/s from each host into the store. "
         f"Prices: {prices.source}, as of {prices.as_of}; --prices FILE overrides them.",
         markup=False,
     )

@@ -9,6 +9,7 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from spile.cli.fleets import MachineFlags, PlaceFlags, confirm, print_result, print_results, table_of
+from spile.cli.output import output
 from spile.errors import SpecError
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ _MACHINES = MachineFlags()
 
 
 def _console() -> Console:
-    return Console(highlight=False, soft_wrap=True)
+    return output(soft_wrap=True)
 
 
 def create(

@@ -78,11 +78,17 @@ def test_streams_then_some_again_then_upload(rows: str, tmp_path: Path, capsys: 
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["convert"], "spile: --format arc-jsonl: expected --output tasks.jsonl alone, found none"),
-        (["convert", "--format", "arc-json"], "spile: --format arc-json: expected --output-dir DIR alone, found none"),
+        (
+            ["convert"],
+            "spile: where to write: expected --output tasks.jsonl, or --output-dir DIR for the challenge pair, found none",
+        ),
+        (
+            ["convert", "--format", "arc-json"],
+            "spile: where to write: expected --output-dir DIR with --format arc-json, found none",
+        ),
         (
             ["convert", "--output", "a", "--output-dir", "b"],
-            "spile: --format arc-jsonl: expected --output tasks.jsonl alone, found both",
+            "spile: where to write: expected --output tasks.jsonl, or --output-dir DIR for the challenge pair, found both",
         ),
         (
             ["streams", "--num-streams", "2", "--streams", "9-5"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import pytest
 
 from spile import errors
 from spile.cli import main as program
+from spile.cli.commands import COMMANDS, SECTIONS
 from spile.cli.extract import ExtractFlags
 from spile.errors import SpecError
 
@@ -239,3 +241,13 @@ def test_a_reader_that_has_gone_is_no_failure() -> None:
     ended = subprocess.run(words, stdout=write, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
     os.close(write)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_help_names_every_command_once_and_begins_with_the_main_one(
+    spile: Callable[..., tuple[int, str, str]],
+) -> None:
+    words = [word for section in SECTIONS.values() for word in section]
+    assert sorted(words) == sorted({command.name.split(" ")[0] for command in COMMANDS})
+    first = [line.split()[1] for line in spile("--help")[1].splitlines() if re.match(r"│ \w+  ", line)]
+    assert first == words
+    assert first[0] == "extract"
