@@ -56,7 +56,7 @@ def convert(
     chosen = format or ("arc-json" if output_dir is not None and output is None else "arc-jsonl")
     target = output if chosen == "arc-jsonl" else output_dir
     if target is None or (output is not None and output_dir is not None):
-        expected = "--output tasks.jsonl, or --output-dir DIR for the challenge pair"
+        expected = "--output tasks.jsonl, or --output-dir DIR for the JSON pair"
         if format is not None:
             expected = f"{'--output FILE' if format == 'arc-jsonl' else '--output-dir DIR'} with --format {format}"
         found = (

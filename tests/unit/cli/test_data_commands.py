@@ -80,7 +80,7 @@ def test_streams_then_some_again_then_upload(rows: str, tmp_path: Path, capsys: 
     [
         (
             ["convert"],
-            "spile: where to write: expected --output tasks.jsonl, or --output-dir DIR for the challenge pair, found none",
+            "spile: where to write: expected --output tasks.jsonl, or --output-dir DIR for the JSON pair, found none",
         ),
         (
             ["convert", "--format", "arc-json"],
@@ -88,7 +88,7 @@ def test_streams_then_some_again_then_upload(rows: str, tmp_path: Path, capsys: 
         ),
         (
             ["convert", "--output", "a", "--output-dir", "b"],
-            "spile: where to write: expected --output tasks.jsonl, or --output-dir DIR for the challenge pair, found both",
+            "spile: where to write: expected --output tasks.jsonl, or --output-dir DIR for the JSON pair, found both",
         ),
         (
             ["streams", "--num-streams", "2", "--streams", "9-5"],
