@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import signal
@@ -12,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pod.launching import Ended, clean_environment, free_port, launch, started
-from spile.spec.run import DataSpec, ExtractSpec
+from pod.launching import Ended, Launch, clean_environment, free_port, launch, started
+from spile.spec.run import DataSpec, ExtractSpec, PromptSpec
 from spile.store.proof import verify
 from spile.store.reader import Dataset
 from spile.store.reader import open as open_dataset
@@ -21,16 +22,19 @@ from spile.store.reader import open as open_dataset
 LENGTH = 64
 SAMPLES = 25
 """A full batch on 8 devices of one row each, and 17 more."""
+VARIANTS = 4
+WHOLE = 48 * VARIANTS
+"""All embedded tasks, each in so many variants: commits enough for a kill to land among them."""
 
 MANY = """
 import json
 from spile.runtime.extract import extract
 from spile.runtime.pod.together import Joined
-from spile.spec.run import DataSpec, ExtractSpec
+from spile.spec.run import DataSpec, ExtractSpec, PromptSpec
 with join(identity, times=PodTimes(120, 120, 60)) as pod:
     hosts = Joined(pod)
     for name, mesh, count in json.loads({cases!r}):
-        data = DataSpec(max_seq_length={length}, max_samples=count)
+        data = DataSpec(max_seq_length={length}, max_samples=count, prompt=PromptSpec(predictions_per_task={variants}))
         spec = ExtractSpec(data=data, output={root!r} + "/" + name, store_dtype="float32", layers=(1, 3), batch_size=1,
                            mesh_shape=tuple(mesh), shard_size_gb=5e-5)
         summary = extract(spec, hosts=hosts)
@@ -43,10 +47,13 @@ with join(identity, times=PodTimes(120, 120, 60)) as pod:
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     """One process, one device, one sample at a time."""
+    return alone(tmp_path_factory.mktemp("reference"), VARIANTS)
+
+
+def alone(root: Path, variants: int) -> Dataset:
     from spile.runtime.extract import extract
 
-    root = tmp_path_factory.mktemp("reference")
-    data = DataSpec(max_seq_length=LENGTH, max_samples=48)
+    data = DataSpec(max_seq_length=LENGTH, prompt=PromptSpec(predictions_per_task=variants))
     spec = ExtractSpec(
         data=data, output=str(root), store_dtype="float32", layers=(1, 3), batch_size=1, mesh_shape=(1, 1)
     )
@@ -67,7 +74,7 @@ def assert_same_rows(found: Dataset, reference: Dataset, count: int) -> None:
 
 
 def run_cases(folder: Path, cases: list[tuple[str, tuple[int, int], int]], reference: Dataset) -> None:
-    body = MANY.format(cases=json.dumps(cases), root=str(folder), length=LENGTH)
+    body = MANY.format(cases=json.dumps(cases), root=str(folder), length=LENGTH, variants=VARIANTS)
     with launch(folder, body, 4, devices=2) as group:
         ended = group.wait(1200)
     assert [end.code for end in ended] == [0] * 4, ended[0].err
@@ -95,7 +102,7 @@ def test_every_remainder(tmp_path: Path, reference: Dataset, mesh: tuple[int, in
 
 def test_a_mesh_of_256(tmp_path: Path, reference: Dataset) -> None:
     words = f"""extract --max-samples 5 --max-seq-length {LENGTH} --layers 1,3 --store-dtype float32 --batch-size 1
-                --mesh-shape 16,16 --output {tmp_path / "out"}""".split()
+                --mesh-shape 16,16 --predictions-per-task {VARIANTS} --output {tmp_path / "out"}""".split()
     command = [sys.executable, "-m", "spile.cli.main", *words]
     with started([command], [clean_environment(256)]) as group:
         (ended,) = group.wait(280)
@@ -107,58 +114,78 @@ def test_a_mesh_of_256(tmp_path: Path, reference: Dataset) -> None:
 class Slice:
     """The same command on every host of a slice that keeps losing one."""
 
-    def __init__(self, root: Path, count: int = 48, length: int = LENGTH) -> None:
+    def __init__(self, root: Path, variants: int = VARIANTS) -> None:
         self.root = root
-        self.words = f"""extract --max-samples {count} --max-seq-length {length} --layers 1,3 --store-dtype float32
-            --batch-size 1 --shard-size-gb 1e-5 --output {root} --heartbeat-timeout 5 --barrier-timeout 45""".split()
+        self.words = f"""extract --predictions-per-task {variants} --max-seq-length {LENGTH} --layers 1,3
+            --store-dtype float32 --batch-size 1 --shard-size-gb 1e-5 --output {root}
+            --heartbeat-timeout 5 --barrier-timeout 45""".split()
 
-    def run(
-        self, hosts: int, devices: int, *, kill: int | None = None, after: float = 0.0, once: Path | None = None
-    ) -> list[Ended]:
-        """Start all; kill one after a while, or once there is a file; all must end by themselves."""
-        place = f"127.0.0.1:{free_port()}"
-        commands = [
-            [sys.executable, "-m", "spile.cli.main", *self.words, *self._place(place, number, hosts)]
-            for number in range(hosts)
-        ]
-        with started(commands, [clean_environment(devices)] * hosts) as group:
-            if kill is not None:
-                time.sleep(after)
-                until = time.monotonic() + 120
-                while once is not None and not once.exists() and time.monotonic() < until:
-                    time.sleep(0.01)
-                group.kill(kill)
+    def commits(self) -> int:
+        return len(list(self.root.glob("tpu_0/commits/*.json")))
+
+    def run(self, hosts: int, devices: int) -> list[Ended]:
+        """To the end."""
+        with self._started(hosts, devices) as group:
             return group.wait(280)
 
+    def lose(self, hosts: int, devices: int, victim: int, *, after: int, pause: float = 0.0) -> None:
+        """Kill one host among its slice's commits: once there are so many more of them, and a moment later.
+
+        It was at work and so were the others, which all say that it died.
+        """
+        until, wanted = time.monotonic() + 120, self.commits() + after
+        with self._started(hosts, devices) as group:
+            while self.commits() < wanted:
+                assert time.monotonic() < until, "no commit"
+                assert all(process.poll() is None for process in group.processes), group.wait(60)
+                time.sleep(0.005)
+            time.sleep(pause)
+            group.kill(victim)
+            ended = group.wait(280)
+        assert ended[victim].code == -signal.SIGKILL, "it was at work"
+        for number, end in enumerate(ended):
+            if number != victim:
+                assert end.code == 1, (number, end.code, end.err)
+                assert any(f"worker {victim}" in line for line in end.lines), (number, end.err)
+
+    def lose_early(self, hosts: int, devices: int, victim: int, seconds: float) -> None:
+        """Kill one after a while, wherever it is: finding the others, loading, compiling, or at work."""
+        with self._started(hosts, devices) as group:
+            time.sleep(seconds)
+            group.kill(victim)
+            ended = group.wait(280)
+        for number, end in enumerate(ended):
+            if number != victim and end.code != 0:
+                assert end.code == 1, (number, end.code, end.err)
+                assert any(f"worker {victim}" in line for line in end.lines), (number, end.err)
+
+    def _started(self, hosts: int, devices: int) -> contextlib.AbstractContextManager[Launch]:
+        place = f"127.0.0.1:{free_port()}"
+        commands = [
+            [sys.executable, "-m", "spile.cli.main", *self.words, *self.place(place, number, hosts)]
+            for number in range(hosts)
+        ]
+        return started(commands, [clean_environment(devices)] * hosts)
+
     @staticmethod
-    def _place(address: str, number: int, hosts: int) -> list[str]:
+    def place(address: str, number: int, hosts: int) -> list[str]:
         return [
             *("--coordinator-address", address),
             *("--process-id", str(number)),
             *("--num-processes", str(hosts)),
         ]
 
-    def finish(self, reference: Dataset) -> None:
+    def finish(self, reference: Dataset, count: int = WHOLE) -> None:
         """Whole, each sample once, the right rows."""
-        report = verify(str(self.root), max_samples=48)
+        report = verify(str(self.root))
         assert report.ok, report.problems
-        assert_same_rows(open_dataset(str(self.root)), reference, 48)
-
-
-def named(ended: list[Ended], victim: int) -> None:
-    """All others said which host died, unless they had nothing left to do."""
-    for number, end in enumerate(ended):
-        if number == victim or end.code == 0:
-            continue
-        assert end.code == 1, (number, end.code, end.err)
-        assert any(f"worker {victim}" in line for line in end.lines), (number, end.err)
+        assert_same_rows(open_dataset(str(self.root)), reference, count)
 
 
 def test_a_killed_host_and_a_slice_of_another_size(tmp_path: Path, reference: Dataset) -> None:
     tpu = Slice(tmp_path / "out")
-    ended = tpu.run(2, 2, kill=1, once=tmp_path / "out" / "tpu_0" / "commits" / "0001.json")
-    assert ended[1].code in (-signal.SIGKILL, 0)
-    named(ended, 1)
+    tpu.lose(2, 2, 1, after=3)
+    assert 3 <= tpu.commits() < WHOLE // 4, "there is work left"
     ended = tpu.run(1, 4)
     assert ended[0].code == 0, ended[0].err
     tpu.finish(reference)
@@ -167,26 +194,26 @@ def test_a_killed_host_and_a_slice_of_another_size(tmp_path: Path, reference: Da
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
 def test_twenty_deaths_then_two_hosts_then_eight(tmp_path: Path) -> None:
-    """One dataset: a slice of four loses a host twenty times, one of two goes on and loses one, eight end it."""
-    from spile.runtime.extract import extract
-    from spile.spec.run import PromptSpec
+    """One dataset: a slice of four loses a host twenty times, one of two goes on and loses one, eight end it.
 
-    count = 48 * 16
-    prompt = PromptSpec(predictions_per_task=16)
-    data = DataSpec(max_seq_length=LENGTH, prompt=prompt)
-    extract(ExtractSpec(data=data, output=str(tmp_path / "alone"), store_dtype="float32", layers=(1, 3)))
-    tpu = Slice(tmp_path / "out", count)
-    tpu.words += ["--predictions-per-task", "16"]
-    chance = random.Random(6)
-    for _ in range(20):
-        victim = chance.randrange(4)
-        named(tpu.run(4, 2, kill=victim, after=chance.uniform(2.0, 25.0)), victim)
-    named(tpu.run(2, 4, kill=0, after=12.0), 0)
+    Each of the twenty dies at work, between this slice's first commits and its last, from the run's begin to its end.
+    """
+    variants, chance = 24, random.Random(6)
+    reference = alone(tmp_path / "alone", variants)
+    tpu = Slice(tmp_path / "out", variants)
+    died_at = []
+    for number in range(20):
+        tpu.lose(4, 2, chance.randrange(4), after=chance.randint(1, 4), pause=chance.uniform(0.0, 0.2))
+        died_at.append(tpu.commits())
+        if number % 7 == 0:
+            tpu.lose_early(4, 2, chance.randrange(4), chance.uniform(1.0, 20.0))
+    whole = 48 * variants // 8
+    assert died_at[0] < whole / 5
+    assert whole / 3 < died_at[-1] < whole
+    tpu.lose(2, 4, 0, after=2)
     ended = tpu.run(8, 1)
     assert [end.code for end in ended] == [0] * 8, [end.err for end in ended]
-    report = verify(str(tmp_path / "out"))
-    assert report.ok, report.problems
-    assert_same_rows(open_dataset(str(tmp_path / "out")), open_dataset(str(tmp_path / "alone")), count)
+    tpu.finish(reference, 48 * variants)
 
 
 def test_a_signal_on_one_host_stops_all_at_the_same_batch(tmp_path: Path, reference: Dataset) -> None:
@@ -196,13 +223,13 @@ import threading
 from spile.runtime.extract import extract
 from spile.runtime.pod.together import Joined
 from spile.runtime.progress import Progress
-from spile.spec.run import DataSpec, ExtractSpec
+from spile.spec.run import DataSpec, ExtractSpec, PromptSpec
 stop, progress = threading.Event(), Progress()
 if me == 1:  # as a signal's handler does, once the second batch has come home
     whole = progress.add
     progress.add = lambda **counts: (whole(**counts), progress.snapshot().samples >= 8 and stop.set())
 with join(identity, times=PodTimes(120, 120, 60)) as pod:
-    data = DataSpec(max_seq_length=64, max_samples=48)
+    data = DataSpec(max_seq_length=64, prompt=PromptSpec(predictions_per_task=4))
     spec = ExtractSpec(data=data, output={root!r}, store_dtype="float32", layers=(1, 3), batch_size=1)
     summary = extract(spec, stop=stop, progress=progress, hosts=Joined(pod))
     with open({root!r} + f"/../ended-{{me}}", "w") as file:
@@ -215,7 +242,7 @@ with join(identity, times=PodTimes(120, 120, 60)) as pod:
     assert len(said) == 1
     code, committed = map(int, said.pop().split())
     assert code == 130
-    assert 8 <= committed < 48
+    assert 8 <= committed < WHOLE
     tpu = Slice(tmp_path / "out")
     assert tpu.run(1, 1)[0].code == 0
     tpu.finish(reference)
@@ -254,7 +281,7 @@ def test_another_command_on_one_host_is_refused_by_name(tmp_path: Path) -> None:
     place = f"127.0.0.1:{free_port()}"
     tpu = Slice(tmp_path / "out")
     commands = [
-        [sys.executable, "-m", "spile.cli.main", *tpu.words, *tpu._place(place, number, 2), "--seed", str(number)]
+        [sys.executable, "-m", "spile.cli.main", *tpu.words, *tpu.place(place, number, 2), "--seed", str(number)]
         for number in range(2)
     ]
     with started(commands, [clean_environment(1)] * 2) as group:
