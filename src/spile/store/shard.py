@@ -11,13 +11,15 @@ from spile.objects.folder import Folder, Writer
 from spile.plan.ranges import Ranges
 from spile.spec.sample import Sample
 from spile.store.codec import CHUNKS, ShardPlan, notes_of, plan_shard
-from spile.store.crc import CHUNK, ChunkedCrc, crc32c, fold
+from spile.store.crc import CHUNK, ChunkedCrc, crc32c, fold, fold_chunks
 from spile.store.record import ShardRecord
 
 __all__ = ["ShardBuilder"]
 
-_PIECE = CHUNK
-"""Bytes that are checksummed and then written at once, while they are still in the processor's cache."""
+_PIECE = 4 * CHUNK
+"""Bytes that are checksummed and then written at once, while they are still in the processor's cache.
+
+Smaller pieces cost more calls, and after each a thread waits for its turn in the interpreter."""
 
 
 class ShardBuilder:
@@ -95,10 +97,13 @@ class ShardBuilder:
             return
         data = np.ascontiguousarray(rows).view(np.uint8).reshape(-1).data
         place = self._plan.places[self._taps[tap]].start + row * width
-        for start in range(0, len(data), _PIECE):
-            piece = data[start : start + _PIECE]
+        start = 0
+        while start < len(data):
+            # Up to a border of chunks: a piece that straddles one takes another call, and each waits its turn.
+            piece = data[start : start + _PIECE - crc.length % _PIECE]
             crc.extend(piece)
             self._writer.write_at(place + start, piece)
+            start += len(piece)
 
     def finish(self, samples: int | None = None) -> ShardRecord:
         """Make the shard durable, with its first ``samples`` samples (all of them unless told)."""
@@ -130,7 +135,7 @@ class ShardBuilder:
             whole.extend(array.view(np.uint8).data)
             chunks[name] = whole.chunks(array.nbytes)
         sums = np.array([crc for each in chunks.values() for crc in each], "<u4")
-        crcs = {name: _fold_chunks(each, plan.places[name].length) for name, each in chunks.items()}
+        crcs = {name: fold_chunks(each, plan.places[name].length) for name, each in chunks.items()}
         crcs[CHUNKS] = crc32c(sums.tobytes())
         crcs = {name: crcs[name] for name in plan.places}
         self._writer.write_at(0, plan.header)
@@ -164,7 +169,3 @@ class ShardBuilder:
             source, target = self._plan.places[tap], plan.places[tap]
             if source.start != target.start and target.length:
                 self._writer.move(source.start, target.start, target.length)
-
-
-def _fold_chunks(chunks: Sequence[int], length: int) -> int:
-    return fold((crc, min(CHUNK, length - number * CHUNK)) for number, crc in enumerate(chunks))
