@@ -14,6 +14,7 @@ BENCHES: dict[str, tuple[tuple[str, ...], str | None]] = {
     "memory": ((), None),
     "ledger": ((), None),
     "overlap": ((), None),
+    "host": ((), None),
 }
 """Module → its arguments, and the package without which it is left out."""
 

@@ -20,9 +20,9 @@ from typing import NamedTuple
 from bench.shapes import SHAPES, make_model
 from spile.plan.ranges import Ranges
 from spile.runtime import naive
-from spile.runtime.extract import batch_tokens, find, make_producer
+from spile.runtime.extract import find, make_producer, sizes_for
 from spile.runtime.progress import Progress
-from spile.runtime.worker import LocalControl, Sizes, work
+from spile.runtime.worker import LocalControl, work
 from spile.spec.run import EMBEDDED, DataSpec, ExtractSpec
 from spile.spec.sample import Sample
 from spile.store.run import join_run
@@ -43,7 +43,7 @@ def ours(spec: ExtractSpec, samples: Sequence[Sample], prepared: dict[str, objec
     prepared["producer"] = producer
     join_run(parts.root, parts.identity)
     stream = join_stream(parts.root, 0, parts.stream_identity, parts.identity)
-    sizes = Sizes(batch_tokens(parts), None, spec.data.max_seq_length, 1e9)
+    sizes = sizes_for(parts)
     progress = Progress()
     began = time.perf_counter()
     work(samples, producer, stream, sizes, progress=progress, control=LocalControl(threading.Event(), None))  # type: ignore[arg-type]

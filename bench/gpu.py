@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("tasks")
     parser.add_argument("--ram", default="/dev/shm/spile-bench")
     parser.add_argument("--disk", default="/var/tmp/spile-bench")
-    parser.add_argument("--only", default="all,one,seven,disk")
+    parser.add_argument("--only", default="all,one,disk,seven")
     parser.add_argument("--tokens", type=int, default=4_000_000)
     parser.add_argument("--batch-tokens", type=int)
     parser.add_argument("--json", type=Path)
@@ -54,11 +54,11 @@ def main() -> None:
         measure("0.5b all layers, RAM", spec(small, args.tasks, args.ram, None, **more), args.tokens)
     if "one" in wanted:
         measure("0.5b layer 12, RAM", spec(small, args.tasks, args.ram, (12,), **more), 3 * args.tokens)
+    if "disk" in wanted:
+        measure("0.5b all layers, disk", spec(small, args.tasks, args.disk, None, **more), args.tokens // 8)
     if "seven" in wanted:
         large = make_model("qwen2.5-7b", ram / "qwen2.5-7b")
         measure("7b last layer, RAM", spec(large, args.tasks, args.ram, (27,), **more), args.tokens // 3)
-    if "disk" in wanted:
-        measure("0.5b all layers, disk", spec(small, args.tasks, args.disk, None, **more), args.tokens // 8)
     shutil.rmtree(ram, ignore_errors=True)
 
 

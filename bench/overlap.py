@@ -38,13 +38,13 @@ from spile.spec.taps import Tap
 from spile.store.run import join_run
 from spile.store.stream import join_stream
 
-__all__ = ["Overlap", "main", "measure"]
+__all__ = ["A_TOKEN", "D_MODEL", "TAPS", "Overlap", "main", "measure", "run_identity"]
 
 MUST = 0.88
-_D = 896
-_TAPS = tuple(Tap("residual", layer) for layer in range(24))
+D_MODEL = 896
+TAPS = tuple(Tap("residual", layer) for layer in range(24))
 _LENGTH = 512
-_A_TOKEN = row_bytes(len(_TAPS), _D, "bfloat16")
+A_TOKEN = row_bytes(len(TAPS), D_MODEL, "bfloat16")
 _SHARD = 32e6
 _RATE = 50e6
 
@@ -76,14 +76,14 @@ class PacedProducer:
         self._rate = rate
         self._ready = 0.0
         source = np.random.default_rng(0)
-        self._rows = source.standard_normal((16 * _LENGTH, _D), np.float32).astype(ml_dtypes.bfloat16)
+        self._rows = source.standard_normal((16 * _LENGTH, D_MODEL), np.float32).astype(ml_dtypes.bfloat16)
 
     def prepare(self, batch: Batch) -> None:
         """Nothing is compiled."""
 
     def start(self, batch: Batch) -> tuple[float, Batch]:
         """Queued behind what was started before."""
-        self._ready = max(self._ready, time.perf_counter()) + batch.real_tokens * _A_TOKEN / self._rate
+        self._ready = max(self._ready, time.perf_counter()) + batch.real_tokens * A_TOKEN / self._rate
         return self._ready, batch
 
     def fetch(self, pending: object) -> Sequence[Sequence[Block]]:
@@ -91,7 +91,7 @@ class PacedProducer:
         assert isinstance(pending, tuple)
         ready, batch = pending
         time.sleep(max(0.0, ready - time.perf_counter()))
-        return [[Block(0, self._rows[: batch.real_tokens])] for _ in _TAPS]
+        return [[Block(0, self._rows[: batch.real_tokens])] for _ in TAPS]
 
     def describe(self) -> str:
         """For people."""
@@ -104,21 +104,22 @@ def _samples(count: int) -> Iterator[Sample]:
         yield Sample(index, f"task-{index}", tokens, roles, "", None, 0)
 
 
-def _run_identity() -> RunIdentity:
+def run_identity() -> RunIdentity:
+    """Of a run that no model makes."""
     return RunIdentity(
-        model="bench", revision=None, architecture="none", d_model=_D, n_layers=len(_TAPS), weights="", tokenizer="",
-        prompt=PromptSpec(kind="text"), seed=0, max_seq_length=_LENGTH, long="truncate", dtype="bfloat16",
+        model="bench", revision=None, architecture="none", d_model=D_MODEL, n_layers=len(TAPS), weights="",
+        tokenizer="", prompt=PromptSpec(kind="text"), seed=0, max_seq_length=_LENGTH, long="truncate", dtype="bfloat16",
         store_dtype="bfloat16",
     )  # fmt: skip
 
 
 def measure(url: str, size: float, rate: float) -> Overlap:
     """About so many bytes through the worker's loop into a folder."""
-    count = int(size / (_LENGTH * _A_TOKEN))
+    count = int(size / (_LENGTH * A_TOKEN))
     root = open_folder(url)
-    run = _run_identity()
+    run = run_identity()
     join_run(root, run)
-    stream = join_stream(root, 0, StreamIdentity("bench", "", count, count, _TAPS), run)
+    stream = join_stream(root, 0, StreamIdentity("bench", "", count, count, TAPS), run)
     sizes = Sizes(
         batch_tokens=2 * _LENGTH,
         batch_size=None,

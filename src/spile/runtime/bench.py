@@ -21,18 +21,18 @@ from spile.plan.batches import Batch, BatchPlan, batches
 from spile.plan.ranges import Ranges
 from spile.runtime import naive
 from spile.runtime.device import DeviceProducer
-from spile.runtime.extract import Parts, batch_tokens, bytes_a_token, find, lanes_for, make_producer
+from spile.runtime.extract import Parts, bytes_a_token, find, make_producer, sizes_for
 from spile.runtime.limits import Limits, bare_forward, device_to_host, host_copy, matmul, sequential_write
 from spile.runtime.progress import Progress
 from spile.runtime.summary import peak_memory
-from spile.runtime.worker import LocalControl, Sizes, work
+from spile.runtime.worker import LocalControl, work
 from spile.spec.run import ExtractSpec
 from spile.spec.sample import Sample
 from spile.store.run import join_run
 from spile.store.stream import join_stream
 from spile.weights.source import LocalSource
 
-__all__ = ["Result", "bench"]
+__all__ = ["Result", "bench", "emptied"]
 
 _MATMUL = {"cpu": 1024, "gpu": 8192, "tpu": 8192}
 _LIMIT_BATCHES = 48
@@ -66,6 +66,8 @@ class Result:
     shapes: int
     tenths: list[float]
     """Tokens/s of each tenth of the run's time."""
+    steady_after: float
+    """Batches written before the rate was that of the whole run, or 90 % of it."""
     peak_memory: int
     grown_memory: int
     """Host memory held at the end above that at half time."""
@@ -77,19 +79,25 @@ class Result:
         return asdict(self)
 
 
-def bench(spec: ExtractSpec, *, tokens: int, empty_behind: bool = True, compare: bool = True) -> Result:
-    """Measure. ``empty_behind`` removes shards soon after their commit, so that a small RAM disk carries a long run."""
+def bench(
+    spec: ExtractSpec, *, tokens: int, empty_behind: bool = True, compare: bool = True, limit_bytes: int = 1 << 30
+) -> Result:
+    """Measure. ``empty_behind`` removes shards soon after their commit, so that a small RAM disk carries a long run.
+
+    ``limit_bytes`` are written into each file to learn what the sink takes.
+    """
     Path(spec.output).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=spec.output, prefix="bench-") as folder:
         parts = find(replace(spec, output=folder))
         progress = Progress()
         producer = make_producer(parts, progress)
         samples = _samples(parts, tokens)
-        budget = batch_tokens(parts)
-        plan = BatchPlan(budget, spec.batch_size, spec.data.max_seq_length, producer.groups)
+        sizes = sizes_for(parts)
+        plan = BatchPlan(sizes.batch_tokens, sizes.batch_size, sizes.longest, producer.groups)
         made = list(batches(samples, plan))
-        limits = _limits(parts, producer, made[:: max(1, len(made) // _LIMIT_BATCHES)], Path(folder))
-        _warm(producer, made, lanes_for(spec.output) + 3)
+        some = made[:: max(1, len(made) // _LIMIT_BATCHES)]
+        limits = _limits(producer, some, Path(folder), sizes.lanes, limit_bytes)
+        _warm(producer, made, sizes.in_flight or 1)
         result = _run(parts, producer, samples, limits, progress, empty_behind)
         return replace(result, naive_tokens_per_second=_naive(parts, Path(folder))) if compare else result
 
@@ -108,16 +116,16 @@ def _samples(parts: Parts, tokens: int) -> list[Sample]:
     return many
 
 
-def _limits(parts: Parts, producer: DeviceProducer, made: Sequence[Batch], folder: Path) -> Limits:
+def _limits(producer: DeviceProducer, made: Sequence[Batch], folder: Path, lanes: int, size: int) -> Limits:
     forward_tokens, forward_flops = bare_forward(producer, made)
     return Limits(
-        matmul_flops=matmul(_MATMUL[jax.default_backend()], parts.spec.dtype),
+        matmul_flops=matmul(_MATMUL[jax.default_backend()], producer.dtype),
         forward_flops=forward_flops,
         forward_tokens=forward_tokens,
         device_to_host=device_to_host(producer),
-        host_copy=host_copy(folder, lanes_for(str(folder))),
-        sink=sequential_write(folder, lanes_for(str(folder))),
-        one_file=sequential_write(folder),
+        host_copy=host_copy(folder, lanes, size // 2),
+        sink=sequential_write(folder, lanes, size),
+        one_file=sequential_write(folder, 1, size),
     )
 
 
@@ -141,16 +149,15 @@ def _run(
     progress: Progress,
     empty_behind: bool,
 ) -> Result:
-    spec = parts.spec
+    spec, sizes = parts.spec, sizes_for(parts)
     compiled = progress.snapshot()
     root = open_folder(parts.root.url)
     join_run(root, parts.identity)
     stream = join_stream(root, 0, replace(parts.stream_identity, samples=len(samples)), parts.identity)
     measured = Progress()
-    shard_bytes = spec.shard_size_gb * 1e9
-    sizes = Sizes(batch_tokens(parts), spec.batch_size, spec.data.max_seq_length, shard_bytes, lanes_for(spec.output))
-    with _emptied(Path(stream.folder.url), empty_behind), _watched(measured) as series:
-        work(samples, producer, stream, sizes, progress=measured, control=LocalControl(threading.Event(), None))
+    with emptied(Path(stream.folder.url), empty_behind), _watched(measured) as series:
+        control = LocalControl(threading.Event(), None)
+        work(samples, producer, stream, sizes, progress=measured, control=control)
         now = measured.snapshot()
     rates = limits.tokens(bytes_a_token(parts))
     slowest = min(rates, key=rates.__getitem__)
@@ -174,6 +181,7 @@ def _run(
         compile_seconds=compiled.compile_seconds,
         shapes=compiled.shapes,
         tenths=_tenths(series),
+        steady_after=_steady(series, rate) / (sizes.batch_tokens * producer.groups),
         peak_memory=peak_memory(),
         grown_memory=_growth(series),
     )
@@ -194,7 +202,7 @@ def _naive(parts: Parts, folder: Path) -> float | None:
 
 
 @contextlib.contextmanager
-def _emptied(folder: Path, wanted: bool) -> Iterator[None]:
+def emptied(folder: Path, wanted: bool = True) -> Iterator[None]:
     """Remove shards as they are finished, so that the folder never holds more than a few."""
     over = threading.Event()
 
@@ -250,6 +258,15 @@ def _tenths(series: Sequence[_Point]) -> list[float]:
     marks = [series[place] for place in range(0, len(series), max(1, len(series) // 10))]
     pairs = itertools.pairwise(marks)
     return [round((now[1] - before[1]) / (now[0] - before[0])) for before, now in pairs]
+
+
+def _steady(series: Sequence[_Point], rate: float) -> int:
+    """Tokens written before a tenth of the time began whose rate is that of the run, or 90 % of it."""
+    tenth = max(1, len(series) // 10)
+    for before, after in zip(series, series[tenth:], strict=False):
+        if after[1] - before[1] >= 0.9 * rate * (after[0] - before[0]):
+            return before[1]
+    return series[-1][1] if series else 0
 
 
 def _growth(series: Sequence[_Point]) -> int:

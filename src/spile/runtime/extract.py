@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -30,6 +29,7 @@ from spile.runtime.notes import Notes, note_checkpoint
 from spile.runtime.pod.together import Alone, Together, same_command
 from spile.runtime.producer import Producer, check_tokens
 from spile.runtime.progress import Progress
+from spile.runtime.sizing import choose_sizes
 from spile.runtime.summary import Summary, peak_memory
 from spile.runtime.worker import LocalControl, Sizes, work
 from spile.spec.identity import RunIdentity, StreamIdentity
@@ -41,11 +41,8 @@ from spile.store.run import join_run, read_run
 from spile.store.stream import StreamStore, clear_stream, join_stream, read_stream, stream_has_commits
 from spile.weights.loading import load
 
-__all__ = ["Parts", "batch_tokens", "bytes_a_token", "extract", "find", "lanes_for", "make_producer"]
+__all__ = ["Parts", "bytes_a_token", "extract", "find", "make_producer", "sizes_for"]
 
-_BATCH_TOKENS = {"cpu": (4096, 4096), "gpu": (8192, 32768), "tpu": (4096, 16384)}
-"""Tokens a device and step, at least and at most: enough to keep it busy, and its rows a fraction of a shard."""
-_MOST_LANES = 8
 _LOOKED_AT = 256
 """Samples whose tokens are looked at before anything is written, where the tokenizer has more than the model."""
 
@@ -175,6 +172,11 @@ def bytes_a_token(parts: Parts) -> int:
     return row_bytes(len(parts.taps), parts.identity.d_model, parts.spec.store_dtype)
 
 
+def sizes_for(parts: Parts) -> Sizes:
+    """How much of it at once."""
+    return choose_sizes(parts.spec, bytes_a_token(parts))
+
+
 def _starts_over(parts: Parts) -> bool:
     """``--no-checkpointing``: as if nothing were there, but never over somebody's work unasked."""
     worker_id = parts.spec.data.worker_id
@@ -234,7 +236,7 @@ def make_producer(parts: Parts, progress: Progress) -> DeviceProducer:
         mesh=mesh,
         attention=choose(config, mesh.devices.flat[0].platform, dtype),
         dtype=dtype,
-        block=batch_tokens(parts),
+        block=sizes_for(parts).batch_tokens,
         progress=progress,
     )
 
@@ -252,20 +254,12 @@ def _work(
     expected = _expected(parts, stream)
     if expected is not None:
         progress.total_samples = len(Ranges([(0, expected)]) - done)
-    sizes = Sizes(
-        batch_tokens=batch_tokens(parts),
-        batch_size=spec.batch_size,
-        longest=spec.data.max_seq_length,
-        shard_bytes=spec.shard_size_gb * 1e9 * jax.process_count(),  # each host has a file of its own
-        lanes=lanes_for(spec.output),
-        finishers=finishers_for(spec.output),
-    )
     with Notes(spec, stream, progress, pulse=hosts.first, expected=expected) as notes:
         finished = work(
             parts.samples.read(done),
             producer,
             stream,
-            sizes,
+            sizes_for(parts),
             progress=progress,
             control=hosts.control(LocalControl(stop, spec.commit_every)),
             end=lambda: _end(parts, stream),
@@ -273,40 +267,6 @@ def _work(
         )
         progress.phase("done" if finished else "stopped")
     return finished
-
-
-def batch_tokens(parts: Parts) -> int:
-    """As asked; with ``--batch-size`` alone, room for that many of the longest samples.
-
-    Else what keeps the device busy, but no more rows than about half a shard's.
-    """
-    spec = parts.spec
-    if spec.batch_tokens is not None:
-        return spec.batch_tokens
-    if spec.batch_size is not None:
-        return spec.batch_size * spec.data.max_seq_length
-    most = int(spec.shard_size_gb * 1e9 / 2 / bytes_a_token(parts))
-    floor, ceiling = _BATCH_TOKENS[jax.default_backend()]
-    return max(floor, min(ceiling, 1 << max(most, 1).bit_length()))
-
-
-def lanes_for(output: str) -> int:
-    """Shards to fill side by side: several where an accelerator is faster than one file.
-
-    One where the sink is a bucket, whose writer is a buffer in memory and whose upload is parallel by itself; and one a
-    host on a pod, whose hosts commit together.
-    """
-    if jax.default_backend() == "cpu" or "://" in output or jax.process_count() > 1:
-        return 1
-    return min(_MOST_LANES, max(1, (os.cpu_count() or 2) // 2))
-
-
-def finishers_for(output: str) -> int | None:
-    """Two for a bucket: the next shard goes up while the last one's parts become an object and its commit is made.
-
-    One a host on a pod, whose hosts commit together and in one order.
-    """
-    return 2 if "://" in output and jax.process_count() == 1 else None
 
 
 def _summary(parts: Parts, stream: StreamStore, progress: Progress, *, interrupted: bool, device: str) -> Summary:

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,12 @@ from spile.plan.batches import Batch
 from spile.runtime.device import DeviceProducer
 from spile.runtime.producer import pack
 from spile.spec.architecture import flops_per_token
-from spile.store.crc import crc32c
+from spile.store.crc import ChunkedCrc
 
 __all__ = ["Limits", "bare_forward", "device_to_host", "host_copy", "matmul", "sequential_write"]
 
-_CHUNK = 1 << 20
+_PIECE = 4 << 20
+"""Bytes a write."""
 _COMPILERS = max(2, (os.cpu_count() or 2) // 4)
 
 
@@ -87,15 +89,14 @@ def matmul(size: int, dtype: str, times: int = 8) -> float:
 
 
 def bare_forward(producer: DeviceProducer, batches: Sequence[Batch]) -> tuple[float, float]:
-    """Real tokens/s and model FLOP/s of these batches through the model, nothing kept but one number a tap."""
-    config, taps = producer.config, producer.taps
+    """Real tokens/s and model FLOP/s of these batches up to the last tapped layer, nothing kept but one number."""
+    config = producer.config
+    last = max(producer.taps, key=lambda tap: tap.layer)
 
     def step(params: Any, tokens: jax.Array) -> jax.Array:
         # The largest value: a sum could be moved inside the products, and the products away.
-        kept = forward(
-            params, tokens, config=config, taps=taps, attention=producer.attend, keep=lambda x: jnp.max(jnp.abs(x))
-        )
-        return jnp.stack(kept)
+        (kept,) = forward(params, tokens, config=config, taps=(last,), attention=producer.attend)
+        return jnp.max(jnp.abs(kept))
 
     inputs = [jax.device_put(pack(batch).tokens, producer.rows_sharding) for batch in batches]
     shapes = {array.shape: array for array in inputs}
@@ -108,9 +109,8 @@ def bare_forward(producer: DeviceProducer, batches: Sequence[Batch]) -> tuple[fl
 
     run()
     seconds = _best(run, 2)
-    last = max(tap.layer for tap in taps)
     lengths = [len(sample) for batch in batches for sample in batch.samples]
-    flops = sum(flops_per_token(config, length, last) * length for length in lengths)
+    flops = sum(flops_per_token(config, length, last.layer) * length for length in lengths)
     return sum(lengths) / seconds, flops / seconds
 
 
@@ -126,34 +126,39 @@ def device_to_host(producer: DeviceProducer, size: int = 1 << 29) -> float | Non
     return 4 * rows * size / seconds
 
 
-def host_copy(folder: Path, files: int, size: int = 1 << 29) -> float:
+def host_copy(folder: Path, files: int, size: int) -> float:
     """Bytes/s of checksum and write into new files of this folder, a thread each, from memory that no cache holds."""
-    source = np.resize(np.random.default_rng(0).integers(0, 256, 64 * _CHUNK, np.uint8), files * size)
+    source = np.resize(np.random.default_rng(0).integers(0, 256, 16 * _PIECE, np.uint8), files * size)
 
-    def write(thread: int) -> None:
-        own = source[thread * size : (thread + 1) * size].data
-        with tempfile.NamedTemporaryFile(dir=folder) as file:
-            for start in range(0, size, _CHUNK):
-                piece = own[start : start + _CHUNK]
-                crc32c(piece)
-                os.pwrite(file.fileno(), piece, start)
+    def write(number: int, handle: int) -> None:
+        own, crc = source[number * size : (number + 1) * size].data, ChunkedCrc()
+        for start in range(0, size, _PIECE):
+            piece = own[start : start + _PIECE]
+            crc.extend(piece)
+            os.pwrite(handle, piece, start)
 
-    return files * size / _best(lambda: _side_by_side(files, write))
+    return files * size / _side_by_side(folder, files, write)
 
 
-def sequential_write(folder: Path, files: int = 1, size: int = 1 << 30) -> float:
+def sequential_write(folder: Path, files: int, size: int) -> float:
     """Bytes/s written in sequence into new files, a thread each, and synced once, at the end."""
-    source = np.random.default_rng(0).integers(0, 256, 16 * _CHUNK, np.uint8)
+    source = np.random.default_rng(0).integers(0, 256, 4 * _PIECE, np.uint8)
 
-    def write(_: int) -> None:
-        with tempfile.NamedTemporaryFile(dir=folder) as file:
-            for start in range(0, size, source.nbytes):
-                os.pwrite(file.fileno(), source.data, start)
-            os.fsync(file.fileno())
+    def write(_: int, handle: int) -> None:
+        for start in range(0, size, source.nbytes):
+            os.pwrite(handle, source.data, start)
+        os.fsync(handle)
 
-    return files * size / _best(lambda: _side_by_side(files, write))
+    return files * size / _side_by_side(folder, files, write)
 
 
-def _side_by_side(count: int, task: Callable[[int], None]) -> None:
-    with ThreadPoolExecutor(count) as pool:
-        list(pool.map(task, range(count)))
+def _side_by_side(folder: Path, files: int, write: Callable[[int, int], None], repeat: int = 3) -> float:
+    """The shortest time of several; making the files and taking them away again is not part of it."""
+    times = []
+    for _ in range(repeat):
+        with ExitStack() as stack, ThreadPoolExecutor(files) as pool:
+            handles = [stack.enter_context(tempfile.TemporaryFile(dir=folder)).fileno() for _ in range(files)]
+            began = time.perf_counter()
+            list(pool.map(write, range(files), handles))
+            times.append(time.perf_counter() - began)
+    return min(times)

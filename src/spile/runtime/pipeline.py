@@ -9,8 +9,8 @@
 A shard's samples are known before its first batch starts, so its layout is too: rows go from the device's output
 straight to their final place, and padding stays behind in the device's packed block. A file takes about 2 GB/s however
 many threads write to it, because its inode has one lock; so a fast device fills several shards side by side, one a
-lane, batches going round. Backpressure is a number of batches in flight: a slow sink uses them up, and the dispatcher
-waits.
+lane, each batch for the idlest. Backpressure is a number of batches in flight: a slow sink uses them up, and the
+dispatcher waits.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ __all__ = ["Control", "Pipeline", "Sink", "Verdict", "Work"]
 
 _PLANS_AHEAD = 1
 """Shards that wait with their samples; the feeder holds one more, and all are compiled for."""
-_STARTED_AHEAD = 2
-"""Batches on the device beyond the one being fetched."""
+_AHEAD = 3
+"""Batches beyond those being written, unless told: two on the device, and one on its way from it."""
 
 Verdict = Literal["go", "commit", "stop"]
 """At a batch's boundary: go on; commit the shards as they are and go on; commit them and end."""
@@ -117,6 +117,7 @@ class _Flow:
 
     crew: Crew
     lanes: int
+    in_flight: int
     plans: Pipe[Work] = field(init=False)
     steps: Pipe[_Step | _Close] = field(init=False)
     rows: list[Pipe[_Rows | _Close]] = field(init=False)
@@ -124,16 +125,24 @@ class _Flow:
 
     def __post_init__(self) -> None:
         self.plans = Pipe(self.crew, _PLANS_AHEAD)
-        self.steps = Pipe(self.crew, 4 * self.lanes + _STARTED_AHEAD)
+        self.steps = Pipe(self.crew, 4 * self.lanes + self.in_flight)
         self.rows = [Pipe(self.crew, 4) for _ in range(self.lanes)]
         self.closes = Pipe(self.crew, 1)
-        self.credits = threading.Semaphore(self.lanes + 1 + _STARTED_AHEAD)
+        self.credits = threading.Semaphore(self.in_flight)
+        # Batches of each lane, counted by the dispatcher and by the lane: each number has one writer and needs no lock.
+        self.started = [0] * self.lanes
+        self.written = [0] * self.lanes
 
-    def take_credit(self) -> None:
-        """Wait until one batch fewer is in flight."""
+    def waiting(self, lane: int) -> int:
+        """Batches on their way to a lane's file."""
+        return self.started[lane] - self.written[lane]
+
+    def wait_for_room(self) -> None:
+        """Wait until one more batch may be in flight. The dispatcher alone takes credits, so the room stays."""
         while not self.credits.acquire(timeout=0.1):
             if self.crew.failed:
                 raise Stopped
+        self.credits.release()
 
 
 class Pipeline:
@@ -148,10 +157,12 @@ class Pipeline:
         *,
         lanes: int = 1,
         finishers: int | None = None,
+        in_flight: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._producer, self._sink, self._control, self._progress = producer, sink, control, progress
         self._lanes, self._finishers, self._clock = lanes, finishers or lanes, clock
+        self._in_flight = in_flight or lanes + _AHEAD
         self._most_tokens: int | None = None
         """Computed tokens a group that the device has room for, once it ran out."""
         self._stopped = False
@@ -163,7 +174,7 @@ class Pipeline:
     def run(self, works: Iterable[Work]) -> bool:
         """Work everything off. True: to the end; False: stopped early, with all that was computed committed."""
         crew = Crew()
-        flow = _Flow(crew, self._lanes)
+        flow = _Flow(crew, self._lanes, self._in_flight)
         left = _Countdown(self._lanes, flow.closes, self._finishers)
         crew.start("feeder", lambda: self._feed(works, flow.plans))
         crew.start("fetcher", lambda: self._fetch(flow))
@@ -201,24 +212,24 @@ class Pipeline:
     # -- dispatcher -----------------------------------------------------------------------------------------------
 
     def _dispatch(self, flow: _Flow) -> None:
-        """Start batches, lanes taking turns, until the plans run out or the control says stop."""
+        """Start batches, the idlest lane first, until the plans run out or the control says stop."""
         plans = iter(flow.plans)
         open_: list[_Shard | None] = [None] * self._lanes
         more = True
         while more or any(open_):
-            for lane in range(self._lanes):
-                if open_[lane] is None and more:
-                    work = next(plans, None)
-                    more = work is not None
-                    if work is not None:
-                        open_[lane] = self._begin(lane, work.plan.batches, work.skipped, work.end)
-                shard = open_[lane]
-                if shard is not None:
-                    open_[lane] = self._advance(flow, shard, open_)
-                if self._stopped:
-                    self._close_all(flow, open_)
-                    more = False
-                    break
+            flow.wait_for_room()  # before the choice: which lane is idle shows when there is room
+            lane = min((lane for lane in range(self._lanes) if more or open_[lane]), key=flow.waiting)
+            if open_[lane] is None:
+                work = next(plans, None)
+                more = work is not None
+                if work is not None:
+                    open_[lane] = self._begin(lane, work.plan.batches, work.skipped, work.end)
+            shard = open_[lane]
+            if shard is not None:
+                open_[lane] = self._advance(flow, shard, open_)
+            if self._stopped:
+                self._close_all(flow, open_)
+                more = False
         for _ in plans if self._stopped else ():
             pass  # let the feeder find room, see the flag, and end
         flow.steps.close()
@@ -236,7 +247,7 @@ class Pipeline:
             batch = shard.waiting[0]
             if not self._fits(batch):
                 return self._again(flow, shard)
-            flow.take_credit()
+            flow.credits.acquire()
             self._progress.start()
             try:
                 pending = self._producer.start(batch)
@@ -245,6 +256,7 @@ class Pipeline:
                 self._shrink(batch, error)
                 return self._again(flow, shard)
             flow.steps.put(_Step(shard, batch, pending, shard.rows, self._clock()))
+            flow.started[shard.lane] += 1
             own = self._own(batch)
             shard.rows += sum(map(len, own))
             shard.samples += len(own)
@@ -344,6 +356,7 @@ class Pipeline:
             with self._progress.busy("host copy", self._lanes):
                 self._write(item.step, item.blocks)
             del item  # its memory is the next batch's
+            flow.written[lane] += 1
             flow.credits.release()
         left.one_less()
 

@@ -35,6 +35,8 @@ class Sizes:
     """Shards filled side by side: a file takes 2 GB/s, a fast device gives more."""
     finishers: int | None = None
     """Shards made durable side by side; as many as lanes, unless a bucket's line would idle while one is completed."""
+    in_flight: int | None = None
+    """Batches started and not yet written: their rows are what a worker holds in memory."""
 
 
 class LocalControl:
@@ -126,4 +128,13 @@ def work(
     bytes_a_token = row_bytes(len(stream.record.identity.taps), stream.run.d_model, stream.run.store_dtype)
     todo = works(items, sizes, producer.groups, bytes_a_token, end)
     sink = sink or StreamSink(stream, after_commit)
-    return Pipeline(producer, sink, control, progress, lanes=sizes.lanes, finishers=sizes.finishers).run(todo)
+    pipeline = Pipeline(
+        producer,
+        sink,
+        control,
+        progress,
+        lanes=sizes.lanes,
+        finishers=sizes.finishers,
+        in_flight=sizes.in_flight,
+    )
+    return pipeline.run(todo)

@@ -69,7 +69,7 @@ def test_the_heartbeat_says_how_far_it_came(tmp_path: Path) -> None:
     [
         (StoreError("the bucket is gone"), "failed", "the bucket is gone"),
         (ValueError("a bug"), "failed", "ValueError: a bug"),
-        (KeyboardInterrupt(), "stopped", "KeyboardInterrupt: "),
+        (KeyboardInterrupt(), "stopped", "interrupted"),
     ],
 )
 def test_the_last_heartbeat_says_what_ended_it(tmp_path: Path, error: BaseException, phase: str, said: str) -> None:

@@ -1,0 +1,105 @@
+"""The host's half of a run without a device: ``python -m bench.host [--folder /dev/shm] [--lanes 1,2,4,8]``.
+
+Rows that are ready in memory go through the real pipeline and store into a folder, as many shards side by side as there
+are lanes; beside it, in the same run, what plain threads reach that checksum and write, a file each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from bench.overlap import A_TOKEN, D_MODEL, TAPS, run_identity
+from spile.objects import open_folder
+from spile.plan.batches import Batch
+from spile.runtime.bench import emptied
+from spile.runtime.limits import host_copy
+from spile.runtime.producer import Block
+from spile.runtime.progress import Progress
+from spile.runtime.sizing import in_flight
+from spile.runtime.worker import LocalControl, Sizes, work
+from spile.spec.identity import StreamIdentity
+from spile.spec.sample import Sample
+from spile.store.run import join_run
+from spile.store.stream import join_stream
+
+_SETS = 6
+"""Batches' worth of rows, used in turn: more than a processor's cache holds."""
+_LIMIT_BYTES = 1 << 28
+
+
+class ReadyProducer:
+    """Rows that were made beforehand."""
+
+    groups = 1
+    owned = (0,)
+
+    def __init__(self, tokens: int) -> None:
+        one = np.random.default_rng(0).integers(0, 1 << 15, (tokens, D_MODEL), np.uint16)
+        self._sets = [np.stack([one] * len(TAPS)).view(ml_dtypes.bfloat16) for _ in range(_SETS)]
+        self._next = 0
+
+    def prepare(self, batch: Batch) -> None:
+        """Nothing is compiled."""
+
+    def start(self, batch: Batch) -> Sequence[Sequence[Block]]:
+        """The next set's first rows."""
+        self._next = (self._next + 1) % _SETS
+        return [[Block(0, rows[: batch.real_tokens])] for rows in self._sets[self._next]]
+
+    def fetch(self, pending: object) -> Sequence[Sequence[Block]]:
+        """As they are."""
+        return pending  # type: ignore[return-value]
+
+    def describe(self) -> str:
+        """For people."""
+        return "rows that are ready"
+
+
+def samples(tokens: int) -> Iterator[Sample]:
+    """Lengths like those of ARC prompts."""
+    lengths = np.random.default_rng(1).integers(300, 1700, 1 + tokens // 900)
+    for index, length in enumerate(lengths.tolist()):
+        yield Sample(index, f"task-{index}", np.zeros(length, np.int32), np.zeros(length, np.uint8), "", None, 0)
+
+
+def measure(folder: Path, producer: ReadyProducer, lanes: int, size: float, batch_tokens: int) -> float:
+    """Bytes/s through the worker's loop."""
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        root, run, items = open_folder(name), run_identity(), list(samples(int(size / A_TOKEN)))
+        join_run(root, run)
+        stream = join_stream(root, 0, StreamIdentity("bench", "", len(items), len(items), TAPS), run)
+        sizes = Sizes(batch_tokens, None, 2048, 1e9, lanes, in_flight=in_flight(lanes, 1, 1 << 60))
+        with emptied(Path(stream.folder.url)):
+            began = time.perf_counter()
+            work(items, producer, stream, sizes, progress=Progress(), control=LocalControl(threading.Event(), None))
+            return stream.ledger.bytes / (time.perf_counter() - began)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
+    parser.add_argument("--lanes", default="1,2,4,8")
+    parser.add_argument("--gigabytes", type=float, default=8)
+    parser.add_argument("--batch-tokens", type=int, default=16_384)
+    args = parser.parse_args()
+    producer = ReadyProducer(args.batch_tokens)
+    table = Table("lanes", "plain threads", "pipeline", "fraction", title=f"checksum and write, {args.folder}")
+    for lanes in map(int, args.lanes.split(",")):
+        limit = host_copy(args.folder, lanes, _LIMIT_BYTES)
+        rate = measure(args.folder, producer, lanes, args.gigabytes * 1e9, args.batch_tokens)
+        table.add_row(str(lanes), f"{limit / 1e9:.2f} GB/s", f"{rate / 1e9:.2f} GB/s", f"{rate / limit:.0%}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

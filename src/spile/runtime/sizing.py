@@ -1,0 +1,86 @@
+"""How much at once: tokens a batch, shards side by side, batches in memory. No stored number depends on it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import jax
+
+from spile.runtime.worker import Sizes
+from spile.spec.run import ExtractSpec
+
+__all__ = ["choose_sizes", "host_memory", "in_flight"]
+
+_BATCH_TOKENS = {"cpu": (4096, 4096), "gpu": (8192, 32768), "tpu": (4096, 16384)}
+"""Tokens a device and step, at least and at most: enough to keep it busy, and its rows a fraction of a shard."""
+_MOST_LANES = 8
+_AHEAD = 3
+"""Batches beyond those being written: two on the device, and one on its way from it."""
+_MEMORY_SHARE = 4
+"""Rows in flight take at most one part in so many of the host's memory."""
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def choose_sizes(spec: ExtractSpec, bytes_a_token: int) -> Sizes:
+    """What this machine does best with a spec, where the spec does not say."""
+    lanes = _lanes(spec.output)
+    tokens = _batch_tokens(spec, bytes_a_token)
+    return Sizes(
+        batch_tokens=tokens,
+        batch_size=spec.batch_size,
+        longest=spec.data.max_seq_length,
+        shard_bytes=spec.shard_size_gb * 1e9 * jax.process_count(),  # each host has a file of its own
+        lanes=lanes,
+        finishers=_finishers(spec.output),
+        in_flight=in_flight(lanes, tokens * bytes_a_token * jax.local_device_count(), host_memory()),
+    )
+
+
+def _batch_tokens(spec: ExtractSpec, bytes_a_token: int) -> int:
+    """As asked; with ``--batch-size`` alone, room for that many of the longest samples.
+
+    Else what keeps the device busy, but no more rows than about half a shard's.
+    """
+    if spec.batch_tokens is not None:
+        return spec.batch_tokens
+    if spec.batch_size is not None:
+        return spec.batch_size * spec.data.max_seq_length
+    most = int(spec.shard_size_gb * 1e9 / 2 / bytes_a_token)
+    floor, ceiling = _BATCH_TOKENS[jax.default_backend()]
+    return max(floor, min(ceiling, 1 << max(most, 1).bit_length()))
+
+
+def _lanes(output: str) -> int:
+    """Shards to fill side by side: several where an accelerator is faster than one file.
+
+    One where the sink is a bucket, whose writer is a buffer in memory and whose upload is parallel by itself; and one a
+    host on a pod, whose hosts commit together.
+    """
+    if jax.default_backend() == "cpu" or "://" in output or jax.process_count() > 1:
+        return 1
+    return min(_MOST_LANES, max(1, (os.cpu_count() or 2) // 2))
+
+
+def _finishers(output: str) -> int | None:
+    """Two for a bucket: the next shard goes up while the last one's parts become an object and its commit is made.
+
+    One a host on a pod, whose hosts commit together and in one order.
+    """
+    return 2 if "://" in output and jax.process_count() == 1 else None
+
+
+def in_flight(lanes: int, batch_bytes: int, memory: int) -> int:
+    """A batch in each lane, one waiting behind every second, and those ahead; fewer where memory is short.
+
+    Never fewer than two: one is written while the next is computed.
+    """
+    wanted = lanes + lanes // 2 + _AHEAD
+    return max(2, min(wanted, memory // _MEMORY_SHARE // batch_bytes))
+
+
+def host_memory() -> int:
+    """Bytes that this host has, or that its container may use."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    texts = (Path(name).read_text().strip() for name in _CGROUP_LIMITS if Path(name).is_file())
+    return min([total, *(int(text) for text in texts if text.isdigit())])
