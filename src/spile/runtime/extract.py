@@ -155,7 +155,9 @@ def find(spec: ExtractSpec) -> Parts:
         dtype=dtype,
         store_dtype=spec.store_dtype,
     )
-    stream = StreamIdentity(samples.location, samples.sha256, samples.lines, samples.samples, taps)
+    stream = StreamIdentity(
+        samples.location, samples.sha256, samples.lines, samples.samples, taps, samples.streams, samples.split
+    )
     if known is not None:
         join_run(root, identity)  # compares: a run of other numbers is refused before anything is loaded
     return Parts(replace(spec, dtype=dtype), root, files, taps, samples, identity, stream)

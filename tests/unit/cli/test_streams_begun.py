@@ -1,0 +1,28 @@
+"""Streams from ``spile data streams`` to ``spile verify``: those that no worker began are missing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from unit.cli.refusals import SMALL, lines, spile
+
+
+def test_streams_that_no_worker_began(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    data = lines(tmp_path / "texts.jsonl", *({"text": f"{n} {n + 1}"} for n in range(9)))
+    streams, out = tmp_path / "streams", tmp_path / "out"
+    assert spile("data", "streams", "--dataset", data, "--num-streams", 3, "--output-dir", streams) == 0
+    work = ("extract", "--dataset-dir", streams, "--output", out, *SMALL, "--worker-id")
+    assert spile(*work, 0) == 0
+    capfd.readouterr()
+    assert spile("verify", out) == 1
+    assert f"missing: {out}: streams 1-2 were never begun (2 of 3)" in capfd.readouterr().out
+    assert spile("verify", out, "--streams", "0") == 0
+    for number in (1, 2):
+        assert spile(*work, number) == 0
+    capfd.readouterr()
+    assert spile("verify", out, "--json") == 0
+    report = json.loads(capfd.readouterr().out)
+    assert (report["streams_expected"], report["never_begun"]) == (3, [])
