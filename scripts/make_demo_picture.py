@@ -1,4 +1,4 @@
-"""Draws docs/images/demo.svg: what ``make demo`` and ``spile verify`` print, from a run of them here and now.
+"""Draws docs/images/demo.svg: an extraction that is interrupted, goes on and is proven, from a run here and now.
 
 python scripts/make_demo_picture.py [OUTPUT]
 """
@@ -8,27 +8,59 @@ from __future__ import annotations
 import io
 import os
 import re
+import signal
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 from rich.console import Console
+from rich.text import Text
 
-from spile import ExtractSpec, extract
 from spile.cli.live import facts, report
+from spile.cli.signals import heard
 from spile.cli.verify import show
+from spile.runtime.extract import extract
+from spile.runtime.progress import Progress
+from spile.spec.run import ExtractSpec
 from spile.store.proof import verify
 
 OUTPUT = Path(__file__).parent.parent / "docs" / "images" / "demo.svg"
 WIDTH = 104
+INTERRUPTED_AT = 16
+"""Samples."""
 
 
 def draw(console: Console) -> None:
-    """Both commands, as a terminal would show them when they are done."""
-    console.print("[bold green]$[/] make demo")
-    console.print(report(facts(extract(ExtractSpec()))))
+    """The commands, as a terminal would show them when they are done."""
+    console.print("[bold green]$[/] spile extract")
+    run(console, interrupt=True)
+    console.print("\n[bold green]$[/] spile extract")
+    run(console, interrupt=False)
     console.print("\n[bold green]$[/] spile verify ./activations")
     show(verify("./activations"), console)
+
+
+def run(console: Console, *, interrupt: bool) -> None:
+    """What ``spile extract`` does, without its bar; a real signal interrupts it."""
+    stop, over = threading.Event(), threading.Event()
+    progress = Progress(say=lambda text: console.print(Text.assemble(("^C\n· " if interrupt else "· ", "dim"), text)))
+
+    def press() -> None:
+        while not over.wait(0.01):
+            if progress.snapshot().samples >= INTERRUPTED_AT:
+                os.kill(os.getpid(), signal.SIGINT)
+                return
+
+    with heard(stop, progress):
+        presser = threading.Thread(target=press)
+        if interrupt:
+            presser.start()
+        summary = extract(ExtractSpec(), progress=progress, stop=stop)
+        over.set()
+        if interrupt:
+            presser.join()
+    console.print(report(facts(summary)))
 
 
 def main(target: Path) -> None:
