@@ -5,10 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from fleet.world import World
 from spile.fleet.cloud_tpu import CloudTpu
 from spile.fleet.fake_cloud.cloud import Pace
 from spile.fleet.fake_cloud.server import FakeCloud
+from spile.fleet.fake_cloud.vms import processes_marked
 from spile.fleet.settings import read_settings
+from spile.objects.fake_gcs import FakeGcs
 
 
 @pytest.fixture
@@ -22,3 +25,13 @@ def client(fake: FakeCloud) -> Iterator[CloudTpu]:
     provider = CloudTpu(read_settings(fake.environment()), sleep=lambda _: None)
     yield provider
     provider.close()
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    with FakeGcs() as gcs:
+        made = World(tmp_path, gcs)
+        with made.cloud:
+            yield made
+            left = [mark for raw in made.cloud.cloud.nodes("-") for mark in [raw["id"]]]
+        assert not any(processes_marked(mark) for mark in left), "the cloud's end leaves no process"

@@ -3,83 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
 import pytest
 
-from spile.fleet.fake_cloud.cloud import ApiError, Pace
-from spile.fleet.fake_cloud.server import FakeCloud
-from spile.fleet.fake_cloud.vms import processes_marked
-from spile.objects.fake_gcs import FakeGcs
-
-A, B = "us-central1-a", "us-central1-b"
-
-
-class World:
-    """A cloud and a bucket, and spile at the prompt."""
-
-    def __init__(self, folder: Path, gcs: FakeGcs) -> None:
-        self.folder, self.gcs = folder, gcs
-        gcs.add_bucket("b")
-        machines = {
-            "STORAGE_EMULATOR_HOST": gcs.url,
-            "JAX_PLATFORMS": "cpu",
-            "JAX_COMPILATION_CACHE_DIR": str(folder / "programs"),
-            "SPILE_EXPECT": "any",
-            "SPILE_AGENT_FLAGS": "--pause 0.1 --look 1",
-        }
-        self.cloud = FakeCloud(folder / "cloud", pace=Pace(0.2, 0.1, 0.1), environment=machines)
-        self.environment = {
-            **{key: value for key, value in os.environ.items() if not key.startswith("SPILE_")},
-            **self.cloud.environment(),
-            "STORAGE_EMULATOR_HOST": gcs.url,
-            "CLOUDSDK_CONFIG": str(folder),
-            "COLUMNS": "200",
-        }
-
-    def spile(self, *words: str) -> tuple[int, str]:
-        done = subprocess.run(
-            [sys.executable, "-m", "spile.cli.main", *words],
-            env=self.environment, capture_output=True, text=True, check=False, timeout=280,
-        )  # fmt: skip
-        return done.returncode, done.stdout + done.stderr
-
-    def start(self, *words: str, log: IO[str]) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "spile.cli.main", *words]
-        return subprocess.Popen(command, env=self.environment, stdout=log, stderr=subprocess.STDOUT, text=True)
-
-    def objects(self, prefix: str = "") -> list[str]:
-        return sorted(key for key in self.gcs.buckets.buckets["b"].objects if key.startswith(prefix))
-
-    def commits(self) -> int:
-        return sum("/commits/" in key for key in self.objects("activations/"))
-
-    def ready(self) -> list[tuple[str, str]]:
-        places = [raw["name"].split("/") for raw in self.cloud.cloud.nodes("-") if raw["state"] == "READY"]
-        return [(place[3], place[5]) for place in places]
-
-    def logs(self) -> str:
-        """For a failure."""
-        return "\n".join(f"== {path}\n{path.read_text()[-3000:]}" for path in sorted(self.folder.rglob("*.log")))
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    with FakeGcs() as gcs:
-        made = World(tmp_path, gcs)
-        with made.cloud:
-            yield made
-            left = [mark for raw in made.cloud.cloud.nodes("-") for mark in [raw["id"]]]
-        assert not any(processes_marked(mark) for mark in left), "the cloud's end leaves no process"
-
+from fleet.world import A, B, World
+from spile.fleet.fake_cloud.cloud import ApiError
 
 DEPLOY = ("deploy", "--gcs-bucket", "b", "--fleet", "t", "--interval", "0.5", "--create-tpus", "--monitor")
 

@@ -206,7 +206,7 @@ def test_twenty_deaths_then_two_hosts_then_eight(tmp_path: Path) -> None:
         tpu.lose(4, 2, chance.randrange(4), after=chance.randint(1, 4), pause=chance.uniform(0.0, 0.2))
         died_at.append(tpu.commits())
         if number % 7 == 0:
-            tpu.lose_early(4, 2, chance.randrange(4), chance.uniform(1.0, 20.0))
+            tpu.lose_early(4, 2, chance.randrange(4), chance.uniform(0.2, 2.5))
     whole = 48 * variants // 8
     assert died_at[0] < whole / 5
     assert whole / 3 < died_at[-1] < whole

@@ -63,8 +63,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     sys.exit(_run(words, debug))
 
 
+class _Errors(Console):
+    """An exit code counts, though nobody reads the line any more: the one who did may have died first."""
+
+    def on_broken_pipe(self) -> None:
+        """Be quiet from now on, the interpreter's last flush too."""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+
+
 def _run(words: list[str], debug: bool) -> int:
-    errors = Console(stderr=True, soft_wrap=True, highlight=False)
+    errors = _Errors(stderr=True, soft_wrap=True, highlight=False)
     try:
         words, config = _config(words)
         words = modern(words, os.environ)
