@@ -17,10 +17,12 @@ import pytest
 from fleet.world import A, World
 from spile.fleet.cloud_tpu import CloudTpu
 from spile.fleet.fake_cloud import vms
-from spile.fleet.home import FleetHome
-from spile.fleet.monitor import FleetMonitor, FleetStatus
+from spile.fleet.home import FleetHome, Report
+from spile.fleet.monitor import FleetMonitor, FleetStatus, pulses_of
+from spile.fleet.provider import NodeRequest
 from spile.fleet.settings import read_settings
-from spile.fleet.spec import FleetSpec
+from spile.fleet.spec import FleetSpec, plan_workers
+from spile.status.snapshot import Snapshot, State, StreamView
 
 _SUBREAPER = 36
 PATIENCE = 12.0
@@ -125,3 +127,16 @@ def test_a_stopped_worker_is_replaced_and_fenced(
 def beat(world: World) -> dict[str, str]:
     found = world.gcs.buckets.buckets["b"].objects.get("activations/tpu_0/progress.json")
     return json.loads(found.data) if found is not None else {}
+
+
+def test_the_bucket_tells_how_long_a_worker_gets_no_further(tmp_path: Path) -> None:
+    """Its own heartbeat and its agent's word: the newer one counts."""
+    workers = plan_workers((A,), 1)
+    fleet = FleetSpec("f", "p", (A,), workers, NodeRequest("v3-8", "r"), root=str(tmp_path), deployment="d")
+    view = StreamView(0, "tpu_0", State.WORKING, phase="running", age=10.0, idle=700.0)
+    snapshot = Snapshot(str(tmp_path), 10_000.0, (view,))
+    assert pulses_of(fleet, {}, snapshot)[0].progress == 9300.0
+    assert pulses_of(fleet, {}, replace(snapshot, streams=(replace(view, idle=None),)))[0].progress == 9990.0
+    said = {workers[0].name: Report(workers[0].name, "d", phase="starting", updated=9500.0)}
+    assert pulses_of(fleet, said, snapshot)[0].progress == 9500.0
+    assert pulses_of(fleet, {}, replace(snapshot, streams=()))[0].progress is None

@@ -43,14 +43,17 @@ def pulses_of(fleet: FleetSpec, reports: Mapping[str, Report], snapshot: Snapsho
         report, view = reports.get(worker.name), views.get(worker.id)
         if report is not None and report.deployment not in ("", fleet.deployment):
             report = None
-        beats = []
+        beats, steps = [], []
         if report is not None:
             beats.append((report.updated, report.phase))
+            steps.append(report.updated)
         if view is not None and view.age is not None:
             beats.append((snapshot.taken - view.age, view.phase))
+            steps.append(snapshot.taken - (view.age if view.idle is None else view.idle))
         beat, phase = max(beats, default=(None, ""))
         verdict, said, error = (report.verdict, report.updated, report.error) if report else ("", 0.0, "")
-        found[worker.id] = Pulse(beat, phase, verdict, said, error or (view.last_error or "" if view else ""))
+        error = error or (view.last_error or "" if view else "")
+        found[worker.id] = Pulse(beat, phase, verdict, said, error, max(steps, default=None))
     return found
 
 

@@ -31,6 +31,8 @@ class Pulse:
     """When the agent said so."""
     error: str = ""
     """Its log's last lines."""
+    progress: float | None = None
+    """When it last got further."""
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,11 @@ def health_of(policy: Policy, observed: Observed, worker: int, node: Node, comin
             return Health(
                 False, f"{what} {age:.0f} s {'ago' if beat is None else 'old'} (limit {limit:.0f})", silent=True
             )
+        progress = observed.pulse(worker).progress
+        idle = now - max(progress, node.created) if progress is not None else 0.0
+        if idle > policy.stall:
+            why = f"it gives signs of life and got no further for {idle:.0f} s (limit {policy.stall:.0f})"
+            return Health(False, why, silent=True)
     return Health(True)
 
 

@@ -62,6 +62,8 @@ class Policy:
     """A running worker's heartbeat may be so many intervals old (the monitor's or the worker's, the longer)."""
     compile_grace: float = 1200.0
     """The same while it boots, installs or compiles."""
+    stall: float = 1800.0
+    """A worker that gives signs of life may get no further for so long: a device or a compiler can hang beside them."""
     create_timeout: float = 1800.0
     """A machine that is not ready by then is deleted."""
     settle: float = 120.0

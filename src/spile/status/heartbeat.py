@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any
@@ -66,10 +66,16 @@ class Beat:
     last_error: str | None = None
     missed: int = 0
     """Heartbeats that could not be written."""
+    progressed: str | None = None
+    """When its counts or its phase last changed: a worker can be alive and get no further."""
 
     def age(self, now: float) -> float:
         """Seconds since it was written."""
         return now - datetime.fromisoformat(self.updated).timestamp()
+
+    def idle(self, now: float) -> float | None:
+        """Seconds since it last got further, where it says so."""
+        return None if self.progressed is None else now - datetime.fromisoformat(self.progressed).timestamp()
 
 
 class Heartbeat:
@@ -89,7 +95,8 @@ class Heartbeat:
         self._folder, self._attempt, self._read = folder, attempt, read
         self._every, self._clock, self._say = every, clock, say
         self._host = host or socket.gethostname()
-        self._started = _iso(clock())
+        self._started = self._progressed = _iso(clock())
+        self._last: Reading | None = None
         self._tail: deque[str] = deque(maxlen=_TAIL)
         self._error: str | None = None
         self._phase: str | None = None
@@ -138,7 +145,10 @@ class Heartbeat:
 
     def _write(self) -> None:
         try:
-            reading = asdict(self._read())
+            now = self._read()
+            if self._last is None or not _same(now, self._last):
+                self._last, self._progressed = now, _iso(self._clock())
+            reading = asdict(now)
             phase = self._phase or reading["phase"]
             beat = Beat(
                 attempt=self._attempt,
@@ -149,6 +159,7 @@ class Heartbeat:
                 log_tail=tuple(self._tail),
                 last_error=self._error,
                 missed=self.missed,
+                progressed=self._progressed,
                 **{**reading, "phase": phase},
             )
             self._folder.put(PROGRESS, json.dumps(asdict(beat), indent=1).encode() + b"\n")
@@ -169,8 +180,14 @@ def read_beat(folder: Folder) -> Beat | None:
 def _parse(found: dict[str, Any]) -> Beat:
     known = {field.name: found[field.name] for field in fields(Beat) if field.name in found}
     beat = Beat(**{**known, "log_tail": tuple(known.get("log_tail", ()))})
-    beat.age(0.0)  # a time that cannot be read is no heartbeat
+    beat.age(0.0), beat.idle(0.0)  # a time that cannot be read is no heartbeat
     return beat
+
+
+def _same(now: Reading, before: Reading) -> bool:
+    """Whether nothing was done in between: a rate that falls and a try again are no progress."""
+    idle = {"tokens_per_second": 0.0, "retries": 0}
+    return replace(now, **idle) == replace(before, **idle)  # type: ignore[arg-type]
 
 
 def _iso(seconds: float) -> str:

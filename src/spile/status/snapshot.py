@@ -71,6 +71,8 @@ class StreamView:
     host: str = ""
     age: float | None = None
     """Seconds since the heartbeat."""
+    idle: float | None = None
+    """Seconds since its worker last got further."""
     retries: int = 0
     last_error: str | None = None
     log_tail: tuple[str, ...] = ()
@@ -238,6 +240,7 @@ def view_of(number: int, record: StreamRecord | None, ledger: Ledger, beat: Beat
         phase=beat.phase if beat is not None else "",
         host=beat.host if beat is not None else "",
         age=None if beat is None else max(0.0, beat.age(now)),
+        idle=None if beat is None else beat.idle(now),
         retries=beat.retries if beat is not None else 0,
         last_error=beat.last_error if beat is not None else None,
         log_tail=beat.log_tail if beat is not None else (),

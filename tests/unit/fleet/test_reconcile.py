@@ -116,6 +116,25 @@ def test_stale_heartbeats(age: float, phase: str, dead: bool) -> None:
     assert not dead or f"its heartbeat is {age} s old" in actions[0].reason
 
 
+@pytest.mark.parametrize(
+    ("idle", "phase", "dead"), [(1700, "running", False), (1900, "running", True), (1900, "compiling", True)]
+)
+def test_fresh_heartbeats_of_a_worker_that_gets_no_further(idle: float, phase: str, dead: bool) -> None:
+    """Its device hangs, and the thread with its pulse does not."""
+    old = a_node(0, created=NOW - 9000)
+    seen = see(old, a_node(1), pulses={0: Pulse(NOW - 10, phase, progress=NOW - idle), 1: fresh()})
+    history, actions = turn(a_fleet(), seen)
+    assert words(actions) == ([("delete", 0, A)] if dead else [])
+    assert history.workers[0].silences == int(dead)
+    assert not dead or actions[0].reason == "it gives signs of life and got no further for 1900 s (limit 1800)"
+
+
+def test_how_far_the_machine_before_got_does_not_count() -> None:
+    young = a_node(0, created=NOW - 100)
+    seen = see(young, a_node(1), pulses={0: Pulse(NOW - 10, "running", progress=NOW - 5000), 1: fresh()})
+    assert turn(a_fleet(), seen)[1] == ()
+
+
 def test_the_heartbeat_of_the_machine_before_does_not_count() -> None:
     young = a_node(0, created=NOW - 100)
     _, actions = turn(a_fleet(), see(young, a_node(1), pulses={0: Pulse(NOW - 500, "running"), 1: fresh()}))

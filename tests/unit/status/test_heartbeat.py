@@ -56,6 +56,7 @@ def test_a_heartbeat_says_what_the_design_says(folder: Folder) -> None:
         "log_tail": ["loaded the model"],
         "last_error": "upload retried",
         "missed": 0,
+        "progressed": "2027-01-15T08:00:00Z",
     }
     beat = read_beat(folder)
     assert beat is not None
@@ -70,6 +71,25 @@ def test_it_beats_at_once_when_asked_and_at_the_end() -> None:
         heart.beat()
         assert puts.came.acquire(timeout=10)
     assert len(puts.beats) == 3
+
+
+def test_it_says_when_the_worker_last_got_further() -> None:
+    """A worker whose device hangs beats on; a rate that falls and a request tried again are no progress."""
+    puts = Puts()
+    turns = iter([(0.0, 5, 9.5, 0), (30.0, 5, 7.0, 2), (60.0, 6, 7.0, 2), (90.0, 6, 5.0, 3)])
+    now = [next(turns)]
+
+    def read() -> Reading:
+        return Reading("running", samples=now[0][1], tokens_per_second=now[0][2], retries=now[0][3])
+
+    with Heartbeat(puts, "a1b2", read, every=3600, clock=lambda: now[0][0]) as heart:  # type: ignore[arg-type]
+        for turn in turns:
+            assert puts.came.acquire(timeout=10)
+            now[0] = turn
+            heart.beat()
+        assert puts.came.acquire(timeout=10)
+    assert [str(beat["updated"])[14:19] for beat in puts.beats][:4] == ["00:00", "00:30", "01:00", "01:30"]
+    assert [str(beat["progressed"])[14:19] for beat in puts.beats][:4] == ["00:00", "00:00", "01:00", "01:00"]
 
 
 def test_it_beats_by_itself() -> None:
