@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from bench.shapes import SHAPES, make_model
 from spile.plan.ranges import Ranges
@@ -24,13 +24,12 @@ from spile.runtime.device import DeviceProducer
 from spile.runtime.extract import find, make_producer, sizes_for
 from spile.runtime.progress import Progress
 from spile.runtime.worker import LocalControl, work
-from spile.spec.run import EMBEDDED, DataSpec, ExtractSpec
+from spile.spec.run import EMBEDDED, ComputeDtype, DataSpec, ExtractSpec
 from spile.spec.sample import Sample
 from spile.store.run import join_run
 from spile.store.stream import join_stream
 
-_Dtype = Literal["float32", "bfloat16"]
-_DTYPES: tuple[_Dtype, ...] = ("float32", "bfloat16")
+_DTYPES: tuple[ComputeDtype, ...] = ("float32", "bfloat16")
 
 
 class Turn(NamedTuple):
@@ -76,14 +75,14 @@ def _compare(args: argparse.Namespace, folder: Path) -> None:
     model = make_model(args.shape, folder / "model")
     data = DataSpec(dataset=args.tasks, max_samples=args.samples)
 
-    def spec(dtype: _Dtype, turn: int) -> ExtractSpec:
+    def spec(dtype: ComputeDtype, turn: int) -> ExtractSpec:
         output = str(folder / f"run-{dtype}-{turn}")
         return ExtractSpec(model=str(model), data=data, output=output, dtype=dtype)
 
     samples = [item for item in find(spec("float32", 0)).samples.read(Ranges()) if isinstance(item, Sample)]
     prompts = [sample.tokens for sample in samples]
     producers = {dtype: make_producer(find(spec(dtype, 0)), Progress()) for dtype in _DTYPES}
-    mine: dict[_Dtype, list[Turn]] = {dtype: [] for dtype in _DTYPES}
+    mine: dict[ComputeDtype, list[Turn]] = {dtype: [] for dtype in _DTYPES}
     theirs = []
     for turn in range(args.turns + 1):
         for dtype, producer in producers.items():
