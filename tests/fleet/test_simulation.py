@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
-import time
 from collections import Counter
 
 import pytest
 
-from fleet_simulation import Simulation
+from fleet_simulation import DirectSession, Simulation
+from spile.fleet.cloud_tpu import CloudTpu
+from spile.fleet.fake_cloud.api import Api
+from spile.fleet.fake_cloud.cloud import Cloud, Pace
 from spile.fleet.history import History
-from spile.fleet.observed import Observed, Pulse
-from spile.fleet.provider import Node, NodeRequest
-from spile.fleet.spec import FLEET_LABEL, WORKER_LABEL, FleetSpec, plan_workers
-from spile.fleet.states import NodeState
+from spile.fleet.observed import Pulse
+from spile.fleet.provider import NodeRequest
+from spile.fleet.settings import CloudSettings
+from spile.fleet.spec import FleetSpec, plan_workers
+from spile.fleet.tick import tick
 
 
 @pytest.mark.parametrize("block", range(4))
@@ -61,23 +64,35 @@ def test_a_failure_names_its_seed() -> None:
         simulation.run()
 
 
-def test_256_workers_are_watched_within_an_interval() -> None:
-    from spile.fleet.absorb import absorb
-    from spile.fleet.reconcile import decide
-
+def test_256_workers_cost_a_request_a_zone() -> None:
+    """A round's requests grow with the zones and with what is under way, not with the workers that are well."""
     zones = ("us-central1-a", "us-central1-b", "us-east1-d", "europe-west4-a")
     fleet = FleetSpec("big", "p", zones, plan_workers(zones, 64), NodeRequest("v3-8", "r"), deployment="d")
-    nodes = tuple(
-        Node(
-            worker.name, worker.zone, NodeState.READY, "v3-8", uid=str(worker.id), created=0.0,
-            labels={FLEET_LABEL: "big", WORKER_LABEL: str(worker.id)},
-        )
-        for worker in fleet.workers
-    )  # fmt: skip
-    history, began = History(), time.process_time()
-    for round_number in range(10):
-        now = 100.0 + 60 * round_number
-        seen = Observed("big", nodes, pulses={worker.id: Pulse(now, "running") for worker in fleet.workers})
-        history = absorb(fleet, seen, history, now)
-        assert decide(fleet, seen, history, now) == ()
-    assert time.process_time() - began < 60, "ten rounds took longer than one interval"
+    now = [1_000_000.0]
+    api = Api(Cloud(lambda: now[0], pace=Pace(60, 30, 20)))
+    settings = CloudSettings("p", endpoint="http://sim/", anonymous=True)
+    client = CloudTpu(settings, session=DirectSession(api))
+    history, saved = History(), []
+
+    def turn() -> list[tuple[str, str]]:
+        """A round, and the requests that it made."""
+        nonlocal history
+        now[0] += 90.0
+        before = len(api.calls)
+        pulses = {worker.id: Pulse(now[0], "running") for worker in fleet.workers}
+        history = tick(
+            fleet, client, history, pulses,
+            clock=lambda: now[0], held=lambda: True, metadata=lambda _: {}, save=saved.append,
+        ).history  # fmt: skip
+        return api.calls[before:]
+
+    first, second = turn(), turn()
+    assert Counter(method for method, _ in first) == {"GET": len(zones), "POST": 256}
+    assert Counter(path.split("/")[-2] for _, path in second)["operations"] == 256, "each was asked about"
+    saved.clear()
+    lists = [("GET", f"/v2/projects/p/locations/{zone}/nodes") for zone in zones]
+    for _ in range(10):
+        assert turn() == lists
+    assert len(saved) == 10
+    api.cloud.preempt(zones[0], fleet.workers[3].name)
+    assert len(turn()) == len(lists) + 2, "the one that was taken is looked at and deleted"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from fleet.world import a_home
 from spile.cli.main import main
 from spile.fleet import manage
 from spile.fleet.cloud_tpu import CloudTpu
@@ -23,7 +25,8 @@ A, B = "us-central1-a", "us-central1-b"
 @pytest.fixture
 def spile(fake: FakeCloud, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path):
     """Run a command line: its exit code, and what it said."""
-    for name, value in {**fake.environment(), "CLOUDSDK_CONFIG": str(tmp_path), "COLUMNS": "200"}.items():
+    home = str(a_home(tmp_path / "home"))
+    for name, value in {**fake.environment(), "CLOUDSDK_CONFIG": home, "HOME": home, "COLUMNS": "200"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(manage, "EVERY", 0.05)
 
@@ -57,6 +60,27 @@ def test_create_status_list_delete(spile, client: CloudTpu) -> None:
     assert names(client) == ["tpu-us-central1-a-1", "tpu-us-central1-b-0", "tpu-us-central1-b-1"]
     code, text = spile("tpu", "delete", "--zones", f"{A},{B}", "--yes")
     assert (code, names(client)) == (0, [])
+
+
+def test_machines_are_born_with_a_key_for_ssh(spile, client: CloudTpu, fake: FakeCloud, tmp_path: Path) -> None:
+    """gcloud's own, made where there is none, as gcloud does; none where there is no ssh."""
+    private = tmp_path / "home" / ".ssh" / "google_compute_engine"
+    public = private.with_name("google_compute_engine.pub")
+
+    def born(name: str) -> str | None:
+        code, said = spile("tpu", "create", "--zones", A, "--name-prefix", name, "--fleet", name)
+        assert code == 0, said
+        return fake.cloud.node(A, f"{name}-{A}-0").get("metadata", {}).get("ssh-keys")
+
+    assert born("known") == f"{getpass.getuser()}:ssh-rsa AAAA me@here"
+    private.unlink()
+    public.unlink()
+    assert born("new") == f"{getpass.getuser()}:{public.read_text().strip()}"
+    assert "PRIVATE KEY" in private.read_text()
+    private.unlink()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", str(tmp_path))
+        assert born("none") is None
 
 
 def test_delete_asks_and_leaves_foreign_machines_alone(spile, client: CloudTpu) -> None:
@@ -171,7 +195,8 @@ def test_ctrl_c_ends_the_waiting_and_what_was_asked_for_goes_on(
     fake: FakeCloud, client: CloudTpu, tmp_path: Path
 ) -> None:
     fake.admin("pace", {"create": 3600})
-    environment = {**os.environ, **fake.environment(), "CLOUDSDK_CONFIG": str(tmp_path)}
+    home = str(a_home(tmp_path / "home"))
+    environment = {**os.environ, **fake.environment(), "CLOUDSDK_CONFIG": home, "HOME": home}
     words = [sys.executable, "-m", "spile.cli.main", "tpu", "create", "--zones", f"{A},{B}"]
     with subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True) as process:
         while len(names(client)) < 2:

@@ -12,9 +12,18 @@ from spile.fleet.fake_cloud.cloud import Pace
 from spile.fleet.fake_cloud.server import FakeCloud
 from spile.objects.fake_gcs import FakeGcs
 
-__all__ = ["A", "B", "World"]
+__all__ = ["A", "B", "World", "a_home"]
 
 A, B = "us-central1-a", "us-central1-b"
+
+
+def a_home(folder: Path) -> Path:
+    """A home with a key for ssh, so that none is made."""
+    keys = folder / ".ssh"
+    keys.mkdir(parents=True)
+    (keys / "google_compute_engine").write_text("private\n")
+    (keys / "google_compute_engine.pub").write_text("ssh-rsa AAAA me@here\n")
+    return folder
 
 
 class World:
@@ -36,6 +45,7 @@ class World:
             **self.cloud.environment(),
             "STORAGE_EMULATOR_HOST": gcs.url,
             "CLOUDSDK_CONFIG": str(folder),
+            "HOME": str(a_home(folder / "home")),
             "COLUMNS": "200",
         }
 

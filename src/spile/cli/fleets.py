@@ -115,13 +115,18 @@ class MachineFlags:
 
 
 def _ssh_keys() -> dict[str, str]:
-    """The key that gcloud would log in with, where there is one: given at birth, it needs no change of the machine."""
+    """The key that gcloud would log in with, made where there is none, as gcloud does: ``spile run`` needs it.
+
+    Given at birth, it needs no change of the machine. Who has no ssh here needs no key.
+    """
     import getpass
+    import shutil
 
-    from spile.fleet.ssh.hosts import GCLOUD_KEY
+    from spile.fleet.ssh.hosts import GCLOUD_KEY, ensure_key
 
-    public = GCLOUD_KEY.with_suffix(".pub").expanduser()
-    return {"ssh-keys": f"{getpass.getuser()}:{public.read_text().strip()}"} if public.is_file() else {}
+    if shutil.which("ssh-keygen") is None and not GCLOUD_KEY.expanduser().is_file():
+        return {}
+    return {"ssh-keys": f"{getpass.getuser()}:{ensure_key()}"}
 
 
 def confirm(question: str, *, yes: bool, console: Console) -> None:
