@@ -125,8 +125,9 @@ class _Flow:
 
     def __post_init__(self) -> None:
         self.plans = Pipe(self.crew, _PLANS_AHEAD)
-        self.steps = Pipe(self.crew, 4 * self.lanes + self.in_flight)
-        self.rows = [Pipe(self.crew, 4) for _ in range(self.lanes)]
+        most = 2 * self.in_flight + 1  # each batch may be the last of its shard; a full queue would hold up all lanes
+        self.steps = Pipe(self.crew, most)
+        self.rows = [Pipe(self.crew, most) for _ in range(self.lanes)]
         self.closes = Pipe(self.crew, 1)
         self.credits = threading.Semaphore(self.in_flight)
         # Batches of each lane, counted by the dispatcher and by the lane: each number has one writer and needs no lock.

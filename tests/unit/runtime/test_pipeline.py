@@ -10,7 +10,7 @@ from producers import TAPS, NumpyProducer, lengths, rows_of, run_identity, sampl
 from spile.errors import StoreError
 from spile.objects import open_folder
 from spile.runtime.pipeline import Verdict
-from spile.runtime.producer import OutOfDeviceMemory
+from spile.runtime.producer import Block, OutOfDeviceMemory
 from spile.runtime.progress import Progress
 from spile.runtime.worker import LocalControl, Sizes, work
 from spile.spec.sample import Skip
@@ -175,3 +175,65 @@ def test_a_failing_dataset_ends_the_run_with_its_own_error(tmp_path):
     stream = open_stream(tmp_path, 2)
     with pytest.raises(StoreError, match="the dataset went away"):
         work(items(), NumpyProducer(), stream, SIZES, progress=Progress(), control=Script())
+
+
+class Counting(Progress):
+    """Tells how many batches have been written."""
+
+    written = 0
+
+    def add(self, **counts: int) -> None:
+        self.written += "computed_tokens" in counts
+        super().add(**counts)
+
+
+@pytest.mark.parametrize(("lanes", "in_flight"), [(1, 2), (1, 5), (3, 2), (3, 9)])
+def test_as_many_batches_are_in_flight_as_told_and_no_more(tmp_path, lanes, in_flight):
+    progress, full = Counting(), threading.Event()
+    seen = []
+
+    class Watched(NumpyProducer):
+        def start(self, batch):
+            seen.append(1 + len(seen) - progress.written)
+            if seen[-1] >= in_flight:
+                full.set()
+            return super().start(batch)
+
+        def fetch(self, pending):
+            assert full.wait(20), "too few batches were started ahead"
+            return super().fetch(pending)
+
+    items = [sample(i, 40) for i in range(60)]
+    sizes = Sizes(128, None, 64, 4000, lanes, in_flight=in_flight)
+    assert visit(tmp_path, items, Watched(), sizes=sizes, progress=progress)
+    assert max(seen) == in_flight
+    check(tmp_path, items)
+
+
+def test_a_lane_that_is_held_up_holds_up_no_other(tmp_path):
+    """Nearly all batches are written while the first one's file hangs: later ones do not queue behind it."""
+    many, progress = threading.Event(), Counting()
+
+    class Hanging(np.ndarray):
+        def __getitem__(self, key):
+            assert many.wait(20), f"{progress.written} batches were written"
+            return np.asarray(self)[key]
+
+    class FirstHangs(NumpyProducer):
+        def fetch(self, pending):
+            blocks = super().fetch(pending)
+            if pending.samples[0].index:
+                return blocks
+            return [[Block(group, rows.view(Hanging)) for group, rows in tap] for tap in blocks]
+
+    class Watched(Counting):
+        def add(self, **counts: int) -> None:
+            super().add(**counts)
+            progress.written = self.written
+            if self.written >= 36:
+                many.set()
+
+    items = [sample(i, 40) for i in range(40)]
+    one_batch = Sizes(64, 1, 64, 100, lanes=2)
+    assert visit(tmp_path, items, FirstHangs(), sizes=one_batch, progress=Watched())
+    check(tmp_path, items)
