@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import subprocess
 import sys
 from collections.abc import Mapping
 
@@ -32,6 +34,18 @@ def test_a_terminal_without_the_signs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
     say("✓ Passed 'complete' barrier")
     assert raw.getvalue() == b" Passed 'complete' barrier\n"
+
+
+def test_an_exit_code_counts_though_nobody_reads_the_line() -> None:
+    """The agent of a worker, or a person's ssh, may die first."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = [sys.executable, "-m", "spile.cli.main", "pod", "check", "--topology", "v5e-9"]
+    try:
+        code = subprocess.run(words, env=clean_environment(), stdout=writer, stderr=writer, check=False).returncode
+    finally:
+        os.close(writer)
+    assert code == 2
 
 
 @pytest.mark.parametrize(
