@@ -19,131 +19,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
 
 from spile.plan.batches import Batch
-from spile.plan.shards import ShardPlan
+from spile.runtime.flow import AHEAD, Close, Control, Countdown, Flow, Rows, Shard, Sink, Step, Work
 from spile.runtime.pipes import Crew, Pipe, Stopped
 from spile.runtime.producer import Block, OutOfDeviceMemory, Producer
 from spile.runtime.progress import Progress
 from spile.spec.sample import Sample, Skip
-from spile.store.record import ShardRecord
-from spile.store.shard import ShardBuilder
 
-__all__ = ["Control", "Pipeline", "Sink", "Verdict", "Work"]
-
-_PLANS_AHEAD = 1
-"""Shards that wait with their samples; the feeder holds one more, and all are compiled for."""
-_AHEAD = 3
-"""Batches beyond those being written, unless told: two on the device, and one on its way from it."""
-
-Verdict = Literal["go", "commit", "stop"]
-"""At a batch's boundary: go on; commit the shards as they are and go on; commit them and end."""
-
-
-class Control(Protocol):
-    """Who decides when shards end early. On a pod, all hosts must hear the same answer at the same batch."""
-
-    def verdict(self) -> Verdict:
-        """Asked before each batch."""
-
-    def committed(self) -> None:
-        """Shards were closed: the clock of ``--commit-every`` starts again."""
-
-
-class Sink(Protocol):
-    """Where rows go: a stream's store, seen from the pipeline."""
-
-    def begin(self, samples: Sequence[Sample]) -> ShardBuilder:
-        """Lay out a shard for these samples. May wait until an earlier one has left."""
-
-    def commit(self, record: ShardRecord | None, skipped: Sequence[Skip], end: int | None) -> None:
-        """Make a shard and skipped samples part of the dataset."""
-
-
-@dataclass(frozen=True)
-class Work:
-    """A shard to make, and the samples skipped on the way to it."""
-
-    plan: ShardPlan
-    skipped: tuple[Skip, ...] = ()
-    end: int | None = None
-    """With the last work of a stream: how many samples the stream has."""
-
-
-@dataclass(eq=False)
-class _Shard:
-    """A shard being filled."""
-
-    builder: ShardBuilder | None
-    """None where this process stores no row of it."""
-    lane: int
-    waiting: deque[Batch]
-    skipped: tuple[Skip, ...]
-    end: int | None
-    rows: int = 0
-    samples: int = 0
-    """Rows and samples that this process stores."""
-    started: int = 0
-    """Batches: the same on every host of a pod, whatever each stores of them, so decisions are made on it."""
-
-
-class _Step(NamedTuple):
-    """A batch on its way: started, then fetched, then written."""
-
-    shard: _Shard
-    batch: Batch
-    pending: object
-    first_row: int
-    started: float
-
-
-class _Rows(NamedTuple):
-    step: _Step
-    blocks: Sequence[Sequence[Block]]
-
-
-class _Close(NamedTuple):
-    """The end of a shard; whole, or as far as it came."""
-
-    shard: _Shard
-    whole: bool
-
-
-@dataclass
-class _Flow:
-    """The queues of one run."""
-
-    crew: Crew
-    lanes: int
-    in_flight: int
-    plans: Pipe[Work] = field(init=False)
-    steps: Pipe[_Step | _Close] = field(init=False)
-    rows: list[Pipe[_Rows | _Close]] = field(init=False)
-    closes: Pipe[_Close] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.plans = Pipe(self.crew, _PLANS_AHEAD)
-        most = 2 * self.in_flight + 1  # each batch may be the last of its shard; a full queue would hold up all lanes
-        self.steps = Pipe(self.crew, most)
-        self.rows = [Pipe(self.crew, most) for _ in range(self.lanes)]
-        self.closes = Pipe(self.crew, 1)
-        self.credits = threading.Semaphore(self.in_flight)
-        # Batches of each lane, counted by the dispatcher and by the lane: each number has one writer and needs no lock.
-        self.started = [0] * self.lanes
-        self.written = [0] * self.lanes
-
-    def waiting(self, lane: int) -> int:
-        """Batches on their way to a lane's file."""
-        return self.started[lane] - self.written[lane]
-
-    def wait_for_room(self) -> None:
-        """Wait until one more batch may be in flight. The dispatcher alone takes credits, so the room stays."""
-        while not self.credits.acquire(timeout=0.1):
-            if self.crew.failed:
-                raise Stopped
-        self.credits.release()
+__all__ = ["Pipeline"]
 
 
 class Pipeline:
@@ -163,11 +47,11 @@ class Pipeline:
     ) -> None:
         self._producer, self._sink, self._control, self._progress = producer, sink, control, progress
         self._lanes, self._finishers, self._clock = lanes, finishers or lanes, clock
-        self._in_flight = in_flight or lanes + _AHEAD
+        self._in_flight = in_flight or lanes + AHEAD
         self._most_tokens: int | None = None
         """Computed tokens a group that the device has room for, once it ran out."""
         self._stopped = False
-        self._unfinished: set[_Shard] = set()
+        self._unfinished: set[Shard] = set()
         self._commit_lock = threading.Lock()
         self._refused = False
         """A commit failed."""
@@ -175,8 +59,8 @@ class Pipeline:
     def run(self, works: Iterable[Work]) -> bool:
         """Work everything off. True: to the end; False: stopped early, with all that was computed committed."""
         crew = Crew()
-        flow = _Flow(crew, self._lanes, self._in_flight)
-        left = _Countdown(self._lanes, flow.closes, self._finishers)
+        flow = Flow(crew, self._lanes, self._in_flight)
+        left = Countdown(self._lanes, flow.closes, self._finishers)
         crew.start("feeder", lambda: self._feed(works, flow.plans))
         crew.start("fetcher", lambda: self._fetch(flow))
         for lane in range(self._lanes):
@@ -212,10 +96,10 @@ class Pipeline:
 
     # -- dispatcher -----------------------------------------------------------------------------------------------
 
-    def _dispatch(self, flow: _Flow) -> None:
+    def _dispatch(self, flow: Flow) -> None:
         """Start batches, the idlest lane first, until the plans run out or the control says stop."""
         plans = iter(flow.plans)
-        open_: list[_Shard | None] = [None] * self._lanes
+        open_: list[Shard | None] = [None] * self._lanes
         more = True
         while more or any(open_):
             flow.wait_for_room()  # before the choice: which lane is idle shows when there is room
@@ -235,7 +119,7 @@ class Pipeline:
             pass  # let the feeder find room, see the flag, and end
         flow.steps.close()
 
-    def _advance(self, flow: _Flow, shard: _Shard, open_: list[_Shard | None]) -> _Shard | None:
+    def _advance(self, flow: Flow, shard: Shard, open_: list[Shard | None]) -> Shard | None:
         """Start a shard's next batch. What the lane goes on with: the shard, what is left of it, or nothing."""
         verdict = self._control.verdict()
         if verdict == "stop":
@@ -256,7 +140,7 @@ class Pipeline:
                 flow.credits.release()
                 self._shrink(batch, error)
                 return self._again(flow, shard)
-            flow.steps.put(_Step(shard, batch, pending, shard.rows, self._clock()))
+            flow.steps.put(Step(shard, batch, pending, shard.rows, self._clock()))
             flow.started[shard.lane] += 1
             own = self._own(batch)
             shard.rows += sum(map(len, own))
@@ -265,36 +149,36 @@ class Pipeline:
             shard.waiting.popleft()
         if shard.waiting:
             return shard
-        flow.steps.put(_Close(shard, whole=True))
+        flow.steps.put(Close(shard, whole=True))
         self._control.committed()
         return None
 
-    def _begin(self, lane: int, batches: Iterable[Batch], skipped: tuple[Skip, ...], end: int | None) -> _Shard:
+    def _begin(self, lane: int, batches: Iterable[Batch], skipped: tuple[Skip, ...], end: int | None) -> Shard:
         waiting = deque(self._fitting(batches))
         samples = [sample for batch in waiting for sample in self._own(batch)]
-        shard = _Shard(self._sink.begin(samples) if samples else None, lane, waiting, skipped, end)
+        shard = Shard(self._sink.begin(samples) if samples else None, lane, waiting, skipped, end)
         self._unfinished.add(shard)
         return shard
 
-    def _again(self, flow: _Flow, shard: _Shard) -> _Shard:
+    def _again(self, flow: Flow, shard: Shard) -> Shard:
         """Close a shard as far as it came, and begin another with what is left of it."""
         waiting, skipped, end = shard.waiting, shard.skipped, shard.end
         if self._close_short(flow, shard):
             skipped = ()
         return self._begin(shard.lane, waiting, skipped, end)
 
-    def _close_short(self, flow: _Flow, shard: _Shard) -> bool:
+    def _close_short(self, flow: Flow, shard: Shard) -> bool:
         """Commit what a shard has, or drop it where it has nothing. True: it had something."""
         shard.end = None
         if shard.started:
-            flow.steps.put(_Close(shard, whole=False))
+            flow.steps.put(Close(shard, whole=False))
             return True
         if shard.builder is not None:
             shard.builder.abort()
         self._unfinished.discard(shard)
         return False
 
-    def _close_all(self, flow: _Flow, open_: list[_Shard | None], again: bool = False) -> None:
+    def _close_all(self, flow: Flow, open_: list[Shard | None], again: bool = False) -> None:
         for lane, shard in enumerate(open_):
             if shard is None:
                 continue
@@ -335,23 +219,23 @@ class Pipeline:
 
     # -- fetcher and lanes ----------------------------------------------------------------------------------------
 
-    def _fetch(self, flow: _Flow) -> None:
+    def _fetch(self, flow: Flow) -> None:
         last_ready = 0.0
         for step in flow.steps:
-            if isinstance(step, _Close):
+            if isinstance(step, Close):
                 flow.rows[step.shard.lane].put(step)
                 continue
             blocks = self._producer.fetch(step.pending)
             ready = self._clock()
             self._progress.busy_for("model", ready - max(step.started, last_ready))
             last_ready = ready
-            flow.rows[step.shard.lane].put(_Rows(step, blocks))
+            flow.rows[step.shard.lane].put(Rows(step, blocks))
         for pipe in flow.rows:
             pipe.close()
 
-    def _fill(self, flow: _Flow, lane: int, left: _Countdown) -> None:
+    def _fill(self, flow: Flow, lane: int, left: Countdown) -> None:
         for item in flow.rows[lane]:
-            if isinstance(item, _Close):
+            if isinstance(item, Close):
                 flow.closes.put(item)
                 continue
             with self._progress.busy("host copy", self._lanes):
@@ -361,7 +245,7 @@ class Pipeline:
             flow.credits.release()
         left.one_less()
 
-    def _write(self, step: _Step, blocks: Sequence[Sequence[Block]]) -> None:
+    def _write(self, step: Step, blocks: Sequence[Sequence[Block]]) -> None:
         """Put a batch's rows where they belong, tap after tap."""
         builder, batch = step.shard.builder, step.batch
         if builder is not None:
@@ -380,12 +264,12 @@ class Pipeline:
 
     # -- finishers ------------------------------------------------------------------------------------------------
 
-    def _finish(self, closes: Pipe[_Close]) -> None:
+    def _finish(self, closes: Pipe[Close]) -> None:
         for close in closes:
             with self._progress.busy("sink", self._finishers):
                 self._commit(close)
 
-    def _commit(self, close: _Close) -> None:
+    def _commit(self, close: Close) -> None:
         shard = close.shard
         record = None
         if shard.builder is not None and not shard.samples:
@@ -405,20 +289,3 @@ class Pipeline:
         )
         for skip in shard.skipped:
             self._progress.skip(skip.reason)
-
-
-class _Countdown:
-    """Closes a pipe, once for each of its readers, when the last of its writers is done."""
-
-    def __init__(self, writers: int, pipe: Pipe[_Close], readers: int) -> None:
-        self._left, self._pipe, self._readers = writers, pipe, readers
-        self._lock = threading.Lock()
-
-    def one_less(self) -> None:
-        """A writer is done."""
-        with self._lock:
-            self._left -= 1
-            if self._left:
-                return
-        for _ in range(self._readers):
-            self._pipe.close()

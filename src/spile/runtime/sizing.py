@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 
+from spile.runtime.flow import AHEAD
 from spile.runtime.worker import Sizes
 from spile.spec.run import ExtractSpec
 
@@ -15,8 +16,6 @@ __all__ = ["choose_sizes", "host_memory", "in_flight"]
 _BATCH_TOKENS = {"cpu": (4096, 4096), "gpu": (8192, 32768), "tpu": (4096, 16384)}
 """Tokens a device and step, at least and at most: enough to keep it busy, and its rows a fraction of a shard."""
 _MOST_LANES = 8
-_AHEAD = 3
-"""Batches beyond those being written: two on the device, and one on its way from it."""
 _MEMORY_SHARE = 4
 """Rows in flight take at most one part in so many of the host's memory."""
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -75,7 +74,7 @@ def in_flight(lanes: int, batch_bytes: int, memory: int) -> int:
 
     Never fewer than two: one is written while the next is computed.
     """
-    wanted = lanes + lanes // 2 + _AHEAD
+    wanted = lanes + lanes // 2 + AHEAD
     return max(2, min(wanted, memory // _MEMORY_SHARE // batch_bytes))
 
 

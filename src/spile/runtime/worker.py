@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from spile.plan.batches import BatchPlan, batches
 from spile.plan.shards import ShardPlan, row_bytes, shards
-from spile.runtime.pipeline import Control, Pipeline, Sink, Verdict, Work
+from spile.runtime.flow import Control, Sink, Verdict, Work
+from spile.runtime.pipeline import Pipeline
 from spile.runtime.producer import Producer
 from spile.runtime.progress import Progress
 from spile.spec.sample import Sample, Skip

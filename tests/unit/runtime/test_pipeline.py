@@ -9,7 +9,7 @@ import spile
 from producers import TAPS, NumpyProducer, lengths, rows_of, run_identity, sample, stream_identity
 from spile.errors import StoreError
 from spile.objects import open_folder
-from spile.runtime.pipeline import Verdict
+from spile.runtime.flow import Verdict
 from spile.runtime.producer import Block, OutOfDeviceMemory
 from spile.runtime.progress import Progress
 from spile.runtime.worker import LocalControl, Sizes, work

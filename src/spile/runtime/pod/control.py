@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 
 from spile.errors import PodError
-from spile.runtime.pipeline import Control, Verdict
+from spile.runtime.flow import Control, Verdict
 from spile.runtime.pod.pod import Pod
 
 __all__ = ["PodControl"]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Protocol, TypeVar
 
 from spile.errors import SpecError
-from spile.runtime.pipeline import Control, Sink
+from spile.runtime.flow import Control, Sink
 from spile.runtime.pod.control import PodControl
 from spile.runtime.pod.identity import Identity
 from spile.runtime.pod.pod import Pod, PodTimes, join
