@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -138,6 +139,32 @@ def test_recreate_preempted(spile, fake: FakeCloud, client: CloudTpu) -> None:
     assert (after.labels, after.request) == (before.labels, before.request), "as it was"
     code, text = spile("tpu", "recreate-preempted", "--zones", A, "--yes")
     assert "no dead machine" in text
+
+
+def test_what_stands_in_the_queue_is_seen(spile, client: CloudTpu, fake: FakeCloud) -> None:
+    fake.admin("stock", {"zone": A, "available": False})
+    words = ("--zones", A, "--tpu-type", "v4-8", "--queued", "--node-prefix", "s", "--node-count", "2", "--async")
+    code, text = spile("tpu", "create", *words, "--queued-id", "mine")
+    assert (code, text) == (0, "mine in us-central1-a: asked for: 2 nodes s-0 …\n")
+    while client.queued(A)[0].state.value != "WAITING_FOR_RESOURCES":
+        time.sleep(0.02)
+    code, text = spile("tpu", "status", "--zones", A)
+    assert code == 0
+    assert "0 machines of fleet default: none, 1 in the queue" in text
+    assert "mine in us-central1-a: WAITING_FOR_RESOURCES: it passed all checks and waits for capacity" in text
+    (row,) = json.loads(spile("tpu", "status", "--zones", A, "--json")[1])
+    assert (row["name"], row["state"], row["type"]) == ("mine", "WAITING_FOR_RESOURCES", "v4-8")
+    assert "in the queue" not in spile("tpu", "status", "--zones", A, "--fleet", "other")[1]
+    fake.admin("stock", {"zone": A, "available": True})
+    while client.queued(A)[0].state.value != "ACTIVE":
+        time.sleep(0.02)
+    code, text = spile("tpu", "status", "--zones", A)
+    assert "2 machines of fleet default: 2 READY\n" in text
+    assert "mine" not in text
+    code, text = spile("tpu", "delete", "--zones", A, "--queued-id", "mine", "--yes")
+    assert (code, names(client), client.queued(A)) == (0, [], [])
+    code, text = spile("tpu", "create", "--zones", A, "--queued-id", "mine")
+    assert (code, "--queued-id: expected --node-prefix beside it" in text) == (2, True)
 
 
 def test_queued_multislice(spile, client: CloudTpu) -> None:

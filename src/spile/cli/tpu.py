@@ -15,7 +15,7 @@ from spile.errors import SpecError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from spile.fleet.provider import Node
+    from spile.fleet.provider import Node, QueuedResource
 
 __all__ = ["create", "delete", "list_all", "recreate_preempted", "status"]
 
@@ -42,6 +42,9 @@ def create(
         str | None, Parameter(help="With --queued: one resource of nodes PREFIX-0 … in each zone.")
     ] = None,
     node_count: Annotated[int, Parameter(help="With --node-prefix: how many nodes act together.")] = 1,
+    queued_id: Annotated[
+        str | None, Parameter(help="With --node-prefix: the resource's own name. [default: the prefix]")
+    ] = None,
     wait: Annotated[bool, _WAIT] = True,
 ) -> int:
     """Make ``tpu-{zone}-{n}`` in every zone, in parallel. What is there already stays."""
@@ -52,15 +55,17 @@ def create(
     fleet = machines.fleet(place, client.project)
     if node_prefix and not machines.queued:
         raise SpecError("--node-prefix", expected="--queued beside it", found="--node-prefix alone")
+    if queued_id and not node_prefix:
+        raise SpecError("--queued-id", expected="--node-prefix beside it", found="--queued-id alone")
     for zone in fleet.zones:
         check_place(client, zone, fleet.machine.accelerator_type)
     console = _console()
     if node_prefix:
-        results = manage.queue(client, fleet, node_prefix, node_count)
+        results = manage.queue(client, fleet, node_prefix, node_count, name=queued_id)
         code = print_results(console, results)
         for result in [each for each in results if wait and not each.bad]:
-            manage.wait_for_queued(client, result.zone, node_prefix)
-            console.print(f"{node_prefix} in {result.zone}: ACTIVE", markup=False)
+            manage.wait_for_queued(client, result.zone, result.name)
+            console.print(f"{result.name} in {result.zone}: ACTIVE", markup=False)
         return code
     if adopt:
         adopted = manage.adopt(client, fleet, adopt)
@@ -88,6 +93,7 @@ def delete(
         int | None, Parameter(help="Only the first so many of each zone. [default: all of the fleet's there]")
     ] = None,
     node_prefix: Annotated[str | None, Parameter(help="A queued resource, with its nodes.")] = None,
+    queued_id: Annotated[str | None, Parameter(help="The same, by the name it was given of its own.")] = None,
     wait: Annotated[bool, _WAIT] = True,
     yes: Annotated[bool, _YES] = False,
 ) -> int:
@@ -97,9 +103,9 @@ def delete(
 
     client, console = place.client(), _console()
     zones = place.zone_list()
-    if node_prefix:
-        confirm(f"Delete the queued resource {node_prefix} and its nodes?", yes=yes, console=console)
-        return print_results(console, manage.unqueue(client, zones, node_prefix, place.fleet, wait=wait))
+    if queued := queued_id or node_prefix:
+        confirm(f"Delete the queued resource {queued} and its nodes?", yes=yes, console=console)
+        return print_results(console, manage.unqueue(client, zones, queued, place.fleet, wait=wait))
     nodes = manage.list_nodes(client, zones)
     mine = [node for node in nodes if owns(place.fleet, node)]
     if workers_per_zone is not None:
@@ -124,14 +130,18 @@ def status(
     workers_per_zone: Annotated[int | None, Parameter(help="How many each zone should have.")] = None,
     as_json: Annotated[bool, _JSON] = False,
 ) -> int:
-    """Show the fleet's machines in these zones; with --workers-per-zone also those that are not there."""
+    """Show the fleet's machines in these zones, and what stands in the queue for it.
+
+    With --workers-per-zone also those that are not there.
+    """
     from spile.fleet import manage
     from spile.fleet.provider import Node
-    from spile.fleet.spec import owns, plan_workers
+    from spile.fleet.spec import FLEET_LABEL, owns, plan_workers
     from spile.fleet.states import NodeState
 
-    zones = place.zone_list()
-    nodes = manage.list_nodes(place.client(), zones)
+    zones, client = place.zone_list(), place.client()
+    nodes = manage.list_nodes(client, zones)
+    queued = [each for each in manage.list_waiting(client, zones, nodes) if each.labels.get(FLEET_LABEL) == place.fleet]
     shown = [node for node in nodes if owns(place.fleet, node)]
     if workers_per_zone is not None:
         there = {(node.zone, node.name): node for node in nodes}
@@ -140,7 +150,7 @@ def status(
             there.get((worker.zone, worker.name)) or Node(worker.name, worker.zone, NodeState.NOT_FOUND)
             for worker in planned
         ]
-    _show(shown, place.fleet, as_json)
+    _show(shown, place.fleet, as_json, queued)
     return 0
 
 
@@ -184,7 +194,7 @@ def recreate_preempted(
     return print_results(console, manage.recreate(client, dead, fleet))
 
 
-def _show(nodes: Sequence[Node], fleet: str | None, as_json: bool) -> None:
+def _show(nodes: Sequence[Node], fleet: str | None, as_json: bool, queued: Sequence[QueuedResource] = ()) -> None:
     from spile.fleet.spec import FLEET_LABEL, WORKER_LABEL
 
     rows = [
@@ -200,6 +210,19 @@ def _show(nodes: Sequence[Node], fleet: str | None, as_json: bool) -> None:
         }
         for node in nodes
     ]
+    rows += [
+        {
+            "name": each.name,
+            "zone": each.zone,
+            "state": each.state.value,
+            "type": each.accelerator_type,
+            "preemptible": None,
+            "fleet": each.labels.get(FLEET_LABEL),
+            "worker": None,
+            "addresses": [],
+        }
+        for each in queued
+    ]
     if as_json:
         print(json.dumps(rows, indent=1))
         return
@@ -214,4 +237,9 @@ def _show(nodes: Sequence[Node], fleet: str | None, as_json: bool) -> None:
     counted = {node.state.value for node in nodes}
     parts = [f"{sum(node.state == state for node in nodes)} {state}" for state in sorted(counted)]
     of = f" of fleet {fleet}" if fleet else ""
-    console.print(f"{len(nodes)} machine{'s' * (len(nodes) != 1)}{of}: {', '.join(parts) or 'none'}", markup=False)
+    waits = f", {len(queued)} in the queue" if queued else ""
+    console.print(
+        f"{len(nodes)} machine{'s' * (len(nodes) != 1)}{of}: {', '.join(parts) or 'none'}{waits}", markup=False
+    )
+    for each in queued:
+        console.print(f"{each.name} in {each.zone}: {each.state.value}: {each.state.meaning}", markup=False)

@@ -56,6 +56,14 @@ def list_nodes(provider: Provider, zones: Sequence[str]) -> list[Node]:
         return [node for nodes in pool.map(provider.nodes, zones) for node in nodes]
 
 
+def list_waiting(provider: Provider, zones: Sequence[str], nodes: Sequence[Node]) -> list[QueuedResource]:
+    """The queued resources of these zones that have none of these nodes yet, or no longer."""
+    there = {(node.zone, node.queued) for node in nodes} | {(node.zone, node.name) for node in nodes}
+    with ThreadPoolExecutor(max(1, len(zones))) as pool:
+        found = [each for queued in pool.map(provider.queued, zones) for each in queued]
+    return [each for each in found if not {(each.zone, name) for name in (each.name, *each.nodes)} & there]
+
+
 def _by_zone(zones: Iterable[str], work: Callable[[str], list[Result]], say: Say = lambda _: None) -> list[Result]:
     """Each zone in a thread of its own; a zone that fails as a whole is a failed result, not the end of the others."""
 
@@ -288,7 +296,7 @@ def recreate(
     return [*results, *_by_zone([result.zone for result in gone if not result.bad], zone_work)]
 
 
-def queue(provider: Provider, fleet: FleetSpec, prefix: str, count: int) -> list[Result]:
+def queue(provider: Provider, fleet: FleetSpec, prefix: str, count: int, *, name: str | None = None) -> list[Result]:
     """One queued resource in each zone, of ``count`` nodes that act together: multislice."""
     request = QueuedRequest(
         replace(fleet.machine, labels={**fleet.machine.labels, **fleet.labels}),
@@ -298,8 +306,8 @@ def queue(provider: Provider, fleet: FleetSpec, prefix: str, count: int) -> list
     )
 
     def zone_work(zone: str) -> list[Result]:
-        provider.create_queued(zone, prefix, request)
-        return [Result(prefix, zone, "asked for", f"{count} nodes {prefix}-0 …")]
+        provider.create_queued(zone, name or prefix, request)
+        return [Result(name or prefix, zone, "asked for", f"{count} nodes {prefix}-0 …")]
 
     return _by_zone(fleet.zones, zone_work)
 
