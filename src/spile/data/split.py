@@ -113,7 +113,7 @@ def split_source(
     _check_folder(output_dir, num_streams, overwrite)
     with workspace(output_dir) as work:
         manifest, tally = _write(source, work, num_streams, chosen, selection, seed, progress)
-        _compare(output_dir / MANIFEST, manifest, overwrite)
+        _compare(output_dir, manifest, overwrite)
         _settle(work, output_dir, manifest, sorted(chosen), overwrite)
     return Streams(output_dir, manifest, tuple(stream_name(number) for number in sorted(chosen)), tally)
 
@@ -178,9 +178,13 @@ def _check_folder(folder: Path, num_streams: int, overwrite: bool) -> None:
         )
 
 
-def _compare(file: Path, manifest: StreamsManifest, overwrite: bool) -> None:
+def _compare(folder: Path, manifest: StreamsManifest, overwrite: bool) -> None:
     """What is there already must be the same streams."""
-    if overwrite or not file.is_file():
+    if overwrite:
+        return
+    file = folder / MANIFEST
+    if not file.is_file():
+        _compare_files(folder, manifest)
         return
     there = StreamsManifest.from_json(file.read_bytes(), str(file))
     if there.streams == manifest.streams:
@@ -200,6 +204,24 @@ def _compare(file: Path, manifest: StreamsManifest, overwrite: bool) -> None:
         found=f"{new.samples} samples, {new.sha256}",
         fix=fix,
     )
+
+
+def _compare_files(folder: Path, manifest: StreamsManifest) -> None:
+    """Streams that nothing describes: left by a split that was cut off, and then the same; or somebody's own."""
+    for entry in manifest.streams:
+        path = folder / entry.name
+        if path.is_file() and _sha256(path) != entry.sha256:
+            raise DataError(
+                f"{path} is another stream, and no {MANIFEST} says of what",
+                expected=f"sha256 {entry.sha256}",
+                found=_sha256(path),
+                fix="use another --output-dir, or --overwrite to replace it",
+            )
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _settle(work: Path, folder: Path, manifest: StreamsManifest, chosen: list[int], overwrite: bool) -> None:

@@ -117,6 +117,23 @@ def test_streams_that_would_differ_are_refused(tasks: str, tmp_path: Path, jsonl
     assert list(content(tmp_path / "s")) == [*(f"stream_{n:03d}.jsonl" for n in range(4)), MANIFEST]
 
 
+def test_streams_that_nothing_describes_are_not_replaced_unasked(tasks: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    mine = out / "stream_001.jsonl"
+    mine.write_text('{"text": "mine"}\n')
+    with pytest.raises(
+        DataError, match=r"stream_001.jsonl is another stream, and no streams.json says of what: expected"
+    ):
+        make_streams(tasks, out, 3)
+    assert [file.name for file in out.iterdir()] == ["stream_001.jsonl"]
+    assert mine.read_text() == '{"text": "mine"}\n'
+    make_streams(tasks, out, 3, overwrite=True)
+    (out / "streams.json").unlink()  # as a split that was cut off leaves it
+    make_streams(tasks, out, 3)
+    assert (out / "streams.json").is_file()
+
+
 def test_a_duplicate_is_refused_and_nothing_is_left(tmp_path: Path, jsonl: Write, task: Task) -> None:
     with pytest.raises(DataError, match=r"task id 't1' stands twice .* found rows 1 and 2"):
         make_streams(jsonl([task("t0"), task("t1"), task("t1")]), tmp_path / "s", 2)
