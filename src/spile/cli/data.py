@@ -142,6 +142,8 @@ def upload(
     from spile.data.upload import upload as run
     from spile.objects import open_folder
 
+    if not bucket.partition("://")[2 if "://" in bucket else 0].strip("/"):
+        raise SpecError("--bucket", expected="a bucket's name, or gs://… or s3://…", found=repr(bucket))
     root = bucket if "://" in bucket else f"gs://{bucket}"
     console = Console(soft_wrap=True, highlight=False)
 

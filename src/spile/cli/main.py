@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import tomllib
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from cyclopts import App, CycloptsError, Group
@@ -98,7 +100,20 @@ def _run(words: list[str], debug: bool) -> int:
         # The reader of our output has gone (spile … | head): no failure of ours; keep the last flush quiet.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except Exception as error:
+        if debug:
+            raise
+        errors.print(f"spile: {_fault(error)}", markup=False)
+        return 1
     return code if isinstance(code, int) else 0
+
+
+def _fault(error: Exception) -> str:
+    """An error that no author of ours foresaw, on one line too: what, where, and how to see more."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    where = f"{Path(place.filename).name}:{place.lineno}"
+    said = " ".join(f"{type(error).__name__}: {error}".split())
+    return f"a fault in spile, or in what it uses: {said} ({where}); the same command with --debug shows more"
 
 
 def _config(words: list[str]) -> tuple[list[str], str | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -57,6 +58,10 @@ def plan(
     from spile.runtime.aot import available
     from spile.runtime.forecast import look
 
+    if count < 1:
+        raise SpecError("--count", expected="at least 1", found=count)
+    if budget is not None and not 0 <= budget < math.inf:
+        raise SpecError("--budget", expected="0 dollars or more", found=f"{budget:g}")
     table = list_prices() if prices is None else read_prices(prices)
     machines = [parse_machine(word, table) for word in topology or _USUAL]
     rates = Rates(efficiency=efficiency, tokens_per_second=tokens_per_second)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -50,8 +51,14 @@ def verify(
     """
     from spile.store.proof import verify as prove
 
-    if recompute < 0 or older_than < 0 or (max_samples is not None and max_samples < 1):
-        raise SpecError("spile verify", expected="no negative number", found="one")
+    for flag, value, least in (
+        ("--recompute", recompute, 0),
+        ("--seed", seed, 0),
+        ("--max-samples", max_samples, 1),
+        ("--older-than", older_than, 0),
+    ):
+        if value is not None and not least <= value < math.inf:
+            raise SpecError(flag, expected=f"{least} or more", found=f"{value:g}")
     if yes and not gc:
         raise SpecError("--yes", expected="--gc beside it", found="--yes alone")
     if gc and streams is not None:

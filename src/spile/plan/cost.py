@@ -86,9 +86,10 @@ class Rates:
     """Measured (``spile bench``), the whole machine; replaces the chips' peak and the efficiency."""
 
     def __post_init__(self) -> None:
-        for name in ("efficiency", "sink_bytes", "padding"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise SpecError(name, expected="more than 0", found=getattr(self, name))
+        for name in ("efficiency", "sink_bytes", "padding", "tokens_per_second"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise SpecError(f"--{name.replace('_', '-')}", expected="more than 0", found=f"{value:g}")
         if self.efficiency > 1:
             raise SpecError("--efficiency", expected="at most 1", found=self.efficiency)
 

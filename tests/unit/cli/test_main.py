@@ -74,6 +74,19 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[ExtractFlags]:
         (["logs"], "spile: logs: expected WORKER, found none; see spile logs --help"),
         (["verify", "--yes"], "spile: --yes: expected --gc beside it, found --yes alone"),
         (["verify", "no-such-folder"], "spile: "),
+        (["verify", "--recompute", "-1"], "spile: --recompute: expected 0 or more, found -1"),
+        (["verify", "--older-than", "nan"], "spile: --older-than: expected 0 or more, found nan"),
+        (["verify", "--max-samples", "0"], "spile: --max-samples: expected 1 or more, found 0"),
+        (["plan", "--tokens-per-second", "0"], "spile: --tokens-per-second: expected more than 0, found 0"),
+        (["plan", "--tokens-per-second", "nan"], "spile: --tokens-per-second: expected more than 0, found nan"),
+        (["plan", "--efficiency", "-1"], "spile: --efficiency: expected more than 0, found -1"),
+        (["plan", "--count", "0"], "spile: --count: expected at least 1, found 0"),
+        (["plan", "--budget", "-1"], "spile: --budget: expected 0 dollars or more, found -1"),
+        (
+            ["data", "upload", "--bucket", ""],
+            "spile: --bucket: expected a bucket's name, or gs://… or s3://…, found ''",
+        ),
+        (["data", "upload", "--bucket", "gs://"], "spile: --bucket: expected a bucket's name"),
         (["extract", "--config"], "spile: --config: expected a TOML file after it, found nothing"),
         (["extract", "--config", "none.toml"], "spile: --config: expected a TOML file, found no none.toml"),
         (["extract", "--config=none.toml"], "spile: --config: expected a TOML file, found no none.toml"),
@@ -251,3 +264,20 @@ def test_help_names_every_command_once_and_begins_with_the_main_one(
     first = [line.split()[1] for line in spile("--help")[1].splitlines() if re.match(r"│ \w+  ", line)]
     assert first == words
     assert first[0] == "extract"
+
+
+def test_a_fault_of_our_own_is_one_line_too(
+    spile: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def faulty(_: ExtractFlags) -> None:
+        raise ZeroDivisionError("a [bold]thing\nhappened")
+
+    monkeypatch.setattr(ExtractFlags, "spec", faulty)
+    code, out, err = spile("extract")
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert err.startswith(
+        "spile: a fault in spile, or in what it uses: ZeroDivisionError: a [bold]thing happened (test_main"
+    )
+    assert err.endswith("; the same command with --debug shows more\n")
+    with pytest.raises(ZeroDivisionError):
+        program.main(["extract", "--debug"])
