@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from spile.dashboard.fitting import Fitting
+from spile.errors import Failure
 from spile.plan.amounts import amount, counted, duration, size
 from spile.status.snapshot import Snapshot, State, StreamView
 
@@ -160,7 +161,10 @@ def watch(
     once: bool = False,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Snapshot:
-    """Show snapshots until all is done, or Ctrl+C, which stops the view and nothing else. Gives the last one."""
+    """Show snapshots until all is done, or Ctrl+C, which stops the view and nothing else. Gives the last one.
+
+    Only the first look may fail.
+    """
     snapshot = take()
     if once:
         console.print(render(snapshot))
@@ -171,8 +175,14 @@ def watch(
         show(snapshot)
         while not snapshot.done:
             sleep(interval)
-            snapshot = take()
-            show(snapshot)
+            try:
+                snapshot = take()
+            except Failure as error:  # the store has hiccups: what was seen stays, and it is looked at again
+                console.print(
+                    Text(f"not seen: {error}; looking again in {interval:g} s", style="yellow"), soft_wrap=True
+                )
+            else:
+                show(snapshot)
     return snapshot
 
 

@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from spile.dashboard.terminal import plain_lines, render, watch
+from spile.errors import StoreError
 from spile.status.snapshot import Snapshot, State, StreamView
 
 VIEWS = (
@@ -129,6 +130,21 @@ def test_ctrl_c_stops_the_view() -> None:
     for terminal in (True, False):
         text, _ = watched(terminal, [SNAPSHOT, KeyboardInterrupt])
         assert "1,250/2,000" in text
+
+
+def test_a_look_that_fails_is_told_and_done_again() -> None:
+    for terminal in (True, False):
+        text, slept = watched(terminal, [SNAPSHOT, _Hiccup, DONE])
+        assert slept == [7, 7]
+        assert "not seen: no answer; looking again in 7 s" in text
+        assert "1,180/1,180" in text
+    with pytest.raises(StoreError):
+        watched(False, [_Hiccup])
+
+
+class _Hiccup(StoreError):
+    def __init__(self) -> None:
+        super().__init__("no answer")
 
 
 def test_once_looks_once() -> None:
