@@ -63,7 +63,7 @@ class Variable(NamedTuple):
     """A variable without whose yes, or its flag, this one does not count for ``extract``."""
 
 
-_EXTRACT = ("extract", "infer", "plan")
+_EXTRACT = ("extract", "plan")
 
 VARIABLES: dict[str, Variable] = {
     "MODEL_PATH": Variable("--model", _EXTRACT),

@@ -159,11 +159,6 @@ class Machine:
         return self.chips // self.hosts
 
     @property
-    def devices_per_host(self) -> int:
-        """Devices of one host, as JAX counts them."""
-        return self.devices // self.hosts
-
-    @property
     def hbm_per_device(self) -> int:
         """Bytes of memory that one JAX device can use."""
         return self.hbm_bytes * self.chips // self.devices
