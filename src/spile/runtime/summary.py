@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spile.errors import Interrupted
-from spile.plan.amounts import size
+from spile.plan.amounts import amount, size
 from spile.runtime.progress import Snapshot
 
 __all__ = ["Summary", "peak_memory"]
@@ -62,4 +62,4 @@ class Summary:
         if stage in ("host copy", "sink"):
             name = self.sink if stage == "sink" else stage
             return f"{name}, {size(self.visit.bytes / busy)}/s"
-        return f"{stage}, {self.visit.tokens / busy:,.0f} tokens/s"
+        return f"{stage}, {amount(self.visit.tokens / busy)} tokens/s"
