@@ -60,8 +60,52 @@ def worker_of(machine: str) -> int:
     return found
 
 
-def impatient(fleet: FleetSpec) -> FleetSpec:
-    return replace(fleet, policy=replace(fleet.policy, interval=1.0, heartbeat=1.0, stale_intervals=int(PATIENCE)))
+class Watched:
+    """A fleet of one worker in a world, and its monitor, with a patience of its own."""
+
+    def __init__(self, world: World, **policy: float) -> None:
+        self.world = world
+        words = f"""deploy --gcs-bucket b --skip-launch --zones {A} --predictions-per-task 2
+                    --shard-size-gb 0.00005 --max-seq-length 128 --batch-size 1"""
+        code, text = world.spile(*words.split())
+        assert code == 0, text
+        self.home = FleetHome.open("gs://b/fleet/default")
+        self.client = CloudTpu(read_settings(world.cloud.environment()))
+
+        def adjust(fleet: FleetSpec) -> FleetSpec:
+            return replace(fleet, policy=replace(fleet.policy, interval=1.0, heartbeat=1.0, **policy))
+
+        self.monitor = FleetMonitor(self.home, self.client, adjust=adjust)
+
+    def until(self, what: Callable[[FleetStatus], bool]) -> FleetStatus:
+        deadline = time.monotonic() + 200
+        while not what(status := self.monitor.step()):
+            assert time.monotonic() < deadline, self.world.logs()
+            time.sleep(0.1)
+        return status
+
+    def machine(self) -> str:
+        (found,) = [raw["id"] for raw in self.world.cloud.cloud.nodes(A)]
+        return str(found)
+
+    def beat(self) -> dict[str, str]:
+        found = self.world.gcs.buckets.buckets["b"].objects.get("activations/tpu_0/progress.json")
+        return json.loads(found.data) if found is not None else {}
+
+    def deleted(self) -> str:
+        """Why the one machine that was deleted unfinished was."""
+        logged = [json.loads(line) for line in self.home.folder.get("actions/000001.jsonl").splitlines()]
+        (reason,) = [entry["reason"] for entry in logged if entry["verb"] == "delete"]
+        return str(reason)
+
+    def finish(self) -> None:
+        """Whole, each sample once, and nothing left."""
+        self.until(lambda status: status.over)
+        self.monitor.close()
+        self.client.close()
+        assert self.world.cloud.cloud.nodes("-") == []
+        code, said = self.world.spile("verify", "gs://b/activations")
+        assert code == 0, said
 
 
 @pytest.mark.slow
@@ -69,64 +113,61 @@ def test_a_stopped_worker_is_replaced_and_fenced(
     world: World, monkeypatch: pytest.MonkeyPatch, reaper: None, spared: set[int]
 ) -> None:
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", world.gcs.url)
-    words = (
-        "--zones",
-        A,
-        "--predictions-per-task",
-        "2",
-        "--shard-size-gb",
-        "0.00005",
-        "--max-seq-length",
-        "128",
-        "--batch-size",
-        "1",
-    )
-    code, text = world.spile("deploy", "--gcs-bucket", "b", "--skip-launch", *words)
-    assert code == 0, text
-    home = FleetHome.open("gs://b/fleet/default")
-    client = CloudTpu(read_settings(world.cloud.environment()))
-    monitor = FleetMonitor(home, client, adjust=impatient)
-
-    def until(what: Callable[[FleetStatus], bool]) -> FleetStatus:
-        deadline = time.monotonic() + 200
-        while not what(status := monitor.step()):
-            assert time.monotonic() < deadline, world.logs()
-            time.sleep(0.1)
-        return status
-
-    until(lambda _: beat(world).get("phase") == "running" and world.commits() >= 2)
-    (machine,) = [raw["id"] for raw in world.cloud.cloud.nodes(A)]
+    fleet = Watched(world, stale_intervals=int(PATIENCE))
+    fleet.until(lambda _: fleet.beat().get("phase") == "running" and world.commits() >= 2)
+    machine = fleet.machine()
     hung = worker_of(machine)
     spared.add(hung)
     os.kill(hung, signal.SIGSTOP)
-    before = world.commits()
-    attempt = beat(world)["attempt"]
+    before, attempt = world.commits(), fleet.beat()["attempt"]
 
-    status = until(lambda status: status.history.workers[0].silences == 1)
-    logged = [json.loads(line) for line in home.folder.get("actions/000001.jsonl").splitlines()]
-    (reason,) = [entry["reason"] for entry in logged if entry["verb"] == "delete"]
-    assert reason.startswith("its heartbeat is ")
-    assert reason.endswith(f"s old (limit {PATIENCE:.0f})")
+    status = fleet.until(lambda status: status.history.workers[0].silences == 1)
+    assert fleet.deleted().startswith("its heartbeat is ")
+    assert fleet.deleted().endswith(f"s old (limit {PATIENCE:.0f})")
     assert not status.history.workers[0].preemptions
-    until(lambda _: world.commits() > before + 1 and beat(world)["attempt"] != attempt)
-    (replacement,) = [raw["id"] for raw in world.cloud.cloud.nodes(A)]
-    assert replacement != machine
+    fleet.until(lambda _: world.commits() > before + 1 and fleet.beat()["attempt"] != attempt)
+    assert fleet.machine() != machine
 
     os.kill(hung, signal.SIGCONT)
     _, ended = os.waitpid(hung, 0)
     spared.clear()
     assert os.waitstatus_to_exitcode(ended) == 3, "another worker owns the stream"
-    until(lambda status: status.over)
-    monitor.close()
-    client.close()
-    assert world.cloud.cloud.nodes("-") == []
-    code, said = world.spile("verify", "gs://b/activations")
-    assert code == 0, said
+    fleet.finish()
 
 
-def beat(world: World) -> dict[str, str]:
-    found = world.gcs.buckets.buckets["b"].objects.get("activations/tpu_0/progress.json")
-    return json.loads(found.data) if found is not None else {}
+HANGS = """
+import os, pathlib, sys, time
+here = pathlib.Path({folder!r})
+if "extract" in sys.orig_argv and not (here / "hung").exists():
+    from spile.runtime.device import DeviceProducer
+    fetch, batches = DeviceProducer.fetch, []
+    def hang(self, pending):
+        batches.append(1)
+        while len(batches) > 20:
+            (here / "hung").touch()
+            time.sleep(1)
+        return fetch(self, pending)
+    DeviceProducer.fetch = hang
+"""
+
+
+@pytest.mark.slow
+def test_a_worker_whose_device_hangs_is_replaced_though_its_heart_beats(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", world.gcs.url)
+    (world.folder / "sitecustomize.py").write_text(HANGS.format(folder=str(world.folder)))
+    world.cloud.vms.environment["PYTHONPATH"] = f"{world.folder}:{os.environ.get('PYTHONPATH', '')}"
+    fleet = Watched(world, stale_intervals=1000, stall=PATIENCE)
+    fleet.until(lambda _: (world.folder / "hung").exists())
+    before, machine = world.commits(), fleet.machine()
+    assert before > 0
+    fleet.until(lambda status: status.history.workers[0].silences == 1)
+    assert world.commits() <= before + 2, "no more than what was on its way"
+    assert fleet.deleted().startswith("it gives signs of life and got no further for ")
+    fleet.until(lambda _: world.commits() > before + 2)
+    assert fleet.machine() != machine
+    fleet.finish()
 
 
 def test_the_bucket_tells_how_long_a_worker_gets_no_further(tmp_path: Path) -> None:
