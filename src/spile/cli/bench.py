@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
@@ -10,12 +11,16 @@ from rich.console import Console
 from rich.table import Table
 
 from spile.cli.extract import ExtractFlags
+from spile.cli.output import output
+from spile.errors import SpecError
 from spile.plan.amounts import amount, duration, size
 
 if TYPE_CHECKING:
     from spile.runtime.bench import Result
 
 __all__ = ["bench"]
+
+_HOME = "./.bench"
 
 
 def bench(
@@ -27,17 +32,25 @@ def bench(
 ) -> int:
     """Print this machine's limits for a model, the rate it reaches, and its fraction of the slowest limit.
 
-    Nothing is kept: shards go to a temporary folder below --output and are removed.
+    Nothing is kept: shards go to a temporary folder below --output, or below ./.bench, and are removed.
     """
     from spile.runtime.bench import bench as run
 
-    result = run((flags or ExtractFlags(output="./.bench")).spec(), tokens=tokens, compare=compare)
-    console = Console(highlight=False)
+    if tokens < 1:
+        raise SpecError("--tokens", expected="1 or more", found=tokens)
+    result = run(_at_home(flags or ExtractFlags()).spec(), tokens=tokens, compare=compare)
+    console = output()
     if as_json:
         console.print_json(json.dumps(result.record()))
     else:
         _show(result, console)
     return 0
+
+
+def _at_home(flags: ExtractFlags) -> ExtractFlags:
+    """Where no place is named, one of its own: not beside the activations of somebody's run."""
+    named = flags.output or flags.output_dir or flags.gcs_bucket
+    return flags if named else replace(flags, output=_HOME)
 
 
 def _show(result: Result, console: Console) -> None:

@@ -17,6 +17,7 @@ from spile.cli import main as program
 from spile.cli.commands import COMMANDS, SECTIONS
 from spile.cli.extract import ExtractFlags
 from spile.errors import SpecError
+from spile.spec.run import ExtractSpec
 
 
 @pytest.fixture
@@ -80,6 +81,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[ExtractFlags]:
         (["plan", "--tokens-per-second", "0"], "spile: --tokens-per-second: expected more than 0, found 0"),
         (["plan", "--tokens-per-second", "nan"], "spile: --tokens-per-second: expected more than 0, found nan"),
         (["plan", "--efficiency", "-1"], "spile: --efficiency: expected more than 0, found -1"),
+        (["bench", "--tokens", "0"], "spile: --tokens: expected 1 or more, found 0"),
         (["plan", "--count", "0"], "spile: --count: expected at least 1, found 0"),
         (["plan", "--budget", "-1"], "spile: --budget: expected 0 dollars or more, found -1"),
         (
@@ -281,3 +283,25 @@ def test_a_fault_of_our_own_is_one_line_too(
     assert err.endswith("; the same command with --debug shows more\n")
     with pytest.raises(ZeroDivisionError):
         program.main(["extract", "--debug"])
+
+
+@pytest.mark.parametrize(
+    ("words", "place"),
+    [
+        ((), "./.bench"),
+        (("--layers", "0"), "./.bench"),
+        (("--output", "out"), "out"),
+        (("--output-dir", "out"), "out"),
+        (("--gcs-bucket", "b"), "gs://b/activations"),
+    ],
+)
+def test_bench_stays_away_from_the_activations_of_a_run(
+    words: tuple[str, ...], place: str, spile: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from spile.runtime import bench
+
+    def run(spec: ExtractSpec, **_: object) -> None:
+        raise SpecError(spec.output)
+
+    monkeypatch.setattr(bench, "bench", run)
+    assert spile("bench", *words)[2] == f"spile: {place}\n"
