@@ -1,6 +1,6 @@
 import pytest
 
-from spile.plan.amounts import amount, duration, size
+from spile.plan.amounts import amount, counted, duration, size
 
 
 @pytest.mark.parametrize(
@@ -23,3 +23,11 @@ def test_size(value, text):
 )
 def test_duration(seconds, text):
     assert duration(seconds) == text
+
+
+def test_a_unit_begins_where_it_is_full() -> None:
+    assert [size(999), size(1000), size(1e9)] == ["999 bytes", "1 kB", "1 GB"]
+
+
+def test_one_is_singular() -> None:
+    assert [counted(n, "shard") for n in (0, 1, 2, 1048)] == ["0 shards", "1 shard", "2 shards", "1,048 shards"]

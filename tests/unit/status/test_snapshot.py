@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -45,7 +46,8 @@ def test_states_come_from_the_ledger_first_and_the_heartbeat_second(folder: Fold
     begun(folder, 2, stored=10)
     put_beat(folder, 2, samples=14, samples_committed=10, shards_written=2, shards_committed=1, tokens_per_second=50)
     begun(folder, 3, stored=10)
-    put_beat(folder, 3, age=3600, tokens_per_second=50)
+    lost = {"samples": 14, "samples_committed": 10, "shards_written": 2, "shards_committed": 1}
+    put_beat(folder, 3, age=3600, tokens_per_second=50, **lost)
     begun(folder, 4)
     put_beat(folder, 4, phase="failed", last_error="disk full")
     begun(folder, 5, stored=1)
@@ -73,7 +75,8 @@ def test_states_come_from_the_ledger_first_and_the_heartbeat_second(folder: Fold
     assert (working.samples, working.shards, working.committed, working.tokens) == (14, 2, 1, tokens)
     assert working.seconds_left == pytest.approx(86 * tokens / 10 / 50)
     assert (working.status, working.host, working.age) == ("running", "vm-1", 10.0)
-    assert snapshot.streams[3].tokens_per_second == 0
+    silent = snapshot.streams[3]  # what it had in hand is gone with it
+    assert (silent.samples, silent.shards, silent.committed, silent.tokens_per_second) == (10, 1, 1, 0)
     assert snapshot.streams[4].last_error == "disk full"
     assert "has a gap" in (snapshot.streams[7].last_error or "")
     assert (snapshot.healthy, snapshot.working, snapshot.needs_recovery) == (4, 1, 5)
@@ -91,6 +94,15 @@ def test_percent_and_time_left_of_a_healthy_root(folder: Folder) -> None:
     assert snapshot.percent == 10.0
     tokens = sum(len(sample_of(index)) for index in range(10))
     assert snapshot.seconds_left == pytest.approx(90 * tokens / 10 / 10)
+
+
+def test_streams_that_the_data_has_and_nobody_has_begun(folder: Folder) -> None:
+    join_run(folder, run_identity())
+    join_stream(folder, 1, replace(stream_identity(20), streams=3, split="5" * 32), run_identity())
+    produce(folder, 20, worker_id=1)
+    snapshot = SnapshotReader(folder, lambda: NOW).take()
+    assert snapshot.streams[0].state is State.DONE
+    assert (snapshot.never_begun, snapshot.done, snapshot.percent, snapshot.seconds_left) == (2, False, None, None)
 
 
 def test_a_packed_stream_has_no_percent(folder: Folder) -> None:
