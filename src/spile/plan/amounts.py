@@ -5,26 +5,33 @@ from __future__ import annotations
 __all__ = ["amount", "counted", "duration", "size"]
 
 
+_NEARLY = 0.9995
+"""What rounds up to a unit in three digits is given in that unit: no ``1e+03 kB``."""
+
+
 def amount(value: float) -> str:
     """``1.23 M``, ``456 k``, ``78``."""
-    for limit, unit in ((1e9, " G"), (1e6, " M"), (1e4, " k")):
+    for limit, unit, scale in ((1e9 * _NEARLY, "G", 1e9), (1e6 * _NEARLY, "M", 1e6), (1e4, "k", 1e3)):
         if value >= limit:
-            scaled = value / (1e3 if unit == " k" else limit)
-            return f"{scaled:.3g}{unit}" if scaled < 1000 else f"{scaled:,.0f}{unit}"
+            return f"{_digits(value / scale)} {unit}"
     return f"{value:,.0f}"
 
 
 def size(count: float) -> str:
     """Bytes in powers of ten, as disks and buckets are sold: ``1.05 GB``."""
     for limit, unit in ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if count >= limit:
-            return f"{count / limit:.3g} {unit}"
+        if count >= limit * _NEARLY:
+            return f"{_digits(count / limit)} {unit}"
     return f"{count:.0f} bytes"
+
+
+def _digits(value: float) -> str:
+    return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
 
 
 def duration(seconds: float) -> str:
     """``12 s``, ``3 min 20 s``, ``5 h 12 min``, ``3 d 4 h``."""
-    if seconds < 10:
+    if seconds < 9.95:
         return f"{seconds:.1f} s"
     whole = round(seconds)
     for large, small, names in ((86400, 3600, ("d", "h")), (3600, 60, ("h", "min")), (60, 1, ("min", "s"))):

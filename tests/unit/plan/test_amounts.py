@@ -1,4 +1,6 @@
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from spile.plan.amounts import amount, counted, duration, size
 
@@ -27,6 +29,17 @@ def test_duration(seconds, text):
 
 def test_a_unit_begins_where_it_is_full() -> None:
     assert [size(999), size(1000), size(1e9)] == ["999 bytes", "1 kB", "1 GB"]
+
+
+@given(st.floats(0, 1e20))
+def test_no_powers_of_ten_are_shown(value: float) -> None:
+    assert "e+" not in amount(value) + size(value)
+
+
+def test_what_rounds_up_takes_the_next_unit() -> None:
+    assert [size(999_700), size(999_999_999), size(999_400)] == ["1 MB", "1 GB", "999 kB"]
+    assert [amount(999_700), amount(999_400)] == ["1 M", "999 k"]
+    assert [duration(9.94), duration(9.96), size(2e18)] == ["9.9 s", "10 s", "2,000 PB"]
 
 
 def test_one_is_singular() -> None:
