@@ -64,6 +64,12 @@ def _number(value: object, where: str) -> float:
     return float(value)
 
 
+def _whole(value: object, where: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise SpecError(where, expected="a whole number, 1 or more", found=repr(value))
+    return value
+
+
 def _price(value: object, where: str) -> Price:
     if not isinstance(value, Mapping) or "on_demand" not in value:
         raise SpecError(where, expected="{ on_demand = …, preemptible = … }", found=repr(value))
@@ -75,9 +81,12 @@ def _own(name: str, value: object, source: str) -> Machine:
     where = f"{source}: machines.{name}"
     if not isinstance(value, Mapping) or not {"chips", "hbm_gib", "tflops"} <= set(value):
         raise SpecError(where, expected="chips, hbm_gib, tflops, on_demand and, if not 1, hosts", found=repr(value))
-    chips, hosts = int(_number(value["chips"], where)), int(_number(value.get("hosts", 1), where))
-    if chips < 1 or hosts < 1 or chips % hosts:
+    chips, hosts = (_whole(value.get(key, 1), f"{where}.{key}") for key in ("chips", "hosts"))
+    if chips % hosts:
         raise SpecError(where, expected="chips that divide over the hosts", found=f"{chips} chips, {hosts} hosts")
+    tflops = _number(value["tflops"], where)
+    if not tflops:
+        raise SpecError(f"{where}.tflops", expected="more than 0", found=0)
     return Machine(
         name=name,
         topology="",
@@ -88,6 +97,6 @@ def _own(name: str, value: object, source: str) -> Machine:
         devices=chips,
         hosts=hosts,
         hbm_bytes=int(_number(value["hbm_gib"], where) * GIB),
-        tflops=_number(value["tflops"], where),
+        tflops=tflops,
         price=_price(value, where),
     )

@@ -34,3 +34,4 @@ def test_overlapping_pairs_merge():
 def test_text_is_for_people():
     assert Ranges([(0, 12), (20, 21), (31, 41)]).text() == "0-11, 20, 31-40"
     assert Ranges((n, n + 1) for n in range(0, 20, 2)).text(most=2) == "0, 2, and 8 more ranges"
+    assert Ranges.of([0, 2]).text(most=2) == "0, 2"

@@ -131,6 +131,13 @@ def test_a_file_overrides_prices_and_adds_machines() -> None:
         ("chip_hour = { v4 = 3 }", "prices.toml: chip_hour.v4: expected { on_demand = …"),
         ("chip_hour = { v4 = { on_demand = -3 } }", "expected a number, 0 or more, found -3"),
         ("machines = { x = { chips = 8 } }", "prices.toml: machines.x: expected chips, hbm_gib, tflops"),
+        (
+            "machines = { x = { chips = 0, hbm_gib = 1, tflops = 1, on_demand = 1 } }",
+            "x.chips: expected a whole number",
+        ),
+        ("machines = { x = { chips = 2.5, hbm_gib = 1, tflops = 1, on_demand = 1 } }", "1 or more, found 2.5"),
+        ("machines = { x = { chips = 1, hosts = 0, hbm_gib = 1, tflops = 1 } }", "x.hosts: expected a whole number"),
+        ("machines = { x = { chips = 1, hbm_gib = 1, tflops = 0, on_demand = 1 } }", "x.tflops: expected more than 0"),
         ("machines = { x = { chips = 8, hosts = 3, hbm_gib = 1, tflops = 1, on_demand = 1 } }", "8 chips, 3 hosts"),
     ],
 )

@@ -111,6 +111,13 @@ def test_a_packed_stream_has_no_percent(folder: Folder) -> None:
     assert (snapshot.percent, snapshot.streams[0].expected, snapshot.streams[0].percent) == (None, None, None)
 
 
+def test_a_packed_stream_is_done_when_its_end_is_recorded(folder: Folder) -> None:
+    store = begun(folder, 0, samples=None, stored=3)
+    store.commit([], end=3)
+    snapshot = SnapshotReader(folder, lambda: NOW).take()
+    assert (snapshot.streams[0].state, snapshot.streams[0].expected, snapshot.percent) == (State.DONE, 3, 100.0)
+
+
 def test_only_new_commits_are_read_again(folder: Folder) -> None:
     from counting import Counting
 
