@@ -36,3 +36,17 @@ def test_it_serves_until_ctrl_c_and_takes_its_machines_along(tmp_path: Path) -> 
         server.send_signal(signal.SIGINT)
         assert server.wait(30) == 0
     assert not processes_marked(next(iter(running)))
+
+
+def test_many_signals_at_once_end_it_all_the_same(tmp_path: Path) -> None:
+    words = [*SPILE, "dev", "fake-cloud", "--folder", str(tmp_path / "cloud")]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        server.stdout.readline()
+        for _ in range(20):
+            server.send_signal(signal.SIGINT)
+            server.send_signal(signal.SIGTERM)
+        try:
+            assert server.wait(30) == 0
+        finally:
+            server.kill()

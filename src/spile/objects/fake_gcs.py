@@ -19,7 +19,7 @@ import json
 import os
 import signal
 import sys
-import threading
+import time
 
 from spile.objects.fake_buckets import Bucket, Buckets
 from spile.objects.fake_json import answer_json
@@ -78,15 +78,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--location", default="US-CENTRAL1", help="where those buckets say they are")
     parser.add_argument("--with-parent", action="store_true", help="end when the process that started this one ends")
     options = parser.parse_args(arguments)
-    stop = threading.Event()
+    asked: list[int] = []  # no event: its lock is not for handlers
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+        signal.signal(number, lambda number, _: asked.append(number))
     with FakeGcs(options.port) as fake:
         for name in options.bucket:
             fake.add_bucket(name, options.location)
         print(fake.url, flush=True)
         parent = os.getppid()
-        while not stop.wait(0.5):
+        while not asked:
+            time.sleep(0.1)
             if options.with_parent and os.getppid() != parent:
                 break
     return 0

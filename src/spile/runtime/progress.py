@@ -63,7 +63,7 @@ class Progress:
     """Where a line for the user goes: above the bar, or to the log."""
 
     def __post_init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler looks at the counters in whatever the main thread is at
         self._phase = "starting"
         self._counts = dict.fromkeys(
             ("samples", "tokens", "bytes", "shards_written", "shards_committed", "samples_committed",
