@@ -122,7 +122,9 @@ def _loop(monitor: FleetMonitor, console: Console, interval: float, sleep: Calla
             except SpileError as error:  # the bucket or the cloud has hiccups: look again later
                 status = replace(status, problems=(error.line(),), actions=())
     ended = status.history.stopped or ("some workers were given up" if status.failed else "the work is finished")
-    console.print(f"{ended}; ${status.history.dollars:.2f} spent; next: spile verify {status.fleet.root}", markup=False)
+    bound = "" if status.fleet.max_samples is None else f" --max-samples {status.fleet.max_samples}"
+    following = f"spile verify {status.fleet.root}{bound}"
+    console.print(f"{ended}; ${status.history.dollars:.2f} spent; next: {following}", markup=False, soft_wrap=True)
     return int(status.failed)
 
 

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from spile.fleet.monitor import FleetStatus, WorkerStatus
 from spile.fleet.states import Life
-from spile.plan.amounts import amount, duration
+from spile.plan.amounts import amount, counted, duration
 
 __all__ = ["plain_lines", "render"]
 
@@ -140,8 +140,8 @@ def plain_lines(status: FleetStatus) -> list[str]:
     """One line a worker and one for all: for a log."""
     lines = [
         f"{each.worker.name} {_status_word(each)}: {each.view.samples if each.view else 0:,} samples, "
-        f"{each.view.shards if each.view else 0:,} shards, {each.view.committed if each.view else 0:,} in bucket"
-        + (f"; {_story(each)}" if _story(each) else "")
+        f"{counted(each.view.shards if each.view else 0, 'shard')}, "
+        f"{each.view.committed if each.view else 0:,} committed" + (f"; {_story(each)}" if _story(each) else "")
         for each in status.workers
     ]
     counts = ", ".join(
@@ -150,7 +150,7 @@ def plain_lines(status: FleetStatus) -> list[str]:
     )
     total = status.snapshot.total
     lines.append(
-        f"total: {total('samples'):,.0f} samples, {total('committed'):,.0f} shards in bucket; {counts}; "
+        f"total: {total('samples'):,.0f} samples, {counted(round(total('committed')), 'shard')} committed; {counts}; "
         + _summary(status)
     )
     if status.holder is not None:
