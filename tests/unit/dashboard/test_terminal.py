@@ -74,6 +74,11 @@ def test_a_narrow_terminal_has_fewer_columns_and_whole_cells(width: int) -> None
     assert len(row(text, "NAME")) < 8
 
 
+def test_the_narrowest_has_what_matters_most() -> None:
+    named = replace(SNAPSHOT, streams=tuple(replace(view, machine="READY") for view in VIEWS))
+    assert row(drawn(named, 32), "NAME") == ["NAME", "STATUS", "SAMPLES"]
+
+
 def test_streams_that_nobody_has_begun_are_not_done() -> None:
     one = replace(SNAPSHOT, streams=(replace(VIEWS[1], streams=4),))
     assert "Total workers: 1 of 4; 3 not begun" in drawn(one)

@@ -104,6 +104,18 @@ def test_a_shard_of_tiny_rows_still_ends():
     assert ShardPlan().tokens == 0
 
 
+def test_what_is_computed_is_every_groups_rectangle():
+    a, b, c = make([3, 2, 2])
+    batch = Batch(((a, b), (c,)), rows=2, length=4)
+    assert (batch.real_tokens, batch.computed_tokens) == (7, 2 * 2 * 4)
+
+
+def test_a_shard_may_be_just_full():
+    one, two = (Batch(((sample,),), rows=1, length=4) for sample in make([4, 4]))
+    assert [len(shard.batches) for shard in shards([one, two], 10, 80)] == [2]
+    assert [len(shard.batches) for shard in shards([one, two], 10, 79)] == [1, 1]
+
+
 def test_row_bytes():
     assert row_bytes(24, 896, "bfloat16") == 24 * 896 * 2 + 5
     assert row_bytes(1, 16, "float32") == 69

@@ -64,8 +64,12 @@ def test_the_budget() -> None:
     line = str(caught.value)
     assert "over budget on 1 × v5litepod-4 on demand: expected at most $" in line
     assert "--preemptible would fit; or --max-samples 500 would fit" in line
-    with pytest.raises(SpecError, match="preemptible: expected at most"):
+    with pytest.raises(SpecError, match="preemptible: expected at most") as caught:
         refuse_over_budget(found, 0.01, preemptible=True)
+    assert "--preemptible" not in str(caught.value)
+    with pytest.raises(SpecError) as caught:
+        refuse_over_budget(found, found.dollars.preemptible * 0.9, preemptible=False)
+    assert "--preemptible" not in str(caught.value)  # it would not fit either
 
 
 def test_storage_a_month() -> None:

@@ -75,6 +75,7 @@ def test_states_come_from_the_ledger_first_and_the_heartbeat_second(folder: Fold
     assert (working.samples, working.shards, working.committed, working.tokens) == (14, 2, 1, tokens)
     assert working.seconds_left == pytest.approx(86 * tokens / 10 / 50)
     assert (working.status, working.host, working.age) == ("running", "vm-1", 10.0)
+    assert [snapshot.streams[number].status for number in (3, 4, 5)] == ["silent", "failed", "stopped"]
     silent = snapshot.streams[3]  # what it had in hand is gone with it
     assert (silent.samples, silent.shards, silent.committed, silent.tokens_per_second) == (10, 1, 1, 0)
     assert snapshot.streams[4].last_error == "disk full"
@@ -103,6 +104,12 @@ def test_streams_that_the_data_has_and_nobody_has_begun(folder: Folder) -> None:
     snapshot = SnapshotReader(folder, lambda: NOW).take()
     assert snapshot.streams[0].state is State.DONE
     assert (snapshot.never_begun, snapshot.done, snapshot.percent, snapshot.seconds_left) == (2, False, None, None)
+
+
+def test_the_time_left_before_the_first_commit_is_the_heartbeats(folder: Folder) -> None:
+    begun(folder, 0)
+    put_beat(folder, 0, samples=10, tokens=2000, tokens_per_second=100)
+    assert SnapshotReader(folder, lambda: NOW).take().seconds_left == pytest.approx(90 * 200 / 100)
 
 
 def test_a_packed_stream_has_no_percent(folder: Folder) -> None:
