@@ -10,7 +10,7 @@ import argparse
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import ml_dtypes
@@ -50,6 +50,9 @@ class ReadyProducer:
 
     def prepare(self, batch: Batch) -> None:
         """Nothing is compiled."""
+
+    def await_program(self, batch: Batch, given_up: Callable[[], bool]) -> None:
+        """Nor waited for."""
 
     def start(self, batch: Batch) -> Sequence[Sequence[Block]]:
         """The next set's first rows."""

@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,6 +80,9 @@ class PacedProducer:
 
     def prepare(self, batch: Batch) -> None:
         """Nothing is compiled."""
+
+    def await_program(self, batch: Batch, given_up: Callable[[], bool]) -> None:
+        """Nor waited for."""
 
     def start(self, batch: Batch) -> tuple[float, Batch]:
         """Queued behind what was started before."""

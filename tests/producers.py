@@ -6,7 +6,7 @@ It drives the real worker where a test is about the store, the pipeline or a cra
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -43,6 +43,9 @@ class NumpyProducer:
         return "NumPy"
 
     def prepare(self, batch: Batch) -> None:
+        pass
+
+    def await_program(self, batch: Batch, given_up: Callable[[], bool]) -> None:
         pass
 
     def start(self, batch: Batch) -> Batch:

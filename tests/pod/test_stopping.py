@@ -132,3 +132,45 @@ def test_in_the_roll_call(tmp_path: Path, present: int) -> None:
         (end,) = group.wait(60)
     ended_at_once([end])
     assert end.lines == ["spile: interrupted"]
+
+
+SECOND_HANGS = f"""
+real, shapes = device.DeviceProducer.compile, set()
+def compile(self, shape):
+    shapes.add(shape)
+    if len(shapes) > 1:
+        hang()
+    return real(self, shape)
+device.DeviceProducer.compile = compile
+said = device.Progress.phase
+def phase(self, name):
+    said(self, name)
+    if name.startswith("compiling") and self.snapshot().samples:
+        (here / f"waits-{{number}}").touch()
+device.Progress.phase = phase
+main({WORDS.replace("'4'", "'48'").replace("'64'", "'512'")}, '--batch-size', '1', %s])
+"""
+
+
+def test_while_a_later_program_is_compiled(tmp_path: Path) -> None:
+    """What was computed with the first is committed."""
+    with start(tmp_path, SECOND_HANGS % "") as group:
+        appears(tmp_path / "waits-0", group)
+        group.kill(0, signal.SIGTERM)
+        (end,) = group.wait(60)
+    ended_at_once([end])
+    assert "finishing the batches in flight and committing them" in end.out
+    assert list((tmp_path / "out").rglob("commits/0001.json"))
+
+
+@pytest.mark.parametrize("asked", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_while_a_pod_compiles_a_later_program(tmp_path: Path, asked: int) -> None:
+    """All stop at the same batch, and commit what they computed before it."""
+    words = f"'--coordinator-address', '127.0.0.1:{free_port()}', '--process-id', number, '--num-processes', '3'"
+    with start(tmp_path, SECOND_HANGS % words, 3) as group:
+        for number in range(3):
+            appears(tmp_path / f"waits-{number}", group)
+        group.kill(asked, signal.SIGTERM)
+        ended = group.wait(60)
+    ended_at_once(ended)
+    assert list((tmp_path / "out").rglob("commits/0001.json"))

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +34,10 @@ __all__ = ["DeviceProducer", "compute_dtype_for", "enable_compilation_cache"]
 
 _COMPILERS = max(2, (os.cpu_count() or 2) // 4)
 """Programs compiled at once, ahead of need."""
+
+
+_LOOK_UP = 0.1
+"""Seconds between looks at whether a wait for a program is given up."""
 
 
 class _Pending(NamedTuple):
@@ -78,6 +82,8 @@ class DeviceProducer:
         self._compilers = ThreadPoolExecutor(_COMPILERS, "spile-compile")
         self._programs: dict[tuple[int, int], Future[Callable[..., Any]]] = {}
         self._proven: set[tuple[int, int]] = set()
+        self._awaited: dict[tuple[int, int], float] = {}
+        """When the loop came to a shape's first batch."""
         self._lock = threading.Lock()
         # The devices of one model-parallel set compute the same sequences; each then keeps a group of its own of them.
         self.rows_sharding = NamedSharding(mesh, PartitionSpec("data"))
@@ -121,6 +127,17 @@ class DeviceProducer:
             if shape not in self._programs:
                 self._programs[shape] = self._compilers.submit(self.compile, shape)
             return self._programs[shape]
+
+    def await_program(self, batch: Batch, given_up: Callable[[], bool]) -> None:
+        """A compilation takes up to minutes, and a signal must not wait for it."""
+        shape = (batch.rows, batch.length)
+        program = self._program(shape)
+        if shape in self._proven or program.done():
+            return
+        self._awaited.setdefault(shape, time.perf_counter())
+        self._progress.phase(f"compiling for {shape[0]} × {shape[1]} tokens")
+        while not program.done() and not given_up():
+            wait([program], timeout=_LOOK_UP)
 
     def compile(self, shape: tuple[int, int]) -> jax.stages.Compiled:
         """The program for a batch of this shape: rows a device, and padded length."""
@@ -182,8 +199,7 @@ class DeviceProducer:
     def _wait_for(self, shape: tuple[int, int]) -> Callable[..., Any]:
         if shape in self._proven:
             return self._program(shape).result()
-        began = time.perf_counter()
-        self._progress.phase(f"compiling for {shape[0]} × {shape[1]} tokens")
+        began = self._awaited.setdefault(shape, time.perf_counter())
         try:
             program = self._program(shape).result()
         except jax.errors.JaxRuntimeError as error:

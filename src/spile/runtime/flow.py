@@ -33,6 +33,9 @@ class Control(Protocol):
     def verdict(self) -> Verdict:
         """Asked before each batch."""
 
+    def stopping(self) -> bool:
+        """Whether a wait before the next batch is of no use any more. The verdict alone decides."""
+
     def committed(self) -> None:
         """Shards were closed: the clock of ``--commit-every`` starts again."""
 

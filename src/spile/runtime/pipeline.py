@@ -121,6 +121,9 @@ class Pipeline:
 
     def _advance(self, flow: Flow, shard: Shard, open_: list[Shard | None]) -> Shard | None:
         """Start a shard's next batch. What the lane goes on with: the shard, what is left of it, or nothing."""
+        if shard.waiting:
+            self._progress.start()
+            self._producer.await_program(shard.waiting[0], lambda: flow.crew.failed or self._control.stopping())
         verdict = self._control.verdict()
         if verdict == "stop":
             self._stopped = True
@@ -133,7 +136,6 @@ class Pipeline:
             if not self._fits(batch):
                 return self._again(flow, shard)
             flow.credits.acquire()
-            self._progress.start()
             try:
                 pending = self._producer.start(batch)
             except OutOfDeviceMemory as error:

@@ -6,7 +6,7 @@ tests drive the very same loop with a producer that is a few lines of NumPy.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -52,6 +52,9 @@ class Producer(Protocol):
 
     def prepare(self, batch: Batch) -> None:
         """A batch of this shape will come: compile for it in the background. Never blocks."""
+
+    def await_program(self, batch: Batch, given_up: Callable[[], bool]) -> None:
+        """Wait until a batch of this shape can start at once, unless the wait is given up: it may be minutes."""
 
     def start(self, batch: Batch) -> object:
         """Begin computing; returns at once. Raises :class:`OutOfDeviceMemory` before anything was kept."""

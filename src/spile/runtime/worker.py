@@ -55,6 +55,10 @@ class LocalControl:
             return "stop"
         return "commit" if self._every is not None and self._clock() - self._since >= self._every else "go"
 
+    def stopping(self) -> bool:
+        """A signal came."""
+        return self._stop.is_set()
+
     def committed(self) -> None:
         """The clock starts again."""
         self._since = self._clock()

@@ -60,6 +60,9 @@ class Script:
     def verdict(self) -> Verdict:
         return self.verdicts.pop(0) if self.verdicts else "go"
 
+    def stopping(self) -> bool:
+        return False
+
     def committed(self) -> None:
         pass
 

@@ -34,6 +34,14 @@ class PodControl:
         mine = self._local.verdict()
         return self._decide(mine) if self._pod.identity.first else self._ask(mine)
 
+    def stopping(self) -> bool:
+        """A signal came here. Process 0, which decides, looks for one on any host; the others for its decision."""
+        if self._local.stopping():
+            return True
+        if self._pod.identity.first:
+            return any("stop" in said for said in self._asked().values())
+        return self._pod.coordination.entries("verdict").get(f"{self._number + 1}") == "stop"
+
     def committed(self) -> None:
         """The clock starts again; process 0's is the one that counts."""
         self._local.committed()
@@ -51,7 +59,7 @@ class PodControl:
         until = time.monotonic() + self._pod.times.barrier
         pause = 0.001
         while True:
-            asked = {int(process): said.split() for process, said in self._pod.coordination.entries("asked").items()}
+            asked = self._asked()
             behind = [
                 process
                 for process in range(1, self._pod.identity.count)
@@ -67,6 +75,9 @@ class PodControl:
                 )
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
+
+    def _asked(self) -> dict[int, list[str]]:
+        return {int(process): said.split() for process, said in self._pod.coordination.entries("asked").items()}
 
     def _ask(self, mine: Verdict) -> Verdict:
         directory = self._pod.coordination
