@@ -177,7 +177,8 @@ def main(words: Sequence[str] | None = None) -> int:
         FleetHome.open(options.home), options.node, options.zone, options.host, pause=options.pause, look=options.look
     )
     # The service's end sends the same signal to the worker, which commits what it has; the agent only waits for it.
-    signal.signal(signal.SIGTERM, lambda *_: agent.stopping.set())
+    # In a thread: a handler that comes while the main thread is inside wait() would wait for its lock for ever.
+    signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=agent.stopping.set).start())
     try:
         return agent.run()
     except SpileError as error:

@@ -47,9 +47,15 @@ class _Pending(NamedTuple):
 
 def enable_compilation_cache() -> None:
     """Keep compiled programs over runs: a resumed worker does not compile again."""
-    if os.environ.get("JAX_COMPILATION_CACHE_DIR") is None:
-        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        jax.config.update("jax_compilation_cache_dir", str(Path(home) / "spile" / "xla"))
+    if os.environ.get("JAX_COMPILATION_CACHE_DIR") is not None:
+        return
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spile" / "xla"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:  # a home that cannot be written to costs compilations, not the run
+        return
+    if os.access(folder, os.W_OK):
+        jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 

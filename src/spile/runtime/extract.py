@@ -133,9 +133,6 @@ def find(spec: ExtractSpec) -> Parts:
     root = _output(spec)
     tokenizer = load_tokenizer(files.tokenizer_folder)
     samples = open_stream(spec.data, tokenizer)
-    if tokenizer.size > files.config.vocab_size:  # no fault by itself; the producer looks at every batch
-        first = islice(samples.read(Ranges()), _LOOKED_AT)
-        check_tokens((item for item in first if isinstance(item, Sample)), files.config.vocab_size)
     known = read_run(root)
     dtype = spec.dtype
     if dtype == "auto":
@@ -158,6 +155,10 @@ def find(spec: ExtractSpec) -> Parts:
     stream = StreamIdentity(
         samples.location, samples.sha256, samples.lines, samples.samples, taps, samples.streams, samples.split
     )
+    if tokenizer.size > files.config.vocab_size:  # no fault by itself; the producer looks at every batch
+        # After the identity: packed documents that end within this look would have a count that others have not.
+        first = islice(samples.read(Ranges()), _LOOKED_AT)
+        check_tokens((item for item in first if isinstance(item, Sample)), files.config.vocab_size)
     if known is not None:
         join_run(root, identity)  # compares: a run of other numbers is refused before anything is loaded
     return Parts(replace(spec, dtype=dtype), root, files, taps, samples, identity, stream)

@@ -136,13 +136,14 @@ class Pipeline:
             if not self._fits(batch):
                 return self._again(flow, shard)
             flow.credits.acquire()
+            began = self._clock()  # before: a CPU computes in here
             try:
                 pending = self._producer.start(batch)
             except OutOfDeviceMemory as error:
                 flow.credits.release()
                 self._shrink(batch, error)
                 return self._again(flow, shard)
-            flow.steps.put(Step(shard, batch, pending, shard.rows, self._clock()))
+            flow.steps.put(Step(shard, batch, pending, shard.rows, began))
             flow.started[shard.lane] += 1
             own = self._own(batch)
             shard.rows += sum(map(len, own))

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from spile.errors import Failure
+from spile.errors import Damaged
 from spile.objects.folder import Folder
 from spile.plan.ranges import Ranges
 from spile.status.heartbeat import Beat, read_beat
@@ -192,7 +192,7 @@ class SnapshotReader:
         try:
             record = read_stream(folder)
             ledger = self._ledger(number, folder, record)
-        except Failure as error:
+        except Damaged as error:  # a store that does not answer is no stream's fault, and nobody's to replace
             return StreamView(number, stream_folder(number), State.DAMAGED, last_error=str(error))
         return view_of(number, record, ledger, read_beat(folder), self._clock())
 

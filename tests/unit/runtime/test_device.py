@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from spile.model.decoder import forward
 from spile.model.params import Params
 from spile.plan.batches import Batch
 from spile.runtime import device
-from spile.runtime.device import DeviceProducer, compute_dtype_for
+from spile.runtime.device import DeviceProducer, compute_dtype_for, enable_compilation_cache
 from spile.runtime.mesh import make_mesh
 from spile.runtime.producer import OutOfDeviceMemory, check_tokens, pack
 from spile.spec.sample import Sample
@@ -144,3 +145,18 @@ def test_the_dtype_that_fits_a_platform() -> None:
 
 def test_describing(producer: DeviceProducer) -> None:
     assert producer.describe() == "1 × cpu, float32, xla attention"
+
+
+def test_a_home_that_cannot_be_written_to_costs_the_cache_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: dict[str, object] = {}
+    monkeypatch.setattr(jax.config, "update", chosen.__setitem__)
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    (tmp_path / "file").write_text("no folder can be made below a file, whoever asks")
+    enable_compilation_cache()
+    assert chosen == {}
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    enable_compilation_cache()
+    assert chosen["jax_compilation_cache_dir"] == str(tmp_path / "cache" / "spile" / "xla")

@@ -10,9 +10,10 @@ from producers import TAPS, NumpyProducer, lengths, rows_of, run_identity, sampl
 from spile.errors import StoreError
 from spile.objects import open_folder
 from spile.runtime.flow import Verdict
+from spile.runtime.pipeline import Pipeline
 from spile.runtime.producer import Block, OutOfDeviceMemory
 from spile.runtime.progress import Progress
-from spile.runtime.worker import LocalControl, Sizes, work
+from spile.runtime.worker import LocalControl, Sizes, StreamSink, work, works
 from spile.spec.sample import Skip
 from spile.store.run import join_run
 from spile.store.stream import StreamStore, join_stream
@@ -240,3 +241,29 @@ def test_a_lane_that_is_held_up_holds_up_no_other(tmp_path):
     one_batch = Sizes(64, 1, 64, 100, lanes=2)
     assert visit(tmp_path, items, FirstHangs(), sizes=one_batch, progress=Watched())
     check(tmp_path, items)
+
+
+def test_a_device_that_computes_while_a_batch_is_started_is_what_limits(tmp_path):
+    """As a CPU does."""
+
+    class ComputesAtOnce(NumpyProducer):
+        def start(self, batch):
+            ticks.advance(5.0)
+            return super().start(batch)
+
+    class Ticks:
+        now = 0.0
+
+        def __call__(self):
+            return self.now
+
+        def advance(self, seconds):
+            self.now += seconds
+
+    ticks, progress = Ticks(), Progress()
+    items = [sample(i, 40) for i in range(6)]
+    stream = open_stream(tmp_path, 6)
+    sink, control = StreamSink(stream), LocalControl(threading.Event(), None)
+    pipeline = Pipeline(ComputesAtOnce(), sink, control, progress, clock=ticks, in_flight=1)
+    assert pipeline.run(works(items, Sizes(64, 1, 64, 100), 1, 100, lambda: None))
+    assert progress.snapshot().busy["model"] == 6 * 5.0

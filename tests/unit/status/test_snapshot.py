@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from producing import produce, run_identity, sample_of, stream_identity, write_shard
+from spile.errors import StoreError
 from spile.objects import Folder
 from spile.status.snapshot import SnapshotReader, State
 from spile.store.run import join_run
@@ -151,3 +152,15 @@ def test_a_stream_without_a_heartbeat_is_silent_once_its_last_commit_is_old(fold
     begun(folder, 0, stored=2)
     states = [SnapshotReader(folder, lambda now=now: now).take().streams[0].state for now in (time.time(), 4e9)]  # type: ignore[misc]
     assert states == [State.WAITING, State.SILENT]
+
+
+def test_a_store_that_does_not_answer_is_no_damage(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fleet replaces the machine of a damaged stream; it must not replace all of them in an outage."""
+    begun(folder, 0, stored=3)
+
+    def out_of_reach(*_: object, **__: object) -> None:
+        raise StoreError("the bucket is out of reach")
+
+    monkeypatch.setattr("spile.status.snapshot.read_commits", out_of_reach)
+    with pytest.raises(StoreError, match="out of reach"):
+        take(folder)
