@@ -9,7 +9,7 @@ import sys
 
 BENCHES: dict[str, tuple[tuple[str, ...], str | None]] = {
     "start": ((), None),
-    "cpu": (("--shape", "qwen2.5-0.5b", "--samples", "12", "--turns", "2"), "torch"),
+    "cpu": (("--shape", "qwen2.5-0.5b", "--samples", "4", "--turns", "1"), "torch"),
     "data": ((), None),
     "memory": ((), None),
     "ledger": ((), None),
