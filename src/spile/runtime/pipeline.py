@@ -121,7 +121,7 @@ class Pipeline:
 
     def _advance(self, flow: Flow, shard: Shard, open_: list[Shard | None]) -> Shard | None:
         """Start a shard's next batch. What the lane goes on with: the shard, what is left of it, or nothing."""
-        if shard.waiting:
+        if shard.waiting and self._fits(shard.waiting[0]):  # no wait for a program that will not be run
             self._progress.start()
             self._producer.await_program(shard.waiting[0], lambda: flow.crew.failed or self._control.stopping())
         verdict = self._control.verdict()

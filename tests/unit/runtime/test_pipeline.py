@@ -1,3 +1,4 @@
+import math
 import threading
 
 import numpy as np
@@ -267,3 +268,28 @@ def test_a_device_that_computes_while_a_batch_is_started_is_what_limits(tmp_path
     pipeline = Pipeline(ComputesAtOnce(), sink, control, progress, clock=ticks, in_flight=1)
     assert pipeline.run(works(items, Sizes(64, 1, 64, 100), 1, 100, lambda: None))
     assert progress.snapshot().busy["model"] == 6 * 5.0
+
+
+def test_no_program_is_waited_for_that_the_device_has_no_room_for(tmp_path):
+    """Shards of other lanes were planned before memory ran out, and are halved without a look at their old shapes."""
+    awaited, refused = [], []
+
+    class Watched(NumpyProducer):
+        def await_program(self, batch, given_up):
+            awaited.append((batch.rows * batch.length, min(refused, default=math.inf)))
+
+        def start(self, batch):
+            if len(self.shapes) == 4:  # somebody else takes the rest of the memory
+                self.fits = 200
+            try:
+                return super().start(batch)
+            except OutOfDeviceMemory:
+                refused.append(batch.rows * batch.length)
+                raise
+
+    items = [sample(i, n) for i, n in enumerate(lengths(400, 60))]
+    sizes = Sizes(512, None, 64, 200_000, lanes=3)
+    assert visit(tmp_path, items, Watched(), sizes=sizes)
+    assert refused
+    assert [(tokens, room) for tokens, room in awaited if tokens >= room] == []
+    check(tmp_path, items)
