@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,6 +15,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from spile.cli.output import Lasting
 from spile.cli.signals import heard
 from spile.plan.amounts import amount, counted, duration, size
 from spile.runtime.progress import Progress, Snapshot
@@ -50,7 +49,7 @@ class Watch:
 @contextmanager
 def watched(verbose: bool = False, console: Console | None = None) -> Iterator[Watch]:
     """Show progress while this lasts. One Ctrl+C or SIGTERM commits what is done and stops; a second ends at once."""
-    console = console or _Output(highlight=False)
+    console = console or Lasting(highlight=False)
     stop = threading.Event()
     progress = Progress(say=lambda text: console.print(Text.assemble(("· ", "dim"), text), soft_wrap=True))
     with ExitStack() as stack:
@@ -63,15 +62,6 @@ def watched(verbose: bool = False, console: Console | None = None) -> Iterator[W
         else:
             stack.enter_context(_lines(progress, console, 1.0 if verbose else _LINE_EVERY))
             yield Watch(console, progress, stop)
-
-
-class _Output(Console):
-    """A run goes on when nobody reads its lines any more: Ctrl+C in ``spile extract | tee log`` ends tee first."""
-
-    def on_broken_pipe(self) -> None:
-        """Be quiet from now on."""
-        self.quiet = True
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager

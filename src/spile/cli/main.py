@@ -12,11 +12,11 @@ from typing import Any
 
 from cyclopts import App, CycloptsError, Group
 from cyclopts.config import Dict, Env
-from rich.console import Console
 
 from spile.cli.aliases import modern
 from spile.cli.commands import COMMANDS, GROUPS, SECTIONS
 from spile.cli.mistakes import mistake
+from spile.cli.output import Lasting
 from spile.errors import SpecError, SpileError
 from spile.version import __version__
 
@@ -65,17 +65,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     sys.exit(_run(words, debug))
 
 
-class _Errors(Console):
-    """An exit code counts, though nobody reads the line any more: the one who did may have died first."""
-
-    def on_broken_pipe(self) -> None:
-        """Be quiet from now on, the interpreter's last flush too."""
-        self.quiet = True
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
-
-
 def _run(words: list[str], debug: bool) -> int:
-    errors = _Errors(stderr=True, soft_wrap=True, highlight=False)
+    errors = Lasting(stderr=True, soft_wrap=True, highlight=False)
     try:
         words, config = _config(words)
         words = modern(words, os.environ)

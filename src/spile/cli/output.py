@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from rich.console import Console
 
-__all__ = ["output"]
+__all__ = ["Lasting", "output"]
 
 _NO_WIDTH = 10_000
 """For what is no terminal: no table is cut short there, and no line is broken."""
@@ -18,3 +19,12 @@ def output(**more: Any) -> Console:
     if not console.is_terminal:
         console.width = _NO_WIDTH
     return console
+
+
+class Lasting(Console):
+    """Outlives its reader: Ctrl+C in ``spile extract | tee log`` ends tee first, and work and exit code still count."""
+
+    def on_broken_pipe(self) -> None:
+        """Be quiet from now on, the interpreter's last flush too."""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
