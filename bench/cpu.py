@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 from bench.shapes import SHAPES, make_model
 from spile.plan.ranges import Ranges
-from spile.runtime import naive
 from spile.runtime.device import DeviceProducer
 from spile.runtime.extract import find, make_producer, sizes_for
+from spile.runtime.measure import naive
 from spile.runtime.progress import Progress
 from spile.runtime.worker import LocalControl, work
 from spile.spec.run import EMBEDDED, ComputeDtype, DataSpec, ExtractSpec

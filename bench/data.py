@@ -29,7 +29,7 @@ from spile.spec.sample import Sample
 _CHILD = """
 import json, resource, sys, time
 from pathlib import Path
-from spile.data.split import make_streams
+from spile.data.make.split import make_streams
 began = time.perf_counter()
 made = make_streams(sys.argv[1], Path(sys.argv[2]), 32)
 seconds, cpu = time.perf_counter() - began, time.process_time()

@@ -42,7 +42,7 @@ class LedgerTimes:
 @contextmanager
 def fake_gcs(bucket: str = "bench") -> Iterator[str]:
     """A fake GCS in a process of its own; the environment leads to it. Gives its URL."""
-    command = [sys.executable, "-m", "spile.objects.fake_gcs", "--bucket", bucket, "--with-parent"]
+    command = [sys.executable, "-m", "spile.objects.fake.gcs", "--bucket", bucket, "--with-parent"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     before = os.environ.get("STORAGE_EMULATOR_HOST")
     try:

@@ -17,8 +17,8 @@ from pathlib import Path
 from cyclopts import App
 from cyclopts.argument import Argument
 
-from spile.cli.commands import COMMANDS, GROUPS, Command
 from spile.cli.main import build
+from spile.cli.shell.commands import COMMANDS, GROUPS, Command
 
 __all__ = ["application", "flags", "reference"]
 

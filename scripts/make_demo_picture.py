@@ -17,13 +17,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from spile.cli.live import facts, report
-from spile.cli.signals import heard
 from spile.cli.verify import show
+from spile.dashboard.worker import facts, report
 from spile.runtime.extract import extract
 from spile.runtime.progress import Progress
+from spile.runtime.signals import heard
 from spile.spec.run import ExtractSpec
-from spile.store.proof import verify
+from spile.store.verification import verify
 
 OUTPUT = Path(__file__).parent.parent / "docs" / "images" / "demo.svg"
 WIDTH = 104

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from spile.objects import Folder, open_folder
-from spile.objects.fake_gcs import FakeGcs
-from spile.objects.faults import Faults
-from spile.objects.faulty_http import FaultyProxy, FaultyServer
+from spile.objects.fake.faults import Faults
+from spile.objects.fake.gcs import FakeGcs
+from spile.objects.fake.http import FaultyProxy, FaultyServer
 
 __all__ = ["BACKENDS", "Clouds", "cloud_folder", "cloud_url", "clouds", "folder", "folder_url", "shared_clouds"]
 

@@ -14,16 +14,16 @@ from typing import Any
 
 import requests
 
-from spile.fleet.cloud_tpu import CloudTpu
+from spile.fleet.cloud.provider import NodeRequest
+from spile.fleet.cloud.settings import CloudSettings
+from spile.fleet.cloud.tpu import CloudTpu
 from spile.fleet.fake_cloud.api import Api, Fault, Lost
 from spile.fleet.fake_cloud.cloud import ApiError, Cloud, Pace
-from spile.fleet.history import History
-from spile.fleet.lease import Lease
-from spile.fleet.observed import Pulse
-from spile.fleet.provider import NodeRequest
-from spile.fleet.settings import CloudSettings
+from spile.fleet.heal.history import History
+from spile.fleet.heal.lease import Lease
+from spile.fleet.heal.observed import Pulse
+from spile.fleet.heal.round import tick
 from spile.fleet.spec import FLEET_LABEL, WORKER_LABEL, FleetSpec, Policy, plan_workers
-from spile.fleet.tick import tick
 from spile.objects.folder import NotFound, ObjectInfo
 
 ZONES = ("us-central1-a", "us-central1-b", "europe-west4-a", "us-east1-d")

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from spile.version import __version__
 
 if TYPE_CHECKING:
+    from spile.reading.dataset import open  # noqa: A004
     from spile.runtime.extract import extract
     from spile.spec.run import DataSpec, ExtractSpec, PromptSpec
-    from spile.store.reader import open  # noqa: A004
 
 __all__ = ["DataSpec", "ExtractSpec", "PromptSpec", "__version__", "extract", "open"]
 
@@ -20,7 +20,7 @@ _LAZY = {
     "ExtractSpec": "spile.spec.run",
     "PromptSpec": "spile.spec.run",
     "extract": "spile.runtime.extract",
-    "open": "spile.store.reader",
+    "open": "spile.reading.dataset",
 }
 
 

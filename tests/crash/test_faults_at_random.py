@@ -9,7 +9,7 @@ from backends import Clouds
 from producing import produce
 from spile.errors import Damaged, StoreError
 from spile.objects import open_folder
-from spile.objects.faults import random_faults
+from spile.objects.fake.faults import random_faults
 from spile.objects.retry import Retry
 
 SAMPLES = 24

@@ -11,8 +11,8 @@ from killing import KILLED, Switch, assert_whole, start
 
 from producing import produce
 from spile.objects import Folder, open_folder
-from spile.store.proof import verify
-from spile.store.reader import open as open_dataset
+from spile.reading.dataset import open as open_dataset
+from spile.store.verification import verify
 
 
 def steps_killed(url_of: list[str], samples: int, each: int = 1, **options: int) -> int:

@@ -12,7 +12,7 @@ from killing import Switch, assert_whole, start
 
 from producing import produce
 from spile.objects import Folder, open_folder
-from spile.store.proof import verify
+from spile.store.verification import verify
 
 FENCED = 3
 

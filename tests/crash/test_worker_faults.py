@@ -12,7 +12,7 @@ from worker_main import Life, assert_whole, committed, start, visit
 
 from backends import Clouds
 from spile.objects import open_folder
-from spile.objects.faults import random_faults
+from spile.objects.fake.faults import random_faults
 from spile.objects.retry import Retry
 
 COUNT = 150

@@ -111,7 +111,7 @@ def visit(
 
 
 def _live(url: str, count: int, life: Life) -> int:
-    from spile.cli.live import watched
+    from spile.dashboard.worker import watched
 
     with watched() as watch:
         finished, _ = visit(url, count, life, watch.stop, watch.progress)
@@ -148,7 +148,9 @@ def start(url: str, count: int, life: Life | None = None, **changes: Any) -> For
     context = get_context("forkserver")
     here = Path(__file__).parent
     with _paths(str(here), str(here.parent)):
-        context.set_forkserver_preload(["worker_main", "killing", "spile.cli.live", "spile.objects.cloud"])
+        context.set_forkserver_preload(
+            ["worker_main", "killing", "spile.dashboard.worker", "spile.objects.cloud.folder"]
+        )
         environment = {name: value for name, value in os.environ.items() if name.startswith(_HANDED_ON)}
         process = context.Process(target=main, args=(url, count, environment, replace(life or Life(), **changes)))
         process.start()

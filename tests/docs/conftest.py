@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from spile.cli.aliases import VARIABLES
+from spile.cli.shell.aliases import VARIABLES
 
 
 @pytest.fixture(autouse=True)

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from fleet.world import World
-from spile.fleet.cloud_tpu import CloudTpu
+from spile.fleet.cloud.settings import read_settings
+from spile.fleet.cloud.tpu import CloudTpu
 from spile.fleet.fake_cloud.cloud import Pace
 from spile.fleet.fake_cloud.server import FakeCloud
 from spile.fleet.fake_cloud.vms import processes_marked
-from spile.fleet.settings import read_settings
-from spile.objects.fake_gcs import FakeGcs
+from spile.objects.fake.gcs import FakeGcs
 
 
 @pytest.fixture

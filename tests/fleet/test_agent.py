@@ -15,11 +15,11 @@ import pytest
 
 from spile.errors import SpecError, UserError
 from spile.fleet.agent import AGAIN, Agent, worker_command
-from spile.fleet.cloud_tpu import CloudTpu
+from spile.fleet.cloud.provider import NodeRequest
+from spile.fleet.cloud.tpu import CloudTpu
 from spile.fleet.fake_cloud.server import FakeCloud
 from spile.fleet.home import FleetHome
 from spile.fleet.manage import settle
-from spile.fleet.provider import NodeRequest
 from spile.fleet.spec import FleetSpec, plan_workers
 
 ZONE, NAME = "us-central1-a", "tpu-us-central1-a-1"

@@ -13,9 +13,7 @@ from google.auth.credentials import AnonymousCredentials
 
 from clouds import GCLOUD, gcloud, gcloud_json
 from spile.errors import CloudError, UserError
-from spile.fleet.cloud_tpu import CloudTpu, check_place
-from spile.fleet.fake_cloud.server import FakeCloud
-from spile.fleet.provider import (
+from spile.fleet.cloud.provider import (
     BadRequest,
     LostReply,
     Missing,
@@ -28,7 +26,9 @@ from spile.fleet.provider import (
     Stockout,
     Unavailable,
 )
-from spile.fleet.states import NodeState, QueuedState
+from spile.fleet.cloud.states import NodeState, QueuedState
+from spile.fleet.cloud.tpu import CloudTpu, check_place
+from spile.fleet.fake_cloud.server import FakeCloud
 
 ZONE = "us-central1-a"
 PARENT = f"projects/fake-project/locations/{ZONE}"
@@ -261,7 +261,7 @@ def test_stockout_shows_in_the_operation_and_leaves_nothing(client: CloudTpu, fa
 
 
 def test_nobody_listens(tmp_path: Path) -> None:
-    from spile.fleet.settings import CloudSettings
+    from spile.fleet.cloud.settings import CloudSettings
 
     client = CloudTpu(CloudSettings("p", endpoint="http://127.0.0.1:1/", anonymous=True), sleep=lambda _: None)
     with pytest.raises(Unavailable, match="cannot create TPU t0"):
@@ -282,8 +282,8 @@ def test_no_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     import google.auth
     from google.auth.exceptions import DefaultCredentialsError
 
-    from spile.fleet.cloud_tpu import open_session
-    from spile.fleet.settings import CloudSettings
+    from spile.fleet.cloud.settings import CloudSettings
+    from spile.fleet.cloud.tpu import open_session
 
     def none(**_: object) -> None:
         raise DefaultCredentialsError("none")

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from spile.cli.healing import watch_fleet
-from spile.fleet.cloud_tpu import CloudTpu
+from spile.dashboard.fleet import plain_lines, render
+from spile.dashboard.watching import watch_fleet
+from spile.fleet.cloud.provider import NodeRequest, NotAllowed
+from spile.fleet.cloud.tpu import CloudTpu
 from spile.fleet.fake_cloud.server import FakeCloud
+from spile.fleet.heal.monitor import FleetMonitor, FleetStatus
 from spile.fleet.home import FleetHome, Report
-from spile.fleet.monitor import FleetMonitor, FleetStatus
-from spile.fleet.provider import NodeRequest, NotAllowed
 from spile.fleet.spec import FleetSpec, Policy, plan_workers
-from spile.fleet.table import plain_lines, render
 
 A, B = "us-central1-a", "us-central1-b"
 

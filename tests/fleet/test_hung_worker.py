@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from fleet.world import A, World
-from spile.fleet.cloud_tpu import CloudTpu
+from spile.fleet.cloud.provider import NodeRequest
+from spile.fleet.cloud.settings import read_settings
+from spile.fleet.cloud.tpu import CloudTpu
 from spile.fleet.fake_cloud import vms
+from spile.fleet.heal.monitor import FleetMonitor, FleetStatus, pulses_of
 from spile.fleet.home import FleetHome, Report
-from spile.fleet.monitor import FleetMonitor, FleetStatus, pulses_of
-from spile.fleet.provider import NodeRequest
-from spile.fleet.settings import read_settings
 from spile.fleet.spec import FleetSpec, plan_workers
 from spile.status.snapshot import Snapshot, State, StreamView
 

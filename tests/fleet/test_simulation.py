@@ -8,15 +8,15 @@ from collections import Counter
 import pytest
 
 from fleet_simulation import DirectSession, Simulation
-from spile.fleet.cloud_tpu import CloudTpu
+from spile.fleet.cloud.provider import NodeRequest
+from spile.fleet.cloud.settings import CloudSettings
+from spile.fleet.cloud.tpu import CloudTpu
 from spile.fleet.fake_cloud.api import Api
 from spile.fleet.fake_cloud.cloud import Cloud, Pace
-from spile.fleet.history import History
-from spile.fleet.observed import Pulse
-from spile.fleet.provider import NodeRequest
-from spile.fleet.settings import CloudSettings
+from spile.fleet.heal.history import History
+from spile.fleet.heal.observed import Pulse
+from spile.fleet.heal.round import tick
 from spile.fleet.spec import FleetSpec, plan_workers
-from spile.fleet.tick import tick
 
 
 @pytest.mark.parametrize("block", range(4))

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from spile.fleet.cloud.provider import NodeRequest
 from spile.fleet.deploy import publish
 from spile.fleet.fake_cloud.server import FakeCloud
+from spile.fleet.heal.monitor import machine_metadata, startup_script
 from spile.fleet.home import FleetHome
-from spile.fleet.monitor import machine_metadata, startup_script
-from spile.fleet.provider import NodeRequest
 from spile.fleet.spec import FleetSpec, plan_workers
 from spile.fleet.wheel import build_wheel
 
@@ -190,7 +190,7 @@ def test_a_metadata_server_that_fails_at_first_is_asked_again(home: FleetHome, v
 
 
 def test_the_assignment_comes_from_the_metadata_server_and_the_wheel_from_gcs(tmp_path: Path, fake: FakeCloud) -> None:
-    from spile.objects.fake_gcs import FakeGcs
+    from spile.objects.fake.gcs import FakeGcs
 
     with FakeGcs() as gcs, pytest.MonkeyPatch.context() as patch:
         gcs.add_bucket("b")

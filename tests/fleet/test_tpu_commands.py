@@ -16,9 +16,9 @@ import pytest
 from fleet.world import a_home
 from spile.cli.main import main
 from spile.fleet import manage
-from spile.fleet.cloud_tpu import CloudTpu
+from spile.fleet.cloud.provider import NodeRequest
+from spile.fleet.cloud.tpu import CloudTpu
 from spile.fleet.fake_cloud.server import FakeCloud
-from spile.fleet.provider import NodeRequest
 
 A, B = "us-central1-a", "us-central1-b"
 

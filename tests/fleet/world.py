@@ -10,7 +10,7 @@ from typing import IO
 
 from spile.fleet.fake_cloud.cloud import Pace
 from spile.fleet.fake_cloud.server import FakeCloud
-from spile.objects.fake_gcs import FakeGcs
+from spile.objects.fake.gcs import FakeGcs
 
 __all__ = ["A", "B", "World", "a_home"]
 

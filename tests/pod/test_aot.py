@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from spile.errors import SpecError
-from spile.runtime.aot import Fit, Program, _bisect, available, largest, search
+from spile.runtime.measure.aot import Fit, Program, _bisect, available, largest, search
 from spile.spec.architecture import ModelConfig
 from spile.spec.taps import Tap
 

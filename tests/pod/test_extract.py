@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from pod.launching import Ended, Launch, clean_environment, free_port, launch, started
+from spile.reading.dataset import Dataset
+from spile.reading.dataset import open as open_dataset
 from spile.spec.run import DataSpec, ExtractSpec, PromptSpec
-from spile.store.proof import verify
-from spile.store.reader import Dataset
-from spile.store.reader import open as open_dataset
+from spile.store.verification import verify
 
 LENGTH = 64
 SAMPLES = 25
@@ -29,7 +29,7 @@ WHOLE = 48 * VARIANTS
 MANY = """
 import json
 from spile.runtime.extract import extract
-from spile.runtime.pod.together import Joined
+from spile.runtime.pod.group import Joined
 from spile.spec.run import DataSpec, ExtractSpec, PromptSpec
 with join(identity, times=PodTimes(120, 120, 60)) as pod:
     hosts = Joined(pod)
@@ -221,7 +221,7 @@ def test_a_signal_on_one_host_stops_all_at_the_same_batch(tmp_path: Path, refere
     body = """
 import threading
 from spile.runtime.extract import extract
-from spile.runtime.pod.together import Joined
+from spile.runtime.pod.group import Joined
 from spile.runtime.progress import Progress
 from spile.spec.run import DataSpec, ExtractSpec, PromptSpec
 stop, progress = threading.Event(), Progress()
@@ -252,7 +252,7 @@ def test_a_zombie_slice_is_fenced_as_a_whole(tmp_path: Path) -> None:
     body = """
 from spile.objects import open_folder
 from spile.runtime import extract as module
-from spile.runtime.pod.together import Joined
+from spile.runtime.pod.group import Joined
 from spile.spec.run import DataSpec, ExtractSpec
 with join(identity, times=PodTimes(120, 120, 60)) as pod:
     data = DataSpec(max_seq_length=64, max_samples=16)

@@ -12,8 +12,8 @@ import pytest
 
 from pod.launching import free_port
 from spile.errors import PodError
+from spile.runtime.pod.connections import Answer, OpenRoll, listen
 from spile.runtime.pod.identity import Identity
-from spile.runtime.pod.openroll import Answer, OpenRoll, listen
 from spile.runtime.pod.rollcall import answer_roll_call, hold_roll_call
 
 

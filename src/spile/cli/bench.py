@@ -11,12 +11,12 @@ from rich.console import Console
 from rich.table import Table
 
 from spile.cli.extract import ExtractFlags
-from spile.cli.output import output
+from spile.dashboard.console import output
 from spile.errors import SpecError
 from spile.plan.amounts import amount, duration, size
 
 if TYPE_CHECKING:
-    from spile.runtime.bench import Result
+    from spile.runtime.measure.bench import Result
 
 __all__ = ["bench"]
 
@@ -34,7 +34,7 @@ def bench(
 
     Nothing is kept: shards go to a temporary folder below --output, or below ./.bench, and are removed.
     """
-    from spile.runtime.bench import bench as run
+    from spile.runtime.measure.bench import bench as run
 
     if tokens < 1:
         raise SpecError("--tokens", expected="1 or more", found=tokens)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from spile.cli.hosts import HostFlags
+from spile.cli.shell.host_flags import HostFlags
 
 __all__ = ["collect"]
 

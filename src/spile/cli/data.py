@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 from rich.console import Console
 
-from spile.cli.numbers import parse_numbers
+from spile.cli.shell.numbers import parse_numbers
 from spile.errors import SpecError
 
 if TYPE_CHECKING:
-    from spile.data.usable import Selection, Tally
+    from spile.data.make.items import Selection, Tally
 
 __all__ = ["convert", "progress", "streams", "upload"]
 
@@ -51,7 +51,7 @@ def convert(
     test_outputs: Annotated[bool, Parameter(help="Keep the held-back outputs in the JSONL.", negative="")] = False,
 ) -> int:
     """Turn a dataset of the Hugging Face hub, or local files, into ARC tasks."""
-    from spile.data.convert import convert as run
+    from spile.data.make.convert import convert as run
 
     chosen = format or ("arc-json" if output_dir is not None and output is None else "arc-jsonl")
     target = output if chosen == "arc-jsonl" else output_dir
@@ -104,7 +104,7 @@ def streams(
     overwrite: Annotated[bool, Parameter(help="Replace streams of another split.", negative="")] = False,
 ) -> int:
     """Split a dataset into independent streams, balanced to one sample, the same bytes each time."""
-    from spile.data.split import make_streams
+    from spile.data.make.split import make_streams
 
     selection = _selection(column, start_index, end_index, max_samples, max_train_examples)
     console = Console(soft_wrap=True, highlight=False)
@@ -139,7 +139,7 @@ def upload(
     local_dir: Annotated[Path, Parameter(help="The folder of streams.")] = Path("data/streams"),
 ) -> int:
     """Put streams into a bucket, skipping what is there already and identical."""
-    from spile.data.upload import upload as run
+    from spile.data.make.upload import upload as run
     from spile.objects import open_folder
 
     if not bucket.partition("://")[2 if "://" in bucket else 0].strip("/"):
@@ -189,7 +189,7 @@ def progress(
 
 
 def _selection(column: str, start: int, end: int | None, most: int | None, train: int | None) -> Selection:
-    from spile.data.usable import Selection
+    from spile.data.make.items import Selection
 
     return Selection(column, start, end, most, train)
 

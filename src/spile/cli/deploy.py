@@ -10,12 +10,12 @@ from cyclopts import Group, Parameter
 from rich.console import Console
 
 from spile.cli.extract import GCS_PREFIX, ExtractFlags
-from spile.cli.fleets import MachineFlags, PlaceFlags, print_results
+from spile.cli.shell.fleet_flags import MachineFlags, PlaceFlags, print_results
 from spile.errors import SpecError
 from spile.spec.run import EMBEDDED
 
 if TYPE_CHECKING:
-    from spile.fleet.cloud_tpu import CloudTpu
+    from spile.fleet.cloud.tpu import CloudTpu
     from spile.fleet.home import FleetHome
     from spile.fleet.manage import Result
     from spile.fleet.spec import FleetSpec
@@ -82,8 +82,8 @@ def deploy(
     Every flag of spile extract goes to every worker. Machines need nothing but the bucket: what is preempted and made
     again resumes by itself.
     """
-    from spile.cli.healing import adjusted, watch_fleet
-    from spile.fleet.cloud_tpu import check_place
+    from spile.dashboard.watching import adjusted, watch_fleet
+    from spile.fleet.cloud.tpu import check_place
     from spile.fleet.deploy import launch_waiting, publish
     from spile.fleet.home import FleetHome, fleet_url
     from spile.fleet.spec import Policy
@@ -169,8 +169,8 @@ def _create(client: CloudTpu, home: FleetHome, fleet: FleetSpec, console: Consol
     import time
 
     from spile.fleet import manage
-    from spile.fleet.lease import Lease
-    from spile.fleet.monitor import machine_metadata, startup_script
+    from spile.fleet.heal.lease import Lease
+    from spile.fleet.heal.monitor import machine_metadata, startup_script
 
     other = Lease(home.folder, clock=time.time, ttl=0.0).holder()
     if other is not None:

@@ -200,10 +200,10 @@ def extract(
     With no flag at all: the embedded model over the embedded ARC tasks, into ./activations. The same command
     resumes what an earlier one left. Every flag can also come from --config run.toml or a SPILE_* variable.
     """
-    from spile.cli.live import watched
-    from spile.cli.signals import end_soon
+    from spile.dashboard.worker import watched
     from spile.runtime.extract import extract as run
     from spile.runtime.pod.check import say_devices
+    from spile.runtime.signals import end_soon
 
     flags = flags or ExtractFlags()
     flags.spec()  # a mistake is told before anybody waits for a pod's other hosts

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from spile.cli.hosts import HostFlags
+from spile.cli.shell.host_flags import HostFlags
 from spile.errors import Failure, SpecError, UserError
 
 if TYPE_CHECKING:
@@ -36,9 +36,9 @@ def logs(
     """A worker's log: from its machine, over ssh; or its last lines from the bucket, when the machine is gone."""
     from rich.console import Console
 
+    from spile.dashboard.hosts import Logs
     from spile.fleet.ssh import fanout
     from spile.fleet.ssh.session import Job
-    from spile.fleet.ssh.show import Logs
     from spile.fleet.ssh.tail import LOG_FILES, NO_LOG, UNIT, tail_command
 
     if lines < 0:
@@ -71,8 +71,8 @@ def _machine(worker: str, fleet: str | None, host: int, where: HostFlags) -> Mac
         if not 0 <= host < len(named):
             raise SpecError("--host", expected=f"0 to {len(named) - 1}", found=host)
         return Machine(named[host], number, "")
-    from spile.fleet.cloud_tpu import CloudTpu
-    from spile.fleet.settings import read_settings
+    from spile.fleet.cloud.settings import read_settings
+    from spile.fleet.cloud.tpu import CloudTpu
 
     provider = CloudTpu(read_settings(os.environ, project=where.project))
     nodes = provider.nodes(where.zone or "-")

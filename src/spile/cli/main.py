@@ -13,10 +13,10 @@ from typing import Any
 from cyclopts import App, CycloptsError, Group
 from cyclopts.config import Dict, Env
 
-from spile.cli.aliases import modern
-from spile.cli.commands import COMMANDS, GROUPS, SECTIONS
-from spile.cli.mistakes import mistake
-from spile.cli.output import Lasting
+from spile.cli.shell.aliases import modern
+from spile.cli.shell.commands import COMMANDS, GROUPS, SECTIONS
+from spile.cli.shell.mistakes import mistake
+from spile.dashboard.console import Lasting
 from spile.errors import SpecError, SpileError
 from spile.version import __version__
 

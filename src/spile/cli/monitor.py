@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 from rich.console import Console
 
-from spile.cli.output import output
+from spile.dashboard.console import output
 from spile.errors import SpecError, UserError
 
 if TYPE_CHECKING:
@@ -44,9 +44,9 @@ def monitor(
     if home is not None:
         import os
 
-        from spile.cli.healing import adjusted, watch_fleet
-        from spile.fleet.cloud_tpu import CloudTpu
-        from spile.fleet.settings import read_settings
+        from spile.dashboard.watching import adjusted, watch_fleet
+        from spile.fleet.cloud.settings import read_settings
+        from spile.fleet.cloud.tpu import CloudTpu
 
         client = CloudTpu(read_settings(os.environ, project=project or home.read_fleet().project))
         adjust = adjusted(interval, budget, keep_finished)
@@ -78,7 +78,7 @@ def _fleet_home(root: str, fleet: str | None) -> FleetHome | None:
 
 
 def _watch_root(root: str, console: Console, interval: float, once: bool, as_json: bool) -> int:
-    from spile.dashboard.terminal import watch
+    from spile.dashboard.streams import watch
     from spile.objects import open_folder
     from spile.status.snapshot import SnapshotReader
     from spile.store.layout import RUN

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from spile.cli.extract import ExtractFlags
-from spile.cli.output import output
+from spile.dashboard.console import output
 from spile.errors import SpecError
 from spile.plan.amounts import amount, duration, size
 from spile.plan.cost import Estimate, Rates, refuse_over_budget
@@ -21,8 +21,8 @@ from spile.spec.machines import Machine, Prices, list_prices, parse_machine
 from spile.spec.prices import prices_from
 
 if TYPE_CHECKING:
-    from spile.runtime.aot import Fit
-    from spile.runtime.forecast import Forecast
+    from spile.runtime.measure.aot import Fit
+    from spile.runtime.measure.forecast import Forecast
 
 __all__ = ["plan", "read_prices"]
 
@@ -55,8 +55,8 @@ def plan(
     json_: Annotated[bool, Parameter(name="--json", group=_PLAN, help="One JSON object.", negative="")] = False,
 ) -> int:
     """Tell what a run would take, and refuse one that is over the budget. Takes the flags of spile extract."""
-    from spile.runtime.aot import available
-    from spile.runtime.forecast import look
+    from spile.runtime.measure.aot import available
+    from spile.runtime.measure.forecast import look
 
     if count < 1:
         raise SpecError("--count", expected="at least 1", found=count)
@@ -162,7 +162,7 @@ def _machines(estimates: list[Estimate]) -> Table:
 
 def _compile(console: Console, found: Forecast, machine: Machine, *, quiet: bool, find_largest: bool) -> dict[str, Any]:
     """Each try as it comes, since each takes the compiler a while."""
-    from spile.runtime.aot import largest, search
+    from spile.runtime.measure.aot import largest, search
 
     program = found.program(machine)
     fits: list[Fit] = []

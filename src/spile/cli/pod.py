@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Group, Parameter
 
 if TYPE_CHECKING:
+    from spile.runtime.pod.group import Together
     from spile.runtime.pod.identity import Identity
-    from spile.runtime.pod.together import Together
 
 __all__ = ["PodFlags", "check", "say"]
 
@@ -50,9 +50,9 @@ class PodFlags:
     @contextlib.contextmanager
     def joined(self, say: Callable[[str], None]) -> Iterator[Together]:
         """Alone, or with the others, for as long as this lasts."""
-        from spile.cli.signals import interrupting, last_words
+        from spile.runtime.pod.group import Joined, together
         from spile.runtime.pod.pod import PodTimes
-        from spile.runtime.pod.together import Joined, together
+        from spile.runtime.signals import interrupting, last_words
 
         times = PodTimes.of(self.barrier_timeout, self.heartbeat_timeout)
         with interrupting(), together(self.identity(), times, say) as hosts:

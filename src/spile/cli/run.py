@@ -12,7 +12,7 @@ from typing import Annotated
 from cyclopts import Group, Parameter
 from rich.console import Console
 
-from spile.cli.hosts import HostFlags
+from spile.cli.shell.host_flags import HostFlags
 from spile.errors import SpecError
 
 __all__ = ["RunFlags", "run"]
@@ -83,10 +83,10 @@ def run(
     ``spile run --tpu-prefix my-tpu -- python3 train.py``. The first host that fails, or Ctrl+C, ends the command on all
     hosts and leaves no process behind. The exit code is the worst of the hosts' own.
     """
+    from spile.dashboard.hosts import Logs, print_outcomes
     from spile.fleet.ssh import fanout
     from spile.fleet.ssh.copy import RESULTS, copy_to, load
     from spile.fleet.ssh.session import Job
-    from spile.fleet.ssh.show import Logs, print_outcomes
 
     line, variables, results = flags.line(words), flags.variables(), flags.results(RESULTS)
     console = _Output(highlight=False)

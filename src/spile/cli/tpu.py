@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 from rich.console import Console
 
-from spile.cli.fleets import MachineFlags, PlaceFlags, confirm, print_result, print_results, table_of
-from spile.cli.output import output
+from spile.cli.shell.fleet_flags import MachineFlags, PlaceFlags, confirm, print_result, print_results, table_of
+from spile.dashboard.console import output
 from spile.errors import SpecError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from spile.fleet.provider import Node, QueuedResource
+    from spile.fleet.cloud.provider import Node, QueuedResource
 
 __all__ = ["create", "delete", "list_all", "recreate_preempted", "status"]
 
@@ -49,7 +49,7 @@ def create(
 ) -> int:
     """Make ``tpu-{zone}-{n}`` in every zone, in parallel. What is there already stays."""
     from spile.fleet import manage
-    from spile.fleet.cloud_tpu import check_place
+    from spile.fleet.cloud.tpu import check_place
 
     client = place.client()
     fleet = machines.fleet(place, client.project)
@@ -135,9 +135,9 @@ def status(
     With --workers-per-zone also those that are not there.
     """
     from spile.fleet import manage
-    from spile.fleet.provider import Node
+    from spile.fleet.cloud.provider import Node
+    from spile.fleet.cloud.states import NodeState
     from spile.fleet.spec import FLEET_LABEL, owns, plan_workers
-    from spile.fleet.states import NodeState
 
     zones, client = place.zone_list(), place.client()
     nodes = manage.list_nodes(client, zones)
@@ -174,8 +174,8 @@ def recreate_preempted(
 ) -> int:
     """Delete the fleet's preempted, terminated and stopped machines and make each again as it was."""
     from spile.fleet import manage
+    from spile.fleet.cloud.states import Life
     from spile.fleet.spec import owns, plan_workers
-    from spile.fleet.states import Life
 
     client, console = place.client(), _console()
     zones = place.zone_list()

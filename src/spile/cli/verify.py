@@ -16,14 +16,14 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
-from spile.cli.numbers import parse_numbers
-from spile.cli.output import output
+from spile.cli.shell.numbers import parse_numbers
+from spile.dashboard.console import output
 from spile.dashboard.fitting import Fitting
 from spile.errors import SpecError
 from spile.plan.amounts import amount, counted, duration, size
 
 if TYPE_CHECKING:
-    from spile.store.proof import Recompute
+    from spile.store.recomputation import Recompute
     from spile.store.report import Kind, Report, StreamReport
 
 __all__ = ["show", "verify"]
@@ -49,7 +49,7 @@ def verify(
     Reads every shard once. Exits with 1 when anything is missing, doubled or damaged. A stream that the data was
     split into and nobody has begun is missing.
     """
-    from spile.store.proof import verify as prove
+    from spile.store.verification import verify as prove
 
     for flag, value, least in (
         ("--recompute", recompute, 0),

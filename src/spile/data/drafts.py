@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from spile.data.augment import augment
+from spile.data.arc.augment import augment
+from spile.data.arc.encoders import parse_encoder
+from spile.data.arc.prompts import arc_messages
 from spile.data.chat import ROLES, ChatTemplate, Message, Rendered
-from spile.data.encoders import parse_encoder
-from spile.data.prompts import arc_messages
 from spile.data.rows import chat_of, row_id, task_of, text_of
 from spile.data.tokens import Span, Tokenizer
 from spile.errors import DataError, ModelError

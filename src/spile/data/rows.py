@@ -9,8 +9,8 @@ from typing import Any
 
 import orjson
 
-from spile.data.encoders import parse_encoder
-from spile.data.grids import Task, parse_task
+from spile.data.arc.encoders import parse_encoder
+from spile.data.arc.grids import Task, parse_task
 from spile.errors import DataError, SpecError
 from spile.spec.run import PromptKind, PromptSpec
 

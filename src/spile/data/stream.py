@@ -6,13 +6,13 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from spile.data.arc.encoders import parse_encoder
+from spile.data.arc.fast_check import proven_task
 from spile.data.background import ahead
 from spile.data.drafts import Draft, Drafter
-from spile.data.encoders import parse_encoder
 from spile.data.lines import Line, StreamFile
-from spile.data.manifest import MANIFEST, check_stream, stream_name
+from spile.data.make.manifest import MANIFEST, check_stream, stream_name
 from spile.data.pack import Document, pack
-from spile.data.proof import proven_task
 from spile.data.rows import parse_row, resolve
 from spile.data.tokens import Encoded, Tokenizer
 from spile.errors import DataError

@@ -10,19 +10,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from spile.data.manifest import stream_name
-from spile.data.split import make_streams
-from spile.data.upload import upload
-from spile.data.usable import Selection
+from spile.data.make.items import Selection
+from spile.data.make.manifest import stream_name
+from spile.data.make.split import make_streams
+from spile.data.make.upload import upload
 from spile.errors import DataError, SpecError
+from spile.fleet.cloud.provider import Provider
+from spile.fleet.cloud.states import NodeState
+from spile.fleet.heal.monitor import machine_metadata, startup_script
 from spile.fleet.home import FLEET, STARTUP, FleetHome
 from spile.fleet.manage import Result, list_nodes
-from spile.fleet.monitor import machine_metadata, startup_script
-from spile.fleet.provider import Provider
 from spile.fleet.spec import FleetSpec, owns
 from spile.fleet.ssh.hosts import Access, Host, hosts_of
 from spile.fleet.ssh.launch import launch
-from spile.fleet.states import NodeState
 from spile.fleet.wheel import build_wheel
 from spile.objects import open_folder
 from spile.objects.folder import NotFound

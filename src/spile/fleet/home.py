@@ -18,10 +18,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 from spile.errors import UserError
-from spile.fleet.absorb import Outcome
-from spile.fleet.history import History
-from spile.fleet.observed import Verdict
-from spile.fleet.reconcile import Action
+from spile.fleet.heal.history import History
+from spile.fleet.heal.observed import Verdict
+from spile.fleet.heal.reconcile import Action
+from spile.fleet.heal.update import Outcome
 from spile.fleet.spec import FleetSpec
 from spile.objects import open_folder
 from spile.objects.folder import Folder, NotFound

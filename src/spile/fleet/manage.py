@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from spile.errors import CloudError, Interrupted, SpileError, UserError
-from spile.fleet.provider import (
+from spile.fleet.cloud.provider import (
     LostReply,
     Missing,
     NameTaken,
@@ -21,9 +21,9 @@ from spile.fleet.provider import (
     Quota,
     Unavailable,
 )
+from spile.fleet.cloud.states import Life, QueuedState
+from spile.fleet.heal.round import Metadata, request_for
 from spile.fleet.spec import FLEET_LABEL, WORKER_LABEL, FleetSpec, Worker, owns
-from spile.fleet.states import Life, QueuedState
-from spile.fleet.tick import Metadata, request_for
 
 __all__ = ["Result", "adopt", "create", "delete", "list_nodes", "queue", "recreate", "unqueue", "wait_for_queued"]
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from spile.errors import SpecError
-from spile.fleet.provider import Node, NodeRequest
+from spile.fleet.cloud.provider import Node, NodeRequest
 from spile.spec.machines import Machine, parse_machine
 
 __all__ = [

@@ -10,12 +10,12 @@ import tempfile
 from collections.abc import Mapping
 
 from spile.errors import StoreError
-from spile.objects.cloud import CloudFolder
+from spile.objects.cloud.failures import Trouble
+from spile.objects.cloud.folder import CloudFolder
+from spile.objects.cloud.regions import PRICES_OF, Place, egress_price, machine_place
 from spile.objects.disk import writing
 from spile.objects.folder import Folder, Unwritable
 from spile.objects.local import LocalFolder
-from spile.objects.regions import PRICES_OF, Place, egress_price, machine_place
-from spile.objects.trouble import Trouble
 
 __all__ = ["preflight"]
 

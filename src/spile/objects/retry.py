@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from spile.objects.cloud.failures import Trouble
 from spile.objects.stats import Stats
-from spile.objects.trouble import Trouble
 
 __all__ = ["Retry"]
 

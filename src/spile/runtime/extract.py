@@ -26,7 +26,7 @@ from spile.plan.shards import row_bytes
 from spile.runtime.device import DeviceProducer, compute_dtype_for, enable_compilation_cache
 from spile.runtime.mesh import default_shape, device_memory, make_mesh, plan_mesh
 from spile.runtime.notes import Notes, note_checkpoint
-from spile.runtime.pod.together import Alone, Together, same_command
+from spile.runtime.pod.group import Alone, Together, same_command
 from spile.runtime.producer import Producer, check_tokens
 from spile.runtime.progress import Progress
 from spile.runtime.sizing import choose_sizes

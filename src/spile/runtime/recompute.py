@@ -19,7 +19,7 @@ from spile.objects import open_folder
 from spile.plan.batches import bucket
 from spile.runtime.device import enable_compilation_cache
 from spile.spec.taps import Tap
-from spile.store.proof import Recompute
+from spile.store.recomputation import Recompute
 from spile.store.run import read_run
 from spile.weights.loading import load
 

@@ -15,9 +15,9 @@ from spile.plan.ranges import Ranges
 from spile.status.heartbeat import Beat, read_beat
 from spile.store.layout import stream_folder
 from spile.store.ledger import Ledger, read_commits
-from spile.store.reader import find_streams
 from spile.store.run import parse_iso
 from spile.store.stream import StreamRecord, read_stream
+from spile.store.streams import find_streams
 
 __all__ = ["SILENCE", "Snapshot", "SnapshotReader", "State", "StreamView"]
 

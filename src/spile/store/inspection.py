@@ -11,10 +11,10 @@ from spile.objects.folder import Folder, NotFound
 from spile.plan.ranges import Ranges
 from spile.store.codec import CHUNKS, DTYPES, TAIL
 from spile.store.crc import CHUNK, crc32c, fold, to_hex
-from spile.store.opened import OpenShard
 from spile.store.record import ShardRecord
 from spile.store.report import Problem
 from spile.store.sealed import FORMAT
+from spile.store.shard_reader import OpenShard
 
 __all__ = ["inspect_shard"]
 

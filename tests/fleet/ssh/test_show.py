@@ -8,9 +8,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from spile.dashboard.hosts import Logs, print_outcomes
 from spile.fleet.ssh.fanout import Outcome
 from spile.fleet.ssh.hosts import parse_hosts
-from spile.fleet.ssh.show import Logs, print_outcomes
 
 ONE, TWO = parse_hosts(["one,second"])
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from spile.cli.aliases import VARIABLES
+from spile.cli.shell.aliases import VARIABLES
 from unit.cli.refusals import SMALL, Refuse, lines, listing, spile
 
 

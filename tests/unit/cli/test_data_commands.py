@@ -10,7 +10,7 @@ from rich.console import Console
 
 from spile.cli.data import progress
 from spile.cli.main import main
-from spile.data.usable import Tally
+from spile.data.make.items import Tally
 
 
 def spile(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[object, str, str]:

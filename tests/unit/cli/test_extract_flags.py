@@ -165,7 +165,7 @@ def test_the_variable_is_a_streams_alone_and_a_hosts_on_a_pod(
 ) -> None:
     import spile.runtime.extract
     from spile.cli.main import main
-    from spile.runtime.pod.together import Alone
+    from spile.runtime.pod.group import Alone
 
     class Pod(Alone):
         name = host

@@ -14,8 +14,8 @@ import pytest
 
 from spile import errors
 from spile.cli import main as program
-from spile.cli.commands import COMMANDS, SECTIONS
 from spile.cli.extract import ExtractFlags
+from spile.cli.shell.commands import COMMANDS, SECTIONS
 from spile.errors import SpecError
 from spile.spec.run import ExtractSpec
 
@@ -298,7 +298,7 @@ def test_a_fault_of_our_own_is_one_line_too(
 def test_bench_stays_away_from_the_activations_of_a_run(
     words: tuple[str, ...], place: str, spile: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from spile.runtime import bench
+    from spile.runtime.measure import bench
 
     def run(spec: ExtractSpec, **_: object) -> None:
         raise SpecError(spec.output)

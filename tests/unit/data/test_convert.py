@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from spile.data.convert import ANSWERS, CHALLENGES, convert
-from spile.data.sources import open_source
-from spile.data.usable import Selection, Unique
+from spile.data.make.convert import ANSWERS, CHALLENGES, convert
+from spile.data.make.items import Selection, Unique
+from spile.data.make.sources import open_source
 from spile.errors import DataError, SpecError
 
 Task = Callable[..., dict[str, Any]]

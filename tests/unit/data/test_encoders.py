@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spile.data.encoders import ENCODERS, parse_encoder
-from spile.data.grids import grid_problem
+from spile.data.arc.encoders import ENCODERS, parse_encoder
+from spile.data.arc.grids import grid_problem
 from spile.errors import DataError, SpecError
 from spile.spec.run import DEFAULT_ENCODER
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 import spile.weights
-from spile.data.augment import revert
-from spile.data.encoders import parse_encoder
-from spile.data.manifest import MANIFEST
-from spile.data.split import make_streams
+from spile.data.arc.augment import revert
+from spile.data.arc.encoders import parse_encoder
+from spile.data.make.manifest import MANIFEST
+from spile.data.make.split import make_streams
 from spile.data.stream import open_stream
 from spile.data.tokens import Tokenizer, load_tokenizer
 from spile.errors import DataError, ModelError, SpecError

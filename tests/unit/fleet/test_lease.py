@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from fleet_simulation import MemoryFolder
-from spile.fleet.lease import Lease
+from spile.fleet.heal.lease import Lease
 
 
 class Clock:

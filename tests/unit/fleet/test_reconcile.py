@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from spile.errors import SpecError
-from spile.fleet.absorb import Outcome, absorb, intend, record
-from spile.fleet.history import Block, History, Pending, WorkerHistory
-from spile.fleet.observed import Observed, Pulse, spec_zones
-from spile.fleet.provider import LostReply, Missing, Node, NodeRequest, NotAllowed, Operation, Quota, Stockout
-from spile.fleet.reconcile import Action, decide, delay
+from spile.fleet.cloud.provider import LostReply, Missing, Node, NodeRequest, NotAllowed, Operation, Quota, Stockout
+from spile.fleet.cloud.states import NodeState
+from spile.fleet.heal.history import Block, History, Pending, WorkerHistory
+from spile.fleet.heal.observed import Observed, Pulse, spec_zones
+from spile.fleet.heal.reconcile import Action, decide, delay
+from spile.fleet.heal.update import Outcome, absorb, intend, record
 from spile.fleet.spec import FLEET_LABEL, WORKER_LABEL, FleetSpec, Policy, plan_workers
-from spile.fleet.states import NodeState
 
 A, B = "us-central1-a", "us-central1-b"
 NOW = 100_000.0

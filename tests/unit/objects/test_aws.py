@@ -16,10 +16,11 @@ import pytest
 from backends import Clouds
 from producing import produce
 from spile.errors import StoreError, UserError
-from spile.objects import aws, open_folder
-from spile.objects.aws import AwsKeys, aws_endpoint, aws_keys, aws_region
-from spile.objects.trouble import Trouble
-from spile.store.proof import verify
+from spile.objects import open_folder
+from spile.objects.cloud import aws
+from spile.objects.cloud.aws import AwsKeys, aws_endpoint, aws_keys, aws_region
+from spile.objects.cloud.failures import Trouble
+from spile.store.verification import verify
 
 Home = Callable[..., None]
 

@@ -10,14 +10,15 @@ import pytest
 
 from backends import Clouds
 from spile.errors import StoreError, UserError
-from spile.objects import Folder, open_folder, upload
-from spile.objects.aws import AwsKeys
-from spile.objects.credentials import GoogleToken, sign_v4
-from spile.objects.faults import Throttle
+from spile.objects import Folder, open_folder
+from spile.objects.cloud import upload
+from spile.objects.cloud.aws import AwsKeys
+from spile.objects.cloud.credentials import GoogleToken, sign_v4
+from spile.objects.cloud.failures import Trouble, from_status
+from spile.objects.cloud.upload import Buffers
+from spile.objects.fake.faults import Throttle
 from spile.objects.retry import Retry
 from spile.objects.stats import Stats
-from spile.objects.trouble import Trouble, from_status
-from spile.objects.upload import Buffers
 
 
 @pytest.mark.parametrize("token", [None, "session-token"])

@@ -16,7 +16,7 @@ import pytest
 
 from spile.errors import StoreError
 from spile.objects import open_folder
-from spile.objects.fake_gcs import FakeGcs
+from spile.objects.fake.gcs import FakeGcs
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def _admin(url: str, path: str, value: object = None, method: str = "POST") -> b
 
 
 def test_as_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    command = [sys.executable, "-m", "spile.objects.fake_gcs", "--bucket", "b", "--location", "US-EAST1"]
+    command = [sys.executable, "-m", "spile.objects.fake.gcs", "--bucket", "b", "--location", "US-EAST1"]
     process = subprocess.Popen([*command, "--with-parent"], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout

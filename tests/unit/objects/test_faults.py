@@ -9,8 +9,9 @@ import pytest
 
 from backends import BUCKET, Clouds
 from spile.errors import Damaged, StoreError
-from spile.objects import Folder, open_folder, upload
-from spile.objects.faults import FaultKind, random_faults
+from spile.objects import Folder, open_folder
+from spile.objects.cloud import upload
+from spile.objects.fake.faults import FaultKind, random_faults
 from spile.objects.retry import Retry
 
 PASSING: list[tuple[FaultKind, int]] = [
@@ -231,7 +232,7 @@ def test_damage_on_the_way_up_is_refused_and_sent_again(
     """The store compares what it received with the checksum sent along (moto does not, so only on the fake)."""
     if not cloud_folder.url.startswith("gs:"):
         pytest.skip("moto does not compare")
-    from spile.objects.rest import RestClient
+    from spile.objects.cloud.rest import RestClient
 
     request = RestClient.request
     spoiled = []

@@ -13,9 +13,9 @@ from spile.objects.folder import Unwritable
 from spile.objects.local import LocalFolder, LocalWriter
 from spile.objects.mirror import MirrorFolder
 from spile.store.copies import lacking
-from spile.store.proof import verify
 from spile.store.run import join_run
 from spile.store.stream import StreamStore, clear_stream, join_stream
+from spile.store.verification import verify
 
 
 def keys(folder: Folder) -> set[str]:

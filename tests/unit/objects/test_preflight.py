@@ -11,9 +11,9 @@ import pytest
 from backends import BUCKET, Clouds
 from spile.errors import StoreError, UserError
 from spile.objects import Folder, open_folder
-from spile.objects.faulty_http import FaultyServer, Reply, Request
+from spile.objects.cloud.regions import Place, egress_price, machine_place
+from spile.objects.fake.http import FaultyServer, Reply, Request
 from spile.objects.preflight import preflight
-from spile.objects.regions import Place, egress_price, machine_place
 
 NOWHERE = {"NO_GCE_CHECK": "true", "AWS_EC2_METADATA_DISABLED": "true"}
 

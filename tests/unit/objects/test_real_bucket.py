@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from spile.objects import Folder, NotFound, open_folder, read_chunks, upload
+from spile.objects import Folder, NotFound, open_folder, read_chunks
+from spile.objects.cloud import upload
 from spile.objects.preflight import preflight
 
 BUCKET = os.environ.get("SPILE_TEST_BUCKET", "")

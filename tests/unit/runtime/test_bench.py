@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from spile.runtime.bench import Result, _growth, _steady, _tenths, bench
+from spile.runtime.measure.bench import Result, _growth, _steady, _tenths, bench
 from spile.spec.run import DataSpec, ExtractSpec
 
 

@@ -98,7 +98,7 @@ def test_samples_before_many_skips_are_stored_once(tmp_path: Path) -> None:
 
 _READER_GONE = """
 import os, signal, sys, threading
-from spile.cli.live import watched
+from spile.dashboard.worker import watched
 with watched() as watch:
     sys.stdin.readline()
     os.kill(os.getpid(), signal.SIGTERM)
@@ -124,7 +124,7 @@ def test_output_that_nobody_reads_any_more_does_not_end_a_run() -> None:
 _HANGS_AT_EXIT = """
 import os, signal, sys, time
 from concurrent.futures import ThreadPoolExecutor
-from spile.cli.live import watched
+from spile.dashboard.worker import watched
 ThreadPoolExecutor(1).submit(time.sleep, 3600)  # an upload that hangs: the interpreter would wait for it
 try:
     with watched() as watch:

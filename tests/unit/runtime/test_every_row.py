@@ -11,9 +11,9 @@ import pytest
 from producers import TAPS, NumpyProducer, lengths, sample
 from spile.objects import open_folder
 from spile.objects.local import LocalFolder, LocalWriter
+from spile.reading.dataset import open as open_dataset
 from spile.runtime.progress import Progress
 from spile.runtime.worker import Sizes, work
-from spile.store.reader import open as open_dataset
 from unit.runtime.test_pipeline import Script, check, open_stream
 
 POISON = b"\xa5\x5a\xc3\x3c"

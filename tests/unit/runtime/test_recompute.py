@@ -14,7 +14,7 @@ from spile.errors import DataError, ModelError
 from spile.runtime.extract import extract
 from spile.runtime.recompute import recomputer
 from spile.spec.run import DataSpec, ExtractSpec
-from spile.store.proof import verify
+from spile.store.verification import verify
 from unit.weights.models import copy_model, edit_tensors, tensors
 
 

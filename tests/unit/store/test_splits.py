@@ -8,9 +8,9 @@ from dataclasses import replace
 from producing import run_identity, stream_identity
 from spile.objects import Folder
 from spile.store.layout import commit_key
-from spile.store.proof import verify
 from spile.store.run import join_run
 from spile.store.stream import join_stream
+from spile.store.verification import verify
 
 
 def lines(folder: Folder, **options: object) -> list[str]:

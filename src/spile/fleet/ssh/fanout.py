@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from spile.errors import Interrupted, SpileError
+from spile.fleet.ssh.failures import together
 from spile.fleet.ssh.hosts import Access, Host
 from spile.fleet.ssh.session import Ended, Job, Pace, Session
-from spile.fleet.ssh.trouble import together
 
 __all__ = ["MEGASCALE_PORT", "Outcome", "environment_of", "run", "run_everywhere", "worst"]
 

@@ -11,10 +11,10 @@ from contextlib import suppress
 from typing import IO, BinaryIO, Protocol
 
 from spile.errors import Failure, SpileError, UserError
+from spile.fleet.ssh.failures import explain, together
 from spile.fleet.ssh.hosts import Access, Host
 from spile.fleet.ssh.remote import ferry, guard
 from spile.fleet.ssh.session import remote_program
-from spile.fleet.ssh.trouble import explain, together
 
 __all__ = ["Pipes", "ferry_all"]
 

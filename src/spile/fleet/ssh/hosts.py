@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from spile.errors import CloudError, Failure, SpecError, UserError
-from spile.fleet.cloud_tpu import CloudTpu
-from spile.fleet.provider import Node, Provider
-from spile.fleet.settings import read_settings
-from spile.fleet.states import NodeState
+from spile.fleet.cloud.provider import Node, Provider
+from spile.fleet.cloud.settings import read_settings
+from spile.fleet.cloud.states import NodeState
+from spile.fleet.cloud.tpu import CloudTpu
 
 __all__ = ["GCLOUD_KEY", "Access", "Host", "ensure_key", "find_hosts", "hosts_of", "parse_hosts", "slices_named"]
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spile.errors import SpileError, UserError
+from spile.fleet.ssh.failures import explain
 from spile.fleet.ssh.hosts import Access, Host
 from spile.fleet.ssh.remote import guard
-from spile.fleet.ssh.trouble import explain
 
 __all__ = ["Ended", "Job", "Pace", "Session", "remote_program"]
 

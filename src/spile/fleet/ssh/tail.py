@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from spile.errors import UserError
-from spile.fleet.provider import Node
+from spile.fleet.cloud.provider import Node
+from spile.fleet.cloud.states import NodeState
 from spile.fleet.spec import owns, worker_of
 from spile.fleet.ssh.hosts import Host, hosts_of
-from spile.fleet.states import NodeState
 from spile.objects import Folder
 from spile.status.heartbeat import Beat, read_beat
 from spile.store.layout import PROGRESS

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from spile.errors import PodError
+from spile.runtime.pod.group import Together
 from spile.runtime.pod.pod import BARRIERS
-from spile.runtime.pod.together import Together
 
 __all__ = ["check_pod", "say_devices"]
 

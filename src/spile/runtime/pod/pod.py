@@ -13,8 +13,8 @@ from typing import NoReturn, TypeVar
 
 from spile.errors import PodError, SpileError
 from spile.runtime.pod.barriers import Coordination, Service, start_service
+from spile.runtime.pod.connections import OpenRoll
 from spile.runtime.pod.identity import Identity
-from spile.runtime.pod.openroll import OpenRoll
 from spile.runtime.pod.rollcall import answer_roll_call, hold_roll_call
 from spile.runtime.pod.watch import End, Watch, end_process
 

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from spile.errors import PodError
+from spile.runtime.pod.connections import MOST_BYTES, Answer, Line, OpenRoll, listen, tell
 from spile.runtime.pod.identity import Identity
-from spile.runtime.pod.openroll import MOST_BYTES, Answer, Line, OpenRoll, listen, tell
 from spile.version import __version__
 
 __all__ = ["answer_roll_call", "hold_roll_call"]

@@ -1,0 +1,1 @@
+"""What commands share: flags, aliases, the table of commands, mistakes."""

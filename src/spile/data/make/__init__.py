@@ -1,0 +1,1 @@
+"""What makes datasets: sources, the hub, conversion, splitting into streams, upload."""

@@ -1,0 +1,117 @@
+"""Datasets of the Hugging Face hub, streamed: a row at a time, never the whole of it."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+from spile.data.make.sources import Row, check_columns
+from spile.errors import DataError, SpileError, StoreError
+
+__all__ = ["Hub"]
+
+
+@dataclass(frozen=True)
+class Hub:
+    """One split of a dataset, by its name on the hub or by a folder in the same layout."""
+
+    name: str
+    split: str
+    config_name: str | None
+    columns: frozenset[str] = field(default_factory=frozenset)
+    location: str | None = None
+    """As the user named it, where that was a folder."""
+
+    @property
+    def origin(self) -> dict[str, object]:
+        """Its name, split and configuration."""
+        return {"dataset": self.location or self.name, "split": self.split, "config_name": self.config_name}
+
+    def rows(self, start: int, stop: int | None) -> Iterator[Row]:
+        """One a row; what lies before ``start`` is skipped by the library, shard by shard where it can."""
+        dataset = self._open()
+        dataset = dataset.skip(start) if start else dataset
+        dataset = dataset if stop is None else dataset.take(stop - start)
+        rows = iter(dataset)
+        number = start
+        while True:
+            try:
+                data = next(rows)
+            except StopIteration:
+                return
+            except Exception as error:
+                raise self._failed(error) from error
+            yield Row(number, data, f"row {number}")
+            number += 1
+
+    def _open(self) -> Any:
+        try:
+            from datasets import load_dataset
+        except ImportError as error:
+            raise DataError("datasets of the hub need the datasets library", fix="pip install 'spile[data]'") from error
+        if self.location is None:
+            _reach(self.name)
+        try:
+            dataset = load_dataset(self.name, self.config_name, split=self.split, streaming=True)
+            if dataset.column_names is not None:
+                dataset = dataset.select_columns(check_columns(dataset.column_names, self.columns, self.name))
+        except SpileError:
+            raise
+        except Exception as error:
+            raise self._failed(error) from error
+        return dataset
+
+    def _failed(self, error: Exception) -> SpileError:
+        """One line for what the library raised, and what to do about it."""
+        from datasets.exceptions import DatasetNotFoundError
+
+        name, said = self.location or self.name, f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        if _no_network(error):
+            return _unreachable(name, said)
+        if isinstance(error, DatasetNotFoundError):
+            return DataError(
+                f"no dataset {name} on the hub, or no access to it",
+                found=said,
+                fix="check its name, and for a private or gated one set HF_TOKEN",
+            )
+        if isinstance(error, ValueError):
+            return DataError(f"{name} cannot be opened", found=said, fix="check --split and --config-name")
+        return StoreError(f"{name} cannot be read", found=said)
+
+
+def _unreachable(name: str, said: str) -> StoreError:
+    return StoreError(
+        f"the hub cannot be reached for {name}",
+        found=said,
+        fix="check the network, or download it elsewhere and name the folder or file: --dataset DIR",
+    )
+
+
+def _reach(name: str) -> None:
+    """Fail at once where there is no network: the library would retry for half a minute, line by line."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE or getproxies():
+        return
+    url = urlsplit(constants.ENDPOINT)
+    try:
+        socket.create_connection(
+            (url.hostname or "", url.port or (80 if url.scheme == "http" else 443)), timeout=10
+        ).close()
+    except OSError as error:
+        raise _unreachable(name, f"{constants.ENDPOINT}: {error.strerror or error}") from error
+
+
+def _no_network(error: BaseException) -> bool:
+    """Whether a missing network is at the bottom of this."""
+    seen: BaseException | None = error
+    words = ("Connect", "Timeout", "Offline", "NameResolution", "Resolve", "LocalEntryNotFound")
+    while seen is not None:
+        if isinstance(seen, ConnectionError | TimeoutError) or any(word in type(seen).__name__ for word in words):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return "Couldn't reach" in str(error) or "offline" in str(error).lower()

@@ -1,0 +1,237 @@
+"""Any source to N streams: balanced to one sample, the same bytes for the same input and seed, in constant memory."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from spile.data.arc.augment import shuffled
+from spile.data.make.convert import check_names, check_some
+from spile.data.make.items import Selection, Tally, Unique, usable
+from spile.data.make.manifest import MANIFEST, StreamEntry, StreamsManifest, stream_name
+from spile.data.make.sources import Source, open_source
+from spile.data.make.whole_files import replacing, workspace
+from spile.errors import DataError, SpecError
+
+__all__ = ["MOST_STREAMS", "Streams", "make_streams", "split_source"]
+
+MOST_STREAMS = 10_000
+_BUFFERS = 16 << 20
+_EVERY = 256
+_STREAM = re.compile(r"stream_(\d{3,})\.jsonl")
+
+
+@dataclass(frozen=True)
+class Streams:
+    """What came of it."""
+
+    folder: Path
+    manifest: StreamsManifest
+    written: tuple[str, ...]
+    tally: Tally
+
+
+class _Writer:
+    """One stream: its count and hash, and its file, which is open only while a full buffer goes out.
+
+    A thousand streams need no thousand open files.
+    """
+
+    def __init__(self, path: Path | None, buffer: int) -> None:
+        self._path, self._limit, self._buffer = path, buffer, bytearray()
+        self._digest = hashlib.sha256()
+        self.samples = self.bytes = 0
+        if path is not None:
+            path.touch()
+
+    def line(self, line: bytes) -> None:
+        self._buffer += line
+        self._buffer += b"\n"
+        self.samples += 1
+        if len(self._buffer) >= self._limit:
+            self.flush()
+
+    def flush(self, *, last: bool = False) -> None:
+        self._digest.update(self._buffer)
+        self.bytes += len(self._buffer)
+        if self._path is not None:
+            with self._path.open("ab", buffering=0) as file:
+                file.write(self._buffer)
+                if last:
+                    os.fsync(file.fileno())
+        self._buffer.clear()
+
+    def entry(self, number: int) -> StreamEntry:
+        self.flush(last=True)
+        return StreamEntry(stream_name(number), self.samples, self.bytes, self._digest.hexdigest())
+
+
+def make_streams(
+    dataset: str,
+    output_dir: Path,
+    num_streams: int,
+    *,
+    selection: Selection | None = None,
+    split: str | None = None,
+    config_name: str | None = None,
+    seed: int = 0,
+    only: Collection[int] | None = None,
+    overwrite: bool = False,
+    progress: Callable[[Tally], None] | None = None,
+) -> Streams:
+    """Split a dataset into ``stream_000.jsonl`` … and describe them in ``streams.json``.
+
+    ``only`` remakes some of them, byte for byte as ``streams.json`` lists them. Files take their names when all are
+    whole, ``streams.json`` last.
+    """
+    selection = selection or Selection()
+    source = open_source(dataset, column=selection.column, split=split, config_name=config_name)
+    return split_source(
+        source, output_dir, num_streams, selection, seed=seed, only=only, overwrite=overwrite, progress=progress
+    )
+
+
+def split_source(
+    source: Source,
+    output_dir: Path,
+    num_streams: int,
+    selection: Selection,
+    *,
+    seed: int = 0,
+    only: Collection[int] | None = None,
+    overwrite: bool = False,
+    progress: Callable[[Tally], None] | None = None,
+) -> Streams:
+    """:func:`make_streams`, from a source that is open already."""
+    chosen = _chosen(num_streams, only)
+    if only is not None and overwrite:
+        raise SpecError("--overwrite", expected="all streams made again", found="--streams beside it")
+    _check_folder(output_dir, num_streams, overwrite)
+    with workspace(output_dir) as work:
+        manifest, tally = _write(source, work, num_streams, chosen, selection, seed, progress)
+        _compare(output_dir, manifest, overwrite)
+        _settle(work, output_dir, manifest, sorted(chosen), overwrite)
+    return Streams(output_dir, manifest, tuple(stream_name(number) for number in sorted(chosen)), tally)
+
+
+def _chosen(num_streams: int, only: Collection[int] | None) -> set[int]:
+    if not 1 <= num_streams <= MOST_STREAMS:
+        raise SpecError("--num-streams", expected=f"1 to {MOST_STREAMS}", found=str(num_streams))
+    chosen = set(range(num_streams) if only is None else only)
+    beyond = [number for number in chosen if not 0 <= number < num_streams]
+    if beyond or not chosen:
+        raise SpecError("--streams", expected=f"streams 0 to {num_streams - 1}", found=str(max(beyond, default="none")))
+    return chosen
+
+
+def _write(
+    source: Source,
+    work: Path,
+    num_streams: int,
+    chosen: set[int],
+    selection: Selection,
+    seed: int,
+    progress: Callable[[Tally], None] | None,
+) -> tuple[StreamsManifest, Tally]:
+    """All streams are counted and hashed, the chosen ones written."""
+    buffer = max(1 << 14, min(1 << 20, _BUFFERS // num_streams))
+    writers = [_Writer(work / stream_name(n) if n in chosen else None, buffer) for n in range(num_streams)]
+    tally, names, order = Tally(), Unique(), list[int]()
+    for place, item in enumerate(usable(source, selection, tally)):
+        if place % num_streams == 0:
+            order = shuffled(num_streams, "streams", seed, place // num_streams)
+        writers[order[place % num_streams]].line(item.line())
+        names.add(item.task_id, item.row)
+        if progress is not None and tally.rows % _EVERY == 0:
+            progress(tally)
+    if progress is not None:
+        progress(tally)
+    check_names(names, source)
+    check_some(tally, source)
+    if tally.samples < num_streams:
+        raise SpecError("--num-streams", expected=f"at most {tally.samples}, one a sample", found=str(num_streams))
+    manifest = StreamsManifest(
+        source={**source.origin, **selection.record()},
+        seed=seed,
+        samples=tally.samples,
+        streams=tuple(writer.entry(number) for number, writer in enumerate(writers)),
+        rejected=dict(sorted(tally.rejected.items())),
+    )
+    return manifest, tally
+
+
+def _check_folder(folder: Path, num_streams: int, overwrite: bool) -> None:
+    """Streams of another split must not stay beside these: their samples would be there twice."""
+    if overwrite or not folder.is_dir():
+        return
+    stale = sorted(f.name for f in folder.iterdir() if (m := _STREAM.fullmatch(f.name)) and int(m[1]) >= num_streams)
+    if stale:
+        raise DataError(
+            f"{folder} holds streams of another split",
+            expected=f"{num_streams} streams at most",
+            found=f"{stale[0]} and {len(stale) - 1} more" if len(stale) > 1 else stale[0],
+            fix="use another --output-dir, or --overwrite",
+        )
+
+
+def _compare(folder: Path, manifest: StreamsManifest, overwrite: bool) -> None:
+    """What is there already must be the same streams."""
+    if overwrite:
+        return
+    file = folder / MANIFEST
+    if not file.is_file():
+        _compare_files(folder, manifest)
+        return
+    there = StreamsManifest.from_json(file.read_bytes(), str(file))
+    if there.streams == manifest.streams:
+        return
+    fix = "use another --output-dir, or --overwrite to replace them all"
+    if len(there.streams) != len(manifest.streams) or there.seed != manifest.seed:
+        raise DataError(
+            f"{file} lists other streams",
+            expected=f"{len(there.streams)} streams of seed {there.seed}",
+            found=f"{len(manifest.streams)} of seed {manifest.seed}",
+            fix=fix,
+        )
+    old, new = next((a, b) for a, b in zip(there.streams, manifest.streams, strict=True) if a != b)
+    raise DataError(
+        f"{file} lists another {old.name}: the source or what is taken of it has changed",
+        expected=f"{old.samples} samples, sha256 {old.sha256}",
+        found=f"{new.samples} samples, {new.sha256}",
+        fix=fix,
+    )
+
+
+def _compare_files(folder: Path, manifest: StreamsManifest) -> None:
+    """Streams that nothing describes: left by a split that was cut off, and then the same; or somebody's own."""
+    for entry in manifest.streams:
+        path = folder / entry.name
+        if path.is_file() and _sha256(path) != entry.sha256:
+            raise DataError(
+                f"{path} is another stream, and no {MANIFEST} says of what",
+                expected=f"sha256 {entry.sha256}",
+                found=_sha256(path),
+                fix="use another --output-dir, or --overwrite to replace it",
+            )
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _settle(work: Path, folder: Path, manifest: StreamsManifest, chosen: list[int], overwrite: bool) -> None:
+    for number in chosen:
+        (work / stream_name(number)).replace(folder / stream_name(number))
+    if overwrite:
+        listed = {entry.name for entry in manifest.streams}
+        for file in folder.iterdir():
+            if _STREAM.fullmatch(file.name) and file.name not in listed:
+                file.unlink()
+    if not (folder / MANIFEST).is_file() or overwrite:
+        with replacing(folder / MANIFEST) as (handle,):
+            handle.write(manifest.to_json())

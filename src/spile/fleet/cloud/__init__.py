@@ -1,0 +1,1 @@
+"""The cloud as the fleet sees it: the provider protocol, and Cloud TPU over REST."""

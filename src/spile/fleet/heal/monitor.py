@@ -1,0 +1,269 @@
+"""The monitor: round after round, what the bucket and the cloud say of a fleet, and what is done about it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from spile.errors import UserError
+from spile.fleet.cloud.provider import Node, Provider
+from spile.fleet.cloud.states import Life, NodeState
+from spile.fleet.heal.history import History, WorkerHistory
+from spile.fleet.heal.lease import Holder, Lease
+from spile.fleet.heal.observed import Pulse
+from spile.fleet.heal.reconcile import health_of, past_of
+from spile.fleet.heal.round import Round, tick
+from spile.fleet.home import FleetHome, Report
+from spile.fleet.spec import FleetSpec, Worker
+from spile.objects import open_folder
+from spile.status.snapshot import Snapshot, SnapshotReader, StreamView
+
+__all__ = ["FleetMonitor", "FleetStatus", "WorkerStatus", "machine_metadata", "pulses_of", "startup_script"]
+
+
+def startup_script() -> str:
+    """What every machine runs at boot."""
+    return resources.files("spile.fleet").joinpath("startup.sh").read_text()
+
+
+def machine_metadata(home: str, name: str, script: str, extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """A machine's metadata: where its assignment is, and what it does at boot."""
+    return {"spile-home": home, "spile-node": name, "startup-script": script, **(extra or {})}
+
+
+def pulses_of(fleet: FleetSpec, reports: Mapping[str, Report], snapshot: Snapshot) -> dict[int, Pulse]:
+    """Each worker's pulse: the newer of its agent's word and its own heartbeat."""
+    views = {view.number: view for view in snapshot.streams}
+    found = {}
+    for worker in fleet.workers:
+        report, view = reports.get(worker.name), views.get(worker.id)
+        if report is not None and report.deployment not in ("", fleet.deployment):
+            report = None
+        beats, steps = [], []
+        if report is not None:
+            beats.append((report.updated, report.phase))
+            steps.append(report.updated)
+        if view is not None and view.age is not None:
+            beats.append((snapshot.taken - view.age, view.phase))
+            steps.append(snapshot.taken - (view.age if view.idle is None else view.idle))
+        beat, phase = max(beats, default=(None, ""))
+        verdict, said, error = (report.verdict, report.updated, report.error) if report else ("", 0.0, "")
+        error = error or (view.last_error or "" if view else "")
+        found[worker.id] = Pulse(beat, phase, verdict, said, error, max(steps, default=None))
+    return found
+
+
+@dataclass(frozen=True)
+class WorkerStatus:
+    """One line of the table."""
+
+    worker: Worker
+    zone: str
+    machine: NodeState
+    view: StreamView | None
+    past: WorkerHistory
+    healthy: bool
+    """READY with a fresh heartbeat, or finished."""
+    sick: bool
+    """Its machine is to be replaced."""
+    note: str
+
+    @property
+    def working(self) -> bool:
+        """Healthy and not done."""
+        return self.healthy and not self.past.finished
+
+    @property
+    def needs_recovery(self) -> bool:
+        """Its machine is dead, gone or silent, and its work is not done."""
+        return self.sick and not self.past.finished
+
+
+@dataclass(frozen=True)
+class FleetStatus:
+    """A fleet at one moment."""
+
+    fleet: FleetSpec
+    snapshot: Snapshot
+    history: History
+    workers: tuple[WorkerStatus, ...]
+    actions: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+    holder: Holder | None = None
+    """Who monitors, when it is not us."""
+    machines: int = 0
+    """Of this fleet, in any state."""
+    taken: float = 0.0
+    refusal: UserError | None = None
+    """Why the cloud lets us see nothing at all."""
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is left to do: all finished or given up, or the fleet stopped; and no machine is left."""
+        pasts = [worker.past for worker in self.workers]
+        ended = bool(self.history.stopped) or all(past.finished or past.gave_up for past in pasts)
+        left = self.machines if self.fleet.policy.delete_finished or self.history.stopped else 0
+        return ended and not left and all(past.pending is None for past in pasts)
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended short of its goal."""
+        return bool(self.history.stopped) or any(worker.past.gave_up for worker in self.workers)
+
+    @property
+    def percent(self) -> float | None:
+        """Of all samples; None while a stream's number of samples is not known."""
+        if len(self.snapshot.streams) < len(self.fleet.workers):
+            return None
+        return self.snapshot.percent
+
+    def count(self, what: str) -> int:
+        """Workers that are healthy, working, or need recovery."""
+        return sum(bool(getattr(worker, what)) for worker in self.workers)
+
+    def to_json(self) -> dict[str, Any]:
+        """For programs."""
+        return {
+            "fleet": self.fleet.name,
+            "root": self.fleet.root,
+            "taken": self.taken,
+            "workers": [
+                {
+                    "id": each.worker.id,
+                    "name": each.worker.name,
+                    "zone": each.zone,
+                    "status": each.machine.value,
+                    "phase": each.view.phase if each.view else "",
+                    "samples": each.view.samples if each.view else 0,
+                    "shards": each.view.shards if each.view else 0,
+                    "committed": each.view.committed if each.view else 0,
+                    "finished": each.past.finished,
+                    "gave_up": each.past.gave_up,
+                    "healthy": each.healthy,
+                    "preemptions": each.past.preemptions,
+                    "crashes": each.past.crashes,
+                    "stockouts": each.past.stockouts,
+                    "note": each.note,
+                }
+                for each in self.workers
+            ],
+            "totals": {
+                name: self.snapshot.total(name)
+                for name in ("samples", "shards", "committed", "tokens", "bytes", "tokens_per_second")
+            },
+            "percent": self.percent,
+            "seconds_left": self.snapshot.seconds_left,
+            "healthy": self.count("healthy"),
+            "working": self.count("working"),
+            "needs_recovery": self.count("needs_recovery"),
+            "dollars": round(self.history.dollars, 4),
+            "stopped": self.history.stopped,
+            "machines": self.machines,
+            "over": self.over,
+            "monitor": None if self.holder is None else self.holder.who,
+            "actions": list(self.actions),
+            "problems": list(self.problems),
+        }
+
+
+class FleetMonitor:
+    """Watches a fleet and heals it, while it holds the lease; else it only watches."""
+
+    def __init__(
+        self,
+        home: FleetHome,
+        provider: Provider,
+        *,
+        clock: Callable[[], float] = time.time,
+        pool: Executor | None = None,
+        adjust: Callable[[FleetSpec], FleetSpec] = lambda fleet: fleet,
+        watch_only: bool = False,
+        who: str | None = None,
+    ) -> None:
+        self._home, self._provider, self._clock, self._pool = home, provider, clock, pool
+        self._adjust, self._watch_only = adjust, watch_only
+        self.fleet = adjust(home.read_fleet())
+        ttl = 4 * self.fleet.policy.interval + 30.0
+        self.lease = Lease(home.folder, clock=clock, ttl=ttl, who=who)
+        self._history = home.read_history()
+        self._number = 0
+        self._reader: SnapshotReader | None = None
+
+    def step(self) -> FleetStatus:
+        """One round."""
+        self.fleet = self._adjust(self._home.read_fleet())
+        holder = self.lease.holder() if self._watch_only else self.lease.take()
+        number = self.lease.number
+        if number != self._number or not number:
+            # We have just become the monitor, or watch what another one does: what is stored counts.
+            self._history = self._home.read_history()
+        self._number = number
+        if self._reader is None:
+            self._reader = SnapshotReader(open_folder(self.fleet.root), self._clock)
+        snapshot = self._reader.take()
+        pulses = pulses_of(self.fleet, self._home.read_reports(), snapshot)
+        done = tick(
+            self.fleet,
+            self._provider,
+            self._history,
+            pulses,
+            clock=self._clock,
+            held=self.lease.held,
+            metadata=self._metadata,
+            save=lambda history: self._home.write_history(history, number),
+            pool=self._pool,
+        )
+        self._history = done.history
+        lines = self._home.log(done.done, number, self._clock()) if number else []
+        return self._status(done, snapshot, tuple(lines), holder)
+
+    def _metadata(self, worker: int) -> dict[str, str]:
+        name = next(each.name for each in self.fleet.workers if each.id == worker)
+        return machine_metadata(self._home.folder.url, name, startup_script())
+
+    def _status(self, done: Round, snapshot: Snapshot, lines: tuple[str, ...], holder: Holder | None) -> FleetStatus:
+        own, now = done.observed.own, self._clock()
+        views = {view.number: view for view in snapshot.streams}
+        workers = []
+        for worker in self.fleet.workers:
+            past = past_of(done.history, worker)
+            node = _best(own.get(worker.id, []))
+            fine, sick = past.finished, node is None or node.state.life is Life.LEAVING
+            if node is not None and not sick:
+                health = health_of(self.fleet.policy, done.observed, worker.id, node, past.coming, now)
+                heard = node.state.life is Life.ALIVE and done.observed.beat(worker.id, node) is not None
+                fine, sick = fine or (health.fine and heard), not health.fine
+            state = node.state if node is not None else NodeState.NOT_FOUND
+            block = done.history.blocks.get(past.zone)
+            note = past.gave_up or (block.why if block is not None and node is None else past.note)
+            zone = node.zone if node is not None else past.zone
+            workers.append(WorkerStatus(worker, zone, state, views.get(worker.id), past, fine, sick, note))
+        return FleetStatus(
+            fleet=self.fleet,
+            snapshot=snapshot,
+            history=done.history,
+            workers=tuple(workers),
+            actions=lines,
+            problems=tuple(problem.line() for problem in done.problems),
+            refusal=_refusal(done),
+            holder=holder,
+            machines=sum(len(nodes) for nodes in own.values()),
+            taken=now,
+        )
+
+    def close(self) -> None:
+        """Let the next monitor start at once. Everything else goes on."""
+        self.lease.release()
+
+
+def _refusal(done: Round) -> UserError | None:
+    refused = [problem for problem in done.problems if isinstance(problem, UserError)]
+    return refused[0] if refused and len(refused) == len(done.observed.blind) and not done.observed.nodes else None
+
+
+def _best(nodes: list[Node]) -> Node | None:
+    return min(nodes, key=lambda node: (node.state.life is not Life.ALIVE, node.created), default=None)

@@ -1,0 +1,197 @@
+"""The one place where it is decided what to do: (desired, observed, history, clock) → actions, with their reasons.
+
+Pure. A worker has at most one machine: a new one is asked for only when every zone where an old one could be has
+answered, none was listed there, and no request for one is without an answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from spile.fleet.cloud.provider import Node
+from spile.fleet.cloud.states import Life, NodeState
+from spile.fleet.heal.history import History, WorkerHistory
+from spile.fleet.heal.observed import GRACE_PHASES, Observed
+from spile.fleet.spec import FleetSpec, Policy, Worker
+
+__all__ = ["Action", "Health", "decide", "delay", "health_of", "next_zone", "past_of"]
+
+Verb = Literal["create", "delete", "report"]
+
+
+@dataclass(frozen=True)
+class Action:
+    """Something to do, and why."""
+
+    verb: Verb
+    worker: int
+    zone: str
+    name: str
+    reason: str
+    uid: str = ""
+    """Of the machine to delete."""
+    queued: str | None = None
+    """The queued resource that it belongs to."""
+
+
+@dataclass(frozen=True)
+class Health:
+    """A machine as we judge it."""
+
+    fine: bool
+    reason: str = ""
+    """Why not."""
+    silent: bool = False
+
+
+def past_of(history: History, worker: Worker) -> WorkerHistory:
+    """A worker's history; a fresh one where there is none."""
+    return history.workers.get(worker.id) or WorkerHistory(zone=worker.zone, used=(worker.zone,))
+
+
+def delay(policy: Policy, worker: int, attempt: int) -> float:
+    """Seconds before a create's next try: doubling, capped, jittered so that workers do not march in step."""
+    chance = int.from_bytes(hashlib.blake2b(f"{worker}:{attempt}".encode(), digest_size=4).digest()) / 2**32
+    # A monitor that looks more often may ask again sooner, at first.
+    base = min(policy.backoff_base, policy.interval)
+    grown = base * 2.0 ** min(max(attempt - 1, 0), 20)
+    return float(min(policy.backoff_cap, grown) * (0.5 + 0.5 * chance))
+
+
+def next_zone(fleet: FleetSpec, zone: str) -> str:
+    """The zone to try after this one."""
+    zones = fleet.zones
+    if not fleet.policy.move or zone not in zones:
+        return zone
+    return zones[(zones.index(zone) + 1) % len(zones)]
+
+
+def health_of(policy: Policy, observed: Observed, worker: int, node: Node, coming: float, now: float) -> Health:
+    """Whether a machine shall stay. ``coming``: since when it has been on its way, 0 when it is not."""
+    if node.state.life is Life.DEAD:
+        return Health(False, f"it is {node.state.value}: {node.state.meaning}")
+    if node.state.life is Life.COMING:
+        waited = now - coming if coming else 0.0
+        if node.state is not NodeState.QUEUED and waited > policy.create_timeout:
+            return Health(False, f"it has been {node.state.value} for {waited:.0f} s", silent=True)
+        return Health(True)
+    if node.state.life is Life.ALIVE:
+        verdict = observed.verdict(worker, node)
+        if verdict == "crashed":
+            return Health(False, "its worker crashed again and again")
+        if verdict == "refused":
+            return Health(False, "its worker refused its task")
+        beat = observed.beat(worker, node)
+        grace = beat is None or observed.pulse(worker).phase in GRACE_PHASES
+        limit = max(policy.patience, policy.compile_grace) if grace else policy.patience
+        age = now - (node.created if beat is None else beat)
+        if age > limit:
+            what = "no heartbeat since it was created," if beat is None else "its heartbeat is"
+            return Health(
+                False, f"{what} {age:.0f} s {'ago' if beat is None else 'old'} (limit {limit:.0f})", silent=True
+            )
+        progress = observed.pulse(worker).progress
+        idle = now - max(progress, node.created) if progress is not None else 0.0
+        if idle > policy.stall:
+            why = f"it gives signs of life and got no further for {idle:.0f} s (limit {policy.stall:.0f})"
+            return Health(False, why, silent=True)
+    return Health(True)
+
+
+def decide(fleet: FleetSpec, observed: Observed, history: History, now: float) -> tuple[Action, ...]:
+    """Everything that should be done now. The same inputs give the same actions."""
+    actions: list[Action] = []
+    for worker in fleet.workers:
+        past = past_of(history, worker)
+        nodes = observed.own.get(worker.id, [])
+        if past.gave_up and not past.reported:
+            actions.append(Action("report", worker.id, past.zone, worker.name, past.gave_up))
+        over = _over(fleet, history, past)
+        if over:
+            actions.extend(_delete(worker, node, over) for node in nodes if _deletable(node, past))
+        elif nodes:
+            actions.extend(_tend(fleet, observed, worker, past, nodes, now))
+        else:
+            actions.extend(_make(fleet, observed, history, worker, past, now))
+    return (*actions, *_leftovers(fleet, observed))
+
+
+def _leftovers(fleet: FleetSpec, observed: Observed) -> Iterator[Action]:
+    """Machines that an earlier, larger deployment left: no worker needs them."""
+    known = {worker.id for worker in fleet.workers}
+    for worker, nodes in observed.own.items():
+        if worker in known:
+            continue
+        for node in nodes:
+            if node.state.life is not Life.LEAVING:
+                reason = "no worker of this deployment needs it"
+                yield Action("delete", worker, node.zone, node.name, reason, uid=node.uid, queued=node.queued)
+
+
+def _over(fleet: FleetSpec, history: History, past: WorkerHistory) -> str:
+    """Why this worker needs no machine any more; empty: it does."""
+    if history.stopped:
+        return history.stopped
+    if past.finished:
+        return "its work is finished" if fleet.policy.delete_finished else ""
+    return f"given up: {past.gave_up}" if past.gave_up else ""
+
+
+def _deletable(node: Node, past: WorkerHistory) -> bool:
+    pending = past.pending
+    asked = pending is not None and pending.verb == "delete" and pending.uid == node.uid
+    return node.state.life is not Life.LEAVING and not asked
+
+
+def _delete(worker: Worker, node: Node, reason: str) -> Action:
+    return Action("delete", worker.id, node.zone, node.name, reason, uid=node.uid, queued=node.queued)
+
+
+def _tend(
+    fleet: FleetSpec, observed: Observed, worker: Worker, past: WorkerHistory, nodes: list[Node], now: float
+) -> Iterator[Action]:
+    """A worker that has a machine: keep one that is well, delete the rest."""
+    if past.finished:
+        return
+    ranked = sorted(nodes, key=lambda node: _rank(observed, worker.id, node))
+    for place, node in enumerate(ranked):
+        health = health_of(fleet.policy, observed, worker.id, node, past.coming, now)
+        reason = health.reason if not health.fine else "another machine serves this worker" if place else ""
+        if reason and _deletable(node, past):
+            yield _delete(worker, node, reason)
+
+
+def _rank(observed: Observed, worker: int, node: Node) -> tuple[int, float, str]:
+    """The best machine first: alive with a heartbeat, alive, on its way, the others; the oldest of equals."""
+    order = {Life.ALIVE: 1, Life.COMING: 2, Life.LEAVING: 3, Life.DEAD: 4, Life.ABSENT: 5}[node.state.life]
+    if order == 1 and observed.beat(worker, node) is not None:
+        order = 0
+    return order, node.created, node.zone
+
+
+def _make(
+    fleet: FleetSpec, observed: Observed, history: History, worker: Worker, past: WorkerHistory, now: float
+) -> Iterator[Action]:
+    """A worker without a machine: ask for one, if nothing speaks against it."""
+    if past.finished or past.pending is not None or now < past.retry_at:
+        return
+    if observed.blind.intersection({*past.used, past.zone}):
+        return
+    zone = past.zone
+    if (zone, worker.name) in observed.foreign:
+        free = [each for each in fleet.zones if (each, worker.name) not in observed.foreign]
+        if not free or not fleet.policy.move or free[0] in observed.blind:
+            return
+        zone = free[0]
+    block = history.blocks.get(zone)
+    if block is not None and now < block.until:
+        return
+    reason = "it has no machine"
+    if past.preemptions or past.silences or past.crashes:
+        reason += f" (preempted {past.preemptions}, silent {past.silences}, crashed {past.crashes} times)"
+    if zone != worker.zone:
+        reason += f"; {worker.zone} had no capacity {past.stockouts} times"
+    yield Action("create", worker.id, zone, worker.name, reason)

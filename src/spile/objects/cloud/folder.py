@@ -1,0 +1,246 @@
+"""Folders in buckets: ``gs://`` and ``s3://``.
+
+obstore lists and reads ranges. Whole objects go over plain requests (``rest``), which send checksums along and see
+those that the services report, and large ones in parts (``upload``), so that each part is tried again and
+counted by itself. obstore's own retries are off: trying again, and knowing what a lost reply means, happens here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import datetime
+from typing import Any, TypeVar
+from xml.etree import ElementTree
+
+import obstore
+
+from spile.errors import Damaged, StoreError
+from spile.objects.cloud.bucket import Bucket
+from spile.objects.cloud.failures import Trouble
+from spile.objects.cloud.upload import CloudWriter
+from spile.objects.folder import NotFound, ObjectInfo, Unfinished, checked_key, possible_prefix
+from spile.objects.stats import Stats
+
+__all__ = ["CloudFolder", "open_cloud"]
+
+_MANY = 48
+_LIST_CHUNK = 1000
+
+Result = TypeVar("Result")
+
+
+def open_cloud(scheme: str, bucket: str, prefix: str) -> CloudFolder:
+    """A folder in a bucket. Nothing is asked of the bucket yet."""
+    return CloudFolder(Bucket(scheme, bucket), prefix)
+
+
+class CloudFolder:
+    """A prefix of a bucket."""
+
+    def __init__(self, bucket: Bucket, prefix: str) -> None:
+        self._bucket = bucket
+        self._prefix = f"{prefix}/" if prefix else ""
+
+    @property
+    def url(self) -> str:
+        """``gs://bucket/prefix``."""
+        return f"{self._bucket.url}/{self._prefix}".rstrip("/")
+
+    @property
+    def bucket_url(self) -> str:
+        """``gs://bucket``."""
+        return self._bucket.url
+
+    @property
+    def stats(self) -> Stats:
+        """Counters shared by all folders that were opened from one."""
+        return self._bucket.stats
+
+    def child(self, path: str) -> CloudFolder:
+        """The folder below this one."""
+        return CloudFolder(self._bucket, self._prefix + checked_key(path))
+
+    def get(self, key: str) -> bytes:
+        """The whole object, its checksum compared."""
+        name = self._name(key)
+        data = self._run("read", key, lambda: self._bucket.rest.get(name))
+        self.stats.add(bytes_read=len(data))
+        return data
+
+    def get_many(self, keys: Iterable[str]) -> Iterator[bytes]:
+        """Dozens at a time, because each waits for the network; a few hundred ahead of who reads them."""
+        with ThreadPoolExecutor(_MANY, thread_name_prefix="get") as pool:
+            waiting: deque[Future[bytes]] = deque()
+            try:
+                for key in keys:
+                    waiting.append(pool.submit(self.get, key))
+                    if len(waiting) >= 4 * _MANY:
+                        yield waiting.popleft().result()
+                while waiting:
+                    yield waiting.popleft().result()
+            finally:
+                for future in waiting:
+                    future.cancel()
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        """Exactly these bytes."""
+        name = self._name(key)
+        if length == 0:
+            return b""
+
+        def attempt() -> bytes:
+            store = self._bucket.store
+            data = bytes(self._bucket.obstore(lambda: obstore.get_range(store, name, start=start, length=length)))
+            if len(data) != length:
+                raise Trouble(f"cut short: expected {start + length} bytes, found {start + len(data)}")
+            return data
+
+        data = self._run("read", key, attempt)
+        self.stats.add(bytes_read=length)
+        return data
+
+    def info(self, key: str) -> ObjectInfo:
+        """Size and time of one object."""
+        name = self._name(key)
+        found = self._run("read", key, lambda: self._bucket.obstore(lambda: obstore.head(self._bucket.store, name)))
+        return ObjectInfo(key, found["size"], found["last_modified"].timestamp(), found["e_tag"])
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """Page by page; a page that fails is asked for again from the last key seen."""
+        if not possible_prefix(prefix):
+            return
+        last: str | None = None
+        while page := self._run("list", prefix, lambda last=last: self._page(prefix, last)):  # type: ignore[misc]
+            for found in page:
+                last = found["path"]
+                key = last.removeprefix(self._prefix)
+                if key.startswith(prefix):
+                    yield ObjectInfo(key, found["size"], found["last_modified"].timestamp(), found["e_tag"])
+                elif key > prefix:
+                    return
+            if len(page) < _LIST_CHUNK:
+                return
+
+    def _page(self, prefix: str, last: str | None) -> Any:
+        """Obstore lists below whole folders only; what a half name excludes is dropped afterwards."""
+        above = (self._prefix + prefix).rpartition("/")[0]
+        stream = obstore.list(self._bucket.store, above or None, offset=last, chunk_size=_LIST_CHUNK)
+        return self._bucket.obstore(lambda: next(stream, []))
+
+    def put(self, key: str, data: bytes) -> None:
+        """Create or replace."""
+        name = self._name(key)
+        self._run("write", key, lambda: self._bucket.rest.put(name, data))
+        self.stats.add(bytes_written=len(data))
+
+    def create(self, key: str, data: bytes) -> bool:
+        """Create only if absent. After a lost reply the object that is there is compared with ours."""
+        name = self._name(key)
+        replies_lost = 0
+
+        def attempt() -> bool:
+            nonlocal replies_lost
+            try:
+                self._bucket.rest.put(name, data, if_absent=True)
+            except Trouble as trouble:
+                if trouble.exists:
+                    return replies_lost > 0 and self._bucket.rest.get(name) == data
+                replies_lost += trouble.transient
+                raise
+            return True
+
+        created = self._run("write", key, attempt)
+        self.stats.add(bytes_written=len(data) * created)
+        return created
+
+    def delete(self, key: str) -> None:
+        """Remove."""
+        name = self._name(key)
+        try:
+            self._bucket.again(lambda: self._bucket.rest.request("DELETE", name))
+        except Trouble as trouble:
+            if not trouble.absent:
+                raise self._error("delete", key, trouble) from trouble
+
+    def writer(self, key: str, size: int) -> CloudWriter:
+        """Memory of this size; waits while open writers hold too much."""
+        name = self._name(key)
+
+        def send(data: Any) -> None:
+            try:
+                self._bucket.uploader.send(name, data)
+            except Trouble as trouble:
+                raise self._error("write", key, trouble) from trouble
+            self.stats.add(bytes_written=data.nbytes)
+
+        return CloudWriter(f"{self.url}/{key}", size, self._bucket.buffers, send)
+
+    def unfinished(self, prefix: str = "") -> Iterator[Unfinished]:
+        """Multipart uploads that nobody completed or aborted."""
+        query = {"uploads": "", "prefix": self._prefix + prefix}
+        while True:
+            reply = self._run("list", prefix, lambda: self._bucket.rest.request("GET", query=query))
+            fields, uploads = _parse_uploads(reply.body)
+            for name, handle, started in uploads:
+                yield Unfinished(name.removeprefix(self._prefix), handle, started)
+            if fields.get("IsTruncated") != "true":
+                return
+            query["key-marker"] = fields.get("NextKeyMarker", "")
+            query["upload-id-marker"] = fields.get("NextUploadIdMarker", "")
+
+    def discard(self, remains: Unfinished) -> None:
+        """Abort a multipart upload."""
+        name = self._name(remains.key)
+        try:
+            self._bucket.again(lambda: self._bucket.rest.request("DELETE", name, query={"uploadId": remains.handle}))
+        except Trouble as trouble:
+            if not trouble.absent:
+                raise self._error("delete", remains.key, trouble) from trouble
+
+    def location(self) -> str:
+        """The bucket's region, in lower case."""
+        reply = self._run("read", "", lambda: self._bucket.rest.request("GET", query={"location": ""}))
+        return (ElementTree.fromstring(reply.body).text or "us-east-1").lower()  # noqa: S314 - the store's own reply
+
+    def _name(self, key: str) -> str:
+        return self._prefix + checked_key(key)
+
+    def _run(self, verb: str, key: str, attempt: Callable[[], Result]) -> Result:
+        try:
+            return self._bucket.again(attempt)
+        except Trouble as trouble:
+            raise self._error(verb, key, trouble) from trouble
+
+    def _error(self, verb: str, key: str, trouble: Trouble) -> StoreError | Damaged:
+        """One line that names the object and the cause."""
+        address = f"{self.url}/{key}".rstrip("/")
+        if trouble.absent and verb == "read":
+            return NotFound(f"no such object {address}")
+        if trouble.code == "Damaged":
+            return Damaged(f"cannot {verb} {address}", found=trouble.cause)
+        return StoreError(f"cannot {verb} {address}", found=trouble.cause, fix=_fix(self._bucket.url, trouble))
+
+
+def _fix(bucket: str, trouble: Trouble) -> str | None:
+    if trouble.no_bucket:
+        make = "gcloud storage buckets create" if bucket.startswith("gs:") else "aws s3 mb"
+        return f"make it ({make} {bucket}) and run the same command again"
+    if trouble.status in (401, 403):
+        return f"let this account read and write {bucket}, then run the same command again"
+    return "run the same command again: what is committed stays" if trouble.transient else None
+
+
+def _parse_uploads(body: bytes) -> tuple[dict[str, str], list[tuple[str, str, float]]]:
+    """A listing's own fields, and each upload's name, handle and start."""
+    fields: dict[str, str] = {}
+    uploads = []
+    for child in ElementTree.fromstring(body):  # noqa: S314 - the store's own reply
+        tag = child.tag.rpartition("}")[2]
+        fields[tag] = child.text or ""
+        if tag == "Upload":
+            parts = {part.tag.rpartition("}")[2]: part.text or "" for part in child}
+            started = datetime.fromisoformat(parts["Initiated"].replace("Z", "+00:00")).timestamp()
+            uploads.append((parts["Key"], parts["UploadId"], started))
+    return fields, uploads

@@ -1,0 +1,201 @@
+"""Plain requests to a bucket, for what obstore does not offer: checksums, single parts, the list of unfinished uploads.
+
+GCS's XML API and S3 speak one dialect, with other names for a few headers: ``Dialect`` holds those, and everything
+above it is written once. One call is one attempt; who calls decides about trying again.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import lru_cache
+from typing import Protocol
+from urllib.parse import urlsplit
+
+import google_crc32c
+import numpy as np
+import urllib3
+from typing_extensions import Buffer
+
+from spile.objects.cloud.aws import aws_endpoint, aws_keys, aws_region
+from spile.objects.cloud.credentials import GoogleToken, quoted, sign_v4
+from spile.objects.cloud.failures import Trouble, from_status, from_urllib3
+
+__all__ = ["GoogleDialect", "Reply", "RestClient", "S3Dialect", "crc32c", "http_timeout"]
+
+_CONNECT_SECONDS = 10.0
+
+
+def http_timeout() -> float:
+    """Seconds without a byte before a connection counts as dead: ``SPILE_HTTP_TIMEOUT``, 60."""
+    return float(os.environ.get("SPILE_HTTP_TIMEOUT", "60"))
+
+
+def crc32c(data: Buffer) -> str:
+    """In base64, as both clouds write it."""
+    value = google_crc32c.value(np.asarray(memoryview(data).cast("B")))  # it takes bytes and arrays, not views
+    return base64.b64encode(value.to_bytes(4, "big")).decode()
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A reply of 2xx."""
+
+    headers: Mapping[str, str]
+    body: bytes
+
+
+class Dialect(Protocol):
+    """What differs between the two clouds."""
+
+    scheme: str
+    base: str
+    if_absent: Mapping[str, str]
+    """Headers of a write that must find nothing."""
+
+    def authorized(self, method: str, url: str, headers: Mapping[str, str]) -> dict[str, str]:
+        """The headers with proof of who we are."""
+
+    def sent_checksum(self, data: Buffer) -> dict[str, str]:
+        """Headers by which the server checks what it receives."""
+
+    def reported_checksum(self, headers: Mapping[str, str]) -> str | None:
+        """The CRC32C of the whole object that a reply reports, if it does."""
+
+
+class GoogleDialect:
+    """GCS's XML API."""
+
+    scheme = "gs"
+    if_absent: Mapping[str, str] = {"x-goog-if-generation-match": "0"}
+
+    def __init__(self) -> None:
+        emulator = os.environ.get("STORAGE_EMULATOR_HOST", "")
+        if emulator and "://" not in emulator:
+            emulator = f"http://{emulator}"
+        self.emulated = bool(emulator)
+        self.base = emulator.rstrip("/") or "https://storage.googleapis.com"
+        self.credentials = GoogleToken()
+
+    def authorized(self, method: str, url: str, headers: Mapping[str, str]) -> dict[str, str]:  # noqa: ARG002
+        """With a bearer token; an emulator needs none."""
+        return dict(headers) if self.emulated else {**headers, "Authorization": f"Bearer {self.credentials.token()[0]}"}
+
+    def sent_checksum(self, data: Buffer) -> dict[str, str]:
+        """Google's own header."""
+        return {"x-goog-hash": f"crc32c={crc32c(data)}"}
+
+    def reported_checksum(self, headers: Mapping[str, str]) -> str | None:
+        """From ``x-goog-hash: crc32c=…,md5=…``; of what is stored, so not where it is unzipped on the way."""
+        if headers.get("x-goog-stored-content-encoding", "identity") != "identity":
+            return None
+        for part in headers.get("x-goog-hash", "").split(","):
+            name, _, value = part.strip().partition("=")
+            if name == "crc32c":
+                return value
+        return None
+
+
+class S3Dialect:
+    """S3 and what speaks it (``AWS_ENDPOINT_URL``, or the profile's ``endpoint_url``)."""
+
+    scheme = "s3"
+    if_absent: Mapping[str, str] = {"if-none-match": "*"}
+
+    def __init__(self, bucket: str) -> None:
+        endpoint = aws_endpoint()
+        self.region = (None if endpoint else _bucket_region(bucket)) or aws_region() or "us-east-1"
+        china = ".cn" if self.region.startswith("cn-") else ""
+        self.base = (endpoint or f"https://s3.{self.region}.amazonaws.com{china}").rstrip("/")
+
+    def authorized(self, method: str, url: str, headers: Mapping[str, str]) -> dict[str, str]:
+        """Signed with whatever keys are in force now."""
+        return sign_v4(method, url, headers, aws_keys(), self.region, datetime.now(UTC))
+
+    def sent_checksum(self, data: Buffer) -> dict[str, str]:
+        """Amazon's own headers."""
+        return {"x-amz-sdk-checksum-algorithm": "CRC32C", "x-amz-checksum-crc32c": crc32c(data)}
+
+    def reported_checksum(self, headers: Mapping[str, str]) -> str | None:
+        """Of whole objects only: what was put together from parts reports a checksum of checksums."""
+        found = headers.get("x-amz-checksum-crc32c", "")
+        return None if not found or "-" in found or headers.get("x-amz-checksum-type") == "COMPOSITE" else found
+
+
+@lru_cache
+def _bucket_region(bucket: str) -> str | None:
+    """Where S3 says the bucket lies; it tells everybody, even with a refusal."""
+    url = f"https://s3.amazonaws.com/{quoted(bucket)}"
+    try:
+        reply = _pool(url).request("HEAD", url, redirect=False, retries=False, timeout=_CONNECT_SECONDS)
+    except urllib3.exceptions.HTTPError:
+        return None
+    return reply.headers.get("x-amz-bucket-region")
+
+
+def _pool(url: str) -> urllib3.PoolManager:
+    timeout = urllib3.Timeout(connect=min(_CONNECT_SECONDS, http_timeout()), read=http_timeout())
+    parts = urlsplit(url)
+    proxy = urllib.request.getproxies().get(parts.scheme)
+    if proxy and not urllib.request.proxy_bypass(parts.hostname or ""):
+        return urllib3.ProxyManager(proxy, maxsize=64, timeout=timeout, retries=False)
+    return urllib3.PoolManager(maxsize=64, timeout=timeout, retries=False)
+
+
+class RestClient:
+    """Requests to one bucket. Threads share it."""
+
+    def __init__(self, dialect: Dialect, bucket: str) -> None:
+        self.dialect = dialect
+        self._url = f"{dialect.base}/{quoted(bucket)}"
+        self._pool = _pool(self._url)
+
+    def request(
+        self,
+        method: str,
+        key: str = "",
+        *,
+        query: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+        body: Buffer | None = None,
+    ) -> Reply:
+        """One attempt: a reply of 2xx, or :class:`Trouble`."""
+        url = f"{self._url}/{quoted(key, slash=True)}" if key else self._url
+        if query:
+            url += "?" + "&".join(f"{quoted(name)}={quoted(value)}" for name, value in query.items())
+        signed = self.dialect.authorized(method, url, headers or {})
+        signed.pop("host", None)
+        # Nothing is unzipped on the way: the checksum is that of the stored bytes.
+        signed["accept-encoding"] = "identity"
+        try:
+            reply = self._pool.request(
+                method,
+                url,
+                body=body,  # type: ignore[arg-type] # it takes any buffer
+                headers=signed,
+                redirect=False,
+                decode_content=False,
+            )
+        except (urllib3.exceptions.HTTPError, OSError) as error:
+            raise from_urllib3(error) from error
+        if not 200 <= reply.status < 300:
+            raise from_status(reply.status, reply.data)
+        return Reply(reply.headers, reply.data)
+
+    def get(self, key: str) -> bytes:
+        """A whole object, checked against the checksum that comes with it."""
+        headers = {"x-amz-checksum-mode": "ENABLED"} if self.dialect.scheme == "s3" else {}
+        reply = self.request("GET", key, headers=headers)
+        expected = self.dialect.reported_checksum(reply.headers)
+        if expected is not None and expected != crc32c(reply.body):
+            raise Trouble("damaged: its checksum does not match", code="Damaged", transient=True)
+        return reply.body
+
+    def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
+        """Create or replace (or only create) in one request; the server checks what it receives."""
+        condition = self.dialect.if_absent if if_absent else {}
+        self.request("PUT", key, headers={**self.dialect.sent_checksum(data), **condition}, body=data)

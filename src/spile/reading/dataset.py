@@ -1,0 +1,261 @@
+"""``spile.open(root)``: a dataset of activations, read without loading what was not asked for.
+
+Only committed shards are seen, and only checked bytes are given: a damaged object raises :class:`Damaged`.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, islice
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from spile.errors import UserError
+from spile.objects import Folder, open_folder
+from spile.reading.rows import RowBatch, iterate
+from spile.spec.identity import RunIdentity
+from spile.spec.taps import Tap
+from spile.store.layout import RUN, stream_folder
+from spile.store.record import ShardRecord
+from spile.store.run import read_run
+from spile.store.shard_reader import OpenShard
+from spile.store.stream import read_stream
+from spile.store.streams import Stream, find_streams
+
+__all__ = ["Dataset", "SampleRef", "StoredSample", "open"]
+
+_OPEN_SHARDS = 64
+_PARALLEL = 16
+
+
+@dataclass(frozen=True)
+class SampleRef:
+    """What a listing knows of a sample."""
+
+    stream: int
+    index: int
+    task_id: str
+    length: int
+    """Tokens, and so rows at every tap."""
+    preview: str
+    augmentation: dict[str, Any] | None = None
+    truncated: int = 0
+
+
+class StoredSample:
+    """One sample: its reference, its tokens and roles, and its rows at any tap when asked for."""
+
+    def __init__(self, shard: OpenShard, place: int, ref: SampleRef, taps: Sequence[str]) -> None:
+        offsets = shard.whole("offsets")
+        self._shard, self._start, self._stop = shard, int(offsets[place]), int(offsets[place + 1])
+        self.ref, self.taps = ref, tuple(taps)
+
+    @cached_property
+    def tokens(self) -> npt.NDArray[np.int32]:
+        """Token ids."""
+        return self._shard.rows("tokens", self._start, self._stop)
+
+    @cached_property
+    def roles(self) -> npt.NDArray[np.uint8]:
+        """Each token's :class:`~spile.spec.sample.Role` bits."""
+        return self._shard.rows("roles", self._start, self._stop)
+
+    def rows(self, tap: str | Tap) -> npt.NDArray[Any]:
+        """``[length, d]`` at one tap: one range read."""
+        if str(tap) not in self.taps:
+            raise _no_tap(str(tap), self.taps)
+        return self._shard.rows(str(tap), self._start, self._stop)
+
+    def all_rows(self, taps: Iterable[str | Tap] | None = None) -> dict[str, npt.NDArray[Any]]:
+        """``[length, d]`` at every tap, or at these, read side by side."""
+        names = self.taps if taps is None else tuple(str(tap) for tap in taps)
+        with ThreadPoolExecutor(min(_PARALLEL, max(1, len(names)))) as pool:
+            return dict(zip(names, pool.map(self.rows, names), strict=True))
+
+
+class Dataset:
+    """A root, opened. What the ledgers say is read once; open again to see what has been added since."""
+
+    def __init__(self, root: Folder, run: RunIdentity, streams: Sequence[Stream]) -> None:
+        self.root, self.run = root, run
+        self.streams = tuple(streams)
+        self._opened: OrderedDict[tuple[int, str], OpenShard] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[Callable[[str], Dataset], tuple[str]]:
+        """To another process as its address: a data loader's worker opens it again."""
+        return open, (self.root.url,)
+
+    @cached_property
+    def taps(self) -> tuple[str, ...]:
+        """Every tap of any stream: streams may tap different layers."""
+        return tuple(dict.fromkeys(tap for stream in self.streams for tap in stream.taps))
+
+    @cached_property
+    def samples(self) -> SampleList:
+        """All stored samples, in the order of streams and commits. Indexing reads one shard's header."""
+        return SampleList(self)
+
+    def stream(self, number: int) -> Stream:
+        """The stream of this number."""
+        for stream in self.streams:
+            if stream.number == number:
+                return stream
+        numbers = ", ".join(str(stream.number) for stream in self.streams) or "none"
+        raise UserError(f"no stream {number} in {self.root.url}", expected=f"one of {numbers}")
+
+    def sample(self, stream: int, index: int) -> StoredSample:
+        """The sample with this number in its stream."""
+        source = self.stream(stream)
+        record = source.holding(index)
+        if record is not None:
+            shard = self.shard(source, record)
+            place = int(np.flatnonzero(shard.whole("sample_index") == index)[0])
+            return StoredSample(shard, place, self._ref(source, shard, place), source.taps)
+        why = "it was skipped" if index in source.skipped else "it is not stored"
+        raise UserError(f"no sample {index} in stream {stream} of {self.root.url}", found=why)
+
+    def rows(
+        self,
+        tap: str | Tap,
+        batch_rows: int = 65_536,
+        *,
+        include: int | None = None,
+        exclude: int | None = None,
+        streams: Iterable[int] | None = None,
+        part: tuple[int, int] | None = None,
+    ) -> Iterator[npt.NDArray[Any]]:
+        """A tap's rows, ``[batch_rows, d]`` at a time (the last is shorter), reading that tap's block alone.
+
+        ``include`` keeps rows that have any of these :class:`~spile.spec.sample.Role` bits, ``exclude`` drops
+        rows that have any of those. ``part`` (k, n) gives every n-th shard from the k-th on: of n readers each row goes
+        to one.
+        """
+        found = self._iterate(tap, batch_rows, include, exclude, streams, part, context=False)
+        return (batch.rows for batch in found)
+
+    def batches(
+        self,
+        tap: str | Tap,
+        batch_rows: int = 65_536,
+        *,
+        include: int | None = None,
+        exclude: int | None = None,
+        streams: Iterable[int] | None = None,
+        part: tuple[int, int] | None = None,
+    ) -> Iterator[RowBatch]:
+        """As :meth:`rows`, each row with its token, role, stream, sample and position."""
+        return self._iterate(tap, batch_rows, include, exclude, streams, part, context=True)
+
+    def _iterate(
+        self,
+        tap: str | Tap,
+        batch_rows: int,
+        include: int | None,
+        exclude: int | None,
+        streams: Iterable[int] | None,
+        part: tuple[int, int] | None,
+        *,
+        context: bool,
+    ) -> Iterator[RowBatch]:
+        if batch_rows < 1:
+            raise UserError("batch_rows", expected="at least 1", found=batch_rows)
+        first, step = part or (0, 1)
+        if not 0 <= first < step:
+            raise UserError("part", expected="(k, n) with k from 0 to n - 1", found=part)
+        wanted = self.streams if streams is None else tuple(self.stream(number) for number in streams)
+        having = [stream for stream in wanted if str(tap) in stream.taps]
+        if wanted and not having:
+            raise _no_tap(str(tap), self.taps)
+        records = ((stream, record) for stream in having for record in stream.shards)
+        mine = islice(records, first, None, step)
+        shards = ((stream.number, self._fresh(stream, record)) for stream, record in mine)
+        return iterate(shards, str(tap), batch_rows, include=include, exclude=exclude, context=context)
+
+    def _fresh(self, stream: Stream, record: ShardRecord) -> OpenShard:
+        # Not kept: a pass over a dataset must not push out what lookups use, nor hold every shard's tail.
+        return OpenShard(stream.folder, record)
+
+    def shard(self, stream: Stream, record: ShardRecord) -> OpenShard:
+        """A shard, opened; the most recently used stay open."""
+        key = (stream.number, record.name)
+        with self._lock:
+            found = self._opened.pop(key, None) or OpenShard(stream.folder, record)
+            self._opened[key] = found
+            if len(self._opened) > _OPEN_SHARDS:
+                self._opened.popitem(last=False)
+            return found
+
+    def _ref(self, stream: Stream, shard: OpenShard, place: int) -> SampleRef:
+        note = shard.notes[place]
+        offsets = shard.whole("offsets")
+        return SampleRef(
+            stream=stream.number,
+            index=int(shard.whole("sample_index")[place]),
+            task_id=note["task_id"],
+            length=int(offsets[place + 1] - offsets[place]),
+            preview=note["preview"],
+            augmentation=note.get("augmentation"),
+            truncated=note.get("truncated", 0),
+        )
+
+    def __repr__(self) -> str:
+        return f"Dataset({self.root.url!r}, {len(self.streams)} streams, {len(self.taps)} taps)"
+
+
+class SampleList(Sequence[SampleRef]):
+    """A dataset's samples as a sequence that reads headers as they are needed."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset = dataset
+        self._shards = [(stream, record) for stream in dataset.streams for record in stream.shards]
+        self._ends = list(accumulate(record.count for _, record in self._shards))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    @overload
+    def __getitem__(self, place: int) -> SampleRef: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[SampleRef]: ...
+    def __getitem__(self, place: int | slice) -> SampleRef | list[SampleRef]:
+        if isinstance(place, slice):
+            return [self[number] for number in range(*place.indices(len(self)))]
+        number = place + len(self) if place < 0 else place
+        if not 0 <= number < len(self):
+            raise IndexError(f"sample {place} of {len(self)}")
+        which = bisect_right(self._ends, number)
+        stream, record = self._shards[which]
+        first = self._ends[which] - record.count
+        return self._dataset._ref(stream, self._dataset.shard(stream, record), number - first)
+
+
+def open(root: str | Folder) -> Dataset:  # noqa: A001
+    """The dataset at a path, ``gs://…`` or ``s3://…``."""
+    folder = open_folder(root) if isinstance(root, str) else root
+    run = read_run(folder)
+    if run is None:
+        raise UserError(
+            f"no dataset at {folder.url}",
+            expected=f"a folder with {RUN}, as spile extract writes it",
+            found="none",
+        )
+    streams = []
+    for number in find_streams(folder):
+        below = folder.child(stream_folder(number))
+        record = read_stream(below)
+        if record is not None:
+            streams.append(Stream(below, record))
+    return Dataset(folder, run, streams)
+
+
+def _no_tap(tap: str, known: Sequence[str]) -> UserError:
+    return UserError(f"no tap {tap} in this dataset", expected=f"one of {', '.join(known)}")

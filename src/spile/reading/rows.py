@@ -1,0 +1,152 @@
+"""A tap's rows, batch by batch: chunk-aligned pieces read ahead, checked, cut into rows, filtered, gathered."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from spile.store.crc import CHUNK
+from spile.store.shard_reader import OpenShard
+
+__all__ = ["RowBatch", "iterate"]
+
+_PIECE = 8
+"""Chunks in one read."""
+_AHEAD = 6
+"""Reads under way while one piece is consumed: bounds what is held to (1 + _AHEAD) × 8 MiB, and a batch."""
+
+_Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class RowBatch:
+    """Rows of one tap. The other fields are None where they were not asked for."""
+
+    rows: _Array
+    tokens: _Array | None = None
+    roles: _Array | None = None
+    streams: _Array | None = None
+    samples: _Array | None = None
+    """Each row's sample, by its index in its stream."""
+    positions: _Array | None = None
+    """Each row's place in its sample, from 0."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def take(self, which: Any) -> RowBatch:
+        """These rows, with all that is known of them."""
+        parts = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return RowBatch(**{name: part[which] for name, part in parts if part is not None})
+
+    @staticmethod
+    def join(parts: list[RowBatch]) -> RowBatch:
+        """One batch after the other; one alone is not copied."""
+        if len(parts) == 1:
+            return parts[0]
+        names = [field.name for field in fields(RowBatch) if getattr(parts[0], field.name) is not None]
+        return RowBatch(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
+
+
+def iterate(
+    shards: Iterable[tuple[int, OpenShard]],
+    tap: str,
+    batch_rows: int,
+    *,
+    include: int | None,
+    exclude: int | None,
+    context: bool,
+) -> Iterator[RowBatch]:
+    """Batches of ``batch_rows`` rows, over the shards' borders; the last is shorter."""
+    waiting: list[RowBatch] = []
+    held = 0
+    for part in _parts(shards, tap, include, exclude, context):
+        waiting.append(part)
+        held += len(part)
+        while held >= batch_rows:
+            joined = RowBatch.join(waiting)
+            # Many batches may lie in one part: slice it, copy nothing.
+            yield joined.take(slice(0, batch_rows))
+            rest = joined.take(slice(batch_rows, None))
+            waiting, held = ([rest], len(rest)) if len(rest) else ([], 0)
+    if waiting:
+        yield RowBatch.join(waiting)
+
+
+def _parts(
+    shards: Iterable[tuple[int, OpenShard]], tap: str, include: int | None, exclude: int | None, context: bool
+) -> Iterator[RowBatch]:
+    filtered = include is not None or exclude is not None
+    for stream, shard, first, rows in _row_pieces(shards, tap):
+        last = first + len(rows)
+        keep: Any = slice(None)
+        if filtered:
+            roles = shard.whole("roles")[first:last]
+            wanted = np.ones(len(roles), np.bool_) if include is None else (roles & include) != 0
+            keep = wanted if exclude is None else wanted & ((roles & exclude) == 0)
+            if not keep.any():
+                continue
+        part = _with_context(stream, shard, first, rows) if context else RowBatch(rows)
+        yield part.take(keep) if filtered else part
+
+
+def _with_context(stream: int, shard: OpenShard, first: int, rows: _Array) -> RowBatch:
+    place = np.arange(first, first + len(rows))
+    offsets = shard.whole("offsets")
+    sample = np.searchsorted(offsets, place, side="right") - 1
+    return RowBatch(
+        rows=rows,
+        tokens=shard.whole("tokens")[first : first + len(rows)],
+        roles=shard.whole("roles")[first : first + len(rows)],
+        streams=np.full(len(rows), stream),
+        samples=shard.whole("sample_index")[sample],
+        positions=place - offsets[sample],
+    )
+
+
+def _row_pieces(shards: Iterable[tuple[int, OpenShard]], tap: str) -> Iterator[tuple[int, OpenShard, int, _Array]]:
+    """(stream, shard, number of the first row, rows): a row that two pieces share comes by itself."""
+    rest = b""
+    row = 0
+    for stream, shard, begin, data in _read_ahead(shards, tap):
+        place = shard.place(tap)
+        width = place.length // place.shape[0]
+        if begin == 0:
+            rest, row = b"", 0
+        at = 0
+        if rest:
+            at = width - len(rest)
+            yield stream, shard, row, np.frombuffer(rest + bytes(data[:at]), place.dtype).reshape(1, -1)
+            row += 1
+        count = (len(data) - at) // width
+        if count:
+            whole = data[at : at + count * width]
+            yield stream, shard, row, np.frombuffer(whole, place.dtype).reshape(count, -1)
+            row += count
+        rest = bytes(data[at + count * width :])
+
+
+def _read_ahead(shards: Iterable[tuple[int, OpenShard]], tap: str) -> Iterator[tuple[int, OpenShard, int, memoryview]]:
+    """(stream, shard, number of the first chunk, bytes) in order, with the next pieces already on their way."""
+    pool = ThreadPoolExecutor(_AHEAD, thread_name_prefix="rows")
+    waiting: deque[tuple[int, OpenShard, int, Future[memoryview]]] = deque()
+    try:
+        for stream, shard in shards:
+            chunks = -(-shard.place(tap).length // CHUNK)
+            for begin in range(0, chunks, _PIECE):
+                end = min(begin + _PIECE, chunks)
+                waiting.append((stream, shard, begin, pool.submit(shard.chunks, tap, begin, end)))
+                if len(waiting) > _AHEAD:
+                    number, source, at, future = waiting.popleft()
+                    yield number, source, at, future.result()
+        while waiting:
+            number, source, at, future = waiting.popleft()
+            yield number, source, at, future.result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)

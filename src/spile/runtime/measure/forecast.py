@@ -1,0 +1,114 @@
+"""What a run will be, before anyone pays for it: the model and the data looked at, a part of the tokens counted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from spile import weights
+from spile.data.stream import SampleStream, open_stream
+from spile.data.tokens import load_tokenizer
+from spile.model.decoder import layers_needed
+from spile.plan.cost import Estimate, Lengths, Rates, Volume, estimate
+from spile.plan.ranges import Ranges
+from spile.plan.shards import row_bytes
+from spile.runtime.measure.aot import Program
+from spile.spec.architecture import ModelConfig, flops_per_token, parameter_count
+from spile.spec.machines import Machine, Prices
+from spile.spec.run import ExtractSpec
+from spile.spec.sample import Sample
+from spile.spec.taps import Tap, select_taps
+
+__all__ = ["Forecast", "look"]
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A run's sizes, on no machine yet."""
+
+    spec: ExtractSpec
+    model: str
+    config: ModelConfig
+    taps: tuple[Tap, ...]
+    location: str
+    lengths: Lengths
+    skipped: int
+    """Of the counted samples, those without rows."""
+
+    @property
+    def volume(self) -> Volume:
+        """What will be stored."""
+        return Volume(
+            samples=self.lengths.samples,
+            tokens=self.lengths.tokens,
+            bytes_a_token=row_bytes(len(self.taps), self.config.d_model, self.spec.store_dtype),
+            shard_bytes=self.spec.shard_size_gb * 1e9,
+        )
+
+    @property
+    def flops_per_token(self) -> float:
+        """At the mean length, through the last layer that is tapped."""
+        mean = max(1, round(self.lengths.mean))
+        return flops_per_token(self.config, mean, layers_needed(self.taps) - 1)
+
+    def on(self, machine: Machine, prices: Prices, *, rates: Rates, workers: int) -> Estimate:
+        """On so many of a machine."""
+        return estimate(
+            self.volume,
+            machine,
+            flops_per_token=self.flops_per_token,
+            rates=rates,
+            workers=workers,
+            storage_gb_month=prices.storage_gb_month,
+        )
+
+    def program(self, machine: Machine) -> Program:
+        """What the TPU compiler is asked for: the longest samples, which take the most memory."""
+        dtype = "bfloat16" if self.spec.dtype == "auto" else self.spec.dtype
+        longest = min(self.spec.data.max_seq_length, max(self.lengths.counted, default=1))
+        length = -(-longest // 128) * 128
+        return Program(self.config, self.taps, machine.name, length, dtype, self.spec.store_dtype, self.spec.mesh_shape)
+
+    def record(self) -> dict[str, Any]:
+        """For ``--json``."""
+        volume = self.volume
+        return {
+            "model": self.model,
+            "architecture": self.config.architecture,
+            "parameters": parameter_count(self.config),
+            "taps": [str(tap) for tap in self.taps],
+            "data": self.location,
+            "samples": volume.samples,
+            "samples_counted": len(self.lengths.counted),
+            "samples_skipped_of_counted": self.skipped,
+            "tokens": volume.tokens,
+            "tokens_standard_error": self.lengths.error,
+            "tokens_a_sample": self.lengths.mean,
+            "bytes_a_token": volume.bytes_a_token,
+            "bytes": volume.bytes,
+            "shards": volume.shards,
+            "flops_a_token": self.flops_per_token,
+        }
+
+
+def look(spec: ExtractSpec, count: int) -> Forecast:
+    """Find the model and the data; tokenize ``count`` samples, spread evenly over the stream, and count."""
+    files = weights.find(spec.model, spec.revision)
+    taps = select_taps(spec.sites, spec.layers, files.config.n_layers)
+    stream = open_stream(spec.data, load_tokenizer(files.tokenizer_folder))
+    lengths, skipped = _count(stream, spec.data.max_samples, count)
+    return Forecast(spec, files.name, files.config, taps, stream.location, lengths, skipped)
+
+
+def _count(stream: SampleStream, most: int | None, count: int) -> tuple[Lengths, int]:
+    total = stream.samples if most is None or stream.samples is None else min(most, stream.samples)
+    done = Ranges() if total is None else _all_but(total, count)
+    found = [len(item) if isinstance(item, Sample) else 0 for item in stream.read(done)]
+    return Lengths(found, len(found) if total is None else total), sum(not length for length in found)
+
+
+def _all_but(total: int, count: int) -> Ranges:
+    """Every sample but ``count`` of them, evenly spread."""
+    kept: Sequence[int] = range(total) if count >= total else [place * total // count for place in range(count)]
+    return Ranges([(0, total)]) - Ranges.of(kept)

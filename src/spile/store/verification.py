@@ -1,0 +1,200 @@
+"""``verify``: proves a dataset complete, or says what is missing, doubled or damaged."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+from spile.errors import Failure, UserError
+from spile.objects import Folder, open_folder
+from spile.plan.ranges import Ranges
+from spile.spec.identity import RunIdentity
+from spile.store.garbage import HOUR, find_garbage, remove_garbage
+from spile.store.inspection import inspect_shard
+from spile.store.layout import COMMITS, RUN, STREAM, commit_number, is_shard, stream_folder, stream_number
+from spile.store.ledger import Ledger, read_commits
+from spile.store.recomputation import Recompute, compare
+from spile.store.record import Commit, ShardRecord
+from spile.store.report import Problem, Report, StreamReport
+from spile.store.run import read_run
+from spile.store.splits import expected_streams, judge_split
+from spile.store.stream import StreamRecord, read_stream
+from spile.store.streams import Stream
+
+__all__ = ["verify"]
+
+
+class _Proven:
+    """What was learnt of one stream on the way."""
+
+    def __init__(self, number: int, folder: Folder) -> None:
+        self.number, self.folder = number, folder
+        self.record: StreamRecord | None = None
+        self.commits: tuple[Commit, ...] = ()
+        self.readable = False
+        self.problems: list[Problem] = []
+
+    @property
+    def shards(self) -> list[ShardRecord]:
+        return [shard for commit in self.commits for shard in commit.shards]
+
+
+def verify(
+    root: str | Folder,
+    *,
+    streams: Collection[int] | None = None,
+    max_samples: int | None = None,
+    recompute: Recompute | None = None,
+    k: int = 0,
+    seed: int = 0,
+    gc: bool = False,
+    remove: bool = False,
+    older_than: float = HOUR,
+    workers: int | None = None,
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
+    now: float | None = None,
+) -> Report:
+    """Check every sample, every checksum and every shape of the dataset at ``root``.
+
+    ``streams``: these alone; else all, and one that the data was split into and nobody has begun is missing.
+    ``max_samples`` is the bound of a run that was told to stop early. ``recompute`` with ``k`` compares k random
+    samples. ``gc`` looks for garbage, and ``remove`` removes it. ``progress`` gets bytes done and in all.
+    """
+    folder = open_folder(root) if isinstance(root, str) else root
+    run = read_run(folder)
+    if run is None:
+        raise UserError(f"no dataset at {folder.url}", expected=f"a folder with {RUN}", found="none")
+    begun = [number for number in _numbers(folder) if streams is None or number in streams]
+    found = [_read(number, folder, run) for number in begun]
+    records = [stream.record for stream in found if stream.record is not None]
+    never, problems = judge_split(folder.url, begun, records, streams)
+    _inspect(found, run, workers or min(16, 2 * (os.cpu_count() or 1)), progress)
+    recomputed = None
+    if recompute is not None and k:
+        readable = [Stream(stream.folder, stream.record) for stream in found if stream.record and stream.readable]
+        recomputed, wrong = compare(run, readable, recompute, k, seed)
+        problems += wrong
+    report = Report(
+        folder.url,
+        run.fingerprint(),
+        tuple(_judge(stream, max_samples) for stream in found),
+        recomputed=recomputed,
+        problems=tuple(problems),
+        streams_expected=expected_streams(records),
+        never_begun=never,
+    )
+    return _collect(folder, found, report, remove, older_than, now) if gc or remove else report
+
+
+def _numbers(root: Folder) -> list[int]:
+    """Streams, also such as have lost their ``stream.json``."""
+    found = set()
+    for info in root.list("tpu_"):
+        name, _, rest = info.key.partition("/")
+        number = stream_number(name)
+        if number is not None and (rest == STREAM or commit_number(rest) is not None or is_shard(rest)):
+            found.add(number)
+    return sorted(found)
+
+
+def _read(number: int, root: Folder, run: RunIdentity) -> _Proven:
+    stream = _Proven(number, root.child(stream_folder(number)))
+    where = stream.folder.url
+    try:
+        stream.record = read_stream(stream.folder)
+        if stream.record is None:
+            stream.problems.append(Problem("damaged", where, f"{STREAM} is gone"))
+            return stream
+        if stream.record.fingerprint != run.fingerprint() or stream.record.worker_id != number:
+            stream.problems.append(Problem("damaged", where, f"{STREAM} belongs to another run or stream"))
+        stream.commits = tuple(read_commits(stream.folder, stream.record.id))
+        stream.readable = True
+    except Failure as error:
+        stream.problems.append(Problem("damaged", f"{where}/{COMMITS.rstrip('/')}", str(error)))
+    return stream
+
+
+def _inspect(streams: Sequence[_Proven], run: RunIdentity, workers: int, progress: Callable[[int, int], None]) -> None:
+    total = sum(shard.size for stream in streams for shard in stream.shards)
+    done = 0
+
+    def seen(count: int) -> None:
+        nonlocal done
+        done += count  # for a progress bar: a lost update between threads does no harm
+        progress(done, total)
+
+    def one(task: tuple[_Proven, StreamRecord, ShardRecord]) -> tuple[_Proven, list[Problem]]:
+        stream, record, shard = task
+        return stream, inspect_shard(
+            stream.folder,
+            shard,
+            taps=[str(tap) for tap in record.identity.taps],
+            d=run.d_model,
+            dtype=run.store_dtype,
+            fingerprint=run.fingerprint(),
+            stream=record.id,
+            seen=seen,
+        )
+
+    tasks = [
+        (stream, stream.record, shard) for stream in streams if stream.record is not None for shard in stream.shards
+    ]
+    with ThreadPoolExecutor(workers, thread_name_prefix="verify") as pool:
+        for stream, problems in pool.map(one, tasks):
+            stream.problems += problems
+
+
+def _judge(stream: _Proven, max_samples: int | None) -> StreamReport:
+    """The stream's samples against what it must have."""
+    ledger = Ledger().plus(stream.commits)
+    where = stream.folder.url
+    total = stream.record.identity.samples if stream.record is not None else None
+    total = ledger.end if total is None else total
+    expected = max_samples if total is None else min(total, max_samples or total)
+    problems = list(stream.problems)
+    missing = Ranges()
+    if stream.readable:
+        if expected is None:
+            text = "its end is not known yet: nobody has read it to the end"
+            problems.append(Problem("missing", where, text))
+        else:
+            missing = Ranges([(0, expected)]) - ledger.done
+        if missing:
+            problems.append(Problem("missing", where, f"samples {missing.text()} ({len(missing)} of {expected})"))
+        if ledger.doubled:
+            problems.append(Problem("doubled", where, f"samples {ledger.doubled.text()}"))
+        beyond = Ranges() if total is None else ledger.done - Ranges([(0, total)])
+        if beyond:
+            problems.append(Problem("damaged", where, f"samples {beyond.text()} lie beyond its {total} samples"))
+        ends = {commit.end for commit in stream.commits if commit.end is not None}
+        if len(ends | ({total} if total is not None else set())) > 1:
+            problems.append(Problem("damaged", where, f"its commits disagree about its end: {sorted(ends)}"))
+    return StreamReport(
+        number=stream.number,
+        expected=expected,
+        samples=ledger.samples,
+        skipped=ledger.skipped,
+        shards=ledger.shards,
+        tokens=ledger.tokens,
+        bytes=ledger.bytes,
+        missing=missing,
+        doubled=ledger.doubled,
+        problems=tuple(problems),
+    )
+
+
+def _collect(
+    root: Folder, streams: Sequence[_Proven], report: Report, remove: bool, older_than: float, now: float | None
+) -> Report:
+    readable = [stream for stream in streams if stream.readable]
+    named = {stream.number: {shard.name for shard in stream.shards} for stream in readable}
+    garbage = find_garbage(root, named, now=time.time() if now is None else now, older_than=older_than)
+    if remove:
+        ids = {
+            stream.number: (stream.record.id, len(stream.commits)) for stream in readable if stream.record is not None
+        }
+        garbage = remove_garbage(root, garbage, ids)
+    return replace(report, garbage=tuple(garbage))

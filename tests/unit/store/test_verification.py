@@ -1,0 +1,320 @@
+"""verify: passes on what is whole, and names whatever is not."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from counting import Counting
+from producing import TAPS, D, items, produce, rows_of, run_identity, sample_of, stream_identity, write_shard
+from spile.errors import Fenced, UserError
+from spile.objects import Folder, open_folder
+from spile.plan.ranges import Ranges
+from spile.reading.dataset import open as open_dataset
+from spile.spec.sample import Sample, Skip
+from spile.store.layout import commit_key
+from spile.store.record import Commit, ShardRecord
+from spile.store.run import join_run
+from spile.store.stream import StreamStore, join_stream
+from spile.store.verification import verify
+
+BY_TOKENS = {tuple(item.tokens.tolist()): item for item in items(45) if isinstance(item, Sample)}
+
+
+def joined(folder: Folder, samples: int | None = 45, attempt: str | None = None) -> StreamStore:
+    join_run(folder, run_identity())
+    return join_stream(folder, 0, stream_identity(samples), run_identity(), attempt)
+
+
+def shard(store: StreamStore, *indices: int) -> ShardRecord:
+    samples = [sample_of(index) for index in indices]
+    builder = store.begin(samples)
+    write_shard(builder, samples)
+    return builder.finish()
+
+
+def lines(folder: Folder, **options: object) -> list[str]:
+    report = verify(folder, **options)  # type: ignore[arg-type]
+    assert report.ok == (not report.all_problems)
+    return [problem.line().replace(folder.url, "ROOT") for problem in report.all_problems]
+
+
+def test_a_whole_dataset_is_proven(folder: Folder) -> None:
+    store = produce(folder, 45)
+    produce(folder, 20, worker_id=7, cut=4)
+    seen: list[tuple[int, int]] = []
+    report = verify(folder, progress=lambda done, total: seen.append((done, total)))
+    assert report.ok
+    assert [stream.number for stream in report.streams] == [0, 7]
+    first = report.streams[0]
+    assert (first.samples, first.skipped, first.expected, first.shards) == (42, 3, 45, 5)
+    assert (first.tokens, first.bytes) == (store.ledger.tokens, store.ledger.bytes)
+    assert json.loads(json.dumps(report.to_json()))["ok"] is True
+    assert seen[-1][1] == store.ledger.bytes + report.streams[1].bytes
+
+
+def test_missing_samples_are_named(folder: Folder) -> None:
+    store = joined(folder, 20)
+    store.commit([shard(store, 0, 1, 4)], [Skip(2, "t", "empty")])
+    store.commit([shard(store, 9)])
+    assert lines(folder) == ["missing: ROOT/tpu_0: samples 3, 5-8, 10-19 (15 of 20)"]
+    assert lines(folder, max_samples=3) == []
+    assert lines(folder, max_samples=5) == ["missing: ROOT/tpu_0: samples 3 (1 of 5)"]
+    assert verify(folder).streams[0].missing.pairs() == [(3, 4), (5, 9), (10, 20)]
+
+
+def test_a_packed_stream_ends_where_its_commits_say(folder: Folder) -> None:
+    store = joined(folder, None)
+    store.commit([shard(store, 0, 1)])
+    assert lines(folder) == ["missing: ROOT/tpu_0: its end is not known yet: nobody has read it to the end"]
+    assert lines(folder, max_samples=2) == []
+    store.commit([shard(store, 2)], end=4)
+    assert lines(folder) == ["missing: ROOT/tpu_0: samples 3 (1 of 4)"]
+    store.commit([shard(store, 3)], end=4)
+    assert lines(folder) == []
+    store.commit([shard(store, 6)], end=5)
+    assert lines(folder)[0].startswith("missing: ROOT/tpu_0: samples 4")
+    assert "samples 6 lie beyond its 5 samples" in lines(folder)[1]
+    assert "its commits disagree about its end: [4, 5]" in lines(folder)[2]
+
+
+def test_doubled_samples_are_named(folder: Folder) -> None:
+    store = joined(folder, 4)
+    record = shard(store, 0, 1, 2, 3)
+    store.commit([record])
+    other = shard(store, 1, 2)
+    forged = Commit(2, "evil", store.record.id, (other,), (), None)
+    store.folder.create(commit_key(2), forged.to_bytes())
+    assert lines(folder) == ["doubled: ROOT/tpu_0: samples 1-2"]
+
+
+def test_a_dataset_without_streams_or_run_is_not_proven(folder: Folder) -> None:
+    with pytest.raises(UserError, match=r"no dataset at .*: expected a folder with run\.json"):
+        verify(folder)
+    join_run(folder, run_identity())
+    assert lines(folder) == ["missing: ROOT: the dataset has no stream"]
+
+
+def test_a_lost_stream_record_or_commit_is_damage(folder: Folder) -> None:
+    produce(folder, 45)
+    folder.delete("tpu_0/commits/0002.json")
+    assert "the ledger of ROOT/tpu_0 has a gap: expected commits 1 to 5, found none numbered 2" in lines(folder)[0]
+    folder.delete("tpu_0/stream.json")
+    assert lines(folder) == ["damaged: ROOT/tpu_0: stream.json is gone"]
+
+
+def test_losing_the_last_commits_shows_as_missing_samples(folder: Folder) -> None:
+    produce(folder, 45)
+    folder.delete("tpu_0/commits/0005.json")
+    assert lines(folder)[0].startswith("missing: ROOT/tpu_0: samples 43-44 (2 of 45)")
+
+
+def test_a_lost_or_short_shard_is_damage(folder: Folder) -> None:
+    store = produce(folder, 45)
+    names = [file.name for file in store.ledger.files]
+    data = folder.get(f"tpu_0/{names[1]}")
+    folder.delete(f"tpu_0/{names[0]}")
+    folder.put(f"tpu_0/{names[1]}", data[:-1])
+    found = lines(folder)
+    assert found[0] == f"damaged: ROOT/tpu_0/{names[0]}: the shard is gone"
+    assert f"{names[1]}: has another size: expected {len(data)} bytes, found {len(data) - 1}" in found[1]
+
+
+def test_any_changed_byte_is_found(tmp_path: Path) -> None:
+    root = open_folder(str(tmp_path))
+    store = produce(root, 9)
+    name = store.ledger.files[0].name
+    path = tmp_path / "tpu_0" / name
+    data = path.read_bytes()
+    for source in (root, Counting(root)):
+        for at in [*range(0, len(data), 97), len(data) - 1]:
+            changed = bytearray(data)
+            changed[at] ^= 0x10
+            path.write_bytes(changed)
+            assert len(lines(source)) == 1, at
+            assert name in lines(source)[0]
+    path.write_bytes(data)
+    assert lines(root) == []
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_nan_and_infinity_are_found(tmp_path: Path, bad: float, dtype: str) -> None:
+    root = open_folder(str(tmp_path))
+    run = run_identity(store_dtype=dtype)
+    join_run(root, run)
+    store = join_stream(root, 0, stream_identity(1), run)
+    sample = Sample(0, "t", np.zeros(5, np.int32), np.zeros(5, np.uint8))
+    builder = store.begin([sample])
+    for tap in range(3):
+        rows = np.full((5, D), 3.0e38 if dtype != "float16" else 65504.0).astype(dtype)
+        if tap == 1:
+            rows[4, 7] = bad
+        builder.write(tap, 0, rows)
+    store.commit([builder.finish()])
+    assert lines(root)[0].endswith("attn.1 has 1 values that are NaN or infinite")
+
+
+def test_a_shard_that_is_not_what_its_commit_says_is_damage(tmp_path: Path) -> None:
+    """Right checksums, wrong meaning: a writer's mistake, or a forgery."""
+    root = open_folder(str(tmp_path))
+    store = joined(root, 4)
+    good = shard(store, 0, 1)
+    wrong = {
+        "sample_index is not the commit's samples": {"samples": Ranges([(1, 3)])},
+        "offsets is I64 [3], expected I64 [4]": {"samples": Ranges([(0, 3)]), "count": 3},
+        "residual.0 is BF16": {"tokens": good.tokens + 1},
+        "the commit has checksums of other tensors": {"tensors": {**good.tensors, "extra": 5}},
+        "expected crc32c 00000007": {"crc32c": 7},
+        "its commit has no checksum of chunk_crc32c": {"tensors": {}},
+        "its content makes no sense: KeyError: 'residual.0'": {
+            "tensors": {name: crc for name, crc in good.tensors.items() if name != "residual.0"}
+        },
+        "its header: expected crc32c 00000001": {"header": (good.header[0], 1)},
+        "chunk_crc32c: expected crc32c 00000009": {"tensors": {**good.tensors, "chunk_crc32c": 9}},
+        "tokens: expected crc32c 00000009": {"tensors": {**good.tensors, "tokens": 9}},
+    }
+    for text, changes in wrong.items():
+        record = ShardRecord(**{**vars(good), **changes})
+        folder = root.child("tpu_0")
+        folder.put(commit_key(1), Commit(1, "a", store.record.id, (record,), (), None).to_bytes())
+        assert any(text in line for line in lines(root)), (text, lines(root))
+
+
+def test_a_shard_of_another_run_or_stream_is_damage(tmp_path: Path) -> None:
+    root, other = open_folder(str(tmp_path / "a")), open_folder(str(tmp_path / "b"))
+    store = joined(root, 2)
+    join_run(other, run_identity(weights="other"))
+    stranger = join_stream(other, 0, stream_identity(2), run_identity(weights="other"))
+    record = shard(stranger, 0, 1)
+    root.put(f"tpu_0/{record.name}", other.get(f"tpu_0/{record.name}"))
+    store.commit([record])
+    found = lines(root)
+    assert len(found) == 2
+    assert f"the header says fingerprint {run_identity(weights='other').fingerprint()}, expected" in found[0]
+    assert "the header says stream" in found[1]
+
+
+def by_tokens(tokens: np.ndarray, taps: tuple[str, ...]) -> list[np.ndarray]:
+    sample = BY_TOKENS[tuple(tokens.tolist())]
+    names = [str(tap) for tap in TAPS]
+    return [rows_of(sample, names.index(tap)).astype(np.float32) for tap in taps]
+
+
+def test_recomputed_rows_are_compared(folder: Folder) -> None:
+    produce(folder, 45)
+    report = verify(folder, recompute=by_tokens, k=6)
+    assert report.ok
+    assert report.recomputed is not None
+    assert (report.recomputed.samples, set(report.recomputed.worst)) == (6, {str(tap) for tap in TAPS})
+    assert max(report.recomputed.worst.values()) == 0.0
+    seen: list[int] = []
+
+    def off(tokens: np.ndarray, taps: tuple[str, ...]) -> list[np.ndarray]:
+        rows = by_tokens(tokens, taps)
+        seen.append(BY_TOKENS[tuple(tokens.tolist())].index)
+        rows[1] = rows[1] + 0.1
+        return rows
+
+    found = lines(folder, recompute=off, k=3, seed=4)
+    assert len(found) == 3 == len(set(seen))
+    assert f"wrong: ROOT/tpu_0: sample {min(seen)} at attn.1 differs from its recomputation by" in "\n".join(found)
+    assert lines(folder, recompute=lambda t, taps: [r[:-1] for r in by_tokens(t, taps)], k=1)[0].startswith("wrong")
+    nan = lines(folder, recompute=lambda t, taps: [r * np.nan for r in by_tokens(t, taps)], k=1)
+    assert len(nan) == 3
+
+
+def test_rounding_is_allowed_for(folder: Folder) -> None:
+    produce(folder, 45)
+
+    def rounded(tokens: np.ndarray, taps: tuple[str, ...]) -> list[np.ndarray]:
+        return [rows * (1 + 2.0**-9) for rows in by_tokens(tokens, taps)]
+
+    assert lines(folder, recompute=rounded, k=5) == []
+
+
+# Garbage
+
+
+def orphan(store: StreamStore) -> str:
+    return shard(store, 40).name
+
+
+def garbage(folder: Folder, **options: object) -> list[tuple[str, str]]:
+    report = verify(folder, gc=True, now=time.time() + 7200, **options)  # type: ignore[arg-type]
+    return [(item.key, item.state) for item in report.garbage]
+
+
+def test_orphans_are_found_and_removed_only_when_told(folder: Folder) -> None:
+    store = produce(folder, 45)
+    name = f"tpu_0/{orphan(store)}"
+    left = store.begin([sample_of(3)])
+    left.write(0, 0, rows_of(sample_of(3), 0))
+    found = garbage(folder)
+    assert (name, "found") in found
+    assert all(state == "found" for _, state in found)
+    if "://" not in folder.url:
+        assert [key for key, _ in found] == [name, f"tpu_0/{left.name}"]
+    assert verify(folder).garbage == ()
+    assert verify(folder).ok
+    assert garbage(folder, older_than=1e6) == [(key, "too young") for key, _ in found]
+    assert garbage(folder, older_than=1e6, remove=True) == [(key, "too young") for key, _ in found]
+    assert garbage(folder, remove=True) == [(key, "removed") for key, _ in found]
+    assert garbage(folder) == []
+    assert verify(folder).ok
+    assert len(open_dataset(folder).samples) == 42
+
+
+def test_a_worker_that_slept_through_the_collection_is_fenced(folder: Folder) -> None:
+    """It wakes with a shard that is gone; its commit must not land."""
+    store = joined(folder, 4)
+    store.commit([shard(store, 0)])
+    record = shard(store, 1, 2, 3)
+    assert garbage(folder, remove=True) == [(f"tpu_0/{record.name}", "removed")]
+    with pytest.raises(Fenced):
+        store.commit([record])
+    heir = joined(folder, 4)
+    heir.commit([shard(heir, 1, 2, 3)])
+    assert verify(folder).ok
+
+
+def test_a_stream_with_a_heartbeat_is_left_alone(folder: Folder) -> None:
+    store = joined(folder, 4)
+    record = shard(store, 1)
+    now = time.time() + 7200
+    stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now - 60))
+    folder.put("tpu_0/progress.json", json.dumps({"phase": "running", "updated": stamp}).encode())
+    assert garbage(folder, remove=True) == [(f"tpu_0/{record.name}", "a worker is alive")]
+    folder.put("tpu_0/progress.json", b"garbled")
+    assert garbage(folder, remove=True) == [(f"tpu_0/{record.name}", "a worker is alive")]
+    store.commit([record])
+    assert garbage(folder) == []
+
+
+def test_a_commit_between_the_search_and_the_removal_holds_it_back(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = joined(folder, 4)
+    record = shard(store, 1)
+    from spile.store import garbage as module
+
+    real = module._fence
+
+    def late(*args: object) -> bool:
+        store.commit([record])
+        return real(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module, "_fence", late)
+    assert garbage(folder, remove=True) == [(f"tpu_0/{record.name}", "a worker is alive")]
+    assert open_dataset(folder).sample(0, 1).rows("attn.1").shape[1] == D
+
+
+def test_the_shards_of_an_unreadable_ledger_are_no_garbage(folder: Folder) -> None:
+    produce(folder, 45)
+    folder.delete("tpu_0/commits/0002.json")
+    assert garbage(folder, remove=True) == []
+    assert sum(info.key.endswith(".safetensors") for info in folder.list()) == 5
