@@ -23,7 +23,7 @@ from spile.runtime.device import DeviceProducer
 from spile.runtime.extract import find, make_producer, sizes_for
 from spile.runtime.measure import naive
 from spile.runtime.progress import Progress
-from spile.runtime.worker import LocalControl, work
+from spile.runtime.worker import LocalControl, run_worker
 from spile.spec.run import EMBEDDED, ComputeDtype, DataSpec, ExtractSpec
 from spile.spec.sample import Sample
 from spile.store.run import join_run
@@ -47,7 +47,7 @@ def ours(spec: ExtractSpec, samples: Sequence[Sample], producer: DeviceProducer)
     sizes = sizes_for(parts)
     progress = Progress()
     began = time.perf_counter()
-    work(samples, producer, stream, sizes, progress=progress, control=LocalControl(threading.Event(), None))
+    run_worker(samples, producer, stream, sizes, progress=progress, control=LocalControl(threading.Event(), None))
     seconds = time.perf_counter() - began
     now = progress.snapshot()
     return Turn(now.tokens / seconds, now.padding)

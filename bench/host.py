@@ -23,10 +23,10 @@ from spile.objects import open_folder
 from spile.plan.batches import Batch
 from spile.runtime.measure.bench import emptied
 from spile.runtime.measure.limits import host_copy
-from spile.runtime.producer import Block
+from spile.runtime.producer import RowBlock
 from spile.runtime.progress import Progress
 from spile.runtime.sizing import in_flight
-from spile.runtime.worker import LocalControl, Sizes, work
+from spile.runtime.worker import LocalControl, Sizes, run_worker
 from spile.spec.identity import StreamIdentity
 from spile.spec.sample import Sample
 from spile.store.run import join_run
@@ -54,12 +54,12 @@ class ReadyProducer:
     def await_program(self, batch: Batch, given_up: Callable[[], bool]) -> None:
         """Nor waited for."""
 
-    def start(self, batch: Batch) -> Sequence[Sequence[Block]]:
+    def start(self, batch: Batch) -> Sequence[Sequence[RowBlock]]:
         """The next set's first rows."""
         self._next = (self._next + 1) % _SETS
-        return [[Block(0, rows[: batch.real_tokens])] for rows in self._sets[self._next]]
+        return [[RowBlock(0, rows[: batch.real_tokens])] for rows in self._sets[self._next]]
 
-    def fetch(self, pending: object) -> Sequence[Sequence[Block]]:
+    def fetch(self, pending: object) -> Sequence[Sequence[RowBlock]]:
         """As they are."""
         return pending  # type: ignore[return-value]
 
@@ -84,7 +84,9 @@ def measure(folder: Path, producer: ReadyProducer, lanes: int, size: float, batc
         sizes = Sizes(batch_tokens, None, 2048, 1e9, lanes, in_flight=in_flight(lanes, 1, 1 << 60))
         with emptied(Path(stream.folder.url)):
             began = time.perf_counter()
-            work(items, producer, stream, sizes, progress=Progress(), control=LocalControl(threading.Event(), None))
+            run_worker(
+                items, producer, stream, sizes, progress=Progress(), control=LocalControl(threading.Event(), None)
+            )
             return stream.ledger.bytes / (time.perf_counter() - began)
 
 

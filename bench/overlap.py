@@ -28,9 +28,9 @@ from bench.ledger import fake_gcs
 from spile.objects import open_folder
 from spile.plan.batches import Batch
 from spile.plan.shards import row_bytes
-from spile.runtime.producer import Block
+from spile.runtime.producer import RowBlock
 from spile.runtime.progress import Progress
-from spile.runtime.worker import LocalControl, Sizes, work
+from spile.runtime.worker import LocalControl, Sizes, run_worker
 from spile.spec.identity import RunIdentity, StreamIdentity
 from spile.spec.run import PromptSpec
 from spile.spec.sample import Sample
@@ -89,12 +89,12 @@ class PacedProducer:
         self._ready = max(self._ready, time.perf_counter()) + batch.real_tokens * A_TOKEN / self._rate
         return self._ready, batch
 
-    def fetch(self, pending: object) -> Sequence[Sequence[Block]]:
+    def fetch(self, pending: object) -> Sequence[Sequence[RowBlock]]:
         """When it is its time."""
         assert isinstance(pending, tuple)
         ready, batch = pending
         time.sleep(max(0.0, ready - time.perf_counter()))
-        return [[Block(0, self._rows[: batch.real_tokens])] for _ in TAPS]
+        return [[RowBlock(0, self._rows[: batch.real_tokens])] for _ in TAPS]
 
     def describe(self) -> str:
         """For people."""
@@ -132,7 +132,7 @@ def measure(url: str, size: float, rate: float) -> Overlap:
     )
     control = LocalControl(threading.Event(), None)
     began = time.perf_counter()
-    work(_samples(count), PacedProducer(rate), stream, sizes, progress=Progress(), control=control)
+    run_worker(_samples(count), PacedProducer(rate), stream, sizes, progress=Progress(), control=control)
     seconds = time.perf_counter() - began
     return Overlap(url.partition("://")[0], stream.ledger.bytes, rate, seconds, root.stats.retries)
 

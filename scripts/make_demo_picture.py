@@ -21,7 +21,7 @@ from spile.cli.verify import show
 from spile.dashboard.worker import facts, report
 from spile.runtime.extract import extract
 from spile.runtime.progress import Progress
-from spile.runtime.signals import heard
+from spile.runtime.signals import handling_signals
 from spile.spec.run import ExtractSpec
 from spile.store.verification import verify
 
@@ -52,7 +52,7 @@ def run(console: Console, *, interrupt: bool) -> None:
                 os.kill(os.getpid(), signal.SIGINT)
                 return
 
-    with heard(stop, progress):
+    with handling_signals(stop, progress):
         presser = threading.Thread(target=press)
         if interrupt:
             presser.start()

@@ -17,8 +17,8 @@ import requests
 from spile.fleet.cloud.provider import NodeRequest
 from spile.fleet.cloud.settings import CloudSettings
 from spile.fleet.cloud.tpu import CloudTpu
-from spile.fleet.fake_cloud.api import Api, Fault, Lost
-from spile.fleet.fake_cloud.cloud import ApiError, Cloud, Pace
+from spile.fleet.fake_cloud.api import Api, ApiFault, Lost
+from spile.fleet.fake_cloud.cloud import ApiError, Cloud, CloudTimes
 from spile.fleet.heal.history import History
 from spile.fleet.heal.lease import Lease
 from spile.fleet.heal.observed import Pulse
@@ -145,7 +145,7 @@ class Simulation:
             policy=Policy(move=rng.random() < 0.8),
             queued=rng.random() < 0.2,
         )
-        self.cloud = Cloud(lambda: self.now, pace=Pace(60, 30, 20), on_start=self._boot, on_stop=self._halt)
+        self.cloud = Cloud(lambda: self.now, pace=CloudTimes(60, 30, 20), on_start=self._boot, on_stop=self._halt)
         self.api = Api(self.cloud)
         self.client = CloudTpu(
             CloudSettings("p", endpoint="http://sim/", anonymous=True),
@@ -241,10 +241,10 @@ class Simulation:
         elif roll < 0.42:
             method = rng.choice(["POST", "DELETE", "GET", ""])
             status = rng.choice([0, 0, 500, 503, 429, 403])
-            self.api.faults.append(Fault(method, zone, rng.randint(1, 6), status, "Requests per minute exceeded"))
+            self.api.faults.append(ApiFault(method, zone, rng.randint(1, 6), status, "Requests per minute exceeded"))
             self._say(f"fault {method} {status} {zone}")
         elif roll < 0.46:
-            cloud.pace = Pace(rng.choice([10, 60, 600, 2500]), rng.choice([5, 30, 400]), 20)
+            cloud.pace = CloudTimes(rng.choice([10, 60, 600, 2500]), rng.choice([5, 30, 400]), 20)
         elif roll < 0.50 and self.vms:
             vm = rng.choice(list(self.vms.values()))
             vm.hung = self.now > vm.booted + 60
@@ -263,7 +263,7 @@ class Simulation:
         self.cloud.dry.clear()
         self.cloud.quota.clear()
         self.api.faults.clear()
-        self.cloud.pace = Pace(60, 30, 20)
+        self.cloud.pace = CloudTimes(60, 30, 20)
         for monitor in self.monitors:
             monitor.paused_until = 0.0
         self._say("calm")

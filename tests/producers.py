@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from spile.plan.batches import Batch
-from spile.runtime.producer import Block, OutOfDeviceMemory, pack
+from spile.runtime.producer import OutOfDeviceMemory, RowBlock, pack
 from spile.spec.identity import RunIdentity, StreamIdentity
 from spile.spec.run import PromptSpec
 from spile.spec.sample import Role, Sample
@@ -54,19 +54,19 @@ class NumpyProducer:
         self.shapes.append((batch.rows, batch.length))
         return batch
 
-    def fetch(self, pending: object) -> Sequence[Sequence[Block]]:
+    def fetch(self, pending: object) -> Sequence[Sequence[RowBlock]]:
         assert isinstance(pending, Batch)
         time.sleep(self.seconds)
         packed = pack(pending)
         return [[self._block(pending, packed, tap, group) for group in self.owned] for tap in range(len(TAPS))]
 
-    def _block(self, batch: Batch, packed, tap: int, group: int) -> Block:
+    def _block(self, batch: Batch, packed, tap: int, group: int) -> RowBlock:
         tokens = packed.tokens.reshape(self.groups, batch.rows, batch.length)[group]
         whole = np.stack([rows_of(row, tap) for row in tokens]).reshape(-1, D_MODEL)
         real = sum(map(len, batch.groups[group]))
         rows = whole[packed.places[group]]
         rows[real:] = np.nan
-        return Block(group, rows)
+        return RowBlock(group, rows)
 
 
 def sample(index: int, length: int) -> Sample:

@@ -26,9 +26,9 @@ from spile.objects import Folder, open_folder
 from spile.plan.batches import Batch
 from spile.plan.ranges import Ranges
 from spile.runtime.notes import Notes
-from spile.runtime.producer import Block
+from spile.runtime.producer import RowBlock
 from spile.runtime.progress import Progress
-from spile.runtime.worker import LocalControl, Sizes, work
+from spile.runtime.worker import LocalControl, Sizes, run_worker
 from spile.spec.run import ExtractSpec
 from spile.spec.sample import Sample, Skip
 from spile.store.ledger import read_ledger
@@ -68,7 +68,7 @@ class _Producer(NumpyProducer):
         super().__init__(life.groups, seconds=life.seconds)
         self._life, self._fetched = life, 0
 
-    def fetch(self, pending: object) -> Sequence[Sequence[Block]]:
+    def fetch(self, pending: object) -> Sequence[Sequence[RowBlock]]:
         assert isinstance(pending, Batch)
         if self._life.stuck_after is not None and self._fetched >= self._life.stuck_after:
             time.sleep(3600)
@@ -96,7 +96,7 @@ def visit(
     spec = ExtractSpec(output=url, commit_every=life.commit_every)
     sizes = Sizes(life.batch_tokens, life.batch_size, 64, life.shard_bytes, life.lanes)
     with Notes(spec, stream, progress, pulse=True, expected=count) as notes:
-        finished = work(
+        finished = run_worker(
             items(count, stream.ledger.done),
             _Producer(life),
             stream,

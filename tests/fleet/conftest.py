@@ -8,7 +8,7 @@ import pytest
 from fleet.world import World
 from spile.fleet.cloud.settings import read_settings
 from spile.fleet.cloud.tpu import CloudTpu
-from spile.fleet.fake_cloud.cloud import Pace
+from spile.fleet.fake_cloud.cloud import CloudTimes
 from spile.fleet.fake_cloud.server import FakeCloud
 from spile.fleet.fake_cloud.vms import processes_marked
 from spile.objects.fake.gcs import FakeGcs
@@ -16,7 +16,7 @@ from spile.objects.fake.gcs import FakeGcs
 
 @pytest.fixture
 def fake(tmp_path: Path) -> Iterator[FakeCloud]:
-    with FakeCloud(tmp_path / "cloud", pace=Pace(create=0.05, delete=0.05, queue=0.05)) as cloud:
+    with FakeCloud(tmp_path / "cloud", pace=CloudTimes(create=0.05, delete=0.05, queue=0.05)) as cloud:
         yield cloud
 
 

@@ -17,7 +17,7 @@ from spile.fleet.cloud.provider import NodeRequest, NotAllowed
 from spile.fleet.cloud.tpu import CloudTpu
 from spile.fleet.fake_cloud.server import FakeCloud
 from spile.fleet.heal.monitor import FleetMonitor, FleetStatus
-from spile.fleet.home import FleetHome, Report
+from spile.fleet.home import FleetHome, WorkerReport
 from spile.fleet.spec import FleetSpec, Policy, plan_workers
 
 A, B = "us-central1-a", "us-central1-b"
@@ -50,7 +50,7 @@ def until(monitor: FleetMonitor, true) -> FleetStatus:
 
 
 def say(home: FleetHome, name: str, **more: object) -> None:
-    home.write_report(Report(name, "d", updated=time.time(), **more))  # type: ignore[arg-type]
+    home.write_report(WorkerReport(name, "d", updated=time.time(), **more))  # type: ignore[arg-type]
 
 
 def test_a_life(home: FleetHome, fake: FakeCloud, client: CloudTpu) -> None:

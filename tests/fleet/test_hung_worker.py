@@ -20,7 +20,7 @@ from spile.fleet.cloud.settings import read_settings
 from spile.fleet.cloud.tpu import CloudTpu
 from spile.fleet.fake_cloud import vms
 from spile.fleet.heal.monitor import FleetMonitor, FleetStatus, pulses_of
-from spile.fleet.home import FleetHome, Report
+from spile.fleet.home import FleetHome, WorkerReport
 from spile.fleet.spec import FleetSpec, plan_workers
 from spile.status.snapshot import Snapshot, State, StreamView
 
@@ -178,6 +178,6 @@ def test_the_bucket_tells_how_long_a_worker_gets_no_further(tmp_path: Path) -> N
     snapshot = Snapshot(str(tmp_path), 10_000.0, (view,))
     assert pulses_of(fleet, {}, snapshot)[0].progress == 9300.0
     assert pulses_of(fleet, {}, replace(snapshot, streams=(replace(view, idle=None),)))[0].progress == 9990.0
-    said = {workers[0].name: Report(workers[0].name, "d", phase="starting", updated=9500.0)}
+    said = {workers[0].name: WorkerReport(workers[0].name, "d", phase="starting", updated=9500.0)}
     assert pulses_of(fleet, said, snapshot)[0].progress == 9500.0
     assert pulses_of(fleet, {}, replace(snapshot, streams=()))[0].progress is None

@@ -12,7 +12,7 @@ from spile.fleet.cloud.provider import NodeRequest
 from spile.fleet.cloud.settings import CloudSettings
 from spile.fleet.cloud.tpu import CloudTpu
 from spile.fleet.fake_cloud.api import Api
-from spile.fleet.fake_cloud.cloud import Cloud, Pace
+from spile.fleet.fake_cloud.cloud import Cloud, CloudTimes
 from spile.fleet.heal.history import History
 from spile.fleet.heal.observed import Pulse
 from spile.fleet.heal.round import tick
@@ -69,7 +69,7 @@ def test_256_workers_cost_a_request_a_zone() -> None:
     zones = ("us-central1-a", "us-central1-b", "us-east1-d", "europe-west4-a")
     fleet = FleetSpec("big", "p", zones, plan_workers(zones, 64), NodeRequest("v3-8", "r"), deployment="d")
     now = [1_000_000.0]
-    api = Api(Cloud(lambda: now[0], pace=Pace(60, 30, 20)))
+    api = Api(Cloud(lambda: now[0], pace=CloudTimes(60, 30, 20)))
     settings = CloudSettings("p", endpoint="http://sim/", anonymous=True)
     client = CloudTpu(settings, session=DirectSession(api))
     history, saved = History(), []

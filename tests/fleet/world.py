@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import IO
 
-from spile.fleet.fake_cloud.cloud import Pace
+from spile.fleet.fake_cloud.cloud import CloudTimes
 from spile.fleet.fake_cloud.server import FakeCloud
 from spile.objects.fake.gcs import FakeGcs
 
@@ -39,7 +39,7 @@ class World:
             "SPILE_EXPECT": "any",
             "SPILE_AGENT_FLAGS": "--pause 0.1 --look 1",
         }
-        self.cloud = FakeCloud(folder / "cloud", pace=Pace(0.2, 0.1, 0.1), environment=machines)
+        self.cloud = FakeCloud(folder / "cloud", pace=CloudTimes(0.2, 0.1, 0.1), environment=machines)
         self.environment = {
             **{key: value for key, value in os.environ.items() if not key.startswith("SPILE_")},
             **self.cloud.environment(),

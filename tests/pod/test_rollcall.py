@@ -12,7 +12,7 @@ import pytest
 
 from pod.launching import free_port
 from spile.errors import PodError
-from spile.runtime.pod.connections import Answer, OpenRoll, listen
+from spile.runtime.pod.connections import Answer, RollConnections, listen
 from spile.runtime.pod.identity import Identity
 from spile.runtime.pod.rollcall import answer_roll_call, hold_roll_call
 
@@ -26,7 +26,7 @@ class Workers:
         self.results: dict[str, Answer | Exception] = {}
         self.threads: list[threading.Thread] = []
 
-    def start(self, key: str, call: Callable[[], OpenRoll]) -> None:
+    def start(self, key: str, call: Callable[[], RollConnections]) -> None:
         def run() -> None:
             try:
                 roll = call()
@@ -167,14 +167,14 @@ def test_a_stranger_among_workers() -> None:
 def test_one_who_dies_before_jax_has_started_is_named() -> None:
     workers = Workers(3)
     lines: dict[str, list[str]] = {"0": [], "2": []}
-    rolls: dict[str, OpenRoll] = {}
+    rolls: dict[str, RollConnections] = {}
 
-    def keep(key: str, call: Callable[[], OpenRoll]) -> threading.Thread:
+    def keep(key: str, call: Callable[[], RollConnections]) -> threading.Thread:
         thread = threading.Thread(target=lambda: rolls.update({key: call()}))
         thread.start()
         return thread
 
-    def other(number: int) -> Callable[[], OpenRoll]:
+    def other(number: int) -> Callable[[], RollConnections]:
         identity = replace(workers.base, process=number, name=f"host-{number}")
         return lambda: answer_roll_call(identity, timeout=20)
 
@@ -193,7 +193,7 @@ def test_one_who_dies_before_jax_has_started_is_named() -> None:
 
 def test_all_go_on_when_all_are_connected() -> None:
     workers = Workers(2)
-    rolls: dict[str, OpenRoll] = {}
+    rolls: dict[str, RollConnections] = {}
     first = threading.Thread(
         target=lambda: rolls.update({"0": hold_roll_call(workers.base, lambda: "x:1", timeout=20)})
     )

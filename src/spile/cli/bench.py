@@ -16,7 +16,7 @@ from spile.errors import SpecError
 from spile.plan.amounts import amount, duration, size
 
 if TYPE_CHECKING:
-    from spile.runtime.measure.bench import Result
+    from spile.runtime.measure.bench import BenchResult
 
 __all__ = ["bench"]
 
@@ -53,7 +53,7 @@ def _at_home(flags: ExtractFlags) -> ExtractFlags:
     return flags if named else replace(flags, output=_HOME)
 
 
-def _show(result: Result, console: Console) -> None:
+def _show(result: BenchResult, console: Console) -> None:
     table = Table(
         "limit", "rate", "tokens/s of this run", title=f"{result.model} on {result.device}", title_style="bold"
     )

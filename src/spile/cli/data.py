@@ -15,7 +15,7 @@ from spile.cli.shell.numbers import parse_numbers
 from spile.errors import SpecError
 
 if TYPE_CHECKING:
-    from spile.data.make.items import Selection, Tally
+    from spile.data.make.items import ItemTally, Selection
 
 __all__ = ["convert", "progress", "streams", "upload"]
 
@@ -162,12 +162,12 @@ def upload(
 @contextmanager
 def progress(
     console: Console, total: int | None, clock: Callable[[], float] = time.monotonic
-) -> Iterator[Callable[[Tally], None]]:
+) -> Iterator[Callable[[ItemTally], None]]:
     """A bar on a terminal; elsewhere a plain line every ten seconds."""
     if not console.is_terminal:
         last = clock()
 
-        def line(tally: Tally) -> None:
+        def line(tally: ItemTally) -> None:
             nonlocal last
             if clock() - last >= 10:
                 last = clock()
@@ -194,7 +194,7 @@ def _selection(column: str, start: int, end: int | None, most: int | None, train
     return Selection(column, start, end, most, train)
 
 
-def _print_tally(console: Console, tally: Tally) -> None:
+def _print_tally(console: Console, tally: ItemTally) -> None:
     rejected = sum(tally.rejected.values())
     unused = f", {rejected:,} could not be used:" if rejected else ""
     console.print(f"{tally.rows:,} rows read, {tally.samples:,} samples{unused}", markup=False)

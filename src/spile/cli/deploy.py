@@ -17,7 +17,7 @@ from spile.spec.run import EMBEDDED
 if TYPE_CHECKING:
     from spile.fleet.cloud.tpu import CloudTpu
     from spile.fleet.home import FleetHome
-    from spile.fleet.manage import Result
+    from spile.fleet.manage import NodeResult
     from spile.fleet.spec import FleetSpec
 
 __all__ = ["deploy", "extract_words"]
@@ -101,7 +101,7 @@ def deploy(
     if skip_launch:
         console.print("prepared; launch with: spile deploy --skip-dataset …", markup=False)
         return 0
-    results: list[Result] = []
+    results: list[NodeResult] = []
     if create_tpus and (launch == "ssh" or not monitor):  # else the monitor makes them, and heals meanwhile
         results = _create(client, home, fleet, console)
     elif launch == "startup" and not monitor:
@@ -164,7 +164,7 @@ def _data(fleet: FleetSpec, flags: ExtractFlags, skip: bool, console: Console) -
     prepare_streams(flags.dataset, streams, len(fleet.workers), column=column, seed=flags.seed, say=say)
 
 
-def _create(client: CloudTpu, home: FleetHome, fleet: FleetSpec, console: Console) -> list[Result]:
+def _create(client: CloudTpu, home: FleetHome, fleet: FleetSpec, console: Console) -> list[NodeResult]:
     """Make the machines, unless somebody monitors the fleet: then that one does."""
     import time
 

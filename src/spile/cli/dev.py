@@ -29,14 +29,14 @@ def fake_cloud(
     import tempfile
     import time
 
-    from spile.fleet.fake_cloud.cloud import Pace
+    from spile.fleet.fake_cloud.cloud import CloudTimes
     from spile.fleet.fake_cloud.server import FakeCloud
 
     asked: list[int] = []  # no event: its lock is not for handlers, and a second signal would wait for it for ever
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: asked.append(number))
     with tempfile.TemporaryDirectory(prefix="spile-cloud-", ignore_cleanup_errors=True) as temporary:
-        pace = Pace(create_seconds, delete_seconds)
+        pace = CloudTimes(create_seconds, delete_seconds)
         with FakeCloud(folder or Path(temporary), port=port, pace=pace) as cloud:
             for name, value in cloud.environment().items():
                 print(f"export {name}={value}", flush=True)

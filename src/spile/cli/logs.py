@@ -14,7 +14,7 @@ from spile.errors import Failure, SpecError, UserError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from spile.fleet.ssh.tail import Machine
+    from spile.fleet.ssh.tail import LogMachine
 
 __all__ = ["logs"]
 
@@ -62,15 +62,15 @@ def logs(
     return 0 if outcome.stopped else outcome.code
 
 
-def _machine(worker: str, fleet: str | None, host: int, where: HostFlags) -> Machine:
-    from spile.fleet.ssh.tail import Machine, find_machine
+def _machine(worker: str, fleet: str | None, host: int, where: HostFlags) -> LogMachine:
+    from spile.fleet.ssh.tail import LogMachine, find_machine
 
     number = int(worker) if worker.isdigit() else None
     if where.hosts:
         named = where.find()
         if not 0 <= host < len(named):
             raise SpecError("--host", expected=f"0 to {len(named) - 1}", found=host)
-        return Machine(named[host], number, "")
+        return LogMachine(named[host], number, "")
     from spile.fleet.cloud.settings import read_settings
     from spile.fleet.cloud.tpu import CloudTpu
 
@@ -79,7 +79,7 @@ def _machine(worker: str, fleet: str | None, host: int, where: HostFlags) -> Mac
     return find_machine(nodes, worker, fleet=fleet, host=host, internal_ip=where.internal_ip)
 
 
-def _last_words(worker: str, machine: Machine, output: str | None, lines: int, console: Console) -> int:
+def _last_words(worker: str, machine: LogMachine, output: str | None, lines: int, console: Console) -> int:
     """What the heartbeat kept."""
     from spile.fleet.ssh.tail import last_words
     from spile.objects import open_folder

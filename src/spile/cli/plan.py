@@ -120,8 +120,9 @@ def _print(console: Console, found: Forecast, estimates: list[Estimate], prices:
     rows = [
         ("model", f"{found.model}: {found.config.n_layers} layers of {found.config.d_model}"),
         ("data", f"{found.location}: {volume.samples:,} samples"),
-        ("tokens", f"{volume.tokens:,} ({counted}; {lengths.mean:,.0f} a sample)"),
-        ("stored", f"{size(volume.bytes)} in {shards}: {len(found.taps)} taps, {volume.bytes_a_token:,} bytes a token"),
+        ("tokens", f"{volume.tokens:,} ({counted}; {lengths.mean:,.0f} per sample)"),
+        ("stored", f"{size(volume.bytes)} in {shards}: {len(found.taps)} taps, "
+         f"{volume.bytes_per_token:,} bytes per token"),
         ("storage", f"${estimates[0].storage_month:,.2f} a month"),
     ]  # fmt: skip
     grid = Table.grid(padding=(0, 2))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Group, Parameter
 
 if TYPE_CHECKING:
-    from spile.runtime.pod.group import Together
+    from spile.runtime.pod.group import WorkerGroup
     from spile.runtime.pod.identity import Identity
 
 __all__ = ["PodFlags", "check", "say"]
@@ -48,17 +48,17 @@ class PodFlags:
         )
 
     @contextlib.contextmanager
-    def joined(self, say: Callable[[str], None]) -> Iterator[Together]:
+    def joined(self, say: Callable[[str], None]) -> Iterator[WorkerGroup]:
         """Alone, or with the others, for as long as this lasts."""
-        from spile.runtime.pod.group import Joined, together
+        from spile.runtime.pod.group import PodProcess, joined_group
         from spile.runtime.pod.pod import PodTimes
         from spile.runtime.signals import interrupting, last_words
 
         times = PodTimes.of(self.barrier_timeout, self.heartbeat_timeout)
-        with interrupting(), together(self.identity(), times, say) as hosts:
+        with interrupting(), joined_group(self.identity(), times, say) as hosts:
 
             def say_why() -> None:
-                if isinstance(hosts, Joined):
+                if isinstance(hosts, PodProcess):
                     hosts.pod.tell_end(KeyboardInterrupt())
 
             with last_words(say_why):

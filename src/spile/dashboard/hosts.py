@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from spile.errors import Failure
-from spile.fleet.ssh.fanout import Outcome
+from spile.fleet.ssh.fanout import HostOutcome
 from spile.fleet.ssh.hosts import Host
 
 __all__ = ["Logs", "outcome_table", "print_outcomes"]
@@ -102,7 +102,7 @@ class Logs:
         return drawn.get()
 
 
-def outcome_table(outcomes: Sequence[Outcome], logs: Logs) -> Table:
+def outcome_table(outcomes: Sequence[HostOutcome], logs: Logs) -> Table:
     """Host, code, what happened, seconds, log."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading, justify in (("host", "left"), ("code", "right"), ("", "left"), ("seconds", "right"), ("log", "left")):
@@ -121,7 +121,7 @@ def outcome_table(outcomes: Sequence[Outcome], logs: Logs) -> Table:
     return table
 
 
-def print_outcomes(outcomes: Sequence[Outcome], logs: Logs, console: Console) -> None:
+def print_outcomes(outcomes: Sequence[HostOutcome], logs: Logs, console: Console) -> None:
     """The table, here and as ``outcome.json`` beside the logs."""
     console.print(outcome_table(outcomes, logs), soft_wrap=not console.is_terminal)
     if logs.folder is None:
@@ -141,7 +141,7 @@ def print_outcomes(outcomes: Sequence[Outcome], logs: Logs, console: Console) ->
     (logs.folder / "outcome.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
-def _story(outcome: Outcome) -> str:
+def _story(outcome: HostOutcome) -> str:
     if outcome.left:
         return f"{outcome.cause}; still running: {', '.join(map(str, outcome.left))}"
     return "" if outcome.cause == "ended" else outcome.cause

@@ -17,11 +17,11 @@ from rich.text import Text
 
 from spile.dashboard.console import Lasting
 from spile.plan.amounts import amount, counted, duration, size
-from spile.runtime.progress import Progress, Snapshot
-from spile.runtime.signals import heard
+from spile.runtime.progress import Progress, ProgressSnapshot
+from spile.runtime.signals import handling_signals
 from spile.runtime.summary import Summary
 
-__all__ = ["Watch", "bar", "facts", "line", "report", "watched"]
+__all__ = ["WatchedWorker", "bar", "facts", "line", "report", "watched"]
 
 _LINE_EVERY = 10.0
 """Seconds between plain lines where there is no terminal."""
@@ -29,7 +29,7 @@ _BAR = 24
 
 
 @dataclass
-class Watch:
+class WatchedWorker:
     """A worker being watched."""
 
     console: Console
@@ -47,21 +47,21 @@ class Watch:
 
 
 @contextmanager
-def watched(verbose: bool = False, console: Console | None = None) -> Iterator[Watch]:
+def watched(verbose: bool = False, console: Console | None = None) -> Iterator[WatchedWorker]:
     """Show progress while this lasts. One Ctrl+C or SIGTERM commits what is done and stops; a second ends at once."""
     console = console or Lasting(highlight=False)
     stop = threading.Event()
     progress = Progress(say=lambda text: console.print(Text.assemble(("· ", "dim"), text), soft_wrap=True))
     with ExitStack() as stack:
-        stack.enter_context(heard(stop, progress))
+        stack.enter_context(handling_signals(stop, progress))
         if console.is_terminal:
             view = _View(progress, console)
             live = stack.enter_context(Live(get_renderable=view, console=console, refresh_per_second=4, transient=True))
-            yield Watch(console, progress, stop)
+            yield WatchedWorker(console, progress, stop)
             live.stop()
         else:
             stack.enter_context(_lines(progress, console, 1.0 if verbose else _LINE_EVERY))
-            yield Watch(console, progress, stop)
+            yield WatchedWorker(console, progress, stop)
 
 
 @contextmanager
@@ -96,7 +96,7 @@ class _View:
         return bar(self._progress.snapshot(), self._progress.total_samples, self._console.width, self._spinner)
 
 
-def bar(now: Snapshot, total: int | None, width: int, spinner: Spinner | None = None) -> Table:
+def bar(now: ProgressSnapshot, total: int | None, width: int, spinner: Spinner | None = None) -> Table:
     """One line of a terminal: what goes on, how far, how fast, how long still; what has no room is left out."""
     cells: list[tuple[int, RenderableType, int]] = [(0, spinner or "", 1)]  # what goes first has the largest number
 
@@ -126,7 +126,7 @@ def _rank(cell: tuple[int, RenderableType, int]) -> int:
     return cell[0]
 
 
-def line(now: Snapshot, total: int | None) -> str:
+def line(now: ProgressSnapshot, total: int | None) -> str:
     """The same where there is no terminal."""
     if not now.samples:
         return now.phase
@@ -142,7 +142,7 @@ def line(now: Snapshot, total: int | None) -> str:
     return f"{now.phase}: " + ", ".join(part for part in parts if part)
 
 
-def _left(now: Snapshot, total: int | None) -> str:
+def _left(now: ProgressSnapshot, total: int | None) -> str:
     working = now.seconds - now.compile_seconds
     if not total or not now.samples or working <= 0:
         return ""
@@ -185,7 +185,7 @@ def _samples(summary: Summary) -> str:
     return ", ".join(parts)
 
 
-def _speed(visit: Snapshot) -> str:
+def _speed(visit: ProgressSnapshot) -> str:
     if not visit.tokens:
         return ""
     return (

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from spile.data.arc.encoders import parse_encoder
-from spile.data.arc.fast_check import proven_task
+from spile.data.arc.fast_check import passes_fast_check
 from spile.data.background import ahead
 from spile.data.drafts import Draft, Drafter
 from spile.data.lines import Line, StreamFile
@@ -147,7 +147,7 @@ def open_stream(spec: DataSpec, tokenizer: Tokenizer) -> SampleStream:
             last = _last_line(spec, drafter.prompt)
             drafter.check(row, place)
         elif last is None or line.index < last:
-            if drafter.prompt.kind == "arc" and proven_task(line.raw) is not None:
+            if drafter.prompt.kind == "arc" and passes_fast_check(line.raw) is not None:
                 continue
             drafter.check(parse_row(line.raw, place), place)
     if drafter is None:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from spile.errors import CloudError, SpecError, SpileError, UserError
-from spile.fleet.home import FleetHome, Report
+from spile.fleet.home import FleetHome, WorkerReport
 from spile.fleet.spec import FleetSpec, Worker
 from spile.version import __version__
 
@@ -64,7 +64,7 @@ class Agent:
         """Work until there is nothing to do here; the exit code for systemd."""
         fleet = self.home.read_fleet()
         worker = self._assignment(fleet)
-        report = Report(self._name(), fleet.deployment, version=__version__)
+        report = WorkerReport(self._name(), fleet.deployment, version=__version__)
         crashes = fences = launches = 0
         while True:
             launches += 1
@@ -102,7 +102,7 @@ class Agent:
             expected=f"one of {', '.join(worker.name for worker in fleet.workers[:8])}",
         )
 
-    def _say(self, report: Report) -> None:
+    def _say(self, report: WorkerReport) -> None:
         self.home.write_report(replace(report, updated=time.time()))
 
     def _work(self, fleet: FleetSpec, worker: Worker) -> tuple[int, str]:

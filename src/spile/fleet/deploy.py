@@ -19,7 +19,7 @@ from spile.fleet.cloud.provider import Provider
 from spile.fleet.cloud.states import NodeState
 from spile.fleet.heal.monitor import machine_metadata, startup_script
 from spile.fleet.home import FLEET, STARTUP, FleetHome
-from spile.fleet.manage import Result, list_nodes
+from spile.fleet.manage import NodeResult, list_nodes
 from spile.fleet.spec import FleetSpec, owns
 from spile.fleet.ssh.hosts import Access, Host, hosts_of
 from spile.fleet.ssh.launch import launch
@@ -125,7 +125,7 @@ def _former_zones(home: FleetHome, fleet: FleetSpec) -> tuple[str, ...]:
     return tuple(sorted({*before.zones, *before.former_zones} - {*fleet.zones}))
 
 
-def launch_waiting(provider: Provider, fleet: FleetSpec, home: str) -> list[Result]:
+def launch_waiting(provider: Provider, fleet: FleetSpec, home: str) -> list[NodeResult]:
     """Machines that are there: those with our startup script notice the deployment; others need ssh or a reboot."""
     results = []
     nodes = {node.name: node for node in list_nodes(provider, fleet.zones) if owns(fleet.name, node)}
@@ -133,14 +133,14 @@ def launch_waiting(provider: Provider, fleet: FleetSpec, home: str) -> list[Resu
         node = nodes.get(worker.name)
         if node is None:
             detail = "there is no such machine of this fleet; make it with --create-tpus, or let --monitor make it"
-            results.append(Result(worker.name, worker.zone, "failed", detail))
+            results.append(NodeResult(worker.name, worker.zone, "failed", detail))
         elif node.metadata.get("spile-home") == home:
-            results.append(Result(worker.name, node.zone, "there already", "it takes this deployment by itself"))
+            results.append(NodeResult(worker.name, node.zone, "there already", "it takes this deployment by itself"))
         else:
             wanted = machine_metadata(home, worker.name, startup_script())
             provider.set_metadata(node.zone, node.name, {**node.metadata, **wanted})
             detail = "it was made without spile's startup script: pass --launch ssh (from its next boot on it has it)"
-            results.append(Result(worker.name, node.zone, "failed", detail))
+            results.append(NodeResult(worker.name, node.zone, "failed", detail))
     return results
 
 
@@ -156,17 +156,17 @@ def _script(text: str, home: str, host: Host, zone: str, force: bool) -> str:
 
 def launch_over_ssh(
     provider: Provider, fleet: FleetSpec, home: str, access: Access, *, internal_ip: bool = False, force: bool = False
-) -> list[Result]:
+) -> list[NodeResult]:
     """Run the startup script on every host of every machine that is READY, all at once."""
     names = {worker.name for worker in fleet.workers}
     nodes = [node for node in list_nodes(provider, fleet.zones) if owns(fleet.name, node) and node.name in names]
     ready = [node for node in nodes if node.state is NodeState.READY]
     results = [
-        Result(node.name, node.zone, "failed", f"it is {node.state.value}") for node in nodes if node not in ready
+        NodeResult(node.name, node.zone, "failed", f"it is {node.state.value}") for node in nodes if node not in ready
     ]
     missing = names - {node.name for node in nodes}
     zones = {worker.name: worker.zone for worker in fleet.workers}
-    results += [Result(name, zones[name], "failed", "there is no such machine") for name in sorted(missing)]
+    results += [NodeResult(name, zones[name], "failed", "there is no such machine") for name in sorted(missing)]
     if not ready:
         raise SpecError("no machine to log in to", expected="READY machines of the fleet", found=str(len(nodes)))
     hosts = [host for node in ready for host in hosts_of([node], node.name, internal_ip=internal_ip)]
@@ -176,8 +176,8 @@ def launch_over_ssh(
     for each in done:
         zone = by_name[each.host.node].zone
         results.append(
-            Result(each.host.label, zone, "failed", each.error.line())
+            NodeResult(each.host.label, zone, "failed", each.error.line())
             if each.error
-            else Result(each.host.label, zone, "created", "launched")
+            else NodeResult(each.host.label, zone, "created", "launched")
         )
     return results

@@ -21,12 +21,12 @@ from spile.errors import UserError
 from spile.fleet.heal.history import History
 from spile.fleet.heal.observed import Verdict
 from spile.fleet.heal.reconcile import Action
-from spile.fleet.heal.update import Outcome
+from spile.fleet.heal.update import ActionOutcome
 from spile.fleet.spec import FleetSpec
 from spile.objects import open_folder
 from spile.objects.folder import Folder, NotFound
 
-__all__ = ["FLEET", "STARTUP", "FleetHome", "Report", "fleet_url"]
+__all__ = ["FLEET", "STARTUP", "FleetHome", "WorkerReport", "fleet_url"]
 
 FLEET = "fleet.json"
 STARTUP = "startup.sh"
@@ -38,7 +38,7 @@ def fleet_url(bucket: str, name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Report:
+class WorkerReport:
     """What a machine's agent, or its startup script before there is one, says of itself."""
 
     node: str
@@ -57,7 +57,7 @@ class Report:
         return json.dumps(asdict(self), indent=1).encode()
 
     @classmethod
-    def from_json(cls, data: bytes) -> Report:
+    def from_json(cls, data: bytes) -> WorkerReport:
         """As stored; what a later version adds is left out."""
         raw: dict[str, Any] = json.loads(data)
         known = {each.name for each in fields(cls)}
@@ -69,7 +69,7 @@ class FleetHome:
 
     def __init__(self, folder: Folder) -> None:
         self.folder = folder
-        self._seen: dict[str, tuple[tuple[float, int, str | None], Report]] = {}
+        self._seen: dict[str, tuple[tuple[float, int, str | None], WorkerReport]] = {}
         self._log: list[str] = []
         self._log_number = 0
 
@@ -98,7 +98,7 @@ class FleetHome:
         """Put it under the lease's number, so that a monitor that lost the lease overwrites nothing."""
         self.folder.put(f"history/{number:06d}.json", history.to_json())
 
-    def log(self, done: Iterable[tuple[Action, Outcome]], number: int, now: float) -> list[str]:
+    def log(self, done: Iterable[tuple[Action, ActionOutcome]], number: int, now: float) -> list[str]:
         """Add actions to the log, and give them as lines."""
         if number != self._log_number:
             self._log, self._log_number = [], number
@@ -113,20 +113,20 @@ class FleetHome:
             self.folder.put(f"actions/{number:06d}.jsonl", ("\n".join(self._log) + "\n").encode())
         return lines
 
-    def write_report(self, report: Report) -> None:
+    def write_report(self, report: WorkerReport) -> None:
         """Say how this machine's worker is."""
         self.folder.put(f"workers/{report.node}.json", report.to_json())
 
-    def read_reports(self) -> dict[str, Report]:
+    def read_reports(self) -> dict[str, WorkerReport]:
         """All machines' reports, by name; only those that changed are read again."""
-        found: dict[str, Report] = {}
+        found: dict[str, WorkerReport] = {}
         for info in self.folder.list("workers/"):
             name = info.key[len("workers/") : -len(".json")]
             mark = (info.updated, info.size, info.etag)
             known = self._seen.get(name)
             if known is None or known[0] != mark:
                 try:
-                    known = mark, Report.from_json(self.folder.get(info.key))
+                    known = mark, WorkerReport.from_json(self.folder.get(info.key))
                 except (NotFound, ValueError, TypeError):  # half an answer is no answer; the next look tells
                     continue
                 self._seen[name] = known

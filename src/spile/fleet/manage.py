@@ -25,9 +25,9 @@ from spile.fleet.cloud.states import Life, QueuedState
 from spile.fleet.heal.round import Metadata, request_for
 from spile.fleet.spec import FLEET_LABEL, WORKER_LABEL, FleetSpec, Worker, owns
 
-__all__ = ["Result", "adopt", "create", "delete", "list_nodes", "queue", "recreate", "unqueue", "wait_for_queued"]
+__all__ = ["NodeResult", "adopt", "create", "delete", "list_nodes", "queue", "recreate", "unqueue", "wait_for_queued"]
 
-Say = Callable[["Result"], None]
+Say = Callable[["NodeResult"], None]
 
 EVERY = 2.0
 """Seconds between two looks at an operation."""
@@ -36,7 +36,7 @@ _stop = threading.Event()
 
 
 @dataclass(frozen=True)
-class Result:
+class NodeResult:
     """What came of one machine."""
 
     name: str
@@ -64,14 +64,16 @@ def list_waiting(provider: Provider, zones: Sequence[str], nodes: Sequence[Node]
     return [each for each in found if not {(each.zone, name) for name in (each.name, *each.nodes)} & there]
 
 
-def _by_zone(zones: Iterable[str], work: Callable[[str], list[Result]], say: Say = lambda _: None) -> list[Result]:
+def _by_zone(
+    zones: Iterable[str], work: Callable[[str], list[NodeResult]], say: Say = lambda _: None
+) -> list[NodeResult]:
     """Each zone in a thread of its own; a zone that fails as a whole is a failed result, not the end of the others."""
 
-    def guarded(zone: str) -> list[Result]:
+    def guarded(zone: str) -> list[NodeResult]:
         try:
             return work(zone)
         except (CloudError, UserError) as error:
-            failed = Result("(all)", zone, "failed", error.line())
+            failed = NodeResult("(all)", zone, "failed", error.line())
             say(failed)
             return [failed]
 
@@ -108,32 +110,32 @@ def create(
     wait: bool = True,
     say: Say = lambda _: None,
     every: float | None = None,
-) -> list[Result]:
+) -> list[NodeResult]:
     """Make every machine of a fleet that is not there."""
 
-    def zone_work(zone: str) -> list[Result]:
+    def zone_work(zone: str) -> list[NodeResult]:
         existing = {node.name: node for node in provider.nodes(zone)}
         waiting: list[tuple[Worker, Operation | None]] = []
-        results: list[Result] = []
+        results: list[NodeResult] = []
         full = ""
         for worker in (worker for worker in fleet.workers if worker.zone == zone):
             node = existing.get(worker.name)
             if node is not None:
                 results.append(_existing(provider, fleet, worker, node, adopt_names))
             elif full:
-                results.append(Result(worker.name, zone, "skipped", full))
+                results.append(NodeResult(worker.name, zone, "skipped", full))
             else:
                 asked = _ask(provider, fleet, worker, metadata)
                 if isinstance(asked, Quota):
                     full = asked.line()
                 if isinstance(asked, SpileError):
-                    results.append(Result(worker.name, zone, "failed", asked.line()))
+                    results.append(NodeResult(worker.name, zone, "failed", asked.line()))
                 else:
                     waiting.append((worker, asked))
         for result in results:
             say(result)
         for worker, operation in waiting:
-            result = Result(worker.name, zone, "asked for")
+            result = NodeResult(worker.name, zone, "asked for")
             if wait and operation is not None:
                 result = _awaited(provider, fleet, worker, operation, every)
             say(result)
@@ -143,12 +145,14 @@ def create(
     return _by_zone([worker.zone for worker in fleet.workers], zone_work, say)
 
 
-def _existing(provider: Provider, fleet: FleetSpec, worker: Worker, node: Node, adopt_names: Collection[str]) -> Result:
+def _existing(
+    provider: Provider, fleet: FleetSpec, worker: Worker, node: Node, adopt_names: Collection[str]
+) -> NodeResult:
     if owns(fleet.name, node):
         if node.state.life is Life.DEAD:
             detail = f"it is {node.state.value}; make it anew with: spile tpu recreate-preempted"
-            return Result(worker.name, node.zone, "failed", detail)
-        return Result(worker.name, node.zone, "there already", node.state.value)
+            return NodeResult(worker.name, node.zone, "failed", detail)
+        return NodeResult(worker.name, node.zone, "there already", node.state.value)
     if worker.name in adopt_names:
         return _label(provider, fleet.name, node, worker.id)
     taken = NameTaken(
@@ -156,7 +160,7 @@ def _existing(provider: Provider, fleet: FleetSpec, worker: Worker, node: Node, 
         found=f"fleet {node.labels.get(FLEET_LABEL, 'none')}",
         fix=f"take it over with --adopt {worker.name}, or use other zones",
     )
-    return Result(worker.name, node.zone, "failed", taken.line())
+    return NodeResult(worker.name, node.zone, "failed", taken.line())
 
 
 def _ask(
@@ -179,14 +183,16 @@ def _ask(
         return error
 
 
-def _awaited(provider: Provider, fleet: FleetSpec, worker: Worker, operation: Operation, every: float | None) -> Result:
+def _awaited(
+    provider: Provider, fleet: FleetSpec, worker: Worker, operation: Operation, every: float | None
+) -> NodeResult:
     try:
         operation = settle(provider, operation, every=every)
     except (CloudError, UserError) as error:
         detail = f"lost sight of it: {error.line()}; look with spile tpu status"
-        return Result(worker.name, worker.zone, "asked for", detail)
+        return NodeResult(worker.name, worker.zone, "asked for", detail)
     if operation.error is None:
-        return Result(worker.name, worker.zone, "created")
+        return NodeResult(worker.name, worker.zone, "created")
     detail = operation.error.line()
     try:
         # What a failed create left behind holds quota.
@@ -198,18 +204,18 @@ def _awaited(provider: Provider, fleet: FleetSpec, worker: Worker, operation: Op
         detail += "; it left nothing behind"
     except (CloudError, UserError):
         detail += "; look with spile tpu status whether it left something behind"
-    return Result(worker.name, worker.zone, "failed", detail)
+    return NodeResult(worker.name, worker.zone, "failed", detail)
 
 
-def _label(provider: Provider, fleet: str, node: Node, worker: int | None) -> Result:
+def _label(provider: Provider, fleet: str, node: Node, worker: int | None) -> NodeResult:
     labels = {**node.labels, FLEET_LABEL: fleet}
     if worker is not None:
         labels[WORKER_LABEL] = str(worker)
     settle(provider, provider.label_node(node.zone, node.name, labels))
-    return Result(node.name, node.zone, "adopted", f"as worker {worker}" if worker is not None else "")
+    return NodeResult(node.name, node.zone, "adopted", f"as worker {worker}" if worker is not None else "")
 
 
-def adopt(provider: Provider, fleet: FleetSpec, names: Collection[str]) -> list[Result]:
+def adopt(provider: Provider, fleet: FleetSpec, names: Collection[str]) -> list[NodeResult]:
     """Label existing machines as the fleet's; one whose name is a worker's becomes that worker's."""
     workers = {(worker.zone, worker.name): worker.id for worker in fleet.workers}
     nodes = [node for node in list_nodes(provider, fleet.zones) if node.name in names]
@@ -226,27 +232,27 @@ def adopt(provider: Provider, fleet: FleetSpec, names: Collection[str]) -> list[
 def delete(
     provider: Provider, nodes: Sequence[Node], fleet: str, *, wait: bool = True, say: Say = lambda _: None,
     every: float | None = None,
-) -> list[Result]:  # fmt: skip
+) -> list[NodeResult]:  # fmt: skip
     """Delete machines of the fleet; foreign ones are refused even when asked for."""
 
-    def zone_work(zone: str) -> list[Result]:
+    def zone_work(zone: str) -> list[NodeResult]:
         asked: list[tuple[Node, Operation | None]] = []
-        results: list[Result] = []
+        results: list[NodeResult] = []
         for node in (node for node in nodes if node.zone == zone):
             if not owns(fleet, node):
-                results.append(Result(node.name, zone, "skipped", f"it is not of fleet {fleet}"))
+                results.append(NodeResult(node.name, zone, "skipped", f"it is not of fleet {fleet}"))
                 continue
             try:
                 asked.append((node, _ask_delete(provider, node)))
             except Missing:
                 asked.append((node, None))
             except (CloudError, UserError) as error:
-                results.append(Result(node.name, zone, "failed", error.line()))
+                results.append(NodeResult(node.name, zone, "failed", error.line()))
         for node, operation in asked:
             failed = settle(provider, operation, every=every).error if wait and operation is not None else None
             what: Literal["deleted", "deleting"] = "deleted" if wait or operation is None else "deleting"
             results.append(
-                Result(node.name, zone, "failed", failed.line()) if failed else Result(node.name, zone, what)
+                NodeResult(node.name, zone, "failed", failed.line()) if failed else NodeResult(node.name, zone, what)
             )
         for result in results:
             say(result)
@@ -268,15 +274,15 @@ def recreate(
     *,
     say: Say = lambda _: None,
     every: float | None = None,
-) -> list[Result]:
+) -> list[NodeResult]:
     """Delete the dead machines of a fleet and make each again as it was: its type, its labels, its startup script."""
     dead = [node for node in nodes if owns(fleet.name, node) and node.state.life is Life.DEAD]
     gone = delete(provider, dead, fleet.name, every=every)
     by_place = {(node.zone, node.name): node for node in dead}
     results = [result for result in gone if result.bad]
 
-    def zone_work(zone: str) -> list[Result]:
-        done: list[Result] = []
+    def zone_work(zone: str) -> list[NodeResult]:
+        done: list[NodeResult] = []
         for result in (result for result in gone if result.zone == zone and not result.bad):
             node = by_place[zone, result.name]
             request = node.request or fleet.machine
@@ -289,14 +295,16 @@ def recreate(
                     operation = provider.create_node(zone, node.name, request)
                 done.append(_awaited(provider, one, worker, operation, every))
             except (CloudError, UserError) as error:
-                done.append(Result(node.name, zone, "failed", error.line()))
+                done.append(NodeResult(node.name, zone, "failed", error.line()))
             say(done[-1])
         return done
 
     return [*results, *_by_zone([result.zone for result in gone if not result.bad], zone_work)]
 
 
-def queue(provider: Provider, fleet: FleetSpec, prefix: str, count: int, *, name: str | None = None) -> list[Result]:
+def queue(
+    provider: Provider, fleet: FleetSpec, prefix: str, count: int, *, name: str | None = None
+) -> list[NodeResult]:
     """One queued resource in each zone, of ``count`` nodes that act together: multislice."""
     request = QueuedRequest(
         replace(fleet.machine, labels={**fleet.machine.labels, **fleet.labels}),
@@ -305,9 +313,9 @@ def queue(provider: Provider, fleet: FleetSpec, prefix: str, count: int, *, name
         best_effort=fleet.best_effort,
     )
 
-    def zone_work(zone: str) -> list[Result]:
+    def zone_work(zone: str) -> list[NodeResult]:
         provider.create_queued(zone, name or prefix, request)
-        return [Result(name or prefix, zone, "asked for", f"{count} nodes {prefix}-0 …")]
+        return [NodeResult(name or prefix, zone, "asked for", f"{count} nodes {prefix}-0 …")]
 
     return _by_zone(fleet.zones, zone_work)
 
@@ -326,18 +334,18 @@ def wait_for_queued(provider: Provider, zone: str, name: str, *, every: float | 
         _pause(every)
 
 
-def unqueue(provider: Provider, zones: Sequence[str], name: str, fleet: str, *, wait: bool = True) -> list[Result]:
+def unqueue(provider: Provider, zones: Sequence[str], name: str, fleet: str, *, wait: bool = True) -> list[NodeResult]:
     """Delete a queued resource of the fleet and its nodes, in each of these zones where it is."""
 
-    def zone_work(zone: str) -> list[Result]:
+    def zone_work(zone: str) -> list[NodeResult]:
         found = [each for each in provider.queued(zone) if each.name == name]
         if not found:
             return []
         if found[0].labels.get(FLEET_LABEL) != fleet:
-            return [Result(name, zone, "skipped", f"it is not of fleet {fleet}")]
+            return [NodeResult(name, zone, "skipped", f"it is not of fleet {fleet}")]
         operation = provider.delete_queued(zone, name, force=True)
         if wait:
             settle(provider, operation)
-        return [Result(name, zone, "deleted" if wait else "deleting")]
+        return [NodeResult(name, zone, "deleted" if wait else "deleting")]
 
     return _by_zone(zones, zone_work)

@@ -10,9 +10,9 @@ import tempfile
 from collections.abc import Mapping
 
 from spile.errors import StoreError
-from spile.objects.cloud.failures import Trouble
+from spile.objects.cloud.failures import RequestFailure
 from spile.objects.cloud.folder import CloudFolder
-from spile.objects.cloud.regions import PRICES_OF, Place, egress_price, machine_place
+from spile.objects.cloud.regions import PRICES_OF, Region, egress_price, machine_place
 from spile.objects.disk import writing
 from spile.objects.folder import Folder, Unwritable
 from spile.objects.local import LocalFolder
@@ -63,7 +63,7 @@ def _try_disk(folder: LocalFolder, need: int) -> None:
         )
 
 
-def _try_bucket(folder: CloudFolder, machine: Place | None) -> None:
+def _try_bucket(folder: CloudFolder, machine: Region | None) -> None:
     """Create an object, fail to create it again, delete it."""
     key = f".spile-probe-{secrets.token_hex(8)}"
     try:
@@ -72,7 +72,7 @@ def _try_bucket(folder: CloudFolder, machine: Place | None) -> None:
         folder.delete(key)
     except StoreError as error:
         trouble = error.__cause__
-        if not isinstance(trouble, Trouble) or trouble.transient:
+        if not isinstance(trouble, RequestFailure) or trouble.transient:
             raise
         if trouble.no_bucket:
             bucket = folder.bucket_url
@@ -91,15 +91,15 @@ def _try_bucket(folder: CloudFolder, machine: Place | None) -> None:
         )
 
 
-def _compare_regions(folder: CloudFolder, machine: Place | None) -> list[str]:
+def _compare_regions(folder: CloudFolder, machine: Region | None) -> list[str]:
     """A warning where bytes cross a border that costs."""
     cloud = folder.url.partition(":")[0]
     if machine is None:
         return []
     try:
-        bucket = Place(cloud, folder.location())
+        bucket = Region(cloud, folder.location())
     except StoreError as error:
-        if isinstance(error.__cause__, Trouble) and error.__cause__.status == 403:
+        if isinstance(error.__cause__, RequestFailure) and error.__cause__.status == 403:
             return []  # an account that may write objects need not be allowed to read the bucket's own data
         raise
     price = egress_price(machine, bucket)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from spile.objects.cloud.failures import Trouble
+from spile.objects.cloud.failures import RequestFailure
 from spile.objects.stats import Stats
 
 __all__ = ["Retry"]
@@ -43,7 +43,7 @@ class Retry:
             try:
                 stats.add(requests=1)
                 return attempt()
-            except Trouble as trouble:
+            except RequestFailure as trouble:
                 # Full jitter: many workers that failed together do not come back together.
                 wait = random.uniform(0, min(self.cap, self.first * 2**tries))
                 trouble.exhausted |= self.clock() - began + wait > self.total

@@ -58,13 +58,13 @@ class Volume:
 
     samples: int
     tokens: int
-    bytes_a_token: int
+    bytes_per_token: int
     shard_bytes: float
 
     @property
     def bytes(self) -> int:
         """In all."""
-        return self.tokens * self.bytes_a_token
+        return self.tokens * self.bytes_per_token
 
     @property
     def shards(self) -> int:
@@ -148,7 +148,7 @@ class Estimate:
             "workers": self.workers,
             "samples": self.volume.samples,
             "tokens": self.volume.tokens,
-            "bytes_a_token": self.volume.bytes_a_token,
+            "bytes_per_token": self.volume.bytes_per_token,
             "bytes": self.volume.bytes,
             "shards": self.volume.shards,
             "limits": [asdict(limit) for limit in self.limits],

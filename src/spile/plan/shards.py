@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from spile.plan.batches import Batch
 
-__all__ = ["ShardPlan", "row_bytes", "shards"]
+__all__ = ["ShardBatches", "row_bytes", "shards"]
 
 _INDEX_BYTES = 5
 """A token's id and role."""
@@ -23,7 +23,7 @@ def row_bytes(n_taps: int, d_model: int, store_dtype: str) -> int:
 
 
 @dataclass(frozen=True)
-class ShardPlan:
+class ShardBatches:
     """The batches of one shard, in the order in which their rows lie in it."""
 
     batches: Sequence[Batch] = field(default_factory=tuple)
@@ -34,19 +34,19 @@ class ShardPlan:
         return sum(batch.real_tokens for batch in self.batches)
 
 
-def shards(batches: Iterable[Batch], bytes_a_token: int, shard_bytes: float) -> Iterator[ShardPlan]:
+def shards(batches: Iterable[Batch], bytes_per_token: int, shard_bytes: float) -> Iterator[ShardBatches]:
     """Whole batches until the next one would pass the size; at least one batch a shard."""
     waiting: list[Batch] = []
     size = samples = 0
     for batch in batches:
-        more = batch.real_tokens * bytes_a_token
+        more = batch.real_tokens * bytes_per_token
         count = len(batch.samples)
         most = min(_SHARD_SAMPLES, _GROUP_SAMPLES * len(batch.groups))
         if waiting and (size + more > shard_bytes or samples + count > most):
-            yield ShardPlan(tuple(waiting))
+            yield ShardBatches(tuple(waiting))
             waiting, size, samples = [], 0, 0
         waiting.append(batch)
         size += more
         samples += count
     if waiting:
-        yield ShardPlan(tuple(waiting))
+        yield ShardBatches(tuple(waiting))

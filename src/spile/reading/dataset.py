@@ -26,7 +26,7 @@ from spile.spec.taps import Tap
 from spile.store.layout import RUN, stream_folder
 from spile.store.record import ShardRecord
 from spile.store.run import read_run
-from spile.store.shard_reader import OpenShard
+from spile.store.shard_reader import ShardReader
 from spile.store.stream import read_stream
 from spile.store.streams import Stream, find_streams
 
@@ -53,7 +53,7 @@ class SampleRef:
 class StoredSample:
     """One sample: its reference, its tokens and roles, and its rows at any tap when asked for."""
 
-    def __init__(self, shard: OpenShard, place: int, ref: SampleRef, taps: Sequence[str]) -> None:
+    def __init__(self, shard: ShardReader, place: int, ref: SampleRef, taps: Sequence[str]) -> None:
         offsets = shard.whole("offsets")
         self._shard, self._start, self._stop = shard, int(offsets[place]), int(offsets[place + 1])
         self.ref, self.taps = ref, tuple(taps)
@@ -87,7 +87,7 @@ class Dataset:
     def __init__(self, root: Folder, run: RunIdentity, streams: Sequence[Stream]) -> None:
         self.root, self.run = root, run
         self.streams = tuple(streams)
-        self._opened: OrderedDict[tuple[int, str], OpenShard] = OrderedDict()
+        self._opened: OrderedDict[tuple[int, str], ShardReader] = OrderedDict()
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Callable[[str], Dataset], tuple[str]]:
@@ -180,21 +180,21 @@ class Dataset:
         shards = ((stream.number, self._fresh(stream, record)) for stream, record in mine)
         return iterate(shards, str(tap), batch_rows, include=include, exclude=exclude, context=context)
 
-    def _fresh(self, stream: Stream, record: ShardRecord) -> OpenShard:
+    def _fresh(self, stream: Stream, record: ShardRecord) -> ShardReader:
         # Not kept: a pass over a dataset must not push out what lookups use, nor hold every shard's tail.
-        return OpenShard(stream.folder, record)
+        return ShardReader(stream.folder, record)
 
-    def shard(self, stream: Stream, record: ShardRecord) -> OpenShard:
+    def shard(self, stream: Stream, record: ShardRecord) -> ShardReader:
         """A shard, opened; the most recently used stay open."""
         key = (stream.number, record.name)
         with self._lock:
-            found = self._opened.pop(key, None) or OpenShard(stream.folder, record)
+            found = self._opened.pop(key, None) or ShardReader(stream.folder, record)
             self._opened[key] = found
             if len(self._opened) > _OPEN_SHARDS:
                 self._opened.popitem(last=False)
             return found
 
-    def _ref(self, stream: Stream, shard: OpenShard, place: int) -> SampleRef:
+    def _ref(self, stream: Stream, shard: ShardReader, place: int) -> SampleRef:
         note = shard.notes[place]
         offsets = shard.whole("offsets")
         return SampleRef(

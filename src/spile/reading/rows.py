@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spile.store.crc import CHUNK
-from spile.store.shard_reader import OpenShard
+from spile.store.shard_reader import ShardReader
 
 __all__ = ["RowBatch", "iterate"]
 
@@ -55,7 +55,7 @@ class RowBatch:
 
 
 def iterate(
-    shards: Iterable[tuple[int, OpenShard]],
+    shards: Iterable[tuple[int, ShardReader]],
     tap: str,
     batch_rows: int,
     *,
@@ -80,7 +80,7 @@ def iterate(
 
 
 def _parts(
-    shards: Iterable[tuple[int, OpenShard]], tap: str, include: int | None, exclude: int | None, context: bool
+    shards: Iterable[tuple[int, ShardReader]], tap: str, include: int | None, exclude: int | None, context: bool
 ) -> Iterator[RowBatch]:
     filtered = include is not None or exclude is not None
     for stream, shard, first, rows in _row_pieces(shards, tap):
@@ -96,7 +96,7 @@ def _parts(
         yield part.take(keep) if filtered else part
 
 
-def _with_context(stream: int, shard: OpenShard, first: int, rows: _Array) -> RowBatch:
+def _with_context(stream: int, shard: ShardReader, first: int, rows: _Array) -> RowBatch:
     place = np.arange(first, first + len(rows))
     offsets = shard.whole("offsets")
     sample = np.searchsorted(offsets, place, side="right") - 1
@@ -110,7 +110,7 @@ def _with_context(stream: int, shard: OpenShard, first: int, rows: _Array) -> Ro
     )
 
 
-def _row_pieces(shards: Iterable[tuple[int, OpenShard]], tap: str) -> Iterator[tuple[int, OpenShard, int, _Array]]:
+def _row_pieces(shards: Iterable[tuple[int, ShardReader]], tap: str) -> Iterator[tuple[int, ShardReader, int, _Array]]:
     """(stream, shard, number of the first row, rows): a row that two pieces share comes by itself."""
     rest = b""
     row = 0
@@ -132,10 +132,12 @@ def _row_pieces(shards: Iterable[tuple[int, OpenShard]], tap: str) -> Iterator[t
         rest = bytes(data[at + count * width :])
 
 
-def _read_ahead(shards: Iterable[tuple[int, OpenShard]], tap: str) -> Iterator[tuple[int, OpenShard, int, memoryview]]:
+def _read_ahead(
+    shards: Iterable[tuple[int, ShardReader]], tap: str
+) -> Iterator[tuple[int, ShardReader, int, memoryview]]:
     """(stream, shard, number of the first chunk, bytes) in order, with the next pieces already on their way."""
     pool = ThreadPoolExecutor(_AHEAD, thread_name_prefix="rows")
-    waiting: deque[tuple[int, OpenShard, int, Future[memoryview]]] = deque()
+    waiting: deque[tuple[int, ShardReader, int, Future[memoryview]]] = deque()
     try:
         for stream, shard in shards:
             chunks = -(-shard.place(tap).length // CHUNK)

@@ -25,7 +25,7 @@ from spile.model.decoder import forward
 from spile.model.params import Params
 from spile.plan.batches import Batch
 from spile.runtime.mesh import AXES, plan_mesh
-from spile.runtime.producer import Block, OutOfDeviceMemory, check_tokens, pack
+from spile.runtime.producer import OutOfDeviceMemory, RowBlock, check_tokens, pack
 from spile.runtime.progress import Progress
 from spile.spec.architecture import ModelConfig
 from spile.spec.taps import Tap
@@ -214,7 +214,7 @@ class DeviceProducer:
         self._progress.phase("running")
         return program
 
-    def fetch(self, pending: object) -> Sequence[Sequence[Block]]:
+    def fetch(self, pending: object) -> Sequence[Sequence[RowBlock]]:
         """Wait, and look at the rows where they are. No copy is made of pinned memory, nor on a CPU."""
         assert isinstance(pending, _Pending)  # noqa: S101 - the pipeline hands back what start gave it
         try:
@@ -251,14 +251,14 @@ def _put(array: np.ndarray[Any, Any], sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
-def _blocks(array: jax.Array) -> list[Block]:
+def _blocks(array: jax.Array) -> list[RowBlock]:
     """What this process holds of an array, by the array's own index map."""
     parts = [shard for shard in array.addressable_shards if shard.replica_id == 0]
     blocks = []
     for part in parts:
         first = part.index[0].start or 0
         data = np.asarray(part.data)
-        blocks += [Block(first + g, data[g]) for g in range(data.shape[0])]
+        blocks += [RowBlock(first + g, data[g]) for g in range(data.shape[0])]
     return sorted(blocks, key=lambda block: block.group)
 
 

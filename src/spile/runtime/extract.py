@@ -26,12 +26,12 @@ from spile.plan.shards import row_bytes
 from spile.runtime.device import DeviceProducer, compute_dtype_for, enable_compilation_cache
 from spile.runtime.mesh import default_shape, device_memory, make_mesh, plan_mesh
 from spile.runtime.notes import Notes, note_checkpoint
-from spile.runtime.pod.group import Alone, Together, same_command
+from spile.runtime.pod.group import SingleProcess, WorkerGroup, same_command
 from spile.runtime.producer import Producer, check_tokens
 from spile.runtime.progress import Progress
 from spile.runtime.sizing import choose_sizes
 from spile.runtime.summary import Summary, peak_memory
-from spile.runtime.worker import LocalControl, Sizes, work
+from spile.runtime.worker import LocalControl, Sizes, run_worker
 from spile.spec.identity import RunIdentity, StreamIdentity
 from spile.spec.run import ExtractSpec
 from spile.spec.sample import Sample
@@ -41,7 +41,7 @@ from spile.store.run import join_run, read_run
 from spile.store.stream import StreamStore, clear_stream, join_stream, read_stream, stream_has_commits
 from spile.weights.loading import load
 
-__all__ = ["Parts", "bytes_a_token", "extract", "find", "make_producer", "sizes_for"]
+__all__ = ["Parts", "bytes_per_token", "extract", "find", "make_producer", "sizes_for"]
 
 _LOOKED_AT = 256
 """Samples whose tokens are looked at before anything is written, where the tokenizer has more than the model."""
@@ -65,13 +65,13 @@ def extract(
     *,
     progress: Progress | None = None,
     stop: threading.Event | None = None,
-    hosts: Together | None = None,
+    hosts: WorkerGroup | None = None,
 ) -> Summary:
     """Run a model over a stream and store its activations; what an earlier visit committed is not done again.
 
     ``hosts``: the pod that this process is part of, every one of whose processes makes this call.
     """
-    progress, hosts = progress or Progress(), (hosts or Alone()).visit()
+    progress, hosts = progress or Progress(), (hosts or SingleProcess()).visit()
     enable_compilation_cache()
     progress.phase("looking at the model and the data")
     same_command(hosts, spec)
@@ -101,7 +101,7 @@ def extract(
     return _summary(parts, ledger, progress, interrupted=not finished, device=producer.describe())
 
 
-def _nothing_left(parts: Parts, stream: StreamStore, progress: Progress, hosts: Together) -> Summary:
+def _nothing_left(parts: Parts, stream: StreamStore, progress: Progress, hosts: WorkerGroup) -> Summary:
     if hosts.first:
         stream.finish()
     hosts.barrier("complete")
@@ -112,7 +112,7 @@ def _joined(parts: Parts, attempt: str | None = None) -> StreamStore:
     return join_stream(parts.root, parts.spec.data.worker_id, parts.stream_identity, parts.identity, attempt)
 
 
-def _agreed(parts: Parts, stream: StreamStore | None, hosts: Together) -> tuple[StreamStore, Ranges]:
+def _agreed(parts: Parts, stream: StreamStore | None, hosts: WorkerGroup) -> tuple[StreamStore, Ranges]:
     """The stream and what of it is done, the same on every process: the first one's ledger counts, and its attempt."""
     plan: dict[str, Any] = {}
     if hosts.first:
@@ -170,14 +170,14 @@ def _output(spec: ExtractSpec) -> Folder:
     return home if spec.local_copy is None else MirrorFolder(home, open_folder(spec.local_copy))
 
 
-def bytes_a_token(parts: Parts) -> int:
+def bytes_per_token(parts: Parts) -> int:
     """What one token takes in a shard."""
     return row_bytes(len(parts.taps), parts.identity.d_model, parts.spec.store_dtype)
 
 
 def sizes_for(parts: Parts) -> Sizes:
     """How much of it at once."""
-    return choose_sizes(parts.spec, bytes_a_token(parts))
+    return choose_sizes(parts.spec, bytes_per_token(parts))
 
 
 def _starts_over(parts: Parts) -> bool:
@@ -251,14 +251,14 @@ def _work(
     producer: Producer,
     progress: Progress,
     stop: threading.Event,
-    hosts: Together,
+    hosts: WorkerGroup,
 ) -> bool:
     spec = parts.spec
     expected = _expected(parts, stream)
     if expected is not None:
         progress.total_samples = len(Ranges([(0, expected)]) - done)
     with Notes(spec, stream, progress, pulse=hosts.first, expected=expected) as notes:
-        finished = work(
+        finished = run_worker(
             parts.samples.read(done),
             producer,
             stream,

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
 from spile.plan.batches import Batch
-from spile.plan.shards import ShardPlan
+from spile.plan.shards import ShardBatches
 from spile.runtime.pipes import Crew, Pipe, Stopped
-from spile.runtime.producer import Block
+from spile.runtime.producer import RowBlock
 from spile.spec.sample import Sample, Skip
 from spile.store.record import ShardRecord
 from spile.store.shard import ShardBuilder
 
-__all__ = ["AHEAD", "Close", "Control", "Countdown", "Flow", "Rows", "Shard", "Sink", "Step", "Verdict", "Work"]
+__all__ = ["AHEAD", "Close", "Control", "Countdown", "Flow", "Rows", "Shard", "ShardTask", "Sink", "Step", "Verdict"]
 
 _PLANS = 1
 """Shards that wait with their samples; the feeder holds one more, and all are compiled for."""
@@ -51,10 +51,10 @@ class Sink(Protocol):
 
 
 @dataclass(frozen=True)
-class Work:
+class ShardTask:
     """A shard to make, and the samples skipped on the way to it."""
 
-    plan: ShardPlan
+    plan: ShardBatches
     skipped: tuple[Skip, ...] = ()
     end: int | None = None
     """With the last work of a stream: how many samples the stream has."""
@@ -91,7 +91,7 @@ class Rows(NamedTuple):
     """A batch that was fetched."""
 
     step: Step
-    blocks: Sequence[Sequence[Block]]
+    blocks: Sequence[Sequence[RowBlock]]
 
 
 class Close(NamedTuple):
@@ -108,7 +108,7 @@ class Flow:
     crew: Crew
     lanes: int
     in_flight: int
-    plans: Pipe[Work] = field(init=False)
+    plans: Pipe[ShardTask] = field(init=False)
     steps: Pipe[Step | Close] = field(init=False)
     rows: list[Pipe[Rows | Close]] = field(init=False)
     closes: Pipe[Close] = field(init=False)

@@ -21,9 +21,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from spile.plan.batches import Batch
-from spile.runtime.flow import AHEAD, Close, Control, Countdown, Flow, Rows, Shard, Sink, Step, Work
+from spile.runtime.flow import AHEAD, Close, Control, Countdown, Flow, Rows, Shard, ShardTask, Sink, Step
 from spile.runtime.pipes import Crew, Pipe, Stopped
-from spile.runtime.producer import Block, OutOfDeviceMemory, Producer
+from spile.runtime.producer import OutOfDeviceMemory, Producer, RowBlock
 from spile.runtime.progress import Progress
 from spile.spec.sample import Sample, Skip
 
@@ -31,7 +31,7 @@ __all__ = ["Pipeline"]
 
 
 class Pipeline:
-    """One visit to a stream: works off a sequence of :class:`Work` until it ends or is told to stop."""
+    """One visit to a stream: works off a sequence of :class:`ShardTask` until it ends or is told to stop."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Pipeline:
         self._refused = False
         """A commit failed."""
 
-    def run(self, works: Iterable[Work]) -> bool:
+    def run(self, works: Iterable[ShardTask]) -> bool:
         """Work everything off. True: to the end; False: stopped early, with all that was computed committed."""
         crew = Crew()
         flow = Flow(crew, self._lanes, self._in_flight)
@@ -82,7 +82,7 @@ class Pipeline:
 
     # -- feeder ---------------------------------------------------------------------------------------------------
 
-    def _feed(self, works: Iterable[Work], plans: Pipe[Work]) -> None:
+    def _feed(self, works: Iterable[ShardTask], plans: Pipe[ShardTask]) -> None:
         iterator = iter(works)
         while not self._stopped:
             with self._progress.busy("tokenizer"):
@@ -248,7 +248,7 @@ class Pipeline:
             flow.credits.release()
         left.one_less()
 
-    def _write(self, step: Step, blocks: Sequence[Sequence[Block]]) -> None:
+    def _write(self, step: Step, blocks: Sequence[Sequence[RowBlock]]) -> None:
         """Put a batch's rows where they belong, tap after tap."""
         builder, batch = step.shard.builder, step.batch
         if builder is not None:

@@ -16,14 +16,14 @@ from spile.errors import Failure, ModelError
 from spile.plan.batches import Batch
 from spile.spec.sample import Sample
 
-__all__ = ["Block", "OutOfDeviceMemory", "Packed", "Producer", "check_tokens", "pack"]
+__all__ = ["OutOfDeviceMemory", "Packed", "Producer", "RowBlock", "check_tokens", "pack"]
 
 
 class OutOfDeviceMemory(Failure):
     """A batch does not fit on the device; a smaller one may."""
 
 
-class Block(NamedTuple):
+class RowBlock(NamedTuple):
     """The rows of one group at one tap: its samples' tokens one after another, then rows of no meaning."""
 
     group: int
@@ -59,7 +59,7 @@ class Producer(Protocol):
     def start(self, batch: Batch) -> object:
         """Begin computing; returns at once. Raises :class:`OutOfDeviceMemory` before anything was kept."""
 
-    def fetch(self, pending: object) -> Sequence[Sequence[Block]]:
+    def fetch(self, pending: object) -> Sequence[Sequence[RowBlock]]:
         """Wait for a started batch: for each tap, in order, a block for each owned group."""
 
     def describe(self) -> str:

@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-__all__ = ["STAGES", "Progress", "Snapshot"]
+__all__ = ["STAGES", "Progress", "ProgressSnapshot"]
 
 STAGES = ("tokenizer", "model", "host copy", "sink")
 """The pipeline's stages. Each is busy or waits for another; the busiest is what limits the run."""
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class ProgressSnapshot:
     """The counters at one moment."""
 
     phase: str
@@ -130,11 +130,11 @@ class Progress:
         finally:
             self.busy_for(stage, (self.clock() - began) / threads)
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> ProgressSnapshot:
         """A consistent copy."""
         with self._lock:
             seconds = self.clock() - self._started if self._started is not None else 0.0
-            return Snapshot(
+            return ProgressSnapshot(
                 phase=self._phase, skipped=dict(self._skipped), compile_seconds=self._compile, seconds=seconds,
                 busy=dict(self._busy), **self._counts,
             )  # fmt: skip

@@ -17,7 +17,7 @@ from types import FrameType
 from spile.errors import Interrupted
 from spile.runtime.progress import Progress
 
-__all__ = ["end_soon", "heard", "interrupting", "last_words"]
+__all__ = ["end_soon", "handling_signals", "interrupting", "last_words"]
 
 _PATIENCE = 3.0
 """Seconds from the signal that ends at once to the end of the process, whatever its threads wait for."""
@@ -57,7 +57,7 @@ def last_words(say: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
-def heard(stop: threading.Event, progress: Progress) -> Iterator[None]:
+def handling_signals(stop: threading.Event, progress: Progress) -> Iterator[None]:
     """While this lasts a signal asks for the end: through ``stop``, or by KeyboardInterrupt where that is at once."""
     ears = _Ears(stop, progress)
     with _handled(ears.handle), _woken(ears.woken):
@@ -76,7 +76,7 @@ def interrupting() -> Iterator[None]:
 
 
 class _Ears:
-    """The two ways by which a signal is heard of: its handler, and a byte in a pipe."""
+    """The two ways by which a signal is noticed: its handler, and a byte in a pipe."""
 
     def __init__(self, stop: threading.Event, progress: Progress) -> None:
         self._stop, self._progress = stop, progress

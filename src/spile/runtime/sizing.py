@@ -21,10 +21,10 @@ _MEMORY_SHARE = 4
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
-def choose_sizes(spec: ExtractSpec, bytes_a_token: int) -> Sizes:
+def choose_sizes(spec: ExtractSpec, bytes_per_token: int) -> Sizes:
     """What this machine does best with a spec, where the spec does not say."""
     lanes = _lanes(spec.output)
-    tokens = _batch_tokens(spec, bytes_a_token)
+    tokens = _batch_tokens(spec, bytes_per_token)
     return Sizes(
         batch_tokens=tokens,
         batch_size=spec.batch_size,
@@ -32,11 +32,11 @@ def choose_sizes(spec: ExtractSpec, bytes_a_token: int) -> Sizes:
         shard_bytes=spec.shard_size_gb * 1e9 * jax.process_count(),  # each host has a file of its own
         lanes=lanes,
         finishers=_finishers(spec.output),
-        in_flight=in_flight(lanes, tokens * bytes_a_token * jax.local_device_count(), host_memory()),
+        in_flight=in_flight(lanes, tokens * bytes_per_token * jax.local_device_count(), host_memory()),
     )
 
 
-def _batch_tokens(spec: ExtractSpec, bytes_a_token: int) -> int:
+def _batch_tokens(spec: ExtractSpec, bytes_per_token: int) -> int:
     """As asked; with ``--batch-size`` alone, room for that many of the longest samples.
 
     Else what keeps the device busy, but no more rows than about half a shard's.
@@ -45,7 +45,7 @@ def _batch_tokens(spec: ExtractSpec, bytes_a_token: int) -> int:
         return spec.batch_tokens
     if spec.batch_size is not None:
         return spec.batch_size * spec.data.max_seq_length
-    most = int(spec.shard_size_gb * 1e9 / 2 / bytes_a_token)
+    most = int(spec.shard_size_gb * 1e9 / 2 / bytes_per_token)
     floor, ceiling = _BATCH_TOKENS[jax.default_backend()]
     return max(floor, min(ceiling, 1 << max(most, 1).bit_length()))
 

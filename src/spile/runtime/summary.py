@@ -9,7 +9,7 @@ from pathlib import Path
 
 from spile.errors import Interrupted
 from spile.plan.amounts import amount, size
-from spile.runtime.progress import Snapshot
+from spile.runtime.progress import ProgressSnapshot
 
 __all__ = ["Summary", "peak_memory"]
 
@@ -33,7 +33,7 @@ class Summary:
     complete: bool
     """Nothing of the stream is left (or of its first ``--max-samples``)."""
     interrupted: bool
-    visit: Snapshot
+    visit: ProgressSnapshot
     """What this visit did."""
     samples: int
     """What the stream holds now, earlier visits included."""

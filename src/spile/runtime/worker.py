@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from spile.plan.batches import BatchPlan, batches
-from spile.plan.shards import ShardPlan, row_bytes, shards
-from spile.runtime.flow import Control, Sink, Verdict, Work
+from spile.plan.shards import ShardBatches, row_bytes, shards
+from spile.runtime.flow import Control, ShardTask, Sink, Verdict
 from spile.runtime.pipeline import Pipeline
 from spile.runtime.producer import Producer
 from spile.runtime.progress import Progress
@@ -18,7 +18,7 @@ from spile.store.record import ShardRecord
 from spile.store.shard import ShardBuilder
 from spile.store.stream import StreamStore
 
-__all__ = ["LocalControl", "Sizes", "StreamSink", "work", "works"]
+__all__ = ["LocalControl", "Sizes", "StreamSink", "run_worker", "shard_tasks"]
 
 _MOST_SKIPPED = 16_384
 """Skipped samples that are held before they are committed: as many as a shard may have samples."""
@@ -82,9 +82,9 @@ class StreamSink:
         self._after()
 
 
-def works(
-    items: Iterable[Sample | Skip], sizes: Sizes, groups: int, bytes_a_token: int, end: Callable[[], int | None]
-) -> Iterator[Work]:
+def shard_tasks(
+    items: Iterable[Sample | Skip], sizes: Sizes, groups: int, bytes_per_token: int, end: Callable[[], int | None]
+) -> Iterator[ShardTask]:
     """Shards to make, in order, each with the samples skipped on the way to it; last, what was skipped after them.
 
     Where very many are skipped a shard ends early, so that they are committed and forgotten.
@@ -106,18 +106,18 @@ def works(
 
     plan = BatchPlan(sizes.batch_tokens, sizes.batch_size, sizes.longest, groups)
     while more:
-        for shard in shards(batches(samples(), plan), bytes_a_token, sizes.shard_bytes):
-            yield Work(shard, tuple(skipped))
+        for shard in shards(batches(samples(), plan), bytes_per_token, sizes.shard_bytes):
+            yield ShardTask(shard, tuple(skipped))
             skipped.clear()
         if more and skipped:
-            yield Work(ShardPlan(), tuple(skipped))
+            yield ShardTask(ShardBatches(), tuple(skipped))
             skipped.clear()
     total = end()
     if skipped or total is not None:
-        yield Work(ShardPlan(), tuple(skipped), total)
+        yield ShardTask(ShardBatches(), tuple(skipped), total)
 
 
-def work(
+def run_worker(
     items: Iterable[Sample | Skip],
     producer: Producer,
     stream: StreamStore,
@@ -130,8 +130,8 @@ def work(
     sink: Sink | None = None,
 ) -> bool:
     """Work off what is left of a stream. True: to the end; False: told to stop, all that was computed committed."""
-    bytes_a_token = row_bytes(len(stream.record.identity.taps), stream.run.d_model, stream.run.store_dtype)
-    todo = works(items, sizes, producer.groups, bytes_a_token, end)
+    bytes_per_token = row_bytes(len(stream.record.identity.taps), stream.run.d_model, stream.run.store_dtype)
+    todo = shard_tasks(items, sizes, producer.groups, bytes_per_token, end)
     sink = sink or StreamSink(stream, after_commit)
     pipeline = Pipeline(
         producer,

@@ -33,8 +33,8 @@ __all__ = [
     "DTYPES",
     "TAIL",
     "Header",
-    "Place",
-    "ShardPlan",
+    "ShardLayout",
+    "TensorPlace",
     "notes_of",
     "parse_header",
     "plan_shard",
@@ -60,7 +60,7 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorPlace:
     """Where a tensor lies: ``start`` and ``stop`` count from the file's first byte."""
 
     name: str
@@ -81,11 +81,11 @@ class Place:
 
 
 @dataclass(frozen=True)
-class ShardPlan:
+class ShardLayout:
     """A shard before its rows: the header's bytes and the place of every tensor."""
 
     header: bytes
-    places: dict[str, Place]
+    places: dict[str, TensorPlace]
     size: int
 
 
@@ -95,7 +95,7 @@ class Header:
 
     length: int
     """Of the header and the eight bytes before it: where the data starts."""
-    places: dict[str, Place]
+    places: dict[str, TensorPlace]
     metadata: dict[str, str]
 
     def notes(self) -> list[dict[str, Any]]:
@@ -152,7 +152,7 @@ def plan_shard(
     dtype: npt.DTypeLike,
     fingerprint: str,
     stream: str,
-) -> ShardPlan:
+) -> ShardLayout:
     """Lay a shard out. ``tokens`` is the sum of the samples' lengths."""
     metadata = {
         "format_version": str(FORMAT),
@@ -174,10 +174,10 @@ def plan_shard(
         raise ValueError(f"a shard of {len(notes)} samples needs a header of {len(text)} bytes; begin smaller shards")
     begin = 8 + len(text)
     places = {
-        name: Place(name, code, shape, *(begin + offset for offset in header[name]["data_offsets"]))
+        name: TensorPlace(name, code, shape, *(begin + offset for offset in header[name]["data_offsets"]))
         for name, code, shape in shapes
     }
-    return ShardPlan(len(text).to_bytes(8, "little") + text, places, begin + relative)
+    return ShardLayout(len(text).to_bytes(8, "little") + text, places, begin + relative)
 
 
 def parse_header(data: bytes, size: int, where: str) -> Header:
@@ -201,9 +201,9 @@ def parse_header(data: bytes, size: int, where: str) -> Header:
     return Header(length, places, metadata)
 
 
-def _place(name: str, field: dict[str, Any], begin: int) -> Place:
+def _place(name: str, field: dict[str, Any], begin: int) -> TensorPlace:
     start, stop = field["data_offsets"]
-    place = Place(name, field["dtype"], tuple(field["shape"]), begin + start, begin + stop)
+    place = TensorPlace(name, field["dtype"], tuple(field["shape"]), begin + start, begin + stop)
     if place.length != _bytes(place.code, place.shape):
         raise ValueError(f"{name} has {place.length} bytes for the shape {list(place.shape)} of {place.code}")
     return place

@@ -14,7 +14,7 @@ from spile.store.crc import CHUNK, crc32c, fold, to_hex
 from spile.store.record import ShardRecord
 from spile.store.report import Problem
 from spile.store.sealed import FORMAT
-from spile.store.shard_reader import OpenShard
+from spile.store.shard_reader import ShardReader
 
 __all__ = ["inspect_shard"]
 
@@ -40,7 +40,7 @@ def inspect_shard(
         size = folder.info(record.name).size
         if size != record.size:
             raise Damaged(f"{where} has another size", expected=f"{record.size} bytes", found=size)
-        shard = OpenShard(folder, record)
+        shard = ShardReader(folder, record)
         wrong = _header(shard, taps, d, dtype, fingerprint, stream) or _index(shard)
         wrong += _bytes(shard, seen)
     except NotFound:
@@ -53,7 +53,7 @@ def inspect_shard(
     return [Problem("damaged", where, text) for text in wrong]
 
 
-def _header(shard: OpenShard, taps: Sequence[str], d: int, dtype: str, fingerprint: str, stream: str) -> list[str]:
+def _header(shard: ShardReader, taps: Sequence[str], d: int, dtype: str, fingerprint: str, stream: str) -> list[str]:
     header, record = shard.header, shard.record
     code = next(code for code, kind in DTYPES.items() if kind.name == dtype)
     shapes = {
@@ -88,7 +88,7 @@ def _header(shard: OpenShard, taps: Sequence[str], d: int, dtype: str, fingerpri
     return says
 
 
-def _index(shard: OpenShard) -> list[str]:
+def _index(shard: ShardReader) -> list[str]:
     offsets, index = shard.whole("offsets"), shard.whole("sample_index")
     says = []
     if offsets[0] != 0 or offsets[-1] != shard.record.tokens or (np.diff(offsets) < 0).any():
@@ -100,7 +100,7 @@ def _index(shard: OpenShard) -> list[str]:
     return says
 
 
-def _bytes(shard: OpenShard, seen: Callable[[int], None]) -> list[str]:
+def _bytes(shard: ShardReader, seen: Callable[[int], None]) -> list[str]:
     """Every chunk, then every tensor and the whole object from the chunks: the bytes are read once."""
     says: list[str] = []
     sums: list[tuple[int, int]] = [(shard.record.header[1], shard.record.header[0])]

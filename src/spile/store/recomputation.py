@@ -12,7 +12,7 @@ import numpy.typing as npt
 from spile.errors import Failure
 from spile.spec.identity import RunIdentity
 from spile.store.report import Problem, Recomputed
-from spile.store.shard_reader import OpenShard
+from spile.store.shard_reader import ShardReader
 from spile.store.streams import Stream
 
 __all__ = ["Recompute", "compare"]
@@ -38,7 +38,9 @@ def compare(
         which = bisect_right(ends, place)
         stream, record = shards[which]
         try:
-            index, tokens, stored = _read(stream, OpenShard(stream.folder, record), place - ends[which] + record.count)
+            index, tokens, stored = _read(
+                stream, ShardReader(stream.folder, record), place - ends[which] + record.count
+            )
         except Failure as error:
             problems.append(Problem("damaged", stream.folder.url, str(error)))
             continue
@@ -52,7 +54,7 @@ def compare(
 
 
 def _read(
-    stream: Stream, shard: OpenShard, place: int
+    stream: Stream, shard: ShardReader, place: int
 ) -> tuple[int, npt.NDArray[np.int32], list[npt.NDArray[np.generic]]]:
     """A sample's index, tokens and rows at every tap."""
     start, stop = (int(offset) for offset in shard.whole("offsets")[place : place + 2])

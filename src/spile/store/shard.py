@@ -10,7 +10,7 @@ import numpy.typing as npt
 from spile.objects.folder import Folder, Writer
 from spile.plan.ranges import Ranges
 from spile.spec.sample import Sample
-from spile.store.codec import CHUNKS, ShardPlan, notes_of, plan_shard
+from spile.store.codec import CHUNKS, ShardLayout, notes_of, plan_shard
 from spile.store.crc import CHUNK, ChunkedCrc, crc32c, fold, fold_chunks
 from spile.store.record import ShardRecord
 
@@ -74,7 +74,7 @@ class ShardBuilder:
         """The row at which each sample starts, and the end."""
         return self._offsets
 
-    def _lay(self, samples: int) -> ShardPlan:
+    def _lay(self, samples: int) -> ShardLayout:
         return plan_shard(
             self._notes[:samples],
             int(self._offsets[samples]),
@@ -163,7 +163,7 @@ class ShardBuilder:
             written = self._crcs[tap].length // width
             raise ValueError(f"{self._taps[tap]}: no write ended at row {tokens}; {written} were written") from None
 
-    def _compact(self, plan: ShardPlan) -> None:
+    def _compact(self, plan: ShardLayout) -> None:
         # Towards the front, in order: what a block is moved over has been moved already.
         for tap in self._taps:
             source, target = self._plan.places[tap], plan.places[tap]

@@ -18,17 +18,17 @@ import numpy.typing as npt
 from spile.errors import Damaged
 from spile.objects.folder import Folder
 from spile.objects.local import LocalFolder
-from spile.store.codec import CHUNKS, Header, Place, parse_header
+from spile.store.codec import CHUNKS, Header, TensorPlace, parse_header
 from spile.store.crc import CHUNK, crc32c, fold, to_hex
 from spile.store.record import ShardRecord
 
-__all__ = ["OpenShard"]
+__all__ = ["ShardReader"]
 
 _SMALL = 4 << 20
 """A tail (all that is no tap) up to this many bytes comes in one read."""
 
 
-class OpenShard:
+class ShardReader:
     """A shard whose header, tail and rows are read when they are asked for. Safe to use from several threads."""
 
     def __init__(self, folder: Folder, record: ShardRecord) -> None:
@@ -100,7 +100,7 @@ class OpenShard:
         length = self.place(name).length
         return fold((int(crc), min(CHUNK, length - n * CHUNK)) for n, crc in enumerate(self._sums_of(name)))
 
-    def place(self, name: str) -> Place:
+    def place(self, name: str) -> TensorPlace:
         """Where a tensor lies; KeyError where the shard has none of that name."""
         return self.header.places[name]
 
@@ -135,7 +135,7 @@ class OpenShard:
                     raise Damaged(f"{self.where} has another number of chunks", expected=at, found=len(sums))
             return self._sums[name]
 
-    def _tail_bytes(self, place: Place) -> memoryview:
+    def _tail_bytes(self, place: TensorPlace) -> memoryview:
         begin = self.place("offsets").start
         if self.record.size - begin > _SMALL:
             return self._bytes(place.start, place.length)

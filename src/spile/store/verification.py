@@ -27,7 +27,7 @@ from spile.store.streams import Stream
 __all__ = ["verify"]
 
 
-class _Proven:
+class _StreamEvidence:
     """What was learnt of one stream on the way."""
 
     def __init__(self, number: int, folder: Folder) -> None:
@@ -100,8 +100,8 @@ def _numbers(root: Folder) -> list[int]:
     return sorted(found)
 
 
-def _read(number: int, root: Folder, run: RunIdentity) -> _Proven:
-    stream = _Proven(number, root.child(stream_folder(number)))
+def _read(number: int, root: Folder, run: RunIdentity) -> _StreamEvidence:
+    stream = _StreamEvidence(number, root.child(stream_folder(number)))
     where = stream.folder.url
     try:
         stream.record = read_stream(stream.folder)
@@ -117,7 +117,9 @@ def _read(number: int, root: Folder, run: RunIdentity) -> _Proven:
     return stream
 
 
-def _inspect(streams: Sequence[_Proven], run: RunIdentity, workers: int, progress: Callable[[int, int], None]) -> None:
+def _inspect(
+    streams: Sequence[_StreamEvidence], run: RunIdentity, workers: int, progress: Callable[[int, int], None]
+) -> None:
     total = sum(shard.size for stream in streams for shard in stream.shards)
     done = 0
 
@@ -126,7 +128,7 @@ def _inspect(streams: Sequence[_Proven], run: RunIdentity, workers: int, progres
         done += count  # for a progress bar: a lost update between threads does no harm
         progress(done, total)
 
-    def one(task: tuple[_Proven, StreamRecord, ShardRecord]) -> tuple[_Proven, list[Problem]]:
+    def one(task: tuple[_StreamEvidence, StreamRecord, ShardRecord]) -> tuple[_StreamEvidence, list[Problem]]:
         stream, record, shard = task
         return stream, inspect_shard(
             stream.folder,
@@ -147,7 +149,7 @@ def _inspect(streams: Sequence[_Proven], run: RunIdentity, workers: int, progres
             stream.problems += problems
 
 
-def _judge(stream: _Proven, max_samples: int | None) -> StreamReport:
+def _judge(stream: _StreamEvidence, max_samples: int | None) -> StreamReport:
     """The stream's samples against what it must have."""
     ledger = Ledger().plus(stream.commits)
     where = stream.folder.url
@@ -187,7 +189,7 @@ def _judge(stream: _Proven, max_samples: int | None) -> StreamReport:
 
 
 def _collect(
-    root: Folder, streams: Sequence[_Proven], report: Report, remove: bool, older_than: float, now: float | None
+    root: Folder, streams: Sequence[_StreamEvidence], report: Report, remove: bool, older_than: float, now: float | None
 ) -> Report:
     readable = [stream for stream in streams if stream.readable]
     named = {stream.number: {shard.name for shard in stream.shards} for stream in readable}

@@ -13,7 +13,7 @@ from spile.errors import ModelError
 from spile.spec.architecture import ModelConfig, read_config
 from spile.spec.run import EMBEDDED
 from spile.weights.safetensors import read_index
-from spile.weights.source import LocalSource, Source
+from spile.weights.source import ByteSource, LocalSource
 
 __all__ = ["INDEX", "SMALL_FILES", "TOKENIZER_FILES", "ModelFiles", "find"]
 
@@ -47,7 +47,7 @@ class ModelFiles:
     """The hub's commit; None elsewhere."""
     config: ModelConfig
     tokenizer_folder: Path
-    source: Source
+    source: ByteSource
     weight_files: tuple[str, ...]
 
     def weights_hash(self) -> str:
@@ -120,7 +120,7 @@ def _in_folder(name: str, folder: Path, revision: str | None) -> ModelFiles:
     return describe(name, folder, LocalSource(folder), present, revision)
 
 
-def describe(name: str, small: Path, source: Source, present: set[str], revision: str | None) -> ModelFiles:
+def describe(name: str, small: Path, source: ByteSource, present: set[str], revision: str | None) -> ModelFiles:
     """From a folder with the small files and the names of all files to what :func:`find` gives."""
     try:
         raw = json.loads((small / "config.json").read_bytes())

@@ -21,7 +21,7 @@ from spile.model.params import Params, Tensor, build
 from spile.weights.files import ModelFiles
 from spile.weights.names import NAMES
 from spile.weights.safetensors import DTYPES, Entry, read_header
-from spile.weights.source import Source
+from spile.weights.source import ByteSource
 
 __all__ = ["Place", "load"]
 
@@ -125,7 +125,7 @@ def _file_name(files: ModelFiles, name: str) -> str:
     return f"model.layers.{layer}.{suffixes[field]}" if layer else "model.embed_tokens.weight"
 
 
-def _place(source: Source, entry: Entry, place: Sharding | None) -> jax.Array:
+def _place(source: ByteSource, entry: Entry, place: Sharding | None) -> jax.Array:
     """Onto the devices as stored, to be converted there if need be: the host never holds a second copy.
 
     On a CPU a mapped file must not become the array itself, or a change on disk would change the model.
@@ -141,7 +141,7 @@ def _place(source: Source, entry: Entry, place: Sharding | None) -> jax.Array:
 class _Slices:
     """Reads a slice once for all devices that want the same."""
 
-    def __init__(self, source: Source, entry: Entry, *, copy: bool) -> None:
+    def __init__(self, source: ByteSource, entry: Entry, *, copy: bool) -> None:
         self.source, self.entry, self.copy = source, entry, copy
         self.lock = threading.Lock()
         self.read: dict[tuple[tuple[int, int], ...], npt.NDArray[Any]] = {}
@@ -155,7 +155,7 @@ class _Slices:
             return self.read[bounds]
 
 
-def _read(source: Source, entry: Entry, bounds: tuple[tuple[int, int], ...]) -> npt.NDArray[Any]:
+def _read(source: ByteSource, entry: Entry, bounds: tuple[tuple[int, int], ...]) -> npt.NDArray[Any]:
     """A tensor's slice; only the rows it spans are touched."""
     dtype = DTYPES[entry.dtype]
     first, last = bounds[0] if bounds else (0, entry.shape[0])

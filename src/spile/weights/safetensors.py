@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from spile.errors import ModelError
-from spile.weights.source import Source
+from spile.weights.source import ByteSource
 
 __all__ = ["DTYPES", "Entry", "read_header", "read_index"]
 
@@ -45,7 +45,7 @@ def _damaged(file: str, what: str) -> ModelError:
     )
 
 
-def read_header(source: Source, file: str) -> list[Entry]:
+def read_header(source: ByteSource, file: str) -> list[Entry]:
     """Every tensor of a file, or a ModelError that names the file and what is wrong with it."""
     size = source.size(file)
     if size < 8:

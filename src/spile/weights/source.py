@@ -15,12 +15,12 @@ from spile.errors import ModelError
 if TYPE_CHECKING:  # a model on disk needs no object-store library
     from spile.objects.folder import Folder
 
-__all__ = ["BucketSource", "Bytes", "LocalSource", "Source"]
+__all__ = ["BucketSource", "ByteSource", "Bytes", "LocalSource"]
 
 Bytes = npt.NDArray[np.uint8]
 
 
-class Source(Protocol):
+class ByteSource(Protocol):
     """A model's files, by name."""
 
     def size(self, name: str) -> int:

@@ -11,7 +11,7 @@ from spile.errors import CloudError, SpileError, UserError
 from spile.fleet.cloud.provider import Endpoint, Node
 from spile.fleet.cloud.states import NodeState
 from spile.fleet.ssh.failures import explain, together
-from spile.fleet.ssh.fanout import Outcome, environment_of, worst
+from spile.fleet.ssh.fanout import HostOutcome, environment_of, worst
 from spile.fleet.ssh.hosts import Access, Host, ensure_key, hosts_of, parse_hosts, slices_named
 
 
@@ -117,8 +117,8 @@ def test_a_named_host_is_reached_as_its_owner_does() -> None:
     assert [host.slice for host in parse_hosts(["a,b", "c"])] == [0, 0, 1]
 
 
-def outcome(code: int, cause: str = "ended") -> Outcome:
-    return Outcome(parse_hosts(["h"])[0], code, cause, 0.0)
+def outcome(code: int, cause: str = "ended") -> HostOutcome:
+    return HostOutcome(parse_hosts(["h"])[0], code, cause, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def outcome(code: int, cause: str = "ended") -> Outcome:
         ([outcome(0), outcome(143, "stopped")], 130),
     ],
 )
-def test_the_worst_is_of_those_that_failed_by_themselves(outcomes: list[Outcome], code: int) -> None:
+def test_the_worst_is_of_those_that_failed_by_themselves(outcomes: list[HostOutcome], code: int) -> None:
     assert worst(outcomes) == code
 
 

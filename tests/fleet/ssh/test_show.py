@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from spile.dashboard.hosts import Logs, print_outcomes
-from spile.fleet.ssh.fanout import Outcome
+from spile.fleet.ssh.fanout import HostOutcome
 from spile.fleet.ssh.hosts import parse_hosts
 
 ONE, TWO = parse_hosts(["one,second"])
@@ -55,7 +55,7 @@ def test_the_table(tmp_path: Path) -> None:
     out = console(terminal=False)
     with Logs([ONE, TWO], tmp_path / "logs", None) as logs:
         logs.open()
-    print_outcomes([Outcome(ONE, 3, "ended", 1.25), Outcome(TWO, 143, "stopped", 2.0, (7, 8))], logs, out)
+    print_outcomes([HostOutcome(ONE, 3, "ended", 1.25), HostOutcome(TWO, 143, "stopped", 2.0, (7, 8))], logs, out)
     lines = [line.split() for line in shown(out).splitlines() if line.strip()]
     assert lines[0] == ["host", "code", "seconds", "log"]
     assert lines[1] == ["one", "3", "1.2", str(tmp_path / "logs" / "one.log")]

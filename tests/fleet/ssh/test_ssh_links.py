@@ -18,7 +18,7 @@ from fleet.ssh.loopback import Hosts, finish, spile, wait_until
 from fleet.ssh.test_ssh_run import STUBBORN, results, up
 from spile.fleet.ssh.fanout import run_everywhere
 from spile.fleet.ssh.hosts import Access, Host, parse_hosts
-from spile.fleet.ssh.session import Job, Pace
+from spile.fleet.ssh.session import Job, SessionTimes
 
 
 class Proxy:
@@ -71,7 +71,9 @@ def test_a_silent_link_ends_both_sides(hosts: Hosts) -> None:
 
     try:
         job = Job(f"echo up; {STUBBORN}")
-        outcomes = asyncio.run(run_everywhere(places, job, access=access, output=output, pace=Pace(0.5, 2.0, 1.0)))
+        outcomes = asyncio.run(
+            run_everywhere(places, job, access=access, output=output, pace=SessionTimes(0.5, 2.0, 1.0))
+        )
         assert [outcome.cause for outcome in outcomes] == ["stopped", "the connection was lost", "stopped"]
         assert outcomes[1].code == 255
         assert wait_until(lambda: hosts.processes() == [])

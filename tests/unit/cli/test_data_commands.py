@@ -10,7 +10,7 @@ from rich.console import Console
 
 from spile.cli.data import progress
 from spile.cli.main import main
-from spile.data.make.items import Tally
+from spile.data.make.items import ItemTally
 
 
 def spile(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[object, str, str]:
@@ -115,12 +115,12 @@ def test_progress_without_a_terminal_is_a_line_every_ten_seconds() -> None:
     with progress(Console(file=file, force_terminal=False), None, lambda: now[0]) as tell:
         for second in range(25):
             now[0] = float(second)
-            tell(Tally(rows=second * 1000, samples=second * 999))
+            tell(ItemTally(rows=second * 1000, samples=second * 999))
     assert file.getvalue().splitlines() == ["10,000 rows read, 9,990 samples", "20,000 rows read, 19,980 samples"]
 
 
 def test_progress_on_a_terminal_is_a_bar() -> None:
     file = io.StringIO()
     with progress(Console(file=file, force_terminal=True, width=120), 100) as tell:
-        tell(Tally(rows=60, samples=50))
+        tell(ItemTally(rows=60, samples=50))
     assert "50 samples, 60 rows" in file.getvalue()

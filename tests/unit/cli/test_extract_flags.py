@@ -165,9 +165,9 @@ def test_the_variable_is_a_streams_alone_and_a_hosts_on_a_pod(
 ) -> None:
     import spile.runtime.extract
     from spile.cli.main import main
-    from spile.runtime.pod.group import Alone
+    from spile.runtime.pod.group import SingleProcess
 
-    class Pod(Alone):
+    class Pod(SingleProcess):
         name = host
 
     asked: list[ExtractSpec] = []

@@ -10,10 +10,10 @@ import pytest
 from rich.console import Console
 
 from spile.dashboard.worker import bar, facts, line, watched
-from spile.runtime.progress import Snapshot
+from spile.runtime.progress import ProgressSnapshot
 from spile.runtime.summary import Summary
 
-NOW = Snapshot(
+NOW = ProgressSnapshot(
     phase="compiling for 4 × 960 tokens",
     samples=21,
     tokens=33_072,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from spile.data.make.items import Selection
 from spile.data.make.manifest import MANIFEST
-from spile.data.make.sources import Row
+from spile.data.make.sources import SourceRow
 from spile.data.make.split import make_streams, split_source
 from spile.errors import DataError, SpecError, UserError
 
@@ -61,8 +61,8 @@ class Numbers:
     def __init__(self, count: int) -> None:
         self.count = count
 
-    def rows(self, start: int, stop: int | None) -> Iterator[Row]:
-        return (Row(n, {"text": f"number {n}"}, f"row {n}") for n in range(self.count)[start:stop])
+    def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
+        return (SourceRow(n, {"text": f"number {n}"}, f"row {n}") for n in range(self.count)[start:stop])
 
 
 @settings(max_examples=25, deadline=None)
@@ -206,7 +206,7 @@ def test_a_folder_that_cannot_be_written(tasks: str, tmp_path: Path) -> None:
 
 def test_a_source_that_fails_midway_leaves_nothing(tmp_path: Path) -> None:
     class Broken(Numbers):
-        def rows(self, start: int, stop: int | None) -> Iterator[Row]:
+        def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
             yield from super().rows(start, stop)
             raise DataError("the line went dead")
 

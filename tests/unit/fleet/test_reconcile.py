@@ -9,10 +9,10 @@ import pytest
 from spile.errors import SpecError
 from spile.fleet.cloud.provider import LostReply, Missing, Node, NodeRequest, NotAllowed, Operation, Quota, Stockout
 from spile.fleet.cloud.states import NodeState
-from spile.fleet.heal.history import Block, History, Pending, WorkerHistory
+from spile.fleet.heal.history import History, Pending, WorkerHistory, ZoneBlock
 from spile.fleet.heal.observed import Observed, Pulse, spec_zones
 from spile.fleet.heal.reconcile import Action, decide, delay
-from spile.fleet.heal.update import Outcome, absorb, intend, record
+from spile.fleet.heal.update import ActionOutcome, intend, record, update_history
 from spile.fleet.spec import FLEET_LABEL, WORKER_LABEL, FleetSpec, Policy, plan_workers
 
 A, B = "us-central1-a", "us-central1-b"
@@ -47,7 +47,7 @@ def fresh(phase: str = "running") -> Pulse:
 def turn(
     fleet: FleetSpec, seen: Observed, history: History | None = None, now: float = NOW
 ) -> tuple[History, tuple[Action, ...]]:
-    grown = absorb(fleet, seen, history or History(), now)
+    grown = update_history(fleet, seen, history or History(), now)
     return grown, decide(fleet, seen, grown, now)
 
 
@@ -89,7 +89,7 @@ def test_a_dead_machine_is_deleted_then_made_again(state: NodeState) -> None:
     assert words(actions) == [("delete", 0, A)]
     assert state.value in actions[0].reason
     assert history.workers[0].preemptions == 1
-    history = record(fleet, history, [(actions[0], Outcome(Operation("o", A, False)))], NOW)
+    history = record(fleet, history, [(actions[0], ActionOutcome(Operation("o", A, False)))], NOW)
     history, actions = turn(fleet, see(a_node(0, NodeState.DELETING), a_node(1), pulses={1: fresh()}), history)
     assert actions == (), "it waits until it is gone"
     history, actions = turn(fleet, see(a_node(1), pulses={1: fresh()}), history)
@@ -164,7 +164,7 @@ def test_a_crash_is_tried_on_a_fresh_machine_then_reported_with_its_log() -> Non
     assert words(actions) == [("report", 0, A), ("delete", 0, A)]
     assert "crashed on 2 machines: Traceback" in actions[0].reason
     assert "boom" in actions[0].reason
-    history = record(fleet, history, [(actions[0], Outcome())], NOW)
+    history = record(fleet, history, [(actions[0], ActionOutcome())], NOW)
     _, actions = turn(fleet, see(a_node(1), pulses=pulses), history, NOW + 9999)
     assert 0 not in {action.worker for action in actions}, "reported once and never made again"
 
@@ -184,9 +184,11 @@ def stockouts(fleet: FleetSpec, times: int) -> tuple[History, float]:
         history, actions = turn(fleet, seen, history, now)
         creates = [action for action in actions if action.worker == 0]
         assert creates, f"try {number}"
-        history = record(fleet, history, [(creates[0], Outcome(Operation(f"o{number}", creates[0].zone, False)))], now)
+        history = record(
+            fleet, history, [(creates[0], ActionOutcome(Operation(f"o{number}", creates[0].zone, False)))], now
+        )
         failed = {f"o{number}": Operation(f"o{number}", creates[0].zone, True, error)}
-        history = absorb(fleet, replace(seen, operations=failed), history, now)
+        history = update_history(fleet, replace(seen, operations=failed), history, now)
         assert history.workers[0].retry_at > now
         now = history.workers[0].retry_at
     return history, now
@@ -214,7 +216,9 @@ def test_quota_stops_the_zone_and_says_so() -> None:
     fleet = a_fleet()
     history, actions = turn(fleet, see())
     refused = Quota("no quota to create", found="Limit: 0")
-    history = record(fleet, history, [(actions[0], Outcome(error=refused)), (actions[1], Outcome(error=refused))], NOW)
+    history = record(
+        fleet, history, [(actions[0], ActionOutcome(error=refused)), (actions[1], ActionOutcome(error=refused))], NOW
+    )
     assert history.blocks[A].why == "no quota to create: found Limit: 0"
     assert turn(fleet, see(), history, NOW + 60)[1] == ()
     assert words(turn(fleet, see(), history, NOW + 1801)[1]) == [("create", 0, A), ("create", 1, B)], "no zone change"
@@ -223,7 +227,7 @@ def test_quota_stops_the_zone_and_says_so() -> None:
 def test_a_machine_that_goes_gives_quota_back() -> None:
     fleet = a_fleet()
     history, _ = turn(fleet, see(a_node(0), pulses={0: fresh()}))
-    history = replace(history, blocks={A: Block(NOW + 1800, "quota")})
+    history = replace(history, blocks={A: ZoneBlock(NOW + 1800, "quota")})
     finished = {0: Pulse(NOW, "done", "finished", NOW)}
     history, _ = turn(fleet, see(pulses=finished), history, NOW + 60)
     assert history.blocks == {}
@@ -233,7 +237,7 @@ def test_a_lost_answer_is_waited_for_then_asked_again_in_the_same_zone() -> None
     fleet = a_fleet()
     history, actions = turn(fleet, see())
     lost = LostReply("no answer")
-    history = record(fleet, history, [(action, Outcome(error=lost)) for action in actions], NOW)
+    history = record(fleet, history, [(action, ActionOutcome(error=lost)) for action in actions], NOW)
     assert turn(fleet, see(), history, NOW + 60)[1] == ()
     assert words(turn(fleet, see(), history, NOW + 121)[1]) == [("create", 0, A), ("create", 1, B)]
     arrived = see(a_node(0, NodeState.CREATING), a_node(1, NodeState.CREATING))
@@ -313,9 +317,9 @@ def test_a_refusal_to_delete_is_tried_again_and_a_missing_one_is_no_error() -> N
     fleet = a_fleet()
     seen = see(a_node(0, NodeState.PREEMPTED), a_node(1), pulses={1: fresh()})
     history, actions = turn(fleet, seen)
-    refused = record(fleet, history, [(actions[0], Outcome(error=NotAllowed("no")))], NOW)
+    refused = record(fleet, history, [(actions[0], ActionOutcome(error=NotAllowed("no")))], NOW)
     assert words(turn(fleet, seen, refused, NOW + 60)[1]) == [("delete", 0, A)]
-    gone = record(fleet, history, [(actions[0], Outcome(error=Missing("gone")))], NOW)
+    gone = record(fleet, history, [(actions[0], ActionOutcome(error=Missing("gone")))], NOW)
     assert gone.workers[0].pending is None
 
 
@@ -334,7 +338,7 @@ def test_fleet_and_history_survive_json() -> None:
     assert FleetSpec.from_json(fleet.to_json()) == fleet
     history, actions = turn(fleet, see(a_node(0), pulses={0: fresh()}))
     history = intend(fleet, history, actions, NOW)
-    history = replace(history, blocks={A: Block(1.0, "why")})
+    history = replace(history, blocks={A: ZoneBlock(1.0, "why")})
     assert History.from_json(history.to_json()) == history
     with pytest.raises(SpecError, match="--fleet: expected a label"):
         replace(fleet, name="No Such")
@@ -358,7 +362,7 @@ def test_machines_of_an_earlier_larger_deployment_are_deleted() -> None:
     seen = see(a_node(0), a_node(1), left, unnumbered, pulses={0: fresh(), 1: fresh()})
     history, actions = turn(fleet, seen)
     assert [(action.uid, action.reason) for action in actions] == [("left", "no worker of this deployment needs it")]
-    assert 7 not in record(fleet, history, [(actions[0], Outcome(Operation("o", A, False)))], NOW).workers
+    assert 7 not in record(fleet, history, [(actions[0], ActionOutcome(Operation("o", A, False)))], NOW).workers
     shrunk = replace(fleet, zones=(A,), workers=fleet.workers[:1], former_zones=(B,))
     assert spec_zones(shrunk) == (A, B), "the zone that is no longer used is still looked at"
     assert words(turn(shrunk, see(a_node(0), a_node(1), pulses={0: fresh()}))[1]) == [("delete", 1, B)]

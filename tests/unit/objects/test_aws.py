@@ -19,7 +19,7 @@ from spile.errors import StoreError, UserError
 from spile.objects import open_folder
 from spile.objects.cloud import aws
 from spile.objects.cloud.aws import AwsKeys, aws_endpoint, aws_keys, aws_region
-from spile.objects.cloud.failures import Trouble
+from spile.objects.cloud.failures import RequestFailure
 from spile.store.verification import verify
 
 Home = Callable[..., None]
@@ -155,7 +155,7 @@ def test_a_server_of_keys_that_does_not_answer_is_asked_again(home: Home, monkey
             raise EndpointConnectionError(endpoint_url="http://127.0.0.1:1")
 
     monkeypatch.setattr(aws, "_session", Session())
-    with pytest.raises(Trouble) as trouble:
+    with pytest.raises(RequestFailure) as trouble:
         aws_keys()
     assert trouble.value.transient
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")

@@ -14,7 +14,7 @@ from spile.objects import Folder, open_folder
 from spile.objects.cloud import upload
 from spile.objects.cloud.aws import AwsKeys
 from spile.objects.cloud.credentials import GoogleToken, sign_v4
-from spile.objects.cloud.failures import Trouble, from_status
+from spile.objects.cloud.failures import RequestFailure, from_status
 from spile.objects.cloud.upload import Buffers
 from spile.objects.fake.faults import Throttle
 from spile.objects.retry import Retry
@@ -60,7 +60,7 @@ def test_backoff_grows_is_capped_and_ends() -> None:
 
     stats = Stats()
     retry = Retry(first=0.2, cap=15, total=180, sleep=sleep, clock=lambda: now)
-    with pytest.raises(Trouble, match="503"):
+    with pytest.raises(RequestFailure, match="503"):
         retry.call(fail, stats)
     assert all(wait <= min(15, 0.2 * 2**number) for number, wait in enumerate(waits))
     assert 150 < now <= 180
@@ -81,14 +81,14 @@ def test_a_retry_within_a_retry_ends_with_the_inner_one() -> None:
         raise from_status(503)
 
     retry = Retry(sleep=sleep, clock=lambda: now)
-    with pytest.raises(Trouble, match="503"):
+    with pytest.raises(RequestFailure, match="503"):
         retry.call(lambda: retry.call(fail, Stats()), Stats())
     assert now <= retry.total
 
 
 def test_what_is_for_good_is_not_tried_again() -> None:
     stats = Stats()
-    with pytest.raises(Trouble):
+    with pytest.raises(RequestFailure):
         Retry(sleep=lambda _: pytest.fail("it waited")).call(lambda: (_ for _ in ()).throw(from_status(403)), stats)
     assert stats.retries == 0
 

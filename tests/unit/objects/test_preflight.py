@@ -11,8 +11,8 @@ import pytest
 from backends import BUCKET, Clouds
 from spile.errors import StoreError, UserError
 from spile.objects import Folder, open_folder
-from spile.objects.cloud.regions import Place, egress_price, machine_place
-from spile.objects.fake.http import FaultyServer, Reply, Request
+from spile.objects.cloud.regions import Region, egress_price, machine_place
+from spile.objects.fake.http import FakeReply, FaultyServer, Request
 from spile.objects.preflight import preflight
 
 NOWHERE = {"NO_GCE_CHECK": "true", "AWS_EC2_METADATA_DISABLED": "true"}
@@ -115,28 +115,28 @@ def test_a_location_that_may_not_be_read_is_no_error(cloud_folder: Folder, cloud
     ],
 )
 def test_prices(machine: str, bucket: str, price: float) -> None:
-    assert egress_price(Place(*machine.split("/")), Place(*bucket.split("/"))) == price
+    assert egress_price(Region(*machine.split("/")), Region(*bucket.split("/"))) == price
 
 
 class _Metadata(FaultyServer):
     """Both clouds' metadata servers in one."""
 
-    def answer(self, request: Request) -> Reply:
+    def answer(self, request: Request) -> FakeReply:
         if request.path == "/computeMetadata/v1/instance/zone" and request.headers["metadata-flavor"] == "Google":
-            return Reply(200, b"projects/12/zones/us-central1-a")
+            return FakeReply(200, b"projects/12/zones/us-central1-a")
         if (request.method, request.path) == ("PUT", "/latest/api/token"):
-            return Reply(200, b"a-token")
+            return FakeReply(200, b"a-token")
         if request.path.endswith("/placement/region") and request.headers.get("x-aws-ec2-metadata-token") == "a-token":
-            return Reply(200, b"eu-west-1")
-        return Reply(404)
+            return FakeReply(200, b"eu-west-1")
+        return FakeReply(404)
 
 
 def test_machines_know_where_they_are() -> None:
     with _Metadata() as server:
         google = {"GCE_METADATA_HOST": server.url.removeprefix("http://")}
-        assert machine_place(google) == Place("gs", "us-central1")
+        assert machine_place(google) == Region("gs", "us-central1")
         amazon = {"NO_GCE_CHECK": "true", "AWS_EC2_METADATA_SERVICE_ENDPOINT": server.url}
-        assert machine_place(amazon) == Place("s3", "eu-west-1")
+        assert machine_place(amazon) == Region("s3", "eu-west-1")
     assert machine_place(NOWHERE) is None
     assert machine_place({**google, "AWS_EC2_METADATA_DISABLED": "true"}) is None  # nobody answers any more
 
@@ -144,8 +144,8 @@ def test_machines_know_where_they_are() -> None:
 class _Careless(FaultyServer):
     """Speaks S3 and ignores conditions, as some do."""
 
-    def answer(self, request: Request) -> Reply:
-        return Reply(204 if request.method == "DELETE" else 200)
+    def answer(self, request: Request) -> FakeReply:
+        return FakeReply(204 if request.method == "DELETE" else 200)
 
 
 def test_a_store_without_conditions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

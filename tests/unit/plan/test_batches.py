@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spile.plan.batches import Batch, BatchPlan, batches, bucket
-from spile.plan.shards import ShardPlan, row_bytes, shards
+from spile.plan.shards import ShardBatches, row_bytes, shards
 from spile.spec.sample import Sample
 
 
@@ -101,7 +101,7 @@ def test_a_shard_of_tiny_rows_still_ends():
     assert [len(plan.batches) for plan in shards([Batch((one,), 1024, 64)] * 5, 1, 1e12)] == [2, 2, 1]
     assert [len(plan.batches) for plan in shards([Batch((one,) * 2, 1024, 64)] * 5, 1, 1e12)] == [2, 2, 1]
     assert [len(plan.batches) for plan in shards([Batch((one,) * 16, 1024, 64)] * 3, 1, 1e12)] == [1, 1, 1]
-    assert ShardPlan().tokens == 0
+    assert ShardBatches().tokens == 0
 
 
 def test_what_is_computed_is_every_groups_rectangle():

@@ -12,7 +12,7 @@ from spile.errors import SpecError
 from spile.plan.cost import Lengths, Rates, Volume, estimate, refuse_over_budget
 from spile.spec.machines import known_machines, parse_machine
 
-VOLUME = Volume(samples=1000, tokens=1_000_000, bytes_a_token=43_013, shard_bytes=1e9)
+VOLUME = Volume(samples=1000, tokens=1_000_000, bytes_per_token=43_013, shard_bytes=1e9)
 
 
 def test_a_run_by_hand() -> None:

@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from spile.runtime.measure.bench import Result, _growth, _steady, _tenths, bench
+from spile.runtime.measure.bench import BenchResult, _growth, _steady, _tenths, bench
 from spile.spec.run import DataSpec, ExtractSpec
 
 
 @pytest.fixture(scope="module")
-def result(tmp_path_factory: pytest.TempPathFactory) -> Result:
+def result(tmp_path_factory: pytest.TempPathFactory) -> BenchResult:
     folder = tmp_path_factory.mktemp("bench")
     spec = ExtractSpec(model="embedded", data=DataSpec(dataset="embedded"), output=str(folder), batch_tokens=2048)
     found = bench(spec, tokens=8000, compare=False, limit_bytes=8 << 20)
@@ -15,7 +15,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Result:
     return found
 
 
-def test_the_run_is_set_against_the_slowest_of_its_limits(result: Result) -> None:
+def test_the_run_is_set_against_the_slowest_of_its_limits(result: BenchResult) -> None:
     assert result.tokens >= 8000
     assert result.slowest == min(result.limit_tokens, key=result.limit_tokens.__getitem__)
     assert result.tokens_per_second == pytest.approx(result.tokens / result.seconds)
@@ -25,13 +25,13 @@ def test_the_run_is_set_against_the_slowest_of_its_limits(result: Result) -> Non
     assert 0 < result.padding < 0.5
 
 
-def test_programs_are_compiled_before_the_clock_runs(result: Result) -> None:
+def test_programs_are_compiled_before_the_clock_runs(result: BenchResult) -> None:
     assert result.shapes > 0
     assert result.compile_seconds > 0
     assert result.naive_tokens_per_second is None
 
 
-def test_the_record_is_plain_json(result: Result) -> None:
+def test_the_record_is_plain_json(result: BenchResult) -> None:
     record = result.record()
     assert record["limits"]["host_copy"] == result.limits.host_copy
     assert record["limit_tokens"] == result.limit_tokens

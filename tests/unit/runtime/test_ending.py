@@ -17,7 +17,7 @@ from spile.errors import Fenced, StoreError
 from spile.runtime.pipeline import Pipeline
 from spile.runtime.pipes import Crew
 from spile.runtime.progress import Progress
-from spile.runtime.worker import Sizes, StreamSink, work, works
+from spile.runtime.worker import Sizes, StreamSink, run_worker, shard_tasks
 from spile.spec.sample import Skip
 from unit.runtime.test_pipeline import Script, check, open_stream
 
@@ -42,19 +42,19 @@ def test_the_refusal_is_told_and_not_what_followed_from_it(tmp_path: Path, turn:
     sink = _Contested(open_stream(tmp_path, 60))
     pipeline = Pipeline(NumpyProducer(), sink, Script(), Progress(), lanes=3)
     with pytest.raises(Fenced):
-        pipeline.run(works(items, sizes, 1, 101, lambda: None))
+        pipeline.run(shard_tasks(items, sizes, 1, 101, lambda: None))
     assert not list(tmp_path.glob("**/.tmp-*"))
 
 
 def test_an_interrupt_while_the_crew_is_waited_for_ends_it() -> None:
     crew, over = Crew(), threading.Event()
 
-    def work() -> None:
+    def run_worker() -> None:
         while not crew.failed:
             time.sleep(0.01)
         over.set()
 
-    crew.start("stage", work)
+    crew.start("stage", run_worker)
     threading.Timer(0.2, lambda: signal.raise_signal(signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         crew.join()
@@ -80,17 +80,17 @@ def test_skips_without_end_are_committed_on_the_way(tmp_path: Path) -> None:
             alive.append(index)
             yield Skip(index, f"task-{index}", "too long")
 
-    made = works(items(), sizes, 1, 101, lambda: None)
+    made = shard_tasks(items(), sizes, 1, 101, lambda: None)
     first = next(made)
     assert len(first.skipped) == len(alive) < 20_000
-    assert sum(len(work.skipped) for work in made) + len(first.skipped) == 100_000
+    assert sum(len(task.skipped) for task in made) + len(first.skipped) == 100_000
 
 
 def test_samples_before_many_skips_are_stored_once(tmp_path: Path) -> None:
     items = [sample(i, n) if i % 7000 < 3 else Skip(i, "t", "empty") for i, n in enumerate(lengths(40_000))]
     stream = open_stream(tmp_path, len(items))
     sizes = Sizes(128, None, 64, 10**9)
-    assert work(items, NumpyProducer(), stream, sizes, progress=Progress(), control=Script())
+    assert run_worker(items, NumpyProducer(), stream, sizes, progress=Progress(), control=Script())
     assert stream.ledger.done.pairs() == [(0, 40_000)]
     assert stream.ledger.commits == 3
     check(tmp_path, [item for item in items if not isinstance(item, Skip)])

@@ -13,7 +13,7 @@ from spile.objects import open_folder
 from spile.objects.local import LocalFolder, LocalWriter
 from spile.reading.dataset import open as open_dataset
 from spile.runtime.progress import Progress
-from spile.runtime.worker import Sizes, work
+from spile.runtime.worker import Sizes, run_worker
 from unit.runtime.test_pipeline import Script, check, open_stream
 
 POISON = b"\xa5\x5a\xc3\x3c"
@@ -40,7 +40,7 @@ def test_nothing_is_left_of_what_was_there_before(tmp_path: Path, lanes: int, gr
     items = [sample(i, n) for i, n in enumerate(lengths(70, seed=groups))]
     stream = open_stream(tmp_path, 70)
     sizes = Sizes(128, None, 64, 9000, lanes)
-    work(items, NumpyProducer(groups), stream, sizes, progress=Progress(), control=Script(*verdicts))
+    run_worker(items, NumpyProducer(groups), stream, sizes, progress=Progress(), control=Script(*verdicts))
     shards = list(tmp_path.glob("tpu_0/shard_*"))
     assert len(shards) == stream.ledger.shards > 0
     for shard in shards:
@@ -66,7 +66,7 @@ def test_padding_is_not_stored(tmp_path: Path, lanes: int, groups: int) -> None:
     items = [sample(i, n) for i, n in enumerate(lengths(70, seed=groups))]
     stream = open_stream(tmp_path, 70)
     producer = NumpyProducer(groups)
-    work(items, producer, stream, Sizes(256, None, 64, 9000, lanes), progress=Progress(), control=Script())
+    run_worker(items, producer, stream, Sizes(256, None, 64, 9000, lanes), progress=Progress(), control=Script())
     real = sum(len(item.tokens) for item in items)
     assert sum(rows * length * groups for rows, length in producer.shapes) > real  # there was padding
     dataset = open_dataset(open_folder(str(tmp_path)))

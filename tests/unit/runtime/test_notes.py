@@ -16,7 +16,7 @@ from spile.objects.folder import Folder
 from spile.objects.mirror import MirrorFolder
 from spile.runtime.notes import Notes, note_checkpoint
 from spile.runtime.progress import Progress
-from spile.runtime.worker import Sizes, work
+from spile.runtime.worker import Sizes, run_worker
 from spile.spec.run import DataSpec, ExtractSpec
 from spile.status.heartbeat import Beat, read_beat
 from spile.store.run import join_run
@@ -36,7 +36,7 @@ def visit(spec: ExtractSpec, root: Folder, producer: Any = None, *, pulse: bool 
     stream, progress = joined(root), more.pop("progress", Progress())
     left = [item for item in ITEMS if item.index not in stream.ledger.done]
     with Notes(spec, stream, progress, pulse=pulse, expected=COUNT) as notes:
-        work(
+        run_worker(
             left,
             producer or NumpyProducer(),
             stream,

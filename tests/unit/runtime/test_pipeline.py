@@ -12,9 +12,9 @@ from spile.errors import StoreError
 from spile.objects import open_folder
 from spile.runtime.flow import Verdict
 from spile.runtime.pipeline import Pipeline
-from spile.runtime.producer import Block, OutOfDeviceMemory
+from spile.runtime.producer import OutOfDeviceMemory, RowBlock
 from spile.runtime.progress import Progress
-from spile.runtime.worker import LocalControl, Sizes, StreamSink, work, works
+from spile.runtime.worker import LocalControl, Sizes, StreamSink, run_worker, shard_tasks
 from spile.spec.sample import Skip
 from spile.store.run import join_run
 from spile.store.stream import StreamStore, join_stream
@@ -31,7 +31,7 @@ def open_stream(root, count) -> StreamStore:
 def visit(root, items, producer=None, *, sizes=SIZES, control=None, progress=None, count=None) -> bool:
     stream = open_stream(root, count if count is not None else len(items))
     left = [item for item in items if item.index not in stream.ledger.done]
-    return work(
+    return run_worker(
         left,
         producer or NumpyProducer(),
         stream,
@@ -179,7 +179,7 @@ def test_a_failing_dataset_ends_the_run_with_its_own_error(tmp_path):
 
     stream = open_stream(tmp_path, 2)
     with pytest.raises(StoreError, match="the dataset went away"):
-        work(items(), NumpyProducer(), stream, SIZES, progress=Progress(), control=Script())
+        run_worker(items(), NumpyProducer(), stream, SIZES, progress=Progress(), control=Script())
 
 
 class Counting(Progress):
@@ -229,7 +229,7 @@ def test_a_lane_that_is_held_up_holds_up_no_other(tmp_path):
             blocks = super().fetch(pending)
             if pending.samples[0].index:
                 return blocks
-            return [[Block(group, rows.view(Hanging)) for group, rows in tap] for tap in blocks]
+            return [[RowBlock(group, rows.view(Hanging)) for group, rows in tap] for tap in blocks]
 
     class Watched(Counting):
         def add(self, **counts: int) -> None:
@@ -266,7 +266,7 @@ def test_a_device_that_computes_while_a_batch_is_started_is_what_limits(tmp_path
     stream = open_stream(tmp_path, 6)
     sink, control = StreamSink(stream), LocalControl(threading.Event(), None)
     pipeline = Pipeline(ComputesAtOnce(), sink, control, progress, clock=ticks, in_flight=1)
-    assert pipeline.run(works(items, Sizes(64, 1, 64, 100), 1, 100, lambda: None))
+    assert pipeline.run(shard_tasks(items, Sizes(64, 1, 64, 100), 1, 100, lambda: None))
     assert progress.snapshot().busy["model"] == 6 * 5.0
 
 

@@ -15,7 +15,7 @@ from spile.errors import SpecError, UserError
 
 if TYPE_CHECKING:
     from spile.fleet.cloud.tpu import CloudTpu
-    from spile.fleet.manage import Result
+    from spile.fleet.manage import NodeResult
     from spile.fleet.spec import FleetSpec, Policy
 
 __all__ = ["MachineFlags", "PlaceFlags", "confirm", "print_result", "print_results", "table_of"]
@@ -147,14 +147,14 @@ def table_of(*columns: str) -> Table:
     return table
 
 
-def print_result(console: Console, result: Result) -> None:
+def print_result(console: Console, result: NodeResult) -> None:
     """One machine, one line."""
     detail = f": {result.detail}" if result.detail else ""
     style = "red" if result.bad else None
     console.print(f"{result.name} in {result.zone}: {result.what}{detail}", style=style, markup=False, soft_wrap=True)
 
 
-def print_results(console: Console, results: Sequence[Result]) -> int:
+def print_results(console: Console, results: Sequence[NodeResult]) -> int:
     """One line a machine, worst last; 1 when something is not as it was asked for."""
     for result in sorted(results, key=lambda result: (result.bad, result.zone, result.name)):
         print_result(console, result)

@@ -9,8 +9,8 @@ from typing import IO, Literal
 
 import orjson
 
-from spile.data.make.items import Item, Selection, Tally, Unique, name_of, usable
-from spile.data.make.sources import Source, open_source
+from spile.data.make.items import Item, ItemTally, Selection, Unique, name_of, usable
+from spile.data.make.sources import RowSource, open_source
 from spile.data.make.whole_files import replacing
 from spile.errors import DataError
 
@@ -19,7 +19,7 @@ __all__ = ["ANSWERS", "CHALLENGES", "Converted", "Format", "convert", "convert_s
 Format = Literal["arc-jsonl", "arc-json"]
 CHALLENGES, ANSWERS = "arc_format_train.json", "test_outputs_train.json"
 
-Progress = Callable[[Tally], None]
+Progress = Callable[[ItemTally], None]
 _EVERY = 256
 
 
@@ -28,7 +28,7 @@ class Converted:
     """What came of it."""
 
     files: tuple[Path, ...]
-    tally: Tally
+    tally: ItemTally
 
 
 def convert(
@@ -53,7 +53,7 @@ def convert(
 
 
 def convert_source(
-    source: Source,
+    source: RowSource,
     output: Path,
     selection: Selection,
     *,
@@ -63,7 +63,7 @@ def convert_source(
 ) -> Converted:
     """:func:`convert`, from a source that is open already."""
     files = (output,) if format == "arc-jsonl" else (output / CHALLENGES, output / ANSWERS)
-    tally, names = Tally(), Unique()
+    tally, names = ItemTally(), Unique()
     with replacing(*files) as handles:
         write = _JsonlWriter(handles[0], test_outputs) if format == "arc-jsonl" else _PairWriter(*handles)
         for item in usable(source, selection, tally, arc_only=True):
@@ -79,7 +79,7 @@ def convert_source(
     return Converted(files, tally)
 
 
-def check_names(names: Unique, source: Source) -> None:
+def check_names(names: Unique, source: RowSource) -> None:
     """Refuse a task id that stands twice, and say where."""
     repeat = names.first_repeat()
     if repeat is not None:
@@ -92,7 +92,7 @@ def check_names(names: Unique, source: Source) -> None:
         )
 
 
-def check_some(tally: Tally, source: Source) -> None:
+def check_some(tally: ItemTally, source: RowSource) -> None:
     """Refuse a source of which nothing could be used."""
     if tally.samples == 0:
         why = "; ".join(f"{count} × {reason}" for reason, count in tally.rejected.most_common(3))

@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from spile.data.make.sources import Row, check_columns
+from spile.data.make.sources import SourceRow, check_columns
 from spile.errors import DataError, SpileError, StoreError
 
 __all__ = ["Hub"]
@@ -31,7 +31,7 @@ class Hub:
         """Its name, split and configuration."""
         return {"dataset": self.location or self.name, "split": self.split, "config_name": self.config_name}
 
-    def rows(self, start: int, stop: int | None) -> Iterator[Row]:
+    def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
         """One a row; what lies before ``start`` is skipped by the library, shard by shard where it can."""
         dataset = self._open()
         dataset = dataset.skip(start) if start else dataset
@@ -45,7 +45,7 @@ class Hub:
                 return
             except Exception as error:
                 raise self._failed(error) from error
-            yield Row(number, data, f"row {number}")
+            yield SourceRow(number, data, f"row {number}")
             number += 1
 
     def _open(self) -> Any:

@@ -13,11 +13,11 @@ import numpy as np
 import orjson
 
 from spile.data.arc.grids import task_problem
-from spile.data.make.sources import Row, Source
+from spile.data.make.sources import RowSource, SourceRow
 from spile.data.rows import row_id
 from spile.errors import DataError, SpecError
 
-__all__ = ["Item", "Selection", "Tally", "Unique", "name_of", "usable"]
+__all__ = ["Item", "ItemTally", "Selection", "Unique", "name_of", "usable"]
 
 Kind = Literal["arc", "chat", "text"]
 _SHOWN = 5
@@ -57,7 +57,7 @@ class Selection:
 
 
 @dataclass
-class Tally:
+class ItemTally:
     """What was read, what could be used, and why the rest could not."""
 
     rows: int = 0
@@ -66,7 +66,7 @@ class Tally:
     shown: list[str] = field(default_factory=list)
     """The first few rows that could not be used: where, and why."""
 
-    def reject(self, row: Row, reason: str) -> None:
+    def reject(self, row: SourceRow, reason: str) -> None:
         """Count a row that cannot be used."""
         self.rejected[reason] += 1
         if len(self.shown) < _SHOWN:
@@ -116,7 +116,7 @@ class Unique:
         return self._rows[int(order[place])], self._rows[int(order[place + 1])]
 
 
-def usable(source: Source, selection: Selection, tally: Tally, *, arc_only: bool = False) -> Iterator[Item]:
+def usable(source: RowSource, selection: Selection, tally: ItemTally, *, arc_only: bool = False) -> Iterator[Item]:
     """The rows that can be used. All are of the first one's kind: tasks, chats or texts."""
     kind: Kind | None = "arc" if arc_only else None
     for row in source.rows(selection.start_index, selection.end_index):
@@ -141,18 +141,18 @@ def usable(source: Source, selection: Selection, tally: Tally, *, arc_only: bool
         yield item
 
 
-def name_of(source: Source, number: int) -> str:
+def name_of(source: RowSource, number: int) -> str:
     """The name of one row, found by reading up to it again."""
     for row in source.rows(number, number + 1):
         return row.proven or row_id(row.data) or _numbered(number)
     raise DataError(f"row {number} has gone", fix="do not change the dataset while it is read")
 
 
-def _parsed(row: Row) -> Row:
+def _parsed(row: SourceRow) -> SourceRow:
     """A row that was proven but must be looked into after all."""
     if row.proven is None or row.raw is None:
         return row
-    return Row(row.number, orjson.loads(row.raw), row.place, row.raw)
+    return SourceRow(row.number, orjson.loads(row.raw), row.place, row.raw)
 
 
 def _numbered(number: int) -> str:
@@ -174,7 +174,7 @@ def _kind(data: dict[str, Any], column: str) -> Kind | None:
     return "text" if isinstance(value, str) or isinstance(data.get("text"), str) else None
 
 
-def _plain(row: Row, kind: Kind | None, column: str) -> Item | str:
+def _plain(row: SourceRow, kind: Kind | None, column: str) -> Item | str:
     """A chat or a text: carried over as it is, with a name."""
     if kind is None:
         return f"no {column!r}, train, messages or text"
@@ -189,7 +189,7 @@ def _plain(row: Row, kind: Kind | None, column: str) -> Item | str:
     return Item(_numbered(row.number), {"task_id": _numbered(row.number), **row.data}, None, row.number)
 
 
-def _task(row: Row, selection: Selection) -> Item | str:
+def _task(row: SourceRow, selection: Selection) -> Item | str:
     """A task: a row that is one already, or a column of pairs whose last one is the test."""
     data = row.data
     booleans = row.raw is None or b"true" in row.raw or b"false" in row.raw

@@ -11,16 +11,16 @@ from typing import Any, Protocol
 
 import orjson
 
-from spile.data.arc.fast_check import proven_task
+from spile.data.arc.fast_check import passes_fast_check
 from spile.data.lines import StreamFile, embedded_tasks
 from spile.errors import DataError, StoreError
 from spile.spec.run import EMBEDDED
 
-__all__ = ["ArcFolder", "ArcJson", "Jsonl", "Parquet", "Row", "Source", "open_source"]
+__all__ = ["ArcFolder", "ArcJson", "Jsonl", "Parquet", "RowSource", "SourceRow", "open_source"]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SourceRow:
     """One row of a source."""
 
     number: int
@@ -36,14 +36,14 @@ class Row:
     """The id of a task proven sound without parsing it: ``data`` is None, all is in ``raw``."""
 
 
-class Source(Protocol):
+class RowSource(Protocol):
     """Rows, as often as asked for, always the same and in the same order."""
 
     @property
     def origin(self) -> dict[str, object]:
         """What ``streams.json`` says of it."""
 
-    def rows(self, start: int, stop: int | None) -> Iterator[Row]:
+    def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
         """Rows from number ``start`` up to, not including, ``stop``."""
 
 
@@ -58,16 +58,16 @@ class Jsonl:
         """Its address."""
         return {"dataset": self.location}
 
-    def rows(self, start: int, stop: int | None) -> Iterator[Row]:
+    def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
         """One a line; a line that is no JSON is a row with a problem."""
         file = StreamFile(self.location)
         for line in islice(file.lines(), start, stop):
-            place, proven = f"line {line.number}", proven_task(line.raw)
+            place, proven = f"line {line.number}", passes_fast_check(line.raw)
             try:
                 data = None if proven is not None else orjson.loads(line.raw)
-                yield Row(line.index, data, place, line.raw, proven=proven)
+                yield SourceRow(line.index, data, place, line.raw, proven=proven)
             except orjson.JSONDecodeError:
-                yield Row(line.index, None, place, problem="a line that is no JSON")
+                yield SourceRow(line.index, None, place, problem="a line that is no JSON")
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class ArcJson:
         """Its address."""
         return {"dataset": self.location}
 
-    def rows(self, start: int, stop: int | None) -> Iterator[Row]:
+    def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
         """One a task, in the file's order."""
         tasks = _json(self.path)
         if not isinstance(tasks, dict):
@@ -105,13 +105,13 @@ class ArcFolder:
         """Its address."""
         return {"dataset": self.location}
 
-    def rows(self, start: int, stop: int | None) -> Iterator[Row]:
+    def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
         """One a file, sorted by name."""
         for number, path in enumerate(self.files[start:stop], start):
             try:
                 yield _named(number, orjson.loads(path.read_bytes()), path.stem, path.name)
             except orjson.JSONDecodeError:
-                yield Row(number, None, path.name, problem="a file that is no JSON")
+                yield SourceRow(number, None, path.name, problem="a file that is no JSON")
             except OSError as error:
                 raise StoreError(f"{path} cannot be read", found=error.strerror or str(error)) from error
 
@@ -129,9 +129,9 @@ class Parquet:
         """Its address."""
         return {"dataset": self.location}
 
-    def rows(self, start: int, stop: int | None) -> Iterator[Row]:
+    def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
         """One a row."""
-        return (Row(n, data, f"row {n}") for n, data in islice(enumerate(self._records()), start, stop))
+        return (SourceRow(n, data, f"row {n}") for n, data in islice(enumerate(self._records()), start, stop))
 
     def _records(self) -> Iterator[dict[str, Any]]:
         try:
@@ -162,7 +162,7 @@ def check_columns(names: list[str], wanted: frozenset[str], location: str) -> li
     )
 
 
-def open_source(dataset: str, *, column: str, split: str | None = None, config_name: str | None = None) -> Source:
+def open_source(dataset: str, *, column: str, split: str | None = None, config_name: str | None = None) -> RowSource:
     """What a user named: ``embedded``, a file, a folder, a bucket's object, or a dataset of the hub."""
     columns = frozenset({column, "train", "test", "messages", "text", "task_id", "id"})
     if dataset == EMBEDDED:
@@ -181,7 +181,7 @@ def open_source(dataset: str, *, column: str, split: str | None = None, config_n
     return Hub(dataset, split or "train", config_name, columns)
 
 
-def _open_file(path: Path, dataset: str, columns: frozenset[str]) -> Source:
+def _open_file(path: Path, dataset: str, columns: frozenset[str]) -> RowSource:
     if path.suffix == ".parquet":
         return Parquet(path, dataset, columns)
     if path.suffix == ".json":
@@ -195,7 +195,7 @@ def _open_file(path: Path, dataset: str, columns: frozenset[str]) -> Source:
 
 def _open_folder(
     path: Path, dataset: str, columns: frozenset[str], split: str | None, config_name: str | None
-) -> Source:
+) -> RowSource:
     """ARC files here or one level below (``--split`` names the subfolder); else a dataset as the hub lays it out."""
     data = next((file for kind in ("parquet", "jsonl") for file in path.rglob(f"*.{kind}")), None)
     if data is not None:
@@ -209,10 +209,10 @@ def _open_folder(
     return ArcFolder(tuple(files), dataset if split is None else f"{dataset.rstrip('/')}/{split}")
 
 
-def _named(number: int, data: Any, name: str, place: str) -> Row:
+def _named(number: int, data: Any, name: str, place: str) -> SourceRow:
     if not isinstance(data, dict):
-        return Row(number, None, place, problem="a task that is no object")
-    return Row(number, {"task_id": name, **data}, place)
+        return SourceRow(number, None, place, problem="a task that is no object")
+    return SourceRow(number, {"task_id": name, **data}, place)
 
 
 def _json(path: Path) -> Any:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from spile.data.arc.augment import shuffled
 from spile.data.make.convert import check_names, check_some
-from spile.data.make.items import Selection, Tally, Unique, usable
+from spile.data.make.items import ItemTally, Selection, Unique, usable
 from spile.data.make.manifest import MANIFEST, StreamEntry, StreamsManifest, stream_name
-from spile.data.make.sources import Source, open_source
+from spile.data.make.sources import RowSource, open_source
 from spile.data.make.whole_files import replacing, workspace
 from spile.errors import DataError, SpecError
 
@@ -32,7 +32,7 @@ class Streams:
     folder: Path
     manifest: StreamsManifest
     written: tuple[str, ...]
-    tally: Tally
+    tally: ItemTally
 
 
 class _Writer:
@@ -81,7 +81,7 @@ def make_streams(
     seed: int = 0,
     only: Collection[int] | None = None,
     overwrite: bool = False,
-    progress: Callable[[Tally], None] | None = None,
+    progress: Callable[[ItemTally], None] | None = None,
 ) -> Streams:
     """Split a dataset into ``stream_000.jsonl`` … and describe them in ``streams.json``.
 
@@ -96,7 +96,7 @@ def make_streams(
 
 
 def split_source(
-    source: Source,
+    source: RowSource,
     output_dir: Path,
     num_streams: int,
     selection: Selection,
@@ -104,7 +104,7 @@ def split_source(
     seed: int = 0,
     only: Collection[int] | None = None,
     overwrite: bool = False,
-    progress: Callable[[Tally], None] | None = None,
+    progress: Callable[[ItemTally], None] | None = None,
 ) -> Streams:
     """:func:`make_streams`, from a source that is open already."""
     chosen = _chosen(num_streams, only)
@@ -129,18 +129,18 @@ def _chosen(num_streams: int, only: Collection[int] | None) -> set[int]:
 
 
 def _write(
-    source: Source,
+    source: RowSource,
     work: Path,
     num_streams: int,
     chosen: set[int],
     selection: Selection,
     seed: int,
-    progress: Callable[[Tally], None] | None,
-) -> tuple[StreamsManifest, Tally]:
+    progress: Callable[[ItemTally], None] | None,
+) -> tuple[StreamsManifest, ItemTally]:
     """All streams are counted and hashed, the chosen ones written."""
     buffer = max(1 << 14, min(1 << 20, _BUFFERS // num_streams))
     writers = [_Writer(work / stream_name(n) if n in chosen else None, buffer) for n in range(num_streams)]
-    tally, names, order = Tally(), Unique(), list[int]()
+    tally, names, order = ItemTally(), Unique(), list[int]()
     for place, item in enumerate(usable(source, selection, tally)):
         if place % num_streams == 0:
             order = shuffled(num_streams, "streams", seed, place // num_streams)

@@ -10,7 +10,7 @@ from typing import Any
 
 from spile.fleet.fake_cloud.cloud import TYPES, ZONES, ApiError, Cloud
 
-__all__ = ["Api", "Fault", "Lost"]
+__all__ = ["Api", "ApiFault", "Lost"]
 
 _RUNTIMES = ("tpu-ubuntu2204-base", "v2-alpha-tpuv5-lite", "v2-alpha-tpuv5", "v2-alpha-tpuv6e")
 _PATH = re.compile(
@@ -24,7 +24,7 @@ class Lost(Exception):
 
 
 @dataclass
-class Fault:
+class ApiFault:
     """What goes wrong with the next ``count`` requests of a method whose path contains ``path``."""
 
     method: str = ""
@@ -45,7 +45,7 @@ class Api:
     """The API over one cloud."""
 
     cloud: Cloud
-    faults: list[Fault] = field(default_factory=list)
+    faults: list[ApiFault] = field(default_factory=list)
     calls: list[tuple[str, str]] = field(default_factory=list)
 
     def handle(self, method: str, path: str, params: Mapping[str, str], body: dict[str, Any]) -> dict[str, Any]:

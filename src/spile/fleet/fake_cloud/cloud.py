@@ -16,7 +16,7 @@ from spile.fleet.fake_cloud.errors import ApiError
 from spile.fleet.fake_cloud.queue import Queue
 from spile.spec.machines import known_machines, parse_machine
 
-__all__ = ["TYPES", "ZONES", "ApiError", "Cloud", "CloudOperation", "Pace", "stamp"]
+__all__ = ["TYPES", "ZONES", "ApiError", "Cloud", "CloudOperation", "CloudTimes", "stamp"]
 
 ZONES: tuple[str, ...] = (
     "us-central1-a",
@@ -35,7 +35,7 @@ TYPES: tuple[str, ...] = tuple(machine.name for machine in known_machines())
 
 
 @dataclass
-class Pace:
+class CloudTimes:
     """How long things take, in seconds of the cloud's clock."""
 
     create: float = 1.0
@@ -82,12 +82,12 @@ class Cloud:
         self,
         clock: Callable[[], float],
         *,
-        pace: Pace | None = None,
+        pace: CloudTimes | None = None,
         on_start: Callable[[dict[str, Any]], None] = lambda _: None,
         on_stop: Callable[[dict[str, Any], float], None] = lambda *_: None,
     ) -> None:
         self.clock = clock
-        self.pace = pace or Pace()
+        self.pace = pace or CloudTimes()
         self.lock = threading.RLock()
         self.dry: set[str] = set()
         self.quota: dict[str, int] = {}

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from spile.fleet.fake_cloud.api import Api, Fault, Lost
-from spile.fleet.fake_cloud.cloud import ApiError, Cloud, Pace
+from spile.fleet.fake_cloud.api import Api, ApiFault, Lost
+from spile.fleet.fake_cloud.cloud import ApiError, Cloud, CloudTimes
 from spile.fleet.fake_cloud.vms import Vms
 
 __all__ = ["FakeCloud", "ShiftedClock"]
@@ -38,7 +38,7 @@ class FakeCloud:
         folder: Path,
         *,
         port: int = 0,
-        pace: Pace | None = None,
+        pace: CloudTimes | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self.clock = ShiftedClock()
@@ -46,7 +46,7 @@ class FakeCloud:
         self.cloud = Cloud(self.clock, pace=pace, on_start=self.vms.start, on_stop=self.vms.stop)
         self.api = Api(self.cloud)
         handler = type("Handler", (_Handler,), {"fake": self})
-        self._server = _Server(("127.0.0.1", port), handler)
+        self._server = _HttpServer(("127.0.0.1", port), handler)
         self.port = int(self._server.server_address[1])
         self.vms.address = f"127.0.0.1:{self.port}"
         self._ticking = threading.Event()
@@ -112,9 +112,9 @@ class FakeCloud:
             else:
                 self.cloud.quota[body["zone"]] = int(body["limit"])
         elif verb == "fault":
-            self.api.faults.append(Fault(**body))
+            self.api.faults.append(ApiFault(**body))
         elif verb == "pace":
-            self.cloud.pace = Pace(**body)
+            self.cloud.pace = CloudTimes(**body)
         elif verb == "clock":
             self.clock.shift += float(body["advance"])
             self.cloud.advance()
@@ -156,7 +156,7 @@ class FakeCloud:
         return str(fixed[key])
 
 
-class _Server(ThreadingHTTPServer):
+class _HttpServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:

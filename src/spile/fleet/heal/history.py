@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-__all__ = ["Bill", "Block", "History", "Pending", "WorkerHistory"]
+__all__ = ["Bill", "History", "Pending", "WorkerHistory", "ZoneBlock"]
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class WorkerHistory:
 
 
 @dataclass(frozen=True)
-class Block:
+class ZoneBlock:
     """Why no machine is asked for in a zone, and until when."""
 
     until: float
@@ -88,7 +88,7 @@ class History:
     """The fleet's past."""
 
     workers: Mapping[int, WorkerHistory] = field(default_factory=dict)
-    blocks: Mapping[str, Block] = field(default_factory=dict)
+    blocks: Mapping[str, ZoneBlock] = field(default_factory=dict)
     bills: Mapping[str, Bill] = field(default_factory=dict)
     settled: float = 0.0
     """Dollars of machines that are gone."""
@@ -117,7 +117,7 @@ class History:
             workers[int(number)] = WorkerHistory(**{**value, "pending": pending, "used": tuple(value["used"])})
         raw.update(
             workers=workers,
-            blocks={zone: Block(**block) for zone, block in raw["blocks"].items()},
+            blocks={zone: ZoneBlock(**block) for zone, block in raw["blocks"].items()},
             bills={uid: Bill(**bill) for uid, bill in raw["bills"].items()},
         )
         return cls(**raw)

@@ -17,7 +17,7 @@ from spile.fleet.heal.lease import Holder, Lease
 from spile.fleet.heal.observed import Pulse
 from spile.fleet.heal.reconcile import health_of, past_of
 from spile.fleet.heal.round import Round, tick
-from spile.fleet.home import FleetHome, Report
+from spile.fleet.home import FleetHome, WorkerReport
 from spile.fleet.spec import FleetSpec, Worker
 from spile.objects import open_folder
 from spile.status.snapshot import Snapshot, SnapshotReader, StreamView
@@ -35,7 +35,7 @@ def machine_metadata(home: str, name: str, script: str, extra: Mapping[str, str]
     return {"spile-home": home, "spile-node": name, "startup-script": script, **(extra or {})}
 
 
-def pulses_of(fleet: FleetSpec, reports: Mapping[str, Report], snapshot: Snapshot) -> dict[int, Pulse]:
+def pulses_of(fleet: FleetSpec, reports: Mapping[str, WorkerReport], snapshot: Snapshot) -> dict[int, Pulse]:
     """Each worker's pulse: the newer of its agent's word and its own heartbeat."""
     views = {view.number: view for view in snapshot.streams}
     found = {}

@@ -21,7 +21,7 @@ from spile.fleet.cloud.provider import (
 from spile.fleet.heal.history import History
 from spile.fleet.heal.observed import Observed, Pulse, spec_zones
 from spile.fleet.heal.reconcile import Action, decide
-from spile.fleet.heal.update import Outcome, absorb, intend, record
+from spile.fleet.heal.update import ActionOutcome, intend, record, update_history
 from spile.fleet.spec import WORKER_LABEL, FleetSpec, owns
 
 __all__ = ["Round", "act", "look", "request_for", "tick"]
@@ -38,7 +38,7 @@ class Round:
 
     observed: Observed
     history: History
-    done: tuple[tuple[Action, Outcome], ...] = ()
+    done: tuple[tuple[Action, ActionOutcome], ...] = ()
     problems: tuple[SpileError, ...] = ()
     """What went wrong while looking: an error for each zone that did not answer."""
 
@@ -118,14 +118,14 @@ def act(
     metadata: Metadata,
     held: Callable[[], bool],
     pool: Executor | None = None,
-) -> list[tuple[Action, Outcome]]:
+) -> list[tuple[Action, ActionOutcome]]:
     """Carry actions out, zones in parallel; a zone's creates end at its first refusal for quota."""
     zones: dict[str, list[Action]] = {}
     for action in actions:
         zones.setdefault(action.zone, []).append(action)
 
-    def one_zone(mine: list[Action]) -> list[tuple[Action, Outcome]]:
-        done: list[tuple[Action, Outcome]] = []
+    def one_zone(mine: list[Action]) -> list[tuple[Action, ActionOutcome]]:
+        done: list[tuple[Action, ActionOutcome]] = []
         full = False
         for action in mine:
             if not held():
@@ -140,19 +140,19 @@ def act(
     return [pair for done in _each(pool, one_zone, zones.values()) for pair in done]
 
 
-def _perform(fleet: FleetSpec, provider: Provider, action: Action, metadata: Metadata) -> Outcome:
+def _perform(fleet: FleetSpec, provider: Provider, action: Action, metadata: Metadata) -> ActionOutcome:
     try:
         if action.verb == "create":
             request = request_for(fleet, action.worker, metadata(action.worker))
             if fleet.queued:
                 queued = QueuedRequest(request, best_effort=fleet.best_effort)
-                return Outcome(provider.create_queued(action.zone, action.name, queued))
-            return Outcome(provider.create_node(action.zone, action.name, request))
+                return ActionOutcome(provider.create_queued(action.zone, action.name, queued))
+            return ActionOutcome(provider.create_node(action.zone, action.name, request))
         if action.verb == "delete":
-            return Outcome(_delete(fleet, provider, action))
-        return Outcome()
+            return ActionOutcome(_delete(fleet, provider, action))
+        return ActionOutcome()
     except (CloudError, UserError) as error:
-        return Outcome(error=error)
+        return ActionOutcome(error=error)
 
 
 def _delete(fleet: FleetSpec, provider: Provider, action: Action) -> Operation:
@@ -179,7 +179,7 @@ def tick(
 ) -> Round:
     """One round. Without the lease it only looks; with it, what it is about to ask for is saved before it asks."""
     observed, problems = look(fleet, provider, history, pulses, pool)
-    history = absorb(fleet, observed, history, clock())
+    history = update_history(fleet, observed, history, clock())
     if not held():
         return Round(observed, history, (), problems)
     actions = decide(fleet, observed, history, clock())

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from spile.errors import SpileError
 from spile.fleet.cloud.provider import LostReply, Missing, Node, Operation, Quota, Stockout, Unavailable
 from spile.fleet.cloud.states import Life, NodeState
-from spile.fleet.heal.history import Bill, Block, History, Pending, WorkerHistory
+from spile.fleet.heal.history import Bill, History, Pending, WorkerHistory, ZoneBlock
 from spile.fleet.heal.observed import Observed
 from spile.fleet.heal.reconcile import Action, delay, health_of, next_zone, past_of
 from spile.fleet.spec import FleetSpec, Worker
 
-__all__ = ["Outcome", "absorb", "begin", "intend", "record"]
+__all__ = ["ActionOutcome", "begin", "intend", "record", "update_history"]
 
 _MUTE = (
     "may they read and write the bucket (--service-account)? Their startup log: journalctl -u google-startup-scripts"
@@ -22,7 +22,7 @@ _BILLED = frozenset({Life.ALIVE, Life.COMING})
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ActionOutcome:
     """What came of an action: an operation, or an error."""
 
     operation: Operation | None = None
@@ -49,7 +49,7 @@ def begin(fleet: FleetSpec, history: History) -> History:
     return replace(history, workers=workers, blocks={}, stopped="", deployment=fleet.deployment)
 
 
-def absorb(fleet: FleetSpec, observed: Observed, history: History, now: float) -> History:
+def update_history(fleet: FleetSpec, observed: Observed, history: History, now: float) -> History:
     """What a look at the cloud and the bucket adds."""
     history = begin(fleet, history)
     blocks = {zone: block for zone, block in history.blocks.items() if now < block.until}
@@ -86,7 +86,7 @@ def _used(observed: Observed, past: WorkerHistory, nodes: list[Node]) -> tuple[s
 
 def _answers(
     fleet: FleetSpec, observed: Observed, worker: Worker, past: WorkerHistory, nodes: list[Node], now: float
-) -> tuple[WorkerHistory, Block | None]:
+) -> tuple[WorkerHistory, ZoneBlock | None]:
     """What became of a request that was without an answer."""
     pending = past.pending
     if pending is None or pending.zone in observed.blind:
@@ -117,13 +117,13 @@ def _answers(
 
 def _failed(
     fleet: FleetSpec, worker: Worker, past: WorkerHistory, pending: Pending, error: SpileError, now: float
-) -> tuple[WorkerHistory, Block | None]:
+) -> tuple[WorkerHistory, ZoneBlock | None]:
     """A request that the cloud refused for certain."""
     past = replace(past, pending=None, note=error.line())
     if pending.verb == "delete":
         return replace(past, retry_at=now + delay(fleet.policy, worker.id, 1)), None
     if isinstance(error, Quota):
-        return past, Block(now + fleet.policy.quota_retry, error.line())
+        return past, ZoneBlock(now + fleet.policy.quota_retry, error.line())
     failures = past.failures + 1
     past = replace(past, failures=failures, retry_at=now + delay(fleet.policy, worker.id, failures))
     if isinstance(error, Stockout):
@@ -225,11 +225,11 @@ def _final(bill: Bill, observed: Observed, now: float) -> Bill:
 
 def intend(fleet: FleetSpec, history: History, actions: Iterable[Action], now: float) -> History:
     """What is about to be asked for, as if every answer were lost: stored first, so a monitor's death leaves no gap."""
-    unknown = Outcome(error=LostReply("asked for, and no answer yet"))
+    unknown = ActionOutcome(error=LostReply("asked for, and no answer yet"))
     return record(fleet, history, [(action, unknown) for action in actions if action.verb == "create"], now)
 
 
-def record(fleet: FleetSpec, history: History, done: Iterable[tuple[Action, Outcome]], now: float) -> History:
+def record(fleet: FleetSpec, history: History, done: Iterable[tuple[Action, ActionOutcome]], now: float) -> History:
     """What actions that were carried out add."""
     workers, blocks = dict(history.workers), dict(history.blocks)
     by_id = {worker.id: worker for worker in fleet.workers}
@@ -245,8 +245,8 @@ def record(fleet: FleetSpec, history: History, done: Iterable[tuple[Action, Outc
 
 
 def _recorded(
-    fleet: FleetSpec, worker: Worker, past: WorkerHistory, action: Action, outcome: Outcome, now: float
-) -> tuple[WorkerHistory, Block | None]:
+    fleet: FleetSpec, worker: Worker, past: WorkerHistory, action: Action, outcome: ActionOutcome, now: float
+) -> tuple[WorkerHistory, ZoneBlock | None]:
     if action.verb == "report":
         return replace(past, reported=True), None
     error, operation = outcome.error, outcome.operation

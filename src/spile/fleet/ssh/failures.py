@@ -12,7 +12,7 @@ from spile.fleet.ssh.hosts import Host
 __all__ = ["explain", "together"]
 
 
-class Row(NamedTuple):
+class SshFailure(NamedTuple):
     """ssh's words, whose mistake it is, our words, what to do."""
 
     words: str
@@ -21,38 +21,42 @@ class Row(NamedTuple):
     fix: str
 
 
-TABLE: tuple[Row, ...] = (
-    Row(r"Could not resolve hostname", UserError, "no such host", "check the address"),
-    Row(
+TABLE: tuple[SshFailure, ...] = (
+    SshFailure(r"Could not resolve hostname", UserError, "no such host", "check the address"),
+    SshFailure(
         r"REMOTE HOST IDENTIFICATION HAS CHANGED|Host key verification failed|No .* host key is known",
         UserError,
         "the host's key is not the one known",
         "if the machine was really replaced, remove the old key with ssh-keygen -R",
     ),
-    Row(r"Load key .*|Identity file .* not accessible", UserError, "the ssh key cannot be used", "check --ssh-key"),
-    Row(
+    SshFailure(
+        r"Load key .*|Identity file .* not accessible", UserError, "the ssh key cannot be used", "check --ssh-key"
+    ),
+    SshFailure(
         r"Permission denied|Too many authentication failures",
         UserError,
         "the host refused the login",
         "check --user and --ssh-key; a TPU VM takes the keys in its ssh-keys metadata",
     ),
-    Row(r"Connection refused", Failure, "nothing listens there", "is sshd running on the host, and the port right"),
-    Row(
+    SshFailure(
+        r"Connection refused", Failure, "nothing listens there", "is sshd running on the host, and the port right"
+    ),
+    SshFailure(
         r"timed out|No route to host|Network is unreachable",
         Failure,
         "the host cannot be reached",
         "open tcp:22 in the firewall, or use --internal-ip from inside the network",
     ),
-    Row(
+    SshFailure(
         r"not responding|Broken pipe|closed by|[Cc]onnection reset", Failure, "the connection was lost", "run it again"
     ),
-    Row(
+    SshFailure(
         r"Bad configuration option|command-line.*(error|Bad|unsupported)",
         UserError,
         "ssh refuses an option",
         "check --ssh-option",
     ),
-    Row(
+    SshFailure(
         r"python3?: (command )?not found|python3?: No such file|python3: not found",
         UserError,
         "no python3 on the host",

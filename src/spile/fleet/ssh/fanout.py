@@ -11,9 +11,9 @@ from typing import Any
 from spile.errors import Interrupted, SpileError
 from spile.fleet.ssh.failures import together
 from spile.fleet.ssh.hosts import Access, Host
-from spile.fleet.ssh.session import Ended, Job, Pace, Session
+from spile.fleet.ssh.session import Ended, Job, Session, SessionTimes
 
-__all__ = ["MEGASCALE_PORT", "Outcome", "environment_of", "run", "run_everywhere", "worst"]
+__all__ = ["MEGASCALE_PORT", "HostOutcome", "environment_of", "run", "run_everywhere", "worst"]
 
 MEGASCALE_PORT = 8080
 INTERRUPTED = 130
@@ -21,7 +21,7 @@ PATIENCE = 8.0
 
 
 @dataclass(frozen=True)
-class Outcome:
+class HostOutcome:
     """How the command went on one host."""
 
     host: Host
@@ -50,7 +50,7 @@ def environment_of(host: Host, hosts: Sequence[Host]) -> dict[str, str]:
     return variables
 
 
-def worst(outcomes: Sequence[Outcome]) -> int:
+def worst(outcomes: Sequence[HostOutcome]) -> int:
     """The highest code of those that ended by themselves; 130 if all were stopped by Ctrl+C."""
     own = [outcome.code for outcome in outcomes if not outcome.stopped]
     if any(own) or (own and len(own) == len(outcomes)):
@@ -64,12 +64,12 @@ async def run_everywhere(
     *,
     access: Access,
     output: Callable[[Host, bytes], None],
-    pace: Pace | None = None,
+    pace: SessionTimes | None = None,
     variables: Callable[[Host, Sequence[Host]], dict[str, str]] = environment_of,
     interrupt: asyncio.Event | None = None,
-) -> list[Outcome]:
+) -> list[HostOutcome]:
     """Connect to all, start on all, follow all; what comes goes to ``output``. Setting ``interrupt`` stops all."""
-    pace = pace or Pace()
+    pace = pace or SessionTimes()
     access.check(hosts)
     interrupt = interrupt or asyncio.Event()
     sessions = [Session(host, access, pace, lambda data, host=host: output(host, data)) for host in hosts]  # type: ignore[misc]
@@ -82,7 +82,7 @@ async def run_everywhere(
         ends = [asyncio.create_task(session.ended()) for session in sessions]
         await _until_over(sessions, ends, pace, interrupt)
         return [
-            Outcome(session.host, end.code, end.cause, end.seconds, end.left)
+            HostOutcome(session.host, end.code, end.cause, end.seconds, end.left)
             for session, end in zip(sessions, [task.result() for task in ends], strict=True)
         ]
     finally:
@@ -111,7 +111,7 @@ async def _connect(sessions: Sequence[Session], interrupt: asyncio.Event) -> Non
 
 
 async def _until_over(
-    sessions: Sequence[Session], ends: Sequence[asyncio.Task[Ended]], pace: Pace, interrupt: asyncio.Event
+    sessions: Sequence[Session], ends: Sequence[asyncio.Task[Ended]], pace: SessionTimes, interrupt: asyncio.Event
 ) -> None:
     """Follow all to their ends; at the first failure, or when interrupted, end the others."""
     pending: set[asyncio.Task[Ended]] = set(ends)
@@ -159,12 +159,12 @@ def run(
     *,
     access: Access,
     output: Callable[[Host, bytes], None],
-    pace: Pace | None = None,
+    pace: SessionTimes | None = None,
     variables: Callable[[Host, Sequence[Host]], dict[str, str]] = environment_of,
-) -> list[Outcome]:
+) -> list[HostOutcome]:
     """``run_everywhere`` from plain code: Ctrl+C, SIGTERM and SIGHUP stop all hosts; a second one kills at once."""
 
-    async def main() -> list[Outcome]:
+    async def main() -> list[HostOutcome]:
         interrupt = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from spile.errors import Failure, SpileError
 from spile.fleet.ssh.fanout import environment_of, run_everywhere
 from spile.fleet.ssh.hosts import Access, Host
-from spile.fleet.ssh.session import Job, Pace
+from spile.fleet.ssh.session import Job, SessionTimes
 
 __all__ = ["Launched", "launch"]
 
@@ -33,7 +33,7 @@ def launch(
     *,
     access: Access,
     env: Mapping[str, str] | None = None,
-    pace: Pace | None = None,
+    pace: SessionTimes | None = None,
 ) -> list[Launched]:
     """Run each host's script in its bash; what a successful one leaves running goes on. Never raises for a host."""
 
@@ -49,7 +49,9 @@ def launch(
     return asyncio.run(main())
 
 
-async def _launch_one(host: Host, hosts: Sequence[Host], job: Job, access: Access, pace: Pace | None) -> Launched:
+async def _launch_one(
+    host: Host, hosts: Sequence[Host], job: Job, access: Access, pace: SessionTimes | None
+) -> Launched:
     said = bytearray()
 
     def hear(_: Host, data: bytes) -> None:

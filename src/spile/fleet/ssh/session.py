@@ -16,13 +16,13 @@ from spile.fleet.ssh.failures import explain
 from spile.fleet.ssh.hosts import Access, Host
 from spile.fleet.ssh.remote import guard
 
-__all__ = ["Ended", "Job", "Pace", "Session", "remote_program"]
+__all__ = ["Ended", "Job", "Session", "SessionTimes", "remote_program"]
 
 HEARTBEAT = b".\n"
 
 
 @dataclass(frozen=True)
-class Pace:
+class SessionTimes:
     """How long each side waits for the other."""
 
     heartbeat: float = 1.0
@@ -74,7 +74,7 @@ def remote_program(module: object, call: str) -> str:
 class Session:
     """From the connection to the last byte of output."""
 
-    def __init__(self, host: Host, access: Access, pace: Pace, output: Callable[[bytes], None]) -> None:
+    def __init__(self, host: Host, access: Access, pace: SessionTimes, output: Callable[[bytes], None]) -> None:
         self.host = host
         self.failed = asyncio.Event()
         """The command has failed; what it left may still be ending."""

@@ -15,7 +15,7 @@ from spile.objects import Folder
 from spile.status.heartbeat import Beat, read_beat
 from spile.store.layout import PROGRESS
 
-__all__ = ["LOG_FILES", "NO_LOG", "UNIT", "Machine", "find_machine", "last_words", "tail_command"]
+__all__ = ["LOG_FILES", "NO_LOG", "UNIT", "LogMachine", "find_machine", "last_words", "tail_command"]
 
 UNIT = "spile-worker"
 """The worker's systemd unit."""
@@ -26,7 +26,7 @@ NO_LOG = 66
 
 
 @dataclass(frozen=True)
-class Machine:
+class LogMachine:
     """A worker's machine, as far as there is one."""
 
     host: Host | None
@@ -48,7 +48,7 @@ def tail_command(lines: int, follow: bool, unit: str = UNIT, files: Sequence[str
     )
 
 
-def find_machine(nodes: Iterable[Node], worker: str, *, fleet: str | None, host: int, internal_ip: bool) -> Machine:
+def find_machine(nodes: Iterable[Node], worker: str, *, fleet: str | None, host: int, internal_ip: bool) -> LogMachine:
     """The machine that a person means by ``5`` or by ``tpu-us-central1-a-0``."""
     number = int(worker) if worker.isdigit() else None
     mine = [node for node in nodes if fleet is None or owns(fleet, node)]
@@ -57,15 +57,15 @@ def find_machine(nodes: Iterable[Node], worker: str, *, fleet: str | None, host:
         names = ", ".join(f"{node.name} in {node.zone}" for node in found)
         raise UserError(f"several machines are worker {worker}", found=names, fix="name one, with --zone or --fleet")
     if not found:
-        return Machine(None, number, "it has no machine")
+        return LogMachine(None, number, "it has no machine")
     node = found[0]
     number = worker_of(node) if number is None else number
     if node.state != NodeState.READY:
-        return Machine(None, number, f"{node.name} is {node.state}")
+        return LogMachine(None, number, f"{node.name} is {node.state}")
     hosts = hosts_of([node], node.name, internal_ip=internal_ip)
     if not 0 <= host < len(hosts):
         raise UserError(f"{node.name} has no host {host}", expected=f"0 to {len(hosts) - 1}")
-    return Machine(hosts[host], number, "")
+    return LogMachine(hosts[host], number, "")
 
 
 def last_words(root: Folder, worker: str, number: int | None) -> Beat:

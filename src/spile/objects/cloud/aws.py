@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from spile.errors import UserError
-from spile.objects.cloud.failures import Trouble
+from spile.objects.cloud.failures import RequestFailure
 
 __all__ = ["AwsKeys", "aws_endpoint", "aws_keys", "aws_region"]
 
@@ -95,7 +95,7 @@ def _asked(question: Callable[[Any], Answer]) -> Answer | None:
     except (BotoCoreError, ClientError) as error:
         kinds = [kind.__name__ for kind in type(error).__mro__]
         if any(kind in _PASSING for kind in kinds):
-            raise Trouble("the credentials could not be refreshed", transient=True) from error
+            raise RequestFailure("the credentials could not be refreshed", transient=True) from error
         code = error.response.get("Error", {}).get("Code") if isinstance(error, ClientError) else None
         found, fix = next((_WORDS[kind] for kind in kinds if kind in _WORDS), (code or kinds[0], _CHECK))
         profile = _profile(os.environ)

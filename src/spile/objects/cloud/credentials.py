@@ -16,7 +16,7 @@ from urllib.parse import quote, urlsplit
 
 from spile.errors import UserError
 from spile.objects.cloud.aws import AwsKeys
-from spile.objects.cloud.failures import Trouble
+from spile.objects.cloud.failures import RequestFailure
 
 __all__ = ["GoogleToken", "quoted", "sign_v4"]
 
@@ -44,7 +44,7 @@ class GoogleToken:
                     self._credentials.refresh(google.auth.transport.requests.Request())
             except google.auth.exceptions.GoogleAuthError as error:
                 if isinstance(error, google.auth.exceptions.TransportError) or error.retryable:
-                    raise Trouble("the credentials could not be refreshed", transient=True) from error
+                    raise RequestFailure("the credentials could not be refreshed", transient=True) from error
                 raise UserError(
                     "no Google credentials",
                     expected="application default credentials",

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import urllib3.exceptions
 from obstore.exceptions import NotFoundError
 
-__all__ = ["Trouble", "from_obstore", "from_status", "from_urllib3"]
+__all__ = ["RequestFailure", "from_obstore", "from_status", "from_urllib3"]
 
 _TRANSIENT = {408, 409, 425, 429, 500, 502, 503, 504}
 _TRANSIENT_CODES = {"BadDigest", "InternalError", "RequestTimeout", "SlowDown"}
@@ -49,7 +49,7 @@ _CONNECTION = (
 _FOR_GOOD = "no secure connection"
 
 
-class Trouble(Exception):
+class RequestFailure(Exception):
     """One failed request."""
 
     def __init__(self, cause: str, *, status: int | None = None, code: str = "", transient: bool = False) -> None:
@@ -77,12 +77,12 @@ class Trouble(Exception):
         return self.status == 412
 
 
-def from_status(status: int, body: bytes | str = b"") -> Trouble:
+def from_status(status: int, body: bytes | str = b"") -> RequestFailure:
     """From a reply's status and the code in its body, if there is one."""
     code = _code(body)
     words = _CODES.get(code) or _WORDS.get(status) or code
     cause = f"{status} {words}".strip()
-    return Trouble(cause, status=status, code=code, transient=status in _TRANSIENT or code in _TRANSIENT_CODES)
+    return RequestFailure(cause, status=status, code=code, transient=status in _TRANSIENT or code in _TRANSIENT_CODES)
 
 
 def _code(body: bytes | str) -> str:
@@ -91,17 +91,17 @@ def _code(body: bytes | str) -> str:
     return found.group(1) if found else ""
 
 
-def _from_connection(text: str) -> Trouble:
+def _from_connection(text: str) -> RequestFailure:
     cause = next(words for pattern, words in _CONNECTION if re.search(pattern, text.lower()))
-    return Trouble(cause, transient=not cause.startswith(_FOR_GOOD))
+    return RequestFailure(cause, transient=not cause.startswith(_FOR_GOOD))
 
 
-def from_urllib3(error: urllib3.exceptions.HTTPError | OSError) -> Trouble:
+def from_urllib3(error: urllib3.exceptions.HTTPError | OSError) -> RequestFailure:
     """From a connection that failed."""
     return _from_connection(f"{type(error).__name__} {error}")
 
 
-def from_obstore(error: Exception) -> Trouble:
+def from_obstore(error: Exception) -> RequestFailure:
     """From what obstore raised; it tells the status only in its text."""
     text = str(error)
     found = re.search(r"status code: (\d{3})", text)

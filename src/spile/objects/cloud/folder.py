@@ -18,7 +18,7 @@ import obstore
 
 from spile.errors import Damaged, StoreError
 from spile.objects.cloud.bucket import Bucket
-from spile.objects.cloud.failures import Trouble
+from spile.objects.cloud.failures import RequestFailure
 from spile.objects.cloud.upload import CloudWriter
 from spile.objects.folder import NotFound, ObjectInfo, Unfinished, checked_key, possible_prefix
 from spile.objects.stats import Stats
@@ -94,7 +94,7 @@ class CloudFolder:
             store = self._bucket.store
             data = bytes(self._bucket.obstore(lambda: obstore.get_range(store, name, start=start, length=length)))
             if len(data) != length:
-                raise Trouble(f"cut short: expected {start + length} bytes, found {start + len(data)}")
+                raise RequestFailure(f"cut short: expected {start + length} bytes, found {start + len(data)}")
             return data
 
         data = self._run("read", key, attempt)
@@ -144,7 +144,7 @@ class CloudFolder:
             nonlocal replies_lost
             try:
                 self._bucket.rest.put(name, data, if_absent=True)
-            except Trouble as trouble:
+            except RequestFailure as trouble:
                 if trouble.exists:
                     return replies_lost > 0 and self._bucket.rest.get(name) == data
                 replies_lost += trouble.transient
@@ -160,7 +160,7 @@ class CloudFolder:
         name = self._name(key)
         try:
             self._bucket.again(lambda: self._bucket.rest.request("DELETE", name))
-        except Trouble as trouble:
+        except RequestFailure as trouble:
             if not trouble.absent:
                 raise self._error("delete", key, trouble) from trouble
 
@@ -171,7 +171,7 @@ class CloudFolder:
         def send(data: Any) -> None:
             try:
                 self._bucket.uploader.send(name, data)
-            except Trouble as trouble:
+            except RequestFailure as trouble:
                 raise self._error("write", key, trouble) from trouble
             self.stats.add(bytes_written=data.nbytes)
 
@@ -195,7 +195,7 @@ class CloudFolder:
         name = self._name(remains.key)
         try:
             self._bucket.again(lambda: self._bucket.rest.request("DELETE", name, query={"uploadId": remains.handle}))
-        except Trouble as trouble:
+        except RequestFailure as trouble:
             if not trouble.absent:
                 raise self._error("delete", remains.key, trouble) from trouble
 
@@ -210,10 +210,10 @@ class CloudFolder:
     def _run(self, verb: str, key: str, attempt: Callable[[], Result]) -> Result:
         try:
             return self._bucket.again(attempt)
-        except Trouble as trouble:
+        except RequestFailure as trouble:
             raise self._error(verb, key, trouble) from trouble
 
-    def _error(self, verb: str, key: str, trouble: Trouble) -> StoreError | Damaged:
+    def _error(self, verb: str, key: str, trouble: RequestFailure) -> StoreError | Damaged:
         """One line that names the object and the cause."""
         address = f"{self.url}/{key}".rstrip("/")
         if trouble.absent and verb == "read":
@@ -223,7 +223,7 @@ class CloudFolder:
         return StoreError(f"cannot {verb} {address}", found=trouble.cause, fix=_fix(self._bucket.url, trouble))
 
 
-def _fix(bucket: str, trouble: Trouble) -> str | None:
+def _fix(bucket: str, trouble: RequestFailure) -> str | None:
     if trouble.no_bucket:
         make = "gcloud storage buckets create" if bucket.startswith("gs:") else "aws s3 mb"
         return f"make it ({make} {bucket}) and run the same command again"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import urllib3
 
-__all__ = ["PRICES_OF", "Place", "egress_price", "machine_place"]
+__all__ = ["PRICES_OF", "Region", "egress_price", "machine_place"]
 
 PRICES_OF = "2025"
 """The year of the list prices below, in US dollars a GiB, rounded. They change rarely; the order of magnitude never."""
@@ -36,7 +36,7 @@ _PATIENCE = urllib3.Timeout(connect=0.4, read=0.8)
 
 
 @dataclass(frozen=True)
-class Place:
+class Region:
     """A cloud (``gs`` for Google's, ``s3`` for Amazon's) and a region of it."""
 
     cloud: str
@@ -48,7 +48,7 @@ class Place:
         word = self.region.partition("-")[0].rstrip("0123456789")
         return _SAME_CONTINENT.get(word, word)
 
-    def holds(self, other: Place) -> bool:
+    def holds(self, other: Region) -> bool:
         """Whether a bucket here is at home where the other place is: the same region, or one it spans."""
         if self.cloud != other.cloud:
             return False
@@ -56,7 +56,7 @@ class Place:
         return self.region == other.region or spans or other.region in _DUAL.get(self.region, ())
 
 
-def egress_price(machine: Place, bucket: Place) -> float:
+def egress_price(machine: Region, bucket: Region) -> float:
     """Dollars a GiB that the machine's owner pays to write to the bucket."""
     if bucket.holds(machine):
         return 0.0
@@ -69,23 +69,23 @@ def egress_price(machine: Place, bucket: Place) -> float:
     return dear or _BETWEEN.get(ends, _BETWEEN_AT_ALL)
 
 
-def machine_place(environment: Mapping[str, str] = os.environ) -> Place | None:
+def machine_place(environment: Mapping[str, str] = os.environ) -> Region | None:
     """Where this machine says it is; None for one that is in neither cloud, after about a second."""
     if named := environment.get("SPILE_MACHINE_REGION"):  # gs/us-central1, s3/eu-west-1, or empty for nowhere
         cloud, _, region = named.partition("/")
-        return Place(cloud, region) if region else None
+        return Region(cloud, region) if region else None
     return _google_place(environment) or _amazon_place(environment)
 
 
-def _google_place(environment: Mapping[str, str]) -> Place | None:
+def _google_place(environment: Mapping[str, str]) -> Region | None:
     if environment.get("NO_GCE_CHECK", "").lower() == "true":
         return None
     host = environment.get("GCE_METADATA_HOST", "metadata.google.internal")
     zone = _ask("GET", f"http://{host}/computeMetadata/v1/instance/zone", {"Metadata-Flavor": "Google"})
-    return Place("gs", zone.rpartition("/")[2].rpartition("-")[0]) if zone else None
+    return Region("gs", zone.rpartition("/")[2].rpartition("-")[0]) if zone else None
 
 
-def _amazon_place(environment: Mapping[str, str]) -> Place | None:
+def _amazon_place(environment: Mapping[str, str]) -> Region | None:
     if environment.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
         return None
     base = environment.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", "http://169.254.169.254").rstrip("/")
@@ -93,7 +93,7 @@ def _amazon_place(environment: Mapping[str, str]) -> Place | None:
     if not token:
         return None
     region = _ask("GET", f"{base}/latest/meta-data/placement/region", {"X-aws-ec2-metadata-token": token})
-    return Place("s3", region) if region else None
+    return Region("s3", region) if region else None
 
 
 def _ask(method: str, url: str, headers: dict[str, str]) -> str | None:

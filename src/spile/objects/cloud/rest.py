@@ -23,7 +23,7 @@ from typing_extensions import Buffer
 
 from spile.objects.cloud.aws import aws_endpoint, aws_keys, aws_region
 from spile.objects.cloud.credentials import GoogleToken, quoted, sign_v4
-from spile.objects.cloud.failures import Trouble, from_status, from_urllib3
+from spile.objects.cloud.failures import RequestFailure, from_status, from_urllib3
 
 __all__ = ["GoogleDialect", "Reply", "RestClient", "S3Dialect", "crc32c", "http_timeout"]
 
@@ -163,7 +163,7 @@ class RestClient:
         headers: Mapping[str, str] | None = None,
         body: Buffer | None = None,
     ) -> Reply:
-        """One attempt: a reply of 2xx, or :class:`Trouble`."""
+        """One attempt: a reply of 2xx, or :class:`RequestFailure`."""
         url = f"{self._url}/{quoted(key, slash=True)}" if key else self._url
         if query:
             url += "?" + "&".join(f"{quoted(name)}={quoted(value)}" for name, value in query.items())
@@ -192,7 +192,7 @@ class RestClient:
         reply = self.request("GET", key, headers=headers)
         expected = self.dialect.reported_checksum(reply.headers)
         if expected is not None and expected != crc32c(reply.body):
-            raise Trouble("damaged: its checksum does not match", code="Damaged", transient=True)
+            raise RequestFailure("damaged: its checksum does not match", code="Damaged", transient=True)
         return reply.body
 
     def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from typing_extensions import Buffer
 
 from spile.errors import StoreError
-from spile.objects.cloud.failures import Trouble, from_status, is_error_document
+from spile.objects.cloud.failures import RequestFailure, from_status, is_error_document
 from spile.objects.cloud.rest import RestClient, crc32c
 
 __all__ = ["Buffers", "CloudWriter", "Uploader"]
@@ -82,7 +82,7 @@ class Uploader:
         self._pool = ThreadPoolExecutor(_PARALLEL, thread_name_prefix="upload")
 
     def send(self, key: str, data: Bytes) -> None:
-        """Durable when it returns; :class:`Trouble` when it cannot be."""
+        """Durable when it returns; :class:`RequestFailure` when it cannot be."""
         if data.nbytes <= PART:
             self._retry(lambda: self._client.put(key, data.data))
             return
@@ -99,7 +99,7 @@ class Uploader:
             raise
         reported = self._client.dialect.reported_checksum(headers)
         if reported is not None and reported != crc32c(data.data):
-            raise Trouble("damaged on the way: the store's checksum is not ours", code="Damaged", transient=True)
+            raise RequestFailure("damaged on the way: the store's checksum is not ours", code="Damaged", transient=True)
 
     def _begin(self, key: str) -> str:
         headers = {"x-amz-checksum-algorithm": "CRC32C"} if self._client.dialect.scheme == "s3" else {}
@@ -117,7 +117,7 @@ class Uploader:
 
             def attempt() -> tuple[str, str]:
                 if stop.is_set():
-                    raise Trouble("another part failed")
+                    raise RequestFailure("another part failed")
                 reply = self._client.request("PUT", key, query=query, headers=checksum, body=piece)
                 return reply.headers["ETag"], crc32c(piece)
 
@@ -152,7 +152,7 @@ class Uploader:
                 reply = self._client.request("POST", key, query={"uploadId": handle}, headers=headers, body=body)
                 if is_error_document(reply.body):
                     raise from_status(500, reply.body)
-            except Trouble as trouble:
+            except RequestFailure as trouble:
                 if trouble.code == "NoSuchUpload" and replies_lost:
                     return self._client.request("HEAD", key).headers  # it was done, and the reply was lost
                 replies_lost += trouble.transient
@@ -166,7 +166,7 @@ class Uploader:
         """Remove the parts. Where that fails too, ``verify --gc`` finds them; the first error is the one to tell."""
         try:
             self._client.request("DELETE", key, query={"uploadId": handle})
-        except Trouble:
+        except RequestFailure:
             return
 
 
@@ -180,7 +180,7 @@ def _child(body: bytes, name: str) -> str:
     for child in ElementTree.fromstring(body):  # noqa: S314 - the store's own reply
         if child.tag.rpartition("}")[2] == name:
             return child.text or ""
-    raise Trouble(f"a reply without {name}")
+    raise RequestFailure(f"a reply without {name}")
 
 
 class CloudWriter:

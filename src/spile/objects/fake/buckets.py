@@ -13,7 +13,7 @@ from functools import cached_property
 
 import google_crc32c
 
-__all__ = ["Bucket", "Buckets", "Stored", "Upload", "crc32c_base64"]
+__all__ = ["Buckets", "FakeBucket", "Stored", "Upload", "crc32c_base64"]
 
 
 def crc32c_base64(*pieces: bytes) -> str:
@@ -67,7 +67,7 @@ class Upload:
 
 
 @dataclass
-class Bucket:
+class FakeBucket:
     """Objects by key."""
 
     location: str = "US-CENTRAL1"
@@ -111,7 +111,7 @@ class Buckets:
         self.base = base
         """The server's URL, for the links in its replies."""
         self.lock = threading.RLock()
-        self.buckets: dict[str, Bucket] = {}
+        self.buckets: dict[str, FakeBucket] = {}
         self.uploads: dict[str, Upload] = {}
         self._generations = itertools.count(time.time_ns() // 1000)
         self._ids = itertools.count(1)

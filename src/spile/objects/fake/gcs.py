@@ -21,8 +21,8 @@ import signal
 import sys
 import time
 
-from spile.objects.fake.buckets import Bucket, Buckets
-from spile.objects.fake.http import FaultyServer, Reply, Request
+from spile.objects.fake.buckets import Buckets, FakeBucket
+from spile.objects.fake.http import FakeReply, FaultyServer, Request
 from spile.objects.fake.json_api import answer_json
 from spile.objects.fake.xml_api import answer_xml
 
@@ -39,7 +39,7 @@ class FakeGcs(FaultyServer):
     def add_bucket(self, name: str, location: str = "US-CENTRAL1") -> None:
         """Create it, empty."""
         with self.buckets.lock:
-            self.buckets.buckets[name] = Bucket(location)
+            self.buckets.buckets[name] = FakeBucket(location)
 
     def delete_bucket(self, name: str) -> None:
         """With all that is in it."""
@@ -50,13 +50,13 @@ class FakeGcs(FaultyServer):
         """Flip a byte at rest; the reported checksums stay as they were."""
         self.buckets.damage(bucket, key, at)
 
-    def answer(self, request: Request) -> Reply:
+    def answer(self, request: Request) -> FakeReply:
         """JSON below ``/storage/v1``, XML elsewhere."""
         if "/storage/v1/" in request.path:
             return answer_json(self.buckets, request)
         return answer_xml(self.buckets, request)
 
-    def administer(self, request: Request) -> Reply:
+    def administer(self, request: Request) -> FakeReply:
         """The admin endpoint, with the buckets' part."""
         match request.method, request.path.split("/")[2:]:
             case "POST", ["buckets"]:
@@ -67,7 +67,7 @@ class FakeGcs(FaultyServer):
                 self.damage(**json.loads(request.body))
             case _:
                 return super().administer(request)
-        return Reply(200)
+        return FakeReply(200)
 
 
 def main(arguments: list[str] | None = None) -> int:

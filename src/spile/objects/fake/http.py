@@ -23,7 +23,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from spile.objects.fake.faults import Fault, Faults, Throttle
 
-__all__ = ["FaultyProxy", "FaultyServer", "Reply", "Request"]
+__all__ = ["FakeReply", "FaultyProxy", "FaultyServer", "Request"]
 
 _PIECE = 1 << 19
 _CHECKSUMS = ("x-goog-hash", "x-amz-checksum-crc32c")
@@ -52,7 +52,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Reply:
+class FakeReply:
     """One reply."""
 
     status: int
@@ -80,11 +80,11 @@ class FaultyServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         host, port = self.server_address[:2]
         return f"http://{host!s}:{port}"
 
-    def answer(self, request: Request) -> Reply:
+    def answer(self, request: Request) -> FakeReply:
         """What the server says. Subclasses know."""
         raise NotImplementedError
 
-    def administer(self, request: Request) -> Reply:
+    def administer(self, request: Request) -> FakeReply:
         """The admin endpoint."""
         match request.method, request.path:
             case "POST", "/_fake/faults":
@@ -94,10 +94,10 @@ class FaultyServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
             case "POST", "/_fake/bandwidth":
                 self.throttle.rate = json.loads(request.body)["bytes_per_second"]
             case "GET", "/_fake/stats":
-                return Reply(200, json.dumps(self.faults.report()).encode())
+                return FakeReply(200, json.dumps(self.faults.report()).encode())
             case _:
-                return Reply(404)
-        return Reply(200)
+                return FakeReply(404)
+        return FakeReply(200)
 
     def handle_error(self, request: object, client_address: object) -> None:
         """A client that hangs up is no news; a bug in the fake is."""
@@ -204,7 +204,7 @@ class _Connection(socketserver.StreamRequestHandler):
                 return False
         return True
 
-    def _send(self, request: Request, reply: Reply, *, cut: bool = False) -> None:
+    def _send(self, request: Request, reply: FakeReply, *, cut: bool = False) -> None:
         headers = {"Content-Length": str(len(reply.body)), **reply.headers}
         lines = [f"HTTP/1.1 {reply.status} {http.client.responses.get(reply.status, '-')}"]
         lines += [f"{name}: {value}" for name, value in headers.items()]
@@ -229,20 +229,20 @@ class _Connection(socketserver.StreamRequestHandler):
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
-def _refusal(status: int) -> Reply:
+def _refusal(status: int) -> FakeReply:
     name = http.client.responses.get(status, "Error").replace(" ", "")
     body = f"<?xml version='1.0' encoding='UTF-8'?><Error><Code>{name}</Code><Message>injected</Message></Error>"
-    return Reply(status, body.encode(), {"Content-Type": "application/xml"})
+    return FakeReply(status, body.encode(), {"Content-Type": "application/xml"})
 
 
-def _corrupted(reply: Reply) -> Reply:
+def _corrupted(reply: FakeReply) -> FakeReply:
     kind = next((v for k, v in reply.headers.items() if k.lower() == "content-type"), "")
     if reply.body and not any(word in kind for word in ("xml", "json", "html")):  # data, not the server's own words
         middle = len(reply.body) // 2
         flipped = bytes([reply.body[middle] ^ 0x20])
-        return Reply(reply.status, reply.body[:middle] + flipped + reply.body[middle + 1 :], reply.headers)
+        return FakeReply(reply.status, reply.body[:middle] + flipped + reply.body[middle + 1 :], reply.headers)
     headers = {k: ("crc32c=AAAAAA==" if k.lower() in _CHECKSUMS else v) for k, v in reply.headers.items()}
-    return Reply(reply.status, reply.body, headers)
+    return FakeReply(reply.status, reply.body, headers)
 
 
 class FaultyProxy(FaultyServer):
@@ -254,7 +254,7 @@ class FaultyProxy(FaultyServer):
         super().__init__(port)
         self._upstream = urlsplit(upstream)
 
-    def answer(self, request: Request) -> Reply:
+    def answer(self, request: Request) -> FakeReply:
         """What the other server says."""
         connection = http.client.HTTPConnection(self._upstream.hostname or "", self._upstream.port, timeout=60)
         try:
@@ -265,6 +265,6 @@ class FaultyProxy(FaultyServer):
             kept = {k: v for k, v in found.getheaders() if k.lower() not in self._HOP}
             if request.method == "HEAD":
                 kept["Content-Length"] = found.getheader("content-length") or "0"
-            return Reply(found.status, body, kept)
+            return FakeReply(found.status, body, kept)
         finally:
             connection.close()

@@ -7,8 +7,8 @@ import re
 from datetime import UTC, datetime
 from urllib.parse import quote, unquote
 
-from spile.objects.fake.buckets import Bucket, Buckets, Stored, crc32c_base64
-from spile.objects.fake.http import Reply, Request
+from spile.objects.fake.buckets import Buckets, FakeBucket, Stored, crc32c_base64
+from spile.objects.fake.http import FakeReply, Request
 from spile.objects.fake.xml_api import range_of, read_headers
 
 __all__ = ["answer_json"]
@@ -16,7 +16,7 @@ __all__ = ["answer_json"]
 _PAGE = 1000
 
 
-def answer_json(buckets: Buckets, request: Request) -> Reply:
+def answer_json(buckets: Buckets, request: Request) -> FakeReply:
     """One request below ``/storage/v1``, ``/upload/storage/v1`` or ``/download/storage/v1``."""
     upload = request.path.startswith(("/upload/", "/resumable/upload/"))
     parts = [unquote(part) for part in request.path.partition("/storage/v1/")[2].split("/")]
@@ -34,11 +34,11 @@ def answer_json(buckets: Buckets, request: Request) -> Reply:
     return _error(404, "Not Found")
 
 
-def _reply(value: dict[str, object], status: int = 200, headers: dict[str, str] | None = None) -> Reply:
-    return Reply(status, json.dumps(value).encode(), {"Content-Type": "application/json", **(headers or {})})
+def _reply(value: dict[str, object], status: int = 200, headers: dict[str, str] | None = None) -> FakeReply:
+    return FakeReply(status, json.dumps(value).encode(), {"Content-Type": "application/json", **(headers or {})})
 
 
-def _error(status: int, message: str) -> Reply:
+def _error(status: int, message: str) -> FakeReply:
     detail = {"message": message, "domain": "global", "reason": "fake"}
     return _reply({"error": {"code": status, "message": message, "errors": [detail]}}, status)
 
@@ -47,7 +47,7 @@ def _when(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
-def _bucket_resource(name: str, bucket: Bucket) -> dict[str, object]:
+def _bucket_resource(name: str, bucket: FakeBucket) -> dict[str, object]:
     return {
         "kind": "storage#bucket",
         "id": name,
@@ -85,18 +85,18 @@ def _object_resource(bucket: str, key: str, stored: Stored, base: str) -> dict[s
     }
 
 
-def _buckets(buckets: Buckets, request: Request) -> Reply:
+def _buckets(buckets: Buckets, request: Request) -> FakeReply:
     if request.method == "POST":
         wanted = json.loads(request.body)
         if wanted["name"] in buckets.buckets:
             return _error(409, "Your previous request to create the named bucket succeeded and you already own it.")
-        bucket = buckets.buckets[wanted["name"]] = Bucket(wanted.get("location", "US").upper())
+        bucket = buckets.buckets[wanted["name"]] = FakeBucket(wanted.get("location", "US").upper())
         return _reply(_bucket_resource(wanted["name"], bucket))
     items = [_bucket_resource(name, bucket) for name, bucket in sorted(buckets.buckets.items())]
     return _reply({"kind": "storage#buckets", "items": items})
 
 
-def _in_bucket(buckets: Buckets, name: str, bucket: Bucket, rest: list[str], request: Request) -> Reply:
+def _in_bucket(buckets: Buckets, name: str, bucket: FakeBucket, rest: list[str], request: Request) -> FakeReply:
     match request.method, rest:
         case "GET", []:
             return _reply(_bucket_resource(name, bucket))
@@ -104,7 +104,7 @@ def _in_bucket(buckets: Buckets, name: str, bucket: Bucket, rest: list[str], req
             if bucket.objects:
                 return _error(409, "The bucket you tried to delete is not empty.")
             del buckets.buckets[name]
-            return Reply(204)
+            return FakeReply(204)
         case "GET", ["storageLayout"]:
             layout = {"kind": "storage#storageLayout", "bucket": name, "location": bucket.location}
             return _reply({**layout, "hierarchicalNamespace": {"enabled": False}})
@@ -117,7 +117,7 @@ def _in_bucket(buckets: Buckets, name: str, bucket: Bucket, rest: list[str], req
     return _error(404, "Not Found")
 
 
-def _listing(buckets: Buckets, name: str, query: dict[str, str]) -> Reply:
+def _listing(buckets: Buckets, name: str, query: dict[str, str]) -> FakeReply:
     bucket = buckets.buckets[name]
     limit = int(query.get("maxResults", _PAGE))
     after = query.get("pageToken", "")
@@ -132,7 +132,7 @@ def _refused(there: Stored | None, query: dict[str, str]) -> bool:
     return wanted is not None and int(wanted) != (there.generation if there else 0)
 
 
-def _object(buckets: Buckets, name: str, bucket: Bucket, key: str, method: str, request: Request) -> Reply:
+def _object(buckets: Buckets, name: str, bucket: FakeBucket, key: str, method: str, request: Request) -> FakeReply:
     stored = bucket.objects.get(key)
     if stored is None:
         return _error(404, f"No such object: {name}/{key}")
@@ -141,21 +141,21 @@ def _object(buckets: Buckets, name: str, bucket: Bucket, key: str, method: str, 
     match method:
         case "DELETE":
             buckets.remove(name, key)
-            return Reply(204)
+            return FakeReply(204)
         case "GET" if request.query.get("alt") == "media":
             span = range_of(request.headers.get("range"), stored.size)
             if span is None:
-                return Reply(200, b"", read_headers(stored)) if not stored.data else _error(416, "no such range")
+                return FakeReply(200, b"", read_headers(stored)) if not stored.data else _error(416, "no such range")
             headers = read_headers(stored)
             if "range" in request.headers:
                 headers["Content-Range"] = f"bytes {span[0]}-{span[1] - 1}/{stored.size}"
-            return Reply(206 if "range" in request.headers else 200, stored.data[slice(*span)], headers)
+            return FakeReply(206 if "range" in request.headers else 200, stored.data[slice(*span)], headers)
         case "GET":
             return _reply(_object_resource(name, key, stored, buckets.base))
     return _error(405, method)
 
 
-def _upload(buckets: Buckets, name: str, request: Request) -> Reply:
+def _upload(buckets: Buckets, name: str, request: Request) -> FakeReply:
     query = request.query
     if "upload_id" in query:
         return _resume(buckets, name, request)
@@ -181,7 +181,7 @@ def _upload(buckets: Buckets, name: str, request: Request) -> Reply:
             kept = {**_options(resource), **{k: v for k, v in query.items() if k == "ifGenerationMatch"}}
             handle = buckets.begin(name, key, kept)
             location = f"{buckets.base}/upload/storage/v1/b/{name}/o?uploadType=resumable&upload_id={handle}"
-            return Reply(200, b"", {"Location": location, "X-GUploader-UploadID": handle})
+            return FakeReply(200, b"", {"Location": location, "X-GUploader-UploadID": handle})
     return _error(400, "unknown uploadType")
 
 
@@ -196,7 +196,7 @@ def _insert(
     data: bytes,
     query: dict[str, str],
     resource: dict[str, object] | dict[str, str],
-) -> Reply:
+) -> FakeReply:
     if _refused(buckets.buckets[name].objects.get(key), query):
         return _error(412, "At least one of the pre-conditions you specified did not hold.")
     if resource.get("crc32c") and resource["crc32c"] != crc32c_base64(data):
@@ -218,14 +218,14 @@ def _related(request: Request) -> tuple[dict[str, object], bytes]:
     return json.loads(re.split(rb"\r?\n\r?\n", resource, maxsplit=1)[1]), body
 
 
-def _resume(buckets: Buckets, name: str, request: Request) -> Reply:
+def _resume(buckets: Buckets, name: str, request: Request) -> FakeReply:
     handle = request.query["upload_id"]
     upload = buckets.uploads.get(handle)
     if upload is None:
         return _error(404, "no such upload")
     if request.method == "DELETE":
         del buckets.uploads[handle]
-        return Reply(499)
+        return FakeReply(499)
     found = re.fullmatch(r"bytes (?:(\d+)-(\d+)|\*)/(\d+|\*)", request.headers.get("content-range", ""))
     first, _, total = found.groups() if found else ("0", None, str(len(request.body)))
     if first is not None:
@@ -234,6 +234,6 @@ def _resume(buckets: Buckets, name: str, request: Request) -> Reply:
         upload.received[int(first) :] = request.body
     if total == "*" or int(total) != len(upload.received):
         held = {"Range": f"bytes=0-{len(upload.received) - 1}"} if upload.received else {}
-        return Reply(308, b"", {**held, "X-GUploader-UploadID": handle})
+        return FakeReply(308, b"", {**held, "X-GUploader-UploadID": handle})
     del buckets.uploads[handle]
     return _insert(buckets, name, upload.key, bytes(upload.received), upload.options, upload.options)

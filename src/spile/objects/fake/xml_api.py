@@ -11,15 +11,15 @@ from urllib.parse import unquote
 from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
-from spile.objects.fake.buckets import Bucket, Buckets, Stored, crc32c_base64
-from spile.objects.fake.http import Reply, Request
+from spile.objects.fake.buckets import Buckets, FakeBucket, Stored, crc32c_base64
+from spile.objects.fake.http import FakeReply, Request
 
 __all__ = ["answer_xml", "range_of", "read_headers"]
 
 _PAGE = 1000
 
 
-def answer_xml(buckets: Buckets, request: Request) -> Reply:
+def answer_xml(buckets: Buckets, request: Request) -> FakeReply:
     """One request to ``/bucket`` or ``/bucket/key``."""
     name, _, key = unquote(request.path).lstrip("/").partition("/")
     digest = crc32c_base64(request.body)  # before the lock: large parts are many
@@ -37,21 +37,21 @@ def answer_xml(buckets: Buckets, request: Request) -> Reply:
             case "PUT":
                 return _write(buckets, name, key, request, digest)
             case "DELETE":
-                return Reply(204) if buckets.remove(name, key) else _no_key()
+                return FakeReply(204) if buckets.remove(name, key) else _no_key()
     return _error(405, "MethodNotAllowed", request.method)
 
 
-def _error(status: int, code: str, message: str) -> Reply:
+def _error(status: int, code: str, message: str) -> FakeReply:
     return _xml(f"<Error><Code>{code}</Code><Message>{escape(message)}</Message></Error>", status)
 
 
-def _no_key() -> Reply:
+def _no_key() -> FakeReply:
     return _error(404, "NoSuchKey", "The specified key does not exist.")
 
 
-def _xml(text: str, status: int = 200, headers: dict[str, str] | None = None) -> Reply:
+def _xml(text: str, status: int = 200, headers: dict[str, str] | None = None) -> FakeReply:
     body = f"<?xml version='1.0' encoding='UTF-8'?>{text}".encode()
-    return Reply(status, body, {"Content-Type": "application/xml", **(headers or {})})
+    return FakeReply(status, body, {"Content-Type": "application/xml", **(headers or {})})
 
 
 def _when(seconds: float) -> str:
@@ -84,20 +84,20 @@ def range_of(header: str | None, size: int) -> tuple[int, int] | None:
     return (start, min(stop, size)) if start < size else None
 
 
-def _read(bucket: Bucket, key: str, request: Request) -> Reply:
+def _read(bucket: FakeBucket, key: str, request: Request) -> FakeReply:
     stored = bucket.objects.get(key)
     if stored is None:
         return _no_key()
     headers = read_headers(stored)
     if request.method == "HEAD":
-        return Reply(200, b"", {**headers, "Content-Length": str(stored.size)})
+        return FakeReply(200, b"", {**headers, "Content-Length": str(stored.size)})
     if "range" not in request.headers:
-        return Reply(200, stored.data, headers)
+        return FakeReply(200, stored.data, headers)
     span = range_of(request.headers["range"], stored.size)
     if span is None:
         return _error(416, "InvalidRange", "The requested range cannot be satisfied.")
     headers["Content-Range"] = f"bytes {span[0]}-{span[1] - 1}/{stored.size}"
-    return Reply(206, stored.data[slice(*span)], headers)
+    return FakeReply(206, stored.data[slice(*span)], headers)
 
 
 def _bad_digest(request: Request, digest: str) -> bool:
@@ -111,7 +111,7 @@ def _bad_digest(request: Request, digest: str) -> bool:
     return bool(md5) and md5 != base64.b64encode(hashlib.md5(request.body, usedforsecurity=False).digest()).decode()
 
 
-def _write(buckets: Buckets, name: str, key: str, request: Request, digest: str) -> Reply:
+def _write(buckets: Buckets, name: str, key: str, request: Request, digest: str) -> FakeReply:
     if _bad_digest(request, digest):
         return _error(400, "BadDigest", "The checksum you specified did not match what we received.")
     there = buckets.buckets[name].objects.get(key)
@@ -122,13 +122,13 @@ def _write(buckets: Buckets, name: str, key: str, request: Request, digest: str)
     stored = buckets.store(name, key, request.body, options=options)
     headers = read_headers(stored)
     headers.pop("Content-Type")
-    return Reply(200, b"", headers)
+    return FakeReply(200, b"", headers)
 
 
-def _bucket(buckets: Buckets, name: str, bucket: Bucket, request: Request) -> Reply:
+def _bucket(buckets: Buckets, name: str, bucket: FakeBucket, request: Request) -> FakeReply:
     query = request.query
     if request.method == "HEAD":
-        return Reply(200)
+        return FakeReply(200)
     if request.method != "GET":
         return _error(405, "MethodNotAllowed", request.method)
     if "location" in query:
@@ -152,7 +152,7 @@ def _bucket(buckets: Buckets, name: str, bucket: Bucket, request: Request) -> Re
     return _xml(f"<ListBucketResult>{''.join(pieces)}</ListBucketResult>")
 
 
-def _uploads(buckets: Buckets, name: str, query: dict[str, str]) -> Reply:
+def _uploads(buckets: Buckets, name: str, query: dict[str, str]) -> FakeReply:
     found = [(u.key, handle, u) for handle, u in buckets.uploads.items() if u.bucket == name]
     after = (query.get("key-marker", ""), query.get("upload-id-marker", ""))
     found = sorted(
@@ -160,7 +160,7 @@ def _uploads(buckets: Buckets, name: str, query: dict[str, str]) -> Reply:
     )
     limit = int(query.get("max-uploads", _PAGE))
     page = found[:limit]
-    pieces = [f"<Bucket>{name}</Bucket><IsTruncated>{'true' if len(found) > limit else 'false'}</IsTruncated>"]
+    pieces = [f"<FakeBucket>{name}</FakeBucket><IsTruncated>{'true' if len(found) > limit else 'false'}</IsTruncated>"]
     if page:
         pieces.append(f"<NextKeyMarker>{escape(page[-1][0])}</NextKeyMarker>")
         pieces.append(f"<NextUploadIdMarker>{page[-1][1]}</NextUploadIdMarker>")
@@ -172,11 +172,11 @@ def _uploads(buckets: Buckets, name: str, query: dict[str, str]) -> Reply:
     return _xml(f"<ListMultipartUploadsResult>{''.join(pieces)}</ListMultipartUploadsResult>")
 
 
-def _multipart(buckets: Buckets, name: str, key: str, request: Request, digest: str) -> Reply:
+def _multipart(buckets: Buckets, name: str, key: str, request: Request, digest: str) -> FakeReply:
     query = request.query
     if request.method == "POST" and "uploads" in query:
         handle = buckets.begin(name, key, {"contentType": request.headers.get("content-type", "")})
-        head = f"<Bucket>{name}</Bucket><Key>{escape(key)}</Key><UploadId>{handle}</UploadId>"
+        head = f"<FakeBucket>{name}</FakeBucket><Key>{escape(key)}</Key><UploadId>{handle}</UploadId>"
         return _xml(f"<InitiateMultipartUploadResult>{head}</InitiateMultipartUploadResult>")
     upload = buckets.uploads.get(query["uploadId"])
     if upload is None or (upload.bucket, upload.key) != (name, key):
@@ -186,16 +186,16 @@ def _multipart(buckets: Buckets, name: str, key: str, request: Request, digest: 
             if _bad_digest(request, digest):
                 return _error(400, "BadDigest", "The checksum you specified did not match what we received.")
             upload.parts[int(query["partNumber"])] = (digest, request.body)
-            return Reply(200, b"", {"ETag": f'"{digest}"', "x-goog-hash": f"crc32c={digest}"})
+            return FakeReply(200, b"", {"ETag": f'"{digest}"', "x-goog-hash": f"crc32c={digest}"})
         case "DELETE":
             del buckets.uploads[query["uploadId"]]
-            return Reply(204)
+            return FakeReply(204)
         case "POST":
             return _complete(buckets, name, key, request)
     return _error(405, "MethodNotAllowed", request.method)
 
 
-def _complete(buckets: Buckets, name: str, key: str, request: Request) -> Reply:
+def _complete(buckets: Buckets, name: str, key: str, request: Request) -> FakeReply:
     upload = buckets.uploads[request.query["uploadId"]]
     try:
         pieces = []
@@ -211,7 +211,7 @@ def _complete(buckets: Buckets, name: str, key: str, request: Request) -> Reply:
         return _error(400, "EntityTooSmall", "A part other than the last is smaller than 5 MiB.")
     del buckets.uploads[request.query["uploadId"]]
     stored = buckets.store(name, key, *pieces, parted=True, options=upload.options)
-    body = f"<Bucket>{name}</Bucket><Key>{escape(key)}</Key><ETag>{escape(stored.etag)}</ETag>"
+    body = f"<FakeBucket>{name}</FakeBucket><Key>{escape(key)}</Key><ETag>{escape(stored.etag)}</ETag>"
     headers = {k: v for k, v in read_headers(stored).items() if k.startswith("x-goog")}
     return _xml(f"<CompleteMultipartUploadResult>{body}</CompleteMultipartUploadResult>", headers=headers)
 

@@ -20,19 +20,19 @@ from spile.objects import open_folder
 from spile.plan.batches import Batch, BatchPlan, batches
 from spile.plan.ranges import Ranges
 from spile.runtime.device import DeviceProducer
-from spile.runtime.extract import Parts, bytes_a_token, find, make_producer, sizes_for
+from spile.runtime.extract import Parts, bytes_per_token, find, make_producer, sizes_for
 from spile.runtime.measure import naive
 from spile.runtime.measure.limits import Limits, bare_forward, device_to_host, host_copy, matmul, sequential_write
 from spile.runtime.progress import Progress
 from spile.runtime.summary import peak_memory
-from spile.runtime.worker import LocalControl, work
+from spile.runtime.worker import LocalControl, run_worker
 from spile.spec.run import ExtractSpec
 from spile.spec.sample import Sample
 from spile.store.run import join_run
 from spile.store.stream import join_stream
 from spile.weights.source import LocalSource
 
-__all__ = ["Result", "bench", "emptied"]
+__all__ = ["BenchResult", "bench", "emptied"]
 
 _MATMUL = {"cpu": 1024, "gpu": 8192, "tpu": 8192}
 _LIMIT_BATCHES = 48
@@ -41,13 +41,13 @@ _NAIVE_SAMPLES = {"cpu": 16, "gpu": 192, "tpu": 16}
 
 
 @dataclass(frozen=True)
-class Result:
+class BenchResult:
     """The limits, what was reached, and how much of the slowest limit that is."""
 
     device: str
     model: str
     taps: int
-    bytes_a_token: int
+    bytes_per_token: int
     limits: Limits
     limit_tokens: dict[str, float]
     """Each limit as tokens/s of this run."""
@@ -81,7 +81,7 @@ class Result:
 
 def bench(
     spec: ExtractSpec, *, tokens: int, empty_behind: bool = True, compare: bool = True, limit_bytes: int = 1 << 30
-) -> Result:
+) -> BenchResult:
     """Measure. ``empty_behind`` removes shards soon after their commit, so that a small RAM disk carries a long run.
 
     ``limit_bytes`` are written into each file to learn what the sink takes.
@@ -148,7 +148,7 @@ def _run(
     limits: Limits,
     progress: Progress,
     empty_behind: bool,
-) -> Result:
+) -> BenchResult:
     spec, sizes = parts.spec, sizes_for(parts)
     compiled = progress.snapshot()
     root = open_folder(parts.root.url)
@@ -157,16 +157,16 @@ def _run(
     measured = Progress()
     with emptied(Path(stream.folder.url), empty_behind), _watched(measured) as series:
         control = LocalControl(threading.Event(), None)
-        work(samples, producer, stream, sizes, progress=measured, control=control)
+        run_worker(samples, producer, stream, sizes, progress=measured, control=control)
         now = measured.snapshot()
-    rates = limits.tokens(bytes_a_token(parts))
+    rates = limits.tokens(bytes_per_token(parts))
     slowest = min(rates, key=rates.__getitem__)
     rate = now.tokens / now.seconds
-    return Result(
+    return BenchResult(
         device=producer.describe(),
         model=spec.model,
         taps=len(parts.taps),
-        bytes_a_token=bytes_a_token(parts),
+        bytes_per_token=bytes_per_token(parts),
         limits=limits,
         limit_tokens=rates,
         slowest=slowest,

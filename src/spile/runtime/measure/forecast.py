@@ -42,7 +42,7 @@ class Forecast:
         return Volume(
             samples=self.lengths.samples,
             tokens=self.lengths.tokens,
-            bytes_a_token=row_bytes(len(self.taps), self.config.d_model, self.spec.store_dtype),
+            bytes_per_token=row_bytes(len(self.taps), self.config.d_model, self.spec.store_dtype),
             shard_bytes=self.spec.shard_size_gb * 1e9,
         )
 
@@ -84,11 +84,11 @@ class Forecast:
             "samples_skipped_of_counted": self.skipped,
             "tokens": volume.tokens,
             "tokens_standard_error": self.lengths.error,
-            "tokens_a_sample": self.lengths.mean,
-            "bytes_a_token": volume.bytes_a_token,
+            "tokens_per_sample": self.lengths.mean,
+            "bytes_per_token": volume.bytes_per_token,
             "bytes": volume.bytes,
             "shards": volume.shards,
-            "flops_a_token": self.flops_per_token,
+            "flops_per_token": self.flops_per_token,
         }
 
 

@@ -50,15 +50,15 @@ class Limits:
     one_file: float
     """Written in sequence into one file and made durable."""
 
-    def tokens(self, bytes_a_token: int) -> dict[str, float]:
+    def tokens(self, bytes_per_token: int) -> dict[str, float]:
         """Each limit as real tokens a second."""
         rates = {
             "model": self.forward_tokens,
-            "host copy": self.host_copy / bytes_a_token,
-            "sink": self.sink / bytes_a_token,
+            "host copy": self.host_copy / bytes_per_token,
+            "sink": self.sink / bytes_per_token,
         }
         if self.device_to_host is not None:
-            rates["device to host"] = self.device_to_host / bytes_a_token
+            rates["device to host"] = self.device_to_host / bytes_per_token
         return rates
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from spile.errors import PodError
-from spile.runtime.pod.group import Together
+from spile.runtime.pod.group import WorkerGroup
 from spile.runtime.pod.pod import BARRIERS
 
 __all__ = ["check_pod", "say_devices"]
@@ -15,7 +15,7 @@ _TOLERANCE = 0.02
 """bf16's own rounding and more; a wrong collective is off by far more than that."""
 
 
-def say_devices(hosts: Together, say: Callable[[str], None]) -> None:
+def say_devices(hosts: WorkerGroup, say: Callable[[str], None]) -> None:
     """What this host sees."""
     import jax
 
@@ -24,7 +24,7 @@ def say_devices(hosts: Together, say: Callable[[str], None]) -> None:
     say(f"✓ {hosts.name or 'This process'} sees {len(local)} of {every} devices: {local[0].device_kind}, ids {ids}")
 
 
-def check_pod(hosts: Together, say: Callable[[str], None]) -> None:
+def check_pod(hosts: WorkerGroup, say: Callable[[str], None]) -> None:
     """Barriers, devices, a forward over all devices, and what it gave compared with this host's own."""
     say_devices(hosts, say)
     for name in BARRIERS[1:-1]:
@@ -37,7 +37,7 @@ def check_pod(hosts: Together, say: Callable[[str], None]) -> None:
     say(f"✓ {hosts.name or 'This process'}: all checks passed")
 
 
-def _forward(hosts: Together, say: Callable[[str], None]) -> None:
+def _forward(hosts: WorkerGroup, say: Callable[[str], None]) -> None:
     """The embedded model on the whole mesh against the same on one device."""
     import jax
     import numpy as np

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from spile.errors import PodError
 from spile.runtime.pod.identity import Identity
 
-__all__ = ["MOST_BYTES", "Answer", "Line", "OpenRoll", "listen", "tell"]
+__all__ = ["MOST_BYTES", "Answer", "Line", "RollConnections", "listen", "tell"]
 
 MOST_BYTES = 1 << 16
 
@@ -62,7 +62,7 @@ def listen(connection: socket.socket, identity: Identity, until: float) -> dict[
     return answer
 
 
-class OpenRoll:
+class RollConnections:
     """The roll call's connections, held until everyone is on the coordination service: until then they are what tells
     that a host has died, and JAX, which waits for it, would abort everybody without a name.
     """

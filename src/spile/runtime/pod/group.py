@@ -18,15 +18,15 @@ from spile.runtime.worker import StreamSink
 from spile.spec.run import ExtractSpec
 from spile.store.stream import StreamStore
 
-__all__ = ["Alone", "Joined", "Together", "same_command", "together"]
+__all__ = ["PodProcess", "SingleProcess", "WorkerGroup", "joined_group", "same_command"]
 
 T = TypeVar("T")
 
 
-class Together(Protocol):
+class WorkerGroup(Protocol):
     """The processes that are one worker."""
 
-    def visit(self) -> Together:
+    def visit(self) -> WorkerGroup:
         """Begin one more piece of work together."""
 
     @property
@@ -50,13 +50,13 @@ class Together(Protocol):
         """Where rows go."""
 
 
-class Alone:
+class SingleProcess:
     """One process: agrees with itself and waits for nobody."""
 
     first = True
     name = ""
 
-    def visit(self) -> Together:
+    def visit(self) -> WorkerGroup:
         """Itself."""
         return self
 
@@ -77,17 +77,17 @@ class Alone:
         return StreamSink(stream, after_commit)
 
 
-class Joined:
+class PodProcess:
     """A pod's process."""
 
     def __init__(self, pod: Pod) -> None:
         self.pod = pod
         self._visits = 0
 
-    def visit(self) -> Together:
+    def visit(self) -> WorkerGroup:
         """All processes make the same visits in the same order."""
         self._visits += 1
-        return Joined(self.pod.visit(self._visits))
+        return PodProcess(self.pod.visit(self._visits))
 
     @property
     def first(self) -> bool:
@@ -117,18 +117,18 @@ class Joined:
 
 
 @contextlib.contextmanager
-def together(
+def joined_group(
     identity: Identity, times: PodTimes | None = None, say: Callable[[str], None] = lambda _: None
-) -> Iterator[Together]:
-    """Alone, or joined with the others for as long as this lasts. An error inside ends the whole pod with its line."""
+) -> Iterator[WorkerGroup]:
+    """One process, or a pod joined for as long as this lasts. An error inside ends the whole pod with its line."""
     if identity.count == 1:
-        yield Alone()
+        yield SingleProcess()
         return
     with join(identity, times=times, say=say) as pod:
-        yield Joined(pod)
+        yield PodProcess(pod)
 
 
-def same_command(hosts: Together, spec: ExtractSpec) -> None:
+def same_command(hosts: WorkerGroup, spec: ExtractSpec) -> None:
     """Every process was given the first one's command, or an error that names what differs."""
     mine = json.loads(json.dumps(dataclasses.asdict(spec)))
     theirs: dict[str, object] = hosts.agree("command", mine)

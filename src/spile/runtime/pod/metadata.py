@@ -57,7 +57,7 @@ def gce_metadata(
         return None
     base = f"http://{server or 'metadata.google.internal'}/computeMetadata/v1/instance/attributes/"
     tpu = any(next(devices.glob(name), None) is not None for name in _CHIPS)
-    return _Server(base, patience or (_OF_A_TPU if tpu else _OF_ANOTHER), tpu=tpu)
+    return _MetadataServer(base, patience or (_OF_A_TPU if tpu else _OF_ANOTHER), tpu=tpu)
 
 
 @dataclass
@@ -72,7 +72,7 @@ class _Tried:
     """Whether time ran out."""
 
 
-class _Server:
+class _MetadataServer:
     """Asks, and asks again while there is patience."""
 
     def __init__(self, base: str, patience: Patience, *, tpu: bool) -> None:

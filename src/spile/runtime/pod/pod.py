@@ -13,10 +13,10 @@ from typing import NoReturn, TypeVar
 
 from spile.errors import PodError, SpileError
 from spile.runtime.pod.barriers import Coordination, Service, start_service
-from spile.runtime.pod.connections import OpenRoll
+from spile.runtime.pod.connections import RollConnections
 from spile.runtime.pod.identity import Identity
 from spile.runtime.pod.rollcall import answer_roll_call, hold_roll_call
-from spile.runtime.pod.watch import End, Watch, end_process
+from spile.runtime.pod.watch import End, PodWatch, end_process
 
 __all__ = ["BARRIERS", "Pod", "PodTimes", "join"]
 
@@ -50,7 +50,7 @@ class Pod:
     """A process among the others."""
 
     def __init__(
-        self, identity: Identity, coordination: Coordination, watch: Watch, service: Service | None, times: PodTimes
+        self, identity: Identity, coordination: Coordination, watch: PodWatch, service: Service | None, times: PodTimes
     ) -> None:
         self.identity, self.coordination, self.times = identity, coordination, times
         self._watch, self._service = watch, service
@@ -166,11 +166,11 @@ def join(identity: Identity, *, times: PodTimes | None = None, say: Line = lambd
     with roll.guarded(lambda line: end_process(End(line)), times.roll_call):
         # JAX's own patience is longer than ours: it would abort everybody, and name nobody.
         coordination = Coordination.connect(roll.answer.service, identity, timeout=2 * times.roll_call + 60)
-    watch = Watch(coordination, timeout=times.heartbeat)
+    watch = PodWatch(coordination, timeout=times.heartbeat)
     return Pod(identity, coordination, watch, service[0] if service else None, times)
 
 
-def _roll_call(identity: Identity, serve: Callable[[], str], times: PodTimes, say: Line) -> OpenRoll:
+def _roll_call(identity: Identity, serve: Callable[[], str], times: PodTimes, say: Line) -> RollConnections:
     def ready(line: str) -> None:
         say(f"✓ {line}")
         say(f"⏳ Waiting at '{BARRIERS[0]}' barrier...")

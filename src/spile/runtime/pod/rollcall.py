@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from spile.errors import PodError
-from spile.runtime.pod.connections import MOST_BYTES, Answer, Line, OpenRoll, listen, tell
+from spile.runtime.pod.connections import MOST_BYTES, Answer, Line, RollConnections, listen, tell
 from spile.runtime.pod.identity import Identity
 from spile.version import __version__
 
@@ -78,7 +78,7 @@ class _Roll:
 
 def hold_roll_call(
     identity: Identity, serve: Callable[[], str], *, timeout: float, ready: Line = lambda _: None
-) -> OpenRoll:
+) -> RollConnections:
     """Worker 0: wait for all the others, then start the service and tell them where it is."""
     roll = _Roll(identity)
     service = ""
@@ -97,7 +97,7 @@ def hold_roll_call(
             service = serve()
             tell((caller.connection for caller in callers), {"service": service, "names": names})
             sockets = {number: caller.connection for number, caller in roll.present.items()}
-            return OpenRoll(identity, Answer(service, names), sockets)
+            return RollConnections(identity, Answer(service, names), sockets)
         finally:
             kept = {id(caller) for caller in roll.present.values()} if service else set()
             for caller in callers:
@@ -188,7 +188,7 @@ def _absent(roll: _Roll, timeout: float) -> str:
     )
 
 
-def answer_roll_call(identity: Identity, *, timeout: float) -> OpenRoll:
+def answer_roll_call(identity: Identity, *, timeout: float) -> RollConnections:
     """Any other worker: call worker 0 until it answers."""
     until = time.monotonic() + timeout
     connection = _connect(identity, until, timeout)
@@ -205,7 +205,7 @@ def answer_roll_call(identity: Identity, *, timeout: float) -> OpenRoll:
         if "error" in heard:
             raise PodError(str(heard["error"]))
         names = tuple(str(name) for name in heard["names"])  # type: ignore[attr-defined]
-        return OpenRoll(identity, Answer(str(heard["service"]), names), {0: connection})
+        return RollConnections(identity, Answer(str(heard["service"]), names), {0: connection})
     except BaseException:
         connection.close()
         raise

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from spile.runtime.pod.barriers import Coordination
 from spile.runtime.pod.identity import Identity
 
-__all__ = ["Beats", "End", "Watch", "end_process"]
+__all__ = ["Beats", "End", "PodWatch", "end_process"]
 
 
 _NEXT = "this process ends too, and the same command on all hosts resumes"
@@ -65,7 +65,7 @@ def end_process(end: End) -> None:
     os._exit(end.code)
 
 
-class Watch:
+class PodWatch:
     """The thread."""
 
     def __init__(
