@@ -1,4 +1,9 @@
-"""Lines of a stream's file, wherever it lies, hashed as they pass and never all in memory."""
+"""Lines of a stream's file, wherever it lies, hashed as they pass and never all in memory.
+
+The first pass keeps the file's sha256 up to the end of each block. A later pass compares them before it gives out a
+line, so that nothing is ever made of bytes that the stream's identity does not cover: the hash of the whole would show
+an edit only after the last line, behind the commits.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,7 @@ from pathlib import Path
 from spile.errors import DataError, StoreError
 from spile.spec.run import EMBEDDED
 
-__all__ = ["Line", "StreamFile", "embedded_tasks"]
+__all__ = ["BlockHashes", "Line", "StreamFile", "embedded_tasks"]
 
 _CHUNK = 1 << 20
 _LONGEST = 256 << 20
@@ -27,6 +32,50 @@ class Line:
     number: int
     """Its number in the file, from 1: what an editor shows."""
     raw: bytes
+
+
+class BlockHashes:
+    """The sha256 of a file up to the end of each of its blocks: one hash, looked at on the way."""
+
+    def __init__(self, location: str, known: tuple[bytes, ...] | None = None) -> None:
+        self._location, self._known = location, known
+        self._digest = hashlib.sha256()
+        self._seen: list[bytes] = []
+
+    @property
+    def hexdigest(self) -> str:
+        """Of all that has passed."""
+        return self._digest.hexdigest()
+
+    @property
+    def blocks(self) -> tuple[bytes, ...]:
+        """What a later pass compares with."""
+        return tuple(self._seen)
+
+    def add(self, block: bytes) -> None:
+        """The next block; :class:`DataError` where an earlier pass saw other bytes."""
+        self._digest.update(block)
+        self._seen.append(self._digest.digest())
+        place = len(self._seen) - 1
+        if self._known is not None and (place >= len(self._known) or self._seen[place] != self._known[place]):
+            self._refuse()
+
+    def end(self) -> None:
+        """Nothing follows; :class:`DataError` where more did in an earlier pass."""
+        if self._known is not None and len(self._seen) != len(self._known):
+            self._refuse()
+
+    def again(self) -> BlockHashes:
+        """For a pass that must see the same bytes."""
+        return BlockHashes(self._location, self.blocks)
+
+    def _refuse(self) -> None:
+        raise DataError(
+            f"{self._location} changed while it was read",
+            expected="the bytes that were hashed when the run began",
+            found="others",
+            fix="put the file back as it was, then run the same command again",
+        )
 
 
 def embedded_tasks() -> Path:
@@ -80,11 +129,11 @@ class StreamFile:
         """The file's own name."""
         return self.location.rsplit("/", 1)[-1] if self._remote else self._path.name
 
-    def lines(self, digest: hashlib._Hash | None = None) -> Iterator[Line]:
-        """The lines that are not blank; every byte of the file goes through ``digest``, if there is one."""
+    def lines(self, hashes: BlockHashes | None = None) -> Iterator[Line]:
+        """The lines that are not blank. With ``hashes``, a line comes after every block that it lies in was hashed."""
         index = number = held = 0
         rest: list[bytes] = []
-        for chunk in self._hashed(digest):
+        for chunk in self._hashed(hashes):
             first, *more = chunk.split(b"\n")
             rest.append(first)
             held += len(first)
@@ -106,13 +155,15 @@ class StreamFile:
         if line:
             yield Line(index, number + 1, line)
 
-    def _hashed(self, digest: hashlib._Hash | None) -> Iterator[bytes]:
+    def _hashed(self, hashes: BlockHashes | None) -> Iterator[bytes]:
         first = True
         for chunk in self.chunks():
-            if digest is not None:
-                digest.update(chunk)
+            if hashes is not None:
+                hashes.add(chunk)
             yield chunk.removeprefix(_BYTE_ORDER_MARK) if first else chunk
             first = False
+        if hashes is not None:
+            hashes.end()
 
 
 def _check(path: Path, location: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -10,7 +9,7 @@ from spile.data.arc.encoders import parse_encoder
 from spile.data.arc.fast_check import passes_fast_check
 from spile.data.background import ahead
 from spile.data.drafts import Draft, Drafter
-from spile.data.lines import Line, StreamFile
+from spile.data.lines import BlockHashes, StreamFile
 from spile.data.make.manifest import MANIFEST, check_stream, stream_name
 from spile.data.pack import Document, pack
 from spile.data.rows import parse_row, resolve
@@ -44,6 +43,7 @@ class SampleStream:
     _spec: DataSpec
     _tokenizer: Tokenizer
     _file: StreamFile
+    _hashes: BlockHashes
     _windows_seen: list[int] = field(default_factory=list)
     """How many windows packed documents make: one entry for each time that they were read to the end."""
 
@@ -76,24 +76,13 @@ class SampleStream:
         def wanted(index: int) -> bool:
             return (limit is None or index < limit) and index not in done
 
-        for line in self._lines():
+        for line in self._file.lines(self._hashes.again()):
             first = line.index * count
             if limit is not None and first >= limit:
                 return
             if any(map(wanted, range(first, first + count))):
                 place = f"{self.location} line {line.number}"
                 yield from drafter.drafts(parse_row(line.raw, place), line.index, place, wanted)
-
-    def _lines(self) -> Iterator[Line]:
-        digest = hashlib.sha256()
-        yield from self._file.lines(digest)
-        if digest.hexdigest() != self.sha256:
-            raise DataError(
-                f"{self.location} changed while it was read",
-                expected=f"sha256 {self.sha256}",
-                found=digest.hexdigest(),
-                fix="put the file back as it was, then run the same command again",
-            )
 
     def _windows(self, done: Ranges, drafter: Drafter, seen: list[int]) -> Iterator[list[Sample | Skip]]:
         limit, count = self._spec.max_samples, 0
@@ -136,9 +125,9 @@ def open_stream(spec: DataSpec, tokenizer: Tokenizer) -> SampleStream:
     """Read a stream once: hash it, count it, and refuse it here, before anything is made of it, where a line is bad."""
     parse_encoder(spec.prompt.encoder)
     file = StreamFile(spec.location)
-    digest = hashlib.sha256()
+    hashes = BlockHashes(spec.location)
     lines, drafter = 0, None
-    for line in file.lines(digest):
+    for line in file.lines(hashes):
         lines += 1
         place = f"{spec.location} line {line.number}"
         if drafter is None:
@@ -152,13 +141,13 @@ def open_stream(spec: DataSpec, tokenizer: Tokenizer) -> SampleStream:
             drafter.check(parse_row(line.raw, place), place)
     if drafter is None:
         raise DataError(f"{spec.location} is empty", expected="a JSON object a line", found="no line")
-    split = check_stream(file.name, file.beside(MANIFEST), digest.hexdigest(), spec.location)
+    split = check_stream(file.name, file.beside(MANIFEST), hashes.hexdigest, spec.location)
     if file.name != stream_name(spec.worker_id):
         split = None  # under another number its folder says nothing of the split's other streams
     prompt = drafter.prompt
     return SampleStream(
         location=spec.location,
-        sha256=digest.hexdigest(),
+        sha256=hashes.hexdigest,
         lines=lines,
         prompt=prompt,
         streams=None if split is None else len(split.streams),
@@ -166,6 +155,7 @@ def open_stream(spec: DataSpec, tokenizer: Tokenizer) -> SampleStream:
         _spec=spec,
         _tokenizer=tokenizer,
         _file=file,
+        _hashes=hashes,
     )
 
 
