@@ -34,7 +34,7 @@ from spile.runtime.worker import LocalControl, Sizes, run_worker
 from spile.spec.identity import RunIdentity, StreamIdentity
 from spile.spec.run import PromptSpec
 from spile.spec.sample import Sample
-from spile.spec.taps import Tap
+from spile.spec.taps import Tap, TapRows
 from spile.store.run import join_run
 from spile.store.stream import join_stream
 
@@ -44,7 +44,7 @@ MUST = 0.88
 D_MODEL = 896
 TAPS = tuple(Tap("residual", layer) for layer in range(24))
 _LENGTH = 512
-A_TOKEN = row_bytes(len(TAPS), D_MODEL, "bfloat16")
+A_TOKEN = row_bytes(TapRows(str(tap), (D_MODEL,), "bfloat16") for tap in TAPS)
 _SHARD = 32e6
 _RATE = 50e6
 

@@ -32,9 +32,10 @@ def _identity(x: Array) -> Array:
     return x
 
 
-def layers_needed(taps: tuple[Tap, ...]) -> int:
-    """How many layers must be computed, and loaded, for these taps."""
-    return max(tap.layer for tap in taps) + 1
+def layers_needed(taps: tuple[Tap, ...], n_layers: int) -> int:
+    """How many layers of ``n_layers`` must be computed, and loaded, for these taps: at least one."""
+    depths = (tap.layer if tap.layer is not None else 0 if tap.site == "embed" else n_layers - 1 for tap in taps)
+    return max(depths) + 1
 
 
 def forward(
@@ -54,7 +55,7 @@ def forward(
     kept: dict[Tap, Any] = {}
 
     def tap(site: str, layer: int, value: Array) -> None:
-        name = Tap(site, layer)  # type: ignore[arg-type]
+        name = Tap(site, layer)
         if name in wanted:
             kept[name] = keep(value)
 
@@ -63,7 +64,7 @@ def forward(
     with jax.named_scope("rope"):
         angles = rope.angles(config, tokens.shape[1])
     attend = ATTENTIONS[attention] if isinstance(attention, str) else attention
-    for index in range(layers_needed(taps)):
+    for index in range(layers_needed(taps, config.n_layers)):
         layer = params.layers[index]
         with jax.named_scope(f"attn.{index}"):
             normed = _rms_norm(x, layer.attn_norm, config.norm_eps)

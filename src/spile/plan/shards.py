@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from spile.plan.batches import Batch
+from spile.spec.taps import TapRows
 
 __all__ = ["ShardBatches", "row_bytes", "shards"]
 
@@ -14,12 +15,11 @@ _INDEX_BYTES = 5
 _SHARD_SAMPLES, _GROUP_SAMPLES = 16_384, 2_048
 """No shard holds more samples, in all and for each group: its header, its index and what is planned ahead of the model
 stay small however short the samples are."""
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def row_bytes(n_taps: int, d_model: int, store_dtype: str) -> int:
+def row_bytes(taps: Iterable[TapRows]) -> int:
     """Bytes that one token takes in a shard, over all taps."""
-    return n_taps * d_model * _DTYPE_BYTES[store_dtype] + _INDEX_BYTES
+    return sum(tap.bytes for tap in taps) + _INDEX_BYTES
 
 
 @dataclass(frozen=True)

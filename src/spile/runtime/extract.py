@@ -35,7 +35,7 @@ from spile.runtime.worker import LocalControl, Sizes, run_worker
 from spile.spec.identity import RunIdentity, StreamIdentity
 from spile.spec.run import ExtractSpec
 from spile.spec.sample import Sample
-from spile.spec.taps import Tap, select_taps
+from spile.spec.taps import Tap, TapRows, select_taps, tap_rows
 from spile.store.layout import stream_folder
 from spile.store.run import join_run, read_run
 from spile.store.stream import StreamStore, clear_stream, join_stream, read_stream, stream_has_commits
@@ -55,6 +55,7 @@ class Parts:
     root: Folder
     files: weights.ModelFiles
     taps: tuple[Tap, ...]
+    rows: tuple[TapRows, ...]
     samples: SampleStream
     identity: RunIdentity
     stream_identity: StreamIdentity
@@ -129,7 +130,8 @@ def _agreed(parts: Parts, stream: StreamStore | None, hosts: WorkerGroup) -> tup
 def find(spec: ExtractSpec) -> Parts:
     """Everything that a spec names, checked as far as it can be before the weights are loaded."""
     files = weights.find(spec.model, spec.revision)
-    taps = select_taps(spec.sites, spec.layers, files.config.n_layers)
+    taps = select_taps(spec.sites, spec.layers, files.config.n_layers, spec.heads, spec.top_k)
+    rows = tuple(tap_rows(tap, files.config.sizes(), spec.store_dtype) for tap in taps)
     root = _output(spec)
     tokenizer = load_tokenizer(files.tokenizer_folder)
     samples = open_stream(spec.data, tokenizer)
@@ -153,7 +155,14 @@ def find(spec: ExtractSpec) -> Parts:
         store_dtype=spec.store_dtype,
     )
     stream = StreamIdentity(
-        samples.location, samples.sha256, samples.lines, samples.samples, taps, samples.streams, samples.split
+        samples.location,
+        samples.sha256,
+        samples.lines,
+        samples.samples,
+        taps,
+        samples.streams,
+        samples.split,
+        {row.name: row.shape for row in rows if row.shape != (files.config.d_model,)},
     )
     if tokenizer.size > files.config.vocab_size:  # no fault by itself; the producer looks at every batch
         # After the identity: packed documents that end within this look would have a count that others have not.
@@ -161,7 +170,7 @@ def find(spec: ExtractSpec) -> Parts:
         check_tokens((item for item in first if isinstance(item, Sample)), files.config.vocab_size)
     if known is not None:
         join_run(root, identity)  # compares: a run of other numbers is refused before anything is loaded
-    return Parts(replace(spec, dtype=dtype), root, files, taps, samples, identity, stream)
+    return Parts(replace(spec, dtype=dtype), root, files, taps, rows, samples, identity, stream)
 
 
 def _output(spec: ExtractSpec) -> Folder:
@@ -172,7 +181,7 @@ def _output(spec: ExtractSpec) -> Folder:
 
 def bytes_per_token(parts: Parts) -> int:
     """What one token takes in a shard."""
-    return row_bytes(len(parts.taps), parts.identity.d_model, parts.spec.store_dtype)
+    return row_bytes(parts.rows)
 
 
 def sizes_for(parts: Parts) -> Sizes:
@@ -223,7 +232,7 @@ def _left(parts: Parts, stream: StreamStore) -> bool:
 def make_producer(parts: Parts, progress: Progress) -> DeviceProducer:
     """The model on all devices, those of a pod's other hosts included."""
     config, dtype = parts.files.config, parts.spec.dtype
-    layers = layers_needed(parts.taps)
+    layers = layers_needed(parts.taps, config.n_layers)
     shape = parts.spec.mesh_shape or default_shape(
         config, jax.device_count(), jnp.dtype(dtype).itemsize, device_memory(), layers
     )

@@ -130,7 +130,7 @@ def run_worker(
     sink: Sink | None = None,
 ) -> bool:
     """Work off what is left of a stream. True: to the end; False: told to stop, all that was computed committed."""
-    bytes_per_token = row_bytes(len(stream.record.identity.taps), stream.run.d_model, stream.run.store_dtype)
+    bytes_per_token = row_bytes(stream.record.identity.rows(stream.run))
     todo = shard_tasks(items, sizes, producer.groups, bytes_per_token, end)
     sink = sink or StreamSink(stream, after_commit)
     pipeline = Pipeline(

@@ -95,6 +95,18 @@ class ModelConfig:
         if len(self.windows) != self.n_layers:
             raise ModelError("layer_types", expected=f"one for each of {self.n_layers} layers", found=len(self.windows))
 
+    def sizes(self) -> dict[str, int]:
+        """The sizes that taps' rows have, by the names of the tap table; 0: it has no such thing."""
+        return {
+            "d_model": self.d_model,
+            "d_ff": self.d_ff,
+            "heads": self.n_heads,
+            "kv_heads": self.n_kv_heads,
+            "head_dim": self.head_dim,
+            "experts": 0,
+            "vocab": self.vocab_size,
+        }
+
 
 Windows = Callable[["_Fields", int], tuple[int | None, ...]]
 

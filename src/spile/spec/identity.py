@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from spile.spec.run import PromptSpec
-from spile.spec.taps import Tap
+from spile.spec.taps import Tap, TapRows
 
 __all__ = ["RunIdentity", "StreamIdentity"]
 
@@ -63,6 +64,15 @@ class StreamIdentity:
     """How many streams its dataset was split into; None where nothing says so. Not compared: the stream is the same."""
     split: str | None = None
     """A hash over all streams of that split; None likewise. Not compared either."""
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Tap → the shape of one token's row, where it is not the run's d_model alone."""
+
+    def rows(self, run: RunIdentity) -> tuple[TapRows, ...]:
+        """What the taps' rows are on disk, in the order of the taps."""
+        return tuple(
+            TapRows(str(tap), self.shapes.get(str(tap), (run.d_model,)), tap.stored_as(run.store_dtype))
+            for tap in self.taps
+        )
 
     def numbers(self) -> dict[str, Any]:
         """The fields that must not change over a stream's life."""
@@ -71,4 +81,5 @@ class StreamIdentity:
             "lines": self.lines,
             "samples": self.samples,
             "taps": [str(tap) for tap in self.taps],
+            **({"shapes": {tap: list(shape) for tap, shape in self.shapes.items()}} if self.shapes else {}),
         }

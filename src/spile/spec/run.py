@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from spile.errors import SpecError
-from spile.spec.taps import Site, parse_sites
+from spile.spec.taps import TOP, Site, parse_sites
 
 __all__ = [
     "DEFAULT_ENCODER",
@@ -132,6 +132,10 @@ class ExtractSpec:
     layers: tuple[int, ...] | None = None
     """None: every layer."""
     sites: tuple[Site, ...] = ("residual",)
+    heads: tuple[int, ...] | None = None
+    """Of the sites with heads, only these; None: all."""
+    top_k: int = TOP
+    """Logits kept of each token, where ``logits`` is tapped."""
     dtype: ComputeDtype = "auto"
     """``auto``: what the run already uses; else float32 on a CPU, bfloat16 elsewhere."""
     store_dtype: StoreDtype = "bfloat16"
@@ -160,6 +164,7 @@ class ExtractSpec:
         _within("--shard-size-gb", self.shard_size_gb, 1e-6, 64)
         _within("--commit-every", self.commit_every, 0.01, 1e9)
         parse_sites(self.sites)
+        _within("--top-k", self.top_k, 1, 1 << 16)
         if self.layers is not None and (not self.layers or min(self.layers) < 0):
             raise SpecError("--layers", expected="layers from 0 up", found=str(list(self.layers)))
         if self.overwrite and self.checkpointing:

@@ -2,43 +2,102 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 from spile.errors import SpecError
+from spile.spec.sites import MODULE, SITES, SiteSpec
 
-__all__ = ["SITES", "Site", "Tap", "layers_text", "parse_layers", "parse_sites", "select_taps"]
+__all__ = [
+    "SITES",
+    "TOP",
+    "Site",
+    "Tap",
+    "TapRows",
+    "layers_text",
+    "parse_heads",
+    "parse_layers",
+    "parse_sites",
+    "select_taps",
+    "tap_rows",
+]
 
-Site = Literal["residual", "attn", "mlp"]
-"""``residual``: after a layer's both adds. ``attn``, ``mlp``: that part's output before its add."""
+Site = str
+"""A key of :data:`spile.spec.sites.SITES`, or ``module:PATH``."""
 
-SITES: tuple[Site, ...] = get_args(Site)
+TOP = 10
+"""How many logits are kept of each token unless told."""
 
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4}
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Tap:
-    """One site of one layer."""
+    """One site of one layer, or of the model where it has the site once."""
 
     site: Site
-    layer: int
+    layer: int | None = None
+    heads: tuple[int, ...] | None = None
+    """Only these heads of a site that has heads; None: all."""
+    top: int | None = None
+    """How many logits, for the sites that are a top-k."""
 
     def __str__(self) -> str:
-        return f"{self.site}.{self.layer}"
+        """``residual.12``, ``z.12``, ``z.12.0-3,7``, ``embed``, ``logits.top10``."""
+        parts = [self.site, *(() if self.layer is None else (str(self.layer),))]
+        parts += [layers_text(self.heads)] if self.heads is not None else []
+        return ".".join(parts + ([f"top{self.top}"] if self.top is not None else []))
+
+    @property
+    def spec(self) -> SiteSpec | None:
+        """Its row of the table; None for a module's path."""
+        return SITES.get(self.site)
+
+    def stored_as(self, store_dtype: str) -> str:
+        """Its dtype on disk in a run that stores rows as ``store_dtype``."""
+        spec = self.spec
+        return store_dtype if spec is None else spec.dtype or store_dtype
 
     @classmethod
     def parse(cls, text: str) -> Tap:
-        """``residual.12`` → ``Tap("residual", 12)``."""
-        site, _, layer = text.partition(".")
-        if site not in SITES or not layer.isdecimal():
+        """The inverse of ``str``."""
+        if text.startswith(MODULE):
+            return cls(text)
+        site, *parts = text.split(".")
+        found = SITES.get(site)
+        layer = int(parts.pop(0)) if found and found.layered and parts and parts[0].isdecimal() else None
+        heads = parse_layers(parts.pop(0)) if found and found.per_head and parts else None
+        top = int(parts.pop(0)[3:]) if parts and re.fullmatch(r"top\d+", parts[0]) else None
+        tap = cls(site, layer, heads, top)
+        if found is None or parts or (layer is None) == found.layered or (top is None) == ("top" in found.shape):
             raise SpecError("not a tap", expected="SITE.LAYER such as residual.12", found=repr(text))
-        return cls(site, int(layer))
+        return tap
 
 
-def parse_layers(text: str) -> tuple[int, ...] | None:
+@dataclass(frozen=True)
+class TapRows:
+    """What a tap's rows are on disk: one block of ``[tokens, width]``."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of one token: ``(heads, head_dim)`` and so on. On disk its dimensions are one."""
+    dtype: str
+
+    @property
+    def width(self) -> int:
+        """Elements of a row."""
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """Of a row."""
+        return self.width * _BYTES[self.dtype]
+
+
+def parse_layers(text: str, flag: str = "--layers") -> tuple[int, ...] | None:
     """``"all"`` → None (every layer of the model); ``"0-11,20"`` → those, sorted, each once."""
     words = text.replace(",", " ").split()
     if words == ["all"]:
@@ -48,11 +107,16 @@ def parse_layers(text: str) -> tuple[int, ...] | None:
         match = _RANGE.fullmatch(word)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if last < first or last - first > 10_000:
-            raise SpecError("--layers", expected="all, or numbers and ranges such as 0-11,20", found=repr(text))
+            raise SpecError(flag, expected="all, or numbers and ranges such as 0-11,20", found=repr(text))
         layers.update(range(first, last + 1))
     if not layers:
-        raise SpecError("--layers", expected="all, or numbers and ranges such as 0-11,20", found=repr(text))
+        raise SpecError(flag, expected="all, or numbers and ranges such as 0-11,20", found=repr(text))
     return tuple(sorted(layers))
+
+
+def parse_heads(text: str) -> tuple[int, ...] | None:
+    """The same for ``--heads``."""
+    return parse_layers(text, "--heads")
 
 
 def layers_text(layers: Sequence[int] | None) -> str:
@@ -77,8 +141,17 @@ def parse_sites(words: Iterable[str]) -> tuple[Site, ...]:
     return tuple(site for site in SITES if site in found)
 
 
-def select_taps(sites: Sequence[Site], layers: Sequence[int] | None, n_layers: int) -> tuple[Tap, ...]:
-    """Every site at every layer asked for, layer by layer, checked against the model's depth."""
+def select_taps(
+    sites: Sequence[Site],
+    layers: Sequence[int] | None,
+    n_layers: int,
+    heads: tuple[int, ...] | None = None,
+    top: int = TOP,
+) -> tuple[Tap, ...]:
+    """Every site at every layer asked for, layer by layer, checked against the model's depth.
+
+    What the model has once comes where it is computed; four-byte rows first, so that all rows are aligned.
+    """
     chosen = range(n_layers) if layers is None else layers
     beyond = [layer for layer in chosen if layer >= n_layers]
     if beyond:
@@ -87,4 +160,40 @@ def select_taps(sites: Sequence[Site], layers: Sequence[int] | None, n_layers: i
             expected=f"layers 0 to {n_layers - 1} (the model has {n_layers})",
             found=layers_text(beyond),
         )
-    return tuple(Tap(site, layer) for layer in chosen for site in sites)
+    specs = {site: SITES.get(site) for site in sites}
+    if heads is not None and not any(spec and spec.per_head for spec in specs.values()):
+        raise SpecError("--heads", expected="q, k, v or z among --taps", found=f"--taps {' '.join(sites)}")
+    once = {site: spec for site, spec in specs.items() if spec is None or not spec.layered}
+    early = [site for site, spec in once.items() if site == "embed" or (spec and spec.dtype)]
+
+    def single(site: Site) -> Tap:
+        spec = specs[site]
+        return Tap(site, top=top if spec and "top" in spec.shape else None)
+
+    def layered(site: Site, layer: int) -> Tap:
+        spec = specs[site]
+        return Tap(site, layer, heads if spec and spec.per_head else None)
+
+    return (
+        *(single(site) for site in sorted(early, key=lambda site: site == "embed")),
+        *(layered(site, layer) for layer in chosen for site in sites if site not in once),
+        *(single(site) for site in once if site not in early),
+    )
+
+
+def tap_rows(tap: Tap, sizes: Mapping[str, int], store_dtype: str) -> TapRows:
+    """A tap's rows in a model of these sizes (those of :data:`spile.spec.sites.Size`; 0: it has none)."""
+    spec = tap.spec
+    if spec is None:
+        raise SpecError("--taps", expected="--backend torch for a module's path", found=tap.site)
+    shape = [{"1": 1, "top": tap.top or 0}.get(size, sizes.get(size, 0)) for size in spec.shape]
+    if not shape[0]:
+        raise SpecError("--taps", expected=f"a model with {spec.shape[0]}", found=f"{tap.site} of one without")
+    if spec.shape[0] == "top" and shape[0] > sizes["vocab"]:
+        raise SpecError("--top-k", expected=f"at most the vocabulary's {sizes['vocab']}", found=shape[0])
+    if tap.heads is not None:
+        if tap.heads[-1] >= shape[0]:
+            has = f"heads 0 to {shape[0] - 1} (the model's {tap.site} has {shape[0]})"
+            raise SpecError("--heads", expected=has, found=layers_text(tap.heads))
+        shape[0] = len(tap.heads)
+    return TapRows(str(tap), tuple(shape), tap.stored_as(store_dtype))

@@ -2,7 +2,7 @@
 
     8 bytes   N, the length of the header, little-endian
     N bytes   the header: JSON, padded with spaces so that 8 + N is a multiple of 4096
-    taps      one block each, [tokens, d], in the order of the stream's taps
+    taps      one block each, [tokens, width], in the order of the stream's taps
     offsets   [samples + 1] int64      sample_index  [samples] int64
     chunk_crc32c  [chunks] uint32      one for every started MiB of each other tensor, in the file's order
     tokens    [tokens] int32           roles         [tokens] uint8
@@ -20,10 +20,10 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 
 from spile.errors import Damaged
 from spile.spec.sample import Sample
+from spile.spec.taps import TapRows
 from spile.store.crc import CHUNK
 from spile.store.sealed import FORMAT
 
@@ -34,6 +34,7 @@ __all__ = [
     "TAIL",
     "Header",
     "ShardLayout",
+    "ShardSchema",
     "TensorPlace",
     "notes_of",
     "parse_header",
@@ -81,6 +82,36 @@ class TensorPlace:
 
 
 @dataclass(frozen=True)
+class ShardSchema:
+    """What all shards of a stream have in common."""
+
+    rows: tuple[TapRows, ...]
+    fingerprint: str
+    """The run's."""
+    stream: str
+    """The stream's id."""
+
+    def tensors(self, samples: int, tokens: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Name → dtype's code and shape of every tensor but the checksums, in the file's order."""
+        return {
+            **{tap.name: (_CODES[np.dtype(tap.dtype)], (tokens, tap.width)) for tap in self.rows},
+            "offsets": ("I64", (samples + 1,)),
+            "sample_index": ("I64", (samples,)),
+            "tokens": ("I32", (tokens,)),
+            "roles": ("U8", (tokens,)),
+        }
+
+    def metadata(self) -> dict[str, str]:
+        """What every header says, beside its samples."""
+        return {
+            "format_version": str(FORMAT),
+            "fingerprint": self.fingerprint,
+            "stream": self.stream,
+            "chunk_bytes": str(CHUNK),
+        }
+
+
+@dataclass(frozen=True)
 class ShardLayout:
     """A shard before its rows: the header's bytes and the place of every tensor."""
 
@@ -122,20 +153,11 @@ def notes_of(samples: Iterable[Sample]) -> list[dict[str, Any]]:
     ]
 
 
-def _shapes(
-    taps: Sequence[str], dtype: npt.DTypeLike, d: int, samples: int, tokens: int
-) -> list[tuple[str, str, tuple[int, ...]]]:
-    rows = [(tap, _CODES[np.dtype(dtype)], (tokens, d)) for tap in taps]
-    known: list[tuple[str, str, tuple[int, ...]]] = [
-        *rows,
-        ("offsets", "I64", (samples + 1,)),
-        ("sample_index", "I64", (samples,)),
-        ("tokens", "I32", (tokens,)),
-        ("roles", "U8", (tokens,)),
-    ]
+def _shapes(schema: ShardSchema, samples: int, tokens: int) -> list[tuple[str, str, tuple[int, ...]]]:
+    known = [(name, code, shape) for name, (code, shape) in schema.tensors(samples, tokens).items()]
     chunks = sum(-(-_bytes(code, shape) // CHUNK) for _, code, shape in known)
     # Wide elements before narrow ones, so that each tensor is aligned to its element.
-    place = len(taps) + 2
+    place = len(schema.rows) + 2
     return [*known[:place], (CHUNKS, "U32", (chunks,)), *known[place:]]
 
 
@@ -143,27 +165,12 @@ def _bytes(code: str, shape: tuple[int, ...]) -> int:
     return DTYPES[code].itemsize * math.prod(shape)
 
 
-def plan_shard(
-    notes: Sequence[dict[str, Any]],
-    tokens: int,
-    *,
-    taps: Sequence[str],
-    d: int,
-    dtype: npt.DTypeLike,
-    fingerprint: str,
-    stream: str,
-) -> ShardLayout:
+def plan_shard(schema: ShardSchema, notes: Sequence[dict[str, Any]], tokens: int) -> ShardLayout:
     """Lay a shard out. ``tokens`` is the sum of the samples' lengths."""
-    metadata = {
-        "format_version": str(FORMAT),
-        "fingerprint": fingerprint,
-        "stream": stream,
-        "chunk_bytes": str(CHUNK),
-        "samples": json.dumps(notes, separators=(",", ":"), ensure_ascii=False),
-    }
+    metadata = {**schema.metadata(), "samples": json.dumps(notes, separators=(",", ":"), ensure_ascii=False)}
     header: dict[str, Any] = {"__metadata__": metadata}
     relative = 0
-    shapes = _shapes(taps, dtype, d, len(notes), tokens)
+    shapes = _shapes(schema, len(notes), tokens)
     for name, code, shape in shapes:
         stop = relative + _bytes(code, shape)
         header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [relative, stop]}

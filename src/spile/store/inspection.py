@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
 from spile.errors import Damaged, Failure
 from spile.objects.folder import Folder, NotFound
 from spile.plan.ranges import Ranges
-from spile.store.codec import CHUNKS, DTYPES, TAIL
+from spile.store.codec import CHUNKS, TAIL, ShardSchema
 from spile.store.crc import CHUNK, crc32c, fold, to_hex
 from spile.store.record import ShardRecord
 from spile.store.report import Problem
-from spile.store.sealed import FORMAT
 from spile.store.shard_reader import ShardReader
 
 __all__ = ["inspect_shard"]
@@ -26,12 +25,7 @@ _EXPONENT = {"BF16": (np.uint16, 0x7F80), "F16": (np.uint16, 0x7C00), "F32": (np
 def inspect_shard(
     folder: Folder,
     record: ShardRecord,
-    *,
-    taps: Sequence[str],
-    d: int,
-    dtype: str,
-    fingerprint: str,
-    stream: str,
+    schema: ShardSchema,
     seen: Callable[[int], None] = lambda _: None,
 ) -> list[Problem]:
     """What is wrong with a shard. ``seen`` is told of bytes as they are read."""
@@ -41,7 +35,7 @@ def inspect_shard(
         if size != record.size:
             raise Damaged(f"{where} has another size", expected=f"{record.size} bytes", found=size)
         shard = ShardReader(folder, record)
-        wrong = _header(shard, taps, d, dtype, fingerprint, stream) or _index(shard)
+        wrong = _header(shard, schema) or _index(shard)
         wrong += _bytes(shard, seen)
     except NotFound:
         return [Problem("damaged", where, "the shard is gone")]
@@ -53,23 +47,11 @@ def inspect_shard(
     return [Problem("damaged", where, text) for text in wrong]
 
 
-def _header(shard: ShardReader, taps: Sequence[str], d: int, dtype: str, fingerprint: str, stream: str) -> list[str]:
+def _header(shard: ShardReader, schema: ShardSchema) -> list[str]:
     header, record = shard.header, shard.record
-    code = next(code for code, kind in DTYPES.items() if kind.name == dtype)
-    shapes = {
-        **dict.fromkeys(taps, (code, (record.tokens, d))),
-        "offsets": ("I64", (record.count + 1,)),
-        "sample_index": ("I64", (record.count,)),
-        "tokens": ("I32", (record.tokens,)),
-        "roles": ("U8", (record.tokens,)),
-    }
+    shapes = schema.tensors(record.count, record.tokens)
     found = {name: (place.code, place.shape) for name, place in header.places.items() if name != CHUNKS}
-    wanted = {
-        "format_version": str(FORMAT),
-        "fingerprint": fingerprint,
-        "stream": stream,
-        "chunk_bytes": str(CHUNK),
-    }
+    wanted = schema.metadata()
     says = [
         f"the header says {name} {header.metadata.get(name)}, expected {value}"
         for name, value in wanted.items()
@@ -113,7 +95,7 @@ def _bytes(shard: ShardReader, seen: Callable[[int], None]) -> list[str]:
         for begin in range(0, -(-place.length // CHUNK), _PIECE):
             end = min(begin + _PIECE, -(-place.length // CHUNK))
             data = shard.chunks(name, begin, end)
-            if name not in TAIL:
+            if name not in TAIL and place.code in _EXPONENT:
                 kind, ones = _EXPONENT[place.code]
                 bad += int(np.count_nonzero((np.frombuffer(data, kind) & ones) == ones))
             seen(len(data))

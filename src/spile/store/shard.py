@@ -10,7 +10,7 @@ import numpy.typing as npt
 from spile.objects.folder import Folder, Writer
 from spile.plan.ranges import Ranges
 from spile.spec.sample import Sample
-from spile.store.codec import CHUNKS, ShardLayout, notes_of, plan_shard
+from spile.store.codec import CHUNKS, ShardLayout, ShardSchema, notes_of, plan_shard
 from spile.store.crc import CHUNK, ChunkedCrc, crc32c, fold, fold_chunks
 from spile.store.record import ShardRecord
 
@@ -34,18 +34,13 @@ class ShardBuilder:
         folder: Folder,
         name: str,
         samples: Sequence[Sample],
-        *,
-        taps: Sequence[str],
-        d: int,
-        dtype: np.dtype[np.generic],
-        fingerprint: str,
-        stream: str,
+        schema: ShardSchema,
     ) -> None:
         if not samples:
             raise ValueError("a shard has at least one sample")
         self.name = name
-        self._taps, self._d, self._dtype = tuple(taps), d, dtype
-        self._fingerprint, self._stream = fingerprint, stream
+        self._schema = schema
+        self._taps = [tap.name for tap in schema.rows]
         self._notes = notes_of(samples)
         self._index = np.array([sample.index for sample in samples], np.int64)
         self._offsets = np.concatenate([[0], np.cumsum([len(sample) for sample in samples])]).astype(np.int64)
@@ -56,7 +51,7 @@ class ShardBuilder:
         if len(np.unique(self._index)) != len(samples):
             raise ValueError("a sample is in the shard twice")
         self._plan = self._lay(len(samples))
-        self._crcs = [ChunkedCrc() for _ in taps]
+        self._crcs = [ChunkedCrc() for _ in schema.rows]
         self._writer: Writer = folder.writer(name, self._plan.size)
 
     @property
@@ -75,22 +70,15 @@ class ShardBuilder:
         return self._offsets
 
     def _lay(self, samples: int) -> ShardLayout:
-        return plan_shard(
-            self._notes[:samples],
-            int(self._offsets[samples]),
-            taps=self._taps,
-            d=self._d,
-            dtype=self._dtype,
-            fingerprint=self._fingerprint,
-            stream=self._stream,
-        )
+        return plan_shard(self._schema, self._notes[:samples], int(self._offsets[samples]))
 
     def write(self, tap: int, row: int, rows: npt.NDArray[np.generic]) -> None:
         """Put the next rows of a tap. ``tap`` counts in the order of the stream's taps."""
-        if rows.dtype != self._dtype or rows.ndim != 2 or rows.shape[1] != self._d:
-            raise ValueError(f"rows of {rows.dtype} {rows.shape} for {self._dtype} [n, {self._d}]")
+        expected = self._schema.rows[tap]
+        if rows.dtype != expected.dtype or rows.ndim != 2 or rows.shape[1] != expected.width:
+            raise ValueError(f"rows of {rows.dtype} {rows.shape} for {expected.dtype} [n, {expected.width}]")
         crc = self._crcs[tap]
-        width = self._d * self._dtype.itemsize
+        width = expected.bytes
         if crc.length != row * width or row + len(rows) > self.rows:
             raise ValueError(f"{self._taps[tap]}: rows {row} to {row + len(rows)} after {crc.length // width}")
         if not len(rows):
@@ -156,7 +144,7 @@ class ShardBuilder:
         )
 
     def _chunks(self, tap: int, tokens: int) -> list[int]:
-        width = self._d * self._dtype.itemsize
+        width = self._schema.rows[tap].bytes
         try:
             return self._crcs[tap].chunks(tokens * width)
         except KeyError:

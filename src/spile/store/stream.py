@@ -10,14 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from spile.errors import Damaged, Fenced, StoreError
 from spile.objects.folder import Folder, NotFound
 from spile.plan.ranges import Ranges
 from spile.spec.identity import RunIdentity, StreamIdentity
 from spile.spec.sample import Sample, Skip
 from spile.spec.taps import Tap
+from spile.store.codec import ShardSchema
 from spile.store.layout import (
     COMMITS,
     METADATA,
@@ -59,6 +58,10 @@ class StreamRecord:
     fingerprint: str
     identity: StreamIdentity
 
+    def schema(self, run: RunIdentity) -> ShardSchema:
+        """What every shard of it has."""
+        return ShardSchema(self.identity.rows(run), self.fingerprint, self.id)
+
 
 class StreamStore:
     """What a worker writes its stream through. ``begin`` and ``commit`` may be called from different threads."""
@@ -69,7 +72,6 @@ class StreamStore:
         self._lock = threading.Lock()
         self._begun = ledger.commits
         self._unsure = False
-        self._dtype = np.dtype(run.store_dtype)
 
     @property
     def ledger(self) -> Ledger:
@@ -85,11 +87,7 @@ class StreamStore:
             self.folder,
             name,
             samples,
-            taps=[str(tap) for tap in self.record.identity.taps],
-            d=self.run.d_model,
-            dtype=self._dtype,
-            fingerprint=self.record.fingerprint,
-            stream=self.record.id,
+            self.record.schema(self.run),
         )
 
     def commit(
@@ -177,7 +175,7 @@ def metadata(record: StreamRecord, run: RunIdentity, ledger: Ledger) -> dict[str
         "status": "completed" if complete else "partial",
         "dataset_path": record.identity.data,
         "model_path": run.model,
-        "layers": sorted({tap.layer for tap in record.identity.taps}),
+        "layers": sorted({tap.layer for tap in record.identity.taps if tap.layer is not None}),
         "taps": [str(tap) for tap in record.identity.taps],
         "d_model": run.d_model,
         "dtype": run.store_dtype,
@@ -259,6 +257,7 @@ def read_stream(folder: Folder) -> StreamRecord | None:
             lines=int(fields["lines"]),
             samples=None if fields["samples"] is None else int(fields["samples"]),
             taps=tuple(Tap.parse(tap) for tap in fields["taps"]),
+            shapes={str(tap): tuple(int(n) for n in shape) for tap, shape in fields.get("shapes", {}).items()},
             streams=None if fields.get("streams") is None else int(fields["streams"]),
             split=None if fields.get("split") is None else str(fields["split"]),
         )

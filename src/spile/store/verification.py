@@ -133,12 +133,8 @@ def _inspect(
         return stream, inspect_shard(
             stream.folder,
             shard,
-            taps=[str(tap) for tap in record.identity.taps],
-            d=run.d_model,
-            dtype=run.store_dtype,
-            fingerprint=run.fingerprint(),
-            stream=record.id,
-            seen=seen,
+            replace(record.schema(run), fingerprint=run.fingerprint()),
+            seen,
         )
 
     tasks = [

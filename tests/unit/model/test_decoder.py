@@ -43,7 +43,7 @@ def test_the_residual_is_the_sum_of_its_parts() -> None:
 
 def test_it_needs_no_layer_past_the_last_tap() -> None:
     taps = (Tap("residual", 1), Tap("attn", 0))
-    assert layers_needed(taps) == 2
+    assert layers_needed(taps, 4) == 2
     short = replace(PARAMS, layers=PARAMS.layers[:2])
     for one, other in zip(run(taps, short), run(taps), strict=True):
         np.testing.assert_array_equal(one, other)

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from spile.plan.batches import Batch, BatchPlan, batches, bucket
 from spile.plan.shards import ShardBatches, row_bytes, shards
 from spile.spec.sample import Sample
+from spile.spec.taps import TapRows
 
 
 def make(lengths):
@@ -117,5 +118,5 @@ def test_a_shard_may_be_just_full():
 
 
 def test_row_bytes():
-    assert row_bytes(24, 896, "bfloat16") == 24 * 896 * 2 + 5
-    assert row_bytes(1, 16, "float32") == 69
+    assert row_bytes([TapRows("residual.0", (896,), "bfloat16")] * 24) == 24 * 896 * 2 + 5
+    assert row_bytes([TapRows("z.0", (4, 4), "float32"), TapRows("ids", (3,), "int32")]) == 64 + 12 + 5

@@ -12,6 +12,8 @@ import pytest
 from producing import TAPS, items, produce, rows_of
 from spile.objects import open_folder
 from spile.spec.sample import Role, Sample
+from spile.spec.taps import TapRows
+from spile.store.codec import ShardSchema
 from spile.store.record import Commit
 from spile.store.sealed import seal
 from spile.store.shard import ShardBuilder
@@ -76,11 +78,7 @@ def test_the_worked_example_is_what_the_code_writes(tmp_path: Path) -> None:
         open_folder(str(tmp_path)),
         "shard_0001-a1b2c3d4e5f6.safetensors",
         samples,
-        taps=["residual.0"],
-        d=2,
-        dtype=np.dtype("float32"),
-        fingerprint="f" * 32,
-        stream="0123456789abcdef",
+        ShardSchema((TapRows("residual.0", (2,), "float32"),), "f" * 32, "0123456789abcdef"),
     )
     builder.write(0, 0, np.array([[0.5, -1], [2, 3], [4, -0.25]], np.float32))
     record = builder.finish()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import google_crc32c
@@ -16,13 +17,16 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from producing import TAPS, D, rows_of, run_identity, sample_of, stream_identity, write_shard
-from spile.errors import Damaged
+from spile.errors import Damaged, RunMismatch
 from spile.objects import open_folder
 from spile.plan.ranges import Ranges
 from spile.spec.sample import Sample
-from spile.store.codec import parse_header, plan_shard
+from spile.spec.taps import TapRows
+from spile.store.codec import ShardSchema, parse_header, plan_shard
 from spile.store.record import ShardRecord
-from spile.store.stream import StreamStore, join_stream
+from spile.store.run import join_run
+from spile.store.stream import StreamStore, join_stream, read_stream
+from spile.store.verification import verify
 
 
 def joined(path: Path, **changes: object) -> StreamStore:
@@ -158,8 +162,35 @@ def test_nonsense_shards_are_refused(tmp_path: Path) -> None:
         store.begin([sample_of(1), sample_of(1)])
     with pytest.raises(ValueError, match="begin smaller shards"):
         plan_shard(
-            [{"preview": "x" * 60_000_000}] * 2, 0, taps=["residual.0"], d=4, dtype="f4", fingerprint="f", stream="s"
+            ShardSchema((TapRows("residual.0", (4,), "float32"),), "f", "s"), [{"preview": "x" * 60_000_000}] * 2, 0
         )
+
+
+def test_taps_of_other_widths(tmp_path: Path) -> None:
+    """Each block has its own width; the stream says the shapes, and cannot be joined with others."""
+    root, wide = open_folder(str(tmp_path)), {"attn.1": (3, 2), "residual.1": (1,)}
+    identity = replace(stream_identity(3), shapes=wide)
+    join_run(root, run_identity())
+    store = join_stream(root, 0, identity, run_identity())
+    samples = [sample_of(index) for index in range(3)]
+    builder = store.begin(samples)
+    rows = [
+        np.arange(builder.rows * width, dtype=np.float32).reshape(-1, width).astype("bfloat16") for width in (D, 6, 1)
+    ]
+    for tap, block in enumerate(rows):
+        builder.write(tap, 0, block)
+        with pytest.raises(ValueError, match=r"for bfloat16 \[n, "):
+            builder.write(tap, 0, block[:, :0])
+    store.commit([builder.finish()])
+    _, tensors = plain_read(tmp_path / "tpu_0" / builder.name)
+    for name, block in zip(("residual.0", "attn.1", "residual.1"), rows, strict=True):
+        np.testing.assert_array_equal(tensors[name], block)
+    record = read_stream(root.child("tpu_0"))
+    assert record is not None
+    assert record.identity == identity
+    assert not verify(root).problems
+    with pytest.raises(RunMismatch, match=r"shapes = nothing"):
+        join_stream(root, 0, stream_identity(3), run_identity())
 
 
 def test_a_garbled_header_is_named(tmp_path: Path) -> None:

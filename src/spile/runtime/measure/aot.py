@@ -228,7 +228,7 @@ def compile_rows(program: Program, rows: int) -> Fit:
     machine, config = parse_machine(program.machine), program.config
     devices = _topology_devices(program.machine)
     memory = machine.hbm_bytes * machine.chips // len(devices)
-    layers = layers_needed(program.taps)
+    layers = layers_needed(program.taps, program.config.n_layers)
     itemsize = jnp.dtype(program.dtype).itemsize
     shape = program.mesh_shape or default_shape(config, len(devices), itemsize, memory, layers)
     mesh, plan = make_mesh(shape, devices), plan_mesh(config, shape)

@@ -18,7 +18,7 @@ from spile.spec.architecture import ModelConfig, flops_per_token, parameter_coun
 from spile.spec.machines import Machine, Prices
 from spile.spec.run import ExtractSpec
 from spile.spec.sample import Sample
-from spile.spec.taps import Tap, select_taps
+from spile.spec.taps import Tap, select_taps, tap_rows
 
 __all__ = ["Forecast", "look"]
 
@@ -42,7 +42,7 @@ class Forecast:
         return Volume(
             samples=self.lengths.samples,
             tokens=self.lengths.tokens,
-            bytes_per_token=row_bytes(len(self.taps), self.config.d_model, self.spec.store_dtype),
+            bytes_per_token=row_bytes(tap_rows(tap, self.config.sizes(), self.spec.store_dtype) for tap in self.taps),
             shard_bytes=self.spec.shard_size_gb * 1e9,
         )
 
@@ -50,7 +50,7 @@ class Forecast:
     def flops_per_token(self) -> float:
         """At the mean length, through the last layer that is tapped."""
         mean = max(1, round(self.lengths.mean))
-        return flops_per_token(self.config, mean, layers_needed(self.taps) - 1)
+        return flops_per_token(self.config, mean, layers_needed(self.taps, self.config.n_layers) - 1)
 
     def on(self, machine: Machine, prices: Prices, *, rates: Rates, workers: int) -> Estimate:
         """On so many of a machine."""
@@ -95,7 +95,7 @@ class Forecast:
 def look(spec: ExtractSpec, count: int) -> Forecast:
     """Find the model and the data; tokenize ``count`` samples, spread evenly over the stream, and count."""
     files = weights.find(spec.model, spec.revision)
-    taps = select_taps(spec.sites, spec.layers, files.config.n_layers)
+    taps = select_taps(spec.sites, spec.layers, files.config.n_layers, spec.heads, spec.top_k)
     stream = open_stream(spec.data, load_tokenizer(files.tokenizer_folder))
     lengths, skipped = _count(stream, spec.data.max_samples, count)
     return Forecast(spec, files.name, files.config, taps, stream.location, lengths, skipped)

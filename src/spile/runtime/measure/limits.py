@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spile.model.decoder import forward
+from spile.model.decoder import forward, layers_needed
 from spile.plan.batches import Batch
 from spile.runtime.device import DeviceProducer
 from spile.runtime.producer import pack
@@ -91,7 +91,7 @@ def matmul(size: int, dtype: str, times: int = 8) -> float:
 def bare_forward(producer: DeviceProducer, batches: Sequence[Batch]) -> tuple[float, float]:
     """Real tokens/s and model FLOP/s of these batches up to the last tapped layer, nothing kept but one number."""
     config = producer.config
-    last = max(producer.taps, key=lambda tap: tap.layer)
+    last = max(producer.taps, key=lambda tap: layers_needed((tap,), config.n_layers))
 
     def step(params: Any, tokens: jax.Array) -> jax.Array:
         # The largest value: a sum could be moved inside the products, and the products away.
@@ -110,7 +110,9 @@ def bare_forward(producer: DeviceProducer, batches: Sequence[Batch]) -> tuple[fl
     run()
     seconds = _best(run, 2)
     lengths = [len(sample) for batch in batches for sample in batch.samples]
-    flops = sum(flops_per_token(config, length, last.layer) * length for length in lengths)
+    flops = sum(
+        flops_per_token(config, length, layers_needed((last,), config.n_layers) - 1) * length for length in lengths
+    )
     return sum(lengths) / seconds, flops / seconds
 
 
