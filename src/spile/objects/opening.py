@@ -27,7 +27,7 @@ def open_folder(url: str) -> Folder:
     bucket, _, prefix = rest.partition("/")
     if not bucket:
         raise SpecError(f"no bucket in {url}", expected=f"{scheme}://bucket/prefix")
-    from spile.objects.cloud.folder import open_cloud  # obstore takes a while to import, and disks do not need it
+    from spile.objects.cloud.folder import open_cloud  # disks need no HTTP client
 
     return open_cloud(scheme, bucket, prefix.strip("/"))
 

@@ -28,6 +28,24 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGcs]:
         yield fake
 
 
+def test_obstore(fake: FakeGcs) -> None:
+    import obstore
+    from obstore.exceptions import AlreadyExistsError
+    from obstore.store import GCSStore
+
+    key = {"gcs_base_url": fake.url, "disable_oauth": True, "client_email": "", "private_key": "", "private_key_id": ""}
+    store = GCSStore("b", service_account_key=json.dumps(key), client_options={"allow_http": True})
+    obstore.put(store, "x/1", b"hello", mode="create")
+    with pytest.raises(AlreadyExistsError):
+        obstore.put(store, "x/1", b"other", mode="create")
+    large = os.urandom(11 << 20)
+    obstore.put(store, "x/2", large, use_multipart=True)
+    assert bytes(obstore.get_range(store, "x/2", start=5, length=9)) == large[5:14]
+    assert obstore.head(store, "x/1")["size"] == 5
+    assert [found["path"] for page in obstore.list(store, "x") for found in page] == ["x/1", "x/2"]
+    assert open_folder("gs://b/x").get("2") == large
+
+
 def test_googles_own_client(fake: FakeGcs) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the client's own deprecations are not ours

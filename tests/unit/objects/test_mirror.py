@@ -51,9 +51,10 @@ def test_the_copy_is_never_believed(mirror: MirrorFolder) -> None:
 
 
 def test_a_copy_of_another_dataset_is_refused_and_left_alone(mirror: MirrorFolder) -> None:
+    produce(mirror.home, 12)
+    mirror.copy.put("run.json", mirror.home.get("run.json"))  # one run, made in one second or in two
     produce(mirror.copy, 30)
     before = {key: mirror.copy.get(key) for key in keys(mirror.copy)}
-    produce(mirror.home, 12)
     for _ in range(2):
         with pytest.raises(Unwritable) as refused:
             produce(mirror, 30)

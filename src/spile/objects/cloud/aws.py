@@ -10,7 +10,6 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -55,16 +54,6 @@ class AwsKeys:
     secret: str = field(repr=False)
     session: str | None = field(default=None, repr=False)
 
-    def for_obstore(self) -> dict[str, Any]:
-        """In obstore's shape; asked for again every ten minutes, because the chain may hand out new ones."""
-        expires = datetime.now(UTC) + timedelta(minutes=10)
-        return {
-            "access_key_id": self.access,
-            "secret_access_key": self.secret,
-            "token": self.session,
-            "expires_at": expires,
-        }
-
 
 _lock = threading.Lock()
 _session: Any = None
@@ -76,7 +65,7 @@ def _botocore() -> Any:
     with _lock:
         if _session is None:
             try:
-                import botocore.session  # type: ignore[import-untyped]
+                import botocore.session
             except ImportError:
                 return None
             _session = botocore.session.Session()
@@ -88,7 +77,7 @@ def _asked(question: Callable[[Any], Answer]) -> Answer | None:
     session = _botocore()
     if session is None:
         return None
-    from botocore.exceptions import BotoCoreError, ClientError  # type: ignore[import-untyped]
+    from botocore.exceptions import BotoCoreError, ClientError
 
     try:
         return question(session)

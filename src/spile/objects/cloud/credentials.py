@@ -1,4 +1,4 @@
-"""Who we are to the cloud, for obstore and for our own requests: Google's tokens, and signatures for S3.
+"""Who we are to the cloud: Google's tokens, and signatures for S3.
 
 Google: application default credentials (``google.auth``); against an emulator (``STORAGE_EMULATOR_HOST``) nobody.
 Amazon's keys come from ``aws``.
@@ -10,7 +10,7 @@ import hashlib
 import hmac
 import threading
 from collections.abc import Mapping
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -30,8 +30,8 @@ class GoogleToken:
         self._lock = threading.Lock()
         self._credentials: Any = None
 
-    def token(self) -> tuple[str, datetime | None]:
-        """The token and when it ends."""
+    def token(self) -> str:
+        """The token in force now."""
         import google.auth
         import google.auth.exceptions
         import google.auth.transport.requests
@@ -51,13 +51,7 @@ class GoogleToken:
                     found=type(error).__name__,
                     fix="run: gcloud auth application-default login",
                 ) from error
-            expiry = self._credentials.expiry
-            return self._credentials.token, expiry.replace(tzinfo=UTC) if expiry else None
-
-    def for_obstore(self) -> dict[str, Any]:
-        """In obstore's shape."""
-        token, expires = self.token()
-        return {"token": token, "expires_at": expires}
+            return str(self._credentials.token)
 
     def __repr__(self) -> str:
         return "GoogleToken(…)"

@@ -9,9 +9,8 @@ import re
 from xml.etree import ElementTree
 
 import urllib3.exceptions
-from obstore.exceptions import NotFoundError
 
-__all__ = ["RequestFailure", "from_obstore", "from_status", "from_urllib3"]
+__all__ = ["RequestFailure", "from_status", "from_urllib3"]
 
 _TRANSIENT = {408, 409, 425, 429, 500, 502, 503, 504}
 _TRANSIENT_CODES = {"BadDigest", "InternalError", "RequestTimeout", "SlowDown"}
@@ -99,17 +98,6 @@ def _from_connection(text: str) -> RequestFailure:
 def from_urllib3(error: urllib3.exceptions.HTTPError | OSError) -> RequestFailure:
     """From a connection that failed."""
     return _from_connection(f"{type(error).__name__} {error}")
-
-
-def from_obstore(error: Exception) -> RequestFailure:
-    """From what obstore raised; it tells the status only in its text."""
-    text = str(error)
-    found = re.search(r"status code: (\d{3})", text)
-    if found:
-        return from_status(int(found.group(1)), text)
-    if isinstance(error, NotFoundError | FileNotFoundError):
-        return from_status(404)
-    return _from_connection(text.partition("Debug source:")[2] or text)
 
 
 def is_error_document(body: bytes) -> bool:

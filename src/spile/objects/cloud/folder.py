@@ -1,24 +1,22 @@
 """Folders in buckets: ``gs://`` and ``s3://``.
 
-obstore lists and reads ranges. Whole objects go over plain requests (``rest``), which send checksums along and see
-those that the services report, and large ones in parts (``upload``), so that each part is tried again and
-counted by itself. obstore's own retries are off: trying again, and knowing what a lost reply means, happens here.
+Everything goes over plain requests (``rest``), which send checksums along and see those that the services report;
+large objects go in parts (``upload``), so that each part is tried again and counted by itself. Trying again, and
+knowing what a lost reply means, happens here. Why no client library: ``docs/design/0009-object-store-client.md``.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import datetime
 from typing import Any, TypeVar
 from xml.etree import ElementTree
-
-import obstore
 
 from spile.errors import Damaged, StoreError
 from spile.objects.cloud.bucket import Bucket
 from spile.objects.cloud.failures import RequestFailure
+from spile.objects.cloud.listing import ListedObject, parse_objects, parse_uploads
 from spile.objects.cloud.upload import CloudWriter
 from spile.objects.folder import NotFound, ObjectInfo, Unfinished, checked_key, possible_prefix
 from spile.objects.stats import Stats
@@ -26,7 +24,6 @@ from spile.objects.stats import Stats
 __all__ = ["CloudFolder", "open_cloud"]
 
 _MANY = 48
-_LIST_CHUNK = 1000
 
 Result = TypeVar("Result")
 
@@ -90,44 +87,30 @@ class CloudFolder:
         if length == 0:
             return b""
 
-        def attempt() -> bytes:
-            store = self._bucket.store
-            data = bytes(self._bucket.obstore(lambda: obstore.get_range(store, name, start=start, length=length)))
-            if len(data) != length:
-                raise RequestFailure(f"cut short: expected {start + length} bytes, found {start + len(data)}")
-            return data
-
-        data = self._run("read", key, attempt)
+        data = self._run("read", key, lambda: self._bucket.rest.get_range(name, start, length))
         self.stats.add(bytes_read=length)
         return data
 
     def info(self, key: str) -> ObjectInfo:
         """Size and time of one object."""
         name = self._name(key)
-        found = self._run("read", key, lambda: self._bucket.obstore(lambda: obstore.head(self._bucket.store, name)))
-        return ObjectInfo(key, found["size"], found["last_modified"].timestamp(), found["e_tag"])
+        found = self._run("read", key, lambda: self._bucket.rest.head(name))
+        return ObjectInfo(key, found.size, found.modified, found.tag)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Page by page; a page that fails is asked for again from the last key seen."""
+        """Page by page; a page that fails is asked for again by itself."""
         if not possible_prefix(prefix):
             return
-        last: str | None = None
-        while page := self._run("list", prefix, lambda last=last: self._page(prefix, last)):  # type: ignore[misc]
+        token: str | None = ""
+        while token is not None:
+            page, token = self._page(prefix, token)
             for found in page:
-                last = found["path"]
-                key = last.removeprefix(self._prefix)
-                if key.startswith(prefix):
-                    yield ObjectInfo(key, found["size"], found["last_modified"].timestamp(), found["e_tag"])
-                elif key > prefix:
-                    return
-            if len(page) < _LIST_CHUNK:
-                return
+                yield ObjectInfo(found.key.removeprefix(self._prefix), found.size, found.modified, found.tag)
 
-    def _page(self, prefix: str, last: str | None) -> Any:
-        """Obstore lists below whole folders only; what a half name excludes is dropped afterwards."""
-        above = (self._prefix + prefix).rpartition("/")[0]
-        stream = obstore.list(self._bucket.store, above or None, offset=last, chunk_size=_LIST_CHUNK)
-        return self._bucket.obstore(lambda: next(stream, []))
+    def _page(self, prefix: str, token: str) -> tuple[Sequence[ListedObject], str | None]:
+        """One page, and the token of the next."""
+        query = {"list-type": "2", "prefix": self._prefix + prefix, **({"continuation-token": token} if token else {})}
+        return self._run("list", prefix, lambda: parse_objects(self._bucket.rest.request("GET", query=query).body))
 
     def put(self, key: str, data: bytes) -> None:
         """Create or replace."""
@@ -182,7 +165,7 @@ class CloudFolder:
         query = {"uploads": "", "prefix": self._prefix + prefix}
         while True:
             reply = self._run("list", prefix, lambda: self._bucket.rest.request("GET", query=query))
-            fields, uploads = _parse_uploads(reply.body)
+            fields, uploads = parse_uploads(reply.body)
             for name, handle, started in uploads:
                 yield Unfinished(name.removeprefix(self._prefix), handle, started)
             if fields.get("IsTruncated") != "true":
@@ -230,17 +213,3 @@ def _fix(bucket: str, trouble: RequestFailure) -> str | None:
     if trouble.status in (401, 403):
         return f"let this account read and write {bucket}, then run the same command again"
     return "run the same command again: what is committed stays" if trouble.transient else None
-
-
-def _parse_uploads(body: bytes) -> tuple[dict[str, str], list[tuple[str, str, float]]]:
-    """A listing's own fields, and each upload's name, handle and start."""
-    fields: dict[str, str] = {}
-    uploads = []
-    for child in ElementTree.fromstring(body):  # noqa: S314 - the store's own reply
-        tag = child.tag.rpartition("}")[2]
-        fields[tag] = child.text or ""
-        if tag == "Upload":
-            parts = {part.tag.rpartition("}")[2]: part.text or "" for part in child}
-            started = datetime.fromisoformat(parts["Initiated"].replace("Z", "+00:00")).timestamp()
-            uploads.append((parts["Key"], parts["UploadId"], started))
-    return fields, uploads

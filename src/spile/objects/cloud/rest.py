@@ -1,4 +1,4 @@
-"""Plain requests to a bucket, for what obstore does not offer: checksums, single parts, the list of unfinished uploads.
+"""Plain requests to a bucket: objects and ranges of them, single parts, listings; checksums sent and compared.
 
 GCS's XML API and S3 speak one dialect, with other names for a few headers: ``Dialect`` holds those, and everything
 above it is written once. One call is one attempt; who calls decides about trying again.
@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from functools import lru_cache
 from typing import Protocol
 from urllib.parse import urlsplit
@@ -24,6 +25,7 @@ from typing_extensions import Buffer
 from spile.objects.cloud.aws import aws_endpoint, aws_keys, aws_region
 from spile.objects.cloud.credentials import GoogleToken, quoted, sign_v4
 from spile.objects.cloud.failures import RequestFailure, from_status, from_urllib3
+from spile.objects.cloud.listing import ListedObject
 
 __all__ = ["GoogleDialect", "Reply", "RestClient", "S3Dialect", "crc32c", "http_timeout"]
 
@@ -83,7 +85,7 @@ class GoogleDialect:
 
     def authorized(self, method: str, url: str, headers: Mapping[str, str]) -> dict[str, str]:  # noqa: ARG002
         """With a bearer token; an emulator needs none."""
-        return dict(headers) if self.emulated else {**headers, "Authorization": f"Bearer {self.credentials.token()[0]}"}
+        return dict(headers) if self.emulated else {**headers, "Authorization": f"Bearer {self.credentials.token()}"}
 
     def sent_checksum(self, data: Buffer) -> dict[str, str]:
         """Google's own header."""
@@ -194,6 +196,22 @@ class RestClient:
         if expected is not None and expected != crc32c(reply.body):
             raise RequestFailure("damaged: its checksum does not match", code="Damaged", transient=True)
         return reply.body
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        """Exactly these bytes of an object."""
+        reply = self.request("GET", key, headers={"range": f"bytes={start}-{start + length - 1}"})
+        if len(reply.body) != length:
+            raise RequestFailure(f"cut short: expected {start + length} bytes, found {start + len(reply.body)}")
+        return reply.body
+
+    def head(self, key: str) -> ListedObject:
+        """An object's size, time and tag."""
+        headers = self.request("HEAD", key).headers
+        try:
+            modified = parsedate_to_datetime(headers["Last-Modified"]).timestamp()
+            return ListedObject(key, int(headers["Content-Length"]), modified, headers.get("ETag"))
+        except (KeyError, ValueError) as error:
+            raise RequestFailure("a reply without size or time", transient=True) from error
 
     def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
         """Create or replace (or only create) in one request; the server checks what it receives."""

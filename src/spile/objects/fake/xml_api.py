@@ -1,4 +1,4 @@
-"""The XML half of the fake GCS: what obstore and our own uploads speak."""
+"""The XML half of the fake GCS: what our own client and obstore speak."""
 
 from __future__ import annotations
 

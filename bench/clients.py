@@ -1,0 +1,218 @@
+"""Clients of an object store against each other, on loopback: ``python -m bench.clients``.
+
+The server is as plain as can be (``sendfile`` out, ``recv`` in) and a process of its own, so that what is compared is
+what each client costs: large ranges read and large parts written, many at a time, as a run reads and writes them. The
+ways take turns, several rounds each; the best round counts, and the CPU seconds of this process beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from email.utils import formatdate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import urllib3
+
+SIZE = 8 << 20
+Transfer = Callable[[int], int]
+"""One transfer; gives its bytes."""
+
+
+def serve(path: str) -> None:
+    """Every GET is a range of one file, every PUT is read and forgotten."""
+    file = Path(path).open("rb")  # noqa: SIM115
+    listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+    print(listener.getsockname()[1], flush=True)
+    while True:
+        connection, _ = listener.accept()
+        threading.Thread(target=_answer, args=(connection, file.fileno()), daemon=True).start()
+
+
+def _answer(connection: socket.socket, file: int) -> None:
+    stream = connection.makefile("rb")
+    scratch = bytearray(1 << 20)
+    date = formatdate(usegmt=True)
+    while line := stream.readline():
+        headers = {}
+        while (header := stream.readline().strip()) != b"":
+            name, _, value = header.decode("latin-1").partition(":")
+            headers[name.lower()] = value.strip()
+        if line.startswith(b"GET"):
+            first, _, last = headers["range"].partition("=")[2].partition("-")
+            start, count = int(first), int(last) - int(first) + 1
+            size = os.fstat(file).st_size
+            connection.sendall(
+                f'HTTP/1.1 206 Partial Content\r\nContent-Length: {count}\r\nETag: "x"\r\nLast-Modified: {date}\r\n'
+                f"Content-Range: bytes {first}-{last}/{size}\r\n\r\n".encode()
+            )
+            while count:
+                sent = os.sendfile(connection.fileno(), file, start, count)
+                start, count = start + sent, count - sent
+        else:
+            left = int(headers["content-length"])
+            if "expect" in headers:
+                connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+            while left:
+                left -= stream.readinto(memoryview(scratch)[:left])
+            connection.sendall(b'HTTP/1.1 200 OK\r\nContent-Length: 0\r\nETag: "x"\r\n\r\n')
+
+
+def readers(url: str) -> dict[str, Transfer]:
+    """The ways to read a range, those whose package is here."""
+    pool = urllib3.PoolManager(maxsize=64)
+
+    def with_urllib3(number: int) -> int:
+        start = number % 4 * SIZE
+        headers = {"range": f"bytes={start}-{start + SIZE - 1}"}
+        reply = pool.request("GET", f"{url}/bucket/key", headers=headers, preload_content=False, decode_content=False)
+        data = bytearray(SIZE)
+        view, at = memoryview(data), 0
+        while at < SIZE and (count := reply.readinto(view[at:])):
+            at += count
+        reply.release_conn()
+        return at
+
+    def with_urllib3_whole(number: int) -> int:
+        start = number % 4 * SIZE
+        headers = {"range": f"bytes={start}-{start + SIZE - 1}"}
+        return len(pool.request("GET", f"{url}/bucket/key", headers=headers, decode_content=False).data)
+
+    found: dict[str, Transfer] = {"urllib3, into place": with_urllib3, "urllib3, as bytes": with_urllib3_whole}
+    if importlib.util.find_spec("obstore"):
+        import obstore
+
+        store = _obstore(url)
+        found["obstore"] = lambda n: len(obstore.get_range(store, "key", start=n % 4 * SIZE, length=SIZE))
+    if importlib.util.find_spec("boto3"):
+        client = _boto(url)
+
+        def with_boto(number: int) -> int:
+            start = number % 4 * SIZE
+            reply = client.get_object(Bucket="bucket", Key="key", Range=f"bytes={start}-{start + SIZE - 1}")
+            return len(reply["Body"].read())
+
+        found["boto3"] = with_boto
+    return found
+
+
+def writers(url: str) -> dict[str, Transfer]:
+    """The ways to write a part of an upload, its checksum sent along where the client can."""
+    from spile.objects.cloud.rest import crc32c
+
+    data = np.random.default_rng(0).integers(0, 256, SIZE, np.uint8).tobytes()
+    pool = urllib3.PoolManager(maxsize=64)
+
+    def with_urllib3(number: int) -> int:
+        headers = {"x-amz-checksum-crc32c": crc32c(data)}
+        pool.request("PUT", f"{url}/bucket/key?partNumber={number}&uploadId=x", body=data, headers=headers)
+        return SIZE
+
+    found: dict[str, Transfer] = {"urllib3, crc32c": with_urllib3}
+    if importlib.util.find_spec("obstore"):
+        import obstore
+
+        store = _obstore(url)
+
+        def with_obstore(_: int) -> int:
+            obstore.put(store, "key", data, use_multipart=False)
+            return SIZE
+
+        found["obstore, no checksum"] = with_obstore
+    if importlib.util.find_spec("boto3"):
+        client = _boto(url)
+
+        def with_boto(number: int) -> int:
+            extra: dict[str, Any] = {"ChecksumCRC32C": crc32c(data)}
+            client.upload_part(Bucket="bucket", Key="key", PartNumber=number + 1, UploadId="x", Body=data, **extra)
+            return SIZE
+
+        found["boto3, crc32c"] = with_boto
+    return found
+
+
+def _obstore(url: str) -> Any:
+    from obstore.store import S3Store
+
+    return S3Store(
+        "bucket",
+        endpoint=url,
+        region="us-east-1",
+        access_key_id="x",
+        secret_access_key="x",
+        client_options={"allow_http": True},
+        virtual_hosted_style_request=False,
+    )
+
+
+def _boto(url: str) -> Any:
+    import boto3
+    from botocore.config import Config
+
+    config = Config(
+        max_pool_connections=64, s3={"addressing_style": "path"}, response_checksum_validation="when_required"
+    )
+    keys = {"aws_access_key_id": "x", "aws_secret_access_key": "x", "region_name": "us-east-1"}
+    return boto3.client("s3", endpoint_url=url, config=config, **keys)
+
+
+def measure(ways: dict[str, Transfer], threads: int, transfers: int, rounds: int) -> dict[str, dict[str, float]]:
+    """GB/s of the best round, and this process's CPU seconds per GB in it."""
+    best: dict[str, dict[str, float]] = {}
+    for _ in range(rounds):
+        for name, way in ways.items():
+            with ThreadPoolExecutor(threads) as pool:
+                began, busy = time.perf_counter(), time.process_time()
+                moved = sum(pool.map(way, range(transfers)))
+            seconds, spent = time.perf_counter() - began, time.process_time() - busy
+            row = {"GB/s": moved / seconds / 1e9, "CPU s/GB": spent / moved * 1e9}
+            if name not in best or row["GB/s"] > best[name]["GB/s"]:
+                best[name] = row
+    return best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--transfers", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    rows: dict[str, Any] = {}
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(os.urandom(4 * SIZE))
+        file.flush()
+        command = [sys.executable, "-m", "bench.clients", "--serve", file.name]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+            assert server.stdout is not None
+            url = f"http://127.0.0.1:{server.stdout.readline().strip()}"
+            try:
+                for threads in args.threads:
+                    for verb, ways in (("read", readers(url)), ("write", writers(url))):
+                        for name, row in measure(ways, threads, args.transfers, args.rounds).items():
+                            rows[f"{verb}, {threads} at a time, {name}"] = row
+                            print(f"{verb:5} {threads:3} at a time  {name:24} "
+                                  f"{row['GB/s']:5.2f} GB/s  {row['CPU s/GB']:5.2f} CPU s/GB", flush=True)  # fmt: skip
+            finally:
+                server.kill()
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--serve"]:
+        serve(sys.argv[2])
+    else:
+        main()
