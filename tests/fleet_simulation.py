@@ -25,6 +25,7 @@ from spile.fleet.heal.observed import Pulse
 from spile.fleet.heal.round import tick
 from spile.fleet.spec import FLEET_LABEL, WORKER_LABEL, FleetSpec, Policy, plan_workers
 from spile.objects.folder import NotFound, ObjectInfo
+from spile.spec.phase import Phase
 
 ZONES = ("us-central1-a", "us-central1-b", "europe-west4-a", "us-east1-d")
 LIVE = ("CREATING", "READY")
@@ -100,7 +101,7 @@ class Task:
     left: float
     crashes_left: int = 0
     beat: float | None = None
-    phase: str = ""
+    phase: Phase = Phase.UNKNOWN
     verdict: str = ""
     said: float = 0.0
 
@@ -209,7 +210,7 @@ class Simulation:
             task = self.tasks[vm.worker]
             if vm.hung or vm.ended or self.now < vm.booted:
                 continue
-            task.beat, task.phase = self.now, "running"
+            task.beat, task.phase = self.now, Phase.RUNNING
             task.left -= seconds
             if task.crashes_left and self.rng.random() < 0.2:
                 task.crashes_left -= 1

@@ -22,6 +22,7 @@ from spile.fleet.fake_cloud import vms
 from spile.fleet.heal.monitor import FleetMonitor, FleetStatus, pulses_of
 from spile.fleet.home import FleetHome, WorkerReport
 from spile.fleet.spec import FleetSpec, plan_workers
+from spile.spec.phase import Phase
 from spile.status.snapshot import Snapshot, State, StreamView
 
 _SUBREAPER = 36
@@ -174,10 +175,10 @@ def test_the_bucket_tells_how_long_a_worker_gets_no_further(tmp_path: Path) -> N
     """Its own heartbeat and its agent's word: the newer one counts."""
     workers = plan_workers((A,), 1)
     fleet = FleetSpec("f", "p", (A,), workers, NodeRequest("v3-8", "r"), root=str(tmp_path), deployment="d")
-    view = StreamView(0, "tpu_0", State.WORKING, phase="running", age=10.0, idle=700.0)
+    view = StreamView(0, "tpu_0", State.WORKING, phase=Phase.RUNNING, age=10.0, idle=700.0)
     snapshot = Snapshot(str(tmp_path), 10_000.0, (view,))
     assert pulses_of(fleet, {}, snapshot)[0].progress == 9300.0
     assert pulses_of(fleet, {}, replace(snapshot, streams=(replace(view, idle=None),)))[0].progress == 9990.0
-    said = {workers[0].name: WorkerReport(workers[0].name, "d", phase="starting", updated=9500.0)}
+    said = {workers[0].name: WorkerReport(workers[0].name, "d", phase=Phase.STARTING, updated=9500.0)}
     assert pulses_of(fleet, said, snapshot)[0].progress == 9500.0
     assert pulses_of(fleet, {}, replace(snapshot, streams=()))[0].progress is None

@@ -17,6 +17,7 @@ from spile.fleet.heal.history import History
 from spile.fleet.heal.observed import Pulse
 from spile.fleet.heal.round import tick
 from spile.fleet.spec import FleetSpec, plan_workers
+from spile.spec.phase import Phase
 
 
 @pytest.mark.parametrize("block", range(4))
@@ -79,7 +80,7 @@ def test_256_workers_cost_a_request_a_zone() -> None:
         nonlocal history
         now[0] += 90.0
         before = len(api.calls)
-        pulses = {worker.id: Pulse(now[0], "running") for worker in fleet.workers}
+        pulses = {worker.id: Pulse(now[0], Phase.RUNNING) for worker in fleet.workers}
         history = tick(
             fleet, client, history, pulses,
             clock=lambda: now[0], held=lambda: True, metadata=lambda _: {}, save=saved.append,

@@ -143,9 +143,9 @@ def compile(self, shape):
     return real(self, shape)
 device.DeviceProducer.compile = compile
 said = device.Progress.phase
-def phase(self, name):
-    said(self, name)
-    if name.startswith("compiling") and self.snapshot().samples:
+def phase(self, phase, detail=""):
+    said(self, phase, detail)
+    if phase == "compiling" and self.snapshot().samples:
         (here / f"waits-{{number}}").touch()
 device.Progress.phase = phase
 main({WORDS.replace("'4'", "'48'").replace("'64'", "'512'")}, '--batch-size', '1', %s])

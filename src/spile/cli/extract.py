@@ -12,6 +12,7 @@ from cyclopts import Group, Parameter
 from spile.cli.pod import PodFlags, say
 from spile.errors import SpecError
 from spile.spec.machines import parse_mesh_shape
+from spile.spec.phase import Phase
 from spile.spec.run import (
     DEFAULT_ENCODER,
     EMBEDDED,
@@ -209,7 +210,7 @@ def extract(
     flags.spec()  # a mistake is told before anybody waits for a pod's other hosts
     with (pod or PodFlags()).joined(say) as hosts, watched(verbose) as watch:
         if verbose:
-            watch.progress.phase("looking at the devices")
+            watch.progress.phase(Phase.LOOKING, "at the devices")
             say_devices(hosts, say)
         spec = (flags if hosts.name else flags.numbered(os.environ)).spec()
         summary = run(spec, progress=watch.progress, stop=watch.stop, hosts=hosts)

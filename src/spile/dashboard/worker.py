@@ -104,7 +104,7 @@ def bar(now: ProgressSnapshot, total: int | None, width: int, spinner: Spinner |
         if text:
             cells.append((rank, Text(text, style), cell_len(text)))
 
-    add(0, now.phase)
+    add(0, now.doing)
     if now.samples or now.computed_tokens:
         if total:
             cells.append((3, ProgressBar(total=total, completed=now.samples, width=_BAR), _BAR))
@@ -129,7 +129,7 @@ def _rank(cell: tuple[int, RenderableType, int]) -> int:
 def line(now: ProgressSnapshot, total: int | None) -> str:
     """The same where there is no terminal."""
     if not now.samples:
-        return now.phase
+        return now.doing
     parts = [
         f"{now.samples:,}{f'/{total:,}' if total else ''} samples",
         f"{now.tokens:,} tokens",
@@ -139,7 +139,7 @@ def line(now: ProgressSnapshot, total: int | None) -> str:
         _left(now, total),
         f"limited by: {now.limit}" if now.limit else "",
     ]
-    return f"{now.phase}: " + ", ".join(part for part in parts if part)
+    return f"{now.doing}: " + ", ".join(part for part in parts if part)
 
 
 def _left(now: ProgressSnapshot, total: int | None) -> str:

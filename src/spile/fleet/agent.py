@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from spile.errors import CloudError, SpecError, SpileError, UserError
 from spile.fleet.home import FleetHome, WorkerReport
 from spile.fleet.spec import FleetSpec, Worker
+from spile.spec.phase import Phase
 from spile.version import __version__
 
 __all__ = ["AGAIN", "Agent", "main", "worker_command"]
@@ -68,23 +69,23 @@ class Agent:
         crashes = fences = launches = 0
         while True:
             launches += 1
-            self._say(replace(report, phase="starting", launches=launches))
+            self._say(replace(report, phase=Phase.STARTING, launches=launches))
             began = time.monotonic()
             code, tail = self._work(fleet, worker)
             if code == AGAIN or self.stopping.is_set():
                 return code if code == AGAIN else 0
             report = replace(report, launches=launches, exit_code=code, error=tail)
             if code == 0:
-                self._say(replace(report, phase="done", verdict="finished", error=""))
+                self._say(replace(report, phase=Phase.DONE, verdict="finished", error=""))
                 self._leave(fleet)
                 return 0
             if code == 2:
-                self._say(replace(report, phase="failed", verdict="refused"))
+                self._say(replace(report, phase=Phase.FAILED, verdict="refused"))
                 return 0
             crashes = 0 if time.monotonic() - began > _LONG_RUN else crashes
             fences, crashes = (fences + 1, crashes) if code == 3 else (fences, crashes + 1)
             if crashes > self.relaunches or fences > 10 * self.relaunches:
-                self._say(replace(report, phase="failed", verdict="crashed"))
+                self._say(replace(report, phase=Phase.FAILED, verdict="crashed"))
                 return 0
             print(f"spile agent: the worker ended with {code}; launching it again", flush=True)
             if self.stopping.wait(self.pause * 2.0 ** min(crashes, 5)):

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from typing import Any
 
 from spile.errors import UserError
 from spile.fleet.heal.history import History
@@ -25,6 +24,8 @@ from spile.fleet.heal.update import ActionOutcome
 from spile.fleet.spec import FleetSpec
 from spile.objects import open_folder
 from spile.objects.folder import Folder, NotFound
+from spile.spec.phase import Phase
+from spile.spec.records import known_fields
 
 __all__ = ["FLEET", "STARTUP", "FleetHome", "WorkerReport", "fleet_url"]
 
@@ -43,7 +44,7 @@ class WorkerReport:
 
     node: str
     deployment: str = ""
-    phase: str = ""
+    phase: Phase = Phase.UNKNOWN
     verdict: Verdict = ""
     updated: float = 0.0
     exit_code: int | None = None
@@ -59,9 +60,8 @@ class WorkerReport:
     @classmethod
     def from_json(cls, data: bytes) -> WorkerReport:
         """As stored; what a later version adds is left out."""
-        raw: dict[str, Any] = json.loads(data)
-        known = {each.name for each in fields(cls)}
-        return cls(**{key: value for key, value in raw.items() if key in known})
+        known = known_fields(cls, json.loads(data))
+        return cls(**{**known, "phase": Phase.read(known.get("phase"))})
 
 
 class FleetHome:

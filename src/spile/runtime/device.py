@@ -28,6 +28,7 @@ from spile.runtime.mesh import AXES, plan_mesh
 from spile.runtime.producer import OutOfDeviceMemory, RowBlock, check_tokens, pack
 from spile.runtime.progress import Progress
 from spile.spec.architecture import ModelConfig
+from spile.spec.phase import Phase
 from spile.spec.taps import Tap
 
 __all__ = ["DeviceProducer", "compute_dtype_for", "enable_compilation_cache"]
@@ -141,7 +142,7 @@ class DeviceProducer:
         if shape in self._proven or program.done():
             return
         self._awaited.setdefault(shape, time.perf_counter())
-        self._progress.phase(f"compiling for {shape[0]} × {shape[1]} tokens")
+        self._progress.phase(Phase.COMPILING, f"for {shape[0]} × {shape[1]} tokens")
         while not program.done() and not given_up():
             wait([program], timeout=_LOOK_UP)
 
@@ -211,7 +212,7 @@ class DeviceProducer:
         except jax.errors.JaxRuntimeError as error:
             raise self._translated(error, shape) from error
         self._progress.compiled(time.perf_counter() - began)
-        self._progress.phase("running")
+        self._progress.phase(Phase.RUNNING)
         return program
 
     def fetch(self, pending: object) -> Sequence[Sequence[RowBlock]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -33,6 +33,7 @@ from spile.runtime.sizing import choose_sizes
 from spile.runtime.summary import Summary, peak_memory
 from spile.runtime.worker import LocalControl, Sizes, run_worker
 from spile.spec.identity import RunIdentity, StreamIdentity
+from spile.spec.phase import Phase
 from spile.spec.run import ExtractSpec
 from spile.spec.sample import Sample
 from spile.spec.taps import Tap, TapRows, select_taps, tap_rows
@@ -74,7 +75,7 @@ def extract(
     """
     progress, hosts = progress or Progress(), (hosts or SingleProcess()).visit()
     enable_compilation_cache()
-    progress.phase("looking at the model and the data")
+    progress.phase(Phase.LOOKING, "at the model and the data")
     same_command(hosts, spec)
     for place in filter(None, (spec.output, spec.local_copy)):  # first: find reads the run that is there
         for warning in preflight(open_folder(place)):
@@ -84,15 +85,18 @@ def extract(
     stream = _known_stream(parts) if hosts.first and not again else None
     if not hosts.agree("left", stream is None or _left(parts, stream)):
         return _nothing_left(parts, stream or _joined(parts), progress, hosts)
-    progress.phase("loading the model")
-    producer = make_producer(parts, progress)
-    hosts.barrier("model_loaded")
-    if again:
-        clear_stream(parts.root, spec.data.worker_id)  # not before the model is known to be whole
-    stream, done = _agreed(parts, stream, hosts)
-    hosts.barrier("extraction_start")
-    with closing(producer):
-        finished = _work(parts, stream, done, producer, progress, stop or threading.Event(), hosts)
+    progress.phase(Phase.LOADING, "the model")
+    with ExitStack() as stack:
+        notes = None if stream is None else stack.enter_context(_notes(parts, stream, progress, hosts))
+        producer = make_producer(parts, progress)
+        hosts.barrier("model_loaded")
+        if again:
+            clear_stream(parts.root, spec.data.worker_id)  # not before the model is known to be whole
+        stream, done = _agreed(parts, stream, hosts)
+        hosts.barrier("extraction_start")
+        notes = notes or stack.enter_context(_notes(parts, stream, progress, hosts))
+        stack.enter_context(closing(producer))
+        finished = _work(parts, stream, done, producer, notes, stop or threading.Event(), hosts)
     hosts.barrier("final_checkpoint")
     if finished and hosts.first:
         stream.finish()
@@ -253,31 +257,34 @@ def make_producer(parts: Parts, progress: Progress) -> DeviceProducer:
     )
 
 
+def _notes(parts: Parts, stream: StreamStore, progress: Progress, hosts: WorkerGroup) -> Notes:
+    return Notes(parts.spec, stream, progress, pulse=hosts.first, expected=_expected(parts, stream))
+
+
 def _work(
     parts: Parts,
     stream: StreamStore,
     done: Ranges,
     producer: Producer,
-    progress: Progress,
+    notes: Notes,
     stop: threading.Event,
     hosts: WorkerGroup,
 ) -> bool:
-    spec = parts.spec
+    spec, progress = parts.spec, notes.progress
     expected = _expected(parts, stream)
     if expected is not None:
         progress.total_samples = len(Ranges([(0, expected)]) - done)
-    with Notes(spec, stream, progress, pulse=hosts.first, expected=expected) as notes:
-        finished = run_worker(
-            parts.samples.read(done),
-            producer,
-            stream,
-            sizes_for(parts),
-            progress=progress,
-            control=hosts.control(LocalControl(stop, spec.commit_every)),
-            end=lambda: _end(parts, stream),
-            sink=hosts.sink(stream, notes.committed),
-        )
-        progress.phase("done" if finished else "stopped")
+    finished = run_worker(
+        parts.samples.read(done),
+        producer,
+        stream,
+        sizes_for(parts),
+        progress=progress,
+        control=hosts.control(LocalControl(stop, spec.commit_every)),
+        end=lambda: _end(parts, stream),
+        sink=hosts.sink(stream, notes.committed),
+    )
+    progress.phase(Phase.DONE if finished else Phase.STOPPED)
     return finished
 
 

@@ -12,8 +12,9 @@ from types import TracebackType
 from spile.objects import open_folder
 from spile.objects.mirror import MirrorFolder
 from spile.runtime.progress import Progress
+from spile.spec.heartbeat import Reading
 from spile.spec.run import ExtractSpec
-from spile.status.heartbeat import Heartbeat, Reading
+from spile.status.heartbeat import Heartbeat
 from spile.store.stream import StreamStore
 
 __all__ = ["Notes", "note_checkpoint"]
@@ -25,7 +26,7 @@ class Notes:
     def __init__(
         self, spec: ExtractSpec, stream: StreamStore, progress: Progress, *, pulse: bool, expected: int | None
     ) -> None:
-        self._spec, self._stream, self._progress, self._expected = spec, stream, progress, expected
+        self._spec, self._stream, self.progress, self._expected = spec, stream, progress, expected
         self._heart = Heartbeat(stream.folder, stream.attempt, self._reading, say=progress.say) if pulse else None
         self._tidied = 0
         self._stack = ExitStack()
@@ -33,7 +34,7 @@ class Notes:
     def __enter__(self) -> Notes:
         if self._heart is not None:
             self._stack.enter_context(self._heart)
-            self._stack.enter_context(self._progress.heard_by(self._heart.note))
+            self._stack.enter_context(self.progress.heard_by(self._heart.note))
         return self
 
     def __exit__(
@@ -49,9 +50,9 @@ class Notes:
             self._heart.beat()
 
     def _reading(self) -> Reading:
-        now = self._progress.snapshot()
+        now = self.progress.snapshot()
         return Reading(
-            phase=_PHASES.get(now.phase.split(" ")[0], "starting"),
+            phase=now.phase,
             samples=now.samples,
             samples_committed=now.samples_committed,
             tokens=now.tokens,
@@ -71,16 +72,6 @@ class Notes:
         for file in files[self._tidied :]:
             folder.copy.delete(file.name)
         self._tidied = len(files)
-
-
-_PHASES = {
-    "compiling": "compiling",
-    "running": "running",
-    "uploading": "uploading",
-    "done": "done",
-    "stopped": "stopped",
-}
-"""The progress's phases, by their first word, as a heartbeat names them."""
 
 
 def note_checkpoint(spec: ExtractSpec, stream: StreamStore, status: str) -> None:

@@ -25,6 +25,7 @@ from spile.runtime.flow import AHEAD, Close, Control, Countdown, Flow, Rows, Sha
 from spile.runtime.pipes import Crew, Pipe, Stopped
 from spile.runtime.producer import OutOfDeviceMemory, Producer, RowBlock
 from spile.runtime.progress import Progress
+from spile.spec.phase import Phase
 from spile.spec.sample import Sample, Skip
 
 __all__ = ["Pipeline"]
@@ -115,6 +116,7 @@ class Pipeline:
             if self._stopped:
                 self._close_all(flow, open_)
                 more = False
+        self._progress.phase(Phase.UPLOADING)
         for _ in plans if self._stopped else ():
             pass  # let the feeder find room, see the flag, and end
         flow.steps.close()

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from spile.spec.phase import Phase
+
 __all__ = ["STAGES", "Progress", "ProgressSnapshot"]
 
 STAGES = ("tokenizer", "model", "host copy", "sink")
@@ -18,7 +20,9 @@ STAGES = ("tokenizer", "model", "host copy", "sink")
 class ProgressSnapshot:
     """The counters at one moment."""
 
-    phase: str
+    phase: Phase
+    detail: str
+    """What the phase is about: ``the model``, ``for 8 × 512 tokens``."""
     samples: int
     tokens: int
     bytes: int
@@ -34,6 +38,11 @@ class ProgressSnapshot:
     """Since the first batch was started."""
     busy: dict[str, float]
     """Seconds each stage was busy."""
+
+    @property
+    def doing(self) -> str:
+        """The phase for people."""
+        return f"{self.phase} {self.detail}".strip()
 
     @property
     def tokens_per_second(self) -> float:
@@ -64,7 +73,7 @@ class Progress:
 
     def __post_init__(self) -> None:
         self._lock = threading.RLock()  # a signal's handler looks at the counters in whatever the main thread is at
-        self._phase = "starting"
+        self._phase, self._detail = Phase.STARTING, ""
         self._counts = dict.fromkeys(
             ("samples", "tokens", "bytes", "shards_written", "shards_committed", "samples_committed",
              "computed_tokens", "truncated", "shapes"), 0,
@@ -89,10 +98,10 @@ class Progress:
         finally:
             self.say = before
 
-    def phase(self, name: str) -> None:
-        """What is going on: ``loading the model``, ``compiling``, ``running``, ``uploading``, ``done``."""
+    def phase(self, phase: Phase, detail: str = "") -> None:
+        """What is going on from now on."""
         with self._lock:
-            self._phase = name
+            self._phase, self._detail = phase, detail
 
     def start(self) -> None:
         """The first batch begins now."""
@@ -135,6 +144,6 @@ class Progress:
         with self._lock:
             seconds = self.clock() - self._started if self._started is not None else 0.0
             return ProgressSnapshot(
-                phase=self._phase, skipped=dict(self._skipped), compile_seconds=self._compile, seconds=seconds,
-                busy=dict(self._busy), **self._counts,
+                phase=self._phase, detail=self._detail, skipped=dict(self._skipped), compile_seconds=self._compile,
+                seconds=seconds, busy=dict(self._busy), **self._counts,
             )  # fmt: skip

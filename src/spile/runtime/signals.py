@@ -23,8 +23,6 @@ _PATIENCE = 3.0
 """Seconds from the signal that ends at once to the end of the process, whatever its threads wait for."""
 _HEARING = 0.5
 """Seconds that the main thread has to hear of a signal by itself, and the other hosts of a pod to hear last words."""
-_EARLY = ("looking", "loading", "compiling")
-"""First words of the phases in which nothing may have been computed yet."""
 _KINDS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -84,7 +82,7 @@ class _Ears:
 
     def _at_once(self, number: int) -> bool:
         now = self._progress.snapshot()
-        return number > 1 or (not now.samples and now.phase.split(" ")[0] in _EARLY)
+        return number > 1 or (not now.samples and now.phase.early)
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
         """In the main thread, when it comes to it."""

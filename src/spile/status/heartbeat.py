@@ -8,74 +8,24 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict
 from datetime import UTC, datetime
 from types import TracebackType
-from typing import Any
 
 from spile.errors import Fenced, Interrupted, SpileError
 from spile.objects.folder import Folder, NotFound
+from spile.spec.heartbeat import Beat, Reading
+from spile.spec.phase import Phase
 from spile.store.layout import PROGRESS
 from spile.version import __version__
 
-__all__ = ["Beat", "Heartbeat", "Reading", "read_beat"]
+__all__ = ["Heartbeat", "read_beat"]
 
 EVERY = 30.0
 _TAIL = 20
 _LINE = 400
 _PATIENCE = 10.0
 """Seconds that the end of a run waits for the last heartbeat."""
-
-
-@dataclass(frozen=True)
-class Reading:
-    """What the worker knows of itself at one moment. Counts are of this attempt."""
-
-    phase: str
-    """``starting``, ``compiling``, ``running``, ``uploading``, ``done``, ``stopped`` or ``failed``."""
-    samples: int = 0
-    samples_committed: int = 0
-    tokens: int = 0
-    shards_written: int = 0
-    shards_committed: int = 0
-    tokens_per_second: float = 0.0
-    retries: int = 0
-    expected: int | None = None
-    """Samples that the stream will have when this worker is done with it (``--max-samples`` counted in)."""
-
-
-@dataclass(frozen=True)
-class Beat:
-    """The content of ``progress.json``."""
-
-    attempt: str
-    host: str
-    phase: str
-    samples: int
-    samples_committed: int
-    tokens: int
-    shards_written: int
-    shards_committed: int
-    tokens_per_second: float
-    retries: int
-    expected: int | None
-    started: str
-    updated: str
-    version: str
-    log_tail: tuple[str, ...] = ()
-    last_error: str | None = None
-    missed: int = 0
-    """Heartbeats that could not be written."""
-    progressed: str | None = None
-    """When its counts or its phase last changed: a worker can be alive and get no further."""
-
-    def age(self, now: float) -> float:
-        """Seconds since it was written."""
-        return now - datetime.fromisoformat(self.updated).timestamp()
-
-    def idle(self, now: float) -> float | None:
-        """Seconds since it last got further, where it says so."""
-        return None if self.progressed is None else now - datetime.fromisoformat(self.progressed).timestamp()
 
 
 class Heartbeat:
@@ -99,7 +49,7 @@ class Heartbeat:
         self._last: Reading | None = None
         self._tail: deque[str] = deque(maxlen=_TAIL)
         self._error: str | None = None
-        self._phase: str | None = None
+        self._ended: Phase | None = None
         self._mute = False
         self._wake = threading.Event()
         self._over = threading.Event()
@@ -114,7 +64,7 @@ class Heartbeat:
         if error is not None:
             self.note_error(error)
             asked = isinstance(error, Interrupted) or not isinstance(error, Exception)
-            self._phase = "stopped" if asked else "failed"
+            self._ended = Phase.STOPPED if asked else Phase.FAILED
             self._mute = isinstance(error, Fenced)  # the heartbeat is its successor's now
         self._over.set()
         self._wake.set()
@@ -146,10 +96,8 @@ class Heartbeat:
     def _write(self) -> None:
         try:
             now = self._read()
-            if self._last is None or not _same(now, self._last):
+            if self._last is None or not now.got_no_further_than(self._last):
                 self._last, self._progressed = now, _iso(self._clock())
-            reading = asdict(now)
-            phase = self._phase or reading["phase"]
             beat = Beat(
                 attempt=self._attempt,
                 host=self._host,
@@ -160,9 +108,9 @@ class Heartbeat:
                 last_error=self._error,
                 missed=self.missed,
                 progressed=self._progressed,
-                **{**reading, "phase": phase},
+                **{**asdict(now), "phase": self._ended or now.phase},
             )
-            self._folder.put(PROGRESS, json.dumps(asdict(beat), indent=1).encode() + b"\n")
+            self._folder.put(PROGRESS, json.dumps(beat.to_json(), indent=1).encode() + b"\n")
         except Exception as error:  # noqa: BLE001  whatever it was, the run goes on
             self.missed += 1
             self._say(f"heartbeat not written ({self.missed} so far): {error}")
@@ -171,23 +119,9 @@ class Heartbeat:
 def read_beat(folder: Folder) -> Beat | None:
     """The heartbeat in a stream's folder; None where there is none, or none that can be read."""
     try:
-        found = json.loads(folder.get(PROGRESS))
-        return _parse(found)
+        return Beat.from_json(json.loads(folder.get(PROGRESS)))
     except (NotFound, ValueError, TypeError, KeyError, AttributeError):
         return None
-
-
-def _parse(found: dict[str, Any]) -> Beat:
-    known = {field.name: found[field.name] for field in fields(Beat) if field.name in found}
-    beat = Beat(**{**known, "log_tail": tuple(known.get("log_tail", ()))})
-    beat.age(0.0), beat.idle(0.0)  # a time that cannot be read is no heartbeat
-    return beat
-
-
-def _same(now: Reading, before: Reading) -> bool:
-    """Whether nothing was done in between: a rate that falls and a try again are no progress."""
-    idle = {"tokens_per_second": 0.0, "retries": 0}
-    return replace(now, **idle) == replace(before, **idle)  # type: ignore[arg-type]
 
 
 def _iso(seconds: float) -> str:

@@ -12,7 +12,9 @@ from typing import Any
 from spile.errors import Damaged
 from spile.objects.folder import Folder
 from spile.plan.ranges import Ranges
-from spile.status.heartbeat import Beat, read_beat
+from spile.spec.heartbeat import Beat
+from spile.spec.phase import Phase
+from spile.status.heartbeat import read_beat
 from spile.store.layout import stream_folder
 from spile.store.ledger import Ledger, read_commits
 from spile.store.run import parse_iso
@@ -67,7 +69,7 @@ class StreamView:
     bytes: int = 0
     tokens_per_second: float = 0.0
     seconds_left: float | None = None
-    phase: str = ""
+    phase: Phase = Phase.UNKNOWN
     host: str = ""
     age: float | None = None
     """Seconds since the heartbeat."""
@@ -237,7 +239,7 @@ def view_of(number: int, record: StreamRecord | None, ledger: Ledger, beat: Beat
         bytes=ledger.bytes,
         tokens_per_second=rate,
         seconds_left=left,
-        phase=beat.phase if beat is not None else "",
+        phase=beat.phase if beat is not None else Phase.UNKNOWN,
         host=beat.host if beat is not None else "",
         age=None if beat is None else max(0.0, beat.age(now)),
         idle=None if beat is None else beat.idle(now),
@@ -252,7 +254,6 @@ def _state(beat: Beat | None, ledger: Ledger, now: float) -> State:
     if beat is None:
         quiet = ledger.created is not None and now - parse_iso(ledger.created) > SILENCE
         return State.SILENT if quiet else State.WAITING
-    ended = {"failed": State.FAILED, "stopped": State.STOPPED, "done": State.STOPPED}.get(beat.phase)
-    if ended is not None:
-        return ended
+    if beat.phase.ended:  # a worker may be done with its part, and the stream not
+        return State.FAILED if beat.phase is Phase.FAILED else State.STOPPED
     return State.WORKING if beat.age(now) <= SILENCE else State.SILENT

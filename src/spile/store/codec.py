@@ -18,10 +18,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from spile.errors import Damaged
+from spile.spec.safetensors import DTYPES, SafetensorsHeader, TensorPlace, encode_header, parse_header
 from spile.spec.sample import Sample
 from spile.spec.taps import TapRows
 from spile.store.crc import CHUNK
@@ -30,14 +30,12 @@ from spile.store.sealed import FORMAT
 __all__ = [
     "ALIGN",
     "CHUNKS",
-    "DTYPES",
     "TAIL",
-    "Header",
+    "ShardHeader",
     "ShardLayout",
     "ShardSchema",
-    "TensorPlace",
     "notes_of",
-    "parse_header",
+    "parse_shard_header",
     "plan_shard",
 ]
 
@@ -46,39 +44,7 @@ CHUNKS = "chunk_crc32c"
 TAIL = ("offsets", "sample_index", CHUNKS, "tokens", "roles")
 PREVIEW = 200
 """Characters of a preview that are kept, so that a header stays small beside its rows."""
-_MOST_HEADER = 100_000_000  # the safetensors library refuses a longer one
-
-DTYPES: dict[str, np.dtype[Any]] = {
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F32": np.dtype("<f4"),
-    "F16": np.dtype("<f2"),
-    "I64": np.dtype("<i8"),
-    "I32": np.dtype("<i4"),
-    "U32": np.dtype("<u4"),
-    "U8": np.dtype("u1"),
-}
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
-
-
-@dataclass(frozen=True)
-class TensorPlace:
-    """Where a tensor lies: ``start`` and ``stop`` count from the file's first byte."""
-
-    name: str
-    code: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """As NumPy calls it."""
-        return DTYPES[self.code]
-
-    @property
-    def length(self) -> int:
-        """Bytes."""
-        return self.stop - self.start
 
 
 @dataclass(frozen=True)
@@ -121,13 +87,8 @@ class ShardLayout:
 
 
 @dataclass(frozen=True)
-class Header:
+class ShardHeader(SafetensorsHeader):
     """What a shard's header says."""
-
-    length: int
-    """Of the header and the eight bytes before it: where the data starts."""
-    places: dict[str, TensorPlace]
-    metadata: dict[str, str]
 
     def notes(self) -> list[dict[str, Any]]:
         """Each sample's index, task id, preview, augmentation and truncation."""
@@ -155,62 +116,32 @@ def notes_of(samples: Iterable[Sample]) -> list[dict[str, Any]]:
 
 def _shapes(schema: ShardSchema, samples: int, tokens: int) -> list[tuple[str, str, tuple[int, ...]]]:
     known = [(name, code, shape) for name, (code, shape) in schema.tensors(samples, tokens).items()]
-    chunks = sum(-(-_bytes(code, shape) // CHUNK) for _, code, shape in known)
+    chunks = sum(-(-DTYPES[code].itemsize * math.prod(shape) // CHUNK) for _, code, shape in known)
     # Wide elements before narrow ones, so that each tensor is aligned to its element.
     place = len(schema.rows) + 2
     return [*known[:place], (CHUNKS, "U32", (chunks,)), *known[place:]]
 
 
-def _bytes(code: str, shape: tuple[int, ...]) -> int:
-    return DTYPES[code].itemsize * math.prod(shape)
-
-
 def plan_shard(schema: ShardSchema, notes: Sequence[dict[str, Any]], tokens: int) -> ShardLayout:
     """Lay a shard out. ``tokens`` is the sum of the samples' lengths."""
     metadata = {**schema.metadata(), "samples": json.dumps(notes, separators=(",", ":"), ensure_ascii=False)}
-    header: dict[str, Any] = {"__metadata__": metadata}
-    relative = 0
-    shapes = _shapes(schema, len(notes), tokens)
-    for name, code, shape in shapes:
-        stop = relative + _bytes(code, shape)
-        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [relative, stop]}
-        relative = stop
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-(8 + len(text)) % ALIGN)
-    if len(text) > _MOST_HEADER:
-        raise ValueError(f"a shard of {len(notes)} samples needs a header of {len(text)} bytes; begin smaller shards")
-    begin = 8 + len(text)
-    places = {
-        name: TensorPlace(name, code, shape, *(begin + offset for offset in header[name]["data_offsets"]))
-        for name, code, shape in shapes
-    }
-    return ShardLayout(len(text).to_bytes(8, "little") + text, places, begin + relative)
+    try:
+        data, header = encode_header(_shapes(schema, len(notes), tokens), metadata, align=ALIGN)
+    except ValueError as error:
+        raise ValueError(f"a shard of {len(notes)} samples needs {error}; begin smaller shards") from error
+    return ShardLayout(data, header.places, header.size)
 
 
-def parse_header(data: bytes, size: int, where: str) -> Header:
+def parse_shard_header(data: bytes, size: int, where: str) -> ShardHeader:
     """The header of a file of ``size`` bytes, of which ``data`` are the first, at least up to the header's end."""
     try:
-        length = 8 + int.from_bytes(data[:8], "little")
-        if len(data) < length or length % ALIGN:
-            raise ValueError(f"its length is {length - 8}")
-        fields = json.loads(data[8:length])
-        metadata = {str(key): str(value) for key, value in fields.pop("__metadata__").items()}
-        places = {name: _place(name, field, length) for name, field in fields.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        header = parse_header(data, size)
+    except ValueError as error:
         raise Damaged(f"{where} has a header that is not a shard's", found=str(error)) from error
     known = {"format_version": str(FORMAT), "chunk_bytes": str(CHUNK)}
-    if (found := {name: metadata.get(name) for name in known}) != known:
-        raise Damaged(f"{where} has a format this version cannot read", expected=known, found=found)
-    ends = [length, *(place.stop for place in places.values())]
-    starts = [*(place.start for place in places.values()), size]
-    if ends != starts or tuple(places)[-len(TAIL) :] != TAIL:
-        raise Damaged(f"{where} has a header whose tensors do not fill the file", expected=f"{size} bytes")
-    return Header(length, places, metadata)
-
-
-def _place(name: str, field: dict[str, Any], begin: int) -> TensorPlace:
-    start, stop = field["data_offsets"]
-    place = TensorPlace(name, field["dtype"], tuple(field["shape"]), begin + start, begin + stop)
-    if place.length != _bytes(place.code, place.shape):
-        raise ValueError(f"{name} has {place.length} bytes for the shape {list(place.shape)} of {place.code}")
-    return place
+    if (found := {name: header.metadata.get(name) for name in known}) != known:
+        raise Damaged(f"{where} has a header of a format that this version cannot read", expected=known, found=found)
+    unknown = sorted({place.code for place in header.places.values()} - DTYPES.keys())
+    if header.length % ALIGN or tuple(header.places)[-len(TAIL) :] != TAIL or unknown:
+        raise Damaged(f"{where} has a header that is not a shard's", expected=f"{', '.join(TAIL)} after the taps")
+    return ShardHeader(header.length, header.places, header.metadata)

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from spile.objects.folder import Folder, NotFound
+from spile.spec.phase import Phase
 from spile.store.layout import PROGRESS, commit_key, is_shard, new_attempt, stream_folder, stream_number
 from spile.store.record import Commit
 from spile.store.report import Garbage
@@ -29,7 +30,7 @@ def is_alive(folder: Folder, now: float) -> bool:
     """Whether a worker's heartbeat is recent. Only ever used to hold back, never to go ahead."""
     try:
         beat = json.loads(folder.get(PROGRESS))
-        return bool(beat["phase"] not in ("done", "failed") and now - parse_iso(beat["updated"]) < _SILENCE)
+        return bool(not Phase.read(beat["phase"]).ended and now - parse_iso(beat["updated"]) < _SILENCE)
     except NotFound:
         return False
     except (ValueError, KeyError, TypeError):

@@ -18,7 +18,8 @@ import numpy.typing as npt
 from spile.errors import Damaged
 from spile.objects.folder import Folder
 from spile.objects.local import LocalFolder
-from spile.store.codec import CHUNKS, Header, TensorPlace, parse_header
+from spile.spec.safetensors import TensorPlace
+from spile.store.codec import CHUNKS, ShardHeader, parse_shard_header
 from spile.store.crc import CHUNK, crc32c, fold, to_hex
 from spile.store.record import ShardRecord
 
@@ -36,20 +37,20 @@ class ShardReader:
         self.where = f"{folder.url}/{record.name}"
         self._lock = threading.RLock()
         self._map: mmap.mmap | None = None
-        self._header: Header | None = None
+        self._header: ShardHeader | None = None
         self._tail: tuple[int, memoryview] | None = None
         self._kept: dict[str, npt.NDArray[Any]] = {}
         self._sums: dict[str, npt.NDArray[np.uint32]] = {}
         self._trusted: dict[str, npt.NDArray[np.bool_]] = {}
 
     @property
-    def header(self) -> Header:
+    def header(self) -> ShardHeader:
         """Checked against the commit."""
         with self._lock:
             if self._header is None:
                 length, crc = self.record.header
                 data = self._checked("its header", 0, length, [crc], length)
-                self._header = parse_header(bytes(data), self.record.size, self.where)
+                self._header = parse_shard_header(bytes(data), self.record.size, self.where)
             return self._header
 
     @cached_property

@@ -12,9 +12,11 @@ from rich.console import Console
 from spile.dashboard.worker import bar, facts, line, watched
 from spile.runtime.progress import ProgressSnapshot
 from spile.runtime.summary import Summary
+from spile.spec.phase import Phase
 
 NOW = ProgressSnapshot(
-    phase="compiling for 4 × 960 tokens",
+    phase=Phase.COMPILING,
+    detail="for 4 × 960 tokens",
     samples=21,
     tokens=33_072,
     bytes=17_000_000,
@@ -62,12 +64,12 @@ def test_what_matters_least_goes_first() -> None:
     everything = drawn(160)
     for part in ("compiling", "21/48 samples", "1,067 tokens/s", "1 shard, 17 MB", "40 s left", "limited by: model"):
         assert part in everything
-    some = drawn(80, phase="running")
+    some = drawn(80, phase=Phase.RUNNING, detail="")
     assert "limited by" not in some
     assert "shard" not in some
     for part in ("running", "21/48 samples", "1,067 tokens/s", "40 s left"):
         assert part in some
-    assert "21/48 samples" in drawn(40, phase="running")
+    assert "21/48 samples" in drawn(40, phase=Phase.RUNNING, detail="")
 
 
 def test_the_plain_line_counts_in_grammar() -> None:

@@ -14,6 +14,7 @@ from spile.fleet.heal.observed import Observed, Pulse, spec_zones
 from spile.fleet.heal.reconcile import Action, decide, delay
 from spile.fleet.heal.update import ActionOutcome, intend, record, update_history
 from spile.fleet.spec import FLEET_LABEL, WORKER_LABEL, FleetSpec, Policy, plan_workers
+from spile.spec.phase import Phase
 
 A, B = "us-central1-a", "us-central1-b"
 NOW = 100_000.0
@@ -40,7 +41,7 @@ def a_node(worker: int, state: NodeState = NodeState.READY, **more: object) -> N
     return Node(f"tpu-{zone}-0", state=state, **fields)  # type: ignore[arg-type]
 
 
-def fresh(phase: str = "running") -> Pulse:
+def fresh(phase: Phase = Phase.RUNNING) -> Pulse:
     return Pulse(NOW - 10, phase)
 
 
@@ -107,9 +108,14 @@ def test_a_machine_that_vanished_counts_as_preempted() -> None:
 
 @pytest.mark.parametrize(
     ("age", "phase", "dead"),
-    [(290, "running", False), (310, "running", True), (310, "compiling", False), (1210, "compiling", True)],
+    [
+        (290, Phase.RUNNING, False),
+        (310, Phase.RUNNING, True),
+        (310, Phase.COMPILING, False),
+        (1210, Phase.COMPILING, True),
+    ],
 )
-def test_stale_heartbeats(age: float, phase: str, dead: bool) -> None:
+def test_stale_heartbeats(age: float, phase: Phase, dead: bool) -> None:
     history, actions = turn(a_fleet(), see(a_node(0), a_node(1), pulses={0: Pulse(NOW - age, phase), 1: fresh()}))
     assert words(actions) == ([("delete", 0, A)] if dead else [])
     assert history.workers[0].silences == int(dead)
@@ -117,9 +123,10 @@ def test_stale_heartbeats(age: float, phase: str, dead: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("idle", "phase", "dead"), [(1700, "running", False), (1900, "running", True), (1900, "compiling", True)]
+    ("idle", "phase", "dead"),
+    [(1700, Phase.RUNNING, False), (1900, Phase.RUNNING, True), (1900, Phase.COMPILING, True)],
 )
-def test_fresh_heartbeats_of_a_worker_that_gets_no_further(idle: float, phase: str, dead: bool) -> None:
+def test_fresh_heartbeats_of_a_worker_that_gets_no_further(idle: float, phase: Phase, dead: bool) -> None:
     """Its device hangs, and the thread with its pulse does not."""
     old = a_node(0, created=NOW - 9000)
     seen = see(old, a_node(1), pulses={0: Pulse(NOW - 10, phase, progress=NOW - idle), 1: fresh()})
@@ -131,21 +138,21 @@ def test_fresh_heartbeats_of_a_worker_that_gets_no_further(idle: float, phase: s
 
 def test_how_far_the_machine_before_got_does_not_count() -> None:
     young = a_node(0, created=NOW - 100)
-    seen = see(young, a_node(1), pulses={0: Pulse(NOW - 10, "running", progress=NOW - 5000), 1: fresh()})
+    seen = see(young, a_node(1), pulses={0: Pulse(NOW - 10, Phase.RUNNING, progress=NOW - 5000), 1: fresh()})
     assert turn(a_fleet(), seen)[1] == ()
 
 
 def test_the_heartbeat_of_the_machine_before_does_not_count() -> None:
     young = a_node(0, created=NOW - 100)
-    _, actions = turn(a_fleet(), see(young, a_node(1), pulses={0: Pulse(NOW - 500, "running"), 1: fresh()}))
+    _, actions = turn(a_fleet(), see(young, a_node(1), pulses={0: Pulse(NOW - 500, Phase.RUNNING), 1: fresh()}))
     assert actions == ()
     old = a_node(0, created=NOW - 1300)
-    _, actions = turn(a_fleet(), see(old, a_node(1), pulses={0: Pulse(NOW - 1400, "running"), 1: fresh()}))
+    _, actions = turn(a_fleet(), see(old, a_node(1), pulses={0: Pulse(NOW - 1400, Phase.RUNNING), 1: fresh()}))
     assert "no heartbeat since it was created" in actions[0].reason
 
 
 def test_finished_machines_are_deleted_unless_told_otherwise() -> None:
-    seen = see(a_node(0), a_node(1), pulses={0: Pulse(NOW, "done", "finished", NOW), 1: fresh()})
+    seen = see(a_node(0), a_node(1), pulses={0: Pulse(NOW, Phase.DONE, "finished", NOW), 1: fresh()})
     assert words(turn(a_fleet(), seen)[1]) == [("delete", 0, A)]
     assert turn(a_fleet(delete_finished=False), seen)[1] == ()
     history, actions = turn(a_fleet(), see(a_node(1), pulses=seen.pulses))
@@ -155,7 +162,7 @@ def test_finished_machines_are_deleted_unless_told_otherwise() -> None:
 
 def test_a_crash_is_tried_on_a_fresh_machine_then_reported_with_its_log() -> None:
     fleet = a_fleet()
-    pulses = {0: Pulse(NOW - 5, "running", "crashed", NOW - 5, "Traceback\nboom"), 1: fresh()}
+    pulses = {0: Pulse(NOW - 5, Phase.RUNNING, "crashed", NOW - 5, "Traceback\nboom"), 1: fresh()}
     history, actions = turn(fleet, see(a_node(0), a_node(1), pulses=pulses))
     assert words(actions) == [("delete", 0, A)]
     assert (history.workers[0].crashes, history.workers[0].preemptions) == (1, 0)
@@ -170,7 +177,7 @@ def test_a_crash_is_tried_on_a_fresh_machine_then_reported_with_its_log() -> Non
 
 
 def test_a_refused_task_is_not_tried_again() -> None:
-    pulses = {0: Pulse(NOW - 5, "", "refused", NOW - 5, "spile: --layers: expected …"), 1: fresh()}
+    pulses = {0: Pulse(NOW - 5, Phase.UNKNOWN, "refused", NOW - 5, "spile: --layers: expected …"), 1: fresh()}
     _, actions = turn(a_fleet(), see(a_node(0), a_node(1), pulses=pulses))
     assert words(actions) == [("report", 0, A), ("delete", 0, A)]
     assert "--layers" in actions[0].reason
@@ -180,7 +187,7 @@ def stockouts(fleet: FleetSpec, times: int) -> tuple[History, float]:
     history, now = History(), NOW
     error = Stockout("no capacity")
     for number in range(times):
-        seen = see(a_node(1), pulses={1: Pulse(now, "running")})
+        seen = see(a_node(1), pulses={1: Pulse(now, Phase.RUNNING)})
         history, actions = turn(fleet, seen, history, now)
         creates = [action for action in actions if action.worker == 0]
         assert creates, f"try {number}"
@@ -198,7 +205,7 @@ def test_repeated_stockouts_change_the_zone() -> None:
     assert stockouts(a_fleet(), 2)[0].workers[0].zone == A
     history, now = stockouts(a_fleet(), 3)
     assert history.workers[0].zone == B
-    _, actions = turn(a_fleet(), see(a_node(1), pulses={1: Pulse(now, "running")}), history, now)
+    _, actions = turn(a_fleet(), see(a_node(1), pulses={1: Pulse(now, Phase.RUNNING)}), history, now)
     assert words(actions) == [("create", 0, B)]
     assert "us-central1-a had no capacity 3 times" in actions[0].reason
     assert stockouts(a_fleet(move=False), 4)[0].workers[0].zone == A
@@ -228,7 +235,7 @@ def test_a_machine_that_goes_gives_quota_back() -> None:
     fleet = a_fleet()
     history, _ = turn(fleet, see(a_node(0), pulses={0: fresh()}))
     history = replace(history, blocks={A: ZoneBlock(NOW + 1800, "quota")})
-    finished = {0: Pulse(NOW, "done", "finished", NOW)}
+    finished = {0: Pulse(NOW, Phase.DONE, "finished", NOW)}
     history, _ = turn(fleet, see(pulses=finished), history, NOW + 60)
     assert history.blocks == {}
 
@@ -259,7 +266,7 @@ def test_a_blind_zone_stops_only_who_may_be_there() -> None:
     moved = History({0: WorkerHistory(zone=B, used=(A, B))}, deployment="d")
     _, actions = turn(fleet, see(blind=frozenset({A})), moved)
     assert words(actions) == [("create", 1, B)], "its old machine may still be in the zone that does not answer"
-    _, actions = turn(fleet, see(a_node(1), blind=frozenset({A}), pulses={1: Pulse(NOW - 9999, "running")}))
+    _, actions = turn(fleet, see(a_node(1), blind=frozenset({A}), pulses={1: Pulse(NOW - 9999, Phase.RUNNING)}))
     assert words(actions) == [("delete", 1, B)], "and a visible sick one is still deleted"
 
 
@@ -290,11 +297,11 @@ def test_the_budget_stops_the_fleet() -> None:
 
 def test_a_machine_that_never_gets_ready_is_replaced() -> None:
     fleet = a_fleet()
-    seen = see(a_node(0, NodeState.CREATING), a_node(1), pulses={1: Pulse(NOW + 1801, "running")})
+    seen = see(a_node(0, NodeState.CREATING), a_node(1), pulses={1: Pulse(NOW + 1801, Phase.RUNNING)})
     history, _ = turn(fleet, seen)
     _, actions = turn(fleet, seen, history, NOW + 1801)
     assert words(actions) == [("delete", 0, A)]
-    queued = see(a_node(0, NodeState.QUEUED), a_node(1), pulses={1: Pulse(NOW + 90_000, "running")})
+    queued = see(a_node(0, NodeState.QUEUED), a_node(1), pulses={1: Pulse(NOW + 90_000, Phase.RUNNING)})
     history, _ = turn(fleet, queued)
     assert turn(fleet, queued, history, NOW + 90_000)[1] == (), "a queue may be long"
 
@@ -304,9 +311,9 @@ def test_machines_that_die_young_are_replaced_ever_more_slowly() -> None:
     waits = []
     for number in range(6):
         born = a_node(0, created=now, uid=f"n{number}")
-        history, _ = turn(fleet, see(born, a_node(1), pulses={1: Pulse(now, "running")}), history, now)
+        history, _ = turn(fleet, see(born, a_node(1), pulses={1: Pulse(now, Phase.RUNNING)}), history, now)
         dead = replace(born, state=NodeState.PREEMPTED)
-        history, _ = turn(fleet, see(dead, a_node(1), pulses={1: Pulse(now, "running")}), history, now + 60)
+        history, _ = turn(fleet, see(dead, a_node(1), pulses={1: Pulse(now, Phase.RUNNING)}), history, now + 60)
         waits.append(max(0.0, history.workers[0].retry_at - now - 60))
         now += 1000
     assert waits[0] == 0
@@ -349,7 +356,7 @@ def test_a_machine_that_went_while_nobody_looked_is_billed_until_its_last_sign()
     history, _ = turn(fleet, see(a_node(0), a_node(1), pulses={0: fresh(), 1: fresh()}))
     before = history.dollars
     later = NOW + 8 * 3600
-    finished = {0: Pulse(NOW + 3600, "done", "finished", NOW + 3600), 1: Pulse(later, "running")}
+    finished = {0: Pulse(NOW + 3600, Phase.DONE, "finished", NOW + 3600), 1: Pulse(later, Phase.RUNNING)}
     history, _ = turn(fleet, see(a_node(1), pulses=finished), history, later)
     assert history.settled == pytest.approx(2 * 2.40), "an hour before, an hour unseen"
     assert history.dollars == pytest.approx(before + 2.40 + 8 * 2.40)
@@ -381,12 +388,14 @@ def test_machines_that_never_speak_are_given_up() -> None:
         born = a_node(0, uid=f"m{number}", created=now)
         now += 1300
         assert not history.workers or not history.workers[0].gave_up
-        history, actions = turn(fleet, see(born, a_node(1), pulses={1: Pulse(now, "running")}), history, now)
+        history, actions = turn(fleet, see(born, a_node(1), pulses={1: Pulse(now, Phase.RUNNING)}), history, now)
         assert ("delete", 0, A) in words(actions)
     assert words(actions)[0] == ("report", 0, A)
     assert "3 machines in a row gave no sign of life: may they read and write the bucket" in actions[0].reason
     history = replace(history, workers={**history.workers, 0: replace(history.workers[0], mute=2, gave_up="")})
-    history, _ = turn(fleet, see(a_node(0, uid="ok"), a_node(1), pulses={0: Pulse(now, "x"), 1: fresh()}), history, now)
+    history, _ = turn(
+        fleet, see(a_node(0, uid="ok"), a_node(1), pulses={0: Pulse(now, Phase.RUNNING), 1: fresh()}), history, now
+    )
     assert history.workers[0].mute == 0
 
 

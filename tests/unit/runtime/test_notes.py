@@ -17,8 +17,10 @@ from spile.objects.mirror import MirrorFolder
 from spile.runtime.notes import Notes, note_checkpoint
 from spile.runtime.progress import Progress
 from spile.runtime.worker import Sizes, run_worker
+from spile.spec.heartbeat import Beat
+from spile.spec.phase import Phase
 from spile.spec.run import DataSpec, ExtractSpec
-from spile.status.heartbeat import Beat, read_beat
+from spile.status.heartbeat import read_beat
 from spile.store.run import join_run
 from spile.store.stream import StreamStore, join_stream
 from unit.runtime.test_pipeline import FailsAt, Script
@@ -45,7 +47,7 @@ def visit(spec: ExtractSpec, root: Folder, producer: Any = None, *, pulse: bool 
             control=more.pop("control", Script()),
             after_commit=notes.committed,
         )
-        progress.phase("done")
+        progress.phase(Phase.DONE)
     return stream
 
 

@@ -8,7 +8,9 @@ import pytest
 
 from spile.errors import Fenced, Interrupted, StoreError
 from spile.objects import Folder, open_folder
-from spile.status.heartbeat import Heartbeat, Reading, read_beat
+from spile.spec.heartbeat import Reading
+from spile.spec.phase import Phase
+from spile.status.heartbeat import Heartbeat, read_beat
 
 
 class Puts:
@@ -29,7 +31,7 @@ class Puts:
 
 def reading() -> Reading:
     return Reading(
-        "running", samples=5, tokens=50, shards_written=2, shards_committed=1, tokens_per_second=9.5, retries=3
+        Phase.RUNNING, samples=5, tokens=50, shards_written=2, shards_committed=1, tokens_per_second=9.5, retries=3
     )
 
 
@@ -80,7 +82,7 @@ def test_it_says_when_the_worker_last_got_further() -> None:
     now = [next(turns)]
 
     def read() -> Reading:
-        return Reading("running", samples=now[0][1], tokens_per_second=now[0][2], retries=now[0][3])
+        return Reading(Phase.RUNNING, samples=now[0][1], tokens_per_second=now[0][2], retries=now[0][3])
 
     with Heartbeat(puts, "a1b2", read, every=3600, clock=lambda: now[0][0]) as heart:  # type: ignore[arg-type]
         for turn in turns:

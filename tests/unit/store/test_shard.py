@@ -22,7 +22,7 @@ from spile.objects import open_folder
 from spile.plan.ranges import Ranges
 from spile.spec.sample import Sample
 from spile.spec.taps import TapRows
-from spile.store.codec import ShardSchema, parse_header, plan_shard
+from spile.store.codec import ShardSchema, parse_shard_header, plan_shard
 from spile.store.record import ShardRecord
 from spile.store.run import join_run
 from spile.store.stream import StreamStore, join_stream, read_stream
@@ -199,7 +199,7 @@ def test_a_garbled_header_is_named(tmp_path: Path) -> None:
     write_shard(builder, samples)
     record = builder.finish()
     data = (tmp_path / "tpu_0" / record.name).read_bytes()
-    parse_header(data, len(data), "it")
+    parse_shard_header(data, len(data), "it")
     for bad, size in [
         (data[:100], len(data)),
         (b"\0" * 8 + data[8:], len(data)),
@@ -209,4 +209,4 @@ def test_a_garbled_header_is_named(tmp_path: Path) -> None:
         (data.replace(b"roles", b"rolls", 1), len(data)),
     ]:
         with pytest.raises(Damaged, match=r"^it has a header"):
-            parse_header(bad, size, "it")
+            parse_shard_header(bad, size, "it")

@@ -20,6 +20,7 @@ from spile.fleet.heal.round import Round, tick
 from spile.fleet.home import FleetHome, WorkerReport
 from spile.fleet.spec import FleetSpec, Worker
 from spile.objects import open_folder
+from spile.spec.phase import Phase
 from spile.status.snapshot import Snapshot, SnapshotReader, StreamView
 
 __all__ = ["FleetMonitor", "FleetStatus", "WorkerStatus", "machine_metadata", "pulses_of", "startup_script"]
@@ -50,7 +51,7 @@ def pulses_of(fleet: FleetSpec, reports: Mapping[str, WorkerReport], snapshot: S
         if view is not None and view.age is not None:
             beats.append((snapshot.taken - view.age, view.phase))
             steps.append(snapshot.taken - (view.age if view.idle is None else view.idle))
-        beat, phase = max(beats, default=(None, ""))
+        beat, phase = max(beats, default=(None, Phase.UNKNOWN))
         verdict, said, error = (report.verdict, report.updated, report.error) if report else ("", 0.0, "")
         error = error or (view.last_error or "" if view else "")
         found[worker.id] = Pulse(beat, phase, verdict, said, error, max(steps, default=None))
@@ -137,7 +138,7 @@ class FleetStatus:
                     "name": each.worker.name,
                     "zone": each.zone,
                     "status": each.machine.value,
-                    "phase": each.view.phase if each.view else "",
+                    "phase": each.view.phase if each.view else Phase.UNKNOWN,
                     "samples": each.view.samples if each.view else 0,
                     "shards": each.view.shards if each.view else 0,
                     "committed": each.view.committed if each.view else 0,

@@ -9,13 +9,11 @@ from typing import Literal
 
 from spile.fleet.cloud.provider import Node, Operation
 from spile.fleet.spec import FleetSpec, owns, worker_of
+from spile.spec.phase import Phase
 
-__all__ = ["GRACE_PHASES", "Observed", "Pulse", "Verdict", "spec_zones"]
+__all__ = ["Observed", "Pulse", "Verdict", "spec_zones"]
 
 Verdict = Literal["", "finished", "crashed", "refused"]
-
-GRACE_PHASES = frozenset({"", "booting", "installing", "starting", "loading", "compiling"})
-"""While a worker is in one of these, a heartbeat may be long in coming."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +22,7 @@ class Pulse:
 
     beat: float | None = None
     """When it last gave a sign of life."""
-    phase: str = ""
+    phase: Phase = Phase.UNKNOWN
     verdict: Verdict = ""
     """How its agent says that it ended, in this deployment."""
     said: float = 0.0

@@ -14,7 +14,7 @@ from typing import Literal
 from spile.fleet.cloud.provider import Node
 from spile.fleet.cloud.states import Life, NodeState
 from spile.fleet.heal.history import History, WorkerHistory
-from spile.fleet.heal.observed import GRACE_PHASES, Observed
+from spile.fleet.heal.observed import Observed
 from spile.fleet.spec import FleetSpec, Policy, Worker
 
 __all__ = ["Action", "Health", "decide", "delay", "health_of", "next_zone", "past_of"]
@@ -85,7 +85,7 @@ def health_of(policy: Policy, observed: Observed, worker: int, node: Node, comin
         if verdict == "refused":
             return Health(False, "its worker refused its task")
         beat = observed.beat(worker, node)
-        grace = beat is None or observed.pulse(worker).phase in GRACE_PHASES
+        grace = beat is None or observed.pulse(worker).phase.slow
         limit = max(policy.patience, policy.compile_grace) if grace else policy.patience
         age = now - (node.created if beat is None else beat)
         if age > limit:

@@ -12,7 +12,8 @@ from spile.fleet.cloud.states import NodeState
 from spile.fleet.spec import owns, worker_of
 from spile.fleet.ssh.hosts import Host, hosts_of
 from spile.objects import Folder
-from spile.status.heartbeat import Beat, read_beat
+from spile.spec.heartbeat import Beat
+from spile.status.heartbeat import read_beat
 from spile.store.layout import PROGRESS
 
 __all__ = ["LOG_FILES", "NO_LOG", "UNIT", "LogMachine", "find_machine", "last_words", "tail_command"]

@@ -1,0 +1,149 @@
+"""The header of a safetensors file, from bytes to a noun and back. The only place that knows the format.
+
+8 bytes   N, the length of the JSON, little-endian
+N bytes   JSON: {"name": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [begin, end]}, …, "__metadata__": {…}}
+the rest  the tensors' bytes, without a gap; offsets count from here
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+__all__ = ["DTYPES", "SafetensorsHeader", "TensorPlace", "encode_header", "header_length", "parse_header"]
+
+DTYPES: dict[str, np.dtype[Any]] = {
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F64": np.dtype("<f8"),
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "I64": np.dtype("<i8"),
+    "I32": np.dtype("<i4"),
+    "I16": np.dtype("<i2"),
+    "I8": np.dtype("i1"),
+    "U64": np.dtype("<u8"),
+    "U32": np.dtype("<u4"),
+    "U16": np.dtype("<u2"),
+    "U8": np.dtype("u1"),
+}
+"""The format's names for NumPy's dtypes. It has more (bool, float8); their tensors can be placed, not read."""
+_METADATA = "__metadata__"
+_MOST = 100_000_000
+"""Bytes of JSON: the safetensors library refuses more."""
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """Where a tensor lies: ``start`` and ``stop`` count from the file's first byte."""
+
+    name: str
+    code: str
+    """Its dtype as the format calls it."""
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """As NumPy calls it; KeyError where it has no name for it."""
+        return DTYPES[self.code]
+
+    @property
+    def length(self) -> int:
+        """Bytes."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class SafetensorsHeader:
+    """A file's tensors, in the file's order: without a gap from the header's end to the file's."""
+
+    length: int
+    """Of the header and the eight bytes before it: where the data starts."""
+    places: dict[str, TensorPlace]
+    metadata: dict[str, str]
+
+    @property
+    def size(self) -> int:
+        """Of the whole file."""
+        return max((place.stop for place in self.places.values()), default=self.length)
+
+
+def header_length(start: bytes, size: int) -> int:
+    """The JSON's length, from the first eight bytes of a file of ``size`` bytes; ValueError where it cannot be."""
+    if len(start) < 8:
+        raise ValueError(f"{size} bytes")
+    length = int.from_bytes(start[:8], "little")
+    if not 2 <= length <= min(size - 8, _MOST):
+        raise ValueError(f"a header of {length} bytes in a file of {size}")
+    return length
+
+
+def parse_header(data: bytes, size: int) -> SafetensorsHeader:
+    """The header of a file of ``size`` bytes, of which ``data`` are the first, at least up to the header's end.
+
+    ValueError, which says what is wrong, where the header is not one or its tensors do not fill the file.
+    """
+    length = 8 + header_length(data, size)
+    if len(data) < length:
+        raise ValueError(f"{len(data)} bytes of a header of {length}")
+    try:
+        fields = dict(json.loads(data[8:length].decode()))
+        metadata = {str(key): str(value) for key, value in fields.pop(_METADATA, {}).items()}
+        found = [_place(name, field, length) for name, field in fields.items()]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"a header that cannot be read ({type(error).__name__}: {error})") from error
+    places = sorted(found, key=lambda place: (place.start, place.stop))
+    due = length
+    for place in places:
+        if place.start != due:
+            raise ValueError(f"{place.name} at byte {place.start} where {due} was due")
+        due = place.stop
+    if due != size:
+        raise ValueError(f"{size} bytes where its header needs {due}")
+    return SafetensorsHeader(length, {place.name: place for place in places}, metadata)
+
+
+def _place(name: str, field: Mapping[str, Any], begin: int) -> TensorPlace:
+    start, stop = (int(offset) for offset in field["data_offsets"])
+    code, shape = str(field["dtype"]), tuple(int(size) for size in field["shape"])
+    wanted = _bytes(code, shape) if code in DTYPES else stop - start
+    if min((start, stop - start, *shape)) < 0 or stop - start != wanted:
+        raise ValueError(f"{name} has {stop - start} bytes for the shape {list(shape)} of {code}")
+    return TensorPlace(name, code, shape, begin + start, begin + stop)
+
+
+def _bytes(code: str, shape: tuple[int, ...]) -> int:
+    return DTYPES[code].itemsize * math.prod(shape)
+
+
+def encode_header(
+    tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str], *, align: int = 8
+) -> tuple[bytes, SafetensorsHeader]:
+    """Lay tensors (name, dtype's code, shape) out one after another: the file's first bytes, and each one's place.
+
+    The data starts at a multiple of ``align``. ValueError where the header would be longer than readers accept.
+    """
+    header: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
+    relative: dict[str, TensorPlace] = {}
+    stop = 0
+    for name, code, shape in tensors:
+        start, stop = stop, stop + _bytes(code, shape)
+        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [start, stop]}
+        relative[name] = TensorPlace(name, code, shape, start, stop)
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-(8 + len(text)) % align)
+    if len(text) > _MOST:
+        raise ValueError(f"a header of {len(text)} bytes")
+    begin = 8 + len(text)
+    places = {
+        name: TensorPlace(name, place.code, place.shape, begin + place.start, begin + place.stop)
+        for name, place in relative.items()
+    }
+    return len(text).to_bytes(8, "little") + text, SafetensorsHeader(begin, places, dict(metadata))
