@@ -18,6 +18,7 @@ __all__ = [
     "ABSENT",
     "TEMPORARY",
     "make_folder",
+    "read_into",
     "reading",
     "reserve",
     "sync_folder",
@@ -99,6 +100,15 @@ def write_all(handle: int, view: memoryview, offset: int) -> None:
     while view:
         count = os.pwrite(handle, view, offset)
         view, offset = view[count:], offset + count
+
+
+def read_into(path: Path, offset: int, target: memoryview) -> int:
+    """Fill ``target`` from a file; how many bytes there were."""
+    done = 0
+    with reading(path), path.open("rb", buffering=0) as file:
+        while done < len(target) and (count := os.preadv(file.fileno(), [target[done:]], offset + done)):
+            done += count
+    return done
 
 
 def reserve(handle: int, size: int) -> None:

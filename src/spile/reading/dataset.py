@@ -8,9 +8,8 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, islice
 from typing import Any, overload
@@ -20,7 +19,11 @@ import numpy.typing as npt
 
 from spile.errors import UserError
 from spile.objects import Folder, open_folder
+from spile.plan.shuffle import ShuffleSpec
 from spile.reading.rows import RowBatch, iterate
+from spile.reading.selection import SampleRef, ref_of, selection_of
+from spile.reading.shuffled import Shuffled, ShuffleOrder
+from spile.reading.window import ShardCache, TapRows
 from spile.spec.identity import RunIdentity
 from spile.spec.taps import Tap
 from spile.store.layout import RUN, stream_folder
@@ -34,20 +37,6 @@ __all__ = ["Dataset", "SampleRef", "StoredSample", "open"]
 
 _OPEN_SHARDS = 64
 _PARALLEL = 16
-
-
-@dataclass(frozen=True)
-class SampleRef:
-    """What a listing knows of a sample."""
-
-    stream: int
-    index: int
-    task_id: str
-    length: int
-    """Tokens, and so rows at every tap."""
-    preview: str
-    augmentation: dict[str, Any] | None = None
-    truncated: int = 0
 
 
 class StoredSample:
@@ -119,7 +108,7 @@ class Dataset:
         if record is not None:
             shard = self.shard(source, record)
             place = int(np.flatnonzero(shard.whole("sample_index") == index)[0])
-            return StoredSample(shard, place, self._ref(source, shard, place), source.taps)
+            return StoredSample(shard, place, ref_of(source.number, shard, place), source.taps)
         why = "it was skipped" if index in source.skipped else "it is not stored"
         raise UserError(f"no sample {index} in stream {stream} of {self.root.url}", found=why)
 
@@ -171,14 +160,67 @@ class Dataset:
         first, step = part or (0, 1)
         if not 0 <= first < step:
             raise UserError("part", expected="(k, n) with k from 0 to n - 1", found=part)
-        wanted = self.streams if streams is None else tuple(self.stream(number) for number in streams)
-        having = [stream for stream in wanted if str(tap) in stream.taps]
-        if wanted and not having:
-            raise _no_tap(str(tap), self.taps)
+        having = self._having((str(tap),), streams)
         records = ((stream, record) for stream in having for record in stream.shards)
         mine = islice(records, first, None, step)
         shards = ((stream.number, self._fresh(stream, record)) for stream, record in mine)
         return iterate(shards, str(tap), batch_rows, include=include, exclude=exclude, context=context)
+
+    def shuffled(
+        self,
+        tap: str | Tap | Sequence[str | Tap],
+        batch_rows: int = 4096,
+        *,
+        seed: int = 0,
+        epochs: int | None = 1,
+        memory: int = 1 << 30,
+        scratch: str | None = None,
+        part: tuple[int, int] = (0, 1),
+        drop_last: bool = False,
+        dtype: npt.DTypeLike | None = None,
+        context: bool = False,
+        streams: Iterable[int] | None = None,
+        state: Mapping[str, Any] | None = None,
+        **wanted: Any,
+    ) -> Shuffled:
+        """A tap's rows in random order, or several taps' row-aligned, prefetched and resumable: see :class:`Shuffled`.
+
+        Each epoch gives every selected row once. ``part`` (k, n) makes this reader one of n whose rows are disjoint.
+        A full permutation where all rows fit in ``memory`` bytes, or in the folder ``scratch``; else two levels, see
+        :mod:`spile.plan.shuffle`. ``wanted`` are the fields of :class:`~spile.reading.selection.Selection`:
+        ``include``, ``exclude``, ``positions``, ``tokens``, ``without_tokens``, ``min_norm``, ``max_norm`` and
+        ``samples``.
+        """
+        names = (str(tap),) if isinstance(tap, str | Tap) else tuple(map(str, tap))
+        spec = ShuffleSpec(batch_rows, seed, memory, *part, drop_last, scratch)
+        selection = selection_of(**wanted)
+        if drop_last and spec.parts > 1 and selection.by_norm:
+            raise UserError(
+                "drop_last with a bound on norms",
+                expected="one reader, since only reading tells how many rows each of several has",
+                found=f"{spec.parts} readers",
+                fix="use epochs=None, whose batches are all full, and count steps",
+            )
+        shards = [(stream, record) for stream in self._having(names, streams) for record in stream.shards]
+        order = ShuffleOrder(
+            TapRows(names, ShardCache(shards)),
+            spec,
+            selection,
+            tuple((f"{stream.number}/{record.name}", record.tokens) for stream, record in shards),
+        )
+        single = isinstance(tap, str | Tap)
+        return Shuffled(order, epochs=epochs, dtype=dtype, context=context, single=single, state=state)
+
+    def _having(self, taps: Sequence[str], streams: Iterable[int] | None) -> list[Stream]:
+        """The streams that have all of these taps."""
+        wanted = self.streams if streams is None else tuple(self.stream(number) for number in streams)
+        for tap in taps:
+            if self.streams and tap not in self.taps:
+                raise _no_tap(tap, self.taps)
+        having = [stream for stream in wanted if set(taps) <= set(stream.taps)]
+        if wanted and not having:
+            raise _no_tap(" with ".join(taps), self.taps)
+        return having
 
     def _fresh(self, stream: Stream, record: ShardRecord) -> ShardReader:
         # Not kept: a pass over a dataset must not push out what lookups use, nor hold every shard's tail.
@@ -193,19 +235,6 @@ class Dataset:
             if len(self._opened) > _OPEN_SHARDS:
                 self._opened.popitem(last=False)
             return found
-
-    def _ref(self, stream: Stream, shard: ShardReader, place: int) -> SampleRef:
-        note = shard.notes[place]
-        offsets = shard.whole("offsets")
-        return SampleRef(
-            stream=stream.number,
-            index=int(shard.whole("sample_index")[place]),
-            task_id=note["task_id"],
-            length=int(offsets[place + 1] - offsets[place]),
-            preview=note["preview"],
-            augmentation=note.get("augmentation"),
-            truncated=note.get("truncated", 0),
-        )
 
     def __repr__(self) -> str:
         return f"Dataset({self.root.url!r}, {len(self.streams)} streams, {len(self.taps)} taps)"
@@ -235,7 +264,7 @@ class SampleList(Sequence[SampleRef]):
         which = bisect_right(self._ends, number)
         stream, record = self._shards[which]
         first = self._ends[which] - record.count
-        return self._dataset._ref(stream, self._dataset.shard(stream, record), number - first)
+        return ref_of(stream.number, self._dataset.shard(stream, record), number - first)
 
 
 def open(root: str | Folder) -> Dataset:  # noqa: A001

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from concurrent.futures import Future
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from spile.reading.read_pool import ReadPool
+from spile.reading.selection import Selection, positions_of
 from spile.store.crc import CHUNK
 from spile.store.shard_reader import ShardReader
 
-__all__ = ["RowBatch", "iterate"]
+__all__ = ["RowBatch", "context_of", "iterate"]
 
 _PIECE = 8
 """Chunks in one read."""
@@ -82,31 +85,31 @@ def iterate(
 def _parts(
     shards: Iterable[tuple[int, ShardReader]], tap: str, include: int | None, exclude: int | None, context: bool
 ) -> Iterator[RowBatch]:
-    filtered = include is not None or exclude is not None
+    selection = Selection(include, exclude)
+    filtered = selection.by_tail
     for stream, shard, first, rows in _row_pieces(shards, tap):
         last = first + len(rows)
         keep: Any = slice(None)
         if filtered:
-            roles = shard.whole("roles")[first:last]
-            wanted = np.ones(len(roles), np.bool_) if include is None else (roles & include) != 0
-            keep = wanted if exclude is None else wanted & ((roles & exclude) == 0)
+            keep = selection.mask(stream, shard, first, last)
             if not keep.any():
                 continue
-        part = _with_context(stream, shard, first, rows) if context else RowBatch(rows)
+        part = replace(context_of(stream, shard, first, last), rows=rows) if context else RowBatch(rows)
         yield part.take(keep) if filtered else part
 
 
-def _with_context(stream: int, shard: ShardReader, first: int, rows: _Array) -> RowBatch:
-    place = np.arange(first, first + len(rows))
+def context_of(stream: int, shard: ShardReader, first: int, last: int) -> RowBatch:
+    """What is known of rows ``first`` to ``last`` of a shard; no rows are read."""
+    place = np.arange(first, last)
     offsets = shard.whole("offsets")
     sample = np.searchsorted(offsets, place, side="right") - 1
     return RowBatch(
-        rows=rows,
-        tokens=shard.whole("tokens")[first : first + len(rows)],
-        roles=shard.whole("roles")[first : first + len(rows)],
-        streams=np.full(len(rows), stream),
+        rows=np.empty((len(place), 0), np.float32),
+        tokens=shard.whole("tokens")[first:last],
+        roles=shard.whole("roles")[first:last],
+        streams=np.full(len(place), stream),
         samples=shard.whole("sample_index")[sample],
-        positions=place - offsets[sample],
+        positions=positions_of(shard, first, last),
     )
 
 
@@ -136,14 +139,14 @@ def _read_ahead(
     shards: Iterable[tuple[int, ShardReader]], tap: str
 ) -> Iterator[tuple[int, ShardReader, int, memoryview]]:
     """(stream, shard, number of the first chunk, bytes) in order, with the next pieces already on their way."""
-    pool = ThreadPoolExecutor(_AHEAD, thread_name_prefix="rows")
+    pool = ReadPool(_AHEAD)
     waiting: deque[tuple[int, ShardReader, int, Future[memoryview]]] = deque()
     try:
         for stream, shard in shards:
             chunks = -(-shard.place(tap).length // CHUNK)
             for begin in range(0, chunks, _PIECE):
                 end = min(begin + _PIECE, chunks)
-                waiting.append((stream, shard, begin, pool.submit(shard.chunks, tap, begin, end)))
+                waiting.append((stream, shard, begin, pool.submit(partial(shard.chunks, tap, begin, end))))
                 if len(waiting) > _AHEAD:
                     number, source, at, future = waiting.popleft()
                     yield number, source, at, future.result()
@@ -151,4 +154,4 @@ def _read_ahead(
             number, source, at, future = waiting.popleft()
             yield number, source, at, future.result()
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        pool.close()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spile.errors import Damaged
+from spile.objects.disk import read_into
 from spile.objects.folder import Folder
 from spile.objects.local import LocalFolder
 from spile.spec.safetensors import TensorPlace
@@ -96,6 +97,34 @@ class ShardReader:
         self._trusted[name][begin:end] = True
         return data
 
+    def read_rows(self, name: str, start: int, stop: int, out: npt.NDArray[Any]) -> None:
+        """Rows ``start`` to ``stop`` into memory that is there already; checked like :meth:`rows`.
+
+        On a local disk, where the rows end with chunks, the file's bytes are read straight into it: that spares a copy
+        and the page tables' work.
+        """
+        place = self.place(name)
+        width = place.length // place.shape[0] if place.shape[0] else 0
+        first, last = start * width, stop * width
+        whole = first % CHUNK == 0 and (last % CHUNK == 0 or last == place.length)
+        if not isinstance(self.folder, LocalFolder) or not whole or first == last:
+            out[:] = self.rows(name, start, stop)
+            return
+        begin, end = first // CHUNK, -(-last // CHUNK)
+        sums, path = self._sums_of(name)[begin:end].tolist(), self.folder.path / self.record.name
+        target = out.view(np.uint8).reshape(-1).data
+
+        def read(start: int, _: int) -> memoryview:
+            if read_into(path, start, target) != len(target):
+                raise Damaged(f"{self.where} has another size", expected=self.record.size)
+            return target
+
+        if self._trusted[name][begin:end].all():
+            read(place.start + first, last - first)
+            return
+        self._checked(f"{name}, chunk {{}}", place.start + first, last - first, sums, CHUNK, begin, read)
+        self._trusted[name][begin:end] = True
+
     def folded(self, name: str) -> int:
         """The crc32c of a whole tensor, from those of its chunks."""
         length = self.place(name).length
@@ -106,11 +135,18 @@ class ShardReader:
         return self.header.places[name]
 
     def _checked(
-        self, what: str, start: int, length: int, sums: Sequence[int], step: int, first: int = 0
+        self,
+        what: str,
+        start: int,
+        length: int,
+        sums: Sequence[int],
+        step: int,
+        first: int = 0,
+        read: Callable[[int, int], memoryview] | None = None,
     ) -> memoryview:
         """Bytes whose every ``step`` has its checksum. A mismatch is read once more: the line may be to blame."""
         for last in (False, True):
-            data = self._bytes(start, length)
+            data = (read or self._bytes)(start, length)
             found = [crc32c(data[at : at + step]) for at in range(0, max(1, len(data)), step)]
             if found == list(sums):
                 break

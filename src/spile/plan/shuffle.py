@@ -1,0 +1,134 @@
+"""The order of a shuffled pass: which pieces of which shards, in which windows, for which reader. Pure arithmetic.
+
+Two levels. A tap is cut into *pieces* of a few MiB, each one read. Every epoch has its own permutation of all pieces,
+which the readers share out in stretches of equally many rows. A reader takes its stretch in *windows* of as many
+pieces as its memory holds, and permutes the rows of each window. Where a reader's whole stretch is one window, its
+rows come in a uniformly random order: a full permutation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from spile.errors import SpecError
+
+__all__ = ["EpochPlan", "Piece", "ShuffleSpec", "piece_rows", "plan_epoch", "row_order"]
+
+_CHUNK = 1 << 20
+_PIECE = 4 << 20
+"""Bytes of a piece, about: one read. Large enough for a bucket, small enough for a window of many places."""
+_LARGEST_PIECE = 16 << 20
+_FIRST_WINDOW = 64 << 20
+"""Of the first epoch: the windows grow from here, so that the first batch comes soon."""
+
+
+@dataclass(frozen=True)
+class ShuffleSpec:
+    """Everything that decides the order, beside the dataset and the selection of its rows."""
+
+    batch_rows: int = 4096
+    seed: int = 0
+    memory: int = 1 << 30
+    """Bytes of rows that are held: one window where all rows fit, else two of half that size, one being read."""
+    part: int = 0
+    parts: int = 1
+    """This reader is number ``part`` of ``parts``: their rows are disjoint, and together they are all."""
+    drop_last: bool = False
+    """Every reader gives the same number of full batches, as data-parallel training needs it; the rest is left out."""
+    scratch: str | None = None
+    """A folder on a local disk: a full permutation also where the rows do not fit in memory."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("batch_rows", 1), ("seed", 0), ("memory", 1), ("parts", 1)):
+            if getattr(self, name) < least:
+                raise SpecError(name, expected=f"at least {least}", found=getattr(self, name))
+        if not 0 <= self.part < self.parts:
+            raise SpecError("part", expected="(k, n) with k from 0 to n - 1", found=(self.part, self.parts))
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows ``start`` to ``stop`` of one shard."""
+
+    shard: int
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class EpochPlan:
+    """One reader's windows of one epoch, in order."""
+
+    windows: tuple[tuple[Piece, ...], ...]
+    whole: bool
+    """Whether the one window is everything there is: then its rows need not be read again for the next epoch."""
+
+    @property
+    def rows(self) -> int:
+        """Of all windows, before any selection."""
+        return sum(len(piece) for window in self.windows for piece in window)
+
+
+def piece_rows(widths: Sequence[int]) -> int:
+    """Rows of a piece, for taps whose rows have these bytes: a number that ends on a chunk's border in each, if it can.
+
+    Checksums are of chunks of a MiB: a piece that ends within one makes two readers read and check the whole chunk.
+    """
+    total = sum(widths)
+    aligned = max(_CHUNK // (width & -width) if width & -width < _CHUNK else 1 for width in widths)
+    if aligned * total <= _LARGEST_PIECE:
+        return int(aligned * max(1, _PIECE // (aligned * total)))
+    return int(max(1, 2 * _PIECE // total))
+
+
+def plan_epoch(shards: Sequence[int], widths: Sequence[int], spec: ShuffleSpec, epoch: int) -> EpochPlan:
+    """The windows of reader ``spec.part`` in this epoch. ``shards``: the rows of each shard, in the dataset's order."""
+    rows = piece_rows(widths)
+    pieces = [Piece(n, at, min(at + rows, count)) for n, count in enumerate(shards) for at in range(0, count, rows)]
+    total, width = sum(shards), sum(widths)
+    if spec.parts == 1 and (total * width <= spec.memory or spec.scratch is not None):
+        return EpochPlan((tuple(pieces),) if pieces else (), whole=True)
+    order = np.random.default_rng([spec.seed, epoch]).permutation(len(pieces))
+    mine = _stretch([pieces[place] for place in order.tolist()], total, spec)
+    if sum(map(len, mine)) * width <= spec.memory or spec.scratch is not None:
+        return EpochPlan((tuple(mine),) if mine else (), whole=False)
+    return EpochPlan(_windows(mine, width, spec.memory // 2, first=_FIRST_WINDOW if epoch == 0 else None), whole=False)
+
+
+def _stretch(pieces: list[Piece], total: int, spec: ShuffleSpec) -> list[Piece]:
+    """The reader's share of all rows: a border may lie within a piece, and then two readers read it."""
+    begin, end = (total * k // spec.parts for k in (spec.part, spec.part + 1))
+    mine, at = [], 0
+    for piece in pieces:
+        low, high = max(begin - at, 0), min(end - at, len(piece))
+        if low < high:
+            mine.append(Piece(piece.shard, piece.start + low, piece.start + high))
+        at += len(piece)
+    return mine
+
+
+def _windows(pieces: list[Piece], width: int, most: int, first: int | None) -> tuple[tuple[Piece, ...], ...]:
+    found: list[tuple[Piece, ...]] = []
+    window: list[Piece] = []
+    limit, held = most if first is None else min(first, most), 0
+    for piece in pieces:
+        size = len(piece) * width
+        if window and held + size > limit:
+            found.append(tuple(window))
+            window, held = [], 0
+            limit = min(2 * limit, most)
+        window.append(piece)
+        held += size
+    return (*found, tuple(window)) if window else tuple(found)
+
+
+def row_order(spec: ShuffleSpec, epoch: int, window: int, rows: int) -> npt.NDArray[np.int64]:
+    """The permutation of a window's selected rows."""
+    return np.random.default_rng([spec.seed, epoch, spec.part, window]).permutation(rows)
