@@ -52,10 +52,13 @@ class Layer:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Params:
-    """The weights up to the last layer that is needed. There is no final norm and no LM head: nobody taps them."""
+    """The weights up to the last layer that is needed; the final norm and the LM head where tokens are generated."""
 
     embed: Any
     layers: tuple[Layer, ...]
+    final_norm: Any = None
+    head: Any = None
+    """None, with a final norm: the head is the embedding."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +100,11 @@ def layout(config: ModelConfig) -> tuple[Tensor, Mapping[str, Tensor]]:
 T = TypeVar("T")
 
 
-def build(config: ModelConfig, n_layers: int | None, make: Callable[[str, Tensor], T]) -> Params:
-    """A tree whose leaves are ``make(name, tensor)``; names are ``embed`` and ``3.q_bias``."""
+def build(config: ModelConfig, n_layers: int | None, make: Callable[[str, Tensor], T], *, head: bool = False) -> Params:
+    """A tree whose leaves are ``make(name, tensor)``; names are ``embed``, ``3.q_bias``, ``final_norm`` and ``head``.
+
+    ``head``: with what generation needs, the final norm and, unless it is the embedding, the LM head.
+    """
     embed, tensors = layout(config)
     count = config.n_layers if n_layers is None else n_layers
     if not 0 < count <= config.n_layers:
@@ -106,7 +112,11 @@ def build(config: ModelConfig, n_layers: int | None, make: Callable[[str, Tensor
     layers = tuple(
         Layer(**{name: make(f"{index}.{name}", tensor) for name, tensor in tensors.items()}) for index in range(count)
     )
-    return Params(embed=make("embed", embed), layers=layers)
+    first = make("embed", embed)
+    if not head:
+        return Params(embed=first, layers=layers)
+    norm = make("final_norm", tensors["attn_norm"])
+    return Params(embed=first, layers=layers, final_norm=norm, head=None if config.tied else make("head", embed))
 
 
 def abstract(config: ModelConfig, dtype: DTypeLike, n_layers: int | None = None) -> Params:
@@ -125,6 +135,8 @@ def random(
     dtype: DTypeLike = jnp.float32,
     n_layers: int | None = None,
     sharding: Callable[[Axes, tuple[int, ...]], jax.sharding.Sharding] | None = None,
+    *,
+    head: bool = False,
 ) -> Params:
     """Seeded, well-scaled weights, made on the device: for benchmarks and tests.
 
@@ -140,7 +152,7 @@ def random(
         drawn: jax.Array = draw(own, jnp.float32(mean), jnp.float32(std))
         return drawn
 
-    return build(config, n_layers, make)
+    return build(config, n_layers, make, head=head)
 
 
 def _std(kind: str, tensor: Tensor) -> float:

@@ -29,18 +29,26 @@ Place = Callable[[tuple[str | None, ...], tuple[int, ...]], Sharding]
 """From a tensor's logical axes and shape to where it goes."""
 
 _THREADS = 8
+_AFTER_LAYERS = ("final_norm", "head")
+"""In every model's files, needed for generation only; a tied head may be there and is the embedding."""
 
 
 def load(
-    files: ModelFiles, dtype: DTypeLike = jnp.float32, n_layers: int | None = None, sharding: Place | None = None
+    files: ModelFiles,
+    dtype: DTypeLike = jnp.float32,
+    n_layers: int | None = None,
+    sharding: Place | None = None,
+    *,
+    head: bool = False,
 ) -> Params:
     """The weights up to layer ``n_layers`` in ``dtype``; ``sharding`` says where each goes (None: the first device).
 
-    Every tensor of every file is checked against the config before any is read, those past ``n_layers`` too.
+    ``head``: the final norm and the LM head too. Every tensor of every file is checked against the config before any is
+    read, those past ``n_layers`` too.
     """
-    entries = _catalogue(files)
+    entries = _catalogue(files, head)
     wanted: list[tuple[str, Tensor]] = []
-    build(files.config, n_layers, lambda name, tensor: wanted.append((name, tensor)))
+    build(files.config, n_layers, lambda name, tensor: wanted.append((name, tensor)), head=head)
     arrays: dict[str, jax.Array] = {}
     waiting: deque[tuple[str, Future[jax.Array]]] = deque()
 
@@ -62,15 +70,15 @@ def load(
         except BaseException:
             threads.shutdown(wait=False, cancel_futures=True)
             raise
-    return build(files.config, n_layers, lambda name, _: arrays[name])
+    return build(files.config, n_layers, lambda name, _: arrays[name], head=head)
 
 
-def _catalogue(files: ModelFiles) -> Mapping[str, Entry]:
+def _catalogue(files: ModelFiles, head: bool) -> Mapping[str, Entry]:
     """Tree name → where it lies, for the whole model; unknown, doubled, missing or misshapen tensors are errors."""
     found: dict[str, Entry] = {}
     seen: dict[str, Entry] = {}
     names = NAMES[files.config.architecture]
-    wanted = _wanted(files)
+    wanted = _wanted(files, head)
     with ThreadPoolExecutor(_THREADS) as threads:
         headers = list(threads.map(lambda file: read_header(files.source, file), files.weight_files))
     for entry in (entry for header in headers for entry in header):
@@ -80,7 +88,7 @@ def _catalogue(files: ModelFiles) -> Mapping[str, Entry]:
             )
         seen[entry.name] = entry
         name = names.match(entry.name)
-        if name == "":
+        if name == "" or (name in _AFTER_LAYERS and name not in wanted):
             continue
         if name is None or name not in wanted:
             raise ModelError(
@@ -101,9 +109,9 @@ def _catalogue(files: ModelFiles) -> Mapping[str, Entry]:
     return found
 
 
-def _wanted(files: ModelFiles) -> dict[str, Tensor]:
+def _wanted(files: ModelFiles, head: bool) -> dict[str, Tensor]:
     wanted: dict[str, Tensor] = {}
-    build(files.config, None, wanted.setdefault)
+    build(files.config, None, wanted.setdefault, head=head)
     return wanted
 
 
@@ -120,9 +128,12 @@ def _check(files: ModelFiles, entry: Entry, tensor: Tensor) -> None:
 
 def _file_name(files: ModelFiles, name: str) -> str:
     """What the files would call a tree's tensor: for errors."""
+    after = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "head": "lm_head.weight"}
+    if name in after:
+        return after[name]
     layer, _, field = name.rpartition(".")
     suffixes = {field: suffix for suffix, field in NAMES[files.config.architecture].layer.items()}
-    return f"model.layers.{layer}.{suffixes[field]}" if layer else "model.embed_tokens.weight"
+    return f"model.layers.{layer}.{suffixes[field]}"
 
 
 def _place(source: ByteSource, entry: Entry, place: Sharding | None) -> jax.Array:

@@ -19,11 +19,14 @@ class Names:
     """Suffix below a layer's number → field of :class:`spile.model.params.Layer`."""
     layer_prefix: str
     unused: tuple[str, ...]
+    final_norm: str = r"(?:model\.)?norm\.weight"
+    head: str = r"lm_head\.weight"
 
     def match(self, name: str) -> str | None:
-        """``embed``, ``3.q_bias``, an empty string for one that is known and not needed, None for an unknown one."""
-        if re.fullmatch(self.embed, name):
-            return "embed"
+        """``embed``, ``3.q_bias``, an empty string for one that is never needed, None for an unknown one."""
+        for field in ("embed", "final_norm", "head"):
+            if re.fullmatch(getattr(self, field), name):
+                return field
         if any(re.fullmatch(pattern, name) for pattern in self.unused):
             return ""
         found = re.match(self.layer_prefix, name)
@@ -56,11 +59,7 @@ _PLAIN = Names(
             "mlp.down_proj.bias": "down_bias",
         }
     ),
-    unused=(
-        r"lm_head\.weight",
-        r"(?:model\.)?norm\.weight",
-        r"(?:model\.)?(?:layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",
-    ),
+    unused=(r"(?:model\.)?(?:layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",),
 )
 """Four families write the same names; which of these a model must have follows from its config."""
 

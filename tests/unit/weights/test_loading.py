@@ -62,6 +62,20 @@ def test_only_the_layers_asked_for(tmp_path: Path) -> None:
     equal(two.layers, weights.load(files).layers[:2])
 
 
+def test_the_final_norm_and_the_head_are_loaded_when_asked_for(tmp_path: Path) -> None:
+    tied = weights.load(weights.find("embedded"), head=True)
+    raw = tensors(copy_model(tmp_path / "m"))
+    np.testing.assert_array_equal(tied.final_norm, raw["model.norm.weight"].astype(np.float32))
+    assert tied.head is None
+    assert weights.load(weights.find("embedded")).final_norm is None
+    folder = copy_model(tmp_path / "untied")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    weights.load(weights.find(str(folder)))  # nobody needs the head
+    with pytest.raises(ModelError, match=r"lacks 1 of its .* found no lm_head.weight"):
+        weights.load(weights.find(str(folder)), head=True)
+
+
 def test_with_a_sharding() -> None:
     files = weights.find("embedded")
     asked: list[tuple[Any, ...]] = []
