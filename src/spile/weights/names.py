@@ -24,9 +24,10 @@ class Names:
 
     def match(self, name: str) -> str | None:
         """``embed``, ``3.q_bias``, an empty string for one that is never needed, None for an unknown one."""
-        for field in ("embed", "final_norm", "head"):
-            if re.fullmatch(getattr(self, field), name):
-                return field
+        single = {"embed": self.embed, "final_norm": self.final_norm, "head": self.head}
+        whole = next((part for part, pattern in single.items() if re.fullmatch(pattern, name)), None)
+        if whole is not None:
+            return whole
         if any(re.fullmatch(pattern, name) for pattern in self.unused):
             return ""
         found = re.match(self.layer_prefix, name)
