@@ -1,7 +1,11 @@
-"""Causal attention with grouped heads: a table of implementations that agree to rounding.
+"""Causal attention with grouped heads, within segments: a table of implementations that agree to rounding.
 
-All take queries ``[batch, seq, heads, head_dim]`` and keys and values with fewer heads, and a window: how many
-positions a token sees, itself included (None: all before it). Padding stands on the right, where no real token looks.
+All take queries ``[rows, seq, heads, head_dim]``, keys and values with fewer heads, and
+
+- segments ``[rows, seq]``: which tokens of a row belong together. A token sees those before it in its own segment.
+  A segment's tokens stand side by side at rising positions, so a distance in the row is one in the sample. None: each
+  row is one segment, and its padding stands on the right, where no real token looks;
+- a window: how many positions a token sees, itself included (None: all of its segment before it).
 """
 
 from __future__ import annotations
@@ -15,22 +19,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from spile.spec.architecture import ModelConfig
 
-__all__ = ["ATTENTIONS", "Attention", "choose", "cudnn", "flash", "over_mesh", "precision", "xla"]
+__all__ = ["ATTENTIONS", "Attention", "choose", "cudnn", "flash", "masked", "over_mesh", "precision", "xla"]
 
-Queries = Float[Array, "batch seq heads head_dim"]
-Keys = Float[Array, "batch seq kv_heads head_dim"]
+Queries = Float[Array, "rows seq heads head_dim"]
+Keys = Float[Array, "rows seq kv_heads head_dim"]
+Segments = Int[Array, "rows seq"] | None
 
 
 @runtime_checkable
 class Attention(Protocol):
     """One implementation."""
 
-    def __call__(self, q: Array, k: Array, v: Array, *, window: int | None) -> Array:
-        """Softmax(q·k / √head_dim)·v under the causal mask and the window."""
+    def __call__(self, q: Array, k: Array, v: Array, segments: Array | None = None, *, window: int | None) -> Array:
+        """Softmax(q·k / √head_dim)·v over what a token sees."""
 
 
 def precision(dtype: DTypeLike) -> jax.lax.Precision:
@@ -43,66 +48,86 @@ def _chunk(length: int) -> int:
     return min(length, max(256, min(1024, -(-length // 8))))
 
 
-def xla(q: Queries, k: Keys, v: Keys, *, window: int | None) -> Queries:
-    """Plain XLA, chunk by chunk of the queries; keys and values are never repeated for their groups.
-
-    A group's queries lie behind one another, so that each product is one matrix product a key/value head: on a CPU
-    two to three times as fast as the same sums written over separate axes.
-    """
-    batch, length, heads, head_dim = q.shape
-    kv_heads = k.shape[2]
-    grouped = q.reshape(batch, length, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4)
-    k, v = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
+def xla(q: Queries, k: Keys, v: Keys, segments: Segments = None, *, window: int | None) -> Queries:
+    """Plain XLA, chunk by chunk of the queries, each over the keys that its window reaches."""
+    length = q.shape[1]
     size = _chunk(length)
     chunks = []
     for start in range(0, length, size):
         stop = min(start + size, length)
         first = 0 if window is None else max(0, start - window + 1)
-        part = grouped[:, :, :, start:stop]
-        chunks.append(_attend(part, k[..., first:stop], v[:, :, first:stop], start - first, window))
-    out = chunks[0] if len(chunks) == 1 else jnp.concatenate(chunks, axis=3)
-    return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, head_dim)
+        ahead = np.arange(start, stop)[:, None] - np.arange(first, stop)[None, :]
+        seen = jnp.asarray((ahead >= 0) if window is None else (ahead >= 0) & (ahead < window))[None]
+        if segments is not None:
+            seen &= segments[:, start:stop, None] == segments[:, None, first:stop]
+        chunks.append(masked(q[:, start:stop], k[:, first:stop], v[:, first:stop], seen))
+    return chunks[0] if len(chunks) == 1 else jnp.concatenate(chunks, axis=1)
 
 
-def _attend(q: Array, k: Array, v: Array, offset: int, window: int | None) -> Array:
-    """Queries ``[b, kv, g, s, d]`` that start ``offset`` positions after the first key; softmax in float32."""
-    batch, kv_heads, groups, length, head_dim = q.shape
+def masked(
+    q: Float[Array, "rows queries heads head_dim"],
+    k: Float[Array, "rows keys kv_heads head_dim"],
+    v: Float[Array, "rows keys kv_heads head_dim"],
+    seen: Bool[Array, "#rows queries keys"],
+) -> Float[Array, "rows queries heads head_dim"]:
+    """Attention over the keys that each query is said to see, at least one; softmax in float32.
+
+    Keys and values are not repeated for their groups: a group's queries lie behind one another, so that each product is
+    one product per key/value head, on a CPU two to three times as fast as the same sums written over separate axes.
+    """
+    rows, length, heads, head_dim = q.shape
+    kv_heads = k.shape[2]
+    shape = (rows, kv_heads, heads // kv_heads, length, head_dim)
+    flat = (rows, kv_heads, heads // kv_heads * length, -1)
     product = functools.partial(jnp.matmul, precision=precision(q.dtype), preferred_element_type=jnp.float32)
-    scores = product(q.reshape(batch, kv_heads, groups * length, head_dim), k)
-    ahead = (offset + np.arange(length))[:, None] - np.arange(k.shape[-1])[None, :]
-    seen = (ahead >= 0) if window is None else (ahead >= 0) & (ahead < window)
-    mask = jnp.asarray(np.where(seen, 0, -np.inf).astype(np.float32))
-    scores = scores.reshape(batch, kv_heads, groups, length, -1) * jnp.float32(head_dim**-0.5) + mask
+    grouped = q.reshape(rows, length, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4).reshape(flat)
+    scores = product(grouped, k.transpose(0, 2, 3, 1)).reshape(*shape[:4], -1) * jnp.float32(head_dim**-0.5)
+    scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
     weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    out = product(weights.astype(q.dtype).reshape(batch, kv_heads, groups * length, -1), v)
-    return (out.reshape(q.shape) / total).astype(q.dtype)
+    out = product(weights.astype(q.dtype).reshape(flat), v.transpose(0, 2, 1, 3)).reshape(shape)
+    return (out / total).astype(q.dtype).transpose(0, 3, 1, 2, 4).reshape(q.shape)
 
 
-def cudnn(q: Queries, k: Keys, v: Keys, *, window: int | None) -> Queries:
-    """The fused kernel of cuDNN: 16-bit floats on an NVIDIA GPU."""
-    local: Any = None if window is None else (window - 1, 0)
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=local, implementation="cudnn")
+def cudnn(q: Queries, k: Keys, v: Keys, segments: Segments = None, *, window: int | None) -> Queries:
+    """The fused kernel of cuDNN: 16-bit floats on an NVIDIA GPU. Segments are a mask that it adds to the scores."""
+    attend = functools.partial(jax.nn.dot_product_attention, q, k, v, is_causal=True, implementation="cudnn")
+    if segments is None:
+        local: Any = None if window is None else (window - 1, 0)
+        return attend(local_window_size=local)
+    seen = segments[:, None, :, None] == segments[:, None, None, :]
+    if window is not None:  # in the mask: not every version of the kernel takes a window beside one
+        place = np.arange(q.shape[1])
+        seen &= jnp.asarray(place[:, None] - place[None, :] < window)
+    return attend(mask=seen)
 
 
 _LANES = 128
 
 
-def flash(q: Queries, k: Keys, v: Keys, *, window: int | None, interpret: bool = False) -> Queries:
+def flash(
+    q: Queries, k: Keys, v: Keys, segments: Segments = None, *, window: int | None, interpret: bool = False
+) -> Queries:
     """The Pallas splash kernel for TPUs: scores exist a block at a time. Pads the sequence to a block inside."""
     length = q.shape[1]
     scale = jnp.asarray(q.shape[-1] ** -0.5, jnp.float32)  # the kernel has no scale of its own
     q = (q.astype(jnp.float32) * scale).astype(q.dtype)
-    padding = [(0, 0), (0, 0), (0, -length % _LANES), (0, 0)]
-    q, k, v = (jnp.pad(x.transpose(0, 2, 1, 3), padding) for x in (q, k, v))
+    more = -length % _LANES
+    q, k, v = (jnp.pad(x.transpose(0, 2, 1, 3), [(0, 0), (0, 0), (0, more), (0, 0)]) for x in (q, k, v))
     kernel = _splash(q.shape[1], q.shape[2], window, interpret)
-    out: Array = jax.vmap(kernel)(q, k, v)[:, :, :length].transpose(0, 2, 1, 3)
-    return out
+    if segments is None:
+        out: Array = jax.vmap(kernel)(q, k, v)
+    else:
+        from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
+
+        ids = jnp.pad(segments, [(0, 0), (0, more)])
+        out = jax.vmap(kernel)(q, k, v, SegmentIds(q=ids, kv=ids))
+    return out[:, :, :length].transpose(0, 2, 1, 3)
 
 
 @functools.lru_cache(maxsize=256)
 def _splash(heads: int, length: int, window: int | None, interpret: bool) -> Any:
-    """One kernel a shape; its block tables are made outside the trace that first asks, so that others may share it."""
+    """One kernel per shape; its block tables are made outside the trace that first asks, for others to share."""
     from jax.experimental.pallas.ops.tpu.splash_attention import (
         BlockSizes,
         CausalMask,
@@ -135,10 +160,11 @@ def over_mesh(attention: Attention | str, mesh: Mesh, batch: str | tuple[str, ..
     inner = ATTENTIONS[attention] if isinstance(attention, str) else attention
     spec = PartitionSpec(batch, None, heads, None)
 
-    def attend(q: Array, k: Array, v: Array, *, window: int | None) -> Array:
+    def attend(q: Array, k: Array, v: Array, segments: Array | None = None, *, window: int | None) -> Array:
         part = functools.partial(inner, window=window)
-        spread = jax.shard_map(part, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=False)
-        out: Array = spread(q, k, v)
+        specs = (spec, spec, spec, None if segments is None else PartitionSpec(batch, None))
+        spread = jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=spec, check_vma=False)
+        out: Array = spread(q, k, v, segments)
         return out
 
     return attend

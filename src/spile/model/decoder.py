@@ -1,4 +1,7 @@
-"""The decoder: one pre-norm block with switches, unrolled as far as the last tapped layer and no further."""
+"""The decoder: one pre-norm block with switches, unrolled as far as the last tapped layer and no further.
+
+A batch is rows of one length; a row holds one sample or several, each a segment with positions of its own.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,16 @@ from spile.model import rope
 from spile.model.attention import ATTENTIONS, Attention, precision
 from spile.model.params import Layer, Params
 from spile.spec.architecture import ModelConfig
-from spile.spec.taps import Tap
+from spile.spec.taps import Site, Tap
 
-__all__ = ["forward", "layers_needed"]
+__all__ = ["Angles", "Attend", "Hidden", "Look", "block", "forward", "layers_needed"]
 
-Hidden = Float[Array, "batch seq d_model"]
-Angles = tuple[Float32[Array, "seq half"], Float32[Array, "seq half"]]
+Hidden = Float[Array, "rows seq d_model"]
+Angles = tuple[Float32[Array, "#rows seq half"], Float32[Array, "#rows seq half"]]
+Attend = Callable[[Array, Array, Array], Array]
+"""A layer's attention: rotated queries, rotated keys and values in, what the heads saw out."""
+Look = Callable[[Site, Array], None]
+"""Hears of each site's value as it exists."""
 
 _ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
@@ -40,46 +47,58 @@ def layers_needed(taps: tuple[Tap, ...], n_layers: int) -> int:
 
 def forward(
     params: Params,
-    tokens: Int[Array, "batch seq"],
+    tokens: Int[Array, "rows seq"],
+    positions: Int[Array, "rows seq"] | None = None,
+    segments: Int[Array, "rows seq"] | None = None,
     *,
     config: ModelConfig,
     taps: tuple[Tap, ...],
     attention: str | Attention = "xla",
     keep: Callable[[Array], Any] = _identity,
 ) -> tuple[Any, ...]:
-    """The taps' activations ``[batch, seq, d_model]`` in the order of ``taps``, each through ``keep`` once it exists.
+    """The taps' activations ``[rows, seq, d_model]`` in the order of ``taps``, each through ``keep`` once it exists.
 
-    Padding stands on the right, under a causal mask, so no lengths are needed: rows past a sample's end are noise.
+    ``positions`` are those within a token's own sample, ``segments`` say which tokens of a row are one sample. Without
+    them each row is one sample from position 0, padded on the right, where a causal mask hides the padding.
     """
     wanted = frozenset(taps)
     kept: dict[Tap, Any] = {}
-
-    def tap(site: str, layer: int, value: Array) -> None:
-        name = Tap(site, layer)
-        if name in wanted:
-            kept[name] = keep(value)
-
     with jax.named_scope("embed"):
         x = jnp.take(params.embed, tokens, axis=0, mode="clip")
     with jax.named_scope("rope"):
-        angles = rope.angles(config, tokens.shape[1])
-    attend = ATTENTIONS[attention] if isinstance(attention, str) else attention
+        places = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] if positions is None else positions
+        angles = rope.angles(config, places)
+    inner = ATTENTIONS[attention] if isinstance(attention, str) else attention
     for index in range(layers_needed(taps, config.n_layers)):
-        layer = params.layers[index]
-        with jax.named_scope(f"attn.{index}"):
-            normed = _rms_norm(x, layer.attn_norm, config.norm_eps)
-            out = _attention(normed, layer, angles, config, attend, config.windows[index])
-        tap("attn", index, out)
-        if len(kept) == len(wanted):
-            break
-        with jax.named_scope(f"mlp.{index}"):
-            x = x + out
-            out = _mlp(_rms_norm(x, layer.mlp_norm, config.norm_eps), layer, config)
-        tap("mlp", index, out)
-        with jax.named_scope(f"residual.{index}"):
-            x = x + out
-        tap("residual", index, x)
+
+        def look(site: Site, value: Array, index: int = index) -> None:
+            if (tap := Tap(site, index)) in wanted:
+                kept[tap] = keep(value)
+
+        window = config.windows[index]
+        narrow = window if window is not None and window < tokens.shape[1] else None
+
+        def attend(q: Array, k: Array, v: Array, window: int | None = narrow) -> Array:
+            return inner(q, k, v, segments, window=window)
+
+        with jax.named_scope(f"layer.{index}"):
+            x = block(x, params.layers[index], angles, config, attend, look)
     return tuple(kept[name] for name in taps)
+
+
+def block(x: Hidden, layer: Layer, angles: Angles, config: ModelConfig, attend: Attend, look: Look) -> Hidden:
+    """One layer. What nobody looks at is dropped by the compiler, the last layer's MLP too."""
+    with jax.named_scope("attn"):
+        out = _attention(_rms_norm(x, layer.attn_norm, config.norm_eps), layer, angles, config, attend)
+    look("attn", out)
+    with jax.named_scope("mlp"):
+        x = x + out
+        out = _mlp(_rms_norm(x, layer.mlp_norm, config.norm_eps), layer, config)
+    look("mlp", out)
+    with jax.named_scope("residual"):
+        x = x + out
+    look("residual", x)
+    return x
 
 
 def _rms_norm(x: Float[Array, "... d"], weight: Float[Array, " d"], eps: float) -> Float[Array, "... d"]:
@@ -98,14 +117,12 @@ def _linear(
     return out if bias is None else out + bias
 
 
-def _attention(
-    x: Hidden, layer: Layer, angles: Angles, config: ModelConfig, attend: Attention, window: int | None
-) -> Hidden:
+def _attention(x: Hidden, layer: Layer, angles: Angles, config: ModelConfig, attend: Attend) -> Hidden:
     """Project, norm the heads if the family does, rotate, attend, project back."""
-    batch, length, _ = x.shape
+    rows, length, _ = x.shape
 
     def heads(weight: Array, bias: Array | None, count: int) -> Array:
-        return _linear(x, weight, bias).reshape(batch, length, count, config.head_dim)
+        return _linear(x, weight, bias).reshape(rows, length, count, config.head_dim)
 
     q = heads(layer.q, layer.q_bias, config.n_heads)
     k = heads(layer.k, layer.k_bias, config.n_kv_heads)
@@ -113,10 +130,8 @@ def _attention(
     if layer.q_norm is not None:
         q = _rms_norm(q, layer.q_norm, config.norm_eps)
         k = _rms_norm(k, layer.k_norm, config.norm_eps)
-    q, k = rope.rotate(q, *angles), rope.rotate(k, *angles)
-    narrow = window if window is not None and window < length else None
-    out = attend(q, k, v, window=narrow)
-    return _linear(out.reshape(batch, length, config.n_heads * config.head_dim), layer.o, layer.o_bias)
+    out = attend(rope.rotate(q, *angles), rope.rotate(k, *angles), v)
+    return _linear(out.reshape(rows, length, config.n_heads * config.head_dim), layer.o, layer.o_bias)
 
 
 def _mlp(x: Hidden, layer: Layer, config: ModelConfig) -> Hidden:

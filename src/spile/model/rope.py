@@ -8,13 +8,14 @@ from collections.abc import Callable, Mapping
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Int
 
 from spile.spec.architecture import ModelConfig, Rope
 
 __all__ = ["angles", "frequencies", "rotate"]
 
 Vector = npt.NDArray[np.float32]
+Angle = Float32[Array, "rows seq half"]
 
 
 def _default(_rope: Rope, freq: Vector) -> Vector:
@@ -67,20 +68,20 @@ def frequencies(config: ModelConfig) -> Vector:
     return _KINDS[config.rope.kind](config.rope, freq)
 
 
-def angles(config: ModelConfig, length: int) -> tuple[Float32[Array, "seq half"], Float32[Array, "seq half"]]:
-    """Cosines and sines of positions 0 to ``length`` - 1, with the rope's amplitude in them."""
-    turned = jnp.arange(length, dtype=jnp.float32)[:, None] * jnp.asarray(frequencies(config))[None, :]
+def angles(config: ModelConfig, positions: Int[Array, "rows seq"]) -> tuple[Angle, Angle]:
+    """Cosines and sines of these positions, with the rope's amplitude in them."""
+    turned = positions.astype(jnp.float32)[..., None] * jnp.asarray(frequencies(config))
     amplitude = jnp.float32(config.rope.amplitude)
     return jnp.cos(turned) * amplitude, jnp.sin(turned) * amplitude
 
 
 def rotate(
-    x: Float[Array, "batch seq heads head_dim"],
-    cos: Float32[Array, "seq half"],
-    sin: Float32[Array, "seq half"],
-) -> Float[Array, "batch seq heads head_dim"]:
+    x: Float[Array, "rows seq heads head_dim"],
+    cos: Float32[Array, "#rows seq half"],
+    sin: Float32[Array, "#rows seq half"],
+) -> Float[Array, "rows seq heads head_dim"]:
     """Turn each pair (i, i + half) of a head by its position's angle, in float32."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = cos[None, :, None, :], sin[None, :, None, :]
+    cos, sin = cos[:, :, None, :], sin[:, :, None, :]
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return turned.astype(x.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -17,16 +18,20 @@ from spile.spec.architecture import ModelConfig
 CONFIG = ModelConfig("qwen2", 64, 2, 4, 2, 64, 64, 100)
 
 
-def plain(q: np.ndarray, k: np.ndarray, v: np.ndarray, window: int | None) -> np.ndarray:
+def plain(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, window: int | None, segments: np.ndarray | None = None
+) -> np.ndarray:
     """Written the long way, in float64, a query at a time."""
     out = np.zeros(q.shape)
     groups = q.shape[2] // k.shape[2]
-    for batch, position, head in np.ndindex(*q.shape[:3]):
-        first = 0 if window is None else max(0, position - window + 1)
-        keys = k[batch, first : position + 1, head // groups].astype(np.float64)
-        scores = keys @ q[batch, position, head] / np.sqrt(q.shape[-1])
+    for row, place, head in np.ndindex(*q.shape[:3]):
+        seen = np.arange(place + 1) > place - (window or q.shape[1])
+        if segments is not None:
+            seen &= segments[row, : place + 1] == segments[row, place]
+        keys = k[row, : place + 1, head // groups].astype(np.float64)[seen]
+        scores = keys @ q[row, place, head] / np.sqrt(q.shape[-1])
         weights = np.exp(scores - scores.max())
-        out[batch, position, head] = weights / weights.sum() @ v[batch, first : position + 1, head // groups]
+        out[row, place, head] = weights / weights.sum() @ v[row, : place + 1, head // groups][seen]
     return out
 
 
@@ -42,6 +47,40 @@ def test_xla_is_plain_attention_whatever_the_chunks(length: int, window: int | N
     q, k, v = inputs(length, batch=1)
     found = jax.jit(functools.partial(attention.xla, window=window))(q, k, v)
     np.testing.assert_allclose(found, plain(*map(np.asarray, (q, k, v)), window), atol=2e-6)
+
+
+def pieces(length: int, rows: int, seed: int = 0) -> jax.Array:
+    """Segments of every size, single tokens and a boundary at a chunk's among them; zeros, which are padding, last."""
+    draw = np.random.default_rng(seed + length)
+    ids = np.zeros((rows, length), np.int32)
+    for row in range(rows):
+        cuts = sorted({0, 1, 2, min(256, length), *draw.integers(0, length, 4).tolist(), length - length // 8})
+        for number, (start, stop) in enumerate(itertools.pairwise(cuts), 1):
+            ids[row, start:stop] = number
+    return jnp.asarray(ids)
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 300])
+@pytest.mark.parametrize("length", [5, 256, 600])
+def test_xla_stays_within_a_segment(length: int, window: int | None) -> None:
+    q, k, v = inputs(length, batch=2)
+    segments = pieces(length, 2)
+    found = jax.jit(functools.partial(attention.xla, window=window))(q, k, v, segments)
+    np.testing.assert_allclose(found, plain(*map(np.asarray, (q, k, v)), window, np.asarray(segments)), atol=2e-6)
+
+
+def test_one_segment_per_row_is_what_no_segments_mean() -> None:
+    q, k, v = inputs(300, batch=2)
+    run = jax.jit(functools.partial(attention.xla, window=9))
+    np.testing.assert_allclose(run(q, k, v, jnp.ones((2, 300), jnp.int32)), run(q, k, v), atol=1e-6)
+
+
+@pytest.mark.parametrize(("length", "window"), [(128, None), (130, 40), (300, 1), (520, None)])
+def test_flash_stays_within_a_segment(length: int, window: int | None) -> None:
+    q, k, v = inputs(length, head_dim=64, batch=2)
+    segments = pieces(length, 2)
+    found = jax.jit(functools.partial(attention.flash, window=window, interpret=True))(q, k, v, segments)
+    np.testing.assert_allclose(found, attention.xla(q, k, v, segments, window=window), atol=3e-6)
 
 
 def test_chunks_are_few_and_bounded() -> None:
@@ -71,10 +110,11 @@ def test_over_mesh_is_the_same() -> None:
     mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "model"))
     q, k, v = inputs(40)
     attend = attention.over_mesh("xla", mesh, "data", "model")
-    np.testing.assert_array_equal(
-        jax.jit(functools.partial(attend, window=5))(q, k, v),
-        jax.jit(functools.partial(attention.xla, window=5))(q, k, v),
-    )
+    for segments in (None, pieces(40, 2)):
+        np.testing.assert_array_equal(
+            jax.jit(functools.partial(attend, window=5))(q, k, v, segments),
+            jax.jit(functools.partial(attention.xla, window=5))(q, k, v, segments),
+        )
 
 
 @pytest.mark.parametrize(
