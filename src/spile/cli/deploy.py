@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -36,13 +37,13 @@ def _flag(text: str, **more: object) -> Parameter:
     return Parameter(group=_STEPS, help=text, **more)  # type: ignore[arg-type]
 
 
-def extract_words(flags: ExtractFlags) -> tuple[str, ...]:
+def extract_words(flags: ExtractFlags, *, without: Collection[str] = _OURS) -> tuple[str, ...]:
     """The flags that differ from their defaults, as ``spile extract`` on a machine will read them."""
     words: list[str] = []
     for field in fields(flags):
         value = getattr(flags, field.name)
         default = field.default if field.default is not MISSING else None
-        if field.name in _OURS or value == default:
+        if field.name in without or value == default:
             continue
         name = f"--{field.name.replace('_', '-')}"
         if isinstance(value, bool):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Group, Parameter
 
 from spile.cli.pod import PodFlags, say
+from spile.cli.shell.engine_flags import EngineFlags
 from spile.errors import SpecError
 from spile.spec.machines import parse_mesh_shape
 from spile.spec.phase import Phase
@@ -194,6 +195,7 @@ def extract(
     *,
     flags: ExtractFlags | None = None,
     pod: PodFlags | None = None,
+    engine: EngineFlags | None = None,
     verbose: Annotated[bool, Parameter(negative="", help="Say more: devices, shapes, each commit.")] = False,
 ) -> int:
     """Run a model over a dataset and store its layers' activations, each sample exactly once.
@@ -207,6 +209,10 @@ def extract(
     from spile.runtime.signals import end_soon
 
     flags = flags or ExtractFlags()
+    if engine is not None and engine.asked:
+        from spile.cli.engines import extract_on_engine
+
+        return extract_on_engine(flags, engine)
     flags.spec()  # a mistake is told before anybody waits for a pod's other hosts
     with (pod or PodFlags()).joined(say) as hosts, watched(verbose) as watch:
         if verbose:

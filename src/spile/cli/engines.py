@@ -1,0 +1,124 @@
+"""``spile extract --engine``: all streams of a dataset, on many workers at once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from spile.cli.deploy import extract_words
+from spile.cli.pod import say
+from spile.errors import DataError, SpecError
+from spile.spec.run import EMBEDDED
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from spile.cli.extract import ExtractFlags
+    from spile.cli.shell.engine_flags import EngineFlags
+    from spile.runtime.engines.engine import Engine
+    from spile.spec.run import ExtractSpec
+
+__all__ = ["extract_on_engine"]
+
+_STREAMS = "streams"
+"""The folder of a dataset's own streams, where ``--dataset`` was split for it."""
+_STREAMS_PER_WORKER = 4
+"""More streams than workers: what a slow or lost one leaves is shared by all."""
+_PLACED = frozenset(
+    {"dataset", "dataset_dir", "worker_id", "output", "output_dir", "gcs_bucket", "gcs_prefix",
+     "upload_to_gcs"}
+)  # fmt: skip
+"""What is said anew for each worker."""
+
+
+def extract_on_engine(flags: ExtractFlags, engine: EngineFlags) -> int:
+    """Work off every stream; the exit code of all."""
+    from spile.dashboard.engine import watched_engine
+    from spile.objects import open_folder
+    from spile.runtime.engines.scheduler import Scheduler
+    from spile.runtime.engines.tasks import cluster_check, stream_tasks
+    from spile.status.snapshot import SnapshotReader
+
+    engine.check()
+    if flags.worker_id is not None:
+        raise SpecError("--worker-id with an engine", expected="all streams", fix="leave it out, or --engine")
+    spec = flags.spec()
+    runner = make_engine(engine)
+    try:
+        streams = flags.dataset_dir or _split(flags, spec, runner.workers, engine.num_streams)
+        words = _words(flags, spec, streams)
+        tasks = stream_tasks(streams, words)
+        inputs = tuple(map(_absolute, filter(_is_place, (streams, spec.model))))
+        with cluster_check(_absolute_folder(spec.output), inputs) as asked:
+            runner.check(asked)
+        root = open_folder(spec.output)
+        with watched_engine(SnapshotReader(root)) as view:
+            scheduler = Scheduler(runner, tasks, say=view.say, observe=view.observe)
+            outcome = scheduler.run(lambda: view.asked)
+        view.finish(outcome, len(tasks), root.url, spec.data.max_samples)
+        return outcome.exit_code
+    finally:
+        runner.close()
+
+
+def make_engine(flags: EngineFlags) -> Engine:
+    """The engine that was asked for."""
+    if flags.name == "ray":
+        from spile.runtime.engines.ray_cluster import RayEngine
+
+        return RayEngine(flags.num_workers, flags.needs(), flags.ray_address, flags.hosts_per_worker)
+    from spile.runtime.engines.local import LocalEngine
+    from spile.runtime.engines.sharing import this_machines_cores
+
+    if flags.log_dir is not None:
+        flags.log_dir.mkdir(parents=True, exist_ok=True)
+    return LocalEngine(flags.num_workers or len(this_machines_cores()), flags.needs(), flags.log_dir)
+
+
+def _words(flags: ExtractFlags, spec: ExtractSpec, streams: str) -> Callable[[int], tuple[str, ...]]:
+    """The command of each stream's worker. Paths are made absolute: a cluster's workers start elsewhere."""
+    own = extract_words(replace(flags, model=_absolute(spec.model)), without=_PLACED)
+    place = ["--dataset-dir", _absolute_folder(streams), "--output", _absolute_folder(spec.output)]
+    if spec.local_copy is not None:
+        place += ["--output-dir", _absolute_folder(spec.local_copy)]
+    return lambda stream: ("extract", "--worker-id", str(stream), *place, *own)
+
+
+def _is_place(name: str) -> bool:
+    """A bucket's folder or a path, not a name of the hub."""
+    return "://" in name or name.startswith((".", "/", "~")) or (name != EMBEDDED and Path(name).exists())
+
+
+def _absolute_folder(place: str) -> str:
+    """A folder of this machine from the root."""
+    return place if "://" in place else str(Path(place).expanduser().absolute())
+
+
+def _absolute(name: str) -> str:
+    """A path from the root; names of the hub and of buckets stay."""
+    return _absolute_folder(name) if _is_place(name) else name
+
+
+def _split(flags: ExtractFlags, spec: ExtractSpec, workers: int, asked: int | None) -> str:
+    """The streams of ``--dataset``, kept beside the activations: made once, and the same ever after."""
+    from spile.data.make.manifest import MANIFEST, StreamsManifest
+    from spile.fleet.deploy import prepare_streams
+    from spile.objects import open_folder
+    from spile.objects.folder import NotFound
+
+    place = f"{spec.output.rstrip('/')}/{_STREAMS}"
+    dataset = flags.dataset or EMBEDDED
+    try:
+        known = StreamsManifest.from_json(open_folder(place).get(MANIFEST), f"{place}/{MANIFEST}")
+    except NotFound:
+        count = asked or _STREAMS_PER_WORKER * workers
+        column = "examples" if flags.column == "text" else flags.column
+        prepare_streams(dataset, place, count, column=column, seed=flags.seed, say=say)
+        return place
+    source = str(known.source.get("dataset"))
+    if dataset != EMBEDDED and source != dataset:
+        raise DataError(f"{place} holds streams of another dataset", expected=source, found=dataset)
+    if asked is not None and asked != len(known.streams):
+        raise SpecError("--num-streams", expected=f"{len(known.streams)}, as in {place}", found=str(asked))
+    return place

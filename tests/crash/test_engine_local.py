@@ -1,0 +1,129 @@
+"""``--engine local`` for real: workers that are killed, one Ctrl+C, one exit code, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fleet.ssh.loopback import below, wait_until
+from spile.cli.main import main
+from spile.data.make.split import make_streams
+from spile.objects import open_folder
+from spile.store.verification import verify
+
+COUNT = 12
+
+
+@pytest.fixture
+def streams(tmp_path: Path) -> Path:
+    make_streams("embedded", tmp_path / "streams", COUNT // 6)
+    return tmp_path / "streams"
+
+
+def start(folder: Path, *words: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "spile.cli.main", "extract", "--model", "embedded", *words]
+    return subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+def workers(run: subprocess.Popen[str]) -> list[int]:
+    """The processes that run ``spile extract`` for a stream."""
+    found = []
+    for pid in below(run.pid):
+        try:
+            line = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"--worker-id" in line and b"spile.cli.main" in line and b"child.py" not in b" ".join(line):
+            found.append(pid)
+    return found
+
+
+def finish(run: subprocess.Popen[str]) -> tuple[int, str]:
+    out, _ = run.communicate(timeout=240)
+    return run.returncode, out
+
+
+def test_a_killed_worker_is_restarted_and_nothing_is_stored_twice(streams: Path, tmp_path: Path) -> None:
+    """With tiny shards, so that the killed one has commits, which its successor does not repeat."""
+    words = ["--dataset-dir", str(streams), "--output", "out", "--num-workers", "2", "--shard-size-gb", "1e-6"]
+    run = start(tmp_path, *words, "--log-dir", "logs")
+    assert wait_until(lambda: len(workers(run)) == 2, 60)
+    assert wait_until(lambda: list((tmp_path / "out").glob("tpu_*/commits/0001.json")), 120)
+    (begun,) = {path.parts[-3] for path in list((tmp_path / "out").glob("tpu_*/commits/0001.json"))[:1]}
+    number = begun.removeprefix("tpu_").encode()
+    for pid in workers(run):
+        if Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[5] == number:
+            os.kill(pid, signal.SIGKILL)
+    code, out = finish(run)
+    assert code == 0, out
+    assert f"stream {number.decode()}: its worker ended with exit code 137" in out
+    assert "streams      2 of 2 done, 1 attempt more than streams" in out
+    assert out.rstrip().endswith("next         spile verify out")
+    report = verify(open_folder(str(tmp_path / "out")))
+    assert report.ok, [problem.line() for problem in report.all_problems]
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["stream_000.log", "stream_001.log"]
+    assert list((tmp_path / "out").glob(".spile-*")) == []
+
+
+def test_one_interrupt_commits_and_stops_all(streams: Path, tmp_path: Path) -> None:
+    words = ["--dataset-dir", str(streams), "--output", "out", "--engine", "local", "--num-workers", "2"]
+    run = start(tmp_path, *words, "--shard-size-gb", "1e-6", "--predictions-per-task", "64")
+    assert wait_until(lambda: len(list((tmp_path / "out").glob("tpu_*/commits/0001.json"))) == 2, 120)
+    mine = below(run.pid)
+    os.killpg(run.pid, signal.SIGINT)  # as a terminal does: to the foreground group, which the workers are not in
+    code, out = finish(run)
+    assert code == 130, out
+    assert "SIGINT: all workers commit and stop (again: end at once)" in out
+    assert out.rstrip().endswith("the same command again resumes")
+    assert not [pid for pid in mine if Path(f"/proc/{pid}/cmdline").exists() and os.getpgid(pid) != os.getpgrp()]
+    assert {problem.kind for problem in verify(open_folder(str(tmp_path / "out"))).all_problems} == {"missing"}
+
+
+def test_a_killed_runner_leaves_no_worker(streams: Path, tmp_path: Path) -> None:
+    run = start(tmp_path, "--dataset-dir", str(streams), "--output", "out", "--num-workers", "2")
+    assert wait_until(lambda: len(workers(run)) == 2, 60)
+    mine = below(run.pid)
+    run.kill()
+    run.wait()
+    assert wait_until(lambda: not any(Path(f"/proc/{pid}/cmdline").exists() for pid in mine), 60)
+    run.communicate()
+
+
+BAD = {
+    ("--engine", "local", "--worker-id", "1"): "--worker-id with an engine: expected all streams; "
+    "leave it out, or --engine",
+    ("--num-workers", "0"): "--num-workers: expected 1 to 10,000, found 0",
+    ("--num-workers", "1", "--ray-address", "a:1"): "--ray-address: expected --engine ray beside it, "
+    "found --engine local",
+    ("--num-workers", "1", "--resources", "GPU"): "--resources: expected NAME=number such as GPU=1, found 'GPU'",
+    ("--num-workers", "1", "--dataset-dir", "."): "no stream in .: expected stream_000.jsonl, stream_001.jsonl, …; "
+    "make them: spile data streams --output-dir DIR; or name one file with --dataset",
+    ("--num-workers", "1", "--num-streams", "49"): "--num-streams: expected at most 48, one a sample, found 49",
+    ("--engine", "loco"): "--engine: expected local or ray, found loco; see spile extract --help",
+}
+
+
+@pytest.mark.parametrize("words", BAD)
+def test_bad_input_is_one_line(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["extract", "--model", "embedded", "--output", "out", *words])
+    assert (ended.value.code, capsys.readouterr().err) == (2, f"spile: {BAD[words]}\n")
+    assert not (tmp_path / "out" / "run.json").exists()
+
+
+def test_a_command_that_every_worker_refuses_ends_soon_with_its_line(streams: Path, tmp_path: Path) -> None:
+    words = ["--dataset-dir", str(streams), "--output", "out", "--num-workers", "2", "--layers", "77"]
+    code, out = finish(start(tmp_path, *words))
+    assert code == 2, out
+    assert "given up     stream 0: exit code 2: " in out
+    assert "77" in out
