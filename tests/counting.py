@@ -25,6 +25,10 @@ class Counting:
         return self.inner.url
 
     @property
+    def local_path(self) -> None:
+        return None
+
+    @property
     def stats(self) -> Stats:
         return self.inner.stats
 

@@ -140,11 +140,11 @@ def upload(
 ) -> int:
     """Put streams into a bucket, skipping what is there already and identical."""
     from spile.data.make.upload import upload as run
-    from spile.objects import open_folder
+    from spile.objects import bucket_url, open_folder
 
-    if not bucket.partition("://")[2 if "://" in bucket else 0].strip("/"):
+    if not bucket.rpartition("://")[2].strip("/"):
         raise SpecError("--bucket", expected="a bucket's name, or gs://… or s3://…", found=repr(bucket))
-    root = bucket if "://" in bucket else f"gs://{bucket}"
+    root = bucket_url(bucket)
     console = Console(soft_wrap=True, highlight=False)
 
     def tell(name: str, put: bool, done: int, total: int) -> None:

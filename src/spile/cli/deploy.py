@@ -134,7 +134,8 @@ def _variables(words: list[str]) -> dict[str, str]:
 
 def _plan(fleet: FleetSpec, flags: ExtractFlags, variables: dict[str, str]) -> tuple[str, FleetSpec]:
     """The bucket, and the fleet with its work; every mistake of a flag is found here, before anything is made."""
-    from spile.fleet.deploy import Deployment, bucket_url
+    from spile.fleet.deploy import Deployment
+    from spile.objects import bucket_url, is_remote
 
     if not flags.gcs_bucket:
         raise SpecError("no bucket", expected="--gcs-bucket NAME, with or without gs://")
@@ -143,7 +144,7 @@ def _plan(fleet: FleetSpec, flags: ExtractFlags, variables: dict[str, str]) -> t
     here = replace(flags, output=root, output_dir=None, upload_to_gcs=False)
     replace(here, dataset=EMBEDDED, dataset_dir=f"{bucket}/datasets").spec()
     # A folder of this computer is no place that machines can read: its streams go to the bucket.
-    remote = flags.dataset_dir if flags.dataset_dir and "://" in flags.dataset_dir else f"{bucket}/datasets"
+    remote = flags.dataset_dir if flags.dataset_dir and is_remote(flags.dataset_dir) else f"{bucket}/datasets"
     work = Deployment(root, remote, extract_words(flags), flags.max_samples, variables)
     return bucket, work.on(fleet)
 

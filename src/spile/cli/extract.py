@@ -12,6 +12,7 @@ from cyclopts import Group, Parameter
 from spile.cli.pod import PodFlags, say
 from spile.cli.shell.engine_flags import EngineFlags
 from spile.errors import SpecError
+from spile.objects.opening import is_remote
 from spile.spec.machines import parse_mesh_shape
 from spile.spec.phase import Phase
 from spile.spec.run import (
@@ -174,7 +175,7 @@ class ExtractFlags:
         home = home or self.output
         if home is None:
             return self.output_dir or ExtractSpec.output, None
-        if self.output_dir is not None and "://" not in home:
+        if self.output_dir is not None and not is_remote(home):
             raise SpecError(
                 "--output-dir beside --output", expected="a bucket, of which it is the local copy", found=home
             )

@@ -14,6 +14,7 @@ from importlib import resources
 from pathlib import Path
 
 from spile.errors import DataError, StoreError
+from spile.objects.opening import is_remote
 from spile.spec.run import EMBEDDED
 
 __all__ = ["BlockHashes", "Line", "StreamFile", "embedded_tasks"]
@@ -88,7 +89,7 @@ class StreamFile:
 
     def __init__(self, location: str) -> None:
         self.location = location
-        self._remote = "://" in location and not location.startswith("file://")
+        self._remote = is_remote(location)
         self._path = embedded_tasks() if location == EMBEDDED else Path(location.removeprefix("file://")).expanduser()
         if not self._remote:
             _check(self._path, location)

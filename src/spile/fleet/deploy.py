@@ -30,7 +30,6 @@ from spile.version import __version__
 
 __all__ = [
     "Deployment",
-    "bucket_url",
     "check_streams",
     "launch_over_ssh",
     "launch_waiting",
@@ -38,12 +37,6 @@ __all__ = [
     "publish",
     "upload_streams",
 ]
-
-
-def bucket_url(text: str) -> str:
-    """``name``, ``gs://name`` or ``s3://name`` as a URL; a path stays one, for a fleet on this very machine."""
-    text = text.rstrip("/")
-    return text if "://" in text or text.startswith(("/", ".")) else f"gs://{text}"
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from spile.objects.chunks import read_chunks
 from spile.objects.folder import Folder, NotFound, ObjectInfo, Unfinished, Unwritable, Writer
-from spile.objects.opening import open_folder, split
+from spile.objects.opening import bucket_url, is_remote, open_folder, split
 from spile.objects.stats import Stats
 
 __all__ = [
@@ -15,6 +15,8 @@ __all__ = [
     "Unfinished",
     "Unwritable",
     "Writer",
+    "bucket_url",
+    "is_remote",
     "open_folder",
     "read_chunks",
     "split",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from typing_extensions import Buffer
@@ -93,6 +94,10 @@ class Folder(Protocol):
     @property
     def url(self) -> str:
         """Where it is, as a user would type it."""
+
+    @property
+    def local_path(self) -> Path | None:
+        """Its directory, where it is one of this machine's: what may be mapped, watched or named to other programs."""
 
     @property
     def stats(self) -> Stats:

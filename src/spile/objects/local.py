@@ -108,6 +108,11 @@ class LocalFolder:
         return self._url
 
     @property
+    def local_path(self) -> Path:
+        """The directory."""
+        return self.path
+
+    @property
     def stats(self) -> Stats:
         """Counters shared with the folders above and below."""
         return self._stats

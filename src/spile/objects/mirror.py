@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import tee
+from pathlib import Path
 
 from typing_extensions import Buffer
 
@@ -64,6 +65,11 @@ class MirrorFolder:
     def url(self) -> str:
         """The home's."""
         return self.home.url
+
+    @property
+    def local_path(self) -> Path | None:
+        """The home's: the copy is never read."""
+        return self.home.local_path
 
     @property
     def stats(self) -> Stats:

@@ -8,7 +8,7 @@ from spile.errors import SpecError, UserError
 from spile.objects.folder import Folder
 from spile.objects.local import LocalFolder
 
-__all__ = ["open_folder", "split"]
+__all__ = ["bucket_url", "is_remote", "open_folder", "split"]
 
 _CLOUDS = ("gs", "s3")
 
@@ -30,6 +30,18 @@ def open_folder(url: str) -> Folder:
     from spile.objects.cloud.folder import open_cloud  # disks need no HTTP client
 
     return open_cloud(scheme, bucket, prefix.strip("/"))
+
+
+def is_remote(url: str) -> bool:
+    """Whether what a user typed is a bucket's place rather than this machine's."""
+    scheme, separator, _ = url.partition("://")
+    return bool(separator) and scheme != "file"
+
+
+def bucket_url(text: str) -> str:
+    """A bucket as users name it, ``name``, ``gs://name`` or ``s3://name``, as a URL; a path stays a path."""
+    text = text.rstrip("/")
+    return text if "://" in text or text.startswith(("/", ".")) else f"gs://{text}"
 
 
 def split(url: str) -> tuple[str, str]:

@@ -8,6 +8,7 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 
 from spile.errors import StoreError
 from spile.objects.cloud.failures import RequestFailure
@@ -15,7 +16,6 @@ from spile.objects.cloud.folder import CloudFolder
 from spile.objects.cloud.regions import PRICES_OF, Region, egress_price, machine_place
 from spile.objects.disk import writing
 from spile.objects.folder import Folder, Unwritable
-from spile.objects.local import LocalFolder
 
 __all__ = ["preflight"]
 
@@ -31,8 +31,8 @@ def preflight(folder: Folder, *, need: int = 0, environment: Mapping[str, str] =
 
     ``need`` is the room for what will be in flight (a shard or two), in bytes; a disk with less is full already.
     """
-    if isinstance(folder, LocalFolder):
-        _try_disk(folder, need)
+    if folder.local_path is not None:
+        _try_disk(folder.local_path, folder.url, need)
         return []
     if isinstance(folder, CloudFolder):
         machine = machine_place(environment)
@@ -41,12 +41,12 @@ def preflight(folder: Folder, *, need: int = 0, environment: Mapping[str, str] =
     return []
 
 
-def _try_disk(folder: LocalFolder, need: int) -> None:
+def _try_disk(path: Path, url: str, need: int) -> None:
     """Write where the folder is or will be."""
-    there = folder.path.absolute()
+    there = path.absolute()
     while not there.exists() and there != there.parent:
         there = there.parent
-    with writing(folder.path):
+    with writing(path):
         if not there.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
         with tempfile.NamedTemporaryFile(dir=there, prefix=".tmp-") as probe:
@@ -56,7 +56,7 @@ def _try_disk(folder: LocalFolder, need: int) -> None:
         free = shutil.disk_usage(there).free
     if free < need:
         raise Unwritable(
-            f"no room in {folder.url}",
+            f"no room in {url}",
             expected=f"{need / 1e9:.1f} GB free",
             found=f"{free / 1e9:.1f} GB",
             fix="free some room, choose another --output or a smaller --shard-size-gb",

@@ -302,7 +302,7 @@ def _summary(parts: Parts, stream: StreamStore, progress: Progress, *, interrupt
         shards=ledger.shards,
         skipped=ledger.skipped,
         device=device,
-        sink="bucket" if "://" in parts.root.url else "disk",
+        sink="bucket" if parts.root.local_path is None else "disk",
         peak_memory=peak_memory(),
         retries=parts.root.stats.retries,
     )

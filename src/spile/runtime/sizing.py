@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 
+from spile.objects.opening import is_remote
 from spile.runtime.flow import AHEAD
 from spile.runtime.worker import Sizes
 from spile.spec.run import ExtractSpec
@@ -56,7 +57,7 @@ def _lanes(output: str) -> int:
     One where the sink is a bucket, whose writer is a buffer in memory and whose upload is parallel by itself; and one a
     host on a pod, whose hosts commit together.
     """
-    if jax.default_backend() == "cpu" or "://" in output or jax.process_count() > 1:
+    if jax.default_backend() == "cpu" or is_remote(output) or jax.process_count() > 1:
         return 1
     return min(_MOST_LANES, max(1, (os.cpu_count() or 2) // 2))
 
@@ -66,7 +67,7 @@ def _finishers(output: str) -> int | None:
 
     One a host on a pod, whose hosts commit together and in one order.
     """
-    return 2 if "://" in output and jax.process_count() == 1 else None
+    return 2 if is_remote(output) and jax.process_count() == 1 else None
 
 
 def in_flight(lanes: int, batch_bytes: int, memory: int) -> int:

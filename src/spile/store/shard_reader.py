@@ -10,6 +10,7 @@ import mmap
 import threading
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,6 @@ import numpy.typing as npt
 from spile.errors import Damaged
 from spile.objects.disk import read_into
 from spile.objects.folder import Folder
-from spile.objects.local import LocalFolder
 from spile.spec.safetensors import TensorPlace
 from spile.store.codec import CHUNKS, ShardHeader, parse_shard_header
 from spile.store.crc import CHUNK, crc32c, fold, to_hex
@@ -91,7 +91,7 @@ class ShardReader:
         place = self.place(name)
         sums = self._sums_of(name)
         start, length = place.start + begin * CHUNK, min(end * CHUNK, place.length) - begin * CHUNK
-        if isinstance(self.folder, LocalFolder) and self._trusted[name][begin:end].all():
+        if self.folder.local_path is not None and self._trusted[name][begin:end].all():
             return self._bytes(start, length)
         data = self._checked(f"{name}, chunk {{}}", start, length, sums[begin:end].tolist(), CHUNK, begin)
         self._trusted[name][begin:end] = True
@@ -183,17 +183,17 @@ class ShardReader:
     def _bytes(self, start: int, length: int) -> memoryview:
         if not length:
             return memoryview(b"")
-        if not isinstance(self.folder, LocalFolder):
+        if self.folder.local_path is None:
             return memoryview(self.folder.get_range(self.record.name, start, length))
-        return memoryview(self._mapped(self.folder))[start : start + length]
+        return memoryview(self._mapped(self.folder.local_path))[start : start + length]
 
-    def _mapped(self, folder: LocalFolder) -> mmap.mmap:
+    def _mapped(self, folder: Path) -> mmap.mmap:
         with self._lock:
             if self._map is None:
                 # A map of a file that is too short does not raise: it kills the process. So the size comes first.
-                found = folder.info(self.record.name).size
+                found = self.folder.info(self.record.name).size
                 if found != self.record.size:
                     raise Damaged(f"{self.where} has another size", expected=self.record.size, found=found)
-                with (folder.path / self.record.name).open("rb") as file:
+                with (folder / self.record.name).open("rb") as file:
                     self._map = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
             return self._map

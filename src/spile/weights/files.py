@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from spile.errors import ModelError
+from spile.objects.opening import is_remote
 from spile.spec.architecture import ModelConfig, read_config
 from spile.spec.run import EMBEDDED
 from spile.weights.safetensors import read_index
@@ -90,7 +91,7 @@ def find(name: str, revision: str | None = None) -> ModelFiles:
     ``embedded``; a folder; ``gs://…`` or ``s3://…``; else a name on the Hugging Face hub (``HF_TOKEN`` for gated ones).
     """
     path = Path(name).expanduser()
-    bucket = name.startswith(("gs://", "s3://"))
+    bucket = is_remote(name)
     if revision is not None and (bucket or name == EMBEDDED or path.is_dir()):
         raise ModelError("--revision", expected="a name on the Hugging Face hub beside it", found=name)
     if name == EMBEDDED:

@@ -51,6 +51,11 @@ class CloudFolder:
         return self._bucket.url
 
     @property
+    def local_path(self) -> None:
+        """None: it is no directory."""
+        return None
+
+    @property
     def stats(self) -> Stats:
         """Counters shared by all folders that were opened from one."""
         return self._bucket.stats
