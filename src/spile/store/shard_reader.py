@@ -107,11 +107,11 @@ class ShardReader:
         width = place.length // place.shape[0] if place.shape[0] else 0
         first, last = start * width, stop * width
         whole = first % CHUNK == 0 and (last % CHUNK == 0 or last == place.length)
-        if not isinstance(self.folder, LocalFolder) or not whole or first == last:
+        if self.folder.local_path is None or not whole or first == last:
             out[:] = self.rows(name, start, stop)
             return
         begin, end = first // CHUNK, -(-last // CHUNK)
-        sums, path = self._sums_of(name)[begin:end].tolist(), self.folder.path / self.record.name
+        sums, path = self._sums_of(name)[begin:end].tolist(), self.folder.local_path / self.record.name
         target = out.view(np.uint8).reshape(-1).data
 
         def read(start: int, _: int) -> memoryview:
