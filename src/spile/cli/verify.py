@@ -24,7 +24,7 @@ from spile.plan.amounts import amount, counted, duration, size
 
 if TYPE_CHECKING:
     from spile.store.recomputation import Recompute
-    from spile.store.report import Kind, Report, StreamReport
+    from spile.store.report import Garbage, Kind, Report, StreamReport
 
 __all__ = ["show", "verify"]
 
@@ -40,7 +40,10 @@ def verify(
     seed: Annotated[int, Parameter(help="Which samples are recomputed.")] = 0,
     max_samples: Annotated[int | None, Parameter(help="The bound that the run was given, if it was.")] = None,
     gc: Annotated[bool, Parameter(negative="", help="Look for orphaned shards and unfinished uploads.")] = False,
-    yes: Annotated[bool, Parameter(negative="", help="With --gc: remove them.")] = False,
+    repair: Annotated[
+        bool, Parameter(negative="", help="Say how commits of an earlier life of a stream would leave its ledger.")
+    ] = False,
+    yes: Annotated[bool, Parameter(negative="", help="With --gc: remove them. With --repair: do it.")] = False,
     older_than: Annotated[float, Parameter(help="With --gc: only what is older than so many hours.")] = 1.0,
     as_json: Annotated[bool, Parameter(name="--json", negative="", help="The report as JSON.")] = False,
 ) -> int:
@@ -59,8 +62,10 @@ def verify(
     ):
         if value is not None and not least <= value < math.inf:
             raise SpecError(flag, expected=f"{least} or more", found=f"{value:g}")
-    if yes and not gc:
-        raise SpecError("--yes", expected="--gc beside it", found="--yes alone")
+    if yes and not (gc or repair):
+        raise SpecError("--yes", expected="--gc or --repair beside it", found="--yes alone")
+    if gc and repair:
+        raise SpecError("--repair", expected="one thing at a time", found="--gc beside it")
     if gc and streams is not None:
         raise SpecError("--gc", expected="all streams", found="--streams beside it")
     with _bar(Console(stderr=True), quiet=as_json) as progress:
@@ -72,7 +77,8 @@ def verify(
             k=recompute,
             seed=seed,
             gc=gc,
-            remove=yes,
+            remove=gc and yes,
+            repair=repair and yes,
             older_than=older_than * 3600,
             progress=progress,
         )
@@ -108,6 +114,7 @@ def show(report: Report, console: Console) -> None:
         console.print(f"✗ and {len(problems) - _MOST_LINES} more; --json lists them all")
     _show_recomputed(report, console)
     _show_garbage(report, console)
+    _show_strangers(report, console)
     console.print(_verdict(report), soft_wrap=True)
 
 
@@ -159,13 +166,37 @@ def _show_garbage(report: Report, console: Console) -> None:
     for item in report.garbage:
         what = {"shard": "orphaned shard", "upload": "unfinished upload"}[item.kind]
         known = "" if item.size is None else f", {size(item.size)}"
-        console.print(f"{what}: {item.key}{known}, {duration(max(0.0, item.age))} old: {item.state}", soft_wrap=True)
+        console.print(
+            f"{what}: {report.root}/{_full_name(item)}{known}, {duration(max(0.0, item.age))} old: {item.state}",
+            soft_wrap=True,
+        )
     waiting = [item for item in report.garbage if item.state == "found"]
     if waiting:
         total = size(sum(item.size or 0 for item in waiting))
         console.print(
             f"{len(waiting)} can go ({total}): spile verify {report.root} --gc --yes removes them", soft_wrap=True
         )
+
+
+def _full_name(item: Garbage) -> str:
+    """What would be removed: a temporary file has a name of its own, an upload has its object's."""
+    return item.handle if "/" in item.handle else f"{item.key} (upload {item.handle})"
+
+
+def _show_strangers(report: Report, console: Console) -> None:
+    """Commits of an earlier life, and what --repair does or did about them."""
+    for stream in report.streams:
+        if not stream.strangers:
+            continue
+        said = f"tpu_{stream.number}: commits {stream.strangers.text()} were made by a worker of an earlier life of it"
+        if stream.kept:
+            told = f"{said}; taken out of the ledger, and kept as {', '.join(stream.kept)}: copy them back to undo it"
+        else:
+            told = (
+                f"{said}; they count for nothing. spile verify {report.root} --repair --yes fills their places with "
+                f"empty commits, and keeps them in {report.root}/tpu_{stream.number}/strays"
+            )
+        console.print(told, soft_wrap=True)
 
 
 def _verdict(report: Report) -> Text:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import re
 import secrets
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from spile.objects.folder import NotFound, Unwritable
 __all__ = [
     "ABSENT",
     "TEMPORARY",
+    "becomes",
     "make_folder",
     "read_into",
     "reading",
@@ -28,6 +30,7 @@ __all__ = [
 ]
 
 TEMPORARY = ".tmp-"
+_TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{16}-(.+)")
 _RAM_DISKS = (0x01021994, 0x858458F6)
 """tmpfs and ramfs, as statfs numbers them."""
 
@@ -93,6 +96,12 @@ def make_folder(path: Path) -> None:
 def temporary_name(path: Path) -> Path:
     """Beside the file it will become, and garbage to everybody until then."""
     return path.with_name(f"{TEMPORARY}{secrets.token_hex(8)}-{path.name}")
+
+
+def becomes(name: str) -> str | None:
+    """The inverse of :func:`temporary_name`; None for any other name: a stranger's temporary file is not ours."""
+    match = _TEMPORARY.fullmatch(name)
+    return match[1] if match else None
 
 
 def write_all(handle: int, view: memoryview, offset: int) -> None:

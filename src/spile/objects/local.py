@@ -17,6 +17,7 @@ from spile.errors import StoreError
 from spile.objects.disk import (
     ABSENT,
     TEMPORARY,
+    becomes,
     make_folder,
     reading,
     reserve,
@@ -197,11 +198,12 @@ class LocalFolder:
         return LocalWriter(self._at(key), size, self._stats)
 
     def unfinished(self, prefix: str = "") -> Iterator[Unfinished]:
-        """Temporary files, a live writer's too."""
+        """Temporary files of exactly our names, a live writer's too."""
         above, slash, _ = prefix.rpartition("/")
         for found, entry in self._walk(above + slash):
-            if entry.name.startswith(TEMPORARY):
-                key = found.removesuffix(entry.name) + entry.name.removeprefix(TEMPORARY).partition("-")[2]
+            name = becomes(entry.name)
+            if name is not None:
+                key = found.removesuffix(entry.name) + name
                 if key.startswith(prefix):
                     with suppress(FileNotFoundError):
                         status = entry.stat()

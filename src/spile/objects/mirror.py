@@ -16,7 +16,7 @@ from typing_extensions import Buffer
 from spile.objects.folder import Folder, NotFound, ObjectInfo, Unfinished, Unwritable, Writer
 from spile.objects.stats import Stats
 
-__all__ = ["MirrorFolder"]
+__all__ = ["MirrorFolder", "home_of"]
 
 
 class _BothWriters:
@@ -153,3 +153,8 @@ class MirrorFolder:
         except BaseException:
             home.abort()
             raise
+
+
+def home_of(folder: Folder) -> Folder:
+    """Where the dataset lives, past its copy: for a record that is compared and not followed."""
+    return folder.home if isinstance(folder, MirrorFolder) else folder

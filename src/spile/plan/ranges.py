@@ -33,6 +33,16 @@ class Ranges:
         """The set of these numbers."""
         return cls((number, number + 1) for number in numbers)
 
+    @classmethod
+    def twice(cls, pairs: Iterable[tuple[int, int]]) -> Ranges:
+        """The numbers that more than one of these ranges has."""
+        found: list[tuple[int, int]] = []
+        end = -1
+        for start, stop in sorted(pair for pair in pairs if pair[0] < pair[1]):
+            found.append((start, min(stop, end)))
+            end = max(end, stop)
+        return cls(found)
+
     def pairs(self) -> list[tuple[int, int]]:
         """The ranges as (start, stop), as a commit stores them."""
         return list(zip(self._starts, self._stops, strict=True))
@@ -52,7 +62,14 @@ class Ranges:
         return Ranges([*self.pairs(), *other.pairs()])
 
     def __and__(self, other: Ranges) -> Ranges:
-        return self - (self - other)
+        few, many = sorted((self, other), key=lambda ranges: len(ranges._starts))
+        both: list[tuple[int, int]] = []
+        for start, stop in few.pairs():  # a commit against a whole ledger: what it does not touch is not looked at
+            place = max(0, bisect_right(many._starts, start) - 1)
+            while place < len(many._starts) and many._starts[place] < stop:
+                both.append((max(start, many._starts[place]), min(stop, many._stops[place])))
+                place += 1
+        return Ranges(both)
 
     def __sub__(self, other: Ranges) -> Ranges:
         left: list[tuple[int, int]] = []

@@ -26,12 +26,11 @@ from spile.reading.shuffled import Shuffled, ShuffleOrder
 from spile.reading.window import ShardCache, TapRows
 from spile.spec.identity import RunIdentity
 from spile.spec.taps import Tap
-from spile.store.layout import RUN, stream_folder
+from spile.store.layout import RUN
 from spile.store.record import ShardRecord
 from spile.store.run import read_run
 from spile.store.shard_reader import ShardReader
-from spile.store.stream import read_stream
-from spile.store.streams import Stream, find_streams
+from spile.store.streams import Stream, open_streams, read_ledgers
 
 __all__ = ["Dataset", "SampleRef", "StoredSample", "open"]
 
@@ -161,6 +160,7 @@ class Dataset:
         if not 0 <= first < step:
             raise UserError("part", expected="(k, n) with k from 0 to n - 1", found=part)
         having = self._having((str(tap),), streams)
+        read_ledgers(having)
         records = ((stream, record) for stream in having for record in stream.shards)
         mine = islice(records, first, None, step)
         shards = ((stream.number, self._fresh(stream, record)) for stream, record in mine)
@@ -201,7 +201,9 @@ class Dataset:
                 found=f"{spec.parts} readers",
                 fix="use epochs=None, whose batches are all full, and count steps",
             )
-        shards = [(stream, record) for stream in self._having(names, streams) for record in stream.shards]
+        having = self._having(names, streams)
+        read_ledgers(having)
+        shards = [(stream, record) for stream in having for record in stream.shards]
         order = ShuffleOrder(
             TapRows(names, ShardCache(shards)),
             spec,
@@ -224,13 +226,13 @@ class Dataset:
 
     def _fresh(self, stream: Stream, record: ShardRecord) -> ShardReader:
         # Not kept: a pass over a dataset must not push out what lookups use, nor hold every shard's tail.
-        return ShardReader(stream.folder, record)
+        return stream.open(record)
 
     def shard(self, stream: Stream, record: ShardRecord) -> ShardReader:
         """A shard, opened; the most recently used stay open."""
         key = (stream.number, record.name)
         with self._lock:
-            found = self._opened.pop(key, None) or ShardReader(stream.folder, record)
+            found = self._opened.pop(key, None) or stream.open(record)
             self._opened[key] = found
             if len(self._opened) > _OPEN_SHARDS:
                 self._opened.popitem(last=False)
@@ -245,6 +247,7 @@ class SampleList(Sequence[SampleRef]):
 
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
+        read_ledgers(dataset.streams)
         self._shards = [(stream, record) for stream in dataset.streams for record in stream.shards]
         self._ends = list(accumulate(record.count for _, record in self._shards))
 
@@ -277,13 +280,7 @@ def open(root: str | Folder) -> Dataset:  # noqa: A001
             expected=f"a folder with {RUN}, as spile extract writes it",
             found="none",
         )
-    streams = []
-    for number in find_streams(folder):
-        below = folder.child(stream_folder(number))
-        record = read_stream(below)
-        if record is not None:
-            streams.append(Stream(below, record))
-    return Dataset(folder, run, streams)
+    return Dataset(folder, run, open_streams(folder, run))
 
 
 def _no_tap(tap: str, known: Sequence[str]) -> UserError:

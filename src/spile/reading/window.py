@@ -45,7 +45,7 @@ class ShardCache(Sequence[tuple[int, ShardReader]]):
         with self._lock:
             found = self._opened.pop(number, None)
             if found is None:
-                found = ShardReader(stream.folder, record)
+                found = stream.open(record)
                 self._tokens += record.tokens
             self._opened[number] = found
             while self._tokens > _MOST_TOKENS and len(self._opened) > 1:

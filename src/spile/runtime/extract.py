@@ -37,9 +37,10 @@ from spile.spec.phase import Phase
 from spile.spec.run import ExtractSpec
 from spile.spec.sample import Sample
 from spile.spec.taps import Tap, TapRows, select_taps, tap_rows
+from spile.store.clearing import clear_stream, stream_has_commits, stream_is_begun
 from spile.store.layout import stream_folder
 from spile.store.run import join_run, read_run
-from spile.store.stream import StreamStore, clear_stream, join_stream, read_stream, stream_has_commits
+from spile.store.stream import StreamStore, join_stream, read_stream
 from spile.weights.loading import load
 
 __all__ = ["Parts", "bytes_per_token", "extract", "find", "make_producer", "sizes_for"]
@@ -196,16 +197,18 @@ def sizes_for(parts: Parts) -> Sizes:
 def _starts_over(parts: Parts) -> bool:
     """``--no-checkpointing``: as if nothing were there, but never over somebody's work unasked."""
     worker_id = parts.spec.data.worker_id
-    if parts.spec.checkpointing or not stream_has_commits(parts.root, worker_id):
+    if parts.spec.checkpointing or not stream_is_begun(parts.root, worker_id):
         return False
-    if not parts.spec.overwrite:
+    if parts.spec.overwrite:
+        return True
+    if stream_has_commits(parts.root, worker_id):
         raise SpecError(
             "--no-checkpointing",
             expected="a stream without commits",
             found=f"commits in {parts.root.url}/{stream_folder(worker_id)}",
             fix="add --overwrite to remove them, or leave --no-checkpointing out to resume",
         )
-    return True
+    return False
 
 
 def _known_stream(parts: Parts) -> StreamStore | None:

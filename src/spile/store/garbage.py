@@ -12,12 +12,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from spile.objects.folder import Folder, NotFound
+from spile.objects.removal import Removal
 from spile.spec.phase import Phase
-from spile.store.layout import PROGRESS, commit_key, is_shard, new_attempt, stream_folder, stream_number
-from spile.store.record import Commit
+from spile.store.clearing import fence, is_ours
+from spile.store.layout import PROGRESS, is_shard, stream_folder, stream_number
 from spile.store.report import Garbage
-from spile.store.run import now_iso, parse_iso
-from spile.version import __version__
+from spile.store.run import parse_iso
 
 __all__ = ["HOUR", "find_garbage", "is_alive", "remove_garbage"]
 
@@ -38,7 +38,9 @@ def is_alive(folder: Folder, now: float) -> bool:
 
 
 def find_garbage(root: Folder, named: dict[int, set[str]], *, now: float, older_than: float = HOUR) -> list[Garbage]:
-    """What no commit names. ``named`` holds, for each stream whose ledger could be read, its committed shards."""
+    """What no commit names, of exactly our names. ``named``: the committed shards of each stream whose ledger could be
+    read; nothing outside those streams' folders is ever looked at.
+    """
     found = [
         Garbage("shard", number, info.key, info.size, now - info.updated, info.key)
         for info in root.list("tpu_")
@@ -46,60 +48,55 @@ def find_garbage(root: Folder, named: dict[int, set[str]], *, now: float, older_
         if number in named and is_shard(name) and name not in named[number]
     ]
     found += [
-        Garbage("upload", _split(left.key)[0], left.key, left.size, now - left.started, left.handle)
-        for left in root.unfinished()
+        Garbage("upload", number, left.key, left.size, now - left.started, left.handle)
+        for left in root.unfinished("tpu_")
+        for number, name in [_split(left.key)]
+        if number in named and is_ours(name)
     ]
-    alive = {
-        number: is_alive(root.child(stream_folder(number)), now)
-        for number in {item.stream for item in found if item.stream is not None}
-    }
-    return [replace(item, state=_state(item, alive, named, older_than)) for item in found]
+    alive = {number: is_alive(root.child(stream_folder(number)), now) for number in {item.stream for item in found}}
+    return [replace(item, state=_state(item, alive, older_than)) for item in found]
 
 
-def _split(key: str) -> tuple[int | None, str]:
+def _split(key: str) -> tuple[int, str]:
+    """The stream and the name in its folder; (-1, …) for what is in none."""
     folder, _, name = key.partition("/")
-    return stream_number(folder), name
+    number = stream_number(folder)
+    return -1 if number is None else number, name
 
 
-def _state(item: Garbage, alive: dict[int, bool], named: dict[int, set[str]], older_than: float) -> str:
-    if item.stream is not None and alive[item.stream]:
+def _state(item: Garbage, alive: dict[int, bool], older_than: float) -> str:
+    if alive[item.stream]:
         return "a worker is alive"
-    if item.stream is not None and item.stream not in named:
-        return "its ledger cannot be read"
     return "too young" if item.age < older_than else "found"
 
 
 def remove_garbage(root: Folder, garbage: Iterable[Garbage], ids: dict[int, tuple[str, int]]) -> list[Garbage]:
-    """Remove what is in the state ``found``. ``ids``: each stream's id and last commit, as read before the search."""
+    """Remove what is in the state ``found``. ``ids``: each stream's id and next number, as read before the search."""
     items = list(garbage)
-    fenced: dict[int | None, bool] = {None: True}
-    left = {item.handle: item for item in root.unfinished()}
-    for place, item in enumerate(items):
-        if item.state != "found":
-            continue
-        if item.stream is not None and item.stream not in fenced:
-            fenced[item.stream] = _fence(root.child(stream_folder(item.stream)), *ids[item.stream])
-        if not fenced[item.stream]:
-            items[place] = replace(item, state="a worker is alive")
-            continue
+    left = {item.handle: item for item in root.unfinished("tpu_")}
+    removals = {number: _removal(root, number, *of) for number, of in ids.items()}
+
+    def removed(item: Garbage) -> bool:
+        removal = removals[item.stream]
         if item.kind == "shard":
-            root.delete(item.key)
-        elif item.handle in left:
+            return removal.in_order([item.key])
+        if not removal.fenced():
+            return False
+        if item.handle in left:
             root.discard(left[item.handle])
-        items[place] = replace(item, state="removed")
+        return True
+
+    for place, item in enumerate(items):
+        if item.state == "found":
+            items[place] = replace(item, state="removed" if removed(item) else "a worker is alive")
     return items
 
 
-def _fence(folder: Folder, stream: str, last: int) -> bool:
-    commit = Commit(
-        number=last + 1,
-        attempt=new_attempt(),
-        stream=stream,
-        shards=(),
-        skipped=(),
-        end=None,
-        statistics={"purpose": "fences workers that joined before garbage was removed"},
-        created=now_iso(),
-        version=__version__,
+def _removal(root: Folder, number: int, stream: str, free: int) -> Removal:
+    folder = root.child(stream_folder(number))
+    return Removal(
+        root.url,
+        ours=lambda key: _split(key)[0] == number and is_shard(_split(key)[1]),
+        remove=root.delete,
+        fence=lambda: fence(folder, stream, free, "garbage was removed"),
     )
-    return folder.create(commit_key(commit.number), commit.to_bytes())

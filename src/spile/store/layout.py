@@ -18,6 +18,7 @@ __all__ = [
     "is_shard",
     "new_attempt",
     "shard_name",
+    "stray_key",
     "stream_folder",
     "stream_number",
     "valid_attempt",
@@ -55,6 +56,11 @@ def commit_number(key: str) -> int | None:
     """The inverse of :func:`commit_key`; None for any other name (a temporary file, a stranger's)."""
     match = _COMMIT.fullmatch(key)
     return int(match[1]) if match and int(match[1]) > 0 else None
+
+
+def stray_key(number: int, stream: str) -> str:
+    """Where a commit of another life is kept when it is taken out of the ledger: no reader looks there."""
+    return f"strays/{number:04d}-{stream}.json"
 
 
 def shard_name(number: int, attempt: str, host: int | None = None) -> str:

@@ -12,7 +12,18 @@ from spile.plan.ranges import Ranges
 from spile.store.layout import COMMITS, commit_key, commit_number
 from spile.store.record import Commit
 
-__all__ = ["Ledger", "ShardFile", "has_commits", "list_commits", "read_commits", "read_ledger"]
+__all__ = [
+    "Ledger",
+    "ShardFile",
+    "commit_numbers",
+    "has_commits",
+    "read_commits",
+    "read_entries",
+    "read_ledger",
+]
+
+_ASKED_FOR = 1000
+"""Absent commits that are asked for by name before they are called a gap: far more than land during one listing."""
 
 
 class ShardFile(NamedTuple):
@@ -33,6 +44,7 @@ class Ledger:
     doubled: Ranges = field(default_factory=Ranges)
     """Samples that are there twice: always empty, unless somebody broke the rules."""
     commits: int = 0
+    """The number of the last one."""
     files: tuple[ShardFile, ...] = ()
     samples: int = 0
     """Stored."""
@@ -50,24 +62,22 @@ class Ledger:
         return len(self.files)
 
     def plus(self, commits: Iterable[Commit]) -> Ledger:
-        """The ledger with these commits after its own."""
-        done, doubled = self.done, self.doubled
+        """The ledger with these commits after its own. All samples are sorted once, however scattered they are."""
+        pairs = self.done.pairs()
         files: list[ShardFile] = []
-        skipped, count, end, created = self.skipped, self.commits, self.end, self.created
+        skipped, last, end, created = self.skipped, self.commits, self.end, self.created
         for commit in commits:
-            covered = commit.covered()
-            doubled = doubled | (done & covered) | commit.doubled()
-            done = done | covered
+            pairs += commit.pairs()
             files += [ShardFile(shard.name, shard.count, shard.tokens, shard.size) for shard in commit.shards]
             skipped += len(commit.skipped)
-            count += 1
+            last = commit.number
             end = commit.end if commit.end is not None else end
             created = commit.created or created
         return replace(
             self,
-            done=done,
-            doubled=doubled,
-            commits=count,
+            done=Ranges(pairs),
+            doubled=self.doubled | Ranges.twice(pairs),
+            commits=last,
             files=(*self.files, *files),
             samples=self.samples + sum(file.samples for file in files),
             skipped=skipped,
@@ -83,13 +93,41 @@ def has_commits(folder: Folder) -> bool:
     return any(commit_number(info.key) is not None for info in folder.list(COMMITS))
 
 
-def list_commits(folder: Folder) -> list[int]:
-    """The numbers of a stream's commits, in order: 1, 2 … n. :class:`Damaged` where one is missing."""
-    found = {number for info in folder.list(COMMITS) if (number := commit_number(info.key)) is not None}
-    last = max(found, default=0)
-    missing = [number for number in range(1, last + 1) if number not in found]
-    # Past 9999 names do not sort as numbers do, so a listing may pass a place before a commit lands there. Ask again.
-    lost = Ranges.of(number for number in missing if not _exists(folder, commit_key(number)))
+def commit_numbers(folder: Folder) -> list[int]:
+    """The numbers under which there is a commit of any life, in order."""
+    return sorted(number for info in folder.list(COMMITS) if (number := commit_number(info.key)) is not None)
+
+
+def read_commits(folder: Folder, stream: str | None, after: int = 0) -> Iterator[Commit]:
+    """A stream's commits in order, many reads at a time. ``stream`` is its id; None takes those of any life."""
+    return (commit for commit in read_entries(folder, stream, after) if commit.stream == (stream or commit.stream))
+
+
+def read_entries(folder: Folder, stream: str | None, after: int = 0) -> Iterator[Commit]:
+    """As :func:`read_commits`, with those of strangers: workers of an earlier life that did not know of its end.
+
+    A stranger's commit keeps its number and counts for nothing. Up to the last commit of this life no number is
+    missing: :class:`Damaged` where one is.
+    """
+    numbers = [number for number in commit_numbers(folder) if number > after]
+    last = after
+    absent: list[tuple[int, int]] = []
+    for number, data in zip(numbers, folder.get_many(map(commit_key, numbers)), strict=True):
+        absent.append((last + 1, number))
+        commit = Commit.from_bytes(data, f"{folder.url}/{commit_key(number)}")
+        if stream is None or commit.stream == stream:
+            yield from _late(folder, Ranges(absent), numbers[-1])
+            absent = []
+        yield _checked(commit, number, folder.url)
+        last = number
+
+
+def _late(folder: Folder, absent: Ranges, last: int) -> Iterator[Commit]:
+    """Commits that a listing missed: past 9999 names do not sort as numbers do, and one may land behind it."""
+    lost = absent
+    if len(absent) <= _ASKED_FOR:
+        found = {number: data for number in absent if (data := _data(folder, commit_key(number))) is not None}
+        lost = absent - Ranges.of(found)
     if lost:
         raise Damaged(
             f"the ledger of {folder.url} has a gap",
@@ -97,36 +135,20 @@ def list_commits(folder: Folder) -> list[int]:
             found=f"none numbered {lost.text()}",
             fix="restore them, or start the stream again with --no-checkpointing --overwrite",
         )
-    return list(range(1, last + 1))
+    for number, data in found.items():
+        yield _checked(Commit.from_bytes(data, f"{folder.url}/{commit_key(number)}"), number, folder.url)
 
 
-def _exists(folder: Folder, key: str) -> bool:
+def _data(folder: Folder, key: str) -> bytes | None:
     try:
-        folder.info(key)
+        return folder.get(key)
     except NotFound:
-        return False
-    return True
+        return None
 
 
-def read_commits(folder: Folder, stream: str | None, after: int = 0) -> Iterator[Commit]:
-    """A stream's commits in order, many reads at a time. ``stream`` is the id that all of them must carry."""
-    numbers = list_commits(folder)[after:]
-    for number, data in zip(numbers, folder.get_many(map(commit_key, numbers)), strict=True):
-        yield _checked(data, number, stream, folder.url)
-
-
-def _checked(data: bytes, number: int, stream: str | None, url: str) -> Commit:
-    where = f"{url}/{commit_key(number)}"
-    commit = Commit.from_bytes(data, where)
+def _checked(commit: Commit, number: int, url: str) -> Commit:
     if commit.number != number:
-        raise Damaged(f"{where} is another commit", expected=f"number {number}", found=commit.number)
-    if stream is not None and commit.stream != stream:
-        raise Damaged(
-            f"{where} belongs to another life of this stream",
-            expected=f"stream id {stream}",
-            found=commit.stream,
-            fix="start the stream again with --no-checkpointing --overwrite",
-        )
+        raise Damaged(f"{url}/{commit_key(number)} is another commit", expected=f"number {number}", found=commit.number)
     return commit
 
 

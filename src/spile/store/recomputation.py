@@ -38,9 +38,7 @@ def compare(
         which = bisect_right(ends, place)
         stream, record = shards[which]
         try:
-            index, tokens, stored = _read(
-                stream, ShardReader(stream.folder, record), place - ends[which] + record.count
-            )
+            index, tokens, stored = _read(stream, stream.open(record), place - ends[which] + record.count)
         except Failure as error:
             problems.append(Problem("damaged", stream.folder.url, str(error)))
             continue

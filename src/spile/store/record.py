@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 from spile.errors import Damaged
@@ -122,21 +121,15 @@ class Commit:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise Damaged(f"{where} is no commit", found=f"{type(error).__name__}: {error}") from error
 
-    def stored(self) -> Ranges:
-        """The samples with rows."""
-        return Ranges(pair for shard in self.shards for pair in shard.samples.pairs())
+    def pairs(self) -> list[tuple[int, int]]:
+        """The ranges of samples that this commit makes done, stored and skipped, as it lists them."""
+        stored = [pair for shard in self.shards for pair in shard.samples.pairs()]
+        return stored + [(skip.index, skip.index + 1) for skip in self.skipped]
 
     def covered(self) -> Ranges:
         """The samples this commit makes done: stored and skipped."""
-        return self.stored() | Ranges.of(skip.index for skip in self.skipped)
+        return Ranges(self.pairs())
 
     def doubled(self) -> Ranges:
         """Samples that it names twice by itself."""
-        seen, twice = Ranges(), Ranges()
-        for part in (*(shard.samples for shard in self.shards), Ranges.of(skip.index for skip in self.skipped)):
-            twice, seen = twice | (seen & part), seen | part
-        repeated = len(self.skipped) - len({skip.index for skip in self.skipped})
-        if repeated:
-            indices = sorted(skip.index for skip in self.skipped)
-            twice = twice | Ranges.of(a for a, b in pairwise(indices) if a == b)
-        return twice
+        return Ranges.twice(self.pairs())

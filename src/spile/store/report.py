@@ -31,7 +31,7 @@ class Garbage:
     """Bytes that belong to no commit: an orphaned shard, or what an interrupted writer left."""
 
     kind: Literal["shard", "upload"]
-    stream: int | None
+    stream: int
     key: str
     size: int | None
     age: float
@@ -65,6 +65,10 @@ class StreamReport:
     missing: Ranges = field(default_factory=Ranges)
     doubled: Ranges = field(default_factory=Ranges)
     problems: tuple[Problem, ...] = ()
+    strangers: Ranges = field(default_factory=Ranges)
+    """Numbers of commits of an earlier life: they count for nothing, and are no flaw."""
+    kept: tuple[str, ...] | None = None
+    """Where those that were taken out of the ledger are kept; None where none were."""
 
     @property
     def ok(self) -> bool:
@@ -115,5 +119,5 @@ class Report:
 
 def _stream_json(stream: StreamReport) -> dict[str, Any]:
     plain = {name: value for name, value in vars(stream).items() if name != "problems"}
-    ranges = {"missing": stream.missing.pairs(), "doubled": stream.doubled.pairs()}
+    ranges = {name: getattr(stream, name).pairs() for name in ("missing", "doubled", "strangers")}
     return {**plain, **ranges, "ok": stream.ok}

@@ -33,8 +33,12 @@ _SMALL = 4 << 20
 class ShardReader:
     """A shard whose header, tail and rows are read when they are asked for. Safe to use from several threads."""
 
-    def __init__(self, folder: Folder, record: ShardRecord) -> None:
+    def __init__(
+        self, folder: Folder, record: ShardRecord, *, stream: str | None = None, fingerprint: str | None = None
+    ) -> None:
         self.folder, self.record = folder, record
+        self._of = {"stream": stream, "fingerprint": fingerprint}
+        """What the header must say; None: whatever it says."""
         self.where = f"{folder.url}/{record.name}"
         self._lock = threading.RLock()
         self._map: mmap.mmap | None = None
@@ -51,7 +55,12 @@ class ShardReader:
             if self._header is None:
                 length, crc = self.record.header
                 data = self._checked("its header", 0, length, [crc], length)
-                self._header = parse_shard_header(bytes(data), self.record.size, self.where)
+                header = parse_shard_header(bytes(data), self.record.size, self.where)
+                for name, wanted in self._of.items():
+                    if wanted is not None and header.metadata.get(name) != wanted:
+                        found = header.metadata.get(name)
+                        raise Damaged(f"{self.where} is another {name}'s shard", expected=wanted, found=found)
+                self._header = header
             return self._header
 
     @cached_property

@@ -9,7 +9,7 @@ from spile.store.layout import stream_folder
 from spile.store.report import Problem
 from spile.store.stream import StreamRecord
 
-__all__ = ["expected_streams", "judge_split"]
+__all__ = ["expected_streams", "judge_split", "mixed_splits"]
 
 
 def expected_streams(records: Sequence[StreamRecord]) -> int | None:
@@ -31,10 +31,10 @@ def judge_split(
         problems.append(Problem("missing", root, text))
     elif not wanted and not begun:
         problems.append(Problem("missing", root, "the dataset has no stream"))
-    return absent, problems + _mixed(root, records)
+    return absent, problems + mixed_splits(root, records)
 
 
-def _mixed(root: str, records: Sequence[StreamRecord]) -> list[Problem]:
+def mixed_splits(root: str, records: Sequence[StreamRecord]) -> list[Problem]:
     """Streams of two splits have samples in common, and lack others."""
     groups: dict[tuple[int, str | None], list[int]] = {}
     for record in records:

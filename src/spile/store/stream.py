@@ -6,31 +6,19 @@ import json
 import secrets
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from spile.errors import Damaged, Fenced, StoreError
 from spile.objects.folder import Folder, NotFound
+from spile.objects.mirror import home_of
 from spile.plan.ranges import Ranges
 from spile.spec.identity import RunIdentity, StreamIdentity
 from spile.spec.sample import Sample, Skip
 from spile.spec.taps import Tap
 from spile.store.codec import ShardSchema
-from spile.store.layout import (
-    COMMITS,
-    METADATA,
-    PROGRESS,
-    STREAM,
-    commit_key,
-    commit_number,
-    is_shard,
-    new_attempt,
-    shard_name,
-    stream_folder,
-    valid_attempt,
-)
-from spile.store.ledger import Ledger, has_commits, read_ledger
+from spile.store.layout import METADATA, STREAM, commit_key, new_attempt, shard_name, stream_folder, valid_attempt
+from spile.store.ledger import Ledger, read_ledger
 from spile.store.record import Commit, ShardRecord
 from spile.store.run import differences, mismatch, now_iso
 from spile.store.sealed import FORMAT, seal, unseal
@@ -40,11 +28,9 @@ from spile.version import __version__
 __all__ = [
     "StreamRecord",
     "StreamStore",
-    "clear_stream",
     "join_stream",
     "metadata",
     "read_stream",
-    "stream_has_commits",
 ]
 
 
@@ -72,6 +58,7 @@ class StreamStore:
         self._lock = threading.Lock()
         self._begun = ledger.commits
         self._unsure = False
+        self._committed = False
 
     @property
     def ledger(self) -> Ledger:
@@ -115,10 +102,12 @@ class StreamStore:
                 version=__version__,
             )
             self._refuse_twice(commit)
+            self._refuse_another_life()
             self._unsure = True
-            self._create(commit)
+            while not self._created(commit):
+                commit = replace(commit, number=commit.number + 1)
             self._ledger = self._ledger.plus([commit])
-            self._unsure = False
+            self._unsure, self._committed = False, True
             return commit
 
     def follow(self, shards: Sequence[ShardRecord], skipped: Sequence[Skip] = (), end: int | None = None) -> None:
@@ -137,24 +126,65 @@ class StreamStore:
                 found=twice.text(),
             )
 
-    def _create(self, commit: Commit) -> None:
+    def _refuse_another_life(self) -> None:
+        """A worker that slept through ``--overwrite`` stops here.
+
+        One that falls asleep just after is a stranger, and harmless: its commits carry the old id, and do not count.
+        """
+        stored = read_stream(home_of(self.folder))
+        if stored is None:
+            raise StoreError(
+                f"{self.folder.url}/{STREAM} is gone",
+                expected=f"the stream that this worker joined, {self.record.id}",
+                fix="find out who removed it, then run the same command again",
+            )
+        if stored.id != self.record.id:
+            raise Fenced(
+                f"{self.folder.url} was begun again",
+                expected=f"stream id {self.record.id}",
+                found=stored.id,
+                fix="this worker stops; what it had committed was removed with --overwrite",
+            )
+
+    def _created(self, commit: Commit) -> bool:
+        """False: the number is taken by a worker of an earlier life, which keeps it."""
         data, key = commit.to_bytes(), commit_key(commit.number)
         if self.folder.create(key, data):
-            return
+            return True
         # A lost reply looks like a lost race: the bytes, which carry our attempt, tell who won.
         winner = self.folder.get(key)
         if winner == data:
-            return
-        owner = Commit.from_bytes(winner, f"{self.folder.url}/{key}").attempt
+            return True
+        owner = Commit.from_bytes(winner, f"{self.folder.url}/{key}")
+        if owner.stream != self.record.id:
+            return False
         raise Fenced(
             f"another worker owns this stream: {self.folder.url}/{key}",
             expected=f"attempt {self.attempt}",
-            found=f"attempt {owner}",
+            found=f"attempt {owner.attempt}",
             fix="this worker stops; what it had not committed is the other's to do",
         )
 
+    def _read_back(self) -> Ledger:
+        """The ledger as it is stored now, every shard that it names there; :class:`Damaged` where ours is not in it."""
+        self._refuse_another_life()
+        stored = read_ledger(self.folder, self.record.id)
+        lost = self._ledger.done - stored.done
+        there = {info.key: info.size for info in self.folder.list("shard_")}
+        absent = [file.name for file in stored.files if there.get(file.name) != file.size]
+        if lost or absent or stored.doubled:
+            raise Damaged(
+                f"{self.folder.url} is not as this worker left it",
+                expected=f"{self._ledger.samples} samples in {self._ledger.shards} shards",
+                found=f"samples {lost.text()} no longer committed" if lost else f"{len(absent)} shards gone or cut",
+                fix="find out who changed it; then spile verify tells what is left, and the same command does the rest",
+            )
+        return stored
+
     def finish(self, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Write ``metadata.json`` from the ledger, and give its content."""
+        """Write ``metadata.json`` from the ledger as it is stored, and give its content."""
+        if self._committed:
+            self._ledger = self._read_back()
         record = {**metadata(self.record, self.run, self._ledger), **(extra or {})}
         self.folder.put(METADATA, json.dumps(record, indent=1).encode() + b"\n")
         return record
@@ -264,28 +294,3 @@ def read_stream(folder: Folder) -> StreamRecord | None:
         return StreamRecord(str(fields["id"]), int(fields["worker_id"]), str(fields["fingerprint"]), identity)
     except (KeyError, TypeError, ValueError) as error:
         raise Damaged(f"{where} is no stream's record", found=f"{type(error).__name__}: {error}") from error
-
-
-def stream_has_commits(root: Folder, worker_id: int) -> bool:
-    """Whether anything of this stream is done: where ``--no-checkpointing`` alone is refused."""
-    return has_commits(root.child(stream_folder(worker_id)))
-
-
-def clear_stream(root: Folder, worker_id: int) -> None:
-    """Remove a stream, so that it can be begun again. Killed at any moment, it leaves a shorter ledger, never a mix.
-
-    First the claim that it is finished; then the commits, newest first, so that what is left is always 1 to n; then
-    the shards, which no commit names any more; ``stream.json`` last. A worker that still writes to the old life cannot
-    mix into the next: its commits carry the old id.
-    """
-    folder = root.child(stream_folder(worker_id))
-    folder.delete(METADATA)
-    numbers = sorted(n for info in folder.list(COMMITS) if (n := commit_number(info.key)) is not None)
-    for number in reversed(numbers):
-        folder.delete(commit_key(number))
-    shards = [info.key for info in folder.list() if is_shard(info.key)]
-    with ThreadPoolExecutor(16, thread_name_prefix="clear") as pool:
-        for _ in pool.map(folder.delete, shards):
-            pass
-    folder.delete(PROGRESS)
-    folder.delete(STREAM)

@@ -1,19 +1,31 @@
-"""The streams of a dataset as their ledgers tell them: which there are, their committed shards, who holds a sample."""
+"""The streams of a dataset as their ledgers tell them: which there are, their committed shards, who holds a sample.
+
+What says that a stream belongs to its dataset is asked here, for the reader and for the proof.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from operator import itemgetter
 
+from spile.errors import Damaged
 from spile.objects import Folder
 from spile.plan.ranges import Ranges
-from spile.store.layout import STREAM, stream_number
+from spile.spec.identity import RunIdentity
+from spile.store.layout import STREAM, stream_folder, stream_number
 from spile.store.ledger import read_commits
 from spile.store.record import Commit, ShardRecord
-from spile.store.stream import StreamRecord
+from spile.store.shard_reader import ShardReader
+from spile.store.splits import mixed_splits
+from spile.store.stream import StreamRecord, read_stream
 
-__all__ = ["Stream", "find_streams"]
+__all__ = ["AT_ONCE", "Stream", "find_streams", "open_streams", "read_ledgers", "stranger"]
+
+AT_ONCE = 32
+"""Streams or shards that are asked for side by side: a bucket answers each after tens of milliseconds."""
 
 
 class Stream:
@@ -33,6 +45,10 @@ class Stream:
     def shards(self) -> tuple[ShardRecord, ...]:
         """In the order they were committed."""
         return tuple(shard for commit in self.commits for shard in commit.shards)
+
+    def open(self, shard: ShardRecord) -> ShardReader:
+        """One of its shards, which must say of itself that it is this stream's."""
+        return ShardReader(self.folder, shard, stream=self.record.id, fingerprint=self.record.fingerprint)
 
     @cached_property
     def _ranges(self) -> list[tuple[int, int, int]]:
@@ -74,3 +90,38 @@ def find_streams(root: Folder) -> list[int]:
         if number is not None and rest == STREAM:
             found.add(number)
     return sorted(found)
+
+
+def stranger(record: StreamRecord, number: int, run: RunIdentity) -> str | None:
+    """Why a ``stream.json`` does not belong in folder ``number`` of this run; None where it does."""
+    if record.fingerprint != run.fingerprint():
+        return f"{STREAM} belongs to another run: expected fingerprint {run.fingerprint()}, found {record.fingerprint}"
+    if record.worker_id != number:
+        return f"{STREAM} belongs to another stream: expected {stream_folder(number)}, found tpu_{record.worker_id}"
+    return None
+
+
+def open_streams(root: Folder, run: RunIdentity) -> list[Stream]:
+    """Every stream of the dataset; :class:`Damaged` where one is of another run, or copied from another's folder."""
+    numbers = find_streams(root)
+    folders = [root.child(stream_folder(number)) for number in numbers]
+    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="streams") as pool:
+        records = list(pool.map(read_stream, folders))
+    streams = []
+    for number, folder, record in zip(numbers, folders, records, strict=True):
+        if record is None:
+            continue  # removed since it was listed
+        if why := stranger(record, number, run):
+            fix = f"move {folder.url} out of the dataset; spile verify {root.url} tells the rest"
+            raise Damaged(f"{folder.url} does not belong to the dataset", found=why, fix=fix)
+        streams.append(Stream(folder, record))
+    for problem in mixed_splits(root.url, [stream.record for stream in streams]):
+        raise Damaged(problem.where, found=problem.text, fix="move the streams of one split to a dataset of their own")
+    return streams
+
+
+def read_ledgers(streams: Iterable[Stream]) -> None:
+    """Read the ledgers of these streams that were not read yet, many at a time."""
+    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="ledgers") as pool:
+        for _ in pool.map(lambda stream: stream.commits, streams):
+            pass

@@ -10,19 +10,21 @@ from dataclasses import replace
 
 from spile.errors import Failure, UserError
 from spile.objects import Folder, open_folder
+from spile.objects.local import LocalFolder
 from spile.plan.ranges import Ranges
 from spile.spec.identity import RunIdentity
 from spile.store.garbage import HOUR, find_garbage, remove_garbage
 from spile.store.inspection import inspect_shard
 from spile.store.layout import COMMITS, RUN, STREAM, commit_number, is_shard, stream_folder, stream_number
-from spile.store.ledger import Ledger, read_commits
+from spile.store.ledger import Ledger, read_entries
 from spile.store.recomputation import Recompute, compare
 from spile.store.record import Commit, ShardRecord
+from spile.store.repair import free_number, repair_ledger
 from spile.store.report import Problem, Report, StreamReport
 from spile.store.run import read_run
 from spile.store.splits import expected_streams, judge_split
 from spile.store.stream import StreamRecord, read_stream
-from spile.store.streams import Stream
+from spile.store.streams import AT_ONCE, Stream, stranger
 
 __all__ = ["verify"]
 
@@ -34,6 +36,7 @@ class _StreamEvidence:
         self.number, self.folder = number, folder
         self.record: StreamRecord | None = None
         self.commits: tuple[Commit, ...] = ()
+        self.strangers: tuple[Commit, ...] = ()
         self.readable = False
         self.problems: list[Problem] = []
 
@@ -52,6 +55,7 @@ def verify(
     seed: int = 0,
     gc: bool = False,
     remove: bool = False,
+    repair: bool = False,
     older_than: float = HOUR,
     workers: int | None = None,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
@@ -61,17 +65,19 @@ def verify(
 
     ``streams``: these alone; else all, and one that the data was split into and nobody has begun is missing.
     ``max_samples`` is the bound of a run that was told to stop early. ``recompute`` with ``k`` compares k random
-    samples. ``gc`` looks for garbage, and ``remove`` removes it. ``progress`` gets bytes done and in all.
+    samples. ``gc`` looks for garbage, and ``remove`` removes it. ``repair`` takes commits of an earlier life out of
+    the ledgers, with a copy kept. ``progress`` gets bytes done and in all.
     """
     folder = open_folder(root) if isinstance(root, str) else root
     run = read_run(folder)
     if run is None:
         raise UserError(f"no dataset at {folder.url}", expected=f"a folder with {RUN}", found="none")
     begun = [number for number in _numbers(folder) if streams is None or number in streams]
-    found = [_read(number, folder, run) for number in begun]
+    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="ledgers") as pool:
+        found = list(pool.map(lambda number: _read(number, folder, run), begun))
     records = [stream.record for stream in found if stream.record is not None]
     never, problems = judge_split(folder.url, begun, records, streams)
-    _inspect(found, run, workers or min(16, 2 * (os.cpu_count() or 1)), progress)
+    _inspect(found, run, workers or _workers(folder), progress)
     recomputed = None
     if recompute is not None and k:
         readable = [Stream(stream.folder, stream.record) for stream in found if stream.record and stream.readable]
@@ -86,7 +92,20 @@ def verify(
         streams_expected=expected_streams(records),
         never_begun=never,
     )
+    if repair:
+        report = replace(report, streams=tuple(map(_repaired, found, report.streams)))
     return _collect(folder, found, report, remove, older_than, now) if gc or remove else report
+
+
+def _repaired(stream: _StreamEvidence, report: StreamReport) -> StreamReport:
+    if stream.record is None or not stream.readable or not stream.strangers:
+        return report
+    return replace(report, kept=repair_ledger(stream.folder, stream.record.id, stream.commits, stream.strangers))
+
+
+def _workers(root: Folder) -> int:
+    """A disk keeps a few cores busy; a bucket answers late, and many requests wait side by side."""
+    return min(16, 2 * (os.cpu_count() or 1)) if isinstance(root, LocalFolder) else AT_ONCE
 
 
 def _numbers(root: Folder) -> list[int]:
@@ -108,9 +127,11 @@ def _read(number: int, root: Folder, run: RunIdentity) -> _StreamEvidence:
         if stream.record is None:
             stream.problems.append(Problem("damaged", where, f"{STREAM} is gone"))
             return stream
-        if stream.record.fingerprint != run.fingerprint() or stream.record.worker_id != number:
-            stream.problems.append(Problem("damaged", where, f"{STREAM} belongs to another run or stream"))
-        stream.commits = tuple(read_commits(stream.folder, stream.record.id))
+        if why := stranger(stream.record, number, run):
+            stream.problems.append(Problem("damaged", where, why))
+        entries = tuple(read_entries(stream.folder, stream.record.id))
+        stream.commits = tuple(commit for commit in entries if commit.stream == stream.record.id)
+        stream.strangers = tuple(commit for commit in entries if commit.stream != stream.record.id)
         stream.readable = True
     except Failure as error:
         stream.problems.append(Problem("damaged", f"{where}/{COMMITS.rstrip('/')}", str(error)))
@@ -181,6 +202,7 @@ def _judge(stream: _StreamEvidence, max_samples: int | None) -> StreamReport:
         missing=missing,
         doubled=ledger.doubled,
         problems=tuple(problems),
+        strangers=Ranges.of(commit.number for commit in stream.strangers),
     )
 
 
@@ -192,7 +214,9 @@ def _collect(
     garbage = find_garbage(root, named, now=time.time() if now is None else now, older_than=older_than)
     if remove:
         ids = {
-            stream.number: (stream.record.id, len(stream.commits)) for stream in readable if stream.record is not None
+            stream.number: (stream.record.id, free_number(stream.commits, stream.strangers))
+            for stream in readable
+            if stream.record is not None
         }
         garbage = remove_garbage(root, garbage, ids)
     return replace(report, garbage=tuple(garbage))

@@ -54,6 +54,16 @@ def test_starting_over(made: Path, run: Path) -> None:
     assert spile("verify", run) == 0
 
 
+def test_a_stream_without_commits_can_be_started_over(refused: Refuse, tmp_path: Path, made: Path, run: Path) -> None:
+    """With the very flags that the refusal recommends."""
+    other = lines(tmp_path / "other.jsonl", {"text": "1 2 3"}, {"text": "x y z"})
+    shutil.rmtree(run / "tpu_0" / "commits")
+    line = refused("--dataset", other, "--output", run, *SMALL)
+    assert "--no-checkpointing --overwrite to start it again" in line
+    assert spile("extract", "--dataset", other, "--output", run, *SMALL, "--no-checkpointing", "--overwrite") == 0
+    assert spile("verify", run) == 0
+
+
 def test_a_damaged_run_record(refused: Refuse, made: Path, run: Path) -> None:
     (run / "run.json").write_text("{}")
     line = refused("--dataset", made / "texts.jsonl", "--output", run, *SMALL, code=1)

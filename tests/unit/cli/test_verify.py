@@ -80,7 +80,7 @@ def test_garbage_is_listed_then_removed(tmp_path: Path, capsys: pytest.CaptureFi
     os.utime(tmp_path / "tpu_0" / name, (old, old))
     assert spile("verify", str(tmp_path), "--gc") == 0
     text = capsys.readouterr().out
-    assert f"orphaned shard: tpu_0/{name}, " in text
+    assert f"orphaned shard: {tmp_path}/tpu_0/{name}, " in text
     assert "1 can go (" in text
     assert f"spile verify {tmp_path} --gc --yes removes them" in text
     assert spile("verify", str(tmp_path), "--gc", "--older-than", "3", "--yes") == 0
@@ -94,7 +94,7 @@ def test_mistakes_exit_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert spile("verify", str(tmp_path / "nowhere")) == 2
     assert "expected a folder with run.json" in capsys.readouterr().err
     assert spile("verify", str(tmp_path), "--yes") == 2
-    assert "--yes: expected --gc beside it" in capsys.readouterr().err
+    assert "--yes: expected --gc or --repair beside it" in capsys.readouterr().err
     assert spile("verify", str(tmp_path), "--recompute", "-1") == 2
     capsys.readouterr()
     assert spile("verify", str(tmp_path), "--gc", "--streams", "0") == 2

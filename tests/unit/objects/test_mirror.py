@@ -12,9 +12,10 @@ from spile.objects import Folder, open_folder
 from spile.objects.folder import Unwritable
 from spile.objects.local import LocalFolder, LocalWriter
 from spile.objects.mirror import MirrorFolder
+from spile.store.clearing import clear_stream
 from spile.store.copies import lacking
 from spile.store.run import join_run
-from spile.store.stream import StreamStore, clear_stream, join_stream
+from spile.store.stream import StreamStore, join_stream
 from spile.store.verification import verify
 
 

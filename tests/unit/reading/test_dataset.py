@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pickle
+import shutil
 import subprocess
 import sys
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +24,7 @@ from spile.reading.dataset import open as open_dataset
 from spile.spec.sample import Role, Sample
 from spile.store.run import join_run
 from spile.store.stream import join_stream
+from spile.store.streams import Stream
 
 WANTED = [item for item in items(45) if isinstance(item, Sample)]
 
@@ -305,3 +309,61 @@ def test_a_flip_on_the_way_is_read_again(tmp_path: Path) -> None:
     counting.spoil = spoil
     _read_all(open_dataset(counting))
     assert len(flipped) > 3
+
+
+def copied(root: Path, source: str, target: str) -> None:
+    shutil.copytree(root / source, root / target)
+
+
+def test_a_stream_that_is_not_this_datasets_is_refused(tmp_path: Path) -> None:
+    ours, other = tmp_path / "ours", tmp_path / "other"
+    produce(open_folder(str(ours)), 12)
+    copied(ours, "tpu_0", "tpu_1")
+    with pytest.raises(Damaged, match=r"tpu_1 does not belong .* stream.json belongs to another stream.*tpu_1.*tpu_0"):
+        open_dataset(str(ours))
+    shutil.rmtree(ours / "tpu_1")
+    run = run_identity(store_dtype="float32")
+    join_run(open_folder(str(other)), run)
+    join_stream(open_folder(str(other)), 1, stream_identity(12), run)
+    shutil.copytree(other / "tpu_1", ours / "tpu_1")
+    with pytest.raises(Damaged, match=r"tpu_1 does not belong .* stream.json belongs to another run.*move .*tpu_1 out"):
+        open_dataset(str(ours))
+
+
+def test_streams_of_two_splits_are_refused(tmp_path: Path) -> None:
+    root = open_folder(str(tmp_path))
+    join_run(root, run_identity())
+    for number, split in enumerate(("even", "odd")):
+        join_stream(root, number, replace(stream_identity(12), streams=2, split=split), run_identity())
+    with pytest.raises(Damaged, match="its streams are of different splits of the data"):
+        open_dataset(root)
+
+
+def test_a_shard_that_says_it_is_another_streams_is_refused(tmp_path: Path) -> None:
+    """Right checksums, in the right place, under another id: only its own header tells."""
+    root = open_folder(str(tmp_path))
+    produce(root, 12)
+    stream = open_dataset(root).streams[0]
+    liar = Stream(stream.folder, replace(stream.record, id="0123456789abcdef"))
+    with pytest.raises(Damaged, match=r"is another stream's shard: expected 0123456789abcdef, found"):
+        _ = liar.open(stream.shards[0]).header
+
+
+def test_a_hundred_streams_are_asked_for_side_by_side(tmp_path: Path) -> None:
+    root = open_folder(str(tmp_path))
+    join_run(root, run_identity())
+    for number in range(40):
+        join_stream(root, number, stream_identity(12), run_identity())
+    together = threading.Barrier(32, timeout=30)
+
+    class Waiting(Counting):
+        def child(self, path: str) -> Counting:
+            return Waiting(self.inner.child(path), f"{self.prefix}{path}/", self)
+
+        def get(self, key: str) -> bytes:
+            if self.prefix and len(self.gets) < 32:
+                self.gets.append(key)
+                together.wait()
+            return self.inner.get(key)
+
+    assert len(open_dataset(Waiting(root)).streams) == 40

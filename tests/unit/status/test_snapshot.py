@@ -10,8 +10,9 @@ from producing import produce, run_identity, sample_of, stream_identity, write_s
 from spile.errors import StoreError
 from spile.objects import Folder
 from spile.status.snapshot import SnapshotReader, State
+from spile.store.clearing import clear_stream
 from spile.store.run import join_run
-from spile.store.stream import StreamStore, clear_stream, join_stream
+from spile.store.stream import StreamStore, join_stream
 
 NOW = 1_800_000_000.0
 
@@ -80,7 +81,7 @@ def test_states_come_from_the_ledger_first_and_the_heartbeat_second(folder: Fold
     silent = snapshot.streams[3]  # what it had in hand is gone with it
     assert (silent.samples, silent.shards, silent.committed, silent.tokens_per_second) == (10, 1, 1, 0)
     assert snapshot.streams[4].last_error == "disk full"
-    assert "has a gap" in (snapshot.streams[7].last_error or "")
+    assert "0002.json is torn" in (snapshot.streams[7].last_error or "")
     assert (snapshot.healthy, snapshot.working, snapshot.needs_recovery) == (4, 1, 5)
     assert snapshot.total("samples") == 20 + 14 + 10 + 1 + 4
     assert snapshot.seconds_left is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from spile.objects import Folder, open_folder
 from spile.plan.ranges import Ranges
 from spile.spec.sample import Skip
 from spile.spec.taps import Tap
+from spile.store.clearing import clear_stream, stream_has_commits
 from spile.store.layout import (
     commit_key,
     commit_number,
@@ -25,7 +27,8 @@ from spile.store.ledger import Ledger, read_commits, read_ledger
 from spile.store.record import Commit, ShardRecord
 from spile.store.run import join_run, read_run
 from spile.store.sealed import seal, unseal
-from spile.store.stream import StreamStore, clear_stream, join_stream, read_stream, stream_has_commits
+from spile.store.stream import StreamStore, join_stream, read_stream
+from spile.store.verification import verify
 
 
 def joined(folder: Folder, attempt: str | None = None, samples: int | None = 100) -> StreamStore:
@@ -286,7 +289,7 @@ def test_clearing_leaves_a_shorter_ledger_at_every_step(folder: Folder, monkeypa
         produce(root, 40)
         assert joined(root, samples=40).ledger.done == whole.done
         step += 1
-    assert step == 1 + 4 + 4 + 2
+    assert step == 1 + 5 + 4 + 2  # the fence is a commit too
     assert list(root.list("tpu_0/")) == []
     assert not stream_has_commits(root, 0)
 
@@ -311,19 +314,121 @@ def _clear_until(root: Folder, step: int, monkeypatch: pytest.MonkeyPatch) -> bo
     return True
 
 
-def test_a_zombie_of_an_earlier_life_never_mixes_in(folder: Folder) -> None:
+def test_a_worker_that_slept_through_overwrite_stops_at_its_next_commit(folder: Folder) -> None:
     zombie = joined(folder, "zombie")
     zombie.commit([shard(zombie, 0)], [])
     clear_stream(folder, 0)
-    successor = joined(folder, "heir")
-    zombie.commit([shard(zombie, 1)], [])  # lands as number 2 of a stream that has no number 1
-    with pytest.raises(Damaged, match="gap"):
+    record = shard(zombie, 1)
+    with pytest.raises(StoreError, match=r"stream.json is gone"):
+        zombie.commit([record], [])
+    heir = joined(folder, "heir")
+    with pytest.raises(Fenced, match=r"tpu_0 was begun again: expected stream id \w+, found \w+; this worker stops"):
+        zombie.commit([record], [])
+    with pytest.raises(Fenced, match="was begun again"):
+        zombie.finish()
+    assert heir.ledger == joined(folder).ledger == Ledger()
+
+
+def zombie_commits(zombie: StreamStore, number: int, index: int) -> None:
+    """What a worker of an earlier life leaves that fell asleep between its look at stream.json and its commit."""
+    commit = Commit(number, "zombie", zombie.record.id, (shard(zombie, index),), (), None)
+    assert zombie.folder.create(commit_key(number), commit.to_bytes())
+
+
+def test_commits_of_an_earlier_life_keep_their_numbers_and_count_for_nothing(folder: Folder) -> None:
+    zombie = joined(folder, "zombie")
+    clear_stream(folder, 0)
+    heir = joined(folder, "heir")
+    for number in (2, 3, 7):
+        zombie_commits(zombie, number, number)
+    heir.commit([shard(heir, 0)], [])
+    assert joined(folder).ledger.commits == 1
+    heir.commit([shard(heir, 1)], [])  # as number 4, past the strangers
+    again = joined(folder, "late")
+    assert (again.ledger.commits, again.ledger.done.pairs()) == (4, [(0, 2)])
+    heir.commit([], skips(2))
+    with pytest.raises(Fenced, match="another worker owns this stream"):
+        again.commit([], skips(2))
+    folder.child("tpu_0").delete(commit_key(4))
+    with pytest.raises(Damaged, match="has a gap: expected commits 1 to 7, found none numbered 4"):
         joined(folder)
-    successor.commit([shard(successor, 0)], [])
-    with pytest.raises(Damaged, match=r"0002.json belongs to another life of this stream"):
-        joined(folder)
+
+
+def test_a_ledger_with_strangers_is_mended_and_can_be_put_back(folder: Folder) -> None:
+    join_run(folder, run_identity())
+    zombie = joined(folder, "zombie", samples=2)
+    clear_stream(folder, 0)
+    heir = joined(folder, "heir", samples=2)
+    heir.commit([shard(heir, 0)], [])
+    for number in (3, 4, 5_000_000):
+        zombie_commits(zombie, number, number)
+    below = folder.child("tpu_0")
+    strays = {number: below.get(commit_key(number)) for number in (3, 4, 5_000_000)}
+    told = verify(folder)
+    assert told.streams[0].strangers.pairs() == [(3, 5), (5_000_000, 5_000_001)]
+    (stream,) = verify(folder, repair=True).streams
+    assert stream.kept is not None
+    assert len(stream.kept) == 3
     with pytest.raises(Fenced):
-        successor.commit([shard(successor, 1)], [])
+        heir.commit([shard(heir, 1)], [])  # it had joined before the fence
+    again = joined(folder, "next", samples=2)
+    assert (again.ledger.commits, again.ledger.done.pairs()) == (4, [(0, 1)])
+    again.commit([shard(again, 1)], [])
+    assert verify(folder).ok
+    assert not verify(folder).streams[0].strangers
+    assert [below.get(f"strays/{number:04d}-{zombie.record.id}.json") for number in strays] == list(strays.values())
+    for number, data in strays.items():
+        below.put(commit_key(number), data)
+    assert verify(folder).ok, "put back, they count for nothing as before"
+
+
+def test_one_stray_commit_hangs_nothing(folder: Folder) -> None:
+    store = joined(folder)
+    store.commit([], skips(0))
+    stray = Commit(99_999_999, "a", store.record.id, (), (), None).to_bytes()
+    folder.child("tpu_0").put("commits/99999999.json", stray)
+    with pytest.raises(Damaged, match="has a gap: expected commits 1 to 99999999, found none numbered 2-99999998"):
+        joined(folder)
+    folder.child("tpu_0").put("commits/99999999.json", b"a shopping list")
+    with pytest.raises(Damaged, match=r"commits/99999999.json is torn"):
+        joined(folder)
+
+
+def test_a_worker_does_not_claim_what_is_no_longer_there(folder: Folder) -> None:
+    def worked(name: str) -> StreamStore:
+        store = joined(folder.child(name))
+        for index in range(3):
+            store.commit([shard(store, index)], [])
+        return store
+
+    store = worked("commits")
+    for number in (1, 2, 3):
+        store.folder.delete(commit_key(number))
+    with pytest.raises(Damaged, match=r"is not as this worker left it.*found samples 0-2 no longer committed"):
+        store.finish()
+    store = worked("shards")
+    store.folder.delete(store.ledger.files[1].name)
+    with pytest.raises(Damaged, match="found 1 shards gone or cut"):
+        store.finish()
+    store = worked("all")
+    for info in list(store.folder.list()):
+        store.folder.delete(info.key)
+    with pytest.raises(StoreError, match=r"stream.json is gone"):
+        store.finish()
+    assert worked("none").finish()["total_samples"] == 3
+
+
+def test_scattered_samples_add_up_in_one_pass() -> None:
+    """One sort, whatever the number of commits: adding them one after the other gives the same."""
+    stripes = [Ranges([(start, start + 1) for start in range(place, 400, 20)]) for place in range(20)]
+    records = [ShardRecord(f"s{n}", 5, 1, (4096, 1), {}, samples, 20, 40) for n, samples in enumerate(stripes)]
+    commits = [Commit(n, "a", "i", (record,), (), None) for n, record in enumerate(records, 1)]
+    at_once, one_by_one = Ledger().plus(commits), Ledger()
+    for commit in commits:
+        one_by_one = one_by_one.plus([commit])
+    assert at_once == one_by_one
+    assert at_once.done.pairs() == [(0, 400)]
+    assert Ledger().plus([*commits, replace(commits[3], number=21)]).doubled == stripes[3]
 
 
 def test_a_local_root_is_the_path_as_typed(tmp_path: Path) -> None:

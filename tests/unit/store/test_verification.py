@@ -13,6 +13,7 @@ from counting import Counting
 from producing import TAPS, D, items, produce, rows_of, run_identity, sample_of, stream_identity, write_shard
 from spile.errors import Fenced, UserError
 from spile.objects import Folder, open_folder
+from spile.objects.cloud.folder import CloudFolder
 from spile.plan.ranges import Ranges
 from spile.reading.dataset import open as open_dataset
 from spile.spec.sample import Sample, Skip
@@ -302,13 +303,13 @@ def test_a_commit_between_the_search_and_the_removal_holds_it_back(
     record = shard(store, 1)
     from spile.store import garbage as module
 
-    real = module._fence
+    real = module.fence
 
     def late(*args: object) -> bool:
         store.commit([record])
         return real(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(module, "_fence", late)
+    monkeypatch.setattr(module, "fence", late)
     assert garbage(folder, remove=True) == [(f"tpu_0/{record.name}", "a worker is alive")]
     assert open_dataset(folder).sample(0, 1).rows("attn.1").shape[1] == D
 
@@ -318,3 +319,38 @@ def test_the_shards_of_an_unreadable_ledger_are_no_garbage(folder: Folder) -> No
     folder.delete("tpu_0/commits/0002.json")
     assert garbage(folder, remove=True) == []
     assert sum(info.key.endswith(".safetensors") for info in folder.list()) == 5
+
+
+@pytest.mark.parametrize("stranger", ["tpu_0/.tmp-report.docx", "tpu_0/.tmp-0123456789abcdef-thesis.tex", "other/x"])
+def test_a_strangers_temporary_file_is_no_garbage(tmp_path: Path, stranger: str) -> None:
+    """Only names of exactly our shape, in this dataset's own streams."""
+    root = open_folder(str(tmp_path / "root"))
+    produce(root, 4)
+    name = stranger if "tmp" in stranger else "other/.tmp-0123456789abcdef-shard_0001-abcd.safetensors"
+    theirs = tmp_path / "root" / name
+    theirs.parent.mkdir(exist_ok=True)
+    theirs.write_text("theirs")
+    ours = tmp_path / "root" / "tpu_0" / ".tmp-0123456789abcdef-shard_0009-abcd.safetensors"
+    ours.write_text("ours")
+    assert garbage(root, remove=True) == [("tpu_0/shard_0009-abcd.safetensors", "removed")]
+    assert theirs.read_text() == "theirs"
+    assert not ours.exists()
+
+
+def test_another_datasets_uploads_and_files_below_the_root_are_no_garbage(cloud_folder: Folder) -> None:
+    produce(cloud_folder, 4)
+    inner = cloud_folder.child("experiment")
+    produce(inner, 4)
+    shard_file = "shard_0009-abcd.safetensors"
+    for place in (cloud_folder, inner, cloud_folder.child("tpu_7")):  # a stream that nobody has begun is nobody's
+        place.child("tpu_0").put(shard_file, b"orphan")
+    bucket = open_folder(cloud_folder.url)
+    handles = [begin_upload(bucket, f"{key}{shard_file}") for key in ("tpu_0/", "experiment/tpu_0/", "")]
+    assert garbage(cloud_folder, remove=True) == [(f"tpu_0/{shard_file}", "removed")] * 2
+    assert {left.handle for left in cloud_folder.unfinished()} == set(handles[1:])
+    assert inner.get(f"tpu_0/{shard_file}") == b"orphan"
+
+
+def begin_upload(folder: Folder, key: str) -> str:
+    assert isinstance(folder, CloudFolder)
+    return folder._bucket.uploader._begin(folder._name(key))

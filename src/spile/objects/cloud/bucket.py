@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from spile.objects.cloud.rest import GoogleDialect, RestClient, S3Dialect
@@ -10,7 +11,10 @@ from spile.objects.cloud.upload import Buffers, Uploader
 from spile.objects.retry import Retry
 from spile.objects.stats import Stats
 
-__all__ = ["Bucket"]
+__all__ = ["READERS", "Bucket"]
+
+READERS = 48
+"""Small objects that are read side by side, however many folders of the bucket are being read."""
 
 Result = TypeVar("Result")
 
@@ -25,6 +29,7 @@ class Bucket:
         self.retry = retry if retry is not None else Retry.from_environment()
         self.rest = RestClient(GoogleDialect() if scheme == "gs" else S3Dialect(name), name)
         self.buffers = Buffers()
+        self.readers = ThreadPoolExecutor(READERS, thread_name_prefix="get")
         self.uploader = Uploader(self.rest, self.again)
 
     def again(self, attempt: Callable[[], Result]) -> Result:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, TypeVar
 from xml.etree import ElementTree
 
 from spile.errors import Damaged, StoreError
-from spile.objects.cloud.bucket import Bucket
+from spile.objects.cloud.bucket import READERS, Bucket
 from spile.objects.cloud.failures import RequestFailure
 from spile.objects.cloud.listing import ListedObject, parse_objects, parse_uploads
 from spile.objects.cloud.upload import CloudWriter
@@ -23,7 +23,6 @@ from spile.objects.stats import Stats
 
 __all__ = ["CloudFolder", "open_cloud"]
 
-_MANY = 48
 
 Result = TypeVar("Result")
 
@@ -73,18 +72,17 @@ class CloudFolder:
 
     def get_many(self, keys: Iterable[str]) -> Iterator[bytes]:
         """Dozens at a time, because each waits for the network; a few hundred ahead of who reads them."""
-        with ThreadPoolExecutor(_MANY, thread_name_prefix="get") as pool:
-            waiting: deque[Future[bytes]] = deque()
-            try:
-                for key in keys:
-                    waiting.append(pool.submit(self.get, key))
-                    if len(waiting) >= 4 * _MANY:
-                        yield waiting.popleft().result()
-                while waiting:
+        waiting: deque[Future[bytes]] = deque()
+        try:
+            for key in keys:
+                waiting.append(self._bucket.readers.submit(self.get, key))
+                if len(waiting) >= 4 * READERS:
                     yield waiting.popleft().result()
-            finally:
-                for future in waiting:
-                    future.cancel()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
         """Exactly these bytes."""
