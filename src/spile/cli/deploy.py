@@ -83,7 +83,7 @@ def deploy(
     Every flag of spile extract goes to every worker. Machines need nothing but the bucket: what is preempted and made
     again resumes by itself.
     """
-    from spile.dashboard.watching import adjusted, watch_fleet
+    from spile.cli.shell.healing import adjusted, watch_fleet
     from spile.fleet.cloud.tpu import check_place
     from spile.fleet.deploy import launch_waiting, publish
     from spile.fleet.home import FleetHome, fleet_url
