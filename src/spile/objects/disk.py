@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import mmap
 import os
 import re
 import secrets
@@ -12,12 +13,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from spile.errors import StoreError
+from spile.errors import Damaged, StoreError
 from spile.objects.folder import NotFound, Unwritable
 
 __all__ = [
     "ABSENT",
     "TEMPORARY",
+    "MappedFile",
     "becomes",
     "make_folder",
     "read_into",
@@ -30,6 +32,8 @@ __all__ = [
 ]
 
 TEMPORARY = ".tmp-"
+_POPULATE_READ = 22
+"""MADV_POPULATE_READ, which the standard library does not name."""
 _TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{16}-(.+)")
 _RAM_DISKS = (0x01021994, 0x858458F6)
 """tmpfs and ramfs, as statfs numbers them."""
@@ -56,6 +60,8 @@ def reading(path: Path) -> Iterator[None]:
     except ABSENT as error:
         raise NotFound(f"no such file {path}") from error
     except OSError as error:
+        if error.errno == errno.EIO:
+            raise Damaged(f"{path} cannot be read", found="a block that the disk does not give back") from error
         raise StoreError(f"cannot read {path}", found=error.strerror or str(error)) from error
 
 
@@ -109,6 +115,37 @@ def write_all(handle: int, view: memoryview, offset: int) -> None:
     while view:
         count = os.pwrite(handle, view, offset)
         view, offset = view[count:], offset + count
+
+
+class MappedFile:
+    """A file in memory, as far as it can be: what is not there is read instead, which says why.
+
+    To touch a page that the disk cannot give back, or that lies behind the end of a file that was cut, kills a process
+    without a word. So nothing is handed out before the system has brought it in; it says so where it cannot.
+    """
+
+    def __init__(self, mapped: mmap.mmap) -> None:
+        self._map = mapped
+        self.view = memoryview(mapped)
+
+    @classmethod
+    def of(cls, path: Path, size: int) -> MappedFile | None:
+        """A file of this size; None where it has another, cannot be opened, or there is no room to map it."""
+        try:
+            with path.open("rb") as file:
+                mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        except (OSError, ValueError):
+            return None
+        return cls(mapped) if len(mapped) == size else None
+
+    def is_there(self, start: int, length: int) -> bool:
+        """Whether these bytes can be read now; False also where the system cannot tell (Linux before 5.14, others)."""
+        begin = start - start % mmap.PAGESIZE
+        try:
+            self._map.madvise(_POPULATE_READ, begin, start + length - begin)
+        except (OSError, ValueError, AttributeError):
+            return False
+        return True
 
 
 def read_into(path: Path, offset: int, target: memoryview) -> int:
