@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from itertools import accumulate, islice
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,7 @@ from spile.plan.shuffle import ShuffleSpec
 from spile.reading.rows import RowBatch, iterate
 from spile.reading.selection import SampleRef, ref_of, selection_of
 from spile.reading.shuffled import Shuffled, ShuffleOrder
-from spile.reading.window import ShardCache, TapRows
+from spile.reading.window import ShardCache, TapSource
 from spile.spec.identity import RunIdentity
 from spile.spec.taps import Tap
 from spile.store.layout import RUN
@@ -31,6 +31,11 @@ from spile.store.record import ShardRecord
 from spile.store.run import read_run
 from spile.store.shard_reader import ShardReader
 from spile.store.streams import Stream, open_streams, read_ledgers
+
+if TYPE_CHECKING:
+    from spile.reading.grain_rows import GrainRows
+    from spile.reading.jax_rows import DeviceBatches
+    from spile.reading.torch_rows import TorchRows
 
 __all__ = ["Dataset", "SampleRef", "StoredSample", "open"]
 
@@ -181,6 +186,7 @@ class Dataset:
         context: bool = False,
         streams: Iterable[int] | None = None,
         state: Mapping[str, Any] | None = None,
+        after: int = 0,
         **wanted: Any,
     ) -> Shuffled:
         """A tap's rows in random order, or several taps' row-aligned, prefetched and resumable: see :class:`Shuffled`.
@@ -189,7 +195,7 @@ class Dataset:
         A full permutation where all rows fit in ``memory`` bytes, or in the folder ``scratch``; else two levels, see
         :mod:`spile.plan.shuffle`. ``wanted`` are the fields of :class:`~spile.reading.selection.Selection`:
         ``include``, ``exclude``, ``positions``, ``tokens``, ``without_tokens``, ``min_norm``, ``max_norm`` and
-        ``samples``.
+        ``samples``. ``state`` goes on where a reader's ``state()`` was asked for, ``after`` after so many batches.
         """
         names = (str(tap),) if isinstance(tap, str | Tap) else tuple(map(str, tap))
         spec = ShuffleSpec(batch_rows, seed, memory, *part, drop_last, scratch)
@@ -205,13 +211,41 @@ class Dataset:
         read_ledgers(having)
         shards = [(stream, record) for stream in having for record in stream.shards]
         order = ShuffleOrder(
-            TapRows(names, ShardCache(shards)),
+            TapSource(names, ShardCache(shards)),
             spec,
             selection,
             tuple((f"{stream.number}/{record.name}", record.tokens) for stream, record in shards),
         )
         single = isinstance(tap, str | Tap)
-        return Shuffled(order, epochs=epochs, dtype=dtype, context=context, single=single, state=state)
+        start = order.place(state) if state is not None else order.after(after, endless=epochs is None)
+        return Shuffled(order, epochs=epochs, dtype=dtype, context=context, single=single, start=start)
+
+    def torch(self, tap: str | Tap | Sequence[str | Tap], **how: Any) -> TorchRows:
+        """:meth:`shuffled` as a torch ``IterableDataset``, for ``DataLoader(…, batch_size=None)`` and DDP.
+
+        ``how`` is what :meth:`shuffled` takes; ``rank`` and ``world`` unless torch.distributed knows them; ``after``:
+        the batches that this process's loader gave before, of all its workers together.
+        """
+        from spile.reading.torch_rows import TorchRows
+
+        return TorchRows(self, tap, **how)
+
+    def jax(
+        self, tap: str | Tap | Sequence[str | Tap], *, sharding: Any = None, ahead: int = 2, **how: Any
+    ) -> DeviceBatches:
+        """:meth:`shuffled` as jax arrays on the device, ``ahead`` batches before they are asked for.
+
+        Of several processes each reads its part. ``sharding`` makes their batches parts of one global array.
+        """
+        from spile.reading.jax_rows import DeviceBatches, process_part
+
+        return DeviceBatches(self.shuffled(tap, **{"part": process_part(), **how}), sharding, ahead)
+
+    def grain(self, tap: str | Tap | Sequence[str | Tap], **how: Any) -> GrainRows:
+        """:meth:`shuffled` as a ``grain.IterDataset`` of batches, with Grain's own checkpoints."""
+        from spile.reading.grain_rows import GrainRows
+
+        return GrainRows(self, tap, **how)
 
     def _having(self, taps: Sequence[str], streams: Iterable[int] | None) -> list[Stream]:
         """The streams that have all of these taps."""

@@ -25,19 +25,22 @@ class ReadPool:
             threading.Thread(target=_work, args=(self._tasks,), name=f"spile-read-{number}", daemon=True).start()
         # Called when the program ends, too: later, when generators are closed, even modules may be gone.
         self._end = weakref.finalize(self, _close, self._tasks, threads)
+        self._lock = threading.Lock()
 
     def submit(self, task: Callable[[], T]) -> Future[T]:
         """Do this when a thread is free."""
         future: Future[T] = Future()
-        if self._end.alive:
-            self._tasks.put((future, task))
-        else:
-            future.cancel()
+        with self._lock:  # nothing comes into the queue after its threads were told to end
+            if self._end.alive:
+                self._tasks.put((future, task))
+                return future
+        future.cancel()
         return future
 
     def close(self) -> None:
         """Cancel what waits and let the threads end by themselves."""
-        self._end()
+        with self._lock:
+            self._end()
 
 
 def _close(tasks: _Tasks, threads: int) -> None:

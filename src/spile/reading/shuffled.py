@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import weakref
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import accumulate, count
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,9 +20,9 @@ from spile.plan.shuffle import EpochPlan, Piece, ShuffleSpec, plan_epoch, row_or
 from spile.reading.read_pool import ReadPool
 from spile.reading.rows import RowBatch
 from spile.reading.selection import Selection
-from spile.reading.window import TapRows, Window, WindowLoader
+from spile.reading.window import TapSource, Window, WindowLoader
 
-__all__ = ["ShuffleOrder", "Shuffled"]
+__all__ = ["ShuffleOrder", "ShufflePlace", "Shuffled"]
 
 _THREADS = 8
 _AHEAD = 3
@@ -32,7 +33,7 @@ _Part = tuple[dict[str, _Array], RowBatch | None]
 
 
 @dataclass(frozen=True)
-class _Place:
+class ShufflePlace:
     """After a batch: how many batches of the epoch were given, and how many rows of which window."""
 
     epoch: int = 0
@@ -45,7 +46,7 @@ class _Place:
 class ShuffleOrder:
     """What decides which row comes when: two readers with equal orders give equal batches."""
 
-    source: TapRows
+    source: TapSource
     spec: ShuffleSpec
     selection: Selection
     shards: tuple[tuple[str, int], ...]
@@ -73,10 +74,8 @@ class ShuffleOrder:
             "selection": self.selection.describe(),
         }
 
-    def place(self, state: Mapping[str, Any] | None) -> _Place:
+    def place(self, state: Mapping[str, Any]) -> ShufflePlace:
         """Where a state says to go on."""
-        if state is None:
-            return _Place()
         wanted = self.describe()
         wrong = [name for name, value in wanted.items() if name in state and state[name] != value]
         if wrong:
@@ -87,17 +86,51 @@ class ShuffleOrder:
                 fix="give shuffled() what it was given before, or no state",
             )
         try:
-            return _Place(*(int(state[name]) for name in ("epoch", "batches", "window", "taken")))
+            return ShufflePlace(*(int(state[name]) for name in ("epoch", "batches", "window", "taken")))
         except (KeyError, TypeError, ValueError) as error:
             raise UserError("state", expected="what state() returned", found=repr(state)) from error
 
-    def selected(self, epoch: int) -> int:
-        """How many of this reader's rows of an epoch are wanted, as the shards' tails tell."""
-        found = 0
-        for piece in (piece for window in self.plan(epoch).windows for piece in window):
-            stream, shard = self.source.shards[piece.shard]
-            found += int(np.count_nonzero(self.selection.mask(stream, shard, piece.start, piece.stop)))
-        return found
+    def selected(self, epoch: int) -> list[int]:
+        """How many rows of each window are wanted, as the shards' tails tell."""
+        windows = self.plan(epoch).windows
+        if not self.selection.by_tail:
+            return [sum(map(len, window)) for window in windows]
+        return [sum(map(self._selected, window)) for window in windows]
+
+    def _selected(self, piece: Piece) -> int:
+        stream, shard = self.source.shards[piece.shard]
+        return int(np.count_nonzero(self.selection.mask(stream, shard, piece.start, piece.stop)))
+
+    def steps(self, epoch: int) -> int | None:
+        """With ``drop_last``: the full batches that every reader has in this epoch; None: no such bound."""
+        if not self.spec.drop_last or self.spec.parts == 1:
+            return None
+        shares = [replace(self, spec=replace(self.spec, part=part)) for part in range(self.spec.parts)]
+        return min(sum(share.selected(epoch)) for share in shares) // self.spec.batch_rows
+
+    def after(self, batches: int, *, endless: bool) -> ShufflePlace:
+        """The place after so many batches from the start: no row is read for it."""
+        if not batches:
+            return ShufflePlace()
+        if self.selection.by_norm:
+            raise UserError("after", expected="no bound on norms, or a state", found=f"after={batches}")
+        most = self.spec.batch_rows
+        rows, left = batches * most, batches
+        for epoch in count():
+            windows = self.selected(epoch)
+            total, steps = sum(windows), self.steps(epoch)
+            if not total:
+                return ShufflePlace(epoch)
+            whole = total // most if self.spec.drop_last else -(-total // most)
+            given = whole if steps is None else steps
+            if (rows < total) if endless else (left < given):
+                taken = rows if endless else left * most
+                ends = list(accumulate(windows))
+                number = bisect_right(ends, taken)
+                return ShufflePlace(epoch, left, number, taken - (ends[number] - windows[number]))
+            rows -= total
+            left = batches - (batches * most - rows) // most if endless else left - given
+        raise AssertionError("an endless count ended")
 
     def quality(self) -> str:
         """How random the order is, in words."""
@@ -129,14 +162,13 @@ class Shuffled(Iterator[Any]):
         dtype: npt.DTypeLike | None,
         context: bool,
         single: bool,
-        state: Mapping[str, Any] | None,
+        start: ShufflePlace,
     ) -> None:
-        self._order = order
-        self._place = order.place(state)
+        self._order, self._place = order, start
         pool = ReadPool(_THREADS)
         loader = WindowLoader(order.source, order.selection, pool, context=context, scratch=order.spec.scratch)
         engine = _Engine(order, loader, epochs, np.dtype(dtype) if dtype is not None else None, single)
-        self._items: Iterator[tuple[Any, _Place]] = ahead(engine.run(self._place), _AHEAD)
+        self._items: Iterator[tuple[Any, ShufflePlace]] = ahead(engine.run(self._place), _AHEAD)
         # Also at the end of the program, while threads can still be told: a daemon thread that is cut off prints.
         self._end = weakref.finalize(self, _end, self._items, pool)
 
@@ -199,12 +231,12 @@ class _Engine:
         self._loaded: Window | None = None
         """The one window that is everything, kept over epochs."""
 
-    def run(self, place: _Place) -> Iterator[tuple[Any, _Place]]:
+    def run(self, place: ShufflePlace) -> Iterator[tuple[Any, ShufflePlace]]:
         """Batches from a place on, each with the place after it."""
         most = self._order.spec.batch_rows
         waiting: list[_Part] = []
         held, batches, found = 0, place.batches, place.taken
-        steps = self._steps(place.epoch)
+        steps = self._order.steps(place.epoch)
         for turn, window in self._windows(place):
             order = row_order(self._order.spec, turn.epoch, turn.number, len(window.chosen))
             taken = place.taken if (turn.epoch, turn.number) == (place.epoch, place.window) else 0
@@ -215,19 +247,19 @@ class _Engine:
                 taken, held = taken + take, held + take
                 if held == most:
                     batches += 1
-                    yield self._finished(waiting), _Place(turn.epoch, batches, turn.number, taken)
+                    yield self._finished(waiting), ShufflePlace(turn.epoch, batches, turn.number, taken)
                     waiting, held = [], 0
             if not turn.last:
                 continue
             if self._epochs is None and not found:
                 return  # nothing is selected: an endless search would find no more
             if self._epochs is not None and held and not self._order.spec.drop_last:
-                yield self._finished(waiting), _Place(turn.epoch + 1)
+                yield self._finished(waiting), ShufflePlace(turn.epoch + 1)
             if self._epochs is not None:
                 waiting, held = [], 0
-            batches, found, steps = 0, 0, self._steps(turn.epoch + 1)
+            batches, found, steps = 0, 0, self._order.steps(turn.epoch + 1)
 
-    def _windows(self, place: _Place) -> Iterator[tuple[_Turn, Window]]:
+    def _windows(self, place: ShufflePlace) -> Iterator[tuple[_Turn, Window]]:
         """The windows from a place on, the next one on its way while one is used."""
         turns = self._turns(place)
         turn = next(turns, None)
@@ -245,7 +277,7 @@ class _Engine:
             yield turn, window
             turn = following
 
-    def _turns(self, place: _Place) -> Iterator[_Turn]:
+    def _turns(self, place: ShufflePlace) -> Iterator[_Turn]:
         if not any(rows for _, rows in self._order.shards):
             return
         for epoch in count(place.epoch) if self._epochs is None else range(place.epoch, self._epochs):
@@ -263,16 +295,6 @@ class _Engine:
         given: Any = next(iter(rows.values())) if self._single else rows
         known = [known for _, known in parts if known is not None]
         return replace(RowBatch.join(known), rows=given) if known else given
-
-    def _steps(self, epoch: int) -> int | None:
-        """With ``drop_last``: the full batches that every reader has in this epoch; None: no such bound."""
-        spec, selection = self._order.spec, self._order.selection
-        if not spec.drop_last or spec.parts == 1:
-            return None
-        if not selection.by_tail:
-            return sum(rows for _, rows in self._order.shards) // spec.parts // spec.batch_rows
-        shares = [replace(self._order, spec=replace(spec, part=part)) for part in range(spec.parts)]
-        return min(share.selected(epoch) for share in shares) // spec.batch_rows
 
 
 def _joined(parts: list[_Array]) -> _Array:

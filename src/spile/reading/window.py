@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from spile.store.record import ShardRecord
 from spile.store.shard_reader import ShardReader
 from spile.store.streams import Stream
 
-__all__ = ["ShardCache", "TapRows", "Window", "WindowLoader"]
+__all__ = ["ShardCache", "TapSource", "Window", "WindowLoader"]
 
 _Array = npt.NDArray[Any]
 _MOST_TOKENS = 64_000_000
@@ -55,7 +55,7 @@ class ShardCache(Sequence[tuple[int, ShardReader]]):
 
 
 @dataclass(frozen=True)
-class TapRows:
+class TapSource:
     """What is to be read: these taps of these shards."""
 
     taps: tuple[str, ...]
@@ -110,7 +110,7 @@ class WindowLoader:
     """Reads windows into buffers that it uses again: taking new memory from the system costs as much as a copy."""
 
     def __init__(
-        self, source: TapRows, selection: Selection, pool: ReadPool, *, context: bool, scratch: str | None
+        self, source: TapSource, selection: Selection, pool: ReadPool, *, context: bool, scratch: str | None
     ) -> None:
         self._source, self._selection, self._pool = source, selection, pool
         self._context, self._scratch = context, scratch
@@ -176,7 +176,6 @@ class _Loading:
 
     def result(self) -> Window:
         """Wait for all pieces; the first failure is raised."""
-        wait(self.tasks)
         for task in self.tasks:
             task.result()
         return self.window.seal()

@@ -30,7 +30,7 @@ def run(folder: Path, *blocks: str) -> str:
 
 
 def test_the_examples_run(tmp_path: Path) -> None:
-    output = run(tmp_path, *(block for block in BLOCKS if "torch" not in block))
+    output = run(tmp_path, *(block for block in BLOCKS if "torch" not in block and "jax" not in block))
     assert "('residual.0', 'attn.1', 'residual.1')" in output
 
 
@@ -38,10 +38,15 @@ def test_a_loader_gives_each_row_once(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     (block,) = (block for block in BLOCKS if "torch" in block)
     first = 'import spile\ndataset, counted = spile.open("activations"), 0\n'
-    counting = block.rstrip() + "\n    counted += len(rows)\n"
+    counting = block.rstrip() + "\n    counted += len(batch)\n"
     output = run(tmp_path, first, counting, "print(counted, sum(stream.tokens for stream in dataset.streams))")
     counted, wanted = map(int, output.split())
     assert counted == wanted > 0
+
+
+def test_the_jax_example_runs(tmp_path: Path) -> None:
+    (block,) = (block for block in BLOCKS if "dataset.jax" in block)
+    run(tmp_path, 'import spile\ndataset = spile.open("activations")\n', block)
 
 
 def test_every_state_is_explained() -> None:
