@@ -92,11 +92,11 @@ def run(
     console = _Output(highlight=False)
     here, access = Path.cwd(), where.access()
     target = flags.folder or f"~/spile-run/{here.name or 'root'}"
-    cargo = load(here, int(flags.copy_limit_gb * 1e9)) if flags.copy else None
+    files = load(here, int(flags.copy_limit_gb * 1e9)) if flags.copy else None
     hosts = where.find()
-    if cargo is not None:
-        copied = copy_to(hosts, cargo, target, access)
-        size = f"{cargo.size / 1e6:.1f} MB, {copied.sent / 1e6:.1f} MB sent"
+    if files is not None:
+        copied = copy_to(hosts, files, target, access)
+        size = f"{files.size / 1e6:.1f} MB, {copied.sent / 1e6:.1f} MB sent"
         console.print(f"copied {copied.files} files ({size}) to {target} on {copied.hosts} hosts", markup=False)
     with Logs(hosts, results, None if flags.quiet else console) as logs:
         outcomes = fanout.run(hosts, Job(line, target, variables), access=access, output=logs.write)

@@ -43,7 +43,7 @@ def test_every_host_runs_the_directory_with_its_place(hosts: Hosts, project: Pat
             "tool",
             "data",
             ".gitignore",
-            ".spile-ferry",
+            ".spile-copied",
             "deep",
             "main.py",
             "tool.sh",
@@ -150,7 +150,7 @@ def test_the_copy_is_a_mirror_that_keeps_what_the_host_made(hosts: Hosts, projec
     assert second == 0
     (log,) = (project / "back").glob("*.log")
     assert log.read_text().split() == [
-        "./.gitignore", "./.spile-ferry/copied.json", "./.venv/made", "./main.py", "./new.txt", "./tool.sh",
+        "./.gitignore", "./.spile-copied", "./.venv/made", "./main.py", "./new.txt", "./tool.sh",
         "print('hello')",
     ]  # fmt: skip
     third, out, _ = finish(spile(project, "run", *hosts.flags(0), "--no-copy", "--quiet", "--", "test -e new.txt"))
@@ -220,6 +220,6 @@ def test_a_changed_host_key_is_one_line(hosts: Hosts, project: Path) -> None:
 def test_a_host_without_python_is_one_line(empty_hosts: Hosts, project: Path) -> None:
     empty_hosts.start(0, config="SetEnv PATH=/nowhere")
     code, err = bad(project, "run", *empty_hosts.flags(0), "--", "true")
-    assert (code, "no python3 on the host" in err, "install Python 3.8" in err) == (2, True, True)
+    assert (code, "neither rsync nor tar on the host" in err, "install rsync" in err) == (2, True, True)
     code, err = bad(project, "run", *empty_hosts.flags(0), "--no-copy", "--", "true")
     assert (code, "no python3 on the host" in err) == (2, True)

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
-from spile.fleet.ssh.ferrying import ferry_all
 from spile.fleet.ssh.hosts import Access, Host
-from spile.fleet.ssh.remote import ferry
+from spile.fleet.ssh.transfer import Transfers, pull
 
 __all__ = ["Collected", "collect_from", "folder_of"]
 
@@ -36,8 +34,8 @@ def collect_from(hosts: Sequence[Host], remote: str, into: Path, access: Access)
     """Copy the hosts' folder ``remote`` here. Files that are here already, whole and equal, are not sent again."""
     folders = {host: into / folder_of(host, hosts) for host in hosts}
 
-    def talk(host: Host, source: BinaryIO, sink: BinaryIO) -> ferry.Tally:
-        return ferry.take(str(folders[host]), source, sink, mirror=False)
-
-    tallies = ferry_all(hosts, access, lambda _: f"main('give', {remote!r})", talk)
-    return [Collected(host, folders[host], *tally) for host, tally in zip(hosts, tallies, strict=True)]
+    moved = Transfers(access).on_all(hosts, lambda all_, host: pull(all_, host, remote, folders[host]))
+    return [
+        Collected(host, folders[host], each.files, each.size, each.sent)
+        for host, each in zip(hosts, moved, strict=True)
+    ]

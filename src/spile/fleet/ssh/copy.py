@@ -8,30 +8,24 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
 
 from spile.errors import UserError
-from spile.fleet.ssh.ferrying import ferry_all
 from spile.fleet.ssh.hosts import Access, Host
-from spile.fleet.ssh.remote import ferry
+from spile.fleet.ssh.transfer import Transfers, push
 
-__all__ = ["RESULTS", "Cargo", "Copied", "copy_to", "list_files", "load"]
+__all__ = ["RESULTS", "Copied", "CopyList", "copy_to", "list_files", "load"]
 
 RESULTS = "spile-run-"
 """How the folders begin that hold what came back; they never travel."""
 
 
 @dataclass(frozen=True)
-class Cargo:
+class CopyList:
     """The files to copy."""
 
     root: Path
-    entries: tuple[Any, ...]
-
-    @property
-    def size(self) -> int:
-        """All their bytes."""
-        return sum(int(entry["size"]) for entry in self.entries)
+    names: tuple[str, ...]
+    size: int
 
 
 @dataclass(frozen=True)
@@ -49,10 +43,15 @@ def list_files(folder: Path) -> list[str]:
     if git is None:
         if (folder / ".gitignore").exists():
             raise UserError("no git here", expected="git, to read .gitignore", fix="install git")
-        names = ferry.walk(str(folder), lambda path: path.rpartition("/")[2] == ".git")
+        names = _walk(folder)
     else:
         names = _git_files(git, folder)
     return sorted(name for name in names if not name.startswith(RESULTS))
+
+
+def _walk(folder: Path) -> list[str]:
+    below = (path.relative_to(folder) for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    return [str(path) for path in below if ".git" not in path.parts]
 
 
 def _git_files(git: str, folder: Path) -> list[str]:
@@ -88,27 +87,23 @@ def _git(words: Sequence[str], folder: Path) -> bytes:
     return done.stdout
 
 
-def load(folder: Path, limit: int) -> Cargo:
+def load(folder: Path, limit: int) -> CopyList:
     """Look at what would be copied; too much is more likely a mistake than a wish."""
-    described = (ferry.describe(str(folder), name) for name in list_files(folder))
-    cargo = Cargo(folder, tuple(entry for entry in described if entry is not None))
-    if not cargo.entries:
+    names = [name for name in list_files(folder) if (folder / name).is_symlink() or (folder / name).is_file()]
+    size = sum((folder / name).lstat().st_size for name in names)
+    if not names:
         raise UserError(f"nothing to copy in {folder}", fix="run it where the code is, or with --no-copy")
-    if cargo.size > limit:
+    if size > limit:
         raise UserError(
             f"{folder} is large",
             expected=f"at most {limit / 1e9:g} GB to copy",
-            found=f"{cargo.size / 1e9:.1f} GB",
+            found=f"{size / 1e9:.1f} GB",
             fix="ignore data in .gitignore, or raise --copy-limit-gb",
         )
-    return cargo
+    return CopyList(folder, tuple(names), size)
 
 
-def copy_to(hosts: Sequence[Host], cargo: Cargo, target: str, access: Access) -> Copied:
+def copy_to(hosts: Sequence[Host], files: CopyList, target: str, access: Access) -> Copied:
     """Make ``target`` on every host hold these files. What an earlier copy left over goes; what the host made stays."""
-
-    def talk(host: Host, source: BinaryIO, sink: BinaryIO) -> ferry.Tally:  # noqa: ARG001
-        return ferry.give(str(cargo.root), cargo.entries, source, sink)
-
-    tallies = ferry_all(hosts, access, lambda _: f"main('take', {target!r})", talk, compress=True)
-    return Copied(len(cargo.entries), sum(tally.moved for tally in tallies), len(hosts))
+    moved = Transfers(access).on_all(hosts, lambda all_, host: push(all_, host, files.root, files.names, target))
+    return Copied(len(files.names), sum(each.sent for each in moved), len(hosts))

@@ -57,6 +57,12 @@ TABLE: tuple[SshFailure, ...] = (
         "check --ssh-option",
     ),
     SshFailure(
+        r"(tar|mkdir): (command )?(not found|No such file)",
+        UserError,
+        "neither rsync nor tar on the host",
+        "install rsync there",
+    ),
+    SshFailure(
         r"python3?: (command )?not found|python3?: No such file|python3: not found",
         UserError,
         "no python3 on the host",
