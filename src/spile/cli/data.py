@@ -15,7 +15,7 @@ from spile.cli.shell.numbers import parse_numbers
 from spile.errors import SpecError
 
 if TYPE_CHECKING:
-    from spile.data.make.items import ItemTally, Selection
+    from spile.data.make.items import IdRule, ItemTally, RowSelection
 
 __all__ = ["convert", "progress", "streams", "upload"]
 
@@ -29,6 +29,7 @@ _START = Parameter(help="The first row, from 0.")
 _END = Parameter(help="The row to stop before.")
 _MAX_SAMPLES = Parameter(help="At most so many samples.")
 _MAX_TRAIN = Parameter(help="Keep a task's first so many train pairs.")
+_IDS = Parameter(help="What a task without an id is named after; older versions' streams: number.")
 _DEFAULT_DATASET = "barc0/200k_HEAVY_gpt4o-description-gpt4omini-code_generated_problems"
 
 
@@ -48,6 +49,7 @@ def convert(
     end_index: Annotated[int | None, _END] = None,
     max_samples: Annotated[int | None, _MAX_SAMPLES] = None,
     max_train_examples: Annotated[int | None, _MAX_TRAIN] = None,
+    ids: Annotated[Literal["content", "number"], _IDS] = "content",
     test_outputs: Annotated[bool, Parameter(help="Keep the held-back outputs in the JSONL.", negative="")] = False,
 ) -> int:
     """Turn a dataset of the Hugging Face hub, or local files, into ARC tasks."""
@@ -63,7 +65,7 @@ def convert(
             "both" if output is not None and output_dir is not None else "the other" if output or output_dir else "none"
         )
         raise SpecError("where to write", expected=expected, found=found)
-    selection = _selection(column, start_index, end_index, max_samples, max_train_examples)
+    selection = _selection(column, start_index, end_index, max_samples, max_train_examples, ids)
     console = Console(soft_wrap=True, highlight=False)
     with progress(console, selection.max_samples) as tell:
         done = run(
@@ -99,6 +101,7 @@ def streams(
     end_index: Annotated[int | None, _END] = None,
     max_samples: Annotated[int | None, _MAX_SAMPLES] = None,
     max_train_examples: Annotated[int | None, _MAX_TRAIN] = None,
+    ids: Annotated[Literal["content", "number"], _IDS] = "content",
     seed: Annotated[int, Parameter(help="Which sample goes to which stream.")] = 0,
     streams: Annotated[str | None, Parameter(help="Make only these again: 5-9 or 0,3.")] = None,
     overwrite: Annotated[bool, Parameter(help="Replace streams of another split.", negative="")] = False,
@@ -106,7 +109,7 @@ def streams(
     """Split a dataset into independent streams, balanced to one sample, the same bytes each time."""
     from spile.data.make.split import make_streams
 
-    selection = _selection(column, start_index, end_index, max_samples, max_train_examples)
+    selection = _selection(column, start_index, end_index, max_samples, max_train_examples, ids)
     console = Console(soft_wrap=True, highlight=False)
     with progress(console, selection.max_samples) as tell:
         made = make_streams(
@@ -188,10 +191,12 @@ def progress(
         )
 
 
-def _selection(column: str, start: int, end: int | None, most: int | None, train: int | None) -> Selection:
-    from spile.data.make.items import Selection
+def _selection(
+    column: str, start: int, end: int | None, most: int | None, train: int | None, ids: IdRule
+) -> RowSelection:
+    from spile.data.make.items import RowSelection
 
-    return Selection(column, start, end, most, train)
+    return RowSelection(column, start, end, most, train, ids)
 
 
 def _print_tally(console: Console, tally: ItemTally) -> None:

@@ -14,7 +14,7 @@ from spile.data.arc.grids import Task, parse_task
 from spile.errors import DataError, SpecError
 from spile.spec.run import PromptKind, PromptSpec
 
-__all__ = ["chat_of", "parse_row", "resolve", "row_id", "task_of", "text_of"]
+__all__ = ["arc_task_id", "chat_of", "parse_row", "resolve", "row_id", "task_of", "text_of"]
 
 _FIELDS = 8
 """How many fields of a strange row are named."""
@@ -38,6 +38,19 @@ def row_id(row: Mapping[str, Any]) -> str | None:
         if (isinstance(value, str) and value) or type(value) is int:
             return str(value)
     return None
+
+
+def arc_task_id(row: Mapping[str, Any]) -> str:
+    """The id of an ARC row, wherever it is read: its own, else one made of its content.
+
+    A task's variants are drawn by its id, so this is part of what a sample's tokens are. Its content, unlike its
+    number, is the same in the source, in every split of it and in a file of its own.
+    """
+    name = row_id(row)
+    if name is None:
+        content = orjson.dumps({key: row.get(key) for key in ("train", "test")}, option=orjson.OPT_SORT_KEYS)
+        name = f"task-{blake2b(content, digest_size=6).hexdigest()}"
+    return name
 
 
 def resolve(prompt: PromptSpec, row: Mapping[str, Any], place: str) -> PromptSpec:
@@ -81,11 +94,8 @@ def _unknown(prompt: PromptSpec, row: Mapping[str, Any], place: str) -> DataErro
 
 
 def task_of(row: Mapping[str, Any], place: str) -> Task:
-    """The row's ARC task. One without a name gets one from its content, which no re-split changes."""
-    name = row_id(row)
-    if name is None:
-        content = orjson.dumps({key: row.get(key) for key in ("train", "test")}, option=orjson.OPT_SORT_KEYS)
-        name = f"task-{blake2b(content, digest_size=6).hexdigest()}"
+    """The row's ARC task."""
+    name = arc_task_id(row)
     task = parse_task(row, name)
     if isinstance(task, str):
         raise DataError(f"{place}, task {name}", expected="an ARC task", found=task)

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from spile.data.make.items import Selection
+from spile.data.make.items import RowSelection
 from spile.data.make.manifest import stream_name
 from spile.data.make.split import make_streams
-from spile.data.make.upload import upload
+from spile.data.make.upload import read_manifest, upload
 from spile.errors import DataError, SpecError
 from spile.fleet.cloud.provider import Provider
 from spile.fleet.cloud.states import NodeState
@@ -67,8 +67,9 @@ def prepare_streams(
     dataset: str, streams: str, count: int, *, column: str = "examples", seed: int = 0, say: Callable[[str], None]
 ) -> None:
     """Split a dataset into one stream a worker and put them in the bucket, skipping what is there already."""
+    begun = read_manifest(open_folder(streams))
     with tempfile.TemporaryDirectory(prefix="spile-streams-") as folder:
-        made = make_streams(dataset, Path(folder), count, selection=Selection(column=column), seed=seed)
+        made = make_streams(dataset, Path(folder), count, selection=RowSelection(column=column), seed=seed, begun=begun)
         say(f"{made.tally.samples:,} samples of {dataset} in {count} streams")
         upload_streams(folder, streams, say)
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from spile.data.make.convert import ANSWERS, CHALLENGES, convert
-from spile.data.make.items import Selection, Unique
+from spile.data.make.items import RowSelection, Unique
 from spile.data.make.sources import open_source
 from spile.errors import DataError, SpecError
 
@@ -22,6 +23,13 @@ G = [[1, 2], [3, 4]]
 
 def pairs(count: int = 3, last: list[list[int]] = [[5]]) -> list[Any]:  # noqa: B006
     return [[G, G]] * (count - 1) + [[G, last]]
+
+
+def content_id(n: int) -> str:
+    """The id of row n below, by the rule's own words: blake2b of train and test, keys sorted."""
+    sides = [{"input": G, "output": G}] * 2
+    content = json.dumps({"test": [{"input": G, "output": [[n]]}], "train": sides}, separators=(",", ":"))
+    return f"task-{hashlib.blake2b(content.encode(), digest_size=6).hexdigest()}"
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -57,10 +65,12 @@ def dataset(request: pytest.FixtureRequest, tmp_path: Path, jsonl: Write, rows: 
 
 def test_a_column_of_pairs(dataset: str, tmp_path: Path) -> None:
     out = tmp_path / "deep" / "tasks.jsonl"
-    done = convert(dataset, out, selection=Selection(start_index=2, end_index=8, max_samples=4, max_train_examples=1))
+    done = convert(
+        dataset, out, selection=RowSelection(start_index=2, end_index=8, max_samples=4, max_train_examples=1)
+    )
     made = read(out)
-    assert [task["task_id"] for task in made] == [f"task_{n:08d}" for n in (2, 3, 4, 5)]
-    assert made[0] == {"task_id": "task_00000002", "train": [{"input": G, "output": G}], "test": [{"input": G}]}
+    assert [task["task_id"] for task in made] == [content_id(n) for n in (2, 3, 4, 5)]
+    assert made[0] == {"task_id": content_id(2), "train": [{"input": G, "output": G}], "test": [{"input": G}]}
     assert (done.tally.samples, done.tally.rows, dict(done.tally.rejected)) == (4, 4, {})
     assert [path.name for path in out.parent.iterdir()] == ["tasks.jsonl"]
 
@@ -69,9 +79,9 @@ def test_the_challenge_pair(dataset: str, tmp_path: Path) -> None:
     convert(dataset, tmp_path / "out", format="arc-json")
     tasks = json.loads((tmp_path / "out" / CHALLENGES).read_text())
     answers = json.loads((tmp_path / "out" / ANSWERS).read_text())
-    assert list(tasks) == list(answers) == [f"task_{n:08d}" for n in range(9)]
-    assert tasks["task_00000003"] == {"train": [{"input": G, "output": G}] * 2, "test": [{"input": G}]}
-    assert answers["task_00000003"] == [[[3]]]
+    assert list(tasks) == list(answers) == [content_id(n) for n in range(9)]
+    assert tasks[content_id(3)] == {"train": [{"input": G, "output": G}] * 2, "test": [{"input": G}]}
+    assert answers[content_id(3)] == [[[3]]]
     again = tmp_path / "again.jsonl"
     convert(str(tmp_path / "out" / CHALLENGES), again)
     straight = tmp_path / "straight.jsonl"
@@ -139,7 +149,7 @@ def test_nothing_usable_leaves_nothing(jsonl: Write, tmp_path: Path) -> None:
         convert(jsonl([{"a": 1}, {"b": 1}]), out)
     assert not out.parent.exists()
     with pytest.raises(DataError, match=r"found no rows; check --column, --split"):
-        convert(jsonl([{"examples": pairs()}]), out, selection=Selection(start_index=5))
+        convert(jsonl([{"examples": pairs()}]), out, selection=RowSelection(start_index=5))
     with pytest.raises(DataError, match=r"can be used: .* found no rows"):
         convert(jsonl([]), out)
 
@@ -189,7 +199,7 @@ def test_bad_files(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
     with pytest.raises(
         DataError, match=r"no column that could be used: expected one of messages, nope.*found examples, source"
     ):
-        convert(parquet(tmp_path / "y.parquet", rows), tmp_path / "t.jsonl", selection=Selection(column="nope"))
+        convert(parquet(tmp_path / "y.parquet", rows), tmp_path / "t.jsonl", selection=RowSelection(column="nope"))
     (tmp_path / "z.json").write_text("[1]")
     with pytest.raises(DataError, match=r"z.json: expected an object of tasks by id, found list"):
         convert(str(tmp_path / "z.json"), tmp_path / "t.jsonl")
@@ -211,7 +221,7 @@ def test_bad_files(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
 )
 def test_absurd_selections(values: dict[str, int], words: str) -> None:
     with pytest.raises(SpecError, match=words):
-        Selection(**values)  # type: ignore[arg-type]
+        RowSelection(**values)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("setting", "value"), [("HF_ENDPOINT", "http://127.0.0.1:9"), ("HF_HUB_OFFLINE", "1")])

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spile.data.make.items import Selection
+from spile.data.make.items import RowSelection
 from spile.data.make.manifest import MANIFEST
 from spile.data.make.sources import SourceRow
 from spile.data.make.split import make_streams, split_source
@@ -72,7 +72,7 @@ def test_balanced_to_one_for_every_count(
 ) -> None:
     num = data.draw(st.integers(1, count))
     folder = tmp_path_factory.mktemp("s") / "s"
-    made = split_source(Numbers(count), folder, num, Selection(), seed=data.draw(st.integers(0, 5)))
+    made = split_source(Numbers(count), folder, num, RowSelection(), seed=data.draw(st.integers(0, 5)))
     sizes = [entry.samples for entry in made.manifest.streams]
     assert sum(sizes) == count
     assert max(sizes) - min(sizes) <= 1
@@ -164,7 +164,7 @@ def test_known_test_outputs_stay_for_scoring(jsonl: Write, tmp_path: Path) -> No
     make_streams(jsonl([{"examples": [[[[1]], [[2]]], [[[3]], [[4]]]]}]), tmp_path / "s", 1)
     (line,) = (tmp_path / "s" / "stream_000.jsonl").read_text().splitlines()
     assert json.loads(line) == {
-        "task_id": "task_00000000",
+        "task_id": "task-1df961795559",
         "train": [{"input": [[1]], "output": [[2]]}],
         "test": [{"input": [[3]], "output": [[4]]}],
     }
@@ -191,7 +191,7 @@ def test_many_streams_need_few_open_files(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, len(list(Path("/proc/self/fd").iterdir())) + 20), hard))
     try:
-        split_source(Numbers(300), tmp_path / "s", 150, Selection())
+        split_source(Numbers(300), tmp_path / "s", 150, RowSelection())
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert len(ids(tmp_path / "s")) == 150
@@ -211,7 +211,7 @@ def test_a_source_that_fails_midway_leaves_nothing(tmp_path: Path) -> None:
             raise DataError("the line went dead")
 
     with pytest.raises(DataError, match="the line went dead"):
-        split_source(Broken(100), tmp_path / "s", 3, Selection())
+        split_source(Broken(100), tmp_path / "s", 3, RowSelection())
     assert not (tmp_path / "s").exists()
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Literal
 
 import orjson
 
-from spile.data.make.items import Item, ItemTally, Selection, Unique, name_of, usable
+from spile.data.make.items import Item, ItemTally, RowSelection, Unique, usable
 from spile.data.make.sources import RowSource, open_source
 from spile.data.make.whole_files import replacing
 from spile.errors import DataError
@@ -35,7 +35,7 @@ def convert(
     dataset: str,
     output: Path,
     *,
-    selection: Selection | None = None,
+    selection: RowSelection | None = None,
     split: str | None = None,
     config_name: str | None = None,
     format: Format = "arc-jsonl",  # noqa: A002  the flag's name
@@ -47,7 +47,7 @@ def convert(
     ``test_outputs`` keeps the held-back outputs in the JSONL. Nothing is there until all is, and nothing at all if a
     task id stands twice or no row can be used.
     """
-    selection = selection or Selection()
+    selection = selection or RowSelection()
     source = open_source(dataset, column=selection.column, split=split, config_name=config_name)
     return convert_source(source, output, selection, format=format, test_outputs=test_outputs, progress=progress)
 
@@ -55,7 +55,7 @@ def convert(
 def convert_source(
     source: RowSource,
     output: Path,
-    selection: Selection,
+    selection: RowSelection,
     *,
     format: Format = "arc-jsonl",  # noqa: A002
     test_outputs: bool = False,
@@ -67,23 +67,25 @@ def convert_source(
     with replacing(*files) as handles:
         write = _JsonlWriter(handles[0], test_outputs) if format == "arc-jsonl" else _PairWriter(*handles)
         for item in usable(source, selection, tally, arc_only=True):
-            names.add(item.task_id, item.row)
+            if item.own_id or format == "arc-json":  # in an object by ids even equal tasks would be one
+                names.add(item.task_id, item.row)
             write.item(item)
             if progress is not None and tally.rows % _EVERY == 0:
                 progress(tally)
         write.end()
-        check_names(names, source)
+        check_names(names, source, selection)
         check_some(tally, source)
     if progress is not None:
         progress(tally)
     return Converted(files, tally)
 
 
-def check_names(names: Unique, source: RowSource) -> None:
+def check_names(names: Unique, source: RowSource, selection: RowSelection) -> None:
     """Refuse a task id that stands twice, and say where."""
     repeat = names.first_repeat()
     if repeat is not None:
-        name = name_of(source, repeat[0])
+        one = replace(selection, start_index=repeat[0], end_index=repeat[0] + 1, max_samples=None)
+        name = next((item.task_id for item in usable(source, one, ItemTally())), "")
         raise DataError(
             f"task id {name!r} stands twice in {source.origin['dataset']}",
             expected="each id once",

@@ -14,17 +14,19 @@ import orjson
 
 from spile.data.arc.grids import task_problem
 from spile.data.make.sources import RowSource, SourceRow
-from spile.data.rows import row_id
-from spile.errors import DataError, SpecError
+from spile.data.rows import arc_task_id, row_id
+from spile.errors import SpecError
 
-__all__ = ["Item", "ItemTally", "Selection", "Unique", "name_of", "usable"]
+__all__ = ["IdRule", "Item", "ItemTally", "RowSelection", "Unique", "usable"]
 
 Kind = Literal["arc", "chat", "text"]
+IdRule = Literal["content", "number"]
+"""What a task without an id is named after: its content, as in an extraction; or, in older splits, its number."""
 _SHOWN = 5
 
 
 @dataclass(frozen=True)
-class Selection:
+class RowSelection:
     """Which rows of a source, and how they are taken."""
 
     column: str = "examples"
@@ -36,6 +38,7 @@ class Selection:
     """At most so many that can be used."""
     max_train_examples: int | None = None
     """A task's first so many train pairs."""
+    ids: IdRule = "content"
 
     def __post_init__(self) -> None:
         for flag, value, least in (
@@ -52,8 +55,8 @@ class Selection:
             )
 
     def record(self) -> dict[str, object]:
-        """As ``streams.json`` says it."""
-        return dict(vars(self))
+        """As ``streams.json`` says it; older ones, whose tasks were named by their number, have no ``ids``."""
+        return {name: value for name, value in vars(self).items() if (name, value) != ("ids", "number")}
 
 
 @dataclass
@@ -83,6 +86,8 @@ class Item:
     raw: bytes | None
     """Its line, where that is already what a stream would hold."""
     row: int
+    own_id: bool = True
+    """Whether the row brought its id. Of two equal rows that did not, both are the same task."""
 
     def line(self) -> bytes:
         """The line of a stream, without its newline."""
@@ -116,7 +121,7 @@ class Unique:
         return self._rows[int(order[place])], self._rows[int(order[place + 1])]
 
 
-def usable(source: RowSource, selection: Selection, tally: ItemTally, *, arc_only: bool = False) -> Iterator[Item]:
+def usable(source: RowSource, selection: RowSelection, tally: ItemTally, *, arc_only: bool = False) -> Iterator[Item]:
     """The rows that can be used. All are of the first one's kind: tasks, chats or texts."""
     kind: Kind | None = "arc" if arc_only else None
     for row in source.rows(selection.start_index, selection.end_index):
@@ -141,13 +146,6 @@ def usable(source: RowSource, selection: Selection, tally: ItemTally, *, arc_onl
         yield item
 
 
-def name_of(source: RowSource, number: int) -> str:
-    """The name of one row, found by reading up to it again."""
-    for row in source.rows(number, number + 1):
-        return row.proven or row_id(row.data) or _numbered(number)
-    raise DataError(f"row {number} has gone", fix="do not change the dataset while it is read")
-
-
 def _parsed(row: SourceRow) -> SourceRow:
     """A row that was proven but must be looked into after all."""
     if row.proven is None or row.raw is None:
@@ -156,7 +154,7 @@ def _parsed(row: SourceRow) -> SourceRow:
 
 
 def _numbered(number: int) -> str:
-    """The name of a row that brings none: its place in the source, which another selection does not change."""
+    """A row's name where it brings none: its place in the source, which another selection does not change."""
     return f"task_{number:08d}"
 
 
@@ -189,7 +187,7 @@ def _plain(row: SourceRow, kind: Kind | None, column: str) -> Item | str:
     return Item(_numbered(row.number), {"task_id": _numbered(row.number), **row.data}, None, row.number)
 
 
-def _task(row: SourceRow, selection: Selection) -> Item | str:
+def _task(row: SourceRow, selection: RowSelection) -> Item | str:
     """A task: a row that is one already, or a column of pairs whose last one is the test."""
     data = row.data
     booleans = row.raw is None or b"true" in row.raw or b"false" in row.raw
@@ -197,8 +195,8 @@ def _task(row: SourceRow, selection: Selection) -> Item | str:
         made = _from_pairs(data[selection.column])
         if isinstance(made, str):
             return made
-        data = {"task_id": row_id(data) or _numbered(row.number), **made}
-        raw = None
+        own = row_id(data)
+        data, raw = {**({} if own is None else {"task_id": own}), **made}, None
     elif "train" in data:
         raw = row.raw if isinstance(data.get("task_id"), str) else None
     else:
@@ -206,11 +204,12 @@ def _task(row: SourceRow, selection: Selection) -> Item | str:
     problem = task_problem(data, booleans=booleans)
     if problem is not None:
         return problem
-    name = row_id(data) or _numbered(row.number)
+    own = row_id(data)
+    name = own or (arc_task_id(data) if selection.ids == "content" else _numbered(row.number))
     most = selection.max_train_examples
     if raw is None or (most is not None and len(data["train"]) > most):
         raw, data = None, {"task_id": name, "train": data["train"][:most], "test": data["test"]}
-    return Item(name, data, raw, row.number)
+    return Item(name, data, raw, row.number, own is not None or selection.ids == "number")
 
 
 def _from_pairs(pairs: Any) -> dict[str, Any] | str:

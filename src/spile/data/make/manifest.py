@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 
 from spile.errors import DataError
+from spile.spec.records import known_fields
 
 __all__ = ["MANIFEST", "StreamEntry", "StreamsManifest", "check_stream", "stream_name"]
 
@@ -60,8 +61,8 @@ class StreamsManifest:
             value: dict[str, Any] = orjson.loads(raw)
             if value["version"] != VERSION:
                 raise DataError(f"{place} is of another version", expected=str(VERSION), found=str(value["version"]))
-            streams = tuple(StreamEntry(**entry) for entry in value["streams"])
-            return cls(**{**value, "streams": streams})
+            streams = tuple(StreamEntry(**known_fields(StreamEntry, entry)) for entry in value["streams"])
+            return cls(**{**known_fields(cls, value), "streams": streams})
         except (orjson.JSONDecodeError, KeyError, TypeError) as error:
             raise DataError(
                 f"{place} is damaged",

@@ -6,18 +6,20 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import orjson
 
 from spile.data.arc.augment import shuffled
 from spile.data.make.convert import check_names, check_some
-from spile.data.make.items import ItemTally, Selection, Unique, usable
+from spile.data.make.items import ItemTally, RowSelection, Unique, usable
 from spile.data.make.manifest import MANIFEST, StreamEntry, StreamsManifest, stream_name
 from spile.data.make.sources import RowSource, open_source
 from spile.data.make.whole_files import replacing, workspace
 from spile.errors import DataError, SpecError
 
-__all__ = ["MOST_STREAMS", "Streams", "make_streams", "split_source"]
+__all__ = ["MOST_STREAMS", "Streams", "as_begun", "make_streams", "split_source"]
 
 MOST_STREAMS = 10_000
 _BUFFERS = 16 << 20
@@ -75,21 +77,23 @@ def make_streams(
     output_dir: Path,
     num_streams: int,
     *,
-    selection: Selection | None = None,
+    selection: RowSelection | None = None,
     split: str | None = None,
     config_name: str | None = None,
     seed: int = 0,
     only: Collection[int] | None = None,
     overwrite: bool = False,
+    begun: StreamsManifest | None = None,
     progress: Callable[[ItemTally], None] | None = None,
 ) -> Streams:
     """Split a dataset into ``stream_000.jsonl`` … and describe them in ``streams.json``.
 
     ``only`` remakes some of them, byte for byte as ``streams.json`` lists them. Files take their names when all are
-    whole, ``streams.json`` last.
+    whole, ``streams.json`` last. ``begun``: streams that these will replace elsewhere (see :func:`as_begun`).
     """
-    selection = selection or Selection()
+    selection = selection or RowSelection()
     source = open_source(dataset, column=selection.column, split=split, config_name=config_name)
+    selection = as_begun(begun, source, num_streams, selection, seed)
     return split_source(
         source, output_dir, num_streams, selection, seed=seed, only=only, overwrite=overwrite, progress=progress
     )
@@ -99,7 +103,7 @@ def split_source(
     source: RowSource,
     output_dir: Path,
     num_streams: int,
-    selection: Selection,
+    selection: RowSelection,
     *,
     seed: int = 0,
     only: Collection[int] | None = None,
@@ -108,6 +112,8 @@ def split_source(
 ) -> Streams:
     """:func:`make_streams`, from a source that is open already."""
     chosen = _chosen(num_streams, only)
+    if not overwrite:
+        selection = as_begun(_manifest(output_dir), source, num_streams, selection, seed)
     if only is not None and overwrite:
         raise SpecError("--overwrite", expected="all streams made again", found="--streams beside it")
     _check_folder(output_dir, num_streams, overwrite)
@@ -116,6 +122,27 @@ def split_source(
         _compare(output_dir, manifest, overwrite)
         _settle(work, output_dir, manifest, sorted(chosen), overwrite)
     return Streams(output_dir, manifest, tuple(stream_name(number) for number in sorted(chosen)), tally)
+
+
+def as_begun(
+    there: StreamsManifest | None, source: RowSource, num_streams: int, selection: RowSelection, seed: int
+) -> RowSelection:
+    """The selection, with tasks named as in the streams that are there already, if it is that very split.
+
+    A run that an older version's streams began goes on with the same bytes when they are made again.
+    """
+    older = replace(selection, ids="number")
+    same = there is not None and (there.source, there.seed, len(there.streams)) == (
+        orjson.loads(orjson.dumps({**source.origin, **older.record()})),
+        seed,
+        num_streams,
+    )
+    return older if same else selection
+
+
+def _manifest(folder: Path) -> StreamsManifest | None:
+    file = folder / MANIFEST
+    return StreamsManifest.from_json(file.read_bytes(), str(file)) if file.is_file() else None
 
 
 def _chosen(num_streams: int, only: Collection[int] | None) -> set[int]:
@@ -133,7 +160,7 @@ def _write(
     work: Path,
     num_streams: int,
     chosen: set[int],
-    selection: Selection,
+    selection: RowSelection,
     seed: int,
     progress: Callable[[ItemTally], None] | None,
 ) -> tuple[StreamsManifest, ItemTally]:
@@ -145,12 +172,13 @@ def _write(
         if place % num_streams == 0:
             order = shuffled(num_streams, "streams", seed, place // num_streams)
         writers[order[place % num_streams]].line(item.line())
-        names.add(item.task_id, item.row)
+        if item.own_id:
+            names.add(item.task_id, item.row)
         if progress is not None and tally.rows % _EVERY == 0:
             progress(tally)
     if progress is not None:
         progress(tally)
-    check_names(names, source)
+    check_names(names, source, selection)
     check_some(tally, source)
     if tally.samples < num_streams:
         raise SpecError("--num-streams", expected=f"at most {tally.samples}, one a sample", found=str(num_streams))
@@ -182,14 +210,15 @@ def _compare(folder: Path, manifest: StreamsManifest, overwrite: bool) -> None:
     """What is there already must be the same streams."""
     if overwrite:
         return
-    file = folder / MANIFEST
-    if not file.is_file():
+    file, there = folder / MANIFEST, _manifest(folder)
+    if there is None:
         _compare_files(folder, manifest)
         return
-    there = StreamsManifest.from_json(file.read_bytes(), str(file))
     if there.streams == manifest.streams:
         return
     fix = "use another --output-dir, or --overwrite to replace them all"
+    if "ids" not in there.source:
+        fix += "; --ids number names tasks as they were when these were made"
     if len(there.streams) != len(manifest.streams) or there.seed != manifest.seed:
         raise DataError(
             f"{file} lists other streams",

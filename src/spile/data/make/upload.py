@@ -12,7 +12,7 @@ from spile.data.make.manifest import MANIFEST, StreamsManifest, check_stream
 from spile.errors import DataError
 from spile.objects import Folder, NotFound, read_chunks
 
-__all__ = ["Uploaded", "upload"]
+__all__ = ["Uploaded", "read_manifest", "upload"]
 
 _CHUNK = 8 << 20
 _AT_ONCE = 8
@@ -111,11 +111,16 @@ def _local(folder: Path) -> list[_File]:
 
 def _listed(folder: Folder) -> dict[str, str]:
     """The hashes that the bucket's own ``streams.json`` gives."""
+    manifest = read_manifest(folder)
+    return {} if manifest is None else {entry.name: entry.sha256 for entry in manifest.streams}
+
+
+def read_manifest(folder: Folder) -> StreamsManifest | None:
+    """A folder's own ``streams.json``, if it has one."""
     try:
-        raw = folder.get(MANIFEST)
+        return StreamsManifest.from_json(folder.get(MANIFEST), f"{folder.url}/{MANIFEST}")
     except NotFound:
-        return {}
-    return {entry.name: entry.sha256 for entry in StreamsManifest.from_json(raw, f"{folder.url}/{MANIFEST}").streams}
+        return None
 
 
 def _same(folder: Folder, file: _File, listed: str | None) -> bool:
