@@ -97,7 +97,9 @@ class ExtractFlags:
     ] = False
     store_dtype: Annotated[StoreDtype, _flag(_WHERE, "What rows are stored as.")] = "bfloat16"
     shard_size_gb: Annotated[float, _flag(_WHERE, "About how large a shard is.")] = 1.0
-    commit_every: Annotated[float | None, _flag(_WHERE, "Commit at least every so many seconds.")] = None
+    commit_every: Annotated[
+        float, _flag(_WHERE, "Commit what is computed at least every so many seconds; full shards at once.")
+    ] = 60.0
     checkpointing: Annotated[bool, _flag(_WHERE, "--no-checkpointing starts over; refused where commits exist.")] = True
     overwrite: Annotated[bool, _flag(_WHERE, "With --no-checkpointing: remove what is there.", negative="")] = False
     checkpoint_dir: Annotated[str | None, _flag(_WHERE, "Gets checkpoint_worker_N.json, for people.")] = None

@@ -171,6 +171,13 @@ def _show_garbage(report: Report, console: Console) -> None:
             soft_wrap=True,
         )
     waiting = [item for item in report.garbage if item.state == "found"]
+    young = sum(item.state == "too young" for item in report.garbage)
+    if young:
+        console.print(
+            f"{young} younger than --older-than allows (1 hour unless told): spile verify {report.root} --gc --yes "
+            "--older-than 0 removes them, where no worker is alive",
+            soft_wrap=True,
+        )
     if waiting:
         total = size(sum(item.size or 0 for item in waiting))
         console.print(

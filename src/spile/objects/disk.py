@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import mmap
 import os
 import re
@@ -21,6 +22,8 @@ __all__ = [
     "TEMPORARY",
     "MappedFile",
     "becomes",
+    "hold",
+    "is_abandoned",
     "make_folder",
     "read_into",
     "reading",
@@ -155,6 +158,27 @@ def read_into(path: Path, offset: int, target: memoryview) -> int:
         while done < len(target) and (count := os.preadv(file.fileno(), [target[done:]], offset + done)):
             done += count
     return done
+
+
+def hold(handle: int) -> None:
+    """Lock a temporary file for as long as its writer lives: the system lets go of it however that ends."""
+    with suppress(OSError):  # a file system without locks: its temporary files are left to garbage collection
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def is_abandoned(path: Path) -> bool:
+    """Whether the writer of a temporary file is gone: nobody holds the file."""
+    try:
+        handle = os.open(path, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
+    return True
 
 
 def reserve(handle: int, size: int) -> None:

@@ -18,6 +18,7 @@ from spile.objects.disk import (
     ABSENT,
     TEMPORARY,
     becomes,
+    hold,
     make_folder,
     reading,
     reserve,
@@ -45,6 +46,7 @@ class LocalWriter:
             make_folder(path.parent)
             self._temporary = temporary_name(path)
             self._handle = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+            hold(self._handle)
             try:
                 reserve(self._handle, size)
             except OSError:

@@ -21,6 +21,7 @@ from spile.objects import open_folder
 from spile.objects.folder import Folder
 from spile.objects.mirror import MirrorFolder
 from spile.objects.preflight import preflight
+from spile.plan.amounts import counted, size
 from spile.plan.ranges import Ranges
 from spile.plan.shards import row_bytes
 from spile.runtime.device import DeviceProducer, compute_dtype_for, enable_compilation_cache
@@ -37,7 +38,7 @@ from spile.spec.phase import Phase
 from spile.spec.run import ExtractSpec
 from spile.spec.sample import Sample
 from spile.spec.taps import Tap, TapRows, select_taps, tap_rows
-from spile.store.clearing import clear_stream, stream_has_commits, stream_is_begun
+from spile.store.clearing import clear_stream, remove_remains, stream_has_commits, stream_is_begun
 from spile.store.layout import stream_folder
 from spile.store.run import join_run, read_run
 from spile.store.stream import StreamStore, join_stream, read_stream
@@ -94,6 +95,8 @@ def extract(
         if again:
             clear_stream(parts.root, spec.data.worker_id)  # not before the model is known to be whole
         stream, done = _agreed(parts, stream, hosts)
+    if hosts.first:
+        _tidy(stream, progress)
         hosts.barrier("extraction_start")
         notes = notes or stack.enter_context(_notes(parts, stream, progress, hosts))
         stack.enter_context(closing(producer))
@@ -116,6 +119,14 @@ def _nothing_left(parts: Parts, stream: StreamStore, progress: Progress, hosts: 
 
 def _joined(parts: Parts, attempt: str | None = None) -> StreamStore:
     return join_stream(parts.root, parts.spec.data.worker_id, parts.stream_identity, parts.identity, attempt)
+
+
+def _tidy(stream: StreamStore, progress: Progress) -> None:
+    """Take away what killed lives of this stream left on the disk, and say so."""
+    count, taken = remove_remains(stream.folder)
+    if count:
+        files = counted(count, "unfinished shard")
+        progress.say(f"removed {files} ({size(taken)}) that killed runs of this stream left behind")
 
 
 def _agreed(parts: Parts, stream: StreamStore | None, hosts: WorkerGroup) -> tuple[StreamStore, Ranges]:

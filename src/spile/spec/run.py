@@ -169,7 +169,7 @@ class ExtractSpec:
     mesh_shape: tuple[int, int] | None = None
     """Devices as data × model; None: the least model parallelism that leaves room for a batch."""
     shard_size_gb: float = 1.0
-    commit_every: float | None = None
+    commit_every: float | None = 60.0
     """Seconds after which a short shard is committed; None: only full shards."""
     checkpointing: bool = True
     """False: the ledger is ignored and every sample is computed; refused where commits exist."""

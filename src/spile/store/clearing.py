@@ -7,6 +7,7 @@ however long it sleeps, and stops. Where it cannot be created somebody else has 
 from __future__ import annotations
 
 from spile.errors import Damaged, StoreError
+from spile.objects.disk import is_abandoned
 from spile.objects.folder import Folder
 from spile.objects.mirror import home_of
 from spile.objects.removal import Removal
@@ -26,7 +27,15 @@ from spile.store.run import now_iso
 from spile.store.stream import read_stream
 from spile.version import __version__
 
-__all__ = ["clear_stream", "empty_commit", "fence", "is_ours", "stream_has_commits", "stream_is_begun"]
+__all__ = [
+    "clear_stream",
+    "empty_commit",
+    "fence",
+    "is_ours",
+    "remove_remains",
+    "stream_has_commits",
+    "stream_is_begun",
+]
 
 _RECORDS = (METADATA, PROGRESS, STREAM)
 
@@ -34,6 +43,21 @@ _RECORDS = (METADATA, PROGRESS, STREAM)
 def is_ours(name: str) -> bool:
     """Whether a name in a stream's folder is exactly one that a worker gives."""
     return name in _RECORDS or commit_number(name) is not None or is_shard(name)
+
+
+def remove_remains(folder: Folder) -> tuple[int, int]:
+    """Remove the unfinished shards that killed workers left in a stream's folder on a disk: how many, and their bytes.
+
+    A live writer holds its file locked. What is left of uploads to a bucket is garbage collection's, which waits an
+    hour: nobody can tell whether their writer lives.
+    """
+    home = home_of(folder)
+    if home.local_path is None:
+        return 0, 0
+    left = [item for item in home.unfinished() if is_shard(item.key) and is_abandoned(home.local_path / item.handle)]
+    for item in left:
+        home.discard(item)
+    return len(left), sum(item.size or 0 for item in left)
 
 
 def empty_commit(number: int, stream: str, purpose: str) -> Commit:
