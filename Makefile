@@ -5,9 +5,9 @@ BIN    := $(VENV)/bin
 # More than cores: most tests wait for processes and servers.
 JOBS   ?= 5
 
-.PHONY: help demo test check bench soak requirements clean
+.PHONY: help demo test check bench soak docs release-check requirements clean
 help:            ## what there is
-	@grep -hE '^[a-z]+: .*##|^[a-z]+:  *##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 $(VENV)/.ready: requirements.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -32,6 +32,15 @@ bench: $(VENV)/.ready  ## what this machine reaches, beside the alternatives
 
 soak: $(VENV)/.ready  ## every randomized and slow case
 	$(BIN)/pytest -n $(JOBS) --dist worksteal tests
+
+docs: $(VENV)/.ready  ## the documentation as a site in build/site; every link and reference must resolve
+	$(BIN)/python scripts/make_cli_reference.py
+	$(BIN)/python scripts/make_api_reference.py
+	test -x build/docs-venv/bin/mkdocs || { $(PYTHON) -m venv build/docs-venv && build/docs-venv/bin/pip install --quiet 'mkdocs==1.6.1' 'mkdocs-material==9.8.1'; }
+	NO_MKDOCS_2_WARNING=1 build/docs-venv/bin/mkdocs build --strict --quiet
+
+release-check:   ## sdist and wheel, built, installed into an empty environment, and the demo run from there
+	PYTHON=$(PYTHON) scripts/release_check.sh
 
 requirements: $(VENV)/.ready  ## pin every dependency anew, with hashes
 	$(BIN)/pip-compile --quiet --strip-extras --generate-hashes --allow-unsafe --no-header --no-emit-index-url \

@@ -14,7 +14,9 @@ HEAVY = ("jax", "jaxlib", "transformers", "torch", "numpy", "obstore", "datasets
 
 def test_the_public_names_are_these() -> None:
     """A change here is a change for every user: say so in CHANGELOG.md."""
-    assert sorted(spile.__all__) == ["DataSpec", "ExtractSpec", "PromptSpec", "__version__", "extract", "open"]
+    classes = ["DataSpec", "Dataset", "ExtractSpec", "PromptSpec", "Role"]
+    assert sorted(spile.__all__) == [*classes, "__version__", "errors", "extract", "open", "verify"]
+    assert dir(spile) == sorted(spile.__all__)
     for name in spile.__all__:
         assert getattr(spile, name) is not None
     assert not hasattr(spile, "something_else")
