@@ -40,7 +40,17 @@ class Command:
 
     def __init__(self, tasks: Path, output: Path, store_dtype: str = "float32") -> None:
         self.output = output
-        self._words = ["extract", "--dataset", tasks, "--output", output, "--max-seq-length", "512"]
+        self._words = [
+            "extract",
+            "--model",
+            "embedded",
+            "--dataset",
+            tasks,
+            "--output",
+            output,
+            "--max-seq-length",
+            "512",
+        ]
         self._words += ["--store-dtype", store_dtype]
 
     def start(self, *words: object) -> subprocess.Popen[str]:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from fleet.prompt import Prompt, prompt_of
 from fleet.world import World
 from spile.fleet.cloud.settings import read_settings
 from spile.fleet.cloud.tpu import CloudTpu
@@ -35,3 +36,8 @@ def world(tmp_path: Path) -> Iterator[World]:
             yield made
             left = [mark for raw in made.cloud.cloud.nodes("-") for mark in [raw["id"]]]
         assert not any(processes_marked(mark) for mark in left), "the cloud's end leaves no process"
+
+
+@pytest.fixture
+def prompt(world: World, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Prompt:
+    return prompt_of(world, monkeypatch, capfd)

@@ -101,7 +101,8 @@ def test_every_remainder(tmp_path: Path, reference: Dataset, mesh: tuple[int, in
 
 
 def test_a_mesh_of_256(tmp_path: Path, reference: Dataset) -> None:
-    words = f"""extract --max-samples 5 --max-seq-length {LENGTH} --layers 1,3 --store-dtype float32 --batch-size 1
+    words = f"""extract --model embedded --dataset embedded
+    --max-samples 5 --max-seq-length {LENGTH} --layers 1,3 --store-dtype float32 --batch-size 1
                 --mesh-shape 16,16 --predictions-per-task {VARIANTS} --output {tmp_path / "out"}""".split()
     command = [sys.executable, "-m", "spile.cli.main", *words]
     with started([command], [clean_environment(256)]) as group:
@@ -116,7 +117,8 @@ class Slice:
 
     def __init__(self, root: Path, variants: int = VARIANTS) -> None:
         self.root = root
-        self.words = f"""extract --predictions-per-task {variants} --max-seq-length {LENGTH} --layers 1,3
+        self.words = f"""extract --model embedded --dataset embedded
+        --predictions-per-task {variants} --max-seq-length {LENGTH} --layers 1,3
             --store-dtype float32 --batch-size 1 --shard-size-gb 1e-5 --output {root}
             --heartbeat-timeout 5 --barrier-timeout 45""".split()
 

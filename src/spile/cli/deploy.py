@@ -2,57 +2,105 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import MISSING, fields, replace
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Group, Parameter
-from rich.console import Console
 
 from spile.cli.extract import GCS_PREFIX, ExtractFlags
-from spile.cli.shell.fleet_flags import MachineFlags, PlaceFlags, print_results
+from spile.cli.shell.defaults import GUIDES_DATASET, GUIDES_STREAMS, with_model
+from spile.cli.shell.fleet_flags import MachineFlags, PlaceFlags, confirm, print_results
+from spile.cli.shell.remembering import as_before, given, words_of
+from spile.dashboard.console import output
 from spile.errors import SpecError
-from spile.spec.run import EMBEDDED
+from spile.objects.opening import is_remote
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from spile.fleet.cloud.tpu import CloudTpu
     from spile.fleet.home import FleetHome
     from spile.fleet.manage import NodeResult
-    from spile.fleet.spec import FleetSpec
+    from spile.fleet.spec import FleetSpec, Policy
+    from spile.fleet.streams import StreamsPlan
 
-__all__ = ["deploy", "extract_words"]
+__all__ = ["DeployFlags", "deploy", "extract_words"]
 
 _STEPS = Group("Which steps", sort_key=0)
 _OURS = frozenset(
     {
-        "dataset", "dataset_dir", "worker_id", "max_samples", "output", "output_dir", "gcs_bucket", "gcs_prefix",
-        "upload_to_gcs", "delete_local_after_upload",
+        "dataset", "dataset_dir", "worker_id", "expect_split", "max_samples", "output", "output_dir", "gcs_bucket",
+        "gcs_prefix", "upload_to_gcs", "delete_local_after_upload", "checkpointing", "overwrite",
     }
 )  # fmt: skip
-"""What deploy decides for every worker."""
+"""What deploy decides for every worker: an order to remove a stream must not go to every life of its worker."""
+_NOT_AGAIN = frozenset({"dataset", "dataset_dir", "gcs_bucket", "checkpointing", "overwrite"})
+"""What a second deployment does not take from the first one's command line."""
 
 
 def _flag(text: str, **more: object) -> Parameter:
     return Parameter(group=_STEPS, help=text, **more)  # type: ignore[arg-type]
 
 
+@Parameter(name="*")
+@dataclass(frozen=True)
+class DeployFlags:
+    """The flags of ``spile deploy`` itself."""
+
+    create_tpus: Annotated[bool, _flag("Make the machines that are not there.", negative="")] = False
+    adopt: Annotated[
+        list[str] | None,
+        _flag("The machines: these, which somebody else made and named; over ssh.", consume_multiple=True, negative=""),
+    ] = None
+    skip_dataset: Annotated[
+        bool, _flag("The streams are in the bucket already; flags not given are as before.", negative="")
+    ] = False
+    skip_launch: Annotated[bool, _flag("Only prepare: streams, code, assignment.", negative="")] = False
+    dry_run: Annotated[
+        bool, _flag("Check all, say what would be made and what it costs; make nothing.", negative="")
+    ] = False
+    launch: Annotated[Literal["startup", "ssh"], _flag("How workers start: by themselves at boot, or over ssh.")] = (
+        "startup"
+    )
+    force: Annotated[bool, _flag("With --launch ssh: install anew.", negative="")] = False
+    monitor: Annotated[bool, _flag("Then watch and heal, as spile monitor does.", negative="")] = False
+    interval: Annotated[float, _flag("Seconds between looks.")] = 60.0
+    budget: Annotated[float | None, _flag("Dollars after which the fleet is deleted.")] = None
+    keep_finished: Annotated[bool, _flag("Do not delete machines whose work is finished.", negative="")] = False
+    env: Annotated[
+        list[str] | None, _flag("NAME=value for every worker, such as HF_TOKEN; kept in the bucket.", negative="")
+    ] = None
+    yes: Annotated[
+        bool, _flag("Do not ask: replace another deployment of this fleet, remove with --overwrite.", negative="")
+    ] = False
+    user: Annotated[str | None, _flag("The login for ssh. [default: yours]")] = None
+    ssh_key: Annotated[Path | None, _flag("The private key for ssh. [default: gcloud's]")] = None
+    internal_ip: Annotated[bool, _flag("ssh to internal addresses.", negative="")] = False
+
+    def policy(self, budget: float | None) -> Policy:
+        """How patient the monitor is."""
+        from spile.fleet.spec import Policy
+
+        chosen = self.budget if self.budget is not None else budget
+        return Policy(interval=self.interval, budget=chosen, delete_finished=not self.keep_finished)
+
+    def variables(self) -> dict[str, str]:
+        """The workers' own."""
+        found = {}
+        for word in self.env or ():
+            name, equals, value = word.partition("=")
+            if not equals or not name.isidentifier():
+                raise SpecError("--env", expected="NAME=value", found=repr(name))
+            found[name] = value
+        return found
+
+
 def extract_words(flags: ExtractFlags, *, without: Collection[str] = _OURS) -> tuple[str, ...]:
     """The flags that differ from their defaults, as ``spile extract`` on a machine will read them."""
-    words: list[str] = []
-    for field in fields(flags):
-        value = getattr(flags, field.name)
-        default = field.default if field.default is not MISSING else None
-        if field.name in without or value == default:
-            continue
-        name = f"--{field.name.replace('_', '-')}"
-        if isinstance(value, bool):
-            words.append(name if value else f"--no-{name[2:]}")
-        elif isinstance(value, list | tuple):
-            words += [name, *map(str, value)]
-        else:
-            words += [name, str(value)]
-    return tuple(words)
+    return tuple(words_of(flags, without))
 
 
 def deploy(
@@ -60,110 +108,226 @@ def deploy(
     place: PlaceFlags = PlaceFlags(),  # noqa: B008
     machines: MachineFlags = MachineFlags(),  # noqa: B008
     flags: ExtractFlags = ExtractFlags(),  # noqa: B008
-    create_tpus: Annotated[bool, _flag("Make the machines that are not there.", negative="")] = False,
-    skip_dataset: Annotated[bool, _flag("The streams are in the bucket already.", negative="")] = False,
-    skip_launch: Annotated[bool, _flag("Only prepare: streams, code, assignment.", negative="")] = False,
-    launch: Annotated[
-        Literal["startup", "ssh"], _flag("How workers start: by themselves at boot, or over ssh.")
-    ] = "startup",
-    force: Annotated[bool, _flag("With --launch ssh: install anew.", negative="")] = False,
-    monitor: Annotated[bool, _flag("Then watch and heal, as spile monitor does.", negative="")] = False,
-    interval: Annotated[float, _flag("Seconds between looks.")] = 60.0,
-    budget: Annotated[float | None, _flag("Dollars after which the fleet is deleted.")] = None,
-    keep_finished: Annotated[bool, _flag("Do not delete machines whose work is finished.", negative="")] = False,
-    env: Annotated[
-        list[str] | None, _flag("NAME=value for every worker, such as HF_TOKEN; kept in the bucket.", negative="")
-    ] = None,
-    user: Annotated[str | None, _flag("The login for ssh. [default: yours]")] = None,
-    ssh_key: Annotated[Path | None, _flag("The private key for ssh. [default: gcloud's]")] = None,
-    internal_ip: Annotated[bool, _flag("ssh to internal addresses.", negative="")] = False,
+    steps: DeployFlags = DeployFlags(),  # noqa: B008
 ) -> int:
-    """Split the dataset into a stream a worker, put streams and code in the bucket, and start every worker.
+    """Split the dataset into a stream per worker, put streams and code in the bucket, and start every worker.
 
-    Every flag of spile extract goes to every worker. Machines need nothing but the bucket: what is preempted and made
-    again resumes by itself.
+    Every flag of spile extract goes to every worker, and every variable of the guides counts. Machines need nothing but
+    the bucket: what is preempted and made again resumes by itself. A fleet that is deployed already and would change
+    is asked about first.
     """
-    from spile.cli.shell.healing import adjusted, watch_fleet
-    from spile.fleet.cloud.tpu import check_place
-    from spile.fleet.deploy import launch_waiting, publish
+    from spile.cli.shell.dry_run import show
+    from spile.fleet.checks import changes, check_root
+    from spile.fleet.deploy import fleet_bucket, publish
     from spile.fleet.home import FleetHome, fleet_url
-    from spile.fleet.spec import Policy
-
-    client = place.client()
-    policy = Policy(interval=interval, budget=budget, delete_finished=not keep_finished)
-    bucket, fleet = _plan(machines.fleet(place, client.project, policy), flags, _variables(env or []))
-    for zone in () if skip_launch else fleet.zones:
-        check_place(client, zone, fleet.machine.accelerator_type)
-    console = Console(highlight=False, soft_wrap=True)
-    home = FleetHome.open(fleet_url(bucket, fleet.name))
-    list(home.folder.list("fleet.json"))  # a bucket that is not there is told now, before anything is made
-    _data(fleet, flags, skip_dataset, console)
-    fleet = publish(home, fleet, lambda line: console.print(line, markup=False))
-    if skip_launch:
-        console.print("prepared; launch with: spile deploy --skip-dataset …", markup=False)
-        return 0
-    results: list[NodeResult] = []
-    if create_tpus and (launch == "ssh" or not monitor):  # else the monitor makes them, and heals meanwhile
-        results = _create(client, home, fleet, console)
-    elif launch == "startup" and not monitor:
-        results = launch_waiting(client, fleet, home.folder.url)
-    if launch == "ssh":
-        from spile.fleet.deploy import launch_over_ssh
-        from spile.fleet.ssh.hosts import Access
-
-        access = Access(user=user, key=ssh_key)
-        results = [result for result in results if result.bad]
-        results += launch_over_ssh(client, fleet, home.folder.url, access, internal_ip=internal_ip, force=force)
-    code = print_results(console, results)
-    if monitor:
-        adjust = adjusted(interval, budget, keep_finished)
-        return watch_fleet(home, client, console, interval=interval, adjust=adjust)
-    console.print(f"watch and heal with: spile monitor {home.folder.url}", markup=False)
-    return code
-
-
-def _variables(words: list[str]) -> dict[str, str]:
-    found = {}
-    for word in words:
-        name, equals, value = word.partition("=")
-        if not equals or not name.isidentifier():
-            raise SpecError("--env", expected="NAME=value", found=repr(name))
-        found[name] = value
-    return found
-
-
-def _plan(fleet: FleetSpec, flags: ExtractFlags, variables: dict[str, str]) -> tuple[str, FleetSpec]:
-    """The bucket, and the fleet with its work; every mistake of a flag is found here, before anything is made."""
-    from spile.fleet.deploy import Deployment
-    from spile.objects import bucket_url, is_remote
 
     if not flags.gcs_bucket:
         raise SpecError("no bucket", expected="--gcs-bucket NAME, with or without gs://")
-    bucket = bucket_url(flags.gcs_bucket)
-    root = flags.output or f"{bucket}/{(flags.gcs_prefix or GCS_PREFIX).strip('/')}"
-    here = replace(flags, output=root, output_dir=None, upload_to_gcs=False)
-    replace(here, dataset=EMBEDDED, dataset_dir=f"{bucket}/datasets").spec()
-    # A folder of this computer is no place that machines can read: its streams go to the bucket.
-    remote = flags.dataset_dir if flags.dataset_dir and is_remote(flags.dataset_dir) else f"{bucket}/datasets"
-    work = Deployment(root, remote, extract_words(flags), flags.max_samples, variables)
-    return bucket, work.on(fleet)
+    bucket = fleet_bucket("--gcs-bucket", flags.gcs_bucket)
+    console = output(soft_wrap=True)
+    client = place.client()
+    home = FleetHome.open(fleet_url(bucket, place.fleet))
+    before = home.find_fleet()  # a bucket that is not there is told now, before anything is made
+    asked = _Asked(place, machines, flags, steps).settled(before, console)
+    fleet = asked.fleet(client, before)
+    _check(client, fleet, asked)
+    with _streams(fleet, asked, bucket, before, console) as streams:
+        streams.check(len(fleet.workers))
+        fleet = asked.work(fleet, bucket, streams)
+        cleared = _to_clear(fleet, asked.flags)
+        check_root(bucket, fleet, streams, cleared=bool(cleared))
+        changed = changes(before, fleet) if before is not None else []
+        if steps.dry_run:
+            return show(console, fleet, streams, asked.flags, changed, cleared)
+        _ask(console, fleet, changed, cleared, yes=steps.yes)
+        streams.put(lambda line: console.print(line, markup=False))
+    _clear(fleet, cleared)
+    fleet = publish(home, fleet, lambda line: console.print(line, markup=False))
+    if steps.skip_launch:
+        console.print("prepared; launch with: spile deploy --skip-dataset …", markup=False)
+        return 0
+    return _launch(client, home, fleet, steps, console)
 
 
-def _data(fleet: FleetSpec, flags: ExtractFlags, skip: bool, console: Console) -> None:
-    """Put the streams where workers read them: split a dataset, or take a folder of streams as it is."""
-    from spile.fleet.deploy import check_streams, prepare_streams, upload_streams
+@dataclass(frozen=True)
+class _Asked:
+    """The whole command line."""
+
+    place: PlaceFlags
+    machines: MachineFlags
+    flags: ExtractFlags
+    steps: DeployFlags
+
+    def settled(self, before: FleetSpec | None, console: Console) -> _Asked:
+        """With what an earlier deployment said, where this one takes its streams, and the guides' model."""
+
+        def say(line: str) -> None:
+            console.print(line, markup=False)
+
+        place, machines, flags = self.place, self.machines, self.flags
+        if self.steps.skip_dataset and before is not None:
+            flags, words = as_before(flags, before.flags.get("extract", {}), _NOT_AGAIN)
+            machines, more = as_before(machines, before.flags.get("machines", {}))
+            if place.zones is None:
+                place = replace(place, zones=",".join(before.zones))
+            if words or more:
+                say(f"as before: {' '.join([*words, *more])}")
+        if flags.worker_id is not None:
+            raise SpecError("--worker-id", expected="none: a fleet numbers its workers", found=str(flags.worker_id))
+        if flags.output_dir is not None:
+            say(f"--output-dir {flags.output_dir} is not used: a machine's disk goes with it, the bucket is the home")
+        return replace(self, place=place, machines=machines, flags=with_model(flags, "a fleet", say))
+
+    def fleet(self, client: CloudTpu, before: FleetSpec | None) -> FleetSpec:
+        """Its machines."""
+        from spile.fleet.manage import named_workers
+
+        budget = before.policy.budget if before is not None and self.steps.skip_dataset else None
+        fleet = self.machines.fleet(self.place, client.project, self.steps.policy(budget))
+        if not self.steps.adopt:
+            return fleet
+        return replace(fleet, workers=named_workers(client, fleet.zones, self.steps.adopt))
+
+    def root(self, bucket: str) -> str:
+        """Where the dataset goes: the bucket that was named, or another one."""
+        from spile.fleet.deploy import fleet_bucket
+
+        if self.flags.output is not None:
+            if not is_remote(self.flags.output):
+                raise SpecError(
+                    "--output",
+                    expected="gs://… or s3://…: a machine's own disk goes with the machine",
+                    found=repr(self.flags.output),
+                )
+            return fleet_bucket("--output", self.flags.output)
+        return f"{bucket}/{(self.flags.gcs_prefix or GCS_PREFIX).strip('/')}"
+
+    def work(self, fleet: FleetSpec, bucket: str, streams: StreamsPlan) -> FleetSpec:
+        """The fleet with its work."""
+        from spile.fleet.deploy import Deployment
+
+        said = {"extract": given(self.flags, _NOT_AGAIN), "machines": given(self.machines)}
+        return Deployment(
+            self.root(bucket),
+            streams.url,
+            extract_words(self.flags),
+            split=streams.split,
+            max_samples=self.flags.max_samples,
+            environment=self.steps.variables(),
+            flags=said,
+        ).on(fleet)
+
+
+def _check(client: CloudTpu, fleet: FleetSpec, asked: _Asked) -> None:
+    """Every mistake that can be known now."""
+    from spile.fleet.checks import check_model
+    from spile.fleet.cloud.tpu import check_place
+
+    flags = asked.flags
+    asked.root("gs://b")
+    asked.steps.variables()
+    spec = replace(flags, output="gs://b/x", output_dir=None, gcs_bucket=None, upload_to_gcs=None, dataset=None)
+    check_model(replace(spec, dataset_dir="gs://b/datasets").spec())
+    for zone in () if asked.steps.skip_launch else fleet.zones:
+        check_place(client, zone, fleet.machine.accelerator_type)
+
+
+@contextmanager
+def _streams(
+    fleet: FleetSpec, asked: _Asked, bucket: str, before: FleetSpec | None, console: Console
+) -> Iterator[StreamsPlan]:
+    """The streams that the workers will read: those that are there, a folder's, or a dataset split now."""
+    from spile.fleet.streams import existing_streams, local_streams, split_streams
 
     def say(line: str) -> None:
         console.print(line, markup=False)
 
-    streams = fleet.streams or ""
-    if flags.dataset_dir and flags.dataset_dir != streams and not skip:
-        upload_streams(flags.dataset_dir, streams, say)
-    if skip or flags.dataset_dir:
-        check_streams(streams, fleet)
-        return
-    column = "examples" if flags.column == "text" else flags.column
-    prepare_streams(flags.dataset, streams, len(fleet.workers), column=column, seed=flags.seed, say=say)
+    flags, below = asked.flags, f"{bucket}/datasets"
+    if flags.dataset is not None and flags.dataset_dir is not None:
+        raise SpecError("two datasets", expected="--dataset or --dataset-dir", found="both")
+    folder = flags.dataset_dir
+    if folder is None and flags.dataset is None and not asked.steps.skip_dataset and Path(GUIDES_STREAMS).is_dir():
+        say(f"no dataset was named: {GUIDES_STREAMS}, as in the guides")
+        folder = GUIDES_STREAMS
+    if folder is not None and not is_remote(folder) and not asked.steps.skip_dataset:
+        yield local_streams(Path(folder), below)
+    elif asked.steps.skip_dataset or folder is not None:
+        remote = folder if folder is not None and is_remote(folder) else None
+        yield existing_streams(remote or (before.streams if before is not None and before.streams else below))
+    else:
+        if flags.dataset is None:
+            say(f"no dataset was named: {GUIDES_DATASET}, as in the guides")
+        column = "examples" if flags.column == "text" else flags.column
+        dataset = flags.dataset or GUIDES_DATASET
+        begun = before.streams if before is not None else None
+        with split_streams(
+            dataset, below, len(fleet.workers), column=column, seed=flags.seed, say=say, begun=begun
+        ) as made:
+            yield made
+
+
+def _to_clear(fleet: FleetSpec, flags: ExtractFlags) -> list[int]:
+    """The streams that ``--no-checkpointing --overwrite`` removes: once, now, and never by a worker."""
+    from spile.fleet.checks import begun, refuse_at_work
+
+    if flags.checkpointing:
+        return []
+    found = begun(fleet.root, fleet)
+    if found and not flags.overwrite:
+        raise SpecError(
+            "--no-checkpointing",
+            expected="streams without commits",
+            found=f"commits of {len(found)} workers in {fleet.root}",
+            fix="leave it out to resume, or give another --gcs-prefix",
+        )
+    refuse_at_work(fleet.root, found)
+    return found
+
+
+def _ask(console: Console, fleet: FleetSpec, changed: list[str], cleared: list[int], *, yes: bool) -> None:
+    """What would be replaced or removed is asked about, once."""
+    if changed:
+        question = f"Fleet {fleet.name} is deployed already, with another task: {'; '.join(changed)}. Replace it?"
+        confirm(question, yes=yes, console=console)
+    if cleared:
+        confirm(f"Remove what is stored of {len(cleared)} streams in {fleet.root}, for good?", yes=yes, console=console)
+
+
+def _clear(fleet: FleetSpec, cleared: list[int]) -> None:
+    from spile.objects import open_folder
+    from spile.store.clearing import clear_stream
+
+    for number in cleared:
+        clear_stream(open_folder(fleet.root), number)
+
+
+def _launch(client: CloudTpu, home: FleetHome, fleet: FleetSpec, steps: DeployFlags, console: Console) -> int:
+    """The machines, and the workers on them."""
+    from spile.dashboard.watching import adjusted, watch_fleet
+    from spile.fleet import manage
+    from spile.fleet.deploy import launch_over_ssh, launch_waiting
+    from spile.fleet.ssh.hosts import Access
+
+    results: list[NodeResult] = []
+    ssh = steps.launch == "ssh" or bool(steps.adopt)
+    if steps.adopt:
+        results = manage.adopt(client, fleet, steps.adopt)
+    elif steps.create_tpus and (ssh or not steps.monitor):  # else the monitor makes them, and heals meanwhile
+        results = _create(client, home, fleet, console)
+    elif not ssh and not steps.monitor:
+        results = launch_waiting(client, fleet, home.folder.url)
+    if ssh:
+        access = Access(user=steps.user, key=steps.ssh_key)
+        results = [result for result in results if result.bad]
+        results += launch_over_ssh(
+            client, fleet, home.folder.url, access, internal_ip=steps.internal_ip, force=steps.force
+        )
+    code = print_results(console, results)
+    if steps.monitor:
+        adjust = adjusted(steps.interval, None, steps.keep_finished)
+        return watch_fleet(home, client, console, interval=steps.interval, adjust=adjust)
+    console.print(f"watch and heal with: spile monitor {home.folder.url}", markup=False)
+    return code
 
 
 def _create(client: CloudTpu, home: FleetHome, fleet: FleetSpec, console: Console) -> list[NodeResult]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import dataclass
+from typing import Annotated
 
 from cyclopts import Group, Parameter
 
 from spile.cli.pod import PodFlags, say
+from spile.cli.shell.defaults import GUIDES_MODEL, GUIDES_STREAMS, STREAM_FILE, settled
 from spile.cli.shell.engine_flags import EngineFlags
 from spile.errors import SpecError
 from spile.objects.opening import is_remote
@@ -28,14 +28,10 @@ from spile.spec.run import (
 )
 from spile.spec.taps import parse_layers, parse_sites
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
 __all__ = ["GCS_PREFIX", "ExtractFlags", "extract"]
 
 GCS_PREFIX = "activations"
 """The folder in a bucket that is named alone."""
-_STREAM = re.compile(r"(?:.*/)?stream_(\d{3,})\.jsonl", re.ASCII)
 
 _WHAT = Group("What", sort_key=1)
 _PROMPTS = Group("Prompts", sort_key=2)
@@ -56,9 +52,23 @@ def _words(group: Group, text: str) -> Parameter:
 class ExtractFlags:
     """The flags of ``spile extract``."""
 
-    model: Annotated[str, _flag(_WHAT, "A model on the Hugging Face hub, a folder, or gs://…")] = EMBEDDED
+    model: Annotated[
+        str | None,
+        _flag(
+            _WHAT,
+            f"A model on the Hugging Face hub, a folder, or gs://… "
+            f"[default: embedded for a try-out here; with a bucket, a pod or a worker's number {GUIDES_MODEL}]",
+        ),
+    ] = None
     revision: Annotated[str | None, _flag(_WHAT, "The hub model's branch, tag or commit.")] = None
-    dataset: Annotated[str, _flag(_WHAT, "JSONL of ARC tasks, of {text} or of {messages}.")] = EMBEDDED
+    dataset: Annotated[
+        str | None,
+        _flag(
+            _WHAT,
+            "JSONL of ARC tasks, of {text} or of {messages}. "
+            f"[default: embedded for a try-out here; else {GUIDES_STREAMS} where it exists]",
+        ),
+    ] = None
     dataset_dir: Annotated[
         str | None, _flag(_WHAT, "A folder of streams; --worker-id 5 reads its stream_005.jsonl.")
     ] = None
@@ -67,8 +77,11 @@ class ExtractFlags:
         _flag(
             _WHAT,
             "The stream's number: reads stream_005.jsonl, writes tpu_5/. "
-            "[default: of a --dataset named stream_005.jsonl, 5; TPU_WORKER_ID with --dataset-dir; else 0]",
+            "[default: of a --dataset named stream_005.jsonl, 5; TPU_WORKER_ID; else 0]",
         ),
+    ] = None
+    expect_split: Annotated[
+        str | None, _flag(_WHAT, "Refuse streams of any other split than this one; deploy gives it to its workers.")
     ] = None
     layers: Annotated[list[str] | None, _words(_WHAT, "all, or 0-11,20, or 0 1 2. [default: all]")] = None
     taps: Annotated[list[str] | None, _words(_WHAT, "Some of residual, attn, mlp. [default: residual]")] = None
@@ -111,7 +124,7 @@ class ExtractFlags:
 
     def spec(self) -> ExtractSpec:
         """The run that these flags ask for."""
-        if self.dataset_dir is not None and self.dataset != EMBEDDED:
+        if self.dataset_dir is not None and self.dataset is not None:
             raise SpecError("two datasets", expected="--dataset or --dataset-dir", found="both")
         prompt = PromptSpec(
             kind=self.prompt,
@@ -122,7 +135,7 @@ class ExtractFlags:
             pack=self.pack,
         )
         data = DataSpec(
-            dataset=self.dataset,
+            dataset=self.dataset or EMBEDDED,
             dataset_dir=self.dataset_dir,
             worker_id=self._stream(),
             prompt=prompt,
@@ -130,10 +143,11 @@ class ExtractFlags:
             long=self.long,
             max_samples=self.max_samples,
             seed=self.seed,
+            expect_split=self.expect_split,
         )
         output, local_copy = self._places()
         return ExtractSpec(
-            model=self.model,
+            model=self.model or EMBEDDED,
             revision=self.revision,
             data=data,
             output=output,
@@ -153,20 +167,11 @@ class ExtractFlags:
             checkpoint_dir=self.checkpoint_dir,
         )
 
-    def numbered(self, environment: Mapping[str, str]) -> ExtractFlags:
-        """With the stream that TPU_WORKER_ID names, for one process with --dataset-dir; on a pod it is the host's."""
-        text = environment.get("TPU_WORKER_ID", "").strip()
-        if not text or self.worker_id is not None or self.dataset_dir is None:
-            return self
-        if not text.isdecimal():
-            raise SpecError("TPU_WORKER_ID", expected="the stream's number", found=repr(text))
-        return replace(self, worker_id=int(text))
-
     def _stream(self) -> int:
         """The stream's number: as given, else as the dataset's own name says."""
         if self.worker_id is not None:
             return self.worker_id
-        named = _STREAM.fullmatch(self.dataset) if self.dataset_dir is None else None
+        named = STREAM_FILE.fullmatch(self.dataset or "") if self.dataset_dir is None else None
         return int(named[1]) if named else 0
 
     def _places(self) -> tuple[str, str | None]:
@@ -211,17 +216,18 @@ def extract(
     from spile.runtime.pod.check import say_devices
     from spile.runtime.signals import end_soon
 
-    flags = flags or ExtractFlags()
+    flags, pod = flags or ExtractFlags(), pod or PodFlags()
     if engine is not None and engine.asked:
         from spile.cli.engines import extract_on_engine
 
-        return extract_on_engine(flags, engine)
-    flags.spec()  # a mistake is told before anybody waits for a pod's other hosts
-    with (pod or PodFlags()).joined(say) as hosts, watched(verbose) as watch:
+        return extract_on_engine(settled(flags, os.environ, say, every_stream=True), engine)
+    flags.spec()  # a mistake is told before anybody looks for a pod, or waits for its other hosts
+    identity = pod.identity()
+    spec = settled(flags, os.environ, say, pod=identity.count > 1).spec()
+    with pod.joined(say, identity) as hosts, watched(verbose) as watch:
         if verbose:
             watch.progress.phase(Phase.LOOKING, "at the devices")
             say_devices(hosts, say)
-        spec = (flags if hosts.name else flags.numbered(os.environ)).spec()
         summary = run(spec, progress=watch.progress, stop=watch.stop, hosts=hosts)
         if hosts.first:
             watch.finish(summary, spec.data.max_samples)

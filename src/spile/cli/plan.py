@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,10 +14,11 @@ from rich.console import Console
 from rich.table import Table
 
 from spile.cli.extract import ExtractFlags
+from spile.cli.shell.defaults import settled
 from spile.dashboard.console import output
 from spile.errors import SpecError
 from spile.plan.amounts import amount, duration, size
-from spile.plan.cost import Estimate, Rates, refuse_over_budget
+from spile.plan.cost import START_SECONDS, Estimate, Rates, refuse_over_budget
 from spile.spec.machines import Machine, Prices, list_prices, parse_machine
 from spile.spec.prices import prices_from
 
@@ -49,6 +51,9 @@ def plan(
     prices: Annotated[Path | None, _flag("A TOML file with your own prices and machines.")] = None,
     count: Annotated[int, _flag("Samples to tokenize, spread over the dataset.")] = 1000,
     efficiency: Annotated[float, _flag("The part of the chips' peak that is reached.")] = Rates.efficiency,
+    start_minutes: Annotated[
+        float, _flag("Paid for before the first token: to boot, install, load and compile.")
+    ] = START_SECONDS / 60,
     tokens_per_second: Annotated[float | None, _flag("Measured on the whole machine, instead.")] = None,
     compile: Annotated[bool | None, _flag("Ask the real TPU compiler. [default: where it is installed]")] = None,  # noqa: A002
     largest: Annotated[bool, _flag("Also find the largest batch that fits.")] = True,
@@ -64,11 +69,14 @@ def plan(
         raise SpecError("--budget", expected="0 dollars or more", found=f"{budget:g}")
     table = list_prices() if prices is None else read_prices(prices)
     machines = [parse_machine(word, table) for word in topology or _USUAL]
-    rates = Rates(efficiency=efficiency, tokens_per_second=tokens_per_second)
-    found = look((flags or ExtractFlags()).spec(), count)
+    rates = Rates(efficiency=efficiency, start_seconds=start_minutes * 60, tokens_per_second=tokens_per_second)
+    console = output(soft_wrap=True)
+    named = settled(
+        flags or ExtractFlags(), os.environ, lambda line: None if json_ else console.print(line, markup=False)
+    )
+    found = look(named.spec(), count)
     estimates = [found.on(machine, table, rates=rates, workers=workers) for machine in machines]
     compiles = bool(topology) and available() if compile is None else compile
-    console = output(soft_wrap=True)
     if not json_:
         _print(console, found, estimates, table, rates)
     fits = {
@@ -136,7 +144,8 @@ def _print(console: Console, found: Forecast, estimates: list[Estimate], prices:
         else f"{rates.efficiency:.0%} of the chips' peak, {rates.padding - 1:.0%} padding"
     )
     console.print(
-        f"Assumed: {basis}, {size(rates.sink_bytes)}/s from each host into the store. "
+        f"Assumed: {basis}, {size(rates.sink_bytes)}/s from each host into the store, "
+        f"{duration(rates.start_seconds)} to boot, install, load and compile. "
         f"Prices: {prices.source}, as of {prices.as_of}; --prices FILE overrides them.",
         markup=False,
     )

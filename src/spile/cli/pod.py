@@ -48,14 +48,14 @@ class PodFlags:
         )
 
     @contextlib.contextmanager
-    def joined(self, say: Callable[[str], None]) -> Iterator[WorkerGroup]:
+    def joined(self, say: Callable[[str], None], identity: Identity | None = None) -> Iterator[WorkerGroup]:
         """Alone, or with the others, for as long as this lasts."""
         from spile.runtime.pod.group import PodProcess, joined_group
         from spile.runtime.pod.pod import PodTimes
         from spile.runtime.signals import interrupting, last_words
 
         times = PodTimes.of(self.barrier_timeout, self.heartbeat_timeout)
-        with interrupting(), joined_group(self.identity(), times, say) as hosts:
+        with interrupting(), joined_group(identity or self.identity(), times, say) as hosts:
 
             def say_why() -> None:
                 if isinstance(hosts, PodProcess):

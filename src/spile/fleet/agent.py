@@ -41,6 +41,8 @@ def worker_command(fleet: FleetSpec, worker: Worker) -> list[str]:
     words = [sys.executable, "-m", "spile.cli.main", "extract", "--worker-id", str(worker.id), "--output", fleet.root]
     if fleet.streams is not None:
         words += ["--dataset-dir", fleet.streams]
+    if fleet.split:
+        words += ["--expect-split", fleet.split]
     if fleet.max_samples is not None:
         words += ["--max-samples", str(fleet.max_samples)]
     return [*words, *fleet.arguments]

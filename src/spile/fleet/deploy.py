@@ -4,39 +4,45 @@ from __future__ import annotations
 
 import secrets
 import shlex
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from typing import Any
 
-from spile.data.make.items import RowSelection
-from spile.data.make.manifest import stream_name
-from spile.data.make.split import make_streams
-from spile.data.make.upload import read_manifest, upload
-from spile.errors import DataError, SpecError
+from spile.errors import SpecError
 from spile.fleet.cloud.provider import Provider
 from spile.fleet.cloud.states import NodeState
 from spile.fleet.heal.monitor import machine_metadata, startup_script
-from spile.fleet.home import FLEET, STARTUP, FleetHome
+from spile.fleet.home import STARTUP, FleetHome
 from spile.fleet.manage import NodeResult, list_nodes
 from spile.fleet.spec import FleetSpec, owns
 from spile.fleet.ssh.hosts import Access, Host, hosts_of
 from spile.fleet.ssh.launch import launch
 from spile.fleet.wheel import build_wheel
-from spile.objects import open_folder
+from spile.objects import bucket_url
 from spile.objects.folder import NotFound
 from spile.version import __version__
 
 __all__ = [
     "Deployment",
-    "check_streams",
+    "fleet_bucket",
     "launch_over_ssh",
     "launch_waiting",
-    "prepare_streams",
     "publish",
-    "upload_streams",
 ]
+
+
+def fleet_bucket(flag: str, text: str) -> str:
+    """``name``, ``gs://name/x`` or ``s3://name/x`` as a URL; a fleet's home is a bucket, for machines' disks go."""
+    url = bucket_url(text)
+    scheme, _, rest = url.partition("://")
+    if scheme not in ("gs", "s3") or not rest or text.startswith(("/", ".", "~")):
+        raise SpecError(
+            flag,
+            expected="a bucket, gs://NAME or s3://NAME: a machine's own disk goes with the machine",
+            found=repr(text),
+        )
+    return url
 
 
 @dataclass(frozen=True)
@@ -46,8 +52,12 @@ class Deployment:
     root: str
     streams: str | None
     arguments: tuple[str, ...]
+    split: str | None = None
     max_samples: int | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    """As the command line gave them, for the next deployment to remember."""
+    notify: tuple[str, ...] = ()
 
     def on(self, fleet: FleetSpec) -> FleetSpec:
         """The fleet with this work, under a new deployment's name."""
@@ -55,43 +65,15 @@ class Deployment:
             fleet,
             root=self.root,
             streams=self.streams,
+            split=self.split or "",
             arguments=self.arguments,
+            flags=dict(self.flags),
+            notify=self.notify,
             max_samples=self.max_samples,
             environment=dict(self.environment),
             deployment=f"{int(time.time()):x}-{secrets.token_hex(4)}",
             version=__version__,
         )
-
-
-def prepare_streams(
-    dataset: str, streams: str, count: int, *, column: str = "examples", seed: int = 0, say: Callable[[str], None]
-) -> None:
-    """Split a dataset into one stream a worker and put them in the bucket, skipping what is there already."""
-    begun = read_manifest(open_folder(streams))
-    with tempfile.TemporaryDirectory(prefix="spile-streams-") as folder:
-        made = make_streams(dataset, Path(folder), count, selection=RowSelection(column=column), seed=seed, begun=begun)
-        say(f"{made.tally.samples:,} samples of {dataset} in {count} streams")
-        upload_streams(folder, streams, say)
-
-
-def upload_streams(folder: str, streams: str, say: Callable[[str], None]) -> None:
-    """Put a folder of streams in the bucket, skipping what is there already."""
-    sent = upload(Path(folder), open_folder(streams))
-    say(f"{len(sent.uploaded)} files uploaded to {sent.url}, {len(sent.skipped)} there already")
-
-
-def check_streams(streams: str, fleet: FleetSpec) -> None:
-    """Refuse to launch workers whose streams are not there."""
-    folder = open_folder(streams)
-    for worker in fleet.workers:
-        try:
-            folder.info(stream_name(worker.id))
-        except NotFound as error:
-            raise DataError(
-                f"no {stream_name(worker.id)} in {streams}",
-                expected=f"{len(fleet.workers)} streams, one a worker",
-                fix="leave --skip-dataset out, or: spile data streams, spile data upload",
-            ) from error
 
 
 def publish(home: FleetHome, fleet: FleetSpec, say: Callable[[str], None]) -> FleetSpec:
@@ -112,9 +94,8 @@ def publish(home: FleetHome, fleet: FleetSpec, say: Callable[[str], None]) -> Fl
 
 def _former_zones(home: FleetHome, fleet: FleetSpec) -> tuple[str, ...]:
     """The zones of the deployment before that this one does not use: machines may be left there."""
-    try:
-        before = FleetSpec.from_json(home.folder.get(FLEET))
-    except NotFound:
+    before = home.find_fleet()
+    if before is None:
         return ()
     return tuple(sorted({*before.zones, *before.former_zones} - {*fleet.zones}))
 

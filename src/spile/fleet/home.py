@@ -7,14 +7,17 @@ lease/000007.json        who monitors (see ``lease``)
 history/000007.json      what the seventh monitor knew; the highest counts
 actions/000007.jsonl     what it did, a line each, with the reason
 workers/NAME.json        what NAME's agent last said: booting, installing, starting, finished, crashed, refused
+orders/stop.json         that the deployment shall end, and who said so (spile fleet stop)
+orders/budget.json       its budget, where somebody changed it since the deploy (spile monitor --budget)
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from typing import Any
 
 from spile.errors import UserError
 from spile.fleet.heal.history import History
@@ -27,7 +30,7 @@ from spile.objects.folder import Folder, NotFound
 from spile.spec.phase import Phase
 from spile.spec.records import known_fields
 
-__all__ = ["FLEET", "STARTUP", "FleetHome", "WorkerReport", "fleet_url"]
+__all__ = ["FLEET", "STARTUP", "FleetHome", "WorkerReport", "fleet_url", "fleets_of"]
 
 FLEET = "fleet.json"
 STARTUP = "startup.sh"
@@ -36,6 +39,13 @@ STARTUP = "startup.sh"
 def fleet_url(bucket: str, name: str) -> str:
     """Where a fleet's folder is."""
     return f"{bucket.rstrip('/')}/fleet/{name}"
+
+
+def fleets_of(bucket: str) -> list[FleetSpec]:
+    """Every fleet that was deployed to a bucket."""
+    folder = open_folder(f"{bucket.rstrip('/')}/fleet")
+    keys = [info.key for info in folder.list() if info.key.count("/") == 1 and info.key.endswith(f"/{FLEET}")]
+    return [FleetSpec.from_json(folder.get(key)) for key in sorted(keys)]
 
 
 @dataclass(frozen=True)
@@ -80,14 +90,53 @@ class FleetHome:
 
     def read_fleet(self) -> FleetSpec:
         """What the fleet shall be."""
+        fleet = self.find_fleet()
+        if fleet is None:
+            raise UserError(f"no fleet at {self.folder.url}", expected=FLEET, fix="spile deploy makes one")
+        return fleet
+
+    def find_fleet(self) -> FleetSpec | None:
+        """The same; None where none was deployed."""
         try:
             return FleetSpec.from_json(self.folder.get(FLEET))
-        except NotFound as error:
-            raise UserError(f"no fleet at {self.folder.url}", expected=FLEET, fix="spile deploy makes one") from error
+        except NotFound:
+            return None
 
     def write_fleet(self, fleet: FleetSpec) -> None:
         """Put it: the last thing a deploy does before machines are asked for."""
         self.folder.put(FLEET, fleet.to_json())
+
+    def read_ordered(self) -> FleetSpec:
+        """What the fleet shall be, with what its owners ordered since the deploy."""
+        fleet = self.read_fleet()
+        budget = self._order("budget", fleet).get("dollars", fleet.policy.budget)
+        return replace(fleet, policy=replace(fleet.policy, budget=budget, stop=self.read_stop(fleet)))
+
+    def read_stop(self, fleet: FleetSpec) -> str:
+        """Who ended this deployment, and when; empty: nobody."""
+        order = self._order("stop", fleet)
+        return f"stopped by {order['who']} at {order['time']}" if order else ""
+
+    def order_stop(self, fleet: FleetSpec, who: str, now: float) -> None:
+        """End this deployment for good: whoever monitors it deletes its machines and makes no more."""
+        self._put_order("stop", fleet, who, now)
+
+    def order_budget(self, fleet: FleetSpec, dollars: float, who: str, now: float) -> None:
+        """Another budget for this deployment, for every monitor from now on."""
+        self._put_order("budget", fleet, who, now, dollars=dollars)
+
+    def _order(self, name: str, fleet: FleetSpec) -> dict[str, Any]:
+        """An order to this very deployment; the next one begins without any."""
+        try:
+            order: dict[str, Any] = json.loads(self.folder.get(f"orders/{name}.json"))
+        except NotFound:
+            return {}
+        return order if order.get("deployment") == fleet.deployment else {}
+
+    def _put_order(self, name: str, fleet: FleetSpec, who: str, now: float, **more: object) -> None:
+        moment = datetime.fromtimestamp(now, UTC).isoformat(timespec="seconds")
+        order = {"deployment": fleet.deployment, "who": who, "time": moment, **more}
+        self.folder.put(f"orders/{name}.json", json.dumps(order, indent=1).encode())
 
     def read_history(self) -> History:
         """What the last monitor knew."""

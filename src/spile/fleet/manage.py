@@ -21,11 +21,14 @@ from spile.fleet.cloud.provider import (
     Quota,
     Unavailable,
 )
-from spile.fleet.cloud.states import Life, QueuedState
+from spile.fleet.cloud.states import Life
 from spile.fleet.heal.round import Metadata, request_for
 from spile.fleet.spec import FLEET_LABEL, WORKER_LABEL, FleetSpec, Worker, owns
 
-__all__ = ["NodeResult", "adopt", "create", "delete", "list_nodes", "queue", "recreate", "unqueue", "wait_for_queued"]
+__all__ = [
+    "NodeResult", "adopt", "by_zone", "create", "delete", "list_nodes", "list_waiting", "named_workers", "pause",
+    "recreate", "settle",
+]  # fmt: skip
 
 Say = Callable[["NodeResult"], None]
 
@@ -64,7 +67,7 @@ def list_waiting(provider: Provider, zones: Sequence[str], nodes: Sequence[Node]
     return [each for each in found if not {(each.zone, name) for name in (each.name, *each.nodes)} & there]
 
 
-def _by_zone(
+def by_zone(
     zones: Iterable[str], work: Callable[[str], list[NodeResult]], say: Say = lambda _: None
 ) -> list[NodeResult]:
     """Each zone in a thread of its own; a zone that fails as a whole is a failed result, not the end of the others."""
@@ -91,12 +94,13 @@ def _by_zone(
 def settle(provider: Provider, operation: Operation, every: float | None = None) -> Operation:
     """Wait for an operation's end."""
     while not operation.done:
-        _pause(every)
+        pause(every)
         operation = provider.operation(operation.zone, operation.name)
     return operation
 
 
-def _pause(every: float | None) -> None:
+def pause(every: float | None) -> None:
+    """Wait between two looks; Ctrl+C in another thread ends it."""
     if _stop.wait(EVERY if every is None else every):
         raise Interrupted("stopped waiting", fix="what was asked for goes on: look with spile tpu status")
 
@@ -142,7 +146,7 @@ def create(
             results.append(result)
         return results
 
-    return _by_zone([worker.zone for worker in fleet.workers], zone_work, say)
+    return by_zone([worker.zone for worker in fleet.workers], zone_work, say)
 
 
 def _existing(
@@ -215,6 +219,15 @@ def _label(provider: Provider, fleet: str, node: Node, worker: int | None) -> No
     return NodeResult(node.name, node.zone, "adopted", f"as worker {worker}" if worker is not None else "")
 
 
+def named_workers(provider: Provider, zones: Sequence[str], names: Sequence[str]) -> tuple[Worker, ...]:
+    """A worker for each of these machines, which somebody else named, in the order given."""
+    nodes = {node.name: node for node in list_nodes(provider, zones)}
+    missing = [name for name in names if name not in nodes]
+    if missing:
+        raise UserError(f"no machine {', '.join(missing)} in {', '.join(zones)}", fix="check --zones")
+    return tuple(Worker(number, name, nodes[name].zone) for number, name in enumerate(dict.fromkeys(names)))
+
+
 def adopt(provider: Provider, fleet: FleetSpec, names: Collection[str]) -> list[NodeResult]:
     """Label existing machines as the fleet's; one whose name is a worker's becomes that worker's."""
     workers = {(worker.zone, worker.name): worker.id for worker in fleet.workers}
@@ -258,7 +271,7 @@ def delete(
             say(result)
         return results
 
-    return _by_zone([node.zone for node in nodes], zone_work)
+    return by_zone([node.zone for node in nodes], zone_work)
 
 
 def _ask_delete(provider: Provider, node: Node) -> Operation:
@@ -299,53 +312,4 @@ def recreate(
             say(done[-1])
         return done
 
-    return [*results, *_by_zone([result.zone for result in gone if not result.bad], zone_work)]
-
-
-def queue(
-    provider: Provider, fleet: FleetSpec, prefix: str, count: int, *, name: str | None = None
-) -> list[NodeResult]:
-    """One queued resource in each zone, of ``count`` nodes that act together: multislice."""
-    request = QueuedRequest(
-        replace(fleet.machine, labels={**fleet.machine.labels, **fleet.labels}),
-        node_count=count,
-        node_prefix=prefix,
-        best_effort=fleet.best_effort,
-    )
-
-    def zone_work(zone: str) -> list[NodeResult]:
-        provider.create_queued(zone, name or prefix, request)
-        return [NodeResult(name or prefix, zone, "asked for", f"{count} nodes {prefix}-0 …")]
-
-    return _by_zone(fleet.zones, zone_work)
-
-
-def wait_for_queued(provider: Provider, zone: str, name: str, *, every: float | None = None) -> QueuedResource:
-    """Wait until a queued resource is ACTIVE; one that failed or was suspended never will be."""
-    while True:
-        found = next((each for each in provider.queued(zone) if each.name == name), None)
-        if found is None:
-            raise Missing(f"queued resource {name} is not in {zone} any more")
-        if found.state is QueuedState.ACTIVE:
-            return found
-        if found.state in (QueuedState.FAILED, QueuedState.SUSPENDED, QueuedState.SUSPENDING):
-            detail = found.detail or found.state.meaning
-            raise CloudError(f"queued resource {name} in {zone} is {found.state.value}", found=detail)
-        _pause(every)
-
-
-def unqueue(provider: Provider, zones: Sequence[str], name: str, fleet: str, *, wait: bool = True) -> list[NodeResult]:
-    """Delete a queued resource of the fleet and its nodes, in each of these zones where it is."""
-
-    def zone_work(zone: str) -> list[NodeResult]:
-        found = [each for each in provider.queued(zone) if each.name == name]
-        if not found:
-            return []
-        if found[0].labels.get(FLEET_LABEL) != fleet:
-            return [NodeResult(name, zone, "skipped", f"it is not of fleet {fleet}")]
-        operation = provider.delete_queued(zone, name, force=True)
-        if wait:
-            settle(provider, operation)
-        return [NodeResult(name, zone, "deleted" if wait else "deleting")]
-
-    return _by_zone(zones, zone_work)
+    return [*results, *by_zone([result.zone for result in gone if not result.bad], zone_work)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from spile.errors import SpecError
@@ -83,6 +83,8 @@ class Policy:
     """Dollars; the fleet is deleted when they are spent."""
     move: bool = True
     """Whether a worker may change its zone."""
+    stop: str = ""
+    """Why the fleet shall end now; ordered through the bucket, never part of ``fleet.json``."""
 
     def __post_init__(self) -> None:
         if not self.interval > 0:
@@ -124,6 +126,12 @@ class FleetSpec:
     policy: Policy = field(default_factory=Policy)
     former_zones: tuple[str, ...] = ()
     """Where earlier deployments of this fleet may have left machines."""
+    split: str = ""
+    """The split that the streams are of; a worker refuses any other."""
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    """What was said on the command line, for ``--skip-dataset`` to take again."""
+    notify: tuple[str, ...] = ()
+    """Where the monitor tells what happens."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", self.name):
@@ -161,9 +169,16 @@ class FleetSpec:
             workers=tuple(Worker(**worker) for worker in raw["workers"]),
             machine=NodeRequest(**{**machine, "tags": tuple(machine.get("tags", ()))}),
             arguments=tuple(raw["arguments"]),
-            policy=Policy(**raw["policy"]),
+            notify=tuple(raw.get("notify", ())),
+            policy=Policy(**_known(Policy, raw["policy"])),
         )
-        return cls(**raw)
+        return cls(**_known(cls, raw))
+
+
+def _known(kind: type, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that this version has: a machine's agent may read what a later deploy wrote."""
+    names = {each.name for each in fields(kind)}
+    return {name: value for name, value in raw.items() if name in names}
 
 
 def plan_workers(zones: tuple[str, ...], workers_per_zone: int, *, prefix: str = "tpu") -> tuple[Worker, ...]:

@@ -18,7 +18,7 @@ from spile.model.params import Layer, Params
 from spile.spec.architecture import ModelConfig
 from spile.spec.taps import Site, Tap
 
-__all__ = ["Angles", "Attend", "Hidden", "Look", "block", "embed", "forward", "layers_needed", "logits"]
+__all__ = ["Angles", "Attend", "Hidden", "Look", "block", "forward", "layers_needed"]
 
 Hidden = Float[Array, "rows seq d_model"]
 Angles = tuple[Float32[Array, "#rows seq half"], Float32[Array, "#rows seq half"]]
@@ -63,10 +63,10 @@ def forward(
     """
     wanted = frozenset(taps)
     kept: dict[Tap, Any] = {}
-    places = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] if positions is None else positions
     with jax.named_scope("embed"):
-        x = embed(params, tokens)
+        x = jnp.take(params.embed, tokens, axis=0, mode="clip")
     with jax.named_scope("rope"):
+        places = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] if positions is None else positions
         angles = rope.angles(config, places)
     inner = ATTENTIONS[attention] if isinstance(attention, str) else attention
     for index in range(layers_needed(taps, config.n_layers)):
@@ -84,22 +84,6 @@ def forward(
         with jax.named_scope(f"layer.{index}"):
             x = block(x, params.layers[index], angles, config, attend, look)
     return tuple(kept[name] for name in taps)
-
-
-def embed(params: Params, tokens: Int[Array, "rows seq"]) -> Hidden:
-    """What goes into the first layer."""
-    return jnp.take(params.embed, tokens, axis=0, mode="clip")
-
-
-def logits(params: Params, x: Float[Array, "rows d_model"], config: ModelConfig) -> Float32[Array, "rows vocab"]:
-    """After the last layer: the scores of the next token, in float32. Needs weights loaded with their head."""
-    with jax.named_scope("head"):
-        normed = _rms_norm(x, params.final_norm, config.norm_eps)
-        head = params.embed if params.head is None else params.head
-        dimensions = (((1,), (1,)), ((), ()))
-        return jax.lax.dot_general(
-            normed, head, dimensions, precision=precision(x.dtype), preferred_element_type=jnp.float32
-        )
 
 
 def block(x: Hidden, layer: Layer, angles: Angles, config: ModelConfig, attend: Attend, look: Look) -> Hidden:

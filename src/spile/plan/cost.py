@@ -10,9 +10,11 @@ from typing import Any
 from spile.errors import SpecError
 from spile.spec.machines import Machine, Price
 
-__all__ = ["Estimate", "Lengths", "Limit", "Rates", "Volume", "estimate", "refuse_over_budget"]
+__all__ = ["START_SECONDS", "Estimate", "Lengths", "Limit", "Rates", "Volume", "estimate", "refuse_over_budget"]
 
 _HOUR = 3600.0
+START_SECONDS = 600.0
+"""From asking for a machine to its first shard: it boots, installs, loads the model and compiles. Paid for as well."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,8 @@ class Rates:
     """Bytes a second and host that the store takes."""
     padding: float = 1.07
     """Computed tokens a real one."""
+    start_seconds: float = 0.0
+    """Paid for before the first token: boot, installation, loading, compilation."""
     tokens_per_second: float | None = None
     """Measured (``spile bench``), the whole machine; replaces the chips' peak and the efficiency."""
 
@@ -90,6 +94,8 @@ class Rates:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise SpecError(f"--{name.replace('_', '-')}", expected="more than 0", found=f"{value:g}")
+        if not 0 <= self.start_seconds < math.inf:
+            raise SpecError("--start-minutes", expected="0 or more", found=f"{self.start_seconds / 60:g}")
         if self.efficiency > 1:
             raise SpecError("--efficiency", expected="at most 1", found=self.efficiency)
 
@@ -112,6 +118,8 @@ class Estimate:
     limits: tuple[Limit, ...]
     storage_month: float
     """Dollars."""
+    start_hours: float = 0.0
+    """Of every machine, before its first token."""
 
     @property
     def slowest(self) -> Limit:
@@ -120,8 +128,8 @@ class Estimate:
 
     @property
     def hours(self) -> float:
-        """From first to last, with all workers side by side."""
-        return self.slowest.hours
+        """From the request for machines to the last shard, with all workers side by side."""
+        return self.start_hours + self.slowest.hours
 
     @property
     def machine_hours(self) -> float:
@@ -136,7 +144,7 @@ class Estimate:
     @property
     def tokens_per_second(self) -> float:
         """All workers together."""
-        return self.volume.tokens / (self.hours * _HOUR) if self.hours else 0.0
+        return self.volume.tokens / (self.slowest.hours * _HOUR) if self.slowest.hours else 0.0
 
     def record(self) -> dict[str, Any]:
         """For ``--json``."""
@@ -152,6 +160,7 @@ class Estimate:
             "bytes": self.volume.bytes,
             "shards": self.volume.shards,
             "limits": [asdict(limit) for limit in self.limits],
+            "start_hours": self.start_hours,
             "hours": self.hours,
             "tokens_per_second": self.tokens_per_second,
             "dollars": asdict(self.dollars),
@@ -179,7 +188,8 @@ def estimate(
         compute = volume.tokens * rates.padding * flops_per_token / peak
     sink = volume.bytes / (machine.hosts * rates.sink_bytes)
     limits = tuple(Limit(name, seconds / workers / _HOUR) for name, seconds in (("model", compute), ("sink", sink)))
-    return Estimate(volume, machine, workers, limits, volume.bytes / 1e9 * storage_gb_month)
+    storage = volume.bytes / 1e9 * storage_gb_month
+    return Estimate(volume, machine, workers, limits, storage, rates.start_seconds / _HOUR)
 
 
 def refuse_over_budget(found: Estimate, budget: float, *, preemptible: bool) -> None:
@@ -188,7 +198,8 @@ def refuse_over_budget(found: Estimate, budget: float, *, preemptible: bool) -> 
     if cost <= budget:
         return
     kind = "preemptible" if preemptible else "on demand"
-    samples = math.floor(found.volume.samples * budget / cost)
+    start = found.start_hours * found.workers * (cost / found.machine_hours)
+    samples = math.floor(found.volume.samples * max(0.0, budget - start) / max(cost - start, 1e-9))
     cheaper = "" if preemptible or found.dollars.preemptible > budget else "--preemptible would fit; or "
     fewer = f"--max-samples {samples} would fit" if samples else "not one sample would fit"
     raise SpecError(

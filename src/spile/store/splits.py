@@ -35,16 +35,19 @@ def judge_split(
 
 
 def mixed_splits(root: str, records: Sequence[StreamRecord]) -> list[Problem]:
-    """Streams of two splits have samples in common, and lack others."""
-    groups: dict[tuple[int, str | None], list[int]] = {}
+    """Streams of two splits, or beside a split of none, have samples in common, and lack others."""
+    groups: dict[tuple[int, str | None] | None, list[int]] = {}
     for record in records:
-        if record.identity.streams is not None:
-            groups.setdefault((record.identity.streams, record.identity.split), []).append(record.worker_id)
+        known = record.identity.streams is not None
+        groups.setdefault((record.identity.streams or 0, record.identity.split) if known else None, []).append(
+            record.worker_id
+        )
     if len(groups) < 2:
         return []
-    told = "; ".join(
-        f"{stream_folder(numbers[0])}{f' and {len(numbers) - 1} more' if len(numbers) > 1 else ''}"
-        f" of {count} streams (split {split or 'unknown'})"
-        for (count, split), numbers in sorted(groups.items(), key=lambda item: item[1])
-    )
+    told = "; ".join(_told(group, numbers) for group, numbers in sorted(groups.items(), key=lambda item: item[1]))
     return [Problem("wrong", root, f"its streams are of different splits of the data: {told}")]
+
+
+def _told(group: tuple[int, str | None] | None, numbers: list[int]) -> str:
+    names = f"{stream_folder(numbers[0])}{f' and {len(numbers) - 1} more' if len(numbers) > 1 else ''}"
+    return f"{names} of no split" if group is None else f"{names} of {group[0]} streams (split {group[1] or 'unknown'})"

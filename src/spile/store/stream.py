@@ -244,7 +244,8 @@ def join_stream(
         raise mismatch(
             f"{folder.url} holds another stream",
             differing,
-            "give the same dataset and taps, or another --output, or --no-checkpointing --overwrite to start it again",
+            f"if another worker made it, give this one its own number with --worker-id (this is {worker_id}); "
+            "else the same dataset and taps, or another --output",
         )
     attempt = new_attempt() if attempt is None else valid_attempt(attempt)
     return StreamStore(folder, stored, run, attempt, read_ledger(folder, stored.id))

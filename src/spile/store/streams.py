@@ -115,7 +115,9 @@ def open_streams(root: Folder, run: RunIdentity) -> list[Stream]:
             fix = f"move {folder.url} out of the dataset; spile verify {root.url} tells the rest"
             raise Damaged(f"{folder.url} does not belong to the dataset", found=why, fix=fix)
         streams.append(Stream(folder, record))
-    for problem in mixed_splits(root.url, [stream.record for stream in streams]):
+    # Streams that say nothing of a split, as older versions wrote them, are read beside any; verify names them.
+    told = [stream.record for stream in streams if stream.record.identity.streams is not None]
+    for problem in mixed_splits(root.url, told):
         raise Damaged(problem.where, found=problem.text, fix="move the streams of one split to a dataset of their own")
     return streams
 

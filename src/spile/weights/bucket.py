@@ -21,14 +21,14 @@ def cache_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "spile" / "models"
 
 
-def find_in_bucket(url: str) -> ModelFiles:
+def find_in_bucket(url: str, *, weights: bool = True) -> ModelFiles:
     """The model in this folder of a bucket."""
     folder = open_folder(url)
     present = {found.key for found in folder.list() if "/" not in found.key}
     if "config.json" not in present:
         raise ModelError(f"no config.json in {url}", fix="give the folder of a whole Hugging Face model")
     content = {name: folder.get(name) for name in SMALL_FILES if name in present}
-    return describe(url, _keep(url, content), BucketSource(folder), present, None)
+    return describe(url, _keep(url, content), BucketSource(folder), present, None, weights=weights)
 
 
 def _keep(url: str, content: dict[str, bytes]) -> Path:

@@ -85,23 +85,24 @@ class ModelFiles:
         return digest.hexdigest()
 
 
-def find(name: str, revision: str | None = None) -> ModelFiles:
+def find(name: str, revision: str | None = None, *, weights: bool = True) -> ModelFiles:
     """The model of this name, or a ModelError of one line that says what to do.
 
     ``embedded``; a folder; ``gs://…`` or ``s3://…``; else a name on the Hugging Face hub (``HF_TOKEN`` for gated ones).
+    Without ``weights`` its config and its tokenizer are enough, and no weights are fetched.
     """
     path = Path(name).expanduser()
     bucket = is_remote(name)
     if revision is not None and (bucket or name == EMBEDDED or path.is_dir()):
         raise ModelError("--revision", expected="a name on the Hugging Face hub beside it", found=name)
     if name == EMBEDDED:
-        return _in_folder(name, Path(__file__).parent / "embedded", None)
+        return _in_folder(name, Path(__file__).parent / "embedded", None, weights)
     if bucket:
         from spile.weights.bucket import find_in_bucket
 
-        return find_in_bucket(name)
+        return find_in_bucket(name, weights=weights)
     if path.is_dir():
-        return _in_folder(name, path, None)
+        return _in_folder(name, path, None, weights)
     if not _HUB_NAME.fullmatch(name) or path.exists():
         raise ModelError(
             f"no such model: {name}",
@@ -110,18 +111,20 @@ def find(name: str, revision: str | None = None) -> ModelFiles:
         )
     from spile.weights.hub import download
 
-    folder, commit = download(name, revision)
-    return _in_folder(name, folder, commit)
+    folder, commit = download(name, revision, weights=weights)
+    return _in_folder(name, folder, commit, weights)
 
 
-def _in_folder(name: str, folder: Path, revision: str | None) -> ModelFiles:
+def _in_folder(name: str, folder: Path, revision: str | None, weights: bool) -> ModelFiles:
     present = {path.name for path in folder.iterdir() if path.is_file()}
     if "config.json" not in present:
         raise ModelError(f"no config.json in {folder}", fix="give the folder of a whole Hugging Face model")
-    return describe(name, folder, LocalSource(folder), present, revision)
+    return describe(name, folder, LocalSource(folder), present, revision, weights=weights)
 
 
-def describe(name: str, small: Path, source: ByteSource, present: set[str], revision: str | None) -> ModelFiles:
+def describe(
+    name: str, small: Path, source: ByteSource, present: set[str], revision: str | None, *, weights: bool = True
+) -> ModelFiles:
     """From a folder with the small files and the names of all files to what :func:`find` gives."""
     try:
         raw = json.loads((small / "config.json").read_bytes())
@@ -135,7 +138,7 @@ def describe(name: str, small: Path, source: ByteSource, present: set[str], revi
         config=read_config(raw),
         tokenizer_folder=small,
         source=source,
-        weight_files=_weight_files(name, small, present),
+        weight_files=_weight_files(name, small, present) if weights else (),
     )
 
 

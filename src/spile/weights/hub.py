@@ -1,18 +1,57 @@
-"""The Hugging Face hub: only the files that are needed, and its errors as one line that says what to do."""
+"""The Hugging Face hub: only the files that are needed, tried again while it is out, its refusals as one line."""
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from spile.errors import Failure, ModelError
 from spile.weights.files import SMALL_FILES
 
+if TYPE_CHECKING:
+    from spile.objects.cloud.failures import RequestFailure
+
 __all__ = ["download"]
 
+_log = logging.getLogger(__name__)
 
-def download(name: str, revision: str | None) -> tuple[Path, str]:
-    """The model's folder in the hub's cache, and the commit it is."""
+
+def download(name: str, revision: str | None, *, weights: bool = True) -> tuple[Path, str]:
+    """The model's folder in the hub's cache, and the commit it is. Without ``weights``: its small files alone.
+
+    A hub that is out (503, 429, no network) is tried again as a bucket is, for ``SPILE_RETRY_SECONDS``; then it is a
+    failure, not the user's mistake: a worker that is started again tries again.
+    """
+    from spile.objects.cloud.failures import RequestFailure
+    from spile.objects.retry import Retry
+    from spile.objects.stats import Stats
+
+    retry, told = Retry.from_environment(), False
+
+    def attempt() -> tuple[Path, str]:
+        nonlocal told
+        try:
+            return _download(name, revision, weights)
+        except RequestFailure as outage:
+            if not told:
+                told = True
+                _log.warning("the hub does not give %s (%s); trying for %.0f s", name, outage.cause, retry.total)
+            raise
+
+    try:
+        return retry.call(attempt, Stats())
+    except RequestFailure as outage:
+        raise Failure(
+            f"no folder {name} here, and the hub does not give a model of that name",
+            found=outage.cause,
+            fix=f"tried for {retry.total:.0f} s: check the name and the network, or try again later",
+        ) from outage
+
+
+def _download(name: str, revision: str | None, weights: bool) -> tuple[Path, str]:
     from huggingface_hub import errors, snapshot_download
 
     try:
@@ -20,7 +59,7 @@ def download(name: str, revision: str | None) -> tuple[Path, str]:
             snapshot_download(
                 name,
                 revision=revision,
-                allow_patterns=[*SMALL_FILES, "model*.safetensors"],
+                allow_patterns=[*SMALL_FILES, *(["model*.safetensors"] if weights else [])],
                 endpoint=os.environ.get("HF_ENDPOINT") or None,
             )
         )
@@ -39,27 +78,38 @@ def download(name: str, revision: str | None) -> tuple[Path, str]:
         ) from error
     except errors.HFValidationError as error:
         raise ModelError(f"no such model: {name}", expected="a folder, or a name such as Qwen/Qwen2.5-0.5B") from error
-    except errors.LocalEntryNotFoundError as error:
-        raise _unreachable(name, error) from error
-    except errors.HfHubHTTPError as error:
-        status = error.response.status_code if error.response is not None else "no answer"
-        if status in (401, 403):
-            raise ModelError(f"the hub refused {name}", found=f"HTTP {status}", fix=_token_fix(name)) from error
-        raise Failure(f"the hub failed to give {name}", found=f"HTTP {status}", fix="try again") from error
     except (errors.HTTPError, OSError) as error:  # type: ignore[attr-defined]  # the transport's, whichever it is
-        raise _unreachable(name, error) from error
+        raise _outage(name, error) from error
     return folder, folder.name
+
+
+def _outage(name: str, error: BaseException) -> RequestFailure | ModelError:
+    """What may pass, with the status or the connection's trouble that lies at its bottom; or a refusal."""
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    from spile.objects.cloud.failures import RequestFailure, from_status
+
+    for cause in _causes(error):
+        if isinstance(cause, OfflineModeIsEnabled):
+            return ModelError(
+                f"{name} is not in the hub's cache", found="HF_HUB_OFFLINE is set", fix="unset it, or give a folder"
+            )
+        status = getattr(getattr(cause, "response", None), "status_code", None)
+        if status in (401, 403):
+            return ModelError(f"the hub refused {name}", found=f"HTTP {status}", fix=_token_fix(name))
+        if isinstance(status, int):
+            return from_status(status)
+    *_, bottom = _causes(error)
+    return RequestFailure(f"no answer: {type(bottom).__name__}", transient=True)
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _token_fix(name: str) -> str:
     if os.environ.get("HF_TOKEN"):
         return f"HF_TOKEN holds a token without access: ask for it at huggingface.co/{name}"
     return f"ask for access at huggingface.co/{name} and set HF_TOKEN to your token"
-
-
-def _unreachable(name: str, error: BaseException) -> ModelError:
-    return ModelError(
-        f"no folder {name} here, and the hub cannot be reached for a model of that name",
-        found=type(error.__cause__ or error).__name__,
-        fix="check the name and the network, or give a folder that holds the model",
-    )

@@ -19,7 +19,7 @@ def test_no_such_dataset(refused: Refuse, fresh: Path) -> None:
 
 
 def test_no_such_stream(refused: Refuse, tmp_path: Path, fresh: Path) -> None:
-    line = refused("--dataset-dir", tmp_path, "--worker-id", 5, "--output", fresh)
+    line = refused("--model", "embedded", "--dataset-dir", tmp_path, "--worker-id", 5, "--output", fresh)
     assert line.startswith(f"no such dataset: {tmp_path}/stream_005.jsonl")
 
 

@@ -19,14 +19,20 @@ def test_no_such_model(refused: Refuse, fresh: Path) -> None:
     assert line == "no such model: ./nowhere: expected a folder, or a name such as Qwen/Qwen2.5-0.5B, found neither"
 
 
-def test_a_model_that_the_hub_cannot_give(
-    refused: Refuse, fresh: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+def test_a_hub_that_is_out_is_exit_code_1_and_leaves_nothing_behind(
+    fresh: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path_factory: pytest.TempPathFactory,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path_factory.mktemp("hub")))
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    line = refused("--model", "nobody/nothing", "--output", fresh)
-    assert line.startswith("no folder nobody/nothing here, and the hub cannot be reached for a model of that name")
-    assert line.endswith("check the name and the network, or give a folder that holds the model")
+    monkeypatch.setenv("SPILE_RETRY_SECONDS", "0.1")
+    assert spile("extract", "--model", "nobody/nothing", "--output", fresh) == 1
+    line = capfd.readouterr().err.splitlines()[-1]
+    assert line.startswith("spile: no folder nobody/nothing here, and the hub does not give a model of that name")
+    assert line.endswith("check the name and the network, or try again later")
+    assert not fresh.exists()
 
 
 def test_a_folder_without_a_config(refused: Refuse, tmp_path: Path, fresh: Path) -> None:

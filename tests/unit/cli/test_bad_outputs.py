@@ -59,7 +59,8 @@ def test_a_stream_without_commits_can_be_started_over(refused: Refuse, tmp_path:
     other = lines(tmp_path / "other.jsonl", {"text": "1 2 3"}, {"text": "x y z"})
     shutil.rmtree(run / "tpu_0" / "commits")
     line = refused("--dataset", other, "--output", run, *SMALL)
-    assert "--no-checkpointing --overwrite to start it again" in line
+    assert "--worker-id" in line
+    assert "--overwrite" not in line, "no hint offers to remove what another worker made"
     assert spile("extract", "--dataset", other, "--output", run, *SMALL, "--no-checkpointing", "--overwrite") == 0
     assert spile("verify", run) == 0
 

@@ -96,29 +96,6 @@ def test_a_folder_of_streams_and_a_number_name_the_file() -> None:
     assert (data.location, data.worker_id) == ("data/streams/stream_005.jsonl", 5)
 
 
-@pytest.mark.parametrize(
-    ("given", "variable", "worker"),
-    [
-        ({"dataset_dir": "d"}, "5", 5),
-        ({"dataset_dir": "d"}, " 0 ", 0),
-        ({"dataset_dir": "d"}, "", 0),
-        ({"dataset_dir": "d", "worker_id": 3}, "5", 3),
-        ({"dataset_dir": "d", "worker_id": 0}, "5", 0),
-        ({}, "5", 0),
-        ({"dataset": "stream_002.jsonl"}, "5", 2),
-    ],
-    ids=str,
-)
-def test_the_variable_names_the_stream_in_a_folder_alone(given: dict[str, Any], variable: str, worker: int) -> None:
-    assert ExtractFlags(**given).numbered({"TPU_WORKER_ID": variable}).spec().data.worker_id == worker
-    assert ExtractFlags(**given).numbered({}).spec().data.worker_id == ExtractFlags(**given).spec().data.worker_id
-
-
-def test_a_variable_that_is_no_number() -> None:
-    with pytest.raises(SpecError, match=r"^TPU_WORKER_ID: expected the stream's number, found 'x'$"):
-        ExtractFlags(dataset_dir="d").numbered({"TPU_WORKER_ID": "x"})
-
-
 def test_the_rest_arrives() -> None:
     spec = ExtractFlags(
         model="m",
@@ -166,6 +143,7 @@ def test_the_variable_is_a_streams_alone_and_a_hosts_on_a_pod(
     import spile.runtime.extract
     from spile.cli.main import main
     from spile.runtime.pod.group import SingleProcess
+    from spile.runtime.pod.identity import Identity
 
     class Pod(SingleProcess):
         name = host
@@ -179,6 +157,7 @@ def test_the_variable_is_a_streams_alone_and_a_hosts_on_a_pod(
     monkeypatch.setenv("TPU_WORKER_ID", "5")
     monkeypatch.setattr(spile.runtime.extract, "extract", extract)
     monkeypatch.setattr("spile.cli.pod.PodFlags.joined", lambda *_: contextlib.nullcontext(Pod()))
+    monkeypatch.setattr("spile.cli.pod.PodFlags.identity", lambda *_: Identity(0, 16 if host else 1))
     with pytest.raises(SystemExit):
-        main(["extract", *words])
+        main(["extract", "--model", "embedded", *words])
     assert [spec.data.worker_id for spec in asked] == [worker]

@@ -24,7 +24,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def test_a_copy_that_comes_later(bucket: str, tmp_path: Path, texts: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    words = ("extract", "--dataset", texts, "--output", bucket, *SMALL)
+    words = ("extract", "--dataset", texts, "--model", "embedded", "--output", bucket, *SMALL)
     copy = tmp_path / "copy"
     assert spile(*words, "--max-samples", 1) == 0
     assert "the local copy" not in capfd.readouterr().out
@@ -50,7 +50,18 @@ def test_a_copy_that_comes_later(bucket: str, tmp_path: Path, texts: Path, capfd
 def test_copies_that_are_deleted_anyway_lack_nothing(
     bucket: str, tmp_path: Path, texts: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    words = ("extract", "--dataset", texts, "--output", bucket, "--output-dir", tmp_path / "copy", *SMALL)
+    words = (
+        "extract",
+        "--dataset",
+        texts,
+        "--model",
+        "embedded",
+        "--output",
+        bucket,
+        "--output-dir",
+        tmp_path / "copy",
+        *SMALL,
+    )
     assert spile(*words, "--delete-local-after-upload") == 0
     assert "the local copy" not in capfd.readouterr().out
     assert not list((tmp_path / "copy").rglob("*.safetensors"))
@@ -63,7 +74,18 @@ def test_a_copy_of_another_run_is_refused(
     assert spile("extract", "--dataset", other, "--output", tmp_path / "copy", *SMALL, "--seed", 7) == 0
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     capfd.readouterr()
-    words = ("extract", "--dataset", texts, "--output", bucket, "--output-dir", tmp_path / "copy", *SMALL)
+    words = (
+        "extract",
+        "--dataset",
+        texts,
+        "--model",
+        "embedded",
+        "--output",
+        bucket,
+        "--output-dir",
+        tmp_path / "copy",
+        *SMALL,
+    )
     assert spile(*words) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith(f"spile: {tmp_path}/copy is no copy of {bucket}: expected an empty folder, or one with the")

@@ -14,7 +14,7 @@ def test_streams_that_no_worker_began(tmp_path: Path, capfd: pytest.CaptureFixtu
     data = lines(tmp_path / "texts.jsonl", *({"text": f"{n} {n + 1}"} for n in range(9)))
     streams, out = tmp_path / "streams", tmp_path / "out"
     assert spile("data", "streams", "--dataset", data, "--num-streams", 3, "--output-dir", streams) == 0
-    work = ("extract", "--dataset-dir", streams, "--output", out, *SMALL, "--worker-id")
+    work = ("extract", "--model", "embedded", "--dataset-dir", streams, "--output", out, *SMALL, "--worker-id")
     assert spile(*work, 0) == 0
     capfd.readouterr()
     assert spile("verify", out) == 1

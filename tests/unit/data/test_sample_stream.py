@@ -411,3 +411,29 @@ def test_the_embedded_tasks_are_what_their_script_makes(tmp_path: Path) -> None:
 
     assert (tmp_path / "tasks.jsonl").read_bytes() == embedded_tasks().read_bytes()
     assert all(json.loads(line)["train"] for line in embedded_tasks().read_text().splitlines())
+
+
+def test_a_stream_left_from_another_split_is_refused(tmp_path: Path, tasks: str, chatml: Tokenizer) -> None:
+    """Four streams, then two in the same folder: the last two of the four are not of the split any more."""
+    four, two = tmp_path / "four", tmp_path / "two"
+    make_streams(tasks, four, 4)
+    manifest = make_streams(tasks, two, 2).manifest
+    for name in ("stream_000.jsonl", "stream_001.jsonl", MANIFEST):
+        (four / name).write_bytes((two / name).read_bytes())
+    assert open_stream(DataSpec(dataset_dir=str(four), worker_id=1), chatml).streams == 2
+    for number in (2, 3):
+        with pytest.raises(
+            DataError, match=rf"stream_00{number}.jsonl is not of the split that streams.json describes"
+        ):
+            open_stream(DataSpec(dataset_dir=str(four), worker_id=number), chatml)
+    given = DataSpec(dataset_dir=str(four), worker_id=1, expect_split=manifest.digest())
+    assert open_stream(given, chatml).split == manifest.digest()
+    (tmp_path / "four" / "own.jsonl").write_bytes(Path(tasks).read_bytes())
+    assert open_stream(DataSpec(dataset=str(four / "own.jsonl")), chatml).streams is None, "no stream by its name"
+
+
+def test_another_split_than_the_one_given_out_is_refused(tmp_path: Path, tasks: str, chatml: Tokenizer) -> None:
+    make_streams(tasks, tmp_path / "s", 2)
+    for where in (DataSpec(dataset_dir=str(tmp_path / "s"), worker_id=0), DataSpec(dataset=tasks)):
+        with pytest.raises(DataError, match=r"is not the stream that was given out: expected split 5555"):
+            open_stream(replace(where, expect_split="5" * 32), chatml)

@@ -32,7 +32,7 @@ def test_it_is_understood(line: str) -> None:
     if "--workers_per_zone" in line and "machines" in given:
         assert given["machines"].workers_per_zone in (2, 4)
     if "--monitor_interval" in line:
-        assert given["interval"] == 60.0
+        assert given["steps"].interval == 60.0
     if "--gcs_bucket" in line:
         assert given["flags"].gcs_bucket in ("fineweb-data-us-central1", "b")
 
@@ -43,4 +43,4 @@ def test_every_flag_of_extract_reaches_the_workers() -> None:
     line = "deploy --gcs-bucket b --model M --layers_to_extract 0 1 2 --batch_size 8 --no-checkpointing --pack"
     _, bound, _ = build().parse_args(modern(shlex.split(line), {}), exit_on_error=False, print_error=False)
     words = extract_words(bound.arguments["flags"])
-    assert words == ("--model", "M", "--layers", "0", "1", "2", "--pack", "--no-checkpointing", "--batch-size", "8")
+    assert words == ("--model", "M", "--layers", "0", "1", "2", "--pack", "--batch-size", "8")

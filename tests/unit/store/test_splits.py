@@ -44,10 +44,22 @@ def test_streams_that_say_nothing_of_a_split_ask_for_no_others(folder: Folder) -
     begin(folder, 2, None)
     assert lines(folder) == []
     assert verify(folder).streams_expected is None
-    begin(folder, 0, 2)
-    assert lines(folder) == ["missing: ROOT: stream 1 was never begun (1 of 2)"]
-    begin(folder, 1, 2)
+    begin(folder, 5, None)
     assert lines(folder) == []
+
+
+def test_a_stream_of_no_split_beside_a_split_is_named(folder: Folder) -> None:
+    """Four streams, then two, then four again: the last two are left from the first split, and no list has them."""
+    for number in (0, 1):
+        begin(folder, number, 2)
+    for number in (2, 3):
+        begin(folder, number, None)
+    (line,) = lines(folder)
+    assert line == (
+        "wrong: ROOT: its streams are of different splits of the data: "
+        f"tpu_0 and 1 more of 2 streams (split {'5' * 32}); tpu_2 and 1 more of no split"
+    )
+    assert not verify(folder).ok
 
 
 def test_some_streams_alone(folder: Folder) -> None:
@@ -68,7 +80,7 @@ def test_streams_of_different_splits_are_told_apart(folder: Folder) -> None:
     assert lines(folder) == [f"{mixed}tpu_0 of 2 streams (split {'a' * 32}); tpu_1 of 2 streams (split {'b' * 32})"]
     begin(folder, 2, 3, "c" * 32)
     begin(folder, 3, None)
-    assert lines(folder)[0].endswith(f"; tpu_2 of 3 streams (split {'c' * 32})")
+    assert lines(folder)[0].endswith(f"; tpu_2 of 3 streams (split {'c' * 32}); tpu_3 of no split")
 
 
 def test_a_stream_that_was_begun_before_splits_were_recorded_goes_on(folder: Folder) -> None:

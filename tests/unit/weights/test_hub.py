@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from spile import weights
-from spile.errors import ModelError, SpileError
+from spile.errors import Failure, ModelError, SpileError
 from unit.weights.hub import COMMIT, FakeHub, fake_hub
 from unit.weights.models import copy_model
 
@@ -84,16 +85,39 @@ def test_a_bad_token(hub: FakeHub) -> None:
     assert "HF_TOKEN" in one_line("me/tiny")
 
 
-def test_a_hub_that_is_down(hub: FakeHub) -> None:
-    hub.refuse = (500, "")
-    assert "me/tiny" in one_line("me/tiny", kind=SpileError)
+@pytest.mark.parametrize("status", [500, 503, 429])
+def test_a_hub_that_is_out_is_tried_again_and_is_no_mistake_of_the_user(
+    hub: FakeHub, status: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SPILE_RETRY_SECONDS", "0.3")
+    hub.refuse = (status, "")
+    line = one_line("me/tiny", kind=Failure)
+    assert "the hub does not give a model of that name" in line
+    assert str(status) in line
+    assert Failure.exit_code == 1
+    assert len(hub.asked) > 1
+    assert "trying for 0 s" in caplog.text
 
 
-def test_no_network(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_comes_back_serves_on(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPILE_RETRY_SECONDS", "30")
+    hub.refuse = (503, "")
+    threading.Timer(0.5, lambda: setattr(hub, "refuse", None)).start()
+    assert weights.find("me/tiny").revision == COMMIT
+
+
+def test_no_network_is_a_failure_and_not_a_mistake(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", closed())
-    line = one_line("me/tiny")
-    assert line.startswith("no folder me/tiny here, and the hub cannot be reached for a model of that name")
-    assert line.endswith("check the name and the network, or give a folder that holds the model")
+    monkeypatch.setenv("SPILE_RETRY_SECONDS", "0.3")
+    line = one_line("me/tiny", kind=Failure)
+    assert line.startswith("no folder me/tiny here, and the hub does not give a model of that name")
+    assert line.endswith("check the name and the network, or try again later")
+
+
+def test_a_look_at_the_config_fetches_no_weights(hub: FakeHub) -> None:
+    files = weights.find("me/tiny", weights=False)
+    assert files.config == weights.find("embedded").config
+    assert not [path for path in hub.asked if path.endswith("model.safetensors")]
 
 
 def test_a_model_with_only_pickles(hub: FakeHub) -> None:

@@ -60,10 +60,12 @@ class Variable(NamedTuple):
     unless: tuple[str, ...] = ()
     """Flags that say the same thing another way: where one is given the variable does not count."""
     only_with: str | None = None
-    """A variable without whose yes, or its flag, this one does not count for ``extract``."""
+    """A variable without whose yes, or its flag, this one does not count."""
+    always: tuple[str, ...] = ()
+    """Commands that need it anyway: there neither of the two matters."""
 
 
-_EXTRACT = ("extract", "plan")
+_EXTRACT = ("extract", "plan", "deploy")
 
 VARIABLES: dict[str, Variable] = {
     "MODEL_PATH": Variable("--model", _EXTRACT),
@@ -75,7 +77,9 @@ VARIABLES: dict[str, Variable] = {
     "MAX_SEQ_LENGTH": Variable("--max-seq-length", _EXTRACT),
     "MESH_SHAPE": Variable("--mesh-shape", _EXTRACT),
     "UPLOAD_TO_GCS": Variable("--upload-to-gcs", _EXTRACT, switch=True, unless=("--output",)),
-    "GCS_BUCKET": Variable("--gcs-bucket", (*_EXTRACT, "deploy"), unless=("--output",), only_with="UPLOAD_TO_GCS"),
+    "GCS_BUCKET": Variable(
+        "--gcs-bucket", _EXTRACT, unless=("--output",), only_with="UPLOAD_TO_GCS", always=("deploy",)
+    ),
 }
 """A variable of the guides counts where neither a flag nor the flag's own SPILE_* variable says otherwise."""
 
@@ -133,10 +137,11 @@ def _from_variables(command: str, words: list[str], environment: Mapping[str, st
 
     added: list[str] = []
     for name, variable in VARIABLES.items():
-        if not counts(name) or (command != "deploy" and any(map(said, variable.unless))):
+        if not counts(name):
             continue
         needs = variable.only_with
-        if needs and command != "deploy" and not (counts(needs) or said(VARIABLES[needs].flag)):
+        unwanted = any(map(said, variable.unless)) or (needs and not (counts(needs) or said(VARIABLES[needs].flag)))
+        if unwanted and command not in variable.always:
             continue
         added.append(variable.flag if variable.switch else f"{variable.flag}={environment[name].strip()}")
     return added

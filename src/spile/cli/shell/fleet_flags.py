@@ -58,15 +58,20 @@ class PlaceFlags:
         return zones
 
 
+_MODELS = ("spot", "reserved", "best_effort")
+"""Each says another way to pay: two of them at once are a mistake, not a wish."""
+
+
 @Parameter(name="*")
 @dataclass(frozen=True)
 class MachineFlags:
     """What machines, and how many."""
 
-    workers_per_zone: Annotated[int, _flag(_MACHINE, "Machines in each zone.")] = 1
-    tpu_type: Annotated[str, _flag(_MACHINE, "v3-8, v5litepod-8, v5e:2x4, …; a slice of many hosts is one worker.")] = (
-        "v3-8"
-    )
+    workers_per_zone: Annotated[int | None, _flag(_MACHINE, "Machines in each zone. [default: 1]")] = None
+    tpu_type: Annotated[
+        str | None,
+        _flag(_MACHINE, "v3-8, v5litepod-8, v5e:2x4, …; a slice of many hosts is one worker. [default: v3-8]"),
+    ] = None
     preemptible: Annotated[bool, _flag(_MACHINE, "Cheap, taken back at any time, 24 hours at most.")] = True
     spot: Annotated[bool, _flag(_MACHINE, "Like preemptible, without the 24 hours.", negative="")] = False
     reserved: Annotated[bool, _flag(_MACHINE, "From the project's reservation.", negative="")] = False
@@ -87,7 +92,10 @@ class MachineFlags:
 
         if self.best_effort and not self.queued:
             raise SpecError("--best-effort", expected="--queued beside it", found="--best-effort alone")
-        machine = parse_machine(self.tpu_type)
+        chosen = [f"--{name.replace('_', '-')}" for name in _MODELS if getattr(self, name)]
+        if len(chosen) > 1:
+            raise SpecError("how machines are paid for", expected=f"one of {', '.join(chosen)}", found="all of them")
+        machine = parse_machine(self.tpu_type or "v3-8")
         zones = place.zone_list()
         plain = not (self.spot or self.reserved or self.best_effort)
         request = NodeRequest(
@@ -106,7 +114,9 @@ class MachineFlags:
             name=place.fleet,
             project=project,
             zones=zones,
-            workers=plan_workers(zones, self.workers_per_zone, prefix=place.name_prefix),
+            workers=plan_workers(
+                zones, 1 if self.workers_per_zone is None else self.workers_per_zone, prefix=place.name_prefix
+            ),
             machine=request,
             queued=self.queued,
             best_effort=self.best_effort,

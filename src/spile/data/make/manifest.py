@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,10 +12,11 @@ import orjson
 from spile.errors import DataError
 from spile.spec.records import known_fields
 
-__all__ = ["MANIFEST", "StreamEntry", "StreamsManifest", "check_stream", "stream_name"]
+__all__ = ["MANIFEST", "STREAM", "StreamEntry", "StreamsManifest", "check_stream", "stream_name"]
 
 MANIFEST = "streams.json"
 VERSION = 1
+STREAM = re.compile(r"stream_(\d{3,})\.jsonl", re.ASCII)
 
 
 def stream_name(number: int) -> str:
@@ -71,14 +73,32 @@ class StreamsManifest:
             ) from error
 
 
-def check_stream(name: str, raw: bytes | None, sha256: str, location: str) -> StreamsManifest | None:
-    """The ``streams.json`` that lists a stream, if one does; a stream that is not the one it lists is refused."""
-    if raw is None:
-        return None
+def check_stream(
+    name: str, raw: bytes | None, sha256: str, location: str, split: str | None = None
+) -> StreamsManifest | None:
+    """The ``streams.json`` that lists a file, if one does. A stream that is not of the split it describes is refused.
+
+    ``split``: the one that was given out, by its :meth:`StreamsManifest.digest`; any other is refused too.
+    """
     place = f"{location.removesuffix(name)}{MANIFEST}"
-    manifest = StreamsManifest.from_json(raw, place)
-    listed = {entry.name: entry for entry in manifest.streams}
+    manifest = None if raw is None else StreamsManifest.from_json(raw, place)
+    found = None if manifest is None else manifest.digest()
+    if split is not None and found != split:
+        raise DataError(
+            f"{location} is not the stream that was given out",
+            expected=f"split {split}",
+            found=f"split {found}" if found else f"no {place}",
+            fix="put the streams back, or deploy again",
+        )
+    listed = {entry.name: entry for entry in manifest.streams} if manifest is not None else {}
     if name not in listed:
+        if listed and STREAM.fullmatch(name):  # its samples are in the others too, or in none
+            raise DataError(
+                f"{location} is not of the split that {MANIFEST} describes",
+                expected=f"one of its {len(listed)} streams",
+                found=f"{name}, which it does not list",
+                fix="make the streams again: spile data streams; or use another folder",
+            )
         return None
     if listed[name].sha256 != sha256:
         raise DataError(

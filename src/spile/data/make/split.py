@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ import orjson
 from spile.data.arc.augment import shuffled
 from spile.data.make.convert import check_names, check_some
 from spile.data.make.items import ItemTally, RowSelection, Unique, usable
-from spile.data.make.manifest import MANIFEST, StreamEntry, StreamsManifest, stream_name
+from spile.data.make.manifest import MANIFEST, STREAM, StreamEntry, StreamsManifest, stream_name
 from spile.data.make.sources import RowSource, open_source
 from spile.data.make.whole_files import replacing, workspace
 from spile.errors import DataError, SpecError
@@ -24,7 +23,6 @@ __all__ = ["MOST_STREAMS", "Streams", "as_begun", "make_streams", "split_source"
 MOST_STREAMS = 10_000
 _BUFFERS = 16 << 20
 _EVERY = 256
-_STREAM = re.compile(r"stream_(\d{3,})\.jsonl")
 
 
 @dataclass(frozen=True)
@@ -196,7 +194,7 @@ def _check_folder(folder: Path, num_streams: int, overwrite: bool) -> None:
     """Streams of another split must not stay beside these: their samples would be there twice."""
     if overwrite or not folder.is_dir():
         return
-    stale = sorted(f.name for f in folder.iterdir() if (m := _STREAM.fullmatch(f.name)) and int(m[1]) >= num_streams)
+    stale = sorted(f.name for f in folder.iterdir() if (m := STREAM.fullmatch(f.name)) and int(m[1]) >= num_streams)
     if stale:
         raise DataError(
             f"{folder} holds streams of another split",
@@ -259,7 +257,7 @@ def _settle(work: Path, folder: Path, manifest: StreamsManifest, chosen: list[in
     if overwrite:
         listed = {entry.name for entry in manifest.streams}
         for file in folder.iterdir():
-            if _STREAM.fullmatch(file.name) and file.name not in listed:
+            if STREAM.fullmatch(file.name) and file.name not in listed:
                 file.unlink()
     if not (folder / MANIFEST).is_file() or overwrite:
         with replacing(folder / MANIFEST) as (handle,):

@@ -112,7 +112,9 @@ class FleetStatus:
 
     @property
     def failed(self) -> bool:
-        """Whether it ended short of its goal."""
+        """Whether it ended short of its goal. A run that is complete is a success, whatever it cost."""
+        if all(worker.past.finished for worker in self.workers):
+            return False
         return bool(self.history.stopped) or any(worker.past.gave_up for worker in self.workers)
 
     @property
@@ -122,20 +124,9 @@ class FleetStatus:
             return None
         return self.snapshot.percent
 
-    @property
-    def healthy(self) -> int:
-        """Workers whose machine and heartbeat are fine, and those that are done."""
-        return sum(worker.healthy for worker in self.workers)
-
-    @property
-    def working(self) -> int:
-        """Healthy workers that are not done."""
-        return sum(worker.working for worker in self.workers)
-
-    @property
-    def needs_recovery(self) -> int:
-        """Workers whose machine is to be replaced."""
-        return sum(worker.needs_recovery for worker in self.workers)
+    def count(self, what: str) -> int:
+        """Workers that are healthy, working, or need recovery."""
+        return sum(bool(getattr(worker, what)) for worker in self.workers)
 
     def to_json(self) -> dict[str, Any]:
         """For programs."""
@@ -169,9 +160,9 @@ class FleetStatus:
             },
             "percent": self.percent,
             "seconds_left": self.snapshot.seconds_left,
-            "healthy": self.healthy,
-            "working": self.working,
-            "needs_recovery": self.needs_recovery,
+            "healthy": self.count("healthy"),
+            "working": self.count("working"),
+            "needs_recovery": self.count("needs_recovery"),
             "dollars": round(self.history.dollars, 4),
             "stopped": self.history.stopped,
             "machines": self.machines,
@@ -198,24 +189,25 @@ class FleetMonitor:
     ) -> None:
         self._home, self._provider, self._clock, self._pool = home, provider, clock, pool
         self._adjust, self._watch_only = adjust, watch_only
-        self.fleet = adjust(home.read_fleet())
+        self.fleet = adjust(home.read_ordered())
         ttl = 4 * self.fleet.policy.interval + 30.0
         self.lease = Lease(home.folder, clock=clock, ttl=ttl, who=who)
         self._history = home.read_history()
         self._number = 0
         self._reader: SnapshotReader | None = None
+        self._root = ""
 
     def step(self) -> FleetStatus:
         """One round."""
-        self.fleet = self._adjust(self._home.read_fleet())
+        self.fleet = self._adjust(self._home.read_ordered())
         holder = self.lease.holder() if self._watch_only else self.lease.take()
         number = self.lease.number
         if number != self._number or not number:
             # We have just become the monitor, or watch what another one does: what is stored counts.
             self._history = self._home.read_history()
         self._number = number
-        if self._reader is None:
-            self._reader = SnapshotReader(open_folder(self.fleet.root), self._clock)
+        if self._reader is None or self._root != self.fleet.root:  # a new deployment may write elsewhere
+            self._reader, self._root = SnapshotReader(open_folder(self.fleet.root), self._clock), self.fleet.root
         snapshot = self._reader.take()
         pulses = pulses_of(self.fleet, self._home.read_reports(), snapshot)
         done = tick(

@@ -72,9 +72,11 @@ def update_history(fleet: FleetSpec, observed: Observed, history: History, now: 
         workers[worker.id] = replace(past, used=_used(observed, past, nodes))
     history = _bills(fleet, observed, replace(history, workers=workers, blocks=blocks), now)
     # Worked out anew each time, so that a budget that is raised lets the fleet go on.
-    spent = fleet.policy.budget is not None and history.dollars >= fleet.policy.budget
-    stopped = f"the budget of ${fleet.policy.budget:.2f} is spent (${history.dollars:.2f})" if spent else ""
-    return replace(history, stopped=stopped)
+    return replace(history, stopped=fleet.policy.stop or _spent(fleet.policy.budget, history.dollars))
+
+
+def _spent(budget: float | None, dollars: float) -> str:
+    return f"the budget of ${budget:.2f} is spent (${dollars:.2f})" if budget is not None and dollars >= budget else ""
 
 
 def _used(observed: Observed, past: WorkerHistory, nodes: list[Node]) -> tuple[str, ...]:

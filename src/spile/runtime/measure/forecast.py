@@ -94,7 +94,7 @@ class Forecast:
 
 def look(spec: ExtractSpec, count: int) -> Forecast:
     """Find the model and the data; tokenize ``count`` samples, spread evenly over the stream, and count."""
-    files = weights.find(spec.model, spec.revision)
+    files = weights.find(spec.model, spec.revision, weights=False)
     taps = select_taps(spec.sites, spec.layers, files.config.n_layers, spec.heads, spec.top_k)
     stream = open_stream(spec.data, load_tokenizer(files.tokenizer_folder))
     lengths, skipped = _count(stream, spec.data.max_samples, count)

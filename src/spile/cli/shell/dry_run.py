@@ -1,0 +1,75 @@
+"""``spile deploy --dry-run``: what would be made, changed and paid, with every check done and nothing made."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from spile.cli.extract import ExtractFlags
+from spile.plan.amounts import counted, duration, size
+from spile.plan.cost import START_SECONDS, Estimate, Rates
+from spile.spec.machines import list_prices, parse_machine
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from spile.fleet.spec import FleetSpec
+    from spile.fleet.streams import StreamsPlan
+
+__all__ = ["show"]
+
+_COUNTED = 200
+"""Samples of the first stream whose tokens are counted."""
+
+
+def show(
+    console: Console,
+    fleet: FleetSpec,
+    streams: StreamsPlan,
+    flags: ExtractFlags,
+    changed: list[str],
+    cleared: list[int],
+) -> int:
+    """Lines for people."""
+    machine = parse_machine(fleet.machine.accelerator_type)
+    cheap = fleet.machine.preemptible or fleet.machine.spot or fleet.best_effort
+    price = machine.price.preemptible if cheap else machine.price.on_demand
+    workers = len(fleet.workers)
+    lines = [
+        f"would be made: {counted(workers, 'machine')} {machine.name} ({fleet.workers[0].name} …) in "
+        f"{', '.join(fleet.zones)}, ${price:,.2f} an hour each, ${price * workers:,.2f} together",
+        f"streams: {streams.url}" + (f", from {streams.local}" if streams.local else ", as they are there"),
+        f"output: {fleet.root}",
+        f"every worker: spile extract {' '.join(fleet.arguments)}",
+    ]
+    if changed:
+        lines.append(f"fleet {fleet.name} is deployed already, and would change: {'; '.join(changed)}")
+    if cleared:
+        lines.append(f"removed, after a question: what is stored of {counted(len(cleared), 'stream')} in {fleet.root}")
+    found = _estimate(streams, flags, fleet)
+    dollars = found.dollars.preemptible if cheap else found.dollars.on_demand
+    lines += [
+        f"about {duration(found.hours * 3600)}, ${dollars:,.2f}, {size(found.volume.bytes)} stored "
+        f"(assumed: {duration(START_SECONDS)} to boot, install, load and compile, {Rates.efficiency:.0%} of the chips' "
+        f"peak, no preemption; {list_prices().source})",
+        "nothing was made",
+    ]
+    for line in lines:
+        console.print(line, markup=False)
+    return 0
+
+
+def _estimate(streams: StreamsPlan, flags: ExtractFlags, fleet: FleetSpec) -> Estimate:
+    """From the first stream: the others are as long."""
+    from spile.runtime.measure.forecast import look
+
+    one = replace(
+        flags, dataset=None, dataset_dir=str(streams.local or streams.url), output="gs://b/x", output_dir=None,
+        gcs_bucket=None, upload_to_gcs=None, worker_id=0, checkpointing=True, overwrite=False,
+    )  # fmt: skip
+    found = look(one.spec(), _COUNTED)
+    whole = replace(found, lengths=replace(found.lengths, samples=found.lengths.samples * len(fleet.workers)))
+    rates = Rates(start_seconds=START_SECONDS)
+    return whole.on(
+        parse_machine(fleet.machine.accelerator_type), list_prices(), rates=rates, workers=len(fleet.workers)
+    )

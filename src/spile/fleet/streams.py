@@ -1,0 +1,114 @@
+"""A fleet's streams in its bucket: under a name of their content, so that no deployment replaces another's."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from spile.data.make.items import RowSelection
+from spile.data.make.manifest import MANIFEST, STREAM, StreamsManifest, stream_name
+from spile.data.make.split import make_streams
+from spile.data.make.upload import read_manifest, upload
+from spile.errors import DataError
+from spile.objects import open_folder
+
+__all__ = ["StreamsPlan", "existing_streams", "local_streams", "prepare_streams", "split_streams"]
+
+_NAME = 16
+"""Digits of a split's digest in its folder's name."""
+
+
+@dataclass(frozen=True)
+class StreamsPlan:
+    """Streams, and where workers will read them."""
+
+    url: str
+    manifest: StreamsManifest | None
+    """None: nothing describes them, and only their names can be checked."""
+    local: Path | None = None
+    """What has to be put there first; None: it is there."""
+
+    @property
+    def split(self) -> str | None:
+        """What workers check their stream against."""
+        return None if self.manifest is None else self.manifest.digest()
+
+    def check(self, workers: int) -> None:
+        """Each worker its stream, each stream its worker: one that nobody works on would never be done."""
+        found = len(self.manifest.streams) if self.manifest is not None else _count(self.url, self.local, workers)
+        if found != workers:
+            raise DataError(
+                f"the streams of {self.local or self.url} are not the workers'",
+                expected=f"{workers}, one a worker",
+                found=f"{found}, up to {stream_name(found - 1)}" if found else f"no {stream_name(0)}",
+                fix="leave --skip-dataset out to split the dataset anew, or take as many workers",
+            )
+
+    def put(self, say: Callable[[str], None]) -> None:
+        """Put them where workers read them, skipping what is there already."""
+        if self.local is None:
+            return
+        sent = upload(self.local, open_folder(self.url))
+        say(f"{len(sent.uploaded)} files uploaded to {sent.url}, {len(sent.skipped)} there already")
+
+
+def existing_streams(url: str) -> StreamsPlan:
+    """Streams that are in a bucket already."""
+    return StreamsPlan(url.rstrip("/"), read_manifest(open_folder(url)))
+
+
+def local_streams(folder: Path, below: str) -> StreamsPlan:
+    """A folder of streams on this computer, which goes to the bucket below ``below``, under a name of its content."""
+    if not folder.is_dir():
+        raise DataError(f"no such folder: {folder}", fix="make streams first: spile data streams")
+    file = folder / MANIFEST
+    manifest = StreamsManifest.from_json(file.read_bytes(), str(file)) if file.is_file() else None
+    name = manifest.digest() if manifest is not None else _digest(folder)
+    return StreamsPlan(f"{below}/{name[:_NAME]}", manifest, folder)
+
+
+@contextmanager
+def split_streams(
+    dataset: str,
+    below: str,
+    count: int,
+    *,
+    column: str,
+    seed: int,
+    say: Callable[[str], None],
+    begun: str | None = None,
+) -> Iterator[StreamsPlan]:
+    """Split a dataset into one stream per worker, here; they can be put in the bucket as long as this lasts.
+
+    ``begun``: where the streams of the deployment before are; the same split is made as it was made then.
+    """
+    there = read_manifest(open_folder(begun)) if begun is not None else None
+    with tempfile.TemporaryDirectory(prefix="spile-streams-") as folder:
+        made = make_streams(dataset, Path(folder), count, selection=RowSelection(column=column), seed=seed, begun=there)
+        say(f"{made.tally.samples:,} samples of {dataset} in {count} streams")
+        yield local_streams(Path(folder), below)
+
+
+def prepare_streams(dataset: str, url: str, count: int, *, column: str, seed: int, say: Callable[[str], None]) -> None:
+    """Split a dataset and put its streams at this very place, skipping what is there already."""
+    with split_streams(dataset, url, count, column=column, seed=seed, say=say, begun=url) as made:
+        replace(made, url=url).put(say)
+
+
+def _count(url: str, local: Path | None, workers: int) -> int:
+    """How many streams there are, from 0 up, where no ``streams.json`` says it."""
+    listed = [path.name for path in local.iterdir()] if local is not None else [i.key for i in open_folder(url).list()]
+    numbers = {int(found[1]) for name in listed if (found := STREAM.fullmatch(name))}
+    return next((number for number in range(max(numbers, default=0) + 2) if number not in numbers), workers)
+
+
+def _digest(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.jsonl")):
+        with path.open("rb") as file:
+            digest.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return digest.hexdigest()

@@ -1,0 +1,188 @@
+"""Deployments beside and after one another: nothing silent, nothing replaced, nothing removed unasked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fleet.prompt import Prompt
+from fleet.world import A, World
+from spile.fleet.agent import worker_command
+from spile.fleet.spec import FleetSpec
+
+PREPARE = ("deploy", "--gcs-bucket", "b", "--zones", A, "--skip-launch")
+TASK = ("--model", "embedded", "--dataset", "embedded")
+
+
+def fleet_of(world: World, name: str = "default") -> FleetSpec:
+    return FleetSpec.from_json(world.gcs.buckets.buckets["b"].objects[f"fleet/{name}/fleet.json"].data)
+
+
+def tasks(path: Path, count: int, start: int = 0) -> Path:
+    rows: list[dict[str, Any]] = [{"text": f"{number} and {number + 1}"} for number in range(start, start + count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_deploy_without_a_model_is_the_guides_model_said_aloud(
+    world: World, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Never the embedded one; here the hub is out, so that it ends there, before anything is made."""
+    monkeypatch.setenv("SPILE_RETRY_SECONDS", "0.1")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    code, text = prompt(*PREPARE, "--dataset", "embedded")
+    assert "no model was named, with a fleet: Qwen/Qwen2.5-0.5B, as in the guides" in text
+    assert (code, "the hub does not give a model of that name" in text) == (1, True)
+    assert world.objects() == []
+
+
+def test_a_deploy_reads_the_same_variables_as_extract(
+    world: World, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert prompt("data", "streams", "--dataset", "embedded", "--num-streams", 1, "--output-dir", "mine")[0] == 0
+    variables = {
+        "GCS_BUCKET": "b", "MODEL_PATH": "embedded", "DATASET_DIR": "mine", "BATCH_SIZE": "4", "SHARD_SIZE_GB": "0.5",
+        "MAX_SEQ_LENGTH": "512", "MESH_SHAPE": "1,1", "OUTPUT_DIR": "./here",
+    }  # fmt: skip
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    code, text = prompt("deploy", "--zones", A, "--skip-launch")
+    assert code == 0, text
+    assert "--output-dir ./here is not used" in text
+    words = " ".join(worker_command(fleet_of(world), fleet_of(world).workers[0]))
+    for flag in (
+        "--model embedded",
+        "--batch-size 4",
+        "--shard-size-gb 0.5",
+        "--max-seq-length 512",
+        "--mesh-shape 1,1",
+    ):
+        assert flag in words
+    assert "--output gs://b/activations" in words
+    assert "--output-dir" not in words
+
+
+def test_a_deploy_without_a_dataset_takes_the_guides_streams_said_aloud(world: World, prompt: Prompt) -> None:
+    assert prompt("data", "streams", "--dataset", "embedded", "--num-streams", 2)[0] == 0
+    code, text = prompt(*PREPARE, "--model", "embedded", "--workers-per-zone", 2)
+    assert code == 0, text
+    assert "no dataset was named: ./data/streams, as in the guides" in text
+    assert json.loads(Path("data/streams/streams.json").read_text())["samples"] == 48
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("--output", "./local"), "--output: expected gs://… or s3://…: a machine's own disk goes with the machine"),
+        (("--output", "/tmp/x"), "--output: expected gs://…"),
+        (("--output", "file:///tmp/x"), "--output: expected gs://…"),
+        (("--gcs-bucket", "./here"), "--gcs-bucket: expected a bucket"),
+        (("--worker-id", "3"), "--worker-id: expected none: a fleet numbers its workers, found 3"),
+        (("--layers", "99"), "--layers"),
+        (("--model", "./empty"), "./empty is on this computer, where machines cannot read it"),
+    ],
+)
+def test_what_a_fleet_cannot_do_is_refused_before_anything_is_made(
+    world: World, prompt: Prompt, words: tuple[str, str], line: str
+) -> None:
+    Path("empty").mkdir()
+    task = () if "--model" in words else ("--model", "embedded")
+    bucket = () if "--gcs-bucket" in words else ("--gcs-bucket", "b")
+    code, text = prompt("deploy", *bucket, "--zones", A, *task, "--dataset", "embedded", *words, "--create-tpus")
+    assert (code, line in text) == (2, True), text
+    assert world.objects() == []
+    assert world.cloud.cloud.nodes("-") == []
+
+
+def test_fewer_workers_and_then_as_many_again_are_no_false_proof(world: World, prompt: Prompt) -> None:
+    """Four workers, then two, then the four again without the dataset: streams of two splits were once proven."""
+    assert prompt(*PREPARE, *TASK, "--workers-per-zone", 4)[0] == 0
+    four = fleet_of(world)
+    assert prompt(*PREPARE, *TASK, "--workers-per-zone", 2, "--yes")[0] == 0
+    assert fleet_of(world).streams != four.streams, "the four are not replaced under their workers"
+    code, text = prompt(*PREPARE, "--model", "embedded", "--workers-per-zone", 4, "--skip-dataset", "--yes")
+    assert (code, "are not the workers': expected 4, one a worker, found 2" in text) == (2, True), text
+    assert "--expect-split" in worker_command(four, four.workers[0])
+
+
+def test_another_fleet_in_the_bucket_replaces_nothing(world: World, prompt: Prompt) -> None:
+    assert prompt(*PREPARE, *TASK, "--fleet", "one")[0] == 0
+    before = {key: world.gcs.buckets.buckets["b"].objects[key].data for key in world.objects("datasets/")}
+    other = ("--model", "embedded", "--dataset", tasks(world.folder / "t.jsonl", 5), "--column", "text")
+    code, text = prompt(*PREPARE, *other, "--fleet", "two")
+    assert (code, "fleet one writes to gs://b/activations" in text) == (2, True), text
+    code, text = prompt(*PREPARE, *other, "--fleet", "two", "--gcs-prefix", "second")
+    assert code == 0, text
+    assert fleet_of(world, "two").streams != fleet_of(world, "one").streams
+    for key, data in before.items():
+        assert world.gcs.buckets.buckets["b"].objects[key].data == data
+
+
+def test_a_deploy_that_changes_a_fleet_asks_first(world: World, prompt: Prompt) -> None:
+    assert prompt(*PREPARE, *TASK, "--layers", "0-2")[0] == 0
+    first = fleet_of(world)
+    code, text = prompt(*PREPARE, *TASK, "--layers", "0-3")
+    assert (code, "is deployed already, with another task: flags:" in text) == (2, True), text
+    assert fleet_of(world) == first
+    assert prompt(*PREPARE, *TASK, "--layers", "0-3", "--yes")[0] == 0
+    code, text = prompt(*PREPARE, *TASK, "--layers", "0-3")
+    assert code == 0, f"the same again is no change: {text}"
+
+
+def test_a_second_deploy_with_the_same_streams_remembers_the_first_ones_flags(world: World, prompt: Prompt) -> None:
+    words = (
+        "--layers",
+        "1",
+        "3",
+        "--max-seq-length",
+        512,
+        "--workers-per-zone",
+        2,
+        "--tpu-type",
+        "v4-8",
+        "--budget",
+        9,
+    )
+    assert prompt(*PREPARE, *TASK, *words)[0] == 0
+    first = fleet_of(world)
+    code, text = prompt("deploy", "--gcs-bucket", "b", "--skip-launch", "--skip-dataset")
+    assert code == 0, text
+    assert "as before: --model embedded --layers 1 3 --max-seq-length 512" in text
+    second = fleet_of(world)
+    assert (second.arguments, second.streams, second.workers) == (first.arguments, first.streams, first.workers)
+    assert (second.machine.accelerator_type, second.policy.budget) == ("v4-8", 9)
+    assert second.deployment != first.deployment
+
+
+def test_overwriting_happens_once_at_deploy_after_a_question(world: World, prompt: Prompt) -> None:
+    small = ("--layers", "0", "--max-seq-length", "64", "--max-samples", "2")
+    streams = world.folder / "s"
+    assert prompt("data", "streams", "--dataset", "embedded", "--num-streams", 1, "--output-dir", streams)[0] == 0
+    data = ("--model", "embedded", "--dataset-dir", streams)
+    code, text = prompt("extract", *data, "--worker-id", 0, "--output", "gs://b/activations", *small)
+    assert code == 0, text
+    stored = world.objects("activations/tpu_0/")
+    again = (*PREPARE, *data, *small, "--no-checkpointing")
+    code, text = prompt(*again)
+    assert (code, "--no-checkpointing: expected streams without commits" in text) == (2, True), text
+    code, text = prompt(*again, "--overwrite")
+    assert (code, "Remove what is stored of 1 streams in gs://b/activations, for good?" in text) == (2, True), text
+    assert world.objects("activations/tpu_0/") == stored
+    code, text = prompt(*again, "--overwrite", "--yes")
+    assert code == 0, text
+    assert world.objects("activations/tpu_0/") == []
+    words = worker_command(fleet_of(world), fleet_of(world).workers[0])
+    assert not {"--no-checkpointing", "--overwrite"} & set(words), "no life of a worker removes a stream"
+
+
+def test_a_dry_run_says_what_would_be_made_and_makes_nothing(world: World, prompt: Prompt) -> None:
+    code, text = prompt(*PREPARE, *TASK, "--workers-per-zone", 2, "--dry-run", "--create-tpus", "--monitor")
+    assert code == 0, text
+    assert "would be made: 2 machines v3-8 (tpu-us-central1-a-0 …) in us-central1-a, $" in text
+    assert "to boot, install, load and compile" in text
+    assert text.rstrip().endswith("nothing was made")
+    assert world.objects() == []
+    assert world.cloud.cloud.nodes("-") == []

@@ -1,0 +1,100 @@
+"""No model or no dataset named: the embedded ones for a try-out, never where a user's own run is meant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spile.cli.extract import ExtractFlags
+from spile.cli.shell.aliases import VARIABLES
+from spile.cli.shell.defaults import GUIDES_MODEL, GUIDES_STREAMS, settled
+from spile.errors import SpecError
+from spile.spec.run import ExtractSpec
+
+
+def taken(given: dict[str, Any], environment: dict[str, str], *, pod: bool = False) -> tuple[ExtractSpec, list[str]]:
+    said: list[str] = []
+    return settled(ExtractFlags(**given), environment, said.append, pod=pod).spec(), said
+
+
+def test_a_try_out_here_takes_the_embedded_model_and_tasks() -> None:
+    for given in ({}, {"output": "out"}, {"dataset": "texts.jsonl", "output_dir": "out"}):
+        spec, said = taken(given, {})
+        assert spec.model == "embedded"
+        assert said == []
+
+
+EARNEST: list[tuple[dict[str, Any], dict[str, str], bool]] = [
+    ({"gcs_bucket": "b"}, {}, False),
+    ({"output": "gs://b/x"}, {}, False),
+    ({"output": "s3://b/x"}, {}, False),
+    ({"worker_id": 0}, {}, False),
+    ({}, {"TPU_WORKER_ID": "5"}, False),
+    ({}, {}, True),
+    *(({}, {name: "1"}, False) for name in VARIABLES),
+]
+
+
+@pytest.mark.parametrize(("given", "environment", "pod"), EARNEST, ids=str)
+def test_a_run_in_earnest_without_a_model_is_the_guides_model_said_aloud(
+    given: dict[str, Any], environment: dict[str, str], pod: bool
+) -> None:
+    spec, said = taken({"dataset": "tasks.jsonl", **given}, environment, pod=pod)
+    assert spec.model == GUIDES_MODEL == "Qwen/Qwen2.5-0.5B"
+    assert len(said) == 1
+    assert GUIDES_MODEL in said[0]
+    spec, said = taken({"dataset": "tasks.jsonl", "model": "embedded", **given}, environment, pod=pod)
+    assert (spec.model, said) == ("embedded", []), "asked for by its name it is had"
+
+
+@pytest.mark.parametrize(("given", "environment", "pod"), EARNEST, ids=str)
+def test_a_run_in_earnest_without_a_dataset_is_one_line_of_error(
+    given: dict[str, Any], environment: dict[str, str], pod: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SpecError, match=r"^no dataset, with .*--dataset-dir DIR.*no ./data/streams here"):
+        taken({"model": "m", **given}, environment, pod=pod)
+
+
+def test_a_run_in_earnest_takes_the_guides_streams_where_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data" / "streams").mkdir(parents=True)
+    spec, said = taken({"model": "m"}, {"TPU_WORKER_ID": "5"})
+    assert spec.data.location == f"{GUIDES_STREAMS}/stream_005.jsonl"
+    assert said == ["no dataset was named: ./data/streams, as in the guides"]
+    with pytest.raises(SpecError, match=r"^which stream\?: expected --worker-id N or TPU_WORKER_ID"):
+        taken({"model": "m", "gcs_bucket": "b"}, {})
+
+
+@pytest.mark.parametrize(
+    ("given", "variable", "worker"),
+    [
+        ({"dataset_dir": "d"}, "5", 5),
+        ({"dataset_dir": "d"}, " 0 ", 0),
+        ({"dataset_dir": "d"}, "", 0),
+        ({"dataset_dir": "d", "worker_id": 3}, "5", 3),
+        ({"dataset": "embedded"}, "5", 5),
+        ({"dataset": "tasks.jsonl", "output": "gs://b/activations"}, "7", 7),
+        ({"dataset": "stream_002.jsonl"}, "", 2),
+    ],
+    ids=str,
+)
+def test_the_variable_is_the_workers_number_wherever_one_process_runs(
+    given: dict[str, Any], variable: str, worker: int
+) -> None:
+    assert taken({"model": "m", **given}, {"TPU_WORKER_ID": variable})[0].data.worker_id == worker
+
+
+def test_a_stream_of_another_number_than_the_variable_is_said() -> None:
+    spec, said = taken({"model": "m", "dataset": "d/stream_002.jsonl"}, {"TPU_WORKER_ID": "5"})
+    assert spec.data.worker_id == 2
+    assert said == ["TPU_WORKER_ID=5 does not count: d/stream_002.jsonl is stream 2 (--worker-id says otherwise)"]
+
+
+def test_a_variable_that_is_no_number() -> None:
+    with pytest.raises(SpecError, match=r"^TPU_WORKER_ID: expected the stream's number, found 'x'$"):
+        taken({"dataset_dir": "d"}, {"TPU_WORKER_ID": "x"})
