@@ -73,7 +73,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[ExtractFlags]:
         (["frobnicate"], "spile: no command frobnicate; see spile --help"),
         (["--frobnicate"], "spile: no flag --frobnicate; see spile --help"),
         (["logs"], "spile: logs: expected WORKER, found none; see spile logs --help"),
-        (["verify", "--yes"], "spile: --yes: expected --gc beside it, found --yes alone"),
+        (["verify", "--yes"], "spile: --yes: expected --gc or --repair beside it, found --yes alone"),
         (["verify", "no-such-folder"], "spile: "),
         (["verify", "--recompute", "-1"], "spile: --recompute: expected 0 or more, found -1"),
         (["verify", "--older-than", "nan"], "spile: --older-than: expected 0 or more, found nan"),
