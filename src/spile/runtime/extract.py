@@ -95,8 +95,8 @@ def extract(
         if again:
             clear_stream(parts.root, spec.data.worker_id)  # not before the model is known to be whole
         stream, done = _agreed(parts, stream, hosts)
-    if hosts.first:
-        _tidy(stream, progress)
+        if hosts.first:
+            _tidy(stream, progress)
         hosts.barrier("extraction_start")
         notes = notes or stack.enter_context(_notes(parts, stream, progress, hosts))
         stack.enter_context(closing(producer))
