@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from spile.cli.shell.healing import watch_fleet
 from spile.dashboard.fleet import plain_lines, render
-from spile.dashboard.watching import watch_fleet
 from spile.fleet.cloud.provider import NodeRequest, NotAllowed
 from spile.fleet.cloud.tpu import CloudTpu
 from spile.fleet.fake_cloud.server import FakeCloud
@@ -57,15 +57,15 @@ def test_a_life(home: FleetHome, fake: FakeCloud, client: CloudTpu) -> None:
     monitor = FleetMonitor(home, client)
     status = monitor.step()
     assert [line.split(":")[0] for line in status.actions] == [f"create tpu-{zone}-0 in {zone}" for zone in (A, B)]
-    assert status.count("needs_recovery") == 2
+    assert status.needs_recovery == 2
     status = until(monitor, lambda status: all(each.machine == "READY" for each in status.workers))
-    assert (status.count("healthy"), status.count("working")) == (0, 0), "READY, and not heard of yet"
+    assert (status.healthy, status.working) == (0, 0), "READY, and not heard of yet"
     say(home, "tpu-us-central1-a-0", phase="starting")
     status = monitor.step()
-    assert (status.count("healthy"), status.count("working")) == (1, 1)
+    assert (status.healthy, status.working) == (1, 1)
     text = text_of(status)
     expected = (
-        "Total workers: 2 across 2 zones", "Check interval: 60 s", "TPU NAME", "SAMPLES", "SHARDS", "GCS", "TOTALS",
+        "Total workers: 2 across 2 zones", "Check interval: 60 s", "NAME", "SAMPLES", "SHARDS", "COMMITTED", "TOTALS",
         "✓ Healthy: 1", "⟳ Working: 1", "✗ Needs recovery: 0", "so far", "Last update: 20", "Press Ctrl+C",
     )  # fmt: skip
     for words in expected:

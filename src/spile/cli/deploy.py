@@ -303,7 +303,7 @@ def _clear(fleet: FleetSpec, cleared: list[int]) -> None:
 
 def _launch(client: CloudTpu, home: FleetHome, fleet: FleetSpec, steps: DeployFlags, console: Console) -> int:
     """The machines, and the workers on them."""
-    from spile.dashboard.watching import adjusted, watch_fleet
+    from spile.cli.shell.healing import adjusted, watch_fleet
     from spile.fleet import manage
     from spile.fleet.deploy import launch_over_ssh, launch_waiting
     from spile.fleet.ssh.hosts import Access

@@ -44,7 +44,7 @@ def monitor(
     if home is not None:
         import os
 
-        from spile.dashboard.watching import adjusted, watch_fleet
+        from spile.cli.shell.healing import adjusted, watch_fleet
         from spile.fleet.cloud.settings import read_settings
         from spile.fleet.cloud.tpu import CloudTpu
 

@@ -15,8 +15,9 @@ from rich.text import Text
 
 from spile.dashboard.console import Lasting
 from spile.dashboard.streams import render
+from spile.dashboard.table import headline, totals_line
 from spile.errors import SpileError
-from spile.plan.amounts import amount, counted, duration, size
+from spile.plan.amounts import counted
 from spile.runtime.engines.scheduler import EngineOutcome, Scheduler
 from spile.status.snapshot import Snapshot, SnapshotReader, StreamView
 
@@ -88,15 +89,7 @@ def _state(scheduler: Scheduler) -> str:
 
 
 def _totals(snapshot: Snapshot) -> str:
-    committed = counted(round(snapshot.total("committed")), "shard")
-    rate = snapshot.total("tokens_per_second")
-    parts = [
-        f"{snapshot.total('samples'):,.0f} samples",
-        f"{committed} committed, {size(snapshot.total('bytes'))}",
-        f"{amount(rate)} tokens/s" if rate else "",
-        f"about {duration(snapshot.seconds_left)} left" if snapshot.seconds_left else "",
-    ]
-    return ", ".join(part for part in parts if part)
+    return ", ".join([totals_line(snapshot), *headline(None, snapshot.seconds_left)])
 
 
 @contextmanager

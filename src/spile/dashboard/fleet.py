@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+import time
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from functools import partial
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from spile.dashboard import watching
+from spile.dashboard.fitting import Fitting
+from spile.dashboard.table import COUNTS, Column, ago, counts_line, draw, headline, totals_line
+from spile.dashboard.watching import footer, health_line
 from spile.fleet.cloud.states import Life
 from spile.fleet.heal.monitor import FleetStatus, WorkerStatus
-from spile.plan.amounts import amount, counted, duration
+from spile.plan.amounts import amount
+from spile.status.snapshot import Snapshot, State, StreamView
 
-__all__ = ["plain_lines", "render"]
+__all__ = ["plain_lines", "render", "watch"]
 
 _NEWS = 6
 _STYLE = {Life.ALIVE: "green", Life.COMING: "cyan", Life.LEAVING: "yellow", Life.DEAD: "red", Life.ABSENT: "red"}
@@ -28,9 +36,9 @@ def render(status: FleetStatus, *, interval: float | None = None, height: int | 
     ]
     if interval is not None:
         head.append(Text(f"Check interval: {interval:g} s"))
-    foot = _foot(status, interval)
+    foot = footer(status, status.taken, interval, _news(status))
     room = None if height is None else max(3, height - len(head) - len(foot) - 6)
-    return Group(*head, Text(""), _table(status, room), Text(""), *foot)
+    return Group(*head, Text(""), Fitting(partial(_table, status, room), _SPARE), Text(""), *foot)
 
 
 def _shown(status: FleetStatus, room: int | None) -> tuple[list[WorkerStatus], int]:
@@ -43,36 +51,51 @@ def _shown(status: FleetStatus, room: int | None) -> tuple[list[WorkerStatus], i
     return [each for each in workers if each.worker.id in kept], len(workers) - len(kept)
 
 
-def _table(status: FleetStatus, room: int | None) -> Table:
-    total = status.snapshot.total
-    table = Table(box=None, show_footer=True, footer_style="bold", header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column("TPU NAME", "TOTALS", no_wrap=True)
-    table.add_column("STATUS", no_wrap=True)
-    table.add_column("SAMPLES", f"{total('samples'):,.0f}", justify="right", no_wrap=True)
-    table.add_column("SHARDS", f"{total('shards'):,.0f}", justify="right", no_wrap=True)
-    table.add_column("GCS", f"{total('committed'):,.0f}", justify="right", no_wrap=True)
-    table.add_column("TOK/S", amount(total("tokens_per_second")), justify="right", no_wrap=True)
-    table.add_column("WORKER", overflow="ellipsis")
+def _view(each: WorkerStatus) -> StreamView:
+    """Its stream; an empty one where its worker has not begun it."""
+    return each.view or StreamView(each.worker.id, each.worker.name, State.WAITING)
+
+
+def _begun_by_all(status: FleetStatus) -> Snapshot:
+    """The snapshot, with an empty stream for each worker that has not begun its own."""
+    return replace(status.snapshot, streams=tuple(map(_view, status.workers)))
+
+
+def _of_view(column: Column[StreamView, Snapshot]) -> Column[WorkerStatus, FleetStatus]:
+    """A stream's column in a fleet's table."""
+    return Column(
+        column.title,
+        lambda each: column.cell(_view(each)),
+        lambda status: column.total(_begun_by_all(status)),
+        column.justify,
+    )
+
+
+_COLUMNS: tuple[Column[WorkerStatus, FleetStatus], ...] = (
+    Column("NAME", lambda each: each.worker.name, lambda _: "TOTALS", "left"),
+    Column(
+        "MACHINE",
+        lambda each: Text(_status_word(each), style="green" if each.past.finished else _STYLE[each.machine.life]),
+        justify="left",
+    ),
+    *(_of_view(column) for column in COUNTS if column.title != "HEARD"),
+    Column(
+        "WORKER",
+        lambda each: Text(_story(each), style="red" if each.past.gave_up else "dim"),
+        justify="left",
+        cut=True,
+    ),
+)
+_SPARE = ("SIZE", "SHARDS", "COMMITTED", "TOKENS/S")
+"""What goes first where the terminal is narrow."""
+
+
+def _table(status: FleetStatus, room: int | None, without: Collection[str]) -> Table:
     shown, more = _shown(status, room)
-    for each in shown:
-        table.add_row(*_cells(each))
+    table = draw([column for column in _COLUMNS if column.title not in without], shown, status)
     if more:
         table.add_row(f"… and {more} more")
     return table
-
-
-def _cells(each: WorkerStatus) -> list[RenderableType]:
-    view = each.view
-    rate = view.tokens_per_second if view else 0.0
-    return [
-        each.worker.name,
-        Text(_status_word(each), style="green" if each.past.finished else _STYLE[each.machine.life]),
-        f"{view.samples if view else 0:,}",
-        f"{view.shards if view else 0:,}",
-        f"{view.committed if view else 0:,}",
-        amount(rate) if rate else "",
-        Text(_story(each), style="red" if each.past.gave_up else "dim"),
-    ]
 
 
 def _status_word(each: WorkerStatus) -> str:
@@ -87,7 +110,7 @@ def _story(each: WorkerStatus) -> str:
     if each.past.finished:
         parts.append("finished")
     elif each.view is not None and each.view.phase and each.machine.life is Life.ALIVE:
-        age = "" if each.view.age is None else f" ({each.view.age:.0f} s ago)"
+        age = "" if each.view.age is None else f" ({ago(each.view.age)})"
         parts.append(f"{each.view.phase}{age}")
     if each.zone != each.worker.zone:
         parts.append(f"moved to {each.zone}")
@@ -99,17 +122,10 @@ def _story(each: WorkerStatus) -> str:
     return ", ".join(parts)
 
 
-def _foot(status: FleetStatus, interval: float | None) -> list[Text]:
-    needs = status.count("needs_recovery")
-    lines = [
-        Text("Status summary:"),
-        Text(f"  ✓ Healthy: {status.count('healthy')}", style="green"),
-        Text(f"  ⟳ Working: {status.count('working')}", style="cyan"),
-        Text(f"  ✗ Needs recovery: {needs}", style="red" if needs else ""),
-        Text(_summary(status)),
-    ]
+def _news(status: FleetStatus) -> list[Text]:
+    lines = [Text(_summary(status))]
     if status.holder is not None:
-        lines.append(Text(f"{status.holder.who} monitors this fleet; this one only watches", style="yellow"))
+        lines.append(Text(_watched_by(status), style="yellow"))
     news = (*status.problems, *status.actions)
     lines += [Text(line, style="yellow") for line in news[:_NEWS]]
     if len(news) > _NEWS:
@@ -119,40 +135,56 @@ def _foot(status: FleetStatus, interval: float | None) -> list[Text]:
     ]
     if status.history.stopped:
         lines.append(Text(f"Stopped: {status.history.stopped}", style="red"))
-    lines.append(Text(f"Last update: {datetime.fromtimestamp(status.taken, UTC):%Y-%m-%d %H:%M:%S} UTC", style="dim"))
-    if interval is not None:
-        lines.append(Text("Press Ctrl+C to stop monitoring; everything goes on without it", style="dim"))
     return lines
+
+
+def _watched_by(status: FleetStatus) -> str:
+    holder = "" if status.holder is None else status.holder.who
+    return f"{holder} monitors this fleet; this one only watches"
 
 
 def _summary(status: FleetStatus) -> str:
     parts = [f"{amount(status.snapshot.total('tokens_per_second'))} tokens/s"]
-    if status.percent is not None:
-        parts.append(f"{status.percent:.1f} % done")
-    if status.snapshot.seconds_left:
-        parts.append(f"about {duration(status.snapshot.seconds_left)} left")
+    parts += headline(status.percent, status.snapshot.seconds_left)
+    return ", ".join([*parts, _spent(status)])
+
+
+def _spent(status: FleetStatus) -> str:
     budget = status.fleet.policy.budget
-    parts.append(f"${status.history.dollars:.2f} so far" + (f" of ${budget:.2f}" if budget is not None else ""))
-    return ", ".join(parts)
+    return f"${status.history.dollars:.2f} so far" + (f" of ${budget:.2f}" if budget is not None else "")
 
 
 def plain_lines(status: FleetStatus) -> list[str]:
-    """One line a worker and one for all: for a log."""
+    """One line per worker and one for all: for a log."""
     lines = [
-        f"{each.worker.name} {_status_word(each)}: {each.view.samples if each.view else 0:,} samples, "
-        f"{counted(each.view.shards if each.view else 0, 'shard')}, "
-        f"{each.view.committed if each.view else 0:,} committed" + (f"; {_story(each)}" if _story(each) else "")
+        f"{each.worker.name} {_status_word(each)}: {counts_line(_view(each))}"
+        + (f"; {_story(each)}" if _story(each) else "")
         for each in status.workers
     ]
-    counts = ", ".join(
-        f"{word} {status.count(name)}"
-        for word, name in (("healthy", "healthy"), ("working", "working"), ("needs recovery", "needs_recovery"))
-    )
-    total = status.snapshot.total
-    lines.append(
-        f"total: {total('samples'):,.0f} samples, {counted(round(total('committed')), 'shard')} committed; {counts}; "
-        + _summary(status)
-    )
+    parts = [
+        f"total: {totals_line(status.snapshot)}; {health_line(status)}",
+        *headline(status.percent, status.snapshot.seconds_left),
+        _spent(status),
+    ]
+    lines.append(", ".join(parts))
     if status.holder is not None:
-        lines.append(f"{status.holder.who} monitors this fleet; this one only watches")
+        lines.append(_watched_by(status))
     return [*lines, *status.problems, *status.actions]
+
+
+def watch(
+    look: Callable[[], FleetStatus],
+    console: Console,
+    *,
+    interval: float,
+    sleep: Callable[[float], None] = time.sleep,
+) -> FleetStatus:
+    """Show a fleet until its work is over, then what came of it and what to type next."""
+    draws = partial(render, interval=interval, height=console.height)
+    with watching.showing(console, draws, plain_lines) as show:
+        status = watching.watch(look, show, lambda seen: seen.over, console, interval=interval, sleep=sleep)
+    ended = status.history.stopped or ("some workers were given up" if status.failed else "the work is finished")
+    bound = "" if status.fleet.max_samples is None else f" --max-samples {status.fleet.max_samples}"
+    following = f"spile verify {status.fleet.root}{bound}"
+    console.print(f"{ended}; ${status.history.dollars:.2f} spent; next: {following}", markup=False, soft_wrap=True)
+    return status

@@ -1,133 +1,97 @@
-"""Watching a fleet at the prompt: a live table, a log where there is no terminal, one look for a script."""
+"""Looking again and again: one loop, one footer, one way to show what was seen, for streams and for fleets."""
 
 from __future__ import annotations
 
-import json
-import signal
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from datetime import UTC, datetime
+from typing import Protocol, TypeVar
 
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.text import Text
 
 from spile.errors import SpileError
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+__all__ = ["HealthCounts", "footer", "health_line", "showing", "watch"]
 
-    from spile.fleet.cloud.provider import Provider
-    from spile.fleet.heal.monitor import FleetMonitor, FleetStatus
-    from spile.fleet.home import FleetHome
-    from spile.fleet.spec import FleetSpec
-
-__all__ = ["adjusted", "watch_fleet"]
+Seen = TypeVar("Seen")
 
 
-def adjusted(interval: float, budget: float | None, keep_finished: bool) -> Callable[[FleetSpec], FleetSpec]:
-    """What this monitor's flags change of the fleet's own policy."""
+class HealthCounts(Protocol):
+    """What the footer counts."""
 
-    def adjust(fleet: FleetSpec) -> FleetSpec:
-        policy = replace(fleet.policy, interval=interval)
-        if budget is not None:
-            policy = replace(policy, budget=budget)
-        if keep_finished:
-            policy = replace(policy, delete_finished=False)
-        return replace(fleet, policy=policy)
+    @property
+    def healthy(self) -> int:
+        """Done, working, or about to."""
 
-    return adjust
+    @property
+    def working(self) -> int:
+        """With a recent heartbeat."""
+
+    @property
+    def needs_recovery(self) -> int:
+        """Unfinished with nobody at work."""
+
+
+def footer(health: HealthCounts, taken: float, interval: float | None, news: Sequence[Text] = ()) -> list[Text]:
+    """What stands below every table; ``news`` between the counts and the time."""
+    needs = health.needs_recovery
+    lines = [
+        Text("Status summary:"),
+        Text(f"  ✓ Healthy: {health.healthy}", style="green"),
+        Text(f"  ⟳ Working: {health.working}", style="cyan"),
+        Text(f"  ✗ Needs recovery: {needs}", style="red" if needs else ""),
+        *news,
+        Text(f"Last update: {datetime.fromtimestamp(taken, UTC):%Y-%m-%d %H:%M:%S} UTC", style="dim"),
+    ]
+    if interval is not None:
+        lines.append(Text("Press Ctrl+C to stop monitoring; everything goes on without it", style="dim"))
+    return lines
+
+
+def health_line(health: HealthCounts) -> str:
+    """The same counts where there is no table."""
+    return f"healthy {health.healthy}, working {health.working}, needs recovery {health.needs_recovery}"
 
 
 @contextmanager
-def _ends_like_ctrl_c() -> Iterator[None]:
-    """SIGTERM ends the watching as Ctrl+C does, so that the lease is given back."""
+def showing(
+    console: Console, render: Callable[[Seen], RenderableType], lines: Callable[[Seen], Sequence[str]]
+) -> Iterator[Callable[[Seen], None]]:
+    """How what is seen is shown: drawn over the last look in a terminal, as lines elsewhere."""
+    if console.is_terminal:
+        with Live(console=console, auto_refresh=False) as live:
+            yield lambda seen: live.update(render(seen), refresh=True)
+        return
 
-    def raised(*_: object) -> None:
-        raise KeyboardInterrupt
+    def print_lines(seen: Seen) -> None:
+        for line in lines(seen):
+            console.print(line, soft_wrap=True, markup=False, highlight=False)
 
-    before = signal.signal(signal.SIGTERM, raised)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    yield print_lines
 
 
-def watch_fleet(
-    home: FleetHome,
-    provider: Provider,
+def watch(
+    look: Callable[[], Seen],
+    show: Callable[[Seen], None],
+    over: Callable[[Seen], bool],
     console: Console,
     *,
     interval: float,
-    adjust: Callable[[FleetSpec], FleetSpec],
-    once: bool = False,
-    as_json: bool = False,
-    watch_only: bool = False,
     sleep: Callable[[float], None] = time.sleep,
-) -> int:
-    """Watch and heal until all is finished. Ctrl+C stops the watching and nothing else. 1: it fell short."""
-    from spile.fleet.heal.monitor import FleetMonitor
-
-    with ThreadPoolExecutor(16, thread_name_prefix="fleet") as pool, _ends_like_ctrl_c():
-        monitor = FleetMonitor(home, provider, pool=pool, adjust=adjust, watch_only=watch_only)
+) -> Seen:
+    """Look and show until it is over; gives the last look. Only the first may fail: later ones may be hiccups."""
+    seen = look()
+    show(seen)
+    while not over(seen):
+        sleep(interval)
         try:
-            if once or as_json:
-                status = _first(monitor)
-                _show_once(console, status, as_json)
-                return int(status.over and status.failed)
-            return _loop(monitor, console, interval, sleep)
-        except KeyboardInterrupt:
-            console.print("stopped watching; everything goes on. The same command watches again.", markup=False)
-            return 0
-        finally:
-            monitor.close()
-
-
-def _first(monitor: FleetMonitor) -> FleetStatus:
-    """The first look: a mistake, such as no credentials, ends it here; later ones may be hiccups."""
-    status = monitor.step()
-    if status.refusal is not None:
-        raise status.refusal
-    return status
-
-
-def _show_once(console: Console, status: FleetStatus, as_json: bool) -> None:
-    from spile.dashboard.fleet import render
-
-    if as_json:
-        print(json.dumps(status.to_json(), indent=1))
-    else:
-        console.print(render(status))
-
-
-def _loop(monitor: FleetMonitor, console: Console, interval: float, sleep: Callable[[float], None]) -> int:
-    from rich.live import Live
-
-    from spile.dashboard.fleet import plain_lines, render
-
-    status = _first(monitor)
-    with Live(console=console, auto_refresh=False) if console.is_terminal else _quiet() as live:
-        while True:
-            if live is not None:
-                live.update(render(status, interval=interval, height=console.height), refresh=True)
-            else:
-                for line in plain_lines(status):
-                    console.print(line, soft_wrap=True, markup=False, highlight=False)
-            if status.over:
-                break
-            sleep(interval)
-            try:
-                status = monitor.step()
-            except SpileError as error:  # the bucket or the cloud has hiccups: look again later
-                status = replace(status, problems=(error.line(),), actions=())
-    ended = status.history.stopped or ("some workers were given up" if status.failed else "the work is finished")
-    bound = "" if status.fleet.max_samples is None else f" --max-samples {status.fleet.max_samples}"
-    following = f"spile verify {status.fleet.root}{bound}"
-    console.print(f"{ended}; ${status.history.dollars:.2f} spent; next: {following}", markup=False, soft_wrap=True)
-    return int(status.failed)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    yield None
+            seen = look()
+        except SpileError as error:  # what was seen stays, and is looked at again
+            notice = Text(f"not seen: {error}; looking again in {interval:g} s", style="yellow")
+            console.print(notice, soft_wrap=True)
+        else:
+            show(seen)
+    return seen

@@ -6,18 +6,17 @@ every MiB of the other tensors; a partial read fetches and checks the whole chun
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from spile.errors import Damaged
-from spile.objects.disk import read_into
+from spile.objects.disk import MappedFile, read_into
 from spile.objects.folder import Folder
 from spile.spec.safetensors import TensorPlace
 from spile.store.codec import CHUNKS, ShardHeader, parse_shard_header
@@ -41,7 +40,7 @@ class ShardReader:
         """What the header must say; None: whatever it says."""
         self.where = f"{folder.url}/{record.name}"
         self._lock = threading.RLock()
-        self._map: mmap.mmap | None = None
+        self._map: MappedFile | Literal[False] | None = None
         self._header: ShardHeader | None = None
         self._tail: tuple[int, memoryview] | None = None
         self._kept: dict[str, npt.NDArray[Any]] = {}
@@ -77,7 +76,9 @@ class ShardReader:
                     raise Damaged(f"{self.where}: its commit has no checksum of {name}")
                 data = self._tail_bytes(place)
                 if crc32c(data) != wanted:
-                    data = self._checked(name, place.start, place.length, [wanted], max(1, place.length))
+                    data = self._checked(
+                        name, place.start, place.length, [wanted], max(1, place.length), read=self._read
+                    )
                 self._kept[name] = np.frombuffer(data, place.dtype).reshape(place.shape)
             return self._kept[name]
 
@@ -90,46 +91,52 @@ class ShardReader:
             raise IndexError(f"rows {start} to {stop} of {place.shape[0]}")
         if first == last:
             return np.empty((0, *place.shape[1:]), place.dtype)
-        begin = first // CHUNK
-        data = self.chunks(name, begin, -(-last // CHUNK))
-        part = data[first - begin * CHUNK : last - begin * CHUNK]
+        begin, end = first // CHUNK, -(-last // CHUNK)
+        if self._known_good(name, begin, end):
+            part = self._bytes(place.start + first, last - first)
+        else:
+            part = self.chunks(name, begin, end)[first - begin * CHUNK : last - begin * CHUNK]
         return np.frombuffer(part, place.dtype).reshape(stop - start, *place.shape[1:])
 
     def chunks(self, name: str, begin: int, end: int) -> memoryview:
-        """The bytes of chunks ``begin`` to ``end`` of a tensor, checked. On a local disk: of the file itself."""
+        """The bytes of chunks ``begin`` to ``end`` of a tensor, checked. On a local disk: of the file itself, once."""
         place = self.place(name)
         sums = self._sums_of(name)
         start, length = place.start + begin * CHUNK, min(end * CHUNK, place.length) - begin * CHUNK
-        if self.folder.local_path is not None and self._trusted[name][begin:end].all():
+        if self._known_good(name, begin, end):
             return self._bytes(start, length)
         data = self._checked(f"{name}, chunk {{}}", start, length, sums[begin:end].tolist(), CHUNK, begin)
         self._trusted[name][begin:end] = True
         return data
 
+    def _known_good(self, name: str, begin: int, end: int) -> bool:
+        """Whether these chunks of a local file were checked before; what comes over a network is checked each time."""
+        self._sums_of(name)
+        return self.folder.local_path is not None and bool(self._trusted[name][begin:end].all())
+
     def read_rows(self, name: str, start: int, stop: int, out: npt.NDArray[Any]) -> None:
         """Rows ``start`` to ``stop`` into memory that is there already; checked like :meth:`rows`.
 
-        On a local disk, where the rows end with chunks, the file's bytes are read straight into it: that spares a copy
-        and the page tables' work.
+        On a local disk, where the rows end with chunks, the file's bytes are read straight into it: that spares a copy.
         """
         place = self.place(name)
         width = place.length // place.shape[0] if place.shape[0] else 0
         first, last = start * width, stop * width
         whole = first % CHUNK == 0 and (last % CHUNK == 0 or last == place.length)
-        if self.folder.local_path is None or not whole or first == last:
+        path = self.folder.local_path
+        if path is None or not whole or first == last:
             out[:] = self.rows(name, start, stop)
             return
         begin, end = first // CHUNK, -(-last // CHUNK)
-        sums, path = self._sums_of(name)[begin:end].tolist(), self.folder.local_path / self.record.name
+        sums = self._sums_of(name)[begin:end].tolist()
         target = out.view(np.uint8).reshape(-1).data
 
         def read(start: int, _: int) -> memoryview:
-            if read_into(path, start, target) != len(target):
-                raise Damaged(f"{self.where} has another size", expected=self.record.size)
+            self._fill(path, start, target)
             return target
 
-        if self._trusted[name][begin:end].all():
-            read(place.start + first, last - first)
+        if self._known_good(name, begin, end):
+            self._fill(path, place.start + first, target)
             return
         self._checked(f"{name}, chunk {{}}", place.start + first, last - first, sums, CHUNK, begin, read)
         self._trusted[name][begin:end] = True
@@ -184,25 +191,37 @@ class ShardReader:
     def _tail_bytes(self, place: TensorPlace) -> memoryview:
         begin = self.place("offsets").start
         if self.record.size - begin > _SMALL:
-            return self._bytes(place.start, place.length)
+            return self._read(place.start, place.length)
         if self._tail is None:
-            self._tail = begin, self._bytes(begin, self.record.size - begin)
+            self._tail = begin, self._read(begin, self.record.size - begin)
         return self._tail[1][place.start - begin : place.stop - begin]
 
     def _bytes(self, start: int, length: int) -> memoryview:
+        """Of a local file: the file itself where it can be, for rows that are used soon."""
+        path = self.folder.local_path
+        mapped = self._mapping(path) if path is not None and length else None
+        if mapped is not None and mapped.is_there(start, length):
+            return mapped.view[start : start + length]
+        return self._read(start, length)
+
+    def _read(self, start: int, length: int) -> memoryview:
+        """A copy, for what is kept: no file that is cut later takes it away."""
         if not length:
             return memoryview(b"")
-        if self.folder.local_path is None:
+        path = self.folder.local_path
+        if path is None:
             return memoryview(self.folder.get_range(self.record.name, start, length))
-        return memoryview(self._mapped(self.folder.local_path))[start : start + length]
+        target = np.empty(length, np.uint8).data
+        self._fill(path, start, target)
+        return target
 
-    def _mapped(self, folder: Path) -> mmap.mmap:
+    def _fill(self, path: Path, start: int, target: memoryview) -> None:
+        if read_into(path / self.record.name, start, target) != len(target):
+            found = self.folder.info(self.record.name).size
+            raise Damaged(f"{self.where} has another size", expected=self.record.size, found=found)
+
+    def _mapping(self, path: Path) -> MappedFile | None:
         with self._lock:
             if self._map is None:
-                # A map of a file that is too short does not raise: it kills the process. So the size comes first.
-                found = self.folder.info(self.record.name).size
-                if found != self.record.size:
-                    raise Damaged(f"{self.where} has another size", expected=self.record.size, found=found)
-                with (folder / self.record.name).open("rb") as file:
-                    self._map = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-            return self._map
+                self._map = MappedFile.of(path / self.record.name, self.record.size) or False
+            return self._map or None

@@ -17,7 +17,7 @@ from spile.data.make.upload import read_manifest, upload
 from spile.data.stream import open_stream
 from spile.data.tokens import Tokenizer
 from spile.errors import DataError
-from spile.fleet.deploy import prepare_streams
+from spile.fleet.streams import prepare_streams
 from spile.objects import open_folder
 from spile.plan.ranges import Ranges
 from spile.spec.run import DataSpec, PromptSpec
@@ -119,8 +119,8 @@ def test_a_second_deploy_leaves_the_streams_of_a_running_fleet_as_they_are(unnam
     before = older(tmp_path / "made", unnamed, 2)
     upload(tmp_path / "made", open_folder(str(tmp_path / "bucket")))
     said: list[str] = []
-    prepare_streams(unnamed, str(tmp_path / "bucket"), 2, say=said.append)
+    prepare_streams(unnamed, str(tmp_path / "bucket"), 2, column="examples", seed=0, say=said.append)
     assert said[-1].startswith("0 files uploaded")
     assert {path.name: path.read_bytes() for path in (tmp_path / "bucket").iterdir()} == before
-    prepare_streams(unnamed, str(tmp_path / "bucket"), 3, say=said.append)
+    prepare_streams(unnamed, str(tmp_path / "bucket"), 3, column="examples", seed=0, say=said.append)
     assert b'"task-' in (tmp_path / "bucket" / "stream_000.jsonl").read_bytes()

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +19,7 @@ from producing import TAPS, D, items, produce, rows_of, run_identity, sample_of,
 from spile.errors import Fenced, UserError
 from spile.objects import Folder, open_folder
 from spile.objects.cloud.folder import CloudFolder
+from spile.objects.disk import MappedFile
 from spile.plan.ranges import Ranges
 from spile.reading.dataset import open as open_dataset
 from spile.spec.sample import Sample, Skip
@@ -354,3 +360,65 @@ def test_another_datasets_uploads_and_files_below_the_root_are_no_garbage(cloud_
 def begin_upload(folder: Folder, key: str) -> str:
     assert isinstance(folder, CloudFolder)
     return folder._bucket.uploader._begin(folder._name(key))
+
+
+def test_a_file_that_is_cut_while_it_is_open_is_damage(tmp_path: Path) -> None:
+    """In a process of its own: a mapped file would end it with SIGBUS, and no message."""
+    produce(open_folder(str(tmp_path)), 45)
+    script = f"""
+import os
+import spile
+dataset = spile.open({str(tmp_path)!r})
+first = dataset.samples[0]
+sample = dataset.sample(0, first.index)
+sample.rows("residual.0")
+for name in os.listdir({str(tmp_path / "tpu_0")!r}):
+    if name.endswith("safetensors"):
+        os.truncate(os.path.join({str(tmp_path / "tpu_0")!r}, name), 4096)
+try:
+    sample.rows("residual.1")
+except spile.errors.Damaged as error:
+    print(error)
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "has another size: expected" in ended.stdout
+
+
+@pytest.mark.parametrize("call", ["open", "preadv"])
+def test_a_block_that_the_disk_cannot_read_is_damage_of_that_shard_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    root = open_folder(str(tmp_path))
+    names = [file.name for file in produce(root, 45).ledger.files]
+    bad = (tmp_path / "tpu_0" / names[1]).stat().st_ino
+    real_read, real_open = os.preadv, Path.open
+
+    def read(handle: int, buffers: list[memoryview], offset: int) -> int:
+        if call == "preadv" and os.fstat(handle).st_ino == bad:
+            raise OSError(errno.EIO, "Input/output error")
+        return real_read(handle, buffers, offset)
+
+    def opened(path: Path, *args: Any, **options: Any) -> Any:
+        if call == "open" and path.name == names[1]:
+            raise OSError(errno.EIO, "Input/output error")
+        return real_open(path, *args, **options)
+
+    monkeypatch.setattr(MappedFile, "is_there", lambda *_: False)  # as the system says of such a block
+    monkeypatch.setattr(os, "preadv", read)
+    monkeypatch.setattr(Path, "open", opened)
+    (line,) = lines(root)
+    assert line.startswith(f"damaged: ROOT/tpu_0/{names[1]}: ")
+    assert "cannot be read: found a block that the disk does not give back" in line
+
+
+def test_where_there_is_no_room_to_map_a_shard_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = open_folder(str(tmp_path))
+    produce(root, 45)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr("spile.objects.disk.mmap.mmap", full)
+    assert verify(root).ok
+    assert open_dataset(root).sample(0, 1).rows("attn.1").shape[1] == D

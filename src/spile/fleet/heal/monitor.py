@@ -124,9 +124,20 @@ class FleetStatus:
             return None
         return self.snapshot.percent
 
-    def count(self, what: str) -> int:
-        """Workers that are healthy, working, or need recovery."""
-        return sum(bool(getattr(worker, what)) for worker in self.workers)
+    @property
+    def healthy(self) -> int:
+        """Workers whose machine and heartbeat are fine, and those that are done."""
+        return sum(worker.healthy for worker in self.workers)
+
+    @property
+    def working(self) -> int:
+        """Healthy workers that are not done."""
+        return sum(worker.working for worker in self.workers)
+
+    @property
+    def needs_recovery(self) -> int:
+        """Workers whose machine is to be replaced."""
+        return sum(worker.needs_recovery for worker in self.workers)
 
     def to_json(self) -> dict[str, Any]:
         """For programs."""
@@ -160,9 +171,9 @@ class FleetStatus:
             },
             "percent": self.percent,
             "seconds_left": self.snapshot.seconds_left,
-            "healthy": self.count("healthy"),
-            "working": self.count("working"),
-            "needs_recovery": self.count("needs_recovery"),
+            "healthy": self.healthy,
+            "working": self.working,
+            "needs_recovery": self.needs_recovery,
             "dollars": round(self.history.dollars, 4),
             "stopped": self.history.stopped,
             "machines": self.machines,
