@@ -164,7 +164,7 @@ class Dataset:
         first, step = part or (0, 1)
         if not 0 <= first < step:
             raise UserError("part", expected="(k, n) with k from 0 to n - 1", found=part)
-        having = self._having((str(tap),), streams)
+        having = self.having((str(tap),), streams)
         read_ledgers(having)
         records = ((stream, record) for stream in having for record in stream.shards)
         mine = islice(records, first, None, step)
@@ -207,7 +207,7 @@ class Dataset:
                 found=f"{spec.parts} readers",
                 fix="use epochs=None, whose batches are all full, and count steps",
             )
-        having = self._having(names, streams)
+        having = self.having(names, streams)
         read_ledgers(having)
         shards = [(stream, record) for stream in having for record in stream.shards]
         order = ShuffleOrder(
@@ -247,7 +247,7 @@ class Dataset:
 
         return GrainRows(self, tap, **how)
 
-    def _having(self, taps: Sequence[str], streams: Iterable[int] | None) -> list[Stream]:
+    def having(self, taps: Sequence[str], streams: Iterable[int] | None) -> list[Stream]:
         """The streams that have all of these taps."""
         wanted = self.streams if streams is None else tuple(self.stream(number) for number in streams)
         for tap in taps:

@@ -27,7 +27,7 @@ GROUPS: dict[str, str] = {
 }
 
 SECTIONS: dict[str, tuple[str, ...]] = {
-    "A dataset of activations": ("extract", "verify", "monitor", "plan", "bench"),
+    "A dataset of activations": ("extract", "verify", "monitor", "plan", "export", "import", "bench"),
     "What it is made from": ("data",),
     "Many machines": ("deploy", "tpu", "pod", "run", "logs", "collect"),
     "More": ("dev",),
@@ -43,6 +43,8 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "plan", "spile.cli.plan:plan", "Before a run: tokens, bytes, hours, dollars, and whether it fits in memory."
     ),
+    Command("export", "spile.cli.export:export", "A dataset as pickles, for SAELens, NumPy, Parquet or Hugging Face."),
+    Command("import", "spile.cli.export:import_", "The old guides' pickles as a dataset."),
     Command("pod check", "spile.cli.pod:check", "Test a slice in a minute: roll call, barriers, devices, a forward."),
     Command("data convert", "spile.cli.data:convert", "A dataset of the hub, or local files, to ARC tasks."),
     Command("data streams", "spile.cli.data:streams", "Split a dataset into independent, balanced streams."),

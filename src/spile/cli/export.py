@@ -1,0 +1,122 @@
+"""``spile export`` and ``spile import``: datasets in other programs' forms, and the old guides' pickles back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter
+
+from spile.cli.shell.numbers import parse_numbers
+from spile.dashboard.console import output as console
+from spile.errors import SpecError, UserError
+from spile.plan.amounts import counted
+from spile.spec.run import StoreDtype
+
+if TYPE_CHECKING:
+    from spile.reading.dataset import Dataset
+
+__all__ = ["export", "import_"]
+
+Form = Literal["pickle", "saelens", "npy", "parquet", "hf"]
+
+
+def export(
+    root: Annotated[str, Parameter(help="A dataset: a folder, gs://… or s3://…")] = "./activations",
+    *,
+    to: Annotated[Form, Parameter(help="The old guides' pickles, SAELens' cache, NumPy, Parquet, Hugging Face.")],
+    output: Annotated[str, Parameter(help="A new folder on this machine.")],
+    taps: Annotated[
+        list[str] | None,
+        Parameter(consume_multiple=True, negative="", help="Such as residual.3; [default: residual of all layers]"),
+    ] = None,
+    streams: Annotated[str | None, Parameter(help="Only these: 0-3,7. [default: all]")] = None,
+    dtype: Annotated[Literal["float32", "float16"], Parameter(help="Of the numbers written.")] = "float32",
+    context_size: Annotated[int, Parameter(help="Of SAELens' cache.")] = 128,
+    hook_name: Annotated[str | None, Parameter(help="SAELens' name of the tap. [default: TransformerLens']")] = None,
+) -> int:
+    """Write a dataset in a form that another program reads. The dataset is left as it is."""
+    from spile.reading.dataset import open as open_dataset
+    from spile.reading.export.pickles import write_pickles
+    from spile.reading.export.tables import write_hf, write_npy, write_parquet, write_saelens
+
+    dataset = open_dataset(root)
+    chosen = _taps(dataset, taps)
+    numbers = None if streams is None else sorted(parse_numbers("--streams", streams))
+    with _watched("exporting", "rows") as seen:
+        if to == "saelens":
+            if len(chosen) != 1:
+                raise SpecError("--to saelens", expected="one tap, such as --taps residual.3", found=len(chosen))
+            if context_size < 1:
+                raise SpecError("--context-size", expected="1 or more", found=context_size)
+            done = write_saelens(
+                dataset, output, chosen[0], context_size=context_size, name=hook_name, streams=numbers, seen=seen
+            )
+        else:
+            writers = {"pickle": write_pickles, "npy": write_npy, "parquet": write_parquet, "hf": write_hf}
+            done = writers[to](dataset, output, chosen, dtype=dtype, streams=numbers, seen=seen)
+    unit = "context" if to == "saelens" else "row"
+    console().print(
+        f"wrote {counted(done.rows, unit)} of {', '.join(chosen)} to {output} ({counted(done.files, 'file')})",
+        soft_wrap=True,
+    )
+    return 0
+
+
+def _taps(dataset: Dataset, given: list[str] | None) -> tuple[str, ...]:
+    """As named, or the residual stream's: an export of every site at once is seldom meant."""
+    words = [word for text in given or [] for word in text.replace(",", " ").split()]
+    chosen = tuple(words) or tuple(tap for tap in dataset.taps if tap.startswith("residual."))
+    if not chosen:
+        raise UserError("--taps", expected=f"some of {', '.join(dataset.taps)}", found="none")
+    return chosen
+
+
+def import_(
+    source: Annotated[str, Parameter(help="shard_0001.pkl.gz, or a folder of such files.")],
+    *,
+    output: Annotated[str, Parameter(help="The dataset's home: a folder, gs://… or s3://…")] = "./activations",
+    worker_id: Annotated[int, Parameter(help="The stream's number: writes tpu_5/.")] = 0,
+    site: Annotated[Literal["residual", "attn", "mlp"], Parameter(help="What the pickles hold of each layer.")] = (
+        "residual"
+    ),
+    model: Annotated[str, Parameter(help="The model's name, for people.")] = "unknown",
+    store_dtype: Annotated[StoreDtype, Parameter(help="What rows are stored as.")] = "bfloat16",
+) -> int:
+    """Make a dataset of the old guides' pickles. Nothing in them is run; what they do not hold (tokens) is -1."""
+    from spile.objects import open_folder
+    from spile.reading.export.importing import import_pickles
+
+    with _watched("importing", "files") as seen:
+        store = import_pickles(
+            source,
+            open_folder(output),
+            worker_id=worker_id,
+            site=site,
+            model=model,
+            store_dtype=store_dtype,
+            seen=seen,
+        )
+    ledger = store.ledger
+    console().print(
+        f"{store.folder.url} has {counted(ledger.samples, 'sample')}, {counted(ledger.tokens, 'row')} per tap; "
+        f"prove it: spile verify {output}",
+        soft_wrap=True,
+    )
+    return 0
+
+
+@contextmanager
+def _watched(verb: str, unit: str) -> Iterator[Callable[[int, int], None]]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    errors = Console(stderr=True)
+    bar = Progress(
+        TextColumn(verb), BarColumn(), MofNCompleteColumn(), TextColumn(unit), console=errors, transient=True
+    )
+    bar.disable = not errors.is_terminal
+    with bar:
+        task = bar.add_task(verb, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
