@@ -13,6 +13,7 @@ BENCHES: dict[str, tuple[tuple[str, ...], str | None]] = {
     "data": ((), None),
     "memory": ((), None),
     "ledger": ((), None),
+    "scale": ((), None),
     "overlap": ((), None),
     "host": ((), None),
 }

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 from spile.errors import Failure, UserError
 from spile.objects import Folder, open_folder
-from spile.objects.local import LocalFolder
 from spile.plan.ranges import Ranges
 from spile.spec.identity import RunIdentity
 from spile.store.garbage import HOUR, find_garbage, remove_garbage
@@ -105,7 +104,7 @@ def _repaired(stream: _StreamEvidence, report: StreamReport) -> StreamReport:
 
 def _workers(root: Folder) -> int:
     """A disk keeps a few cores busy; a bucket answers late, and many requests wait side by side."""
-    return min(16, 2 * (os.cpu_count() or 1)) if isinstance(root, LocalFolder) else AT_ONCE
+    return min(16, 2 * (os.cpu_count() or 1)) if root.local_path is not None else AT_ONCE
 
 
 def _numbers(root: Folder) -> list[int]:
