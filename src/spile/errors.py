@@ -19,6 +19,9 @@ Every message is one line: what happened, what was expected, what was found, wha
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 __all__ = [
     "CloudError",
     "Damaged",
@@ -33,6 +36,7 @@ __all__ = [
     "SpileError",
     "StoreError",
     "UserError",
+    "untrusted",
 ]
 
 
@@ -119,3 +123,29 @@ class Interrupted(SpileError):
     """Ctrl+C or SIGTERM. What was done is committed; the same command resumes."""
 
     exit_code = 130
+
+
+@contextmanager
+def untrusted(
+    kind: type[SpileError], problem: str, *, expected: object = None, fix: str | None = None
+) -> Iterator[None]:
+    """Around the reading of what somebody else wrote: whatever goes wrong in there becomes one line of ours.
+
+    Parsers fail in more ways than they document: RecursionError for deep nesting, OverflowError for Infinity, a native
+    library's panic, which is not even an Exception.
+    """
+    try:
+        yield
+    except SpileError:
+        raise
+    except Exception as error:
+        raise kind(problem, expected=expected, found=_said(error), fix=fix) from error
+    except BaseException as error:
+        if type(error).__module__ != "pyo3_runtime":
+            raise
+        raise kind(problem, expected=expected, found=_said(error), fix=fix) from error
+
+
+def _said(error: BaseException) -> str:
+    text = str(error)
+    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__

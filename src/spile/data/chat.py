@@ -62,16 +62,24 @@ class ChatTemplate:
     def _render(self, messages: Sequence[Message], answer: bool) -> str:
         from jinja2 import TemplateError, TemplateSyntaxError
 
-        from spile.data.sandbox import compiled
+        from spile.data.sandbox import render
 
         try:
-            return compiled(self.source).render(
-                messages=list(messages), tools=None, documents=None, add_generation_prompt=answer, **self.named
+            return render(
+                self.source,
+                messages=list(messages),
+                tools=None,
+                documents=None,
+                add_generation_prompt=answer,
+                **self.named,
             )
         except TemplateSyntaxError as error:
             raise ModelError("the model's chat template cannot be read", found=str(error)) from error
         except (TemplateError, TypeError, ValueError) as error:
             raise DataError("the model's chat template refuses these messages", found=str(error)) from error
+        except Exception as error:  # a template is a program: 1/0, endless recursion, anything
+            found = f"{type(error).__name__}: {error}"
+            raise DataError("the model's chat template fails on these messages", found=found) from error
 
     def folds_system(self) -> bool:
         """Whether system messages are refused or dropped, so that their words must go before the user's."""

@@ -24,7 +24,7 @@ def parse_row(raw: bytes, place: str) -> dict[str, Any]:
     """A line as a JSON object."""
     try:
         row = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
+    except ValueError as error:
         raise DataError(f"{place} is no JSON", found=f"{error}: {_shown(raw)}") from error
     if not isinstance(row, dict):
         raise DataError(place, expected="a JSON object", found=_shown(raw))

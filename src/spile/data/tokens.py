@@ -20,7 +20,7 @@ import orjson
 from tokenizers import AddedToken, Encoding
 from tokenizers import Tokenizer as Backend
 
-from spile.errors import ModelError
+from spile.errors import ModelError, untrusted
 from spile.spec.sample import Role
 
 __all__ = ["Encoded", "Span", "Tokenizer", "load_tokenizer"]
@@ -125,10 +125,13 @@ def load_tokenizer(folder: Path) -> Tokenizer:
             found="none",
             fix="download the model whole, or save it with a fast tokenizer",
         )
-    try:
+    with untrusted(ModelError, f"{file} is no tokenizer"):
         backend = Backend.from_file(str(file))
-    except Exception as error:  # the Rust library raises bare Exception, whatever is wrong with the file
-        raise ModelError(f"{file} is no tokenizer", found=str(error)) from error
+    with untrusted(ModelError, f"the tokenizer's configuration in {folder} makes no sense"):
+        return _configured(backend, folder)
+
+
+def _configured(backend: Backend, folder: Path) -> Tokenizer:
     config = _read(folder / "tokenizer_config.json")
     named = {**_named(_read(folder / "special_tokens_map.json")), **_named(config)}
     backend.no_truncation()
@@ -152,7 +155,7 @@ def _read(file: Path) -> dict[str, Any]:
         return {}
     try:
         value = orjson.loads(file.read_bytes())
-    except orjson.JSONDecodeError as error:
+    except ValueError as error:
         raise ModelError(f"{file} is no JSON", found=str(error)) from error
     if not isinstance(value, dict):
         raise ModelError(str(file), expected="a JSON object", found=type(value).__name__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
@@ -11,6 +12,16 @@ from spile.spec.phase import Phase
 from spile.spec.records import known_fields
 
 __all__ = ["Beat", "Reading"]
+
+
+_COUNTS = ("samples", "samples_committed", "tokens", "shards_written", "shards_committed", "retries")
+
+
+def _count(value: Any) -> int:
+    number = int(value)
+    if not 0 <= number < 1 << 63:
+        raise ValueError(f"{number} is no count")
+    return number
 
 
 @dataclass(frozen=True)
@@ -72,8 +83,17 @@ class Beat:
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Beat:
-        """As stored, or a ValueError, TypeError or KeyError."""
+        """As stored, every field of its type; an exception of any kind where it is none."""
         known = known_fields(cls, found)
-        beat = cls(**{**known, "phase": Phase.read(known["phase"]), "log_tail": tuple(known.get("log_tail", ()))})
+        for name in _COUNTS:
+            known[name] = _count(known[name])
+        rate = float(known["tokens_per_second"])
+        known["tokens_per_second"] = rate if math.isfinite(rate) else 0.0
+        known["expected"] = None if known["expected"] is None else _count(known["expected"])
+        for name in ("attempt", "host", "version", "started", "updated"):
+            known[name] = str(known[name])
+        known["log_tail"] = tuple(str(line) for line in known.get("log_tail", ()))
+        known["last_error"] = None if known.get("last_error") is None else str(known["last_error"])
+        beat = cls(**{**known, "phase": Phase.read(known["phase"])})
         beat.age(0.0), beat.idle(0.0)  # a time that cannot be read is no heartbeat
         return beat

@@ -97,7 +97,7 @@ def parse_header(data: bytes, size: int) -> SafetensorsHeader:
         fields = dict(json.loads(data[8:length].decode()))
         metadata = {str(key): str(value) for key, value in fields.pop(_METADATA, {}).items()}
         found = [_place(name, field, length) for name, field in fields.items()]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except Exception as error:  # whatever a parser may raise: RecursionError and OverflowError too
         raise ValueError(f"a header that cannot be read ({type(error).__name__}: {error})") from error
     places = sorted(found, key=lambda place: (place.start, place.stop))
     due = length

@@ -119,8 +119,12 @@ class Heartbeat:
 def read_beat(folder: Folder) -> Beat | None:
     """The heartbeat in a stream's folder; None where there is none, or none that can be read."""
     try:
-        return Beat.from_json(json.loads(folder.get(PROGRESS)))
-    except (NotFound, ValueError, TypeError, KeyError, AttributeError):
+        data = folder.get(PROGRESS)
+    except NotFound:
+        return None
+    try:
+        return Beat.from_json(json.loads(data))
+    except Exception:  # noqa: BLE001 - anybody can write it; one that makes no sense is none, and stops no monitor
         return None
 
 

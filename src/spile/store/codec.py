@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from spile.errors import Damaged
+from spile.errors import Damaged, untrusted
 from spile.spec.safetensors import DTYPES, SafetensorsHeader, TensorPlace, encode_header, parse_header
 from spile.spec.sample import Sample
 from spile.spec.taps import TapRows
@@ -92,7 +92,8 @@ class ShardHeader(SafetensorsHeader):
 
     def notes(self) -> list[dict[str, Any]]:
         """Each sample's index, task id, preview, augmentation and truncation."""
-        return list(json.loads(self.metadata["samples"]))
+        with untrusted(Damaged, "a shard's header has no notes of its samples"):
+            return [dict(note) for note in json.loads(self.metadata["samples"])]
 
 
 def _clean(text: str) -> str:

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from spile.errors import Damaged
+from spile.errors import Damaged, untrusted
 from spile.plan.ranges import Ranges
 from spile.spec.sample import Skip
 from spile.store.crc import from_hex, to_hex
+from spile.store.layout import is_shard
 from spile.store.sealed import FORMAT, seal, unseal
 
 __all__ = ["Commit", "ShardRecord"]
@@ -58,6 +59,9 @@ class ShardRecord:
             count=int(fields["count"]),
             tokens=int(fields["tokens"]),
         )
+        numbers = (record.size, record.tokens, *record.header, *(start for start, _ in record.samples.pairs()))
+        if min(numbers, default=0) < 0 or not is_shard(record.name):
+            raise ValueError(f"{record.name!r} is no shard's name, or a number is below 0")
         if len(record.samples) != record.count:
             raise ValueError(f"{record.name} counts {record.count} samples and lists {len(record.samples)}")
         return record
@@ -103,7 +107,7 @@ class Commit:
     def from_bytes(cls, data: bytes, where: str) -> Commit:
         """The inverse of :meth:`to_bytes`; :class:`Damaged` names the object where it is none."""
         fields = unseal(data, where)
-        try:
+        with untrusted(Damaged, f"{where} is no commit"):
             return cls(
                 number=int(fields["number"]),
                 attempt=str(fields["attempt"]),
@@ -118,8 +122,6 @@ class Commit:
                 created=str(fields["created"]),
                 version=str(fields["version"]),
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise Damaged(f"{where} is no commit", found=f"{type(error).__name__}: {error}") from error
 
     def pairs(self) -> list[tuple[int, int]]:
         """The ranges of samples that this commit makes done, stored and skipped, as it lists them."""

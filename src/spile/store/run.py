@@ -8,7 +8,7 @@ from dataclasses import fields
 from datetime import UTC, datetime
 from typing import Any
 
-from spile.errors import Damaged, RunMismatch
+from spile.errors import Damaged, RunMismatch, untrusted
 from spile.objects.folder import Folder, NotFound
 from spile.spec.identity import RunIdentity
 from spile.spec.run import PromptSpec
@@ -84,13 +84,11 @@ def read_run(root: Folder) -> RunIdentity | None:
     record = _read(root)
     if record is None:
         return None
-    try:
+    with untrusted(Damaged, f"{root.url}/{RUN} is no run's record"):
         numbers = dict(record["numbers"])
         prompt = {name: numbers[f"prompt.{name}"] for name in (field.name for field in fields(PromptSpec))}
         own = {name: numbers[name] for name in (field.name for field in fields(RunIdentity)) if name in numbers}
         identity = RunIdentity(**own, model=record["model"], revision=record["revision"], prompt=PromptSpec(**prompt))
-    except (KeyError, TypeError, ValueError) as error:
-        raise Damaged(f"{root.url}/{RUN} is no run's record", found=f"{type(error).__name__}: {error}") from error
     if identity.fingerprint() != record["fingerprint"]:
         raise Damaged(
             f"{root.url}/{RUN} does not match its fingerprint",

@@ -11,7 +11,7 @@ import json
 import re
 from typing import Any
 
-from spile.errors import Damaged
+from spile.errors import Damaged, untrusted
 from spile.store.crc import crc32c, to_hex
 
 __all__ = ["FORMAT", "seal", "unseal"]
@@ -42,10 +42,8 @@ def unseal(data: bytes, where: str) -> dict[str, Any]:
     found = to_hex(crc32c(body))
     if found != tail[1].decode():
         raise Damaged(f"{where} is damaged", expected=f"crc32c {tail[1].decode()}", found=found)
-    try:
+    with untrusted(Damaged, f"{where} is no JSON object"):
         record = json.loads(body + b"}")
-    except ValueError as error:
-        raise Damaged(f"{where} is no JSON object", found=str(error)) from error
     version = record.get("format") if isinstance(record, dict) else None
     if version != FORMAT:
         raise Damaged(

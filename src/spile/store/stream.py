@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from spile.errors import Damaged, Fenced, StoreError
+from spile.errors import Damaged, Fenced, StoreError, untrusted
 from spile.objects.folder import Folder, NotFound
 from spile.objects.mirror import home_of
 from spile.plan.ranges import Ranges
@@ -281,7 +281,7 @@ def read_stream(folder: Folder) -> StreamRecord | None:
         fields = unseal(folder.get(STREAM), where)
     except NotFound:
         return None
-    try:
+    with untrusted(Damaged, f"{where} is no stream's record"):
         identity = StreamIdentity(
             data=str(fields["data"]),
             sha256=str(fields["sha256"]),
@@ -293,5 +293,3 @@ def read_stream(folder: Folder) -> StreamRecord | None:
             split=None if fields.get("split") is None else str(fields["split"]),
         )
         return StreamRecord(str(fields["id"]), int(fields["worker_id"]), str(fields["fingerprint"]), identity)
-    except (KeyError, TypeError, ValueError) as error:
-        raise Damaged(f"{where} is no stream's record", found=f"{type(error).__name__}: {error}") from error

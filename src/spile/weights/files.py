@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from spile.errors import ModelError
+from spile.errors import ModelError, untrusted
 from spile.objects.opening import is_remote
 from spile.spec.architecture import ModelConfig, read_config
 from spile.spec.run import EMBEDDED
@@ -126,16 +126,16 @@ def describe(
     name: str, small: Path, source: ByteSource, present: set[str], revision: str | None, *, weights: bool = True
 ) -> ModelFiles:
     """From a folder with the small files and the names of all files to what :func:`find` gives."""
-    try:
+    with untrusted(ModelError, f"config.json of {name} is no JSON"):
         raw = json.loads((small / "config.json").read_bytes())
-    except ValueError as error:
-        raise ModelError(f"config.json of {name} is no JSON", found=str(error)) from error
     if not isinstance(raw, dict):
         raise ModelError(f"config.json of {name}", expected="a JSON object", found=type(raw).__name__)
+    with untrusted(ModelError, f"config.json of {name} makes no sense"):
+        config = read_config(raw)
     return ModelFiles(
         name=name,
         revision=revision,
-        config=read_config(raw),
+        config=config,
         tokenizer_folder=small,
         source=source,
         weight_files=_weight_files(name, small, present) if weights else (),

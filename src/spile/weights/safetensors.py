@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from spile.errors import ModelError
+from spile.errors import ModelError, untrusted
 from spile.spec.safetensors import DTYPES as ALL_DTYPES
 from spile.spec.safetensors import header_length, parse_header
 from spile.weights.source import ByteSource
@@ -48,11 +48,9 @@ def read_header(source: ByteSource, file: str) -> list[Entry]:
 
 def read_index(content: bytes, where: str) -> dict[str, str]:
     """``model.safetensors.index.json`` → which file holds which tensor."""
-    try:
+    with untrusted(ModelError, f"{where} is no index of weights", expected='JSON with a "weight_map"'):
         index = json.loads(content)["weight_map"]
         names = {str(name): str(file) for name, file in index.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{where} is no index of weights", expected='JSON with a "weight_map"') from error
     outside = sorted(file for file in names.values() if "/" in file or "\\" in file or file.startswith("."))
     if outside:
         raise ModelError(f"{where} names a file outside its folder", found=outside[0])

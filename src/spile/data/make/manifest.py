@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from spile.errors import DataError
+from spile.errors import DataError, untrusted
 from spile.spec.records import known_fields
 
 __all__ = ["MANIFEST", "STREAM", "StreamEntry", "StreamsManifest", "check_stream", "stream_name"]
@@ -59,18 +59,12 @@ class StreamsManifest:
     @classmethod
     def from_json(cls, raw: bytes, place: str) -> StreamsManifest:
         """A file's content, checked."""
-        try:
+        with untrusted(DataError, f"{place} is damaged", fix="make the streams again: spile data streams"):
             value: dict[str, Any] = orjson.loads(raw)
             if value["version"] != VERSION:
                 raise DataError(f"{place} is of another version", expected=str(VERSION), found=str(value["version"]))
             streams = tuple(StreamEntry(**known_fields(StreamEntry, entry)) for entry in value["streams"])
             return cls(**{**known_fields(cls, value), "streams": streams})
-        except (orjson.JSONDecodeError, KeyError, TypeError) as error:
-            raise DataError(
-                f"{place} is damaged",
-                found=f"{type(error).__name__}: {error}",
-                fix="make the streams again: spile data streams",
-            ) from error
 
 
 def check_stream(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
-from spile.errors import CloudError, UserError
+from spile.errors import CloudError, UserError, untrusted
 from spile.fleet.cloud.provider import (
     BadRequest,
     Endpoint,
@@ -63,6 +64,23 @@ def error_of(status: int, message: str, doing: str) -> CloudError | UserError:
     return BadRequest(f"cannot {doing}", found=found, fix="check the zone, the type and the version")
 
 
+Read = TypeVar("Read")
+
+
+def _answer(what: str) -> Callable[[Callable[[Mapping[str, Any]], Read]], Callable[[Mapping[str, Any]], Read]]:
+    """A reader of the API's JSON: what is none is an error of the cloud's, in one line."""
+
+    def wrapped(read: Callable[[Mapping[str, Any]], Read]) -> Callable[[Mapping[str, Any]], Read]:
+        @wraps(read)
+        def checked(raw: Mapping[str, Any]) -> Read:
+            with untrusted(Unavailable, f"the API's answer is no {what}", fix="try again later"):
+                return read(raw)
+
+        return checked
+
+    return wrapped
+
+
 def _seconds(text: str | None) -> float:
     if not text:
         return 0.0
@@ -76,6 +94,7 @@ def _parts(name: str) -> tuple[str, str]:
     return words[3], words[-1]
 
 
+@_answer("node")
 def read_node(raw: Mapping[str, Any]) -> Node:
     """A node from the API's JSON."""
     zone, name = _parts(raw["name"])
@@ -118,6 +137,7 @@ def _request_of(raw: Mapping[str, Any]) -> NodeRequest:
     )
 
 
+@_answer("queued resource")
 def read_queued(raw: Mapping[str, Any]) -> QueuedResource:
     """A queued resource from the API's JSON, of either version."""
     zone, name = _parts(raw["name"])
@@ -144,6 +164,7 @@ def read_queued(raw: Mapping[str, Any]) -> QueuedResource:
     )
 
 
+@_answer("operation")
 def read_operation(raw: Mapping[str, Any]) -> Operation:
     """An operation from the API's JSON; its failure, if any, as a typed error."""
     zone, name = _parts(raw["name"])

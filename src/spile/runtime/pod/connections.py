@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from spile.errors import PodError
+from spile.errors import PodError, untrusted
 from spile.runtime.pod.identity import Identity
 
 __all__ = ["MOST_BYTES", "Answer", "Line", "RollConnections", "listen", "tell"]
@@ -58,8 +58,8 @@ def listen(connection: socket.socket, identity: Identity, until: float) -> dict[
                 fix="see worker 0's log",
             )
         heard += data
-    answer: dict[str, object] = json.loads(heard)
-    return answer
+    with untrusted(PodError, f"{identity.host(0)} said what no spile worker says", fix="see worker 0's log"):
+        return dict(json.loads(heard))
 
 
 class RollConnections:

@@ -51,7 +51,9 @@ class _Roll:
         try:
             said = json.loads(caller.heard)
             process, count, name, version = int(said["process"]), int(said["count"]), said["name"], said["version"]
-        except (ValueError, KeyError, TypeError):
+            if not isinstance(name, str) or not isinstance(version, str):
+                raise TypeError("a name and a version are texts")
+        except Exception:  # noqa: BLE001 - Infinity, a thousand brackets: whatever a stranger says
             self.strangers += 1  # a scanner of ports must not end a run
             return None
         who = f"worker {process} on {name}"

@@ -1,0 +1,323 @@
+"""Every parser of what somebody else wrote: whatever the bytes, it gives a value or an error of ours, and it ends.
+
+Each target has a valid document. What is tried are random JSON values in its place and in its fields, bytes flipped,
+cut and put in, and what is known to hurt parsers: deep nesting, Infinity, numbers without end, lone surrogates.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from producing import produce, run_identity
+from spile.data.chat import ChatTemplate
+from spile.data.make.manifest import StreamsManifest
+from spile.data.rows import chat_of, parse_row, task_of, text_of
+from spile.data.tokens import load_tokenizer
+from spile.errors import SpileError
+from spile.fleet.cloud.answers import read_node, read_operation, read_queued
+from spile.objects import open_folder
+from spile.objects.cloud.failures import RequestFailure
+from spile.objects.cloud.listing import parse_objects, parse_uploads
+from spile.runtime.pod.identity import Identity
+from spile.runtime.pod.rollcall import _Caller, _Roll
+from spile.spec.architecture import read_config
+from spile.status.heartbeat import read_beat
+from spile.status.snapshot import SnapshotReader
+from spile.store.codec import parse_shard_header
+from spile.store.record import Commit
+from spile.store.run import join_run, read_run
+from spile.store.sealed import seal, unseal
+from spile.store.stream import read_stream
+from spile.weights.files import describe
+from spile.weights.safetensors import read_index
+from spile.weights.source import LocalSource
+
+OURS = (SpileError, RequestFailure)
+NASTY = [
+    b"[" * 100_000,
+    b'{"a":' * 5_000 + b"1" + b"}" * 5_000,
+    b"1" * 10_000,
+    b"Infinity",
+    b"-Infinity",
+    b"NaN",
+    b'{"format": 1e999}',
+    b"null",
+    b'"\\ud800"',
+    b"\xff\xfe",
+    b"",
+    b"{}",
+    b"[]",
+    b"\0" * 100,
+]
+"""What parsers are known to fail on in ways that they do not document."""
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("fuzz")
+    produce(open_folder(str(root)), 12)
+    return root
+
+
+def _resealed(data: bytes) -> bytes:
+    """A record of this content whose checksum is right: what a checksum does not keep out."""
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError):
+        return data
+    return seal({"format": 1, **value}) if isinstance(value, dict) and _plain(value) else data
+
+
+def _plain(value: Any) -> bool:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+class Targets:
+    """Each: a valid document, and what reads one."""
+
+    def __init__(self, dataset: Path, scratch: Path) -> None:
+        self._dataset, self._scratch = dataset, scratch
+        self._root = open_folder(str(scratch))
+        scratch.joinpath("tpu_0").mkdir(exist_ok=True)
+        self._shard = next(dataset.glob("tpu_0/*.safetensors")).read_bytes()
+        self._embedded = Path(str(load_embedded()))
+
+    def commit(self) -> tuple[bytes, Callable[[bytes], object]]:
+        def read(data: bytes) -> None:
+            for form in (data, _resealed(data)):
+                with_ours(lambda form=form: Commit.from_bytes(form, "commit").covered())  # type: ignore[misc]
+
+        return (self._dataset / "tpu_0/commits/0001.json").read_bytes(), read
+
+    def run(self) -> tuple[bytes, Callable[[bytes], object]]:
+        def read(data: bytes) -> None:
+            for form in (data, _resealed(data)):
+                (self._scratch / "run.json").write_bytes(form)
+                with_ours(lambda: read_run(self._root))
+                with_ours(lambda: join_run(self._root, run_identity()))
+
+        return (self._dataset / "run.json").read_bytes(), read
+
+    def stream(self) -> tuple[bytes, Callable[[bytes], object]]:
+        def read(data: bytes) -> None:
+            for form in (data, _resealed(data)):
+                (self._scratch / "tpu_0/stream.json").write_bytes(form)
+                with_ours(lambda: read_stream(self._root.child("tpu_0")))
+
+        return (self._dataset / "tpu_0/stream.json").read_bytes(), read
+
+    def progress(self) -> tuple[bytes, Callable[[bytes], object]]:
+        (self._scratch / "tpu_0/stream.json").write_bytes((self._dataset / "tpu_0/stream.json").read_bytes())
+        beat = {"attempt": "a", "host": "h", "phase": "running", "samples": 1, "samples_committed": 1, "tokens": 1}
+        beat |= {"shards_written": 1, "shards_committed": 1, "tokens_per_second": 1.5, "retries": 0, "expected": 9}
+        beat |= {"started": "2026-01-16T14:32:15Z", "updated": "2026-01-16T14:32:15Z", "version": "0", "log_tail": []}
+
+        def read(data: bytes) -> None:
+            (self._scratch / "tpu_0/progress.json").write_bytes(data)
+            read_beat(self._root.child("tpu_0"))
+            SnapshotReader(self._root).take()  # never an error: one stream's heartbeat stops no monitor
+
+        return json.dumps(beat).encode(), read
+
+    def header(self) -> tuple[bytes, Callable[[bytes], object]]:
+        length = int.from_bytes(self._shard[:8], "little")
+
+        def read(data: bytes) -> None:
+            for form in (data, self._shard[:8] + data.ljust(length)[:length]):
+                with_ours(lambda form=form: parse_shard_header(form, len(self._shard), "shard").notes())  # type: ignore[misc]
+
+        return self._shard[8 : 8 + length], read
+
+    def config(self) -> tuple[bytes, Callable[[bytes], object]]:
+        def read(data: bytes) -> None:
+            (self._scratch / "config.json").write_bytes(data)
+            with_ours(
+                lambda: describe("m", self._scratch, LocalSource(self._scratch), {"model.safetensors"}, None).config
+            )
+
+        return (self._embedded / "config.json").read_bytes(), read
+
+    def index(self) -> tuple[bytes, Callable[[bytes], object]]:
+        return b'{"weight_map": {"a": "b.safetensors"}}', lambda data: with_ours(lambda: read_index(data, "index"))
+
+    def tokenizer(self) -> tuple[bytes, Callable[[bytes], object]]:
+        def read(data: bytes) -> None:
+            (self._scratch / "tokenizer.json").write_bytes(data)
+            with_ours(lambda: load_tokenizer(self._scratch))
+
+        return b'{"version":"1.0","model":{"type":"WordLevel","vocab":{"a":0},"unk_token":"a"}}', read
+
+    def tokenizer_config(self) -> tuple[bytes, Callable[[bytes], object]]:
+        valid = b'{"version":"1.0","model":{"type":"WordLevel","vocab":{"a":0},"unk_token":"a"}}'
+        (self._scratch / "tokenizer.json").write_bytes(valid)
+
+        def read(data: bytes) -> None:
+            (self._scratch / "tokenizer_config.json").write_bytes(data)
+            with_ours(lambda: load_tokenizer(self._scratch))
+            (self._scratch / "tokenizer_config.json").unlink()
+
+        return b'{"bos_token": "a", "added_tokens_decoder": {"1": {"content": "b", "special": true}}}', read
+
+    def template(self) -> tuple[bytes, Callable[[bytes], object]]:
+        messages = [{"role": "user", "content": "hi"}]
+
+        def read(data: bytes) -> None:
+            with_ours(lambda: ChatTemplate(data.decode(errors="replace"), {}).render(messages))
+
+        return b"{% for m in messages %}{{ m.content * 2 }}{{ 1 / 2 }}{% endfor %}", read
+
+    def row(self) -> tuple[bytes, Callable[[bytes], object]]:
+        def read(data: bytes) -> None:
+            for part in (task_of, chat_of, lambda row, place: text_of(row, "text", place)):
+                with_ours(lambda part=part: part(parse_row(data, "row"), "row"))  # type: ignore[misc]
+
+        return b'{"train": [{"input": [[1]], "output": [[2]]}], "test": [{"input": [[1]], "output": [[2]]}]}', read
+
+    def manifest(self) -> tuple[bytes, Callable[[bytes], object]]:
+        valid = {"version": 1, "source": "s", "seed": 0, "samples": 1, "streams": [], "rejected": {}, "origin": {}}
+        return json.dumps(valid).encode(), lambda data: with_ours(lambda: StreamsManifest.from_json(data, "m"))
+
+    def roll_call(self) -> tuple[bytes, Callable[[bytes], object]]:
+        said = b'{"process": 1, "count": 2, "name": "h", "version": "0"}'
+        identity = Identity(process=0, count=2, coordinator="127.0.0.1", port=1, source="test", name="n")
+
+        def read(data: bytes) -> None:
+            _Roll(identity).enter(_Caller(None, data))  # type: ignore[arg-type]
+
+        return said, read
+
+    def api_answers(self) -> tuple[bytes, Callable[[bytes], object]]:
+        def read(data: bytes) -> None:
+            try:
+                value = json.loads(data)
+            except (ValueError, RecursionError):
+                return  # the client has refused it before
+            for part in (read_node, read_queued, read_operation):
+                with_ours(lambda part=part: part(value))  # type: ignore[misc]
+
+        return (
+            b'{"name": "projects/p/locations/z/nodes/n", "state": "READY", "createTime": "2026-01-01T00:00:00Z"}',
+            read,
+        )
+
+    def listings(self) -> tuple[bytes, Callable[[bytes], object]]:
+        def read(data: bytes) -> None:
+            with_ours(lambda: parse_objects(data))
+            with_ours(lambda: parse_uploads(data))
+
+        row = "<Contents><Key>k</Key><Size>1</Size><LastModified>2026-01-01T00:00:00Z</LastModified></Contents>"
+        return f"<ListBucketResult>{row}</ListBucketResult>".encode(), read
+
+
+def load_embedded() -> Path:
+    from importlib import resources
+
+    return Path(str(resources.files("spile.weights") / "embedded"))
+
+
+def with_ours(call: Callable[[], object]) -> None:
+    try:
+        call()
+    except OURS as error:
+        assert "\n" not in str(error)  # noqa: PT017 - any of our errors may come, and each is one line
+
+
+NAMES = [name for name in vars(Targets) if not name.startswith("_")]
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@st.composite
+def spoilt(draw: st.DrawFn, valid: bytes) -> bytes:
+    """The document with something done to it."""
+    kind = draw(st.sampled_from(["nasty", "value", "field", "flip", "cut", "insert"]))
+    if kind == "nasty":
+        return draw(st.sampled_from(NASTY))
+    if kind == "value":
+        return json.dumps(draw(JSON)).encode()
+    if kind == "field":
+        try:
+            document = json.loads(valid)
+        except ValueError:
+            return draw(st.binary(max_size=60))
+        return json.dumps(_changed(draw, document)).encode()
+    place = draw(st.integers(0, len(valid)))
+    if kind == "cut":
+        return valid[:place]
+    piece = draw(st.sampled_from([b"[", b"}", b"\0", b"9" * 400, b"-", b"1e999", b"\xff", b"Infinity", b"{% for"]))
+    return valid[:place] + piece + valid[place + (len(piece) if kind == "flip" else 0) :]
+
+
+def _changed(draw: st.DrawFn, value: Any) -> Any:
+    """One place of the document, however deep, with another value there."""
+    if isinstance(value, dict) and value and draw(st.booleans()):
+        name = draw(st.sampled_from(sorted(value)))
+        return {**value, name: _changed(draw, value[name])}
+    if isinstance(value, list) and value and draw(st.booleans()):
+        return [_changed(draw, value[0]), *value[1:]]
+    return draw(JSON)
+
+
+def _fuzz(name: str, dataset: Path, scratch: Path, examples: int) -> None:
+    valid, read = getattr(Targets(dataset, scratch), name)()
+    read(valid)
+
+    @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @given(spoilt(valid))
+    def one(data: bytes) -> None:
+        read(data)
+
+    one()
+    for data in NASTY:
+        read(data)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_our_errors_come_out(name: str, dataset: Path, tmp_path: Path) -> None:
+    _fuzz(name, dataset, tmp_path, 200)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", NAMES)
+def test_only_our_errors_come_out_of_ten_thousand(name: str, dataset: Path, tmp_path: Path) -> None:
+    _fuzz(name, dataset, tmp_path, 10_000)
+
+
+def test_a_right_seal_lets_nonsense_through_to_the_parser() -> None:
+    assert unseal(_resealed(b'{"a": 1}'), "x")["a"] == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3,
+        "{{ 'a' * 10000000000 }}",
+        "{{ 10 ** 10 ** 10 }}",
+        "{{ '%09999999999d' % 1 }}",
+        "{{ 1 / 0 }}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+        "{% for m in messages recursive %}{{ loop(messages) }}{% endfor %}",
+    ],
+)
+def test_a_template_that_goes_on_and_on_ends(source: str) -> None:
+    with pytest.raises(SpileError, match=r"the model's chat template (refuses|fails on) these messages"):
+        ChatTemplate(source, {}).render([{"role": "user", "content": "hi"}])
+
+
+def test_a_config_that_loops_or_overflows_is_a_models_fault() -> None:
+    with pytest.raises(SpileError):
+        read_config({"model_type": "qwen2", "hidden_size": 10**400})
