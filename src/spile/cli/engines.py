@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from spile.cli.deploy import extract_words
 from spile.cli.pod import say
+from spile.cli.shell.defaults import with_model
 from spile.errors import DataError, SpecError
 from spile.spec.run import EMBEDDED
 
@@ -43,6 +44,9 @@ def extract_on_engine(flags: ExtractFlags, engine: EngineFlags) -> int:
     engine.check()
     if flags.worker_id is not None:
         raise SpecError("--worker-id with an engine", expected="all streams", fix="leave it out, or --engine")
+    flags = with_model(flags, f"--engine {engine.name}", say)
+    if flags.dataset is None and flags.dataset_dir is None and flags.model != EMBEDDED:
+        raise SpecError(f"no dataset, with --engine {engine.name}", expected="--dataset FILE or --dataset-dir DIR")
     spec = flags.spec()
     runner = make_engine(engine)
     try:

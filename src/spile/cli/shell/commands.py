@@ -24,12 +24,14 @@ GROUPS: dict[str, str] = {
     "tpu": "A fleet's machines: create, delete, status, list, recreate-preempted.",
     "pod": "Many hosts as one worker.",
     "data": "Make datasets: convert, split into streams, upload.",
+    "k8s": "The same run on Kubernetes.",
+    "slurm": "The same run on Slurm.",
 }
 
 SECTIONS: dict[str, tuple[str, ...]] = {
     "A dataset of activations": ("extract", "verify", "monitor", "plan", "export", "import", "bench"),
     "What it is made from": ("data",),
-    "Many machines": ("deploy", "tpu", "pod", "run", "logs", "collect"),
+    "Many machines": ("deploy", "tpu", "pod", "run", "logs", "collect", "k8s", "slurm"),
     "More": ("dev",),
 }
 """The order of ``spile --help``: what most come for first."""
@@ -64,4 +66,6 @@ COMMANDS: tuple[Command, ...] = (
     Command("tpu list", "spile.cli.tpu:list_all", "List every TPU VM of the project."),
     Command("tpu recreate-preempted", "spile.cli.tpu:recreate_preempted", "Replace a fleet's dead machines."),
     Command("deploy", "spile.cli.deploy:deploy", "Data, code and workers onto a fleet of TPU VMs."),
+    Command("k8s job", "spile.cli.k8s:job", "Print the run as Kubernetes manifests."),
+    Command("slurm job", "spile.cli.slurm:job", "Print the run as a Slurm array."),
 )

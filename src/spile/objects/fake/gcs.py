@@ -32,9 +32,10 @@ __all__ = ["FakeGcs", "main"]
 class FakeGcs(FaultyServer):
     """The server. Its buckets live as long as it does."""
 
-    def __init__(self, port: int = 0) -> None:
-        super().__init__(port)
-        self.buckets = Buckets(self.url)
+    def __init__(self, port: int = 0, host: str = "127.0.0.1", known_as: str | None = None) -> None:
+        """``known_as``: its URL as clients elsewhere reach it, where that is not ``host``."""
+        super().__init__(port, host)
+        self.buckets = Buckets(known_as or self.url)
 
     def add_bucket(self, name: str, location: str = "US-CENTRAL1") -> None:
         """Create it, empty."""

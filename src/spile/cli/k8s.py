@@ -1,0 +1,80 @@
+"""``spile k8s job``: the run as Kubernetes manifests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Group, Parameter
+
+from spile.cli.extract import ExtractFlags
+from spile.cli.shell.cluster_flags import ClusterFlags, pairs
+
+if TYPE_CHECKING:
+    from spile.fleet.manifests.kubernetes import KubernetesJob
+
+__all__ = ["KubernetesFlags", "job"]
+
+_CLUSTER = Group("The cluster", sort_key=0)
+
+
+def _flag(text: str, **more: object) -> Parameter:
+    return Parameter(group=_CLUSTER, help=text, **more)  # type: ignore[arg-type]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class KubernetesFlags:
+    """What the cluster calls things."""
+
+    image: Annotated[str, _flag("The image: spile docker build makes it, your registry holds it.")]
+    topology: Annotated[str | None, _flag("GKE TPUs: v5e-8, v5litepod-64, …; many hosts act as one worker.")] = None
+    gpus: Annotated[int, _flag("GPUs of each pod (nvidia.com/gpu).")] = 0
+    gpu_type: Annotated[str | None, _flag("GKE's name of them: nvidia-l4, nvidia-h100-80gb, …")] = None
+    hosts_per_worker: Annotated[int, _flag("Without --topology: pods that act as one worker.")] = 1
+    spot: Annotated[bool, _flag("GKE's spot machines.", negative="")] = False
+    jobset: Annotated[bool, _flag("For many hosts: JobSets instead of a Service and Jobs.", negative="")] = False
+    namespace: Annotated[str | None, _flag("The namespace. [default: kubectl's]")] = None
+    service_account: Annotated[str | None, _flag("Who the pods act as: one that may write the bucket.")] = None
+    secret: Annotated[list[str] | None, _flag("A variable from a secret, HF_TOKEN=huggingface/token.", negative="")] = (
+        None
+    )
+    volume: Annotated[list[str] | None, _flag("A claim that is mounted, /data=my-claim.", negative="")] = None
+    node_selector: Annotated[list[str] | None, _flag("A node's label, key=value.", negative="")] = None
+    queue: Annotated[str | None, _flag("A LocalQueue of Kueue.")] = None
+
+    def described(self, flags: ExtractFlags, cluster: ClusterFlags) -> KubernetesJob:
+        """The job for Kubernetes."""
+        from spile.fleet.manifests.kubernetes import KubernetesJob, SecretKey
+        from spile.spec.machines import parse_machine
+
+        machine = None if self.topology is None else parse_machine(self.topology)
+        volumes = pairs("--volume", self.volume, "/path=claim")
+        hosts = machine.hosts if machine is not None else self.hosts_per_worker
+        return KubernetesJob(
+            job=cluster.job(flags, hosts=hosts, shared=tuple(volumes)),
+            image=self.image,
+            namespace=self.namespace,
+            service_account=self.service_account,
+            machine=machine,
+            gpus=self.gpus,
+            gpu_type=self.gpu_type,
+            spot=self.spot,
+            secrets=tuple(SecretKey.parse(text) for text in self.secret or ()),
+            volumes=volumes,
+            node_selector=pairs("--node-selector", self.node_selector, "key=value"),
+            queue=self.queue,
+            jobset=self.jobset,
+        )
+
+
+def job(*, kubernetes: KubernetesFlags, cluster: ClusterFlags | None = None, flags: ExtractFlags | None = None) -> int:
+    """Print the run as Kubernetes manifests: spile k8s job … | kubectl apply -f -
+
+    Takes every flag of spile extract. One worker is an Indexed Job's pod with one stream; a slice of many hosts is a
+    Job or JobSet of its own. Nothing is sent anywhere: --dry-run=server of kubectl asks the cluster what it thinks.
+    """
+    from spile.fleet.manifests.kubernetes import to_yaml
+
+    print(to_yaml(kubernetes.described(flags or ExtractFlags(), cluster or ClusterFlags())), end="")
+    return 0

@@ -1,0 +1,89 @@
+"""The flags of a run that a cluster schedules itself: the same for Kubernetes and Slurm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Group, Parameter
+
+from spile.errors import SpecError
+
+if TYPE_CHECKING:
+    from spile.cli.extract import ExtractFlags
+    from spile.fleet.manifests.job import ClusterJob
+
+__all__ = ["ClusterFlags", "pairs"]
+
+_JOB = Group("The job", sort_key=0)
+_PLACED = frozenset({"dataset", "dataset_dir", "worker_id", "output", "gcs_bucket", "gcs_prefix", "upload_to_gcs"})
+
+
+def _flag(text: str, **more: object) -> Parameter:
+    return Parameter(group=_JOB, help=text, **more)  # type: ignore[arg-type]
+
+
+def pairs(flag: str, words: Sequence[str] | None, expected: str = "NAME=value") -> dict[str, str]:
+    """``NAME=value`` words as a table."""
+    found = {}
+    for word in words or ():
+        name, equals, value = word.partition("=")
+        if not equals or not name or not value:
+            raise SpecError(flag, expected=expected, found=repr(word))
+        found[name] = value
+    return found
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class ClusterFlags:
+    """How many, and under which name."""
+
+    name: Annotated[str, _flag("The job's name.")] = "spile"
+    num_streams: Annotated[int | None, _flag("How many streams. [default: as many as --dataset-dir holds]")] = None
+    num_workers: Annotated[int | None, _flag("Streams worked on at once. [default: all]")] = None
+    cpus: Annotated[int | None, _flag("Processors of each host.")] = None
+    memory_gb: Annotated[int | None, _flag("Memory of each host, in GB.")] = None
+    env: Annotated[list[str] | None, _flag("NAME=value for every worker; never a secret.", negative="")] = None
+    grace: Annotated[int, _flag("Seconds that a worker has to commit when it must end.")] = 120
+    retries: Annotated[int, _flag("Attempts more after a worker's own errors; a disruption does not count.")] = 6
+
+    def job(self, flags: ExtractFlags, *, hosts: int, shared: Sequence[str] = ()) -> ClusterJob:
+        """The job that these flags ask for. ``shared``: folders that every host sees."""
+        from spile.cli.deploy import extract_words
+        from spile.fleet.manifests.job import ClusterJob
+
+        if flags.worker_id is not None:
+            raise SpecError("--worker-id", expected="none: the cluster numbers the workers", found=str(flags.worker_id))
+        if flags.dataset_dir is None:
+            raise SpecError("no streams", expected="--dataset-dir gs://…", fix="make them: spile data streams")
+        if flags.model is None:
+            raise SpecError("no model", expected="--model NAME", found="none", fix="--model embedded for a try-out")
+        spec = replace(flags, worker_id=0).spec()
+        for flag, place in (("--output", spec.output), ("--dataset-dir", flags.dataset_dir)):
+            if "://" not in place and not any(place.startswith(folder) for folder in shared):
+                expected = "a bucket, or a folder that all hosts share"
+                raise SpecError(f"{flag} {place}", expected=expected, found="a folder of this machine")
+        words = ["spile", "extract", *extract_words(flags, without=_PLACED)]
+        words += ["--dataset-dir", flags.dataset_dir, "--output", spec.output]
+        return ClusterJob(
+            name=self.name,
+            words=tuple(words),
+            streams=self._streams(flags.dataset_dir),
+            root=spec.output,
+            workers=self.num_workers,
+            hosts=hosts,
+            env=pairs("--env", self.env),
+            grace=self.grace,
+            tries=self.retries,
+            cpus=self.cpus,
+            memory_gb=self.memory_gb,
+        )
+
+    def _streams(self, dataset_dir: str) -> tuple[int, ...]:
+        if self.num_streams is not None:
+            return tuple(range(self.num_streams))
+        from spile.runtime.engines.tasks import stream_tasks
+
+        return tuple(sorted(task.stream for task in stream_tasks(dataset_dir, lambda _: ())))

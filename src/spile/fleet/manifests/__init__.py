@@ -1,0 +1,1 @@
+"""The same run for clusters that schedule it themselves: Kubernetes manifests, a Slurm array."""

@@ -1,0 +1,144 @@
+"""A real Ray cluster on one machine: a head, and nodes in network namespaces whose cable can be cut."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from fleet.ssh.loopback import below, end, wait_until
+
+WHY_NOT = "Ray is not installed (pip install 'spile[ray]')"
+RAY = importlib.util.find_spec("ray") is not None
+SETTINGS = {
+    "RAY_memory_monitor_refresh_ms": "0",  # else other processes' memory ends workers
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DISABLE_IMPORT_WARNING": "1",
+    "RAY_grpc_client_keepalive_time_ms": "10000",
+    "RAY_grpc_client_keepalive_timeout_ms": "5000",
+    "RAY_health_check_period_ms": "3000",
+    "RAY_health_check_timeout_ms": "3000",
+    "RAY_health_check_failure_threshold": "3",
+}
+PORT = 6379
+_SMALL = ["--object-store-memory=80000000", "--min-worker-port=0", "--max-worker-port=0"]
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+class RayNodes:
+    """A head without CPUs in a namespace of its own, and nodes beside it on one bridge."""
+
+    def __init__(self, env: dict[str, str] | None = None) -> None:
+        self.name = f"ry{secrets.token_hex(2)}"
+        self.folder = tempfile.mkdtemp(prefix="ry-", dir="/tmp")  # sockets' paths must be short
+        self.net = f"10.{secrets.randbelow(100) + 100}.{secrets.randbelow(250)}"
+        self.gateway = f"{self.net}.1"
+        self.env = {**os.environ, **SETTINGS, **(env or {})}
+        self.nodes: dict[int, subprocess.Popen[bytes]] = {}
+        ip("link", "add", self.name, "type", "bridge")
+        ip("addr", "add", f"{self.gateway}/24", "dev", self.name)
+        ip("link", "set", self.name, "up")
+
+    @property
+    def address(self) -> str:
+        return f"{self.gateway}:{PORT}"
+
+    def start(self, number: int, *flags: str, cpus: int = 1, env: dict[str, str] | None = None) -> None:
+        """Number 0 is the head, on the machine itself; the others are in namespaces."""
+        words = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *_SMALL, *flags]
+        if number == 0:
+            words += ["--head", f"--port={PORT}", f"--node-ip-address={self.gateway}", f"--temp-dir={self.folder}"]
+            words += ["--num-cpus=0", "--include-dashboard=false"]
+        else:
+            self._plug(number)
+            words = ["ip", "netns", "exec", f"{self.name}-{number}", *words]
+            words += [f"--address={self.address}", f"--node-ip-address={self.net}.{number + 1}"]
+            words += [f"--num-cpus={cpus}", f"--node-name=node{number}"]
+        log = (Path(self.folder) / f"node{number}.log").open("wb")
+        self.nodes[number] = subprocess.Popen(
+            words,
+            env={**self.env, **(env or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+        log.close()
+        ready = b"Ray runtime started"
+        assert wait_until(lambda: ready in self.log(number) or self.nodes[number].poll() is not None, 90), self.log(
+            number
+        )
+        assert self.nodes[number].poll() is None, self.log(number)
+
+    def log(self, number: int) -> bytes:
+        return (Path(self.folder) / f"node{number}.log").read_bytes()
+
+    def _plug(self, number: int) -> None:
+        space, link = f"{self.name}-{number}", f"{self.name}v{number}"
+        ip("netns", "add", space)
+        ip("link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", space)
+        ip("link", "set", link, "master", self.name, "up")
+        ip("-n", space, "addr", "add", f"{self.net}.{number + 1}/24", "dev", "eth0")
+        ip("-n", space, "link", "set", "eth0", "up")
+        ip("-n", space, "link", "set", "lo", "up")
+
+    def cut(self, number: int) -> None:
+        """Nobody hangs up; packets just stop."""
+        ip("link", "set", f"{self.name}v{number}", "nomaster")
+
+    def processes(self, number: int) -> list[int]:
+        pid = self.nodes[number].pid
+        return [*below(pid), pid]
+
+    def kill(self, number: int) -> None:
+        """All of it at once, as a machine goes."""
+        victims = self.processes(number)
+        for sign in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in victims:
+                try:
+                    os.kill(pid, sign)
+                except ProcessLookupError:
+                    continue
+        self.nodes[number].wait()
+
+    def close(self) -> None:
+        for number in list(self.nodes):
+            if self.nodes[number].poll() is None:
+                self.kill(number)
+        for pid in _in_folder(self.folder):
+            end(pid)
+        for number in self.nodes:
+            subprocess.run(["ip", "netns", "del", f"{self.name}-{number}"], capture_output=True, check=False)
+            subprocess.run(["ip", "link", "del", f"{self.name}v{number}"], capture_output=True, check=False)
+        subprocess.run(["ip", "link", "del", self.name], capture_output=True, check=False)
+
+
+def _in_folder(folder: str) -> list[int]:
+    """Processes of this cluster that have left their parents."""
+    found = []
+    for path in Path("/proc").iterdir():
+        try:
+            if path.name.isdigit() and folder.encode() in (path / "cmdline").read_bytes():
+                found.append(int(path.name))
+        except OSError:
+            continue
+    return found
+
+
+def can_make_namespaces() -> bool:
+    name = f"ry{secrets.token_hex(2)}"
+    try:
+        made = subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        return False
+    if made:
+        subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+    return made

@@ -1,0 +1,198 @@
+"""Manifests: strictly valid for three versions of Kubernetes, by its schemas and by the rules that schemas miss."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spile.cli.main import main
+from spile.data.make.split import make_streams
+from spile.fleet.manifests.job import ClusterJob
+from spile.fleet.manifests.kubernetes import INDEX, KubernetesJob, SecretKey, manifests, to_yaml
+from spile.objects import open_folder
+from spile.spec.machines import parse_machine
+from spile.store.verification import verify
+
+VERSIONS = ("1.31", "1.32", "1.33")
+WORDS = ("spile", "extract", "--model", "embedded", "--dataset-dir", "gs://b/streams", "--output", "gs://b/out")
+DNS = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+
+
+def job(streams: int = 3, hosts: int = 1, **more: Any) -> ClusterJob:
+    return ClusterJob("run", WORDS, tuple(range(streams)), "gs://b/out", hosts=hosts, **more)
+
+
+CASES = {
+    "plain": KubernetesJob(job(), "spile:1"),
+    "tpu": KubernetesJob(job(workers=2), "spile:1", machine=parse_machine("v5e-8"), spot=True, queue="q"),
+    "gpu": KubernetesJob(job(cpus=8, memory_gb=64), "spile:1", gpus=1, gpu_type="nvidia-l4", spot=True),
+    "any-gpu": KubernetesJob(job(), "spile:1", gpus=8, node_selector={"gpu": "a100"}, volumes={"/data": "claim"}),
+    "secret": KubernetesJob(job(env={"A": "b"}), "spile:1", "ns", "me", secrets=(SecretKey("HF_TOKEN", "hf", "t"),)),
+    "slice": KubernetesJob(job(2, 16), "spile:1", machine=parse_machine("v5e-64")),
+    "jobset": KubernetesJob(job(2, 16), "spile:1", machine=parse_machine("v5e-64"), jobset=True),
+    "gpu-hosts": KubernetesJob(job(2, 4), "spile:1", gpus=8),
+}
+cases = pytest.mark.parametrize("case", CASES)
+
+
+def jobs(case: KubernetesJob) -> Iterator[dict[str, Any]]:
+    """Every Job, those inside JobSets too."""
+    for each in manifests(case):
+        if each["kind"] == "Job":
+            yield each
+        for inner in each["spec"].get("replicatedJobs", []):
+            yield {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, **inner["template"]}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@cases
+def test_strictly_valid(case: str, version: str) -> None:
+    if importlib.util.find_spec("kubernetes_validate") is None:
+        pytest.skip("kubernetes-validate, which has the schemas, is not installed")
+    import kubernetes_validate
+
+    whole = [each for each in yaml.safe_load_all(to_yaml(CASES[case])) if each["kind"] != "JobSet"]
+    for each in [*whole, *jobs(CASES[case])]:
+        kubernetes_validate.validate(each, version, strict=True)
+    with pytest.raises(kubernetes_validate.ValidationError):  # it can fail
+        kubernetes_validate.validate({**next(jobs(CASES[case])), "specs": {}}, version, strict=True)
+
+
+@cases
+def test_the_rules_that_schemas_miss(case: str) -> None:
+    for each in jobs(CASES[case]):
+        obey(each)
+
+
+def obey(each: dict[str, Any]) -> None:
+    """What a real API server refuses, or the kubelet cannot do."""
+    spec, pod = each["spec"], each["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert pod["restartPolicy"] == "Never", "with a podFailurePolicy"
+    assert spec["podReplacementPolicy"] == "Failed", "with a podFailurePolicy"
+    assert spec["completionMode"] == "Indexed", "with backoffLimitPerIndex, and for the index"
+    assert 1 <= spec["parallelism"] <= spec["completions"] <= 100_000
+    assert ("backoffLimitPerIndex" in spec) != ("backoffLimit" in spec)
+    for rule in spec["podFailurePolicy"]["rules"]:
+        assert ("onExitCodes" in rule) != ("onPodConditions" in rule)
+        codes = rule.get("onExitCodes", {"values": [1], "containerName": container["name"]})
+        assert codes["values"] == sorted(set(codes["values"]))
+        assert 0 not in codes["values"]
+        assert codes["containerName"] == container["name"]
+        assert rule["action"] != "FailIndex" or "backoffLimitPerIndex" in spec
+    names = [variable["name"] for variable in container.get("env", [])]
+    assert len(names) == len(set(names))
+    limits, requests = (container["resources"].get(kind, {}) for kind in ("limits", "requests"))
+    for name, amount in limits.items():
+        assert "/" not in name or (amount == requests.get(name) and amount.isdecimal()), name
+    assert {mount["name"] for mount in container.get("volumeMounts", [])} == {v["name"] for v in pod.get("volumes", [])}
+    assert all(isinstance(word, str) for word in container["command"])
+    assert pod["terminationGracePeriodSeconds"] >= 60
+
+
+@cases
+def test_names_are_hosts_and_coordinators_are_pods(case: str) -> None:
+    described = CASES[case]
+    whole = manifests(described)
+    for each in whole:
+        assert DNS.fullmatch(each["metadata"]["name"])
+        if each["kind"] == "Job":  # its pods' host names
+            assert DNS.fullmatch(f"{each['metadata']['name']}-{each['spec']['completions'] - 1}")
+        assert all(len(value) <= 63 for value in each["metadata"]["labels"].values())
+    if described.job.hosts == 1:
+        return
+    for stream, each in enumerate(one for one in whole if one["kind"] != "Service"):
+        inner = each["spec"]["replicatedJobs"][0]["template"] if each["kind"] == "JobSet" else each
+        pod = inner["spec"]["template"]["spec"]
+        words = pod["containers"][0]["command"]
+        assert words[words.index("--worker-id") + 1] == str(stream)
+        assert words[words.index("--process-id") + 1] == f"$({INDEX})"
+        name = each["metadata"]["name"]
+        if each["kind"] == "JobSet":
+            assert words[words.index("--coordinator-address") + 1] == f"{name}-slice-0-0.{name}"
+            continue
+        service = whole[0]
+        assert words[words.index("--coordinator-address") + 1] == f"{name}-0.{service['metadata']['name']}"
+        assert pod["subdomain"] == service["metadata"]["name"]
+        labels = inner["spec"]["template"]["metadata"]["labels"]
+        assert service["spec"]["selector"].items() <= labels.items()
+        assert service["spec"]["clusterIP"] == "None"
+
+
+@cases
+def test_the_same_flags_give_the_same_bytes(case: str) -> None:
+    text = to_yaml(CASES[case])
+    assert text == to_yaml(CASES[case])
+    assert list(yaml.safe_load_all(text)) == manifests(CASES[case])
+    assert max(map(len, text.splitlines())) < 160
+
+
+@given(st.integers(1, 500), st.integers(1, 600), st.sampled_from([1, 2, 16]), st.booleans())
+def test_any_size_obeys(streams: int, workers: int, hosts: int, jobset: bool) -> None:
+    described = KubernetesJob(job(min(streams, 20), hosts, workers=workers), "i", gpus=1, jobset=jobset and hosts > 1)
+    for each in jobs(described):
+        obey(each)
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(["k8s", "job", "--image", "spile:1", "--model", "embedded", *words])
+    out, err = capsys.readouterr()
+    assert ended.value.code == 0, err
+    return out
+
+
+def test_the_containers_command_works_with_the_variables_that_kubernetes_sets(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the kubelet does: $(NAME) is replaced, the variable is set; here in place of the image's root."""
+    make_streams("embedded", tmp_path / "streams", 8)
+    place = ["--dataset-dir", f"{tmp_path}/streams", "--output", f"{tmp_path}/out", "--volume", f"{tmp_path}=claim"]
+    (found,) = yaml.safe_load_all(printed(capsys, *place, "--num-streams", "1"))
+    assert found["spec"]["completions"] == 1
+    (container,) = found["spec"]["template"]["spec"]["containers"]
+    assert container["command"][0] == "spile"
+    words = [word.replace(f"$({INDEX})", "0") for word in container["command"][1:]]
+    ran = subprocess.run(
+        [sys.executable, "-m", "spile.cli.main", *words],
+        env={**os.environ, INDEX: "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    report = verify(open_folder(f"{tmp_path}/out"), streams=[0])
+    assert report.ok, [problem.line() for problem in report.all_problems]
+
+
+BAD = {
+    ("--output", "out", "--dataset-dir", "gs://b/s", "--num-streams", "2"): "--output out: expected a bucket, "
+    "or a folder that all hosts share, found a folder of this machine",
+    ("--output", "gs://b/o"): "no streams: expected --dataset-dir gs://…; make them: spile data streams",
+    ("--output", "gs://b/o", "--dataset-dir", "gs://b/s", "--num-streams", "2", "--name", "A_b"): "--name: expected "
+    "small letters, digits and dashes, 48 at most, found 'A_b'",
+    ("--output", "gs://b/o", "--dataset-dir", "gs://b/s", "--num-streams", "2", "--secret", "x"): "--secret: expected "
+    "VARIABLE=secret/key, found 'x'",
+    ("--output", "gs://b/o", "--dataset-dir", "gs://b/s", "--num-streams", "2", "--worker-id", "2"): "--worker-id: "
+    "expected none: the cluster numbers the workers, found 2",
+    ("--output", "gs://b/o", "--dataset-dir", "gs://b/s", "--num-streams", "2", "--jobset"): "--jobset: expected a "
+    "slice of many hosts, found one host; leave it out",
+}
+
+
+@pytest.mark.parametrize("words", BAD)
+def test_bad_flags_are_one_line(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["k8s", "job", "--image", "spile:1", "--model", "embedded", *words])
+    assert (ended.value.code, capsys.readouterr().err) == (2, f"spile: {BAD[words]}\n")
