@@ -125,7 +125,7 @@ def test_a_zone_that_does_not_answer_is_said_and_holds_nobody_else_up(
 
 
 def test_a_second_monitor_watches_and_takes_over(home: FleetHome, client: CloudTpu, fake: FakeCloud) -> None:
-    first, second = FleetMonitor(home, client, who="ann"), FleetMonitor(home, client, who="bob")
+    first, second = FleetMonitor(home, client, owner="ann"), FleetMonitor(home, client, owner="bob")
     first.step()
     status = second.step()
     assert status.holder is not None

@@ -340,7 +340,7 @@ def _create(client: CloudTpu, home: FleetHome, fleet: FleetSpec, console: Consol
 
     other = Lease(home.folder, clock=time.time, ttl=0.0).holder()
     if other is not None:
-        console.print(f"{other.who} monitors this fleet and makes its machines", markup=False)
+        console.print(f"{other.owner} monitors this fleet and makes its machines", markup=False)
         return []
     names = {worker.id: worker.name for worker in fleet.workers}
     script = startup_script()

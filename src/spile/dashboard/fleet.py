@@ -139,7 +139,7 @@ def _news(status: FleetStatus) -> list[Text]:
 
 
 def _watched_by(status: FleetStatus) -> str:
-    holder = "" if status.holder is None else status.holder.who
+    holder = "" if status.holder is None else status.holder.owner
     return f"{holder} monitors this fleet; this one only watches"
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from spile.errors import SpecError
 from spile.fleet.cloud.provider import Node, NodeRequest
 from spile.spec.machines import Machine, parse_machine
+from spile.spec.records import known_fields
 
 __all__ = [
     "FLEET_LABEL",
@@ -70,13 +71,13 @@ class Policy:
     """How long a request without an answer may take to show in a listing."""
     backoff_base: float = 30.0
     backoff_cap: float = 900.0
-    quick_death: float = 600.0
+    early_death: float = 600.0
     """A machine that lived shorter is replaced with a growing delay."""
     stockouts_before_move: int = 3
     quota_retry: float = 1800.0
     max_crashes: int = 2
     """Machines a worker may crash on; on each it is relaunched a few times by its agent."""
-    max_mute: int = 3
+    max_never_heard: int = 3
     """Machines in a row that may never give a sign of life."""
     delete_finished: bool = True
     budget: float | None = None
@@ -96,6 +97,9 @@ class Policy:
     def patience(self) -> float:
         """How old a running worker's heartbeat may be."""
         return self.stale_intervals * max(self.interval, self.heartbeat)
+
+
+_FORMER_NAMES = {"quick_death": "early_death", "max_mute": "max_never_heard"}
 
 
 @dataclass(frozen=True)
@@ -158,27 +162,21 @@ class FleetSpec:
 
     @classmethod
     def from_json(cls, data: bytes) -> FleetSpec:
-        """From ``fleet.json``."""
+        """From ``fleet.json``; what a newer version adds is left out."""
         raw: dict[str, Any] = json.loads(data)
-        if raw.pop("format", None) != 1:
+        if raw.get("format") != 1:
             raise SpecError("fleet.json", expected="format 1", fix="use the version of spile that wrote it")
-        machine = raw["machine"]
-        raw.update(
+        known, machine = known_fields(cls, raw), known_fields(NodeRequest, raw["machine"])
+        known.update(
             zones=tuple(raw["zones"]),
             former_zones=tuple(raw.get("former_zones", ())),
-            workers=tuple(Worker(**worker) for worker in raw["workers"]),
+            workers=tuple(Worker(**known_fields(Worker, worker)) for worker in raw["workers"]),
             machine=NodeRequest(**{**machine, "tags": tuple(machine.get("tags", ()))}),
             arguments=tuple(raw["arguments"]),
             notify=tuple(raw.get("notify", ())),
-            policy=Policy(**_known(Policy, raw["policy"])),
+            policy=Policy(**known_fields(Policy, raw["policy"], _FORMER_NAMES)),
         )
-        return cls(**_known(cls, raw))
-
-
-def _known(kind: type, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that this version has: a machine's agent may read what a later deploy wrote."""
-    names = {each.name for each in fields(kind)}
-    return {name: value for name, value in raw.items() if name in names}
+        return cls(**known)
 
 
 def plan_workers(zones: tuple[str, ...], workers_per_zone: int, *, prefix: str = "tpu") -> tuple[Worker, ...]:

@@ -35,17 +35,19 @@ class RunIdentity:
     long: str
     dtype: str
     store_dtype: str
+    unknown: Mapping[str, Any] = field(default_factory=dict)
+    """Of a run that a newer version began: what only that one compares. Such a run is read, and not added to."""
 
-    def numbers(self) -> dict[str, Any]:
-        """The fields that change the numbers, flat: ``prompt.kind`` and so on."""
+    def compared(self) -> dict[str, Any]:
+        """The fields that change what is stored, flat: ``prompt.kind`` and so on."""
         fields = asdict(self)
         prompt = fields.pop("prompt")
-        fields.update({f"prompt.{name}": value for name, value in prompt.items()})
+        fields.update({f"prompt.{name}": value for name, value in prompt.items()}, **fields.pop("unknown"))
         return {name: value for name, value in sorted(fields.items()) if name not in ("model", "revision")}
 
     def fingerprint(self) -> str:
-        """A short name for :meth:`numbers`; every shard's header carries it."""
-        canonical = json.dumps(self.numbers(), sort_keys=True, separators=(",", ":"))
+        """A short name for :meth:`compared`; every shard's header carries it."""
+        canonical = json.dumps(self.compared(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()[:32]
 
 
@@ -74,7 +76,7 @@ class StreamIdentity:
             for tap in self.taps
         )
 
-    def numbers(self) -> dict[str, Any]:
+    def compared(self) -> dict[str, Any]:
         """The fields that must not change over a stream's life."""
         return {
             "sha256": self.sha256,

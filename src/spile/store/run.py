@@ -59,7 +59,7 @@ def join_run(root: Folder, identity: RunIdentity) -> None:
         "fingerprint": identity.fingerprint(),
         "model": identity.model,
         "revision": identity.revision,
-        "numbers": identity.numbers(),
+        "numbers": identity.compared(),
         "created": now_iso(),
         "version": __version__,
     }
@@ -70,7 +70,7 @@ def join_run(root: Folder, identity: RunIdentity) -> None:
         stored = _read(root)
     if stored is None:
         raise Damaged(f"{root.url}/{RUN} vanished while it was being read")
-    differing = differences(stored["numbers"], identity.numbers())
+    differing = differences(stored["numbers"], identity.compared())
     if differing:
         raise mismatch(
             f"{root.url} holds another run",
@@ -85,10 +85,12 @@ def read_run(root: Folder) -> RunIdentity | None:
     if record is None:
         return None
     with untrusted(Damaged, f"{root.url}/{RUN} is no run's record"):
-        numbers = dict(record["numbers"])
-        prompt = {name: numbers[f"prompt.{name}"] for name in (field.name for field in fields(PromptSpec))}
-        own = {name: numbers[name] for name in (field.name for field in fields(RunIdentity)) if name in numbers}
-        identity = RunIdentity(**own, model=record["model"], revision=record["revision"], prompt=PromptSpec(**prompt))
+        compared = dict(record["numbers"])
+        prompt = {each.name: compared.pop(f"prompt.{each.name}") for each in fields(PromptSpec)}
+        own = {each.name: compared.pop(each.name) for each in fields(RunIdentity) if each.name in compared}
+        identity = RunIdentity(
+            **own, model=record["model"], revision=record["revision"], prompt=PromptSpec(**prompt), unknown=compared
+        )
     if identity.fingerprint() != record["fingerprint"]:
         raise Damaged(
             f"{root.url}/{RUN} does not match its fingerprint",

@@ -238,8 +238,8 @@ def join_stream(
         stored = fresh if folder.create(STREAM, _stream_bytes(fresh)) else read_stream(folder)
     if stored is None:
         raise Damaged(f"{folder.url}/{STREAM} vanished while it was being read")
-    ours = {**identity.numbers(), "fingerprint": run.fingerprint()}
-    differing = differences({**stored.identity.numbers(), "fingerprint": stored.fingerprint}, ours)
+    ours = {**identity.compared(), "fingerprint": run.fingerprint()}
+    differing = differences({**stored.identity.compared(), "fingerprint": stored.fingerprint}, ours)
     if differing:
         raise mismatch(
             f"{folder.url} holds another stream",
@@ -259,7 +259,7 @@ def _stream_bytes(record: StreamRecord) -> bytes:
             "worker_id": record.worker_id,
             "fingerprint": record.fingerprint,
             "data": record.identity.data,
-            **record.identity.numbers(),
+            **record.identity.compared(),
             **_split_fields(record.identity),
             "created": now_iso(),
             "version": __version__,

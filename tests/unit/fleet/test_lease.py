@@ -14,7 +14,7 @@ class Clock:
 
 def two() -> tuple[Clock, Lease, Lease, MemoryFolder]:
     clock, folder = Clock(), MemoryFolder()
-    first, second = (Lease(folder, clock=clock, ttl=100, who=who) for who in ("ann", "bob"))  # type: ignore[arg-type]
+    first, second = (Lease(folder, clock=clock, ttl=100, owner=owner) for owner in ("ann", "bob"))  # type: ignore[arg-type]
     return clock, first, second, folder
 
 
@@ -23,7 +23,7 @@ def test_the_second_only_watches() -> None:
     assert first.take() is None
     holder = second.take()
     assert holder is not None
-    assert holder.who == "ann"
+    assert holder.owner == "ann"
     assert (first.held(), second.held()) == (True, False)
     for _ in range(20):
         clock.now += 60
@@ -65,7 +65,7 @@ def test_one_wins_the_race() -> None:
     folder.create = raced  # type: ignore[method-assign]
     holder = first.take()
     assert holder is not None
-    assert holder.who == "bob"
+    assert holder.owner == "bob"
     assert (first.held(), second.held()) == (False, True)
 
 

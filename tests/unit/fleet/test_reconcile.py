@@ -9,6 +9,7 @@ import pytest
 from spile.errors import SpecError
 from spile.fleet.cloud.provider import LostReply, Missing, Node, NodeRequest, NotAllowed, Operation, Quota, Stockout
 from spile.fleet.cloud.states import NodeState
+from spile.fleet.heal.case import FleetCase
 from spile.fleet.heal.history import History, Pending, WorkerHistory, ZoneBlock
 from spile.fleet.heal.observed import Observed, Pulse, spec_zones
 from spile.fleet.heal.reconcile import Action, decide, delay
@@ -48,8 +49,8 @@ def fresh(phase: Phase = Phase.RUNNING) -> Pulse:
 def turn(
     fleet: FleetSpec, seen: Observed, history: History | None = None, now: float = NOW
 ) -> tuple[History, tuple[Action, ...]]:
-    grown = update_history(fleet, seen, history or History(), now)
-    return grown, decide(fleet, seen, grown, now)
+    grown = update_history(FleetCase(fleet, seen, history or History(), now))
+    return grown, decide(FleetCase(fleet, seen, grown, now))
 
 
 def see(*nodes: Node, **more: object) -> Observed:
@@ -195,7 +196,7 @@ def stockouts(fleet: FleetSpec, times: int) -> tuple[History, float]:
             fleet, history, [(creates[0], ActionOutcome(Operation(f"o{number}", creates[0].zone, False)))], now
         )
         failed = {f"o{number}": Operation(f"o{number}", creates[0].zone, True, error)}
-        history = update_history(fleet, replace(seen, operations=failed), history, now)
+        history = update_history(FleetCase(fleet, replace(seen, operations=failed), history, now))
         assert history.workers[0].retry_at > now
         now = history.workers[0].retry_at
     return history, now
@@ -259,14 +260,14 @@ def test_what_is_asked_for_is_remembered_before_it_is_asked() -> None:
     assert turn(fleet, see(), dead_monitors, NOW + 60)[1] == ()
 
 
-def test_a_blind_zone_stops_only_who_may_be_there() -> None:
+def test_a_zone_without_an_answer_stops_only_who_may_be_there() -> None:
     fleet = a_fleet()
-    _, actions = turn(fleet, see(blind=frozenset({A})))
+    _, actions = turn(fleet, see(unanswered=frozenset({A})))
     assert words(actions) == [("create", 1, B)]
     moved = History({0: WorkerHistory(zone=B, used=(A, B))}, deployment="d")
-    _, actions = turn(fleet, see(blind=frozenset({A})), moved)
+    _, actions = turn(fleet, see(unanswered=frozenset({A})), moved)
     assert words(actions) == [("create", 1, B)], "its old machine may still be in the zone that does not answer"
-    _, actions = turn(fleet, see(a_node(1), blind=frozenset({A}), pulses={1: Pulse(NOW - 9999, Phase.RUNNING)}))
+    _, actions = turn(fleet, see(a_node(1), unanswered=frozenset({A}), pulses={1: Pulse(NOW - 9999, Phase.RUNNING)}))
     assert words(actions) == [("delete", 1, B)], "and a visible sick one is still deleted"
 
 
@@ -392,11 +393,11 @@ def test_machines_that_never_speak_are_given_up() -> None:
         assert ("delete", 0, A) in words(actions)
     assert words(actions)[0] == ("report", 0, A)
     assert "3 machines in a row gave no sign of life: may they read and write the bucket" in actions[0].reason
-    history = replace(history, workers={**history.workers, 0: replace(history.workers[0], mute=2, gave_up="")})
+    history = replace(history, workers={**history.workers, 0: replace(history.workers[0], never_heard=2, gave_up="")})
     history, _ = turn(
         fleet, see(a_node(0, uid="ok"), a_node(1), pulses={0: Pulse(now, Phase.RUNNING), 1: fresh()}), history, now
     )
-    assert history.workers[0].mute == 0
+    assert history.workers[0].never_heard == 0
 
 
 def test_a_raised_budget_lets_the_fleet_go_on() -> None:

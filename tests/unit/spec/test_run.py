@@ -59,13 +59,13 @@ def test_the_name_of_a_model_is_no_part_of_the_numbers():
     "field", [f.name for f in dataclasses.fields(RunIdentity) if f.name not in ("model", "revision")]
 )
 def test_every_other_field_is(field):
-    changed = PromptSpec(kind="text") if field == "prompt" else "other"
+    changed = {"prompt": PromptSpec(kind="text"), "unknown": {"steering": 1}}.get(field, "other")
     assert dataclasses.replace(IDENTITY, **{field: changed}).fingerprint() != IDENTITY.fingerprint()
 
 
 def test_a_stream_is_its_content_and_its_taps():
     stream = StreamIdentity("a.jsonl", "hash", 3, 3, (Tap("residual", 1),))
-    assert stream.numbers() == {"sha256": "hash", "lines": 3, "samples": 3, "taps": ["residual.1"]}
+    assert stream.compared() == {"sha256": "hash", "lines": 3, "samples": 3, "taps": ["residual.1"]}
 
 
 def test_an_error_is_one_line_with_its_four_parts():

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from spile.spec.records import known_fields
+
 __all__ = ["Bill", "History", "Pending", "WorkerHistory", "ZoneBlock"]
 
 
@@ -34,7 +36,7 @@ class WorkerHistory:
     pending: Pending | None = None
     failures: int = 0
     """Creates that failed in this zone, one after another."""
-    quick: int = 0
+    early_deaths: int = 0
     """Machines that died young, one after another."""
     retry_at: float = 0.0
     alive: str = ""
@@ -43,12 +45,12 @@ class WorkerHistory:
     """When that one was created."""
     coming: float = 0.0
     """Since when its machine has been on its way; 0 when it is not."""
-    buried: str = ""
+    last_dead: str = ""
     """The machine whose end was counted last."""
     preemptions: int = 0
     stockouts: int = 0
     silences: int = 0
-    mute: int = 0
+    never_heard: int = 0
     """Machines in a row that never gave a sign of life."""
     crashes: int = 0
     creates: int = 0
@@ -109,15 +111,27 @@ class History:
 
     @classmethod
     def from_json(cls, data: bytes) -> History:
-        """As stored."""
+        """As stored; what a newer version adds is left out."""
         raw: dict[str, Any] = json.loads(data)
-        workers = {}
-        for number, value in raw["workers"].items():
-            pending = Pending(**value["pending"]) if value["pending"] else None
-            workers[int(number)] = WorkerHistory(**{**value, "pending": pending, "used": tuple(value["used"])})
-        raw.update(
-            workers=workers,
-            blocks={zone: ZoneBlock(**block) for zone, block in raw["blocks"].items()},
-            bills={uid: Bill(**bill) for uid, bill in raw["bills"].items()},
+        known = known_fields(cls, raw)
+        known.update(
+            workers={int(number): _worker(value) for number, value in raw["workers"].items()},
+            blocks={zone: ZoneBlock(**known_fields(ZoneBlock, block)) for zone, block in raw["blocks"].items()},
+            bills={uid: Bill(**known_fields(Bill, bill)) for uid, bill in raw["bills"].items()},
         )
-        return cls(**raw)
+        return cls(**known)
+
+
+_FORMER_NAMES = {"quick": "early_deaths", "buried": "last_dead", "mute": "never_heard"}
+
+
+def _worker(value: Mapping[str, Any]) -> WorkerHistory:
+    known = known_fields(WorkerHistory, value, _FORMER_NAMES)
+    pending = known.get("pending")
+    return WorkerHistory(
+        **{
+            **known,
+            "pending": Pending(**known_fields(Pending, pending)) if pending else None,
+            "used": tuple(known.get("used", ())),
+        }
+    )

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from spile.objects.folder import Folder, NotFound
+from spile.spec.records import known_fields
 
 __all__ = ["Holder", "Lease"]
 
@@ -24,7 +25,8 @@ class Holder:
     """Who holds the lease."""
 
     number: int
-    who: str
+    owner: str
+    """User, host and process; ``who`` in the file."""
     token: str
     renewed: float
     ttl: float
@@ -44,13 +46,13 @@ class Lease:
         *,
         clock: Callable[[], float],
         ttl: float,
-        who: str | None = None,
+        owner: str | None = None,
         token: str | None = None,
     ) -> None:
         self._folder = folder
         self._clock = clock
         self._ttl = ttl
-        self._who = who or f"{os.environ.get('USER', 'somebody')}@{socket.gethostname()}, process {os.getpid()}"
+        self._owner = owner or f"{os.environ.get('USER', 'somebody')}@{socket.gethostname()}, process {os.getpid()}"
         self._token = token or secrets.token_hex(8)
         self.number = 0
         """Of the lease that we hold; 0 when we hold none."""
@@ -100,7 +102,7 @@ class Lease:
         self._renewed = moment
 
     def _body(self, moment: float, *, released: bool = False) -> bytes:
-        fields = {"who": self._who, "token": self._token, "renewed": moment, "ttl": self._ttl, "released": released}
+        fields = {"who": self._owner, "token": self._token, "renewed": moment, "ttl": self._ttl, "released": released}
         return json.dumps(fields).encode()
 
     def _numbers(self) -> list[int]:
@@ -110,7 +112,8 @@ class Lease:
     def _last(self) -> Holder | None:
         for number in reversed(self._numbers()):
             try:
-                return Holder(number, **json.loads(self._folder.get(_key(number))))
+                found = json.loads(self._folder.get(_key(number)))
+                return Holder(number, **known_fields(Holder, {**found, "owner": found["who"]}))
             except NotFound:  # forgotten by a later monitor while we looked
                 continue
         return None

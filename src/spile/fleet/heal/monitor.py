@@ -12,10 +12,11 @@ from typing import Any
 from spile.errors import UserError
 from spile.fleet.cloud.provider import Node, Provider
 from spile.fleet.cloud.states import Life, NodeState
+from spile.fleet.heal.case import WorkerCase, past_of
 from spile.fleet.heal.history import History, WorkerHistory
 from spile.fleet.heal.lease import Holder, Lease
 from spile.fleet.heal.observed import Pulse
-from spile.fleet.heal.reconcile import health_of, past_of
+from spile.fleet.heal.reconcile import health_of
 from spile.fleet.heal.round import Round, tick
 from spile.fleet.home import FleetHome, WorkerReport
 from spile.fleet.spec import FleetSpec, Worker
@@ -178,7 +179,7 @@ class FleetStatus:
             "stopped": self.history.stopped,
             "machines": self.machines,
             "over": self.over,
-            "monitor": None if self.holder is None else self.holder.who,
+            "monitor": None if self.holder is None else self.holder.owner,
             "actions": list(self.actions),
             "problems": list(self.problems),
         }
@@ -196,13 +197,13 @@ class FleetMonitor:
         pool: Executor | None = None,
         adjust: Callable[[FleetSpec], FleetSpec] = lambda fleet: fleet,
         watch_only: bool = False,
-        who: str | None = None,
+        owner: str | None = None,
     ) -> None:
         self._home, self._provider, self._clock, self._pool = home, provider, clock, pool
         self._adjust, self._watch_only = adjust, watch_only
         self.fleet = adjust(home.read_ordered())
         ttl = 4 * self.fleet.policy.interval + 30.0
-        self.lease = Lease(home.folder, clock=clock, ttl=ttl, who=who)
+        self.lease = Lease(home.folder, clock=clock, ttl=ttl, owner=owner)
         self._history = home.read_history()
         self._number = 0
         self._reader: SnapshotReader | None = None
@@ -249,7 +250,7 @@ class FleetMonitor:
             node = _best(own.get(worker.id, []))
             fine, sick = past.finished, node is None or node.state.life is Life.LEAVING
             if node is not None and not sick:
-                health = health_of(self.fleet.policy, done.observed, worker.id, node, past.coming, now)
+                health = health_of(WorkerCase(self.fleet, worker, past, now, done.observed), node)
                 heard = node.state.life is Life.ALIVE and done.observed.beat(worker.id, node) is not None
                 fine, sick = fine or (health.fine and heard), not health.fine
             state = node.state if node is not None else NodeState.NOT_FOUND
@@ -277,7 +278,7 @@ class FleetMonitor:
 
 def _refusal(done: Round) -> UserError | None:
     refused = [problem for problem in done.problems if isinstance(problem, UserError)]
-    return refused[0] if refused and len(refused) == len(done.observed.blind) and not done.observed.nodes else None
+    return refused[0] if refused and len(refused) == len(done.observed.unanswered) and not done.observed.nodes else None
 
 
 def _best(nodes: list[Node]) -> Node | None:

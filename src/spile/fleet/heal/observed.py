@@ -40,7 +40,7 @@ class Observed:
     fleet: str
     nodes: tuple[Node, ...] = ()
     """Of all zones that answered: ours and foreign ones."""
-    blind: frozenset[str] = frozenset()
+    unanswered: frozenset[str] = frozenset()
     """The zones that did not answer."""
     operations: Mapping[str, Operation] = field(default_factory=dict)
     """Those that the history waits for, by name."""

@@ -1,4 +1,4 @@
-"""The one place where it is decided what to do: (desired, observed, history, clock) → actions, with their reasons.
+"""The one place where it is decided what to do: a fleet's case → actions, with their reasons.
 
 Pure. A worker has at most one machine: a new one is asked for only when every zone where an old one could be has
 answered, none was listed there, and no request for one is without an answer.
@@ -13,11 +13,10 @@ from typing import Literal
 
 from spile.fleet.cloud.provider import Node
 from spile.fleet.cloud.states import Life, NodeState
-from spile.fleet.heal.history import History, WorkerHistory
-from spile.fleet.heal.observed import Observed
-from spile.fleet.spec import FleetSpec, Policy, Worker
+from spile.fleet.heal.case import FleetCase, WorkerCase
+from spile.fleet.spec import FleetSpec, Policy
 
-__all__ = ["Action", "Health", "decide", "delay", "health_of", "next_zone", "past_of"]
+__all__ = ["Action", "Health", "decide", "delay", "health_of", "next_zone"]
 
 Verb = Literal["create", "delete", "report"]
 
@@ -47,11 +46,6 @@ class Health:
     silent: bool = False
 
 
-def past_of(history: History, worker: Worker) -> WorkerHistory:
-    """A worker's history; a fresh one where there is none."""
-    return history.workers.get(worker.id) or WorkerHistory(zone=worker.zone, used=(worker.zone,))
-
-
 def delay(policy: Policy, worker: int, attempt: int) -> float:
     """Seconds before a create's next try: doubling, capped, jittered so that workers do not march in step."""
     chance = int.from_bytes(hashlib.blake2b(f"{worker}:{attempt}".encode(), digest_size=4).digest()) / 2**32
@@ -69,8 +63,9 @@ def next_zone(fleet: FleetSpec, zone: str) -> str:
     return zones[(zones.index(zone) + 1) % len(zones)]
 
 
-def health_of(policy: Policy, observed: Observed, worker: int, node: Node, coming: float, now: float) -> Health:
-    """Whether a machine shall stay. ``coming``: since when it has been on its way, 0 when it is not."""
+def health_of(case: WorkerCase, node: Node) -> Health:
+    """Whether a machine shall stay."""
+    policy, now, coming = case.policy, case.now, case.past.coming
     if node.state.life is Life.DEAD:
         return Health(False, f"it is {node.state.value}: {node.state.meaning}")
     if node.state.life is Life.COMING:
@@ -79,13 +74,13 @@ def health_of(policy: Policy, observed: Observed, worker: int, node: Node, comin
             return Health(False, f"it has been {node.state.value} for {waited:.0f} s", silent=True)
         return Health(True)
     if node.state.life is Life.ALIVE:
-        verdict = observed.verdict(worker, node)
+        verdict = case.verdict(node)
         if verdict == "crashed":
             return Health(False, "its worker crashed again and again")
         if verdict == "refused":
             return Health(False, "its worker refused its task")
-        beat = observed.beat(worker, node)
-        grace = beat is None or observed.pulse(worker).phase.slow
+        beat = case.beat(node)
+        grace = beat is None or case.pulse.phase.slow
         limit = max(policy.patience, policy.compile_grace) if grace else policy.patience
         age = now - (node.created if beat is None else beat)
         if age > limit:
@@ -93,7 +88,7 @@ def health_of(policy: Policy, observed: Observed, worker: int, node: Node, comin
             return Health(
                 False, f"{what} {age:.0f} s {'ago' if beat is None else 'old'} (limit {limit:.0f})", silent=True
             )
-        progress = observed.pulse(worker).progress
+        progress = case.pulse.progress
         idle = now - max(progress, node.created) if progress is not None else 0.0
         if idle > policy.stall:
             why = f"it gives signs of life and got no further for {idle:.0f} s (limit {policy.stall:.0f})"
@@ -101,28 +96,27 @@ def health_of(policy: Policy, observed: Observed, worker: int, node: Node, comin
     return Health(True)
 
 
-def decide(fleet: FleetSpec, observed: Observed, history: History, now: float) -> tuple[Action, ...]:
+def decide(fleet_case: FleetCase) -> tuple[Action, ...]:
     """Everything that should be done now. The same inputs give the same actions."""
     actions: list[Action] = []
-    for worker in fleet.workers:
-        past = past_of(history, worker)
-        nodes = observed.own.get(worker.id, [])
+    for case in fleet_case.workers():
+        past, worker = case.past, case.worker
         if past.gave_up and not past.reported:
             actions.append(Action("report", worker.id, past.zone, worker.name, past.gave_up))
-        over = _over(fleet, history, past)
+        over = _over(case)
         if over:
-            actions.extend(_delete(worker, node, over) for node in nodes if _deletable(node, past))
-        elif nodes:
-            actions.extend(_tend(fleet, observed, worker, past, nodes, now))
+            actions.extend(_delete(case, node, over) for node in case.nodes if _deletable(case, node))
+        elif case.nodes:
+            actions.extend(_tend(case))
         else:
-            actions.extend(_make(fleet, observed, history, worker, past, now))
-    return (*actions, *_leftovers(fleet, observed))
+            actions.extend(_make(case))
+    return (*actions, *_leftovers(fleet_case))
 
 
-def _leftovers(fleet: FleetSpec, observed: Observed) -> Iterator[Action]:
+def _leftovers(case: FleetCase) -> Iterator[Action]:
     """Machines that an earlier, larger deployment left: no worker needs them."""
-    known = {worker.id for worker in fleet.workers}
-    for worker, nodes in observed.own.items():
+    known = {worker.id for worker in case.fleet.workers}
+    for worker, nodes in case.observed.own.items():
         if worker in known:
             continue
         for node in nodes:
@@ -131,62 +125,58 @@ def _leftovers(fleet: FleetSpec, observed: Observed) -> Iterator[Action]:
                 yield Action("delete", worker, node.zone, node.name, reason, uid=node.uid, queued=node.queued)
 
 
-def _over(fleet: FleetSpec, history: History, past: WorkerHistory) -> str:
+def _over(case: WorkerCase) -> str:
     """Why this worker needs no machine any more; empty: it does."""
-    if history.stopped:
-        return history.stopped
-    if past.finished:
-        return "its work is finished" if fleet.policy.delete_finished else ""
-    return f"given up: {past.gave_up}" if past.gave_up else ""
+    if case.history.stopped:
+        return case.history.stopped
+    if case.past.finished:
+        return "its work is finished" if case.policy.delete_finished else ""
+    return f"given up: {case.past.gave_up}" if case.past.gave_up else ""
 
 
-def _deletable(node: Node, past: WorkerHistory) -> bool:
-    pending = past.pending
+def _deletable(case: WorkerCase, node: Node) -> bool:
+    pending = case.past.pending
     asked = pending is not None and pending.verb == "delete" and pending.uid == node.uid
     return node.state.life is not Life.LEAVING and not asked
 
 
-def _delete(worker: Worker, node: Node, reason: str) -> Action:
-    return Action("delete", worker.id, node.zone, node.name, reason, uid=node.uid, queued=node.queued)
+def _delete(case: WorkerCase, node: Node, reason: str) -> Action:
+    return Action("delete", case.worker.id, node.zone, node.name, reason, uid=node.uid, queued=node.queued)
 
 
-def _tend(
-    fleet: FleetSpec, observed: Observed, worker: Worker, past: WorkerHistory, nodes: list[Node], now: float
-) -> Iterator[Action]:
+def _tend(case: WorkerCase) -> Iterator[Action]:
     """A worker that has a machine: keep one that is well, delete the rest."""
-    if past.finished:
+    if case.past.finished:
         return
-    ranked = sorted(nodes, key=lambda node: _rank(observed, worker.id, node))
-    for place, node in enumerate(ranked):
-        health = health_of(fleet.policy, observed, worker.id, node, past.coming, now)
+    for place, node in enumerate(sorted(case.nodes, key=lambda node: _rank(case, node))):
+        health = health_of(case, node)
         reason = health.reason if not health.fine else "another machine serves this worker" if place else ""
-        if reason and _deletable(node, past):
-            yield _delete(worker, node, reason)
+        if reason and _deletable(case, node):
+            yield _delete(case, node, reason)
 
 
-def _rank(observed: Observed, worker: int, node: Node) -> tuple[int, float, str]:
+def _rank(case: WorkerCase, node: Node) -> tuple[int, float, str]:
     """The best machine first: alive with a heartbeat, alive, on its way, the others; the oldest of equals."""
     order = {Life.ALIVE: 1, Life.COMING: 2, Life.LEAVING: 3, Life.DEAD: 4, Life.ABSENT: 5}[node.state.life]
-    if order == 1 and observed.beat(worker, node) is not None:
+    if order == 1 and case.beat(node) is not None:
         order = 0
     return order, node.created, node.zone
 
 
-def _make(
-    fleet: FleetSpec, observed: Observed, history: History, worker: Worker, past: WorkerHistory, now: float
-) -> Iterator[Action]:
+def _make(case: WorkerCase) -> Iterator[Action]:
     """A worker without a machine: ask for one, if nothing speaks against it."""
+    fleet, observed, worker, past, now = case.fleet, case.observed, case.worker, case.past, case.now
     if past.finished or past.pending is not None or now < past.retry_at:
         return
-    if observed.blind.intersection({*past.used, past.zone}):
+    if observed.unanswered.intersection({*past.used, past.zone}):
         return
     zone = past.zone
     if (zone, worker.name) in observed.foreign:
         free = [each for each in fleet.zones if (each, worker.name) not in observed.foreign]
-        if not free or not fleet.policy.move or free[0] in observed.blind:
+        if not free or not fleet.policy.move or free[0] in observed.unanswered:
             return
         zone = free[0]
-    block = history.blocks.get(zone)
+    block = case.history.blocks.get(zone)
     if block is not None and now < block.until:
         return
     reason = "it has no machine"

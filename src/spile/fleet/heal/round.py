@@ -18,6 +18,7 @@ from spile.fleet.cloud.provider import (
     QueuedResource,
     Quota,
 )
+from spile.fleet.heal.case import FleetCase
 from spile.fleet.heal.history import History
 from spile.fleet.heal.observed import Observed, Pulse, spec_zones
 from spile.fleet.heal.reconcile import Action, decide
@@ -82,7 +83,7 @@ def look(
     pulses: Mapping[int, Pulse],
     pool: Executor | None = None,
 ) -> tuple[Observed, tuple[SpileError, ...]]:
-    """List every zone and ask for every operation that the history waits for. A zone that fails is blind, no more."""
+    """List every zone, and ask for every operation that the history waits for. A zone that fails holds up no other."""
 
     def listed(zone: str) -> tuple[str, list[Node] | SpileError]:
         try:
@@ -104,7 +105,7 @@ def look(
     observed = Observed(
         fleet=fleet.name,
         nodes=tuple(node for _, found in zones if isinstance(found, list) for node in found),
-        blind=frozenset(zone for zone, found in zones if isinstance(found, SpileError)),
+        unanswered=frozenset(zone for zone, found in zones if isinstance(found, SpileError)),
         operations={each.name: each for each in operations},
         pulses=pulses,
     )
@@ -179,10 +180,10 @@ def tick(
 ) -> Round:
     """One round. Without the lease it only looks; with it, what it is about to ask for is saved before it asks."""
     observed, problems = look(fleet, provider, history, pulses, pool)
-    history = update_history(fleet, observed, history, clock())
+    history = update_history(FleetCase(fleet, observed, history, clock()))
     if not held():
         return Round(observed, history, (), problems)
-    actions = decide(fleet, observed, history, clock())
+    actions = decide(FleetCase(fleet, observed, history, clock()))
     if any(action.verb == "create" for action in actions):
         save(intend(fleet, history, actions, clock()))
     done = act(fleet, provider, actions, metadata, held, pool)

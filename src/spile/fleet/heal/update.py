@@ -8,14 +8,15 @@ from dataclasses import dataclass, replace
 from spile.errors import SpileError
 from spile.fleet.cloud.provider import LostReply, Missing, Node, Operation, Quota, Stockout, Unavailable
 from spile.fleet.cloud.states import Life, NodeState
+from spile.fleet.heal.case import FleetCase, WorkerCase, past_of
 from spile.fleet.heal.history import Bill, History, Pending, WorkerHistory, ZoneBlock
 from spile.fleet.heal.observed import Observed
-from spile.fleet.heal.reconcile import Action, delay, health_of, next_zone, past_of
-from spile.fleet.spec import FleetSpec, Worker
+from spile.fleet.heal.reconcile import Action, delay, health_of, next_zone
+from spile.fleet.spec import FleetSpec
 
 __all__ = ["ActionOutcome", "begin", "intend", "record", "update_history"]
 
-_MUTE = (
+_NEVER_HEARD = (
     "may they read and write the bucket (--service-account)? Their startup log: journalctl -u google-startup-scripts"
 )
 _BILLED = frozenset({Life.ALIVE, Life.COMING})
@@ -40,7 +41,7 @@ def begin(fleet: FleetSpec, history: History) -> History:
             gave_up="",
             reported=False,
             crashes=0,
-            mute=0,
+            never_heard=0,
             failures=0,
             retry_at=0.0,
         )
@@ -49,28 +50,28 @@ def begin(fleet: FleetSpec, history: History) -> History:
     return replace(history, workers=workers, blocks={}, stopped="", deployment=fleet.deployment)
 
 
-def update_history(fleet: FleetSpec, observed: Observed, history: History, now: float) -> History:
+def update_history(look: FleetCase) -> History:
     """What a look at the cloud and the bucket adds."""
-    history = begin(fleet, history)
+    look = replace(look, history=begin(look.fleet, look.history))
+    fleet, observed, history, now = look.fleet, look.observed, look.history, look.now
     blocks = {zone: block for zone, block in history.blocks.items() if now < block.until}
     workers = dict(history.workers)
-    for worker in fleet.workers:
-        past = past_of(history, worker)
-        nodes = observed.own.get(worker.id, [])
-        before = past.pending
-        past, block = _answers(fleet, observed, worker, past, nodes, now)
+    for case in look.workers():
+        before = case.past.pending
+        past, block = _answers(case)
         if block is not None and before is not None:
             blocks[before.zone] = block
         elif before is not None and before.verb == "delete" and past.pending is None:
             # A machine that is gone has given its quota back: no need to wait the block out.
             blocks.pop(before.zone, None)
-        past = _verdicts(observed, worker, past)
+        past = _verdicts(replace(case, past=past))
         if not past.finished and not history.stopped:
-            past = _deaths(fleet, observed, worker, past, nodes, now)
-        if not nodes and (past.zone, worker.name) in observed.foreign:
-            past = replace(past, note=f"{worker.name} in {past.zone} is a machine that is not of this fleet")
-        workers[worker.id] = replace(past, used=_used(observed, past, nodes))
-    history = _bills(fleet, observed, replace(history, workers=workers, blocks=blocks), now)
+            past = _deaths(replace(case, past=past))
+        name = case.worker.name
+        if not case.nodes and (past.zone, name) in observed.foreign:
+            past = replace(past, note=f"{name} in {past.zone} is a machine that is not of this fleet")
+        workers[case.worker.id] = replace(past, used=_used(observed, past, case.nodes))
+    history = _bills(replace(look, history=replace(history, workers=workers, blocks=blocks)))
     # Worked out anew each time, so that a budget that is raised lets the fleet go on.
     return replace(history, stopped=fleet.policy.stop or _spent(fleet.policy.budget, history.dollars))
 
@@ -82,26 +83,25 @@ def _spent(budget: float | None, dollars: float) -> str:
 def _used(observed: Observed, past: WorkerHistory, nodes: list[Node]) -> tuple[str, ...]:
     """The zones where a machine of the worker may be: those that did not answer stay, those that did tell."""
     waiting = [past.pending.zone] if past.pending else []
-    unseen = [zone for zone in past.used if zone in observed.blind]
+    unseen = [zone for zone in past.used if zone in observed.unanswered]
     return tuple(dict.fromkeys([past.zone, *waiting, *unseen, *(node.zone for node in nodes)]))
 
 
-def _answers(
-    fleet: FleetSpec, observed: Observed, worker: Worker, past: WorkerHistory, nodes: list[Node], now: float
-) -> tuple[WorkerHistory, ZoneBlock | None]:
+def _answers(case: WorkerCase) -> tuple[WorkerHistory, ZoneBlock | None]:
     """What became of a request that was without an answer."""
+    observed, policy, past, now = case.observed, case.policy, case.past, case.now
     pending = past.pending
-    if pending is None or pending.zone in observed.blind:
+    if pending is None or pending.zone in observed.unanswered:
         return past, None
-    here = [node for node in nodes if node.zone == pending.zone]
+    here = [node for node in case.nodes if node.zone == pending.zone]
     operation = observed.operations.get(pending.operation or "")
     if operation is not None and operation.done and operation.error is not None:
-        return _failed(fleet, worker, past, pending, operation.error, now)
+        return _failed(case, pending, operation.error)
     if pending.verb == "delete":
         gone = all(node.uid != pending.uid for node in here)
-        if gone or (operation is not None and operation.done) or now - pending.since > fleet.policy.create_timeout:
+        if gone or (operation is not None and operation.done) or now - pending.since > policy.create_timeout:
             return replace(past, pending=None), None
-        if pending.operation is None and now - pending.since > fleet.policy.settle:
+        if pending.operation is None and now - pending.since > policy.settle:
             return replace(past, pending=None), None
         return past, None
     if any(node.state is NodeState.READY for node in here):
@@ -110,18 +110,17 @@ def _answers(
         return replace(past, pending=None), None
     if not here and (operation is not None and operation.done):
         return replace(past, pending=None), None
-    if not here and operation is None and now - pending.since > fleet.policy.settle:
+    if not here and operation is None and now - pending.since > policy.settle:
         # Nobody knows of it: it was never carried out, or has come and gone. The same zone again, so that a
         # latecomer and its successor could only collide in name, never live side by side.
         return replace(past, pending=None, retry_at=now), None
     return past, None
 
 
-def _failed(
-    fleet: FleetSpec, worker: Worker, past: WorkerHistory, pending: Pending, error: SpileError, now: float
-) -> tuple[WorkerHistory, ZoneBlock | None]:
+def _failed(case: WorkerCase, pending: Pending, error: SpileError) -> tuple[WorkerHistory, ZoneBlock | None]:
     """A request that the cloud refused for certain."""
-    past = replace(past, pending=None, note=error.line())
+    fleet, worker, now = case.fleet, case.worker, case.now
+    past = replace(case.past, pending=None, note=error.line())
     if pending.verb == "delete":
         return replace(past, retry_at=now + delay(fleet.policy, worker.id, 1)), None
     if isinstance(error, Quota):
@@ -137,8 +136,8 @@ def _failed(
     return past, None
 
 
-def _verdicts(observed: Observed, worker: Worker, past: WorkerHistory) -> WorkerHistory:
-    pulse = observed.pulse(worker.id)
+def _verdicts(case: WorkerCase) -> WorkerHistory:
+    pulse, past = case.pulse, case.past
     if pulse.verdict == "finished" and not past.finished:
         return replace(past, finished=True, note="finished", retry_at=0.0)
     if pulse.verdict == "refused" and not past.gave_up:
@@ -146,49 +145,46 @@ def _verdicts(observed: Observed, worker: Worker, past: WorkerHistory) -> Worker
     return past
 
 
-def _deaths(
-    fleet: FleetSpec, observed: Observed, worker: Worker, past: WorkerHistory, nodes: list[Node], now: float
-) -> WorkerHistory:
+def _deaths(case: WorkerCase) -> WorkerHistory:
     """Count each machine's end once, and remember which one lives."""
-    coming = [node for node in nodes if node.state.life is Life.COMING]
-    past = replace(past, coming=(past.coming or now) if coming else 0.0)
-    for node in nodes:
-        if node.uid == past.buried or node.state.life is Life.LEAVING:
+    coming = [node for node in case.nodes if node.state.life is Life.COMING]
+    past = replace(case.past, coming=(case.past.coming or case.now) if coming else 0.0)
+    for node in case.nodes:
+        if node.uid == past.last_dead or node.state.life is Life.LEAVING:
             continue
-        health = health_of(fleet.policy, observed, worker.id, node, past.coming, now)
+        current = replace(case, past=past)
+        health = health_of(current, node)
         if not health.fine:
-            past = _bury(fleet, observed, worker, past, node, now, silent=health.silent)
+            past = _count_death(current, node, silent=health.silent)
         elif node.state.life is Life.ALIVE:
-            heard = observed.beat(worker.id, node) is not None
-            past = replace(past, alive=node.uid, since=node.created, mute=0 if heard else past.mute)
-    vanished = past.alive and not nodes and past.alive != past.buried and not past.finished
-    if vanished and not observed.blind.intersection(past.used):
-        ghost = Node(worker.name, past.zone, NodeState.NOT_FOUND, uid=past.alive, created=past.since)
-        past = _bury(fleet, observed, worker, past, ghost, now, silent=False)
+            heard = case.beat(node) is not None
+            past = replace(past, alive=node.uid, since=node.created, never_heard=0 if heard else past.never_heard)
+    vanished = past.alive and not case.nodes and past.alive != past.last_dead and not past.finished
+    if vanished and not case.observed.unanswered.intersection(past.used):
+        gone = Node(case.worker.name, past.zone, NodeState.NOT_FOUND, uid=past.alive, created=past.since)
+        past = _count_death(replace(case, past=past), gone, silent=False)
     return past
 
 
-def _bury(
-    fleet: FleetSpec, observed: Observed, worker: Worker, past: WorkerHistory, node: Node, now: float, *, silent: bool
-) -> WorkerHistory:
-    policy = fleet.policy
-    quick = past.quick + 1 if now - node.created < policy.quick_death else 0
-    wait = now + delay(policy, worker.id, quick) if quick > 1 else past.retry_at
-    past = replace(past, buried=node.uid, quick=quick, retry_at=max(past.retry_at, wait))
-    if observed.verdict(worker.id, node) == "crashed" and node.state.life is Life.ALIVE:
+def _count_death(case: WorkerCase, node: Node, *, silent: bool) -> WorkerHistory:
+    policy, worker, past, now = case.policy, case.worker, case.past, case.now
+    early = past.early_deaths + 1 if now - node.created < policy.early_death else 0
+    wait = now + delay(policy, worker.id, early) if early > 1 else past.retry_at
+    past = replace(past, last_dead=node.uid, early_deaths=early, retry_at=max(past.retry_at, wait))
+    if case.verdict(node) == "crashed" and node.state.life is Life.ALIVE:
         crashes = past.crashes + 1
         past = replace(past, crashes=crashes, retry_at=now + delay(policy, worker.id, crashes))
         if crashes >= policy.max_crashes:
-            tail = _tail(observed.pulse(worker.id).error)
+            tail = _tail(case.pulse.error)
             past = replace(past, gave_up=f"its worker crashed on {crashes} machines: {tail}")
         return past
     if silent:
         past = replace(past, silences=past.silences + 1)
-        if node.state.life is Life.ALIVE and observed.beat(worker.id, node) is None:
-            mute = past.mute + 1
-            past = replace(past, mute=mute)
-            if mute >= policy.max_mute:
-                past = replace(past, gave_up=f"{mute} machines in a row gave no sign of life: {_MUTE}")
+        if node.state.life is Life.ALIVE and case.beat(node) is None:
+            count = past.never_heard + 1
+            past = replace(past, never_heard=count)
+            if count >= policy.max_never_heard:
+                past = replace(past, gave_up=f"{count} machines in a row gave no sign of life: {_NEVER_HEARD}")
         return past
     if node.state.life in (Life.DEAD, Life.ABSENT):
         return replace(past, preemptions=past.preemptions + 1)
@@ -199,7 +195,8 @@ def _tail(text: str) -> str:
     return text.strip()[-2000:] or "it left no log"
 
 
-def _bills(fleet: FleetSpec, observed: Observed, history: History, now: float) -> History:
+def _bills(case: FleetCase) -> History:
+    fleet, observed, history, now = case.fleet, case.observed, case.history, case.now
     bills, blocks = dict(history.bills), dict(history.blocks)
     listed = {node.uid for nodes in observed.own.values() for node in nodes}
     for worker, nodes in observed.own.items():
@@ -211,7 +208,7 @@ def _bills(fleet: FleetSpec, observed: Observed, history: History, now: float) -
             bills[node.uid] = Bill(worker, node.zone, started, now, fleet.dollars_per_hour(node))
     settled = history.settled
     for uid, bill in list(bills.items()):
-        if uid not in listed and bill.zone not in observed.blind:
+        if uid not in listed and bill.zone not in observed.unanswered:
             settled += _final(bills.pop(uid), observed, now).dollars
             blocks.pop(bill.zone, None)
     return replace(history, bills=bills, settled=settled, blocks=blocks)
@@ -240,19 +237,18 @@ def record(fleet: FleetSpec, history: History, done: Iterable[tuple[Action, Acti
         if worker is None:  # a leftover of an earlier deployment has no history
             continue
         past = workers.get(worker.id) or past_of(history, worker)
-        workers[worker.id], block = _recorded(fleet, worker, past, action, outcome, now)
+        workers[worker.id], block = _recorded(WorkerCase(fleet, worker, past, now), action, outcome)
         if block is not None:
             blocks[action.zone] = block
     return replace(history, workers=workers, blocks=blocks)
 
 
-def _recorded(
-    fleet: FleetSpec, worker: Worker, past: WorkerHistory, action: Action, outcome: ActionOutcome, now: float
-) -> tuple[WorkerHistory, ZoneBlock | None]:
+def _recorded(case: WorkerCase, action: Action, outcome: ActionOutcome) -> tuple[WorkerHistory, ZoneBlock | None]:
+    past = case.past
     if action.verb == "report":
         return replace(past, reported=True), None
     error, operation = outcome.error, outcome.operation
-    pending = Pending(action.verb, action.zone, now, operation.name if operation else None, action.uid)
+    pending = Pending(action.verb, action.zone, case.now, operation.name if operation else None, action.uid)
     if action.verb == "create":
         used = tuple(dict.fromkeys([*past.used, action.zone]))
         past = replace(past, creates=past.creates + 1, zone=action.zone, used=used)
@@ -260,4 +256,4 @@ def _recorded(
         return replace(past, pending=None), None
     if error is None or isinstance(error, LostReply | Unavailable):
         return replace(past, pending=pending, note=error.line() if error else past.note), None
-    return _failed(fleet, worker, past, pending, error, now)
+    return _failed(replace(case, past=past), pending, error)
