@@ -8,13 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from spile.spec.architecture import ModelConfig, read_config
-from spile.spec.taps import SITES, Tap, select_taps
+from numerics.shapes import shapes as family_shapes
+from spile.errors import SpecError
+from spile.spec.architecture import ModelConfig
+from spile.spec.families import read_config
+from spile.spec.taps import SITES, Tap, parse_sites, select_taps, tap_rows
 
-__all__ = ["CASES", "GOLDENS", "error", "golden_path", "taps", "tokens", "write_model"]
+__all__ = ["CASES", "FIRST_SITES", "GOLDENS", "LIVE", "error", "golden_path", "taps", "tokens", "write_model"]
 
 GOLDENS = Path(__file__).parent / "goldens"
 
@@ -79,8 +83,126 @@ _DIFFERENCES: dict[str, dict[str, Any]] = {
     "mistral-full": {"model_type": "mistral", "sliding_window": None, "head_dim": 20, "rope_theta": 1e6},
 }
 
-CASES: dict[str, dict[str, Any]] = {name: {**_SIZES, **about} for name, about in _DIFFERENCES.items()}
+_SMALL = {
+    **_SIZES,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "head_dim": 8,
+    "sliding_window": None,
+}
+_GEMMA = {**_SMALL, "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 5, "tie_word_embeddings": True}
+_GPT2 = {
+    "model_type": "gpt2",
+    "n_embd": 24,
+    "n_layer": 3,
+    "n_head": 3,
+    "n_inner": 40,
+    "n_positions": 160,
+    "vocab_size": 97,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_NEOX = {
+    "model_type": "gpt_neox",
+    **{name: value for name, value in _SIZES.items() if name not in ("num_key_value_heads", "rms_norm_eps")},
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "hidden_act": "gelu",
+    "num_attention_heads": 2,
+}
+_PHI3 = {
+    **{name: value for name, value in _SMALL.items() if name != "head_dim"},
+    "model_type": "phi3",
+    "pad_token_id": 0,
+}
+_QWEN3_MOE = {
+    **_SMALL,
+    "model_type": "qwen3_moe",
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+
+_EVERY_SITE: dict[str, dict[str, Any]] = {
+    "qwen2-sites": {**_SMALL, "model_type": "qwen2"},
+    "qwen3-sites": {**_SMALL, "model_type": "qwen3"},
+    "llama-sites": {**_SMALL, "model_type": "llama", "attention_bias": True, "mlp_bias": True},
+    "mistral-sites": {**_SMALL, "model_type": "mistral", "sliding_window": 5},
+    "gemma": {**_SMALL, "model_type": "gemma", "hidden_act": "gelu", "tie_word_embeddings": True},
+    "gemma2": {**_GEMMA, "model_type": "gemma2", "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0},
+    "gemma2-no-caps": {
+        **_GEMMA,
+        "model_type": "gemma2",
+        "query_pre_attn_scalar": 8,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    },
+    "gemma3": {
+        **_GEMMA,
+        "model_type": "gemma3_text",
+        "query_pre_attn_scalar": 8,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 100.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "sliding_window_pattern": 2,
+    },
+    "gemma3-new": {
+        **_GEMMA,
+        "model_type": "gemma3_text",
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 1e5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 200.0},
+        },
+    },
+    "phi3": {**_PHI3, "num_attention_heads": 6, "num_key_value_heads": 2},
+    "phi3-window": {
+        **_PHI3,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "sliding_window": 4,
+        "partial_rotary_factor": 0.5,
+    },
+    "gpt2": _GPT2,
+    "gpt2-unscaled": {**_GPT2, "scale_attn_weights": False, "n_inner": None, "activation_function": "gelu"},
+    "gpt-neox": {**_NEOX, "rotary_pct": 0.25, "rotary_emb_base": 5000, "use_parallel_residual": True},
+    "gpt-neox-serial": {
+        **_NEOX,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        "use_parallel_residual": False,
+        "attention_bias": False,
+        "hidden_act": "gelu_new",
+        "tie_word_embeddings": False,
+    },
+    "qwen3-moe": {**_QWEN3_MOE, "norm_topk_prob": True},
+    "qwen3-moe-mixed": {
+        **_QWEN3_MOE,
+        "norm_topk_prob": False,
+        "mlp_only_layers": [1],
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "attention_bias": True,
+    },
+    "mixtral": {
+        **_SMALL,
+        "model_type": "mixtral",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 6,
+        "tie_word_embeddings": True,
+    },
+}
+"""Tapped at every site that they have, so smaller."""
+
+CASES: dict[str, dict[str, Any]] = {name: {**_SIZES, **about} for name, about in _DIFFERENCES.items()} | _EVERY_SITE
 """Case → the content of its config.json."""
+
+FIRST_SITES = tuple(_DIFFERENCES)
+"""Cases of residual, attn and mlp. Those of every site are in test_packed_rows, whole rows among them."""
+_SECOND = ("gemma2-no-caps", "gemma3-new", "phi3-window", "gpt2-unscaled", "gpt-neox-serial", "qwen3-moe-mixed")
+LIVE = [pytest.param(case, marks=pytest.mark.slow) if case in _SECOND else case for case in CASES]
+"""A family's second case differs from its golden only in its tokens: computed live where there is time."""
 
 
 def golden_path(case: str) -> Path:
@@ -94,55 +216,45 @@ def config(case: str) -> ModelConfig:
 
 
 def taps(case: str) -> tuple[Tap, ...]:
-    """Every site at every layer."""
-    return select_taps(SITES, None, CASES[case]["num_hidden_layers"])
+    """Every site at every layer, where a model has it."""
+    about = config(case)
+    every = select_taps(
+        parse_sites(SITES if case in _EVERY_SITE else ("residual", "attn", "mlp")), None, about.n_layers, top=5
+    )
+    return tuple(tap for tap in every if _exists(tap, about))
 
 
-def tokens(case: str, batch: int = 2, length: int = 28) -> NDArray[np.int32]:
+def _exists(tap: Tap, about: ModelConfig) -> bool:
+    try:
+        tap_rows(tap, about.sizes(tap.layer), "float32")
+    except SpecError:
+        return False
+    return True
+
+
+def tokens(case: str, batch: int = 2, length: int | None = None) -> NDArray[np.int32]:
     """Random tokens, the same for ever."""
+    length = length or (9 if case in _EVERY_SITE else 28)
     draw = np.random.Generator(np.random.Philox(len(case) * 1000 + batch + length))
     return draw.integers(3, CASES[case]["vocab_size"], (batch, length)).astype(np.int32)
 
 
 def shapes(case: str) -> dict[str, tuple[int, ...]]:
-    """The tensors that transformers would save for a case, written out by hand: names are under test too."""
-    raw, about = CASES[case], config(case)
-    d, ff, head = about.d_model, about.d_ff, about.head_dim
-    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (about.vocab_size, d), "model.norm.weight": (d,)}
-    if not raw["tie_word_embeddings"]:
-        found["lm_head.weight"] = (about.vocab_size, d)
-    biased = {"q": raw.get("attention_bias"), "o": raw.get("attention_bias"), "mlp": raw.get("mlp_bias")}
-    if raw["model_type"] == "qwen2":
-        biased = {"q": True, "o": False, "mlp": False}
-    for at in (f"model.layers.{layer}" for layer in range(about.n_layers)):
-        found |= {f"{at}.input_layernorm.weight": (d,), f"{at}.post_attention_layernorm.weight": (d,)}
-        matrices = {
-            "self_attn.q_proj": (about.n_heads * head, d, biased["q"]),
-            "self_attn.k_proj": (about.n_kv_heads * head, d, biased["q"]),
-            "self_attn.v_proj": (about.n_kv_heads * head, d, biased["q"]),
-            "self_attn.o_proj": (d, about.n_heads * head, biased["o"]),
-            "mlp.gate_proj": (ff, d, biased["mlp"]),
-            "mlp.up_proj": (ff, d, biased["mlp"]),
-            "mlp.down_proj": (d, ff, biased["mlp"]),
-        }
-        for name, (outer, inner, bias) in matrices.items():
-            found[f"{at}.{name}.weight"] = (outer, inner)
-            if bias:
-                found[f"{at}.{name}.bias"] = (outer,)
-        if raw["model_type"] == "qwen3":
-            found |= {f"{at}.self_attn.q_norm.weight": (head,), f"{at}.self_attn.k_norm.weight": (head,)}
-    return found
+    """The tensors that transformers would save for a case."""
+    return family_shapes(CASES[case], config(case))
 
 
 def weights(case: str) -> dict[str, NDArray[np.float32]]:
     """Seeded weights, large enough that every switch shows in the numbers."""
     draw = np.random.Generator(np.random.Philox(7))
+    stored_less_one = config(case).norm == "rms_plus_one"
 
     def one(name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
         values = draw.standard_normal(shape)
-        if "norm" in name:
-            return (1.0 + 0.2 * values).astype(np.float32)
-        std = 0.3 if name.endswith("bias") else 1.0 if "embed" in name else 2.0 / math.sqrt(shape[-1])
+        if ("norm" in name or ".ln_" in name) and not name.endswith("bias"):
+            return ((0.0 if stored_less_one else 1.0) + 0.2 * values).astype(np.float32)
+        table = "embed" in name or name.endswith(("wte.weight", "wpe.weight"))
+        std = 0.3 if name.endswith("bias") else 1.0 if table else 2.0 / math.sqrt(shape[-1])
         return (std * values).astype(np.float32)
 
     return {name: one(name, shape) for name, shape in sorted(shapes(case).items())}

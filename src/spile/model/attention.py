@@ -5,7 +5,8 @@ All take queries ``[rows, seq, heads, head_dim]``, keys and values with fewer he
 - segments ``[rows, seq]``: which tokens of a row belong together. A token sees those before it in its own segment.
   A segment's tokens stand side by side at rising positions, so a distance in the row is one in the sample. None: each
   row is one segment, and its padding stands on the right, where no real token looks;
-- a window: how many positions a token sees, itself included (None: all of its segment before it).
+- a window: how many positions a token sees, itself included (None: all of its segment before it);
+- a soft cap: what tanh bounds the scores by (None: nothing does).
 """
 
 from __future__ import annotations
@@ -34,7 +35,16 @@ Segments = Int[Array, "rows seq"] | None
 class Attention(Protocol):
     """One implementation."""
 
-    def __call__(self, q: Array, k: Array, v: Array, segments: Array | None = None, *, window: int | None) -> Array:
+    def __call__(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        segments: Array | None = None,
+        *,
+        window: int | None,
+        softcap: float | None = None,
+    ) -> Array:
         """Softmax(q·k / √head_dim)·v over what a token sees."""
 
 
@@ -48,7 +58,9 @@ def _chunk(length: int) -> int:
     return min(length, max(256, min(1024, -(-length // 8))))
 
 
-def xla(q: Queries, k: Keys, v: Keys, segments: Segments = None, *, window: int | None) -> Queries:
+def xla(
+    q: Queries, k: Keys, v: Keys, segments: Segments = None, *, window: int | None, softcap: float | None = None
+) -> Queries:
     """Plain XLA, chunk by chunk of the queries, each over the keys that its window reaches."""
     length = q.shape[1]
     size = _chunk(length)
@@ -60,7 +72,7 @@ def xla(q: Queries, k: Keys, v: Keys, segments: Segments = None, *, window: int 
         seen = jnp.asarray((ahead >= 0) if window is None else (ahead >= 0) & (ahead < window))[None]
         if segments is not None:
             seen &= segments[:, start:stop, None] == segments[:, None, first:stop]
-        chunks.append(masked(q[:, start:stop], k[:, first:stop], v[:, first:stop], seen))
+        chunks.append(masked(q[:, start:stop], k[:, first:stop], v[:, first:stop], seen, softcap))
     return chunks[0] if len(chunks) == 1 else jnp.concatenate(chunks, axis=1)
 
 
@@ -69,6 +81,7 @@ def masked(
     k: Float[Array, "rows keys kv_heads head_dim"],
     v: Float[Array, "rows keys kv_heads head_dim"],
     seen: Bool[Array, "#rows queries keys"],
+    softcap: float | None = None,
 ) -> Float[Array, "rows queries heads head_dim"]:
     """Attention over the keys that each query is said to see, at least one; softmax in float32.
 
@@ -82,6 +95,7 @@ def masked(
     product = functools.partial(jnp.matmul, precision=precision(q.dtype), preferred_element_type=jnp.float32)
     grouped = q.reshape(rows, length, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4).reshape(flat)
     scores = product(grouped, k.transpose(0, 2, 3, 1)).reshape(*shape[:4], -1) * jnp.float32(head_dim**-0.5)
+    scores = scores if softcap is None else jnp.tanh(scores / jnp.float32(softcap)) * jnp.float32(softcap)
     scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
     weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
     total = jnp.sum(weights, axis=-1, keepdims=True)
@@ -89,8 +103,12 @@ def masked(
     return (out / total).astype(q.dtype).transpose(0, 3, 1, 2, 4).reshape(q.shape)
 
 
-def cudnn(q: Queries, k: Keys, v: Keys, segments: Segments = None, *, window: int | None) -> Queries:
+def cudnn(
+    q: Queries, k: Keys, v: Keys, segments: Segments = None, *, window: int | None, softcap: float | None = None
+) -> Queries:
     """The fused kernel of cuDNN: 16-bit floats on an NVIDIA GPU. Segments are a mask that it adds to the scores."""
+    if softcap is not None:
+        raise ValueError("cuDNN's attention has no soft cap")
     attend = functools.partial(jax.nn.dot_product_attention, q, k, v, is_causal=True, implementation="cudnn")
     if segments is None:
         local: Any = None if window is None else (window - 1, 0)
@@ -106,7 +124,14 @@ _LANES = 128
 
 
 def flash(
-    q: Queries, k: Keys, v: Keys, segments: Segments = None, *, window: int | None, interpret: bool = False
+    q: Queries,
+    k: Keys,
+    v: Keys,
+    segments: Segments = None,
+    *,
+    window: int | None,
+    softcap: float | None = None,
+    interpret: bool = False,
 ) -> Queries:
     """The Pallas splash kernel for TPUs: scores exist a block at a time. Pads the sequence to a block inside."""
     length = q.shape[1]
@@ -114,7 +139,7 @@ def flash(
     q = (q.astype(jnp.float32) * scale).astype(q.dtype)
     more = -length % _LANES
     q, k, v = (jnp.pad(x.transpose(0, 2, 1, 3), [(0, 0), (0, 0), (0, more), (0, 0)]) for x in (q, k, v))
-    kernel = _splash(q.shape[1], q.shape[2], window, interpret)
+    kernel = _splash(q.shape[1], q.shape[2], window, softcap, interpret)
     if segments is None:
         out: Array = jax.vmap(kernel)(q, k, v)
     else:
@@ -126,7 +151,7 @@ def flash(
 
 
 @functools.lru_cache(maxsize=256)
-def _splash(heads: int, length: int, window: int | None, interpret: bool) -> Any:
+def _splash(heads: int, length: int, window: int | None, softcap: float | None, interpret: bool) -> Any:
     """One kernel per shape; its block tables are made outside the trace that first asks, for others to share."""
     from jax.experimental.pallas.ops.tpu.splash_attention import (
         BlockSizes,
@@ -145,6 +170,7 @@ def _splash(heads: int, length: int, window: int | None, interpret: bool) -> Any
             block_sizes=BlockSizes(block_q=block, block_kv=block),
             head_shards=1,
             q_seq_shards=1,
+            attn_logits_soft_cap=softcap,
             interpret=interpret,
         )
 
@@ -160,8 +186,16 @@ def over_mesh(attention: Attention | str, mesh: Mesh, batch: str | tuple[str, ..
     inner = ATTENTIONS[attention] if isinstance(attention, str) else attention
     spec = PartitionSpec(batch, None, heads, None)
 
-    def attend(q: Array, k: Array, v: Array, segments: Array | None = None, *, window: int | None) -> Array:
-        part = functools.partial(inner, window=window)
+    def attend(
+        q: Array,
+        k: Array,
+        v: Array,
+        segments: Array | None = None,
+        *,
+        window: int | None,
+        softcap: float | None = None,
+    ) -> Array:
+        part = functools.partial(inner, window=window, softcap=softcap)
         specs = (spec, spec, spec, None if segments is None else PartitionSpec(batch, None))
         spread = jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=spec, check_vma=False)
         out: Array = spread(q, k, v, segments)
@@ -176,6 +210,7 @@ def choose(config: ModelConfig, platform: str, dtype: DTypeLike) -> str:
     Both kernels multiply in 16 bits, so float32 stays with XLA.
     """
     sixteen = np.dtype(dtype).itemsize == 2
-    if platform in ("gpu", "cuda") and sixteen and config.head_dim % 8 == 0 and config.head_dim <= 128:
+    fits = config.head_dim % 8 == 0 and config.head_dim <= 128 and config.attention_softcap is None
+    if platform in ("gpu", "cuda") and sixteen and fits:
         return "cudnn"
     return "flash" if platform == "tpu" and sixteen else "xla"

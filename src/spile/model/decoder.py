@@ -1,42 +1,74 @@
-"""The decoder: one pre-norm block with switches, unrolled as far as the last tapped layer and no further.
+"""The decoder: one block with switches, unrolled as far as the last tapped layer and no further.
 
 A batch is rows of one length; a row holds one sample or several, each a segment with positions of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Int
 
 from spile.model import rope
-from spile.model.attention import ATTENTIONS, Attention, precision
+from spile.model.attention import ATTENTIONS, Attention
+from spile.model.experts import MIXTURES, Mixture, routed_mlp
+from spile.model.layers import Hidden, Look, linear, mlp, norm, rms_norm
+from spile.model.logits import look_after_layers
 from spile.model.params import Layer, Params
+from spile.model.rope import Angles
 from spile.spec.architecture import ModelConfig
 from spile.spec.taps import Site, Tap
 
-__all__ = ["Angles", "Attend", "Hidden", "Look", "block", "forward", "layers_needed"]
+__all__ = ["Attend", "Drawn", "Keep", "as_it_is", "block", "embed", "forward", "head_needed", "layers_needed"]
 
-Hidden = Float[Array, "rows seq d_model"]
-Angles = tuple[Float32[Array, "#rows seq half"], Float32[Array, "#rows seq half"]]
 Attend = Callable[[Array, Array, Array], Array]
 """A layer's attention: rotated queries, rotated keys and values in, what the heads saw out."""
-Look = Callable[[Site, Array], None]
-"""Hears of each site's value as it exists."""
+Keep = Callable[[Tap, Array], Any]
 
-_ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
-    "silu": jax.nn.silu,
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
-    "relu": jax.nn.relu,
-}
+_AFTER_LAYERS = frozenset({"final_norm", "loss", "logits_ids", "logits"})
 
 
-def _identity(x: Array) -> Array:
+def as_it_is(_tap: Tap, x: Array) -> Array:
+    """Keeps a tap's value unchanged."""
     return x
+
+
+class Drawn:
+    """What the taps gave, each through ``keep`` once it exists."""
+
+    def __init__(self, taps: tuple[Tap, ...], keep: Keep) -> None:
+        self._taps, self._keep = taps, keep
+        self._kept: dict[Tap, Any] = {}
+
+    def at(self, layer: int | None) -> Look:
+        """Hears of the sites of one layer, or of those that the model has once."""
+
+        def look(site: Site, value: Array) -> None:
+            for tap in self._taps:
+                if (tap.site, tap.layer) == (site, layer) and tap not in self._kept:
+                    self._kept[tap] = self._keep(tap, _row(value, tap))
+
+        return look
+
+    def all(self) -> tuple[Any, ...]:
+        """In the order of the taps."""
+        return tuple(self._kept[tap] for tap in self._taps)
+
+
+def _row(value: Array, tap: Tap) -> Array:
+    """A site's value as the tap's rows: of heads the chosen ones, side by side."""
+    if value.ndim == 3:
+        return value
+    chosen = value if tap.heads is None else value[:, :, jnp.asarray(tap.heads)]
+    return chosen.reshape(*value.shape[:2], -1)
+
+
+def head_needed(taps: tuple[Tap, ...]) -> bool:
+    """Whether the final norm and the LM head must be loaded for these taps."""
+    return any(tap.site in _AFTER_LAYERS for tap in taps)
 
 
 def layers_needed(taps: tuple[Tap, ...], n_layers: int) -> int:
@@ -54,88 +86,100 @@ def forward(
     config: ModelConfig,
     taps: tuple[Tap, ...],
     attention: str | Attention = "xla",
-    keep: Callable[[Array], Any] = _identity,
+    mixture: str | Mixture = "blocks",
+    keep: Keep = as_it_is,
 ) -> tuple[Any, ...]:
-    """The taps' activations ``[rows, seq, d_model]`` in the order of ``taps``, each through ``keep`` once it exists.
+    """The taps' activations ``[rows, seq, width]`` in the order of ``taps``, each through ``keep`` once it exists.
 
     ``positions`` are those within a token's own sample, ``segments`` say which tokens of a row are one sample. Without
     them each row is one sample from position 0, padded on the right, where a causal mask hides the padding.
     """
-    wanted = frozenset(taps)
-    kept: dict[Tap, Any] = {}
-    with jax.named_scope("embed"):
-        x = jnp.take(params.embed, tokens, axis=0, mode="clip")
+    drawn = Drawn(taps, keep)
+    places = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] if positions is None else positions
+    x = embed(params, tokens, places, config, drawn.at(None))
     with jax.named_scope("rope"):
-        places = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] if positions is None else positions
-        angles = rope.angles(config, places)
-    inner = ATTENTIONS[attention] if isinstance(attention, str) else attention
+        angles = rope.per_layer(config, places)
+    attend_within = ATTENTIONS[attention] if isinstance(attention, str) else attention
+    mix = MIXTURES[mixture] if isinstance(mixture, str) else mixture
     for index in range(layers_needed(taps, config.n_layers)):
-
-        def look(site: Site, value: Array, index: int = index) -> None:
-            if (tap := Tap(site, index)) in wanted:
-                kept[tap] = keep(value)
-
         window = config.windows[index]
         narrow = window if window is not None and window < tokens.shape[1] else None
 
         def attend(q: Array, k: Array, v: Array, window: int | None = narrow) -> Array:
-            return inner(q, k, v, segments, window=window)
+            return attend_within(q, k, v, segments, window=window, softcap=config.attention_softcap)
 
         with jax.named_scope(f"layer.{index}"):
-            x = block(x, params.layers[index], angles, config, attend, look)
-    return tuple(kept[name] for name in taps)
+            x = block(x, params.layers[index], angles[index], config, attend, drawn.at(index), mix)
+    if head_needed(taps):
+        look_after_layers(x, tokens, segments, params, config, taps, drawn.at(None))
+    return drawn.all()
 
 
-def block(x: Hidden, layer: Layer, angles: Angles, config: ModelConfig, attend: Attend, look: Look) -> Hidden:
+def embed(params: Params, tokens: Int[Array, "rows seq"], positions: Array, config: ModelConfig, look: Look) -> Hidden:
+    """What the first layer reads."""
+    with jax.named_scope("embed"):
+        x = jnp.take(params.embed, tokens, axis=0, mode="clip")
+        if config.embedding_scale is not None:
+            x = x * jnp.asarray(config.embedding_scale, x.dtype)
+        look("embed", x)
+        if params.positions is not None:
+            x = x + jnp.take(params.positions, positions, axis=0, mode="clip")
+    return x
+
+
+def block(
+    x: Hidden,
+    layer: Layer,
+    angles: Angles | None,
+    config: ModelConfig,
+    attend: Attend,
+    look: Look,
+    mixture: Mixture = MIXTURES["blocks"],
+) -> Hidden:
     """One layer. What nobody looks at is dropped by the compiler, the last layer's MLP too."""
+    look("resid_pre", x)
     with jax.named_scope("attn"):
-        out = _attention(_rms_norm(x, layer.attn_norm, config.norm_eps), layer, angles, config, attend)
-    look("attn", out)
+        normed = norm(x, layer.attn_norm, layer.attn_norm_bias, config)
+        look("attn_in", normed)
+        added = norm(_attention(normed, layer, angles, config, attend, look), layer.attn_post_norm, None, config)
+    look("attn", added)
     with jax.named_scope("mlp"):
-        x = x + out
-        out = _mlp(_rms_norm(x, layer.mlp_norm, config.norm_eps), layer, config)
-    look("mlp", out)
+        middle = x + added
+        look("resid_mid", middle)
+        normed = norm(x if config.parallel else middle, layer.mlp_norm, layer.mlp_norm_bias, config)
+        look("mlp_in", normed)
+        if layer.router is None:
+            out = mlp(normed, layer, config, look)
+        else:
+            out = routed_mlp(normed, layer, config, look, mixture)
+        added = norm(out, layer.mlp_post_norm, None, config)
+    look("mlp", added)
     with jax.named_scope("residual"):
-        x = x + out
+        x = middle + added
     look("residual", x)
     return x
 
 
-def _rms_norm(x: Float[Array, "... d"], weight: Float[Array, " d"], eps: float) -> Float[Array, "... d"]:
-    """Divide by the RMS and multiply by the weight, in float32 whatever ``x`` is."""
-    wide = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + jnp.float32(eps))
-    return (wide * scale * weight.astype(jnp.float32)).astype(x.dtype)
-
-
-def _linear(
-    x: Float[Array, "... inner"], weight: Float[Array, "outer inner"], bias: Float[Array, " outer"] | None
-) -> Float[Array, "... outer"]:
-    """``x·Wᵀ + b``, with the matrix as the file holds it."""
-    dimensions = (((x.ndim - 1,), (1,)), ((), ()))
-    out = jax.lax.dot_general(x, weight, dimensions, precision=precision(x.dtype))
-    return out if bias is None else out + bias
-
-
-def _attention(x: Hidden, layer: Layer, angles: Angles, config: ModelConfig, attend: Attend) -> Hidden:
+def _attention(
+    x: Hidden, layer: Layer, angles: Angles | None, config: ModelConfig, attend: Attend, look: Look
+) -> Hidden:
     """Project, norm the heads if the family does, rotate, attend, project back."""
     rows, length, _ = x.shape
 
-    def heads(weight: Array, bias: Array | None, count: int) -> Array:
-        return _linear(x, weight, bias).reshape(rows, length, count, config.head_dim)
+    def heads(site: Site, weight: Array, bias: Array | None, count: int) -> Array:
+        out = linear(x, weight, bias).reshape(rows, length, count, config.head_dim)
+        look(site, out)
+        return out
 
-    q = heads(layer.q, layer.q_bias, config.n_heads)
-    k = heads(layer.k, layer.k_bias, config.n_kv_heads)
-    v = heads(layer.v, layer.v_bias, config.n_kv_heads)
+    q = heads("q", layer.q, layer.q_bias, config.n_heads)
+    k = heads("k", layer.k, layer.k_bias, config.n_kv_heads)
+    v = heads("v", layer.v, layer.v_bias, config.n_kv_heads)
     if layer.q_norm is not None:
-        q = _rms_norm(q, layer.q_norm, config.norm_eps)
-        k = _rms_norm(k, layer.k_norm, config.norm_eps)
-    out = attend(rope.rotate(q, *angles), rope.rotate(k, *angles), v)
-    return _linear(out.reshape(rows, length, config.n_heads * config.head_dim), layer.o, layer.o_bias)
-
-
-def _mlp(x: Hidden, layer: Layer, config: ModelConfig) -> Hidden:
-    """Gated: down(activation(gate·x) · (up·x))."""
-    gate = _linear(x, layer.gate, layer.gate_bias)
-    up = _linear(x, layer.up, layer.up_bias)
-    return _linear(_ACTIVATIONS[config.activation](gate) * up, layer.down, layer.down_bias)
+        q, k = rms_norm(q, layer.q_norm, config), rms_norm(k, layer.k_norm, config)
+    if config.attention_scale is not None:  # attention itself divides by √head_dim
+        q = q * jnp.asarray(config.attention_scale * config.head_dim**0.5, q.dtype)
+    if angles is not None:
+        q, k = rope.rotate(q, *angles), rope.rotate(k, *angles)
+    out = attend(q, k, v)
+    look("z", out)
+    return linear(out.reshape(rows, length, config.n_heads * config.head_dim), layer.o, layer.o_bias)

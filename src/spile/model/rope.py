@@ -12,10 +12,10 @@ from jaxtyping import Array, Float, Float32, Int
 
 from spile.spec.architecture import ModelConfig, Rope
 
-__all__ = ["angles", "frequencies", "rotate"]
+__all__ = ["Angles", "angles", "frequencies", "per_layer", "rotate"]
 
 Vector = npt.NDArray[np.float32]
-Angle = Float32[Array, "rows seq half"]
+Angles = tuple[Float32[Array, "#rows seq half"], Float32[Array, "#rows seq half"]]
 
 
 def _default(_rope: Rope, freq: Vector) -> Vector:
@@ -61,18 +61,30 @@ _KINDS: Mapping[str, Callable[[Rope, Vector], Vector]] = {
 }
 
 
-def frequencies(config: ModelConfig) -> Vector:
-    """Radians a position, for each pair of dimensions. In float32 throughout, as the reference computes them."""
-    exponent = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
-    freq = (1.0 / np.power(np.float32(config.rope.theta), exponent)).astype(np.float32)
-    return _KINDS[config.rope.kind](config.rope, freq)
+def frequencies(config: ModelConfig, rope: Rope | None = None) -> Vector:
+    """Radians per position, for each pair of dimensions. In float32 throughout, as the reference computes them."""
+    rope = rope or config.rope
+    turned = config.rotary_dim or config.head_dim
+    exponent = np.arange(0, turned, 2, dtype=np.float32) / np.float32(turned)
+    freq = (1.0 / np.power(np.float32(rope.theta), exponent)).astype(np.float32)
+    return _KINDS[rope.kind](rope, freq)
 
 
-def angles(config: ModelConfig, positions: Int[Array, "rows seq"]) -> tuple[Angle, Angle]:
+def angles(config: ModelConfig, positions: Int[Array, "rows seq"], rope: Rope | None = None) -> Angles:
     """Cosines and sines of these positions, with the rope's amplitude in them."""
-    turned = positions.astype(jnp.float32)[..., None] * jnp.asarray(frequencies(config))
-    amplitude = jnp.float32(config.rope.amplitude)
+    rope = rope or config.rope
+    turned = positions.astype(jnp.float32)[..., None] * jnp.asarray(frequencies(config, rope))
+    amplitude = jnp.float32(rope.amplitude)
     return jnp.cos(turned) * amplitude, jnp.sin(turned) * amplitude
+
+
+def per_layer(config: ModelConfig, positions: Int[Array, "rows seq"]) -> tuple[Angles | None, ...]:
+    """Each layer's angles: a layer with a window may have a rope of its own; with learned positions there are none."""
+    if config.learned_positions is not None:
+        return (None,) * config.n_layers
+    everywhere = angles(config, positions)
+    local = everywhere if config.local_rope is None else angles(config, positions, config.local_rope)
+    return tuple(everywhere if window is None else local for window in config.windows)
 
 
 def rotate(
@@ -80,8 +92,10 @@ def rotate(
     cos: Float32[Array, "#rows seq half"],
     sin: Float32[Array, "#rows seq half"],
 ) -> Float[Array, "rows seq heads head_dim"]:
-    """Turn each pair (i, i + half) of a head by its position's angle, in float32."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    """Turn each pair (i, i + half) of the part that is rotated by its position's angle, in float32."""
+    half = cos.shape[-1]
+    wide = x.astype(jnp.float32)
+    first, second, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
     cos, sin = cos[:, :, None, :], sin[:, :, None, :]
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
     return turned.astype(x.dtype)

@@ -84,7 +84,9 @@ class DeviceProducer:
         self.params, self.config, self.taps = params, config, taps
         self._store_dtype = jnp.dtype(store_dtype)
         self.mesh, self.attention, self.dtype = mesh, attention, dtype
-        self.attend = plan_mesh(config, (mesh.shape["data"], mesh.shape["model"])).attention(attention, mesh, config)
+        plan = plan_mesh(config, (mesh.shape["data"], mesh.shape["model"]))
+        self.attend = plan.attention(attention, mesh, config)
+        self.mixture = plan.mixture(mesh.devices.flat[0].platform, mesh, config)
         self._progress = progress or Progress()
         self._compilers = ThreadPoolExecutor(_COMPILERS, "spile-compile")
         self._programs: dict[tuple[int, int], Future[Callable[..., Any]]] = {}
@@ -164,17 +166,25 @@ class DeviceProducer:
         """The whole of what a device does with a batch."""
         left = len(self.taps)
 
-        def keep(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def keep(tap: Tap, x: jax.Array) -> tuple[jax.Array, jax.Array]:
             nonlocal left
             left -= 1
-            x = x.astype(self._store_dtype).reshape(self.groups, -1, x.shape[-1])
+            x = x.astype(tap.stored_as(self._store_dtype.name)).reshape(self.groups, -1, x.shape[-1])
             x = jax.lax.with_sharding_constraint(x, self.groups_sharding)
             x = jax.vmap(lambda rows, places: rows[places])(x, index)
             # Nothing of this program is left to hide the last transfer: start() sends it, under the next program.
             away = jax.device_put(x, self.away_sharding) if left else x
             return away, jnp.isfinite(x).all(axis=(1, 2))
 
-        kept = forward(params, tokens, config=self.config, taps=self.taps, attention=self.attend, keep=keep)
+        kept = forward(
+            params,
+            tokens,
+            config=self.config,
+            taps=self.taps,
+            attention=self.attend,
+            mixture=self.mixture,
+            keep=keep,
+        )
         finite = jnp.stack([finite for _, finite in kept])
         finite = jax.lax.with_sharding_constraint(finite, NamedSharding(self.mesh, PartitionSpec(None, AXES)))
         return tuple(array for array, _ in kept), finite

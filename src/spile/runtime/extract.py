@@ -16,7 +16,7 @@ from spile.data.stream import SampleStream, open_stream
 from spile.data.tokens import load_tokenizer
 from spile.errors import SpecError
 from spile.model.attention import choose
-from spile.model.decoder import layers_needed
+from spile.model.decoder import head_needed, layers_needed
 from spile.objects import open_folder
 from spile.objects.folder import Folder
 from spile.objects.mirror import MirrorFolder
@@ -146,8 +146,9 @@ def _agreed(parts: Parts, stream: StreamStore | None, hosts: WorkerGroup) -> tup
 def find(spec: ExtractSpec) -> Parts:
     """Everything that a spec names, checked as far as it can be before the weights are loaded."""
     files = weights.find(spec.model, spec.revision)
+    _refuse_positions(spec, files.config.learned_positions)
     taps = select_taps(spec.sites, spec.layers, files.config.n_layers, spec.heads, spec.top_k)
-    rows = tuple(tap_rows(tap, files.config.sizes(), spec.store_dtype) for tap in taps)
+    rows = tuple(tap_rows(tap, files.config.sizes(tap.layer), spec.store_dtype) for tap in taps)
     root = _output(spec)
     tokenizer = load_tokenizer(files.tokenizer_folder)
     samples = open_stream(spec.data, tokenizer)
@@ -187,6 +188,17 @@ def find(spec: ExtractSpec) -> Parts:
     if known is not None:
         join_run(root, identity)  # compares: a run of other numbers is refused before anything is loaded
     return Parts(replace(spec, dtype=dtype), root, files, taps, rows, samples, identity, stream)
+
+
+def _refuse_positions(spec: ExtractSpec, learned: int | None) -> None:
+    """A model with learned positions has none for longer samples."""
+    if learned is not None and spec.data.max_seq_length > learned:
+        raise SpecError(
+            "--max-seq-length",
+            expected=f"at most {learned}, the positions that {spec.model} has learned",
+            found=spec.data.max_seq_length,
+            fix=f"add --max-seq-length {learned}",
+        )
 
 
 def _output(spec: ExtractSpec) -> Folder:
@@ -251,13 +263,14 @@ def make_producer(parts: Parts, progress: Progress) -> DeviceProducer:
     """The model on all devices, those of a pod's other hosts included."""
     config, dtype = parts.files.config, parts.spec.dtype
     layers = layers_needed(parts.taps, config.n_layers)
+    head = head_needed(parts.taps)
     shape = parts.spec.mesh_shape or default_shape(
-        config, jax.device_count(), jnp.dtype(dtype).itemsize, device_memory(), layers
+        config, jax.device_count(), jnp.dtype(dtype).itemsize, device_memory(), layers, head=head
     )
     mesh, plan = make_mesh(shape), plan_mesh(config, shape)
     for note in plan.notes(config):
         progress.say(note)
-    params = load(parts.files, dtype, layers, plan.place(mesh))
+    params = load(parts.files, dtype, layers, plan.place(mesh), head=head)
     return DeviceProducer(
         params,
         config,

@@ -16,8 +16,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from spile.errors import SpecError
 from spile.model.attention import Attention, over_mesh
-from spile.model.params import Tensor, build
+from spile.model.experts import Mixture, choose_mixture, mixture_over_mesh
+from spile.model.params import build
 from spile.spec.architecture import ModelConfig
+from spile.spec.tensors import Tensor
 
 __all__ = ["AXES", "RULES", "MeshPlan", "default_shape", "device_memory", "make_mesh", "plan_mesh"]
 
@@ -30,6 +32,8 @@ RULES: Mapping[str, str | None] = {
     "d_ff": "model",
     "d_model": None,
     "head_dim": None,
+    "experts": None,
+    "positions": None,
 }
 """Logical axis → mesh axis; None: every device has all of it."""
 
@@ -100,7 +104,16 @@ class MeshPlan:
             return over_mesh(name, mesh, AXES, None)
         return over_mesh(name, mesh, "data", "model")
 
-    def weight_bytes(self, config: ModelConfig, itemsize: int, n_layers: int | None = None) -> int:
+    def mixture(self, platform: str, mesh: Mesh, config: ModelConfig) -> str | Mixture:
+        """How tokens reach their experts: on each device its own rows, through its own part of every expert."""
+        name = choose_mixture(platform)
+        if config.experts is None or mesh.size == 1:
+            return name
+        return mixture_over_mesh(name, mesh, whole=config.experts.d_ff % self.model != 0)
+
+    def weight_bytes(
+        self, config: ModelConfig, itemsize: int, n_layers: int | None = None, *, head: bool = False
+    ) -> int:
         """Bytes of weights on each device."""
         sizes: list[int] = []
 
@@ -108,7 +121,7 @@ class MeshPlan:
             split = sum(part is not None for part in self.spec(tensor.axes, tensor.shape))
             sizes.append(math.prod(tensor.shape) * itemsize // (self.model if split else 1))
 
-        build(config, n_layers, count)
+        build(config, n_layers, count, head=head)
         return sum(sizes)
 
 
@@ -118,7 +131,13 @@ def plan_mesh(config: ModelConfig, shape: tuple[int, int]) -> MeshPlan:
 
 
 def default_shape(
-    config: ModelConfig, devices: int, itemsize: int, memory: int | None, n_layers: int | None = None
+    config: ModelConfig,
+    devices: int,
+    itemsize: int,
+    memory: int | None,
+    n_layers: int | None = None,
+    *,
+    head: bool = False,
 ) -> tuple[int, int]:
     """All data parallel if the weights leave room on a device; else the least model parallelism that makes room.
 
@@ -129,7 +148,7 @@ def default_shape(
     widths = [width for width in range(1, devices + 1) if devices % width == 0]
     for width in widths:
         plan = plan_mesh(config, (devices // width, width))
-        if plan.weight_bytes(config, itemsize, n_layers) <= _WEIGHTS_PART * memory:
+        if plan.weight_bytes(config, itemsize, n_layers, head=head) <= _WEIGHTS_PART * memory:
             return plan.shape
     return devices // widths[-1], widths[-1]
 

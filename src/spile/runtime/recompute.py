@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import jax
@@ -14,7 +15,9 @@ import numpy.typing as npt
 from spile import weights
 from spile.errors import DataError, ModelError
 from spile.model.attention import choose
-from spile.model.decoder import forward
+from spile.model.decoder import forward, head_needed
+from spile.model.experts import choose_mixture
+from spile.model.params import Params
 from spile.objects import open_folder
 from spile.plan.batches import bucket
 from spile.runtime.device import enable_compilation_cache
@@ -38,25 +41,31 @@ def recomputer(root: str) -> Recompute:
         raise ModelError(
             f"{run.model} is not the model of this run", expected=f"weights {run.weights}", found=f"weights {found}"
         )
-    params = load(files, run.dtype)
+
+    @cache
+    def params(head: bool) -> Params:
+        return load(files, run.dtype, head=head)
+
     attention = choose(files.config, jax.default_backend(), run.dtype)
 
     @lru_cache(maxsize=64)
     def program(taps: tuple[str, ...], _length: int) -> Callable[..., Any]:
         chosen = tuple(Tap.parse(tap) for tap in taps)
 
-        def step(params: Any, tokens: jax.Array) -> tuple[jax.Array, ...]:
+        def step(params: Any, tokens: jax.Array, segments: jax.Array) -> tuple[jax.Array, ...]:
             return forward(
-                params, tokens, config=files.config, taps=chosen, attention=attention,
-                keep=lambda x: x[0].astype(jnp.float32),
+                params, tokens, None, segments, config=files.config, taps=chosen, attention=attention,
+                mixture=choose_mixture(jax.default_backend()),
+                keep=lambda _, x: x[0].astype(jnp.float32),
             )  # fmt: skip
 
-        return jax.jit(step)
+        return functools.partial(jax.jit(step), params(head_needed(chosen)))
 
     def recompute(tokens: npt.NDArray[np.int32], taps: tuple[str, ...]) -> Sequence[npt.NDArray[np.float32]]:
         length = bucket(len(tokens), run.max_seq_length)
         padded = np.zeros((1, length), np.int32)
         padded[0, : len(tokens)] = tokens
-        return [np.asarray(rows)[: len(tokens)] for rows in program(taps, length)(params, padded)]
+        own = (np.arange(length) < len(tokens)).astype(np.int32)[None]
+        return [np.asarray(rows)[: len(tokens)] for rows in program(taps, length)(padded, own)]
 
     return recompute

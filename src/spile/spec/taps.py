@@ -30,6 +30,7 @@ Site = str
 TOP = 10
 """How many logits are kept of each token unless told."""
 
+_WITH_LOGITS = ("loss", "logits_ids")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4}
 
@@ -133,11 +134,13 @@ def layers_text(layers: Sequence[int] | None) -> str:
 
 
 def parse_sites(words: Iterable[str]) -> tuple[Site, ...]:
-    """Site names in the order of :data:`SITES`, each once."""
+    """Site names in the order of :data:`SITES`, each once; what comes with ``logits`` with it."""
     found = {part for word in words for part in word.replace(",", " ").split()}
     unknown = sorted(found - set(SITES))
     if unknown or not found:
         raise SpecError("--taps", expected=f"some of {', '.join(SITES)}", found=", ".join(unknown) or "none")
+    if "logits" in found:
+        found |= set(_WITH_LOGITS)
     return tuple(site for site in SITES if site in found)
 
 
@@ -181,14 +184,21 @@ def select_taps(
     )
 
 
+_NEEDS = {
+    "d_mid": "attention before its MLP, not beside it",
+    "d_ff": "one MLP in this layer, not experts",
+    "experts": "experts in this layer",
+}
+
+
 def tap_rows(tap: Tap, sizes: Mapping[str, int], store_dtype: str) -> TapRows:
-    """A tap's rows in a model of these sizes (those of :data:`spile.spec.sites.Size`; 0: it has none)."""
+    """A tap's rows in a model of these sizes at its layer (by the names of the tap table; 0: it has none)."""
     spec = tap.spec
     if spec is None:
         raise SpecError("--taps", expected="--backend torch for a module's path", found=tap.site)
     shape = [{"1": 1, "top": tap.top or 0}.get(size, sizes.get(size, 0)) for size in spec.shape]
     if not shape[0]:
-        raise SpecError("--taps", expected=f"a model with {spec.shape[0]}", found=f"{tap.site} of one without")
+        raise SpecError(f"--taps {tap.site}", expected=f"a model with {_NEEDS[spec.shape[0]]}", found=f"none at {tap}")
     if spec.shape[0] == "top" and shape[0] > sizes["vocab"]:
         raise SpecError("--top-k", expected=f"at most the vocabulary's {sizes['vocab']}", found=shape[0])
     if tap.heads is not None:

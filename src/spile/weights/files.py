@@ -6,12 +6,13 @@ import hashlib
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from spile.errors import ModelError, untrusted
 from spile.objects.opening import is_remote
-from spile.spec.architecture import ModelConfig, read_config
+from spile.spec.architecture import ModelConfig
+from spile.spec.families import read_config
 from spile.spec.run import EMBEDDED
 from spile.weights.safetensors import read_index
 from spile.weights.source import ByteSource, LocalSource
@@ -65,7 +66,7 @@ class ModelFiles:
         with ThreadPoolExecutor(8) as threads:
             sums = list(threads.map(lambda part: self._checksum(part[0], part[2], part[3]), parts))
         content = [[file, size, start, crc] for (file, size, start, _), crc in zip(parts, sums, strict=True)]
-        canonical = json.dumps([asdict(self.config), content], sort_keys=True, separators=(",", ":"))
+        canonical = json.dumps([self.config.meaning(), content], sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     def _checksum(self, file: str, start: int, length: int) -> int:

@@ -11,7 +11,8 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from spile.model import params
-from spile.spec.architecture import ModelConfig, parameter_count
+from spile.spec.architecture import ModelConfig
+from spile.spec.tensors import parameter_count
 
 CONFIG = ModelConfig(
     "llama", 24, 3, 4, 2, 8, 40, 50, qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True, tied=True

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from spile import weights
 from spile.model.decoder import forward
-from spile.spec.taps import SITES, select_taps
+from spile.spec.taps import select_taps
 from unit.weights.models import EMBEDDED
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "make_embedded_model.py"
@@ -44,7 +44,7 @@ def test_its_tokenizer() -> None:
 def test_its_activations_are_well_scaled() -> None:
     files = weights.find("embedded")
     tokens = np.random.default_rng(0).integers(0, 900, (2, 64)).astype(np.int32)
-    taps = select_taps(SITES, None, files.config.n_layers)
+    taps = select_taps(("residual", "attn", "mlp"), None, files.config.n_layers)
     step = jax.jit(lambda params, batch: forward(params, batch, config=files.config, taps=taps))
     for tap, value in zip(taps, step(weights.load(files), tokens), strict=True):
         assert 0.1 < float(np.std(value)) < 10, tap

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spile.errors import Failure, SpecError
-from spile.spec.architecture import ModelConfig, Rope
+from spile.spec.architecture import Experts, ModelConfig, Rope
 from spile.spec.machines import parse_machine
 from spile.spec.taps import Tap
 
@@ -57,7 +57,9 @@ class Program:
     def from_json(cls, fields: dict[str, Any]) -> Program:
         """The inverse."""
         config = dict(fields["config"])
-        config["rope"], config["windows"] = Rope(**config["rope"]), tuple(config["windows"])
+        for name, kind in (("rope", Rope), ("local_rope", Rope), ("experts", Experts)):
+            config[name] = None if config[name] is None else kind(**config[name])
+        config["windows"] = tuple(config["windows"])
         shape = fields["mesh_shape"]
         return cls(
             **{
@@ -220,7 +222,7 @@ def compile_rows(program: Program, rows: int) -> Fit:
     import jax.numpy as jnp
 
     from spile.model.attention import choose
-    from spile.model.decoder import layers_needed
+    from spile.model.decoder import head_needed, layers_needed
     from spile.model.params import build
     from spile.runtime.device import DeviceProducer
     from spile.runtime.mesh import default_shape, make_mesh, plan_mesh
@@ -228,9 +230,9 @@ def compile_rows(program: Program, rows: int) -> Fit:
     machine, config = parse_machine(program.machine), program.config
     devices = _topology_devices(program.machine)
     memory = machine.hbm_bytes * machine.chips // len(devices)
-    layers = layers_needed(program.taps, program.config.n_layers)
+    layers, head = layers_needed(program.taps, config.n_layers), head_needed(program.taps)
     itemsize = jnp.dtype(program.dtype).itemsize
-    shape = program.mesh_shape or default_shape(config, len(devices), itemsize, memory, layers)
+    shape = program.mesh_shape or default_shape(config, len(devices), itemsize, memory, layers, head=head)
     mesh, plan = make_mesh(shape, devices), plan_mesh(config, shape)
     place = plan.place(mesh)
 
@@ -238,7 +240,7 @@ def compile_rows(program: Program, rows: int) -> Fit:
         return jax.ShapeDtypeStruct(tensor.shape, program.dtype, sharding=place(tensor.axes, tensor.shape))
 
     producer = DeviceProducer(
-        build(config, layers, weight),
+        build(config, layers, weight, head=head),
         config,
         program.taps,
         store_dtype=program.store_dtype,
@@ -246,7 +248,7 @@ def compile_rows(program: Program, rows: int) -> Fit:
         attention=choose(config, "tpu", program.dtype),
         dtype=program.dtype,
     )
-    known = Fit(rows, program.length, shape, memory, False, plan.weight_bytes(config, itemsize, layers))
+    known = Fit(rows, program.length, shape, memory, False, plan.weight_bytes(config, itemsize, layers, head=head))
     began = time.perf_counter()
     try:
         compiled = producer.compile((rows, program.length))

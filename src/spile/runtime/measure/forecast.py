@@ -9,16 +9,17 @@ from typing import Any
 from spile import weights
 from spile.data.stream import SampleStream, open_stream
 from spile.data.tokens import load_tokenizer
-from spile.model.decoder import layers_needed
+from spile.model.decoder import head_needed, layers_needed
 from spile.plan.cost import Estimate, Lengths, Rates, Volume, estimate
 from spile.plan.ranges import Ranges
 from spile.plan.shards import row_bytes
 from spile.runtime.measure.aot import Program
-from spile.spec.architecture import ModelConfig, flops_per_token, parameter_count
+from spile.spec.architecture import ModelConfig
 from spile.spec.machines import Machine, Prices
 from spile.spec.run import ExtractSpec
 from spile.spec.sample import Sample
 from spile.spec.taps import Tap, select_taps, tap_rows
+from spile.spec.tensors import flops_per_token, parameter_count
 
 __all__ = ["Forecast", "look"]
 
@@ -42,7 +43,9 @@ class Forecast:
         return Volume(
             samples=self.lengths.samples,
             tokens=self.lengths.tokens,
-            bytes_per_token=row_bytes(tap_rows(tap, self.config.sizes(), self.spec.store_dtype) for tap in self.taps),
+            bytes_per_token=row_bytes(
+                tap_rows(tap, self.config.sizes(tap.layer), self.spec.store_dtype) for tap in self.taps
+            ),
             shard_bytes=self.spec.shard_size_gb * 1e9,
         )
 
@@ -50,7 +53,8 @@ class Forecast:
     def flops_per_token(self) -> float:
         """At the mean length, through the last layer that is tapped."""
         mean = max(1, round(self.lengths.mean))
-        return flops_per_token(self.config, mean, layers_needed(self.taps, self.config.n_layers) - 1)
+        last, head = layers_needed(self.taps, self.config.n_layers) - 1, head_needed(self.taps)
+        return flops_per_token(self.config, mean, last, head=head)
 
     def on(self, machine: Machine, prices: Prices, *, rates: Rates, workers: int) -> Estimate:
         """On so many of a machine."""
