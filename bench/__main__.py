@@ -10,6 +10,7 @@ import sys
 BENCHES: dict[str, tuple[tuple[str, ...], str | None]] = {
     "start": ((), None),
     "cpu": (("--shape", "qwen2.5-0.5b", "--samples", "4", "--turns", "1"), "torch"),
+    "generation": (("embedded", "--model", "embedded", "--prompts", "16", "--new", "64", "--longest", "1300"), "torch"),
     "data": ((), None),
     "memory": ((), None),
     "ledger": ((), None),

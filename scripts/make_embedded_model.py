@@ -1,8 +1,8 @@
-"""Make the tiny Qwen2-architecture model that ships inside the package, with a tokenizer and chat template of its own.
+"""Make all but the weights of the model that ships inside the package: its config, tokenizer and chat template.
 
     python scripts/make_embedded_model.py [FOLDER]
 
-The same seed gives the same bytes. It needs neither torch nor the network.
+The same seed gives the same bytes. ``scripts/train_embedded_model.py`` makes the weights.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
-from safetensors.numpy import save
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 SEED = 20_240_601
@@ -29,14 +27,14 @@ CONFIG = {
     "eos_token_id": 2,
     "pad_token_id": 0,
     "hidden_act": "silu",
-    "hidden_size": 64,
-    "initializer_range": 0.125,
-    "intermediate_size": 192,
+    "hidden_size": 192,
+    "initializer_range": 0.02,
+    "intermediate_size": 512,
     "max_position_embeddings": 32768,
-    "max_window_layers": 4,
+    "max_window_layers": 6,
     "model_type": "qwen2",
     "num_attention_heads": 4,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 6,
     "num_key_value_heads": 2,
     "rms_norm_eps": 1e-06,
     "rope_theta": 10000.0,
@@ -159,41 +157,16 @@ def tokenizer() -> bytes:
     return (json.dumps(json.loads(made.to_str()), ensure_ascii=False, indent=1) + "\n").encode()
 
 
-def weights() -> bytes:
-    """Random, and scaled so that every layer's output is about as large as its input."""
-    draw = np.random.Generator(np.random.Philox(SEED))
-    d, ff, head = 64, 192, 16
-
-    def normal(*shape: int, std: float, mean: float = 0.0) -> np.ndarray:
-        return (mean + std * draw.standard_normal(shape)).astype(np.float32).astype(ml_dtypes.bfloat16)
-
-    tensors = {"model.embed_tokens.weight": normal(VOCABULARY, d, std=1.0)}
-    for layer in range(4):
-        at = f"model.layers.{layer}"
-        for name, heads in (("q", 4), ("k", 2), ("v", 2)):
-            tensors[f"{at}.self_attn.{name}_proj.weight"] = normal(heads * head, d, std=d**-0.5)
-            tensors[f"{at}.self_attn.{name}_proj.bias"] = normal(heads * head, std=0.1)
-        tensors[f"{at}.self_attn.o_proj.weight"] = normal(d, 4 * head, std=(4 * head) ** -0.5)
-        for name, outer, inner in (("gate", ff, d), ("up", ff, d), ("down", d, ff)):
-            tensors[f"{at}.mlp.{name}_proj.weight"] = normal(outer, inner, std=inner**-0.5)
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"{at}.{name}.weight"] = normal(d, std=0.1, mean=1.0)
-    tensors["model.norm.weight"] = normal(d, std=0.1, mean=1.0)
-    content: bytes = save(tensors, metadata={"format": "pt"})
-    return content
-
-
 def pretty(value: object) -> bytes:
     """JSON for people."""
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def main(folder: Path) -> None:
-    """Write the model's four files."""
+    """Write the model's three small files."""
     folder.mkdir(parents=True, exist_ok=True)
     files = {
         "config.json": pretty(CONFIG),
-        "model.safetensors": weights(),
         "tokenizer.json": tokenizer(),
         "tokenizer_config.json": pretty(TOKENIZER_CONFIG),
     }

@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python scripts/train_embedded_model.py FOLDER [--minutes 4.5]
 
-Writes ``model.safetensors`` (bfloat16), ``config.json`` and ``curve.json`` (loss and exact answers over time, then by
+Writes ``model.safetensors`` (bfloat16) and ``curve.json`` (loss and exact answers over time, then by
 rule). A few minutes on one GPU; on a CPU ``--steps 3 --batch-tokens 1280 --workers 1 --tests 2`` shows that it runs. It
 needs jax, jaxtyping, numpy, safetensors and tokenizers. The data are the same for the same seed; the sums of a GPU, and
 so the last digits of the weights, are not.
@@ -40,14 +40,6 @@ from spile.data.arc.grids import Task, parse_task
 from spile.data.arc.prompts import arc_messages
 from spile.spec.run import DEFAULT_ENCODER, PromptSpec
 
-MODEL = {
-    **CONFIG,
-    "hidden_size": 192,
-    "initializer_range": 0.02,
-    "intermediate_size": 512,
-    "max_window_layers": 6,
-    "num_hidden_layers": 6,
-}
 LENGTHS = (640, 1280)
 """Rows are padded to one of these; longer tasks are not trained on."""
 SIZES = ("small", "small", "small", "medium")
@@ -163,7 +155,7 @@ class Trainer:
         from spile.spec.architecture import read_config
         from spile.spec.taps import Tap
 
-        self.config = read_config(MODEL)
+        self.config = read_config(CONFIG)
         platform = jax.default_backend()
         self.dtype = jnp.float32 if platform == "cpu" else jnp.bfloat16
         self.attention = attention or choose(self.config, platform, self.dtype)
@@ -383,7 +375,6 @@ def finish(folder: Path, trainer: Trainer, tests: list[tuple[str, str, Lesson]],
     folder.mkdir(parents=True, exist_ok=True)
     save_file(trainer.tensors(), folder / "model.safetensors", metadata={"format": "pt"})
     score = {"score": summary(tests, right), "rules": {name: sum(each) / len(each) for name, each in rules.items()}}
-    (folder / "config.json").write_text(json.dumps(MODEL, indent=2) + "\n")
     (folder / "curve.json").write_text(json.dumps({**score, "curve": curve}, indent=1) + "\n")
     print(json.dumps(score, indent=1), flush=True)
 

@@ -1,10 +1,10 @@
 """``spile extract``: the main job."""
 
-from __future__ import annotations
+# No deferred annotations: they are the flags, which ``spile infer`` inherits.
 
 import os
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Group, Parameter
 
@@ -28,23 +28,29 @@ from spile.spec.run import (
 )
 from spile.spec.taps import parse_layers, parse_sites
 
-__all__ = ["GCS_PREFIX", "ExtractFlags", "extract"]
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from spile.runtime.summary import Summary
+
+__all__ = ["GCS_PREFIX", "HOW", "PROMPTS", "WHAT", "WHERE", "ExtractFlags", "extract", "flag", "visited"]
 
 GCS_PREFIX = "activations"
 """The folder in a bucket that is named alone."""
 
-_WHAT = Group("What", sort_key=1)
-_PROMPTS = Group("Prompts", sort_key=2)
-_WHERE = Group("Where to", sort_key=3)
-_HOW = Group("How much at once (changes no number)", sort_key=4)
+WHAT = Group("What", sort_key=1)
+PROMPTS = Group("Prompts", sort_key=2)
+WHERE = Group("Where to", sort_key=3)
+HOW = Group("How much at once (changes no number)", sort_key=4)
 
 
-def _flag(group: Group, text: str, **more: object) -> Parameter:
+def flag(group: Group, text: str, **more: object) -> Parameter:
+    """A flag of a group with its line in ``--help``."""
     return Parameter(group=group, help=text, **more)  # type: ignore[arg-type]
 
 
 def _words(group: Group, text: str) -> Parameter:
-    return _flag(group, text, consume_multiple=True, negative="")
+    return flag(group, text, consume_multiple=True, negative="")
 
 
 @Parameter(name="*")
@@ -54,73 +60,73 @@ class ExtractFlags:
 
     model: Annotated[
         str | None,
-        _flag(
-            _WHAT,
+        flag(
+            WHAT,
             f"A model on the Hugging Face hub, a folder, or gs://… "
             f"[default: embedded for a try-out here; with a bucket, a pod or a worker's number {GUIDES_MODEL}]",
         ),
     ] = None
-    revision: Annotated[str | None, _flag(_WHAT, "The hub model's branch, tag or commit.")] = None
+    revision: Annotated[str | None, flag(WHAT, "The hub model's branch, tag or commit.")] = None
     dataset: Annotated[
         str | None,
-        _flag(
-            _WHAT,
+        flag(
+            WHAT,
             "JSONL of ARC tasks, of {text} or of {messages}. "
             f"[default: embedded for a try-out here; else {GUIDES_STREAMS} where it exists]",
         ),
     ] = None
-    dataset_dir: Annotated[
-        str | None, _flag(_WHAT, "A folder of streams; --worker-id 5 reads its stream_005.jsonl.")
-    ] = None
+    dataset_dir: Annotated[str | None, flag(WHAT, "A folder of streams; --worker-id 5 reads its stream_005.jsonl.")] = (
+        None
+    )
     worker_id: Annotated[
         int | None,
-        _flag(
-            _WHAT,
+        flag(
+            WHAT,
             "The stream's number: reads stream_005.jsonl, writes tpu_5/. "
             "[default: of a --dataset named stream_005.jsonl, 5; TPU_WORKER_ID; else 0]",
         ),
     ] = None
     expect_split: Annotated[
-        str | None, _flag(_WHAT, "Refuse streams of any other split than this one; deploy gives it to its workers.")
+        str | None, flag(WHAT, "Refuse streams of any other split than this one; deploy gives it to its workers.")
     ] = None
-    layers: Annotated[list[str] | None, _words(_WHAT, "all, or 0-11,20, or 0 1 2. [default: all]")] = None
-    taps: Annotated[list[str] | None, _words(_WHAT, "Some of residual, attn, mlp. [default: residual]")] = None
-    max_samples: Annotated[int | None, _flag(_WHAT, "Only the stream's first so many samples.")] = None
+    layers: Annotated[list[str] | None, _words(WHAT, "all, or 0-11,20, or 0 1 2. [default: all]")] = None
+    taps: Annotated[list[str] | None, _words(WHAT, "Some of residual, attn, mlp. [default: residual]")] = None
+    max_samples: Annotated[int | None, flag(WHAT, "Only the stream's first so many samples.")] = None
 
-    prompt: Annotated[PromptKind, _flag(_PROMPTS, "What a line is; auto looks at the first.")] = "auto"
-    prompt_version: Annotated[str, _flag(_PROMPTS, "Which ARC prompt.")] = PromptSpec.version
-    grid_encoder: Annotated[str, _flag(_PROMPTS, "How a grid is written.")] = DEFAULT_ENCODER
-    predictions_per_task: Annotated[int, _flag(_PROMPTS, "Augmented variants of each ARC task.")] = 1
-    column: Annotated[str, _flag(_PROMPTS, "The field with the text, for --prompt text.")] = "text"
-    pack: Annotated[bool, _flag(_PROMPTS, "Cut documents into full windows.", negative="")] = False
-    max_seq_length: Annotated[int, _flag(_PROMPTS, "Longer samples are cut or skipped.")] = 2048
-    long: Annotated[LongPolicy, _flag(_PROMPTS, "What happens to those.")] = "truncate"
-    seed: Annotated[int, _flag(_PROMPTS, "Of the augmentations.")] = 0
+    prompt: Annotated[PromptKind, flag(PROMPTS, "What a line is; auto looks at the first.")] = "auto"
+    prompt_version: Annotated[str, flag(PROMPTS, "Which ARC prompt.")] = PromptSpec.version
+    grid_encoder: Annotated[str, flag(PROMPTS, "How a grid is written.")] = DEFAULT_ENCODER
+    predictions_per_task: Annotated[int, flag(PROMPTS, "Augmented variants of each ARC task.")] = 1
+    column: Annotated[str, flag(PROMPTS, "The field with the text, for --prompt text.")] = "text"
+    pack: Annotated[bool, flag(PROMPTS, "Cut documents into full windows.", negative="")] = False
+    max_seq_length: Annotated[int, flag(PROMPTS, "Longer samples are cut or skipped.")] = 2048
+    long: Annotated[LongPolicy, flag(PROMPTS, "What happens to those.")] = "truncate"
+    seed: Annotated[int, flag(PROMPTS, "Of the augmentations.")] = 0
 
-    output: Annotated[str | None, _flag(_WHERE, "Its home: a folder, gs://… or s3://… [default: ./activations]")] = None
-    output_dir: Annotated[str | None, _flag(_WHERE, "The same; beside a bucket, a local copy.")] = None
-    gcs_bucket: Annotated[str | None, _flag(_WHERE, "The bucket that is its home, instead of --output.")] = None
-    gcs_prefix: Annotated[str | None, _flag(_WHERE, f"The folder in that bucket. [default: {GCS_PREFIX}]")] = None
+    output: Annotated[str | None, flag(WHERE, "Its home: a folder, gs://… or s3://… [default: ./activations]")] = None
+    output_dir: Annotated[str | None, flag(WHERE, "The same; beside a bucket, a local copy.")] = None
+    gcs_bucket: Annotated[str | None, flag(WHERE, "The bucket that is its home, instead of --output.")] = None
+    gcs_prefix: Annotated[str | None, flag(WHERE, f"The folder in that bucket. [default: {GCS_PREFIX}]")] = None
     upload_to_gcs: Annotated[
         bool | None,
-        _flag(_WHERE, "Make that bucket its home; =False: do not. [default: where one is named]", negative=""),
+        flag(WHERE, "Make that bucket its home; =False: do not. [default: where one is named]", negative=""),
     ] = None
-    delete_local_after_upload: Annotated[
-        bool, _flag(_WHERE, "Remove each local copy after its commit.", negative="")
-    ] = False
-    store_dtype: Annotated[StoreDtype, _flag(_WHERE, "What rows are stored as.")] = "bfloat16"
-    shard_size_gb: Annotated[float, _flag(_WHERE, "About how large a shard is.")] = 1.0
+    delete_local_after_upload: Annotated[bool, flag(WHERE, "Remove each local copy after its commit.", negative="")] = (
+        False
+    )
+    store_dtype: Annotated[StoreDtype, flag(WHERE, "What rows are stored as.")] = "bfloat16"
+    shard_size_gb: Annotated[float, flag(WHERE, "About how large a shard is.")] = 1.0
     commit_every: Annotated[
-        float, _flag(_WHERE, "Commit what is computed at least every so many seconds; full shards at once.")
+        float, flag(WHERE, "Commit what is computed at least every so many seconds; full shards at once.")
     ] = 60.0
-    checkpointing: Annotated[bool, _flag(_WHERE, "--no-checkpointing starts over; refused where commits exist.")] = True
-    overwrite: Annotated[bool, _flag(_WHERE, "With --no-checkpointing: remove what is there.", negative="")] = False
-    checkpoint_dir: Annotated[str | None, _flag(_WHERE, "Gets checkpoint_worker_N.json, for people.")] = None
+    checkpointing: Annotated[bool, flag(WHERE, "--no-checkpointing starts over; refused where commits exist.")] = True
+    overwrite: Annotated[bool, flag(WHERE, "With --no-checkpointing: remove what is there.", negative="")] = False
+    checkpoint_dir: Annotated[str | None, flag(WHERE, "Gets checkpoint_worker_N.json, for people.")] = None
 
-    dtype: Annotated[ComputeDtype, _flag(_HOW, "What the model computes in (this one does change numbers).")] = "auto"
-    batch_size: Annotated[int | None, _flag(_HOW, "Samples a device at most.")] = None
-    batch_tokens: Annotated[int | None, _flag(_HOW, "Tokens a device, padding included.")] = None
-    mesh_shape: Annotated[str | None, _flag(_HOW, "Devices as DATA,MODEL such as 16,16.")] = None
+    dtype: Annotated[ComputeDtype, flag(HOW, "What the model computes in (this one does change numbers).")] = "auto"
+    batch_size: Annotated[int | None, flag(HOW, "Samples a device at most.")] = None
+    batch_tokens: Annotated[int | None, flag(HOW, "Tokens a device, padding included.")] = None
+    mesh_shape: Annotated[str | None, flag(HOW, "Devices as DATA,MODEL such as 16,16.")] = None
 
     def spec(self) -> ExtractSpec:
         """The run that these flags ask for."""
@@ -211,16 +217,28 @@ def extract(
     With no flag at all: the embedded model over the embedded ARC tasks, into ./activations. The same command
     resumes what an earlier one left. Every flag can also come from --config run.toml or a SPILE_* variable.
     """
-    from spile.dashboard.worker import watched
     from spile.runtime.extract import extract as run
-    from spile.runtime.pod.check import say_devices
-    from spile.runtime.signals import end_soon
 
     flags, pod = flags or ExtractFlags(), pod or PodFlags()
     if engine is not None and engine.asked:
         from spile.cli.engines import extract_on_engine
 
         return extract_on_engine(settled(flags, os.environ, say, every_stream=True), engine)
+    return visited(run, flags, pod, verbose)
+
+
+def visited(
+    run: "Callable[..., Summary]",
+    flags: ExtractFlags,
+    pod: PodFlags,
+    verbose: bool,
+    after: "Callable[[ExtractSpec, Summary], None]" = lambda _spec, _summary: None,
+) -> int:
+    """Visit a stream while a person watches; the exit code. ``after`` says more when the summary was told."""
+    from spile.dashboard.worker import watched
+    from spile.runtime.pod.check import say_devices
+    from spile.runtime.signals import end_soon
+
     flags.spec()  # a mistake is told before anybody looks for a pod, or waits for its other hosts
     identity = pod.identity()
     spec = settled(flags, os.environ, say, pod=identity.count > 1).spec()
@@ -232,6 +250,7 @@ def extract(
         if hosts.first:
             watch.finish(summary, spec.data.max_samples)
             _say_lacking(spec, summary.stream)
+            after(spec, summary)
         else:
             say(f"{hosts.name}: done; worker 0 has the summary")
     if summary.interrupted:

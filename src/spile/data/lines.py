@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
+import orjson
+
 from spile.errors import DataError, StoreError
 from spile.objects.opening import is_remote
 from spile.spec.run import EMBEDDED
@@ -131,10 +133,38 @@ class StreamFile:
         return self.location.rsplit("/", 1)[-1] if self._remote else self._path.name
 
     def lines(self, hashes: BlockHashes | None = None) -> Iterator[Line]:
-        """The lines that are not blank. With ``hashes``, a line comes after every block that it lies in was hashed."""
+        """The lines that are not blank. With ``hashes``, a line comes after every block that it lies in was hashed.
+
+        A ``.json`` file that is one object of tasks by their ids, as the challenge has it, gives a line for each task.
+        """
+        if self.name.endswith(".json"):
+            yield from self._tasks(hashes)
+            return
+        yield from self._split(self._hashed(hashes))
+
+    def _tasks(self, hashes: BlockHashes | None) -> Iterator[Line]:
+        """Tasks by their ids; anything else as it stands."""
+        content = b""
+        for chunk in self._hashed(hashes):
+            content += chunk
+            if len(content) > _LONGEST:
+                raise DataError(self.location, expected=f"at most {_LONGEST >> 20} MiB of JSON", found="more")
+        try:
+            tasks = orjson.loads(content)
+        except orjson.JSONDecodeError:
+            tasks = None
+        if not isinstance(tasks, dict) or not all(
+            isinstance(task, dict) and "train" in task for task in tasks.values()
+        ):
+            yield from self._split(iter([content]))
+            return
+        for index, (name, task) in enumerate(tasks.items()):
+            yield Line(index, index + 1, orjson.dumps({"task_id": name, **task}))
+
+    def _split(self, chunks: Iterator[bytes]) -> Iterator[Line]:
         index = number = held = 0
         rest: list[bytes] = []
-        for chunk in self._hashed(hashes):
+        for chunk in chunks:
             first, *more = chunk.split(b"\n")
             rest.append(first)
             held += len(first)

@@ -31,7 +31,7 @@ from spile.spec.architecture import ModelConfig
 from spile.spec.phase import Phase
 from spile.spec.taps import Tap
 
-__all__ = ["DeviceProducer", "compute_dtype_for", "enable_compilation_cache"]
+__all__ = ["DeviceProducer", "compute_dtype_for", "enable_compilation_cache", "put", "translated"]
 
 _COMPILERS = max(2, (os.cpu_count() or 2) // 4)
 """Programs compiled at once, ahead of need."""
@@ -199,7 +199,7 @@ class DeviceProducer:
         packed = pack(batch, self._rows(shape))
         try:
             arrays, finite = program(
-                self.params, _put(packed.tokens, self.rows_sharding), _put(packed.places, self.groups_sharding)
+                self.params, put(packed.tokens, self.rows_sharding), put(packed.places, self.groups_sharding)
             )
             arrays = [array if self._is_away(array) else jax.device_put(array, self.away_sharding) for array in arrays]
             if shape not in self._proven:
@@ -232,7 +232,7 @@ class DeviceProducer:
             finite = np.concatenate([np.asarray(part.data) for part in pending.finite.addressable_shards], axis=1)
             blocks = [_blocks(array) for array in pending.arrays]
         except jax.errors.JaxRuntimeError as error:
-            raise _translated(error) from error
+            raise translated(error) from error
         if not finite.all():
             self._refuse(finite)
         return blocks
@@ -244,7 +244,7 @@ class DeviceProducer:
 
     def _translated(self, error: jax.errors.JaxRuntimeError, shape: tuple[int, int]) -> Failure:
         """Too little memory is the pipeline's to cope with, but not on a pod: the other hosts may not have seen it."""
-        failure = _translated(error)
+        failure = translated(error)
         if not isinstance(failure, OutOfDeviceMemory) or self.groups_sharding.is_fully_addressable:
             return failure
         tokens = shape[0] * shape[1]
@@ -254,7 +254,7 @@ class DeviceProducer:
         )
 
 
-def _put(array: np.ndarray[Any, Any], sharding: NamedSharding) -> jax.Array:
+def put(array: np.ndarray[Any, Any], sharding: NamedSharding) -> jax.Array:
     """Onto the devices; on a pod, each process puts its own part of what all of them hold."""
     if sharding.is_fully_addressable:
         placed: jax.Array = jax.device_put(array, sharding)
@@ -273,7 +273,7 @@ def _blocks(array: jax.Array) -> list[RowBlock]:
     return sorted(blocks, key=lambda block: block.group)
 
 
-def _translated(error: jax.errors.JaxRuntimeError) -> Failure:
+def translated(error: jax.errors.JaxRuntimeError) -> Failure:
     """An error of the device's runtime, as ours."""
     text = " ".join(str(error).split())
     if "RESOURCE_EXHAUSTED" in text:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from spile import weights
 from spile.data.stream import SampleStream, open_stream
-from spile.data.tokens import load_tokenizer
+from spile.data.tokens import Tokenizer, load_tokenizer
 from spile.errors import SpecError
 from spile.model.attention import choose
 from spile.model.decoder import head_needed, layers_needed
@@ -31,7 +31,9 @@ from spile.runtime.pod.group import SingleProcess, WorkerGroup, same_command
 from spile.runtime.producer import Producer, check_tokens
 from spile.runtime.progress import Progress
 from spile.runtime.sizing import choose_sizes
+from spile.runtime.stopping import with_stops
 from spile.runtime.summary import Summary, peak_memory
+from spile.runtime.visiting import OnDevices, VisitKind
 from spile.runtime.worker import LocalControl, Sizes, run_worker
 from spile.spec.identity import RunIdentity, StreamIdentity
 from spile.spec.phase import Phase
@@ -44,7 +46,17 @@ from spile.store.run import join_run, read_run
 from spile.store.stream import StreamStore, join_stream, read_stream
 from spile.weights.loading import load
 
-__all__ = ["Parts", "bytes_per_token", "extract", "find", "make_producer", "sizes_for"]
+__all__ = [
+    "Parts",
+    "bytes_per_token",
+    "expected_samples",
+    "extract",
+    "find",
+    "make_producer",
+    "sizes_for",
+    "stream_end",
+    "visit",
+]
 
 _LOOKED_AT = 256
 """Samples whose tokens are looked at before anything is written, where the tokenizer has more than the model."""
@@ -62,6 +74,7 @@ class Parts:
     samples: SampleStream
     identity: RunIdentity
     stream_identity: StreamIdentity
+    tokenizer: Tokenizer
 
 
 def extract(
@@ -75,6 +88,19 @@ def extract(
 
     ``hosts``: the pod that this process is part of, every one of whose processes makes this call.
     """
+    kind = VisitKind(make_producer, _work, lambda _parts, _stream: None)
+    return visit(spec, kind, progress=progress, stop=stop, hosts=hosts)
+
+
+def visit(
+    spec: ExtractSpec,
+    kind: VisitKind,
+    *,
+    progress: Progress | None = None,
+    stop: threading.Event | None = None,
+    hosts: WorkerGroup | None = None,
+) -> Summary:
+    """One visit to a stream: find everything, join the ledger, do what is left of it, say what it came to."""
     progress, hosts = progress or Progress(), (hosts or SingleProcess()).visit()
     enable_compilation_cache()
     progress.phase(Phase.LOOKING, "at the model and the data")
@@ -86,11 +112,11 @@ def extract(
     again = hosts.first and _starts_over(parts)
     stream = _known_stream(parts) if hosts.first and not again else None
     if not hosts.agree("left", stream is None or _left(parts, stream)):
-        return _nothing_left(parts, stream or _joined(parts), progress, hosts)
+        return _nothing_left(parts, stream or _joined(parts), kind, progress, hosts)
     progress.phase(Phase.LOADING, "the model")
     with ExitStack() as stack:
         notes = None if stream is None else stack.enter_context(_notes(parts, stream, progress, hosts))
-        producer = make_producer(parts, progress)
+        worker: OnDevices = kind.make(parts, progress)
         hosts.barrier("model_loaded")
         if again:
             clear_stream(parts.root, spec.data.worker_id)  # not before the model is known to be whole
@@ -99,20 +125,24 @@ def extract(
             _tidy(stream, progress)
         hosts.barrier("extraction_start")
         notes = notes or stack.enter_context(_notes(parts, stream, progress, hosts))
-        stack.enter_context(closing(producer))
-        finished = _work(parts, stream, done, producer, notes, stop or threading.Event(), hosts)
+        stack.enter_context(closing(worker))
+        finished = kind.work(parts, stream, done, worker, notes, stop or threading.Event(), hosts)
     hosts.barrier("final_checkpoint")
     if finished and hosts.first:
         stream.finish()
+        kind.finish(parts, stream)
         note_checkpoint(spec, stream, "completed")
     hosts.barrier("complete")
     ledger = stream if hosts.first else _joined(parts)
-    return _summary(parts, ledger, progress, interrupted=not finished, device=producer.describe())
+    return _summary(parts, ledger, progress, interrupted=not finished, device=worker.describe())
 
 
-def _nothing_left(parts: Parts, stream: StreamStore, progress: Progress, hosts: WorkerGroup) -> Summary:
+def _nothing_left(
+    parts: Parts, stream: StreamStore, kind: VisitKind, progress: Progress, hosts: WorkerGroup
+) -> Summary:
     if hosts.first:
         stream.finish()
+        kind.finish(parts, stream)
     hosts.barrier("complete")
     return _summary(parts, stream, progress, interrupted=False, device="none: nothing was left to do")
 
@@ -148,6 +178,8 @@ def find(spec: ExtractSpec) -> Parts:
     files = weights.find(spec.model, spec.revision)
     _refuse_positions(spec, files.config.learned_positions)
     taps = select_taps(spec.sites, spec.layers, files.config.n_layers, spec.heads, spec.top_k)
+    generation = spec.generation
+    taps = () if generation is not None and generation.capture == "none" else taps
     rows = tuple(tap_rows(tap, files.config.sizes(tap.layer), spec.store_dtype) for tap in taps)
     root = _output(spec)
     tokenizer = load_tokenizer(files.tokenizer_folder)
@@ -170,6 +202,7 @@ def find(spec: ExtractSpec) -> Parts:
         long=spec.data.long,
         dtype=dtype,
         store_dtype=spec.store_dtype,
+        generation=None if generation is None else with_stops(generation, files, tokenizer),
     )
     stream = StreamIdentity(
         samples.location,
@@ -187,7 +220,7 @@ def find(spec: ExtractSpec) -> Parts:
         check_tokens((item for item in first if isinstance(item, Sample)), files.config.vocab_size)
     if known is not None:
         join_run(root, identity)  # compares: a run of other numbers is refused before anything is loaded
-    return Parts(replace(spec, dtype=dtype), root, files, taps, rows, samples, identity, stream)
+    return Parts(replace(spec, dtype=dtype), root, files, taps, rows, samples, identity, stream, tokenizer)
 
 
 def _refuse_positions(spec: ExtractSpec, learned: int | None) -> None:
@@ -240,14 +273,14 @@ def _known_stream(parts: Parts) -> StreamStore | None:
     return None if read_stream(parts.root.child(stream_folder(worker_id))) is None else _joined(parts)
 
 
-def _expected(parts: Parts, stream: StreamStore) -> int | None:
+def expected_samples(parts: Parts, stream: StreamStore) -> int | None:
     """How many samples there are to do, where that is known before all was read."""
     total = parts.samples.samples if parts.samples.samples is not None else stream.ledger.end
     limits = [count for count in (total, parts.spec.data.max_samples) if count is not None]
     return min(limits) if limits else None
 
 
-def _end(parts: Parts, stream: StreamStore) -> int | None:
+def stream_end(parts: Parts, stream: StreamStore) -> int | None:
     """For a stream whose number of samples only reading it all tells: that number, once, when it has been read."""
     if parts.stream_identity.samples is not None or stream.ledger.end is not None:
         return None
@@ -255,7 +288,7 @@ def _end(parts: Parts, stream: StreamStore) -> int | None:
 
 
 def _left(parts: Parts, stream: StreamStore) -> bool:
-    expected = _expected(parts, stream)
+    expected = expected_samples(parts, stream)
     return expected is None or bool(len(Ranges([(0, expected)]) - stream.ledger.done))
 
 
@@ -285,7 +318,7 @@ def make_producer(parts: Parts, progress: Progress) -> DeviceProducer:
 
 
 def _notes(parts: Parts, stream: StreamStore, progress: Progress, hosts: WorkerGroup) -> Notes:
-    return Notes(parts.spec, stream, progress, pulse=hosts.first, expected=_expected(parts, stream))
+    return Notes(parts.spec, stream, progress, pulse=hosts.first, expected=expected_samples(parts, stream))
 
 
 def _work(
@@ -298,7 +331,7 @@ def _work(
     hosts: WorkerGroup,
 ) -> bool:
     spec, progress = parts.spec, notes.progress
-    expected = _expected(parts, stream)
+    expected = expected_samples(parts, stream)
     if expected is not None:
         progress.total_samples = len(Ranges([(0, expected)]) - done)
     finished = run_worker(
@@ -308,7 +341,7 @@ def _work(
         sizes_for(parts),
         progress=progress,
         control=hosts.control(LocalControl(stop, spec.commit_every)),
-        end=lambda: _end(parts, stream),
+        end=lambda: stream_end(parts, stream),
         sink=hosts.sink(stream, notes.committed),
     )
     progress.phase(Phase.DONE if finished else Phase.STOPPED)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from spile.spec.run import PromptSpec
+from spile.spec.run import GenerationSpec, PromptSpec
 from spile.spec.taps import Tap, TapRows
 
 __all__ = ["RunIdentity", "StreamIdentity"]
@@ -35,14 +35,17 @@ class RunIdentity:
     long: str
     dtype: str
     store_dtype: str
+    generation: GenerationSpec | None = None
+    """With its stop tokens resolved; None where no answers are generated, and then absent from the numbers."""
     unknown: Mapping[str, Any] = field(default_factory=dict)
     """Of a run that a newer version began: what only that one compares. Such a run is read, and not added to."""
 
     def compared(self) -> dict[str, Any]:
         """The fields that change what is stored, flat: ``prompt.kind`` and so on."""
         fields = asdict(self)
-        prompt = fields.pop("prompt")
-        fields.update({f"prompt.{name}": value for name, value in prompt.items()}, **fields.pop("unknown"))
+        for part in ("prompt", "generation"):
+            fields.update({f"{part}.{name}": value for name, value in (fields.pop(part) or {}).items()})
+        fields.update(fields.pop("unknown"))
         return {name: value for name, value in sorted(fields.items()) if name not in ("model", "revision")}
 
     def fingerprint(self) -> str:

@@ -13,9 +13,11 @@ __all__ = [
     "DEFAULT_ENCODER",
     "EMBEDDED",
     "PROMPT_VERSIONS",
+    "Capture",
     "ComputeDtype",
     "DataSpec",
     "ExtractSpec",
+    "GenerationSpec",
     "LongPolicy",
     "PromptKind",
     "PromptSpec",
@@ -39,6 +41,8 @@ PromptKind = Literal["auto", "arc", "chat", "text"]
 LongPolicy = Literal["truncate", "skip"]
 ComputeDtype = Literal["auto", "float32", "bfloat16"]
 StoreDtype = Literal["bfloat16", "float32", "float16"]
+Capture = Literal["both", "prompt", "answer", "none"]
+"""Whose tokens' activations are kept where answers are generated."""
 
 
 def _one_of(flag: str, value: str, choices: object) -> None:
@@ -119,6 +123,27 @@ class DataSpec:
 
 
 @dataclass(frozen=True)
+class GenerationSpec:
+    """How prompts are answered, and whose activations are kept. All of it changes the numbers."""
+
+    max_new_tokens: int = 512
+    temperature: float = 0.0
+    """0: greedy."""
+    top_p: float = 1.0
+    stop: tuple[str, ...] = ()
+    """Texts of tokens that end an answer, beside the model's own end of a turn."""
+    stop_tokens: tuple[int, ...] = ()
+    """All of them as numbers, found when the model is."""
+    capture: Capture = "both"
+
+    def __post_init__(self) -> None:
+        _within("--max-new-tokens", self.max_new_tokens, 1, 1 << 17)
+        _within("--temperature", self.temperature, 0, 100)
+        _within("--top-p", self.top_p, 1e-6, 1)
+        _one_of("--capture", self.capture, Capture)
+
+
+@dataclass(frozen=True)
 class ExtractSpec:
     """One extraction: a model, a dataset, taps, an output."""
 
@@ -155,6 +180,10 @@ class ExtractSpec:
     overwrite: bool = False
     checkpoint_dir: str | None = None
     """Gets ``checkpoint_worker_N.json``, for people; never read."""
+    generation: GenerationSpec | None = None
+    """Answers are generated too; None: the prompts' activations alone."""
+    answers_dir: str | None = None
+    """A folder that gets ``predictions.jsonl`` and ``submission.json``; None: the stream's own."""
 
     def __post_init__(self) -> None:
         if not self.model or not self.output:

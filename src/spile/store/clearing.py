@@ -13,11 +13,13 @@ from spile.objects.mirror import home_of
 from spile.objects.removal import Removal
 from spile.store.layout import (
     METADATA,
+    PREDICTIONS,
     PROGRESS,
     STREAM,
+    SUBMISSION,
     commit_key,
     commit_number,
-    is_shard,
+    is_data,
     new_attempt,
     stream_folder,
 )
@@ -37,12 +39,12 @@ __all__ = [
     "stream_is_begun",
 ]
 
-_RECORDS = (METADATA, PROGRESS, STREAM)
+_RECORDS = (METADATA, PREDICTIONS, SUBMISSION, PROGRESS, STREAM)
 
 
 def is_ours(name: str) -> bool:
     """Whether a name in a stream's folder is exactly one that a worker gives."""
-    return name in _RECORDS or commit_number(name) is not None or is_shard(name)
+    return name in _RECORDS or commit_number(name) is not None or is_data(name)
 
 
 def remove_remains(folder: Folder) -> tuple[int, int]:
@@ -54,7 +56,7 @@ def remove_remains(folder: Folder) -> tuple[int, int]:
     home = home_of(folder)
     if home.local_path is None:
         return 0, 0
-    left = [item for item in home.unfinished() if is_shard(item.key) and is_abandoned(home.local_path / item.handle)]
+    left = [item for item in home.unfinished() if is_data(item.key) and is_abandoned(home.local_path / item.handle)]
     for item in left:
         home.discard(item)
     return len(left), sum(item.size or 0 for item in left)
@@ -100,7 +102,8 @@ def clear_stream(root: Folder, worker_id: int) -> None:
     """
     folder = root.child(stream_folder(worker_id))
     removal = Removal(folder.url, ours=is_ours, remove=folder.delete, fence=lambda: _fence(folder))
-    if not removal.in_order([METADATA]):
+    merged = [info.key for info in folder.list() if info.key in (PREDICTIONS, SUBMISSION)]
+    if not removal.in_order([METADATA, *merged]):
         raise StoreError(
             f"{folder.url} is not begun again",
             expected="a stream that nobody is working on",
@@ -108,7 +111,7 @@ def clear_stream(root: Folder, worker_id: int) -> None:
             fix="stop it, then run the same command again",
         )
     removal.in_order(commit_key(number) for number in reversed(commit_numbers(folder)))
-    removal.in_parallel(info.key for info in folder.list() if is_shard(info.key))
+    removal.in_parallel(info.key for info in folder.list() if is_data(info.key))
     removal.in_order([PROGRESS, STREAM])
 
 

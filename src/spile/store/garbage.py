@@ -15,7 +15,7 @@ from spile.objects.folder import Folder, NotFound
 from spile.objects.removal import Removal
 from spile.spec.phase import Phase
 from spile.store.clearing import fence, is_ours
-from spile.store.layout import PROGRESS, is_shard, stream_folder, stream_number
+from spile.store.layout import PROGRESS, is_data, stream_folder, stream_number
 from spile.store.report import Garbage
 from spile.store.run import parse_iso
 
@@ -45,7 +45,7 @@ def find_garbage(root: Folder, named: dict[int, set[str]], *, now: float, older_
         Garbage("shard", number, info.key, info.size, now - info.updated, info.key)
         for info in root.list("tpu_")
         for number, name in [_split(info.key)]
-        if number in named and is_shard(name) and name not in named[number]
+        if number in named and is_data(name) and name not in named[number]
     ]
     found += [
         Garbage("upload", number, left.key, left.size, now - left.started, left.handle)
@@ -96,7 +96,7 @@ def _removal(root: Folder, number: int, stream: str, free: int) -> Removal:
     folder = root.child(stream_folder(number))
     return Removal(
         root.url,
-        ours=lambda key: _split(key)[0] == number and is_shard(_split(key)[1]),
+        ours=lambda key: _split(key)[0] == number and is_data(_split(key)[1]),
         remove=root.delete,
         fence=lambda: fence(folder, stream, free, "garbage was removed"),
     )

@@ -11,6 +11,7 @@ from spile.objects.folder import Folder, NotFound
 from spile.plan.ranges import Ranges
 from spile.store.codec import CHUNKS, TAIL, ShardSchema
 from spile.store.crc import CHUNK, crc32c, fold, to_hex
+from spile.store.predictions import answers_problem
 from spile.store.record import ShardRecord
 from spile.store.report import Problem
 from spile.store.shard_reader import ShardReader
@@ -37,8 +38,13 @@ def inspect_shard(
         shard = ShardReader(folder, record)
         wrong = _header(shard, schema) or _index(shard)
         wrong += _bytes(shard, seen)
+        wrong += [] if record.predictions is None else answers_problem(folder, shard)
     except NotFound:
-        return [Problem("damaged", where, "the shard is gone")]
+        return [
+            Problem(
+                "damaged", where, "the shard, or its answers, are gone" if record.predictions else "the shard is gone"
+            )
+        ]
     except Failure as error:
         return [Problem("damaged", where, str(error).removeprefix(f"{where} "))]
     except (ValueError, KeyError, TypeError, IndexError) as error:

@@ -10,13 +10,17 @@ from spile.errors import SpecError
 __all__ = [
     "COMMITS",
     "METADATA",
+    "PREDICTIONS",
     "PROGRESS",
     "RUN",
     "STREAM",
+    "SUBMISSION",
     "commit_key",
     "commit_number",
+    "is_data",
     "is_shard",
     "new_attempt",
+    "predictions_name",
     "shard_name",
     "stray_key",
     "stream_folder",
@@ -28,11 +32,14 @@ RUN = "run.json"
 STREAM = "stream.json"
 PROGRESS = "progress.json"
 METADATA = "metadata.json"
+PREDICTIONS = "predictions.jsonl"
+SUBMISSION = "submission.json"
 COMMITS = "commits/"
 
 _STREAM_FOLDER = re.compile(r"tpu_(0|[1-9]\d*)")
 _COMMIT = re.compile(r"commits/(\d{4}|[1-9]\d{4,})\.json")
 _SHARD = re.compile(r"shard_(\d{4,})-([a-z0-9]+)(?:-h(\d{2,}))?\.safetensors")
+_PREDICTIONS = re.compile(r"predictions_(\d{4,})-([a-z0-9]+)(?:-h(\d{2,}))?\.jsonl")
 _ATTEMPT = re.compile(r"[a-z0-9]{4,32}")
 
 
@@ -69,9 +76,19 @@ def shard_name(number: int, attempt: str, host: int | None = None) -> str:
     return f"shard_{number:04d}-{attempt}{tail}.safetensors"
 
 
+def predictions_name(shard: str) -> str:
+    """Of a shard's answers: ``predictions_0001-<attempt>.jsonl`` beside ``shard_0001-<attempt>.safetensors``."""
+    return f"predictions_{shard.removeprefix('shard_').removesuffix('.safetensors')}.jsonl"
+
+
 def is_shard(name: str) -> bool:
-    """Whether a name could be one of our shards: what garbage collection may look at."""
+    """Whether a name could be one of our shards."""
     return _SHARD.fullmatch(name) is not None
+
+
+def is_data(name: str) -> bool:
+    """Whether a name could be a shard's or that of its answers: what garbage collection may look at."""
+    return is_shard(name) or _PREDICTIONS.fullmatch(name) is not None
 
 
 def new_attempt() -> str:

@@ -13,7 +13,26 @@ from spile.store.crc import from_hex, to_hex
 from spile.store.layout import is_shard
 from spile.store.sealed import FORMAT, seal, unseal
 
-__all__ = ["Commit", "ShardRecord"]
+__all__ = ["Commit", "PredictionsRecord", "ShardRecord"]
+
+
+@dataclass(frozen=True)
+class PredictionsRecord:
+    """The answers to a shard's samples, a file of lines, as the commit names it."""
+
+    name: str
+    size: int
+    crc32c: int
+    count: int
+
+    def to_json(self) -> dict[str, Any]:
+        """As the commit stores it."""
+        return {"name": self.name, "size": self.size, "crc32c": to_hex(self.crc32c), "count": self.count}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> PredictionsRecord:
+        """The inverse of :meth:`to_json`."""
+        return cls(str(fields["name"]), int(fields["size"]), from_hex(fields["crc32c"]), int(fields["count"]))
 
 
 @dataclass(frozen=True)
@@ -32,6 +51,8 @@ class ShardRecord:
     count: int
     """Samples."""
     tokens: int
+    predictions: PredictionsRecord | None = None
+    """Where answers were generated."""
 
     def to_json(self) -> dict[str, Any]:
         """As the commit stores it; also how a pod's host tells process 0 of it."""
@@ -44,6 +65,7 @@ class ShardRecord:
             "samples": [list(pair) for pair in self.samples.pairs()],
             "count": self.count,
             "tokens": self.tokens,
+            **({} if self.predictions is None else {"predictions": self.predictions.to_json()}),
         }
 
     @classmethod
@@ -58,6 +80,7 @@ class ShardRecord:
             samples=Ranges((int(a), int(b)) for a, b in fields["samples"]),
             count=int(fields["count"]),
             tokens=int(fields["tokens"]),
+            predictions=PredictionsRecord.from_json(fields["predictions"]) if "predictions" in fields else None,
         )
         numbers = (record.size, record.tokens, *record.header, *(start for start, _ in record.samples.pairs()))
         if min(numbers, default=0) < 0 or not is_shard(record.name):

@@ -62,6 +62,8 @@ class StreamReport:
     shards: int = 0
     tokens: int = 0
     bytes: int = 0
+    predictions: int = 0
+    """Answers, proven with the shards; 0 where none were generated."""
     missing: Ranges = field(default_factory=Ranges)
     doubled: Ranges = field(default_factory=Ranges)
     problems: tuple[Problem, ...] = ()

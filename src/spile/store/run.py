@@ -11,7 +11,7 @@ from typing import Any
 from spile.errors import Damaged, RunMismatch, untrusted
 from spile.objects.folder import Folder, NotFound
 from spile.spec.identity import RunIdentity
-from spile.spec.run import PromptSpec
+from spile.spec.run import GenerationSpec, PromptSpec
 from spile.store.layout import RUN
 from spile.store.sealed import FORMAT, seal, unseal
 from spile.version import __version__
@@ -88,8 +88,14 @@ def read_run(root: Folder) -> RunIdentity | None:
         compared = dict(record["numbers"])
         prompt = {each.name: compared.pop(f"prompt.{each.name}") for each in fields(PromptSpec)}
         own = {each.name: compared.pop(each.name) for each in fields(RunIdentity) if each.name in compared}
+        generation = _generation(compared)
         identity = RunIdentity(
-            **own, model=record["model"], revision=record["revision"], prompt=PromptSpec(**prompt), unknown=compared
+            **own,
+            model=record["model"],
+            revision=record["revision"],
+            prompt=PromptSpec(**prompt),
+            generation=generation,
+            unknown=compared,
         )
     if identity.fingerprint() != record["fingerprint"]:
         raise Damaged(
@@ -98,6 +104,14 @@ def read_run(root: Folder) -> RunIdentity | None:
             found=identity.fingerprint(),
         )
     return identity
+
+
+def _generation(compared: dict[str, Any]) -> GenerationSpec | None:
+    """Taken out of what is compared; absent where no answers are generated."""
+    names = [each.name for each in fields(GenerationSpec)]
+    found = {name: compared.pop(f"generation.{name}") for name in names if f"generation.{name}" in compared}
+    lists = {name: tuple(value) for name, value in found.items() if isinstance(value, list)}
+    return GenerationSpec(**{**found, **lists}) if found else None
 
 
 def _read(root: Folder) -> dict[str, Any] | None:

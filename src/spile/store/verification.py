@@ -43,6 +43,11 @@ class _StreamEvidence:
     def shards(self) -> list[ShardRecord]:
         return [shard for commit in self.commits for shard in commit.shards]
 
+    @property
+    def names(self) -> list[str]:
+        answers = [shard.predictions.name for shard in self.shards if shard.predictions is not None]
+        return [*(shard.name for shard in self.shards), *answers]
+
 
 def verify(
     root: str | Folder,
@@ -150,12 +155,11 @@ def _inspect(
 
     def one(task: tuple[_StreamEvidence, StreamRecord, ShardRecord]) -> tuple[_StreamEvidence, list[Problem]]:
         stream, record, shard = task
-        return stream, inspect_shard(
-            stream.folder,
-            shard,
-            replace(record.schema(run), fingerprint=run.fingerprint()),
-            seen,
-        )
+        schema = replace(record.schema(run), fingerprint=run.fingerprint())
+        problems = inspect_shard(stream.folder, shard, schema, seen)
+        if run.generation is not None and shard.predictions is None:
+            problems.append(Problem("damaged", f"{stream.folder.url}/{shard.name}", "its commit names no predictions"))
+        return stream, problems
 
     tasks = [
         (stream, stream.record, shard) for stream in streams if stream.record is not None for shard in stream.shards
@@ -198,6 +202,7 @@ def _judge(stream: _StreamEvidence, max_samples: int | None) -> StreamReport:
         shards=ledger.shards,
         tokens=ledger.tokens,
         bytes=ledger.bytes,
+        predictions=sum(shard.predictions.count for shard in stream.shards if shard.predictions is not None),
         missing=missing,
         doubled=ledger.doubled,
         problems=tuple(problems),
@@ -209,7 +214,7 @@ def _collect(
     root: Folder, streams: Sequence[_StreamEvidence], report: Report, remove: bool, older_than: float, now: float | None
 ) -> Report:
     readable = [stream for stream in streams if stream.readable]
-    named = {stream.number: {shard.name for shard in stream.shards} for stream in readable}
+    named = {stream.number: set(stream.names) for stream in readable}
     garbage = find_garbage(root, named, now=time.time() if now is None else now, older_than=older_than)
     if remove:
         ids = {

@@ -17,7 +17,7 @@ from spile.spec.run import EMBEDDED
 from spile.weights.safetensors import read_index
 from spile.weights.source import ByteSource, LocalSource
 
-__all__ = ["INDEX", "SMALL_FILES", "TOKENIZER_FILES", "ModelFiles", "find"]
+__all__ = ["GENERATION", "INDEX", "SMALL_FILES", "TOKENIZER_FILES", "ModelFiles", "find"]
 
 TOKENIZER_FILES = (
     "added_tokens.json",
@@ -31,7 +31,8 @@ TOKENIZER_FILES = (
     "vocab.json",
 )
 INDEX = "model.safetensors.index.json"
-SMALL_FILES = ("config.json", INDEX, *TOKENIZER_FILES)
+GENERATION = "generation_config.json"
+SMALL_FILES = ("config.json", GENERATION, INDEX, *TOKENIZER_FILES)
 
 _SINGLE = "model.safetensors"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")

@@ -159,7 +159,10 @@ def test_infinite_weights_are_a_failure_that_names_the_tap(
     words = ("--model", model, "--dataset", texts, "--output", fresh, "--max-seq-length", "64")
     assert spile("extract", *words) == 1
     (line,) = capfd.readouterr().err.splitlines()
-    assert "NaN or infinity at residual.1, residual.2, residual.3: expected finite activations" in line
+    assert (
+        "NaN or infinity at residual.1, residual.2, residual.3, residual.4, residual.5: expected finite activations"
+        in line
+    )
     assert not list(fresh.rglob("*.safetensors"))
     assert not list(fresh.rglob(".tmp-*shard*"))
     assert not list(fresh.glob("tpu_0/commits/*"))

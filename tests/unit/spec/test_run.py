@@ -4,7 +4,7 @@ import pytest
 
 from spile.errors import SpecError, SpileError
 from spile.spec.identity import RunIdentity, StreamIdentity
-from spile.spec.run import DataSpec, ExtractSpec, PromptSpec
+from spile.spec.run import DataSpec, ExtractSpec, GenerationSpec, PromptSpec
 from spile.spec.taps import Tap
 
 
@@ -59,7 +59,8 @@ def test_the_name_of_a_model_is_no_part_of_the_numbers():
     "field", [f.name for f in dataclasses.fields(RunIdentity) if f.name not in ("model", "revision")]
 )
 def test_every_other_field_is(field):
-    changed = {"prompt": PromptSpec(kind="text"), "unknown": {"steering": 1}}.get(field, "other")
+    others = {"prompt": PromptSpec(kind="text"), "generation": GenerationSpec(), "unknown": {"steering": 1}}
+    changed = others.get(field, "other")
     assert dataclasses.replace(IDENTITY, **{field: changed}).fingerprint() != IDENTITY.fingerprint()
 
 

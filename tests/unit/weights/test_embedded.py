@@ -18,11 +18,13 @@ from unit.weights.models import EMBEDDED
 SCRIPT = Path(__file__).parents[3] / "scripts" / "make_embedded_model.py"
 
 
-def test_it_is_made_by_its_script_to_the_byte(tmp_path: Path) -> None:
+def test_all_but_its_weights_is_made_by_its_script_to_the_byte(tmp_path: Path) -> None:
     subprocess.run([sys.executable, str(SCRIPT), str(tmp_path)], check=True, capture_output=True)
     made = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    assert made == {path.name: path.read_bytes() for path in EMBEDDED.iterdir() if path.is_file()}
-    assert sum(map(len, made.values())) < 3_000_000
+    there = {path.name: path.read_bytes() for path in EMBEDDED.iterdir() if path.is_file()}
+    assert sum(map(len, there.values())) < 8_000_000
+    assert len(there.pop("model.safetensors")) < 6_000_000
+    assert made == there
 
 
 def test_its_tokenizer() -> None:
@@ -47,4 +49,4 @@ def test_its_activations_are_well_scaled() -> None:
     taps = select_taps(("residual", "attn", "mlp"), None, files.config.n_layers)
     step = jax.jit(lambda params, batch: forward(params, batch, config=files.config, taps=taps))
     for tap, value in zip(taps, step(weights.load(files), tokens), strict=True):
-        assert 0.1 < float(np.std(value)) < 10, tap
+        assert 0.05 < float(np.std(value)) < 60, tap

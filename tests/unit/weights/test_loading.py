@@ -85,7 +85,7 @@ def test_with_a_sharding() -> None:
         return SingleDeviceSharding(jax.devices()[0])
 
     equal(weights.load(files, jnp.float32, 1, place), weights.load(files, jnp.float32, 1))
-    assert (("vocab", "d_model"), (1024, 64)) in asked
+    assert (("vocab", "d_model"), (1024, 192)) in asked
 
 
 MESH = """
@@ -148,20 +148,20 @@ def test_an_unknown_tensor(tmp_path: Path) -> None:
 
 
 def test_a_tensor_that_this_config_does_not_have(tmp_path: Path) -> None:
-    folder = edit_tensors(copy_model(tmp_path / "m"), model__layers__4__mlp__up_proj__weight=np.zeros(3, np.float32))
-    assert "found model.layers.4.mlp.up_proj.weight" in one_line(folder)
+    folder = edit_tensors(copy_model(tmp_path / "m"), model__layers__6__mlp__up_proj__weight=np.zeros(3, np.float32))
+    assert "found model.layers.6.mlp.up_proj.weight" in one_line(folder)
 
 
 def test_a_missing_tensor_even_in_a_layer_that_is_not_needed(tmp_path: Path) -> None:
     folder = edit_tensors(copy_model(tmp_path / "m"), model__layers__3__self_attn__q_proj__bias=None)
-    assert "lacks 1 of its 50 tensors: found no model.layers.3.self_attn.q_proj.bias" in one_line(folder)
+    assert "lacks 1 of its 74 tensors: found no model.layers.3.self_attn.q_proj.bias" in one_line(folder)
     edit_tensors(folder, model__embed_tokens__weight=None)
-    assert "lacks 2 of its 50 tensors: found no" in one_line(folder)
+    assert "lacks 2 of its 74 tensors: found no" in one_line(folder)
 
 
 def test_a_misshapen_tensor(tmp_path: Path) -> None:
     folder = edit_tensors(copy_model(tmp_path / "m"), model__layers__0__self_attn__k_proj__weight=np.zeros((64, 32)))
-    line = "the tensor model.layers.0.self_attn.k_proj.weight of .*: expected shape (32, 64), found (64, 32)"
+    line = "the tensor model.layers.0.self_attn.k_proj.weight of .*: expected shape (96, 192), found (64, 32)"
     assert re.search(re.escape(line).replace(r"\.\*", ".*"), one_line(folder))
 
 
@@ -179,7 +179,7 @@ def test_a_doubled_tensor(tmp_path: Path) -> None:
 
 
 def test_a_dtype_that_weights_cannot_have(tmp_path: Path) -> None:
-    embed = np.zeros((1024, 64), np.int32)
+    embed = np.zeros((1024, 192), np.int32)
     folder = edit_tensors(copy_model(tmp_path / "m"), model__embed_tokens__weight=embed)
     assert "expected one of BF16, F16, F32, found I32" in one_line(folder)
 

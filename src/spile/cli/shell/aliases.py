@@ -5,10 +5,13 @@ A user of the old scripts can paste a guide's command after ``spile extract`` an
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import NamedTuple
 
-__all__ = ["ALWAYS", "FLAGS", "SWITCHES", "VARIABLES", "Variable", "modern"]
+from spile.errors import SpecError
+
+__all__ = ["ALWAYS", "ANSWERS", "FLAGS", "SWITCHES", "VARIABLES", "Variable", "modern"]
 
 FLAGS: dict[str, str] = {
     # guide 002, extract_activations.py; guide 001, run_extraction_worker.sh
@@ -26,6 +29,7 @@ FLAGS: dict[str, str] = {
     "--tasks-file": "--dataset",
     "--activations-dir": "--output-dir",
     "--upload-to-cloud": "--upload-to-gcs",
+    "--max-output-tokens": "--max-new-tokens",
     # guide 004, the pod's barriers
     "--barrier-controller-host": "--coordinator-address",
     "--host-id": "--process-id",
@@ -35,6 +39,9 @@ FLAGS: dict[str, str] = {
     "--accelerator-type": "--tpu-type",
 }
 """Old flag (after underscores became dashes and capitals small) → ours."""
+
+ANSWERS = frozenset({"--max-output-tokens", "--max-new-tokens", "--temperature", "--top-p", "--capture", "--n-tasks"})
+"""Flags of ``infer`` that the guides' inference script has, and ``extract`` has not."""
 
 ALWAYS = frozenset({"--enable-barrier-sync", "--is-barrier-server"})
 """Old switches for what is always so, or found out: dropped."""
@@ -65,12 +72,12 @@ class Variable(NamedTuple):
     """Commands that need it anyway: there neither of the two matters."""
 
 
-_EXTRACT = ("extract", "plan", "deploy")
+_EXTRACT = ("extract", "infer", "plan", "deploy")
 
 VARIABLES: dict[str, Variable] = {
     "MODEL_PATH": Variable("--model", _EXTRACT),
     "DATASET_DIR": Variable("--dataset-dir", _EXTRACT, unless=("--dataset",)),
-    "OUTPUT_DIR": Variable("--output-dir", _EXTRACT, unless=("--output",)),
+    "OUTPUT_DIR": Variable("--output-dir", ("extract", "plan", "deploy"), unless=("--output",)),
     "CHECKPOINT_DIR": Variable("--checkpoint-dir", _EXTRACT),
     "BATCH_SIZE": Variable("--batch-size", _EXTRACT),
     "SHARD_SIZE_GB": Variable("--shard-size-gb", _EXTRACT),
@@ -87,8 +94,13 @@ VARIABLES: dict[str, Variable] = {
 def modern(words: list[str], environment: Mapping[str, str]) -> list[str]:
     """The command line as we spell it: old flags renamed, the guides' variables added where no flag says otherwise."""
     end = words.index("--") if "--" in words else len(words)  # what follows is another program's
-    ours = _renamed(_without_answers([_dashed(word) for word in words[:end]]))
-    command = next((word for word in ours if not word.startswith("-")), "")
+    given = [_dashed(word) for word in words[:end]]
+    command = next((word for word in given if not word.startswith("-")), "")
+    if command == "infer":
+        kept = {"--activations-dir"}  # there it has a meaning of its own, beside --output-dir for answers
+        ours = _renamed(given, {old: new for old, new in FLAGS.items() if old not in kept})
+    else:
+        ours = _renamed(_without_answers(given, command), FLAGS)
     return ours + _from_variables(command, ours, environment) + words[end:]
 
 
@@ -100,16 +112,23 @@ def _dashed(word: str) -> str:
     return name.replace("_", "-").lower() + equals + value
 
 
-def _without_answers(words: list[str]) -> list[str]:
-    """Guide 000 has ``--output_dir`` for answers beside ``--activations_dir``: the latter is what we write."""
+def _without_answers(words: list[str], command: str) -> list[str]:
+    """Guide 000 has ``--output_dir`` for answers beside ``--activations_dir``; ``extract`` makes none, and says so."""
     names = [word.partition("=")[0] for word in words]
+    for name in names if command == "extract" else ():
+        if name in ANSWERS:
+            fix = f"spile infer makes them: spile infer {name} …"
+            raise SpecError(f"extract {name}", expected="no flag for answers", fix=fix)
     if "--activations-dir" not in names or "--output-dir" not in names:
         return words
+    if command == "extract":
+        line = "spile: --output-dir beside --activations-dir is for answers; extract makes none: spile infer does"
+        print(line, file=sys.stderr)
     place = names.index("--output-dir")
     return words[:place] + words[place + (1 if "=" in words[place] else 2) :]
 
 
-def _renamed(words: list[str]) -> list[str]:
+def _renamed(words: list[str], flags: Mapping[str, str]) -> list[str]:
     """Old flags by their new names, with a switch's value joined to it."""
     renamed: list[str] = []
     for word in words:
@@ -117,7 +136,7 @@ def _renamed(words: list[str]) -> list[str]:
         if renamed and renamed[-1] in SWITCHES and word.lower() in ("true", "false"):
             renamed[-1] += f"={word}"
         else:
-            renamed.append(FLAGS.get(name, name) + equals + value)
+            renamed.append(flags.get(name, name) + equals + value)
     return [word for word in renamed if word.partition("=")[0] not in ALWAYS]
 
 

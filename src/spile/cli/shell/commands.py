@@ -29,7 +29,7 @@ GROUPS: dict[str, str] = {
 }
 
 SECTIONS: dict[str, tuple[str, ...]] = {
-    "A dataset of activations": ("extract", "verify", "monitor", "plan", "export", "import", "bench"),
+    "A dataset of activations": ("extract", "infer", "score", "verify", "monitor", "plan", "export", "import", "bench"),
     "What it is made from": ("data",),
     "Many machines": ("deploy", "tpu", "pod", "run", "logs", "collect", "k8s", "slurm"),
     "More": ("dev",),
@@ -38,6 +38,8 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 
 COMMANDS: tuple[Command, ...] = (
     Command("extract", "spile.cli.extract:extract", "Run a model over a dataset and store its activations."),
+    Command("infer", "spile.cli.infer:infer", "Answer prompts, and store the activations of prompts and answers."),
+    Command("score", "spile.cli.score:score", "How many answers are right, as a table and as a page of grids."),
     Command("verify", "spile.cli.verify:verify", "Prove a dataset complete: every sample once, every checksum."),
     Command(
         "monitor", "spile.cli.monitor:monitor", "Watch a dataset grow: samples, shards, state and rate of each stream."

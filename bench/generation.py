@@ -1,0 +1,179 @@
+"""Answers with all layers captured, side by side with ``transformers.generate``: ``python -m bench.generation TASKS``.
+
+    python -m bench.generation TASKS.jsonl            0.5B shape, 256 prompts of real ARC lengths, 256 new tokens
+    python -m bench.generation embedded --model embedded --prompts 16 --new 64 --longest 1300           on a CPU
+
+Random weights never stop by themselves, so an answer's length is given: ``static``: every answer has ``--new`` tokens;
+``continuous``: lengths are drawn between 16 and ``--new``, and what has ended leaves its slot to the next prompt, where
+transformers' batch waits for its longest. Both count the tokens of the answers that were asked for. spile also keeps
+every layer of every token, prompts included, and writes it to ``--output``, a RAM disk; transformers keeps nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from bench.shapes import make_model
+from spile import weights
+from spile.data.stream import open_stream
+from spile.data.tokens import load_tokenizer
+from spile.model.generation import slot_bytes
+from spile.objects import open_folder
+from spile.plan.ranges import Ranges
+from spile.plan.shards import row_bytes
+from spile.runtime.answer import Answer
+from spile.runtime.device import compute_dtype_for, enable_compilation_cache
+from spile.runtime.generator import Generator
+from spile.runtime.mesh import device_memory, make_mesh
+from spile.runtime.progress import Progress
+from spile.runtime.shelf import Shelf
+from spile.runtime.slots import plan_slots
+from spile.runtime.worker import StreamSink
+from spile.spec.identity import RunIdentity, StreamIdentity
+from spile.spec.run import DataSpec, GenerationSpec
+from spile.spec.sample import Sample
+from spile.spec.taps import select_taps
+from spile.store.run import join_run
+from spile.store.stream import join_stream
+from spile.weights.loading import load
+
+
+def prompts_of(model: Path, tasks: str, count: int, longest: int) -> list[Sample]:
+    stream = open_stream(DataSpec(dataset=tasks, max_seq_length=longest), load_tokenizer(model))
+    found = [item for item in stream.read(Ranges()) if isinstance(item, Sample)]
+    return [
+        Sample(n, found[n % len(found)].task_id, found[n % len(found)].tokens, found[n % len(found)].roles)
+        for n in range(count)
+    ]
+
+
+class _Limited(Generator):
+    """Ends each answer where it is told to: random weights would not by themselves."""
+
+    limits: Sequence[int] = ()
+
+    def _say(self, answer: Answer, token: Any, logprob: Any) -> None:
+        super()._say(answer, token, logprob)
+        if answer.reason is None and len(answer.tokens) >= self.limits[answer.sample.index]:
+            answer.reason = "length"
+
+
+def spile_seconds(
+    args: argparse.Namespace, model: Path, samples: list[Sample], limits: Sequence[int]
+) -> dict[str, Any]:
+    files, dtype = weights.find(str(model)), compute_dtype_for(jax.default_backend())
+    config, taps = files.config, select_taps(("residual",), None, files.config.n_layers)
+    params = load(files, dtype, head=True)
+    generation = GenerationSpec(max_new_tokens=args.new, stop_tokens=())
+    longest = max(map(len, samples))
+    weight_bytes = sum(x.nbytes for x in jax.tree.leaves(params))
+    plan = plan_slots(longest, args.new, slot_bytes(config, 1, dtype), weight_bytes, device_memory(), args.batch)
+    run = RunIdentity(
+        model=str(model), revision=None, architecture=config.architecture, d_model=config.d_model,
+        n_layers=config.n_layers, weights="random", tokenizer="-", prompt=DataSpec().prompt, seed=0,
+        max_seq_length=longest, long="skip", dtype=dtype, store_dtype="bfloat16", generation=generation,
+    )  # fmt: skip
+    seconds = []
+    for visit in range(2):  # the first compiles and warms up
+        home = Path(args.output) / f"visit-{visit}"
+        shutil.rmtree(home, ignore_errors=True)
+        generator = _Limited(
+            params, config, taps, mesh=make_mesh((1, 1), jax.devices()[:1]), plan=plan, stop=(), generation=generation,
+            seed=0, dtype=dtype, store_dtype="bfloat16",
+        )  # fmt: skip
+        generator.limits = limits
+        root = open_folder(str(home))
+        join_run(root, run)
+        stream = join_stream(root, 0, StreamIdentity("-", "-", len(samples), len(samples), taps), run)
+        shelf = Shelf(
+            stream.folder, StreamSink(stream), load_tokenizer(model), Progress(), capture="both",
+            bytes_per_token=row_bytes(stream.record.identity.rows(run)), shard_bytes=2e9,
+        )  # fmt: skip
+        generator._reader.result(), generator._stepper.result()
+        began = time.perf_counter()
+        for ended in generator.answers(iter(samples)):
+            shelf.add(ended)
+            if shelf.full:
+                shelf.commit()
+        shelf.commit()
+        shelf.wait()
+        seconds.append(time.perf_counter() - began)
+        shelf.close()
+        generator.close()
+        shutil.rmtree(home, ignore_errors=True)
+    return {"seconds": round(seconds[-1], 2), "first_visit": round(seconds[0], 2), "slots": plan.slots, "dtype": dtype}
+
+
+def transformers_seconds(model: Path, samples: list[Sample], limits: Sequence[int], batch: int, dtype: str) -> float:
+    """Batches as people write them: prompts padded on the left, each batch as long as its longest answer."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    judge = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval().to(device)
+    began = 0.0
+    for first in (None, *range(0, len(samples), batch)):  # the first batch, short, warms up
+        part = samples[:batch] if first is None else samples[first : first + batch]
+        new = 4 if first is None else max(limits[sample.index] for sample in part)
+        longest = max(map(len, part))
+        ids = np.zeros((len(part), longest), np.int64)
+        mask = np.zeros_like(ids)
+        for row, sample in enumerate(part):
+            ids[row, longest - len(sample) :], mask[row, longest - len(sample) :] = sample.tokens, 1
+        if first == 0:
+            began = time.perf_counter()
+        with torch.no_grad():
+            judge.generate(
+                torch.from_numpy(ids).to(device), attention_mask=torch.from_numpy(mask).to(device),
+                max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0,
+            )  # fmt: skip
+        if device == "cuda":
+            torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tasks")
+    parser.add_argument("--model", default="qwen2.5-0.5b", help="a shape of bench.shapes, or embedded")
+    parser.add_argument("--prompts", type=int, default=256)
+    parser.add_argument("--new", type=int, default=256)
+    parser.add_argument("--batch", type=int, help="answers at a time, for both [default: 128 on a GPU, 8 on a CPU]")
+    parser.add_argument("--longest", type=int, default=2048)
+    parser.add_argument("--output", default="/dev/shm/spile-bench-generation")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    enable_compilation_cache()
+    args.batch = args.batch or (8 if jax.default_backend() == "cpu" else 128)
+    embedded = weights.find("embedded").tokenizer_folder
+    model = embedded if args.model == "embedded" else make_model(args.model, Path(args.output) / "model")
+    samples = prompts_of(model, args.tasks, args.prompts, args.longest)
+    draw = np.random.default_rng(0)
+    kinds = {
+        "static": [args.new] * len(samples),
+        "continuous": draw.integers(min(16, args.new), args.new + 1, len(samples)).tolist(),
+    }
+    results: dict[str, Any] = {"prompts": len(samples), "prompt_tokens": sum(map(len, samples)), "batch": args.batch}
+    for kind, limits in kinds.items():
+        ours = spile_seconds(args, model, samples, limits)
+        results[kind] = {"answer_tokens": sum(limits), "spile": ours}
+        print(json.dumps({kind: results[kind]}), flush=True)
+        theirs = transformers_seconds(model, samples, limits, args.batch, ours["dtype"])
+        results[kind] |= {"transformers": round(theirs, 2), "ratio": round(theirs / ours["seconds"], 2)}
+        print(json.dumps({kind: results[kind]}), flush=True)
+        if args.json is not None:
+            args.json.write_text(json.dumps(results, indent=1) + "\n")
+    shutil.rmtree(args.output, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

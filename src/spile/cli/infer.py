@@ -1,0 +1,113 @@
+"""``spile infer``: answers and their activations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Group, Parameter
+
+from spile.cli.extract import HOW, PROMPTS, WHAT, WHERE, ExtractFlags, flag, visited
+from spile.cli.pod import PodFlags, say
+from spile.errors import SpecError
+from spile.spec.run import Capture, ExtractSpec, GenerationSpec, LongPolicy
+
+if TYPE_CHECKING:
+    from spile.runtime.summary import Summary
+
+__all__ = ["InferFlags", "infer"]
+
+_HOME = "./inference"
+_ANSWERS = Group("Answers", sort_key=2)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class InferFlags(ExtractFlags):
+    """The flags of ``spile infer``: those of extract, and how answers are made."""
+
+    dataset: Annotated[
+        str | None,
+        flag(WHAT, "JSONL or JSON of ARC tasks, JSONL of {text} or of {messages}. [default: as for extract]"),
+    ] = None
+    n_tasks: Annotated[int | None, flag(WHAT, "Only the first so many tasks, with all their variants.")] = None
+    long: Annotated[LongPolicy, flag(PROMPTS, "A prompt longer than --max-seq-length is skipped, or cut.")] = "skip"
+    max_seq_length: Annotated[int, flag(PROMPTS, "The longest prompt; an answer comes on top of it.")] = (
+        ExtractFlags.max_seq_length
+    )
+    seed: Annotated[int, flag(PROMPTS, "Of the augmentations, and of what is drawn.")] = 0
+    predictions_per_task: Annotated[int, flag(PROMPTS, "Augmented variants of each ARC task, which vote.")] = 1
+
+    max_new_tokens: Annotated[int, flag(_ANSWERS, "The longest answer; a 30×30 grid takes 1,030 tokens.")] = 1100
+    temperature: Annotated[float, flag(_ANSWERS, "0: always the likeliest token.")] = 0.0
+    top_p: Annotated[float, flag(_ANSWERS, "Draw from the likeliest tokens that reach this together.")] = 1.0
+    stop: Annotated[
+        list[str] | None,
+        flag(_ANSWERS, "Tokens that end an answer too, beside the model's own.", consume_multiple=True, negative=""),
+    ] = None
+    capture: Annotated[Capture, flag(_ANSWERS, "Whose tokens' activations are stored.")] = "both"
+
+    output: Annotated[str | None, flag(WHERE, f"The dataset's home: a folder, gs://… or s3://… [default: {_HOME}]")] = (
+        None
+    )
+    activations_dir: Annotated[str | None, flag(WHERE, "The same; beside a bucket, a local copy.")] = None
+    output_dir: Annotated[
+        str | None,
+        flag(WHERE, "Gets predictions.jsonl and submission.json. [default: the stream's folder in the dataset]"),
+    ] = None
+    batch_size: Annotated[int | None, flag(HOW, "Answers at a time per data-parallel device.")] = None
+
+    def spec(self) -> ExtractSpec:
+        """The run that these flags ask for."""
+        if self.n_tasks is not None and self.max_samples is not None:
+            raise SpecError("two limits", expected="--n-tasks or --max-samples", found="both")
+        if self.n_tasks is not None and self.n_tasks < 1:
+            raise SpecError("--n-tasks", expected="at least 1", found=self.n_tasks)
+        generation = GenerationSpec(
+            max_new_tokens=self.max_new_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            stop=tuple(self.stop or ()),
+            capture=self.capture,
+        )
+        spec = replace(super().spec(), generation=generation, answers_dir=self.output_dir)
+        if self.n_tasks is None:
+            return spec
+        return replace(spec, data=replace(spec.data, max_samples=self.n_tasks * self.predictions_per_task))
+
+    def _places(self) -> tuple[str, str | None]:
+        home = self._bucket_home()
+        if home and self.output is not None:
+            raise SpecError("two homes", expected="--output or --gcs-bucket", found=f"{self.output} and {home}")
+        home = home or self.output
+        if home is None:
+            return self.activations_dir or _HOME, None
+        if self.activations_dir is not None and "://" not in home:
+            raise SpecError(
+                "--activations-dir beside --output", expected="a bucket, of which it is the local copy", found=home
+            )
+        return home, self.activations_dir
+
+
+def infer(
+    *,
+    flags: InferFlags | None = None,
+    pod: PodFlags | None = None,
+    verbose: Annotated[bool, Parameter(negative="", help="Say more: devices, shapes, each commit.")] = False,
+) -> int:
+    """Answer every prompt of a dataset, and store the activations of prompts and answers, each sample exactly once.
+
+    With no flag at all: the embedded model over the embedded ARC tasks, into ./inference. The same command resumes what
+    an earlier one left. spile score tells how many answers are right. Every flag can also come from --config run.toml
+    or a SPILE_* variable.
+    """
+    from spile.runtime.infer import infer as run
+
+    return visited(run, flags or InferFlags(), pod or PodFlags(), verbose, _say_answers)
+
+
+def _say_answers(spec: ExtractSpec, summary: Summary) -> None:
+    """Where the answers are, once there are all of them."""
+    if summary.complete and not summary.interrupted:
+        say(f"{'answers':<11}  {spec.answers_dir or summary.stream}/predictions.jsonl")
+        say(f"{'score':<11}  spile score {summary.root}")

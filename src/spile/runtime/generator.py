@@ -1,0 +1,342 @@
+"""A model on a mesh of devices that answers prompts: seats for samples, two compiled programs, rows as they are made.
+
+A sample takes a free slot, its prompt is read in pieces, its answer made token by token; when it ends, the next sample
+takes the slot. Results are looked at one call late, so that the devices never wait for the host. Every process of a pod
+sees all tokens and so makes the same decisions; rows stay with the process whose devices made them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from spile.errors import Failure
+from spile.model.experts import MIXTURES
+from spile.model.generation import Choices, Chunk, Sampling, Slots, empty_slots, read_prompts, take_steps
+from spile.model.params import Params
+from spile.runtime.answer import Answer, Rows
+from spile.runtime.device import put, translated
+from spile.runtime.mesh import plan_mesh
+from spile.runtime.producer import OutOfDeviceMemory, check_tokens
+from spile.runtime.progress import Progress
+from spile.runtime.slots import SlotPlan
+from spile.spec.architecture import ModelConfig
+from spile.spec.phase import Phase
+from spile.spec.run import GenerationSpec
+from spile.spec.sample import Sample
+from spile.spec.taps import Tap
+
+__all__ = ["Generator"]
+
+_LATE = 1
+"""Calls on the devices while the one before is looked at."""
+
+
+class _Piece(NamedTuple):
+    answer: Answer
+    group: int
+    row: int
+    length: int
+    last: bool
+
+
+class _Call(NamedTuple):
+    """A call whose results are on their way."""
+
+    pieces: tuple[_Piece, ...] | None
+    """None: a stride of tokens."""
+    chosen: Choices
+    kept: tuple[jax.Array, ...]
+    finite: jax.Array
+
+
+class Generator:
+    """Answers samples, many at a time."""
+
+    def __init__(
+        self,
+        params: Params,
+        config: ModelConfig,
+        taps: tuple[Tap, ...],
+        *,
+        mesh: Mesh,
+        plan: SlotPlan,
+        stop: tuple[int, ...],
+        generation: GenerationSpec,
+        seed: int,
+        dtype: str,
+        store_dtype: str,
+        progress: Progress | None = None,
+    ) -> None:
+        self._params, self._config, self._mesh, self._plan, self._dtype = params, config, mesh, plan, dtype
+        self._sampling = Sampling(stop, generation.max_new_tokens, generation.temperature, generation.top_p, seed)
+        self._prompt_taps = taps if generation.capture in ("prompt", "both") else ()
+        self._answer_taps = taps if generation.capture in ("answer", "both") else ()
+        self._n_taps, self._store_dtype = len(taps), jnp.dtype(store_dtype)
+        lying = plan_mesh(config, (mesh.shape["data"], mesh.shape["model"]))
+        mixture = lying.mixture(mesh.devices.flat[0].platform, mesh, config)
+        self._mixture = MIXTURES[mixture] if isinstance(mixture, str) else mixture
+        self._progress = progress or Progress()
+        self._by_group = NamedSharding(mesh, PartitionSpec("data"))
+        self._everywhere = NamedSharding(mesh, PartitionSpec())
+        on_cpu = mesh.devices.flat[0].platform == "cpu"
+        self._away = self._by_group if on_cpu else self._by_group.with_memory_kind("pinned_host")
+        firsts: list[Any] = list(mesh.devices[:, 0])
+        self._owned = frozenset(g for g, device in enumerate(firsts) if device.process_index == jax.process_index())
+        """Groups whose rows this process stores: of a model-parallel set the first device's."""
+        self._slots = self._placed_slots()
+        self._seats: list[list[Answer | None]] = [[None] * plan.slots for _ in range(self.groups)]
+        self._pending: deque[_Call] = deque()
+        self._compilers = ThreadPoolExecutor(2, "spile-compile")
+        self._reader: Future[Any] = self._compilers.submit(self._compile_reader)
+        self._stepper: Future[Any] = self._compilers.submit(self._compile_stepper)
+
+    @property
+    def groups(self) -> int:
+        """The data-parallel width."""
+        return int(self._mesh.shape["data"])
+
+    def describe(self) -> str:
+        """``8 × NVIDIA H200, mesh 4 × 2, bfloat16, 256 answers at a time``."""
+        devices = self._mesh.devices.flatten()
+        data, model = self._mesh.devices.shape
+        mesh = f"mesh {data} × {model}, " if model > 1 else ""
+        at_once = self.groups * self._plan.slots
+        return f"{len(devices)} × {devices[0].device_kind}, {mesh}{self._dtype}, {at_once} answers at a time"
+
+    def close(self) -> None:
+        """Compile nothing more."""
+        self._compilers.shutdown(wait=False, cancel_futures=True)
+
+    # -- programs -----------------------------------------------------------------------------------------------------
+
+    def _placed_slots(self) -> Slots:
+        """The empty cache, made where it will lie."""
+        config, plan = self._config, self._plan
+        heads = "model" if config.n_kv_heads % self._mesh.shape["model"] == 0 else None
+        cache = NamedSharding(self._mesh, PartitionSpec("data", None, heads))
+        make = self._make_empty
+        shapes = jax.eval_shape(make)
+        places = jax.tree.map(lambda x: cache if x.ndim == 5 else self._by_group, shapes)
+        try:
+            placed: Slots = jax.block_until_ready(jax.jit(make, out_shardings=places)())
+        except jax.errors.JaxRuntimeError as error:
+            raise self._no_room(error, plan.slots) from error
+        return placed
+
+    def _make_empty(self) -> Slots:
+        plan = self._plan
+        return empty_slots(self._config, self.groups, plan.slots, plan.capacity, self._dtype)
+
+    def _compile_reader(self) -> Any:
+        def program(params: Params, slots: Slots, chunk: Chunk) -> Any:
+            slots, chosen, kept = read_prompts(
+                params,
+                slots,
+                chunk,
+                config=self._config,
+                taps=self._prompt_taps,
+                sampling=self._sampling,
+                mixture=self._mixture,
+                keep=self._cast,
+            )
+            return slots, chosen, *self._leaving(kept)
+
+        shape = (self.groups, self._plan.rows)
+        one = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._by_group)
+        tokens = jax.ShapeDtypeStruct((*shape, self._plan.chunk), jnp.int32, sharding=self._by_group)
+        flags = jax.ShapeDtypeStruct(shape, jnp.bool_, sharding=self._by_group)
+        return self._compiled(program, Chunk(tokens, one, one, one, flags, one), len(self._prompt_taps))
+
+    def _compile_stepper(self) -> Any:
+        def program(params: Params, slots: Slots) -> Any:
+            slots, chosen, kept = take_steps(
+                params, slots, stride=self._plan.stride, config=self._config, taps=self._answer_taps,
+                sampling=self._sampling, mixture=self._mixture, keep=self._cast,
+            )  # fmt: skip
+            # One slot's rows side by side: [groups × slots, stride, …].
+            return slots, chosen, *self._leaving(tuple(jnp.swapaxes(x[:, :, 0], 0, 1) for x in kept))
+
+        return self._compiled(program, None, len(self._answer_taps))
+
+    def _cast(self, tap: Tap, x: jax.Array) -> jax.Array:
+        return x.astype(tap.stored_as(self._store_dtype.name))
+
+    def _leaving(self, kept: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], jax.Array]:
+        finite = jnp.stack([jnp.isfinite(x).all() for x in kept]) if kept else jnp.ones((0,), bool)
+        return tuple(jax.device_put(x, self._away) for x in kept), finite
+
+    def _compiled(self, program: Callable[..., Any], chunk: Chunk | None, taps: int) -> Any:
+        where = jax.tree.map(lambda x: x.sharding, self._slots)
+        chosen = Choices(self._everywhere, self._everywhere)
+        out = (where, chosen, (self._away,) * taps, self._everywhere)
+        given = (self._params, self._slots) if chunk is None else (self._params, self._slots, chunk)
+        return jax.jit(program, donate_argnums=1, out_shardings=out).lower(*given).compile()
+
+    # -- the loop -----------------------------------------------------------------------------------------------------
+
+    def answers(self, samples: Iterator[Sample]) -> Iterator[list[Answer]]:
+        """Answers as they end, in the order of their ends; an empty list at each turn that ends none.
+
+        The samples are asked for as seats are free. Whoever stops asking leaves the unfinished ones unanswered.
+        """
+        waiting = iter(samples)
+        more = True
+        while True:
+            more = more and self._seat(waiting)
+            unread = [seat for seat in self._taken() if seat[2].read < len(seat[2].sample)]
+            making = any(answer.read == len(answer.sample) for _, _, answer in self._taken())
+            if unread:
+                self._pending.append(self._read(unread))
+            if making:
+                self._pending.append(self._step())
+            if not (unread or making or self._pending):
+                return
+            ended: list[Answer] = []
+            while len(self._pending) > (_LATE if unread or making else 0):
+                ended += self._look(self._pending.popleft())
+            yield ended
+
+    def _taken(self) -> list[tuple[int, int, Answer]]:
+        return [(g, s, seat) for g, seats in enumerate(self._seats) for s, seat in enumerate(seats) if seat is not None]
+
+    def _seat(self, waiting: Iterator[Sample]) -> bool:
+        """Fill free slots, over the groups in turn. False: there is no sample left."""
+        for slot in range(self._plan.slots):
+            for group, seats in enumerate(self._seats):
+                if seats[slot] is None:
+                    sample = next(waiting, None)
+                    if sample is None:
+                        return False
+                    check_tokens([sample], self._config.vocab_size)
+                    rows: list[Rows] = [[] for _ in range(self._n_taps)]
+                    seats[slot] = Answer(sample, rows=rows, owned=group in self._owned)
+        return True
+
+    def _read(self, unread: Sequence[tuple[int, int, Answer]]) -> _Call:
+        """The next piece of as many prompts as the program takes."""
+        shape, plan = (self.groups, self._plan.rows), self._plan
+        tokens = np.zeros((*shape, plan.chunk), np.int32)
+        slot = np.full(shape, plan.slots, np.int32)
+        start, length, sample = (np.zeros(shape, np.int32) for _ in range(3))
+        last = np.zeros(shape, bool)
+        filled = [0] * self.groups
+        pieces: list[_Piece] = []
+        for group, seat, answer in unread:
+            row = filled[group]
+            if row == plan.rows:
+                continue
+            filled[group] += 1
+            piece = answer.sample.tokens[answer.read : answer.read + plan.chunk]
+            at = (group, row)
+            tokens[at][: len(piece)], slot[at], start[at], length[at] = piece, seat, answer.read, len(piece)
+            answer.read += len(piece)
+            last[at], sample[at] = answer.read == len(answer.sample), answer.sample.index & 0x7FFFFFFF
+            pieces.append(_Piece(answer, group, row, len(piece), bool(last[at])))
+        chunk = Chunk(*(put(array, self._by_group) for array in (tokens, slot, start, length, last, sample)))
+        return self._called(self._ready(self._reader, "reading prompts"), tuple(pieces), chunk)
+
+    def _step(self) -> _Call:
+        return self._called(self._ready(self._stepper, "making tokens"), None)
+
+    def _ready(self, program: Future[Any], what: str) -> Any:
+        self._progress.start()
+        if not program.done():
+            self._progress.phase(Phase.COMPILING, f"for {what}")
+            began = self._progress.clock()
+            program.result()
+            self._progress.compiled(self._progress.clock() - began)
+            self._progress.phase(Phase.RUNNING)
+        return program.result()
+
+    def _called(self, program: Any, pieces: tuple[_Piece, ...] | None, *given: Chunk) -> _Call:
+        try:
+            self._slots, chosen, kept, finite = program(self._params, self._slots, *given)
+        except jax.errors.JaxRuntimeError as error:
+            raise self._no_room(error, self._plan.slots) from error
+        return _Call(pieces, chosen, kept, finite)
+
+    def _no_room(self, error: jax.errors.JaxRuntimeError, slots: int) -> Failure:
+        failure = translated(error)
+        if not isinstance(failure, OutOfDeviceMemory):
+            return failure
+        return Failure(
+            f"a device's memory ran out with {slots} answers at a time",
+            fix=f"use --batch-size {max(1, slots // 2)} or less, or more model parallelism with --mesh-shape",
+        )
+
+    # -- results ------------------------------------------------------------------------------------------------------
+
+    def _look(self, call: _Call) -> list[Answer]:
+        with self._progress.busy("model"):
+            try:
+                tokens, logprobs = np.asarray(call.chosen.tokens), np.asarray(call.chosen.logprobs)
+                finite = np.asarray(call.finite)
+                kept = [_by_row(array) for array in call.kept]
+            except jax.errors.JaxRuntimeError as error:
+                raise self._no_room(error, self._plan.slots) from error
+        if not finite.all():
+            raise Failure("NaN or infinity in the activations", expected="finite activations")
+        with self._progress.busy("host copy"):
+            if call.pieces is None:
+                return self._stepped(tokens, logprobs, kept)
+            return self._pieces_read(call.pieces, tokens, logprobs, kept)
+
+    def _pieces_read(
+        self, pieces: tuple[_Piece, ...], tokens: Any, logprobs: Any, kept: list[dict[int, npt.NDArray[np.generic]]]
+    ) -> list[Answer]:
+        for answer, group, row, length, last in pieces:
+            if answer.owned:
+                for of_tap, rows in zip(answer.rows, kept, strict=False):
+                    of_tap.append(np.array(rows[group * self._plan.rows + row][:length]))
+            self._progress.add(computed_tokens=self._plan.chunk)
+            if last:
+                self._say(answer, tokens[group, row], logprobs[group, row])
+        return []
+
+    def _stepped(self, tokens: Any, logprobs: Any, kept: list[dict[int, npt.NDArray[np.generic]]]) -> list[Answer]:
+        ended = []
+        for group, slot, answer in self._taken():
+            if not answer.tokens:
+                continue  # its prompt was still being read when this call began
+            begun = answer.fed
+            for step in range(self._plan.stride):
+                answer.fed += 1
+                if answer.reason is not None:
+                    break  # that was its last token
+                self._say(answer, tokens[step, group, slot], logprobs[step, group, slot])
+            count = answer.fed - begun
+            if answer.owned:
+                for of_tap, rows in zip(answer.rows, kept, strict=False):
+                    of_tap.append(np.array(rows[group * self._plan.slots + slot][:count]))
+            self._progress.add(computed_tokens=self._plan.stride)
+            if answer.reason is not None and answer.fed == len(answer.tokens):
+                self._seats[group][slot] = None
+                ended.append(answer)
+        return ended
+
+    def _say(self, answer: Answer, token: Any, logprob: Any) -> None:
+        answer.tokens.append(int(token))
+        answer.logprobs.append(float(logprob))
+        if int(token) in self._sampling.stop:
+            answer.reason = "stop"
+        elif len(answer.tokens) >= self._sampling.max_new:
+            answer.reason = "length"
+
+
+def _by_row(array: jax.Array) -> dict[int, npt.NDArray[np.generic]]:
+    """What this process stores of an array, by its number along the first axis."""
+    found: dict[int, npt.NDArray[np.generic]] = {}
+    for part in array.addressable_shards:
+        if part.replica_id == 0:
+            first, data = part.index[0].start or 0, np.asarray(part.data)
+            found.update((first + n, data[n]) for n in range(len(data)))
+    return found

@@ -1,0 +1,143 @@
+"""Finished answers until they are a shard's worth; written and committed beside the loop, one shard at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+
+from spile.data.tokens import Tokenizer
+from spile.objects.folder import Folder
+from spile.runtime.answer import Answer
+from spile.runtime.flow import Sink
+from spile.runtime.progress import Progress
+from spile.spec.prediction import Prediction
+from spile.spec.run import Capture
+from spile.spec.sample import Role, Sample, Skip
+from spile.store.predictions import put_predictions
+from spile.store.record import ShardRecord
+
+__all__ = ["Shelf"]
+
+_MOST = 16_384
+"""Samples of a shard, and skipped ones that are held, at most."""
+
+
+class Shelf:
+    """What was answered and is not committed yet. On a pod every process holds the same answers, and its own rows."""
+
+    def __init__(
+        self,
+        folder: Folder,
+        sink: Sink,
+        tokenizer: Tokenizer,
+        progress: Progress,
+        *,
+        capture: Capture,
+        bytes_per_token: int,
+        shard_bytes: float,
+    ) -> None:
+        self._folder, self._sink, self._tokenizer, self._progress = folder, sink, tokenizer, progress
+        self._capture, self._bytes_per_token, self._shard_bytes = capture, bytes_per_token, shard_bytes
+        self._answers: list[Answer] = []
+        self._skipped: list[Skip] = []
+        self._bytes = 0
+        self._writer = ThreadPoolExecutor(1, "spile-writer")
+        self._last: Future[None] | None = None
+
+    def add(self, answers: Sequence[Answer]) -> None:
+        """They have ended."""
+        for answer in answers:
+            tokens = self._kept(len(answer.sample), len(answer.tokens))
+            self._bytes += tokens * self._bytes_per_token + 8 * len(answer.tokens)
+            self._answers.append(answer)
+            self._progress.add(samples=1, tokens=len(answer.sample) + len(answer.tokens))
+
+    def skip(self, skip: Skip) -> None:
+        """A sample that is done without an answer."""
+        self._skipped.append(skip)
+
+    @property
+    def empty(self) -> bool:
+        """Nothing waits for a commit."""
+        return not self._answers and not self._skipped
+
+    @property
+    def full(self) -> bool:
+        """A shard's worth is here."""
+        return self._bytes >= self._shard_bytes or max(len(self._answers), len(self._skipped)) >= _MOST
+
+    def commit(self, end: int | None = None) -> None:
+        """Write and commit what is here, behind the caller's back, once the shard before has been."""
+        answers, skipped = sorted(self._answers, key=lambda answer: answer.sample.index), tuple(self._skipped)
+        self._answers, self._skipped, self._bytes = [], [], 0
+        self.wait()
+        self._last = self._writer.submit(self._store, answers, skipped, end)
+
+    def wait(self) -> None:
+        """Until what was handed over is committed, or its error."""
+        if self._last is not None:
+            self._last.result()
+
+    def close(self) -> None:
+        """No more comes."""
+        self._writer.shutdown(wait=True)
+
+    def _kept(self, prompt: int, answer: int) -> int:
+        return prompt * (self._capture in ("prompt", "both")) + answer * (self._capture in ("answer", "both"))
+
+    def _store(self, answers: Sequence[Answer], skipped: tuple[Skip, ...], end: int | None) -> None:
+        with self._progress.busy("sink"):
+            own = [answer for answer in answers if answer.owned]
+            record = self._shard(own) if own else None
+            self._sink.commit(record, skipped, end)
+        self._progress.add(shards_committed=int(record is not None), samples_committed=len(answers) + len(skipped))
+        for skip in skipped:
+            self._progress.skip(skip.reason)
+
+    def _shard(self, answers: Sequence[Answer]) -> ShardRecord:
+        builder = self._sink.begin([self._sample(answer) for answer in answers])
+        try:
+            for tap in range(len(answers[0].rows)):
+                row = 0
+                for answer in answers:
+                    for piece in answer.rows[tap]:
+                        builder.write(tap, row, piece.reshape(len(piece), math.prod(piece.shape[1:])))
+                        row += len(piece)
+                    answer.rows[tap] = []  # its memory is the next answer's
+            record = builder.finish()
+        except BaseException:
+            builder.abort()
+            raise
+        record = put_predictions(self._folder, record, [self._prediction(answer) for answer in answers])
+        self._progress.add(shards_written=1, bytes=record.size)
+        return record
+
+    def _sample(self, answer: Answer) -> Sample:
+        """The sample as it is stored: the tokens whose rows are kept, the answer's marked."""
+        sample = answer.sample
+        tokens = np.array(answer.tokens, np.int32)
+        roles = (self._tokenizer.roles(tokens) & ~np.uint8(Role.FIRST)) | np.uint8(Role.ANSWER | Role.ASSISTANT)
+        parts = {"prompt": (sample.tokens, sample.roles), "answer": (tokens, roles)}
+        kept = [part for name, part in parts.items() if self._capture in (name, "both")]
+        if not kept:
+            return replace(sample, tokens=sample.tokens[:0], roles=sample.roles[:0])
+        return replace(
+            sample, tokens=np.concatenate([part[0] for part in kept]), roles=np.concatenate([part[1] for part in kept])
+        )
+
+    def _prediction(self, answer: Answer) -> Prediction:
+        assert answer.reason is not None  # noqa: S101 - it has ended
+        said = answer.tokens[:-1] if answer.reason == "stop" else answer.tokens
+        return Prediction(
+            sample=answer.sample.index,
+            task_id=answer.sample.task_id,
+            text=self._tokenizer.decode(said),
+            tokens=tuple(answer.tokens),
+            logprobs=tuple(answer.logprobs),
+            stop_reason=answer.reason,
+            augmentation=answer.sample.augmentation,
+        )

@@ -1,0 +1,115 @@
+"""Answers without a model, through the real shelf and store, in a process that may be killed at any step."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import traceback
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+import numpy as np
+from killing import Switch, _paths
+from tokenizers import Tokenizer as Backend
+from tokenizers import models
+
+from producing import TAPS, items, rows_of, run_identity, stream_identity
+from spile.data.tokens import Tokenizer
+from spile.objects import open_folder
+from spile.plan.shards import row_bytes
+from spile.runtime.answer import Answer
+from spile.runtime.progress import Progress
+from spile.runtime.shelf import Shelf
+from spile.runtime.worker import StreamSink
+from spile.spec.prediction import Prediction
+from spile.spec.run import GenerationSpec
+from spile.spec.sample import Role, Sample, Skip
+from spile.store.run import join_run
+from spile.store.stream import StreamStore, join_stream
+
+__all__ = ["answer", "expected", "start", "stored"]
+
+RUN = run_identity(generation=GenerationSpec(stop_tokens=(2,)))
+VOCABULARY = 1000
+
+
+def tokenizer() -> Tokenizer:
+    words = models.WordLevel({f"w{n}": n for n in range(VOCABULARY)}, unk_token="w0")
+    return Tokenizer(Backend(words), None, 2, None, {}, frozenset({2}))
+
+
+def stored(sample: Sample) -> Sample:
+    """The sample with its answer, as its rows must be found."""
+    draw = np.random.default_rng(10_000 + sample.index)
+    tokens = [*draw.integers(3, VOCABULARY, int(draw.integers(0, 9))).tolist(), 2]
+    roles = np.full(len(tokens), Role.ANSWER | Role.ASSISTANT, np.uint8)
+    roles[-1] |= Role.SPECIAL
+    return Sample(
+        sample.index, sample.task_id, np.append(sample.tokens, tokens).astype(np.int32), np.append(sample.roles, roles),
+        sample.preview, sample.augmentation, sample.truncated,
+    )  # fmt: skip
+
+
+def expected(sample: Sample) -> Prediction:
+    tokens = tuple(stored(sample).tokens[len(sample) :].tolist())
+    text = tokenizer().decode(tokens[:-1])
+    logprobs = tuple(-0.25 * n for n in range(len(tokens)))
+    return Prediction(sample.index, sample.task_id, text, tokens, logprobs, "stop", sample.augmentation)
+
+
+def _made(sample: Sample) -> Answer:
+    said, whole = expected(sample), stored(sample)
+    rows = [[piece] for tap in range(len(TAPS)) for piece in [rows_of(whole, tap)]]
+    for of_tap in rows:  # in pieces, as chunks and strides come
+        of_tap[:] = np.array_split(of_tap[0], 3)
+    return Answer(sample, list(said.tokens), list(said.logprobs), "stop", rows)
+
+
+def answer(url: str, count: int, shard: int, attempt: str | None = None) -> StreamStore:
+    """One worker's life: answers what is left, ``shard`` samples at a time, ending in another order than they began."""
+    root = open_folder(url)
+    join_run(root, RUN)
+    stream = join_stream(root, 0, stream_identity(count), RUN, attempt)
+    bytes_per_token = row_bytes(stream.record.identity.rows(RUN))
+    shelf = Shelf(
+        stream.folder, StreamSink(stream), tokenizer(), Progress(),
+        capture="both", bytes_per_token=bytes_per_token, shard_bytes=1e9,
+    )  # fmt: skip
+    waiting: list[Answer] = []
+    for item in items(count, stream.ledger.done):
+        if isinstance(item, Skip):
+            shelf.skip(item)
+            continue
+        waiting.append(_made(item))
+        if len(waiting) == shard:
+            shelf.add(waiting[::-1])
+            waiting = []
+            shelf.commit()
+    shelf.add(waiting)
+    if not shelf.empty:
+        shelf.commit()
+    shelf.wait()
+    shelf.close()
+    stream.finish()
+    return stream
+
+
+def _life(url: str, count: int, shard: int, switch: Switch) -> None:
+    if switch.at is not None:
+        switch.patch_system()
+    try:
+        answer(url, count, shard)
+    except BaseException:  # noqa: BLE001  the parent sees the code
+        traceback.print_exc()
+        os._exit(70)
+    os._exit(0)
+
+
+def start(url: str, count: int, shard: int, switch: Switch) -> ForkServerProcess:
+    context = multiprocessing.get_context("forkserver")
+    here = Path(__file__).parent
+    with _paths(str(here), str(here.parent)):
+        context.set_forkserver_preload(["answering"])
+        process = context.Process(target=_life, args=(url, count, shard, switch))
+        process.start()
+    return process

@@ -1,0 +1,124 @@
+"""Greedy answers are transformers' own; activations are those of one forward over prompt and answer."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from numerics import cases
+from spile import weights
+from spile.model.decoder import forward
+from spile.runtime.answer import Answer
+from spile.runtime.generator import Generator
+from spile.runtime.mesh import make_mesh
+from spile.runtime.slots import SlotPlan
+from spile.spec.run import GenerationSpec
+from spile.spec.sample import Sample
+
+TOLERANCE = 1e-4
+LENGTHS = (3, 17, 9, 30, 1, 12, 24)
+"""Ragged, and more prompts than slots."""
+PLAN = SlotPlan(slots=3, capacity=30 + 64, chunk=8, rows=2, stride=5)
+
+
+def prompts(case: str) -> list[Sample]:
+    draw = np.random.default_rng(5)
+    vocabulary = cases.CASES[case]["vocab_size"]
+    return [
+        Sample(number, f"t{number}", draw.integers(3, vocabulary, length).astype(np.int32), np.zeros(length, np.uint8))
+        for number, length in enumerate(LENGTHS)
+    ]
+
+
+def generated(folder: Path, case: str, plan: SlotPlan = PLAN, **more: Any) -> dict[int, Answer]:
+    files = weights.find(str(folder))
+    about = GenerationSpec(**{"max_new_tokens": 64, **more.pop("generation", {})})
+    generator = Generator(
+        weights.load(files, head=True), files.config, cases.taps(case), mesh=make_mesh((1, 1)), plan=plan,
+        stop=more.pop("stop", ()), generation=about, seed=more.pop("seed", 0), dtype="float32", store_dtype="float32",
+    )  # fmt: skip
+    found = [answer for turn in generator.answers(iter(prompts(case))) for answer in turn]
+    generator.close()
+    assert sorted(answer.sample.index for answer in found) == list(range(len(LENGTHS)))
+    return {answer.sample.index: answer for answer in found}
+
+
+def told(answers: dict[int, Answer]) -> list[list[int]]:
+    return [answers[number].tokens for number in sorted(answers)]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("case", cases.CASES)
+def test_greedy_tokens_are_transformers_own(case: str, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForCausalLM
+
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    folder = cases.write_model(case, tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    answers = generated(folder, case)
+    for sample in prompts(case):
+        ids = torch.from_numpy(sample.tokens).long()[None]
+        settings = {"max_new_tokens": 64, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        expected = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, len(sample) :]
+        assert answers[sample.index].tokens == expected.tolist()
+
+
+def check_rows(folder: Path, case: str, answers: dict[int, Answer]) -> None:
+    files = weights.find(str(folder))
+    params = weights.load(files)
+    step = jax.jit(lambda p, t: forward(p, t, config=files.config, taps=cases.taps(case)))
+    for answer in answers.values():
+        tokens = np.concatenate([answer.sample.tokens, answer.tokens]).astype(np.int32)
+        padded = np.zeros((1, PLAN.capacity), np.int32)
+        padded[0, : len(tokens)] = tokens
+        for found, expected in zip(answer.rows, step(params, padded), strict=True):
+            rows = np.concatenate(found)
+            assert rows.shape == (len(tokens), files.config.d_model)
+            assert cases.error(rows, np.asarray(expected)[0, : len(tokens)]) <= TOLERANCE
+
+
+@pytest.mark.parametrize("case", ["qwen2-layer-types", "qwen3-window-yarn", "llama-biases", "mistral-window"])
+def test_activations_are_those_of_one_forward(case: str, tmp_path: Path) -> None:
+    folder = cases.write_model(case, tmp_path)
+    stop = told(generated(folder, case))[3][20]
+    answers = generated(folder, case, stop=(stop,))
+    assert {answer.reason for answer in answers.values()} == {"stop", "length"}
+    assert all((answer.tokens[-1] == stop) == (answer.reason == "stop") for answer in answers.values())
+    check_rows(folder, case, answers)
+
+
+def same(left: Sequence[Answer], right: Sequence[Answer]) -> None:
+    for one, other in zip(left, right, strict=True):
+        assert (one.tokens, one.reason) == (other.tokens, other.reason)
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
+
+
+def test_a_seed_decides_whatever_the_batch(tmp_path: Path) -> None:
+    case = "qwen2-tied"
+    folder = cases.write_model(case, tmp_path)
+    drawing = {"generation": {"temperature": 0.9, "top_p": 0.8, "max_new_tokens": 24}}
+    first = generated(folder, case, seed=3, **drawing)
+    other = generated(folder, case, dataclasses.replace(PLAN, slots=7, chunk=16, rows=3, stride=1), seed=3, **drawing)
+    assert told(first) == told(other)
+    assert told(first) != told(generated(folder, case, seed=4, **drawing))
+    greedy = generated(folder, case, generation={"max_new_tokens": 24})
+    assert told(first) != told(greedy)
+    narrow = {"generation": {"temperature": 0.9, "top_p": 1e-6, "max_new_tokens": 24}}
+    assert told(generated(folder, case, **narrow)) == told(greedy)  # the likeliest alone is left
+
+
+@pytest.mark.parametrize(("capture", "prompt", "answer"), [("prompt", 1, 0), ("answer", 0, 1), ("none", 0, 0)])
+def test_what_is_captured(capture: str, prompt: int, answer: int, tmp_path: Path) -> None:
+    case = "llama-1"
+    found = generated(cases.write_model(case, tmp_path), case, generation={"capture": capture, "max_new_tokens": 7})
+    for one in found.values():
+        expected = prompt * len(one.sample) + answer * len(one.tokens)
+        assert [sum(map(len, of_tap)) for of_tap in one.rows] == [expected] * len(cases.taps(case))
