@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import time
 from collections.abc import Sequence
@@ -96,7 +97,8 @@ def spile_seconds(
         stream = join_stream(root, 0, StreamIdentity("-", "-", len(samples), len(samples), taps), run)
         shelf = Shelf(
             stream.folder, StreamSink(stream), load_tokenizer(model), Progress(), capture="both",
-            bytes_per_token=row_bytes(stream.record.identity.rows(run)), shard_bytes=2e9,
+            bytes_per_token=row_bytes(stream.record.identity.rows(run)), shard_bytes=1e9,
+            lanes=max(1, min(4, (os.cpu_count() or 2) // 4)),
         )  # fmt: skip
         generator._reader.result(), generator._stepper.result()
         began = time.perf_counter()

@@ -18,6 +18,7 @@ Extract, prove, read::
 What is here:
 
 - ``extract(spec)``, ``ExtractSpec``, ``DataSpec``, ``PromptSpec``: run a model and store what its layers compute.
+- ``infer(spec)``, ``GenerationSpec``: the same with answers, which ``spec.generation`` asks for.
 - ``plan(spec)``: tokens, bytes, hours and dollars of a run before it starts.
 - ``verify(root)``: proves a dataset complete, or says what is missing, doubled or damaged.
 - ``open(root)`` gives a ``Dataset``: samples, rows by tap, shuffled batches, statistics.
@@ -38,7 +39,8 @@ from spile.version import __version__
 if TYPE_CHECKING:
     from spile.reading.dataset import Dataset, open  # noqa: A004
     from spile.runtime.extract import extract
-    from spile.spec.run import DataSpec, ExtractSpec, PromptSpec
+    from spile.runtime.infer import infer
+    from spile.spec.run import DataSpec, ExtractSpec, GenerationSpec, PromptSpec
     from spile.spec.sample import Role
     from spile.store.verification import verify
 
@@ -46,11 +48,13 @@ __all__ = [
     "DataSpec",
     "Dataset",
     "ExtractSpec",
+    "GenerationSpec",
     "PromptSpec",
     "Role",
     "__version__",
     "errors",
     "extract",
+    "infer",
     "open",
     "verify",
 ]
@@ -60,9 +64,11 @@ _LAZY = {
     "DataSpec": "spile.spec.run",
     "Dataset": "spile.reading.dataset",
     "ExtractSpec": "spile.spec.run",
+    "GenerationSpec": "spile.spec.run",
     "PromptSpec": "spile.spec.run",
     "Role": "spile.spec.sample",
     "extract": "spile.runtime.extract",
+    "infer": "spile.runtime.infer",
     "open": "spile.reading.dataset",
     "verify": "spile.store.verification",
 }

@@ -7,6 +7,7 @@ sees all tokens and so makes the same decisions; rows stay with the process whos
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -96,6 +97,7 @@ class Generator:
         self._seats: list[list[Answer | None]] = [[None] * plan.slots for _ in range(self.groups)]
         self._pending: deque[_Call] = deque()
         self._compilers = ThreadPoolExecutor(2, "spile-compile")
+        self._copiers = ThreadPoolExecutor(max(1, min(8, (os.cpu_count() or 2) // 2)), "spile-copy")
         self._reader: Future[Any] = self._compilers.submit(self._compile_reader)
         self._stepper: Future[Any] = self._compilers.submit(self._compile_stepper)
 
@@ -113,8 +115,9 @@ class Generator:
         return f"{len(devices)} × {devices[0].device_kind}, {mesh}{self._dtype}, {at_once} answers at a time"
 
     def close(self) -> None:
-        """Compile nothing more."""
+        """Compile and copy nothing more."""
         self._compilers.shutdown(wait=False, cancel_futures=True)
+        self._copiers.shutdown(wait=False, cancel_futures=True)
 
     # -- programs -----------------------------------------------------------------------------------------------------
 
@@ -294,9 +297,7 @@ class Generator:
         self, pieces: tuple[_Piece, ...], tokens: Any, logprobs: Any, kept: list[dict[int, npt.NDArray[np.generic]]]
     ) -> list[Answer]:
         for answer, group, row, length, last in pieces:
-            if answer.owned:
-                for of_tap, rows in zip(answer.rows, kept, strict=False):
-                    of_tap.append(np.array(rows[group * self._plan.rows + row][:length]))
+            self._keep(answer, kept, group * self._plan.rows + row, length)
             self._progress.add(computed_tokens=self._plan.chunk)
             if last:
                 self._say(answer, tokens[group, row], logprobs[group, row])
@@ -313,15 +314,20 @@ class Generator:
                 if answer.reason is not None:
                     break  # that was its last token
                 self._say(answer, tokens[step, group, slot], logprobs[step, group, slot])
-            count = answer.fed - begun
-            if answer.owned:
-                for of_tap, rows in zip(answer.rows, kept, strict=False):
-                    of_tap.append(np.array(rows[group * self._plan.slots + slot][:count]))
+            self._keep(answer, kept, group * self._plan.slots + slot, answer.fed - begun)
             self._progress.add(computed_tokens=self._plan.stride)
             if answer.reason is not None and answer.fed == len(answer.tokens):
                 self._seats[group][slot] = None
                 ended.append(answer)
         return ended
+
+    def _keep(self, answer: Answer, kept: list[dict[int, npt.NDArray[np.generic]]], row: int, count: int) -> None:
+        """A copy of an answer's rows, tap by tap in several threads: the device's memory on the host is used again."""
+        if not answer.owned or not kept:
+            return
+        pieces = self._copiers.map(lambda rows: np.array(rows[row][:count]), kept)
+        for of_tap, piece in zip(answer.rows, pieces, strict=True):
+            of_tap.append(piece)
 
     def _say(self, answer: Answer, token: Any, logprob: Any) -> None:
         answer.tokens.append(int(token))

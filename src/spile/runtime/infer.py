@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -42,8 +43,9 @@ from spile.weights.loading import load
 
 __all__ = ["infer"]
 
-_MEMORY_SHARE = 8
-"""A shard waits in memory until its last answer is made: at most one part in so many of the host's."""
+_MEMORY_SHARE = 4
+"""Shards wait in memory until their last answer is made: at most one part in so many of the host's."""
+_MOST_LANES = 4
 
 
 def infer(
@@ -126,7 +128,8 @@ def _answer(
     if expected is not None:
         progress.total_samples = len(Ranges([(0, expected)]) - done)
     control = hosts.control(LocalControl(stop, spec.commit_every))
-    wanted = spec.shard_size_gb * 1e9 * jax.process_count()
+    processes = jax.process_count()
+    lanes = 1 if processes > 1 else max(1, min(_MOST_LANES, (os.cpu_count() or 2) // 4))
     shelf = Shelf(
         stream.folder,
         hosts.sink(stream, notes.committed),
@@ -134,7 +137,8 @@ def _answer(
         progress,
         capture=_generation(parts).capture,
         bytes_per_token=bytes_per_token(parts),
-        shard_bytes=min(wanted, host_memory() / _MEMORY_SHARE * jax.process_count()),
+        shard_bytes=min(spec.shard_size_gb * 1e9, host_memory() / _MEMORY_SHARE / (lanes + 1)) * processes,
+        lanes=lanes,
     )
 
     def samples() -> Iterator[Sample]:

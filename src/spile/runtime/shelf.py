@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -39,14 +40,15 @@ class Shelf:
         capture: Capture,
         bytes_per_token: int,
         shard_bytes: float,
+        lanes: int = 1,
     ) -> None:
         self._folder, self._sink, self._tokenizer, self._progress = folder, sink, tokenizer, progress
         self._capture, self._bytes_per_token, self._shard_bytes = capture, bytes_per_token, shard_bytes
         self._answers: list[Answer] = []
         self._skipped: list[Skip] = []
         self._bytes = 0
-        self._writer = ThreadPoolExecutor(1, "spile-writer")
-        self._last: Future[None] | None = None
+        self._writer, self._lanes = ThreadPoolExecutor(lanes, "spile-writer"), lanes
+        self._handed: deque[Future[None]] = deque()
 
     def add(self, answers: Sequence[Answer]) -> None:
         """They have ended."""
@@ -71,16 +73,22 @@ class Shelf:
         return self._bytes >= self._shard_bytes or max(len(self._answers), len(self._skipped)) >= _MOST
 
     def commit(self, end: int | None = None) -> None:
-        """Write and commit what is here, behind the caller's back, once the shard before has been."""
+        """Write and commit what is here, behind the caller's back. Waits while every lane is at work.
+
+        There are several where a device is faster than one file, and one on a pod, whose hosts commit together.
+        """
         answers, skipped = sorted(self._answers, key=lambda answer: answer.sample.index), tuple(self._skipped)
         self._answers, self._skipped, self._bytes = [], [], 0
-        self.wait()
-        self._last = self._writer.submit(self._store, answers, skipped, end)
+        while len(self._handed) >= self._lanes:
+            self._handed.popleft().result()
+        if end is not None:
+            self.wait()  # the end is the last word
+        self._handed.append(self._writer.submit(self._store, answers, skipped, end))
 
     def wait(self) -> None:
         """Until what was handed over is committed, or its error."""
-        if self._last is not None:
-            self._last.result()
+        while self._handed:
+            self._handed.popleft().result()
 
     def close(self) -> None:
         """No more comes."""

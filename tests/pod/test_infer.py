@@ -1,0 +1,72 @@
+"""Answers on a pod: four processes give those of one, over data and model parallel meshes, each sample once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pod.launching import launch
+from spile.reading.dataset import open as open_dataset
+from spile.runtime.infer import infer
+from spile.spec.run import DataSpec, ExtractSpec, GenerationSpec
+from spile.store.verification import verify
+
+COUNT = 11
+"""More than there are slots, and no multiple of the devices."""
+
+BODY = """
+import json
+from spile.runtime.infer import infer
+from spile.runtime.pod.group import PodProcess
+from spile.spec.run import DataSpec, ExtractSpec, GenerationSpec
+with join(identity, times=PodTimes(120, 120, 60)) as pod:
+    hosts = PodProcess(pod)
+    for name, mesh, drawing in json.loads({cases!r}):
+        data = DataSpec(dataset={tasks!r}, max_seq_length=640, long="skip")
+        spec = ExtractSpec(data=data, output={root!r} + "/" + name, store_dtype="float32", layers=(0, 5), batch_size=1,
+                           mesh_shape=tuple(mesh), shard_size_gb=5e-4, generation=GenerationSpec(24, **drawing))
+        assert infer(spec, hosts=hosts).complete, name
+"""
+DRAWING = {"temperature": 0.7, "top_p": 0.9}
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from spile.data.lines import embedded_tasks
+
+    rows = sorted(embedded_tasks().read_text().splitlines(), key=len)[:COUNT]
+    file = tmp_path_factory.mktemp("tasks") / "tasks.jsonl"
+    file.write_text("\n".join(rows) + "\n")
+    return file
+
+
+def told(root: Path) -> list[tuple[int, list[int]]]:
+    lines = (root / "tpu_0" / "predictions.jsonl").read_text().splitlines()
+    return [(one["sample"], one["tokens"]) for one in map(json.loads, lines)]
+
+
+def test_four_processes_give_the_answers_of_one(tmp_path: Path, tasks: Path) -> None:
+    cases = [("data", (4, 1), {}), ("both", (2, 2), DRAWING)]
+    body = BODY.format(cases=json.dumps(cases), tasks=str(tasks), root=str(tmp_path))
+    with launch(tmp_path, body, 4, devices=1) as group:
+        ended = group.wait(280)
+    assert [end.code for end in ended] == [0] * 4, [end.err[-1500:] for end in ended]
+    for name, _, drawing in cases:
+        alone = tmp_path / f"{name}-alone"
+        data = DataSpec(dataset=str(tasks), max_seq_length=640, long="skip")
+        spec = ExtractSpec(data=data, output=str(alone), store_dtype="float32", layers=(0, 5), batch_size=3,
+                           mesh_shape=(1, 1), generation=GenerationSpec(24, **drawing))  # fmt: skip
+        assert infer(spec).complete
+        assert told(tmp_path / name) == told(alone)
+        report = verify(str(tmp_path / name))
+        assert report.ok, report.all_problems
+        found, reference = open_dataset(str(tmp_path / name)), open_dataset(str(alone))
+        for sample in reference.samples:
+            ours, theirs = found.sample(0, sample.index), reference.sample(0, sample.index)
+            np.testing.assert_array_equal(ours.tokens, theirs.tokens)
+            rows = theirs.rows("residual.5")
+            scale = np.sqrt(np.mean(np.square(rows)))
+            np.testing.assert_allclose(ours.rows("residual.5"), rows, atol=1e-4 * scale, rtol=0)

@@ -1,0 +1,157 @@
+"""``spile infer`` and ``spile score``, as a user has them: the embedded model on tasks that it never saw."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import spile as package
+from spile.runtime.slots import plan_slots
+from spile.spec.sample import Role
+from unit.cli.refusals import lines, spile
+from unit.weights.models import copy_model
+
+SCRIPT = Path(__file__).parents[3] / "scripts" / "make_embedded_tasks.py"
+SMALL = ("--max-seq-length", "760", "--max-new-tokens", "200", "--layers", "0,5")
+
+
+def generator() -> Any:
+    spec = importlib.util.spec_from_file_location("make_embedded_tasks", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One small task of each rule, of seeds that no training had."""
+    made = generator()
+    rows = [made.task(name, "small", 2_000_000 + place) for place, name in enumerate(made.RULES)]
+    return lines(tmp_path_factory.mktemp("tasks") / "tasks.jsonl", *rows)
+
+
+@pytest.fixture(scope="module")
+def inferred(tasks: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("inferred") / "out"
+    assert spile("infer", "--dataset", tasks, "--output", output, *SMALL) == 0
+    return output
+
+
+def predictions(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
+
+
+def scored(capfd: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
+    capfd.readouterr()
+    assert spile("score", *words, "--json") == 0
+    found: dict[str, Any] = json.loads(capfd.readouterr().out)
+    return found
+
+
+def test_the_embedded_model_solves_tasks_it_never_saw(inferred: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    found = scored(capfd, inferred)
+    assert found["scored"] == found["predictions"] + found["tasks"] - len(predictions(inferred / "tpu_0"))
+    assert found["score"] >= 0.45  # 80 % of small ones in training's own measure; 30 % is promised
+
+
+def test_answers_and_rows_agree(inferred: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    dataset = package.open(str(inferred))
+    told = {one["sample"]: one for one in predictions(inferred / "tpu_0")}
+    assert sorted(told) == sorted(sample.index for sample in dataset.samples)
+    for sample in dataset.samples:
+        one = dataset.sample(0, sample.index)
+        answered = (one.roles & Role.ANSWER) != 0
+        assert one.tokens[answered].tolist() == told[sample.index]["tokens"]
+        assert not answered[: int(np.argmax(answered))].any()
+        assert one.rows("residual.5").shape == (len(one.tokens), 192)
+        assert told[sample.index]["stop_reason"] in ("stop", "length")
+    assert spile("verify", inferred) == 0
+
+
+def test_the_same_command_again_does_nothing(inferred: Path, tasks: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in inferred.rglob("commits/*")}
+    assert spile("infer", "--dataset", tasks, "--output", inferred, *SMALL) == 0
+    assert {path: path.stat().st_mtime_ns for path in inferred.rglob("commits/*")} == before
+
+
+def test_other_settings_are_another_run(inferred: Path, tasks: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert spile("infer", "--dataset", tasks, "--output", inferred, *SMALL, "--temperature", "0.5") == 2
+    assert "expected generation.temperature = 0.0, found generation.temperature = 0.5" in capfd.readouterr().err
+    assert spile("extract", "--dataset", tasks, "--output", inferred, "--max-seq-length", "760", "--layers", "0,5") == 2
+    assert "generation." in capfd.readouterr().err
+
+
+def test_references(inferred: Path, tasks: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    rows = [json.loads(line) for line in tasks.read_text().splitlines()]
+    outputs = {row["task_id"]: [pair["output"] for pair in row["test"]] for row in rows}
+    whole = tmp_path / "test_outputs_train.json"
+    whole.write_text(json.dumps(outputs))
+    own = scored(capfd, inferred)
+    assert scored(capfd, inferred, "--reference", whole) == own
+    outputs.pop(rows[0]["task_id"])
+    whole.write_text(json.dumps(outputs))
+    fewer = scored(capfd, inferred, "--reference", whole)
+    assert (fewer["scored"], fewer["without_reference"]) == (own["scored"] - 1, 1)
+    whole.write_text(json.dumps({"a": [[["no grid"]]]}))
+    assert spile("score", inferred, "--reference", whole) == 2
+    assert "expected its outputs, each a grid, found a cell that is no number" in capfd.readouterr().err
+
+
+def test_long_prompts_are_skipped_and_wrong_and_cut_answers_kept(
+    tasks: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    short = ("--max-seq-length", "480", "--max-new-tokens", "3", "--capture", "none", "--n-tasks", "8")
+    answers = tmp_path / "answers"
+    assert spile("infer", "--dataset", tasks, "--output", tmp_path / "out", "--output-dir", answers, *short) == 0
+    kept = predictions(answers)
+    assert kept
+    assert {one["stop_reason"] for one in kept} == {"length"}
+    found = scored(capfd, tmp_path / "out")
+    assert (found["tasks"], found["right"], found["unreadable"]) == (8, 0, len(kept))
+    assert len(kept) < 8  # the others were too long
+    assert json.loads((answers / "submission.json").read_text())[kept[0]["task_id"]] == [
+        {"attempt_1": [[0]], "attempt_2": [[0]]}
+    ]
+    assert spile("verify", tmp_path / "out", "--max-samples", "8") == 0
+
+
+def test_a_model_without_a_stop_token(tasks: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model = copy_model(tmp_path / "model")
+    about = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps({**about, "eos_token": None}))
+    words = ("infer", "--model", model, "--dataset", tasks, "--output", tmp_path / "out")
+    assert spile(*words) == 2
+    line = capfd.readouterr().err
+    assert "names no token that ends an answer" in line
+    assert "--stop" in line
+    assert spile(*words, "--stop", "two words") == 2
+    assert "--stop: expected the text of one token" in capfd.readouterr().err
+    assert not (tmp_path / "out" / "run.json").exists()
+
+
+def test_a_cache_that_does_not_fit_names_the_batch_that_would() -> None:
+    from spile.errors import SpecError
+
+    plan = plan_slots(1000, 24, 1000, 10**6, 10**9, None)
+    assert plan.capacity == 1024
+    with pytest.raises(SpecError, match=r"use --batch-size 585"):
+        plan_slots(1000, 24, 1000, 10**6, 10**9, 4000)
+    with pytest.raises(SpecError, match=r"not room for one.*smaller --max-seq-length"):
+        plan_slots(1000, 24, 1000, 10**6, 2 * 10**6, None)
+
+
+def test_extract_says_who_makes_answers(capfd: pytest.CaptureFixture[str]) -> None:
+    assert spile("extract", "--max_output_tokens", "100") == 2
+    assert "spile infer makes them" in capfd.readouterr().err
+
+
+def test_no_answers_to_score(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert spile("score", tmp_path) == 2
+    assert "expected what spile infer wrote, found none" in capfd.readouterr().err
