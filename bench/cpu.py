@@ -20,8 +20,9 @@ from typing import NamedTuple
 from bench.shapes import SHAPES, make_model
 from spile.plan.ranges import Ranges
 from spile.runtime.device import DeviceProducer
-from spile.runtime.extract import find, make_producer, sizes_for
+from spile.runtime.extract import make_producer
 from spile.runtime.measure import naive
+from spile.runtime.parts import find, sizes_for
 from spile.runtime.progress import Progress
 from spile.runtime.worker import LocalControl, run_worker
 from spile.spec.run import EMBEDDED, ComputeDtype, DataSpec, ExtractSpec

@@ -214,7 +214,9 @@ def _verdict(report: Report) -> Text:
         streams = f"{len(report.streams)} of {report.streams_expected} streams"  # those that --streams names
         streams = streams if some else counted(len(report.streams), "stream")
         where = f"{counted(samples, 'sample')} in {streams}, each exactly once"
-        text = f"✓ proven: {where}; {counted(shards, 'shard')}, every checksum right, no NaN"
+        answers = sum(stream.predictions for stream in report.streams)
+        files = counted(shards, "shard") + (f", {counted(answers, 'answer')}" if answers else "")
+        text = f"✓ proven: {where}; {files}, every checksum right, no NaN"
         return Text(text, style="bold green")
     kinds = [problem.kind for problem in report.all_problems]
     found = ", ".join(_amount_wrong(report, kind, kinds.count(kind)) for kind in _KINDS if kind in kinds)

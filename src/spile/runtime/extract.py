@@ -4,77 +4,37 @@ from __future__ import annotations
 
 import threading
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from spile import weights
-from spile.data.stream import SampleStream, open_stream
-from spile.data.tokens import Tokenizer, load_tokenizer
 from spile.errors import SpecError
 from spile.model.attention import choose
 from spile.model.decoder import head_needed, layers_needed
 from spile.objects import open_folder
-from spile.objects.folder import Folder
-from spile.objects.mirror import MirrorFolder
 from spile.objects.preflight import preflight
 from spile.plan.amounts import counted, size
 from spile.plan.ranges import Ranges
-from spile.plan.shards import row_bytes
-from spile.runtime.device import DeviceProducer, compute_dtype_for, enable_compilation_cache
+from spile.runtime.device import DeviceProducer, enable_compilation_cache
 from spile.runtime.mesh import default_shape, device_memory, make_mesh, plan_mesh
 from spile.runtime.notes import Notes, note_checkpoint
+from spile.runtime.parts import Parts, find, sizes_for
 from spile.runtime.pod.group import SingleProcess, WorkerGroup, same_command
-from spile.runtime.producer import Producer, check_tokens
+from spile.runtime.producer import Producer
 from spile.runtime.progress import Progress
-from spile.runtime.sizing import choose_sizes
-from spile.runtime.stopping import with_stops
 from spile.runtime.summary import Summary, peak_memory
 from spile.runtime.visiting import OnDevices, VisitKind
-from spile.runtime.worker import LocalControl, Sizes, run_worker
-from spile.spec.identity import RunIdentity, StreamIdentity
+from spile.runtime.worker import LocalControl, run_worker
 from spile.spec.phase import Phase
 from spile.spec.run import ExtractSpec
-from spile.spec.sample import Sample
-from spile.spec.taps import Tap, TapRows, select_taps, tap_rows
 from spile.store.clearing import clear_stream, remove_remains, stream_has_commits, stream_is_begun
 from spile.store.layout import stream_folder
-from spile.store.run import join_run, read_run
+from spile.store.run import join_run
 from spile.store.stream import StreamStore, join_stream, read_stream
 from spile.weights.loading import load
 
-__all__ = [
-    "Parts",
-    "bytes_per_token",
-    "expected_samples",
-    "extract",
-    "find",
-    "make_producer",
-    "sizes_for",
-    "stream_end",
-    "visit",
-]
-
-_LOOKED_AT = 256
-"""Samples whose tokens are looked at before anything is written, where the tokenizer has more than the model."""
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What a spec names, found and checked; nothing was written yet."""
-
-    spec: ExtractSpec
-    root: Folder
-    files: weights.ModelFiles
-    taps: tuple[Tap, ...]
-    rows: tuple[TapRows, ...]
-    samples: SampleStream
-    identity: RunIdentity
-    stream_identity: StreamIdentity
-    tokenizer: Tokenizer
+__all__ = ["expected_samples", "extract", "make_producer", "stream_end", "visit"]
 
 
 def extract(
@@ -171,83 +131,6 @@ def _agreed(parts: Parts, stream: StreamStore | None, hosts: WorkerGroup) -> tup
         join_run(parts.root, parts.identity)  # compares: a host with another model or data says so, and all end
         stream = _joined(parts, plan["attempt"])
     return stream, Ranges((start, stop) for start, stop in plan["done"])
-
-
-def find(spec: ExtractSpec) -> Parts:
-    """Everything that a spec names, checked as far as it can be before the weights are loaded."""
-    files = weights.find(spec.model, spec.revision)
-    _refuse_positions(spec, files.config.learned_positions)
-    taps = select_taps(spec.sites, spec.layers, files.config.n_layers, spec.heads, spec.top_k)
-    generation = spec.generation
-    taps = () if generation is not None and generation.capture == "none" else taps
-    rows = tuple(tap_rows(tap, files.config.sizes(tap.layer), spec.store_dtype) for tap in taps)
-    root = _output(spec)
-    tokenizer = load_tokenizer(files.tokenizer_folder)
-    samples = open_stream(spec.data, tokenizer)
-    known = read_run(root)
-    dtype = spec.dtype
-    if dtype == "auto":
-        dtype = known.dtype if known else compute_dtype_for(jax.default_backend())  # type: ignore[assignment]
-    identity = RunIdentity(
-        model=files.name,
-        revision=files.revision,
-        architecture=files.config.architecture,
-        d_model=files.config.d_model,
-        n_layers=files.config.n_layers,
-        weights=files.weights_hash(),
-        tokenizer=files.tokenizer_hash(),
-        prompt=samples.prompt,
-        seed=spec.data.seed,
-        max_seq_length=spec.data.max_seq_length,
-        long=spec.data.long,
-        dtype=dtype,
-        store_dtype=spec.store_dtype,
-        generation=None if generation is None else with_stops(generation, files, tokenizer),
-    )
-    stream = StreamIdentity(
-        samples.location,
-        samples.sha256,
-        samples.lines,
-        samples.samples,
-        taps,
-        samples.streams,
-        samples.split,
-        {row.name: row.shape for row in rows if row.shape != (files.config.d_model,)},
-    )
-    if tokenizer.size > files.config.vocab_size:  # no fault by itself; the producer looks at every batch
-        # After the identity: packed documents that end within this look would have a count that others have not.
-        first = islice(samples.read(Ranges()), _LOOKED_AT)
-        check_tokens((item for item in first if isinstance(item, Sample)), files.config.vocab_size)
-    if known is not None:
-        join_run(root, identity)  # compares: a run of other numbers is refused before anything is loaded
-    return Parts(replace(spec, dtype=dtype), root, files, taps, rows, samples, identity, stream, tokenizer)
-
-
-def _refuse_positions(spec: ExtractSpec, learned: int | None) -> None:
-    """A model with learned positions has none for longer samples."""
-    if learned is not None and spec.data.max_seq_length > learned:
-        raise SpecError(
-            "--max-seq-length",
-            expected=f"at most {learned}, the positions that {spec.model} has learned",
-            found=spec.data.max_seq_length,
-            fix=f"add --max-seq-length {learned}",
-        )
-
-
-def _output(spec: ExtractSpec) -> Folder:
-    """The dataset's home, with a copy on this machine where one is asked for."""
-    home = open_folder(spec.output)
-    return home if spec.local_copy is None else MirrorFolder(home, open_folder(spec.local_copy))
-
-
-def bytes_per_token(parts: Parts) -> int:
-    """What one token takes in a shard."""
-    return row_bytes(parts.rows)
-
-
-def sizes_for(parts: Parts) -> Sizes:
-    """How much of it at once."""
-    return choose_sizes(parts.spec, bytes_per_token(parts))
 
 
 def _starts_over(parts: Parts) -> bool:

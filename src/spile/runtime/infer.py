@@ -18,10 +18,11 @@ from spile.model.decoder import head_needed
 from spile.model.generation import slot_bytes
 from spile.objects import open_folder
 from spile.plan.ranges import Ranges
-from spile.runtime.extract import Parts, bytes_per_token, expected_samples, stream_end, visit
+from spile.runtime.extract import expected_samples, stream_end, visit
 from spile.runtime.generator import Generator
 from spile.runtime.mesh import default_shape, device_memory, make_mesh, plan_mesh
 from spile.runtime.notes import Notes
+from spile.runtime.parts import Parts, bytes_per_token
 from spile.runtime.pod.group import WorkerGroup
 from spile.runtime.progress import Progress
 from spile.runtime.shelf import Shelf

@@ -34,6 +34,8 @@ def recomputer(root: str) -> Recompute:
     run = read_run(open_folder(root))
     if run is None:
         raise DataError(f"no run in {root}", expected="a run.json")
+    if run.generation is not None and run.generation.capture == "answer":
+        raise DataError(f"{root} cannot be recomputed", expected="prompts beside their answers", found="answers alone")
     enable_compilation_cache()
     files = weights.find(run.model, run.revision)
     found = files.weights_hash()

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from spile.plan.ranges import Ranges
 from spile.runtime.notes import Notes
+from spile.runtime.parts import Parts
 from spile.runtime.pod.group import WorkerGroup
 from spile.runtime.progress import Progress
 from spile.store.stream import StreamStore
-
-if TYPE_CHECKING:
-    from spile.runtime.extract import Parts
 
 __all__ = ["OnDevices", "VisitKind"]
 

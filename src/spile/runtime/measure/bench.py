@@ -20,9 +20,10 @@ from spile.objects import open_folder
 from spile.plan.batches import Batch, BatchPlan, batches
 from spile.plan.ranges import Ranges
 from spile.runtime.device import DeviceProducer
-from spile.runtime.extract import Parts, bytes_per_token, find, make_producer, sizes_for
+from spile.runtime.extract import make_producer
 from spile.runtime.measure import naive
 from spile.runtime.measure.limits import Limits, bare_forward, device_to_host, host_copy, matmul, sequential_write
+from spile.runtime.parts import Parts, bytes_per_token, find, sizes_for
 from spile.runtime.progress import Progress
 from spile.runtime.summary import peak_memory
 from spile.runtime.worker import LocalControl, run_worker

@@ -1,0 +1,126 @@
+"""What a spec names, found and checked before anything is loaded or written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import islice
+
+import jax
+
+from spile import weights
+from spile.data.stream import SampleStream, open_stream
+from spile.data.tokens import Tokenizer, load_tokenizer
+from spile.errors import SpecError
+from spile.objects import open_folder
+from spile.objects.folder import Folder
+from spile.objects.mirror import MirrorFolder
+from spile.plan.ranges import Ranges
+from spile.plan.shards import row_bytes
+from spile.runtime.device import compute_dtype_for
+from spile.runtime.producer import check_tokens
+from spile.runtime.sizing import choose_sizes
+from spile.runtime.stopping import with_stops
+from spile.runtime.worker import Sizes
+from spile.spec.identity import RunIdentity, StreamIdentity
+from spile.spec.run import ExtractSpec
+from spile.spec.sample import Sample
+from spile.spec.taps import Tap, TapRows, select_taps, tap_rows
+from spile.store.run import join_run, read_run
+
+__all__ = ["Parts", "bytes_per_token", "find", "sizes_for"]
+
+_LOOKED_AT = 256
+"""Samples whose tokens are looked at before anything is written, where the tokenizer has more than the model."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a spec names, found and checked; nothing was written yet."""
+
+    spec: ExtractSpec
+    root: Folder
+    files: weights.ModelFiles
+    taps: tuple[Tap, ...]
+    rows: tuple[TapRows, ...]
+    samples: SampleStream
+    identity: RunIdentity
+    stream_identity: StreamIdentity
+    tokenizer: Tokenizer
+
+
+def find(spec: ExtractSpec) -> Parts:
+    """Everything that a spec names, checked as far as it can be before the weights are loaded."""
+    files = weights.find(spec.model, spec.revision)
+    _refuse_positions(spec, files.config.learned_positions)
+    taps = select_taps(spec.sites, spec.layers, files.config.n_layers, spec.heads, spec.top_k)
+    generation = spec.generation
+    taps = () if generation is not None and generation.capture == "none" else taps
+    rows = tuple(tap_rows(tap, files.config.sizes(tap.layer), spec.store_dtype) for tap in taps)
+    root = _output(spec)
+    tokenizer = load_tokenizer(files.tokenizer_folder)
+    samples = open_stream(spec.data, tokenizer)
+    known = read_run(root)
+    dtype = spec.dtype
+    if dtype == "auto":
+        dtype = known.dtype if known else compute_dtype_for(jax.default_backend())  # type: ignore[assignment]
+    identity = RunIdentity(
+        model=files.name,
+        revision=files.revision,
+        architecture=files.config.architecture,
+        d_model=files.config.d_model,
+        n_layers=files.config.n_layers,
+        weights=files.weights_hash(),
+        tokenizer=files.tokenizer_hash(),
+        prompt=samples.prompt,
+        seed=spec.data.seed,
+        max_seq_length=spec.data.max_seq_length,
+        long=spec.data.long,
+        dtype=dtype,
+        store_dtype=spec.store_dtype,
+        generation=None if generation is None else with_stops(generation, files, tokenizer),
+    )
+    stream = StreamIdentity(
+        samples.location,
+        samples.sha256,
+        samples.lines,
+        samples.samples,
+        taps,
+        samples.streams,
+        samples.split,
+        {row.name: row.shape for row in rows if row.shape != (files.config.d_model,)},
+    )
+    if tokenizer.size > files.config.vocab_size:  # no fault by itself; the producer looks at every batch
+        # After the identity: packed documents that end within this look would have a count that others have not.
+        first = islice(samples.read(Ranges()), _LOOKED_AT)
+        check_tokens((item for item in first if isinstance(item, Sample)), files.config.vocab_size)
+    if known is not None:
+        join_run(root, identity)  # compares: a run of other numbers is refused before anything is loaded
+    return Parts(replace(spec, dtype=dtype), root, files, taps, rows, samples, identity, stream, tokenizer)
+
+
+def _refuse_positions(spec: ExtractSpec, learned: int | None) -> None:
+    """A model with learned positions has none for longer samples, their answers included."""
+    answer = 0 if spec.generation is None else spec.generation.max_new_tokens
+    if learned is not None and spec.data.max_seq_length + answer > learned:
+        raise SpecError(
+            "--max-seq-length and --max-new-tokens together" if answer else "--max-seq-length",
+            expected=f"at most {learned}, the positions that {spec.model} has learned",
+            found=spec.data.max_seq_length + answer,
+            fix=f"add --max-seq-length {max(1, learned - answer)}",
+        )
+
+
+def _output(spec: ExtractSpec) -> Folder:
+    """The dataset's home, with a copy on this machine where one is asked for."""
+    home = open_folder(spec.output)
+    return home if spec.local_copy is None else MirrorFolder(home, open_folder(spec.local_copy))
+
+
+def bytes_per_token(parts: Parts) -> int:
+    """What one token takes in a shard."""
+    return row_bytes(parts.rows)
+
+
+def sizes_for(parts: Parts) -> Sizes:
+    """How much of it at once."""
+    return choose_sizes(parts.spec, bytes_per_token(parts))
