@@ -20,10 +20,10 @@ from typing import NamedTuple
 from bench.shapes import SHAPES, make_model
 from spile.plan.ranges import Ranges
 from spile.runtime.device import DeviceProducer
-from spile.runtime.extract import make_producer
 from spile.runtime.measure import naive
 from spile.runtime.parts import find, sizes_for
 from spile.runtime.progress import Progress
+from spile.runtime.startup import make_producer
 from spile.runtime.worker import LocalControl, run_worker
 from spile.spec.run import EMBEDDED, ComputeDtype, DataSpec, ExtractSpec
 from spile.spec.sample import Sample
@@ -82,7 +82,7 @@ def _compare(args: argparse.Namespace, folder: Path) -> None:
 
     samples = [item for item in find(spec("float32", 0)).samples.read(Ranges()) if isinstance(item, Sample)]
     prompts = [sample.tokens for sample in samples]
-    producers = {dtype: make_producer(find(spec(dtype, 0)), Progress()) for dtype in _DTYPES}
+    producers = {dtype: make_producer(find(spec(dtype, 0)), Progress(), Ranges()) for dtype in _DTYPES}
     mine: dict[ComputeDtype, list[Turn]] = {dtype: [] for dtype in _DTYPES}
     theirs = []
     for turn in range(args.turns + 1):

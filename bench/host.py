@@ -48,7 +48,7 @@ class ReadyProducer:
         self._sets = [np.stack([one] * len(TAPS)).view(ml_dtypes.bfloat16) for _ in range(_SETS)]
         self._next = 0
 
-    def prepare(self, batch: Batch) -> None:
+    def prepare(self, shape: tuple[int, int]) -> None:
         """Nothing is compiled."""
 
     def await_program(self, batch: Batch, given_up: Callable[[], bool]) -> None:

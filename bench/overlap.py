@@ -78,7 +78,7 @@ class PacedProducer:
         source = np.random.default_rng(0)
         self._rows = source.standard_normal((16 * _LENGTH, D_MODEL), np.float32).astype(ml_dtypes.bfloat16)
 
-    def prepare(self, batch: Batch) -> None:
+    def prepare(self, shape: tuple[int, int]) -> None:
         """Nothing is compiled."""
 
     def await_program(self, batch: Batch, given_up: Callable[[], bool]) -> None:

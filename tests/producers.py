@@ -21,9 +21,9 @@ D_MODEL = 8
 TAPS = (Tap("residual", 0), Tap("mlp", 1), Tap("residual", 1))
 
 
-def rows_of(tokens: np.ndarray, tap: int) -> np.ndarray:
+def rows_of(tokens: np.ndarray, tap: int, positions: np.ndarray | None = None) -> np.ndarray:
     """What the producer gives for one sample at one tap."""
-    place = np.arange(len(tokens))[:, None]
+    place = (np.arange(len(tokens)) if positions is None else positions)[:, None]
     return ((tokens[:, None] * 31 + place * 7 + np.arange(D_MODEL) * 3 + tap * 13) % 101).astype(np.float32)
 
 
@@ -42,7 +42,7 @@ class NumpyProducer:
     def describe(self) -> str:
         return "NumPy"
 
-    def prepare(self, batch: Batch) -> None:
+    def prepare(self, shape: tuple[int, int]) -> None:
         pass
 
     def await_program(self, batch: Batch, given_up: Callable[[], bool]) -> None:
@@ -61,9 +61,9 @@ class NumpyProducer:
         return [[self._block(pending, packed, tap, group) for group in self.owned] for tap in range(len(TAPS))]
 
     def _block(self, batch: Batch, packed, tap: int, group: int) -> RowBlock:
-        tokens = packed.tokens.reshape(self.groups, batch.rows, batch.length)[group]
-        whole = np.stack([rows_of(row, tap) for row in tokens]).reshape(-1, D_MODEL)
-        real = sum(map(len, batch.groups[group]))
+        rows = packed.rows.reshape(self.groups, batch.rows, 3, batch.length)[group]
+        whole = np.concatenate([rows_of(tokens, tap, positions) for tokens, positions, _ in rows])
+        real = sum(map(len, batch.of(group)))
         rows = whole[packed.places[group]]
         rows[real:] = np.nan
         return RowBlock(group, rows)

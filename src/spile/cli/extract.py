@@ -248,6 +248,9 @@ def visited(
             say_devices(hosts, say)
         summary = run(spec, progress=watch.progress, stop=watch.stop, hosts=hosts)
         if hosts.first:
+            if verbose:
+                for span in watch.progress.timeline.spans():
+                    say(str(span))
             watch.finish(summary, spec.data.max_samples)
             _say_lacking(spec, summary.stream)
             after(spec, summary)

@@ -20,6 +20,7 @@ from spile.plan.amounts import amount, counted, duration, size
 from spile.runtime.progress import Progress, ProgressSnapshot
 from spile.runtime.signals import handling_signals
 from spile.runtime.summary import Summary
+from spile.runtime.timeline import Timeline
 
 __all__ = ["WatchedWorker", "bar", "facts", "line", "report", "watched"]
 
@@ -51,7 +52,10 @@ def watched(verbose: bool = False, console: Console | None = None) -> Iterator[W
     """Show progress while this lasts. One Ctrl+C or SIGTERM commits what is done and stops; a second ends at once."""
     console = console or Lasting(highlight=False)
     stop = threading.Event()
-    progress = Progress(say=lambda text: console.print(Text.assemble(("· ", "dim"), text), soft_wrap=True))
+    progress = Progress(
+        say=lambda text: console.print(Text.assemble(("· ", "dim"), text), soft_wrap=True),
+        timeline=Timeline.of_process(),
+    )
     with ExitStack() as stack:
         stack.enter_context(handling_signals(stop, progress))
         if console.is_terminal:
@@ -158,6 +162,7 @@ def facts(summary: Summary, max_samples: int | None = None) -> list[tuple[str, s
         ("bytes", f"{size(summary.bytes)} in {counted(summary.shards, 'shard')}"),
         ("speed", _speed(summary.visit)),
         ("limited by", summary.limited_by or ""),
+        ("wall time", _wall(summary.visit)),
         ("device", summary.device),
         ("memory", f"{size(summary.peak_memory)} of the host's at most"),
         ("retries", f"{summary.retries}" if summary.retries else ""),
@@ -193,6 +198,12 @@ def _speed(visit: ProgressSnapshot) -> str:
         f"{duration(visit.compile_seconds)} of it waiting for {counted(visit.shapes, 'program')} to compile; "
         f"{visit.padding:.1%} padding"
     )
+
+
+def _wall(visit: ProgressSnapshot) -> str:
+    wall = visit.wall
+    parts = (("start", wall.start), ("compile", wall.compile), ("run", wall.run), ("end", wall.end))
+    return f"{duration(wall.whole)}: " + ", ".join(f"{name} {duration(max(0.0, spent))}" for name, spent in parts)
 
 
 def _next(summary: Summary, max_samples: int | None) -> str:

@@ -1,35 +1,42 @@
-"""Batches: samples sorted by length within a bounded window, under a token budget, in few shapes.
+"""Batches: rows of one length that hold one sample or several, under a token budget, in one shape or two.
 
-A batch is a rectangle of ``groups × rows`` sequences of one padded length. A group is what one device
-(or one model-parallel set of devices) computes: a single device has one group, eight data-parallel ones eight.
+A batch is a rectangle of ``groups × rows`` rows. A group is what one device (or one model-parallel set of devices)
+computes: a single device has one group, eight data-parallel ones eight. Samples are taken in bounded windows and packed
+by best fit, the longest first; rows that do not fill a batch wait for the next window, so that a run has no padding but
+what packing leaves, and the part of its very last batch.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from spile.spec.sample import Sample
 
-__all__ = ["Batch", "BatchPlan", "batches", "bucket"]
+__all__ = ["Batch", "BatchPlan", "Row", "batches", "single_row"]
 
-_SMALLEST = 64
-_STEPS_AN_OCTAVE = 8
-_WINDOW_BATCHES = 64
-"""How many batches a window holds: its last one is partly filled, so more of them waste less."""
-_WINDOW_SAMPLES = 8192
-"""No window holds more, however short its samples: memory stays bounded."""
+Row = tuple[Sample, ...]
+"""Samples one after another; padding behind the last."""
+
+_FIRST_WINDOW, _WINDOW = 4, 64
+"""Batches that a window holds: few at first, for the device waits; then more, which fill better."""
+_WINDOW_TOKENS = 1 << 17
+"""Every window holds as many, which take a tenth of a second to tokenize: fewer would not fill rows well."""
+_WINDOW_SAMPLES, _GROUP_SAMPLES = 8192, 2048
+"""No window holds more, or for many groups more per group, however short its samples: memory stays bounded."""
+_NEAR = 4
+"""A row may be this many times as long as the longest sample near by, where rows of that length have a program."""
 
 
-def bucket(length: int, longest: int) -> int:
-    """The padded length for a sample: at most an eighth over it, and never over ``longest``.
+def _power_of_two(number: int) -> int:
+    return 1 << max(number - 1, 0).bit_length()
 
-    Multiples of 64 up to 1024, of 128 up to 2048, of 256 up to 4096 …: some 24 shapes up to 2048,
-    against hundreds of distinct lengths.
-    """
-    octave = 1 << max(length - 1, 1).bit_length() - 1
-    step = max(_SMALLEST, octave // _STEPS_AN_OCTAVE)
-    return min(-(-length // step) * step, max(longest, length))
+
+def single_row(length: int) -> int:
+    """The padded length of a sample that stands alone: at most an eighth over it, so that there are few."""
+    step = max(64, (1 << max(length - 1, 1).bit_length() - 1) // 8)
+    return -(-length // step) * step
 
 
 @dataclass(frozen=True)
@@ -37,42 +44,67 @@ class BatchPlan:
     """What bounds a batch. None of it changes a number that is stored."""
 
     batch_tokens: int
-    """Computed tokens a group, padding included."""
+    """Computed tokens per group, padding included."""
     batch_size: int | None
-    """Samples a group at most."""
+    """Rows per group at most."""
     longest: int
     """The longest a sample can be."""
     groups: int = 1
+    shortest_row: int = 64
+    """Rows are no shorter: a few times the longest sample, they fill better."""
+    short_tail: bool = False
+    """The last batch has no more rows than it needs, where another program costs less than rows of padding."""
+
+    def row_length(self, longest: int, known: Iterable[int] = ()) -> int:
+        """How long a row is whose longest sample is this long: one that has a program already, where one is near."""
+        power = min(_power_of_two(longest), -(-max(self.longest, longest) // 64) * 64)
+        needed = max(power, min(self.shortest_row, self.batch_tokens))
+        return min((length for length in known if longest <= length <= _NEAR * needed), default=needed)
 
     def rows(self, length: int) -> int:
-        """Sequences a group at this padded length, but for a window's last batch: so shapes stay few."""
+        """Rows of this length per group."""
         rows = max(1, self.batch_tokens // length)
         return rows if self.batch_size is None else min(rows, self.batch_size)
 
     @property
-    def window_tokens(self) -> int:
-        """How many real tokens are looked at before the first batch of them is formed."""
-        return _WINDOW_BATCHES * self.batch_tokens * self.groups
+    def window_samples(self) -> int:
+        """Samples that are looked at, at most, before batches of them are formed."""
+        return max(_WINDOW_SAMPLES, _GROUP_SAMPLES * self.groups)
+
+    def short_rows(self, length: int, left: int) -> int:
+        """Rows per group of a batch that must hold ``left`` rows and no more: an eighth too many at most."""
+        rows = self.rows(length)
+        step = max(1, rows // 8)
+        return min(rows, -(-left // (self.groups * step)) * step)
 
 
 @dataclass(frozen=True)
 class Batch:
     """Samples that are computed together."""
 
-    groups: tuple[tuple[Sample, ...], ...]
-    """One tuple a group, each of at most ``rows`` samples; a group may be empty in a window's last batch."""
+    groups: tuple[tuple[Row, ...], ...]
+    """One tuple per group, each of at most ``rows`` rows; a group may be empty in a last batch."""
     rows: int
     length: int
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, length) of a group: what a program is compiled for."""
+        return self.rows, self.length
+
+    def of(self, group: int) -> list[Sample]:
+        """A group's samples in the order of their rows in a shard."""
+        return [sample for row in self.groups[group] for sample in row]
+
+    @property
     def samples(self) -> list[Sample]:
         """All of them, group after group: the order of their rows in a shard."""
-        return [sample for group in self.groups for sample in group]
+        return [sample for group in self.groups for row in group for sample in row]
 
     @property
     def real_tokens(self) -> int:
         """Tokens that will be stored."""
-        return sum(len(sample) for group in self.groups for sample in group)
+        return sum(map(len, self.samples))
 
     @property
     def computed_tokens(self) -> int:
@@ -88,33 +120,76 @@ class Batch:
 
 
 def batches(samples: Iterable[Sample], plan: BatchPlan) -> Iterator[Batch]:
-    """Batches of a window's samples, longest first, window after window. The same samples give the same batches."""
-    for window in _windows(samples, plan):
-        window.sort(key=lambda sample: (-len(sample), sample.index))
-        yield from _window_batches(window, plan)
+    """Batches of every sample once, window after window. The same samples give the same batches."""
+    known: list[int] = []
+    waiting: list[Sample] = []
+    for window, last in _windows(samples, plan):
+        old = {id(sample) for sample in waiting}
+        pool = sorted(waiting + window, key=lambda sample: (-len(sample), sample.index))
+        waiting = []
+        for length, members in _by_row_length(pool, plan, known):
+            rows = _packed(members, length)
+            # What has waited once goes first, so that no sample waits for ever; then the fullest rows.
+            rows.sort(key=lambda row: (not any(id(s) in old for s in row), -sum(map(len, row)), row[0].index))
+            size = plan.rows(length) * plan.groups
+            whole = len(rows) - len(rows) % size
+            for start in range(0, whole, size):
+                yield _batch(rows[start : start + size], plan.rows(length), length, plan.groups)
+            tail = rows[whole:]
+            many = sum(map(len, tail)) >= plan.window_samples  # so short that a whole window fills no batch
+            if tail and (last or many):
+                count = plan.short_rows(length, len(tail)) if many or plan.short_tail else plan.rows(length)
+                yield _batch(tail, count, length, plan.groups)
+            else:
+                waiting += [sample for row in tail for sample in row]
 
 
-def _windows(samples: Iterable[Sample], plan: BatchPlan) -> Iterator[list[Sample]]:
+def _windows(samples: Iterable[Sample], plan: BatchPlan) -> Iterator[tuple[list[Sample], bool]]:
+    """Samples in lists of bounded size, each with whether it is the last one."""
     window: list[Sample] = []
-    tokens = 0
+    tokens, size = 0, _FIRST_WINDOW
+    batch = plan.batch_tokens * plan.groups
     for sample in samples:
+        if tokens >= max(size * batch, _WINDOW_TOKENS) or len(window) >= plan.window_samples:
+            yield window, False
+            window, tokens, size = [], 0, min(2 * size, _WINDOW)
         window.append(sample)
         tokens += len(sample)
-        if tokens >= plan.window_tokens or len(window) >= _WINDOW_SAMPLES:
-            yield window
-            window, tokens = [], 0
     if window:
-        yield window
+        yield window, True
 
 
-def _window_batches(window: Sequence[Sample], plan: BatchPlan) -> Iterator[Batch]:
-    start = 0
-    while start < len(window):
-        length = bucket(len(window[start]), plan.longest)
-        left = -(-(len(window) - start) // plan.groups)
-        # A window's last batch may need few rows: a power of two of them, so that there are few such shapes.
-        rows = min(plan.rows(length), 1 << (left - 1).bit_length())
-        taken = window[start : start + rows * plan.groups]
-        groups = tuple(tuple(taken[g * rows : (g + 1) * rows]) for g in range(plan.groups))
-        yield Batch(groups, rows, length)
-        start += len(taken)
+def _by_row_length(pool: Sequence[Sample], plan: BatchPlan, known: list[int]) -> Iterator[tuple[int, Sequence[Sample]]]:
+    """The pool, longest first, in parts of one row length; a part more only where its rows are far shorter.
+
+    Attention costs a row's whole length, so a document of 20,000 tokens has no room for a thousand short texts.
+    """
+    while pool:
+        length = plan.row_length(len(pool[0]), known)
+        if length not in known:
+            known.append(length)
+        short = length // (2 * _NEAR)
+        split = len(pool) if short < plan.row_length(1) else bisect_left(pool, -short, key=lambda sample: -len(sample))
+        yield length, pool[:split]
+        pool = pool[split:]
+
+
+def _packed(samples: Sequence[Sample], length: int) -> list[Row]:
+    """Best fit: each sample, longest first, into the fullest row that has room for it."""
+    rows: list[list[Sample]] = []
+    free: list[tuple[int, int]] = []
+    for sample in samples:
+        place = bisect_left(free, (len(sample), 0))
+        if place < len(free):
+            room, number = free.pop(place)
+            rows[number].append(sample)
+        else:
+            room, number = length, len(rows)
+            rows.append([sample])
+        if room > len(sample):
+            insort(free, (room - len(sample), number))
+    return [tuple(row) for row in rows]
+
+
+def _batch(rows: Sequence[Row], count: int, length: int, groups: int) -> Batch:
+    return Batch(tuple(tuple(rows[g * count : (g + 1) * count]) for g in range(groups)), count, length)

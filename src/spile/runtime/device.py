@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from spile.errors import Failure
 from spile.model.decoder import forward
@@ -66,7 +66,10 @@ def compute_dtype_for(platform: str) -> str:
 
 
 class DeviceProducer:
-    """A model, its weights in place, and one compiled program a batch shape."""
+    """A model, its weights in place, and one compiled program per batch shape.
+
+    ``params`` may be shapes alone at first: programs are compiled from them beside the reading of the weights.
+    """
 
     def __init__(
         self,
@@ -93,6 +96,8 @@ class DeviceProducer:
         self._proven: set[tuple[int, int]] = set()
         self._awaited: dict[tuple[int, int], float] = {}
         """When the loop came to a shape's first batch."""
+        self._pool: Future[None] = Future()
+        self._pool.set_result(None)
         self._lock = threading.Lock()
         # The devices of one model-parallel set compute the same sequences; each then keeps a group of its own of them.
         self.rows_sharding = NamedSharding(mesh, PartitionSpec("data"))
@@ -127,9 +132,28 @@ class DeviceProducer:
 
     # -- programs -------------------------------------------------------------------------------------------------
 
-    def prepare(self, batch: Batch) -> None:
+    def prepare(self, shape: tuple[int, int]) -> None:
         """Compile for this shape in the background, once."""
-        self._program((batch.rows, batch.length))
+        self._program(shape)
+
+    def reserve(self, size: int) -> None:
+        """Take this much pinned memory per device in the background: no call that starts a batch waits for the pool.
+
+        In one piece: the pool grows by doubling, and each growth stops whoever asks for a block. As a program's output:
+        a plain ``device_put`` keeps the interpreter's lock for as long as the system takes to pin the pages.
+        """
+        if self.away_sharding.memory_kind == "pinned_host":
+            self._pool = self._compilers.submit(self._take, size)
+
+    def _take(self, size: int) -> None:
+        with self._progress.timeline.span("pinned memory"):
+            for device in self.mesh.local_devices:
+                away = SingleDeviceSharding(device, memory_kind="pinned_host")
+                try:
+                    take = jax.jit(lambda: jnp.zeros(size, jnp.uint8), out_shardings=away).lower().compile()
+                    jax.block_until_ready(take())
+                except jax.errors.JaxRuntimeError as error:  # a smaller pool costs speed and not the run
+                    self._progress.say(f"no {size:,} bytes of pinned memory at once: {str(error)[:100]}")
 
     def _program(self, shape: tuple[int, int]) -> Future[Callable[..., Any]]:
         with self._lock:
@@ -139,21 +163,26 @@ class DeviceProducer:
 
     def await_program(self, batch: Batch, given_up: Callable[[], bool]) -> None:
         """A compilation takes up to minutes, and a signal must not wait for it."""
-        shape = (batch.rows, batch.length)
+        shape = batch.shape
         program = self._program(shape)
-        if shape in self._proven or program.done():
+        waiting: list[Future[Any]] = [work for work in (program, self._pool) if not work.done()]
+        if shape in self._proven or not waiting:
             return
         self._awaited.setdefault(shape, time.perf_counter())
         self._progress.phase(Phase.COMPILING, f"for {shape[0]} × {shape[1]} tokens")
-        while not program.done() and not given_up():
-            wait([program], timeout=_LOOK_UP)
+        while waiting and not given_up():
+            waiting = list(wait(waiting, timeout=_LOOK_UP).not_done)
 
     def compile(self, shape: tuple[int, int]) -> jax.stages.Compiled:
-        """The program for a batch of this shape: rows a device, and padded length."""
+        """The program for a batch of this shape: rows per device, and their length."""
+        with self._progress.timeline.span(f"compile {shape[0]} × {shape[1]}"):
+            return self._lower(shape).compile()
+
+    def _lower(self, shape: tuple[int, int]) -> jax.stages.Lowered:
         rows, length = shape
-        tokens = jax.ShapeDtypeStruct((self.groups * rows, length), jnp.int32, sharding=self.rows_sharding)
+        batch = jax.ShapeDtypeStruct((self.groups * rows, 3, length), jnp.int32, sharding=self.rows_sharding)
         index = jax.ShapeDtypeStruct((self.groups, self._rows(shape)), jnp.int32, sharding=self.groups_sharding)
-        return jax.jit(self._step).lower(self.params, tokens, index).compile()
+        return jax.jit(self._step).lower(self.params, batch, index)
 
     def _rows(self, shape: tuple[int, int]) -> int:
         """Rows of a block as it leaves the device: the same for every shape, so that pinned memory is used again.
@@ -162,7 +191,7 @@ class DeviceProducer:
         """
         return max(self._block, shape[0] * shape[1])
 
-    def _step(self, params: Params, tokens: jax.Array, index: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    def _step(self, params: Params, batch: jax.Array, index: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
         """The whole of what a device does with a batch."""
         left = len(self.taps)
 
@@ -176,9 +205,10 @@ class DeviceProducer:
             away = jax.device_put(x, self.away_sharding) if left else x
             return away, jnp.isfinite(x).all(axis=(1, 2))
 
+        rows = (batch[:, part] for part in range(3))
         kept = forward(
             params,
-            tokens,
+            *rows,
             config=self.config,
             taps=self.taps,
             attention=self.attend,
@@ -194,12 +224,12 @@ class DeviceProducer:
     def start(self, batch: Batch) -> _Pending:
         """Send a batch to the devices. A shape's first batch is waited for, so that too little memory shows here."""
         check_tokens(batch.samples, self.config.vocab_size)
-        shape = (batch.rows, batch.length)
+        shape = batch.shape
         program = self._wait_for(shape)
         packed = pack(batch, self._rows(shape))
         try:
             arrays, finite = program(
-                self.params, put(packed.tokens, self.rows_sharding), put(packed.places, self.groups_sharding)
+                self.params, put(packed.rows, self.rows_sharding), put(packed.places, self.groups_sharding)
             )
             arrays = [array if self._is_away(array) else jax.device_put(array, self.away_sharding) for array in arrays]
             if shape not in self._proven:

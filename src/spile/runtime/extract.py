@@ -6,23 +6,18 @@ import threading
 from contextlib import ExitStack, closing
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from spile.errors import SpecError
-from spile.model.attention import choose
-from spile.model.decoder import head_needed, layers_needed
 from spile.objects import open_folder
 from spile.objects.preflight import preflight
 from spile.plan.amounts import counted, size
 from spile.plan.ranges import Ranges
-from spile.runtime.device import DeviceProducer, enable_compilation_cache
-from spile.runtime.mesh import default_shape, device_memory, make_mesh, plan_mesh
+from spile.runtime.device import enable_compilation_cache
 from spile.runtime.notes import Notes, note_checkpoint
 from spile.runtime.parts import Parts, find, sizes_for
 from spile.runtime.pod.group import SingleProcess, WorkerGroup, same_command
 from spile.runtime.producer import Producer
 from spile.runtime.progress import Progress
+from spile.runtime.startup import make_producer
 from spile.runtime.summary import Summary, peak_memory
 from spile.runtime.visiting import OnDevices, VisitKind
 from spile.runtime.worker import LocalControl, run_worker
@@ -32,9 +27,8 @@ from spile.store.clearing import clear_stream, remove_remains, stream_has_commit
 from spile.store.layout import stream_folder
 from spile.store.run import join_run
 from spile.store.stream import StreamStore, join_stream, read_stream
-from spile.weights.loading import load
 
-__all__ = ["expected_samples", "extract", "make_producer", "stream_end", "visit"]
+__all__ = ["expected_samples", "extract", "stream_end", "visit"]
 
 
 def extract(
@@ -68,7 +62,7 @@ def visit(
     for place in filter(None, (spec.output, spec.local_copy)):  # first: find reads the run that is there
         for warning in preflight(open_folder(place)):
             progress.say(warning)
-    parts = find(spec)
+    parts = find(spec, progress.timeline)
     again = hosts.first and _starts_over(parts)
     stream = _known_stream(parts) if hosts.first and not again else None
     if not hosts.agree("left", stream is None or _left(parts, stream)):
@@ -76,7 +70,8 @@ def visit(
     progress.phase(Phase.LOADING, "the model")
     with ExitStack() as stack:
         notes = None if stream is None else stack.enter_context(_notes(parts, stream, progress, hosts))
-        worker: OnDevices = kind.make(parts, progress)
+        done = Ranges() if stream is None else stream.ledger.done
+        worker: OnDevices = kind.make(parts, progress, done)
         hosts.barrier("model_loaded")
         if again:
             clear_stream(parts.root, spec.data.worker_id)  # not before the model is known to be whole
@@ -173,31 +168,6 @@ def stream_end(parts: Parts, stream: StreamStore) -> int | None:
 def _left(parts: Parts, stream: StreamStore) -> bool:
     expected = expected_samples(parts, stream)
     return expected is None or bool(len(Ranges([(0, expected)]) - stream.ledger.done))
-
-
-def make_producer(parts: Parts, progress: Progress) -> DeviceProducer:
-    """The model on all devices, those of a pod's other hosts included."""
-    config, dtype = parts.files.config, parts.spec.dtype
-    layers = layers_needed(parts.taps, config.n_layers)
-    head = head_needed(parts.taps)
-    shape = parts.spec.mesh_shape or default_shape(
-        config, jax.device_count(), jnp.dtype(dtype).itemsize, device_memory(), layers, head=head
-    )
-    mesh, plan = make_mesh(shape), plan_mesh(config, shape)
-    for note in plan.notes(config):
-        progress.say(note)
-    params = load(parts.files, dtype, layers, plan.place(mesh), head=head)
-    return DeviceProducer(
-        params,
-        config,
-        parts.taps,
-        store_dtype=parts.spec.store_dtype,
-        mesh=mesh,
-        attention=choose(config, mesh.devices.flat[0].platform, dtype),
-        dtype=dtype,
-        block=sizes_for(parts).batch_tokens,
-        progress=progress,
-    )
 
 
 def _notes(parts: Parts, stream: StreamStore, progress: Progress, hosts: WorkerGroup) -> Notes:

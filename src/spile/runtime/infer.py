@@ -75,7 +75,7 @@ def infer(
     return visit(spec, _INFER, progress=progress, stop=stop, hosts=hosts)
 
 
-def _make_generator(parts: Parts, progress: Progress) -> Generator:
+def _make_generator(parts: Parts, progress: Progress, _done: Ranges) -> Generator:
     """The model on all devices, its cache's memory planned before it is asked for."""
     spec, config, dtype = parts.spec, parts.files.config, parts.spec.dtype
     generation = _generation(parts)

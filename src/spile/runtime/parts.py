@@ -1,9 +1,12 @@
-"""What a spec names, found and checked before anything is loaded or written."""
+"""What a spec names: the model, the tokenizer, the data and the dataset's home, found before any weight is read."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import TypeVar
 
 import jax
 
@@ -20,6 +23,7 @@ from spile.runtime.device import compute_dtype_for
 from spile.runtime.producer import check_tokens
 from spile.runtime.sizing import choose_sizes
 from spile.runtime.stopping import with_stops
+from spile.runtime.timeline import Timeline
 from spile.runtime.worker import Sizes
 from spile.spec.identity import RunIdentity, StreamIdentity
 from spile.spec.run import ExtractSpec
@@ -48,10 +52,29 @@ class Parts:
     tokenizer: Tokenizer
 
 
-def find(spec: ExtractSpec) -> Parts:
-    """Everything that a spec names, checked as far as it can be before the weights are loaded."""
-    files = weights.find(spec.model, spec.revision)
-    _refuse_positions(spec, files.config.learned_positions)
+def find(spec: ExtractSpec, timeline: Timeline | None = None) -> Parts:
+    """Everything that a spec names, checked as far as it can be before the weights are loaded.
+
+    The devices are looked for and the weights are summed beside the reading of the tokenizer and the data.
+    """
+    timeline = timeline or Timeline()
+    with timeline.span("model, tokenizer and data"), ThreadPoolExecutor(2, "spile-start") as threads:
+        platform = threads.submit(_timed, timeline, "devices", jax.default_backend)
+        files = weights.find(spec.model, spec.revision)
+        _refuse_positions(spec, files.config.learned_positions)
+        summed = threads.submit(_timed, timeline, "the weights' checksum", files.weights_hash)
+        return _found(spec, files, platform, summed)
+
+
+T = TypeVar("T")
+
+
+def _timed(timeline: Timeline, name: str, work: Callable[[], T]) -> T:
+    with timeline.span(name):
+        return work()
+
+
+def _found(spec: ExtractSpec, files: weights.ModelFiles, platform: Future[str], summed: Future[str]) -> Parts:
     taps = select_taps(spec.sites, spec.layers, files.config.n_layers, spec.heads, spec.top_k)
     generation = spec.generation
     taps = () if generation is not None and generation.capture == "none" else taps
@@ -62,14 +85,14 @@ def find(spec: ExtractSpec) -> Parts:
     known = read_run(root)
     dtype = spec.dtype
     if dtype == "auto":
-        dtype = known.dtype if known else compute_dtype_for(jax.default_backend())  # type: ignore[assignment]
+        dtype = known.dtype if known else compute_dtype_for(platform.result())  # type: ignore[assignment]
     identity = RunIdentity(
         model=files.name,
         revision=files.revision,
         architecture=files.config.architecture,
         d_model=files.config.d_model,
         n_layers=files.config.n_layers,
-        weights=files.weights_hash(),
+        weights=summed.result(),
         tokenizer=files.tokenizer_hash(),
         prompt=samples.prompt,
         seed=spec.data.seed,

@@ -91,7 +91,7 @@ class Pipeline:
             if work is None:
                 break
             for batch in work.plan.batches:
-                self._producer.prepare(batch)
+                self._producer.prepare(batch.shape)
             plans.put(work)
         plans.close()
 
@@ -195,7 +195,7 @@ class Pipeline:
         self._control.committed()
 
     def _own(self, batch: Batch) -> list[Sample]:
-        return [sample for group in self._producer.owned for sample in batch.groups[group]]
+        return [sample for group in self._producer.owned for sample in batch.of(group)]
 
     def _fits(self, batch: Batch) -> bool:
         return self._most_tokens is None or batch.rows == 1 or batch.rows * batch.length <= self._most_tokens
@@ -212,7 +212,7 @@ class Pipeline:
         """Halve the batch, or give up where there is nothing left to halve."""
         if batch.rows == 1:
             raise OutOfDeviceMemory(
-                f"one sample of {batch.length} tokens does not fit on the device",
+                f"one row of {batch.length} tokens does not fit on the device",
                 fix="use fewer --taps, a smaller --max-seq-length or --dtype bfloat16",
             ) from error
         rows = -(-batch.rows // 2)
@@ -254,7 +254,7 @@ class Pipeline:
         """Put a batch's rows where they belong, tap after tap."""
         builder, batch = step.shard.builder, step.batch
         if builder is not None:
-            sizes = {group: sum(map(len, batch.groups[group])) for group in self._producer.owned}
+            sizes = {group: sum(map(len, batch.of(group))) for group in self._producer.owned}
             for tap, of_tap in enumerate(blocks):
                 row = step.first_row
                 for group, rows in of_tap:

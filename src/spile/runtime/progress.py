@@ -8,12 +8,32 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from spile.runtime.timeline import Timeline
 from spile.spec.phase import Phase
 
-__all__ = ["STAGES", "Progress", "ProgressSnapshot"]
+__all__ = ["STAGES", "Progress", "ProgressSnapshot", "WallTime"]
 
 STAGES = ("tokenizer", "model", "host copy", "sink")
 """The pipeline's stages. Each is busy or waits for another; the busiest is what limits the run."""
+
+
+@dataclass(frozen=True)
+class WallTime:
+    """Where the seconds since the command was typed went."""
+
+    start: float = 0.0
+    """Until the first batch could be started, but for its program."""
+    compile: float = 0.0
+    """Waiting for programs, and for the pinned memory that is taken beside them."""
+    run: float = 0.0
+    """From the first batch to the last row written."""
+    end: float = 0.0
+    """Making it durable."""
+
+    @property
+    def whole(self) -> float:
+        """All of it."""
+        return self.start + self.compile + self.run + self.end
 
 
 @dataclass(frozen=True)
@@ -38,6 +58,7 @@ class ProgressSnapshot:
     """Since the first batch was started."""
     busy: dict[str, float]
     """Seconds each stage was busy."""
+    wall: WallTime
 
     @property
     def doing(self) -> str:
@@ -57,8 +78,10 @@ class ProgressSnapshot:
 
     @property
     def limit(self) -> str | None:
-        """The stage that the others wait for."""
-        return max(self.busy, key=self.busy.__getitem__) if any(self.busy.values()) else None
+        """The stage that the others wait for; ``compiling`` where the wait for programs is longer than any works."""
+        if not any(self.busy.values()):
+            return None
+        return max(times := {**self.busy, "compiling": self.compile_seconds}, key=times.__getitem__)
 
 
 @dataclass
@@ -70,6 +93,7 @@ class Progress:
     clock: Callable[[], float] = time.perf_counter
     say: Callable[[str], None] = field(default=lambda _line: None)
     """Where a line for the user goes: above the bar, or to the log."""
+    timeline: Timeline = field(default_factory=Timeline)
 
     def __post_init__(self) -> None:
         self._lock = threading.RLock()  # a signal's handler looks at the counters in whatever the main thread is at
@@ -82,6 +106,7 @@ class Progress:
         self._busy = dict.fromkeys(STAGES, 0.0)
         self._compile = 0.0
         self._started: float | None = None
+        self._written: float | None = None
 
     @contextmanager
     def heard_by(self, listener: Callable[[str], None]) -> Iterator[None]:
@@ -113,6 +138,8 @@ class Progress:
         with self._lock:
             for name, count in counts.items():
                 self._counts[name] += count
+            if counts.get("tokens"):
+                self._written = self.clock()
 
     def skip(self, reason: str) -> None:
         """A sample that is done without rows."""
@@ -142,8 +169,14 @@ class Progress:
     def snapshot(self) -> ProgressSnapshot:
         """A consistent copy."""
         with self._lock:
-            seconds = self.clock() - self._started if self._started is not None else 0.0
+            now = self.clock()
+            seconds = now - self._started if self._started is not None else 0.0
             return ProgressSnapshot(
                 phase=self._phase, detail=self._detail, skipped=dict(self._skipped), compile_seconds=self._compile,
-                seconds=seconds, busy=dict(self._busy), **self._counts,
+                seconds=seconds, busy=dict(self._busy), wall=self._wall(now), **self._counts,
             )  # fmt: skip
+
+    def _wall(self, now: float) -> WallTime:
+        first = self._started if self._started is not None else now
+        last = self._written if self._written is not None else now
+        return WallTime(first - self.timeline.origin, self._compile, last - first - self._compile, now - last)

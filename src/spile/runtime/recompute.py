@@ -19,7 +19,7 @@ from spile.model.decoder import forward, head_needed
 from spile.model.experts import choose_mixture
 from spile.model.params import Params
 from spile.objects import open_folder
-from spile.plan.batches import bucket
+from spile.plan.batches import single_row
 from spile.runtime.device import enable_compilation_cache
 from spile.spec.taps import Tap
 from spile.store.recomputation import Recompute
@@ -64,7 +64,7 @@ def recomputer(root: str) -> Recompute:
         return functools.partial(jax.jit(step), params(head_needed(chosen)))
 
     def recompute(tokens: npt.NDArray[np.int32], taps: tuple[str, ...]) -> Sequence[npt.NDArray[np.float32]]:
-        length = bucket(len(tokens), run.max_seq_length)
+        length = single_row(len(tokens))
         padded = np.zeros((1, length), np.int32)
         padded[0, : len(tokens)] = tokens
         own = (np.arange(length) < len(tokens)).astype(np.int32)[None]

@@ -16,6 +16,9 @@ __all__ = ["choose_sizes", "host_memory", "in_flight"]
 
 _BATCH_TOKENS = {"cpu": (4096, 4096), "gpu": (8192, 32768), "tpu": (4096, 16384)}
 """Tokens a device and step, at least and at most: enough to keep it busy, and its rows a fraction of a shard."""
+_ROWS = {"cpu": (512, True), "gpu": (1024, False), "tpu": (1024, False)}
+"""How short a row may be, and whether a last batch has a shape of its own. A program costs an accelerator's compiler
+seconds, more than it takes to compute the padding of one batch; attention over a long row costs a CPU more."""
 _MOST_LANES = 8
 _MEMORY_SHARE = 4
 """Rows in flight take at most one part in so many of the host's memory."""
@@ -34,6 +37,8 @@ def choose_sizes(spec: ExtractSpec, bytes_per_token: int) -> Sizes:
         lanes=lanes,
         finishers=_finishers(spec.output),
         in_flight=in_flight(lanes, tokens * bytes_per_token * jax.local_device_count(), host_memory()),
+        shortest_row=_ROWS[jax.default_backend()][0],
+        short_tail=_ROWS[jax.default_backend()][1],
     )
 
 
@@ -48,7 +53,7 @@ def _batch_tokens(spec: ExtractSpec, bytes_per_token: int) -> int:
         return spec.batch_size * spec.data.max_seq_length
     most = int(spec.shard_size_gb * 1e9 / 2 / bytes_per_token)
     floor, ceiling = _BATCH_TOKENS[jax.default_backend()]
-    return max(floor, min(ceiling, 1 << max(most, 1).bit_length()))
+    return max(floor, min(ceiling, 1 << max(most, 1).bit_length() - 1))
 
 
 def _lanes(output: str) -> int:
@@ -73,9 +78,13 @@ def _finishers(output: str) -> int | None:
 def in_flight(lanes: int, batch_bytes: int, memory: int) -> int:
     """A batch in each lane, one waiting behind every second, and those ahead; fewer where memory is short.
 
-    Never fewer than two: one is written while the next is computed.
+    Never fewer than two: one is written while the next is computed. An accelerator's pool of pinned memory has the size
+    of a power of two and takes half a second per GiB, so that for several lanes there are as many as fit below one.
     """
     wanted = lanes + lanes // 2 + AHEAD
+    if lanes > 1:
+        pool = 1 << (wanted * batch_bytes).bit_length() - 1
+        wanted = max(lanes + 2, pool // batch_bytes)
     return max(2, min(wanted, memory // _MEMORY_SHARE // batch_bytes))
 
 

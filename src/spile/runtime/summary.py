@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spile.errors import Interrupted
-from spile.plan.amounts import amount, size
+from spile.plan.amounts import amount, duration, size
 from spile.runtime.progress import ProgressSnapshot
 
 __all__ = ["Summary", "peak_memory"]
@@ -58,6 +58,8 @@ class Summary:
         stage = self.visit.limit
         if stage is None or not self.visit.tokens:
             return None
+        if stage == "compiling":
+            return f"compiling, {duration(self.visit.compile_seconds)}"
         busy = self.visit.busy[stage]
         if stage in ("host copy", "sink"):
             name = self.sink if stage == "sink" else stage

@@ -29,8 +29,8 @@ class OnDevices(Protocol):
 class VisitKind(NamedTuple):
     """What one kind of visit to a stream does where others do something else."""
 
-    make: Callable[[Parts, Progress], Any]
-    """Puts the model on the devices: an :class:`OnDevices`."""
+    make: Callable[[Parts, Progress, Ranges], Any]
+    """Puts the model on the devices, for what is left but for what is done: an :class:`OnDevices`."""
     work: Callable[[Parts, StreamStore, Ranges, Any, Notes, threading.Event, WorkerGroup], bool]
     """Works off what is left; False: told to stop."""
     finish: Callable[[Parts, StreamStore], None]

@@ -38,6 +38,12 @@ class Sizes:
     """Shards made durable side by side; as many as lanes, unless a bucket's line would idle while one is completed."""
     in_flight: int | None = None
     """Batches started and not yet written: their rows are what a worker holds in memory."""
+    shortest_row: int = 64
+    short_tail: bool = False
+
+    def batch_plan(self, groups: int) -> BatchPlan:
+        """The part of it that bounds batches."""
+        return BatchPlan(self.batch_tokens, self.batch_size, self.longest, groups, self.shortest_row, self.short_tail)
 
 
 class LocalControl:
@@ -104,7 +110,7 @@ def shard_tasks(
                 yield item
         more = False
 
-    plan = BatchPlan(sizes.batch_tokens, sizes.batch_size, sizes.longest, groups)
+    plan = sizes.batch_plan(groups)
     while more:
         for shard in shards(batches(samples(), plan), bytes_per_token, sizes.shard_bytes):
             yield ShardTask(shard, tuple(skipped))

@@ -21,7 +21,7 @@ from spile.plan.batches import Batch
 from spile.runtime import device
 from spile.runtime.device import DeviceProducer, compute_dtype_for, enable_compilation_cache
 from spile.runtime.mesh import make_mesh
-from spile.runtime.producer import OutOfDeviceMemory, check_tokens, pack
+from spile.runtime.producer import OutOfDeviceMemory, check_tokens
 from spile.spec.sample import Sample
 from spile.spec.taps import Tap
 from spile.weights.loading import load
@@ -35,7 +35,8 @@ def sample(index: int, length: int, highest: int = 100) -> Sample:
     return Sample(index, f"task-{index}", tokens, np.zeros(length, np.uint8), preview="")
 
 
-BATCH = Batch(((sample(0, 9), sample(1, 5), sample(2, 1)),), rows=4, length=16)
+BATCH = Batch((((sample(0, 9), sample(1, 5)), (sample(2, 1),)),), rows=4, length=16)
+"""Two samples in one row, one in another, and two rows of padding."""
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +62,9 @@ def producer(params: Params) -> Iterator[DeviceProducer]:
 def test_rows_are_packed_sample_after_sample(producer: DeviceProducer, params: Params) -> None:
     blocks = producer.fetch(producer.start(BATCH))
     assert [[block.group for block in of_tap] for of_tap in blocks] == [[0], [0]]
-    wanted = forward(params, jnp.asarray(pack(BATCH).tokens), config=FILES.config, taps=TAPS, attention="xla")
-    for of_tap, whole in zip(blocks, wanted, strict=True):
-        real = np.concatenate([np.asarray(whole[row, : len(s)]) for row, s in enumerate(BATCH.samples)])
+    alone = [forward(params, jnp.asarray(s.tokens[None]), config=FILES.config, taps=TAPS) for s in BATCH.samples]
+    for of_tap, wanted in zip(blocks, zip(*alone, strict=True), strict=True):
+        real = np.concatenate([np.asarray(whole[0]) for whole in wanted])
         np.testing.assert_allclose(of_tap[0].rows[: len(real)], real, rtol=1e-5, atol=1e-5)
 
 
@@ -92,7 +93,7 @@ def test_tokens_beyond_the_vocabulary_are_refused_before_anything_runs(producer:
     check_tokens([sample(1, 4)], size)
     beyond = Sample(7, "seven", np.array([3, size], np.int32), np.zeros(2, np.uint8), preview="")
     with pytest.raises(ModelError) as caught:
-        producer.start(Batch(((sample(0, 4), beyond),), 2, 16))
+        producer.start(Batch((((sample(0, 4), beyond),),), 2, 16))
     assert str(caught.value) == (
         f"the tokenizer is not this model's: sample 7 (seven): expected tokens below the model's vocabulary of "
         f"{size:,}, found {size}; give the model its own tokenizer files"
@@ -131,9 +132,9 @@ def test_closing_forgets_programs_that_nobody_waits_for(
 ) -> None:
     go = threading.Event()
     monkeypatch.setattr(producer, "compile", lambda shape: go.wait(60))
-    many = [Batch(((sample(0, 5),),), rows, 64) for rows in range(1, 2 + 2 * device._COMPILERS)]
+    many = [Batch((((sample(0, 5),),),), rows, 64) for rows in range(1, 2 + 2 * device._COMPILERS)]
     for batch in many:
-        producer.prepare(batch)
+        producer.prepare(batch.shape)
     producer.close()
     go.set()
     assert any(program.cancelled() for program in producer._programs.values())

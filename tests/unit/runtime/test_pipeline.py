@@ -131,7 +131,7 @@ def test_a_batch_that_does_not_fit_is_halved_and_said(tmp_path, groups, lanes):
 
 
 def test_one_sample_that_does_not_fit_is_an_error_that_says_what_to_do(tmp_path):
-    with pytest.raises(OutOfDeviceMemory, match="one sample of 64 tokens does not fit on the device; use fewer --taps"):
+    with pytest.raises(OutOfDeviceMemory, match="one row of 64 tokens does not fit on the device; use fewer --taps"):
         visit(tmp_path, [sample(0, 5)], NumpyProducer(fits=10))
 
 

@@ -17,14 +17,14 @@ from typing import Any
 import jax
 
 from spile.objects import open_folder
-from spile.plan.batches import Batch, BatchPlan, batches
+from spile.plan.batches import Batch, batches
 from spile.plan.ranges import Ranges
 from spile.runtime.device import DeviceProducer
-from spile.runtime.extract import make_producer
 from spile.runtime.measure import naive
 from spile.runtime.measure.limits import Limits, bare_forward, device_to_host, host_copy, matmul, sequential_write
 from spile.runtime.parts import Parts, bytes_per_token, find, sizes_for
 from spile.runtime.progress import Progress
+from spile.runtime.startup import make_producer
 from spile.runtime.summary import peak_memory
 from spile.runtime.worker import LocalControl, run_worker
 from spile.spec.run import ExtractSpec
@@ -91,11 +91,10 @@ def bench(
     with tempfile.TemporaryDirectory(dir=spec.output, prefix="bench-") as folder:
         parts = find(replace(spec, output=folder))
         progress = Progress()
-        producer = make_producer(parts, progress)
+        producer = make_producer(parts, progress, Ranges())
         samples = _samples(parts, tokens)
         sizes = sizes_for(parts)
-        plan = BatchPlan(sizes.batch_tokens, sizes.batch_size, sizes.longest, producer.groups)
-        made = list(batches(samples, plan))
+        made = list(batches(samples, sizes.batch_plan(producer.groups)))
         some = made[:: max(1, len(made) // _LIMIT_BATCHES)]
         limits = _limits(producer, some, Path(folder), sizes.lanes, limit_bytes)
         _warm(producer, made, sizes.in_flight or 1)
@@ -134,7 +133,7 @@ def _warm(producer: DeviceProducer, made: Sequence[Batch], in_flight: int) -> No
     """Compile and run each shape once, and take the pinned memory of a full pipeline: what a long run does but once."""
     shapes = {(batch.rows, batch.length): batch for batch in made}
     for batch in shapes.values():
-        producer.prepare(batch)
+        producer.prepare(batch.shape)
     for batch in shapes.values():
         producer.fetch(producer.start(batch))
     largest = max(shapes.values(), key=lambda batch: batch.rows * batch.length)

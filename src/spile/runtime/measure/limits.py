@@ -93,12 +93,13 @@ def bare_forward(producer: DeviceProducer, batches: Sequence[Batch]) -> tuple[fl
     config = producer.config
     last = max(producer.taps, key=lambda tap: layers_needed((tap,), config.n_layers))
 
-    def step(params: Any, tokens: jax.Array) -> jax.Array:
+    def step(params: Any, batch: jax.Array) -> jax.Array:
         # The largest value: a sum could be moved inside the products, and the products away.
-        (kept,) = forward(params, tokens, config=config, taps=(last,), attention=producer.attend)
+        rows = (batch[:, part] for part in range(3))
+        (kept,) = forward(params, *rows, config=config, taps=(last,), attention=producer.attend)
         return jnp.max(jnp.abs(kept))
 
-    inputs = [jax.device_put(pack(batch).tokens, producer.rows_sharding) for batch in batches]
+    inputs = [jax.device_put(pack(batch).rows, producer.rows_sharding) for batch in batches]
     shapes = {array.shape: array for array in inputs}
     with ThreadPoolExecutor(_COMPILERS) as pool:
         compiled = pool.map(lambda array: jax.jit(step).lower(producer.params, array).compile(), shapes.values())

@@ -65,9 +65,9 @@ def _forward(hosts: WorkerGroup, say: Callable[[str], None]) -> None:
     tokens = np.arange(_LENGTH, dtype=np.int32) % files.config.vocab_size
     sample = Sample(0, "check", tokens, np.zeros(_LENGTH, np.uint8))
     everyone = producer(jax.devices(), _shape(jax.device_count()))
-    together = everyone.fetch(everyone.start(Batch(((sample,),) * everyone.groups, 1, _LENGTH)))[0]
+    together = everyone.fetch(everyone.start(Batch((((sample,),),) * everyone.groups, 1, _LENGTH)))[0]
     alone = producer([jax.local_devices()[0]], (1, 1))
-    reference = alone.fetch(alone.start(Batch(((sample,),), 1, _LENGTH)))[0][0].rows.astype(np.float64)
+    reference = alone.fetch(alone.start(Batch((((sample,),),), 1, _LENGTH)))[0][0].rows.astype(np.float64)
     scale = float(np.sqrt(np.mean(np.square(reference))))
     worst = max(float(np.max(np.abs(block.rows.astype(np.float64) - reference))) for block in together) / scale
     if worst > _TOLERANCE:
