@@ -110,13 +110,13 @@ def readers(url: str) -> dict[str, Transfer]:
 
 def writers(url: str) -> dict[str, Transfer]:
     """The ways to write a part of an upload, its checksum sent along where the client can."""
-    from spile.objects.cloud.rest import crc32c
+    from spile.objects.crc import crc32c, to_base64
 
     data = np.random.default_rng(0).integers(0, 256, SIZE, np.uint8).tobytes()
     pool = urllib3.PoolManager(maxsize=64)
 
     def with_urllib3(number: int) -> int:
-        headers = {"x-amz-checksum-crc32c": crc32c(data)}
+        headers = {"x-amz-checksum-crc32c": to_base64(crc32c(data))}
         pool.request("PUT", f"{url}/bucket/key?partNumber={number}&uploadId=x", body=data, headers=headers)
         return SIZE
 
@@ -135,7 +135,7 @@ def writers(url: str) -> dict[str, Transfer]:
         client = _boto(url)
 
         def with_boto(number: int) -> int:
-            extra: dict[str, Any] = {"ChecksumCRC32C": crc32c(data)}
+            extra: dict[str, Any] = {"ChecksumCRC32C": to_base64(crc32c(data))}
             client.upload_part(Bucket="bucket", Key="key", PartNumber=number + 1, UploadId="x", Body=data, **extra)
             return SIZE
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from spile.store.crc import crc32c
+from spile.objects.crc import crc32c
 
 CHUNK = 1 << 20
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from spile.data.tokens import Tokenizer
 
-__all__ = ["Document", "Window", "pack"]
+__all__ = ["Document", "PackedWindow", "pack"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +27,7 @@ class Document:
 
 
 @dataclass(frozen=True, eq=False)
-class Window:
+class PackedWindow:
     """A full window of tokens, or the last one."""
 
     index: int
@@ -36,7 +36,7 @@ class Window:
     tokens: npt.NDArray[np.int32]
 
 
-def pack(documents: Iterable[Document], length: int, tokenizer: Tokenizer) -> Iterator[Window]:
+def pack(documents: Iterable[Document], length: int, tokenizer: Tokenizer) -> Iterator[PackedWindow]:
     """The windows of all documents, one after another. A document without a token is no document."""
     before = [] if tokenizer.bos is None else [tokenizer.bos]
     after = [] if before or tokenizer.eos is None else [tokenizer.eos]
@@ -55,7 +55,7 @@ def pack(documents: Iterable[Document], length: int, tokenizer: Tokenizer) -> It
             held += len(piece)
             place += len(piece)
             if held == length:
-                yield Window(index, name, np.concatenate(parts))
+                yield PackedWindow(index, name, np.concatenate(parts))
                 index, held, parts = index + 1, 0, []
     if held:
-        yield Window(index, name, np.concatenate(parts))
+        yield PackedWindow(index, name, np.concatenate(parts))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
 
 from spile.data.arc.encoders import parse_encoder
 from spile.data.arc.fast_check import passes_fast_check
@@ -19,11 +19,42 @@ from spile.plan.ranges import Ranges
 from spile.spec.run import DataSpec, PromptSpec
 from spile.spec.sample import Sample, Skip
 
-__all__ = ["SampleStream", "open_stream"]
+__all__ = ["SampleReader", "SampleStream", "open_stream"]
 
 _CHARACTERS, _SAMPLES, _AHEAD = 1 << 18, 2048, 2
 """A chunk's size, which is also what is tokenized in parallel, and how many chunks may wait."""
 _PREVIEW = 96
+
+
+class SampleReader:
+    """One pass over a stream, tokenized ahead of its reader."""
+
+    def __init__(self, chunks: Iterator[list[Sample | Skip]], counted: list[int], total: int | None) -> None:
+        self._total, self._end = total, list[int]()
+        self._items = _read_ahead(chunks, counted, self._end)
+
+    @property
+    def total(self) -> int | None:
+        """The stream's samples, all of them; for packed documents None until this pass has come to its end."""
+        return self._end[0] if self._end else self._total
+
+    def __iter__(self) -> Iterator[Sample | Skip]:
+        return self
+
+    def __next__(self) -> Sample | Skip:
+        return next(self._items)
+
+    def close(self) -> None:
+        """Read no further."""
+        self._items.close()
+
+
+def _read_ahead(
+    chunks: Iterator[list[Sample | Skip]], counted: list[int], end: list[int]
+) -> Generator[Sample | Skip, None, None]:
+    for chunk in ahead(chunks, _AHEAD):
+        yield from chunk
+    end.extend(counted)  # not by the thread that reads ahead: whoever asked may have stopped before
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,27 +75,21 @@ class SampleStream:
     _tokenizer: Tokenizer
     _file: StreamFile
     _hashes: BlockHashes
-    _windows_seen: list[int] = field(default_factory=list)
-    """How many windows packed documents make: one entry for each time that they were read to the end."""
 
     @property
     def samples(self) -> int | None:
-        """All of them, whatever ``max_samples`` says; None for packed documents until they were read to the end."""
-        if self.prompt.pack:
-            return self._windows_seen[-1] if self._windows_seen else None
-        return self.lines * self.prompt.predictions_per_task
+        """All of them, whatever ``max_samples`` says; None for packed documents, which only reading them counts."""
+        return None if self.prompt.pack else self.lines * self.prompt.predictions_per_task
 
-    def read(self, done: Ranges) -> Iterator[Sample | Skip]:
+    def read(self, done: Ranges) -> SampleReader:
         """Every sample that is not done, in index order. What a sample is never depends on what is done."""
-        seen: list[int] = []
-        for chunk in ahead(self._chunks(done, seen), _AHEAD):
-            yield from chunk
-        self._windows_seen.extend(seen)  # not by the thread that reads ahead: whoever asked may have stopped before
+        counted: list[int] = []
+        return SampleReader(self._chunks(done, counted), counted, self.samples)
 
-    def _chunks(self, done: Ranges, seen: list[int]) -> Iterator[list[Sample | Skip]]:
+    def _chunks(self, done: Ranges, counted: list[int]) -> Iterator[list[Sample | Skip]]:
         drafter = Drafter.of(self.prompt, self._spec.seed, self._tokenizer)
         if self.prompt.pack:
-            yield from self._windows(done, drafter, seen)
+            yield from self._windows(done, drafter, counted)
             return
         for drafts in _chunked(self._drafts(done, self._spec.max_samples, drafter)):
             encoded = _encode(drafts, self._tokenizer)
@@ -84,7 +109,7 @@ class SampleStream:
                 place = f"{self.location} line {line.number}"
                 yield from drafter.drafts(parse_row(line.raw, place), line.index, place, wanted)
 
-    def _windows(self, done: Ranges, drafter: Drafter, seen: list[int]) -> Iterator[list[Sample | Skip]]:
+    def _windows(self, done: Ranges, drafter: Drafter, counted: list[int]) -> Iterator[list[Sample | Skip]]:
         limit, count = self._spec.max_samples, 0
         documents = self._documents(drafter)
         for window in pack(documents, self._spec.max_seq_length, self._tokenizer):
@@ -95,7 +120,7 @@ class SampleStream:
                 preview = self._tokenizer.decode(window.tokens[: _PREVIEW // 2].tolist())[:_PREVIEW]
                 yield [Sample(window.index, window.name, window.tokens, roles, preview)]
             count = window.index + 1
-        seen.append(count)
+        counted.append(count)
 
     def _documents(self, drafter: Drafter) -> Iterator[Document]:
         """Every document from the first: where a window begins depends on all tokens before it."""

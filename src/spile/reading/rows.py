@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from spile.objects.crc import CHUNK
 from spile.reading.read_pool import ReadPool
 from spile.reading.selection import Selection, positions_of
-from spile.store.crc import CHUNK
 from spile.store.shard_reader import ShardReader
 
 __all__ = ["RowBatch", "context_of", "iterate"]

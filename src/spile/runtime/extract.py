@@ -6,6 +6,7 @@ import threading
 from contextlib import ExitStack, closing
 from typing import Any
 
+from spile.data.stream import SampleReader
 from spile.errors import SpecError
 from spile.objects import open_folder
 from spile.objects.preflight import preflight
@@ -158,11 +159,11 @@ def expected_samples(parts: Parts, stream: StreamStore) -> int | None:
     return min(limits) if limits else None
 
 
-def stream_end(parts: Parts, stream: StreamStore) -> int | None:
+def stream_end(parts: Parts, stream: StreamStore, reader: SampleReader) -> int | None:
     """For a stream whose number of samples only reading it all tells: that number, once, when it has been read."""
     if parts.stream_identity.samples is not None or stream.ledger.end is not None:
         return None
-    return parts.samples.samples
+    return reader.total
 
 
 def _left(parts: Parts, stream: StreamStore) -> bool:
@@ -187,14 +188,15 @@ def _work(
     expected = expected_samples(parts, stream)
     if expected is not None:
         progress.total_samples = len(Ranges([(0, expected)]) - done)
+    reader = parts.samples.read(done)
     finished = run_worker(
-        parts.samples.read(done),
+        reader,
         producer,
         stream,
         sizes_for(parts),
         progress=progress,
         control=hosts.control(LocalControl(stop, spec.commit_every)),
-        end=lambda: stream_end(parts, stream),
+        end=lambda: stream_end(parts, stream, reader),
         sink=hosts.sink(stream, notes.committed),
     )
     progress.phase(Phase.DONE if finished else Phase.STOPPED)

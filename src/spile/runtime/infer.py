@@ -142,8 +142,10 @@ def _answer(
         lanes=lanes,
     )
 
+    reader = parts.samples.read(done)
+
     def samples() -> Iterator[Sample]:
-        for item in parts.samples.read(done):
+        for item in reader:
             if isinstance(item, Skip):
                 shelf.skip(item)
             else:
@@ -161,7 +163,7 @@ def _answer(
                 shelf.commit()
                 control.committed()
         progress.phase(Phase.UPLOADING)
-        end = stream_end(parts, stream) if finished else None
+        end = stream_end(parts, stream, reader) if finished else None
         if not shelf.empty or end is not None:
             shelf.commit(end)
         shelf.wait()

@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 
 from spile.errors import Damaged, untrusted
+from spile.objects.crc import CHUNK
 from spile.spec.safetensors import DTYPES, SafetensorsHeader, TensorPlace, encode_header, parse_header
 from spile.spec.sample import Sample
 from spile.spec.taps import TapRows
-from spile.store.crc import CHUNK
 from spile.store.sealed import FORMAT
 
 __all__ = [

@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 
 from spile.errors import Damaged
+from spile.objects.crc import crc32c, to_hex
 from spile.objects.folder import Folder
 from spile.plan.ranges import Ranges
 from spile.spec.prediction import Prediction
 from spile.spec.sample import Role
-from spile.store.crc import crc32c, to_hex
 from spile.store.layout import predictions_name
 from spile.store.record import Commit, PredictionsRecord, ShardRecord
 from spile.store.shard_reader import ShardReader

@@ -12,7 +12,7 @@ import re
 from typing import Any
 
 from spile.errors import Damaged, untrusted
-from spile.store.crc import crc32c, to_hex
+from spile.objects.crc import crc32c, to_hex
 
 __all__ = ["FORMAT", "seal", "unseal"]
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from spile.objects.crc import CHUNK, ChunkedCrc, crc32c, fold, fold_chunks
 from spile.objects.folder import Folder, Writer
 from spile.plan.ranges import Ranges
 from spile.spec.sample import Sample
 from spile.store.codec import CHUNKS, ShardLayout, ShardSchema, notes_of, plan_shard
-from spile.store.crc import CHUNK, ChunkedCrc, crc32c, fold, fold_chunks
 from spile.store.record import ShardRecord
 
 __all__ = ["ShardBuilder"]

@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from spile.errors import Damaged
+from spile.objects.crc import CHUNK, crc32c, fold, to_hex
 from spile.objects.disk import MappedFile, read_into
 from spile.objects.folder import Folder
 from spile.spec.safetensors import TensorPlace
 from spile.store.codec import CHUNKS, ShardHeader, parse_shard_header
-from spile.store.crc import CHUNK, crc32c, fold, to_hex
 from spile.store.record import ShardRecord
 
 __all__ = ["ShardReader"]

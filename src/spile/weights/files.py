@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spile.errors import ModelError, untrusted
+from spile.objects.crc import crc32c
 from spile.objects.opening import is_remote
 from spile.spec.architecture import ModelConfig
 from spile.spec.families import read_config
@@ -71,9 +72,7 @@ class ModelFiles:
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     def _checksum(self, file: str, start: int, length: int) -> int:
-        import google_crc32c
-
-        return int(google_crc32c.extend(0, self.source.read(file, start, length)))
+        return crc32c(self.source.read(file, start, length).data)
 
     def tokenizer_hash(self) -> str:
         """A hash over the tokenizer's files that exist: 64 hex digits."""

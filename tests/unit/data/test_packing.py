@@ -53,12 +53,15 @@ def test_a_packed_stream(jsonl: Write, with_bos: Tokenizer) -> None:
     spec = DataSpec(dataset=place, prompt=PromptSpec(pack=True), max_seq_length=7)
     stream = open_stream(spec, with_bos)
     assert (stream.lines, stream.samples, stream.prompt.kind) == (4, None, "text")
-    assert next(iter(stream.read(Ranges()))).index == 0
-    assert stream.samples is None  # whoever stops before the end does not know it
-    found = [item for item in stream.read(Ranges()) if isinstance(item, Sample)]
-    assert stream.samples == len(found)
-    assert list(stream.read(Ranges([(0, len(found))]))) == []
-    assert stream.samples == len(found)
+    reader = stream.read(Ranges())
+    assert next(reader).index == 0
+    assert reader.total is None, "whoever stops before the end does not know it"
+    reader = stream.read(Ranges())
+    found = [item for item in reader if isinstance(item, Sample)]
+    assert reader.total == len(found)
+    again = stream.read(Ranges([(0, len(found))]))
+    assert (list(again), again.total) == ([], len(found))
+    assert stream.samples is None, "reading changes no stream"
     tokens = [token for sample in found for token in sample.tokens.tolist()]
     assert tokens == [t for text in texts if text for t in with_bos.backend.encode(text).ids]
     assert found[0].task_id == "d0@0"

@@ -345,7 +345,7 @@ def test_a_reader_that_stops_early_leaves_no_thread(jsonl: Write, chatml: Tokeni
     reader = stream.read(NONE)
     assert next(reader).index == 0
     assert alive() == 1
-    reader.close()  # type: ignore[attr-defined]
+    reader.close()
     assert alive() == 0
 
     def use(item: Sample | Skip) -> None:

@@ -6,7 +6,6 @@ above it is written once. One call is one attempt; who calls decides about tryin
 
 from __future__ import annotations
 
-import base64
 import os
 import urllib.request
 from collections.abc import Mapping
@@ -17,8 +16,6 @@ from functools import lru_cache
 from typing import Protocol
 from urllib.parse import urlsplit
 
-import google_crc32c
-import numpy as np
 import urllib3
 from typing_extensions import Buffer
 
@@ -26,8 +23,9 @@ from spile.objects.cloud.aws import aws_endpoint, aws_keys, aws_region
 from spile.objects.cloud.credentials import GoogleToken, quoted, sign_v4
 from spile.objects.cloud.failures import RequestFailure, from_status, from_urllib3
 from spile.objects.cloud.listing import ListedObject
+from spile.objects.crc import crc32c, to_base64
 
-__all__ = ["GoogleDialect", "Reply", "RestClient", "S3Dialect", "crc32c", "http_timeout"]
+__all__ = ["GoogleDialect", "Reply", "RestClient", "S3Dialect", "http_timeout"]
 
 _CONNECT_SECONDS = 10.0
 
@@ -35,12 +33,6 @@ _CONNECT_SECONDS = 10.0
 def http_timeout() -> float:
     """Seconds without a byte before a connection counts as dead: ``SPILE_HTTP_TIMEOUT``, 60."""
     return float(os.environ.get("SPILE_HTTP_TIMEOUT", "60"))
-
-
-def crc32c(data: Buffer) -> str:
-    """In base64, as both clouds write it."""
-    value = google_crc32c.value(np.asarray(memoryview(data).cast("B")))  # it takes bytes and arrays, not views
-    return base64.b64encode(value.to_bytes(4, "big")).decode()
 
 
 @dataclass(frozen=True)
@@ -62,7 +54,7 @@ class Dialect(Protocol):
     def authorized(self, method: str, url: str, headers: Mapping[str, str]) -> dict[str, str]:
         """The headers with proof of who we are."""
 
-    def sent_checksum(self, data: Buffer) -> dict[str, str]:
+    def sent_checksum(self, crc: int) -> dict[str, str]:
         """Headers by which the server checks what it receives."""
 
     def reported_checksum(self, headers: Mapping[str, str]) -> str | None:
@@ -87,9 +79,9 @@ class GoogleDialect:
         """With a bearer token; an emulator needs none."""
         return dict(headers) if self.emulated else {**headers, "Authorization": f"Bearer {self.credentials.token()}"}
 
-    def sent_checksum(self, data: Buffer) -> dict[str, str]:
+    def sent_checksum(self, crc: int) -> dict[str, str]:
         """Google's own header."""
-        return {"x-goog-hash": f"crc32c={crc32c(data)}"}
+        return {"x-goog-hash": f"crc32c={to_base64(crc)}"}
 
     def reported_checksum(self, headers: Mapping[str, str]) -> str | None:
         """From ``x-goog-hash: crc32c=…,md5=…``; of what is stored, so not where it is unzipped on the way."""
@@ -118,9 +110,9 @@ class S3Dialect:
         """Signed with whatever keys are in force now."""
         return sign_v4(method, url, headers, aws_keys(), self.region, datetime.now(UTC))
 
-    def sent_checksum(self, data: Buffer) -> dict[str, str]:
+    def sent_checksum(self, crc: int) -> dict[str, str]:
         """Amazon's own headers."""
-        return {"x-amz-sdk-checksum-algorithm": "CRC32C", "x-amz-checksum-crc32c": crc32c(data)}
+        return {"x-amz-sdk-checksum-algorithm": "CRC32C", "x-amz-checksum-crc32c": to_base64(crc)}
 
     def reported_checksum(self, headers: Mapping[str, str]) -> str | None:
         """Of whole objects only: what was put together from parts reports a checksum of checksums."""
@@ -193,7 +185,7 @@ class RestClient:
         headers = {"x-amz-checksum-mode": "ENABLED"} if self.dialect.scheme == "s3" else {}
         reply = self.request("GET", key, headers=headers)
         expected = self.dialect.reported_checksum(reply.headers)
-        if expected is not None and expected != crc32c(reply.body):
+        if expected is not None and expected != to_base64(crc32c(reply.body)):
             raise RequestFailure("damaged: its checksum does not match", code="Damaged", transient=True)
         return reply.body
 
@@ -216,4 +208,4 @@ class RestClient:
     def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
         """Create or replace (or only create) in one request; the server checks what it receives."""
         condition = self.dialect.if_absent if if_absent else {}
-        self.request("PUT", key, headers={**self.dialect.sent_checksum(data), **condition}, body=data)
+        self.request("PUT", key, headers={**self.dialect.sent_checksum(crc32c(data)), **condition}, body=data)

@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from xml.etree import ElementTree
 
 import numpy as np
@@ -20,7 +20,8 @@ from typing_extensions import Buffer
 
 from spile.errors import StoreError
 from spile.objects.cloud.failures import RequestFailure, from_status, is_error_document
-from spile.objects.cloud.rest import RestClient, crc32c
+from spile.objects.cloud.rest import RestClient
+from spile.objects.crc import crc32c, fold, to_base64
 
 __all__ = ["Buffers", "CloudWriter", "Uploader"]
 
@@ -73,6 +74,14 @@ class Buffers:
             return sum(self._taken)
 
 
+class _Part(NamedTuple):
+    """A part that the store has."""
+
+    tag: str
+    crc: int
+    size: int
+
+
 class Uploader:
     """Sends large objects to one bucket. ``retry`` runs an attempt until it succeeds or is hopeless."""
 
@@ -98,7 +107,8 @@ class Uploader:
             self._drop(key, handle)
             raise
         reported = self._client.dialect.reported_checksum(headers)
-        if reported is not None and reported != crc32c(data.data):
+        whole = fold((part.crc, part.size) for part in parts)
+        if reported is not None and reported != to_base64(whole):
             raise RequestFailure("damaged on the way: the store's checksum is not ours", code="Damaged", transient=True)
 
     def _begin(self, key: str) -> str:
@@ -106,22 +116,22 @@ class Uploader:
         reply = self._retry(lambda: self._client.request("POST", key, query={"uploads": ""}, headers=headers))
         return _child(reply.body, "UploadId")
 
-    def _send_parts(self, key: str, handle: str, data: Bytes) -> list[tuple[str, str]]:
-        """Each part's tag and checksum."""
+    def _send_parts(self, key: str, handle: str, data: Bytes) -> list[_Part]:
         stop = threading.Event()
 
-        def send(number: int) -> tuple[str, str]:
+        def send(number: int) -> _Part:
             piece = data[(number - 1) * PART : number * PART].data
-            checksum = self._client.dialect.sent_checksum(piece)
+            crc = crc32c(piece)
+            checksum = self._client.dialect.sent_checksum(crc)
             query = {"partNumber": str(number), "uploadId": handle}
 
-            def attempt() -> tuple[str, str]:
+            def attempt() -> _Part:
                 if stop.is_set():
                     raise RequestFailure("another part failed")
                 reply = self._client.request("PUT", key, query=query, headers=checksum, body=piece)
-                return reply.headers["ETag"], crc32c(piece)
+                return _Part(reply.headers["ETag"], crc, len(piece))
 
-            result: tuple[str, str] = self._retry(attempt)
+            result: _Part = self._retry(attempt)
             return result
 
         futures = [self._pool.submit(send, number + 1) for number in range(-(-data.nbytes // PART))]
@@ -133,14 +143,14 @@ class Uploader:
             stop.set()
             _cancel(futures)  # and wait: the memory goes to another writer next
 
-    def _complete(self, key: str, handle: str, parts: list[tuple[str, str]]) -> Mapping[str, str]:
+    def _complete(self, key: str, handle: str, parts: list[_Part]) -> Mapping[str, str]:
         """The headers of the object that the parts have become."""
         composite = self._client.dialect.scheme == "s3"
         rows = "".join(
-            f"<Part><PartNumber>{number}</PartNumber><ETag>{tag}</ETag>"
-            + (f"<ChecksumCRC32C>{checksum}</ChecksumCRC32C>" if composite else "")
+            f"<Part><PartNumber>{number}</PartNumber><ETag>{part.tag}</ETag>"
+            + (f"<ChecksumCRC32C>{to_base64(part.crc)}</ChecksumCRC32C>" if composite else "")
             + "</Part>"
-            for number, (tag, checksum) in enumerate(parts, 1)
+            for number, part in enumerate(parts, 1)
         )
         body = f"<CompleteMultipartUpload>{rows}</CompleteMultipartUpload>".encode()
         headers = {"content-type": "application/xml"}
@@ -170,7 +180,7 @@ class Uploader:
             return
 
 
-def _cancel(futures: list[Future[tuple[str, str]]]) -> None:
+def _cancel(futures: list[Future[_Part]]) -> None:
     for future in futures:
         future.cancel()
     wait([future for future in futures if not future.cancelled()])

@@ -11,7 +11,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-import google_crc32c
+from spile.objects.crc import crc32c, to_base64
 
 __all__ = ["Buckets", "FakeBucket", "Stored", "Upload", "crc32c_base64"]
 
@@ -20,8 +20,8 @@ def crc32c_base64(*pieces: bytes) -> str:
     """As GCS writes it."""
     value = 0
     for piece in pieces:
-        value = google_crc32c.extend(value, piece)
-    return base64.b64encode(value.to_bytes(4, "big")).decode()
+        value = crc32c(piece, value)
+    return to_base64(value)
 
 
 @dataclass(frozen=True)

@@ -189,7 +189,8 @@ def _run(
 
 def _naive(parts: Parts, folder: Path) -> float | None:
     """What transformers gives on the stream's first prompts, where it can run the model."""
-    if importlib.util.find_spec("torch") is None or not isinstance(parts.files.source, LocalSource):
+    lacking = any(importlib.util.find_spec(name) is None for name in ("torch", "transformers"))
+    if lacking or not isinstance(parts.files.source, LocalSource):
         return None
     import torch
 

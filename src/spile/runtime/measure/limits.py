@@ -20,11 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from spile.model.decoder import forward, layers_needed
+from spile.objects.crc import ChunkedCrc
 from spile.plan.batches import Batch
 from spile.runtime.device import DeviceProducer
 from spile.runtime.producer import pack
 from spile.spec.tensors import flops_per_token
-from spile.store.crc import ChunkedCrc
 
 __all__ = ["Limits", "bare_forward", "device_to_host", "host_copy", "matmul", "sequential_write"]
 

@@ -7,13 +7,14 @@ stay at the 24 GiB/s of one (both measured on one machine, in cache); the tests 
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 from crc32c import crc32c as _crc32c
 from typing_extensions import Buffer
 
-__all__ = ["CHUNK", "ChunkedCrc", "combine", "crc32c", "fold", "fold_chunks", "from_hex", "to_hex"]
+__all__ = ["CHUNK", "ChunkedCrc", "combine", "crc32c", "fold", "fold_chunks", "from_hex", "to_base64", "to_hex"]
 
 CHUNK = 1 << 20
 """Bytes of a tensor that share one checksum: what a partial read must fetch whole to be verified."""
@@ -29,6 +30,11 @@ def crc32c(data: Buffer, value: int = 0) -> int:
 def to_hex(value: int) -> str:
     """Eight lower-case hexadecimal digits: how checksums are written in JSON."""
     return f"{value:08x}"
+
+
+def to_base64(value: int) -> str:
+    """How both clouds write checksums in headers."""
+    return base64.b64encode(value.to_bytes(4, "big")).decode()
 
 
 def from_hex(text: object) -> int:

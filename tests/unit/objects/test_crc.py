@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spile.store.crc import ChunkedCrc, combine, crc32c, fold, fold_chunks, from_hex, to_hex
+from spile.objects.crc import ChunkedCrc, combine, crc32c, fold, fold_chunks, from_hex, to_hex
 
 
 @given(st.binary(max_size=300), st.binary(max_size=300))
