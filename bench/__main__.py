@@ -17,6 +17,8 @@ BENCHES: dict[str, tuple[tuple[str, ...], str | None]] = {
     "scale": ((), None),
     "overlap": ((), None),
     "host": ((), None),
+    "reading": ((), None),
+    "sae": ((), None),
 }
 """Module → its arguments, and the package without which it is left out."""
 

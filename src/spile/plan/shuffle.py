@@ -21,6 +21,8 @@ __all__ = ["EpochPlan", "Piece", "ShuffleSpec", "piece_rows", "plan_epoch", "row
 _CHUNK = 1 << 20
 _PIECE = 4 << 20
 """Bytes of a piece, about: one read. Large enough for a bucket, small enough for a window of many places."""
+_PLACES = 64
+"""Pieces in a window, at least, where its memory allows for pieces of a chunk."""
 _LARGEST_PIECE = 16 << 20
 _FIRST_WINDOW = 64 << 20
 """Of the first epoch: the windows grow from here, so that the first batch comes soon."""
@@ -76,21 +78,24 @@ class EpochPlan:
         return sum(len(piece) for window in self.windows for piece in window)
 
 
-def piece_rows(widths: Sequence[int]) -> int:
+def piece_rows(widths: Sequence[int], memory: int) -> int:
     """Rows of a piece, for taps whose rows have these bytes: a number that ends on a chunk's border in each, if it can.
+
+    With little memory pieces are smaller, so that a window still has some of many places.
 
     Checksums are of chunks of a MiB: a piece that ends within one makes two readers read and check the whole chunk.
     """
     total = sum(widths)
     aligned = max(_CHUNK // (width & -width) if width & -width < _CHUNK else 1 for width in widths)
+    wanted = max(_CHUNK, min(_PIECE, memory // 2 // _PLACES))
     if aligned * total <= _LARGEST_PIECE:
-        return int(aligned * max(1, _PIECE // (aligned * total)))
-    return int(max(1, 2 * _PIECE // total))
+        return int(aligned * max(1, wanted // (aligned * total)))
+    return int(max(1, 2 * wanted // total))
 
 
 def plan_epoch(shards: Sequence[int], widths: Sequence[int], spec: ShuffleSpec, epoch: int) -> EpochPlan:
     """The windows of reader ``spec.part`` in this epoch. ``shards``: the rows of each shard, in the dataset's order."""
-    rows = piece_rows(widths)
+    rows = piece_rows(widths, spec.memory)
     pieces = [Piece(n, at, min(at + rows, count)) for n, count in enumerate(shards) for at in range(0, count, rows)]
     total, width = sum(shards), sum(widths)
     if spec.parts == 1 and (total * width <= spec.memory or spec.scratch is not None):

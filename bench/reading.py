@@ -1,0 +1,299 @@
+"""Reading for training, beside what others read with: ``python -m bench.reading [--gigabytes 1] [--peers PYTHON]``.
+
+One tap of bfloat16 rows. In one run, turn about, page cache warm and cold: the disk read from end to end, spile's
+shuffled reader, plain ``torch.load``, Hugging Face datasets, and SAELens' cached activations (with ``--peers``, the
+interpreter of an environment that has sae-lens). Then a bucket (the in-repo fake GCS in a process of its own) beside
+obstore's plain parallel range reads, and the first batch of a dataset of 1,000 shards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+import spile
+from bench.overlap import run_identity
+from spile.objects import Folder, open_folder
+from spile.spec.identity import StreamIdentity
+from spile.spec.sample import Sample
+from spile.spec.taps import Tap
+from spile.store.run import join_run
+from spile.store.stream import join_stream
+
+D = 896
+BATCH = 4096
+_SHARD_ROWS = 131_072
+_SAMPLE = 512
+
+
+def make(root: Folder, rows: int, shard_rows: int = _SHARD_ROWS, d: int = D) -> None:
+    """Random rows in shards of one tap."""
+    run = replace(run_identity(), d_model=d)
+    join_run(root, run)
+    samples = rows // _SAMPLE if shard_rows >= _SAMPLE else rows // shard_rows
+    length = min(_SAMPLE, shard_rows)
+    store = join_stream(root, 0, StreamIdentity("none", "0", samples, samples, (Tap("residual", 0),)), run)
+    block = np.random.default_rng(0).standard_normal((shard_rows, d), np.float32).astype(ml_dtypes.bfloat16)
+    per = shard_rows // length
+    for first in range(0, samples, per):
+        count = min(per, samples - first)
+        made = [
+            Sample(first + n, f"t{first + n}", np.arange(length, dtype=np.int32), np.zeros(length, np.uint8))
+            for n in range(count)
+        ]
+        builder = store.begin(made)
+        builder.write(0, 0, block[: count * length])
+        store.commit([builder.finish()])
+    store.finish()
+
+
+def forget(folder: Path) -> None:
+    """Drop a folder's files from the page cache."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            handle = os.open(path, os.O_RDONLY)
+            os.fsync(handle)
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(handle)
+
+
+def sequential(folder: Path) -> Iterator[int]:
+    """The disk itself: every file from end to end, 8 MiB a call, into the same memory."""
+    buffer = bytearray(8 << 20)
+    for path in sorted(folder.rglob("*.safetensors")):
+        with path.open("rb", buffering=0) as file:
+            while count := file.readinto(buffer):
+                yield count // (2 * D)
+
+
+def shuffled(folder: Path, memory: int) -> Iterator[int]:
+    """Ours."""
+    for rows in spile.open(str(folder)).shuffled("residual.0", BATCH, memory=memory):
+        yield len(rows)
+
+
+def torch_files(folder: Path) -> Iterator[int]:
+    """``torch.load`` of a file at a time, its rows permuted, in batches."""
+    import torch
+
+    for path in sorted(folder.glob("*.pt")):
+        rows = torch.load(path)
+        order = torch.randperm(len(rows))
+        for start in range(0, len(rows), BATCH):
+            yield len(rows[order[start : start + BATCH]])
+
+
+def hf(folder: Path) -> Iterator[int]:
+    """Hugging Face datasets, in order, as NumPy arrays."""
+    import datasets
+
+    found = datasets.load_from_disk(str(folder)).select_columns(["residual.0"]).with_format("numpy")
+    for batch in found.iter(batch_size=BATCH):
+        yield len(batch["residual.0"])
+
+
+_SAELENS = """
+import sys, time, warnings
+warnings.simplefilter("ignore")
+from types import SimpleNamespace
+import torch
+from sae_lens.training.activations_store import ActivationsStore
+store = ActivationsStore(
+    model=SimpleNamespace(tokenizer=None, cfg=SimpleNamespace(device="cpu")), dataset=None, streaming=False,
+    hook_name="blocks.0.hook_resid_post", hook_head_index=None, context_size=128, d_in=int(sys.argv[2]),
+    n_batches_in_buffer=512, total_training_tokens=10**9, store_batch_size_prompts=32, train_batch_size_tokens=4096,
+    prepend_bos=False, normalize_activations="none", device=torch.device("cpu"), dtype="float32",
+    cached_activations_path=sys.argv[1])
+store.cached_activation_dataset = store.load_cached_activation_dataset()
+total, rows, began = int(sys.argv[3]), 0, time.perf_counter()
+while rows < total:
+    rows += len(store.next_batch())
+print(rows / (time.perf_counter() - began))
+"""
+
+
+def rate(read: Callable[[], Iterator[int]], turns: int = 1) -> float:
+    """Rows per second, the best of some turns."""
+    best = 0.0
+    for _ in range(turns):
+        began, rows = time.perf_counter(), 0
+        for count in read():
+            rows += count
+        best = max(best, rows / (time.perf_counter() - began))
+    return best
+
+
+def show(name: str, found: float, disk: float) -> None:
+    width = 2 * D
+    speed = f"{found / 1e6:7.3f} M rows/s  {found * width / 1e9:6.2f} GB/s"
+    print(
+        f"  {name:44} {speed}  {found / disk:6.2f} × the first",
+        flush=True,
+    )
+
+
+def local(rows: int, peers: str | None) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        home = Path(name)
+        make(open_folder(str(home / "root")), rows)
+        size = rows * D * 2
+        print(f"{rows:,} rows of {D} in bfloat16, {size / 1e9:.2f} GB, batches of {BATCH}")
+        others: list[tuple[str, Path, Callable[[], Iterator[int]]]] = []
+        others += _torch(home)
+        others += _hf(home)
+        ours: list[tuple[str, Path, Callable[[], Iterator[int]]]] = [
+            ("spile, full permutation", home / "root", lambda: shuffled(home / "root", 2 * size)),
+            ("spile, two levels (a quarter in memory)", home / "root", lambda: shuffled(home / "root", size // 4)),
+        ]
+        disk = 0.0
+        plain = ("the disk, from end to end", home / "root", lambda: sequential(home / "root"))
+        for state in ("cold", "warm"):
+            print(f"page cache {state}:")
+            for label, folder, read in [plain, *ours, *others]:
+                if state == "cold":
+                    forget(folder)
+                found = rate(read, 3 if state == "warm" else 1)
+                disk = disk or found  # cold: warm it is the memory's rate, and no disk's
+                show(label, found, disk)
+        if peers is not None:
+            _saelens(home, rows, peers)
+
+
+def _torch(home: Path) -> list[tuple[str, Path, Callable[[], Iterator[int]]]]:
+    try:
+        import torch
+    except ImportError:
+        return []
+    from spile.reading.torch_rows import tensor_of
+
+    (home / "pt").mkdir()
+    for number, rows in enumerate(spile.open(str(home / "root")).rows("residual.0", _SHARD_ROWS)):
+        torch.save(tensor_of(rows.copy()), home / "pt" / f"{number:04d}.pt")
+    return [("torch.load, shuffled within a file", home / "pt", lambda: torch_files(home / "pt"))]
+
+
+def _hf(home: Path) -> list[tuple[str, Path, Callable[[], Iterator[int]]]]:
+    try:
+        import datasets  # noqa: F401
+    except ImportError:
+        return []
+    from spile.reading.export.tables import write_hf
+
+    write_hf(spile.open(str(home / "root")), str(home / "hf"), ("residual.0",))
+    return [("datasets, in order, float32", home / "hf", lambda: hf(home / "hf"))]
+
+
+def _saelens(home: Path, rows: int, peers: str) -> None:
+    from spile.reading.export.tables import write_saelens
+
+    write_saelens(spile.open(str(home / "root")), str(home / "sae"), "residual.0")
+    command = [peers, "-c", _SAELENS, str(home / "sae"), str(D), str(rows // 2)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(f"  SAELens: {done.stderr.strip().splitlines()[-1]}")
+        return
+    found = float(done.stdout.split()[-1])
+    ours = rate(lambda: shuffled(home / "root", rows * D))
+    print(f"  SAELens' cached activations, mixing buffer: {found / 1e6:.3f} M rows/s; spile {ours / found:.1f} ×")
+
+
+def first_batch(shards: int = 1000) -> None:
+    """From nothing to the first batch."""
+    with tempfile.TemporaryDirectory() as name:
+        make(open_folder(name), shards * 256, shard_rows=256, d=256)
+        code = (
+            "import time; began = time.perf_counter(); import spile; "
+            f"next(spile.open({name!r}).shuffled('residual.0', {BATCH}, memory=MEMORY)); "
+            "print(time.perf_counter() - began)"
+        )
+        for label, memory in (("full permutation", 1 << 30), ("two levels", 16 << 20)):
+            ended = subprocess.run(
+                [sys.executable, "-c", code.replace("MEMORY", str(memory))], capture_output=True, text=True, check=True
+            )
+            print(
+                f"{shards:,} shards, {label}: the first batch after {float(ended.stdout):.2f} s, imports included",
+                flush=True,
+            )
+
+
+_SERVER = """
+import sys, time
+from spile.objects.fake.gcs import FakeGcs
+with FakeGcs() as fake:
+    fake.add_bucket("bucket")
+    print(fake.url, flush=True)
+    time.sleep(3600)
+"""
+
+
+def bucket(rows: int) -> None:
+    """Beside plain range reads of the same bytes, sixteen at a time."""
+    with subprocess.Popen([sys.executable, "-c", _SERVER], stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            _bucket(server.stdout.readline().strip(), rows)
+        finally:
+            server.terminate()
+
+
+def _bucket(url: str, rows: int) -> None:
+    os.environ["STORAGE_EMULATOR_HOST"] = url
+    root = open_folder("gs://bucket/root")
+    make(root, rows)
+    dataset = spile.open("gs://bucket/root")
+    (stream,) = dataset.streams
+    reads = [
+        (record.name, at) for record in stream.shards for at in range(4096, record.tokens * D * 2 - (4 << 20), 4 << 20)
+    ]
+
+    import obstore
+    from obstore.store import GCSStore
+
+    names = {"client_email": "", "private_key": "", "private_key_id": ""}
+    key = json.dumps({"gcs_base_url": url, "disable_oauth": True, **names})
+    store = GCSStore("bucket", service_account_key=key, client_options={"allow_http": True})
+
+    def one(task: tuple[str, int]) -> Any:
+        return obstore.get_range(store, f"root/tpu_0/{task[0]}", start=task[1], length=4 << 20)
+
+    def plain() -> Iterator[int]:
+        with ThreadPoolExecutor(8) as pool:
+            for data in pool.map(one, reads):
+                yield len(data) // (2 * D)
+
+    def ours() -> Iterator[int]:
+        for batch in dataset.shuffled("residual.0", BATCH, memory=256 << 20):
+            yield len(batch)
+
+    print(f"a bucket (fake GCS in another process), {rows * D * 2 / 1e9:.2f} GB:")
+    base, stored = rate(plain, 2), rate(ours, 2)
+    show("obstore's range reads, 8 at a time", base, base)
+    show("spile, shuffled", stored, base)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gigabytes", type=float, default=1.0)
+    parser.add_argument("--peers", help="the interpreter of an environment with sae-lens")
+    words = parser.parse_args()
+    rows = int(words.gigabytes * 1e9) // (2 * D) // _SHARD_ROWS * _SHARD_ROWS
+    local(max(rows, 2 * _SHARD_ROWS), words.peers)
+    first_batch()
+    bucket(_SHARD_ROWS * 2)
+
+
+if __name__ == "__main__":
+    main()
