@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # More than cores: most tests wait for processes and servers.
 JOBS   ?= 5
 
-.PHONY: help demo test check bench soak docs release-check requirements clean
+.PHONY: help demo test check bench soak docs image-check release-check requirements clean
 help:            ## what there is
 	@grep -hE '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
@@ -41,6 +41,9 @@ docs: $(VENV)/.ready  ## the documentation as a site in build/site; every link a
 
 release-check:   ## sdist and wheel, built, installed into an empty environment, and the demo run from there
 	PYTHON=$(PYTHON) scripts/release_check.sh
+
+image-check:     ## build the container image for real, without a container engine (root, buildah, debootstrap), and try it
+	scripts/image_check.sh cpu
 
 requirements: $(VENV)/.ready  ## pin every dependency anew, with hashes
 	$(BIN)/pip-compile --quiet --strip-extras --generate-hashes --allow-unsafe --no-header --no-emit-index-url \

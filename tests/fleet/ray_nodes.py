@@ -89,6 +89,7 @@ class RayNodes:
         ip("-n", space, "addr", "add", f"{self.net}.{number + 1}/24", "dev", "eth0")
         ip("-n", space, "link", "set", "eth0", "up")
         ip("-n", space, "link", "set", "lo", "up")
+        ip("-n", space, "route", "add", "default", "via", self.gateway)  # Ray asks the routes for its address
 
     def cut(self, number: int) -> None:
         """Nobody hangs up; packets just stop."""

@@ -15,7 +15,7 @@ from rich.console import Console
 from spile.cli.shell.host_flags import HostFlags
 from spile.errors import SpecError
 
-__all__ = ["RunFlags", "run"]
+__all__ = ["Output", "RunFlags", "run"]
 
 _WHAT = Group("What to run", sort_key=1)
 _COPY = Group("What to copy, where to", sort_key=4)
@@ -34,6 +34,9 @@ class RunFlags:
         None
     )
     env: Annotated[list[str] | None, _flag(_WHAT, "A variable for the command, NAME=value.", negative="")] = None
+    install: Annotated[
+        bool, _flag(_WHAT, "Put spile itself onto the hosts first, as spile install does.", negative="")
+    ] = False
     quiet: Annotated[bool, _flag(_WHAT, "The hosts' output goes to the log files only.", negative="")] = False
     logs: Annotated[Path | None, _flag(_COPY, "The folder for the logs. [default: spile-run-TIME]")] = None
     folder: Annotated[str | None, _flag(_COPY, "Where on the hosts. [default: ~/spile-run/THIS-DIRECTORY]")] = None
@@ -65,7 +68,7 @@ class RunFlags:
         return next(path for path in names if not path.exists())
 
 
-class _Output(Console):
+class Output(Console):
     """A reader that goes away (``spile run … | head``) ends the command on all hosts, as any failed write does."""
 
     def on_broken_pipe(self) -> None:
@@ -89,11 +92,15 @@ def run(
     from spile.fleet.ssh.session import Job
 
     line, variables, results = flags.line(words), flags.variables(), flags.results(RESULTS)
-    console = _Output(highlight=False)
+    console = Output(highlight=False)
     here, access = Path.cwd(), where.access()
     target = flags.folder or f"~/spile-run/{here.name or 'root'}"
     files = load(here, int(flags.copy_limit_gb * 1e9)) if flags.copy else None
     hosts = where.find()
+    if flags.install:
+        from spile.cli.install import put_on
+
+        put_on(hosts, where)
     if files is not None:
         copied = copy_to(hosts, files, target, access)
         size = f"{files.size / 1e6:.1f} MB, {copied.sent / 1e6:.1f} MB sent"

@@ -113,12 +113,12 @@ install() {
   fetch "$home/$wheel" "$place/$wheel"
   if [ -n "$found" ] && ! command -v uv > /dev/null; then
     "$found" -m venv "$place/venv"
-    "$place/venv/bin/pip" install --quiet "$place/$wheel[tpu]"
+    "$place/venv/bin/pip" install --quiet "$place/$wheel${SPILE_EXTRAS-[tpu]}"
   else
     export PATH="$HOME/.local/bin:$PATH"
     command -v uv > /dev/null || python3 -m pip install --quiet --user uv
     uv venv --quiet --python 3.12 "$place/venv"
-    uv pip install --quiet --python "$place/venv/bin/python" "spile[tpu] @ file://$place/$wheel"
+    uv pip install --quiet --python "$place/venv/bin/python" "spile${SPILE_EXTRAS-[tpu]} @ file://$place/$wheel"
   fi
   echo "$wheel" > "$place/installed"
 }

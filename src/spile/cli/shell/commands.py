@@ -24,6 +24,7 @@ GROUPS: dict[str, str] = {
     "tpu": "A fleet's machines: create, delete, status, list, recreate-preempted.",
     "pod": "Many hosts as one worker.",
     "data": "Make datasets: convert, split into streams, upload.",
+    "docker": "The same run in containers: build, run, pod, stop.",
     "k8s": "The same run on Kubernetes.",
     "slurm": "The same run on Slurm.",
 }
@@ -31,7 +32,7 @@ GROUPS: dict[str, str] = {
 SECTIONS: dict[str, tuple[str, ...]] = {
     "A dataset of activations": ("extract", "infer", "score", "verify", "monitor", "plan", "export", "import", "bench"),
     "What it is made from": ("data",),
-    "Many machines": ("deploy", "tpu", "pod", "run", "logs", "collect", "k8s", "slurm"),
+    "Many machines": ("deploy", "tpu", "pod", "install", "run", "logs", "collect", "docker", "k8s", "slurm"),
     "More": ("dev",),
 }
 """The order of ``spile --help``: what most come for first."""
@@ -59,6 +60,7 @@ COMMANDS: tuple[Command, ...] = (
         "spile.cli.run:run",
         "Copy this directory to every host of a slice, run a command on all, bring back logs.",
     ),
+    Command("install", "spile.cli.install:install", "Put this very version of spile onto every host of a slice."),
     Command("logs", "spile.cli.logs:logs", "A worker's log: from its machine, or its last lines from the bucket."),
     Command("collect", "spile.cli.collect:collect", "Bring back what hosts keep locally, one folder a worker."),
     Command("bench", "spile.cli.bench:bench", "Measure this machine against its own limits."),
@@ -68,6 +70,10 @@ COMMANDS: tuple[Command, ...] = (
     Command("tpu list", "spile.cli.tpu:list_all", "List every TPU VM of the project."),
     Command("tpu recreate-preempted", "spile.cli.tpu:recreate_preempted", "Replace a fleet's dead machines."),
     Command("deploy", "spile.cli.deploy:deploy", "Data, code and workers onto a fleet of TPU VMs."),
+    Command("docker build", "spile.cli.docker:build", "Build the container image, here or on every host."),
+    Command("docker run", "spile.cli.docker:run", "Run a command in a container here."),
+    Command("docker pod", "spile.cli.docker:pod", "One container on every host of a slice, as one run."),
+    Command("docker stop", "spile.cli.docker:stop", "Stop containers, here or on every host."),
     Command("k8s job", "spile.cli.k8s:job", "Print the run as Kubernetes manifests."),
     Command("slurm job", "spile.cli.slurm:job", "Print the run as a Slurm array."),
 )

@@ -75,6 +75,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Serve until told to stop."""
     parser = argparse.ArgumentParser(prog="python -m spile.objects.fake.gcs", description="a fake GCS for tests")
     parser.add_argument("--port", type=int, default=0, help="0: any free one")
+    parser.add_argument("--host", default="127.0.0.1", help="the address to listen on")
+    parser.add_argument("--url", help="how others reach it, where that is another name")
     parser.add_argument("--bucket", action="append", default=[], help="a bucket to begin with; may be repeated")
     parser.add_argument("--location", default="US-CENTRAL1", help="where those buckets say they are")
     parser.add_argument("--with-parent", action="store_true", help="end when the process that started this one ends")
@@ -82,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
     asked: list[int] = []  # no event: its lock is not for handlers
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: asked.append(number))
-    with FakeGcs(options.port) as fake:
+    with FakeGcs(options.port, options.host, options.url) as fake:
         for name in options.bucket:
             fake.add_bucket(name, options.location)
         print(fake.url, flush=True)

@@ -1,0 +1,41 @@
+# One image of spile under every engine: spile docker build --target cpu | cuda | tpu, or docker compose up.
+# The base needs nothing but a Python that is new enough; what is installed is pinned by hash in requirements.txt.
+ARG BASE=python:3.12-slim-bookworm
+
+FROM ${BASE} AS build
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONDONTWRITEBYTECODE=1
+WORKDIR /build
+RUN python3 -m venv tools && python3 -m venv --without-pip /opt/spile
+COPY requirements.txt pyproject.toml ./
+COPY scripts/runtime_requirements.py scripts/
+RUN tools/bin/python scripts/runtime_requirements.py > runtime.txt \
+ && tools/bin/pip --python /opt/spile/bin/python install --require-hashes -r runtime.txt
+COPY README.md LICENSE ./
+COPY src src
+RUN tools/bin/python scripts/runtime_requirements.py hatchling > build.txt \
+ && tools/bin/pip install --require-hashes -r build.txt \
+ && tools/bin/pip wheel --no-deps --no-build-isolation --wheel-dir wheels . \
+ && tools/bin/pip --python /opt/spile/bin/python install --no-deps wheels/*.whl
+
+# The accelerators' libraries: of the very version of jax that is pinned.
+FROM build AS build-tpu
+RUN jax="$(/opt/spile/bin/python -c 'import importlib.metadata as m; print(m.version("jax"))')" \
+ && tools/bin/pip --python /opt/spile/bin/python install "jax[tpu]==$jax"
+FROM build AS build-cuda
+RUN jax="$(/opt/spile/bin/python -c 'import importlib.metadata as m; print(m.version("jax"))')" \
+ && tools/bin/pip --python /opt/spile/bin/python install "jax[cuda13]==$jax"
+
+# Not root, and at home under any number: --user gives mounted files their owner.
+FROM ${BASE} AS runtime
+ENV PATH=/opt/spile/bin:$PATH HOME=/home/spile PYTHONUNBUFFERED=1
+RUN useradd --uid 1000 --create-home spile && mkdir /work && chmod 1777 /work /home/spile
+WORKDIR /work
+USER 1000
+CMD ["spile", "extract"]
+
+FROM runtime AS tpu
+COPY --from=build-tpu /opt/spile /opt/spile
+FROM runtime AS cuda
+COPY --from=build-cuda /opt/spile /opt/spile
+FROM runtime AS cpu
+COPY --from=build /opt/spile /opt/spile

@@ -1,0 +1,243 @@
+"""``spile docker``: one image, on this machine and on every host of a slice."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Group, Parameter
+
+from spile.cli.pod import say
+from spile.cli.run import Output, RunFlags
+from spile.cli.shell.cluster_flags import pairs
+from spile.cli.shell.host_flags import HostFlags
+from spile.errors import Failure, SpecError, SpileError, UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from spile.fleet.containers import Container
+    from spile.fleet.ssh.hosts import Host
+
+__all__ = ["ContainerFlags", "build", "pod", "run", "stop"]
+
+_WHAT = Group("The container", sort_key=1)
+_WORDS = Annotated[str, Parameter(show=False, allow_leading_hyphen=True)]
+_PRINT = Annotated[bool, Parameter(name="--print", negative="", help="Show the command, and run nothing.")]
+_DEFAULT = ("spile", "extract")
+
+
+def _flag(text: str, **more: object) -> Parameter:
+    return Parameter(group=_WHAT, help=text, **more)  # type: ignore[arg-type]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class ContainerFlags:
+    """Which image, with what of the machine."""
+
+    target: Annotated[
+        Literal["cpu", "cuda", "tpu"] | None,
+        _flag("The image's kind, and the devices it gets. [default: cpu; tpu for pod]"),
+    ] = None
+    image: Annotated[str | None, _flag("The image's name. [default: spile:VERSION-TARGET]")] = None
+    runtime: Annotated[str, _flag("docker, podman or nerdctl.")] = "docker"
+    name: Annotated[str, _flag("The container's name.")] = "spile"
+    mount: Annotated[list[str] | None, _flag("A folder for the container, FOLDER:/PATH.", negative="")] = None
+    env: Annotated[list[str] | None, _flag("A variable for the container, NAME=value.", negative="")] = None
+    grace: Annotated[int, _flag("Seconds that a worker has to commit when it is stopped.")] = 60
+
+    def image_name(self) -> str:
+        """The image that is meant."""
+        from spile.fleet.containers import image_name
+        from spile.version import __version__
+
+        return self.image or image_name(__version__, self.target or "cpu")
+
+    def container(self, words: Sequence[str], *, here: bool) -> Container:
+        """The container for a command; ``here``: its folders are this machine's."""
+        from spile.fleet.containers import Container
+
+        mounts = []
+        for text in self.mount or ():
+            folder, colon, inside = text.rpartition(":")
+            if not colon or not folder:
+                raise SpecError("--mount", expected="FOLDER:/PATH", found=repr(text))
+            mounts.append((str(Path(folder).expanduser().absolute()) if here else folder, inside))
+        return Container(
+            image=self.image_name(),
+            words=tuple(words) or _DEFAULT,
+            device=self.target or "cpu",
+            name=self.name,
+            runtime=self.runtime,
+            mounts=tuple(mounts),
+            env=pairs("--env", self.env),
+            grace=self.grace,
+        )
+
+    def found(self) -> None:
+        """Whether the runtime is here."""
+        if shutil.which(self.runtime) is None:
+            raise UserError(
+                f"no {self.runtime} here",
+                expected="docker, podman or nerdctl",
+                fix="install one, or name it: --runtime",
+            )
+
+
+def build(
+    *,
+    flags: ContainerFlags = ContainerFlags(),  # noqa: B008  (frozen)
+    where: HostFlags = HostFlags(),  # noqa: B008
+    context: Annotated[Path, Parameter(help="A checkout of spile.")] = Path(),
+    show: _PRINT = False,
+) -> int:
+    """Build the image from a checkout: here, or with --tpu-prefix or --hosts on every host at once."""
+    from spile.fleet.containers import build_words
+
+    words = build_words(flags.runtime, flags.target or "cpu", flags.image_name(), str(context))
+    if show:
+        print(shlex.join(words))
+        return 0
+    if not (context / "Dockerfile").is_file():
+        raise UserError(
+            f"no Dockerfile in {context.absolute()}", expected="a checkout of spile", fix="name one: --context"
+        )
+    if not (where.hosts or where.tpu_prefix):
+        flags.found()
+        return subprocess.run(words, check=False).returncode  # noqa: S603
+    from spile.fleet.ssh.copy import copy_to, load
+
+    hosts, target = where.find(), "~/spile-image"
+    copied = copy_to(hosts, load(context.absolute(), int(1e9)), target, where.access())
+    say(f"copied {copied.files} files to {target} on {copied.hosts} hosts")
+    line = shlex.join(build_words(flags.runtime, flags.target or "cpu", flags.image_name(), "."))
+    return _everywhere(hosts, line, where, RunFlags(), folder=target)
+
+
+def run(
+    *words: _WORDS,
+    flags: ContainerFlags = ContainerFlags(),  # noqa: B008
+    show: _PRINT = False,
+) -> int:
+    """Run a command in a container here: spile docker run --mount ./data:/data -- spile extract --dataset-dir /data …
+
+    Files that it writes in mounted folders are yours. Ctrl+C stops it, after the worker has committed.
+    """
+    from spile.fleet.containers import run_words
+
+    user = f"{os.getuid()}:{os.getgid()}"
+    command = run_words(flags.container(words, here=True), user=user)
+    if show:
+        print(shlex.join(command))
+        return 0
+    flags.found()
+    return subprocess.run(command, check=False).returncode  # noqa: S603
+
+
+def pod(
+    *words: _WORDS,
+    flags: ContainerFlags = ContainerFlags(),  # noqa: B008
+    where: HostFlags = HostFlags(),  # noqa: B008
+    logs: Annotated[Path | None, Parameter(help="The folder for the logs. [default: spile-run-TIME]")] = None,
+    collect: Annotated[
+        str | None, Parameter(help="Then bring this folder of every host back, as spile collect does.")
+    ] = None,
+    show: _PRINT = False,
+) -> int:
+    """One container on every host of a slice: spile docker pod --tpu-prefix my-tpu -- spile extract …
+
+    All start together. The first that fails, or Ctrl+C, stops all, after a chance to commit; nothing stays behind.
+    """
+    from spile.fleet.containers import check_hosts, host_script, stop_script
+
+    flags = replace(flags, target=flags.target or "tpu")
+    container = flags.container(words, here=False)
+    script = host_script(container)
+    if show:
+        print(script)
+        return 0
+    hosts, access = where.find(), where.access()
+    check_hosts(hosts, flags.runtime, container.image, access)
+    try:
+        code = _everywhere(hosts, script, where, RunFlags(logs=logs), grace=flags.grace)
+    except SpileError:
+        _sweep(hosts, stop_script(flags.runtime, flags.name, flags.grace), where)
+        raise
+    if code != 0:
+        _sweep(hosts, stop_script(flags.runtime, flags.name, flags.grace), where)
+    elif collect is not None:
+        from spile.cli.collect import collect as bring_back
+
+        bring_back(collect, where=where)
+    return code
+
+
+def stop(
+    *,
+    flags: ContainerFlags = ContainerFlags(),  # noqa: B008
+    where: HostFlags = HostFlags(),  # noqa: B008
+    everything: Annotated[bool, Parameter(name="--all", negative="", help="All of spile's containers.")] = False,
+    show: _PRINT = False,
+) -> int:
+    """Stop a container here, or with --tpu-prefix or --hosts on every host; the worker in it commits first."""
+    from spile.fleet.containers import stop_script
+
+    script = stop_script(flags.runtime, None if everything else flags.name, flags.grace)
+    if show:
+        print(script, end="")
+        return 0
+    if where.hosts or where.tpu_prefix:
+        return int(_sweep(where.find(), script, where) > 0)
+    flags.found()
+    return subprocess.run(["/bin/bash", "-c", script], check=False).returncode  # noqa: S603
+
+
+def _everywhere(
+    hosts: Sequence[Host], line: str, where: HostFlags, run_flags: RunFlags, *, folder: str = "~", grace: int = 3
+) -> int:
+    """A line on all hosts, with logs and codes as ``spile run`` has them."""
+    from spile.dashboard.hosts import Logs, print_outcomes
+    from spile.fleet.ssh import fanout
+    from spile.fleet.ssh.copy import RESULTS
+    from spile.fleet.ssh.session import Job, SessionTimes
+
+    console = Output(highlight=False)
+    pace = SessionTimes(grace=grace + 10.0)
+    with Logs(hosts, run_flags.results(RESULTS), console) as logs:
+        outcomes = fanout.run(
+            hosts, Job(line, folder), access=where.access(), output=logs.write, pace=pace, variables=_variables
+        )
+        logs.open()
+    print_outcomes(outcomes, logs, console)
+    return fanout.worst(outcomes)
+
+
+def _variables(host: Host, hosts: Sequence[Host]) -> dict[str, str]:
+    """A host's place, for the container too; hosts that no cloud describes are told who the others are."""
+    from spile.fleet.ssh.fanout import environment_of
+
+    found = environment_of(host, hosts)
+    mine = [other.internal or other.address for other in hosts if other.slice == host.slice]
+    if not host.node_id and len(mine) > 1:
+        found["TPU_WORKER_HOSTNAMES"] = ",".join(mine)
+    return found
+
+
+def _sweep(hosts: Sequence[Host], script: str, where: HostFlags) -> int:
+    """Stop what may be left on each host by itself; how many could not be asked."""
+    from spile.fleet.ssh.launch import launch
+
+    bad = 0
+    for each in launch(hosts, lambda _: script, access=where.access()):
+        for line in each.output.splitlines():
+            say(f"{each.host.label}: {line}")
+        if each.error is not None:
+            bad += 1
+            say(f"{each.host.label}: {Failure('not asked to stop', found=str(each.error))}")
+    return bad
