@@ -23,7 +23,7 @@ def spile(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[object,
 @pytest.fixture
 def rows(tmp_path: Path) -> str:
     grid = [[1, 2]]
-    good: list[Any] = [{"examples": [[grid, grid]] * 3} for _ in range(10)]
+    good: list[Any] = [{"examples": [[grid, [[number]]]] * 3} for number in range(10)]
     bad: list[Any] = [{"examples": [[grid, grid, grid]] * 2}, {"other": 1}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*good, *bad]))
     return str(tmp_path / "rows.jsonl")
@@ -55,6 +55,16 @@ def test_the_guides_spelling_writes_the_challenge_pair(rows: str, tmp_path: Path
         "test_outputs_train.json",
     ]
     assert len(json.loads((tmp_path / "o" / "arc_format_train.json").read_text())) == 3
+
+
+def test_equal_rows_without_ids_are_one_task_of_the_challenge_pair(tmp_path: Path, capsys: Any) -> None:
+    row = json.dumps({"examples": [[[[1]], [[2]]]] * 3})
+    (tmp_path / "rows.jsonl").write_text(f"{row}\n{row}\n")
+    words = ["convert", "--dataset", str(tmp_path / "rows.jsonl"), "--output_dir", str(tmp_path / "o")]
+    code, told, _ = spile(words, capsys)
+    assert code == 0
+    assert "2 rows read, 1 samples, 1 could not be used:\n  1 × the same task as an earlier row\n" in told
+    assert len(json.loads((tmp_path / "o" / "arc_format_train.json").read_text())) == 1
 
 
 def test_streams_then_some_again_then_upload(rows: str, tmp_path: Path, capsys: Any) -> None:

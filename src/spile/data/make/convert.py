@@ -64,11 +64,18 @@ def convert_source(
     """:func:`convert`, from a source that is open already."""
     files = (output,) if format == "arc-jsonl" else (output / CHALLENGES, output / ANSWERS)
     tally, names = ItemTally(), Unique()
+    written: set[str] = set()
     with replacing(*files) as handles:
         write = _JsonlWriter(handles[0], test_outputs) if format == "arc-jsonl" else _PairWriter(*handles)
         for item in usable(source, selection, tally, arc_only=True):
-            if item.own_id or format == "arc-json":  # in an object by ids even equal tasks would be one
+            if item.own_id:
                 names.add(item.task_id, item.row)
+            elif format == "arc-json" and item.task_id in written:  # in an object by ids equal tasks are one
+                tally.samples -= 1
+                tally.rejected["the same task as an earlier row"] += 1
+                continue
+            else:
+                written.add(item.task_id)
             write.item(item)
             if progress is not None and tally.rows % _EVERY == 0:
                 progress(tally)
