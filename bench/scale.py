@@ -5,7 +5,6 @@ requests wait for one another. The scattered ledger is 20,000 commits of 50 samp
 what a stream becomes whose samples are finished in any order.
 """
 
-# ruff: noqa: D102 - a folder's methods are described in its protocol
 from __future__ import annotations
 
 import sys

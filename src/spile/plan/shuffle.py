@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from spile.errors import SpecError
 
-__all__ = ["EpochPlan", "Piece", "ShuffleSpec", "piece_rows", "plan_epoch", "row_order"]
+__all__ = ["EpochPlan", "RowPiece", "ShuffleSpec", "piece_rows", "plan_epoch", "row_order"]
 
 _CHUNK = 1 << 20
 _PIECE = 4 << 20
@@ -53,7 +53,7 @@ class ShuffleSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class RowPiece:
     """Rows ``start`` to ``stop`` of one shard."""
 
     shard: int
@@ -68,7 +68,7 @@ class Piece:
 class EpochPlan:
     """One reader's windows of one epoch, in order."""
 
-    windows: tuple[tuple[Piece, ...], ...]
+    windows: tuple[tuple[RowPiece, ...], ...]
     whole: bool
     """Whether the one window is everything there is: then its rows need not be read again for the next epoch."""
 
@@ -96,7 +96,7 @@ def piece_rows(widths: Sequence[int], memory: int) -> int:
 def plan_epoch(shards: Sequence[int], widths: Sequence[int], spec: ShuffleSpec, epoch: int) -> EpochPlan:
     """The windows of reader ``spec.part`` in this epoch. ``shards``: the rows of each shard, in the dataset's order."""
     rows = piece_rows(widths, spec.memory)
-    pieces = [Piece(n, at, min(at + rows, count)) for n, count in enumerate(shards) for at in range(0, count, rows)]
+    pieces = [RowPiece(n, at, min(at + rows, count)) for n, count in enumerate(shards) for at in range(0, count, rows)]
     total, width = sum(shards), sum(widths)
     if spec.parts == 1 and (total * width <= spec.memory or spec.scratch is not None):
         return EpochPlan((tuple(pieces),) if pieces else (), whole=True)
@@ -107,21 +107,21 @@ def plan_epoch(shards: Sequence[int], widths: Sequence[int], spec: ShuffleSpec, 
     return EpochPlan(_windows(mine, width, spec.memory // 2, first=_FIRST_WINDOW if epoch == 0 else None), whole=False)
 
 
-def _stretch(pieces: list[Piece], total: int, spec: ShuffleSpec) -> list[Piece]:
+def _stretch(pieces: list[RowPiece], total: int, spec: ShuffleSpec) -> list[RowPiece]:
     """The reader's share of all rows: a border may lie within a piece, and then two readers read it."""
     begin, end = (total * k // spec.parts for k in (spec.part, spec.part + 1))
     mine, at = [], 0
     for piece in pieces:
         low, high = max(begin - at, 0), min(end - at, len(piece))
         if low < high:
-            mine.append(Piece(piece.shard, piece.start + low, piece.start + high))
+            mine.append(RowPiece(piece.shard, piece.start + low, piece.start + high))
         at += len(piece)
     return mine
 
 
-def _windows(pieces: list[Piece], width: int, most: int, first: int | None) -> tuple[tuple[Piece, ...], ...]:
-    found: list[tuple[Piece, ...]] = []
-    window: list[Piece] = []
+def _windows(pieces: list[RowPiece], width: int, most: int, first: int | None) -> tuple[tuple[RowPiece, ...], ...]:
+    found: list[tuple[RowPiece, ...]] = []
+    window: list[RowPiece] = []
     limit, held = most if first is None else min(first, most), 0
     for piece in pieces:
         size = len(piece) * width

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from spile.data.background import ahead
 from spile.errors import UserError
 from spile.plan.amounts import size
-from spile.plan.shuffle import EpochPlan, Piece, ShuffleSpec, plan_epoch, row_order
+from spile.plan.shuffle import EpochPlan, RowPiece, ShuffleSpec, plan_epoch, row_order
 from spile.reading.read_pool import ReadPool
 from spile.reading.rows import RowBatch
 from spile.reading.selection import Selection
@@ -97,7 +97,7 @@ class ShuffleOrder:
             return [sum(map(len, window)) for window in windows]
         return [sum(map(self._selected, window)) for window in windows]
 
-    def _selected(self, piece: Piece) -> int:
+    def _selected(self, piece: RowPiece) -> int:
         stream, shard = self.source.shards[piece.shard]
         return int(np.count_nonzero(self.selection.mask(stream, shard, piece.start, piece.stop)))
 
@@ -213,7 +213,7 @@ class _Turn(NamedTuple):
     last: bool
     """Of its epoch."""
     whole: bool
-    pieces: tuple[Piece, ...]
+    pieces: tuple[RowPiece, ...]
 
 
 class _Engine:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from spile.plan.shuffle import Piece
+from spile.plan.shuffle import RowPiece
 from spile.reading.read_pool import ReadPool
 from spile.reading.rows import RowBatch, context_of
 from spile.reading.selection import Selection
@@ -71,7 +71,7 @@ class TapSource:
 class Window:
     """Rows in memory, and which of them are wanted."""
 
-    def __init__(self, buffers: Mapping[str, _Array], pieces: Sequence[Piece], context: bool) -> None:
+    def __init__(self, buffers: Mapping[str, _Array], pieces: Sequence[RowPiece], context: bool) -> None:
         self._buffers = buffers
         self._parts: list[tuple[_Array, RowBatch | None]] = [(np.empty(0, np.int64), None)] * len(pieces)
         self._starts = np.concatenate([[0], np.cumsum([len(piece) for piece in pieces])])
@@ -117,7 +117,7 @@ class WindowLoader:
         self._buffers: list[dict[str, _Array]] = [{}, {}]
         self._turn = 0
 
-    def begin(self, pieces: Sequence[Piece]) -> _Loading:
+    def begin(self, pieces: Sequence[RowPiece]) -> _Loading:
         """Start to read a window. The window begun before the last one must be done with."""
         rows = sum(map(len, pieces))
         window = Window(self._room(rows), pieces, self._context)
@@ -144,7 +144,7 @@ class WindowLoader:
         with tempfile.TemporaryFile(dir=folder, prefix=".spile-") as file:
             return np.memmap(file, dtype, "w+", shape=shape)
 
-    def read(self, window: Window, number: int, piece: Piece) -> None:
+    def read(self, window: Window, number: int, piece: RowPiece) -> None:
         """One piece, every tap of it. In a thread of the pool."""
         stream, shard = self._source.shards[piece.shard]
         wanted = self._selection.mask(stream, shard, piece.start, piece.stop) if self._selection.by_tail else None
@@ -163,7 +163,7 @@ class _Task:
     loader: WindowLoader
     window: Window
     number: int
-    piece: Piece
+    piece: RowPiece
 
     def __call__(self) -> None:
         self.loader.read(self.window, self.number, self.piece)

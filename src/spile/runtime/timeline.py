@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["Span", "Timeline"]
+__all__ = ["Timeline", "TimelineSpan"]
 
 
 @dataclass(frozen=True)
-class Span:
+class TimelineSpan:
     """A piece of work, in seconds since the timeline's origin."""
 
     name: str
@@ -44,7 +44,7 @@ class Timeline:
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
-        self._spans: list[Span] = []
+        self._spans: list[TimelineSpan] = []
 
     @classmethod
     def of_process(cls) -> Timeline:
@@ -65,9 +65,9 @@ class Timeline:
     def add(self, name: str, began: float, ended: float) -> None:
         """A span that is known."""
         with self._lock:
-            self._spans.append(Span(name, began, ended))
+            self._spans.append(TimelineSpan(name, began, ended))
 
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[TimelineSpan]:
         """All that have ended, by when they began."""
         with self._lock:
             return sorted(self._spans, key=lambda span: (span.began, span.ended))

@@ -6,14 +6,30 @@ same model. A field that nobody reads is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from spile.errors import ModelError
-from spile.spec.architecture import Activation, Experts, ModelConfig, Norm, NormPlace
+from spile.spec.architecture import Activation, ModelConfig, Norm, NormPlace
 from spile.spec.config_fields import ConfigFields
-from spile.spec.rope import Rope, read_rope
+from spile.spec.family_rules import (
+    Switches,
+    Windows,
+    all_or_none,
+    alternating,
+    every_layer,
+    gemma,
+    gemma2,
+    gemma3,
+    gpt2,
+    gpt_neox,
+    layer_types,
+    mixtral,
+    no_windows,
+    qwen3_moe,
+)
+from spile.spec.rope import read_rope
 
 __all__ = ["ARCHITECTURES", "Architecture", "read_config"]
 
@@ -26,10 +42,6 @@ _ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_fast": "gelu_tanh",
     "relu": "relu",
 }
-
-Windows = tuple[int | None, ...]
-Switches = dict[str, Any]
-"""Fields of :class:`ModelConfig` that a family reads in a way of its own."""
 
 
 @dataclass(frozen=True)
@@ -72,138 +84,16 @@ class Architecture:
     """Where the config does not say."""
 
 
-def _no_windows(_fields: ConfigFields, n_layers: int) -> Windows:
-    return (None,) * n_layers
-
-
-def _every_layer(default: int | None) -> Callable[[ConfigFields, int], Windows]:
-    """One window for all layers; an explicit null is none."""
-
-    def windows(fields: ConfigFields, n_layers: int) -> Windows:
-        window = fields.get("sliding_window", default)
-        return (None if window is None else fields.integer("sliding_window", default),) * n_layers
-
-    return windows
-
-
-def _layer_types(fields: ConfigFields, n_layers: int) -> Windows:
-    """Qwen: ``layer_types``, or the layers from ``max_window_layers`` on; neither without ``use_sliding_window``."""
-    said = fields.get("sliding_window", 4096)
-    window = fields.integer("sliding_window", 4096) if fields.flag("use_sliding_window") and said is not None else None
-    first = fields.integer("max_window_layers", 28)
-    types = fields.get("layer_types")
-    if types is None:
-        return tuple(window if layer >= first else None for layer in range(n_layers))
-    return _by_type(types, window)
-
-
-def _by_type(types: Sequence[object], window: int | None) -> Windows:
-    unknown = sorted({str(kind) for kind in types} - {"full_attention", "sliding_attention"})
-    if unknown:
-        raise ModelError(
-            "config.json's layer_types", expected="full_attention or sliding_attention", found=", ".join(unknown)
-        )
-    if window is None and "sliding_attention" in types:
-        raise ModelError(
-            "config.json's layer_types", expected="a sliding_window for sliding_attention", found="none in use"
-        )
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
-
-
-def _all_or_none(fields: ConfigFields, n_layers: int) -> Windows:
-    """Qwen3-MoE: one window for all layers, if ``use_sliding_window``."""
-    fields.get("max_window_layers")
-    window = fields.get("sliding_window", 4096)
-    return (window if fields.flag("use_sliding_window") else None,) * n_layers
-
-
-def _alternating(pattern: int) -> Callable[[ConfigFields, int], Windows]:
-    """Gemma: windows but for every so manieth layer, or as ``layer_types`` says."""
-
-    def windows(fields: ConfigFields, n_layers: int) -> Windows:
-        window = fields.get("sliding_window", 4096)
-        every = fields.integer("sliding_window_pattern", pattern)
-        fields.get("_sliding_window_pattern")
-        types = fields.get("layer_types")
-        kinds = ("full_attention", "sliding_attention")
-        types = [kinds[bool((layer + 1) % every)] for layer in range(n_layers)] if types is None else types
-        return _by_type(types, window)
-
-    return windows
-
-
-def _gemma(fields: ConfigFields, config: ModelConfig) -> Switches:
-    fields.get("hidden_activation")
-    exact = config.activation == "gelu"  # the first releases said gelu and meant its approximation
-    return {"embedding_scale": config.d_model**0.5, "activation": "gelu_tanh" if exact else config.activation}
-
-
-def _gemma2(fields: ConfigFields, config: ModelConfig) -> Switches:
-    fields.get("hidden_act")
-    return {
-        "embedding_scale": config.d_model**0.5,
-        "attention_scale": fields.number("query_pre_attn_scalar", 256) ** -0.5,
-        "attention_softcap": fields.optional("attn_logit_softcapping", 50.0),
-        "final_softcap": fields.optional("final_logit_softcapping", 30.0),
-    }
-
-
-def _gemma3(fields: ConfigFields, config: ModelConfig) -> Switches:
-    fields.get("hidden_act")
-    local = fields.number("rope_local_base_freq", 10_000.0)
-    spelled = fields.get("rope_parameters") or {}
-    nested = isinstance(spelled, Mapping) and "sliding_attention" in spelled
-    return {
-        "embedding_scale": config.d_model**0.5,
-        "attention_scale": fields.number("query_pre_attn_scalar", 256) ** -0.5,
-        "attention_softcap": fields.optional("attn_logit_softcapping"),
-        "final_softcap": fields.optional("final_logit_softcapping"),
-        "local_rope": read_rope(fields, local, layers="sliding_attention")[0] if nested else Rope(theta=local),
-    }
-
-
-def _gpt2(fields: ConfigFields, _config: ModelConfig) -> Switches:
-    scaled = fields.flag("scale_attn_weights", True)
-    if fields.flag("scale_attn_by_inverse_layer_idx"):
-        raise ModelError("config.json's scale_attn_by_inverse_layer_idx", expected="false", found="true")
-    return {
-        "learned_positions": fields.integer("max_position_embeddings", 1024),
-        "attention_scale": None if scaled else 1.0,
-    }
-
-
-def _gpt_neox(fields: ConfigFields, _config: ModelConfig) -> Switches:
-    return {"parallel": fields.flag("use_parallel_residual", True)}
-
-
-def _qwen3_moe(fields: ConfigFields, config: ModelConfig) -> Switches:
-    step, plain = fields.integer("decoder_sparse_step", 1), fields.get("mlp_only_layers") or ()
-    dense = [layer for layer in range(config.n_layers) if layer in plain or (layer + 1) % step]
-    experts = Experts(
-        count=fields.integer("num_local_experts", 128),
-        per_token=fields.integer("num_experts_per_tok", 8),
-        d_ff=fields.integer("moe_intermediate_size", 768),
-        normalized=fields.flag("norm_topk_prob"),
-        dense_layers=tuple(dense),
-    )
-    return {"experts": experts if len(dense) < config.n_layers else None}
-
-
-def _mixtral(fields: ConfigFields, config: ModelConfig) -> Switches:
-    count, chosen = fields.integer("num_local_experts", 8), fields.integer("num_experts_per_tok", 2)
-    return {"experts": Experts(count, chosen, config.d_ff, normalized=True)}
-
-
 _GEMMA3 = Architecture(
     "Gemma 3, its text part",
     "as `gemma2`, with a norm over each head's queries and keys, another rope in layers with a window, five of six",
-    windows=_alternating(6),
+    windows=alternating(6),
     mlp_bias=False,
     qk_norm=True,
     head_dim=256,
     kv_heads=4,
     names={"hidden_act": "hidden_activation"},
-    switches=_gemma3,
+    switches=gemma3,
     norm="rms_plus_one",
     norm_place="sandwich",
     activation="gelu_pytorch_tanh",
@@ -217,7 +107,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "Qwen2, Qwen2.5, QwQ",
         "biases on queries, keys and values; a sliding window from `max_window_layers` on, or by `layer_types`, "
         "if `use_sliding_window`",
-        windows=_layer_types,
+        windows=layer_types,
         qkv_bias=True,
         o_bias=False,
         mlp_bias=False,
@@ -226,7 +116,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3": Architecture(
         "Qwen3 (dense)",
         "an RMS norm over each head's queries and keys; `head_dim` 128 unless the config says; windows as `qwen2`",
-        windows=_layer_types,
+        windows=layer_types,
         mlp_bias=False,
         qk_norm=True,
         head_dim=128,
@@ -235,12 +125,12 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture(
         "Llama 1 to 3.x and what is built like it",
         "optional biases (`attention_bias`, `mlp_bias`); no window",
-        windows=_no_windows,
+        windows=no_windows,
     ),
     "mistral": Architecture(
         "Mistral 7B, Nemo and kin",
         "one sliding window for all layers (`sliding_window`)",
-        windows=_every_layer(4096),
+        windows=every_layer(4096),
         qkv_bias=False,
         o_bias=False,
         mlp_bias=False,
@@ -249,11 +139,11 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gemma": Architecture(
         "Gemma 1",
         "embeddings times √d_model; norm weights stored less 1",
-        windows=_no_windows,
+        windows=no_windows,
         mlp_bias=False,
         head_dim=256,
         kv_heads=16,
-        switches=_gemma,
+        switches=gemma,
         norm="rms_plus_one",
         activation="gelu_pytorch_tanh",
         tied=True,
@@ -261,12 +151,12 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gemma2": Architecture(
         "Gemma 2, Gemma Scope's models",
         "as `gemma`; norms after attention and MLP too, soft caps on scores and logits, a window in every other layer",
-        windows=_alternating(2),
+        windows=alternating(2),
         mlp_bias=False,
         head_dim=256,
         kv_heads=4,
         names={"hidden_act": "hidden_activation"},
-        switches=_gemma2,
+        switches=gemma2,
         norm="rms_plus_one",
         norm_place="sandwich",
         activation="gelu_pytorch_tanh",
@@ -277,7 +167,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "phi3": Architecture(
         "Phi-3, Phi-3.5, Phi-4 (without longrope)",
         "queries, keys and values in one matrix, gate and up in another; one sliding window for all layers",
-        windows=_every_layer(None),
+        windows=every_layer(None),
         qkv_bias=False,
         o_bias=False,
         mlp_bias=False,
@@ -287,7 +177,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gpt2": Architecture(
         "GPT-2 and what is built like it",
         "LayerNorm, learned positions, a plain MLP, matrices stored transposed",
-        windows=_no_windows,
+        windows=no_windows,
         qkv_bias=True,
         o_bias=True,
         mlp_bias=True,
@@ -300,7 +190,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "hidden_act": "activation_function",
             "rms_norm_eps": "layer_norm_epsilon",
         },
-        switches=_gpt2,
+        switches=gpt2,
         norm="layer",
         norm_eps=1e-5,
         gated=False,
@@ -311,14 +201,14 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gpt_neox": Architecture(
         "Pythia, GPT-NeoX",
         "LayerNorm, a plain MLP beside attention (`use_parallel_residual`), a part of each head rotated (`rotary_pct`)",
-        windows=_no_windows,
+        windows=no_windows,
         mlp_bias=True,
         names={
             "rms_norm_eps": "layer_norm_eps",
             "rope_theta": "rotary_emb_base",
             "partial_rotary_factor": "rotary_pct",
         },
-        switches=_gpt_neox,
+        switches=gpt_neox,
         norm="layer",
         norm_eps=1e-5,
         gated=False,
@@ -330,23 +220,23 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3_moe": Architecture(
         "Qwen3 MoE (30B-A3B, 235B-A22B)",
         "as `qwen3`, with routed experts in all layers but `mlp_only_layers` and those off `decoder_sparse_step`",
-        windows=_all_or_none,
+        windows=all_or_none,
         mlp_bias=False,
         qk_norm=True,
         kv_heads=4,
         names={"num_local_experts": "num_experts"},
-        switches=_qwen3_moe,
+        switches=qwen3_moe,
     ),
     "mixtral": Architecture(
         "Mixtral 8x7B, 8x22B",
         "as `mistral`, with routed experts whose weights sum to 1",
-        windows=_every_layer(None),
+        windows=every_layer(None),
         qkv_bias=False,
         o_bias=False,
         mlp_bias=False,
         kv_heads=8,
         norm_eps=1e-5,
-        switches=_mixtral,
+        switches=mixtral,
         rotary=(1_000_000.0, 1.0),
     ),
 }

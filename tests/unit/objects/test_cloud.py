@@ -178,8 +178,12 @@ def test_no_google_credentials_is_said(tmp_path: object, monkeypatch: pytest.Mon
             verb()
 
 
-def test_throttle_shares_one_rate() -> None:
+def test_a_throttled_byte_passes_after_all_that_were_before_it() -> None:
+    """Each body's bytes pass one after another, and all bodies share the rate: times add up, whoever waits."""
     throttle = Throttle()
-    throttle.take(1 << 30)  # unlimited
-    throttle.rate = 1e12
-    throttle.take(1)
+    throttle.take(1 << 30)  # unlimited: it must not count once there is a rate
+    throttle.rate = 1000.0
+    first = throttle.take(1, since=0.0)
+    second = throttle.take(2, since=first)
+    of_another_body = throttle.take(4, since=0.0)
+    assert (first, second - first, of_another_body - second) == pytest.approx((0.001, 0.002, 0.004))

@@ -91,9 +91,9 @@ class Api:
         }
         if kind not in handlers:
             raise ApiError(404, f"The requested URL {path} was not found on this server.")
-        return handlers[kind](_Call(method, version, project, zone, name, verb, params, body))
+        return handlers[kind](_ApiCall(method, version, project, zone, name, verb, params, body))
 
-    def _nodes(self, call: _Call) -> dict[str, Any]:
+    def _nodes(self, call: _ApiCall) -> dict[str, Any]:
         cloud, zone = self.cloud, call.zone
         if call.name is None:
             if call.method == "POST":
@@ -111,7 +111,7 @@ class Api:
             return cloud.show_operation(call.project, cloud.change(zone, call.name, call.body, mask, call.version))
         return cloud.node(zone, call.name)
 
-    def _queued(self, call: _Call) -> dict[str, Any]:
+    def _queued(self, call: _ApiCall) -> dict[str, Any]:
         cloud, zone = self.cloud, call.zone
         if call.name is None:
             if call.method == "POST":
@@ -126,7 +126,7 @@ class Api:
             return cloud.show_operation(call.project, cloud.queue.dequeue(zone, call.name, force, call.version))
         return cloud.queue.queued_one(zone, call.name)
 
-    def _operations(self, call: _Call) -> dict[str, Any]:
+    def _operations(self, call: _ApiCall) -> dict[str, Any]:
         if call.name is None:
             shown = [self.cloud.show_operation(call.project, each) for each in self.cloud.operations(call.zone)]
             return {"operations": shown}
@@ -134,8 +134,8 @@ class Api:
             return {}
         return self.cloud.show_operation(call.project, self.cloud.operation(call.zone, call.name))
 
-    def _fixed(self, kind: str, field_name: str, values: tuple[str, ...]) -> Callable[[_Call], dict[str, Any]]:
-        def answer(call: _Call) -> dict[str, Any]:
+    def _fixed(self, kind: str, field_name: str, values: tuple[str, ...]) -> Callable[[_ApiCall], dict[str, Any]]:
+        def answer(call: _ApiCall) -> dict[str, Any]:
             base = f"projects/{call.project}/locations/{call.zone}/{kind}"
             if call.name is None:
                 return {kind: [{"name": f"{base}/{value}", field_name: value} for value in values]}
@@ -147,7 +147,7 @@ class Api:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _ApiCall:
     method: str
     version: str
     project: str

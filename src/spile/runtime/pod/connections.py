@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from spile.errors import PodError, untrusted
 from spile.runtime.pod.identity import Identity
 
-__all__ = ["MOST_BYTES", "Answer", "Line", "RollConnections", "listen", "tell"]
+__all__ = ["MOST_BYTES", "Line", "RollAnswer", "RollConnections", "listen", "tell"]
 
 MOST_BYTES = 1 << 16
 
@@ -22,7 +22,7 @@ Line = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Answer:
+class RollAnswer:
     """What everyone hears."""
 
     service: str
@@ -67,7 +67,7 @@ class RollConnections:
     that a host has died, and JAX, which waits for it, would abort everybody without a name.
     """
 
-    def __init__(self, identity: Identity, answer: Answer, sockets: dict[int, socket.socket]) -> None:
+    def __init__(self, identity: Identity, answer: RollAnswer, sockets: dict[int, socket.socket]) -> None:
         self.answer = answer
         self._identity = replace(identity, hosts=identity.hosts or answer.names)
         self._sockets = sockets

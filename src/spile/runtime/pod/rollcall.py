@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from spile.errors import PodError
-from spile.runtime.pod.connections import MOST_BYTES, Answer, Line, RollConnections, listen, tell
+from spile.runtime.pod.connections import MOST_BYTES, Line, RollAnswer, RollConnections, listen, tell
 from spile.runtime.pod.identity import Identity
 from spile.version import __version__
 
@@ -99,7 +99,7 @@ def hold_roll_call(
             service = serve()
             tell((caller.connection for caller in callers), {"service": service, "names": names})
             sockets = {number: caller.connection for number, caller in roll.present.items()}
-            return RollConnections(identity, Answer(service, names), sockets)
+            return RollConnections(identity, RollAnswer(service, names), sockets)
         finally:
             kept = {id(caller) for caller in roll.present.values()} if service else set()
             for caller in callers:
@@ -207,7 +207,7 @@ def answer_roll_call(identity: Identity, *, timeout: float) -> RollConnections:
         if "error" in heard:
             raise PodError(str(heard["error"]))
         names = tuple(str(name) for name in heard["names"])  # type: ignore[attr-defined]
-        return RollConnections(identity, Answer(str(heard["service"]), names), {0: connection})
+        return RollConnections(identity, RollAnswer(str(heard["service"]), names), {0: connection})
     except BaseException:
         connection.close()
         raise
