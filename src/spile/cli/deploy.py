@@ -71,7 +71,12 @@ class DeployFlags:
     budget: Annotated[float | None, _flag("Dollars after which the fleet is deleted.")] = None
     keep_finished: Annotated[bool, _flag("Do not delete machines whose work is finished.", negative="")] = False
     env: Annotated[
-        list[str] | None, _flag("NAME=value for every worker, such as HF_TOKEN; kept in the bucket.", negative="")
+        list[str] | None,
+        _flag(
+            "NAME=value for every worker, kept in the bucket for all who read it; for a token "
+            "NAME=secret:projects/P/secrets/S, which each machine asks Secret Manager for.",
+            negative="",
+        ),
     ] = None
     yes: Annotated[
         bool, _flag("Do not ask: replace another deployment of this fleet, remove with --overwrite.", negative="")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import os
+import re
 import sys
 import tomllib
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from cyclopts import App, CycloptsError, Group
+from cyclopts import App, ArgumentCollection, CoercionError, CycloptsError, Group
 from cyclopts.config import Dict, Env
 
 from spile.cli.shell.aliases import modern
@@ -33,7 +35,7 @@ def build(config: str | None = None, meant: str | None = None) -> App:
         name="spile",
         help="Tap a language model: run it over a dataset and store its layers' activations, each sample exactly once.",
         version=f"spile {__version__}",
-        config=(Env("SPILE_", command=False), *file),
+        config=(Env("SPILE_", command=False), *file, _refuse_fractions),
         suppress_keyboard_interrupt=False,  # it is ours to tell
     )
     places = _places()
@@ -50,6 +52,16 @@ def build(config: str | None = None, meant: str | None = None) -> App:
     return app
 
 
+def _refuse_fractions(_app: App, _commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """``--max-samples 1.5`` is a mistake. Left alone, it would be rounded to a number that nobody asked for."""
+    for argument in arguments:
+        if argument.hint is not int and int not in get_args(argument.hint):
+            continue
+        for token in argument.tokens:
+            if float not in get_args(argument.hint) and re.fullmatch(r"[+-]?\d*\.\d*[1-9]\d*", token.value):
+                raise CoercionError(argument=argument, token=token, target_type=int)
+
+
 def _places() -> dict[str, dict[str, Any]]:
     """Where each word stands in ``spile --help``."""
     sections = [(Group(title, sort_key=number), words) for number, (title, words) in enumerate(SECTIONS.items(), 1)]
@@ -58,6 +70,9 @@ def _places() -> dict[str, dict[str, Any]]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run ``spile`` and exit with its code: 0 done, 1 a failure, 2 a user's mistake, 3 fenced."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that knows ASCII alone gets ?, not the end of a run
     words = list(sys.argv[1:] if argv is None else argv)
     end = words.index("--") if "--" in words else len(words)  # what follows is another program's
     debug = "--debug" in words[:end]

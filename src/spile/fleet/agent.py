@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 
 from spile.errors import CloudError, SpecError, SpileError, UserError
 from spile.fleet.home import FleetHome, WorkerReport
+from spile.fleet.secrets import resolve, secret_values, struck_out
 from spile.fleet.spec import FleetSpec, Worker
 from spile.spec.phase import Phase
 from spile.version import __version__
@@ -113,10 +114,12 @@ class Agent:
         tail: deque[str] = deque(maxlen=_TAIL)
         # The machine's own process group, so that what ends the machine's service ends the worker too.
         words = list(self.command(fleet, worker))
+        given = resolve(fleet.environment)
+        hidden = secret_values(fleet.environment, {**os.environ, **given})
         ended, renewed = threading.Event(), threading.Event()
         with subprocess.Popen(  # noqa: S603
             words,
-            env={**os.environ, **fleet.environment},
+            env={**os.environ, **given},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -125,8 +128,9 @@ class Agent:
             watcher = threading.Thread(target=self._watch, args=(fleet, child, ended, renewed), daemon=True)
             watcher.start()
             for line in child.stdout or ():
-                tail.append(line.rstrip("\n"))
-                print(line, end="", flush=True)
+                said = struck_out(line, hidden)  # the tail goes to the bucket, the line to the machine's log
+                tail.append(said.rstrip("\n"))
+                print(said, end="", flush=True)
             code = child.wait()
         ended.set()
         watcher.join()

@@ -7,6 +7,7 @@
 # runs the agent under systemd, so that the worker resumes by itself after every boot. Without flags it takes them from
 # the machine's metadata. --force installs anew.
 set -Eeuo pipefail
+umask 077  # fleet.json may hold secrets, and logs may quote them
 
 meta() { curl -fsS -m 10 -H 'Metadata-Flavor: Google' "http://${GCE_METADATA_HOST:-metadata.google.internal}/computeMetadata/v1/$1"; }
 # The same for what a machine may not have: nothing then, and an error only where nobody answers. A machine with chips asks
@@ -61,11 +62,13 @@ echo "spile: $node, host $host, in ${zone:-an unknown zone}; assignment in $home
 # -- the bucket, before there is a Python of ours: plain requests with the machine's own token --------------------------
 storage="${STORAGE_EMULATOR_HOST:-https://storage.googleapis.com}"
 token() { [ -n "${STORAGE_EMULATOR_HOST:-}" ] && echo none || meta instance/service-accounts/default/token | sed 's/.*"access_token" *: *"\([^"]*\)".*/\1/'; }
+# A header through a pipe: a command line is everybody's to read.
+bearer() { printf 'header = "Authorization: Bearer %s"\n' "$(token)"; }
 escaped() { printf '%s' "$1" | sed 's|%|%25|g; s|/|%2F|g; s|+|%2B|g; s| |%20|g'; }
 fetch() { # URL FILE
   case "$1" in
     gs://*) local rest="${1#gs://}"
-      curl -fsS --retry 5 --retry-all-errors -H "Authorization: Bearer $(token)" -o "$2" \
+      curl -fsS --retry 5 --retry-all-errors -K <(bearer) -o "$2" \
         "$storage/storage/v1/b/${rest%%/*}/o/$(escaped "${rest#*/}")?alt=media" ;;
     s3://*) aws s3 cp --only-show-errors "$1" "$2" ;;
     *) cp "${1#file://}" "$2" ;;
@@ -78,17 +81,20 @@ report() { # PHASE VERDICT [FILE WITH THE LOG]
 import json, sys, time
 name, phase, verdict, log, fleet = sys.argv[1:]
 try:
-    deployment = json.load(open(fleet))["deployment"]
+    known = json.load(open(fleet))
+    deployment, hidden = known["deployment"], list((known.get("environment") or {}).values())
 except (OSError, ValueError, KeyError):
-    deployment = ""
+    deployment, hidden = "", []
 tail = open(log, errors="replace").read()[-4000:] if log else ""
+for value in hidden:
+    tail = tail.replace(value, "***") if len(value) >= 6 else tail
 print(json.dumps({"node": name, "deployment": deployment, "phase": phase, "verdict": verdict, "updated": time.time(), "error": tail}))
 PYTHON
 )"
   case "$home" in
     gs://*) local rest="${home#gs://}"
-      curl -fsS --retry 3 -o /dev/null -X POST -H "Authorization: Bearer $(token)" -H 'Content-Type: application/json' \
-        --data-binary "$body" "$storage/upload/storage/v1/b/${rest%%/*}/o?uploadType=media&name=$(escaped "${rest#*/}/workers/$name.json")" ;;
+      curl -fsS --retry 3 -o /dev/null -X POST -K <(bearer) -H 'Content-Type: application/json' \
+        --data-binary @<(printf '%s' "$body") "$storage/upload/storage/v1/b/${rest%%/*}/o?uploadType=media&name=$(escaped "${rest#*/}/workers/$name.json")" ;;
     s3://*) printf '%s' "$body" | aws s3 cp --only-show-errors - "$home/workers/$name.json" ;;
     *) mkdir -p "$home/workers" && printf '%s' "$body" > "$home/workers/$name.json.tmp" && mv "$home/workers/$name.json.tmp" "$home/workers/$name.json" ;;
   esac

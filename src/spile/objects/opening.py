@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from spile.errors import SpecError, UserError
-from spile.objects.folder import Folder
+from spile.objects.folder import Folder, possible_prefix
 from spile.objects.local import LocalFolder
 
 __all__ = ["bucket_url", "is_remote", "open_folder", "split"]
 
 _CLOUDS = ("gs", "s3")
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def open_folder(url: str) -> Folder:
@@ -27,9 +29,16 @@ def open_folder(url: str) -> Folder:
     bucket, _, prefix = rest.partition("/")
     if not bucket:
         raise SpecError(f"no bucket in {url}", expected=f"{scheme}://bucket/prefix")
+    prefix = prefix.strip("/")
+    if not _BUCKET.fullmatch(bucket) or (prefix and not possible_prefix(f"{prefix}/")):
+        raise SpecError(
+            f"{url} names no folder of a bucket",
+            expected=f"{scheme}://bucket/prefix, with no empty part, . or .. in it",
+            found=url,
+        )
     from spile.objects.cloud.folder import open_cloud  # disks need no HTTP client
 
-    return open_cloud(scheme, bucket, prefix.strip("/"))
+    return open_cloud(scheme, bucket, prefix)
 
 
 def is_remote(url: str) -> bool:

@@ -37,7 +37,7 @@ def preflight(folder: Folder, *, need: int = 0, environment: Mapping[str, str] =
     if isinstance(folder, CloudFolder):
         machine = machine_place(environment)
         _try_bucket(folder, machine)
-        return _compare_regions(folder, machine)
+        return [*_probe_checksums(folder), *_compare_regions(folder, machine)]
     return []
 
 
@@ -89,6 +89,16 @@ def _try_bucket(folder: CloudFolder, machine: Region | None) -> None:
             found="one that overwrites it",
             fix="use another store: without this nothing keeps two workers from doing one stream twice",
         )
+
+
+def _probe_checksums(folder: CloudFolder) -> list[str]:
+    """A warning where the store takes what is not what it says it is: then each object is read back."""
+    if folder.compares_checksums(f".spile-probe-{secrets.token_hex(8)}"):
+        return []
+    return [
+        f"{folder.bucket_url} does not compare the checksums that are sent along: "
+        "what is written is read back and compared, which takes the line twice"
+    ]
 
 
 def _compare_regions(folder: CloudFolder, machine: Region | None) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from spile.objects.cloud.failures import RequestFailure
+from spile.objects.environment import positive_number
 from spile.objects.stats import Stats
 
 __all__ = ["Retry"]
@@ -32,7 +32,7 @@ class Retry:
     @classmethod
     def from_environment(cls) -> Retry:
         """``SPILE_RETRY_SECONDS`` bounds the whole."""
-        total = float(os.environ.get("SPILE_RETRY_SECONDS", cls.total))
+        total = positive_number("SPILE_RETRY_SECONDS", cls.total)
         return cls(first=min(cls.first, total / 10), total=total)
 
     def call(self, attempt: Callable[[], Result], stats: Stats) -> Result:

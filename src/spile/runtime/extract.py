@@ -87,7 +87,7 @@ def visit(
     if finished and hosts.first:
         stream.finish()
         kind.finish(parts, stream)
-        note_checkpoint(spec, stream, "completed")
+        note_checkpoint(spec, stream, "completed", progress.say)
     hosts.barrier("complete")
     ledger = stream if hosts.first else _joined(parts)
     return _summary(parts, ledger, progress, interrupted=not finished, device=worker.describe())

@@ -6,9 +6,11 @@ None of it is ever read back for correctness.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
 
+from spile.errors import SpileError
 from spile.objects import open_folder
 from spile.objects.mirror import MirrorFolder
 from spile.runtime.progress import Progress
@@ -46,7 +48,7 @@ class Notes:
         """After each commit."""
         self._tidy()
         if self._heart is not None:  # on a pod, the one process whose ledger is the stream's
-            note_checkpoint(self._spec, self._stream, "in_progress")
+            note_checkpoint(self._spec, self._stream, "in_progress", self.progress.say)
             self._heart.beat()
 
     def _reading(self) -> Reading:
@@ -74,7 +76,9 @@ class Notes:
         self._tidied = len(files)
 
 
-def note_checkpoint(spec: ExtractSpec, stream: StreamStore, status: str) -> None:
+def note_checkpoint(
+    spec: ExtractSpec, stream: StreamStore, status: str, say: Callable[[str], None] = lambda _: None
+) -> None:
     """``--checkpoint-dir``: the guides' file, for people. The ledger alone is read."""
     if spec.checkpoint_dir is None:
         return
@@ -89,4 +93,7 @@ def note_checkpoint(spec: ExtractSpec, stream: StreamStore, status: str) -> None
         "status": status,
     }
     text = json.dumps(record, indent=2).encode() + b"\n"
-    open_folder(spec.checkpoint_dir).put(f"checkpoint_worker_{worker_id}.json", text)
+    try:
+        open_folder(spec.checkpoint_dir).put(f"checkpoint_worker_{worker_id}.json", text)
+    except SpileError as error:  # it is for people and never read: no reason to lose a run
+        say(f"--checkpoint-dir is not written: {error}")

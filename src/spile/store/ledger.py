@@ -113,9 +113,10 @@ def read_entries(folder: Folder, stream: str | None, after: int = 0) -> Iterator
     last = after
     absent: list[tuple[int, int]] = []
     for number, data in zip(numbers, folder.get_many(map(commit_key, numbers)), strict=True):
-        absent.append((last + 1, number))
+        if number > last + 1:
+            absent.append((last + 1, number))
         commit = Commit.from_bytes(data, f"{folder.url}/{commit_key(number)}")
-        if stream is None or commit.stream == stream:
+        if absent and (stream is None or commit.stream == stream):
             yield from _late(folder, Ranges(absent), numbers[-1])
             absent = []
         yield _checked(commit, number, folder.url)

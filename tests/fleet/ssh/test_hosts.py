@@ -94,7 +94,7 @@ def test_a_tpu_is_reached_as_gcloud_does() -> None:
         "CheckHostIP=no",
         "HashKnownHosts=no",
         "IdentitiesOnly=yes",
-        "StrictHostKeyChecking=no",
+        "StrictHostKeyChecking=accept-new",
         f"UserKnownHostsFile={home}/google_compute_known_hosts",
         "HostKeyAlias=tpu.77-0",
         "BatchMode=yes",

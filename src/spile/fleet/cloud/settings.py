@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from spile.errors import UserError
 
 __all__ = ["CloudSettings", "gcloud_value", "read_settings"]
 
+_PROJECT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*")
 TPU_ENDPOINT = "https://tpu.googleapis.com/"
 
 
@@ -50,6 +52,8 @@ def read_settings(environment: Mapping[str, str], *, project: str | None = None)
     project = project or gcloud_value("core", "project", environment) or environment.get("GOOGLE_CLOUD_PROJECT")
     if not project:
         raise UserError("no Google Cloud project", fix="pass --project, or run: gcloud config set project NAME")
+    if not _PROJECT.fullmatch(project):
+        raise UserError("--project", expected="a project's id: letters, digits, - . and :", found=repr(project))
     endpoint = (
         environment.get("SPILE_TPU_ENDPOINT")
         or gcloud_value("api_endpoint_overrides", "tpu", environment)

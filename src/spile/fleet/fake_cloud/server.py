@@ -173,6 +173,9 @@ class _Handler(BaseHTTPRequestHandler):
         """Quiet."""
 
     def _answer(self) -> None:
+        if not self._is_from_here():
+            self._reply(403, b'{"error": {"code": 403, "message": "not this cloud"}}')
+            return
         split = urlsplit(self.path)
         path = unquote(split.path)
         length = int(self.headers.get("Content-Length") or 0)
@@ -193,6 +196,11 @@ class _Handler(BaseHTTPRequestHandler):
             self._reply(error.status, json.dumps(error.body()).encode())
         except Lost:
             self.close_connection = True
+
+    def _is_from_here(self) -> bool:
+        """Not a web page in a browser on this machine: that names its Origin, or its own Host."""
+        host = (self.headers.get("Host") or "").rpartition(":")[0] or self.headers.get("Host", "")
+        return host in ("127.0.0.1", "localhost", "metadata.google.internal") and self.headers.get("Origin") is None
 
     do_GET = do_POST = do_DELETE = do_PATCH = do_PUT = _answer  # noqa: N815
 

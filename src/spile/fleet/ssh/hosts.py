@@ -93,11 +93,12 @@ class Access:
 
     @staticmethod
     def _gcloud(host: Host) -> list[str]:
-        # The alias is made from the node's id, so a recreated node never trips over its predecessor's host key.
+        # The alias is made from the node's id, so a recreated node never trips over its predecessor's host key. The key
+        # is remembered at first sight, and another under the same id is refused: somebody stands between.
         return [
             "CheckHostIP=no",
             "HashKnownHosts=no",
-            "StrictHostKeyChecking=no",
+            "StrictHostKeyChecking=accept-new",
             f"UserKnownHostsFile={GCLOUD_KNOWN_HOSTS.expanduser()}",
             f"HostKeyAlias=tpu.{host.node_id}-{host.worker}",
         ]

@@ -54,9 +54,21 @@ class AwsKeys:
     secret: str = field(repr=False)
     session: str | None = field(default=None, repr=False)
 
+    def __post_init__(self) -> None:
+        names = {"access": "AWS_ACCESS_KEY_ID", "secret": "AWS_SECRET_ACCESS_KEY", "session": "AWS_SESSION_TOKEN"}
+        for name, variable in names.items():
+            value = getattr(self, name) or ""
+            if not value.isascii() or not value.isprintable() or " " in value:
+                # The value itself is in no message: an HTTP library would quote it.
+                raise UserError(
+                    f"{variable} cannot be", expected="one line of letters, digits and signs", found="another"
+                )
+
 
 _lock = threading.Lock()
 _session: Any = None
+_worked: Any = None
+"""The session that gave keys once."""
 
 
 def _botocore() -> Any:
@@ -86,6 +98,10 @@ def _asked(question: Callable[[Any], Answer]) -> Answer | None:
         if any(kind in _PASSING for kind in kinds):
             raise RequestFailure("the credentials could not be refreshed", transient=True) from error
         code = error.response.get("Error", {}).get("Code") if isinstance(error, ClientError) else None
+        if (
+            session is _worked
+        ):  # an hour ago they did: a run is not ended for what may pass, and its owner made no mistake
+            raise RequestFailure("the credentials could not be refreshed", transient=True) from error
         found, fix = next((_WORDS[kind] for kind in kinds if kind in _WORDS), (code or kinds[0], _CHECK))
         profile = _profile(os.environ)
         raise UserError(
@@ -122,6 +138,8 @@ def _frozen(session: Any) -> AwsKeys | None:
     if found is None:
         return None
     frozen = found.get_frozen_credentials()
+    global _worked
+    _worked = session
     return AwsKeys(frozen.access_key, frozen.secret_key, frozen.token)
 
 

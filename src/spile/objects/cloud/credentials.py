@@ -29,6 +29,8 @@ class GoogleToken:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._credentials: Any = None
+        self._worked = False
+        """A token came once: what fails after that is the world's, not its owner's."""
 
     def token(self) -> str:
         """The token in force now."""
@@ -43,7 +45,7 @@ class GoogleToken:
                 if not self._credentials.valid:
                     self._credentials.refresh(google.auth.transport.requests.Request())
             except google.auth.exceptions.GoogleAuthError as error:
-                if isinstance(error, google.auth.exceptions.TransportError) or error.retryable:
+                if self._worked or isinstance(error, google.auth.exceptions.TransportError) or error.retryable:
                     raise RequestFailure("the credentials could not be refreshed", transient=True) from error
                 raise UserError(
                     "no Google credentials",
@@ -51,6 +53,7 @@ class GoogleToken:
                     found=type(error).__name__,
                     fix="run: gcloud auth application-default login",
                 ) from error
+            self._worked = True
             return str(self._credentials.token)
 
     def __repr__(self) -> str:

@@ -31,6 +31,7 @@ _CODES = {
     "SignatureDoesNotMatch": "a wrong secret key",
     "InvalidAccessKeyId": "an unknown access key",
     "ExpiredToken": "expired credentials",
+    "RequestTimeTooSkewed": "this machine's clock is wrong by more than 15 minutes",
     "PermanentRedirect": "the bucket lies in another region",
     "AuthorizationHeaderMalformed": "the bucket lies in another region",
     "EntityTooLarge": "the object is too large",

@@ -185,6 +185,13 @@ class CloudFolder:
             if not trouble.absent:
                 raise self._error("delete", remains.key, trouble) from trouble
 
+    def compares_checksums(self, key: str) -> bool:
+        """Whether the store compares the checksums that are sent along; where it does not, we read back and compare."""
+        name = self._name(key)
+        compares = self._run("write", key, lambda: self._bucket.rest.compares_checksums(name))
+        self._bucket.rest.read_back = not compares
+        return compares
+
     def location(self) -> str:
         """The bucket's region, in lower case."""
         reply = self._run("read", "", lambda: self._bucket.rest.request("GET", query={"location": ""}))

@@ -24,15 +24,18 @@ from spile.objects.cloud.credentials import GoogleToken, quoted, sign_v4
 from spile.objects.cloud.failures import RequestFailure, from_status, from_urllib3
 from spile.objects.cloud.listing import ListedObject
 from spile.objects.crc import crc32c, to_base64
+from spile.objects.environment import positive_number
 
 __all__ = ["GoogleDialect", "Reply", "RestClient", "S3Dialect", "http_timeout"]
 
 _CONNECT_SECONDS = 10.0
+_READ_BACK: set[str] = set()
+"""Buckets whose server was found not to compare checksums, for all clients of this process."""
 
 
 def http_timeout() -> float:
     """Seconds without a byte before a connection counts as dead: ``SPILE_HTTP_TIMEOUT``, 60."""
-    return float(os.environ.get("SPILE_HTTP_TIMEOUT", "60"))
+    return positive_number("SPILE_HTTP_TIMEOUT", 60)
 
 
 @dataclass(frozen=True)
@@ -176,6 +179,8 @@ class RestClient:
             )
         except (urllib3.exceptions.HTTPError, OSError) as error:
             raise from_urllib3(error) from error
+        except ValueError:
+            raise RequestFailure("a header that cannot be sent") from None  # its text quotes the header, a token's too
         if not 200 <= reply.status < 300:
             raise from_status(reply.status, reply.data)
         return Reply(reply.headers, reply.data)
@@ -208,4 +213,28 @@ class RestClient:
     def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
         """Create or replace (or only create) in one request; the server checks what it receives."""
         condition = self.dialect.if_absent if if_absent else {}
-        self.request("PUT", key, headers={**self.dialect.sent_checksum(crc32c(data)), **condition}, body=data)
+        reply = self.request("PUT", key, headers={**self.dialect.sent_checksum(crc32c(data)), **condition}, body=data)
+        if not reply.headers.get("ETag"):  # a proxy's or a portal's page; who calls asks again what is there
+            raise RequestFailure("a reply that does not say what was stored", transient=True)
+        if self.read_back and self.get(key) != bytes(data):
+            raise RequestFailure("damaged on the way: other bytes came back", code="Damaged", transient=True)
+
+    def compares_checksums(self, key: str) -> bool:
+        """Whether the server refuses what does not have the checksum that was sent along; it leaves nothing behind."""
+        try:
+            self.request("PUT", key, headers=self.dialect.sent_checksum(crc32c(b"other")), body=b"probe")
+        except RequestFailure as failure:
+            if failure.status != 400:
+                raise
+            return True
+        self.request("DELETE", key)
+        return False
+
+    @property
+    def read_back(self) -> bool:
+        """Whether what is written is read and compared, because the server does not."""
+        return self._url in _READ_BACK
+
+    @read_back.setter
+    def read_back(self, wanted: bool) -> None:
+        (_READ_BACK.add if wanted else _READ_BACK.discard)(self._url)

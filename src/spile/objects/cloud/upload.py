@@ -7,7 +7,6 @@ bucket slows the model down instead of filling the host.
 from __future__ import annotations
 
 import mmap
-import os
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
@@ -22,6 +21,7 @@ from spile.errors import StoreError
 from spile.objects.cloud.failures import RequestFailure, from_status, is_error_document
 from spile.objects.cloud.rest import RestClient
 from spile.objects.crc import crc32c, fold, to_base64
+from spile.objects.environment import positive_number
 
 __all__ = ["Buffers", "CloudWriter", "Uploader"]
 
@@ -43,7 +43,7 @@ class Buffers:
     """Reused blocks of memory, under a budget (``SPILE_UPLOAD_GB``, 3). Two writers may always be open."""
 
     def __init__(self, budget: int | None = None) -> None:
-        self.budget = int(float(os.environ.get("SPILE_UPLOAD_GB", "3")) * 2**30) if budget is None else budget
+        self.budget = int(positive_number("SPILE_UPLOAD_GB", 3) * 2**30) if budget is None else budget
         self._changed = threading.Condition()
         self._free: list[Bytes] = []
         self._taken: list[int] = []
@@ -106,15 +106,28 @@ class Uploader:
         except BaseException:
             self._drop(key, handle)
             raise
+        size = self._retry(lambda: self._client.head(key)).size
+        if size != data.nbytes or (self._client.read_back and not self._is_there(key, data)):
+            raise RequestFailure("damaged on the way: another object is there", code="Damaged", transient=True)
         reported = self._client.dialect.reported_checksum(headers)
         whole = fold((part.crc, part.size) for part in parts)
         if reported is not None and reported != to_base64(whole):
             raise RequestFailure("damaged on the way: the store's checksum is not ours", code="Damaged", transient=True)
 
+    def _is_there(self, key: str, data: Bytes) -> bool:
+        """Whether the object has these bytes; for a server that does not compare checksums."""
+        starts = range(0, data.nbytes, PART)
+        pieces = (self._client.get_range(key, start, min(PART, data.nbytes - start)) for start in starts)
+        return all(piece == bytes(data[start : start + PART]) for start, piece in zip(starts, pieces, strict=True))
+
     def _begin(self, key: str) -> str:
         headers = {"x-amz-checksum-algorithm": "CRC32C"} if self._client.dialect.scheme == "s3" else {}
-        reply = self._retry(lambda: self._client.request("POST", key, query={"uploads": ""}, headers=headers))
-        return _child(reply.body, "UploadId")
+
+        def attempt() -> str:
+            return _child(self._client.request("POST", key, query={"uploads": ""}, headers=headers).body, "UploadId")
+
+        handle: str = self._retry(attempt)
+        return handle
 
     def _send_parts(self, key: str, handle: str, data: Bytes) -> list[_Part]:
         stop = threading.Event()
@@ -129,7 +142,9 @@ class Uploader:
                 if stop.is_set():
                     raise RequestFailure("another part failed")
                 reply = self._client.request("PUT", key, query=query, headers=checksum, body=piece)
-                return _Part(reply.headers["ETag"], crc, len(piece))
+                if not (tag := reply.headers.get("ETag")):
+                    raise RequestFailure("a part's reply without its tag", transient=True)
+                return _Part(tag, crc, len(piece))
 
             result: _Part = self._retry(attempt)
             return result
@@ -162,6 +177,7 @@ class Uploader:
                 reply = self._client.request("POST", key, query={"uploadId": handle}, headers=headers, body=body)
                 if is_error_document(reply.body):
                     raise from_status(500, reply.body)
+                _child(reply.body, "ETag")
             except RequestFailure as trouble:
                 if trouble.code == "NoSuchUpload" and replies_lost:
                     return self._client.request("HEAD", key).headers  # it was done, and the reply was lost
@@ -187,10 +203,14 @@ def _cancel(futures: list[Future[_Part]]) -> None:
 
 
 def _child(body: bytes, name: str) -> str:
-    for child in ElementTree.fromstring(body):  # noqa: S314 - the store's own reply
-        if child.tag.rpartition("}")[2] == name:
-            return child.text or ""
-    raise RequestFailure(f"a reply without {name}")
+    """A field of a reply. One without it was not the store's: it is asked again."""
+    try:
+        for child in ElementTree.fromstring(body):  # noqa: S314 - the store's own reply
+            if child.tag.rpartition("}")[2] == name and child.text:
+                return child.text
+    except ElementTree.ParseError:
+        pass
+    raise RequestFailure(f"a reply without {name}", transient=True)
 
 
 class CloudWriter:

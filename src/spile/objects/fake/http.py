@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Self, cast
 from urllib.parse import parse_qsl, urlsplit
 
+from spile.objects.fake.buckets import crc32c_base64
 from spile.objects.fake.faults import Fault, Faults, Throttle
 
 __all__ = ["FakeReply", "FaultyProxy", "FaultyServer", "Request"]
@@ -255,7 +256,10 @@ class FaultyProxy(FaultyServer):
         self._upstream = urlsplit(upstream)
 
     def answer(self, request: Request) -> FakeReply:
-        """What the other server says."""
+        """What the other server says; a body without its checksum is refused, as Amazon does and moto does not."""
+        said = request.headers.get("x-amz-checksum-crc32c")
+        if said is not None and request.method == "PUT" and said != crc32c_base64(request.body or b""):
+            return FakeReply(400, b"<Error><Code>BadDigest</Code></Error>")
         connection = http.client.HTTPConnection(self._upstream.hostname or "", self._upstream.port, timeout=60)
         try:
             headers = {k: v for k, v in request.headers.items() if k not in self._HOP}
