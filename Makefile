@@ -26,6 +26,7 @@ check: $(VENV)/.ready  ## format, lint, types, rooms
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	@$(BIN)/python scripts/audit.py
 
 bench: $(VENV)/.ready  ## what this machine reaches, beside the alternatives
 	$(BIN)/python -m bench

@@ -1,0 +1,40 @@
+"""Known holes in what we depend on: ``pip-audit`` over requirements.txt, where it is installed and can ask.
+
+Finding one fails. Not being able to ask (no pip-audit, no network) does not: nobody keeps a check that fails for that.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+_SECONDS = 120
+
+
+def main() -> int:
+    """0 where nothing was found or nobody could be asked."""
+    if importlib.util.find_spec("pip_audit") is None:
+        print("audit: left out, no pip-audit here (pip install pip-audit)")
+        return 0
+    requirements = Path(__file__).parent.parent / "requirements.txt"
+    words = [sys.executable, "-m", "pip_audit", "--requirement", str(requirements), "--disable-pip", "--no-deps"]
+    try:
+        ended = subprocess.run(  # noqa: S603 - our own words
+            [*words, "--format", "json"], capture_output=True, text=True, timeout=_SECONDS, check=False
+        )
+        found = json.loads(ended.stdout)["dependencies"]
+    except (subprocess.TimeoutExpired, ValueError, KeyError):
+        print("audit: left out, the database of known holes does not answer")
+        return 0
+    holes = [(each["name"], each["version"], hole["id"]) for each in found for hole in each.get("vulns", ())]
+    for name, version, hole in holes:
+        print(f"audit: {name} {version} has {hole}")
+    print(f"audit: {len(found)} packages, {len(holes)} known holes")
+    return 1 if holes else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

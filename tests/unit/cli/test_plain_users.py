@@ -1,0 +1,39 @@
+"""What a user's terminal, variables and folders do to a run: never more than they should."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from unit.cli.refusals import SMALL, lines, spile
+
+
+@pytest.mark.parametrize("flag", ["--max-samples", "--seed", "--max-seq-length"])
+def test_a_fraction_is_no_whole_number(tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str) -> None:
+    assert spile("extract", "--output", tmp_path / "out", flag, "1.5") == 2
+    assert f"{flag}: expected a whole number, found 1.5" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_ascii_terminal_gets_question_marks_and_the_right_exit_code(tmp_path: Path) -> None:
+    data = lines(tmp_path / "data.jsonl", {"text": "a b c"})
+    words = ["extract", "--dataset", str(data), "--output", str(tmp_path / "out"), *SMALL]
+    plain = {**os.environ, "PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
+    for command in (words, ["verify", str(tmp_path / "out")]):
+        ended = subprocess.run(
+            [sys.executable, "-m", "spile.cli.main", *command], env=plain, capture_output=True, text=True, check=False
+        )
+        assert ended.returncode == 0, ended.stderr
+    assert "? proven" in ended.stdout
+
+
+def test_a_checkpoint_folder_that_cannot_be_written_ends_no_run(tmp_path: Path) -> None:
+    data = lines(tmp_path / "data.jsonl", {"text": "a b c"})
+    (tmp_path / "file").write_text("in the way")
+    words = ("--dataset", data, "--output", tmp_path / "out", *SMALL, "--checkpoint-dir", tmp_path / "file")
+    assert spile("extract", *words) == 0
+    assert spile("verify", tmp_path / "out") == 0
