@@ -62,7 +62,7 @@ class _Limited(Generator):
 
     limits: Sequence[int] = ()
 
-    def _say(self, answer: Answer, token: Any, logprob: Any) -> None:
+    def _say(self, answer: Answer, token: int, logprob: float) -> None:
         super()._say(answer, token, logprob)
         if answer.reason is None and len(answer.tokens) >= self.limits[answer.sample.index]:
             answer.reason = "length"
@@ -100,7 +100,7 @@ def spile_seconds(
             bytes_per_token=row_bytes(stream.record.identity.rows(run)), shard_bytes=1e9,
             lanes=max(1, min(4, (os.cpu_count() or 2) // 4)),
         )  # fmt: skip
-        generator._reader.result(), generator._stepper.result()
+        generator.prepare()
         began = time.perf_counter()
         for ended in generator.answers(iter(samples)):
             shelf.add(ended)

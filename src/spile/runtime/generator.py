@@ -9,23 +9,21 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from spile.errors import Failure
-from spile.model.experts import MIXTURES
-from spile.model.generation import Choices, Chunk, Sampling, Slots, empty_slots, read_prompts, take_steps
+from spile.model.generation import Choices, Chunk, Sampling
 from spile.model.params import Params
 from spile.runtime.answer import Answer, Rows
 from spile.runtime.device import put, translated
-from spile.runtime.mesh import plan_mesh
+from spile.runtime.generation_programs import GenerationPrograms
 from spile.runtime.producer import OutOfDeviceMemory, check_tokens
 from spile.runtime.progress import Progress
 from spile.runtime.slots import SlotPlan
@@ -47,6 +45,14 @@ class _Piece(NamedTuple):
     row: int
     length: int
     last: bool
+
+
+class _Part(NamedTuple):
+    """Rows of a call's arrays that are an answer's."""
+
+    answer: Answer
+    row: int
+    length: int
 
 
 class _Call(NamedTuple):
@@ -79,27 +85,21 @@ class Generator:
     ) -> None:
         self._params, self._config, self._mesh, self._plan, self._dtype = params, config, mesh, plan, dtype
         self._sampling = Sampling(stop, generation.max_new_tokens, generation.temperature, generation.top_p, seed)
-        self._prompt_taps = taps if generation.capture in ("prompt", "both") else ()
-        self._answer_taps = taps if generation.capture in ("answer", "both") else ()
-        self._n_taps, self._store_dtype = len(taps), jnp.dtype(store_dtype)
-        lying = plan_mesh(config, (mesh.shape["data"], mesh.shape["model"]))
-        mixture = lying.mixture(mesh.devices.flat[0].platform, mesh, config)
-        self._mixture = MIXTURES[mixture] if isinstance(mixture, str) else mixture
-        self._progress = progress or Progress()
-        self._by_group = NamedSharding(mesh, PartitionSpec("data"))
-        self._everywhere = NamedSharding(mesh, PartitionSpec())
-        on_cpu = mesh.devices.flat[0].platform == "cpu"
-        self._away = self._by_group if on_cpu else self._by_group.with_memory_kind("pinned_host")
+        self._n_taps, self._progress = len(taps), progress or Progress()
+        self._programs = GenerationPrograms(
+            params, config, taps, mesh=mesh, plan=plan, sampling=self._sampling, capture=generation.capture,
+            dtype=dtype, store_dtype=store_dtype,
+        )  # fmt: skip
         firsts: list[Any] = list(mesh.devices[:, 0])
         self._owned = frozenset(g for g, device in enumerate(firsts) if device.process_index == jax.process_index())
         """Groups whose rows this process stores: of a model-parallel set the first device's."""
-        self._slots = self._placed_slots()
+        try:
+            self._slots = self._programs.empty()
+        except jax.errors.JaxRuntimeError as error:
+            raise self._no_room(error, plan.slots) from error
         self._seats: list[list[Answer | None]] = [[None] * plan.slots for _ in range(self.groups)]
         self._pending: deque[_Call] = deque()
-        self._compilers = ThreadPoolExecutor(2, "spile-compile")
         self._copiers = ThreadPoolExecutor(max(1, min(8, (os.cpu_count() or 2) // 2)), "spile-copy")
-        self._reader: Future[Any] = self._compilers.submit(self._compile_reader)
-        self._stepper: Future[Any] = self._compilers.submit(self._compile_stepper)
 
     @property
     def groups(self) -> int:
@@ -116,73 +116,13 @@ class Generator:
 
     def close(self) -> None:
         """Compile and copy nothing more."""
-        self._compilers.shutdown(wait=False, cancel_futures=True)
+        self._programs.close()
         self._copiers.shutdown(wait=False, cancel_futures=True)
 
-    # -- programs -----------------------------------------------------------------------------------------------------
-
-    def _placed_slots(self) -> Slots:
-        """The empty cache, made where it will lie."""
-        config, plan = self._config, self._plan
-        heads = "model" if config.n_kv_heads % self._mesh.shape["model"] == 0 else None
-        cache = NamedSharding(self._mesh, PartitionSpec("data", None, heads))
-        make = self._make_empty
-        shapes = jax.eval_shape(make)
-        places = jax.tree.map(lambda x: cache if x.ndim == 5 else self._by_group, shapes)
-        try:
-            placed: Slots = jax.block_until_ready(jax.jit(make, out_shardings=places)())
-        except jax.errors.JaxRuntimeError as error:
-            raise self._no_room(error, plan.slots) from error
-        return placed
-
-    def _make_empty(self) -> Slots:
-        plan = self._plan
-        return empty_slots(self._config, self.groups, plan.slots, plan.capacity, self._dtype)
-
-    def _compile_reader(self) -> Any:
-        def program(params: Params, slots: Slots, chunk: Chunk) -> Any:
-            slots, chosen, kept = read_prompts(
-                params,
-                slots,
-                chunk,
-                config=self._config,
-                taps=self._prompt_taps,
-                sampling=self._sampling,
-                mixture=self._mixture,
-                keep=self._cast,
-            )
-            return slots, chosen, *self._leaving(kept)
-
-        shape = (self.groups, self._plan.rows)
-        one = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._by_group)
-        tokens = jax.ShapeDtypeStruct((*shape, self._plan.chunk), jnp.int32, sharding=self._by_group)
-        flags = jax.ShapeDtypeStruct(shape, jnp.bool_, sharding=self._by_group)
-        return self._compiled(program, Chunk(tokens, one, one, one, flags, one), len(self._prompt_taps))
-
-    def _compile_stepper(self) -> Any:
-        def program(params: Params, slots: Slots) -> Any:
-            slots, chosen, kept = take_steps(
-                params, slots, stride=self._plan.stride, config=self._config, taps=self._answer_taps,
-                sampling=self._sampling, mixture=self._mixture, keep=self._cast,
-            )  # fmt: skip
-            # One slot's rows side by side: [groups × slots, stride, …].
-            return slots, chosen, *self._leaving(tuple(jnp.swapaxes(x[:, :, 0], 0, 1) for x in kept))
-
-        return self._compiled(program, None, len(self._answer_taps))
-
-    def _cast(self, tap: Tap, x: jax.Array) -> jax.Array:
-        return x.astype(tap.stored_as(self._store_dtype.name))
-
-    def _leaving(self, kept: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], jax.Array]:
-        finite = jnp.stack([jnp.isfinite(x).all() for x in kept]) if kept else jnp.ones((0,), bool)
-        return tuple(jax.device_put(x, self._away) for x in kept), finite
-
-    def _compiled(self, program: Callable[..., Any], chunk: Chunk | None, taps: int) -> Any:
-        where = jax.tree.map(lambda x: x.sharding, self._slots)
-        chosen = Choices(self._everywhere, self._everywhere)
-        out = (where, chosen, (self._away,) * taps, self._everywhere)
-        given = (self._params, self._slots) if chunk is None else (self._params, self._slots, chunk)
-        return jax.jit(program, donate_argnums=1, out_shardings=out).lower(*given).compile()
+    def prepare(self) -> None:
+        """Wait until both programs are compiled."""
+        self._ready(self._programs.reader, "reading prompts")
+        self._ready(self._programs.stepper, "making tokens")
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
@@ -244,11 +184,11 @@ class Generator:
             answer.read += len(piece)
             last[at], sample[at] = answer.read == len(answer.sample), answer.sample.index & 0x7FFFFFFF
             pieces.append(_Piece(answer, group, row, len(piece), bool(last[at])))
-        chunk = Chunk(*(put(array, self._by_group) for array in (tokens, slot, start, length, last, sample)))
-        return self._called(self._ready(self._reader, "reading prompts"), tuple(pieces), chunk)
+        chunk = Chunk(*(put(array, self._programs.by_group) for array in (tokens, slot, start, length, last, sample)))
+        return self._called(self._ready(self._programs.reader, "reading prompts"), tuple(pieces), chunk)
 
     def _step(self) -> _Call:
-        return self._called(self._ready(self._stepper, "making tokens"), None)
+        return self._called(self._ready(self._programs.stepper, "making tokens"), None)
 
     def _ready(self, program: Future[Any], what: str) -> Any:
         self._progress.start()
@@ -281,7 +221,7 @@ class Generator:
     def _look(self, call: _Call) -> list[Answer]:
         with self._progress.busy("model"):
             try:
-                tokens, logprobs = np.asarray(call.chosen.tokens), np.asarray(call.chosen.logprobs)
+                tokens, logprobs = np.asarray(call.chosen.tokens).tolist(), np.asarray(call.chosen.logprobs).tolist()
                 finite = np.asarray(call.finite)
                 kept = [_by_row(array) for array in call.kept]
             except jax.errors.JaxRuntimeError as error:
@@ -289,22 +229,21 @@ class Generator:
         if not finite.all():
             raise Failure("NaN or infinity in the activations", expected="finite activations")
         with self._progress.busy("host copy"):
-            if call.pieces is None:
-                return self._stepped(tokens, logprobs, kept)
-            return self._pieces_read(call.pieces, tokens, logprobs, kept)
+            if call.pieces is not None:
+                self._keep(self._pieces_read(call.pieces, tokens, logprobs), kept)
+                return []
+            self._keep(self._stepped(tokens, logprobs), kept)
+            return self._leave()
 
-    def _pieces_read(
-        self, pieces: tuple[_Piece, ...], tokens: Any, logprobs: Any, kept: list[dict[int, npt.NDArray[np.generic]]]
-    ) -> list[Answer]:
-        for answer, group, row, length, last in pieces:
-            self._keep(answer, kept, group * self._plan.rows + row, length)
-            self._progress.add(computed_tokens=self._plan.chunk)
+    def _pieces_read(self, pieces: tuple[_Piece, ...], tokens: Any, logprobs: Any) -> list[_Part]:
+        self._progress.add(computed_tokens=self._plan.chunk * len(pieces))
+        for answer, group, row, _, last in pieces:
             if last:
-                self._say(answer, tokens[group, row], logprobs[group, row])
-        return []
+                self._say(answer, tokens[group][row], logprobs[group][row])
+        return [_Part(answer, group * self._plan.rows + row, length) for answer, group, row, length, _ in pieces]
 
-    def _stepped(self, tokens: Any, logprobs: Any, kept: list[dict[int, npt.NDArray[np.generic]]]) -> list[Answer]:
-        ended = []
+    def _stepped(self, tokens: Any, logprobs: Any) -> list[_Part]:
+        parts = []
         for group, slot, answer in self._taken():
             if not answer.tokens:
                 continue  # its prompt was still being read when this call began
@@ -313,26 +252,35 @@ class Generator:
                 answer.fed += 1
                 if answer.reason is not None:
                     break  # that was its last token
-                self._say(answer, tokens[step, group, slot], logprobs[step, group, slot])
-            self._keep(answer, kept, group * self._plan.slots + slot, answer.fed - begun)
-            self._progress.add(computed_tokens=self._plan.stride)
+                self._say(answer, tokens[step][group][slot], logprobs[step][group][slot])
+            parts.append(_Part(answer, group * self._plan.slots + slot, answer.fed - begun))
+        self._progress.add(computed_tokens=self._plan.stride * len(parts))
+        return parts
+
+    def _leave(self) -> list[Answer]:
+        """Those whose last token was fed; their slots are free."""
+        ended = []
+        for group, slot, answer in self._taken():
             if answer.reason is not None and answer.fed == len(answer.tokens):
                 self._seats[group][slot] = None
                 ended.append(answer)
         return ended
 
-    def _keep(self, answer: Answer, kept: list[dict[int, npt.NDArray[np.generic]]], row: int, count: int) -> None:
-        """A copy of an answer's rows, tap by tap in several threads: the device's memory on the host is used again."""
-        if not answer.owned or not kept:
-            return
-        pieces = self._copiers.map(lambda rows: np.array(rows[row][:count]), kept)
-        for of_tap, piece in zip(answer.rows, pieces, strict=True):
-            of_tap.append(piece)
+    def _keep(self, parts: list[_Part], kept: list[dict[int, npt.NDArray[np.generic]]]) -> None:
+        """Copies of the answers' rows, several taps at once: what the device wrote to is used again."""
+        own = [part for part in parts if part.answer.owned]
 
-    def _say(self, answer: Answer, token: Any, logprob: Any) -> None:
-        answer.tokens.append(int(token))
-        answer.logprobs.append(float(logprob))
-        if int(token) in self._sampling.stop:
+        def copies(rows: dict[int, npt.NDArray[np.generic]]) -> Rows:
+            return [np.array(rows[part.row][: part.length]) for part in own]
+
+        for tap, copied in enumerate(self._copiers.map(copies, kept)):
+            for part, piece in zip(own, copied, strict=True):
+                part.answer.rows[tap].append(piece)
+
+    def _say(self, answer: Answer, token: int, logprob: float) -> None:
+        answer.tokens.append(token)
+        answer.logprobs.append(logprob)
+        if token in self._sampling.stop:
             answer.reason = "stop"
         elif len(answer.tokens) >= self._sampling.max_new:
             answer.reason = "length"
