@@ -175,6 +175,7 @@ _EVERY_SITE: dict[str, dict[str, Any]] = {
         "hidden_act": "gelu_new",
         "tie_word_embeddings": False,
     },
+    "olmo2": {**_SMALL, "model_type": "olmo2", "head_dim": 6, "rms_norm_eps": 1e-5},
     "qwen3-moe": {**_QWEN3_MOE, "norm_topk_prob": True},
     "qwen3-moe-mixed": {
         **_QWEN3_MOE,

@@ -115,6 +115,16 @@ def _gpt_neox(raw: dict[str, Any], about: ModelConfig) -> Shapes:
     return found
 
 
+def _olmo2(raw: dict[str, Any], about: ModelConfig) -> Shapes:
+    found = _plain(raw, about)
+    for at in (f"model.layers.{layer}" for layer in range(about.n_layers)):
+        del found[f"{at}.input_layernorm.weight"]
+        found[f"{at}.post_feedforward_layernorm.weight"] = (about.d_model,)
+        found[f"{at}.self_attn.q_norm.weight"] = (about.n_heads * about.head_dim,)
+        found[f"{at}.self_attn.k_norm.weight"] = (about.n_kv_heads * about.head_dim,)
+    return found
+
+
 def _moe(raw: dict[str, Any], about: ModelConfig) -> Shapes:
     found = _plain(raw, about)
     mixtral = raw["model_type"] == "mixtral"
@@ -140,6 +150,7 @@ _FAMILIES: dict[str, Callable[[dict[str, Any], ModelConfig], Shapes]] = {
     "phi3": _phi3,
     "gpt2": _gpt2,
     "gpt_neox": _gpt_neox,
+    "olmo2": _olmo2,
     "qwen3_moe": _moe,
     "mixtral": _moe,
 }

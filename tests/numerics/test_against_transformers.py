@@ -79,6 +79,15 @@ def _without(*names: str) -> Callable[[Params], Params]:
     return strip
 
 
+def _first_head(params: Params) -> Params:
+    """The norms' weights of the first head, for all."""
+
+    def cut(layer: Any) -> Any:
+        return dataclasses.replace(layer, q_norm=layer.q_norm[:6], k_norm=layer.k_norm[:6])
+
+    return dataclasses.replace(params, layers=tuple(cut(layer) for layer in params.layers))
+
+
 def _same(params: Params) -> Params:
     return params
 
@@ -97,6 +106,7 @@ SWITCHES: dict[str, tuple[str, dict[str, Any], Callable[[Params], Params]]] = {
     "llama3 scaling": ("llama-3", {"rope": Rope(theta=5e5)}, _same),
     "yarn": ("qwen2-yarn", {"rope": Rope()}, _same),
     "activation": ("llama-gelu", {"activation": "gelu"}, _same),
+    "norm over all heads": ("olmo2", {"flat_qk_norm": False}, _first_head),
     "norm eps": ("llama-1", {"norm_eps": 1e-3}, _same),
 }
 

@@ -34,7 +34,7 @@ RAW: dict[str, dict[str, Any]] = {
 
 
 def windows(config: Any) -> tuple[int | None, ...]:
-    if config.model_type in ("llama", "gemma", "gpt2", "gpt_neox"):
+    if config.model_type in ("llama", "gemma", "gpt2", "gpt_neox", "olmo2"):
         return (None,) * config.num_hidden_layers
     if config.model_type in ("mistral", "phi3", "qwen3_moe", "mixtral"):
         return (config.sliding_window,) * config.num_hidden_layers

@@ -175,7 +175,7 @@ def _attention(
     k = heads("k", layer.k, layer.k_bias, config.n_kv_heads)
     v = heads("v", layer.v, layer.v_bias, config.n_kv_heads)
     if layer.q_norm is not None:
-        q, k = rms_norm(q, layer.q_norm, config), rms_norm(k, layer.k_norm, config)
+        q, k = _head_norm(q, layer.q_norm, config), _head_norm(k, layer.k_norm, config)
     if config.attention_scale is not None:  # attention itself divides by √head_dim
         q = q * jnp.asarray(config.attention_scale * config.head_dim**0.5, q.dtype)
     if angles is not None:
@@ -183,3 +183,10 @@ def _attention(
     out = attend(q, k, v)
     look("z", out)
     return linear(out.reshape(rows, length, config.n_heads * config.head_dim), layer.o, layer.o_bias)
+
+
+def _head_norm(x: Array, weight: Array, config: ModelConfig) -> Array:
+    """Over each head, or over all of them together."""
+    if not config.flat_qk_norm:
+        return rms_norm(x, weight, config)
+    return rms_norm(x.reshape(*x.shape[:2], -1), weight, config).reshape(x.shape)

@@ -13,8 +13,8 @@ __all__ = ["Activation", "Experts", "ModelConfig", "Norm", "NormPlace", "Rope"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Norm = Literal["rms", "rms_plus_one", "layer"]
 """``rms``: divide by the RMS; ``rms_plus_one``: with weights stored less 1; ``layer``: less the mean, with a bias."""
-NormPlace = Literal["pre", "sandwich"]
-"""Where a part is normed: what it reads, or both that and what it adds."""
+NormPlace = Literal["pre", "post", "sandwich"]
+"""Where a part is normed: what it reads, what it adds, or both."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,8 @@ class ModelConfig:
     activation: Activation = "silu"
     norm: Norm = "rms"
     norm_place: NormPlace = "pre"
+    flat_qk_norm: bool = False
+    """The norm of queries and keys is over all heads together, not over each."""
     parallel: bool = False
     """Attention and MLP read the same residual stream, and are added to it together."""
     gated: bool = True

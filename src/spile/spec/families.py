@@ -27,6 +27,7 @@ from spile.spec.family_rules import (
     layer_types,
     mixtral,
     no_windows,
+    olmo2,
     qwen3_moe,
 )
 from spile.spec.rope import read_rope
@@ -216,6 +217,16 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         rotary=(10_000.0, 0.25),
         partial_rotary=True,
         attention_bias=True,
+    ),
+    "olmo2": Architecture(
+        "OLMo 2",
+        "norms after attention and MLP instead of before, and one over all heads' queries and keys together",
+        windows=no_windows,
+        mlp_bias=False,
+        qk_norm=True,
+        switches=olmo2,
+        norm_place="post",
+        norm_eps=1e-5,
     ),
     "qwen3_moe": Architecture(
         "Qwen3 MoE (30B-A3B, 235B-A22B)",

@@ -25,6 +25,7 @@ __all__ = [
     "layer_types",
     "mixtral",
     "no_windows",
+    "olmo2",
     "qwen3_moe",
 ]
 
@@ -135,6 +136,11 @@ def gpt2(fields: ConfigFields, _config: ModelConfig) -> Switches:
 
 def gpt_neox(fields: ConfigFields, _config: ModelConfig) -> Switches:
     return {"parallel": fields.flag("use_parallel_residual", True)}
+
+
+def olmo2(_fields: ConfigFields, _config: ModelConfig) -> Switches:
+    """One norm over all heads."""
+    return {"flat_qk_norm": True}
 
 
 def qwen3_moe(fields: ConfigFields, config: ModelConfig) -> Switches:

@@ -46,8 +46,10 @@ def model_tensors(config: ModelConfig, *, head: bool) -> Mapping[str, Tensor]:
 
 def layer_tensors(config: ModelConfig, layer: int) -> Mapping[str, Tensor]:
     """One layer's, by field name; those that the architecture lacks are absent."""
-    tensors = _norm("attn_norm", config) | _norm("mlp_norm", config)
-    if config.norm_place == "sandwich":
+    tensors: dict[str, Tensor] = {}
+    if config.norm_place != "post":
+        tensors |= _norm("attn_norm", config) | _norm("mlp_norm", config)
+    if config.norm_place != "pre":
         tensors |= _norm("attn_post_norm", config) | _norm("mlp_post_norm", config)
     return {**tensors, **_attention(config), **_mlp(config, layer)}
 
@@ -70,7 +72,9 @@ def _attention(config: ModelConfig) -> dict[str, Tensor]:
         tensors["k_bias"] = tensors["v_bias"] = Tensor((keys,), ("kv_heads",))
     if config.o_bias:
         tensors["o_bias"] = Tensor((d,), ("d_model",))
-    if config.qk_norm:
+    if config.qk_norm and config.flat_qk_norm:
+        tensors["q_norm"], tensors["k_norm"] = Tensor((heads,), ("heads",)), Tensor((keys,), ("kv_heads",))
+    elif config.qk_norm:
         tensors["q_norm"] = tensors["k_norm"] = Tensor((config.head_dim,), ("head_dim",))
     return tensors
 

@@ -125,6 +125,11 @@ def _with(more: Mapping[str, str | Fused], base: Names = _PLAIN) -> Names:
     return replace(base, layer=MappingProxyType({**base.layer, **more}))
 
 
+_OLMO2 = {
+    "post_attention_layernorm.weight": "attn_post_norm",
+    "post_feedforward_layernorm.weight": "mlp_post_norm",
+}
+
 _GEMMA3 = replace(
     _with(_SANDWICH),
     prefix=r"(?:(?:language_model\.)?model\.(?:language_model\.)?)?",
@@ -228,6 +233,7 @@ NAMES: Mapping[str, Names] = MappingProxyType(
         "phi3": _PHI3,
         "gpt2": _GPT2,
         "gpt_neox": _GPT_NEOX,
+        "olmo2": _with(_OLMO2),
         "qwen3_moe": _QWEN3_MOE,
         "mixtral": _MIXTRAL,
     }
