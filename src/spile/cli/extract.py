@@ -18,6 +18,7 @@ from spile.spec.phase import Phase
 from spile.spec.run import (
     DEFAULT_ENCODER,
     EMBEDDED,
+    Backend,
     ComputeDtype,
     DataSpec,
     ExtractSpec,
@@ -26,7 +27,7 @@ from spile.spec.run import (
     PromptSpec,
     StoreDtype,
 )
-from spile.spec.taps import parse_layers, parse_sites
+from spile.spec.taps import TOP, parse_heads, parse_layers, parse_sites
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,6 +68,13 @@ class ExtractFlags:
         ),
     ] = None
     revision: Annotated[str | None, flag(WHAT, "The hub model's branch, tag or commit.")] = None
+    adapter: Annotated[str | None, flag(WHAT, "A LoRA adapter to merge: a folder, or a name on the hub.")] = None
+    backend: Annotated[
+        Backend, flag(WHAT, "Whose code runs the model; auto: torch for families that spile models does not list.")
+    ] = "auto"
+    same_numbers: Annotated[
+        bool, flag(WHAT, "Continue a run of another backend: you declare their numbers equal.", negative="")
+    ] = False
     dataset: Annotated[
         str | None,
         flag(
@@ -90,7 +98,11 @@ class ExtractFlags:
         str | None, flag(WHAT, "Refuse streams of any other split than this one; deploy gives it to its workers.")
     ] = None
     layers: Annotated[list[str] | None, _words(WHAT, "all, or 0-11,20, or 0 1 2. [default: all]")] = None
-    taps: Annotated[list[str] | None, _words(WHAT, "Some of residual, attn, mlp. [default: residual]")] = None
+    taps: Annotated[
+        list[str] | None, _words(WHAT, "Some of residual, attn, mlp, z …: docs/taps.md has all. [default: residual]")
+    ] = None
+    heads: Annotated[list[str] | None, _words(WHAT, "Of q, k, v, z only these, such as 0-3,7. [default: all]")] = None
+    top_k: Annotated[int, flag(WHAT, "How many logits of each token --taps logits keeps.")] = TOP
     max_samples: Annotated[int | None, flag(WHAT, "Only the stream's first so many samples.")] = None
 
     prompt: Annotated[PromptKind, flag(PROMPTS, "What a line is; auto looks at the first.")] = "auto"
@@ -155,12 +167,17 @@ class ExtractFlags:
         return ExtractSpec(
             model=self.model or EMBEDDED,
             revision=self.revision,
+            adapter=self.adapter,
+            backend=self.backend,
+            same_numbers=self.same_numbers,
             data=data,
             output=output,
             local_copy=local_copy,
             delete_local_after_upload=self.delete_local_after_upload,
             layers=parse_layers(" ".join(self.layers or ["all"])),
             sites=parse_sites(self.taps or ["residual"]),
+            heads=parse_heads(" ".join(self.heads or ["all"])),
+            top_k=self.top_k,
             dtype=self.dtype,
             store_dtype=self.store_dtype,
             batch_size=self.batch_size,

@@ -12,6 +12,7 @@ from spile.objects import open_folder
 from spile.objects.preflight import preflight
 from spile.plan.amounts import counted, size
 from spile.plan.ranges import Ranges
+from spile.runtime.backends import torch_producer
 from spile.runtime.device import enable_compilation_cache
 from spile.runtime.notes import Notes, note_checkpoint
 from spile.runtime.parts import Parts, find, sizes_for
@@ -43,7 +44,7 @@ def extract(
 
     ``hosts``: the pod that this process is part of, every one of whose processes makes this call.
     """
-    kind = VisitKind(make_producer, _work, lambda _parts, _stream: None)
+    kind = VisitKind(_make, _work, lambda _parts, _stream: None)
     return visit(spec, kind, progress=progress, stop=stop, hosts=hosts)
 
 
@@ -169,6 +170,13 @@ def stream_end(parts: Parts, stream: StreamStore, reader: SampleReader) -> int |
 def _left(parts: Parts, stream: StreamStore) -> bool:
     expected = expected_samples(parts, stream)
     return expected is None or bool(len(Ranges([(0, expected)]) - stream.ledger.done))
+
+
+def _make(parts: Parts, progress: Progress, done: Ranges) -> OnDevices:
+    """Whatever turns this run's batches into rows."""
+    if parts.spec.backend == "torch":
+        return torch_producer(parts.files, parts.taps, parts.spec, sizes_for(parts).batch_tokens, progress)
+    return make_producer(parts, progress, done)
 
 
 def _notes(parts: Parts, stream: StreamStore, progress: Progress, hosts: WorkerGroup) -> Notes:

@@ -19,6 +19,7 @@ from spile.objects.folder import Folder
 from spile.objects.mirror import MirrorFolder
 from spile.plan.ranges import Ranges
 from spile.plan.shards import row_bytes
+from spile.runtime.backends import compute_platform, find_model, rows_of
 from spile.runtime.device import compute_dtype_for
 from spile.runtime.producer import check_tokens
 from spile.runtime.sizing import choose_sizes
@@ -28,7 +29,7 @@ from spile.runtime.worker import Sizes
 from spile.spec.identity import RunIdentity, StreamIdentity
 from spile.spec.run import ExtractSpec
 from spile.spec.sample import Sample
-from spile.spec.taps import Tap, TapRows, select_taps, tap_rows
+from spile.spec.taps import Tap, TapRows, select_taps
 from spile.store.run import join_run, read_run
 
 __all__ = ["Parts", "bytes_per_token", "find", "sizes_for"]
@@ -60,10 +61,13 @@ def find(spec: ExtractSpec, timeline: Timeline | None = None) -> Parts:
     timeline = timeline or Timeline()
     with timeline.span("model, tokenizer and data"), ThreadPoolExecutor(2, "spile-start") as threads:
         platform = threads.submit(_timed, timeline, "devices", jax.default_backend)
-        files = weights.find(spec.model, spec.revision)
+        root = _output(spec)
+        known = read_run(root)
+        files, backend = find_model(spec, known, root.url)
+        spec = replace(spec, backend=backend)
         _refuse_positions(spec, files.config.learned_positions)
         summed = threads.submit(_timed, timeline, "the weights' checksum", files.weights_hash)
-        return _found(spec, files, platform, summed)
+        return _found(spec, root, known, files, platform, summed)
 
 
 T = TypeVar("T")
@@ -74,18 +78,24 @@ def _timed(timeline: Timeline, name: str, work: Callable[[], T]) -> T:
         return work()
 
 
-def _found(spec: ExtractSpec, files: weights.ModelFiles, platform: Future[str], summed: Future[str]) -> Parts:
+def _found(
+    spec: ExtractSpec,
+    root: Folder,
+    known: RunIdentity | None,
+    files: weights.ModelFiles,
+    platform: Future[str],
+    summed: Future[str],
+) -> Parts:
     taps = select_taps(spec.sites, spec.layers, files.config.n_layers, spec.heads, spec.top_k)
     generation = spec.generation
     taps = () if generation is not None and generation.capture == "none" else taps
-    rows = tuple(tap_rows(tap, files.config.sizes(tap.layer), spec.store_dtype) for tap in taps)
-    root = _output(spec)
+    rows = rows_of(files, taps, spec.store_dtype, spec.backend)
     tokenizer = load_tokenizer(files.tokenizer_folder)
     samples = open_stream(spec.data, tokenizer)
-    known = read_run(root)
     dtype = spec.dtype
     if dtype == "auto":
-        dtype = known.dtype if known else compute_dtype_for(platform.result())  # type: ignore[assignment]
+        where = compute_platform(spec.backend, platform.result())
+        dtype = known.dtype if known else compute_dtype_for(where)  # type: ignore[assignment]
     identity = RunIdentity(
         model=files.name,
         revision=files.revision,
@@ -100,6 +110,8 @@ def _found(spec: ExtractSpec, files: weights.ModelFiles, platform: Future[str], 
         long=spec.data.long,
         dtype=dtype,
         store_dtype=spec.store_dtype,
+        backend=known.backend if known is not None and spec.same_numbers else spec.backend,
+        adapter=spec.adapter,
         generation=None if generation is None else with_stops(generation, files, tokenizer),
     )
     stream = StreamIdentity(

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from spile import weights
 from spile.errors import DataError, ModelError
 from spile.model.attention import choose
 from spile.model.decoder import forward, head_needed
@@ -20,7 +19,9 @@ from spile.model.experts import choose_mixture
 from spile.model.params import Params
 from spile.objects import open_folder
 from spile.plan.batches import single_row
+from spile.runtime.backends import find_model, torch_recompute
 from spile.runtime.device import enable_compilation_cache
+from spile.spec.run import ExtractSpec
 from spile.spec.taps import Tap
 from spile.store.recomputation import Recompute
 from spile.store.run import read_run
@@ -37,12 +38,15 @@ def recomputer(root: str) -> Recompute:
     if run.generation is not None and run.generation.capture == "answer":
         raise DataError(f"{root} cannot be recomputed", expected="prompts beside their answers", found="answers alone")
     enable_compilation_cache()
-    files = weights.find(run.model, run.revision)
+    again = ExtractSpec(model=run.model, revision=run.revision, adapter=run.adapter)
+    files, backend = find_model(again, run, root)
     found = files.weights_hash()
     if found != run.weights:
         raise ModelError(
             f"{run.model} is not the model of this run", expected=f"weights {run.weights}", found=f"weights {found}"
         )
+    if backend == "torch":
+        return torch_recompute(files, run.dtype)
 
     @cache
     def params(head: bool) -> Params:

@@ -37,6 +37,10 @@ class RunIdentity:
     store_dtype: str
     generation: GenerationSpec | None = None
     """With its stop tokens resolved; None where no answers are generated, and then absent from the numbers."""
+    adapter: str | None = None
+    """As the user named it, likewise: the weights' hash holds it."""
+    backend: str = "jax"
+    """Whose arithmetic: ``jax`` or ``torch``."""
     unknown: Mapping[str, Any] = field(default_factory=dict)
     """Of a run that a newer version began: what only that one compares. Such a run is read, and not added to."""
 
@@ -46,7 +50,9 @@ class RunIdentity:
         for part in ("prompt", "generation"):
             fields.update({f"{part}.{name}": value for name, value in (fields.pop(part) or {}).items()})
         fields.update(fields.pop("unknown"))
-        return {name: value for name, value in sorted(fields.items()) if name not in ("model", "revision")}
+        if self.backend == "jax":  # written as before there was another
+            del fields["backend"]
+        return {name: value for name, value in sorted(fields.items()) if name not in ("model", "revision", "adapter")}
 
     def fingerprint(self) -> str:
         """A short name for :meth:`compared`; every shard's header carries it."""

@@ -13,6 +13,7 @@ __all__ = [
     "DEFAULT_ENCODER",
     "EMBEDDED",
     "PROMPT_VERSIONS",
+    "Backend",
     "Capture",
     "ComputeDtype",
     "DataSpec",
@@ -43,6 +44,7 @@ ComputeDtype = Literal["auto", "float32", "bfloat16"]
 StoreDtype = Literal["bfloat16", "float32", "float16"]
 Capture = Literal["both", "prompt", "answer", "none"]
 """Whose tokens' activations are kept where answers are generated."""
+Backend = Literal["auto", "jax", "torch"]
 
 
 def _one_of(flag: str, value: str, choices: object) -> None:
@@ -150,6 +152,12 @@ class ExtractSpec:
     model: str = EMBEDDED
     """A name on the Hugging Face hub, a folder, a bucket's folder, or ``embedded``."""
     revision: str | None = None
+    adapter: str | None = None
+    """A LoRA adapter that is merged into the weights: a folder, or a name on the hub."""
+    backend: Backend = "auto"
+    """``auto``: what the run already uses; else jax for the families of the table, torch for all others."""
+    same_numbers: bool = False
+    """The user declares another backend's numbers equal, so that it may continue a run."""
     data: DataSpec = field(default_factory=DataSpec)
     output: str = "./activations"
     local_copy: str | None = None
@@ -190,6 +198,7 @@ class ExtractSpec:
             raise SpecError("--model and --output", expected="a name or a path", found="an empty one")
         _one_of("--dtype", self.dtype, ComputeDtype)
         _one_of("--store-dtype", self.store_dtype, StoreDtype)
+        _one_of("--backend", self.backend, Backend)
         _within("--batch-size", self.batch_size, 1, 1 << 20)
         _within("--batch-tokens", self.batch_tokens, 1, 1 << 28)
         _within("--shard-size-gb", self.shard_size_gb, 1e-6, 64)

@@ -134,14 +134,16 @@ def layers_text(layers: Sequence[int] | None) -> str:
 
 
 def parse_sites(words: Iterable[str]) -> tuple[Site, ...]:
-    """Site names in the order of :data:`SITES`, each once; what comes with ``logits`` with it."""
+    """Site names in the order of :data:`SITES`, each once; what comes with ``logits`` with it; modules' paths last."""
     found = {part for word in words for part in word.replace(",", " ").split()}
-    unknown = sorted(found - set(SITES))
+    modules = {site for site in found if site.startswith(MODULE) and len(site) > len(MODULE)}
+    unknown = sorted(found - set(SITES) - modules)
     if unknown or not found:
-        raise SpecError("--taps", expected=f"some of {', '.join(SITES)}", found=", ".join(unknown) or "none")
+        known = f"{', '.join(SITES)}, or {MODULE}PATH"
+        raise SpecError("--taps", expected=f"some of {known}", found=", ".join(unknown) or "none")
     if "logits" in found:
         found |= set(_WITH_LOGITS)
-    return tuple(site for site in SITES if site in found)
+    return tuple(site for site in SITES if site in found) + tuple(sorted(modules))
 
 
 def select_taps(

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from spile.errors import ModelError
 from spile.objects import open_folder
-from spile.weights.files import SMALL_FILES, ModelFiles, describe
+from spile.spec.families import read_config
+from spile.weights.files import SMALL_FILES, ModelFiles, ReadConfig, describe
 from spile.weights.source import BucketSource
 
 __all__ = ["cache_folder", "find_in_bucket"]
@@ -21,14 +22,14 @@ def cache_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "spile" / "models"
 
 
-def find_in_bucket(url: str, *, weights: bool = True) -> ModelFiles:
+def find_in_bucket(url: str, *, weights: bool = True, read: ReadConfig = read_config) -> ModelFiles:
     """The model in this folder of a bucket."""
     folder = open_folder(url)
     present = {found.key for found in folder.list() if "/" not in found.key}
     if "config.json" not in present:
         raise ModelError(f"no config.json in {url}", fix="give the folder of a whole Hugging Face model")
     content = {name: folder.get(name) for name in SMALL_FILES if name in present}
-    return describe(url, _keep(url, content), BucketSource(folder), present, None, weights=weights)
+    return describe(url, _keep(url, content), BucketSource(folder), present, None, weights=weights, read=read)
 
 
 def _keep(url: str, content: dict[str, bytes]) -> Path:

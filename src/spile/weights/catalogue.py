@@ -18,16 +18,15 @@ __all__ = ["catalogue"]
 _THREADS = 8
 
 
-def catalogue(
-    files: ModelFiles, changes: Mapping[str, Change] | None = None, *, head: bool = False
-) -> Mapping[str, Piece]:
-    """Tree name → where it lies, for the whole model; without ``head`` the LM head may be missing.
-
-    ``changes``: by the name of the file's tensor, what is added to it.
-    """
+def catalogue(files: ModelFiles, *, head: bool = False) -> Mapping[str, Piece]:
+    """Tree name → where it lies, for the whole model; without ``head`` the LM head may be missing."""
     names, wanted = NAMES[files.config.architecture], _wanted(files)
     found: dict[str, dict[int, Piece]] = {}
-    for entry in _entries(files):
+    entries = list(_entries(files))
+    changes: Mapping[str, Change] = {}
+    if files.adapter is not None:
+        changes = files.adapter.changes({entry.name: entry.shape for entry in entries})
+    for entry in entries:
         match = names.match(entry.name)
         if match is not None and (not match.names or _is_copy(files, match)):
             continue
@@ -37,7 +36,7 @@ def catalogue(
                 found=entry.name,
                 fix="this is another model than its config.json says",
             )
-        for name, piece in _pieces(files, entry, match, wanted, (changes or {}).get(entry.name)):
+        for name, piece in _pieces(files, entry, match, wanted, changes.get(entry.name)):
             stacked = found.setdefault(name, {})
             if (match.expert or 0) in stacked:
                 twice = f"{stacked[match.expert or 0].entries[0].name} and {entry.name}"

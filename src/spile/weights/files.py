@@ -5,16 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from spile.errors import ModelError, untrusted
 from spile.objects.crc import crc32c
 from spile.objects.opening import is_remote
 from spile.spec.architecture import ModelConfig
-from spile.spec.families import read_config
+from spile.spec.families import read_any_config, read_config
 from spile.spec.run import EMBEDDED
+from spile.weights.adapters import Adapter
 from spile.weights.safetensors import read_index
 from spile.weights.source import ByteSource, LocalSource
 
@@ -39,6 +42,7 @@ _SINGLE = "model.safetensors"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[\w.-]+)?")
 _HASH_CHUNK = 64 << 20
+ReadConfig = Callable[[Mapping[str, Any]], ModelConfig]
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,8 @@ class ModelFiles:
     tokenizer_folder: Path
     source: ByteSource
     weight_files: tuple[str, ...]
+    adapter: Adapter | None = None
+    """Merged into the weights as they are read."""
 
     def weights_hash(self) -> str:
         """A hash over the config's meaning and the weight files' names, sizes and checksums: 64 hex digits.
@@ -68,7 +74,8 @@ class ModelFiles:
         with ThreadPoolExecutor(8) as threads:
             sums = list(threads.map(lambda part: self._checksum(part[0], part[2], part[3]), parts))
         content = [[file, size, start, crc] for (file, size, start, _), crc in zip(parts, sums, strict=True)]
-        canonical = json.dumps([self.config.meaning(), content], sort_keys=True, separators=(",", ":"))
+        adapted = [] if self.adapter is None else [self.adapter.digest()]
+        canonical = json.dumps([self.config.meaning(), content, *adapted], sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     def _checksum(self, file: str, start: int, length: int) -> int:
@@ -86,24 +93,26 @@ class ModelFiles:
         return digest.hexdigest()
 
 
-def find(name: str, revision: str | None = None, *, weights: bool = True) -> ModelFiles:
+def find(name: str, revision: str | None = None, *, weights: bool = True, any_family: bool = False) -> ModelFiles:
     """The model of this name, or a ModelError of one line that says what to do.
 
     ``embedded``; a folder; ``gs://…`` or ``s3://…``; else a name on the Hugging Face hub (``HF_TOKEN`` for gated ones).
-    Without ``weights`` its config and its tokenizer are enough, and no weights are fetched.
+    Without ``weights`` its config and its tokenizer are enough, and no weights are fetched. ``any_family``: its sizes
+    are enough, for who does not run it with spile's own decoder.
     """
+    read = read_any_config if any_family else read_config
     path = Path(name).expanduser()
     bucket = is_remote(name)
     if revision is not None and (bucket or name == EMBEDDED or path.is_dir()):
         raise ModelError("--revision", expected="a name on the Hugging Face hub beside it", found=name)
     if name == EMBEDDED:
-        return _in_folder(name, Path(__file__).parent / "embedded", None, weights)
+        return _in_folder(name, Path(__file__).parent / "embedded", None, weights, read)
     if bucket:
         from spile.weights.bucket import find_in_bucket
 
-        return find_in_bucket(name, weights=weights)
+        return find_in_bucket(name, weights=weights, read=read)
     if path.is_dir():
-        return _in_folder(name, path, None, weights)
+        return _in_folder(name, path, None, weights, read)
     if not _HUB_NAME.fullmatch(name) or path.exists():
         raise ModelError(
             f"no such model: {name}",
@@ -113,18 +122,25 @@ def find(name: str, revision: str | None = None, *, weights: bool = True) -> Mod
     from spile.weights.hub import download
 
     folder, commit = download(name, revision, weights=weights)
-    return _in_folder(name, folder, commit, weights)
+    return _in_folder(name, folder, commit, weights, read)
 
 
-def _in_folder(name: str, folder: Path, revision: str | None, weights: bool) -> ModelFiles:
+def _in_folder(name: str, folder: Path, revision: str | None, weights: bool, read: ReadConfig) -> ModelFiles:
     present = {path.name for path in folder.iterdir() if path.is_file()}
     if "config.json" not in present:
         raise ModelError(f"no config.json in {folder}", fix="give the folder of a whole Hugging Face model")
-    return describe(name, folder, LocalSource(folder), present, revision, weights=weights)
+    return describe(name, folder, LocalSource(folder), present, revision, weights=weights, read=read)
 
 
 def describe(
-    name: str, small: Path, source: ByteSource, present: set[str], revision: str | None, *, weights: bool = True
+    name: str,
+    small: Path,
+    source: ByteSource,
+    present: set[str],
+    revision: str | None,
+    *,
+    weights: bool = True,
+    read: ReadConfig = read_config,
 ) -> ModelFiles:
     """From a folder with the small files and the names of all files to what :func:`find` gives."""
     with untrusted(ModelError, f"config.json of {name} is no JSON"):
@@ -132,7 +148,7 @@ def describe(
     if not isinstance(raw, dict):
         raise ModelError(f"config.json of {name}", expected="a JSON object", found=type(raw).__name__)
     with untrusted(ModelError, f"config.json of {name} makes no sense"):
-        config = read_config(raw)
+        config = read(raw)
     return ModelFiles(
         name=name,
         revision=revision,

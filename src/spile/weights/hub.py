@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,8 +19,10 @@ __all__ = ["download"]
 _log = logging.getLogger(__name__)
 
 
-def download(name: str, revision: str | None, *, weights: bool = True) -> tuple[Path, str]:
+def download(name: str, revision: str | None, *, weights: bool = True, files: Sequence[str] = ()) -> tuple[Path, str]:
     """The model's folder in the hub's cache, and the commit it is. Without ``weights``: its small files alone.
+
+    ``files``: these instead, of a repository that is no model (an adapter).
 
     A hub that is out (503, 429, no network) is tried again as a bucket is, for ``SPILE_RETRY_SECONDS``; then it is a
     failure, not the user's mistake: a worker that is started again tries again.
@@ -34,7 +36,7 @@ def download(name: str, revision: str | None, *, weights: bool = True) -> tuple[
     def attempt() -> tuple[Path, str]:
         nonlocal told
         try:
-            return _download(name, revision, weights)
+            return _download(name, revision, files or [*SMALL_FILES, *(["model*.safetensors"] if weights else [])])
         except RequestFailure as outage:
             if not told:
                 told = True
@@ -51,7 +53,7 @@ def download(name: str, revision: str | None, *, weights: bool = True) -> tuple[
         ) from outage
 
 
-def _download(name: str, revision: str | None, weights: bool) -> tuple[Path, str]:
+def _download(name: str, revision: str | None, files: Sequence[str]) -> tuple[Path, str]:
     from huggingface_hub import errors, snapshot_download
 
     try:
@@ -59,7 +61,7 @@ def _download(name: str, revision: str | None, weights: bool) -> tuple[Path, str
             snapshot_download(
                 name,
                 revision=revision,
-                allow_patterns=[*SMALL_FILES, *(["model*.safetensors"] if weights else [])],
+                allow_patterns=list(files),
                 endpoint=os.environ.get("HF_ENDPOINT") or None,
             )
         )

@@ -14,7 +14,7 @@ from spile.weights.names import Order
 from spile.weights.safetensors import DTYPES, Entry
 from spile.weights.source import ByteSource
 
-__all__ = ["Bounds", "Change", "Piece"]
+__all__ = ["Bounds", "Change", "Piece", "Values"]
 
 Bounds = tuple[tuple[int, int], ...]
 """First and last + 1 in each dimension; a missing one: all of it."""
