@@ -1,29 +1,38 @@
 """A fleet's life on a fake clock: the real reconciler, lease and client, the fake cloud, and everything going wrong.
 
 ``Simulation(seed).run()`` plays one history: hours of preemptions, stockouts, quota, lost replies, errors, slow
-operations, hung and crashing workers, and monitors that pause, die and overlap; then the cloud behaves, and the fleet
-has to end well. The same seed plays the same history.
+operations, hung and crashing workers, and monitors that pause, die and overlap; redeployments while it runs, another
+fleet in the same bucket, budgets raised and lowered, stops, a hub that is out. Then all of it behaves, and the fleet
+has to end well. Never are another dataset's rows under a stream, never is a stream wiped, never is there a success that
+verify would refuse. The same seed plays the same history.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import requests
 
+from spile.data.make.manifest import StreamEntry, StreamsManifest, stream_name
+from spile.errors import RunMismatch
+from spile.fleet.agent import worker_command
+from spile.fleet.checks import changes, check_stored
 from spile.fleet.cloud.provider import NodeRequest
 from spile.fleet.cloud.settings import CloudSettings
 from spile.fleet.cloud.tpu import CloudTpu
 from spile.fleet.fake_cloud.api import Api, ApiFault, Lost
 from spile.fleet.fake_cloud.cloud import ApiError, Cloud, CloudTimes
+from spile.fleet.heal.case import past_of
 from spile.fleet.heal.history import History
 from spile.fleet.heal.lease import Lease
 from spile.fleet.heal.observed import Pulse
 from spile.fleet.heal.round import tick
+from spile.fleet.home import FleetHome
 from spile.fleet.spec import FLEET_LABEL, WORKER_LABEL, FleetSpec, Policy, plan_workers
+from spile.fleet.streams import StreamsPlan, place_of
 from spile.objects.folder import NotFound, ObjectInfo
 from spile.spec.phase import Phase
 
@@ -32,7 +41,9 @@ LIVE = ("CREATING", "READY")
 
 
 class MemoryFolder:
-    """As much of a folder as a lease and a history need."""
+    """As much of a folder as a fleet's home needs."""
+
+    url = "gs://b/fleet/sim"
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
@@ -90,6 +101,7 @@ class Vm:
     worker: int
     raw: dict[str, Any]
     booted: float
+    deployment: str = ""
     hung: bool = False
     ended: bool = False
 
@@ -100,6 +112,10 @@ class Task:
 
     left: float
     crashes_left: int = 0
+    deployment: str = ""
+    """Whose word the verdict is."""
+    rows_of: str = ""
+    """The sha256 of the stream whose rows are stored; empty: none are."""
     beat: float | None = None
     phase: Phase = Phase.UNKNOWN
     verdict: str = ""
@@ -142,10 +158,14 @@ class Simulation:
             zones,
             plan_workers(zones, per_zone),
             NodeRequest("v3-8", "r", preemptible=True),
+            root="gs://b/activations",
             deployment="d",
             policy=Policy(move=rng.random() < 0.8),
             queued=rng.random() < 0.2,
         )
+        self.bucket: dict[str, StreamsManifest] = {}
+        """The folders of streams, by their URL."""
+        self.fleet = self._with_streams("ours")
         self.cloud = Cloud(lambda: self.now, pace=CloudTimes(60, 30, 20), on_start=self._boot, on_stop=self._halt)
         self.api = Api(self.cloud)
         self.client = CloudTpu(
@@ -153,6 +173,10 @@ class Simulation:
             session=DirectSession(self.api), sleep=lambda _: None, tries=2,
         )  # fmt: skip
         self.folder = MemoryFolder()
+        self.home = FleetHome(self.folder)  # type: ignore[arg-type]
+        self.home.write_fleet(self.fleet)
+        self.hub_out_until = 0.0
+        self.deployments = 1
         self.vms: dict[str, Vm] = {}
         self.tasks = {worker.id: Task(rng.uniform(300, 2400)) for worker in self.fleet.workers}
         self.poisoned = rng.choice(self.fleet.workers).id if rng.random() < 0.15 else None
@@ -182,6 +206,46 @@ class Simulation:
         self.cloud.advance()
         self.foreign = {raw["id"]: raw for raw in self.cloud.nodes("-")}
 
+    def _with_streams(self, dataset: str, fleet: FleetSpec | None = None) -> FleetSpec:
+        """The fleet with its streams in the bucket, under the name that a deploy gives them."""
+        fleet = fleet or self.fleet
+        names = [stream_name(worker.id) for worker in fleet.workers]
+        entries = tuple(StreamEntry(name, 1, 1, f"{dataset} {len(names)} {name}") for name in names)
+        manifest = StreamsManifest({"dataset": dataset}, 0, len(names), entries, {})
+        url = place_of("gs://b/datasets", manifest.digest())
+        self._hold(self.bucket.setdefault(url, manifest) == manifest, "streams were replaced by others")
+        return replace(fleet, streams=url, split=manifest.digest())
+
+    def _redeploy(self, dataset: str) -> None:
+        """As ``spile deploy --yes`` does it: refused where another dataset's rows are stored."""
+        after = self._with_streams(dataset)
+        plan = StreamsPlan(after.streams or "", self.bucket[after.streams or ""])
+        same = after.streams == self.fleet.streams
+        self._hold(same == (not changes(self.fleet, after)), "a change that nobody was asked about")
+        try:
+            for number, task in self.tasks.items():
+                if task.rows_of:
+                    check_stored(number, task.rows_of, "activations", plan, mine=True)
+        except RunMismatch:
+            self._say(f"a deploy of {dataset} is refused")
+            return
+        self.deployments += 1
+        self.fleet = replace(after, deployment=f"d{self.deployments}")
+        self.home.write_fleet(self.fleet)
+        self._say(f"redeployed: {self.fleet.deployment} of {dataset}")
+
+    def _store(self, vm: Vm, task: Task) -> bool:
+        """Whether the worker may write: its stream is the one that it was given. Then it does."""
+        words = worker_command(self.fleet, self.fleet.workers[vm.worker])
+        self._hold(not {"--overwrite", "--no-checkpointing"} & set(words), "a life of a worker wipes its stream")
+        manifest = self.bucket[words[words.index("--dataset-dir") + 1]]
+        if manifest.digest() != words[words.index("--expect-split") + 1]:
+            return False
+        mine = manifest.streams[vm.worker].sha256
+        self._hold(task.rows_of in ("", mine), f"rows of {mine} under the stream of {task.rows_of}")
+        task.rows_of = mine
+        return True
+
     def _worker_of(self, raw: dict[str, Any]) -> int | None:
         labels = raw.get("labels", {})
         return int(labels[WORKER_LABEL]) if labels.get(FLEET_LABEL) == "sim" else None
@@ -189,7 +253,7 @@ class Simulation:
     def _boot(self, raw: dict[str, Any]) -> None:
         worker = self._worker_of(raw)
         if worker is not None:
-            self.vms[raw["id"]] = Vm(worker, raw, self.now + self.rng.uniform(60, 240))
+            self.vms[raw["id"]] = Vm(worker, raw, self.now + self.rng.uniform(60, 240), self.fleet.deployment)
             running = [vm for vm in self.vms.values() if vm.worker == worker]
             self._hold(len(running) == 1, f"two live machines for worker {worker}")
 
@@ -208,8 +272,25 @@ class Simulation:
         """Let the workers work."""
         for vm in list(self.vms.values()):
             task = self.tasks[vm.worker]
+            if (
+                vm.deployment != self.fleet.deployment
+                and not vm.hung
+                and self.now >= vm.booted
+                and self.rng.random() < 0.25
+            ):
+                vm.deployment, vm.ended = self.fleet.deployment, False  # its agent looks once a minute
+                vm.booted = self.now + 15.0
             if vm.hung or vm.ended or self.now < vm.booted:
                 continue
+            if vm.deployment != self.fleet.deployment:
+                continue  # of the deployment before: it commits what it has, and no verdict of it counts
+            if self.now < self.hub_out_until:
+                task.beat, task.phase = self.now, Phase.LOADING  # tried again, not given up
+                continue
+            if not self._store(vm, task):
+                vm.ended, task.verdict, task.said, task.deployment = True, "refused", self.now, vm.deployment
+                continue
+            task.deployment, task.verdict = vm.deployment, ""
             task.beat, task.phase = self.now, Phase.RUNNING
             task.left -= seconds
             if task.crashes_left and self.rng.random() < 0.2:
@@ -259,6 +340,29 @@ class Simulation:
             monitor = rng.choice(self.monitors)
             if not monitor.busy:
                 self.monitors.remove(monitor)
+        else:
+            self._orders(roll)
+
+    def _orders(self, roll: float) -> None:
+        """What owners of fleets do."""
+        rng = self.rng
+        if roll < 0.70:
+            self._redeploy("ours")
+        elif roll < 0.74:
+            self._redeploy("theirs")
+        elif roll < 0.78:
+            self._with_streams("of another fleet", replace(self.fleet, name="other"))
+            self._say("another fleet is deployed to the bucket")
+        elif roll < 0.84:
+            dollars = rng.choice([0.5, 2.0, 10.0, 50.0])
+            self.home.order_budget(self.fleet, dollars)
+            self._say(f"budget: ${dollars}")
+        elif roll < 0.86:
+            self.home.order_stop(self.fleet)
+            self._say("stop")
+        elif roll < 0.92:
+            self.hub_out_until = self.now + rng.uniform(60, 1200)
+            self._say("the hub is out")
 
     def _calm(self) -> None:
         self.cloud.dry.clear()
@@ -267,7 +371,16 @@ class Simulation:
         self.cloud.pace = CloudTimes(60, 30, 20)
         for monitor in self.monitors:
             monitor.paused_until = 0.0
+        self.hub_out_until = 0.0
+        if self.home.read_stop(self.fleet):
+            self._redeploy("ours" if self._ours() else "theirs")
+        self.home.order_budget(self.fleet, 1e6)
         self._say("calm")
+
+    def _ours(self) -> bool:
+        """Which dataset the stored rows are of, if any are."""
+        stored = [task.rows_of for task in self.tasks.values() if task.rows_of]
+        return not stored or stored[0].startswith("ours ")
 
     def _say(self, text: str) -> None:
         self.log.append(f"{self.now - 1_000_000:7.0f} {text}")
@@ -286,14 +399,16 @@ class Simulation:
             saved = sorted(key for key in self.folder.objects if key.startswith("history/"))
             monitor.history = History.from_json(self.folder.get(saved[-1])) if saved else History()
         monitor.holding = monitor.lease.number
+        fleet = self.home.read_ordered()
         pulses = {
-            number: Pulse(task.beat, task.phase, task.verdict, task.said, "boom")  # type: ignore[arg-type]
+            number: Pulse(task.beat, task.phase, task.verdict if mine else "", task.said if mine else 0.0, "boom")  # type: ignore[arg-type]
             for number, task in self.tasks.items()
+            for mine in [task.deployment == fleet.deployment]
         }
         monitor.busy = True
         try:
             done = tick(
-                self.fleet, self.client, monitor.history, pulses,
+                fleet, self.client, monitor.history, pulses,
                 clock=lambda: self.now, held=monitor.lease.held, metadata=self._metadata,
                 save=lambda history: self._save(monitor, history),
             )  # fmt: skip
@@ -309,6 +424,18 @@ class Simulation:
             self._say(f"m{monitor.holding} {action.verb} {action.name} in {action.zone}: {action.reason} -> {result}")
             if action.verb == "report":
                 self.reports.append(action.worker)
+            self._hold(not (fleet.policy.stop and action.verb == "create"), "a machine was made for a stopped fleet")
+        self._no_false_success(fleet, done.history)
+
+    def _no_false_success(self, fleet: FleetSpec, history: History) -> None:
+        """A fleet that counts as complete has every row of its split, and of no other."""
+        if fleet.deployment != self.fleet.deployment or history.deployment != fleet.deployment:
+            return
+        if all(past_of(history, worker).finished for worker in fleet.workers):
+            manifest = self.bucket[fleet.streams or ""]
+            whole = [(task.left <= 0, task.rows_of) for task in self.tasks.values()]
+            right = [(True, entry.sha256) for entry in manifest.streams]
+            self._hold(whole == right, f"a success that verify would refuse: {whole}")
 
     def _metadata(self, worker: int) -> dict[str, str]:
         if self.now < self.calm_at and self.rng.random() < 0.02:
@@ -328,7 +455,10 @@ class Simulation:
 
     def over(self) -> bool:
         """Whether all is done and nothing is left."""
-        done = all(t.verdict == "finished" or n == self.poisoned for n, t in self.tasks.items())
+        done = all(
+            (t.verdict == "finished" and t.deployment == self.fleet.deployment) or n == self.poisoned
+            for n, t in self.tasks.items()
+        )
         own = [raw for raw in self.cloud.nodes("-") if self._worker_of(raw) is not None]
         spared = self.poisoned is None or self.tasks[self.poisoned].verdict == "finished"
         return done and not own and (spared or self.poisoned in self.reports)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,8 @@ def a_home(folder: Path, **more: object) -> FleetHome:
 
 def an_agent(home: FleetHome, code: str, **more: object) -> Agent:
     words = [sys.executable, "-uc", code]
-    return Agent(home, NAME, "", pause=0.01, look=0.05, command=lambda *_: words, **more)  # type: ignore[arg-type]
+    options = {"stay": False, **more}
+    return Agent(home, NAME, "", pause=0.01, look=0.05, command=lambda *_: words, **options)  # type: ignore[arg-type]
 
 
 def test_the_command_is_the_assignment(tmp_path: Path) -> None:
@@ -185,3 +187,26 @@ def test_reports_survive_json_and_later_versions(tmp_path: Path) -> None:
     assert home.read_reports()[NAME].verdict == "finished"
     (tmp_path / "workers" / "half.json").write_text('{"node": ')
     assert set(home.read_reports()) == {NAME}
+
+
+@pytest.mark.parametrize("code", [2, 1, 0])
+def test_a_corrected_deploy_starts_where_the_first_was_refused_crashed_or_done(tmp_path: Path, code: int) -> None:
+    """No monitor is there, and the machine is: the agent waits, and takes the next deployment."""
+    home = a_home(tmp_path)
+    agent = an_agent(home, f"raise SystemExit({code})", stay=True, relaunches=0)
+    ended: list[int] = []
+    thread = threading.Thread(target=lambda: ended.append(agent.run()))
+    thread.start()
+    deadline = time.monotonic() + 20
+    while not (home.read_reports().get(NAME) and home.read_reports()[NAME].verdict) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert ended == [], "it stays"
+    home.write_fleet(replace(home.read_fleet(), deployment="d2"))
+    thread.join(20)
+    assert ended == [AGAIN]
+
+
+def test_a_waiting_agent_ends_with_its_machine(tmp_path: Path) -> None:
+    agent = an_agent(a_home(tmp_path), "raise SystemExit(2)", stay=True)
+    threading.Timer(0.5, agent.stopping.set).start()
+    assert agent.run() == 0

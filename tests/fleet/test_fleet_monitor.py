@@ -19,6 +19,7 @@ from spile.fleet.fake_cloud.server import FakeCloud
 from spile.fleet.heal.monitor import FleetMonitor, FleetStatus
 from spile.fleet.home import FleetHome, WorkerReport
 from spile.fleet.spec import FleetSpec, Policy, plan_workers
+from spile.spec.phase import Phase
 
 A, B = "us-central1-a", "us-central1-b"
 
@@ -101,6 +102,59 @@ def test_the_budget_ends_it(home: FleetHome, fake: FakeCloud, client: CloudTpu) 
     assert status.history.stopped.startswith("the budget of $1.00 is spent ($2.0")
     assert client.nodes("-") == []
     assert "Stopped: the budget of $1.00 is spent" in text_of(status)
+
+
+def test_a_budget_raised_on_one_monitor_counts_for_the_next(home: FleetHome, fake: FakeCloud, client: CloudTpu) -> None:
+    deployed = home.read_fleet()
+    home.write_fleet(replace(deployed, policy=replace(deployed.policy, budget=1.0)))
+    monitor = FleetMonitor(home, client, clock=fake.clock)
+    until(monitor, lambda status: all(each.machine == "READY" for each in status.workers))
+    home.order_budget(deployed, 1000.0)
+    fake.admin("clock", {"advance": 1000})
+    monitor.close()
+    later = FleetMonitor(home, client, clock=fake.clock)
+    status = later.step()
+    assert (status.history.stopped, len(client.nodes("-"))) == ("", 2)
+    assert status.history.dollars > 1.0
+    home.order_budget(deployed, 1.1)
+    assert until(later, lambda status: status.over).history.stopped.startswith("the budget of $1.10 is spent")
+    home.write_fleet(replace(deployed, deployment="e"))
+    assert home.read_ordered().policy.budget is None, "the next deployment has its own"
+
+
+def test_a_run_that_is_complete_is_a_success_whatever_it_cost(
+    home: FleetHome, fake: FakeCloud, client: CloudTpu
+) -> None:
+    monitor = FleetMonitor(home, client, clock=fake.clock)
+    until(monitor, lambda status: all(each.machine == "READY" for each in status.workers))
+    fake.admin("clock", {"advance": 1500})
+    for name in ("tpu-us-central1-a-0", "tpu-us-central1-b-0"):
+        home.write_report(WorkerReport(name, "d", updated=fake.clock(), phase=Phase.DONE, verdict="finished"))
+    home.order_budget(home.read_fleet(), 0.5)
+    status = until(monitor, lambda status: status.over)
+    assert status.history.dollars > 0.5
+    assert not status.failed
+
+
+def test_a_fleet_that_is_stopped_ends_for_good(home: FleetHome, client: CloudTpu) -> None:
+    """Told through the bucket: the monitor that runs deletes the machines, and no later one makes them again."""
+    monitor = FleetMonitor(home, client)
+    until(monitor, lambda status: all(each.machine == "READY" for each in status.workers))
+    home.order_stop(home.read_fleet())
+    status = until(monitor, lambda status: status.over)
+    assert status.history.stopped.startswith("stopped by ")
+    assert status.failed, "it is not complete"
+    monitor.close()
+    later = FleetMonitor(home, client)
+    assert later.step().over
+    assert client.nodes("-") == []
+
+
+def test_a_new_deployment_is_watched_where_it_writes(home: FleetHome, client: CloudTpu, tmp_path: Path) -> None:
+    monitor = FleetMonitor(home, client)
+    monitor.step()
+    home.write_fleet(replace(home.read_fleet(), deployment="e", root=str(tmp_path / "other")))
+    assert monitor.step().snapshot.root == str(tmp_path / "other")
 
 
 def test_quota_is_said(home: FleetHome, fake: FakeCloud, client: CloudTpu) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -186,3 +187,61 @@ def test_a_dry_run_says_what_would_be_made_and_makes_nothing(world: World, promp
     assert text.rstrip().endswith("nothing was made")
     assert world.objects() == []
     assert world.cloud.cloud.nodes("-") == []
+
+
+def test_a_fleet_is_listed_looked_at_and_stopped(world: World, prompt: Prompt) -> None:
+    assert prompt(*PREPARE, *TASK, "--fleet", "one")[0] == 0
+    assert prompt(*PREPARE, *TASK, "--fleet", "two", "--gcs-prefix", "second")[0] == 0
+    code, text = prompt("fleet", "list", "b")
+    assert code == 0, text
+    for name, root in (("one", "gs://b/activations"), ("two", "gs://b/second")):
+        assert any(name in line and root in line and "0 of 1" in line for line in text.splitlines()), text
+    code, text = prompt("fleet", "status", "gs://b", "--fleet", "one")
+    assert (code, "tpu-us-central1-a-0" in text) == (0, True), text
+    code, text = prompt("fleet", "stop", "gs://b/fleet/one")
+    assert (code, "an answer at a terminal, or --yes" in text) == (2, True), text
+    code, text = prompt("fleet", "stop", "gs://b/fleet/one", "--yes", "--interval", "0.1")
+    assert (code, "fleet one is told to stop" in text, "stopped by" in text) == (0, True, True), text
+    code, text = prompt("fleet", "list", "b", "--json")
+    assert [row["state"].split(" at ")[0] for row in json.loads(text)][1] == "deployed"
+    assert json.loads(text)[0]["state"].startswith("stopped by")
+    assert prompt("fleet", "stop", "gs://b")[0] == 2
+    assert prompt(*PREPARE, *TASK, "--fleet", "three")[0] == 0, "the root of a fleet that is stopped is free"
+
+
+def test_deleting_machines_under_a_monitor_is_refused_with_the_command_that_ends_the_fleet(
+    world: World, prompt: Prompt
+) -> None:
+    from spile.fleet.heal.lease import Lease
+    from spile.objects import open_folder
+
+    world.cloud.vms.start = lambda *_: None  # type: ignore[method-assign]  # no process is needed
+    assert prompt(*PREPARE, *TASK)[0] == 0
+    lease = Lease(open_folder("gs://b/fleet/default"), clock=time.time, ttl=60.0, owner="ann")
+    lease.take()
+    metadata = {"spile-home": "gs://b/fleet/default"}
+    node = {"acceleratorType": "v3-8", "labels": {"spile-fleet": "default", "spile-worker": "0"}, "metadata": metadata}
+    world.cloud.cloud.create("fake-project", A, "tpu-us-central1-a-0", node, "v2")
+    code, text = prompt("tpu", "delete", "--zones", A, "--yes")
+    assert (code, "ann monitors fleet default and would make them again" in text) == (2, True), text
+    assert "spile fleet stop gs://b/fleet/default" in text
+    lease.release()
+    assert prompt("tpu", "delete", "--zones", A, "--yes")[0] == 0
+
+
+def test_data_is_written_to_the_bucket_that_was_named(world: World, prompt: Prompt) -> None:
+    """Not into a local folder named ``gs:``."""
+    streams = ("data", "streams", "--dataset", "embedded", "--output-dir", "gs://b/split", "--num-streams")
+    code, text = prompt(*streams, 2)
+    assert (code, "wrote 2 of 2 streams to gs://b/split" in text) == (0, True), text
+    assert world.objects("split/") == ["split/stream_000.jsonl", "split/stream_001.jsonl", "split/streams.json"]
+    code, text = prompt(*streams, 3)
+    assert (code, "gs://b/split holds streams of another split" in text) == (2, True), text
+    tasks = ("data", "convert", "--dataset", "embedded")
+    code, text = prompt(*tasks, "--output", "gs://b/data/tasks.jsonl")
+    assert (code, "wrote gs://b/data/tasks.jsonl" in text) == (0, True), text
+    code, text = prompt(*tasks, "--output-dir", "gs://b/pair")
+    assert (code, world.objects("pair/")) == (0, ["pair/arc_format_train.json", "pair/test_outputs_train.json"]), text
+    assert not Path("gs:").exists()
+    code, text = prompt("collect", "--into", "gs://b/x", "--hosts", "nobody")
+    assert (code, "--into: expected a folder here" in text) == (2, True), text

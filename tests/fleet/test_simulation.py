@@ -19,6 +19,9 @@ from spile.fleet.heal.round import tick
 from spile.fleet.spec import FleetSpec, plan_workers
 from spile.spec.phase import Phase
 
+ORDERS = ("redeployed", "is refused", "another fleet", "the budget of", "stopped by", "the hub is out")
+"""What owners and the world do, as a history's log has it."""
+
 
 @pytest.mark.parametrize("block", range(4))
 def test_histories_end_well(block: int) -> None:
@@ -49,9 +52,11 @@ def test_histories_meet_everything() -> None:
         met["moved"] += "had no capacity" in text
         met["monitors"] += len({line.split()[1] for line in simulation.log if " create " in line}) > 1
         met["poisoned"] += simulation.poisoned is not None
+        met.update(word for word in ORDERS if word in text)
     assert all(
         met[word] > 0 for word in ("no quota", "no answer", "PREEMPTED", "crashed", "moved", "monitors", "poisoned")
     ), met
+    assert all(met[word] > 0 for word in ORDERS), met
 
 
 def test_a_seed_replays() -> None:
@@ -97,3 +102,10 @@ def test_256_workers_cost_a_request_a_zone() -> None:
     assert len(saved) == 10
     api.cloud.preempt(zones[0], fleet.workers[3].name)
     assert len(turn()) == len(lists) + 2, "the one that was taken is looked at and deleted"
+
+
+def test_streams_in_one_place_for_all_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The simulation would fail if a deployment replaced another's streams."""
+    monkeypatch.setattr("fleet_simulation.place_of", lambda below, _digest: below)
+    with pytest.raises(AssertionError, match="streams were replaced by others"):
+        _ = [Simulation(seed).run() for seed in range(20)]

@@ -87,8 +87,8 @@ def test_machines_are_born_with_a_key_for_ssh(spile, client: CloudTpu, fake: Fak
 def test_delete_asks_and_leaves_foreign_machines_alone(spile, client: CloudTpu) -> None:
     manage.settle(client, client.create_node(A, "tpu-us-central1-a-0", NodeRequest("v3-8", "r")), every=0.02)
     code, text = spile("tpu", "delete", "--zones", A, "--workers-per-zone", "1", "--yes")
-    assert code == 0
-    assert "not of fleet default, left alone" in text
+    assert code == 1, "what was named is not all gone"
+    assert "it is not of fleet default" in text
     spile("tpu", "create", "--zones", A, "--fleet", "mine", "--workers-per-zone", "2")
     code, text = spile("tpu", "delete", "--zones", A, "--fleet", "mine")
     assert code == 2
@@ -239,3 +239,24 @@ def test_an_operation_that_cannot_be_followed_is_not_forgotten(spile, fake: Fake
     _, text = spile("tpu", "create", "--zones", A)
     assert "tpu-us-central1-a-0 in us-central1-a: asked for: lost sight of it" in text
     assert "look with spile tpu status" in text
+
+
+def test_adopting_a_machine_makes_no_other(spile, client: CloudTpu) -> None:
+    manage.settle(client, client.create_node(A, "theirs", NodeRequest("v3-8", "r")), every=0.02)
+    code, text = spile("tpu", "create", "--zones", A, "--adopt", "theirs")
+    assert (code, names(client)) == (0, ["theirs"]), text
+    code, text = spile("tpu", "create", "--zones", A, "--adopt", "theirs", "--workers-per-zone", "1")
+    assert (code, names(client)) == (0, ["theirs", "tpu-us-central1-a-0"]), "asked for, it is made too"
+
+
+def test_deleting_a_machine_that_is_not_the_fleets_is_no_success(spile, client: CloudTpu) -> None:
+    manage.settle(client, client.create_node(A, "tpu-us-central1-a-0", NodeRequest("v3-8", "r")), every=0.02)
+    code, text = spile("tpu", "delete", "--zones", A, "--workers-per-zone", "1", "--yes")
+    assert (code, "it is not of fleet default" in text) == (1, True), text
+    assert names(client) == ["tpu-us-central1-a-0"]
+
+
+def test_two_ways_to_pay_are_a_mistake(spile, client: CloudTpu) -> None:
+    code, text = spile("tpu", "create", "--zones", A, "--spot", "--reserved")
+    assert (code, "how machines are paid for: expected one of --spot, --reserved" in text) == (2, True), text
+    assert names(client) == []

@@ -8,6 +8,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from spile.cli.shell.host_flags import HostFlags
+from spile.errors import SpecError
 
 __all__ = ["collect"]
 
@@ -22,14 +23,20 @@ def collect(
 ) -> int:
     """Bring a folder of every host back here, one folder a worker: for runs that used no bucket.
 
-    Files are checked as they come. Run it again to go on where it broke off: what is here already is not sent again.
+    Parts of one dataset, as a pod's hosts keep them on their own disks, are put together there too. Files are checked
+    as they come. Run it again to go on where it broke off: what is here already is not sent again.
     """
     from rich.console import Console
 
-    from spile.fleet.ssh.collect import collect_from
+    from spile.fleet.ssh.collect import assemble, collect_from
 
     console = Console(highlight=False, soft_wrap=True)
-    for got in collect_from(where.find(), path, into, where.access()):
+    if str(into).startswith(("gs:/", "s3:/")):
+        raise SpecError("--into", expected="a folder here", found=str(into), fix="then: gcloud storage cp -r")
+    collected = collect_from(where.find(), path, into, where.access())
+    for got in collected:
         sent = f"{got.size / 1e6:.1f} MB, {got.received / 1e6:.1f} MB sent"
         console.print(f"{got.host.label}: {got.files} files ({sent}) → {got.folder}", markup=False)
+    if assemble(into, [got.folder for got in collected]):
+        console.print(f"together they are one dataset; next: spile verify {into}", markup=False)
     return 0

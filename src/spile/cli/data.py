@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +13,8 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from spile.cli.shell.numbers import parse_numbers
-from spile.errors import SpecError
+from spile.errors import DataError, SpecError
+from spile.objects.opening import is_remote
 
 if TYPE_CHECKING:
     from spile.data.make.items import IdRule, ItemTally, RowSelection
@@ -37,8 +39,8 @@ def convert(
     *,
     dataset: Annotated[str, _DATASET] = _DEFAULT_DATASET,
     column: Annotated[str, _COLUMN] = "examples",
-    output: Annotated[Path | None, Parameter(help="The JSONL file to write.")] = None,
-    output_dir: Annotated[Path | None, Parameter(help="The folder for --format arc-json.")] = None,
+    output: Annotated[str | None, Parameter(help="The JSONL file to write, here or in a bucket.")] = None,
+    output_dir: Annotated[str | None, Parameter(help="The folder for --format arc-json, here or in a bucket.")] = None,
     format: Annotated[  # noqa: A002  the flag's name
         Literal["arc-jsonl", "arc-json"] | None,
         Parameter(help="A task a line, or the challenge pair of JSON files. [default: arc-json with --output-dir]"),
@@ -67,10 +69,10 @@ def convert(
         raise SpecError("where to write", expected=expected, found=found)
     selection = _selection(column, start_index, end_index, max_samples, max_train_examples, ids)
     console = Console(soft_wrap=True, highlight=False)
-    with progress(console, selection.max_samples) as tell:
+    with progress(console, selection.max_samples) as tell, written(target, file=chosen == "arc-jsonl") as place:
         done = run(
             dataset,
-            target,
+            place,
             selection=selection,
             split=split,
             config_name=config_name,
@@ -78,11 +80,14 @@ def convert(
             test_outputs=test_outputs,
             progress=tell,
         )
+        sizes = [file.stat().st_size for file in done.files]
     _print_tally(console, done.tally)
-    for file in done.files:
-        console.print(f"wrote {file} ({file.stat().st_size:,} bytes)", markup=False)
+    folder = target.rstrip("/").rpartition("/")[0] if chosen == "arc-jsonl" else target.rstrip("/")
+    shown = [f"{folder}/{file.name}" if is_remote(target) else str(file) for file in done.files]
+    for name, count in zip(shown, sizes, strict=True):
+        console.print(f"wrote {name} ({count:,} bytes)", markup=False)
     console.print(
-        f"next: spile data streams --dataset {done.files[0]} --num-streams 32 --output-dir data/streams", markup=False
+        f"next: spile data streams --dataset {shown[0]} --num-streams 32 --output-dir data/streams", markup=False
     )
     return 0
 
@@ -90,9 +95,9 @@ def convert(
 def streams(
     *,
     num_streams: Annotated[int, Parameter(help="How many parts: one for each worker.")],
-    output_dir: Annotated[Path, Parameter(help="The folder for stream_000.jsonl … and streams.json.")] = Path(
-        "data/streams"
-    ),
+    output_dir: Annotated[
+        str, Parameter(help="The folder for stream_000.jsonl … and streams.json, here or in a bucket.")
+    ] = "data/streams",
     dataset: Annotated[str, _DATASET] = _DEFAULT_DATASET,
     column: Annotated[str, _COLUMN] = "examples",
     split: Annotated[str | None, _SPLIT] = None,
@@ -111,10 +116,12 @@ def streams(
 
     selection = _selection(column, start_index, end_index, max_samples, max_train_examples, ids)
     console = Console(soft_wrap=True, highlight=False)
-    with progress(console, selection.max_samples) as tell:
+    if is_remote(output_dir):
+        _refuse_others(output_dir, num_streams, seed, some=streams is not None, overwrite=overwrite)
+    with progress(console, selection.max_samples) as tell, written(output_dir) as place:
         made = make_streams(
             dataset,
-            output_dir,
+            place,
             num_streams,
             selection=selection,
             split=split,
@@ -129,9 +136,9 @@ def streams(
     each = f"{counts[0]:,} samples each" if len(counts) == 1 else f"{counts[0]:,} or {counts[-1]:,} samples each"
     total = sum(entry.bytes for entry in made.manifest.streams if entry.name in made.written)
     console.print(
-        f"wrote {len(made.written)} of {num_streams} streams to {made.folder}, {each}, {total:,} bytes", markup=False
+        f"wrote {len(made.written)} of {num_streams} streams to {output_dir}, {each}, {total:,} bytes", markup=False
     )
-    console.print(f"next: spile extract --dataset-dir {made.folder} --worker-id 0 --model MODEL", markup=False)
+    console.print(f"next: spile extract --dataset-dir {output_dir} --worker-id 0 --model MODEL", markup=False)
     return 0
 
 
@@ -160,6 +167,38 @@ def upload(
     )
     console.print(f"next: spile extract --dataset-dir {done.url} --worker-id 0 --model MODEL", markup=False)
     return 0
+
+
+@contextmanager
+def written(target: str, *, file: bool = False) -> Iterator[Path]:
+    """Where to write: the place itself, or a folder that goes to the bucket that was named when all is whole."""
+    if not is_remote(target):
+        yield Path(target)
+        return
+    from spile.data.make.upload import upload as run
+    from spile.objects import open_folder
+
+    folder, _, name = target.rstrip("/").rpartition("/") if file else (target, "", "")
+    with tempfile.TemporaryDirectory(prefix="spile-data-") as here:
+        yield Path(here) / name
+        run(Path(here), open_folder(folder))
+
+
+def _refuse_others(url: str, count: int, seed: int, *, some: bool, overwrite: bool) -> None:
+    """Streams of another split that are in the bucket are not replaced unasked."""
+    from spile.data.make.upload import read_manifest
+    from spile.objects import open_folder
+
+    if some:
+        raise SpecError("--streams with a bucket", expected="all streams", fix="make them here, then spile data upload")
+    there = read_manifest(open_folder(url))
+    if there is not None and not overwrite and (len(there.streams), there.seed) != (count, seed):
+        raise DataError(
+            f"{url} holds streams of another split",
+            expected=f"{len(there.streams)} streams of seed {there.seed}",
+            found=f"{count} of seed {seed}",
+            fix="use another --output-dir, or --overwrite",
+        )
 
 
 @contextmanager

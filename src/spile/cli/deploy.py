@@ -134,7 +134,7 @@ def deploy(
     home = FleetHome.open(fleet_url(bucket, place.fleet))
     before = home.find_fleet()  # a bucket that is not there is told now, before anything is made
     asked = _Asked(place, machines, flags, steps).settled(before, console)
-    fleet = asked.fleet(client, before)
+    fleet = asked.fleet(client, home, before)
     _check(client, fleet, asked)
     with _streams(fleet, asked, bucket, before, console) as streams:
         streams.check(len(fleet.workers))
@@ -183,11 +183,11 @@ class _Asked:
             say(f"--output-dir {flags.output_dir} is not used: a machine's disk goes with it, the bucket is the home")
         return replace(self, place=place, machines=machines, flags=with_model(flags, "a fleet", say))
 
-    def fleet(self, client: CloudTpu, before: FleetSpec | None) -> FleetSpec:
+    def fleet(self, client: CloudTpu, home: FleetHome, before: FleetSpec | None) -> FleetSpec:
         """Its machines."""
         from spile.fleet.manage import named_workers
 
-        budget = before.policy.budget if before is not None and self.steps.skip_dataset else None
+        budget = home.read_ordered().policy.budget if before is not None and self.steps.skip_dataset else None
         fleet = self.machines.fleet(self.place, client.project, self.steps.policy(budget))
         if not self.steps.adopt:
             return fleet
@@ -329,7 +329,7 @@ def _launch(client: CloudTpu, home: FleetHome, fleet: FleetSpec, steps: DeployFl
         )
     code = print_results(console, results)
     if steps.monitor:
-        adjust = adjusted(steps.interval, None, steps.keep_finished)
+        adjust = adjusted(steps.interval, steps.keep_finished)
         return watch_fleet(home, client, console, interval=steps.interval, adjust=adjust)
     console.print(f"watch and heal with: spile monitor {home.folder.url}", markup=False)
     return code

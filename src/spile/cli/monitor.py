@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
@@ -14,7 +15,7 @@ from spile.errors import SpecError, UserError
 if TYPE_CHECKING:
     from spile.fleet.home import FleetHome
 
-__all__ = ["monitor"]
+__all__ = ["fleet_home", "monitor"]
 
 
 def monitor(
@@ -29,7 +30,9 @@ def monitor(
     once: Annotated[bool, Parameter(negative="", help="Look once (with a fleet: and heal once) and exit.")] = False,
     as_json: Annotated[bool, Parameter(name="--json", negative="", help="One look, as JSON.")] = False,
     watch_only: Annotated[bool, Parameter(negative="", help="With a fleet: look, and do nothing.")] = False,
-    budget: Annotated[float | None, Parameter(help="With a fleet: dollars after which it is deleted.")] = None,
+    budget: Annotated[
+        float | None, Parameter(help="With a fleet: dollars after which it is deleted, from now on.")
+    ] = None,
     keep_finished: Annotated[bool, Parameter(negative="", help="With a fleet: keep machines that are done.")] = False,
     project: Annotated[str | None, Parameter(help="The Google Cloud project. [default: gcloud's]")] = None,
 ) -> int:
@@ -39,7 +42,7 @@ def monitor(
     """
     if not 0.1 <= interval <= 86400:
         raise SpecError("--interval", expected="from 0.1 to 86400 seconds", found=f"{interval:g}")
-    home = _fleet_home(root, fleet)
+    home = fleet_home(root, fleet)
     console = output()
     if home is not None:
         import os
@@ -48,15 +51,18 @@ def monitor(
         from spile.fleet.cloud.settings import read_settings
         from spile.fleet.cloud.tpu import CloudTpu
 
-        client = CloudTpu(read_settings(os.environ, project=project or home.read_fleet().project))
-        adjust = adjusted(interval, budget, keep_finished)
+        deployed = home.read_fleet()
+        client = CloudTpu(read_settings(os.environ, project=project or deployed.project))
+        if budget is not None:  # for every monitor from now on, not for this one alone
+            home.order_budget(replace(deployed, policy=replace(deployed.policy, budget=budget)), budget)
+        adjust = adjusted(interval, keep_finished)
         return watch_fleet(
             home, client, console, interval=interval, adjust=adjust, once=once, as_json=as_json, watch_only=watch_only
         )
     return _watch_root(root, console, interval, once, as_json)
 
 
-def _fleet_home(root: str, fleet: str | None) -> FleetHome | None:
+def fleet_home(root: str, fleet: str | None) -> FleetHome | None:
     """The fleet that is meant: named beside its bucket or its dataset, or by its own folder."""
     from spile.fleet.home import FLEET, FleetHome, fleet_url
     from spile.objects import open_folder

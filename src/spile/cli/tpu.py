@@ -69,8 +69,9 @@ def create(
         return code
     if adopt:
         adopted = manage.adopt(client, fleet, adopt)
-        if {result.name for result in adopted} >= {worker.name for worker in fleet.workers}:
-            return print_results(console, adopted)
+        named = {result.name for result in adopted}
+        if machines.workers_per_zone is None or named >= {worker.name for worker in fleet.workers}:
+            return print_results(console, adopted)  # only those: nobody asked for more machines
     results = manage.create(
         client,
         fleet,
@@ -99,6 +100,8 @@ def delete(
 ) -> int:
     """Delete the fleet's machines. Machines without its label are never touched."""
     from spile.fleet import manage, queueing
+    from spile.fleet.heal.lease import refuse_monitored
+    from spile.fleet.manage import NodeResult
     from spile.fleet.spec import owns, plan_workers
 
     client, console = place.client(), _console()
@@ -107,21 +110,23 @@ def delete(
         confirm(f"Delete the queued resource {queued} and its nodes?", yes=yes, console=console)
         return print_results(console, queueing.unqueue(client, zones, queued, place.fleet, wait=wait))
     nodes = manage.list_nodes(client, zones)
-    mine = [node for node in nodes if owns(place.fleet, node)]
+    mine, foreign = [node for node in nodes if owns(place.fleet, node)], []
     if workers_per_zone is not None:
         names = {
             (worker.zone, worker.name) for worker in plan_workers(zones, workers_per_zone, prefix=place.name_prefix)
         }
         mine = [node for node in mine if (node.zone, node.name) in names]
         foreign = [node for node in nodes if (node.zone, node.name) in names and not owns(place.fleet, node)]
-        for node in foreign:
-            console.print(f"{node.name} in {node.zone}: not of fleet {place.fleet}, left alone", markup=False)
+    code = print_results(
+        console, [NodeResult(node.name, node.zone, "skipped", f"it is not of fleet {place.fleet}") for node in foreign]
+    )
     if not mine:
         console.print(f"no machine of fleet {place.fleet} in {', '.join(zones)}", markup=False)
-        return 0
+        return code
+    refuse_monitored(mine, place.fleet)
     names_text = ", ".join(node.name for node in mine[:8]) + (f" and {len(mine) - 8} more" if len(mine) > 8 else "")
     confirm(f"Delete {len(mine)} machine{'s' * (len(mine) != 1)} ({names_text})?", yes=yes, console=console)
-    return print_results(console, manage.delete(client, mine, place.fleet, wait=wait))
+    return max(code, print_results(console, manage.delete(client, mine, place.fleet, wait=wait)))
 
 
 def status(

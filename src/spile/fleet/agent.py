@@ -61,6 +61,8 @@ class Agent:
     pause: float = 10.0
     look: float = 60.0
     """Seconds between looks for a new deployment."""
+    stay: bool = True
+    """Whether it waits for the next deployment where this one's work has ended and the machine is still there."""
     command: Callable[[FleetSpec, Worker], Sequence[str]] = worker_command
     stopping: threading.Event = field(default_factory=threading.Event)
 
@@ -81,18 +83,34 @@ class Agent:
             if code == 0:
                 self._say(replace(report, phase=Phase.DONE, verdict="finished", error=""))
                 self._leave(fleet)
-                return 0
+                return self._next(fleet)
             if code == 2:
                 self._say(replace(report, phase=Phase.FAILED, verdict="refused"))
-                return 0
+                return self._next(fleet)
             crashes = 0 if time.monotonic() - began > _LONG_RUN else crashes
             fences, crashes = (fences + 1, crashes) if code == 3 else (fences, crashes + 1)
             if crashes > self.relaunches or fences > 10 * self.relaunches:
                 self._say(replace(report, phase=Phase.FAILED, verdict="crashed"))
-                return 0
+                return self._next(fleet)
             print(f"spile agent: the worker ended with {code}; launching it again", flush=True)
             if self.stopping.wait(self.pause * 2.0 ** min(crashes, 5)):
                 return 0
+
+    def _next(self, fleet: FleetSpec) -> int:
+        """Wait for another deployment: a corrected one needs no new machine, and nobody has to start this one again."""
+        if self.stay:
+            print("spile agent: waiting for another deployment", flush=True)
+        while self.stay and not self.stopping.wait(self.look):
+            if self._renewed(fleet):
+                return AGAIN
+        return 0
+
+    def _renewed(self, fleet: FleetSpec) -> bool:
+        try:
+            return self.home.read_fleet().deployment != fleet.deployment
+        except SpileError as error:  # the bucket has hiccups; the worker's own writes tell when it is serious
+            print(f"spile agent: {error}", flush=True)
+            return False
 
     def _name(self) -> str:
         return self.node if self.host == 0 else f"{self.node}-h{self.host}"
@@ -140,13 +158,10 @@ class Agent:
         self, fleet: FleetSpec, child: subprocess.Popen[str], ended: threading.Event, renewed: threading.Event
     ) -> None:
         while not ended.wait(self.look):
-            try:
-                if self.home.read_fleet().deployment != fleet.deployment:
-                    renewed.set()
-                    child.send_signal(signal.SIGTERM)
-                    return
-            except SpileError as error:  # the bucket has hiccups; the worker's own writes tell when it is serious
-                print(f"spile agent: {error}", flush=True)
+            if self._renewed(fleet):
+                renewed.set()
+                child.send_signal(signal.SIGTERM)
+                return
 
     def _leave(self, fleet: FleetSpec) -> None:
         """Delete this machine. If that fails the monitor will."""

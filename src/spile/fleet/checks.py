@@ -18,10 +18,10 @@ from spile.spec.taps import select_taps
 from spile.status.snapshot import SnapshotReader
 from spile.store.clearing import stream_has_commits
 from spile.store.layout import stream_folder
-from spile.store.stream import StreamRecord, read_stream
+from spile.store.stream import read_stream
 from spile.store.streams import find_streams
 
-__all__ = ["begun", "changes", "check_model", "check_root", "refuse_at_work"]
+__all__ = ["begun", "changes", "check_model", "check_root", "check_stored", "refuse_at_work"]
 
 
 def check_model(spec: ExtractSpec) -> ModelConfig:
@@ -52,20 +52,21 @@ def check_root(bucket: str, fleet: FleetSpec, streams: StreamsPlan, *, cleared: 
         record = read_stream(root.child(stream_folder(number)))
         if record is None or (cleared and number in mine):
             continue
-        _check_stored(record, f"{root.url}/{stream_folder(number)}", streams, number in mine)
+        where = f"{root.url}/{stream_folder(number)}"
+        check_stored(number, record.identity.sha256, where, streams, mine=number in mine)
 
 
-def _check_stored(record: StreamRecord, where: str, streams: StreamsPlan, mine: bool) -> None:
-    """A stream that is stored already must be the one that its worker will be given."""
+def check_stored(number: int, sha256: str, where: str, streams: StreamsPlan, *, mine: bool) -> None:
+    """Rows that are stored already must be of the very stream that their worker will be given."""
     entries = streams.manifest.streams if streams.manifest is not None else None
     if entries is None:
         return
-    wanted = entries[record.worker_id].sha256 if mine else None
-    if wanted != record.identity.sha256:
+    wanted = entries[number].sha256 if mine else None
+    if wanted != sha256:
         raise RunMismatch(
             f"{where} holds rows of another dataset or of another split",
             expected=f"stream sha256 {wanted}" if wanted else f"{len(entries)} streams, this one not among them",
-            found=f"sha256 {record.identity.sha256} of {record.identity.data}",
+            found=f"sha256 {sha256}",
             fix="give another --gcs-prefix, so that nothing of it is lost",
         )
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from spile.errors import UserError
 from spile.fleet.heal.history import History
+from spile.fleet.heal.lease import this_person
 from spile.fleet.heal.observed import Verdict
 from spile.fleet.heal.reconcile import Action
 from spile.fleet.heal.update import ActionOutcome
@@ -117,13 +118,13 @@ class FleetHome:
         order = self._order("stop", fleet)
         return f"stopped by {order['who']} at {order['time']}" if order else ""
 
-    def order_stop(self, fleet: FleetSpec, who: str, now: float) -> None:
+    def order_stop(self, fleet: FleetSpec) -> None:
         """End this deployment for good: whoever monitors it deletes its machines and makes no more."""
-        self._put_order("stop", fleet, who, now)
+        self._put_order("stop", fleet)
 
-    def order_budget(self, fleet: FleetSpec, dollars: float, who: str, now: float) -> None:
+    def order_budget(self, fleet: FleetSpec, dollars: float) -> None:
         """Another budget for this deployment, for every monitor from now on."""
-        self._put_order("budget", fleet, who, now, dollars=dollars)
+        self._put_order("budget", fleet, dollars=dollars)
 
     def _order(self, name: str, fleet: FleetSpec) -> dict[str, Any]:
         """An order to this very deployment; the next one begins without any."""
@@ -133,9 +134,9 @@ class FleetHome:
             return {}
         return order if order.get("deployment") == fleet.deployment else {}
 
-    def _put_order(self, name: str, fleet: FleetSpec, who: str, now: float, **more: object) -> None:
-        moment = datetime.fromtimestamp(now, UTC).isoformat(timespec="seconds")
-        order = {"deployment": fleet.deployment, "who": who, "time": moment, **more}
+    def _put_order(self, name: str, fleet: FleetSpec, **more: object) -> None:
+        moment = datetime.now(UTC).isoformat(timespec="seconds")
+        order = {"deployment": fleet.deployment, "who": this_person(), "time": moment, **more}
         self.folder.put(f"orders/{name}.json", json.dumps(order, indent=1).encode())
 
     def read_history(self) -> History:

@@ -16,7 +16,7 @@ from spile.data.make.upload import read_manifest, upload
 from spile.errors import DataError
 from spile.objects import open_folder
 
-__all__ = ["StreamsPlan", "existing_streams", "local_streams", "prepare_streams", "split_streams"]
+__all__ = ["StreamsPlan", "existing_streams", "local_streams", "place_of", "prepare_streams", "split_streams"]
 
 _NAME = 16
 """Digits of a split's digest in its folder's name."""
@@ -68,7 +68,12 @@ def local_streams(folder: Path, below: str) -> StreamsPlan:
     file = folder / MANIFEST
     manifest = StreamsManifest.from_json(file.read_bytes(), str(file)) if file.is_file() else None
     name = manifest.digest() if manifest is not None else _digest(folder)
-    return StreamsPlan(f"{below}/{name[:_NAME]}", manifest, folder)
+    return StreamsPlan(place_of(below, name), manifest, folder)
+
+
+def place_of(below: str, digest: str) -> str:
+    """Where streams of this content lie: another content lies elsewhere, so that nothing is ever replaced."""
+    return f"{below}/{digest[:_NAME]}"
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 
 from spile.data.stream import SampleReader
 from spile.errors import SpecError
-from spile.objects import open_folder
+from spile.objects import is_remote, open_folder
 from spile.objects.preflight import preflight
 from spile.plan.amounts import counted, size
 from spile.plan.ranges import Ranges
@@ -64,6 +64,11 @@ def visit(
     for place in filter(None, (spec.output, spec.local_copy)):  # first: find reads the run that is there
         for warning in preflight(open_folder(place)):
             progress.say(warning)
+    if hosts.name and hosts.first and not is_remote(spec.output):
+        progress.say(
+            f"{spec.output} is on each host's own disk: each keeps its own part of the stream, unless they share it; "
+            "spile collect brings the parts together, and spile verify proves them then"
+        )
     parts = find(spec, progress.timeline)
     again = hosts.first and _starts_over(parts)
     stream = _known_stream(parts) if hosts.first and not again else None
@@ -104,8 +109,8 @@ def _nothing_left(
     return _summary(parts, stream, progress, interrupted=False, device="none: nothing was left to do")
 
 
-def _joined(parts: Parts, attempt: str | None = None) -> StreamStore:
-    return join_stream(parts.root, parts.spec.data.worker_id, parts.stream_identity, parts.identity, attempt)
+def _joined(parts: Parts, attempt: str | None = None, stream: str | None = None) -> StreamStore:
+    return join_stream(parts.root, parts.spec.data.worker_id, parts.stream_identity, parts.identity, attempt, stream)
 
 
 def _tidy(stream: StreamStore, progress: Progress) -> None:
@@ -122,11 +127,11 @@ def _agreed(parts: Parts, stream: StreamStore | None, hosts: WorkerGroup) -> tup
     if hosts.first:
         join_run(parts.root, parts.identity)
         stream = stream or _joined(parts)
-        plan = {"attempt": stream.attempt, "done": stream.ledger.done.pairs()}
+        plan = {"attempt": stream.attempt, "stream": stream.record.id, "done": stream.ledger.done.pairs()}
     plan = hosts.agree("plan", plan)
     if stream is None:
         join_run(parts.root, parts.identity)  # compares: a host with another model or data says so, and all end
-        stream = _joined(parts, plan["attempt"])
+        stream = _joined(parts, plan["attempt"], plan["stream"])
     return stream, Ranges((start, stop) for start, stop in plan["done"])
 
 

@@ -21,6 +21,7 @@ __all__ = [
     "is_shard",
     "new_attempt",
     "predictions_name",
+    "shard_host",
     "shard_name",
     "stray_key",
     "stream_folder",
@@ -79,6 +80,12 @@ def shard_name(number: int, attempt: str, host: int | None = None) -> str:
 def predictions_name(shard: str) -> str:
     """Of a shard's answers: ``predictions_0001-<attempt>.jsonl`` beside ``shard_0001-<attempt>.safetensors``."""
     return f"predictions_{shard.removeprefix('shard_').removesuffix('.safetensors')}.jsonl"
+
+
+def shard_host(name: str) -> int | None:
+    """The host of a pod that wrote a shard; None where one process did."""
+    found = re.search(r"-h(\d{2,})\.safetensors$", name)
+    return None if found is None else int(found[1])
 
 
 def is_shard(name: str) -> bool:

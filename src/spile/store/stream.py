@@ -9,15 +9,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from spile.errors import Damaged, Fenced, StoreError, untrusted
+from spile.errors import Damaged, Fenced, RunMismatch, StoreError, untrusted
 from spile.objects.folder import Folder, NotFound
 from spile.objects.mirror import home_of
+from spile.objects.opening import is_remote
 from spile.plan.ranges import Ranges
 from spile.spec.identity import RunIdentity, StreamIdentity
 from spile.spec.sample import Sample, Skip
 from spile.spec.taps import Tap
 from spile.store.codec import ShardSchema
-from spile.store.layout import METADATA, STREAM, commit_key, new_attempt, shard_name, stream_folder, valid_attempt
+from spile.store.layout import (
+    METADATA,
+    STREAM,
+    commit_key,
+    new_attempt,
+    shard_host,
+    shard_name,
+    stream_folder,
+    valid_attempt,
+)
 from spile.store.ledger import Ledger, read_ledger
 from spile.store.record import Commit, ShardRecord
 from spile.store.run import differences, mismatch, now_iso
@@ -171,7 +181,11 @@ class StreamStore:
         stored = read_ledger(self.folder, self.record.id)
         lost = self._ledger.done - stored.done
         there = {info.key: info.size for info in self.folder.list("shard_")}
-        absent = [file.name for file in stored.files if there.get(file.name) != file.size]
+        absent = [
+            file.name
+            for file in stored.files
+            if there.get(file.name) != file.size and not (file.name not in there and self._elsewhere(file.name))
+        ]
         if lost or absent or stored.doubled:
             raise Damaged(
                 f"{self.folder.url} is not as this worker left it",
@@ -180,6 +194,10 @@ class StreamStore:
                 fix="find out who changed it; then spile verify tells what is left, and the same command does the rest",
             )
         return stored
+
+    def _elsewhere(self, name: str) -> bool:
+        """Whether another host of a pod may keep this shard on its own disk."""
+        return bool(shard_host(name)) and not is_remote(self.folder.url)
 
     def finish(self, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Write ``metadata.json`` from the ledger as it is stored, and give its content."""
@@ -226,18 +244,27 @@ def join_stream(
     identity: StreamIdentity,
     run: RunIdentity,
     attempt: str | None = None,
+    stream: str | None = None,
 ) -> StreamStore:
     """Create or find the stream's folder, check that it is this stream's, and read its ledger.
 
-    ``attempt`` names this life of the worker and is never used again; the hosts of a pod share one.
+    ``attempt`` names this life of the worker and is never used again; the hosts of a pod share one, and the id of the
+    ``stream`` too: each may keep its own part of it on its own disk.
     """
     folder = root.child(stream_folder(worker_id))
     stored = read_stream(folder)
     if stored is None:
-        fresh = StreamRecord(secrets.token_hex(8), worker_id, run.fingerprint(), identity)
+        fresh = StreamRecord(stream or secrets.token_hex(8), worker_id, run.fingerprint(), identity)
         stored = fresh if folder.create(STREAM, _stream_bytes(fresh)) else read_stream(folder)
     if stored is None:
         raise Damaged(f"{folder.url}/{STREAM} vanished while it was being read")
+    if stream is not None and stored.id != stream:
+        raise RunMismatch(
+            f"{folder.url} on this host is of another life of this stream than worker 0's",
+            expected=f"stream id {stream}",
+            found=stored.id,
+            fix="move it away on this host, or give all hosts another --output",
+        )
     ours = {**identity.compared(), "fingerprint": run.fingerprint()}
     differing = differences({**stored.identity.compared(), "fingerprint": stored.fingerprint}, ours)
     if differing:

@@ -437,3 +437,23 @@ def test_another_split_than_the_one_given_out_is_refused(tmp_path: Path, tasks: 
     for where in (DataSpec(dataset_dir=str(tmp_path / "s"), worker_id=0), DataSpec(dataset=tasks)):
         with pytest.raises(DataError, match=r"is not the stream that was given out: expected split 5555"):
             open_stream(replace(where, expect_split="5" * 32), chatml)
+
+
+@pytest.mark.parametrize("shape", ["by id", "pretty"])
+def test_tasks_by_id_in_one_json_file_are_read(tmp_path: Path, tasks: str, chatml: Tokenizer, shape: str) -> None:
+    """As ``data convert --output-dir`` and ARC's own files have them: ``arc_format_train.json``."""
+    rows = [json.loads(line) for line in Path(tasks).read_text().splitlines()]
+    by_id = {row["task_id"]: {name: row[name] for name in ("train", "test")} for row in rows}
+    file = tmp_path / "arc_format_train.json"
+    file.write_text(json.dumps(by_id, indent=2 if shape == "pretty" else None))
+    found = samples(DataSpec(dataset=str(file)), chatml)
+    same = samples(DataSpec(dataset=tasks), chatml)[: len(rows)]
+    assert [item.task_id for item in found] == [item.task_id for item in same]
+    assert [item.tokens.tolist() for item in found] == [item.tokens.tolist() for item in same]
+    assert open_stream(DataSpec(dataset=str(file)), chatml).sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def test_lines_in_a_file_named_json_stay_lines(tmp_path: Path, tasks: str, chatml: Tokenizer) -> None:
+    file = tmp_path / "tasks.json"
+    file.write_bytes(Path(tasks).read_bytes())
+    assert len(samples(DataSpec(dataset=str(file)), chatml)) == 40

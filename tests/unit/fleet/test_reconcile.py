@@ -184,8 +184,8 @@ def test_a_refused_task_is_not_tried_again() -> None:
     assert "--layers" in actions[0].reason
 
 
-def stockouts(fleet: FleetSpec, times: int) -> tuple[History, float]:
-    history, now = History(), NOW
+def stockouts(fleet: FleetSpec, times: int, history: History | None = None, now: float = NOW) -> tuple[History, float]:
+    history = history or History()
     error = Stockout("no capacity")
     for number in range(times):
         seen = see(a_node(1), pulses={1: Pulse(now, Phase.RUNNING)})
@@ -210,6 +210,16 @@ def test_repeated_stockouts_change_the_zone() -> None:
     assert words(actions) == [("create", 0, B)]
     assert "us-central1-a had no capacity 3 times" in actions[0].reason
     assert stockouts(a_fleet(move=False), 4)[0].workers[0].zone == A
+
+
+def test_a_dry_zone_is_not_left_for_one_that_is_known_to_be_without_quota() -> None:
+    fleet = replace(a_fleet(), zones=(A, B, "us-east1-d"))
+    for blocked, zone in (((), B), ((B,), "us-east1-d"), ((B, "us-east1-d"), A)):
+        history, now = stockouts(fleet, 2)
+        history = replace(history, blocks={each: ZoneBlock(now + 9000, "no quota") for each in blocked})
+        history, _ = stockouts(fleet, 1, history, now)
+        assert history.workers[0].zone == zone
+        assert set(history.blocks) == set(blocked), "and what is known of quota stays known"
 
 
 def test_tries_in_a_dry_zone_become_rare() -> None:

@@ -20,6 +20,7 @@ class Command(NamedTuple):
 
 
 GROUPS: dict[str, str] = {
+    "fleet": "Deployed fleets: list, status, stop.",
     "dev": "For development: stand-ins for what is not at hand.",
     "tpu": "A fleet's machines: create, delete, status, list, recreate-preempted.",
     "pod": "Many hosts as one worker.",
@@ -32,7 +33,7 @@ GROUPS: dict[str, str] = {
 SECTIONS: dict[str, tuple[str, ...]] = {
     "A dataset of activations": ("extract", "infer", "score", "verify", "monitor", "plan", "export", "import", "bench"),
     "What it is made from": ("data",),
-    "Many machines": ("deploy", "tpu", "pod", "install", "run", "logs", "collect", "docker", "k8s", "slurm"),
+    "Many machines": ("deploy", "fleet", "tpu", "pod", "install", "run", "logs", "collect", "docker", "k8s", "slurm"),
     "More": ("dev",),
 }
 """The order of ``spile --help``: what most come for first."""
@@ -69,6 +70,9 @@ COMMANDS: tuple[Command, ...] = (
     Command("tpu status", "spile.cli.tpu:status", "Show a fleet's machines."),
     Command("tpu list", "spile.cli.tpu:list_all", "List every TPU VM of the project."),
     Command("tpu recreate-preempted", "spile.cli.tpu:recreate_preempted", "Replace a fleet's dead machines."),
+    Command("fleet list", "spile.cli.fleet:list_fleets", "The fleets that were deployed to a bucket."),
+    Command("fleet status", "spile.cli.fleet:status", "One look at a fleet: its machines, its work, its bill."),
+    Command("fleet stop", "spile.cli.fleet:stop", "End a fleet for good: its machines go, what is stored stays."),
     Command("deploy", "spile.cli.deploy:deploy", "Data, code and workers onto a fleet of TPU VMs."),
     Command("docker build", "spile.cli.docker:build", "Build the container image, here or on every host."),
     Command("docker run", "spile.cli.docker:run", "Run a command in a container here."),

@@ -22,13 +22,11 @@ if TYPE_CHECKING:
 __all__ = ["adjusted", "watch_fleet"]
 
 
-def adjusted(interval: float, budget: float | None, keep_finished: bool) -> Callable[[FleetSpec], FleetSpec]:
+def adjusted(interval: float, keep_finished: bool) -> Callable[[FleetSpec], FleetSpec]:
     """What this monitor's flags change of the fleet's own policy."""
 
     def adjust(fleet: FleetSpec) -> FleetSpec:
         policy = replace(fleet.policy, interval=interval)
-        if budget is not None:
-            policy = replace(policy, budget=budget)
         if keep_finished:
             policy = replace(policy, delete_finished=False)
         return replace(fleet, policy=policy)

@@ -50,6 +50,11 @@ class WorkerCase:
         return self.fleet.policy
 
     @property
+    def full_zones(self) -> frozenset[str]:
+        """The zones known to be without quota now."""
+        return frozenset(zone for zone, block in self.history.blocks.items() if self.now < block.until)
+
+    @property
     def nodes(self) -> list[Node]:
         """The worker's machines, as listed."""
         return self.observed.own.get(self.worker.id, [])

@@ -11,13 +11,22 @@ import json
 import os
 import secrets
 import socket
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from spile.errors import UserError
+from spile.fleet.cloud.provider import Node
+from spile.objects import open_folder
 from spile.objects.folder import Folder, NotFound
 from spile.spec.records import known_fields
 
-__all__ = ["Holder", "Lease"]
+__all__ = ["Holder", "Lease", "refuse_monitored", "this_person"]
+
+
+def this_person() -> str:
+    """Who acts here, for others to read."""
+    return f"{os.environ.get('USER', 'somebody')}@{socket.gethostname()}"
 
 
 @dataclass(frozen=True)
@@ -52,7 +61,7 @@ class Lease:
         self._folder = folder
         self._clock = clock
         self._ttl = ttl
-        self._owner = owner or f"{os.environ.get('USER', 'somebody')}@{socket.gethostname()}, process {os.getpid()}"
+        self._owner = owner or f"{this_person()}, process {os.getpid()}"
         self._token = token or secrets.token_hex(8)
         self.number = 0
         """Of the lease that we hold; 0 when we hold none."""
@@ -126,3 +135,15 @@ class Lease:
 
 def _key(number: int) -> str:
     return f"lease/{number:06d}.json"
+
+
+def refuse_monitored(nodes: Iterable[Node], fleet: str) -> None:
+    """A machine that is deleted under a running monitor is made again: the fleet has to be stopped instead."""
+    homes = sorted({home for node in nodes if (home := node.metadata.get("spile-home"))})
+    for home in homes:
+        holder = Lease(open_folder(home), clock=time.time, ttl=0.0).holder()
+        if holder is not None:
+            raise UserError(
+                f"{holder.owner} monitors fleet {fleet} and would make them again",
+                fix=f"end it for good with: spile fleet stop {home}",
+            )

@@ -7,7 +7,7 @@ answered, none was listed there, and no request for one is without an answer.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -55,12 +55,13 @@ def delay(policy: Policy, worker: int, attempt: int) -> float:
     return float(min(policy.backoff_cap, grown) * (0.5 + 0.5 * chance))
 
 
-def next_zone(fleet: FleetSpec, zone: str) -> str:
-    """The zone to try after this one."""
+def next_zone(fleet: FleetSpec, zone: str, full: Collection[str] = ()) -> str:
+    """The zone to try after this one: the next that is not known to be without quota; itself where there is none."""
     zones = fleet.zones
     if not fleet.policy.move or zone not in zones:
         return zone
-    return zones[(zones.index(zone) + 1) % len(zones)]
+    place = zones.index(zone)
+    return next((each for each in (*zones[place + 1 :], *zones[:place]) if each not in full), zone)
 
 
 def health_of(case: WorkerCase, node: Node) -> Health:
@@ -172,7 +173,8 @@ def _make(case: WorkerCase) -> Iterator[Action]:
         return
     zone = past.zone
     if (zone, worker.name) in observed.foreign:
-        free = [each for each in fleet.zones if (each, worker.name) not in observed.foreign]
+        full = case.full_zones
+        free = [each for each in fleet.zones if (each, worker.name) not in observed.foreign and each not in full]
         if not free or not fleet.policy.move or free[0] in observed.unanswered:
             return
         zone = free[0]

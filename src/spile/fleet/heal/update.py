@@ -130,7 +130,7 @@ def _failed(case: WorkerCase, pending: Pending, error: SpileError) -> tuple[Work
     if isinstance(error, Stockout):
         past = replace(past, stockouts=past.stockouts + 1)
         if failures >= fleet.policy.stockouts_before_move:
-            zone = next_zone(fleet, past.zone)
+            zone = next_zone(fleet, past.zone, case.full_zones)
             used = tuple(dict.fromkeys([*past.used, zone]))
             past = replace(past, zone=zone, used=used, failures=0 if zone != past.zone else failures)
     return past, None
@@ -237,7 +237,9 @@ def record(fleet: FleetSpec, history: History, done: Iterable[tuple[Action, Acti
         if worker is None:  # a leftover of an earlier deployment has no history
             continue
         past = workers.get(worker.id) or past_of(history, worker)
-        workers[worker.id], block = _recorded(WorkerCase(fleet, worker, past, now), action, outcome)
+        workers[worker.id], block = _recorded(
+            WorkerCase(fleet, worker, past, now, history=replace(history, blocks=blocks)), action, outcome
+        )
         if block is not None:
             blocks[action.zone] = block
     return replace(history, workers=workers, blocks=blocks)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from spile.errors import Damaged
 from spile.fleet.ssh.hosts import Access, Host
 from spile.fleet.ssh.transfer import Transfers, pull
+from spile.objects import open_folder
+from spile.store.layout import RUN, STREAM
+from spile.store.stream import read_stream
 
-__all__ = ["Collected", "collect_from", "folder_of"]
+__all__ = ["Collected", "assemble", "collect_from", "folder_of"]
 
 
 @dataclass(frozen=True)
@@ -39,3 +44,42 @@ def collect_from(hosts: Sequence[Host], remote: str, into: Path, access: Access)
         Collected(host, folders[host], each.files, each.size, each.sent)
         for host, each in zip(hosts, moved, strict=True)
     ]
+
+
+def assemble(into: Path, folders: Sequence[Path]) -> bool:
+    """Make one dataset, at ``into``, of the parts that a pod's hosts kept on their own disks; False: they are none.
+
+    Files are linked, not copied; the first host's count, for it alone commits. Parts of different lives of a stream
+    cannot be one.
+    """
+    parts = [folder for folder in folders if (folder / RUN).is_file()]
+    if not parts:
+        return False
+    ids: dict[str, tuple[str, Path]] = {}
+    for part in parts:
+        for stream in sorted(part.glob(f"tpu_*/{STREAM}")):
+            mine = read_stream(open_folder(str(stream.parent)))
+            first = ids.setdefault(stream.parent.name, (mine.id if mine else "", part))
+            if mine is not None and mine.id != first[0]:
+                raise Damaged(
+                    f"{part} and {first[1]} hold parts of different lives of {stream.parent.name}",
+                    expected=f"stream id {first[0]}",
+                    found=mine.id,
+                    fix="they cannot be put together: run it again on all hosts, into a bucket or an empty folder",
+                )
+    for part in parts:
+        for file in sorted(path for path in part.rglob("*") if path.is_file()):
+            target = into / file.relative_to(part)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if part == parts[0]:
+                target.unlink(missing_ok=True)  # its ledger may have grown since an earlier visit
+            if not target.exists():
+                _link(file, target)
+    return True
+
+
+def _link(file: Path, target: Path) -> None:
+    try:
+        target.hardlink_to(file)
+    except OSError:  # another disk, or one without links
+        shutil.copyfile(file, target)

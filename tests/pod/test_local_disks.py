@@ -1,0 +1,64 @@
+"""A pod whose hosts write to their own disks: one stream, whose parts together are a dataset that verify proves."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from pod.launching import clean_environment, free_port, started
+from spile.errors import Damaged
+from spile.fleet.ssh.collect import assemble
+from spile.objects import open_folder
+from spile.store.stream import read_stream
+from spile.store.verification import verify
+
+WORDS = (
+    "extract --model embedded --dataset embedded --max-samples 12 --max-seq-length 64 --layers 1 --batch-size 1",
+    "--shard-size-gb 1e-5 --output ./activations --barrier-timeout 45 --num-processes 2",
+)
+
+
+def run(disks: list[Path]) -> list[str]:
+    """The same command on both hosts, each with a disk of its own; what the first said."""
+    place = f"127.0.0.1:{free_port()}"
+    commands = []
+    for number, disk in enumerate(disks):
+        disk.mkdir(exist_ok=True)
+        words = [*" ".join(WORDS).split(), "--coordinator-address", place, "--process-id", str(number)]
+        commands.append(["sh", "-c", f'cd {disk} && exec "$@"', "sh", sys.executable, "-m", "spile.cli.main", *words])
+    with started(commands, [clean_environment(1)] * 2) as group:
+        ended = group.wait(280)
+    assert [end.code for end in ended] == [0, 0], [end.err for end in ended]
+    return ended[0].lines
+
+
+def test_what_hosts_kept_on_their_own_disks_is_one_dataset_that_verify_proves(tmp_path: Path) -> None:
+    disks = [tmp_path / "host0", tmp_path / "host1"]
+    said = run(disks)
+    assert any("on each host's own disk" in line and "spile collect" in line for line in said), said
+    parts = [disk / "activations" for disk in disks]
+    records = [read_stream(open_folder(str(part / "tpu_0"))) for part in parts]
+    assert records[0] is not None
+    assert records[1] is not None
+    assert records[0].id == records[1].id, "one stream id for the pod"
+    assert not verify(str(parts[0]), max_samples=12).ok, "half of it is elsewhere"
+    assert assemble(tmp_path / "all", parts)
+    report = verify(str(tmp_path / "all"), max_samples=12)
+    assert report.ok, [problem.line() for problem in report.all_problems]
+    assert sum(stream.samples for stream in report.streams) == 12
+
+
+def test_parts_of_different_lives_are_not_put_together(tmp_path: Path) -> None:
+    disks = [tmp_path / "a", tmp_path / "b"]
+    run(disks)
+    file = disks[1] / "activations" / "tpu_0" / "stream.json"
+    record = read_stream(open_folder(str(file.parent)))
+    assert record is not None
+    from spile.store import stream as module
+
+    other = module.StreamRecord("5" * 16, record.worker_id, record.fingerprint, record.identity)
+    file.write_bytes(module._stream_bytes(other))
+    with pytest.raises(Damaged, match=r"hold parts of different lives of tpu_0"):
+        assemble(tmp_path / "all", [disk / "activations" for disk in disks])
