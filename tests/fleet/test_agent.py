@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from spile.cli.main import main
 from spile.errors import SpecError, UserError
 from spile.fleet.agent import AGAIN, Agent, worker_command
 from spile.fleet.cloud.provider import NodeRequest
@@ -22,6 +23,7 @@ from spile.fleet.fake_cloud.server import FakeCloud
 from spile.fleet.home import FleetHome
 from spile.fleet.manage import settle
 from spile.fleet.spec import FleetSpec, plan_workers
+from spile.fleet.worker_logs import LogKeeper, read_log
 
 ZONE, NAME = "us-central1-a", "tpu-us-central1-a-1"
 
@@ -210,3 +212,42 @@ def test_a_waiting_agent_ends_with_its_machine(tmp_path: Path) -> None:
     agent = an_agent(a_home(tmp_path), "raise SystemExit(2)", stay=True)
     threading.Timer(0.5, agent.stopping.set).start()
     assert agent.run() == 0
+
+
+def test_a_workers_log_is_kept_in_the_bucket_and_can_be_searched_when_its_machine_is_gone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = a_home(tmp_path)
+    an_agent(home, "for n in range(50): print('line', n)\nprint('spile: boom [x]'); raise SystemExit(2)").run()
+    assert list(read_log(home.folder, NAME))[-2:] == ["line 49", "spile: boom [x]"]
+
+    def logs(*words: str) -> tuple[object, list[str]]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main(["logs", *words, "--home", str(tmp_path)])
+        told = capsys.readouterr()
+        return ended.value.code, (told.out + told.err).splitlines()
+
+    assert logs("1", "--lines", "2") == (0, ["line 49", "spile: boom [x]"])
+    assert logs(NAME, "--grep", "line 4[0-2]") == (0, ["line 40", "line 41", "line 42"])
+    assert logs("0")[1] == ["nothing is kept of tpu-us-central1-a-0 yet"]
+    assert logs("7")[0] == 2
+    assert logs("1", "--grep", "[")[1][0].startswith("spile: --grep: expected a regular expression")
+
+
+def test_a_kept_log_is_rotated_and_bounded(tmp_path: Path) -> None:
+    home = a_home(tmp_path)
+    keeper = LogKeeper(home.folder, NAME, part=1000, parts=3)
+    for number in range(1000):
+        keeper.add(f"line {number:06d}")
+        keeper.flush()
+    sizes = [info.size for info in home.folder.list(f"logs/{NAME}/")]
+    assert len(sizes) <= 4
+    assert max(sizes) < 1100
+    lines = list(read_log(home.folder, NAME))
+    assert lines[-1] == "line 000999"
+    assert lines == sorted(lines), "in order, nothing twice"
+    again = LogKeeper(home.folder, NAME)
+    again.add("the next machine")
+    again.flush()
+    assert list(read_log(home.folder, NAME))[-2:] == ["line 000999", "the next machine"]

@@ -31,7 +31,7 @@ def run(disks: list[Path]) -> list[str]:
     with started(commands, [clean_environment(1)] * 2) as group:
         ended = group.wait(280)
     assert [end.code for end in ended] == [0, 0], [end.err for end in ended]
-    return ended[0].lines
+    return ended[0].out.splitlines()
 
 
 def test_what_hosts_kept_on_their_own_disks_is_one_dataset_that_verify_proves(tmp_path: Path) -> None:

@@ -29,6 +29,10 @@ def logs(
     output: Annotated[
         str | None, Parameter(help="The dataset, for a machine that is gone: its heartbeat has the end.")
     ] = None,
+    home: Annotated[
+        str | None, Parameter(help="Its fleet's gs://bucket/fleet/NAME: the log as the bucket keeps it.")
+    ] = None,
+    grep: Annotated[str | None, Parameter(help="With --home: only lines that this regular expression is in.")] = None,
     fleet: Annotated[str | None, Parameter(help="Only machines of this fleet.")] = None,
     host: Annotated[int, Parameter(help="Which host of a pod.")] = 0,
     where: HostFlags = HostFlags(),  # noqa: B008  (frozen)
@@ -44,6 +48,10 @@ def logs(
     if lines < 0:
         raise SpecError("-n", expected="0 or more", found=lines)
     console = Console(highlight=False)
+    if grep is not None and home is None:
+        raise SpecError("--grep", expected="--home gs://bucket/fleet/NAME beside it", found="--grep alone")
+    if home is not None:
+        return _kept(worker, home, lines, grep, host, console)
     machine = _machine(worker, fleet, host, where)
     if machine.host is None:
         return _last_words(worker, machine, output, lines, console)
@@ -60,6 +68,27 @@ def logs(
     if outcome.cause not in ("ended", "stopped"):
         raise Failure(f"{machine.host.label}: {outcome.cause}")
     return 0 if outcome.stopped else outcome.code
+
+
+def _kept(worker: str, home: str, lines: int, grep: str | None, host: int, console: Console) -> int:
+    """The log that a worker's agent kept in the bucket, whether its machine is there or gone."""
+    from collections import deque
+
+    from spile.fleet.home import FleetHome
+    from spile.fleet.worker_logs import read_log
+
+    opened = FleetHome.open(home)
+    named = {str(each.id): each.name for each in opened.read_fleet().workers}
+    name = named.get(worker, worker)
+    if name not in named.values():
+        raise UserError(f"no worker {worker} in {home}", expected=f"a number or one of {', '.join(named.values())}")
+    name = name if host == 0 else f"{name}-h{host}"
+    found = deque(read_log(opened.folder, name, grep), maxlen=lines)
+    for line in found:
+        console.print(line, markup=False, soft_wrap=True)
+    if not found:
+        console.print(f"nothing is kept of {name}" + (f" with {grep}" if grep else " yet"), markup=False, style="dim")
+    return 0
 
 
 def _machine(worker: str, fleet: str | None, host: int, where: HostFlags) -> LogMachine:
@@ -88,7 +117,7 @@ def _last_words(worker: str, machine: LogMachine, output: str | None, lines: int
         raise UserError(
             f"no log of worker {worker}",
             found=machine.story,
-            fix="pass --output gs://…: the heartbeat has the last lines",
+            fix="pass --home gs://bucket/fleet/NAME, where its log is kept, or --output gs://… for the last lines",
         )
     beat = last_words(open_folder(output), worker, machine.worker)
     told = f"{machine.story}; the heartbeat of {beat.updated} ({beat.phase}, on {beat.host}) has the log's end:"

@@ -45,6 +45,9 @@ class RunFlags:
 
     def line(self, words: tuple[str, ...]) -> str:
         """The command as one line: a single word is a line already."""
+        if words and words[0].startswith("-"):
+            flag = words[0].partition("=")[0]
+            raise SpecError(f"no flag {flag}", fix="flags of the command itself go after --; see spile run --help")
         if bool(words) == bool(self.command):
             raise SpecError("two commands" if words else "no command", expected="one, after -- or with --command")
         return self.command or (words[0] if len(words) == 1 else shlex.join(words))

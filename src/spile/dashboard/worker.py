@@ -52,10 +52,11 @@ def watched(verbose: bool = False, console: Console | None = None) -> Iterator[W
     """Show progress while this lasts. One Ctrl+C or SIGTERM commits what is done and stops; a second ends at once."""
     console = console or Lasting(highlight=False)
     stop = threading.Event()
-    progress = Progress(
-        say=lambda text: console.print(Text.assemble(("· ", "dim"), text), soft_wrap=True),
-        timeline=Timeline.of_process(),
-    )
+
+    def say(text: str) -> None:
+        console.print(Text.assemble(("· ", "dim"), text), soft_wrap=True)
+
+    progress = Progress(say=say, note=say if verbose else lambda _line: None, timeline=Timeline.of_process())
     with ExitStack() as stack:
         stack.enter_context(handling_signals(stop, progress))
         if console.is_terminal:

@@ -26,6 +26,7 @@ from spile.errors import CloudError, SpecError, SpileError, UserError
 from spile.fleet.home import FleetHome, WorkerReport
 from spile.fleet.secrets import resolve, secret_values, struck_out
 from spile.fleet.spec import FleetSpec, Worker
+from spile.fleet.worker_logs import LogKeeper
 from spile.spec.phase import Phase
 from spile.version import __version__
 
@@ -135,6 +136,7 @@ class Agent:
         given = resolve(fleet.environment)
         hidden = secret_values(fleet.environment, {**os.environ, **given})
         ended, renewed = threading.Event(), threading.Event()
+        keeper = LogKeeper(self.home.folder, self._name())
         with subprocess.Popen(  # noqa: S603
             words,
             env={**os.environ, **given},
@@ -143,21 +145,29 @@ class Agent:
             text=True,
             errors="replace",
         ) as child:
-            watcher = threading.Thread(target=self._watch, args=(fleet, child, ended, renewed), daemon=True)
+            watcher = threading.Thread(target=self._watch, args=(fleet, child, ended, renewed, keeper), daemon=True)
             watcher.start()
             for line in child.stdout or ():
                 said = struck_out(line, hidden)  # the tail goes to the bucket, the line to the machine's log
                 tail.append(said.rstrip("\n"))
+                keeper.add(said)
                 print(said, end="", flush=True)
             code = child.wait()
         ended.set()
         watcher.join()
+        _flush(keeper)
         return (AGAIN if renewed.is_set() else code), "\n".join(tail)
 
     def _watch(
-        self, fleet: FleetSpec, child: subprocess.Popen[str], ended: threading.Event, renewed: threading.Event
+        self,
+        fleet: FleetSpec,
+        child: subprocess.Popen[str],
+        ended: threading.Event,
+        renewed: threading.Event,
+        keeper: LogKeeper,
     ) -> None:
         while not ended.wait(self.look):
+            _flush(keeper)
             if self._renewed(fleet):
                 renewed.set()
                 child.send_signal(signal.SIGTERM)
@@ -183,6 +193,13 @@ class Agent:
                 client.delete_node(self.zone, self.node)
         except (CloudError, UserError) as error:
             print(f"spile agent: cannot delete this machine ({error}); spile monitor will", flush=True)
+
+
+def _flush(keeper: LogKeeper) -> None:
+    try:
+        keeper.flush()
+    except SpileError as error:  # the log is for people; the run goes on without it
+        print(f"spile agent: {error}", flush=True)
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -7,6 +7,7 @@ lease/000007.json        who monitors (see ``lease``)
 history/000007.json      what the seventh monitor knew; the highest counts
 actions/000007.jsonl     what it did, a line each, with the reason
 workers/NAME.json        what NAME's agent last said: booting, installing, starting, finished, crashed, refused
+logs/NAME/000012.log     what NAME's worker printed; 16 of 256 KiB are kept (see ``worker_logs``)
 orders/stop.json         that the deployment shall end, and who said so (spile fleet stop)
 orders/budget.json       its budget, where somebody changed it since the deploy (spile monitor --budget)
 """

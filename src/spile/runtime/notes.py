@@ -49,6 +49,8 @@ class Notes:
         self._tidy()
         if self._heart is not None:  # on a pod, the one process whose ledger is the stream's
             note_checkpoint(self._spec, self._stream, "in_progress", self.progress.say)
+            ledger = self._stream.ledger
+            self.progress.note(f"committed: {len(ledger.done):,} samples in {ledger.shards:,} shards so far")
             self._heart.beat()
 
     def _reading(self) -> Reading:
@@ -85,8 +87,8 @@ def note_checkpoint(
     ledger, worker_id = stream.ledger, spec.data.worker_id
     record = {
         "worker_id": worker_id,
-        "last_processed_sample_idx": max((stop for _, stop in ledger.done.pairs()), default=0) - 1,
-        "total_samples_processed": ledger.samples,
+        "last_processed_sample_idx": len(ledger.done) - 1,
+        "total_samples_processed": len(ledger.done),
         "total_shards": ledger.shards,
         "dataset_path": stream.record.identity.data,
         "model_path": spec.model,

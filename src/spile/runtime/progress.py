@@ -93,6 +93,8 @@ class Progress:
     clock: Callable[[], float] = time.perf_counter
     say: Callable[[str], None] = field(default=lambda _line: None)
     """Where a line for the user goes: above the bar, or to the log."""
+    note: Callable[[str], None] = field(default=lambda _line: None)
+    """Where a line goes that only the log, or who asked for more, wants: each commit."""
     timeline: Timeline = field(default_factory=Timeline)
 
     def __post_init__(self) -> None:
@@ -110,18 +112,21 @@ class Progress:
 
     @contextmanager
     def heard_by(self, listener: Callable[[str], None]) -> Iterator[None]:
-        """Lines for the user go to a listener too while this lasts."""
-        before = self.say
+        """Lines for the user and for the log go to a listener too while this lasts."""
+        before = self.say, self.note
 
-        def both(line: str) -> None:
-            before(line)
-            listener(line)
+        def both(first: Callable[[str], None]) -> Callable[[str], None]:
+            def tell(line: str) -> None:
+                first(line)
+                listener(line)
 
-        self.say = both
+            return tell
+
+        self.say, self.note = both(self.say), both(self.note)
         try:
             yield
         finally:
-            self.say = before
+            self.say, self.note = before
 
     def phase(self, phase: Phase, detail: str = "") -> None:
         """What is going on from now on."""

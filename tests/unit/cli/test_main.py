@@ -57,6 +57,12 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[ExtractFlags]:
             ["extract", "--modle", "x"],
             "spile: no flag --modle; did you mean --model? or see spile extract --help",
         ),
+        (["extract", "5"], "spile: extract: expected flags only, found 5; did you mean --worker-id 5?"),
+        (
+            ["extract", "--force"],
+            "spile: no flag --force; extract goes on where it was; spile deploy --launch ssh --force",
+        ),
+        (["run", "--zonee", "x", "--", "ls"], "spile: no flag --zonee; flags of the command itself go after --"),
         (["extract", "x"], "spile: extract: expected flags only, found x; see spile extract --help"),
         (["extract", "--batch-size", "many"], "spile: --batch-size: expected a whole number, found many; see"),
         (["extract", "--batch-size"], "spile: --batch-size: expected a value, found none; see spile extract --help"),

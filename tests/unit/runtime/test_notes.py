@@ -94,7 +94,9 @@ def test_lines_for_the_user_are_in_the_heartbeat(tmp_path: Path) -> None:
     progress = Progress(say=said.append)
     visit(ExtractSpec(output=str(tmp_path)), open_folder(str(tmp_path)), NumpyProducer(fits=100), progress=progress)
     assert said[0].startswith("device memory ran out")
-    assert beat_of(tmp_path).log_tail == tuple(said)
+    kept = beat_of(tmp_path).log_tail
+    assert kept[0] == said[0]
+    assert any(line.startswith("committed: ") for line in kept), "each commit is a line, whoever looks later"
     progress.say("afterwards")
     assert "afterwards" not in beat_of(tmp_path).log_tail
 
@@ -117,8 +119,8 @@ def test_the_checkpoint_file_of_the_guides(tmp_path: Path) -> None:
     assert 0 < ledger.samples < COUNT
     assert found == {
         "worker_id": 0,
-        "last_processed_sample_idx": max(ledger.done),
-        "total_samples_processed": ledger.samples,
+        "last_processed_sample_idx": len(ledger.done) - 1,
+        "total_samples_processed": len(ledger.done),
         "total_shards": ledger.shards,
         "dataset_path": "memory",
         "model_path": "m",

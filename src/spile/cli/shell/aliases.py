@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from spile.errors import SpecError
 
-__all__ = ["ALWAYS", "ANSWERS", "FLAGS", "SWITCHES", "VARIABLES", "Variable", "modern"]
+__all__ = ["ALWAYS", "FLAGS", "INSTEAD", "SCRIPTS", "SWITCHES", "VARIABLES", "Variable", "modern"]
 
 FLAGS: dict[str, str] = {
     # guide 002, extract_activations.py; guide 001, run_extraction_worker.sh
@@ -42,6 +42,49 @@ FLAGS: dict[str, str] = {
 
 ANSWERS = frozenset({"--max-output-tokens", "--max-new-tokens", "--temperature", "--top-p", "--capture", "--n-tasks"})
 """Flags of ``infer`` that the guides' inference script has, and ``extract`` has not."""
+
+SCRIPTS: dict[str, tuple[str, ...]] = {
+    # guide 000
+    "transform_hf_to_arc.py": ("data", "convert"),
+    "distributed_inference_with_activations.py": ("infer",),
+    # guide 001
+    "deploy_to_tpus.sh": ("deploy",),
+    "run_extraction_worker.sh": ("extract",),
+    "manage_tpus.sh": ("tpu",),
+    "setup_tpu_worker.sh": ("deploy", "--launch", "ssh"),
+    "upload_dataset_streams_to_gcs.sh": ("data", "upload"),
+    # guide 002
+    "create_dataset_streams.py": ("data", "streams"),
+    "convert_hf_to_arc_format.py": ("data", "convert"),
+    "extract_activations.py": ("extract",),
+    "launch_worker.sh": ("extract",),
+    # guide 003
+    "multihost_runner.py": ("run",),
+    # guide 004
+    "multihost_extract.py": ("extract",),
+    "test_multihost_v5e64.sh": ("pod", "check"),
+}
+"""The guides' own scripts → ours: a guide's whole line can be pasted after ``spile``."""
+
+INSTEAD: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("run-docker.sh",), "no image is needed: spile deploy, or spile run -- …; for one of your own: spile docker"),
+    (("docker", "ps"), "what runs, and how far it is: spile monitor"),
+    (("docker", "logs"), "spile logs"),
+    (("docker",), "no container is needed: spile pod check, spile extract, spile run -- …"),
+    (("gcloud", "queued-resources", "create"), "spile tpu create --queued --node-prefix P --node-count N"),
+    (("gcloud", "queued-resources", "delete"), "spile tpu delete --node-prefix P"),
+    (("gcloud", "queued-resources"), "spile tpu status"),
+    (("gcloud", "ssh"), "on every host: spile run --tpu-prefix NAME -- …; a worker's log: spile logs NAME"),
+    (("gcloud", "scp"), "spile run copies this directory to every host; spile collect brings back what hosts keep"),
+    (("gcloud", "create"), "spile tpu create"),
+    (("gcloud", "delete"), "spile tpu delete"),
+    (("gcloud", "describe-quota"), "spile deploy --dry-run checks what can be known before"),
+    (("gcloud",), "spile tpu, spile run, spile logs, spile collect"),
+    (("gsutil",), "data and models are read from gs:// and written there; look with spile monitor and spile verify"),
+    (("huggingface-cli",), "a model of the hub is fetched by itself: --model OWNER/NAME"),
+)
+"""Other programs of the guides, by words of their lines, and what to type instead: the first that fits."""
+_RUNNERS = frozenset({"python", "python3", "bash", "sh", "nohup", "sudo"})
 
 ALWAYS = frozenset({"--enable-barrier-sync", "--is-barrier-server"})
 """Old switches for what is always so, or found out: dropped."""
@@ -93,6 +136,7 @@ VARIABLES: dict[str, Variable] = {
 
 def modern(words: list[str], environment: Mapping[str, str]) -> list[str]:
     """The command line as we spell it: old flags renamed, the guides' variables added where no flag says otherwise."""
+    words = _of_script(words)
     end = words.index("--") if "--" in words else len(words)  # what follows is another program's
     given = [_dashed(word) for word in words[:end]]
     command = next((word for word in given if not word.startswith("-")), "")
@@ -102,6 +146,21 @@ def modern(words: list[str], environment: Mapping[str, str]) -> list[str]:
     else:
         ours = _renamed(_without_answers(given, command), FLAGS)
     return ours + _from_variables(command, ours, environment) + words[end:]
+
+
+def _of_script(words: list[str]) -> list[str]:
+    """A guide's whole line as our command: ``./scripts/manage_tpus.sh list`` → ``tpu list``."""
+    first = next((place for place, word in enumerate(words) if word not in _RUNNERS), len(words))
+    name = words[first].rpartition("/")[2] if first < len(words) else ""
+    others = [fix for (program, *more), fix in INSTEAD if program == name and set(more) <= set(words)]
+    if others:
+        raise SpecError(f"{name} is another program", fix=others[0])
+    if name not in SCRIPTS:
+        return words
+    rest = words[first + 1 :]
+    if name == "launch_worker.sh" and rest and rest[0].isdecimal():
+        rest = ["--worker-id", *rest]
+    return [*SCRIPTS[name], *rest]
 
 
 def _dashed(word: str) -> str:

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 
 __all__ = ["mistake"]
 
+_HINTS = {
+    ("extract", "--force"): "extract goes on where it was; spile deploy --launch ssh --force installs anew",
+}
+"""What the users of a flag that another command has, or had, need to know."""
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
 
 
@@ -31,7 +35,10 @@ def mistake(error: CycloptsError, command: str, known: Iterable[str]) -> str:
         case UnknownOptionError(token=token):
             flags = [name for each in error.argument_collection if each.parse for name in each.names]
             name = _name(token) or token.value
-            return SpecError(f"no flag {name}{_source(token)}", fix=_near(name, flags) + fix).line()
+            hint = _HINTS.get((command, name)) or _near(name, flags) + fix
+            return SpecError(f"no flag {name}{_source(token)}", fix=hint).line()
+        case UnusedCliTokensError(unused_tokens=[word]) if command == "extract" and word.isdecimal():
+            return SpecError(command, expected="flags only", found=word, fix=f"did you mean --worker-id {word}?").line()
         case UnusedCliTokensError(unused_tokens=[*words]):
             return SpecError(command, expected="flags only", found=" ".join(words), fix=fix).line()
         case MissingArgumentError(argument=argument) if argument is not None:

@@ -1,0 +1,200 @@
+"""Every command line of the five old guides that ran something of theirs, as written there, and what it means here.
+
+``{bucket}`` stands for the guide's own bucket and ``...`` for what a guide left out; nothing else was changed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["INSTEAD", "LINES", "OldLine"]
+
+QWEN = "Qwen/Qwen2.5-0.5B"
+BARC = "barc0/200k_HEAVY_gpt4o-description-gpt4omini-code_generated_problems"
+
+
+@dataclass(frozen=True)
+class OldLine:
+    """One command line, and what has to come of it."""
+
+    guide: str
+    line: str
+    command: str
+    """Ours, whose function is called."""
+    means: dict[str, Any]
+    """What that function has to be given: of extract, the spec; of others, the flags by their dotted names."""
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def _extract(guide: str, line: str, environment: dict[str, str] | None = None, **means: Any) -> OldLine:
+    return OldLine(guide, line, "extract", {"model": QWEN, **means}, environment or {})
+
+
+def _deploy(line: str, zones: str, workers: int, **steps: Any) -> OldLine:
+    flags = {f"steps.{name}": value for name, value in steps.items() if name != "max_samples"}
+    if "max_samples" in steps:
+        flags["flags.max_samples"] = steps["max_samples"]
+    return OldLine(
+        "001", line, "deploy",
+        {"flags.gcs_bucket": "fineweb-data-us-central1", "place.zones": zones, "machines.workers_per_zone": workers,
+         **flags},
+    )  # fmt: skip
+
+
+def _tpu(verb: str, rest: str, **means: Any) -> OldLine:
+    flags = {name.replace("__", "."): value for name, value in means.items()}
+    return OldLine("001", f"./scripts/manage_tpus.sh {verb} {rest}".strip(), f"tpu {verb}", flags)
+
+
+_BUCKET = "gs://your-bucket-name/activations"
+_A, _AB = "us-central1-a", "us-central1-a,us-central1-b"
+_FOUR = "us-central1-a,us-central1-b,us-central1-c,us-central1-f"
+_DEPLOY = "./scripts/deploy_to_tpus.sh --gcs_bucket fineweb-data-us-central1 --zones"
+_WORKER = {"GCS_BUCKET": "your-bucket-name", "UPLOAD_TO_GCS": "true"}
+_STREAM = "gs://fineweb-data-us-central1/datasets/stream_000.jsonl"
+_FINEWEB = "gs://fineweb-data-us-central1/activations"
+
+LINES: tuple[OldLine, ...] = (
+    # 000 · Docker on multi-host pods
+    OldLine(
+        "000",
+        f"python transform_hf_to_arc.py --dataset {BARC} --output_dir /app/arc_data --max_samples 50000",
+        "data convert",
+        {"dataset": BARC, "output_dir": "/app/arc_data", "max_samples": 50000},
+    ),
+    OldLine(
+        "000",
+        "python distributed_inference_with_activations.py --model_path /app/model/qwen2.5-0.5b "
+        "--tasks_file /app/arc_data/arc_format_train.json --output_dir /app/outputs --activations_dir /app/activations "
+        "--batch_size 8 --mesh_shape 16,16 --gcs_bucket gs://your-bucket-name/activations --upload_to_cloud True",
+        "infer",
+        {
+            "model": "/app/model/qwen2.5-0.5b",
+            "location": "/app/arc_data/arc_format_train.json",
+            "output": _BUCKET,
+            "batch_size": 8,
+            "mesh_shape": (16, 16),
+        },
+    ),
+    # 001 · TPU deployment system
+    _deploy(f"{_DEPLOY} {_A} --workers_per_zone 2 --max_samples 100 --create_tpus --monitor", _A, 2,
+            create_tpus=True, monitor=True, max_samples=100),
+    _deploy(f"{_DEPLOY} {_AB} --workers_per_zone 4 --create_tpus --monitor", _AB, 4, create_tpus=True, monitor=True),
+    _deploy(f"{_DEPLOY} {_AB} --workers_per_zone 4 --create_tpus", _AB, 4, create_tpus=True, monitor=False),
+    _deploy(f"{_DEPLOY} {_A} --workers_per_zone 2 --max_samples 100 --create_tpus", _A, 2, create_tpus=True,
+            max_samples=100),
+    _deploy(f"{_DEPLOY} {_A} --workers_per_zone 4 --skip_dataset", _A, 4, skip_dataset=True, create_tpus=False),
+    _deploy(f"{_DEPLOY} {_AB} --workers_per_zone 4 --skip_dataset", _AB, 4, skip_dataset=True),
+    _deploy(f"{_DEPLOY} {_AB} --workers_per_zone 4 --create_tpus --monitor --monitor_interval 60", _AB, 4,
+            interval=60.0, monitor=True),
+    _deploy(f"{_DEPLOY} {_FOUR} --workers_per_zone 4 --create_tpus", _FOUR, 4, create_tpus=True),
+    _extract(
+        "001",
+        "bash run_extraction_worker.sh --gcs_bucket fineweb-data-us-central1 "
+        f"--dataset_stream {_STREAM} --model Qwen/Qwen2.5-0.5B",
+        location=_STREAM, worker=0, output=_FINEWEB,
+    ),
+    _extract(
+        "001",
+        f"./scripts/run_extraction_worker.sh --gcs_bucket fineweb-data-us-central1 --dataset_stream {_STREAM}",
+        location=_STREAM, worker=0, output=_FINEWEB,
+    ),
+    _tpu("create", f"--zones {_AB} --workers_per_zone 4 --tpu_type v3-8", place__zones=_AB,
+         machines__workers_per_zone=4, machines__tpu_type="v3-8"),
+    _tpu("create", f"--zones {_A} --workers_per_zone 1", place__zones=_A, machines__workers_per_zone=1),
+    _tpu("create", "--zones us-central1-b --workers_per_zone 4", place__zones="us-central1-b"),
+    _tpu("delete", f"--zones {_A} --workers_per_zone 4", place__zones=_A, workers_per_zone=4),
+    _tpu("delete", f"--zones {_A} --workers_per_zone 1", place__zones=_A, workers_per_zone=1),
+    _tpu("status", f"--zones {_AB}", place__zones=_AB),
+    _tpu("status", f"--zones {_A}", place__zones=_A),
+    _tpu("recreate-preempted", f"--zones {_AB} --workers_per_zone 4", place__zones=_AB, workers_per_zone=4),
+    _tpu("list", ""),
+    OldLine("001", "./setup_tpu_worker.sh --force", "deploy", {"steps.force": True, "steps.launch": "ssh"}),
+    OldLine("001", "./scripts/setup_tpu_worker.sh --force", "deploy", {"steps.force": True, "steps.launch": "ssh"}),
+    OldLine(
+        "001",
+        "./scripts/upload_dataset_streams_to_gcs.sh --bucket fineweb-data-us-central1 --prefix datasets "
+        "--local_dir ./dataset_streams",
+        "data upload",
+        {"bucket": "fineweb-data-us-central1", "prefix": "datasets"},
+    ),
+    # 002 · Parallel independent workers
+    OldLine("002", "python create_dataset_streams.py --num_streams 32 --output_dir ./data/streams --max_samples 200000",
+            "data streams", {"num_streams": 32, "output_dir": "./data/streams", "max_samples": 200000}),
+    OldLine("002", "python create_dataset_streams.py --num_streams 64 --output_dir ./data/streams --max_samples 200000",
+            "data streams", {"num_streams": 64, "output_dir": "./data/streams", "max_samples": 200000}),
+    _extract("002", "./launch_worker.sh", {"TPU_WORKER_ID": "5", **_WORKER},
+             location="./data/streams/stream_005.jsonl", worker=5, output=_BUCKET),
+    _extract("002", "./launch_worker.sh 5", _WORKER, location="./data/streams/stream_005.jsonl", worker=5,
+             output=_BUCKET),
+    _extract("002", "./launch_worker.sh", {"TPU_WORKER_ID": "5"}, location="./data/streams/stream_005.jsonl", worker=5,
+             output="./activations"),
+    _extract("002", "./launch_worker.sh", {"TPU_WORKER_ID": "0"}, location="./data/streams/stream_000.jsonl", worker=0,
+             output="./activations"),
+    _extract("002", "./launch_worker.sh", {"TPU_WORKER_ID": "1"}, location="./data/streams/stream_001.jsonl", worker=1,
+             output="./activations"),
+    _extract(
+        "002",
+        "python extract_activations.py --worker_id 5 --dataset_path data/streams/stream_005.jsonl "
+        "--model_path Qwen/Qwen2.5-0.5B --output_dir ./activations --checkpoint_dir ./checkpoints "
+        "--enable_checkpointing --upload_to_gcs --gcs_bucket your-bucket --batch_size 4 --shard_size_gb 1.0 "
+        "--max_seq_length 2048 --verbose",
+        location="data/streams/stream_005.jsonl", worker=5, output="gs://your-bucket/activations",
+    ),
+    _extract("002", "python extract_activations.py --no_checkpointing --dataset_path data/streams/stream_005.jsonl",
+             location="data/streams/stream_005.jsonl", worker=5, output="./activations"),
+    _extract(
+        "002",
+        "python extract_activations.py --dataset_path data/streams/stream_000.jsonl "
+        "--layers_to_extract 0 1 2 3 4 5 6 7 8 9 10 11",
+        {"TPU_WORKER_ID": "0"}, location="data/streams/stream_000.jsonl", worker=0, layers=tuple(range(12)),
+    ),
+    _extract(
+        "002",
+        "python extract_activations.py --dataset_path data/streams/stream_001.jsonl "
+        "--layers_to_extract 12 13 14 15 16 17 18 19 20 21 22 23",
+        {"TPU_WORKER_ID": "1"}, location="data/streams/stream_001.jsonl", worker=1, layers=tuple(range(12, 24)),
+    ),
+    # 003 · multihost_runner.py
+    OldLine("003", 'python3 multihost_runner.py --TPU_PREFIX=my-tpu --COMMAND="bash setup.sh"', "run",
+            {"where.tpu_prefix": "my-tpu", "flags.command": "bash setup.sh"}),
+    OldLine(
+        "003",
+        'python3 multihost_runner.py --TPU_PREFIX=my-tpu --COMMAND="python3 MaxText/train.py MaxText/configs/base.yml '
+        'run_name=mine" --INTERNAL_IP=true',
+        "run",
+        {"where.tpu_prefix": "my-tpu", "where.internal_ip": True,
+         "flags.command": "python3 MaxText/train.py MaxText/configs/base.yml run_name=mine"},
+    ),
+    # 004 · TPU pod verification
+    OldLine("004", "./test_multihost_v5e64.sh", "pod check", {}),
+    _extract(
+        "004",
+        "python3 multihost_extract.py --topology v5litepod-64 --dataset_path gs://bucket/data.jsonl "
+        "--gcs_bucket my-bucket --batch_size 64 --enable_barrier_sync --verbose",
+        location="gs://bucket/data.jsonl", worker=0, output="gs://my-bucket/activations",
+    ),
+    _extract(
+        "004",
+        "python3 multihost_extract.py --is_barrier_server --topology v5litepod-64 "
+        "--dataset_path gs://bucket/data.jsonl --gcs_bucket my-bucket --barrier_controller_host 10.0.0.1",
+        location="gs://bucket/data.jsonl", worker=0, output="gs://my-bucket/activations",
+    ),
+)  # fmt: skip
+
+INSTEAD: dict[str, str] = {
+    "./run-docker.sh build": "spile docker",
+    "docker run --privileged arc-inference python -c 'import jax'": "spile pod check",
+    "docker ps": "spile monitor",
+    "gcloud compute tpus tpu-vm create arc --zone=us-central2-b --accelerator-type=v5litepod-256": "spile tpu create",
+    "gcloud compute tpus tpu-vm ssh arc --worker=all --command=ls": "spile run",
+    "gcloud compute tpus tpu-vm scp --recurse qwen arc:~/torch_xla/": "spile run",
+    "gcloud compute tpus tpu-vm delete arc --zone=us-central2-b": "spile tpu delete",
+    "gcloud alpha compute tpus queued-resources create qr --node-count=2": "spile tpu create --queued",
+    "gcloud alpha compute tpus queued-resources delete qr --force --async": "spile tpu delete",
+    "gcloud compute tpus describe-quota --zone=us-central1-a": "spile deploy --dry-run",
+    "gsutil ls gs://fineweb-data-us-central1/activations/": "spile monitor",
+    "huggingface-cli download Qwen/Qwen2.5-0.5B --local-dir ./qwen2.5-0.5b": "--model",
+}
+"""What belongs to other programs, and what the one line says to type instead."""
