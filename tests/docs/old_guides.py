@@ -77,6 +77,7 @@ LINES: tuple[OldLine, ...] = (
             "mesh_shape": (16, 16),
         },
     ),
+    OldLine("000", "./run-docker.sh build", "docker build", {}),
     # 001 · TPU deployment system
     _deploy(f"{_DEPLOY} {_A} --workers_per_zone 2 --max_samples 100 --create_tpus --monitor", _A, 2,
             create_tpus=True, monitor=True, max_samples=100),
@@ -184,8 +185,8 @@ LINES: tuple[OldLine, ...] = (
 )  # fmt: skip
 
 INSTEAD: dict[str, str] = {
-    "./run-docker.sh build": "spile docker",
-    "docker run --privileged arc-inference python -c 'import jax'": "spile pod check",
+    "docker images": "spile docker build",
+    "docker logs -f": "spile logs",
     "docker ps": "spile monitor",
     "gcloud compute tpus tpu-vm create arc --zone=us-central2-b --accelerator-type=v5litepod-256": "spile tpu create",
     "gcloud compute tpus tpu-vm ssh arc --worker=all --command=ls": "spile run",

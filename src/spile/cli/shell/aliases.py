@@ -45,6 +45,7 @@ ANSWERS = frozenset({"--max-output-tokens", "--max-new-tokens", "--temperature",
 
 SCRIPTS: dict[str, tuple[str, ...]] = {
     # guide 000
+    "run-docker.sh": ("docker",),
     "transform_hf_to_arc.py": ("data", "convert"),
     "distributed_inference_with_activations.py": ("infer",),
     # guide 001
@@ -67,10 +68,9 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
 """The guides' own scripts → ours: a guide's whole line can be pasted after ``spile``."""
 
 INSTEAD: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("run-docker.sh",), "no image is needed: spile deploy, or spile run -- …; for one of your own: spile docker"),
     (("docker", "ps"), "what runs, and how far it is: spile monitor"),
     (("docker", "logs"), "spile logs"),
-    (("docker",), "no container is needed: spile pod check, spile extract, spile run -- …"),
+    (("docker", "images"), "spile docker build makes the image, on every host at once with --tpu-prefix"),
     (("gcloud", "queued-resources", "create"), "spile tpu create --queued --node-prefix P --node-count N"),
     (("gcloud", "queued-resources", "delete"), "spile tpu delete --node-prefix P"),
     (("gcloud", "queued-resources"), "spile tpu status"),
