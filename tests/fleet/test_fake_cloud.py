@@ -291,3 +291,11 @@ def test_no_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     monkeypatch.setattr(google.auth, "default", none)
     with pytest.raises(NotAllowed, match="no Google credentials; run: gcloud auth application-default login"):
         open_session(CloudSettings("p"))
+
+
+@pytest.mark.parametrize("headers", [{"Origin": "https://evil.example"}, {"Host": "evil.example"}])
+def test_a_web_page_cannot_command_the_fake_cloud(fake: FakeCloud, headers: dict[str, str]) -> None:
+    """It starts processes: a page that a browser on this machine shows must not reach it, by any name."""
+    reply = requests.post(f"{fake.url}admin/clock", json={"advance": 1}, headers=headers, timeout=10)
+    assert reply.status_code == 403
+    assert requests.post(f"{fake.url}admin/clock", json={"advance": 0}, timeout=10).status_code == 200

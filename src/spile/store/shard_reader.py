@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,6 +41,7 @@ class ShardReader:
         self._lock = threading.RLock()
         self._map: MappedFile | Literal[False] | None = None
         self._header: ShardHeader | None = None
+        self._notes: list[dict[str, Any]] | None = None
         self._tail: tuple[int, memoryview] | None = None
         self._kept: dict[str, npt.NDArray[Any]] = {}
         self._sums: dict[str, npt.NDArray[np.uint32]] = {}
@@ -62,10 +62,13 @@ class ShardReader:
                 self._header = header
             return self._header
 
-    @cached_property
+    @property
     def notes(self) -> list[dict[str, Any]]:
         """Each sample's index, task id, preview, augmentation and truncation."""
-        return self.header.notes()
+        with self._lock:  # no cached_property: before Python 3.12 it has one lock for all shards, and this one reads
+            if self._notes is None:
+                self._notes = self.header.notes()
+            return self._notes
 
     def whole(self, name: str) -> npt.NDArray[Any]:
         """A whole tensor that is no tap, checked against the commit and kept."""

@@ -33,13 +33,17 @@ class Stream:
 
     def __init__(self, folder: Folder, record: StreamRecord) -> None:
         self.folder, self.record = folder, record
+        self._commits: tuple[Commit, ...] | None = None
         self.number = record.worker_id
         self.taps = tuple(str(tap) for tap in record.identity.taps)
 
-    @cached_property
+    @property
     def commits(self) -> tuple[Commit, ...]:
         """The ledger, read once."""
-        return tuple(read_commits(self.folder, self.record.id))
+        # No cached_property: before Python 3.12 it has one lock for all objects, and streams would wait in line.
+        if self._commits is None:
+            self._commits = tuple(read_commits(self.folder, self.record.id))
+        return self._commits
 
     @cached_property
     def shards(self) -> tuple[ShardRecord, ...]:

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ import spile
 from counting import Counting
 from producing import TAPS, items, produce, rows_of, run_identity, sample_of, stream_identity
 from spile.errors import Damaged, StoreError, UserError
-from spile.objects import Folder, open_folder
+from spile.objects import Folder, ObjectInfo, open_folder
 from spile.reading.dataset import open as open_dataset
 from spile.spec.sample import Role, Sample
 from spile.store.run import join_run
@@ -367,3 +368,23 @@ def test_a_hundred_streams_are_asked_for_side_by_side(tmp_path: Path) -> None:
             return self.inner.get(key)
 
     assert len(open_dataset(Waiting(root)).streams) == 40
+
+
+def test_ledgers_are_read_side_by_side(tmp_path: Path) -> None:
+    """No lock that all streams share: what they wait for is a bucket's answer."""
+    root = open_folder(str(tmp_path))
+    join_run(root, run_identity())
+    for number in range(8):
+        join_stream(root, number, stream_identity(12), run_identity())
+    together = threading.Barrier(8, timeout=30)
+
+    class Waiting(Counting):
+        def child(self, path: str) -> Counting:
+            return Waiting(self.inner.child(path), f"{self.prefix}{path}/", self)
+
+        def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+            if prefix == "commits/":
+                together.wait()
+            return self.inner.list(prefix)
+
+    assert len(open_dataset(Waiting(root)).samples) == 0
