@@ -13,6 +13,10 @@ import numpy as np
 from safetensors.numpy import save_file
 
 import spile.weights
+from spile.spec.architecture import ModelConfig
+from spile.spec.families import read_config
+from spile.spec.tensors import layer_tensors, model_tensors
+from spile.weights.names import NAMES, Fused
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen2.5-0.5b": {
@@ -38,10 +42,57 @@ _COMMON = {
     "rope_theta": 1e6, "max_position_embeddings": 32768, "use_sliding_window": False, "dtype": "bfloat16",
 }  # fmt: skip
 
+_SMALL = {
+    "hidden_size": 256, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 2,
+    "intermediate_size": 1024, "vocab_size": 8192, "max_position_embeddings": 4096, "head_dim": 32,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "dtype": "bfloat16",
+}  # fmt: skip
+_NO_HEADS = {name: value for name, value in _SMALL.items() if name not in ("num_key_value_heads", "head_dim")}
+_GPT2 = {
+    "n_embd": 256, "n_layer": 8, "n_head": 8, "n_positions": 4096, "vocab_size": 8192, "bos_token_id": 1,
+    "eos_token_id": 2, "dtype": "bfloat16",
+}  # fmt: skip
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "small-qwen2": {"model_type": "qwen2", **_SMALL},
+    "small-qwen3": {"model_type": "qwen3", **_SMALL},
+    "small-llama": {"model_type": "llama", **_SMALL},
+    "small-mistral": {"model_type": "mistral", **_SMALL, "sliding_window": 512},
+    "small-gemma": {"model_type": "gemma", **_SMALL},
+    "small-gemma2": {"model_type": "gemma2", **_SMALL, "query_pre_attn_scalar": 32, "sliding_window": 512},
+    "small-gemma3": {"model_type": "gemma3_text", **_SMALL, "query_pre_attn_scalar": 32, "sliding_window": 512},
+    "small-phi3": {"model_type": "phi3", **_NO_HEADS, "num_key_value_heads": 2},
+    "small-gpt2": {"model_type": "gpt2", **_GPT2},
+    "small-pythia": {"model_type": "gpt_neox", **_NO_HEADS},
+    "small-olmo2": {"model_type": "olmo2", **_SMALL},
+    "small-qwen3-moe": {
+        "model_type": "qwen3_moe", **_SMALL, "num_experts": 16, "num_experts_per_tok": 4,
+        "moe_intermediate_size": 256, "norm_topk_prob": True,
+    },
+    "small-mixtral": {"model_type": "mixtral", **_SMALL, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "gemma2-2b": {
+        "model_type": "gemma2", **_SMALL, "hidden_size": 2304, "num_hidden_layers": 26, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "head_dim": 256, "intermediate_size": 9216, "vocab_size": 32768,
+        "query_pre_attn_scalar": 256, "sliding_window": 4096,
+    },
+    "pythia-1.4b": {
+        "model_type": "gpt_neox", **_NO_HEADS, "hidden_size": 2048, "num_hidden_layers": 24,
+        "num_attention_heads": 16, "intermediate_size": 8192, "vocab_size": 50304,
+    },
+    "moe-3b": {
+        "model_type": "qwen3_moe", **_SMALL, "hidden_size": 1024, "num_hidden_layers": 24,
+        "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 32768, "num_experts": 32,
+        "num_experts_per_tok": 4, "moe_intermediate_size": 1024, "norm_topk_prob": True,
+    },
+}  # fmt: skip
+"""One small model of each family, and one of each kind at a size that people use (Gemma 2's vocabulary cut: nobody
+computes its head)."""
+SHAPES |= {name: {"tie_word_embeddings": True, **about} for name, about in FAMILIES.items()}
+
 
 def make_model(shape: str, folder: Path) -> Path:
     """A folder as the hub would have it: config, random weights, and the embedded model's tokenizer."""
-    config = {**_COMMON, **SHAPES[shape]}
+    config = SHAPES[shape] if "model_type" in SHAPES[shape] else {**_COMMON, **SHAPES[shape]}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     embedded = Path(spile.weights.__file__).parent / "embedded"
@@ -51,33 +102,43 @@ def make_model(shape: str, folder: Path) -> Path:
     return folder
 
 
+def _file_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """What a family's files hold, by its own names."""
+    names, shapes = NAMES[config.architecture], {}
+    for name, tensor in model_tensors(config, head=True).items():
+        shapes[names.file_name(name)] = tensor.shape
+    for layer in range(config.n_layers):
+        tensors = layer_tensors(config, layer)
+        for suffix, target in names.layer.items():
+            fused = Fused((target,)) if isinstance(target, str) else target
+            parts = [tensors[field].shape for field in fused.fields if field in tensors]
+            stacked = "{e}" in suffix
+            if not parts or any((len(part) == 3) != stacked for part in parts):
+                continue
+            inner = [part[1:] if stacked else part for part in parts]
+            shape = (sum(part[0] for part in inner), *inner[0][1:])
+            at = names.file_name(f"{layer}.{fused.fields[0]}").split(f".{layer}.")[0]
+            for expert in range(parts[0][0] if stacked else 1):
+                own = f"{at}.{layer}.{suffix.replace('{e}', str(expert))}"
+                shapes[own] = shape[::-1] if fused.order == "columns" else shape
+    return shapes
+
+
 def _tensors(config: dict[str, Any]) -> dict[str, Any]:
-    d, f, v = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
-    kv = d // config["num_attention_heads"] * config["num_key_value_heads"]
-    layer = {
-        "self_attn.q_proj.weight": (d, d), "self_attn.k_proj.weight": (kv, d), "self_attn.v_proj.weight": (kv, d),
-        "self_attn.o_proj.weight": (d, d), "self_attn.q_proj.bias": (d,), "self_attn.k_proj.bias": (kv,),
-        "self_attn.v_proj.bias": (kv,), "mlp.gate_proj.weight": (f, d), "mlp.up_proj.weight": (f, d),
-        "mlp.down_proj.weight": (d, f), "input_layernorm.weight": (d,), "post_attention_layernorm.weight": (d,),
-    }  # fmt: skip
-    shapes = {"model.embed_tokens.weight": (v, d), "model.norm.weight": (d,)}
-    if not config["tie_word_embeddings"]:
-        shapes["lm_head.weight"] = (v, d)
-    for number in range(config["num_hidden_layers"]):
-        shapes |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items()}
+    shapes = _file_shapes(read_config(config))
     # Fresh normals for billions of weights would take minutes: each tensor is a slice of one pool, from its own place.
     pool = np.random.default_rng(0).standard_normal((1 << 24) + 4099, np.float32)
     scaled = {std: (pool * std).astype(ml_dtypes.bfloat16) for std in {_std(name, s) for name, s in shapes.items()}}
     return {
-        name: np.ones(shape, ml_dtypes.bfloat16)
-        if "norm" in name
+        name: np.full(shape, name.endswith("weight") and "gemma" not in config["model_type"], ml_dtypes.bfloat16)
+        if len(shape) == 1
         else np.resize(scaled[_std(name, shape)][place * 7919 % 4096 :], shape)
         for place, (name, shape) in enumerate(shapes.items())
     }
 
 
 def _std(name: str, shape: tuple[int, ...]) -> float:
-    return 1.0 if "embed" in name else float(shape[-1] ** -0.5)
+    return 1.0 if "embed" in name or ".wte" in name or ".wpe" in name else float(shape[-1] ** -0.5)
 
 
 if __name__ == "__main__":

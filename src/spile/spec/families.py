@@ -7,7 +7,6 @@ same model. A field that nobody reads is refused by name.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,7 +32,7 @@ from spile.spec.family_rules import (
 )
 from spile.spec.rope import read_rope
 
-__all__ = ["ARCHITECTURES", "Architecture", "read_any_config", "read_config"]
+__all__ = ["ARCHITECTURES", "Architecture", "read_config", "refuse_quantized"]
 
 _ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
@@ -265,7 +264,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         known = ", ".join(ARCHITECTURES)
         fix = "use --backend torch, which runs any Hugging Face causal model" if name is not None else None
         raise ModelError("unknown architecture", expected=f"one of {known}", found=found, fix=fix)
-    _refuse_quantized(raw)
+    refuse_quantized(raw)
     family = ARCHITECTURES[name]
     if isinstance(nested := raw.get("text_config"), Mapping):  # a model with a vision tower beside its decoder
         raw = {**{key: value for key, value in raw.items() if key not in ("text_config", "vision_config")}, **nested}
@@ -276,33 +275,13 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     return config
 
 
-def _refuse_quantized(raw: Mapping[str, Any]) -> None:
+def refuse_quantized(raw: Mapping[str, Any]) -> None:
+    """GPTQ, AWQ, bitsandbytes and their kin, by name."""
     if quantized := raw.get("quantization_config"):
         method = quantized.get("quant_method", "unnamed") if isinstance(quantized, Mapping) else "unnamed"
         raise ModelError(
             "quantized weights", expected="float32, float16 or bfloat16", found=f"{method}", fix=_QUANTIZED_FIX
         )
-
-
-def read_any_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """The sizes of a model of any family, for who runs it with its own code: no switch of it is ours to honour."""
-    name = raw.get("model_type")
-    if not isinstance(name, str):
-        raise ModelError("config.json has no model_type", fix="check that the folder holds a whole model")
-    _refuse_quantized(raw)
-    with suppress(ModelError):  # the same meaning, and hash, as for who honours all of it
-        return read_config(raw)
-    nested = raw.get("text_config")
-    fields = ConfigFields({**raw, **nested} if isinstance(nested, Mapping) else raw)
-
-    def first(*names: str) -> int:
-        return fields.integer(next((each for each in names if fields.has(each)), names[0]))
-
-    heads = first("num_attention_heads", "n_head", "n_heads", "num_heads")
-    d_model = first("hidden_size", "n_embd", "d_model", "dim")
-    n_layers = first("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-    head_dim = max(2, 2 * (d_model // max(heads, 1) // 2))
-    return ModelConfig(name, d_model, n_layers, heads, heads, head_dim, 4 * d_model, first("vocab_size"))
 
 
 def _read(name: str, family: Architecture, fields: ConfigFields) -> ModelConfig:

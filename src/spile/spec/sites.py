@@ -91,14 +91,14 @@ SITES: Mapping[str, SiteSpec] = MappingProxyType(
         "attn_in": SiteSpec(
             ("d_model",),
             "What attention reads: the residual stream after the layer's first norm.",
-            "blocks.{i}.ln1.hook_normalized",
+            "blocks.{i}.ln1.hook_out",
             "model.layers[i].input_layernorm.output",
             f"{_LAYER}.input_layernorm (output)",
         ),
         "mlp_in": SiteSpec(
             ("d_model",),
             "What the MLP, the router and the experts read: the residual stream after the norm before them.",
-            "blocks.{i}.ln2.hook_normalized",
+            "blocks.{i}.ln2.hook_out",
             "model.layers[i].post_attention_layernorm.output",
             f"{_LAYER}.mlp (input)",
         ),
@@ -147,7 +147,7 @@ SITES: Mapping[str, SiteSpec] = MappingProxyType(
         "final_norm": SiteSpec(
             ("d_model",),
             "The last residual after the model's final norm: what the LM head reads.",
-            "ln_final.hook_normalized",
+            "ln_final.hook_out",
             "model.norm.output",
             "model.norm (output); `hidden_states[-1]`",
             layered=False,

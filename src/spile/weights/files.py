@@ -14,8 +14,9 @@ from typing import Any
 from spile.errors import ModelError, untrusted
 from spile.objects.crc import crc32c
 from spile.objects.opening import is_remote
+from spile.spec.any_family import read_any_config
 from spile.spec.architecture import ModelConfig
-from spile.spec.families import read_any_config, read_config
+from spile.spec.families import read_config
 from spile.spec.run import EMBEDDED
 from spile.weights.adapters import Adapter
 from spile.weights.safetensors import read_index

@@ -38,6 +38,8 @@ class Names:
 
     prefix: str = r"(?:model\.)?"
     """What stands before every name but the head's, as a pattern."""
+    written: str = "model."
+    """The same as most files have it, for errors."""
     once: Mapping[str, str] = field(
         default_factory=lambda: MappingProxyType({"embed": "embed_tokens.weight", "final_norm": "norm.weight"})
     )
@@ -75,17 +77,16 @@ class Names:
 
     def file_name(self, name: str) -> str:
         """What a file would call a tree's tensor: for errors."""
-        prefix = re.sub(r"\(\?:(.*)\)\?", r"\1", self.prefix).replace("\\", "")
         if name == "head":
             return self.head
         layer, _, field_name = name.rpartition(".")
         if not layer:
-            return prefix + self.once[name]
+            return self.written + self.once[name]
         holding = (
             (suffix, target.fields if isinstance(target, Fused) else (target,)) for suffix, target in self.layer.items()
         )
         suffix = next(suffix for suffix, fields in holding if field_name in fields)
-        return f"{prefix}{self.layers}.{layer}.{suffix}"
+        return f"{self.written}{self.layers}.{layer}.{suffix}"
 
 
 _PLAIN = Names(
@@ -138,6 +139,7 @@ _GEMMA3 = replace(
 
 _GPT2 = Names(
     prefix=r"(?:transformer\.)?",
+    written="transformer.",
     once=MappingProxyType(
         {
             "embed": "wte.weight",
@@ -168,6 +170,7 @@ _GPT2 = Names(
 
 _GPT_NEOX = Names(
     prefix=r"(?:gpt_neox\.)?",
+    written="gpt_neox.",
     once=MappingProxyType(
         {
             "embed": "embed_in.weight",
@@ -195,11 +198,17 @@ _GPT_NEOX = Names(
     unused=(r"layers\.\d+\.attention\.(?:rotary_emb\.inv_freq|bias|masked_bias)",),
 )
 
-_PHI3 = _with(
-    {
-        "self_attn.qkv_proj.weight": Fused(("q", "k", "v")),
-        "mlp.gate_up_proj.weight": Fused(("gate", "up")),
-    }
+_PHI3 = Names(
+    layer=MappingProxyType(
+        {
+            "input_layernorm.weight": "attn_norm",
+            "self_attn.qkv_proj.weight": Fused(("q", "k", "v")),
+            "self_attn.o_proj.weight": "o",
+            "post_attention_layernorm.weight": "mlp_norm",
+            "mlp.gate_up_proj.weight": Fused(("gate", "up")),
+            "mlp.down_proj.weight": "down",
+        }
+    )
 )
 
 _QWEN3_MOE = _with(

@@ -1,0 +1,45 @@
+"""Our taps of GPT-2 and Pythia against TransformerLens' own hooks. Runs where transformer-lens 4 is installed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformer_lens", minversion="4", reason="no transformer-lens 4 here: an environment of its own")
+pytestmark = pytest.mark.filterwarnings("default")  # its own imports warn
+
+from numerics import cases  # noqa: E402
+from numerics.test_against_transformers import TOLERANCE, load, run  # noqa: E402
+from spile.spec.sites import SITES  # noqa: E402
+from spile.spec.taps import Tap  # noqa: E402
+
+
+def hooks(folder: Path, tokens: np.ndarray) -> dict[str, np.ndarray]:
+    import torch
+    from transformer_lens.model_bridge import TransformerBridge
+
+    bridge: Any = TransformerBridge.boot_transformers(str(folder), device="cpu", dtype=torch.float32)
+    _, cache = bridge.run_with_cache(torch.from_numpy(tokens).long())
+    return {name: np.asarray(value.detach()) for name, value in cache.items()}
+
+
+def hook_name(tap: Tap) -> str:
+    """What the tap table says that TransformerLens calls it."""
+    return SITES[tap.site].lens.format(i=tap.layer)
+
+
+@pytest.mark.parametrize("case", ["gpt2", "gpt2-unscaled", "gpt-neox", "gpt-neox-serial"])
+def test_every_hook_of_the_table(case: str, tmp_path: Path) -> None:
+    tokens = cases.tokens(case)
+    ours = dict(zip(cases.taps(case), run(*load(case, tmp_path), tokens, case), strict=True))
+    theirs = hooks(tmp_path, tokens)
+    compared = [tap for tap in ours if hook_name(tap) in theirs]
+    sites = {tap.site for tap in compared}
+    beyond = {"logits", "logits_ids", "loss"}  # whole logits are kept nowhere
+    assert sites == {tap.site for tap in ours} - beyond
+    for tap in compared:
+        expected = theirs[hook_name(tap)].reshape(ours[tap].shape)
+        assert cases.error(ours[tap], expected) <= TOLERANCE, tap
