@@ -13,10 +13,11 @@ from rich.table import Table
 from spile.cli.extract import ExtractFlags
 from spile.dashboard.console import output
 from spile.errors import SpecError
-from spile.plan.amounts import amount, duration, size
+from spile.plan.amounts import amount, counted, duration, size
 
 if TYPE_CHECKING:
     from spile.runtime.measure.bench import BenchResult
+    from spile.runtime.measure.whole import WholeRun
 
 __all__ = ["bench"]
 
@@ -66,7 +67,11 @@ def _show(result: BenchResult, console: Console) -> None:
     rate = f"{size(limits.sink)}/s ({size(limits.one_file)}/s into one file)"
     table.add_row("write and sync", rate, amount(rates["sink"]))
     console.print(table)
+    for name, run in (("cold, no program cached", result.cold), ("again, programs cached", result.warm)):
+        if run is not None:
+            console.print(f"the command, {name}: {_whole(run)}", soft_wrap=True)
     console.print(
+        "laboratory, all compiled, pinned and tokenized beforehand: "
         f"reached {amount(result.tokens_per_second)} tokens/s over {duration(result.seconds)}: "
         f"{result.fraction:.0%} of the slowest limit ({result.slowest}), {result.of_forward:.0%} of the bare forward; "
         f"{result.padding:.1%} padding; {result.shapes} programs compiled in {duration(result.compile_seconds)}; "
@@ -81,3 +86,12 @@ def _show(result: BenchResult, console: Console) -> None:
             f"spile is {result.tokens_per_second / theirs:.1f}× that",
             soft_wrap=True,
         )
+
+
+def _whole(run: WholeRun) -> str:
+    end = run.seconds - run.first_batch - run.wall.run
+    return (
+        f"{duration(run.seconds)} for {amount(run.tokens)} tokens, {amount(run.tokens_per_second)} tokens/s of it all; "
+        f"first batch after {duration(run.first_batch)}, run {duration(run.wall.run)}, end {duration(end)}; "
+        f"{counted(run.programs, 'program')}"
+    )

@@ -8,6 +8,9 @@ an edit only after the last line, behind the commits.
 from __future__ import annotations
 
 import hashlib
+import os
+import tempfile
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
@@ -23,6 +26,8 @@ __all__ = ["BlockHashes", "Line", "StreamFile", "embedded_tasks"]
 
 _CHUNK = 1 << 20
 _LONGEST = 256 << 20
+_MOST_COPIED = 8 << 30
+"""A larger object is read from its bucket again: the disk is for activations."""
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -86,24 +91,67 @@ def embedded_tasks() -> Path:
     return Path(str(resources.files("spile.data") / "embedded" / "tasks.jsonl"))
 
 
+class _Copy:
+    """A bucket's object on this machine's disk, in the pieces that it came in: a file without a name, gone with us."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as its stream
+        weakref.finalize(self, self._file.close)
+        self._sizes: list[int] = []
+        self._whole = True
+
+    def add(self, chunk: bytes) -> None:
+        """The next piece, unless there is no room for it: then there is no copy."""
+        if not self._whole:
+            return
+        self._sizes.append(len(chunk))
+        try:
+            self._whole = self._file.tell() + len(chunk) <= _MOST_COPIED and self._file.write(chunk) == len(chunk)
+        except OSError:  # a full disk costs a second reading and not the run
+            self._whole = False
+        if not self._whole:
+            self._file.close()
+
+    def ended(self) -> _Copy | None:
+        """The copy, once all of it has come; None where it was not kept."""
+        if self._whole:
+            self._file.flush()
+        return self if self._whole else None
+
+    def chunks(self) -> Iterator[bytes]:
+        """The same pieces. By their place, so that several may read at once."""
+        place = 0
+        for size in self._sizes:
+            yield os.pread(self._file.fileno(), size, place)
+            place += size
+
+
 class StreamFile:
-    """A file of lines: a path, ``embedded``, or an object of a bucket."""
+    """A file of lines: a path, ``embedded``, or an object of a bucket, fetched once and then read from a copy."""
 
     def __init__(self, location: str) -> None:
         self.location = location
         self._remote = is_remote(location)
+        self._copy: _Copy | None = None
         self._path = embedded_tasks() if location == EMBEDDED else Path(location.removeprefix("file://")).expanduser()
         if not self._remote:
             _check(self._path, location)
 
     def chunks(self) -> Iterator[bytes]:
         """The file's bytes, a piece at a time."""
+        if self._copy is not None:
+            yield from self._copy.chunks()
+            return
         if self._remote:
             from spile import objects
 
             folder, key = objects.split(self.location)
+            copy = _Copy()
             try:
-                yield from objects.read_chunks(objects.open_folder(folder), key)
+                for chunk in objects.read_chunks(objects.open_folder(folder), key):
+                    copy.add(chunk)
+                    yield chunk
+                self._copy = copy.ended()
             except objects.NotFound as error:
                 raise DataError(f"no such dataset: {self.location}", fix="check --dataset or --dataset-dir") from error
             return

@@ -5,6 +5,7 @@ A batch is rows of one length; a row holds one sample or several, each a segment
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -101,15 +102,33 @@ def forward(
         angles = rope.per_layer(config, places)
     attend_within = ATTENTIONS[attention] if isinstance(attention, str) else attention
     mix = MIXTURES[mixture] if isinstance(mixture, str) else mixture
+
+    @functools.cache
+    def traced(window: int | None, sites: frozenset[Site]) -> Any:
+        """A layer of this kind, traced once whatever their number: tracing is the interpreter's time, and long."""
+
+        def run(x: Hidden, layer: Layer, angles: Angles | None, segments: Array | None) -> Any:
+            found: dict[Site, Array] = {}
+
+            def attend(q: Array, k: Array, v: Array) -> Array:
+                return attend_within(q, k, v, segments, window=window, softcap=config.attention_softcap)
+
+            def look(site: Site, value: Array) -> None:
+                if site in sites:
+                    found[site] = value
+
+            return block(x, layer, angles, config, attend, look, mix), found
+
+        return jax.jit(run)
+
     for index in range(layers_needed(taps, config.n_layers)):
         window = config.windows[index]
         narrow = window if window is not None and window < tokens.shape[1] else None
-
-        def attend(q: Array, k: Array, v: Array, window: int | None = narrow) -> Array:
-            return attend_within(q, k, v, segments, window=window, softcap=config.attention_softcap)
-
         with jax.named_scope(f"layer.{index}"):
-            x = block(x, params.layers[index], angles[index], config, attend, drawn.at(index), mix)
+            sites = frozenset(tap.site for tap in taps if tap.layer == index)
+            x, found = traced(narrow, sites)(x, params.layers[index], angles[index], segments)
+            for site, value in found.items():
+                drawn.at(index)(site, value)
     if head_needed(taps):
         look_after_layers(x, tokens, segments, params, config, taps, drawn.at(None))
     return drawn.all()

@@ -77,8 +77,8 @@ def test_the_profilers_names_are_the_taps() -> None:
     taps = select_taps(("residual",), None, 4)
     lowered = jax.jit(lambda p, t: forward(p, t, config=CONFIG, taps=taps)).lower(PARAMS, TOKENS)
     text = lowered.compile().as_text()
-    names = set(re.findall(r"layer\.\d/(?:residual|attn|mlp)", text))
-    assert {f"layer.{layer}/{site}" for site in ("attn", "mlp") for layer in range(4)} <= names
+    names = set(re.findall(r"(layer\.\d)/jit\(\w+\)/(residual|attn|mlp)", text))
+    assert {(f"layer.{layer}", site) for site in ("attn", "mlp") for layer in range(4)} <= names
 
 
 def test_shapes_are_checked_in_tests() -> None:

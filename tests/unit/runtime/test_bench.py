@@ -31,6 +31,16 @@ def test_programs_are_compiled_before_the_clock_runs(result: BenchResult) -> Non
     assert result.naive_tokens_per_second is None
 
 
+def test_the_command_is_measured_as_people_start_it(result: BenchResult) -> None:
+    assert result.cold is not None
+    assert result.warm is not None
+    for run in (result.cold, result.warm):
+        assert run.tokens >= 8000
+        assert 0 < run.wall.whole <= run.seconds
+        assert 0 < run.first_batch < run.seconds
+        assert 1 <= run.programs <= 2
+
+
 def test_the_record_is_plain_json(result: BenchResult) -> None:
     record = result.record()
     assert record["limits"]["host_copy"] == result.limits.host_copy

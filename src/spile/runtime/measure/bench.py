@@ -22,6 +22,7 @@ from spile.plan.ranges import Ranges
 from spile.runtime.device import DeviceProducer
 from spile.runtime.measure import naive
 from spile.runtime.measure.limits import Limits, bare_forward, device_to_host, host_copy, matmul, sequential_write
+from spile.runtime.measure.whole import WholeRun, cold_and_warm
 from spile.runtime.parts import Parts, bytes_per_token, find, sizes_for
 from spile.runtime.progress import Progress
 from spile.runtime.startup import make_producer
@@ -74,6 +75,10 @@ class BenchResult:
     """Host memory held at the end above that at half time."""
     naive_tokens_per_second: float | None = None
     """The loop that people write with transformers, on the same weights and prompts; None without torch."""
+    cold: WholeRun | None = None
+    """The command that people start, with no program cached."""
+    warm: WholeRun | None = None
+    """The same again."""
 
     def record(self) -> dict[str, Any]:
         """For ``--json``."""
@@ -83,12 +88,15 @@ class BenchResult:
 def bench(
     spec: ExtractSpec, *, tokens: int, empty_behind: bool = True, compare: bool = True, limit_bytes: int = 1 << 30
 ) -> BenchResult:
-    """Measure. ``empty_behind`` removes shards soon after their commit, so that a small RAM disk carries a long run.
+    """Measure the run as people start it, twice, each a process of its own; then the limits, and in this process what
+    is reached once everything is compiled, pinned and tokenized.
 
+    ``empty_behind`` removes shards soon after their commit, so that a small RAM disk carries a long run;
     ``limit_bytes`` are written into each file to learn what the sink takes.
     """
     Path(spec.output).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=spec.output, prefix="bench-") as folder:
+        cold, warm = cold_and_warm(spec, tokens, Path(folder))  # first: this process has not taken the device yet
         parts = find(replace(spec, output=folder))
         progress = Progress()
         producer = make_producer(parts, progress, Ranges())
@@ -98,7 +106,7 @@ def bench(
         some = made[:: max(1, len(made) // _LIMIT_BATCHES)]
         limits = _limits(producer, some, Path(folder), sizes.lanes, limit_bytes)
         _warm(producer, made, sizes.in_flight or 1)
-        result = _run(parts, producer, samples, limits, progress, empty_behind)
+        result = replace(_run(parts, producer, samples, limits, progress, empty_behind), cold=cold, warm=warm)
         return replace(result, naive_tokens_per_second=_naive(parts, Path(folder))) if compare else result
 
 
