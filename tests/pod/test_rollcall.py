@@ -12,7 +12,7 @@ import pytest
 
 from pod.launching import free_port
 from spile.errors import PodError
-from spile.runtime.pod.connections import Answer, RollConnections, listen
+from spile.runtime.pod.connections import RollAnswer, RollConnections, listen
 from spile.runtime.pod.identity import Identity
 from spile.runtime.pod.rollcall import answer_roll_call, hold_roll_call
 
@@ -23,7 +23,7 @@ class Workers:
     def __init__(self, count: int, timeout: float = 20) -> None:
         self.base = Identity(0, count, "127.0.0.1", free_port(), source="test", name="host-0")
         self.timeout = timeout
-        self.results: dict[str, Answer | Exception] = {}
+        self.results: dict[str, RollAnswer | Exception] = {}
         self.threads: list[threading.Thread] = []
 
     def start(self, key: str, call: Callable[[], RollConnections]) -> None:
@@ -49,7 +49,7 @@ class Workers:
         identity = replace(self.base, process=number, name=f"host-{number}", **changes)  # type: ignore[arg-type]
         self.start(key or str(number), lambda: answer_roll_call(identity, timeout=self.timeout))
 
-    def join(self) -> dict[str, Answer | Exception]:
+    def join(self) -> dict[str, RollAnswer | Exception]:
         for thread in self.threads:
             thread.join()
         return self.results
@@ -64,7 +64,7 @@ def test_all_come_in_any_order() -> None:
     results = workers.join()
     assert {str(answer) for answer in results.values()} == {str(results["0"])}
     answer = results["3"]
-    assert isinstance(answer, Answer)
+    assert isinstance(answer, RollAnswer)
     assert answer.service == "1.2.3.4:5"
     assert [name.split(",")[0] for name in answer.names] == ["host-0", "host-1", "host-2", "host-3"]
 
@@ -161,7 +161,7 @@ def test_a_stranger_among_workers() -> None:
     with socket.create_connection(("127.0.0.1", workers.base.port)) as stranger:
         stranger.sendall(b"x" * 200_000)
         workers.other(1)
-        assert all(isinstance(answer, Answer) for answer in workers.join().values())
+        assert all(isinstance(answer, RollAnswer) for answer in workers.join().values())
 
 
 def test_one_who_dies_before_jax_has_started_is_named() -> None:
