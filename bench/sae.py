@@ -112,6 +112,7 @@ def main() -> None:
                 for _, trained, _, _ in sae.train(sae.scaled(batches, 1.0), **how):
                     last = trained
                 found.setdefault(name, []).append(sae.fvu(last, held, K))
+                print(f"    seed {seed}, {name}: {found[name][-1]:.4f}", flush=True)
         reference = np.mean(found["a permutation in memory"])
         for name, values in found.items():
             each = " ".join(f"{value:.4f}" for value in values)

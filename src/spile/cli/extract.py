@@ -131,6 +131,9 @@ class ExtractFlags:
     commit_every: Annotated[
         float, flag(WHERE, "Commit what is computed at least every so many seconds; full shards at once.")
     ] = 60.0
+    statistics: Annotated[
+        bool | None, flag(WHERE, "Take mean, variance and norms of each tap while extracting. [default: on a CPU]")
+    ] = None
     checkpointing: Annotated[bool, flag(WHERE, "--no-checkpointing starts over; refused where commits exist.")] = True
     overwrite: Annotated[bool, flag(WHERE, "With --no-checkpointing: remove what is there.", negative="")] = False
     checkpoint_dir: Annotated[str | None, flag(WHERE, "Gets checkpoint_worker_N.json, for people.")] = None
@@ -185,6 +188,7 @@ class ExtractFlags:
             mesh_shape=None if self.mesh_shape is None else parse_mesh_shape(self.mesh_shape),
             shard_size_gb=self.shard_size_gb,
             commit_every=self.commit_every,
+            statistics=self.statistics,
             checkpointing=self.checkpointing,
             overwrite=self.overwrite,
             checkpoint_dir=self.checkpoint_dir,

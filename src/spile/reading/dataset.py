@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from spile.reading.grain_rows import GrainRows
     from spile.reading.jax_rows import DeviceBatches
     from spile.reading.torch_rows import TorchRows
+    from spile.store.statistics import TapStatistics
 
 __all__ = ["Dataset", "SampleRef", "StoredSample", "open"]
 
@@ -246,6 +247,12 @@ class Dataset:
         from spile.reading.grain_rows import GrainRows
 
         return GrainRows(self, tap, **how)
+
+    def stats(self, tap: str | Tap, streams: Iterable[int] | None = None) -> TapStatistics:
+        """Count, mean, variance, norm quantiles and sinks of a tap: read from the commits, or in one pass over rows."""
+        from spile.reading.statistics import tap_statistics
+
+        return tap_statistics(self, str(tap), streams)
 
     def having(self, taps: Sequence[str], streams: Iterable[int] | None) -> list[Stream]:
         """The streams that have all of these taps."""

@@ -6,6 +6,8 @@ import threading
 from contextlib import ExitStack, closing
 from typing import Any
 
+import jax
+
 from spile.data.stream import SampleReader
 from spile.errors import SpecError
 from spile.objects import is_remote, open_folder
@@ -109,8 +111,11 @@ def _nothing_left(
     return _summary(parts, stream, progress, interrupted=False, device="none: nothing was left to do")
 
 
-def _joined(parts: Parts, attempt: str | None = None, stream: str | None = None) -> StreamStore:
-    return join_stream(parts.root, parts.spec.data.worker_id, parts.stream_identity, parts.identity, attempt, stream)
+def _joined(parts: Parts, attempt: str | None = None, life: str | None = None) -> StreamStore:
+    stream = join_stream(parts.root, parts.spec.data.worker_id, parts.stream_identity, parts.identity, attempt, life)
+    asked = parts.spec.statistics  # an accelerator makes rows faster than a host's cores add them up
+    stream.statistics = jax.default_backend() == "cpu" if asked is None else asked
+    return stream
 
 
 def _tidy(stream: StreamStore, progress: Progress) -> None:

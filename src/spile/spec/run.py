@@ -183,6 +183,8 @@ class ExtractSpec:
     shard_size_gb: float = 1.0
     commit_every: float | None = 60.0
     """Seconds after which a short shard is committed; None: only full shards."""
+    statistics: bool | None = None
+    """Take count, mean, variance and norms of each tap's rows as they go by; None: where the model runs on a CPU."""
     checkpointing: bool = True
     """False: the ledger is ignored and every sample is computed; refused where commits exist."""
     overwrite: bool = False

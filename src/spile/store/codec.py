@@ -26,6 +26,7 @@ from spile.spec.safetensors import DTYPES, SafetensorsHeader, TensorPlace, encod
 from spile.spec.sample import Sample
 from spile.spec.taps import TapRows
 from spile.store.sealed import FORMAT
+from spile.store.statistics import SUMS
 
 __all__ = [
     "ALIGN",
@@ -56,16 +57,24 @@ class ShardSchema:
     """The run's."""
     stream: str
     """The stream's id."""
+    statistics: bool = False
+    """Whether the two sums of each tap's columns are there."""
 
     def tensors(self, samples: int, tokens: int) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Name → dtype's code and shape of every tensor but the checksums, in the file's order."""
         return {
             **{tap.name: (_CODES[np.dtype(tap.dtype)], (tokens, tap.width)) for tap in self.rows},
+            **{name: ("F64", (2, width)) for name, width in self.sums().items()},
             "offsets": ("I64", (samples + 1,)),
             "sample_index": ("I64", (samples,)),
             "tokens": ("I32", (tokens,)),
             "roles": ("U8", (tokens,)),
         }
+
+    def sums(self) -> dict[str, int]:
+        """Name and width of each tap's sums: of the taps that are numbers, not the places of some."""
+        numbers = [tap for tap in self.rows if np.dtype(tap.dtype).kind != "i"] if self.statistics else []
+        return {tap.name + SUMS: tap.width for tap in numbers}
 
     def metadata(self) -> dict[str, str]:
         """What every header says, beside its samples."""
@@ -119,7 +128,7 @@ def _shapes(schema: ShardSchema, samples: int, tokens: int) -> list[tuple[str, s
     known = [(name, code, shape) for name, (code, shape) in schema.tensors(samples, tokens).items()]
     chunks = sum(-(-DTYPES[code].itemsize * math.prod(shape) // CHUNK) for _, code, shape in known)
     # Wide elements before narrow ones, so that each tensor is aligned to its element.
-    place = len(schema.rows) + 2
+    place = [name for name, _, _ in known].index("tokens")
     return [*known[:place], (CHUNKS, "U32", (chunks,)), *known[place:]]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from spile.store.predictions import answers_problem
 from spile.store.record import ShardRecord
 from spile.store.report import Problem
 from spile.store.shard_reader import ShardReader
+from spile.store.statistics import SUMS
 
 __all__ = ["inspect_shard"]
 
@@ -55,6 +57,7 @@ def inspect_shard(
 
 def _header(shard: ShardReader, schema: ShardSchema) -> list[str]:
     header, record = shard.header, shard.record
+    schema = replace(schema, statistics=any(name.endswith(SUMS) for name in header.places))  # optional
     shapes = schema.tensors(record.count, record.tokens)
     found = {name: (place.code, place.shape) for name, place in header.places.items() if name != CHUNKS}
     wanted = schema.metadata()

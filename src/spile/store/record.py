@@ -51,6 +51,8 @@ class ShardRecord:
     count: int
     """Samples."""
     tokens: int
+    statistics: Mapping[str, Any] = field(default_factory=dict)
+    """Of each tap's rows, where they were taken: see :mod:`spile.store.statistics`."""
     predictions: PredictionsRecord | None = None
     """Where answers were generated."""
 
@@ -65,6 +67,7 @@ class ShardRecord:
             "samples": [list(pair) for pair in self.samples.pairs()],
             "count": self.count,
             "tokens": self.tokens,
+            **({"statistics": dict(self.statistics)} if self.statistics else {}),
             **({} if self.predictions is None else {"predictions": self.predictions.to_json()}),
         }
 
@@ -80,6 +83,7 @@ class ShardRecord:
             samples=Ranges((int(a), int(b)) for a, b in fields["samples"]),
             count=int(fields["count"]),
             tokens=int(fields["tokens"]),
+            statistics=dict(fields.get("statistics") or {}),
             predictions=PredictionsRecord.from_json(fields["predictions"]) if "predictions" in fields else None,
         )
         numbers = (record.size, record.tokens, *record.header, *(start for start, _ in record.samples.pairs()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,7 @@ from spile.plan.ranges import Ranges
 from spile.spec.sample import Sample
 from spile.store.codec import CHUNKS, ShardLayout, ShardSchema, notes_of, plan_shard
 from spile.store.record import ShardRecord
+from spile.store.statistics import SUMS, TapAccumulator
 
 __all__ = ["ShardBuilder"]
 
@@ -52,6 +54,8 @@ class ShardBuilder:
             raise ValueError("a sample is in the shard twice")
         self._plan = self._lay(len(samples))
         self._crcs = [ChunkedCrc() for _ in schema.rows]
+        widths = [schema.sums().get(tap + SUMS) for tap in self._taps]
+        self._statistics = [None if width is None else TapAccumulator(width) for width in widths]
         self._writer: Writer = folder.writer(name, self._plan.size)
 
     @property
@@ -92,6 +96,16 @@ class ShardBuilder:
             crc.extend(piece)
             self._writer.write_at(place + start, piece)
             start += len(piece)
+        self._take(tap, row, rows)
+
+    def _take(self, tap: int, row: int, rows: npt.NDArray[np.generic]) -> None:
+        """Into the tap's statistics, while the rows are at hand."""
+        statistics = self._statistics[tap]
+        if statistics is not None:
+            place = np.arange(row, row + len(rows))
+            sample = np.searchsorted(self._offsets, place, side="right") - 1
+            tokens = self._tokens[row : row + len(rows)]
+            statistics.add(rows, tokens, self._index[sample], place - self._offsets[sample])
 
     def finish(self, samples: int | None = None) -> ShardRecord:
         """Make the shard durable, with its first ``samples`` samples (all of them unless told)."""
@@ -111,8 +125,13 @@ class ShardBuilder:
         tokens = int(self._offsets[samples])
         plan = self._plan if samples == len(self._notes) else self._lay(samples)
         chunks = {tap: self._chunks(number, tokens) for number, tap in enumerate(self._taps)}
+        known = {tap: each.result() for tap, each in zip(self._taps, self._statistics, strict=True) if each is not None}
+        if any(each.count != tokens for each in known.values()):  # rows were written that the shard does not keep
+            known = {}
+            plan = plan_shard(replace(self._schema, statistics=False), self._notes[:samples], tokens)
         self._compact(plan)
         tail = {
+            **{tap + SUMS: each.sums[0].astype("<f8") for tap, each in known.items()},
             "offsets": self._offsets[: samples + 1].astype("<i8"),
             "sample_index": self._index[:samples].astype("<i8"),
             "tokens": self._tokens[:tokens],
@@ -120,7 +139,7 @@ class ShardBuilder:
         }
         for name, array in tail.items():
             whole = ChunkedCrc()
-            whole.extend(array.view(np.uint8).data)
+            whole.extend(array.reshape(-1).view(np.uint8).data)
             chunks[name] = whole.chunks(array.nbytes)
         sums = np.array([crc for each in chunks.values() for crc in each], "<u4")
         crcs = {name: fold_chunks(each, plan.places[name].length) for name, each in chunks.items()}
@@ -129,7 +148,7 @@ class ShardBuilder:
         self._writer.write_at(0, plan.header)
         for name, array in {**tail, CHUNKS: sums}.items():
             if array.nbytes:
-                self._writer.write_at(plan.places[name].start, array.view(np.uint8).data)
+                self._writer.write_at(plan.places[name].start, array.reshape(-1).view(np.uint8).data)
         self._writer.finish(plan.size)
         header = (len(plan.header), crc32c(plan.header))
         return ShardRecord(
@@ -141,6 +160,7 @@ class ShardBuilder:
             samples=Ranges.of(self._index[:samples].tolist()),
             count=samples,
             tokens=tokens,
+            statistics={tap: each.to_json() for tap, each in known.items()},
         )
 
     def _chunks(self, tap: int, tokens: int) -> list[int]:

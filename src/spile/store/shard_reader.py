@@ -193,7 +193,7 @@ class ShardReader:
 
     def _tail_bytes(self, place: TensorPlace) -> memoryview:
         begin = self.place("offsets").start
-        if self.record.size - begin > _SMALL:
+        if place.start < begin or self.record.size - begin > _SMALL:
             return self._read(place.start, place.length)
         if self._tail is None:
             self._tail = begin, self._read(begin, self.record.size - begin)

@@ -28,11 +28,12 @@ from spile.store.layout import (
     stream_folder,
     valid_attempt,
 )
-from spile.store.ledger import Ledger, read_ledger
+from spile.store.ledger import Ledger, read_commits, read_ledger
 from spile.store.record import Commit, ShardRecord
 from spile.store.run import differences, mismatch, now_iso
 from spile.store.sealed import FORMAT, seal, unseal
 from spile.store.shard import ShardBuilder
+from spile.store.statistics import TapStatistics
 from spile.version import __version__
 
 __all__ = [
@@ -54,9 +55,9 @@ class StreamRecord:
     fingerprint: str
     identity: StreamIdentity
 
-    def schema(self, run: RunIdentity) -> ShardSchema:
-        """What every shard of it has."""
-        return ShardSchema(self.identity.rows(run), self.fingerprint, self.id)
+    def schema(self, run: RunIdentity, statistics: bool = False) -> ShardSchema:
+        """What every shard of it has; with statistics where they are taken."""
+        return ShardSchema(self.identity.rows(run), self.fingerprint, self.id, statistics)
 
 
 class StreamStore:
@@ -69,6 +70,8 @@ class StreamStore:
         self._begun = ledger.commits
         self._unsure = False
         self._committed = False
+        self.statistics = False
+        """Whether to take statistics of the rows that go by."""
 
     @property
     def ledger(self) -> Ledger:
@@ -84,7 +87,7 @@ class StreamStore:
             self.folder,
             name,
             samples,
-            self.record.schema(self.run),
+            self.record.schema(self.run, self.statistics),
         )
 
     def commit(
@@ -199,11 +202,23 @@ class StreamStore:
         """Whether another host of a pod may keep this shard on its own disk."""
         return bool(shard_host(name)) and not is_remote(self.folder.url)
 
+    def _merged_statistics(self) -> dict[str, Any]:
+        """Of each tap, over all shards whose statistics were taken."""
+        shards = [shard for commit in read_commits(self.folder, self.record.id) for shard in commit.shards]
+        taps = [str(tap) for tap in self.record.identity.taps]
+        known = {tap: [shard.statistics[tap] for shard in shards if tap in shard.statistics] for tap in taps}
+        return {
+            tap: TapStatistics.merged(map(TapStatistics.from_json, parts)).summary()
+            for tap, parts in known.items()
+            if parts
+        }
+
     def finish(self, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Write ``metadata.json`` from the ledger as it is stored, and give its content."""
         if self._committed:
             self._ledger = self._read_back()
-        record = {**metadata(self.record, self.run, self._ledger), **(extra or {})}
+        found = {"statistics": self._merged_statistics()} if self.statistics else {}
+        record = {**metadata(self.record, self.run, self._ledger), **found, **(extra or {})}
         self.folder.put(METADATA, json.dumps(record, indent=1).encode() + b"\n")
         return record
 
