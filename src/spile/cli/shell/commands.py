@@ -31,7 +31,18 @@ GROUPS: dict[str, str] = {
 }
 
 SECTIONS: dict[str, tuple[str, ...]] = {
-    "A dataset of activations": ("extract", "infer", "score", "verify", "monitor", "plan", "export", "import", "bench"),
+    "A dataset of activations": (
+        "extract",
+        "infer",
+        "score",
+        "verify",
+        "monitor",
+        "plan",
+        "inspect",
+        "export",
+        "import",
+        "bench",
+    ),
     "What it is made from": ("data",),
     "Many machines": ("deploy", "fleet", "tpu", "pod", "install", "run", "logs", "collect", "docker", "k8s", "slurm"),
     "More": ("dev",),
@@ -49,6 +60,7 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "plan", "spile.cli.plan:plan", "Before a run: tokens, bytes, hours, dollars, and whether it fits in memory."
     ),
+    Command("inspect", "spile.cli.inspect:inspect", "What a dataset is and holds; --html draws it as a page."),
     Command("export", "spile.cli.export:export", "A dataset as pickles, for SAELens, NumPy, Parquet or Hugging Face."),
     Command("import", "spile.cli.export:import_", "The old guides' pickles as a dataset."),
     Command("pod check", "spile.cli.pod:check", "Test a slice in a minute: roll call, barriers, devices, a forward."),
