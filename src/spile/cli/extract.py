@@ -139,7 +139,9 @@ class ExtractFlags:
     checkpoint_dir: Annotated[str | None, flag(WHERE, "Gets checkpoint_worker_N.json, for people.")] = None
 
     dtype: Annotated[ComputeDtype, flag(HOW, "What the model computes in (this one does change numbers).")] = "auto"
-    batch_size: Annotated[int | None, flag(HOW, "Samples a device at most.")] = None
+    batch_size: Annotated[int | None, flag(HOW, "Rows per device at most; a row holds one long sample or several.")] = (
+        None
+    )
     batch_tokens: Annotated[int | None, flag(HOW, "Tokens a device, padding included.")] = None
     mesh_shape: Annotated[str | None, flag(HOW, "Devices as DATA,MODEL such as 16,16.")] = None
 

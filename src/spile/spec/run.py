@@ -175,7 +175,7 @@ class ExtractSpec:
     """``auto``: what the run already uses; else float32 on a CPU, bfloat16 elsewhere."""
     store_dtype: StoreDtype = "bfloat16"
     batch_size: int | None = None
-    """Samples a device in one step at most; None: the token budget decides alone."""
+    """Rows per device in one step at most; None: the token budget decides alone."""
     batch_tokens: int | None = None
     """Tokens a device in one step, padding included; None: chosen for the device."""
     mesh_shape: tuple[int, int] | None = None
