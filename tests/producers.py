@@ -34,7 +34,7 @@ class NumpyProducer:
         self.groups = groups
         self.owned: Sequence[int] = range(groups)
         self.fits = fits
-        """Computed tokens a group that there is memory for."""
+        """Computed tokens per group that there is memory for."""
         self.seconds = seconds
         """How long a batch takes."""
         self.shapes: list[tuple[int, int]] = []

@@ -105,7 +105,7 @@ BAD = {
     ("--num-workers", "1", "--resources", "GPU"): "--resources: expected NAME=number such as GPU=1, found 'GPU'",
     ("--num-workers", "1", "--dataset-dir", "."): "no stream in .: expected stream_000.jsonl, stream_001.jsonl, …; "
     "make them: spile data streams --output-dir DIR; or name one file with --dataset",
-    ("--num-workers", "1", "--num-streams", "49"): "--num-streams: expected at most 48, one a sample, found 49",
+    ("--num-workers", "1", "--num-streams", "49"): "--num-streams: expected at most 48, one per sample, found 49",
     ("--engine", "loco"): "--engine: expected local or ray, found loco; see spile extract --help",
 }
 

@@ -152,7 +152,7 @@ def test_prepare_only_and_bad_input(world: World) -> None:
             "--gcs-bucket",
             "b",
             "--skip-dataset",
-        ): "are not the workers': expected 4, one a worker, found 2",
+        ): "are not the workers': expected 4, one per worker, found 2",
     }
     for words, line in cases.items():
         code, text = world.spile("deploy", "--model", "embedded", *words)

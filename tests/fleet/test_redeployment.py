@@ -105,7 +105,7 @@ def test_fewer_workers_and_then_as_many_again_are_no_false_proof(world: World, p
     assert prompt(*PREPARE, *TASK, "--workers-per-zone", 2, "--yes")[0] == 0
     assert fleet_of(world).streams != four.streams, "the four are not replaced under their workers"
     code, text = prompt(*PREPARE, "--model", "embedded", "--workers-per-zone", 4, "--skip-dataset", "--yes")
-    assert (code, "are not the workers': expected 4, one a worker, found 2" in text) == (2, True), text
+    assert (code, "are not the workers': expected 4, one per worker, found 2" in text) == (2, True), text
     assert "--expect-split" in worker_command(four, four.workers[0])
 
 

@@ -93,7 +93,6 @@ class DeployFlags:
         return Policy(interval=self.interval, budget=chosen, delete_finished=not self.keep_finished)
 
     def variables(self) -> dict[str, str]:
-        """The workers' own."""
         found = {}
         for word in self.env or ():
             name, equals, value = word.partition("=")
@@ -184,7 +183,6 @@ class _Asked:
         return replace(self, place=place, machines=machines, flags=with_model(flags, "a fleet", say))
 
     def fleet(self, client: CloudTpu, home: FleetHome, before: FleetSpec | None) -> FleetSpec:
-        """Its machines."""
         from spile.fleet.manage import named_workers
 
         budget = home.read_ordered().policy.budget if before is not None and self.steps.skip_dataset else None

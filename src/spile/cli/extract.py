@@ -207,7 +207,8 @@ class ExtractFlags:
         """The dataset's home, and the folder of its local copy where the home is a bucket."""
         home = self._bucket_home()
         if home and self.output is not None:
-            raise SpecError("two homes", expected="--output or --gcs-bucket", found=f"{self.output} and {home}")
+            found = f"{self.output}, {home}"
+            raise SpecError("--output and --gcs-bucket both given", expected="one of them", found=found)
         home = home or self.output
         if home is None:
             return self.output_dir or ExtractSpec.output, None

@@ -78,7 +78,8 @@ class InferFlags(ExtractFlags):
     def _places(self) -> tuple[str, str | None]:
         home = self._bucket_home()
         if home and self.output is not None:
-            raise SpecError("two homes", expected="--output or --gcs-bucket", found=f"{self.output} and {home}")
+            found = f"{self.output}, {home}"
+            raise SpecError("--output and --gcs-bucket both given", expected="one of them", found=found)
         home = home or self.output
         if home is None:
             return self.activations_dir or _HOME, None

@@ -80,7 +80,7 @@ def _unknown(prompt: PromptSpec, row: Mapping[str, Any], place: str) -> DataErro
     if row and all(isinstance(value, dict) and "train" in value for value in row.values()):
         return DataError(
             f"{place} is all tasks in one object, by their ids",
-            expected="a task a line",
+            expected="one task per line",
             fix="make lines of them: spile data convert --dataset FILE --output tasks.jsonl",
         )
     names = [*map(str, row)]

@@ -165,7 +165,7 @@ def open_stream(spec: DataSpec, tokenizer: Tokenizer) -> SampleStream:
                 continue
             drafter.check(parse_row(line.raw, place), place)
     if drafter is None:
-        raise DataError(f"{spec.location} is empty", expected="a JSON object a line", found="no line")
+        raise DataError(f"{spec.location} is empty", expected="one JSON object per line", found="no line")
     split = check_stream(file.name, file.beside(MANIFEST), hashes.hexdigest, spec.location, spec.expect_split)
     if file.name != stream_name(spec.worker_id):
         split = None  # under another number its folder says nothing of the split's other streams

@@ -43,7 +43,7 @@ class StreamsPlan:
         if found != workers:
             raise DataError(
                 f"the streams of {self.local or self.url} are not the workers'",
-                expected=f"{workers}, one a worker",
+                expected=f"{workers}, one per worker",
                 found=f"{found}, up to {stream_name(found - 1)}" if found else f"no {stream_name(0)}",
                 fix="leave --skip-dataset out to split the dataset anew, or take as many workers",
             )

@@ -50,7 +50,7 @@ class Pipeline:
         self._lanes, self._finishers, self._clock = lanes, finishers or lanes, clock
         self._in_flight = in_flight or lanes + AHEAD
         self._most_tokens: int | None = None
-        """Computed tokens a group that the device has room for, once it ran out."""
+        """Computed tokens per group that the device has room for, once it ran out."""
         self._stopped = False
         self._unfinished: set[Shard] = set()
         self._commit_lock = threading.Lock()

@@ -67,7 +67,7 @@ class ProgressSnapshot:
 
     @property
     def tokens_per_second(self) -> float:
-        """Real tokens a second since the first batch, time spent on waiting for compilation left out."""
+        """Real tokens per second since the first batch, time spent on waiting for compilation left out."""
         working = self.seconds - self.compile_seconds
         return self.tokens / working if working > 0 else 0.0
 

@@ -49,7 +49,7 @@ def test_where_it_goes(given: dict[str, Any], home: str, copy: str | None) -> No
         ({"upload_to_gcs": True}, "--upload-to-gcs: expected --gcs-bucket B beside it, found no bucket"),
         (
             {"output": "./a", "gcs_bucket": "b"},
-            "two homes: expected --output or --gcs-bucket, found ./a and gs://b/activations",
+            "--output and --gcs-bucket both given: expected one of them, found ./a, gs://b/activations",
         ),
         (
             {"output": "./a", "output_dir": "./b"},

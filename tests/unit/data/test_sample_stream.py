@@ -209,7 +209,7 @@ BAD = [
     ('{"body": "a"}', r"line 1: expected an ARC task .*, found the fields body; name the text's field with --column"),
     (
         '{"id1": {"train": [], "test": []}, "id2": {"train": [], "test": []}}',
-        r"line 1 is all tasks in one object, by their ids: expected a task a line; make lines of them: spile data",
+        r"line 1 is all tasks in one object, by their ids: expected one task per line; make lines of them: spile data",
     ),
     ('{"a":1,"b":1,"c":1,"d":1,"e":1,"f":1,"g":1,"h":1,"i":1,"j":1}', r"found the fields a, .*, h and 2 more; name"),
     ('{"messages": []}', r"line 1: expected a list of messages, found an empty list"),
@@ -224,7 +224,7 @@ BAD = [
     ),
     ('{"train": [{"input": [[1]], "output": [[10]]}], "test": [{"input": [[1]]}]}', r"found a cell outside 0 to 9"),
     ('{"train": [{"input": [[1]], "output": [[1]]}], "test": []}', r"found no test input"),
-    ("", r"is empty: expected a JSON object a line, found no line"),
+    ("", r"is empty: expected one JSON object per line, found no line"),
     ("\n \n", r"is empty"),
 ]
 

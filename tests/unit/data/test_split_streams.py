@@ -144,7 +144,7 @@ def test_a_duplicate_is_refused_and_nothing_is_left(tmp_path: Path, jsonl: Write
     ("number", "only", "words"),
     [
         (0, None, "--num-streams: expected 1 to 10000, found 0"),
-        (51, None, "--num-streams: expected at most 50, one a sample, found 51"),
+        (51, None, "--num-streams: expected at most 50, one per sample, found 51"),
         (4, {4}, "--streams: expected streams 0 to 3, found 4"),
     ],
 )

@@ -179,7 +179,7 @@ def _write(
     check_names(names, source, selection)
     check_some(tally, source)
     if tally.samples < num_streams:
-        raise SpecError("--num-streams", expected=f"at most {tally.samples}, one a sample", found=str(num_streams))
+        raise SpecError("--num-streams", expected=f"at most {tally.samples}, one per sample", found=str(num_streams))
     manifest = StreamsManifest(
         source={**source.origin, **selection.record()},
         seed=seed,

@@ -74,7 +74,7 @@ class Buffers:
             return sum(self._taken)
 
 
-class _Part(NamedTuple):
+class _SentPart(NamedTuple):
     """A part that the store has."""
 
     tag: str
@@ -129,24 +129,24 @@ class Uploader:
         handle: str = self._retry(attempt)
         return handle
 
-    def _send_parts(self, key: str, handle: str, data: Bytes) -> list[_Part]:
+    def _send_parts(self, key: str, handle: str, data: Bytes) -> list[_SentPart]:
         stop = threading.Event()
 
-        def send(number: int) -> _Part:
+        def send(number: int) -> _SentPart:
             piece = data[(number - 1) * PART : number * PART].data
             crc = crc32c(piece)
             checksum = self._client.dialect.sent_checksum(crc)
             query = {"partNumber": str(number), "uploadId": handle}
 
-            def attempt() -> _Part:
+            def attempt() -> _SentPart:
                 if stop.is_set():
                     raise RequestFailure("another part failed")
                 reply = self._client.request("PUT", key, query=query, headers=checksum, body=piece)
                 if not (tag := reply.headers.get("ETag")):
                     raise RequestFailure("a part's reply without its tag", transient=True)
-                return _Part(tag, crc, len(piece))
+                return _SentPart(tag, crc, len(piece))
 
-            result: _Part = self._retry(attempt)
+            result: _SentPart = self._retry(attempt)
             return result
 
         futures = [self._pool.submit(send, number + 1) for number in range(-(-data.nbytes // PART))]
@@ -158,7 +158,7 @@ class Uploader:
             stop.set()
             _cancel(futures)  # and wait: the memory goes to another writer next
 
-    def _complete(self, key: str, handle: str, parts: list[_Part]) -> Mapping[str, str]:
+    def _complete(self, key: str, handle: str, parts: list[_SentPart]) -> Mapping[str, str]:
         """The headers of the object that the parts have become."""
         composite = self._client.dialect.scheme == "s3"
         rows = "".join(
@@ -196,7 +196,7 @@ class Uploader:
             return
 
 
-def _cancel(futures: list[Future[_Part]]) -> None:
+def _cancel(futures: list[Future[_SentPart]]) -> None:
     for future in futures:
         future.cancel()
     wait([future for future in futures if not future.cancelled()])

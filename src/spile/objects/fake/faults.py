@@ -107,7 +107,7 @@ def random_faults(seed: int, count: int, requests: int = 40) -> list[Fault]:
 
 
 class Throttle:
-    """A cap on the bytes a second that all connections share. Unlimited until it is set."""
+    """A cap on the bytes per second that all connections share. Unlimited until it is set."""
 
     def __init__(self) -> None:
         self.rate: float | None = None

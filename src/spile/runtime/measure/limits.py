@@ -51,7 +51,7 @@ class Limits:
     """Written in sequence into one file and made durable."""
 
     def tokens(self, bytes_per_token: int) -> dict[str, float]:
-        """Each limit as real tokens a second."""
+        """Each limit as real tokens per second."""
         rates = {
             "model": self.forward_tokens,
             "host copy": self.host_copy / bytes_per_token,

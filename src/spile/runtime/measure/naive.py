@@ -25,7 +25,7 @@ class Naive(NamedTuple):
 
     @property
     def rate(self) -> float:
-        """Real tokens a second."""
+        """Real tokens per second."""
         return self.tokens / self.seconds
 
 
