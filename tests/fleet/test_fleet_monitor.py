@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import threading
 import time
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -13,11 +15,13 @@ from rich.console import Console
 
 from spile.cli.shell.healing import watch_fleet
 from spile.dashboard.fleet import plain_lines, render
+from spile.errors import SpecError
 from spile.fleet.cloud.provider import NodeRequest, NotAllowed
 from spile.fleet.cloud.tpu import CloudTpu
 from spile.fleet.fake_cloud.server import FakeCloud
 from spile.fleet.heal.monitor import FleetMonitor, FleetStatus
 from spile.fleet.home import FleetHome, WorkerReport
+from spile.fleet.notify import check_url
 from spile.fleet.spec import FleetSpec, Policy, plan_workers
 from spile.spec.phase import Phase
 
@@ -252,3 +256,74 @@ def test_a_table_taller_than_the_terminal_keeps_what_is_in_trouble(home: FleetHo
     assert "GIVEN UP" in text
     assert "more" in text
     assert "Needs recovery: 1" in text
+
+
+def test_a_machine_that_is_not_heard_of_is_said_to_be_and_why_it_was_replaced_stays(
+    home: FleetHome, fake: FakeCloud, client: CloudTpu
+) -> None:
+    """Such as one that may not write the bucket: no empty column for twenty minutes."""
+    monitor = FleetMonitor(home, client, clock=fake.clock)
+    until(monitor, lambda status: all(each.machine == "READY" for each in status.workers))
+    fake.admin("clock", {"advance": 600})
+    status = monitor.step()
+    assert status.workers[0].note.startswith("booted 10 min")
+    assert "not heard of yet (replaced after 20 min)" in status.workers[0].note
+    fake.admin("clock", {"advance": 700})
+    monitor.step()
+    status = until(monitor, lambda status: all(each.machine == "READY" for each in status.workers))
+    assert "the machine before: no heartbeat since it was created" in status.workers[0].note
+
+
+def test_a_zone_whose_api_is_out_does_not_make_a_live_machine_a_missing_one(
+    home: FleetHome, fake: FakeCloud, client: CloudTpu
+) -> None:
+    monitor = FleetMonitor(home, client)
+    until(monitor, lambda status: all(each.machine == "READY" for each in status.workers))
+    fake.admin("fault", {"method": "GET", "path": A, "status": 503, "count": 1000})
+    status = monitor.step()
+    assert status.workers[0].machine == "STATE_UNSPECIFIED"
+    assert status.workers[0].note == f"{A} does not answer"
+    assert status.workers[1].machine == "READY"
+
+
+def test_the_same_long_quota_text_stands_in_one_row(home: FleetHome, fake: FakeCloud, client: CloudTpu) -> None:
+    home.write_fleet(replace(home.read_fleet(), workers=plan_workers((A,), 3)))
+    fake.admin("quota", {"zone": A, "limit": 0})
+    notes = [worker.note for worker in FleetMonitor(home, client).step().workers]
+    assert notes[0].startswith("no quota to create TPU")
+    assert notes[1:] == [f"no quota in {A}, as above"] * 2
+
+
+def test_a_webhook_is_told_what_happened_once(home: FleetHome, fake: FakeCloud, client: CloudTpu) -> None:
+    told: list[dict[str, str]] = []
+
+    class Hook(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            told.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Silence."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hook)
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_address[1]}/hook"
+    home.write_fleet(replace(home.read_fleet(), notify=(url, "http://127.0.0.1:9/nobody")))
+    monitor = FleetMonitor(home, client)
+    until(monitor, lambda status: all(each.machine == "READY" for each in status.workers))
+    say(home, "tpu-us-central1-a-0", phase=Phase.FAILED, verdict="refused", error="spile: no such model")
+    status = monitor.step()
+    assert any(line.startswith("nobody was told at 127.0.0.1") for line in status.actions), "and the fleet goes on"
+    say(home, "tpu-us-central1-b-0", phase=Phase.DONE, verdict="finished")
+    until(monitor, lambda status: status.over)
+    home.order_stop(home.read_fleet())
+    monitor.step()
+    monitor.step()
+    server.shutdown()
+    server.server_close()
+    assert [each["event"] for each in told] == ["given up", "stopped"]
+    assert "no such model" in told[0]["text"]
+    assert (told[0]["fleet"], told[0]["output"]) == ("f", home.read_fleet().root)
+    with pytest.raises(SpecError, match=r"^--notify: expected https"):
+        check_url("slack")

@@ -78,6 +78,10 @@ class DeployFlags:
             negative="",
         ),
     ] = None
+    notify: Annotated[
+        list[str] | None,
+        _flag("A webhook for given up, budget, stopped, finished, silent; Slack's too.", negative=""),
+    ] = None
     yes: Annotated[
         bool, _flag("Do not ask: replace another deployment of this fleet, remove with --overwrite.", negative="")
     ] = False
@@ -217,6 +221,7 @@ class _Asked:
             split=streams.split,
             max_samples=self.flags.max_samples,
             environment=self.steps.variables(),
+            notify=tuple(self.steps.notify or ()),
             flags=said,
         ).on(fleet)
 
@@ -225,10 +230,13 @@ def _check(client: CloudTpu, fleet: FleetSpec, asked: _Asked) -> None:
     """Every mistake that can be known now."""
     from spile.fleet.checks import check_model
     from spile.fleet.cloud.tpu import check_place
+    from spile.fleet.notify import check_url
 
     flags = asked.flags
     asked.root("gs://b")
     asked.steps.variables()
+    for url in asked.steps.notify or ():
+        check_url(url)
     spec = replace(flags, output="gs://b/x", output_dir=None, gcs_bucket=None, upload_to_gcs=None, dataset=None)
     check_model(replace(spec, dataset_dir="gs://b/datasets").spec())
     for zone in () if asked.steps.skip_launch else fleet.zones:

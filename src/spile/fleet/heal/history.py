@@ -59,6 +59,8 @@ class WorkerHistory:
     reported: bool = False
     note: str = ""
     """What it waits for, for people."""
+    lost: str = ""
+    """Why its last machine was replaced; stays when the next one is there."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
 
@@ -18,9 +18,12 @@ from spile.fleet.heal.lease import Holder, Lease
 from spile.fleet.heal.observed import Pulse
 from spile.fleet.heal.reconcile import health_of
 from spile.fleet.heal.round import Round, tick
+from spile.fleet.heal.update import begin
 from spile.fleet.home import FleetHome, WorkerReport
+from spile.fleet.notify import events_between, send
 from spile.fleet.spec import FleetSpec, Worker
 from spile.objects import open_folder
+from spile.plan.amounts import duration
 from spile.spec.phase import Phase
 from spile.status.snapshot import Snapshot, SnapshotReader, StreamView
 
@@ -233,8 +236,11 @@ class FleetMonitor:
             save=lambda history: self._home.write_history(history, number),
             pool=self._pool,
         )
-        self._history = done.history
+        before, self._history = self._history, done.history
         lines = self._home.log(done.done, number, self._clock()) if number else []
+        if number and self.fleet.notify:
+            news = list(events_between(self.fleet, begin(self.fleet, before), done.history))
+            lines += send(self.fleet, news, self._clock())
         return self._status(done, snapshot, tuple(lines), holder)
 
     def _metadata(self, worker: int) -> dict[str, str]:
@@ -244,7 +250,8 @@ class FleetMonitor:
     def _status(self, done: Round, snapshot: Snapshot, lines: tuple[str, ...], holder: Holder | None) -> FleetStatus:
         own, now = done.observed.own, self._clock()
         views = {view.number: view for view in snapshot.streams}
-        workers = []
+        workers: list[WorkerStatus] = []
+        told: set[str] = set()
         for worker in self.fleet.workers:
             past = past_of(done.history, worker)
             node = _best(own.get(worker.id, []))
@@ -253,14 +260,17 @@ class FleetMonitor:
                 health = health_of(WorkerCase(self.fleet, worker, past, now, done.observed), node)
                 heard = node.state.life is Life.ALIVE and done.observed.beat(worker.id, node) is not None
                 fine, sick = fine or (health.fine and heard), not health.fine
-            state = node.state if node is not None else NodeState.NOT_FOUND
-            block = done.history.blocks.get(past.zone)
-            note = past.gave_up or (block.why if block is not None and node is None else past.note)
+            case = WorkerCase(self.fleet, worker, past, now, done.observed, done.history)
             zone = node.zone if node is not None else past.zone
-            workers.append(WorkerStatus(worker, zone, state, views.get(worker.id), past, fine, sick, note))
+            view = views.get(worker.id)
+            if view is not None and (node is None or node.state.life is not Life.ALIVE):
+                # What a machine that is gone said last is no rate of the fleet.
+                view = views[worker.id] = replace(view, tokens_per_second=0.0, seconds_left=None)
+            note = _note(case, node, told)
+            workers.append(WorkerStatus(worker, zone, _state(case, node), view, past, fine, sick, note))
         return FleetStatus(
             fleet=self.fleet,
-            snapshot=snapshot,
+            snapshot=replace(snapshot, streams=tuple(views[each.number] for each in snapshot.streams)),
             history=done.history,
             workers=tuple(workers),
             actions=lines,
@@ -274,6 +284,37 @@ class FleetMonitor:
     def close(self) -> None:
         """Let the next monitor start at once. Everything else goes on."""
         self.lease.release()
+
+
+def _state(case: WorkerCase, node: Node | None) -> NodeState:
+    """Its machine's state; one in a zone that did not answer is not known to be gone."""
+    if node is not None:
+        return node.state
+    return NodeState.UNKNOWN if case.observed.unanswered.intersection(case.past.used) else NodeState.NOT_FOUND
+
+
+def _note(case: WorkerCase, node: Node | None, told: set[str]) -> str:
+    """What is known of a worker beside its numbers. ``told``: the zones whose quota an earlier row has told."""
+    past = case.past
+    if past.gave_up:
+        return past.gave_up
+    before = f"the machine before: {past.lost}" if past.lost else ""
+    if node is None:
+        silent = sorted(case.observed.unanswered.intersection(past.used))
+        if silent:
+            return f"{silent[0]} does not answer"
+        block = case.history.blocks.get(past.zone)
+        if block is None:
+            return past.note or before
+        first = past.zone not in told
+        told.add(past.zone)
+        return block.why if first else f"no quota in {past.zone}, as above"
+    if node.state.life is Life.ALIVE and case.beat(node) is None and not past.finished:
+        limit = max(case.policy.patience, case.policy.compile_grace)
+        since = duration(max(0.0, case.now - node.created))
+        heard = f"booted {since} ago, not heard of yet (replaced after {duration(limit)})"
+        return "; ".join(part for part in (heard, before) if part)
+    return past.note or before
 
 
 def _refusal(done: Round) -> UserError | None:

@@ -155,14 +155,14 @@ def _deaths(case: WorkerCase) -> WorkerHistory:
         current = replace(case, past=past)
         health = health_of(current, node)
         if not health.fine:
-            past = _count_death(current, node, silent=health.silent)
+            past = replace(_count_death(current, node, silent=health.silent), lost=health.reason)
         elif node.state.life is Life.ALIVE:
             heard = case.beat(node) is not None
             past = replace(past, alive=node.uid, since=node.created, never_heard=0 if heard else past.never_heard)
     vanished = past.alive and not case.nodes and past.alive != past.last_dead and not past.finished
     if vanished and not case.observed.unanswered.intersection(past.used):
         gone = Node(case.worker.name, past.zone, NodeState.NOT_FOUND, uid=past.alive, created=past.since)
-        past = _count_death(replace(case, past=past), gone, silent=False)
+        past = replace(_count_death(replace(case, past=past), gone, silent=False), lost="it vanished")
     return past
 
 
