@@ -88,6 +88,7 @@ def orders(dataset: Dataset, seed: int, steps: int) -> dict[str, Iterator[Any]]:
         "two levels, windows of a quarter": dataset.shuffled(
             "residual.0", BATCH, seed=seed, epochs=None, memory=MEMORY
         ),
+        "the reader as it is": dataset.shuffled("residual.0", BATCH, seed=seed, epochs=None),
         "a permutation in memory": in_memory(),
     }
 
