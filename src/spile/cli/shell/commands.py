@@ -39,6 +39,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "monitor",
         "plan",
         "inspect",
+        "models",
         "export",
         "import",
         "bench",
@@ -61,6 +62,9 @@ COMMANDS: tuple[Command, ...] = (
         "plan", "spile.cli.plan:plan", "Before a run: tokens, bytes, hours, dollars, and whether it fits in memory."
     ),
     Command("inspect", "spile.cli.inspect:inspect", "What a dataset is and holds; --html draws it as a page."),
+    Command(
+        "models", "spile.cli.models:models", "The model families that spile computes itself, each with a worked size."
+    ),
     Command("export", "spile.cli.export:export", "A dataset as pickles, for SAELens, NumPy, Parquet or Hugging Face."),
     Command("import", "spile.cli.export:import_", "The old guides' pickles as a dataset."),
     Command("pod check", "spile.cli.pod:check", "Test a slice in a minute: roll call, barriers, devices, a forward."),

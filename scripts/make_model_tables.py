@@ -1,0 +1,57 @@
+"""Write the tables of docs/taps.md and docs/models.md that are made from the code's own tables.
+
+python scripts/make_model_tables.py          (--check: only say whether they are as they should be)
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from spile.spec.families import ARCHITECTURES
+from spile.spec.sites import SITES
+
+DOCS = Path(__file__).parent.parent / "docs"
+_BEGIN, _END = "<!-- made by scripts/make_model_tables.py -->", "<!-- end -->"
+_SHAPES = {"d_mid": "d_model", "top": "top_k"}
+
+
+def tap_table() -> str:
+    """One row per site."""
+    titles = ("tap", "shape of a row", "what it is", "TransformerLens", "nnsight", "Hugging Face")
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    for name, spec in SITES.items():
+        shape = " × ".join(_SHAPES.get(size, size) for size in spec.shape)
+        where = f"`{name}.L`" if spec.layered else f"`{name}`"
+        lens = spec.lens.replace("{i}", "L")
+        lens = f"`{lens}`" if "hook" in lens else lens
+        hugging_face = spec.hugging_face.replace("{i}", "L").replace("[i", "[L")
+        nnsight = spec.nnsight.replace("[i]", "[L]")
+        lines.append(f"| {where} | {shape} | {spec.definition} | {lens} | {nnsight} | {hugging_face} |")
+    return "\n".join(lines)
+
+
+def family_table() -> str:
+    """One row per family."""
+    rows = [f"| `{name}` | {row.models} | {row.differs} |" for name, row in ARCHITECTURES.items()]
+    return "\n".join(["| family | models | what it does where others do not |", "|---|---|---|", *rows])
+
+
+def main() -> None:
+    """Put each table between its marks."""
+    stale = []
+    for name, table in {"taps.md": tap_table(), "models.md": family_table()}.items():
+        page = DOCS / name
+        text = page.read_text()
+        before, rest = text.split(_BEGIN, 1)
+        fresh = f"{before}{_BEGIN}\n\n{table}\n\n{_END}{rest.split(_END, 1)[1]}"
+        if fresh != text:
+            stale.append(name)
+            if "--check" not in sys.argv:
+                page.write_text(fresh)
+    if stale and "--check" in sys.argv:
+        sys.exit(f"{', '.join(stale)}: run python scripts/make_model_tables.py")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""LoRA adapters: merged as the weights are read, part of their hash, refused by name where they are more than that."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from numerics import cases
+from spile import weights
+from spile.errors import ModelError
+from spile.weights.adapters import find_adapter
+
+RANK = 3
+
+
+def write_adapter(folder: Path, model: Path, modules: list[str], **config: Any) -> Path:
+    """A random LoRA for these modules of a model, as PEFT saves it."""
+    folder.mkdir()
+    base, draw = load_file(model / "model.safetensors"), np.random.default_rng(0)
+    tensors = {}
+    for module in modules:
+        outer, inner = base[f"{module}.weight"].shape
+        if config.get("fan_in_fan_out"):
+            outer, inner = inner, outer
+        tensors[f"base_model.model.{module}.lora_A.weight"] = draw.standard_normal((RANK, inner)).astype(np.float32)
+        tensors[f"base_model.model.{module}.lora_B.weight"] = draw.standard_normal((outer, RANK)).astype(np.float32)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    about = {"peft_type": "LORA", "r": RANK, "lora_alpha": 6, "bias": "none", "target_modules": ["x"], **config}
+    (folder / "adapter_config.json").write_text(json.dumps(about))
+    return folder
+
+
+def merged_by_hand(model: Path, adapter: Path, target: Path, scale: float, turned: bool = False) -> Path:
+    """The same model with the adapter in its files."""
+    target.mkdir()
+    tensors, lora = load_file(model / "model.safetensors"), load_file(adapter / "adapter_model.safetensors")
+    for name in [name for name in lora if "lora_A" in name]:
+        module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        change = scale * lora[name.replace("lora_A", "lora_B")] @ lora[name]
+        tensors[f"{module}.weight"] = tensors[f"{module}.weight"] + (change.T if turned else change)
+    save_file(tensors, target / "model.safetensors")
+    (target / "config.json").write_bytes((model / "config.json").read_bytes())
+    return target
+
+
+CASES = {
+    "llama-sites": (["model.layers.0.self_attn.q_proj", "model.layers.2.mlp.down_proj"], {}, 2.0),
+    "phi3": (
+        ["model.layers.1.self_attn.qkv_proj", "model.layers.1.mlp.gate_up_proj"],
+        {"use_rslora": True},
+        6 / 3**0.5,
+    ),
+    "gpt2": (["transformer.h.0.attn.c_attn", "transformer.h.1.mlp.c_proj"], {"fan_in_fan_out": True}, 2.0),
+    "mixtral": (["model.layers.0.block_sparse_moe.experts.2.w1", "model.layers.0.self_attn.o_proj"], {}, 2.0),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_the_model_with_the_product_added(case: str, tmp_path: Path) -> None:
+    modules, config, scale = CASES[case]
+    model = cases.write_model(case, tmp_path / "model")
+    adapter = write_adapter(tmp_path / "adapter", model, modules, **config)
+    by_hand = merged_by_hand(model, adapter, tmp_path / "merged", scale, turned=case == "gpt2")
+    plain = weights.find(str(model))
+    files = replace(plain, adapter=find_adapter(str(adapter)))
+    jax.tree.map(
+        lambda ours, theirs: np.testing.assert_allclose(ours, theirs, atol=1e-5),
+        weights.load(files),
+        weights.load(weights.find(str(by_hand))),
+    )
+    assert files.weights_hash() != plain.weights_hash()
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "another kind": ({"peft_type": "IA3"}, "expected a LoRA.*found 'IA3'"),
+    "dora": ({"use_dora": True}, "use_dora: expected a plain LoRA"),
+    "biases": ({"bias": "all"}, "bias: expected none, found 'all'"),
+    "more modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save: expected a plain LoRA.*merge_and_unload"),
+    "alphas": ({"alpha_pattern": {"q": 3}}, "alpha_pattern: expected a plain LoRA"),
+    "no number": ({"lora_alpha": "x"}, "lora_alpha: expected a number"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_plain_lora_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    changed, said = REFUSED[name]
+    model = cases.write_model("llama-sites", tmp_path / "model")
+    adapter = write_adapter(tmp_path / "adapter", model, ["model.layers.0.self_attn.q_proj"], **changed)
+    with pytest.raises(ModelError, match=said):
+        find_adapter(str(adapter))
+
+
+def test_another_models_adapter(tmp_path: Path) -> None:
+    model = cases.write_model("llama-sites", tmp_path / "model")
+    other = cases.write_model("phi3", tmp_path / "other")
+    adapter = find_adapter(str(write_adapter(tmp_path / "adapter", other, ["model.layers.0.self_attn.qkv_proj"])))
+    with pytest.raises(ModelError, match=r"is not for this model: expected a tensor .*qkv_proj\.weight"):
+        weights.load(replace(weights.find(str(model)), adapter=adapter))
+    with pytest.raises(ModelError, match="no adapter in"):
+        find_adapter(str(model))
