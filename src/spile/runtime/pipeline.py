@@ -235,6 +235,7 @@ class Pipeline:
             self._progress.busy_for("model", ready - max(step.started, last_ready))
             last_ready = ready
             flow.rows[step.shard.lane].put(Rows(step, blocks))
+            del step, blocks  # or their memory would be held until the next batch is there
         for pipe in flow.rows:
             pipe.close()
 

@@ -12,7 +12,7 @@ from spile.runtime.flow import AHEAD
 from spile.runtime.worker import Sizes
 from spile.spec.run import ExtractSpec
 
-__all__ = ["choose_sizes", "host_memory", "in_flight"]
+__all__ = ["IN_HAND", "choose_sizes", "host_memory", "in_flight"]
 
 _BATCH_TOKENS = {"cpu": (4096, 4096), "gpu": (8192, 32768), "tpu": (4096, 16384)}
 """Tokens a device and step, at least and at most: enough to keep it busy, and its rows a fraction of a shard."""
@@ -20,6 +20,8 @@ _ROWS = {"cpu": (512, True), "gpu": (1024, False), "tpu": (1024, False)}
 """How short a row may be, and whether a last batch has a shape of its own. A program costs an accelerator's compiler
 seconds, more than it takes to compute the padding of one batch; attention over a long row costs a CPU more."""
 _MOST_LANES = 8
+IN_HAND = 2
+"""Batches whose memory is not free yet when their place in flight is: one more than fits would double the pool."""
 _MEMORY_SHARE = 4
 """Rows in flight take at most one part in so many of the host's memory."""
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -84,7 +86,7 @@ def in_flight(lanes: int, batch_bytes: int, memory: int) -> int:
     wanted = lanes + lanes // 2 + AHEAD
     if lanes > 1:
         pool = 1 << (wanted * batch_bytes).bit_length() - 1
-        wanted = max(lanes + 2, pool // batch_bytes)
+        wanted = max(lanes + 2, pool // batch_bytes - IN_HAND)
     return max(2, min(wanted, memory // _MEMORY_SHARE // batch_bytes))
 
 

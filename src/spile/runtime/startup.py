@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from contextlib import suppress
 from typing import Any
 
@@ -19,6 +18,7 @@ from spile.runtime.device import DeviceProducer
 from spile.runtime.mesh import default_shape, device_memory, make_mesh, plan_mesh
 from spile.runtime.parts import Parts, bytes_per_token, sizes_for
 from spile.runtime.progress import Progress
+from spile.runtime.sizing import IN_HAND
 from spile.spec.sample import Sample
 from spile.spec.tensors import Tensor
 from spile.weights.loading import load
@@ -52,13 +52,13 @@ def make_producer(parts: Parts, progress: Progress, done: Ranges) -> DeviceProdu
         block=sizes.batch_tokens,
         progress=progress,
     )
-    first = threading.Thread(target=_prepare_first, args=(parts, producer, done), daemon=True)
-    first.start()
-    producer.reserve((sizes.in_flight or 1) * sizes.batch_tokens * bytes_per_token(parts))
+    with progress.timeline.span("first samples"):
+        # Before the weights and not beside them: their transfers keep the interpreter's lock; the compiler needs none.
+        _prepare_first(parts, producer, done)
+    producer.reserve(((sizes.in_flight or 1) + IN_HAND) * sizes.batch_tokens * bytes_per_token(parts))
     try:
         with progress.timeline.span("weights"):
             producer.params = load(parts.files, dtype, layers, place, head=head)
-        first.join()
     except BaseException:
         producer.close()
         raise
