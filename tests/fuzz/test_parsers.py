@@ -27,7 +27,7 @@ from spile.objects.cloud.failures import RequestFailure
 from spile.objects.cloud.listing import parse_objects, parse_uploads
 from spile.runtime.pod.identity import Identity
 from spile.runtime.pod.rollcall import _Caller, _Roll
-from spile.spec.architecture import read_config
+from spile.spec.families import read_config
 from spile.status.heartbeat import read_beat
 from spile.status.snapshot import SnapshotReader
 from spile.store.codec import parse_shard_header

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
@@ -222,3 +223,20 @@ def test_lines_that_come_together_are_heard_one_by_one() -> None:
         until = time.monotonic() + 10
         assert listen(ours, identity, until) == {"service": "x:1", "names": []}
         assert listen(ours, identity, until) == {"error": "worker 2 died"}
+
+
+@pytest.mark.parametrize("said", [{}, {"secret": "guessed"}, {"secret": float("inf")}])
+def test_a_caller_without_the_slices_secret_is_a_stranger_whatever_it_says(
+    monkeypatch: pytest.MonkeyPatch, said: dict[str, object]
+) -> None:
+    """It speaks the protocol, with a wrong count and another version: without the secret it ends nothing."""
+    monkeypatch.setenv("SPILE_POD_SECRET", "shared")
+    workers, ready = Workers(2), threading.Event()
+    workers.first(ready=ready)
+    assert ready.wait(10)
+    with socket.create_connection(("127.0.0.1", workers.base.port), timeout=10) as stranger:
+        line = {"process": 1, "count": 9, "name": "x", "version": "none", **said}
+        stranger.sendall(json.dumps(line).encode() + b"\n")
+        assert stranger.recv(10) == b"", "hung up on"
+    workers.other(1)
+    assert all(isinstance(answer, RollAnswer) for answer in workers.join().values())

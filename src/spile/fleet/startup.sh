@@ -160,10 +160,13 @@ fi
 
 # -- the service --------------------------------------------------------------------------------------------------------
 [ -z "$install_only" ] || exit 0
+secret="$(ask instance/attributes/spile-secret || true)"
+printf 'SPILE_POD_SECRET=%s\n' "${secret//[^A-Za-z0-9_-]/}" > "$place/secret.env"
 cat > "$place/launch.sh" <<LAUNCH
 #!/bin/bash
 # Runs the agent; when there is a new deployment, starts over with that one's wheel.
 cd "$place"
+set -a; . "$place/secret.env"; set +a  # what the hosts of this slice share, where its metadata has it
 while true; do
   "$python" -m spile.fleet.agent --home "$home" --node "$node" --zone "$zone" --host "$host" ${SPILE_AGENT_FLAGS:-}
   code=\$?

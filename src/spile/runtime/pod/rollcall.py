@@ -7,6 +7,7 @@ way over TCP, to the slice's own address of worker 0, and it names everyone who 
 from __future__ import annotations
 
 import errno
+import hmac
 import json
 import os
 import selectors
@@ -24,6 +25,15 @@ __all__ = ["answer_roll_call", "hold_roll_call"]
 
 _RETRY_SECONDS = 0.25
 _MINUTE = 60.0
+
+
+def _secret() -> str:
+    """What the hosts of a slice share and nobody else knows, where there is such a thing: SPILE_POD_SECRET.
+
+    A fleet's machines take it from the metadata ``spile-secret`` of their slice. A caller without it is a stranger,
+    whatever it says.
+    """
+    return os.environ.get("SPILE_POD_SECRET", "")
 
 
 @dataclass
@@ -53,6 +63,8 @@ class _Roll:
             process, count, name, version = int(said["process"]), int(said["count"]), said["name"], said["version"]
             if not isinstance(name, str) or not isinstance(version, str):
                 raise TypeError("a name and a version are texts")
+            if not hmac.compare_digest(str(said.get("secret", "")).encode(), _secret().encode()):
+                raise ValueError("not of this slice")
         except Exception:  # noqa: BLE001 - Infinity, a thousand brackets: whatever a stranger says
             self.strangers += 1  # a scanner of ports must not end a run
             return None
@@ -200,6 +212,7 @@ def answer_roll_call(identity: Identity, *, timeout: float) -> RollConnections:
             "count": identity.count,
             "name": f"{identity.name}, process {os.getpid()}",
             "version": __version__,
+            **({"secret": _secret()} if _secret() else {}),
         }
         connection.sendall(json.dumps(said).encode() + b"\n")
         # Worker 0 may have come later than we: its own clock decides who is missing, and tells.
