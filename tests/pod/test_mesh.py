@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
 from spile.errors import SpecError
-from spile.model.params import layout
 from spile.runtime.mesh import RULES, default_shape, make_mesh, plan_mesh
 from spile.spec.architecture import ModelConfig
 from spile.spec.machines import parse_machine
+from spile.spec.tensors import Tensor, layer_tensors, model_tensors
 
 QWEN_05 = ModelConfig("qwen2", 896, 24, 14, 2, 64, 4864, 151936, qkv_bias=True, tied=True)
 QWEN_7 = ModelConfig("qwen2", 3584, 28, 28, 4, 128, 18944, 152064, qkv_bias=True)
@@ -37,16 +37,18 @@ def test_nothing_is_said_where_all_divides() -> None:
     assert plan_mesh(QWEN_05, (8, 2)).spec(("heads", "d_model"), (896, 896)) == PartitionSpec("model", None)
 
 
+def tensors_of(config: ModelConfig) -> list[Tensor]:
+    return [*model_tensors(config, head=True).values(), *layer_tensors(config, 0).values()]
+
+
 def test_every_axis_of_the_weights_has_a_rule() -> None:
-    embed, tensors = layout(QWEN_7)
-    assert {axis for tensor in (embed, *tensors.values()) for axis in tensor.axes} <= set(RULES)
+    assert {axis for tensor in tensors_of(QWEN_7) for axis in tensor.axes} <= set(RULES)
 
 
 @given(st.sampled_from([QWEN_05, QWEN_7]), st.integers(1, 64))
 def test_every_part_is_whole(config: ModelConfig, width: int) -> None:
     plan = plan_mesh(config, (1, width))
-    embed, tensors = layout(config)
-    for tensor in (embed, *tensors.values()):
+    for tensor in tensors_of(config):
         spec = plan.spec(tensor.axes, tensor.shape)
         used = [part for part in spec if part is not None]
         assert len(used) <= 1
