@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import sys
 from pathlib import Path
@@ -132,9 +133,14 @@ def _tensors(config: dict[str, Any]) -> dict[str, Any]:
     return {
         name: np.full(shape, name.endswith("weight") and "gemma" not in config["model_type"], ml_dtypes.bfloat16)
         if len(shape) == 1
-        else np.resize(scaled[_std(name, shape)][place * 7919 % 4096 :], shape)
+        else _filled(scaled[_std(name, shape)][place * 7919 % 4096 :], shape)
         for place, (name, shape) in enumerate(shapes.items())
     }
+
+
+def _filled(values: Any, shape: tuple[int, ...]) -> Any:
+    """So many of the values, again from the first where there are too few: ``np.resize`` alone copies all of them."""
+    return np.resize(values[: math.prod(shape)], shape)
 
 
 def _std(name: str, shape: tuple[int, ...]) -> float:
