@@ -129,3 +129,19 @@ def test_what_nodes_lack_is_told_before_the_run_starts(cluster: RayNodes, tmp_pa
     assert "node2: no spile there (ModuleNotFoundError: No module named 'spile.errors')" in told("none=1")
     assert told("far=1").startswith("spile: 1 of 1 nodes cannot work: found node3: ")
     assert list(open_folder(f"{BUCKET}/out").list()) == [], "nothing was begun"
+
+
+@pytest.mark.slow
+def test_hosts_as_one_worker(cluster: RayNodes, tmp_path: Path) -> None:
+    """Two gangs' worth of streams on one gang of two nodes: each stream is stored by both hosts together."""
+    streams(tmp_path, 2)
+    for number in (1, 2):
+        cluster.start(number)
+    words = ["--dataset-dir", f"{BUCKET}/streams", "--output", f"{BUCKET}/out", "--hosts-per-worker", "2"]
+    out, _ = (run := start(cluster, *words)).communicate(timeout=400)
+    assert run.returncode == 0, out
+    root = open_folder(f"{BUCKET}/out")
+    report = verify(root)
+    assert report.ok, [problem.line() for problem in report.all_problems]
+    names = [info.key for info in root.list("tpu_") if info.key.endswith(".safetensors")]
+    assert {name.rpartition("-h")[2] for name in names} == {"00.safetensors", "01.safetensors"}, names

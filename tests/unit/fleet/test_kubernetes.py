@@ -16,6 +16,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fleet.ssh.loopback import free_port
 from spile.cli.main import main
 from spile.data.make.split import make_streams
 from spile.fleet.manifests.job import ClusterJob
@@ -196,3 +197,27 @@ def test_bad_flags_are_one_line(words: tuple[str, ...], capsys: pytest.CaptureFi
     with pytest.raises(SystemExit) as ended:
         main(["k8s", "job", "--image", "spile:1", "--model", "embedded", *words])
     assert (ended.value.code, capsys.readouterr().err) == (2, f"spile: {BAD[words]}\n")
+
+
+@pytest.mark.slow
+def test_the_commands_of_a_slices_pods_make_one_worker(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Both pods of the first Job, here; only the cluster's DNS is replaced, by this machine's address."""
+    make_streams("embedded", tmp_path / "streams", 8)
+    place = ["--dataset-dir", f"{tmp_path}/streams", "--output", f"{tmp_path}/out", "--volume", f"{tmp_path}=claim"]
+    service, first = yaml.safe_load_all(printed(capsys, *place, "--num-streams", "1", "--hosts-per-worker", "2"))
+    (container,) = first["spec"]["template"]["spec"]["containers"]
+    host = f"{first['metadata']['name']}-0.{service['metadata']['name']}"
+    assert host in container["command"]
+    address = {host: f"127.0.0.1:{free_port()}"}
+    pods = []
+    for index in range(first["spec"]["completions"]):
+        words = [address.get(word, word).replace(f"$({INDEX})", str(index)) for word in container["command"][1:]]
+        env = {**os.environ, INDEX: str(index), "JAX_PLATFORMS": "cpu"}
+        pods.append(subprocess.Popen([sys.executable, "-m", "spile.cli.main", *words], env=env))
+    assert [pod.wait(200) for pod in pods] == [0, 0]
+    report = verify(open_folder(f"{tmp_path}/out"), streams=[0])
+    assert report.ok, [problem.line() for problem in report.all_problems]
+    assert {path.stem.rpartition("-")[2] for path in (tmp_path / "out" / "tpu_0").glob("*.safetensors")} == {
+        "h00",
+        "h01",
+    }
