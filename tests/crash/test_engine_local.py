@@ -50,9 +50,12 @@ def finish(run: subprocess.Popen[str]) -> tuple[int, str]:
     return run.returncode, out
 
 
-def test_a_killed_worker_is_restarted_and_nothing_is_stored_twice(streams: Path, tmp_path: Path) -> None:
+def test_a_killed_worker_is_restarted_and_nothing_is_stored_twice(
+    streams: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With tiny shards, so that the killed one has commits, which its successor does not repeat."""
     words = ["--dataset-dir", str(streams), "--output", "out", "--num-workers", "2", "--shard-size-gb", "1e-6"]
+    monkeypatch.setenv("SPILE_ENGINE", "local")  # said by a variable: its workers must not take it for theirs
     run = start(tmp_path, *words, "--log-dir", "logs")
     assert wait_until(lambda: len(workers(run)) == 2, 60)
     assert wait_until(lambda: list((tmp_path / "out").glob("tpu_*/commits/0001.json")), 120)

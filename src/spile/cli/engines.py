@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,7 +52,7 @@ def extract_on_engine(flags: ExtractFlags, engine: EngineFlags) -> int:
     try:
         streams = flags.dataset_dir or _split(flags, spec, runner.workers, engine.num_streams)
         words = _words(flags, spec, streams)
-        tasks = stream_tasks(streams, words)
+        tasks = stream_tasks(streams, words, _said_here(flags, engine))
         inputs = tuple(map(_absolute, filter(_is_place, (streams, spec.model))))
         with cluster_check(_absolute_folder(spec.output), inputs) as asked:
             runner.check(asked)
@@ -87,6 +87,11 @@ def _words(flags: ExtractFlags, spec: ExtractSpec, streams: str) -> Callable[[in
     if spec.local_copy is not None:
         place += ["--output-dir", _absolute_folder(spec.local_copy)]
     return lambda stream: ("extract", "--worker-id", str(stream), *place, *own)
+
+
+def _said_here(*flags: ExtractFlags | EngineFlags) -> tuple[str, ...]:
+    """The variables of this command's flags, SPILE_ENGINE among them: a worker that had them would start workers."""
+    return tuple(f"SPILE_{field.name.upper()}" for each in flags for field in fields(each))
 
 
 def _is_place(name: str) -> bool:

@@ -18,6 +18,8 @@ class StreamTask:
     size: int = 0
     """Bytes of the stream's file: the longest is started first."""
     env: Mapping[str, str] = field(default_factory=dict)
+    without: tuple[str, ...] = ()
+    """Variables of the one who started it that are not the worker's: the words say it all."""
 
     @property
     def alone(self) -> tuple[str, ...]:

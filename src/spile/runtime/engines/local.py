@@ -40,7 +40,9 @@ class LocalEngine:
         """A process on a free share."""
         share = self._free.pop(0)
         env = {**share.env, **task.env}
-        process = WorkerProcess(task.alone, env=env, cores=share.cores, hear=self._log(task.stream))
+        process = WorkerProcess(
+            task.alone, env=env, without=task.without, cores=share.cores, hear=self._log(task.stream)
+        )
         self._running[task.stream] = process, share
 
     def wait(self, seconds: float) -> Sequence[WorkerEnd]:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 __all__ = ["WorkerProcess"]
@@ -25,16 +25,18 @@ class WorkerProcess:
         words: Sequence[str],
         *,
         env: Mapping[str, str] | None = None,
+        without: Collection[str] = (),
         cores: Sequence[int] = (),
         hear: Callable[[str], None] = lambda _line: None,
     ) -> None:
         command = [sys.executable, "-m", "spile.cli.main", *words]
         place = ",".join(map(str, cores))
+        inherited = {name: value for name, value in os.environ.items() if name not in without}
         self._hear = hear
         self._tail: deque[str] = deque(maxlen=_TAIL)
         self._process = subprocess.Popen(  # noqa: S603
             [sys.executable, _CHILD, str(os.getpid()), place, *command],
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})},
+            env={**inherited, "PYTHONUNBUFFERED": "1", **(env or {})},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

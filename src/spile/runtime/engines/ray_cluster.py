@@ -122,7 +122,7 @@ class RayEngine:
         if self._hosts_per_worker > 1:
             self._gangs[task.stream] = Gang(task, self._hosts_per_worker)
             return
-        ref = self._submit(task.alone, task.env, self._options(f"stream {task.stream}", avoid))
+        ref = self._submit(task.alone, task, self._options(f"stream {task.stream}", avoid))
         self._refs[ref] = task.stream
 
     def _options(self, name: str, avoid: Collection[str] = ()) -> dict[str, Any]:
@@ -138,8 +138,9 @@ class RayEngine:
             options["label_selector"] = {"ray.io/node-id": f"!in({','.join(bad)})"}
         return options
 
-    def _submit(self, words: Sequence[str], env: Mapping[str, str], options: Mapping[str, Any]) -> Any:
-        return self._ray.remote(**options)(ray_node.run_stream).remote(list(words), dict(env))
+    def _submit(self, words: Sequence[str], task: StreamTask, options: Mapping[str, Any]) -> Any:
+        run = self._ray.remote(**options)(ray_node.run_stream)
+        return run.remote(list(words), dict(task.env), list(task.without))
 
     def wait(self, seconds: float) -> Sequence[WorkerEnd]:
         """Those whose task ended, whether by itself or with its node."""
@@ -177,7 +178,7 @@ class RayEngine:
                 strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
                 options = {**self._options(name), "scheduling_strategy": strategy}
                 words = gang.words(number, str(nodes[0]["NodeManagerAddress"]))
-                refs.append(self._submit(words, gang.task.env, options))
+                refs.append(self._submit(words, gang.task, options))
             gang.place([node["NodeID"] for node in nodes], refs)
 
     def _end(self, ref: Any, stream: int) -> WorkerEnd:

@@ -48,14 +48,14 @@ def look_at_node(output: str, token: str, inputs: Sequence[str]) -> dict[str, An
     return found
 
 
-def run_stream(words: Sequence[str], env: Mapping[str, str]) -> tuple[int, str, str]:
+def run_stream(words: Sequence[str], env: Mapping[str, str], without: Sequence[str]) -> tuple[int, str, str]:
     """One worker, to its end: its exit code, its last lines, the node. Cancelled: it commits first."""
     import socket
     import time
 
     from spile.runtime.engines.process import WorkerProcess
 
-    worker = WorkerProcess(words, env=env, hear=lambda line: print(line, flush=True))
+    worker = WorkerProcess(words, env=env, without=without, hear=lambda line: print(line, flush=True))
     code = None
     try:
         while code is None:

@@ -17,13 +17,15 @@ __all__ = ["cluster_check", "stream_tasks"]
 _STREAM = re.compile(r"stream_(\d{3,})\.jsonl", re.ASCII)
 
 
-def stream_tasks(dataset_dir: str, words: Callable[[int], tuple[str, ...]]) -> list[StreamTask]:
+def stream_tasks(
+    dataset_dir: str, words: Callable[[int], tuple[str, ...]], without: tuple[str, ...] = ()
+) -> list[StreamTask]:
     """One task per ``stream_NNN.jsonl`` of a folder or a bucket's."""
     found = []
     for info in open_folder(dataset_dir).list("stream_"):
         named = _STREAM.fullmatch(info.key)
         if named is not None:
-            found.append(StreamTask(int(named[1]), words(int(named[1])), info.size))
+            found.append(StreamTask(int(named[1]), words(int(named[1])), info.size, without=without))
     if not found:
         raise DataError(
             f"no stream in {dataset_dir}",
