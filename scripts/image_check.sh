@@ -26,8 +26,9 @@ if ! image inspect "docker.io/library/$base" > /dev/null 2>&1; then
   image commit --quiet "$container" "docker.io/library/$base" > /dev/null
   image rm "$container" > /dev/null
 fi
+# No --layers: this storage copies the whole root for each.
 # shellcheck disable=SC2086
-image build --isolation chroot --pull-never --layers --target "$target" --tag "spile:check-$target" ${IMAGE_CHECK_FLAGS:-} .
+image build --isolation chroot --pull-never --target "$target" --tag "spile:check-$target" ${IMAGE_CHECK_FLAGS:-} .
 
 container="$(image from --pull-never "spile:check-$target")"
 trap 'image rm "$container" > /dev/null; [ -n "${IMAGE_CHECK_FOLDER:-}" ] || rm -rf "$folder"' EXIT

@@ -100,8 +100,14 @@ def test_a_killed_runner_leaves_no_worker(streams: Path, tmp_path: Path) -> None
 
 
 BAD = {
-    ("--engine", "local", "--worker-id", "1"): "--worker-id with an engine: expected all streams; "
-    "leave it out, or --engine",
+    (
+        "--engine",
+        "local",
+        "--dataset",
+        "embedded",
+        "--worker-id",
+        "1",
+    ): "--worker-id with an engine: expected all streams; leave it out, or --engine",
     ("--num-workers", "0"): "--num-workers: expected 1 to 10,000, found 0",
     ("--num-workers", "1", "--ray-address", "a:1"): "--ray-address: expected --engine ray beside it, "
     "found --engine local",
