@@ -21,6 +21,7 @@ from spile.plan.amounts import amount, duration, size
 from spile.plan.cost import START_SECONDS, Estimate, Rates, refuse_over_budget
 from spile.spec.machines import Machine, Prices, list_prices, parse_machine
 from spile.spec.prices import prices_from
+from spile.spec.tensors import parameter_count
 
 if TYPE_CHECKING:
     from spile.runtime.measure.aot import Fit
@@ -33,6 +34,10 @@ _USUAL = ("v3-8", "v4-8", "v5litepod-8", "v5litepod-64", "v6e-8", "v5p-8")
 """Shown where no --topology is given."""
 _FIRST_TOKENS = 16_384
 """Tokens a device that the compiler is asked for first: the worker's own choice on a TPU."""
+
+
+_FULL = 0.7
+"""The part of a device's memory that weights may take before they are split over more of them."""
 
 
 def _flag(text: str, **more: Any) -> Parameter:
@@ -90,6 +95,8 @@ def plan(
         console.print_json(json.dumps({**record, "machines": machines_}))
     elif not compiles:
         console.print(_uncompiled(bool(topology), available()), markup=False)
+        for machine in machines:
+            console.print(_by_arithmetic(found, machine), markup=False)
     if budget is not None:
         _hold(estimates, budget, preemptible)
     return 0
@@ -117,6 +124,23 @@ def _uncompiled(asked: bool, installed: bool) -> str:
         return "Memory: not checked; pip install 'spile[tpu]' lets the real TPU compiler check it, here."
     return (
         "Memory: not checked; " + ("leave --no-compile out" if asked else "give a --topology") + " to compile for it."
+    )
+
+
+def _by_arithmetic(found: Forecast, machine: Machine) -> str:
+    """Whether weights and rows have room on a device, without a compiler: what it computes in between is left out."""
+    weights = parameter_count(found.config) * (4 if found.spec.dtype == "float32" else 2)
+    room, parts = machine.hbm_per_device, 1
+    while weights / parts > _FULL * room and parts < machine.devices:
+        parts *= 2
+    tokens = found.spec.batch_tokens or _FIRST_TOKENS
+    rows = 2 * tokens * found.volume.bytes_per_token
+    fits = weights / parts + rows <= room
+    split = f", a {parts}th on each device" if parts > 1 else ""
+    verdict = "fits" if fits else "does not fit: fewer --batch-tokens or taps, or more chips"
+    return (
+        f"  {machine.name}, by arithmetic: weights {size(weights)}{split}, rows {size(rows)} (two batches of "
+        f"{tokens:,} tokens), {size(room)} on a device: {verdict}"
     )
 
 

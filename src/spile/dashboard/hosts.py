@@ -106,7 +106,10 @@ def outcome_table(outcomes: Sequence[HostOutcome], logs: Logs) -> Table:
     """Host, code, what happened, seconds, log."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading, justify in (("host", "left"), ("code", "right"), ("", "left"), ("seconds", "right"), ("log", "left")):
-        table.add_column(heading, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+        # A host's number is the end of its name: it and the code are whole where the others fold.
+        whole = heading in ("host", "code", "seconds")
+        width = max((len(outcome.host.label) for outcome in outcomes), default=4) if heading == "host" else None
+        table.add_column(heading, justify=justify, no_wrap=whole, overflow="fold", min_width=width)  # type: ignore[arg-type]
     for outcome in outcomes:
         style = "dim" if outcome.stopped else "green" if outcome.code == 0 else "red"
         path = logs.path(outcome.host)
@@ -123,7 +126,19 @@ def outcome_table(outcomes: Sequence[HostOutcome], logs: Logs) -> Table:
 
 def print_outcomes(outcomes: Sequence[HostOutcome], logs: Logs, console: Console) -> None:
     """The table, here and as ``outcome.json`` beside the logs."""
-    console.print(outcome_table(outcomes, logs), soft_wrap=not console.is_terminal)
+    if console.is_terminal:
+        console.print(outcome_table(outcomes, logs))
+    else:  # whole lines, for grep and for a log
+        console.print("host  code  seconds  log", markup=False)
+        for outcome in outcomes:
+            story = _story(outcome)
+            words = [
+                outcome.host.label,
+                str(outcome.code),
+                f"{outcome.seconds:.1f}",
+                str(logs.path(outcome.host) or ""),
+            ]
+            console.print("  ".join([*words, *([story] if story else [])]), markup=False, soft_wrap=True)
     if logs.folder is None:
         return
     rows = [

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from spile.dashboard.hosts import Logs, print_outcomes
@@ -59,6 +61,21 @@ def test_the_table(tmp_path: Path) -> None:
     lines = [line.split() for line in shown(out).splitlines() if line.strip()]
     assert lines[0] == ["host", "code", "seconds", "log"]
     assert lines[1] == ["one", "3", "1.2", str(tmp_path / "logs" / "one.log")]
-    assert lines[2][:6] == ["second", "143", "stopped;", "still", "running:", "7,"]
+    assert lines[2][:3] == ["second", "143", "2.0"]
+    assert lines[2][4:] == ["stopped;", "still", "running:", "7,", "8"]
     rows = json.loads((tmp_path / "logs" / "outcome.json").read_text())
     assert [(row["host"], row["code"], row["left"]) for row in rows] == [("one", 3, []), ("second", 143, [7, 8])]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_codes_and_host_numbers_are_whole_at_80_columns_and_in_a_pipe(tmp_path: Path, terminal: bool) -> None:
+    hosts = [
+        replace(ONE, node="a-slice-with-a-rather-long-name-in-europe-west4-a", worker=number) for number in (0, 11)
+    ]
+    out = Console(file=io.StringIO(), width=80, force_terminal=terminal, color_system=None)
+    with Logs(hosts, tmp_path / "a-folder-for-logs", None) as logs:
+        logs.open()
+    print_outcomes([HostOutcome(host, 137, "killed by the kernel for its memory", 3.0) for host in hosts], logs, out)
+    text = out.file.getvalue()  # type: ignore[attr-defined]
+    for host in hosts:
+        assert any(host.label in line and " 137 " in line for line in text.splitlines()), text

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import spile.weights
 from spile.cli.main import main
 
 
@@ -23,6 +24,23 @@ def test_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
     assert "all counted" in out
     assert "v5litepod-64" in out
     assert "list prices, US, as of 20" in out
+
+
+def test_a_config_is_enough_and_arithmetic_says_whether_it_fits(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """No weights, no TPU compiler; and the time to boot, install, load and compile is paid for."""
+    source = Path(spile.weights.__file__).parent / "embedded"
+    for file in source.glob("*.json"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    assert run("--model", str(tmp_path), "--dataset", "embedded", "--topology", "v3-8", "--no-compile") == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "v3-8, by arithmetic: weights 5.27 MB, rows" in out
+    assert "on a device: fits" in out
+    assert "10 min to boot, install, load and compile" in out
+    words = ("--topology", "v3-8", "--no-compile", "--batch-tokens", "100000000")
+    assert run(*words) == 0
+    assert "does not fit: fewer --batch-tokens" in " ".join(capsys.readouterr().out.split())
 
 
 def test_json_and_a_counted_part(capsys: pytest.CaptureFixture[str]) -> None:
