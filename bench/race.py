@@ -14,6 +14,7 @@ import json
 import os
 import random
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -71,6 +72,8 @@ def write_tasks(source: str | None, count: int, target: Path) -> Path:
 def process(name: str, words: list[str], **environment: str) -> tuple[Result, str]:
     """Run it; how long, and what it said."""
     began = time.perf_counter()
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    before = used.ru_utime + used.ru_stime
     try:
         done = subprocess.run(
             [sys.executable, *words], check=False, text=True, capture_output=True, timeout=_LIMIT,
@@ -79,6 +82,8 @@ def process(name: str, words: list[str], **environment: str) -> tuple[Result, st
     except subprocess.TimeoutExpired:
         return Result(name, float(_LIMIT), notes=["did not end in time"]), ""
     result = Result(name, time.perf_counter() - began)
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    result.notes.append(f"{used.ru_utime + used.ru_stime - before:.0f} s of the processor")
     if done.returncode:
         result.notes.append(f"exit {done.returncode}: {done.stderr[-600:]}")
     return result, done.stdout + done.stderr
