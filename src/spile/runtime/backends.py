@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Literal
 
 import jax
@@ -43,7 +44,8 @@ def find_model(
     adapter = None if spec.adapter is None else find_adapter(spec.adapter)
     if backend != "jax":
         files = weights.find(spec.model, spec.revision, any_family=True)
-        if backend == "torch" or files.config.architecture not in ARCHITECTURES:
+        others = backend is None and find_spec("torch") is not None  # without it the refusal names the families
+        if backend == "torch" or (others and files.config.architecture not in ARCHITECTURES):
             if spec.generation is not None:
                 said = "a family that spile computes itself (spile models)"
                 raise SpecError("spile infer", expected=said, found=files.config.architecture)

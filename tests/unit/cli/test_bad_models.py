@@ -50,7 +50,7 @@ def configured(folder: Path, **changes: Any) -> Path:
 
 def test_an_unknown_architecture_is_named_with_those_known(refused: Refuse, tmp_path: Path, fresh: Path) -> None:
     model = configured(tmp_path / "model", model_type="mamba", architectures=["MambaForCausalLM"])
-    line = refused("--model", model, "--output", fresh)
+    line = refused("--model", model, "--output", fresh, "--backend", "jax")
     for word in ("mamba", "llama", "mistral", "qwen2", "qwen3"):
         assert word in line
 

@@ -9,7 +9,7 @@ import ml_dtypes  # noqa: F401 - NumPy's bfloat16
 import numpy as np
 import numpy.typing as npt
 
-from spile.errors import Failure, SpecError
+from spile.errors import Failure, ModelError, SpecError
 from spile.plan.batches import Batch
 from spile.runtime.producer import OutOfDeviceMemory, RowBlock, check_tokens
 from spile.runtime.torch.drawing import Hooks
@@ -53,12 +53,16 @@ def load_model(files: ModelFiles, dtype: str, *, weights: bool = True) -> Any:
     if not isinstance(files.source, LocalSource):
         raise SpecError("--backend torch", expected="a model in a folder or on the hub", found=files.name)
     folder = files.source.folder
-    if not weights:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).eval()
-    model, said = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=getattr(torch, dtype), output_loading_info=True, use_safetensors=True
-    )
+    try:
+        if not weights:
+            with torch.device("meta"):
+                return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).eval()
+        model, said = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=getattr(torch, dtype), output_loading_info=True, use_safetensors=True
+        )
+    except (ValueError, KeyError, OSError, RuntimeError, AttributeError, TypeError) as error:
+        found = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+        raise ModelError(f"transformers cannot load {files.name}", found=found) from error
     if wrong := sorted({*said["missing_keys"], *said["mismatched_keys"]}):
         raise SpecError(f"the weights of {files.name}", expected="every tensor of the model", found=f"no {wrong[0]}")
     if files.adapter is not None:
