@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Group, Parameter
 
 from spile.cli.extract import GCS_PREFIX, ExtractFlags
+from spile.cli.shell.creating import create_machines
 from spile.cli.shell.defaults import GUIDES_DATASET, GUIDES_STREAMS, with_model
 from spile.cli.shell.fleet_flags import MachineFlags, PlaceFlags, confirm, print_results
 from spile.cli.shell.remembering import as_before, given, words_of
@@ -324,7 +325,7 @@ def _launch(client: CloudTpu, home: FleetHome, fleet: FleetSpec, steps: DeployFl
     if steps.adopt:
         results = manage.adopt(client, fleet, steps.adopt)
     elif steps.create_tpus and (ssh or not steps.monitor):  # else the monitor makes them, and heals meanwhile
-        results = _create(client, home, fleet, console)
+        results = create_machines(client, home, fleet, console)
     elif not ssh and not steps.monitor:
         results = launch_waiting(client, fleet, home.folder.url)
     if ssh:
@@ -339,20 +340,3 @@ def _launch(client: CloudTpu, home: FleetHome, fleet: FleetSpec, steps: DeployFl
         return watch_fleet(home, client, console, interval=steps.interval, adjust=adjust)
     console.print(f"watch and heal with: spile monitor {home.folder.url}", markup=False)
     return code
-
-
-def _create(client: CloudTpu, home: FleetHome, fleet: FleetSpec, console: Console) -> list[NodeResult]:
-    """Make the machines, unless somebody monitors the fleet: then that one does."""
-    import time
-
-    from spile.fleet import manage
-    from spile.fleet.heal.lease import Lease
-    from spile.fleet.heal.monitor import machine_metadata, startup_script
-
-    other = Lease(home.folder, clock=time.time, ttl=0.0).holder()
-    if other is not None:
-        console.print(f"{other.owner} monitors this fleet and makes its machines", markup=False)
-        return []
-    names = {worker.id: worker.name for worker in fleet.workers}
-    script = startup_script()
-    return manage.create(client, fleet, lambda worker: machine_metadata(home.folder.url, names[worker], script))

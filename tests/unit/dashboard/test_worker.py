@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from spile.dashboard.worker import bar, facts, line, watched
-from spile.runtime.progress import ProgressSnapshot
+from spile.runtime.progress import ProgressSnapshot, WallTime
 from spile.runtime.summary import Summary
 from spile.spec.phase import Phase
 
@@ -30,6 +30,7 @@ NOW = ProgressSnapshot(
     shapes=1,
     seconds=40.0,
     busy={"model": 20.0, "sink": 1.0},
+    wall=WallTime(0.5, 1.0, 31.0, 0.5),
 )
 DONE = Summary(
     root="./activations",
@@ -87,7 +88,7 @@ def test_the_last_lines() -> None:
 
 
 def test_a_slow_store_is_told_in_units_that_show_it() -> None:
-    slow = replace(DONE, visit=replace(NOW, bytes=70_300, busy={"sink": 2.0}))
+    slow = replace(DONE, visit=replace(NOW, bytes=70_300, compile_seconds=1.0, busy={"sink": 2.0}))
     assert dict(facts(slow))["limited by"] == "disk, 35.1 kB/s"
 
 
