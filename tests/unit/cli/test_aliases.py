@@ -68,7 +68,7 @@ GUIDES: list[tuple[str, str, str, dict[str, Any]]] = [
     ("001", "data upload", "--bucket b --local_dir ./dataset_streams", {"local_dir": "dataset_streams"}),
     # 002: parallel workers
     ("002", "data streams", "--num_streams 32", {"num_streams": 32}),
-    ("002", "data streams", "--num_streams 32 --output_dir ./data/streams", {"output_dir": "data/streams"}),
+    ("002", "data streams", "--num_streams 32 --output_dir ./data/streams", {"output_dir": "./data/streams"}),
     ("002", "data streams", "--num_streams 32 --max_samples 200000", {"max_samples": 200000}),
     ("002", "extract", "--worker_id 5", {"flags.worker_id": 5}),
     (

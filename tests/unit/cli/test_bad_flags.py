@@ -14,12 +14,12 @@ from unit.cli.refusals import Refuse
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["--layers", "4"], "--layers: expected layers 0 to 3 (the model has 4), found 4"),
-        (["--layers", "0-99"], "--layers: expected layers 0 to 3 (the model has 4), found 4-99"),
+        (["--layers", "6"], "--layers: expected layers 0 to 5 (the model has 6), found 6"),
+        (["--layers", "0-99"], "--layers: expected layers 0 to 5 (the model has 6), found 6-99"),
         (["--layers", "-1"], "--layers"),
         (["--layers", "3-1"], "--layers"),
         (["--layers", "many"], "--layers: expected all, or numbers and ranges such as 0-11,20, found 'many'"),
-        (["--taps", "logits"], "--taps: expected some of residual, attn, mlp, found logits"),
+        (["--taps", "thoughts"], "--taps: expected some of residual, attn, mlp, "),
         (["--batch-size", "-3"], "--batch-size: expected from 1 to 1,048,576, found -3"),
         (["--batch-size", "0"], "--batch-size: expected from 1 to 1,048,576, found 0"),
         (["--batch-tokens", "0"], "--batch-tokens: expected from 1 to"),
@@ -50,7 +50,7 @@ def test_an_absurd_flag(refused: Refuse, fresh: Path, words: list[str], line: st
     ("words", "line"),
     [
         (["--dataset", "nowhere.jsonl"], "spile: no such dataset: nowhere.jsonl; check"),
-        (["--layers", "77"], "spile: --layers: expected layers 0 to 3"),
+        (["--layers", "77"], "spile: --layers: expected layers 0 to 5"),
     ],
 )
 def test_as_a_process(tmp_path: Path, words: list[str], line: str) -> None:

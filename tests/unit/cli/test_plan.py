@@ -52,7 +52,7 @@ def test_json_and_a_counted_part(capsys: pytest.CaptureFixture[str]) -> None:
     assert whole["run"]["tokens_standard_error"] == 0 < part["run"]["tokens_standard_error"]
     error = abs(part["run"]["tokens"] / whole["run"]["tokens"] - 1)
     assert error < 4 * part["run"]["tokens_standard_error"]
-    assert whole["run"]["bytes_per_token"] == 64 * 2 + 5
+    assert whole["run"]["bytes_per_token"] == 192 * 2 + 5
     assert whole["machines"][0]["topology"] == part["machines"][0]["topology"] == "v5e:8x8"
 
 

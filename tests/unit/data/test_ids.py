@@ -80,8 +80,11 @@ def test_equal_tasks_without_ids_are_one_task_and_ids_that_stand_twice_are_refus
     make_streams(twins, tmp_path / "s", 2)
     first, second = (tokens(tmp_path / "s" / f"stream_00{n}.jsonl", chatml) for n in range(2))
     assert first == second
-    with pytest.raises(DataError, match=r"task id 'task-[0-9a-f]{12}' stands twice .* found rows 0 and 1"):
-        convert(twins, tmp_path / "pair", format="arc-json")
+    done = convert(twins, tmp_path / "pair", format="arc-json")
+    assert (done.tally.samples, dict(done.tally.rejected)) == (1, {"the same task as an earlier row": 1})
+    named = jsonl([task("one"), task("one")])
+    with pytest.raises(DataError, match=r"task id 'one' stands twice .* found rows 0 and 1"):
+        convert(named, tmp_path / "other", format="arc-json")
 
 
 def older(streams: Path, dataset: str, count: int) -> dict[str, bytes]:
