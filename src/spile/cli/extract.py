@@ -205,18 +205,20 @@ class ExtractFlags:
 
     def _places(self) -> tuple[str, str | None]:
         """The dataset's home, and the folder of its local copy where the home is a bucket."""
+        return self._home_and_copy("--output-dir", self.output_dir, ExtractSpec.output)
+
+    def _home_and_copy(self, flag: str, folder: str | None, default: str) -> tuple[str, str | None]:
+        """``folder``, as ``flag`` gives it, is the home where no other is given, else the local copy of a bucket."""
         home = self._bucket_home()
         if home and self.output is not None:
             found = f"{self.output}, {home}"
             raise SpecError("--output and --gcs-bucket both given", expected="one of them", found=found)
         home = home or self.output
         if home is None:
-            return self.output_dir or ExtractSpec.output, None
-        if self.output_dir is not None and not is_remote(home):
-            raise SpecError(
-                "--output-dir beside --output", expected="a bucket, of which it is the local copy", found=home
-            )
-        return home, self.output_dir
+            return folder or default, None
+        if folder is not None and not is_remote(home):
+            raise SpecError(f"{flag} beside --output", expected="a bucket, of which it is the local copy", found=home)
+        return home, folder
 
     def _bucket_home(self) -> str | None:
         """Where --gcs-bucket says: its own folder, --gcs-prefix, or ``activations``."""

@@ -76,18 +76,7 @@ class InferFlags(ExtractFlags):
         return replace(spec, data=replace(spec.data, max_samples=self.n_tasks * self.predictions_per_task))
 
     def _places(self) -> tuple[str, str | None]:
-        home = self._bucket_home()
-        if home and self.output is not None:
-            found = f"{self.output}, {home}"
-            raise SpecError("--output and --gcs-bucket both given", expected="one of them", found=found)
-        home = home or self.output
-        if home is None:
-            return self.activations_dir or _HOME, None
-        if self.activations_dir is not None and "://" not in home:
-            raise SpecError(
-                "--activations-dir beside --output", expected="a bucket, of which it is the local copy", found=home
-            )
-        return home, self.activations_dir
+        return self._home_and_copy("--activations-dir", self.activations_dir, _HOME)
 
 
 def infer(

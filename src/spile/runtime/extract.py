@@ -23,8 +23,8 @@ from spile.runtime.producer import Producer
 from spile.runtime.progress import Progress
 from spile.runtime.startup import make_producer
 from spile.runtime.summary import Summary, peak_memory
-from spile.runtime.visiting import OnDevices, VisitKind
-from spile.runtime.worker import LocalControl, run_worker
+from spile.runtime.visiting import OnDevices, Visit, VisitKind
+from spile.runtime.worker import run_worker
 from spile.spec.phase import Phase
 from spile.spec.run import ExtractSpec
 from spile.store.clearing import clear_stream, remove_remains, stream_has_commits, stream_is_begun
@@ -90,7 +90,10 @@ def visit(
         hosts.barrier("extraction_start")
         notes = notes or stack.enter_context(_notes(parts, stream, progress, hosts))
         stack.enter_context(closing(worker))
-        finished = kind.work(parts, stream, done, worker, notes, stop or threading.Event(), hosts)
+        expected = expected_samples(parts, stream)
+        progress.total_samples = None if expected is None else len(Ranges([(0, expected)]) - done)
+        finished = kind.work(Visit(parts, stream, done, notes, stop or threading.Event(), hosts), worker)
+        progress.phase(Phase.DONE if finished else Phase.STOPPED)
     hosts.barrier("final_checkpoint")
     if finished and hosts.first:
         stream.finish()
@@ -193,32 +196,19 @@ def _notes(parts: Parts, stream: StreamStore, progress: Progress, hosts: WorkerG
     return Notes(parts.spec, stream, progress, pulse=hosts.first, expected=expected_samples(parts, stream))
 
 
-def _work(
-    parts: Parts,
-    stream: StreamStore,
-    done: Ranges,
-    producer: Producer,
-    notes: Notes,
-    stop: threading.Event,
-    hosts: WorkerGroup,
-) -> bool:
-    spec, progress = parts.spec, notes.progress
-    expected = expected_samples(parts, stream)
-    if expected is not None:
-        progress.total_samples = len(Ranges([(0, expected)]) - done)
-    reader = parts.samples.read(done)
-    finished = run_worker(
+def _work(visit: Visit, producer: Producer) -> bool:
+    parts, stream = visit.parts, visit.stream
+    reader = parts.samples.read(visit.done)
+    return run_worker(
         reader,
         producer,
         stream,
         sizes_for(parts),
-        progress=progress,
-        control=hosts.control(LocalControl(stop, spec.commit_every)),
+        progress=visit.notes.progress,
+        control=visit.control(),
         end=lambda: stream_end(parts, stream, reader),
-        sink=hosts.sink(stream, notes.committed),
+        sink=visit.sink(),
     )
-    progress.phase(Phase.DONE if finished else Phase.STOPPED)
-    return finished
 
 
 def _summary(parts: Parts, stream: StreamStore, progress: Progress, *, interrupted: bool, device: str) -> Summary:

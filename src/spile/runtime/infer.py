@@ -18,10 +18,9 @@ from spile.model.decoder import head_needed
 from spile.model.generation import slot_bytes
 from spile.objects import open_folder
 from spile.plan.ranges import Ranges
-from spile.runtime.extract import expected_samples, stream_end, visit
+from spile.runtime.extract import stream_end, visit
 from spile.runtime.generator import Generator
 from spile.runtime.mesh import default_shape, device_memory, make_mesh, plan_mesh
-from spile.runtime.notes import Notes
 from spile.runtime.parts import Parts, bytes_per_token
 from spile.runtime.pod.group import WorkerGroup
 from spile.runtime.progress import Progress
@@ -29,8 +28,7 @@ from spile.runtime.shelf import Shelf
 from spile.runtime.sizing import host_memory
 from spile.runtime.slots import plan_slots
 from spile.runtime.summary import Summary
-from spile.runtime.visiting import VisitKind
-from spile.runtime.worker import LocalControl
+from spile.runtime.visiting import Visit, VisitKind
 from spile.spec.phase import Phase
 from spile.spec.run import ExtractSpec, GenerationSpec
 from spile.spec.sample import Sample, Skip
@@ -114,35 +112,24 @@ def _generation(parts: Parts) -> GenerationSpec:
     return generation
 
 
-def _answer(
-    parts: Parts,
-    stream: StreamStore,
-    done: Ranges,
-    generator: Generator,
-    notes: Notes,
-    stop: threading.Event,
-    hosts: WorkerGroup,
-) -> bool:
+def _answer(visit: Visit, generator: Generator) -> bool:
     """Work off what is left. True: to the end; False: told to stop, every answer that had ended committed."""
-    spec, progress = parts.spec, notes.progress
-    expected = expected_samples(parts, stream)
-    if expected is not None:
-        progress.total_samples = len(Ranges([(0, expected)]) - done)
-    control = hosts.control(LocalControl(stop, spec.commit_every))
+    parts, stream, progress = visit.parts, visit.stream, visit.notes.progress
+    control = visit.control()
     processes = jax.process_count()
     lanes = 1 if processes > 1 else max(1, min(_MOST_LANES, (os.cpu_count() or 2) // 4))
     shelf = Shelf(
         stream.folder,
-        hosts.sink(stream, notes.committed),
+        visit.sink(),
         parts.tokenizer,
         progress,
         capture=_generation(parts).capture,
         bytes_per_token=bytes_per_token(parts),
-        shard_bytes=min(spec.shard_size_gb * 1e9, host_memory() / _MEMORY_SHARE / (lanes + 1)) * processes,
+        shard_bytes=min(parts.spec.shard_size_gb * 1e9, host_memory() / _MEMORY_SHARE / (lanes + 1)) * processes,
         lanes=lanes,
     )
 
-    reader = parts.samples.read(done)
+    reader = parts.samples.read(visit.done)
 
     def samples() -> Iterator[Sample]:
         for item in reader:
@@ -167,7 +154,6 @@ def _answer(
         if not shelf.empty or end is not None:
             shelf.commit(end)
         shelf.wait()
-    progress.phase(Phase.DONE if finished else Phase.STOPPED)
     return finished
 
 

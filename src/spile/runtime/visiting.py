@@ -7,13 +7,15 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from spile.plan.ranges import Ranges
+from spile.runtime.flow import Control, Sink
 from spile.runtime.notes import Notes
 from spile.runtime.parts import Parts
 from spile.runtime.pod.group import WorkerGroup
 from spile.runtime.progress import Progress
+from spile.runtime.worker import LocalControl
 from spile.store.stream import StreamStore
 
-__all__ = ["OnDevices", "VisitKind"]
+__all__ = ["OnDevices", "Visit", "VisitKind"]
 
 
 class OnDevices(Protocol):
@@ -26,12 +28,32 @@ class OnDevices(Protocol):
         """It is not needed any more."""
 
 
+class Visit(NamedTuple):
+    """What the work of one visit is done with."""
+
+    parts: Parts
+    stream: StreamStore
+    done: Ranges
+    """What earlier visits committed, the same on every process of a pod."""
+    notes: Notes
+    stop: threading.Event
+    hosts: WorkerGroup
+
+    def control(self) -> Control:
+        """When to commit and when to stop, agreed with the pod's other processes."""
+        return self.hosts.control(LocalControl(self.stop, self.parts.spec.commit_every))
+
+    def sink(self) -> Sink:
+        """Where finished shards go."""
+        return self.hosts.sink(self.stream, self.notes.committed)
+
+
 class VisitKind(NamedTuple):
     """What one kind of visit to a stream does where others do something else."""
 
     make: Callable[[Parts, Progress, Ranges], Any]
     """Puts the model on the devices, for what is left but for what is done: an :class:`OnDevices`."""
-    work: Callable[[Parts, StreamStore, Ranges, Any, Notes, threading.Event, WorkerGroup], bool]
+    work: Callable[[Visit, Any], bool]
     """Works off what is left; False: told to stop."""
     finish: Callable[[Parts, StreamStore], None]
     """What is written beside the ledger when nothing is left."""

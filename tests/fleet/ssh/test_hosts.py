@@ -118,7 +118,7 @@ def test_a_named_host_is_reached_as_its_owner_does() -> None:
 
 
 def outcome(code: int, cause: str = "ended") -> HostOutcome:
-    return HostOutcome(parse_hosts(["h"])[0], code, cause, 0.0)
+    return HostOutcome(code, cause, 0.0, host=parse_hosts(["h"])[0])
 
 
 @pytest.mark.parametrize(

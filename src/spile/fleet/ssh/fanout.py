@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from spile.errors import Interrupted, SpileError
@@ -21,19 +21,10 @@ PATIENCE = 8.0
 
 
 @dataclass(frozen=True)
-class HostOutcome:
+class HostOutcome(Ended):
     """How the command went on one host."""
 
-    host: Host
-    code: int
-    cause: str
-    seconds: float
-    left: tuple[int, ...] = ()
-
-    @property
-    def stopped(self) -> bool:
-        """We ended it because of another host, or of Ctrl+C."""
-        return self.cause == "stopped"
+    host: Host = field(kw_only=True)
 
 
 def environment_of(host: Host, hosts: Sequence[Host]) -> dict[str, str]:
@@ -82,7 +73,7 @@ async def run_everywhere(
         ends = [asyncio.create_task(session.ended()) for session in sessions]
         await _until_over(sessions, ends, pace, interrupt)
         return [
-            HostOutcome(session.host, end.code, end.cause, end.seconds, end.left)
+            HostOutcome(end.code, end.cause, end.seconds, end.left, host=session.host)
             for session, end in zip(sessions, [task.result() for task in ends], strict=True)
         ]
     finally:

@@ -15,7 +15,7 @@ from spile.reading.dataset import Dataset
 from spile.reading.rows import context_of
 from spile.store.shard_reader import ShardReader
 
-__all__ = ["Block", "Exported", "Seen", "blocks", "new_folder", "nobody"]
+__all__ = ["Block", "Exported", "Seen", "blocks", "new_folder", "nobody", "per_shard"]
 
 _Array = npt.NDArray[Any]
 Seen = Callable[[int, int], None]
@@ -85,6 +85,15 @@ def blocks(
             yield Block(stream.number, number, ShardReader(stream.folder, record), tuple(taps))
             done += record.tokens
             seen(done, total)
+
+
+def per_shard(found: Iterable[Block], write: Callable[[Block], None]) -> Exported:
+    """An export of one file for each stored shard."""
+    files = rows = 0
+    for block in found:
+        write(block)
+        files, rows = files + 1, rows + block.length
+    return Exported(files, rows)
 
 
 def new_folder(path: str) -> Path:

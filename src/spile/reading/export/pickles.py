@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from spile.errors import DataError, UserError
 from spile.reading.dataset import Dataset
-from spile.reading.export.blocks import Block, Exported, Seen, blocks, new_folder, nobody
+from spile.reading.export.blocks import Block, Exported, Seen, blocks, new_folder, nobody, per_shard
 from spile.spec.taps import Tap
 
 __all__ = ["read_pickle", "write_pickles"]
@@ -40,14 +40,15 @@ def write_pickles(
         raise UserError(
             "--to pickle", expected="one tap per layer, since it has one list per layer", found=", ".join(taps)
         )
-    folder, files, rows = new_folder(output), 0, 0
-    for block in blocks(dataset, taps, streams, seen):
+    folder = new_folder(output)
+
+    def write(block: Block) -> None:
         path = folder / f"tpu_{block.stream}" / f"shard_{block.number:04d}.pkl.gz"
         path.parent.mkdir(exist_ok=True)
         with gzip.open(path, "wb", compresslevel=1) as file:
             pickle.dump({tap.layer: _samples(block, str(tap), dtype) for tap in parsed}, file, protocol=4)
-        files, rows = files + 1, rows + block.length
-    return Exported(files, rows)
+
+    return per_shard(blocks(dataset, taps, streams, seen), write)
 
 
 def _samples(block: Block, tap: str, dtype: npt.DTypeLike) -> list[dict[str, Any]]:

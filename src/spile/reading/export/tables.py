@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from spile.errors import UserError
 from spile.reading.dataset import Dataset
-from spile.reading.export.blocks import Block, Exported, Seen, blocks, new_folder, nobody
+from spile.reading.export.blocks import Block, Exported, Seen, blocks, new_folder, nobody, per_shard
 from spile.spec.taps import Tap
 
 __all__ = ["hook_name", "write_hf", "write_npy", "write_parquet", "write_saelens"]
@@ -97,8 +97,9 @@ def write_parquet(
     _arrow()
     from pyarrow import parquet
 
-    folder, files, rows = new_folder(output), 0, 0
-    for block in blocks(dataset, taps, streams, seen):
+    folder = new_folder(output)
+
+    def write(block: Block) -> None:
         writer = None
         for batch in _record_batches(block, dtype):
             path = folder / f"tpu_{block.stream}-{block.number:04d}.parquet"
@@ -107,8 +108,8 @@ def write_parquet(
             writer.write_batch(batch)
         if writer is not None:
             writer.close()
-        files, rows = files + 1, rows + block.length
-    return Exported(files, rows)
+
+    return per_shard(blocks(dataset, taps, streams, seen), write)
 
 
 def write_hf(
