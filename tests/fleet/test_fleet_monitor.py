@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from dataclasses import replace
+from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -23,7 +24,11 @@ from spile.fleet.heal.monitor import FleetMonitor, FleetStatus
 from spile.fleet.home import FleetHome, WorkerReport
 from spile.fleet.notify import check_url
 from spile.fleet.spec import FleetSpec, Policy, plan_workers
+from spile.objects import open_folder
+from spile.spec.heartbeat import Beat
 from spile.spec.phase import Phase
+from spile.store.layout import PROGRESS, STREAM, stream_folder
+from spile.store.sealed import FORMAT, seal
 
 A, B = "us-central1-a", "us-central1-b"
 
@@ -327,3 +332,70 @@ def test_a_webhook_is_told_what_happened_once(home: FleetHome, fake: FakeCloud, 
     assert (told[0]["fleet"], told[0]["output"]) == ("f", home.read_fleet().root)
     with pytest.raises(SpecError, match=r"^--notify: expected https"):
         check_url("slack")
+
+
+def screen(status: FleetStatus, width: int, height: int) -> list[str]:
+    """What a terminal of that size shows."""
+    console = Console(width=width, height=height, file=io.StringIO(), color_system=None)
+    console.print(render(status, interval=60, height=console.height))
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined, no-any-return]
+
+
+def test_64_workers_and_long_quota_texts_fit_80_by_24_and_trouble_is_what_is_kept(
+    home: FleetHome, fake: FakeCloud, client: CloudTpu
+) -> None:
+    home.write_fleet(replace(home.read_fleet(), workers=plan_workers((A, B), 32)))
+    fake.admin("quota", {"zone": B, "limit": 29})
+    monitor = FleetMonitor(home, client)
+    status = until(monitor, lambda status: sum(each.machine == "READY" for each in status.workers) == 61)
+    for worker in monitor.fleet.workers:
+        say(home, worker.name, phase="starting")
+    long = "spile: no such model, " + "which is a long story " * 20
+    last = [f"tpu-{B}-27", f"tpu-{B}-28"]
+    for name in last:
+        say(home, name, phase="failed", verdict="refused", error=long)
+    status = until(monitor, lambda status: sum(bool(each.past.gave_up) for each in status.workers) == 2)
+    status = replace(status, problems=("a problem of the cloud " * 20,) * 30)
+    lines = screen(status, 80, 24)
+    assert 20 < len(lines) <= 23, "\n".join(lines)
+    assert max(map(len, lines)) <= 80
+    rows = [line for line in lines if line.startswith((f"tpu-{A}", f"tpu-{B}")) and "/" in line]
+    trouble = [*last, *(f"tpu-{B}-{number}" for number in (29, 30, 31))]
+    assert set(trouble) <= {row.split()[0] for row in rows}, "\n".join(lines)
+    assert [row.split()[1] for row in rows if row.split()[0] in last] == ["GIVEN"] * 2
+    assert any(line.startswith(f"{last[0]} and 1 more: ") and line.endswith("…") for line in lines), "cut to a line"
+    assert any(line.startswith("… and 59 more") for line in lines)
+
+
+def test_a_long_quota_text_is_on_the_screen_once(home: FleetHome, fake: FakeCloud, client: CloudTpu) -> None:
+    home.write_fleet(replace(home.read_fleet(), workers=plan_workers((A, B), 3)))
+    fake.admin("quota", {"zone": A, "limit": 0})
+    status = FleetMonitor(home, client).step()
+    assert any("no quota to create" in line for line in status.actions), "the action tells it as well"
+    console = Console(width=1000, file=io.StringIO())
+    console.print(render(status))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert text.count("no quota to create") == 1
+    assert f"no quota in {A} for 3 workers: no quota to create TPU" in text
+
+
+def test_a_gone_machine_counts_neither_in_tokens_per_second_nor_in_the_time_left(
+    home: FleetHome, fake: FakeCloud, client: CloudTpu
+) -> None:
+    """Its last sign of life is fresh for two minutes more."""
+    monitor = FleetMonitor(home, client)
+    until(monitor, lambda status: all(each.machine == "READY" for each in status.workers))
+    root, now = open_folder(monitor.fleet.root), datetime.now(UTC).isoformat()
+    for number, rate in ((0, 50.0), (1, 30.0)):
+        record = {"format": FORMAT, "id": "1" * 16, "worker_id": number, "fingerprint": "f", "data": "d", "sha256": "s"}
+        folder = root.child(stream_folder(number))
+        folder.put(STREAM, seal({**record, "lines": 10, "samples": 10, "taps": []}, indent=1))
+        beat = Beat("a", "h", Phase.RUNNING, 5, 5, 500, 1, 1, rate, 0, 10, now, now, "1", progressed=now)
+        folder.put(PROGRESS, json.dumps(beat.to_json()).encode())
+    status = monitor.step()
+    assert "80 tokens/s, " in text_of(status)
+    assert "left" in text_of(status)
+    fake.admin("preempt", {"zone": A, "name": monitor.fleet.workers[0].name})
+    status = until(monitor, lambda status: status.workers[0].machine != "READY")
+    assert "30 tokens/s, " in text_of(status), text_of(status)
+    assert "left, " not in text_of(status)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -17,17 +18,22 @@ from spile.dashboard.table import COUNTS, Column, ago, counts_line, draw, headli
 from spile.dashboard.watching import footer, health_line
 from spile.fleet.cloud.states import Life
 from spile.fleet.heal.monitor import FleetStatus, WorkerStatus
-from spile.plan.amounts import amount
+from spile.plan.amounts import amount, counted
 from spile.status.snapshot import Snapshot, State, StreamView
 
 __all__ = ["plain_lines", "render", "watch"]
 
 _NEWS = 6
+_AROUND = 5
+"""Lines beside rows and texts: two empty ones, the table's titles and totals, and the cursor's."""
+_ROWS = 6
+"""Rows of the table that news leave room for."""
 _STYLE = {Life.ALIVE: "green", Life.COMING: "cyan", Life.LEAVING: "yellow", Life.DEAD: "red", Life.ABSENT: "red"}
 
 
 def render(status: FleetStatus, *, interval: float | None = None, height: int | None = None) -> RenderableType:
-    """The whole dashboard; where it would be taller than ``height``, the workers that are well are left out."""
+    """The whole dashboard. With ``height`` never taller: texts are cut to a line, workers that are well left out."""
+    status = _told_once(status)
     zones = len(status.fleet.zones)
     head = [
         Text("ACTIVATION EXTRACTION - LIVE MONITORING", style="bold"),
@@ -36,9 +42,41 @@ def render(status: FleetStatus, *, interval: float | None = None, height: int | 
     ]
     if interval is not None:
         head.append(Text(f"Check interval: {interval:g} s"))
-    foot = footer(status, status.taken, interval, _news(status))
-    room = None if height is None else max(3, height - len(head) - len(foot) - 6)
-    return Group(*head, Text(""), Fitting(partial(_table, status, room), _SPARE), Text(""), *foot)
+    news, foot, room = _news(status), partial(footer, status, status.taken, interval), None
+    if height is not None:
+        free = height - len(head) - len(foot()) - _AROUND
+        news = _first(news, max(1, free - min(len(status.workers), _ROWS)))
+        room = max(2, free - len(news))
+    lines = [*head, *foot(news)]
+    for line in lines if height is not None else ():
+        line.no_wrap, line.overflow = True, "ellipsis"
+    table = Fitting(partial(_table, status, room), _SPARE, [column.title for column in _COLUMNS if column.cut])
+    return Group(*lines[: len(head)], Text(""), table, Text(""), *lines[len(head) :])
+
+
+def _told_once(status: FleetStatus) -> FleetStatus:
+    """With a zone's quota text, which is long, in one line of its own, and in neither rows nor actions."""
+    blocks = {zone: block.why.strip() for zone, block in status.history.blocks.items() if block.why.strip()}
+    blocked = [each for each in status.workers if _waits_for_quota(each) and each.past.zone in blocks]
+    counts = Counter(each.past.zone for each in blocked)
+    workers = tuple(
+        replace(each, note=f"no quota in {each.past.zone}") if each in blocked else each for each in status.workers
+    )
+    told = [blocks[zone] for zone in counts]
+    actions = tuple(line for line in status.actions if not any(why in line for why in told))
+    lines = (f"no quota in {zone} for {counted(count, 'worker')}: {blocks[zone]}" for zone, count in counts.items())
+    return replace(status, workers=workers, problems=(*lines, *status.problems), actions=actions)
+
+
+def _waits_for_quota(each: WorkerStatus) -> bool:
+    return each.machine.life is Life.ABSENT and not each.past.gave_up and not each.past.finished
+
+
+def _first(lines: list[Text], room: int) -> list[Text]:
+    """The first lines, the last of them saying how many more there are."""
+    if len(lines) <= room:
+        return lines
+    return [*lines[: room - 1], Text(f"… and {len(lines) - room + 1} more; all are in the fleet's log", style="yellow")]
 
 
 def _shown(status: FleetStatus, room: int | None) -> tuple[list[WorkerStatus], int]:
@@ -81,7 +119,7 @@ _COLUMNS: tuple[Column[WorkerStatus, FleetStatus], ...] = (
     *(_of_view(column) for column in COUNTS if column.title != "HEARD"),
     Column(
         "WORKER",
-        lambda each: Text(_story(each), style="red" if each.past.gave_up else "dim"),
+        lambda each: Text(_story(each), style="red" if each.past.gave_up else "dim", no_wrap=True, overflow="ellipsis"),
         justify="left",
         cut=True,
     ),
@@ -123,19 +161,28 @@ def _story(each: WorkerStatus) -> str:
 
 
 def _news(status: FleetStatus) -> list[Text]:
+    """What to know beside the table, what needs somebody before the rest."""
     lines = [Text(_summary(status))]
+    if status.history.stopped:
+        lines.append(Text(f"Stopped: {status.history.stopped}", style="red"))
     if status.holder is not None:
         lines.append(Text(_watched_by(status), style="yellow"))
+    lines += [Text(f"{names}: {reason}", style="red") for reason, names in _given_up(status)]
     news = (*status.problems, *status.actions)
     lines += [Text(line, style="yellow") for line in news[:_NEWS]]
     if len(news) > _NEWS:
         lines.append(Text(f"… and {len(news) - _NEWS} more actions; all are in the fleet's log", style="yellow"))
-    lines += [
-        Text(f"{each.worker.name}: {each.past.gave_up}", style="red") for each in status.workers if each.past.gave_up
-    ]
-    if status.history.stopped:
-        lines.append(Text(f"Stopped: {status.history.stopped}", style="red"))
     return lines
+
+
+def _given_up(status: FleetStatus) -> Iterator[tuple[str, str]]:
+    """Each reason once, with the workers that were given up for it."""
+    reasons: dict[str, list[str]] = {}
+    for each in status.workers:
+        if each.past.gave_up:
+            reasons.setdefault(each.past.gave_up, []).append(each.worker.name)
+    for reason, names in reasons.items():
+        yield reason, names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def _watched_by(status: FleetStatus) -> str:
@@ -180,7 +227,10 @@ def watch(
     sleep: Callable[[float], None] = time.sleep,
 ) -> FleetStatus:
     """Show a fleet until its work is over, then what came of it and what to type next."""
-    draws = partial(render, interval=interval, height=console.height)
+
+    def draws(status: FleetStatus) -> RenderableType:
+        return render(status, interval=interval, height=console.height)  # which may be another one at each look
+
     with watching.showing(console, draws, plain_lines) as show:
         status = watching.watch(look, show, lambda seen: seen.over, console, interval=interval, sleep=sleep)
     ended = status.history.stopped or ("some workers were given up" if status.failed else "the work is finished")

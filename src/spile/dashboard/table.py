@@ -27,16 +27,14 @@ class Column(Generic[Row, Whole]):
     total: Callable[[Whole], str] = lambda _: ""
     justify: Literal["left", "right"] = "right"
     cut: bool = False
-    """Whether a long cell may be cut short, so that the others have room."""
+    """Whether long cells are cut short, so that the others have room: texts that do not wrap."""
 
 
 def draw(columns: Sequence[Column[Row, Whole]], rows: Iterable[Row], whole: Whole) -> Table:
     """The table, with totals below."""
     table = Table(box=None, show_footer=True, footer_style="bold", header_style="bold", padding=(0, 2, 0, 0))
     for column in columns:
-        table.add_column(column.title, column.total(whole), justify=column.justify, no_wrap=True)
-        if column.cut:
-            table.columns[-1].overflow = "ellipsis"
+        table.add_column(column.title, column.total(whole), justify=column.justify, no_wrap=not column.cut)
     for row in rows:
         table.add_row(*(column.cell(row) for column in columns))
     return table
