@@ -134,7 +134,7 @@ def _late(folder: Folder, absent: Ranges, last: int) -> Iterator[Commit]:
             f"the ledger of {folder.url} has a gap",
             expected=f"commits 1 to {last}",
             found=f"none numbered {lost.text()}",
-            fix="restore them, or start the stream again with --no-checkpointing --overwrite",
+            fix="restore them from a copy of it; without one give another --output, and what is stored here stays",
         )
     for number, data in found.items():
         yield _checked(Commit.from_bytes(data, f"{folder.url}/{commit_key(number)}"), number, folder.url)

@@ -150,8 +150,9 @@ def test_a_gap_is_damage(folder: Folder) -> None:
     for number in range(4):
         store.commit([], skips(number))
     folder.child("tpu_0").delete(commit_key(2))
-    with pytest.raises(Damaged, match="has a gap: expected commits 1 to 4, found none numbered 2; restore"):
+    with pytest.raises(Damaged, match="has a gap: expected commits 1 to 4, found none numbered 2; restore") as caught:
         joined(folder)
+    assert "--overwrite" not in str(caught.value), "no hint offers to remove what is stored"
 
 
 def read_everything(folder: Folder) -> None:
