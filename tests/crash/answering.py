@@ -13,7 +13,6 @@ from killing import Switch, _paths
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
-from producing import TAPS, items, rows_of, run_identity, stream_identity
 from spile.data.tokens import Tokenizer
 from spile.objects import open_folder
 from spile.plan.shards import row_bytes
@@ -26,6 +25,7 @@ from spile.spec.run import GenerationSpec
 from spile.spec.sample import Role, Sample, Skip
 from spile.store.run import join_run
 from spile.store.stream import StreamStore, join_stream
+from world import TAPS, items, rows_of, run_identity, stream_identity
 
 __all__ = ["answer", "expected", "start", "stored"]
 

@@ -18,10 +18,10 @@ from typing import Any
 
 from whole import assert_rows
 
-from producing import TAPS, items, produce, rows_of
 from spile.errors import SpileError
 from spile.objects import Folder, open_folder
 from spile.spec.sample import Sample
+from world import TAPS, items, produce, rows_of
 
 __all__ = ["KILLED", "Switch", "assert_whole", "life", "start"]
 

@@ -10,13 +10,13 @@ from answering import RUN, answer, expected, start, stored
 from killing import KILLED, Switch
 from whole import assert_rows
 
-from producing import TAPS, items, rows_of
 from spile.objects import open_folder
 from spile.spec.sample import Sample
 from spile.store.layout import stream_folder
 from spile.store.predictions import merged
 from spile.store.streams import open_streams
 from spile.store.verification import verify
+from world import TAPS, items, rows_of
 
 COUNT = 60
 

@@ -6,11 +6,11 @@ import pytest
 from killing import assert_whole
 
 from backends import Clouds
-from producing import produce
 from spile.errors import Damaged, StoreError
 from spile.objects import open_folder
 from spile.objects.fake.faults import random_faults
 from spile.objects.retry import Retry
+from world import produce
 
 SAMPLES = 24
 LIVES = 25

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from killing import KILLED, Switch, assert_whole, start
 
-from producing import produce
 from spile.objects import Folder, open_folder
 from spile.reading.dataset import open as open_dataset
 from spile.store.verification import verify
+from world import produce
 
 
 def steps_killed(url_of: list[str], samples: int, each: int = 1, **options: int) -> int:

@@ -15,7 +15,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from producing import TAPS, rows_of, run_identity, write_shard
 from spile.data.stream import open_stream
 from spile.data.tokens import Tokenizer, load_tokenizer
 from spile.errors import SpileError
@@ -32,6 +31,7 @@ from spile.store.run import join_run
 from spile.store.stream import StreamStore, join_stream, read_stream
 from spile.store.verification import verify
 from tiny_tokenizers import CHATML, save_tokenizer
+from world import TAPS, rows_of, run_identity, write_shard
 
 LINES = 7
 STEPS = st.one_of(

@@ -7,16 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-from producing import produce, run_identity, sample_of, stream_identity
 from spile.objects import open_folder
 from spile.spec.run import ExtractSpec
 from spile.store.clearing import remove_remains
 from spile.store.stream import join_stream
+from world import produce, run_identity, sample_of, stream_identity
 
 _CHILD = """
 import sys, time
 sys.path.insert(0, {tests!r})
-from producing import run_identity, sample_of, stream_identity
+from world import run_identity, sample_of, stream_identity
 from spile.objects import open_folder
 from spile.store.stream import join_stream
 store = join_stream(open_folder({root!r}), 0, stream_identity(45), run_identity())

@@ -9,7 +9,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from multiprocessing.context import ForkServerProcess
@@ -17,10 +17,9 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-from killing import Switch, _paths
+from killing import Stepped, Switch, _paths
 from whole import assert_rows
 
-from producers import TAPS, NumpyProducer, lengths, rows_of, run_identity, sample, stream_identity
 from spile.errors import SpileError
 from spile.objects import Folder, open_folder
 from spile.plan.batches import Batch
@@ -30,12 +29,13 @@ from spile.runtime.producer import RowBlock
 from spile.runtime.progress import Progress
 from spile.runtime.worker import LocalControl, Sizes, run_worker
 from spile.spec.run import ExtractSpec
-from spile.spec.sample import Sample, Skip
+from spile.spec.sample import Sample
 from spile.store.ledger import read_ledger
 from spile.store.run import join_run
 from spile.store.stream import StreamStore, join_stream
+from world import TAPS, NumpyProducer, items, rows_of, run_identity, stream_identity
 
-__all__ = ["KILLED", "Life", "assert_whole", "committed", "items", "start", "visit"]
+__all__ = ["KILLED", "Life", "assert_whole", "committed", "start", "visit"]
 
 KILLED = -9
 _HANDED_ON = ("STORAGE_EMULATOR_HOST", "AWS_", "SPILE_", "NO_PROXY", "no_proxy")
@@ -79,18 +79,14 @@ class _Producer(NumpyProducer):
         return blocks
 
 
-def items(count: int, done: Ranges = Ranges()) -> Iterator[Sample | Skip]:  # noqa: B008
-    """The stream: every 13th sample is skipped."""
-    for index, length in enumerate(lengths(count)):
-        if index not in done:
-            yield Skip(index, f"task-{index}", "too long") if index % 13 == 4 else sample(index, length)
-
-
 def visit(
     url: str, count: int, life: Life, stop: Event | None = None, progress: Progress | None = None
 ) -> tuple[bool, StreamStore]:
     """One visit to the stream through ``runtime.worker``, as ``spile extract`` makes it."""
-    root, run, progress = open_folder(url), run_identity(), progress or Progress()
+    root: Any = open_folder(url)
+    if life.switch.name is not None:
+        root = Stepped(root, life.switch)
+    run, progress = run_identity(store_dtype="float32"), progress or Progress()
     join_run(root, run)
     stream = join_stream(root, 0, stream_identity(count), run)
     spec = ExtractSpec(output=url, commit_every=life.commit_every)
@@ -127,7 +123,7 @@ def main(url: str, count: int, environment: dict[str, str], life: Life) -> None:
     os.dup2(null, 1)
     if life.stderr is not None:
         os.dup2(os.open(life.stderr, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
-    if life.switch.at is not None:
+    if life.switch.at is not None and life.switch.name is None:
         life.switch.patch_system()
     try:
         code = _live(url, count, life)
@@ -166,4 +162,4 @@ def assert_whole(url: str, count: int) -> None:
     """Proven, and every row of every sample is what an uninterrupted run stores."""
     folder = open_folder(url)
     wanted = [item for item in items(count) if isinstance(item, Sample)]
-    assert_rows(folder, wanted, TAPS, lambda s, number: rows_of(s.tokens, number))
+    assert_rows(folder, wanted, TAPS, lambda s, number: rows_of(s, number, dtype="float32"))

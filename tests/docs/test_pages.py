@@ -9,11 +9,11 @@ import pytest
 from cyclopts import CoercionError, CycloptsError, MissingArgumentError
 
 from docs.pages import PAGES, ROOT, anchors, blocks, commands, links, mentions, name_of
-from producing import produce
 from spile.cli.main import build
 from spile.cli.shell.aliases import modern
 from spile.cli.shell.commands import COMMANDS, GROUPS
 from spile.objects import open_folder
+from world import produce
 
 pages = pytest.mark.parametrize("page", PAGES, ids=name_of)
 

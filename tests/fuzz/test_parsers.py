@@ -15,7 +15,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from producing import produce, run_identity
 from spile.data.chat import ChatTemplate
 from spile.data.make.manifest import StreamsManifest
 from spile.data.rows import chat_of, parse_row, task_of, text_of
@@ -38,6 +37,7 @@ from spile.store.stream import read_stream
 from spile.weights.files import describe
 from spile.weights.safetensors import read_index
 from spile.weights.source import LocalSource
+from world import produce, run_identity
 
 OURS = (SpileError, RequestFailure)
 NASTY = [

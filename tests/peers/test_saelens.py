@@ -12,11 +12,11 @@ import pytest
 pytest.importorskip("sae_lens", reason="no sae-lens here: .ci/run makes an environment for it")
 pytestmark = pytest.mark.filterwarnings("default")  # its own imports warn
 
-from producing import produce  # noqa: E402
 from spile.objects import open_folder  # noqa: E402
 from spile.reading.dataset import Dataset  # noqa: E402
 from spile.reading.dataset import open as open_dataset  # noqa: E402
 from spile.reading.export.tables import write_saelens  # noqa: E402
+from world import produce  # noqa: E402
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import pytest
 pytest.importorskip("torchdata", reason="no torchdata here: .ci/run makes an environment for it")
 pytestmark = pytest.mark.filterwarnings("default")  # its own imports warn
 
-from producing import produce  # noqa: E402
 from spile.objects import open_folder  # noqa: E402
 from spile.reading.dataset import open as open_dataset  # noqa: E402
+from world import produce  # noqa: E402
 
 
 @pytest.mark.parametrize("workers", [0, 2])

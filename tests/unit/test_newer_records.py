@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 import spile
-from producing import produce, run_identity, stream_identity
 from spile.errors import RunMismatch
 from spile.fleet.cloud.provider import NodeRequest
 from spile.fleet.heal.history import Bill, History, Pending, WorkerHistory, ZoneBlock
@@ -24,6 +23,7 @@ from spile.store.run import join_run, read_run
 from spile.store.sealed import seal, unseal
 from spile.store.stream import join_stream
 from spile.store.verification import verify
+from world import produce, run_identity, stream_identity
 
 SAMPLES = 12
 

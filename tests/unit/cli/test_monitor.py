@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from producing import produce, run_identity, stream_identity
 from spile.cli.main import main
 from spile.objects import open_folder
 from spile.store.stream import join_stream
+from world import produce, run_identity, stream_identity
 
 
 def spile(*words: str) -> int:

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from producing import produce, run_identity, sample_of, stream_identity, write_shard
 from spile.cli.main import main
 from spile.cli.verify import show
 from spile.objects import open_folder
@@ -18,6 +17,7 @@ from spile.plan.ranges import Ranges
 from spile.store.report import Problem, Report, StreamReport
 from spile.store.run import join_run
 from spile.store.stream import join_stream
+from world import produce, run_identity, sample_of, stream_identity, write_shard
 
 
 def spile(*words: str) -> int:

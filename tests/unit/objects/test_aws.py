@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from backends import Clouds
-from producing import produce
 from spile.errors import StoreError, UserError
 from spile.objects import open_folder
 from spile.objects.cloud import aws
 from spile.objects.cloud.aws import AwsKeys, aws_endpoint, aws_keys, aws_region
 from spile.objects.cloud.failures import RequestFailure
 from spile.store.verification import verify
+from world import produce
 
 Home = Callable[..., None]
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from producing import produce, run_identity, sample_of, stream_identity, write_shard
 from spile.errors import Fenced, StoreError
 from spile.objects import Folder, open_folder
 from spile.objects.folder import Unwritable
@@ -17,6 +16,7 @@ from spile.store.copies import lacking
 from spile.store.run import join_run
 from spile.store.stream import StreamStore, join_stream
 from spile.store.verification import verify
+from world import produce, run_identity, sample_of, stream_identity, write_shard
 
 
 def keys(folder: Folder) -> set[str]:

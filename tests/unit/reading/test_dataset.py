@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 import spile
 from counting import Counting
-from producing import TAPS, items, produce, rows_of, run_identity, sample_of, stream_identity
 from spile.errors import Damaged, StoreError, UserError
 from spile.objects import Folder, ObjectInfo, open_folder
 from spile.reading.dataset import open as open_dataset
@@ -26,6 +25,7 @@ from spile.spec.sample import Role, Sample
 from spile.store.run import join_run
 from spile.store.stream import join_stream
 from spile.store.streams import Stream
+from world import TAPS, items, produce, rows_of, run_identity, sample_of, stream_identity
 
 WANTED = [item for item in items(45) if isinstance(item, Sample)]
 

@@ -15,7 +15,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from producing import produce
 from spile.errors import DataError, UserError
 from spile.objects import open_folder
 from spile.reading.dataset import Dataset
@@ -24,6 +23,7 @@ from spile.reading.export.importing import import_pickles
 from spile.reading.export.pickles import read_pickle, write_pickles
 from spile.reading.export.tables import hook_name, write_hf, write_npy, write_parquet, write_saelens
 from spile.store.verification import verify
+from world import produce
 
 TAPS = ("residual.0", "residual.1")
 

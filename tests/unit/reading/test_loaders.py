@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from producing import produce
 from spile.objects import open_folder
 from spile.reading.dataset import Dataset
 from spile.reading.dataset import open as open_dataset
 from spile.spec.sample import Role
+from world import produce
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from producing import produce
 from spile.objects import open_folder
 from spile.status.snapshot import State
+from world import produce
 
 PAGE = (Path(__file__).parents[3] / "docs" / "guides" / "reading.md").read_text()
 

@@ -19,7 +19,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import spile.plan.shuffle
-from producing import TAPS, produce, rows_of, run_identity, sample_of, stream_identity
 from spile.errors import Damaged, UserError
 from spile.objects import Folder, open_folder
 from spile.reading.dataset import Dataset
@@ -28,6 +27,7 @@ from spile.reading.selection import SampleRef
 from spile.spec.sample import Role, Sample
 from spile.store.run import join_run
 from spile.store.stream import join_stream
+from world import TAPS, produce, rows_of, run_identity, sample_of, stream_identity
 
 
 @cache

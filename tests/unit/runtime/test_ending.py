@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from producers import NumpyProducer, lengths, sample
 from spile.errors import Fenced, StoreError
 from spile.runtime.pipeline import Pipeline
 from spile.runtime.pipes import Crew
@@ -20,6 +19,7 @@ from spile.runtime.progress import Progress
 from spile.runtime.worker import Sizes, StreamSink, run_worker, shard_tasks
 from spile.spec.sample import Skip
 from unit.runtime.test_pipeline import Script, check, open_stream
+from world import NumpyProducer, lengths, sample_of
 
 
 class _Contested(StreamSink):
@@ -37,7 +37,7 @@ class _Contested(StreamSink):
 
 @pytest.mark.parametrize("turn", range(3))
 def test_the_refusal_is_told_and_not_what_followed_from_it(tmp_path: Path, turn: int) -> None:
-    items = [sample(i, n) for i, n in enumerate(lengths(60, seed=turn))]
+    items = [sample_of(i, length=n) for i, n in enumerate(lengths(60, seed=turn))]
     sizes = Sizes(128, None, 64, 1500, lanes=3)
     sink = _Contested(open_stream(tmp_path, 60))
     pipeline = Pipeline(NumpyProducer(), sink, Script(), Progress(), lanes=3)
@@ -87,7 +87,7 @@ def test_skips_without_end_are_committed_on_the_way(tmp_path: Path) -> None:
 
 
 def test_samples_before_many_skips_are_stored_once(tmp_path: Path) -> None:
-    items = [sample(i, n) if i % 7000 < 3 else Skip(i, "t", "empty") for i, n in enumerate(lengths(40_000))]
+    items = [sample_of(i, length=n) if i % 7000 < 3 else Skip(i, "t", "empty") for i, n in enumerate(lengths(40_000))]
     stream = open_stream(tmp_path, len(items))
     sizes = Sizes(128, None, 64, 10**9)
     assert run_worker(items, NumpyProducer(), stream, sizes, progress=Progress(), control=Script())

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from producers import TAPS, NumpyProducer, lengths, sample
 from spile.objects import open_folder
 from spile.objects.local import LocalFolder, LocalWriter
 from spile.reading.dataset import open as open_dataset
 from spile.runtime.progress import Progress
 from spile.runtime.worker import Sizes, run_worker
 from unit.runtime.test_pipeline import Script, check, open_stream
+from world import TAPS, NumpyProducer, lengths, sample_of
 
 POISON = b"\xa5\x5a\xc3\x3c"
 
@@ -37,7 +37,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("groups", [1, 2, 3])
 @pytest.mark.parametrize("verdicts", [(), ("go",) * 4 + ("commit",), ("go",) * 7 + ("stop",)])
 def test_nothing_is_left_of_what_was_there_before(tmp_path: Path, lanes: int, groups: int, verdicts: Any) -> None:
-    items = [sample(i, n) for i, n in enumerate(lengths(70, seed=groups))]
+    items = [sample_of(i, length=n) for i, n in enumerate(lengths(70, seed=groups))]
     stream = open_stream(tmp_path, 70)
     sizes = Sizes(128, None, 64, 9000, lanes)
     run_worker(items, NumpyProducer(groups), stream, sizes, progress=Progress(), control=Script(*verdicts))
@@ -53,7 +53,7 @@ def test_nothing_is_left_of_what_was_there_before(tmp_path: Path, lanes: int, gr
 def test_the_poison_is_seen_where_a_row_is_not_written(tmp_path: Path, poisoned: None) -> None:
     """The test above can fail."""
     stream = open_stream(tmp_path, 1)
-    builder = stream.begin([sample(0, 5)])
+    builder = stream.begin([sample_of(0, length=5)])
     path = next(tmp_path.rglob(".tmp-*"))
     assert POISON in path.read_bytes()
     builder.abort()
@@ -63,7 +63,7 @@ def test_the_poison_is_seen_where_a_row_is_not_written(tmp_path: Path, poisoned:
 @pytest.mark.parametrize("groups", [1, 2, 3])
 def test_padding_is_not_stored(tmp_path: Path, lanes: int, groups: int) -> None:
     """The producer's padding is NaN, so that one row of it would show."""
-    items = [sample(i, n) for i, n in enumerate(lengths(70, seed=groups))]
+    items = [sample_of(i, length=n) for i, n in enumerate(lengths(70, seed=groups))]
     stream = open_stream(tmp_path, 70)
     producer = NumpyProducer(groups)
     run_worker(items, producer, stream, Sizes(256, None, 64, 9000, lanes), progress=Progress(), control=Script())

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from producers import NumpyProducer, lengths, run_identity, sample, stream_identity
 from spile.errors import Failure, Fenced, StoreError
 from spile.objects import open_folder
 from spile.objects.folder import Folder
@@ -24,14 +23,15 @@ from spile.status.heartbeat import read_beat
 from spile.store.run import join_run
 from spile.store.stream import StreamStore, join_stream
 from unit.runtime.test_pipeline import FailsAt, Script
+from world import NumpyProducer, lengths, run_identity, sample_of, stream_identity
 
 COUNT = 40
-ITEMS = [sample(i, n) for i, n in enumerate(lengths(COUNT))]
+ITEMS = [sample_of(i, length=n) for i, n in enumerate(lengths(COUNT))]
 
 
 def joined(root: Folder) -> StreamStore:
-    join_run(root, run_identity())
-    return join_stream(root, 0, stream_identity(COUNT), run_identity())
+    join_run(root, run_identity(store_dtype="float32"))
+    return join_stream(root, 0, stream_identity(COUNT), run_identity(store_dtype="float32"))
 
 
 def visit(spec: ExtractSpec, root: Folder, producer: Any = None, *, pulse: bool = True, **more: Any) -> StreamStore:
@@ -122,7 +122,7 @@ def test_the_checkpoint_file_of_the_guides(tmp_path: Path) -> None:
         "last_processed_sample_idx": len(ledger.done) - 1,
         "total_samples_processed": len(ledger.done),
         "total_shards": ledger.shards,
-        "dataset_path": "memory",
+        "dataset_path": "data.jsonl",
         "model_path": "m",
         "status": "in_progress",
     }

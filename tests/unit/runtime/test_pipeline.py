@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import spile
-from producers import TAPS, NumpyProducer, lengths, rows_of, run_identity, sample, stream_identity
 from spile.errors import StoreError
 from spile.objects import open_folder
 from spile.runtime.flow import Verdict
@@ -18,14 +17,15 @@ from spile.runtime.worker import LocalControl, Sizes, StreamSink, run_worker, sh
 from spile.spec.sample import Skip
 from spile.store.run import join_run
 from spile.store.stream import StreamStore, join_stream
+from world import TAPS, NumpyProducer, lengths, rows_of, run_identity, sample_of, stream_identity
 
 SIZES = Sizes(batch_tokens=128, batch_size=None, longest=64, shard_bytes=4000)
 
 
 def open_stream(root, count) -> StreamStore:
     folder = open_folder(str(root))
-    join_run(folder, run_identity())
-    return join_stream(folder, 0, stream_identity(count), run_identity())
+    join_run(folder, run_identity(store_dtype="float32"))
+    return join_stream(folder, 0, stream_identity(count), run_identity(store_dtype="float32"))
 
 
 def visit(root, items, producer=None, *, sizes=SIZES, control=None, progress=None, count=None) -> bool:
@@ -50,7 +50,9 @@ def check(root, items) -> None:
         stored = dataset.sample(0, item.index)
         assert np.array_equal(stored.tokens, item.tokens)
         for tap in range(len(TAPS)):
-            assert np.array_equal(np.asarray(stored.rows(str(TAPS[tap])), np.float32), rows_of(item.tokens, tap))
+            assert np.array_equal(
+                np.asarray(stored.rows(str(TAPS[tap])), np.float32), rows_of(item, tap, dtype="float32")
+            )
 
 
 class Script:
@@ -79,7 +81,7 @@ class Script:
 )
 def test_every_row_is_where_it_belongs(tmp_path_factory, count, groups, shard_bytes, lanes, seed):
     root = tmp_path_factory.mktemp("run")
-    items = [sample(i, n) for i, n in enumerate(lengths(count, seed=seed))]
+    items = [sample_of(i, length=n) for i, n in enumerate(lengths(count, seed=seed))]
     progress = Progress()
     sizes = Sizes(128, None, 64, shard_bytes, lanes)
     assert visit(root, items, NumpyProducer(groups), sizes=sizes, progress=progress)
@@ -89,7 +91,7 @@ def test_every_row_is_where_it_belongs(tmp_path_factory, count, groups, shard_by
 
 @pytest.mark.parametrize("lanes", [1, 3])
 def test_a_stop_commits_what_was_started_and_a_second_visit_does_the_rest(tmp_path, lanes):
-    items = [sample(i, n) for i, n in enumerate(lengths(80))]
+    items = [sample_of(i, length=n) for i, n in enumerate(lengths(80))]
     assert not visit(tmp_path, items, sizes=Sizes(128, None, 64, 4000, lanes), control=Script(*["go"] * 5, "stop"))
     done = open_stream(tmp_path, 80).ledger.done
     assert 0 < len(done) < 80
@@ -98,13 +100,13 @@ def test_a_stop_commits_what_was_started_and_a_second_visit_does_the_rest(tmp_pa
 
 
 def test_a_stop_before_the_first_batch_leaves_no_shard(tmp_path):
-    assert not visit(tmp_path, [sample(0, 5)], control=Script("stop"))
+    assert not visit(tmp_path, [sample_of(0, length=5)], control=Script("stop"))
     assert not list(tmp_path.glob("**/*.safetensors"))
     assert not list(tmp_path.glob("**/.tmp*"))
 
 
 def test_commit_every_ends_shards_early(tmp_path):
-    items = [sample(i, n) for i, n in enumerate(lengths(40))]
+    items = [sample_of(i, length=n) for i, n in enumerate(lengths(40))]
     big = Sizes(128, None, 64, 10**9)
     assert visit(tmp_path, items, sizes=big, control=Script("go", "go", "commit", "go", "go", "commit"))
     assert open_stream(tmp_path, 40).ledger.shards == 3
@@ -112,7 +114,7 @@ def test_commit_every_ends_shards_early(tmp_path):
 
 
 def test_commit_every_ends_the_shards_of_all_lanes(tmp_path):
-    items = [sample(i, n) for i, n in enumerate(lengths(80))]
+    items = [sample_of(i, length=n) for i, n in enumerate(lengths(80))]
     sizes = Sizes(128, None, 64, 6000, lanes=3)
     assert visit(tmp_path, items, sizes=sizes, control=Script(*["go"] * 7, "commit", *["go"] * 4, "commit"))
     check(tmp_path, items)
@@ -120,7 +122,7 @@ def test_commit_every_ends_the_shards_of_all_lanes(tmp_path):
 
 @pytest.mark.parametrize(("groups", "lanes"), [(1, 1), (3, 1), (1, 3)])
 def test_a_batch_that_does_not_fit_is_halved_and_said(tmp_path, groups, lanes):
-    items = [sample(i, n) for i, n in enumerate(lengths(50))]
+    items = [sample_of(i, length=n) for i, n in enumerate(lengths(50))]
     said: list[str] = []
     producer = NumpyProducer(groups, fits=130)
     sizes = Sizes(512, None, 64, 5000, lanes)
@@ -132,11 +134,17 @@ def test_a_batch_that_does_not_fit_is_halved_and_said(tmp_path, groups, lanes):
 
 def test_one_sample_that_does_not_fit_is_an_error_that_says_what_to_do(tmp_path):
     with pytest.raises(OutOfDeviceMemory, match="one row of 64 tokens does not fit on the device; use fewer --taps"):
-        visit(tmp_path, [sample(0, 5)], NumpyProducer(fits=10))
+        visit(tmp_path, [sample_of(0, length=5)], NumpyProducer(fits=10))
 
 
 def test_skips_are_done_too(tmp_path):
-    items = [Skip(0, "a", "too long"), sample(1, 9), Skip(2, "c", "empty"), sample(3, 4), Skip(4, "e", "too long")]
+    items = [
+        Skip(0, "a", "too long"),
+        sample_of(1, length=9),
+        Skip(2, "c", "empty"),
+        sample_of(3, length=4),
+        Skip(4, "e", "too long"),
+    ]
     progress = Progress()
     assert visit(tmp_path, items, progress=progress)
     assert list(open_stream(tmp_path, 5).ledger.done) == [0, 1, 2, 3, 4]
@@ -163,7 +171,7 @@ class FailsAt(NumpyProducer):
 
 @pytest.mark.parametrize("error", [StoreError("gone"), KeyboardInterrupt(), ValueError("a bug")])
 def test_a_failure_in_any_stage_ends_all_and_leaves_nothing_half_written(tmp_path, error):
-    items = [sample(i, n) for i, n in enumerate(lengths(80))]
+    items = [sample_of(i, length=n) for i, n in enumerate(lengths(80))]
     with pytest.raises(type(error)):
         visit(tmp_path, items, FailsAt(4, error), sizes=Sizes(128, None, 64, 4000, lanes=2))
     assert not list(tmp_path.glob("**/.tmp*"))
@@ -174,7 +182,7 @@ def test_a_failure_in_any_stage_ends_all_and_leaves_nothing_half_written(tmp_pat
 
 def test_a_failing_dataset_ends_the_run_with_its_own_error(tmp_path):
     def items():
-        yield sample(0, 5)
+        yield sample_of(0, length=5)
         raise StoreError("the dataset went away")
 
     stream = open_stream(tmp_path, 2)
@@ -208,7 +216,7 @@ def test_as_many_batches_are_in_flight_as_told_and_no_more(tmp_path, lanes, in_f
             assert full.wait(20), "too few batches were started ahead"
             return super().fetch(pending)
 
-    items = [sample(i, 40) for i in range(60)]
+    items = [sample_of(i, length=40) for i in range(60)]
     sizes = Sizes(128, None, 64, 4000, lanes, in_flight=in_flight)
     assert visit(tmp_path, items, Watched(), sizes=sizes, progress=progress)
     assert max(seen) == in_flight
@@ -238,7 +246,7 @@ def test_a_lane_that_is_held_up_holds_up_no_other(tmp_path):
             if self.written >= 36:
                 many.set()
 
-    items = [sample(i, 40) for i in range(40)]
+    items = [sample_of(i, length=40) for i in range(40)]
     one_batch = Sizes(64, 1, 64, 100, lanes=2)
     assert visit(tmp_path, items, FirstHangs(), sizes=one_batch, progress=Watched())
     check(tmp_path, items)
@@ -262,7 +270,7 @@ def test_a_device_that_computes_while_a_batch_is_started_is_what_limits(tmp_path
             self.now += seconds
 
     ticks, progress = Ticks(), Progress()
-    items = [sample(i, 40) for i in range(6)]
+    items = [sample_of(i, length=40) for i in range(6)]
     stream = open_stream(tmp_path, 6)
     sink, control = StreamSink(stream), LocalControl(threading.Event(), None)
     pipeline = Pipeline(ComputesAtOnce(), sink, control, progress, clock=ticks, in_flight=1)
@@ -287,7 +295,7 @@ def test_no_program_is_waited_for_that_the_device_has_no_room_for(tmp_path):
                 refused.append(batch.rows * batch.length)
                 raise
 
-    items = [sample(i, n) for i, n in enumerate(lengths(400, 60))]
+    items = [sample_of(i, length=n) for i, n in enumerate(lengths(400, 60))]
     sizes = Sizes(512, None, 64, 200_000, lanes=3)
     assert visit(tmp_path, items, Watched(), sizes=sizes)
     assert refused

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from producing import produce, run_identity, sample_of, stream_identity, write_shard
 from spile.errors import StoreError
 from spile.objects import Folder
 from spile.status.snapshot import SnapshotReader, State
 from spile.store.clearing import clear_stream
 from spile.store.run import join_run
 from spile.store.stream import StreamStore, join_stream
+from world import produce, run_identity, sample_of, stream_identity, write_shard
 
 NOW = 1_800_000_000.0
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from producing import TAPS, items, produce, rows_of
 from spile.objects import open_folder
 from spile.spec.sample import Role, Sample
 from spile.spec.taps import TapRows
@@ -17,6 +16,7 @@ from spile.store.codec import ShardSchema
 from spile.store.record import Commit
 from spile.store.sealed import seal
 from spile.store.shard import ShardBuilder
+from world import TAPS, items, produce, rows_of
 
 PAGE = (Path(__file__).parents[3] / "docs" / "format.md").read_text()
 

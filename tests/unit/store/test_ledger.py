@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from producing import produce, run_identity, sample_of, stream_identity, write_shard
 from spile.errors import Damaged, Fenced, RunMismatch, SpecError, StoreError
 from spile.objects import Folder, open_folder
 from spile.plan.ranges import Ranges
@@ -29,6 +28,7 @@ from spile.store.run import join_run, read_run
 from spile.store.sealed import seal, unseal
 from spile.store.stream import StreamStore, join_stream, read_stream
 from spile.store.verification import verify
+from world import produce, run_identity, sample_of, stream_identity, write_shard
 
 
 def joined(folder: Folder, attempt: str | None = None, samples: int | None = 100) -> StreamStore:

@@ -16,7 +16,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from producing import TAPS, D, rows_of, run_identity, sample_of, stream_identity, write_shard
 from spile.errors import Damaged, RunMismatch
 from spile.objects import open_folder
 from spile.plan.ranges import Ranges
@@ -27,6 +26,7 @@ from spile.store.record import ShardRecord
 from spile.store.run import join_run
 from spile.store.stream import StreamStore, join_stream, read_stream
 from spile.store.verification import verify
+from world import TAPS, D, rows_of, run_identity, sample_of, stream_identity, write_shard
 
 
 def joined(path: Path, **changes: object) -> StreamStore:

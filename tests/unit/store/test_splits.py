@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from producing import run_identity, stream_identity
 from spile.objects import Folder
 from spile.store.layout import commit_key
 from spile.store.run import join_run
 from spile.store.stream import join_stream
 from spile.store.verification import verify
+from world import run_identity, stream_identity
 
 
 def lines(folder: Folder, **options: object) -> list[str]:

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from counting import Counting
-from producing import TAPS, D, items, produce, rows_of, run_identity, sample_of, stream_identity, write_shard
 from spile.errors import Fenced, UserError
 from spile.objects import Folder, open_folder
 from spile.objects.cloud.folder import CloudFolder
@@ -28,6 +27,7 @@ from spile.store.record import Commit, ShardRecord
 from spile.store.run import join_run
 from spile.store.stream import StreamStore, join_stream
 from spile.store.verification import verify
+from world import TAPS, D, items, produce, rows_of, run_identity, sample_of, stream_identity, write_shard
 
 BY_TOKENS = {tuple(item.tokens.tolist()): item for item in items(45) if isinstance(item, Sample)}
 

@@ -1,15 +1,22 @@
-"""A worker with no model: rows are a function of tokens, positions and taps, so anybody can say what a row must be."""
+"""A world with no model: rows are a function of tokens, positions and taps, so anybody can say what a row must be.
+
+``NumpyProducer`` gives them to the real worker's loop; ``produce`` writes them to the store alone, in shards of a
+chosen number of samples.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import ml_dtypes  # noqa: F401  (registers bfloat16)
 import numpy as np
 
 from spile.objects import Folder
+from spile.plan.batches import Batch
 from spile.plan.ranges import Ranges
+from spile.runtime.producer import OutOfDeviceMemory, RowBlock, pack
 from spile.spec.identity import RunIdentity, StreamIdentity
 from spile.spec.run import PromptSpec
 from spile.spec.sample import Role, Sample, Skip
@@ -18,7 +25,19 @@ from spile.store.run import join_run
 from spile.store.shard import ShardBuilder
 from spile.store.stream import StreamStore, join_stream
 
-__all__ = ["TAPS", "D", "items", "produce", "rows_of", "run_identity", "sample_of", "stream_identity", "write_shard"]
+__all__ = [
+    "TAPS",
+    "D",
+    "NumpyProducer",
+    "items",
+    "lengths",
+    "produce",
+    "rows_of",
+    "run_identity",
+    "sample_of",
+    "stream_identity",
+    "write_shard",
+]
 
 D = 8
 TAPS = (Tap("residual", 0), Tap("attn", 1), Tap("residual", 1))
@@ -47,9 +66,11 @@ def stream_identity(samples: int | None, taps: tuple[Tap, ...] = TAPS, sha256: s
     return StreamIdentity(data="data.jsonl", sha256=sha256, lines=samples or 0, samples=samples, taps=taps)
 
 
-def sample_of(index: int, longest: int = 40) -> Sample:
+def sample_of(index: int, longest: int = 40, *, length: int | None = None) -> Sample:
+    """Sample ``index`` of a stream: everything of it follows from its number."""
     source = np.random.default_rng(index)
-    length = int(source.integers(1, longest))
+    drawn = int(source.integers(1, longest))
+    length = drawn if length is None else length
     roles = np.full(length, Role.USER, np.uint8)
     roles[0] |= Role.FIRST | Role.BOS
     return Sample(
@@ -63,15 +84,22 @@ def sample_of(index: int, longest: int = 40) -> Sample:
     )
 
 
+def lengths(count: int, longest: int = 40, seed: int = 0) -> list[int]:
+    return [int(n) for n in np.random.default_rng(seed).integers(1, longest + 1, count)]
+
+
 def rows_of(sample: Sample, tap: int, d: int = D, dtype: str = "bfloat16") -> np.ndarray:
     """What tap number ``tap`` gives for this sample: no row equals another."""
-    token = sample.tokens.astype(np.uint64)[:, None]
-    place = np.arange(len(sample), dtype=np.uint64)[:, None]
+    return _values(sample.tokens, np.arange(len(sample)), tap, d).astype(dtype)
+
+
+def _values(tokens: np.ndarray, positions: np.ndarray, tap: int, d: int = D) -> np.ndarray:
+    token, place = tokens.astype(np.uint64)[:, None], positions.astype(np.uint64)[:, None]
     column = np.arange(d, dtype=np.uint64)[None, :]
     mixed = (
         token * np.uint64(2654435761) + place * np.uint64(40503) + column * np.uint64(97) + np.uint64(tap * 7919)
     ) * np.uint64(2246822519)
-    return ((mixed >> np.uint64(16)) % np.uint64(4093)).astype(np.float32).__sub__(2046).__truediv__(1024).astype(dtype)
+    return (((mixed >> np.uint64(16)) % np.uint64(4093)).astype(np.float32) - 2046) / 1024
 
 
 def items(samples: int, done: Ranges = Ranges()) -> Iterator[Sample | Skip]:  # noqa: B008
@@ -79,6 +107,48 @@ def items(samples: int, done: Ranges = Ranges()) -> Iterator[Sample | Skip]:  # 
     for index in range(samples):
         if index not in done:
             yield Skip(index, f"task-{index // 2}", "too long", {"tokens": 99}) if index % 17 == 5 else sample_of(index)
+
+
+class NumpyProducer:
+    """A model of a few lines, in float32: groups, packing and poisoned padding as a device would have them."""
+
+    def __init__(self, groups: int = 1, fits: int | None = None, seconds: float = 0.0) -> None:
+        self.groups = groups
+        self.owned: Sequence[int] = range(groups)
+        self.fits = fits
+        """Computed tokens per group that there is memory for."""
+        self.seconds = seconds
+        """How long a batch takes."""
+        self.shapes: list[tuple[int, int]] = []
+
+    def describe(self) -> str:
+        return "NumPy"
+
+    def prepare(self, shape: tuple[int, int]) -> None:
+        pass
+
+    def await_program(self, batch: Batch, given_up: Callable[[], bool]) -> None:
+        pass
+
+    def start(self, batch: Batch) -> Batch:
+        if self.fits is not None and batch.rows * batch.length > self.fits:
+            raise OutOfDeviceMemory("the device's memory ran out")
+        self.shapes.append((batch.rows, batch.length))
+        return batch
+
+    def fetch(self, pending: object) -> Sequence[Sequence[RowBlock]]:
+        assert isinstance(pending, Batch)
+        time.sleep(self.seconds)
+        packed = pack(pending)
+        return [[self._block(pending, packed, tap, group) for group in self.owned] for tap in range(len(TAPS))]
+
+    def _block(self, batch: Batch, packed, tap: int, group: int) -> RowBlock:
+        rows = packed.rows.reshape(self.groups, batch.rows, 3, batch.length)[group]
+        whole = np.concatenate([_values(tokens, positions, tap) for tokens, positions, _ in rows])
+        real = sum(map(len, batch.of(group)))
+        rows = whole[packed.places[group]]
+        rows[real:] = np.nan
+        return RowBlock(group, rows)
 
 
 def write_shard(builder: ShardBuilder, samples: list[Sample], upto: int | None = None, step: int = 3) -> None:
