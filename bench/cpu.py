@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench.shapes import SHAPES, make_model
-from spile.plan.ranges import Ranges
+from spile.planning.ranges import Ranges
 from spile.runtime.device import DeviceProducer
 from spile.runtime.measure import naive
 from spile.runtime.parts import find, sizes_for

@@ -22,7 +22,7 @@ import spile.weights
 from spile.data.lines import embedded_tasks
 from spile.data.stream import open_stream
 from spile.data.tokens import load_tokenizer
-from spile.plan.ranges import Ranges
+from spile.planning.ranges import Ranges
 from spile.spec.run import DataSpec, PromptSpec
 from spile.spec.sample import Sample
 

@@ -29,8 +29,8 @@ from spile.data.stream import open_stream
 from spile.data.tokens import load_tokenizer
 from spile.model.generation import slot_bytes
 from spile.objects import open_folder
-from spile.plan.ranges import Ranges
-from spile.plan.shards import row_bytes
+from spile.planning.ranges import Ranges
+from spile.planning.shards import row_bytes
 from spile.runtime.answer import Answer
 from spile.runtime.device import compute_dtype_for, enable_compilation_cache
 from spile.runtime.generator import Generator

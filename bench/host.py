@@ -20,7 +20,7 @@ from rich.table import Table
 
 from bench.overlap import A_TOKEN, D_MODEL, TAPS, run_identity
 from spile.objects import open_folder
-from spile.plan.batches import Batch
+from spile.planning.batches import Batch
 from spile.runtime.measure.bench import emptied
 from spile.runtime.measure.limits import host_copy
 from spile.runtime.producer import RowBlock

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from spile.objects import Folder, open_folder
-from spile.plan.ranges import Ranges
+from spile.planning.ranges import Ranges
 from spile.store.layout import commit_key
 from spile.store.ledger import read_ledger
 from spile.store.record import Commit, ShardRecord

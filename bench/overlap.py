@@ -26,8 +26,8 @@ from rich.console import Console
 from bench import SCRATCH
 from bench.ledger import fake_gcs
 from spile.objects import open_folder
-from spile.plan.batches import Batch
-from spile.plan.shards import row_bytes
+from spile.planning.batches import Batch
+from spile.planning.shards import row_bytes
 from spile.runtime.producer import RowBlock
 from spile.runtime.progress import Progress
 from spile.runtime.worker import LocalControl, Sizes, run_worker

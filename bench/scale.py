@@ -22,7 +22,7 @@ from rich.console import Console
 
 import spile
 from spile.objects import Folder, ObjectInfo, Stats, Unfinished, Writer, open_folder
-from spile.plan.ranges import Ranges
+from spile.planning.ranges import Ranges
 from spile.spec.identity import RunIdentity, StreamIdentity
 from spile.spec.run import PromptSpec
 from spile.spec.sample import Sample

@@ -14,8 +14,8 @@ import ml_dtypes  # noqa: F401  (registers bfloat16)
 import numpy as np
 
 from spile.objects import Folder
-from spile.plan.batches import Batch
-from spile.plan.ranges import Ranges
+from spile.planning.batches import Batch
+from spile.planning.ranges import Ranges
 from spile.runtime.producer import OutOfDeviceMemory, RowBlock, pack
 from spile.spec.identity import RunIdentity, StreamIdentity
 from spile.spec.run import PromptSpec

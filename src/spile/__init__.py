@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from spile.reading.dataset import Dataset, open  # noqa: A004
     from spile.runtime.extract import extract
     from spile.runtime.infer import infer
+    from spile.runtime.measure.forecast import plan
     from spile.spec.run import DataSpec, ExtractSpec, GenerationSpec, PromptSpec
     from spile.spec.sample import Role
     from spile.store.verification import verify
@@ -56,6 +57,7 @@ __all__ = [
     "extract",
     "infer",
     "open",
+    "plan",
     "verify",
 ]
 
@@ -70,6 +72,7 @@ _LAZY = {
     "extract": "spile.runtime.extract",
     "infer": "spile.runtime.infer",
     "open": "spile.reading.dataset",
+    "plan": "spile.runtime.measure.forecast",
     "verify": "spile.store.verification",
 }
 

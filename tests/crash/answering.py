@@ -15,7 +15,7 @@ from tokenizers import models
 
 from spile.data.tokens import Tokenizer
 from spile.objects import open_folder
-from spile.plan.shards import row_bytes
+from spile.planning.shards import row_bytes
 from spile.runtime.answer import Answer
 from spile.runtime.progress import Progress
 from spile.runtime.shelf import Shelf

@@ -22,8 +22,8 @@ from whole import assert_rows
 
 from spile.errors import SpileError
 from spile.objects import Folder, open_folder
-from spile.plan.batches import Batch
-from spile.plan.ranges import Ranges
+from spile.planning.batches import Batch
+from spile.planning.ranges import Ranges
 from spile.runtime.notes import Notes
 from spile.runtime.producer import RowBlock
 from spile.runtime.progress import Progress

@@ -9,7 +9,7 @@ import sys
 SCRIPT = """
 import numpy as np
 from spile import weights
-from spile.plan.batches import BatchPlan, batches
+from spile.planning.batches import BatchPlan, batches
 from spile.runtime.device import DeviceProducer
 from spile.runtime.mesh import make_mesh, plan_mesh
 from spile.spec.sample import Sample

@@ -13,7 +13,7 @@ from rich.table import Table
 from spile.cli.extract import ExtractFlags
 from spile.dashboard.console import output
 from spile.errors import SpecError
-from spile.plan.amounts import amount, counted, duration, size
+from spile.planning.amounts import amount, counted, duration, size
 
 if TYPE_CHECKING:
     from spile.runtime.measure.bench import BenchResult

@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from spile.cli.shell.numbers import parse_numbers
 from spile.dashboard.console import output as console
 from spile.errors import SpecError, UserError
-from spile.plan.amounts import counted
+from spile.planning.amounts import counted
 from spile.spec.run import StoreDtype
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from spile.dashboard.console import output
 from spile.errors import UserError
-from spile.plan.amounts import counted, size
+from spile.planning.amounts import counted, size
 
 if TYPE_CHECKING:
     from spile.reading.dataset import Dataset

@@ -57,8 +57,8 @@ def models(
 
 
 def _worked(family: str, machine: Machine) -> dict[str, Any]:
-    from spile.plan.cost import Volume, estimate
-    from spile.plan.shards import row_bytes
+    from spile.planning.cost import Volume, estimate
+    from spile.planning.shards import row_bytes
     from spile.spec.model_examples import EXAMPLES
     from spile.spec.taps import Tap, tap_rows
     from spile.spec.tensors import flops_per_token, parameter_count

@@ -17,8 +17,8 @@ from spile.cli.extract import ExtractFlags
 from spile.cli.shell.defaults import settled
 from spile.dashboard.console import output
 from spile.errors import SpecError
-from spile.plan.amounts import amount, duration, size
-from spile.plan.cost import START_SECONDS, Estimate, Rates, refuse_over_budget
+from spile.planning.amounts import amount, duration, size
+from spile.planning.cost import START_SECONDS, Estimate, Rates, refuse_over_budget
 from spile.spec.machines import Machine, Prices, list_prices, parse_machine
 from spile.spec.prices import prices_from
 from spile.spec.tensors import parameter_count
@@ -66,7 +66,7 @@ def plan(
 ) -> int:
     """Tell what a run would take, and refuse one that is over the budget. Takes the flags of spile extract."""
     from spile.runtime.measure.aot import available
-    from spile.runtime.measure.forecast import look
+    from spile.runtime.measure.forecast import plan as forecast
 
     if count < 1:
         raise SpecError("--count", expected="at least 1", found=count)
@@ -79,7 +79,7 @@ def plan(
     named = settled(
         flags or ExtractFlags(), os.environ, lambda line: None if json_ else console.print(line, markup=False)
     )
-    found = look(named.spec(), count)
+    found = forecast(named.spec(), count)
     estimates = [found.on(machine, table, rates=rates, workers=workers) for machine in machines]
     compiles = bool(topology) and available() if compile is None else compile
     if not json_:

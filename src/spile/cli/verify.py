@@ -20,7 +20,7 @@ from spile.cli.shell.numbers import parse_numbers
 from spile.dashboard.console import output
 from spile.dashboard.fitting import Fitting
 from spile.errors import SpecError
-from spile.plan.amounts import amount, counted, duration, size
+from spile.planning.amounts import amount, counted, duration, size
 
 if TYPE_CHECKING:
     from spile.store.recomputation import Recompute

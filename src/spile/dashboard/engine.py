@@ -17,7 +17,7 @@ from spile.dashboard.console import Lasting
 from spile.dashboard.streams import render
 from spile.dashboard.table import headline, totals_line
 from spile.errors import SpileError
-from spile.plan.amounts import counted
+from spile.planning.amounts import counted
 from spile.runtime.engines.scheduler import EngineOutcome, Scheduler
 from spile.status.snapshot import Snapshot, SnapshotReader, StreamView
 

@@ -18,7 +18,7 @@ from spile.dashboard.table import COUNTS, Column, ago, counts_line, draw, headli
 from spile.dashboard.watching import footer, health_line
 from spile.fleet.cloud.states import Life
 from spile.fleet.heal.monitor import FleetStatus, WorkerStatus
-from spile.plan.amounts import amount, counted
+from spile.planning.amounts import amount, counted
 from spile.status.snapshot import Snapshot, State, StreamView
 
 __all__ = ["plain_lines", "render", "watch"]

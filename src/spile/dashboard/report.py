@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from spile.plan.amounts import amount, size
+from spile.planning.amounts import amount, size
 from spile.reading.dataset import Dataset
 from spile.reading.inspecting import HeatMap, Inspection
 from spile.spec.sample import Role

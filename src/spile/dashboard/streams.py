@@ -15,7 +15,7 @@ from spile.dashboard import watching
 from spile.dashboard.fitting import Fitting
 from spile.dashboard.table import COUNTS, Column, counts_line, draw, headline, totals_line
 from spile.dashboard.watching import footer, health_line
-from spile.plan.amounts import duration
+from spile.planning.amounts import duration
 from spile.status.snapshot import Snapshot, State, StreamView
 
 __all__ = ["plain_lines", "render", "watch"]

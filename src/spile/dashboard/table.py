@@ -9,7 +9,7 @@ from typing import Generic, Literal, TypeVar
 from rich.console import RenderableType
 from rich.table import Table
 
-from spile.plan.amounts import amount, counted, duration, size
+from spile.planning.amounts import amount, counted, duration, size
 from spile.status.snapshot import Snapshot, StreamView
 
 __all__ = ["COUNTS", "Column", "ago", "counts_line", "draw", "headline", "of", "totals_line"]

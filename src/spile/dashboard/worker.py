@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from spile.dashboard.console import Lasting
-from spile.plan.amounts import amount, counted, duration, size
+from spile.planning.amounts import amount, counted, duration, size
 from spile.runtime.progress import Progress, ProgressSnapshot
 from spile.runtime.signals import handling_signals
 from spile.runtime.summary import Summary

@@ -15,7 +15,7 @@ from spile.data.pack import Document, pack
 from spile.data.rows import parse_row, resolve
 from spile.data.tokens import Encoded, Tokenizer
 from spile.errors import DataError
-from spile.plan.ranges import Ranges
+from spile.planning.ranges import Ranges
 from spile.spec.run import DataSpec, PromptSpec
 from spile.spec.sample import Sample, Skip
 

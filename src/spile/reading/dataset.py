@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from spile.errors import UserError
 from spile.objects import Folder, open_folder
-from spile.plan.shuffle import ShuffleSpec
+from spile.planning.shuffle import ShuffleSpec
 from spile.reading.rows import RowBatch, iterate
 from spile.reading.selection import SampleRef, ref_of, selection_of
 from spile.reading.shuffled import Shuffled, ShuffleOrder
@@ -194,7 +194,7 @@ class Dataset:
 
         Each epoch gives every selected row once. ``part`` (k, n) makes this reader one of n whose rows are disjoint.
         A full permutation where all rows fit in ``memory`` bytes, or in the folder ``scratch``; else two levels, see
-        :mod:`spile.plan.shuffle`. ``wanted`` are the fields of :class:`~spile.reading.selection.Selection`:
+        :mod:`spile.planning.shuffle`. ``wanted`` are the fields of :class:`~spile.reading.selection.Selection`:
         ``include``, ``exclude``, ``positions``, ``tokens``, ``without_tokens``, ``min_norm``, ``max_norm`` and
         ``samples``. ``state`` goes on where a reader's ``state()`` was asked for, ``after`` after so many batches.
         """

@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from spile.data.background import ahead
 from spile.errors import UserError
-from spile.plan.amounts import size
-from spile.plan.shuffle import EpochPlan, RowPiece, ShuffleSpec, plan_epoch, row_order
+from spile.planning.amounts import size
+from spile.planning.shuffle import EpochPlan, RowPiece, ShuffleSpec, plan_epoch, row_order
 from spile.reading.read_pool import ReadPool
 from spile.reading.rows import RowBatch
 from spile.reading.selection import Selection

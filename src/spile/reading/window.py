@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from spile.plan.shuffle import RowPiece
+from spile.planning.shuffle import RowPiece
 from spile.reading.read_pool import ReadPool
 from spile.reading.rows import RowBatch, context_of
 from spile.reading.selection import Selection

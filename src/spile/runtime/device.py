@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from spile.errors import Failure
 from spile.model.decoder import forward
 from spile.model.params import Params
-from spile.plan.batches import Batch
+from spile.planning.batches import Batch
 from spile.runtime.mesh import AXES, plan_mesh
 from spile.runtime.producer import OutOfDeviceMemory, RowBlock, check_tokens, pack
 from spile.runtime.progress import Progress

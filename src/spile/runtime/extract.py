@@ -12,8 +12,8 @@ from spile.data.stream import SampleReader
 from spile.errors import SpecError
 from spile.objects import is_remote, open_folder
 from spile.objects.preflight import preflight
-from spile.plan.amounts import counted, size
-from spile.plan.ranges import Ranges
+from spile.planning.amounts import counted, size
+from spile.planning.ranges import Ranges
 from spile.runtime.backends import torch_producer
 from spile.runtime.device import enable_compilation_cache
 from spile.runtime.notes import Notes, note_checkpoint

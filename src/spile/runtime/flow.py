@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
-from spile.plan.batches import Batch
-from spile.plan.shards import ShardBatches
+from spile.planning.batches import Batch
+from spile.planning.shards import ShardBatches
 from spile.runtime.pipes import Crew, Pipe, Stopped
 from spile.runtime.producer import RowBlock
 from spile.spec.sample import Sample, Skip

@@ -17,7 +17,7 @@ from spile.errors import SpecError
 from spile.model.decoder import head_needed
 from spile.model.generation import slot_bytes
 from spile.objects import open_folder
-from spile.plan.ranges import Ranges
+from spile.planning.ranges import Ranges
 from spile.runtime.extract import stream_end, visit
 from spile.runtime.generator import Generator
 from spile.runtime.mesh import default_shape, device_memory, make_mesh, plan_mesh

@@ -17,8 +17,8 @@ from spile.errors import SpecError
 from spile.objects import open_folder
 from spile.objects.folder import Folder
 from spile.objects.mirror import MirrorFolder
-from spile.plan.ranges import Ranges
-from spile.plan.shards import row_bytes
+from spile.planning.ranges import Ranges
+from spile.planning.shards import row_bytes
 from spile.runtime.backends import compute_platform, find_model, rows_of
 from spile.runtime.device import compute_dtype_for
 from spile.runtime.producer import check_tokens

@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from spile.plan.batches import Batch
+from spile.planning.batches import Batch
 from spile.runtime.flow import AHEAD, Close, Control, Countdown, Flow, Rows, Shard, ShardTask, Sink, Step
 from spile.runtime.pipes import Crew, Pipe, Stopped
 from spile.runtime.producer import OutOfDeviceMemory, Producer, RowBlock

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spile.errors import Failure, ModelError
-from spile.plan.batches import Batch
+from spile.planning.batches import Batch
 from spile.spec.sample import Sample
 
 __all__ = ["OutOfDeviceMemory", "Packed", "Producer", "RowBlock", "check_tokens", "pack"]

@@ -18,7 +18,7 @@ from spile.model.decoder import forward, head_needed
 from spile.model.experts import choose_mixture
 from spile.model.params import Params
 from spile.objects import open_folder
-from spile.plan.batches import single_row
+from spile.planning.batches import single_row
 from spile.runtime.backends import find_model, torch_recompute
 from spile.runtime.device import enable_compilation_cache
 from spile.spec.run import ExtractSpec

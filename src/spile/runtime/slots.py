@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax
 
 from spile.errors import SpecError
-from spile.plan.amounts import size
+from spile.planning.amounts import size
 from spile.runtime.sizing import host_memory
 
 __all__ = ["SlotPlan", "plan_slots"]

@@ -12,8 +12,8 @@ from spile.errors import SpileError
 from spile.model.attention import choose
 from spile.model.decoder import head_needed, layers_needed
 from spile.model.params import build
-from spile.plan.batches import batches
-from spile.plan.ranges import Ranges
+from spile.planning.batches import batches
+from spile.planning.ranges import Ranges
 from spile.runtime.device import DeviceProducer
 from spile.runtime.mesh import default_shape, device_memory, make_mesh, plan_mesh
 from spile.runtime.parts import Parts, bytes_per_token, sizes_for

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spile.errors import Interrupted
-from spile.plan.amounts import amount, duration, size
+from spile.planning.amounts import amount, duration, size
 from spile.runtime.progress import ProgressSnapshot
 
 __all__ = ["Summary", "peak_memory"]

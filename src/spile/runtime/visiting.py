@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from spile.plan.ranges import Ranges
+from spile.planning.ranges import Ranges
 from spile.runtime.flow import Control, Sink
 from spile.runtime.notes import Notes
 from spile.runtime.parts import Parts

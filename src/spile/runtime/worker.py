@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from spile.plan.batches import BatchPlan, batches
-from spile.plan.shards import ShardBatches, row_bytes, shards
+from spile.planning.batches import BatchPlan, batches
+from spile.planning.shards import ShardBatches, row_bytes, shards
 from spile.runtime.flow import Control, ShardTask, Sink, Verdict
 from spile.runtime.pipeline import Pipeline
 from spile.runtime.producer import Producer

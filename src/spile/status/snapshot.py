@@ -11,7 +11,7 @@ from typing import Any
 
 from spile.errors import Damaged
 from spile.objects.folder import Folder
-from spile.plan.ranges import Ranges
+from spile.planning.ranges import Ranges
 from spile.spec.heartbeat import Beat
 from spile.spec.phase import Phase
 from spile.status.heartbeat import read_beat

@@ -10,7 +10,7 @@ import numpy as np
 from spile.errors import Damaged
 from spile.objects.crc import crc32c, to_hex
 from spile.objects.folder import Folder
-from spile.plan.ranges import Ranges
+from spile.planning.ranges import Ranges
 from spile.spec.prediction import Prediction
 from spile.spec.sample import Role
 from spile.store.layout import predictions_name

@@ -8,7 +8,7 @@ from typing import Any
 
 from spile.errors import Damaged, untrusted
 from spile.objects.crc import from_hex, to_hex
-from spile.plan.ranges import Ranges
+from spile.planning.ranges import Ranges
 from spile.spec.sample import Skip
 from spile.store.layout import is_shard
 from spile.store.sealed import FORMAT, seal, unseal

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from spile.plan.ranges import Ranges
+from spile.planning.ranges import Ranges
 
 __all__ = ["Garbage", "Kind", "Problem", "Recomputed", "Report", "StreamReport"]
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from spile.objects.crc import CHUNK, ChunkedCrc, crc32c, fold, fold_chunks
 from spile.objects.folder import Folder, Writer
-from spile.plan.ranges import Ranges
+from spile.planning.ranges import Ranges
 from spile.spec.sample import Sample
 from spile.store.codec import CHUNKS, ShardLayout, ShardSchema, notes_of, plan_shard
 from spile.store.record import ShardRecord

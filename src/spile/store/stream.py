@@ -13,7 +13,7 @@ from spile.errors import Damaged, Fenced, RunMismatch, StoreError, untrusted
 from spile.objects.folder import Folder, NotFound
 from spile.objects.mirror import home_of
 from spile.objects.opening import is_remote
-from spile.plan.ranges import Ranges
+from spile.planning.ranges import Ranges
 from spile.spec.identity import RunIdentity, StreamIdentity
 from spile.spec.sample import Sample, Skip
 from spile.spec.taps import Tap

@@ -13,7 +13,7 @@ from operator import itemgetter
 
 from spile.errors import Damaged
 from spile.objects import Folder
-from spile.plan.ranges import Ranges
+from spile.planning.ranges import Ranges
 from spile.spec.identity import RunIdentity
 from spile.store.layout import STREAM, stream_folder, stream_number
 from spile.store.ledger import read_commits

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from spile.errors import Failure, UserError
 from spile.objects import Folder, open_folder
-from spile.plan.ranges import Ranges
+from spile.planning.ranges import Ranges
 from spile.spec.identity import RunIdentity
 from spile.store.garbage import HOUR, find_garbage, remove_garbage
 from spile.store.inspection import inspect_shard

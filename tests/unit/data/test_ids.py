@@ -19,7 +19,7 @@ from spile.data.tokens import Tokenizer
 from spile.errors import DataError
 from spile.fleet.streams import prepare_streams
 from spile.objects import open_folder
-from spile.plan.ranges import Ranges
+from spile.planning.ranges import Ranges
 from spile.spec.run import DataSpec, PromptSpec
 from spile.spec.sample import Sample
 

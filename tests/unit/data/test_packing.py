@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from spile.data.pack import Document, pack
 from spile.data.stream import open_stream
 from spile.data.tokens import Tokenizer, load_tokenizer
-from spile.plan.ranges import Ranges
+from spile.planning.ranges import Ranges
 from spile.spec.run import DataSpec, PromptSpec
 from spile.spec.sample import Role, Sample
 from tiny_tokenizers import save_tokenizer

@@ -20,7 +20,7 @@ from spile.data.make.split import make_streams
 from spile.data.stream import open_stream
 from spile.data.tokens import Tokenizer, load_tokenizer
 from spile.errors import DataError, ModelError, SpecError
-from spile.plan.ranges import Ranges
+from spile.planning.ranges import Ranges
 from spile.spec.run import DEFAULT_ENCODER, DataSpec, PromptSpec
 from spile.spec.sample import Role, Sample, Skip
 from tiny_tokenizers import save_tokenizer

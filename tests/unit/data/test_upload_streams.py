@@ -14,7 +14,7 @@ from spile.data.stream import open_stream
 from spile.data.tokens import Tokenizer
 from spile.errors import DataError
 from spile.objects import open_folder
-from spile.plan.ranges import Ranges
+from spile.planning.ranges import Ranges
 from spile.spec.run import DataSpec
 
 Write = Callable[..., str]

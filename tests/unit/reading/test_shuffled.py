@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import spile.plan.shuffle
+import spile.planning.shuffle
 from spile.errors import Damaged, UserError
 from spile.objects import Folder, open_folder
 from spile.reading.dataset import Dataset
@@ -206,8 +206,8 @@ def test_it_reads_from_disks_and_buckets_alike(folder: Folder) -> None:
 @pytest.mark.parametrize("d", [64, 48])
 def test_pieces_of_large_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, d: int) -> None:
     """Pieces that end with chunks, and such as cannot; read straight into memory, and checked."""
-    monkeypatch.setattr(spile.plan.shuffle, "_LARGEST_PIECE", 2 << 20)
-    monkeypatch.setattr(spile.plan.shuffle, "_PIECE", 1 << 20)
+    monkeypatch.setattr(spile.planning.shuffle, "_LARGEST_PIECE", 2 << 20)
+    monkeypatch.setattr(spile.planning.shuffle, "_PIECE", 1 << 20)
     root, run = open_folder(str(tmp_path)), run_identity(d_model=d)
     join_run(root, run)
     store = join_stream(root, 0, stream_identity(9), run)

@@ -17,7 +17,7 @@ from spile import weights
 from spile.errors import Failure, ModelError
 from spile.model.decoder import forward
 from spile.model.params import Params
-from spile.plan.batches import Batch
+from spile.planning.batches import Batch
 from spile.runtime import device
 from spile.runtime.device import DeviceProducer, compute_dtype_for, enable_compilation_cache
 from spile.runtime.mesh import make_mesh

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from spile.cli.extract import ExtractFlags
-from spile.plan.amounts import counted, duration, size
-from spile.plan.cost import START_SECONDS, Estimate, Rates
+from spile.planning.amounts import counted, duration, size
+from spile.planning.cost import START_SECONDS, Estimate, Rates
 from spile.spec.machines import list_prices, parse_machine
 
 if TYPE_CHECKING:
@@ -61,13 +61,13 @@ def show(
 
 def _estimate(streams: StreamsPlan, flags: ExtractFlags, fleet: FleetSpec) -> Estimate:
     """From the first stream: the others are as long."""
-    from spile.runtime.measure.forecast import look
+    from spile.runtime.measure.forecast import plan as forecast
 
     one = replace(
         flags, dataset=None, dataset_dir=str(streams.local or streams.url), output="gs://b/x", output_dir=None,
         gcs_bucket=None, upload_to_gcs=None, worker_id=0, checkpointing=True, overwrite=False,
     )  # fmt: skip
-    found = look(one.spec(), _COUNTED)
+    found = forecast(one.spec(), _COUNTED)
     whole = replace(found, lengths=replace(found.lengths, samples=found.lengths.samples * len(fleet.workers)))
     rates = Rates(start_seconds=START_SECONDS)
     return whole.on(

@@ -23,7 +23,7 @@ from spile.fleet.home import FleetHome, WorkerReport
 from spile.fleet.notify import events_between, send
 from spile.fleet.spec import FleetSpec, Worker
 from spile.objects import open_folder
-from spile.plan.amounts import duration
+from spile.planning.amounts import duration
 from spile.spec.phase import Phase
 from spile.status.snapshot import Snapshot, SnapshotReader, StreamView
 

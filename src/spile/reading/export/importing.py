@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from spile.errors import DataError
 from spile.objects import Folder
-from spile.plan.ranges import Ranges
+from spile.planning.ranges import Ranges
 from spile.reading.export.blocks import Seen, nobody
 from spile.reading.export.pickles import read_pickle
 from spile.spec.identity import RunIdentity, StreamIdentity

@@ -17,8 +17,8 @@ from typing import Any
 import jax
 
 from spile.objects import open_folder
-from spile.plan.batches import Batch, batches
-from spile.plan.ranges import Ranges
+from spile.planning.batches import Batch, batches
+from spile.planning.ranges import Ranges
 from spile.runtime.device import DeviceProducer
 from spile.runtime.measure import naive
 from spile.runtime.measure.limits import Limits, bare_forward, device_to_host, host_copy, matmul, sequential_write

@@ -10,9 +10,9 @@ from spile import weights
 from spile.data.stream import SampleStream, open_stream
 from spile.data.tokens import load_tokenizer
 from spile.model.decoder import head_needed, layers_needed
-from spile.plan.cost import Estimate, Lengths, Rates, Volume, estimate
-from spile.plan.ranges import Ranges
-from spile.plan.shards import row_bytes
+from spile.planning.cost import Estimate, Lengths, Rates, Volume, estimate
+from spile.planning.ranges import Ranges
+from spile.planning.shards import row_bytes
 from spile.runtime.measure.aot import Program
 from spile.spec.architecture import ModelConfig
 from spile.spec.machines import Machine, Prices
@@ -21,7 +21,7 @@ from spile.spec.sample import Sample
 from spile.spec.taps import Tap, select_taps, tap_rows
 from spile.spec.tensors import flops_per_token, parameter_count
 
-__all__ = ["Forecast", "look"]
+__all__ = ["Forecast", "plan"]
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Forecast:
         }
 
 
-def look(spec: ExtractSpec, count: int) -> Forecast:
+def plan(spec: ExtractSpec, count: int = 1000) -> Forecast:
     """Find the model and the data; tokenize ``count`` samples, spread evenly over the stream, and count."""
     files = weights.find(spec.model, spec.revision, weights=False)
     taps = select_taps(spec.sites, spec.layers, files.config.n_layers, spec.heads, spec.top_k)

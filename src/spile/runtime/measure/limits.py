@@ -21,7 +21,7 @@ import numpy as np
 
 from spile.model.decoder import forward, layers_needed
 from spile.objects.crc import ChunkedCrc
-from spile.plan.batches import Batch
+from spile.planning.batches import Batch
 from spile.runtime.device import DeviceProducer
 from spile.runtime.producer import pack
 from spile.spec.tensors import flops_per_token

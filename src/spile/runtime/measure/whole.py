@@ -18,7 +18,7 @@ from pathlib import Path
 from spile.data.stream import open_stream
 from spile.data.tokens import load_tokenizer
 from spile.errors import Failure
-from spile.plan.ranges import Ranges
+from spile.planning.ranges import Ranges
 from spile.runtime.progress import WallTime
 from spile.spec.run import ExtractSpec
 from spile.spec.sample import Sample

@@ -43,7 +43,7 @@ def _forward(hosts: WorkerGroup, say: Callable[[str], None]) -> None:
     import numpy as np
 
     from spile import weights
-    from spile.plan.batches import Batch
+    from spile.planning.batches import Batch
     from spile.runtime.device import DeviceProducer, compute_dtype_for
     from spile.runtime.mesh import make_mesh, plan_mesh
     from spile.spec.run import EMBEDDED

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spile.errors import Failure, ModelError, SpecError
-from spile.plan.batches import Batch
+from spile.planning.batches import Batch
 from spile.runtime.producer import OutOfDeviceMemory, RowBlock, check_tokens
 from spile.runtime.torch.drawing import Hooks
 from spile.spec.sample import Sample

@@ -3,7 +3,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spile.plan.ranges import Ranges
+from spile.planning.ranges import Ranges
 
 numbers = st.sets(st.integers(0, 60))
 

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spile.plan.amounts import amount, counted, duration, size
+from spile.planning.amounts import amount, counted, duration, size
 
 
 @pytest.mark.parametrize(

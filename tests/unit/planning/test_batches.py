@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spile.plan.batches import Batch, BatchPlan, batches, single_row
-from spile.plan.shards import ShardBatches, row_bytes, shards
+from spile.planning.batches import Batch, BatchPlan, batches, single_row
+from spile.planning.shards import ShardBatches, row_bytes, shards
 from spile.spec.sample import Sample
 from spile.spec.taps import TapRows
 

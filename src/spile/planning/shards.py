@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from spile.plan.batches import Batch
+from spile.planning.batches import Batch
 from spile.spec.taps import TapRows
 
 __all__ = ["ShardBatches", "row_bytes", "shards"]
