@@ -22,6 +22,7 @@ from spile.fleet.cloud.tpu import CloudTpu
 from spile.fleet.fake_cloud.server import FakeCloud
 from spile.fleet.home import FleetHome
 from spile.fleet.manage import settle
+from spile.fleet.pins import vouch
 from spile.fleet.spec import FleetSpec, plan_workers
 from spile.fleet.worker_logs import LogKeeper, read_log
 
@@ -122,6 +123,50 @@ def test_a_new_deployment_ends_the_worker_and_asks_for_its_code(tmp_path: Path) 
     home.write_fleet(replace(home.read_fleet(), deployment="d2"))
     thread.join(20)
     assert codes == [AGAIN]
+
+
+def test_a_deployment_that_the_machines_metadata_does_not_name_is_not_taken(
+    tmp_path: Path,
+    fake: FakeCloud,
+    client: CloudTpu,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Who may write the bucket is not who may deploy."""
+    for key, value in fake.environment().items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setenv("GCE_METADATA_HOST", f"127.0.0.1:{fake.port}/vm/{ZONE}/{NAME}/0")
+    home = a_home(tmp_path)
+    request = NodeRequest("v3-8", "r", labels={"spile-fleet": "f"})
+    settle(client, client.create_node(ZONE, NAME, request), every=0.02)
+    agent = an_agent(home, "import time; print('up'); time.sleep(60)", pin=home.read_pinned()[1])
+    agent.zone = ZONE
+    codes: list[int] = []
+    thread = threading.Thread(target=lambda: codes.append(agent.run()))
+    thread.start()
+    said = ""
+    new = replace(home.read_fleet(), deployment="d2")
+    deadline = time.monotonic() + 20
+    while "it is not used" not in said and time.monotonic() < deadline:
+        if "up" in said:
+            home.write_fleet(new)
+        time.sleep(0.1)
+        said += capfd.readouterr().out
+    assert f"name its sha256, {home.read_pinned()[1]}: it is not used" in said
+    time.sleep(0.3)
+    assert codes == [], "the worker goes on with what was deployed"
+    assert said.count("it is not used") + capfd.readouterr().out.count("it is not used") == 1, "said once"
+    assert vouch(client, new, home.folder.url) == []
+    thread.join(20)
+    assert codes == [AGAIN]
+
+
+def test_an_assignment_that_changed_since_the_start_is_judged_before_it_is_run(tmp_path: Path) -> None:
+    home = a_home(tmp_path)
+    mark = tmp_path / "ran"
+    agent = an_agent(home, f"open({str(mark)!r}, 'w')", pin="0" * 64)
+    assert agent.run() == AGAIN
+    assert not mark.exists()
 
 
 def test_the_service_ends_and_the_worker_had_its_notice(tmp_path: Path) -> None:

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from spile.fleet.cloud.provider import NodeRequest
+from spile.fleet.cloud.tpu import CloudTpu
 from spile.fleet.deploy import publish
+from spile.fleet.fake_cloud.cloud import CloudTimes
 from spile.fleet.fake_cloud.server import FakeCloud
 from spile.fleet.heal.monitor import machine_metadata, startup_script
 from spile.fleet.home import FleetHome
+from spile.fleet.pins import machine_requirements, sha256, vouch
 from spile.fleet.spec import FleetSpec, plan_workers
 from spile.fleet.wheel import build_wheel
 
@@ -92,8 +98,9 @@ def test_a_bare_machine_is_bootstrapped_once(home: FleetHome, vm: Vm) -> None:
     wheel = home.read_fleet().wheel
     calls = vm.calls()
     assert calls[0].startswith("uv venv --quiet --python 3.12")
-    assert f"spile[tpu] @ file://{vm.folder}/opt/{wheel}" in calls[1]
-    assert calls[2:] == [
+    assert calls[1].endswith(f" --require-hashes -r {vm.folder}/opt/requirements.txt")
+    assert calls[2].endswith(f" --no-deps {vm.folder}/opt/{wheel}")
+    assert calls[3:] == [
         "systemctl daemon-reload",
         "systemctl enable spile-worker.service",
         "systemctl restart spile-worker.service",
@@ -199,8 +206,9 @@ def test_the_assignment_comes_from_the_metadata_server_and_the_wheel_from_gcs(tm
         fleet = FleetSpec(
             "f", "p", (ZONE,), plan_workers((ZONE,), 1), NodeRequest("v3-8", "r"), root="x", deployment="d"
         )
-        wheel = publish(home, fleet, lambda _: None).wheel
-        metadata = machine_metadata(home.folder.url, NAME, "")
+        published = publish(home, fleet, lambda _: None)
+        wheel = published.wheel
+        metadata = machine_metadata(home.folder.url, NAME, "", sha256(published.to_json()))
         fake.cloud.create("p", ZONE, NAME, {"acceleratorType": "v3-8", "metadata": metadata}, "v2")
         vm = Vm(
             tmp_path / "vm",
@@ -224,12 +232,22 @@ def test_as_a_machine_runs_it_in_a_namespace_of_its_own(home: FleetHome, vm: Vm)
     fence = f"""
 set -e
 mount -t tmpfs tmpfs /opt
-mkdir -p /etc/systemd/system
-mount -t tmpfs tmpfs /etc/systemd/system
 printf '#!/bin/bash\\necho "systemctl $*" >> /opt/calls\\n' > /opt/systemctl
 chmod +x /opt/systemctl
 if real="$(command -v systemctl)"; then mount --bind /opt/systemctl "$real"; else cp /opt/systemctl {vm.folder}/bin; fi
-env -i PATH={vm.folder}/bin:/usr/bin:/bin SPILE_EXPECT=any bash {vm.script} --home {home.folder.url} --node {NAME}
+cp -a /etc /opt/etc
+mount --bind /opt/etc /etc
+mkdir -p /etc/systemd/system /opt/dev
+touch /opt/dev/accel0
+env -i PATH={vm.folder}/bin:/usr/sbin:/usr/bin:/bin SPILE_DEVICES=/opt/dev SPILE_TRIES=1 SPILE_EXPECT=any \\
+  bash {vm.script} --home {home.folder.url} --node {NAME} --host 0
+cat /opt/spile/launch.sh
+stat -c 'folder %n %U %G %a' /opt/spile /opt/spile/worker /opt/spile/fleet.json /opt/dev/accel0
+as_worker="setpriv --reuid spile --regid spile --init-groups"
+$as_worker touch /opt/spile/worker/mine
+$as_worker test -x /opt/spile/venv/bin/python
+! $as_worker cat /opt/spile/fleet.json
+! $as_worker touch /opt/spile/venv/bin/python
 cat /opt/calls /etc/systemd/system/spile-worker.service
 ls /opt/spile
 """
@@ -244,8 +262,88 @@ ls /opt/spile
     assert "systemctl restart spile-worker.service" in done.stdout
     assert "ExecStart=/bin/bash /opt/spile/launch.sh" in done.stdout
     assert 'Environment="HOME=/root"' in done.stdout, "GCE starts it without a home"
+    assert "folder /opt/spile root root 711" in done.stdout
+    assert "folder /opt/spile/worker spile spile 700" in done.stdout
+    assert "folder /opt/spile/fleet.json root root 600" in done.stdout, "a secret may be in it"
+    assert "folder /opt/dev/accel0 root spile 66" in done.stdout, "the worker may use the chips"
+    assert "setpriv --reuid spile --regid spile --init-groups env HOME=/opt/spile/worker" in done.stdout
+    assert "LimitMEMLOCK=infinity" in done.stdout, "which chips behind vfio need of a user"
     assert {"launch.sh", "installed", "fleet.json", "startup.sh", "venv"} <= set(done.stdout.split())
     assert not Path("/opt/spile").exists(), "outside the namespace nothing changed"
+
+
+# -- nothing of the bucket but what was deployed -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def pinned(home: FleetHome, vm: Vm, fake: FakeCloud) -> Vm:
+    """A machine whose metadata was written by the deploy that filled the bucket."""
+    metadata = machine_metadata(home.folder.url, NAME, "", sha256(home.folder.get("fleet.json")))
+    body = {"acceleratorType": "v3-8", "metadata": metadata, "labels": {"spile-fleet": "f"}}
+    fake.cloud.create("fake-project", ZONE, NAME, body, "v2")
+    vm.environment |= {
+        "GCE_METADATA_HOST": f"127.0.0.1:{fake.port}/vm/{ZONE}/{NAME}/0",
+        "SPILE_TPU_ENDPOINT": fake.environment()["SPILE_TPU_ENDPOINT"],
+        "STORAGE_EMULATOR_HOST": "http://127.0.0.1:9",  # no token travels
+        "SPILE_TRIES": "1",
+    }
+    return vm
+
+
+@pytest.mark.parametrize("name", ["fleet.json", "startup.sh", "requirements.txt", "the wheel"])
+def test_what_somebody_put_into_the_bucket_is_not_run(home: FleetHome, pinned: Vm, name: str) -> None:
+    key = str(home.read_fleet().wheel) if name == "the wheel" else name
+    home.folder.put(key, home.folder.get(key) + b"\n")
+    done = pinned.boot()
+    assert done.returncode == 1
+    assert f"{home.folder.url}/{key} is not what was deployed: expected" in done.stdout
+    assert not [call for call in pinned.calls() if "install" in call or "systemctl" in call]
+    assert not (pinned.folder / "opt" / key).exists(), "and it is not left where something would find it"
+    report = home.read_reports()[NAME]
+    assert (report.verdict, report.deployment) == ("crashed", "d1"), "said to whoever monitors"
+    assert "is not what was deployed" in report.error
+
+
+def test_a_deploy_tells_the_machines_what_they_may_run(home: FleetHome, pinned: Vm, client: CloudTpu) -> None:
+    assert pinned.boot().returncode == 0
+    first = (pinned.folder / "opt" / "pin").read_text()
+    assert first == sha256(home.folder.get("fleet.json"))
+    fleet = publish(home, replace(home.read_fleet(), deployment="d2"), lambda _: None)
+    assert pinned.boot().returncode == 1, "the bucket alone is not believed"
+    assert json.loads((pinned.folder / "opt" / "fleet.json").read_text())["deployment"] == "d1"
+    assert vouch(client, fleet, home.folder.url) == []
+    assert client.node(ZONE, NAME).metadata["spile-node"] == NAME, "the rest of its metadata stays"
+    done = pinned.boot()
+    assert done.returncode == 0, done.stdout
+    assert (pinned.folder / "opt" / "pin").read_text() == sha256(fleet.to_json())
+    silent = pinned.boot("--home", home.folder.url, "--node", NAME, GCE_METADATA_HOST="127.0.0.1:1")
+    assert silent.returncode == 1, "a machine that was pinned once takes silence for no leave"
+
+
+def test_a_metadata_server_that_is_behind_the_api(home: FleetHome, pinned: Vm, tmp_path: Path) -> None:
+    """Whether a machine hears of changed metadata while it runs is the cloud's business: the API knows."""
+    fleet = publish(home, replace(home.read_fleet(), deployment="d2"), lambda _: None)
+    with FakeCloud(tmp_path / "ahead", pace=CloudTimes(0, 0, 0)) as ahead:
+        metadata = machine_metadata(home.folder.url, NAME, "", sha256(fleet.to_json()))
+        ahead.cloud.create("fake-project", ZONE, NAME, {"acceleratorType": "v3-8", "metadata": metadata}, "v2")
+        done = pinned.boot(SPILE_TPU_ENDPOINT=ahead.environment()["SPILE_TPU_ENDPOINT"])
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_requirement_of_a_machine_is_pinned_by_hash() -> None:
+    text = machine_requirements().decode()
+    assert "://" not in text
+    assert " @ " not in text
+    blocks = re.findall(r"^\S.*(?:\n {4}.*)*", text, re.MULTILINE)
+    names = set()
+    for block in blocks:
+        assert re.match(r"[a-z0-9.-]+==\S+", block), block
+        assert "--hash=sha256:" in block, block
+        names.add(block.partition("==")[0])
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    needed = project["dependencies"]
+    assert {re.split(r"[^\w.-]", each)[0].lower().replace("_", "-") for each in needed} <= names
+    assert {"libtpu", "uv"} <= names
 
 
 # -- the wheel --------------------------------------------------------------------------------------------------------

@@ -129,6 +129,7 @@ def deploy(
     from spile.fleet.checks import changes, check_root
     from spile.fleet.deploy import fleet_bucket, publish
     from spile.fleet.home import FleetHome, fleet_url
+    from spile.fleet.pins import vouch
 
     if not flags.gcs_bucket:
         raise SpecError("no bucket", expected="--gcs-bucket NAME, with or without gs://")
@@ -153,8 +154,10 @@ def deploy(
     _clear(fleet, cleared)
     fleet = publish(home, fleet, lambda line: console.print(line, markup=False))
     if steps.skip_launch:
+        # Machines of the deployment before take this one, as soon as they are told that it is right.
+        code = print_results(console, vouch(client, fleet, home.folder.url) if before is not None else [])
         console.print("prepared; launch with: spile deploy --skip-dataset …", markup=False)
-        return 0
+        return code
     return _launch(client, home, fleet, steps, console)
 
 
@@ -318,13 +321,16 @@ def _launch(client: CloudTpu, home: FleetHome, fleet: FleetSpec, steps: DeployFl
     from spile.cli.shell.healing import adjusted, watch_fleet
     from spile.fleet import manage
     from spile.fleet.deploy import launch_over_ssh, launch_waiting
+    from spile.fleet.pins import vouch
     from spile.fleet.ssh.hosts import Access
 
     results: list[NodeResult] = []
     ssh = steps.launch == "ssh" or bool(steps.adopt)
     if steps.adopt:
         results = manage.adopt(client, fleet, steps.adopt)
-    elif steps.create_tpus and (ssh or not steps.monitor):  # else the monitor makes them, and heals meanwhile
+    untold = vouch(client, fleet, home.folder.url)
+    made_here = ssh or not steps.monitor  # else the monitor makes them, and heals meanwhile
+    if steps.create_tpus and not steps.adopt and made_here:
         results = create_machines(client, home, fleet, console)
     elif not ssh and not steps.monitor:
         results = launch_waiting(client, fleet, home.folder.url)
@@ -334,7 +340,7 @@ def _launch(client: CloudTpu, home: FleetHome, fleet: FleetSpec, steps: DeployFl
         results += launch_over_ssh(
             client, fleet, home.folder.url, access, internal_ip=steps.internal_ip, force=steps.force
         )
-    code = print_results(console, results)
+    code = print_results(console, [*results, *untold])
     if steps.monitor:
         adjust = adjusted(steps.interval, steps.keep_finished)
         return watch_fleet(home, client, console, interval=steps.interval, adjust=adjust)

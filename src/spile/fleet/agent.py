@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 
 from spile.errors import CloudError, SpecError, SpileError, UserError
 from spile.fleet.home import FleetHome, WorkerReport
+from spile.fleet.pins import own_pin
 from spile.fleet.secrets import resolve, secret_values, struck_out
 from spile.fleet.spec import FleetSpec, Worker
 from spile.fleet.worker_logs import LogKeeper
@@ -62,14 +63,20 @@ class Agent:
     pause: float = 10.0
     look: float = 60.0
     """Seconds between looks for a new deployment."""
+    pin: str = ""
+    """The sha256 of the ``fleet.json`` that the startup script has found pinned; empty where nothing is."""
     stay: bool = True
     """Whether it waits for the next deployment where this one's work has ended and the machine is still there."""
     command: Callable[[FleetSpec, Worker], Sequence[str]] = worker_command
     stopping: threading.Event = field(default_factory=threading.Event)
+    _refused: str = ""
 
     def run(self) -> int:
         """Work until there is nothing to do here; the exit code for systemd."""
-        fleet = self.home.read_fleet()
+        fleet, found = self.home.read_pinned()
+        if self.pin and found != self.pin:
+            print("spile agent: fleet.json is another than at the start; the startup script judges it", flush=True)
+            return AGAIN
         worker = self._assignment(fleet)
         report = WorkerReport(self._name(), fleet.deployment, version=__version__)
         crashes = fences = launches = 0
@@ -108,10 +115,24 @@ class Agent:
 
     def _renewed(self, fleet: FleetSpec) -> bool:
         try:
-            return self.home.read_fleet().deployment != fleet.deployment
+            new, found = self.home.read_pinned()
+            return new.deployment != fleet.deployment and self._vouched(fleet, found)
         except SpileError as error:  # the bucket has hiccups; the worker's own writes tell when it is serious
             print(f"spile agent: {error}", flush=True)
             return False
+
+    def _vouched(self, fleet: FleetSpec, found: str) -> bool:
+        """Whether this machine's own metadata names that ``fleet.json``: who writes the bucket is not who deploys."""
+        if not self.pin or own_pin(self.zone, self.node, fleet.project, found) == found:
+            return True
+        if found != self._refused:
+            print(
+                f"spile agent: another fleet.json is in {self.home.folder.url}, and this machine's metadata does not "
+                f"name its sha256, {found}: it is not used. Where somebody deployed it, deploy again",
+                flush=True,
+            )
+        self._refused = found
+        return False
 
     def _name(self) -> str:
         return self.node if self.host == 0 else f"{self.node}-h{self.host}"
@@ -209,12 +230,12 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--node", required=True)
     parser.add_argument("--zone", default="")
     parser.add_argument("--host", type=int, default=0)
+    parser.add_argument("--pin", default="")
     parser.add_argument("--pause", type=float, default=10.0)
     parser.add_argument("--look", type=float, default=60.0)
     options = parser.parse_args(words)
-    agent = Agent(
-        FleetHome.open(options.home), options.node, options.zone, options.host, pause=options.pause, look=options.look
-    )
+    home, numbers = FleetHome.open(options.home), {"pause": options.pause, "look": options.look}
+    agent = Agent(home, options.node, options.zone, options.host, pin=options.pin, **numbers)
     # The service's end sends the same signal to the worker, which commits what it has; the agent only waits for it.
     # In a thread: a handler that comes while the main thread is inside wait() would wait for its lock for ever.
     signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=agent.stopping.set).start())

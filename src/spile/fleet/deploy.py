@@ -15,12 +15,12 @@ from spile.fleet.cloud.states import NodeState
 from spile.fleet.heal.monitor import machine_metadata, startup_script
 from spile.fleet.home import STARTUP, FleetHome
 from spile.fleet.manage import NodeResult, list_nodes
+from spile.fleet.pins import REQUIREMENTS, machine_requirements, sha256
 from spile.fleet.spec import FleetSpec, owns
 from spile.fleet.ssh.hosts import Access, Host, hosts_of
 from spile.fleet.ssh.launch import launch
 from spile.fleet.wheel import build_wheel
 from spile.objects import bucket_url
-from spile.objects.folder import NotFound
 from spile.version import __version__
 
 __all__ = [
@@ -79,14 +79,11 @@ class Deployment:
 def publish(home: FleetHome, fleet: FleetSpec, say: Callable[[str], None]) -> FleetSpec:
     """Put the wheel, the startup script and, last, the assignment where machines look for them."""
     name, data = build_wheel()
-    try:
-        there = home.folder.info(name).size == len(data)
-    except NotFound:
-        there = False
-    if not there:
-        home.folder.put(name, data)
-    home.folder.put(STARTUP, startup_script().encode())
-    fleet = replace(fleet, wheel=name, former_zones=_former_zones(home, fleet))
+    files = {name: data, STARTUP: startup_script().encode(), REQUIREMENTS: machine_requirements()}
+    for key, content in files.items():
+        home.folder.put(key, content)
+    hashes = {key: sha256(content) for key, content in files.items()}
+    fleet = replace(fleet, wheel=name, hashes=hashes, former_zones=_former_zones(home, fleet))
     home.write_fleet(fleet)
     say(f"{name} ({len(data):,} bytes) and the assignment of {len(fleet.workers)} workers are in {home.folder.url}")
     return fleet
@@ -112,15 +109,15 @@ def launch_waiting(provider: Provider, fleet: FleetSpec, home: str) -> list[Node
         elif node.metadata.get("spile-home") == home:
             results.append(NodeResult(worker.name, node.zone, "there already", "it takes this deployment by itself"))
         else:
-            wanted = machine_metadata(home, worker.name, startup_script())
+            wanted = machine_metadata(home, worker.name, startup_script(), sha256(fleet.to_json()))
             provider.set_metadata(node.zone, node.name, {**node.metadata, **wanted})
             detail = "it was made without spile's startup script: pass --launch ssh (from its next boot on it has it)"
             results.append(NodeResult(worker.name, node.zone, "failed", detail))
     return results
 
 
-def _script(text: str, home: str, host: Host, zone: str, force: bool) -> str:
-    words = ["--home", home, "--node", host.node, "--zone", zone, "--host", str(host.worker)]
+def _script(text: str, home: str, host: Host, zone: str, pin: str, force: bool) -> str:
+    words = ["--home", home, "--node", host.node, "--zone", zone, "--host", str(host.worker), "--pin", pin]
     end = "SPILE_STARTUP_ENDS_HERE"
     return (
         f'file="$(mktemp)"\ncat > "$file" <<\'{end}\'\n{text}\n{end}\n'
@@ -146,8 +143,8 @@ def launch_over_ssh(
         raise SpecError("no machine to log in to", expected="READY machines of the fleet", found=str(len(nodes)))
     hosts = [host for node in ready for host in hosts_of([node], node.name, internal_ip=internal_ip)]
     access.check(hosts)
-    text, by_name = startup_script(), {node.name: node for node in ready}
-    done = launch(hosts, lambda host: _script(text, home, host, by_name[host.node].zone, force), access=access)
+    text, pin, by_name = startup_script(), sha256(fleet.to_json()), {node.name: node for node in ready}
+    done = launch(hosts, lambda host: _script(text, home, host, by_name[host.node].zone, pin, force), access=access)
     for each in done:
         zone = by_name[each.host.node].zone
         results.append(

@@ -3,6 +3,7 @@
 fleet.json               what the fleet shall be; every machine reads its assignment here
 startup.sh               what every machine runs at boot
 spile-….whl              the code, of this very version
+requirements.txt         what the code needs on a machine with TPUs, by hash
 lease/000007.json        who monitors (see ``lease``)
 history/000007.json      what the seventh monitor knew; the highest counts
 actions/000007.jsonl     what it did, a line each, with the reason
@@ -14,6 +15,7 @@ orders/budget.json       its budget, where somebody changed it since the deploy 
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
@@ -92,10 +94,15 @@ class FleetHome:
 
     def read_fleet(self) -> FleetSpec:
         """What the fleet shall be."""
-        fleet = self.find_fleet()
-        if fleet is None:
-            raise UserError(f"no fleet at {self.folder.url}", expected=FLEET, fix="spile deploy makes one")
-        return fleet
+        return self.read_pinned()[0]
+
+    def read_pinned(self) -> tuple[FleetSpec, str]:
+        """The same, with the sha256 of the very bytes that it was read from."""
+        try:
+            data = self.folder.get(FLEET)
+        except NotFound:
+            raise UserError(f"no fleet at {self.folder.url}", expected=FLEET, fix="spile deploy makes one") from None
+        return FleetSpec.from_json(data), hashlib.sha256(data).hexdigest()
 
     def find_fleet(self) -> FleetSpec | None:
         """The same; None where none was deployed."""
@@ -110,7 +117,10 @@ class FleetHome:
 
     def read_ordered(self) -> FleetSpec:
         """What the fleet shall be, with what its owners ordered since the deploy."""
-        fleet = self.read_fleet()
+        return self.ordered(self.read_fleet())
+
+    def ordered(self, fleet: FleetSpec) -> FleetSpec:
+        """That fleet, with what its owners ordered since the deploy."""
         budget = self._order("budget", fleet).get("dollars", fleet.policy.budget)
         return replace(fleet, policy=replace(fleet.policy, budget=budget, stop=self.read_stop(fleet)))
 

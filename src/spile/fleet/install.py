@@ -29,7 +29,7 @@ extras=''
 for each in /dev/accel[0-9]* /dev/vfio/[0-9]*; do [ ! -e "$each" ] || extras='[tpu]'; done
 [ -n "$extras" ] || ! command -v nvidia-smi > /dev/null || extras='[cuda]'
 SPILE_HOME="$HOME/.spile" SPILE_UNIT_DIR="$HOME/.spile" SPILE_EXPECT=any SPILE_EXTRAS="${SPILE_EXTRAS-$extras}" \\
-  bash "$home/startup.sh" --home "$home" --node "$(hostname)" --zone none --host 0 --install-only FORCE
+  bash "$home/startup.sh" --home "$home" --node "$(hostname)" --zone none --host 0 --pin none --install-only FORCE
 mkdir -p "$HOME/.local/bin"
 ln -sf "$HOME/.spile/venv/bin/spile" "$HOME/.local/bin/spile"
 for profile in "$HOME/.bash_profile" "$HOME/.bash_login" "$HOME/.profile"; do [ -f "$profile" ] && break; done

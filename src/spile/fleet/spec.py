@@ -123,6 +123,8 @@ class FleetSpec:
     """Variables for every worker; whoever may read the bucket may read them."""
     wheel: str | None = None
     """The wheel's key beside ``fleet.json``."""
+    hashes: Mapping[str, str] = field(default_factory=dict)
+    """The sha256 of each file beside ``fleet.json`` that machines use."""
     version: str = ""
     deployment: str = ""
     """A new one for each deploy: what an earlier one finished, this one does anew."""

@@ -1,11 +1,12 @@
 #!/bin/bash
 # What a machine of a spile fleet runs at boot, and the one-line bootstrap of a bare one:
 #
-#   bash startup.sh --home gs://bucket/fleet/NAME --node tpu-us-central1-a-0 [--zone Z] [--host N] [--force] [--install-only]
+#   bash startup.sh --home gs://bucket/fleet/NAME --node tpu-us-central1-a-0 [--zone Z] [--host N] [--pin SHA256] [--force] [--install-only]
 #
 # Finds or installs a Python that is new enough, installs the fleet's own wheel, checks that JAX sees the chips, and
-# runs the agent under systemd, so that the worker resumes by itself after every boot. Without flags it takes them from
-# the machine's metadata. --force installs anew.
+# runs the agent under systemd, as a user of its own, so that the worker resumes by itself after every boot. Without flags
+# it takes them from the machine's metadata. --force installs anew. Nothing of the bucket is used but a fleet.json of the
+# sha256 that the machine's metadata (or --pin) names, and the files of which that fleet.json names the sha256.
 set -Eeuo pipefail
 umask 077  # fleet.json may hold secrets, and logs may quote them
 
@@ -27,19 +28,21 @@ ask() {
     sleep "$((try < 5 ? try : 5))"
   done
 }
-home='' node='' zone='' host='' force='' install_only=''
+home='' node='' zone='' host='' pin='' force='' install_only=''
 while [ $# -gt 0 ]; do
   case "$1" in
     --home) home="$2"; shift ;;
     --node) node="$2"; shift ;;
     --zone) zone="$2"; shift ;;
     --host) host="$2"; shift ;;
+    --pin) pin="$2"; shift ;;
     --force) force=1 ;;
     --install-only) install_only=1 ;;
-    *) echo "startup.sh: unknown flag $1: expected --home, --node, --zone, --host or --force" >&2; exit 2 ;;
+    *) echo "startup.sh: unknown flag $1: expected --home, --node, --zone, --host, --pin or --force" >&2; exit 2 ;;
   esac
   shift
 done
+by_hand="$home"
 home="${home:-$(ask instance/attributes/spile-home || true)}"
 node="${node:-$(ask instance/attributes/spile-node || true)}"
 if [ -z "$home" ] || [ -z "$node" ]; then
@@ -56,6 +59,7 @@ place="${SPILE_HOME:-/opt/spile}"
 units="${SPILE_UNIT_DIR:-/etc/systemd/system}"
 mkdir -p "$place" "$units"
 log="$place/startup.log"
+assignment="$place/fleet.json"  # what reports take the deployment's name from
 exec > >(tee -a "$log") 2>&1
 echo "spile: $node, host $host, in ${zone:-an unknown zone}; assignment in $home"
 
@@ -77,7 +81,7 @@ fetch() { # URL FILE
 report() { # PHASE VERDICT [FILE WITH THE LOG]
   local body name="$node"
   [ "$host" = 0 ] || name="$node-h$host"
-  body="$(python3 - "$name" "$1" "$2" "${3:-}" "$place/fleet.json" <<'PYTHON'
+  body="$(python3 - "$name" "$1" "$2" "${3:-}" "$assignment" <<'PYTHON'
 import json, sys, time
 name, phase, verdict, log, fleet = sys.argv[1:]
 try:
@@ -103,8 +107,59 @@ PYTHON
 fail() { trap - ERR; echo "spile: the start failed: $1"; sleep 1; report failed crashed "$log" || true; exit 1; }
 trap 'fail "line $LINENO"' ERR
 
-fetch "$home/fleet.json" "$place/fleet.json" || fail "cannot read $home/fleet.json"
-fetch "$home/startup.sh" "$place/startup.new" && mv "$place/startup.new" "$place/startup.sh"
+# -- nothing of the bucket but what was deployed ------------------------------------------------------------------------
+sha256() { sha256sum "$1" | cut -d ' ' -f 1; }
+# The API's word, for a metadata server that does not hear of changes while the machine runs.
+pin_of_api() {
+  curl -fsS -m 10 -K <(bearer) "${SPILE_TPU_ENDPOINT:-https://tpu.googleapis.com/}v2/projects/$(ask project/project-id)/locations/$zone/nodes/$node" |
+    python3 -c 'import json, sys; print(json.load(sys.stdin).get("metadata", {}).get("spile-sha256", ""))'
+}
+# SHA256 of fleet.json: whether the machine's own metadata, or whoever started this by hand, names it. Sets pinned to it,
+# and to nothing where nothing is pinned.
+vouched() {
+  local said
+  pinned=''
+  [ "$pin" != none ] || return 0
+  [ "$pin" != "$1" ] || { pinned="$1"; return 0; }
+  if ! said="$(ask instance/attributes/spile-sha256 2>/dev/null)"; then
+    # Nobody answers: right where somebody said by hand what to run, and never where a pin was known before.
+    [ -n "$by_hand" ] && [ ! -s "$place/pin" ] && [ -z "$pin" ]
+    return
+  fi
+  [ "$said" != "$1" ] || { pinned="$1"; return 0; }
+  if [ -z "$said$pin" ] && [ ! -s "$place/pin" ]; then
+    echo "spile: nothing pins what this machine runs: its metadata has no spile-sha256; deploy again to pin it"
+    return 0
+  fi
+  [ "$(pin_of_api 2>/dev/null || true)" = "$1" ] && pinned="$1"
+}
+named() { # FILE: the sha256 that fleet.json names for it, or nothing
+  python3 -c 'import json, sys; print((json.load(open(sys.argv[1])).get("hashes") or {}).get(sys.argv[2], ""))' "$place/fleet.json" "$1"
+}
+fetch_named() { # FILE: as fleet.json says that it is
+  local wanted found
+  fetch "$home/$1" "$place/$1.new" || fail "cannot read $home/$1"
+  wanted="$(named "$1")" found="$(sha256 "$place/$1.new")"
+  if [ -n "$wanted" ] && [ "$found" != "$wanted" ]; then
+    rm -f "$place/$1.new"
+    fail "$home/$1 is not what was deployed: expected sha256 $wanted, found $found; deploy again, and see who may write the bucket"
+  fi
+  mv "$place/$1.new" "$place/$1"
+}
+# A deploy puts fleet.json first and tells the machines then: a while of patience in between.
+for ((try = 1; ; try++)); do
+  fetch "$home/fleet.json" "$place/fleet.new" || fail "cannot read $home/fleet.json"
+  found="$(sha256 "$place/fleet.new")"
+  ! vouched "$found" || break
+  if [ "$try" -ge "${SPILE_TRIES:-10}" ]; then
+    assignment="$place/fleet.new"
+    fail "$home/fleet.json is not what was deployed: expected the sha256 in this machine's metadata (spile-sha256), found $found; deploy again, and see who may write the bucket"
+  fi
+  sleep "$((try < 5 ? try : 5))"
+done
+mv "$place/fleet.new" "$place/fleet.json"
+printf '%s' "$pinned" > "$place/pin"
+fetch_named startup.sh
 report booting ''
 wheel="$(python3 -c 'import json, sys; print(json.load(open(sys.argv[1])).get("wheel") or "")' "$place/fleet.json")"
 
@@ -116,21 +171,42 @@ install() {
   for each in python3.13 python3.12 python3.11 python3; do
     if command -v "$each" > /dev/null && new_enough "$each" && "$each" -c 'import ensurepip, venv' 2>/dev/null; then found="$each"; break; fi
   done
-  fetch "$home/$wheel" "$place/$wheel"
+  fetch_named "$wheel"
+  # By hash, all of it, where the fleet's folder has the hashes: they are those of a machine with TPUs.
+  if [ "${SPILE_EXTRAS-[tpu]}" = '[tpu]' ] && [ -n "$(named requirements.txt)" ]; then
+    fetch_named requirements.txt
+    hashed="$place/requirements.txt"
+  fi
   if [ -n "$found" ] && ! command -v uv > /dev/null; then
     "$found" -m venv "$place/venv"
-    "$place/venv/bin/pip" install --quiet "$place/$wheel${SPILE_EXTRAS-[tpu]}"
+    into "$place/venv/bin/pip" install --quiet
   else
-    export PATH="$HOME/.local/bin:$PATH"
-    command -v uv > /dev/null || python3 -m pip install --quiet --user uv
+    export PATH="$HOME/.local/bin:$PATH" UV_PYTHON_INSTALL_DIR="$place/python"
+    command -v uv > /dev/null || get_uv
     uv venv --quiet --python 3.12 "$place/venv"
-    uv pip install --quiet --python "$place/venv/bin/python" "spile${SPILE_EXTRAS-[tpu]} @ file://$place/$wheel"
+    into uv pip install --quiet --python "$place/venv/bin/python"
   fi
+  for each in "$place/venv" "$place/python"; do [ ! -d "$each" ] || chmod -R go+rX "$each"; done  # the worker reads them
   echo "$wheel" > "$place/installed"
+}
+into() { # THE INSTALLER'S COMMAND
+  if [ -n "$hashed" ]; then
+    "$@" --require-hashes -r "$hashed"
+    "$@" --no-deps "$place/$wheel"
+  else
+    "$@" "spile${SPILE_EXTRAS-[tpu]} @ file://$place/$wheel"
+  fi
+}
+get_uv() {
+  if [ -n "$hashed" ]; then
+    python3 -m pip install --quiet --user --no-deps --require-hashes -r <(sed -n '/^uv==/,/[^\\]$/p' "$hashed")
+  else
+    python3 -m pip install --quiet --user uv
+  fi
 }
 export HOME="${HOME:-/root}"
 python="${SPILE_PYTHON:-$place/venv/bin/python}"
-fresh=''
+fresh='' hashed=''
 if [ -z "${SPILE_PYTHON:-}" ]; then
   if [ -n "$force" ] || [ ! -x "$python" ] || [ "$(cat "$place/installed" 2>/dev/null)" != "$wheel" ]; then
     report installing ''
@@ -140,21 +216,52 @@ if [ -z "${SPILE_PYTHON:-}" ]; then
 fi
 new_enough "$python" || fail "expected Python 3.11 or newer, found $("$python" --version 2>&1)"
 
+# -- a user of its own for the worker, where the machine is a fleet's: root fetches, checks and installs, and runs nothing else
+user=spile as_worker=() work="$place"
+make_user() {
+  local each
+  id "$user" > /dev/null 2>&1 || useradd --system --user-group --no-create-home --home-dir "$place/worker" --shell /usr/sbin/nologin "$user" || return 1
+  chmod 711 "$place"
+  mkdir -p "$place/worker" && chown "$user:$user" "$place/worker" && chmod 700 "$place/worker"
+  # The chips, and what a run as root may have left where libtpu wants to write.
+  for each in "${SPILE_DEVICES:-/dev}"/accel[0-9]* "${SPILE_DEVICES:-/dev}"/vfio/*; do
+    [ ! -e "$each" ] || { chgrp "$user" "$each" && chmod g+rw "$each"; }
+  done
+  for each in /tmp/libtpu_lockfile /tmp/tpu_logs; do [ ! -e "$each" ] || chown -RhP "$user:$user" "$each"; done
+}
+# Credentials that only root's home has keep the worker with root.
+if [ "$(id -u)" = 0 ] && [ -z "${SPILE_HOME:-}" ] && [ ! -e "$place/as-root" ] && command -v useradd > /dev/null && command -v setpriv > /dev/null &&
+  [ ! -e "$HOME/.aws" ] && [ ! -e "$HOME/.config/gcloud/application_default_credentials.json" ] && make_user; then
+  work="$place/worker"
+  as_worker=(setpriv --reuid "$user" --regid "$user" --init-groups env "HOME=$work" "USER=$user")
+elif [ -z "$install_only" ]; then
+  echo "spile: the worker runs as $(id -un): this machine has no user of its own for it"
+fi
+
 # -- the chips ----------------------------------------------------------------------------------------------------------
-if [ "${SPILE_EXPECT:-tpu}" != any ] && { [ -n "$fresh" ] || [ -n "$force" ] || [ ! -f "$place/checked" ]; }; then
-  # On a slice of many hosts JAX waits for all of them, and some may come later: there the devices' files have to do.
-  hosts="$(meta instance/attributes/worker-network-endpoints 2>/dev/null | tr ',' '\n' | wc -l || echo 1)"
-  "$python" - "$hosts" <<'PYTHON' || fail "JAX sees no TPU"
-import glob, sys
+sees_chips() { # HOSTS: whether the worker will see them
+  "${as_worker[@]}" "$python" - "$1" <<'PYTHON'
+import glob, os, sys
 chips = glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*")
 if chips and int(sys.argv[1]) > 1:
     print("spile: this host has", len(chips), "chips")
-    sys.exit(0)
+    sys.exit(not all(os.access(chip, os.R_OK | os.W_OK) for chip in chips))
 import jax
 devices = jax.devices()
 print("spile: JAX", jax.__version__, "sees", len(devices), devices[0].platform, "devices")
 sys.exit(devices[0].platform != "tpu")
 PYTHON
+}
+if [ "${SPILE_EXPECT:-tpu}" != any ] && { [ -n "$fresh" ] || [ -n "$force" ] || [ ! -f "$place/checked" ]; }; then
+  # On a slice of many hosts JAX waits for all of them, and some may come later: there the devices' files have to do.
+  hosts="$(meta instance/attributes/worker-network-endpoints 2>/dev/null | tr ',' '\n' | wc -l || echo 1)"
+  if ! sees_chips "$hosts"; then
+    [ "${#as_worker[@]}" != 0 ] || fail "JAX sees no TPU"
+    as_worker=() work="$place"
+    sees_chips "$hosts" || fail "JAX sees no TPU"
+    echo "spile: JAX sees the chips as root alone: the worker runs as root"
+    touch "$place/as-root"
+  fi
   touch "$place/checked"
 fi
 
@@ -165,10 +272,10 @@ printf 'SPILE_POD_SECRET=%s\n' "${secret//[^A-Za-z0-9_-]/}" > "$place/secret.env
 cat > "$place/launch.sh" <<LAUNCH
 #!/bin/bash
 # Runs the agent; when there is a new deployment, starts over with that one's wheel.
-cd "$place"
+cd "$work"
 set -a; . "$place/secret.env"; set +a  # what the hosts of this slice share, where its metadata has it
 while true; do
-  "$python" -m spile.fleet.agent --home "$home" --node "$node" --zone "$zone" --host "$host" ${SPILE_AGENT_FLAGS:-}
+  ${as_worker[*]} "$python" -m spile.fleet.agent --home "$home" --node "$node" --zone "$zone" --host "$host" --pin "\$(cat "$place/pin")" ${SPILE_AGENT_FLAGS:-}
   code=\$?
   [ \$code = 75 ] || exit \$code
   /bin/bash "$place/startup.sh" --home "$home" --node "$node" --zone "$zone" --host "$host" --install-only || exit 1
@@ -186,6 +293,7 @@ Environment="HOME=$HOME"
 ExecStart=/bin/bash $place/launch.sh
 Restart=on-failure
 RestartSec=30
+LimitMEMLOCK=infinity
 TimeoutStopSec=25
 
 [Install]

@@ -22,11 +22,12 @@ def create_machines(client: CloudTpu, home: FleetHome, fleet: FleetSpec, console
     from spile.fleet import manage
     from spile.fleet.heal.lease import Lease
     from spile.fleet.heal.monitor import machine_metadata, startup_script
+    from spile.fleet.pins import sha256
 
     other = Lease(home.folder, clock=time.time, ttl=0.0).holder()
     if other is not None:
         console.print(f"{other.owner} monitors this fleet and makes its machines", markup=False)
         return []
     names = {worker.id: worker.name for worker in fleet.workers}
-    script = startup_script()
-    return manage.create(client, fleet, lambda worker: machine_metadata(home.folder.url, names[worker], script))
+    script, pin = startup_script(), sha256(fleet.to_json())
+    return manage.create(client, fleet, lambda worker: machine_metadata(home.folder.url, names[worker], script, pin))

@@ -21,6 +21,7 @@ from spile.fleet.heal.round import Round, tick
 from spile.fleet.heal.update import begin
 from spile.fleet.home import FleetHome, WorkerReport
 from spile.fleet.notify import events_between, send
+from spile.fleet.pins import PIN
 from spile.fleet.spec import FleetSpec, Worker
 from spile.objects import open_folder
 from spile.planning.amounts import duration
@@ -35,9 +36,9 @@ def startup_script() -> str:
     return resources.files("spile.fleet").joinpath("startup.sh").read_text()
 
 
-def machine_metadata(home: str, name: str, script: str, extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """A machine's metadata: where its assignment is, and what it does at boot."""
-    return {"spile-home": home, "spile-node": name, "startup-script": script, **(extra or {})}
+def machine_metadata(home: str, name: str, script: str, pin: str) -> dict[str, str]:
+    """A machine's metadata: where its assignment is, the sha256 of it, and what it does at boot."""
+    return {"spile-home": home, "spile-node": name, PIN: pin, "startup-script": script}
 
 
 def pulses_of(fleet: FleetSpec, reports: Mapping[str, WorkerReport], snapshot: Snapshot) -> dict[int, Pulse]:
@@ -204,7 +205,8 @@ class FleetMonitor:
     ) -> None:
         self._home, self._provider, self._clock, self._pool = home, provider, clock, pool
         self._adjust, self._watch_only = adjust, watch_only
-        self.fleet = adjust(home.read_ordered())
+        self._pin = ""
+        self.fleet = self._read_fleet()
         ttl = 4 * self.fleet.policy.interval + 30.0
         self.lease = Lease(home.folder, clock=clock, ttl=ttl, owner=owner)
         self._history = home.read_history()
@@ -214,7 +216,7 @@ class FleetMonitor:
 
     def step(self) -> FleetStatus:
         """One round."""
-        self.fleet = self._adjust(self._home.read_ordered())
+        self.fleet = self._read_fleet()
         holder = self.lease.holder() if self._watch_only else self.lease.take()
         number = self.lease.number
         if number != self._number or not number:
@@ -243,9 +245,14 @@ class FleetMonitor:
             lines += send(self.fleet, news, self._clock())
         return self._status(done, snapshot, tuple(lines), holder)
 
+    def _read_fleet(self) -> FleetSpec:
+        """What the fleet shall be; its machines are made with the sha256 of what was read."""
+        fleet, self._pin = self._home.read_pinned()
+        return self._adjust(self._home.ordered(fleet))
+
     def _metadata(self, worker: int) -> dict[str, str]:
         name = next(each.name for each in self.fleet.workers if each.id == worker)
-        return machine_metadata(self._home.folder.url, name, startup_script())
+        return machine_metadata(self._home.folder.url, name, startup_script(), self._pin)
 
     def _status(self, done: Round, snapshot: Snapshot, lines: tuple[str, ...], holder: Holder | None) -> FleetStatus:
         own, now = done.observed.own, self._clock()

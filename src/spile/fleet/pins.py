@@ -1,0 +1,75 @@
+"""What a machine may run: its own metadata names the sha256 of ``fleet.json``, and that file names those of all else.
+
+Who may write the bucket may not write a machine's metadata: that takes the TPU API. A deploy writes the pin into every
+machine of its fleet, and the startup script and the agent use nothing of the bucket that it does not cover.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from importlib import resources
+
+from spile.errors import SpileError
+from spile.fleet.cloud.provider import Provider
+from spile.fleet.manage import NodeResult, by_zone
+from spile.fleet.spec import FleetSpec, owns
+
+__all__ = ["PIN", "REQUIREMENTS", "machine_requirements", "own_pin", "sha256", "vouch"]
+
+PIN = "spile-sha256"
+"""The metadata that holds it."""
+REQUIREMENTS = "requirements.txt"
+
+
+def sha256(data: bytes) -> str:
+    """As pins are written."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def machine_requirements() -> bytes:
+    """What a machine with TPUs installs beside the wheel, each by its hashes."""
+    return resources.files("spile.fleet").joinpath(REQUIREMENTS).read_bytes()
+
+
+def vouch(provider: Provider, fleet: FleetSpec, home: str) -> list[NodeResult]:
+    """Tell every machine of the fleet that this deployment is to be run; those that could not be told."""
+    pin = sha256(fleet.to_json())
+
+    def zone_work(zone: str) -> list[NodeResult]:
+        failed = []
+        for node in provider.nodes(zone):
+            if not owns(fleet.name, node) or node.metadata.get("spile-home", home) != home:
+                continue
+            if node.metadata.get(PIN) == pin:
+                continue
+            try:
+                provider.set_metadata(zone, node.name, {**node.metadata, PIN: pin})
+            except SpileError as error:
+                failed.append(NodeResult(node.name, zone, "failed", f"it was not told of this deployment: {error}"))
+        return failed
+
+    return by_zone(fleet.zones, zone_work)
+
+
+def own_pin(zone: str, node: str, project: str, wanted: str) -> str:
+    """What this machine's metadata says, as its metadata server knows it, else the API."""
+    import requests
+
+    host = os.environ.get("GCE_METADATA_HOST") or "metadata.google.internal"
+    url = f"http://{host}/computeMetadata/v1/instance/attributes/{PIN}"
+    try:
+        reply = requests.get(url, headers={"Metadata-Flavor": "Google"}, timeout=10)
+        said = reply.text.strip() if reply.status_code == 200 else ""
+    except requests.RequestException:  # the API knows it too
+        said = ""
+    if said == wanted or not zone:
+        return said
+    from spile.fleet.cloud.settings import read_settings
+    from spile.fleet.cloud.tpu import CloudTpu
+
+    try:
+        return CloudTpu(read_settings(os.environ, project=project)).node(zone, node).metadata.get(PIN, "")
+    except SpileError as error:
+        print(f"spile agent: {error}", flush=True)
+        return said
