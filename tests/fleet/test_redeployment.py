@@ -245,3 +245,35 @@ def test_data_is_written_to_the_bucket_that_was_named(world: World, prompt: Prom
     assert not Path("gs:").exists()
     code, text = prompt("collect", "--into", "gs://b/x", "--hosts", "nobody")
     assert (code, "--into: expected a folder here" in text) == (2, True), text
+
+
+def test_a_deploy_to_a_bucket_that_the_operator_may_not_write_names_the_role(world: World, prompt: Prompt) -> None:
+    world.gcs.buckets.buckets["b"].refused.add("storage.objects.create")
+    for more in ((), ("--dry-run",)):
+        code, text = prompt(*PREPARE, *TASK, *more)
+        assert code == 2, text
+        assert "your account may not write gs://b: expected storage.objects.create" in text
+        assert "--role=roles/storage.objectAdmin" in text
+    assert world.objects() == []
+
+
+@pytest.mark.parametrize(
+    ("bindings", "said"),
+    [
+        ([{"role": "roles/storage.objectUser", "members": ["serviceAccount:m@p"]}], "account m@p may write it"),
+        (
+            [{"role": "roles/storage.objectViewer", "members": ["serviceAccount:m@p"]}],
+            "the bucket's policy does not say",
+        ),
+        (None, "may write it (403 permission denied)"),
+    ],
+)
+def test_a_dry_run_says_what_is_known_of_the_machines_account(
+    world: World, prompt: Prompt, bindings: list[dict[str, object]] | None, said: str
+) -> None:
+    world.gcs.buckets.buckets["b"].bindings = bindings
+    code, text = prompt(*PREPARE, *TASK, "--dry-run", "--service-account", "m@p")
+    assert code == 0, text
+    assert "gs://b: your account may write it" in text
+    assert said in text
+    assert ("cannot tell" in text) == ("account m@p may write it\n" not in text)

@@ -126,7 +126,7 @@ def deploy(
     is asked about first.
     """
     from spile.cli.shell.dry_run import show
-    from spile.fleet.checks import changes, check_root
+    from spile.fleet.checks import changes, check_access, check_root
     from spile.fleet.deploy import fleet_bucket, publish
     from spile.fleet.home import FleetHome, fleet_url
     from spile.fleet.pins import vouch
@@ -141,6 +141,8 @@ def deploy(
     asked = _Asked(place, machines, flags, steps).settled(before, console)
     fleet = asked.fleet(client, home, before)
     _check(client, fleet, asked)
+    for line in check_access((bucket, asked.root(bucket)), fleet.machine.service_account):
+        console.print(line, markup=False)
     with _streams(fleet, asked, bucket, before, console) as streams:
         streams.check(len(fleet.workers))
         fleet = asked.work(fleet, bucket, streams)

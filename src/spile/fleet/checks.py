@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from spile import weights
@@ -12,6 +12,7 @@ from spile.fleet.home import FleetHome, fleets_of
 from spile.fleet.spec import FleetSpec
 from spile.fleet.streams import StreamsPlan
 from spile.objects import is_remote, open_folder
+from spile.objects.cloud import access
 from spile.spec.architecture import ModelConfig
 from spile.spec.run import EMBEDDED, ExtractSpec
 from spile.spec.taps import select_taps
@@ -21,7 +22,7 @@ from spile.store.layout import stream_folder
 from spile.store.stream import read_stream
 from spile.store.streams import find_streams
 
-__all__ = ["begun", "changes", "check_model", "check_root", "check_stored", "refuse_at_work"]
+__all__ = ["begun", "changes", "check_access", "check_model", "check_root", "check_stored", "refuse_at_work"]
 
 
 def check_model(spec: ExtractSpec) -> ModelConfig:
@@ -35,6 +36,13 @@ def check_model(spec: ExtractSpec) -> ModelConfig:
     config = weights.find(spec.model, spec.revision, weights=False).config
     select_taps(spec.sites, spec.layers, config.n_layers, spec.heads, spec.top_k)
     return config
+
+
+def check_access(urls: Iterable[str], account: str | None) -> Iterator[str]:
+    """A line for each finding about who may write these buckets; :class:`Unwritable` where the operator may not."""
+    for name in dict.fromkeys(url[5:].partition("/")[0] for url in urls if url.startswith("gs://")):
+        yield access.check_own(name)
+        yield access.check_machines(name, account)
 
 
 def check_root(bucket: str, fleet: FleetSpec, streams: StreamsPlan, *, cleared: bool) -> None:

@@ -78,6 +78,12 @@ def test_googles_own_client(fake: FakeGcs) -> None:
         assert bucket.blob("ours").download_as_bytes() == b"1"
         blob.delete()
         assert not blob.exists()
+        asked = ["storage.objects.create", "storage.objects.get"]
+        assert bucket.test_iam_permissions(asked) == asked
+        fake.buckets.buckets["b"].refused.add("storage.objects.create")
+        assert bucket.test_iam_permissions(asked) == asked[1:]
+        fake.buckets.buckets["b"].bindings = [{"role": "roles/storage.objectUser", "members": ["user:x@y.z"]}]
+        assert bucket.get_iam_policy()["roles/storage.objectUser"] == {"user:x@y.z"}
         client.create_bucket("another", location="us-east1")
         assert {b.name for b in client.list_buckets()} == {"b", "another"}
         client.close()

@@ -72,6 +72,10 @@ class FakeBucket:
 
     location: str = "US-CENTRAL1"
     objects: dict[str, Stored] = field(default_factory=dict)
+    refused: set[str] = field(default_factory=set)
+    """Permissions that whoever asks does not have."""
+    bindings: list[dict[str, object]] | None = field(default_factory=list)
+    """The IAM policy's; None: it may not be read."""
     _sorted: list[str] | None = None
 
     def keys(self) -> list[str]:

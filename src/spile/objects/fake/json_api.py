@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from datetime import UTC, datetime
-from urllib.parse import quote, unquote
+from urllib.parse import parse_qs, quote, unquote
 
 from spile.objects.fake.buckets import Buckets, FakeBucket, Stored, crc32c_base64
 from spile.objects.fake.http import FakeReply, Request
@@ -109,7 +109,14 @@ def _in_bucket(buckets: Buckets, name: str, bucket: FakeBucket, rest: list[str],
             layout = {"kind": "storage#storageLayout", "bucket": name, "location": bucket.location}
             return _reply({**layout, "hierarchicalNamespace": {"enabled": False}})
         case "GET", ["iam", "testPermissions"]:
-            return _reply({"kind": "storage#testIamPermissionsResponse", "permissions": [request.query["permissions"]]})
+            asked = parse_qs(request.target.partition("?")[2]).get("permissions", [])
+            held = [permission for permission in asked if permission not in bucket.refused]
+            kind: dict[str, object] = {"kind": "storage#testIamPermissionsResponse"}
+            return _reply(kind | ({"permissions": held} if held else {}))
+        case "GET", ["iam"]:
+            if bucket.bindings is None:
+                return _error(403, "does not have storage.buckets.getIamPolicy access")
+            return _reply({"kind": "storage#policy", "version": 1, "etag": "CAE=", "bindings": bucket.bindings})
         case "GET", ["o"]:
             return _listing(buckets, name, request.query)
         case method, ["o", key]:
