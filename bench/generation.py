@@ -62,8 +62,8 @@ class _Limited(Generator):
 
     limits: Sequence[int] = ()
 
-    def _say(self, answer: Answer, token: int, logprob: float) -> None:
-        super()._say(answer, token, logprob)
+    def _append_token(self, answer: Answer, token: int, logprob: float) -> None:
+        super()._append_token(answer, token, logprob)
         if answer.reason is None and len(answer.tokens) >= self.limits[answer.sample.index]:
             answer.reason = "length"
 

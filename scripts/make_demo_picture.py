@@ -44,7 +44,7 @@ def draw(console: Console) -> None:
 def run(console: Console, *, interrupt: bool) -> None:
     """What ``spile extract`` does, without its bar; a real signal interrupts it."""
     stop, over = threading.Event(), threading.Event()
-    progress = Progress(say=lambda text: console.print(Text.assemble(("^C\n· " if interrupt else "· ", "dim"), text)))
+    progress = Progress(log=lambda text: console.print(Text.assemble(("^C\n· " if interrupt else "· ", "dim"), text)))
 
     def press() -> None:
         while not over.wait(0.01):

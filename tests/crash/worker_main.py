@@ -24,9 +24,9 @@ from spile.errors import SpileError
 from spile.objects import Folder, open_folder
 from spile.planning.batches import Batch
 from spile.planning.ranges import Ranges
-from spile.runtime.notes import Notes
 from spile.runtime.producer import RowBlock
 from spile.runtime.progress import Progress
+from spile.runtime.status_files import StatusFiles
 from spile.runtime.worker import LocalControl, Sizes, run_worker
 from spile.spec.run import ExtractSpec
 from spile.spec.sample import Sample
@@ -91,7 +91,7 @@ def visit(
     stream = join_stream(root, 0, stream_identity(count), run)
     spec = ExtractSpec(output=url, commit_every=life.commit_every)
     sizes = Sizes(life.batch_tokens, life.batch_size, 64, life.shard_bytes, life.lanes)
-    with Notes(spec, stream, progress, pulse=True, expected=count) as notes:
+    with StatusFiles(spec, stream, progress, pulse=True, expected=count) as status:
         finished = run_worker(
             items(count, stream.ledger.done),
             _Producer(life),
@@ -99,7 +99,7 @@ def visit(
             sizes,
             progress=progress,
             control=LocalControl(stop or Event(), life.commit_every),
-            after_commit=notes.committed,
+            after_commit=status.committed,
         )
     if finished:
         stream.finish()

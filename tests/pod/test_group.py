@@ -11,7 +11,7 @@ from pod.launching import launch
 
 TOGETHER = """
 times = PodTimes(roll_call=60, barrier={barrier}, heartbeat={heartbeat})
-with join(identity, times=times, say=lambda line: print(line, flush=True)) as pod:
+with join(identity, times=times, log=lambda line: print(line, flush=True)) as pod:
     print("agreed", pod.agree("plan", [me, "x"]), flush=True)
     pod.barrier("model_loaded")
     pod.report("computing batch 7")

@@ -21,7 +21,7 @@ def collect(
     into: Annotated[Path, Parameter(help="Where to: worker_0, worker_1, … below it.")] = Path("collected_activations"),
     where: HostFlags = HostFlags(),  # noqa: B008  (frozen)
 ) -> int:
-    """Bring a folder of every host back here, one folder a worker: for runs that used no bucket.
+    """Bring a folder of every host back here, one folder per worker: for runs that used no bucket.
 
     Parts of one dataset, as a pod's hosts keep them on their own disks, are put together there too. Files are checked
     as they come. Run it again to go on where it broke off: what is here already is not sent again.

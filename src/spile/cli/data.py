@@ -43,7 +43,7 @@ def convert(
     output_dir: Annotated[str | None, Parameter(help="The folder for --format arc-json, here or in a bucket.")] = None,
     format: Annotated[  # noqa: A002  the flag's name
         Literal["arc-jsonl", "arc-json"] | None,
-        Parameter(help="A task a line, or the challenge pair of JSON files. [default: arc-json with --output-dir]"),
+        Parameter(help="One task per line, or the challenge pair of JSON files. [default: arc-json with --output-dir]"),
     ] = None,
     split: Annotated[str | None, _SPLIT] = None,
     config_name: Annotated[str | None, _CONFIG_NAME] = None,

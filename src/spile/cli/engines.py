@@ -58,7 +58,7 @@ def extract_on_engine(flags: ExtractFlags, engine: EngineFlags) -> int:
             runner.check(asked)
         root = open_folder(spec.output)
         with watched_engine(SnapshotReader(root)) as view:
-            scheduler = Scheduler(runner, tasks, say=view.say, observe=view.observe)
+            scheduler = Scheduler(runner, tasks, log=view.say, observe=view.observe)
             outcome = scheduler.run(lambda: view.asked)
         view.finish(outcome, len(tasks), root.url, spec.data.max_samples)
         return outcome.exit_code

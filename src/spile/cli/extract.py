@@ -142,7 +142,7 @@ class ExtractFlags:
     batch_size: Annotated[int | None, flag(HOW, "Rows per device at most; a row holds one long sample or several.")] = (
         None
     )
-    batch_tokens: Annotated[int | None, flag(HOW, "Tokens a device, padding included.")] = None
+    batch_tokens: Annotated[int | None, flag(HOW, "Tokens per device, padding included.")] = None
     mesh_shape: Annotated[str | None, flag(HOW, "Devices as DATA,MODEL such as 16,16.")] = None
 
     def spec(self) -> ExtractSpec:
@@ -262,7 +262,7 @@ def visited(
 ) -> int:
     """Visit a stream while a person watches; the exit code. ``after`` says more when the summary was told."""
     from spile.dashboard.worker import watched
-    from spile.runtime.pod.check import say_devices
+    from spile.runtime.pod.check import log_devices
     from spile.runtime.signals import end_soon
 
     flags.spec()  # a mistake is told before anybody looks for a pod, or waits for its other hosts
@@ -271,7 +271,7 @@ def visited(
     with pod.joined(say, identity) as hosts, watched(verbose) as watch:
         if verbose:
             watch.progress.phase(Phase.LOOKING, "at the devices")
-            say_devices(hosts, say)
+            log_devices(hosts, say)
         summary = run(spec, progress=watch.progress, stop=watch.stop, hosts=hosts)
         if hosts.first:
             if verbose:

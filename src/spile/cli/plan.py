@@ -33,7 +33,7 @@ _PLAN = Group("Plan", sort_key=0)
 _USUAL = ("v3-8", "v4-8", "v5litepod-8", "v5litepod-64", "v6e-8", "v5p-8")
 """Shown where no --topology is given."""
 _FIRST_TOKENS = 16_384
-"""Tokens a device that the compiler is asked for first: the worker's own choice on a TPU."""
+"""Tokens per device that the compiler is asked for first: the worker's own choice on a TPU."""
 
 
 _FULL = 0.7
@@ -155,7 +155,7 @@ def _print(console: Console, found: Forecast, estimates: list[Estimate], prices:
         ("tokens", f"{volume.tokens:,} ({counted}; {lengths.mean:,.0f} per sample)"),
         ("stored", f"{size(volume.bytes)} in {shards}: {len(found.taps)} taps, "
          f"{volume.bytes_per_token:,} bytes per token"),
-        ("storage", f"${estimates[0].storage_month:,.2f} a month"),
+        ("storage", f"${estimates[0].storage_month:,.2f} per month"),
     ]  # fmt: skip
     grid = Table.grid(padding=(0, 2))
     for name, text in rows:
@@ -218,7 +218,7 @@ def _compile(console: Console, found: Forecast, machine: Machine, *, quiet: bool
 
 
 def _said(machine: Machine, fit: Fit) -> str:
-    batch = f"  mesh {fit.mesh[0]} × {fit.mesh[1]}, {fit.rows} × {fit.length} tokens a device"
+    batch = f"  mesh {fit.mesh[0]} × {fit.mesh[1]}, {fit.rows} × {fit.length} tokens per device"
     if not fit.peak:
         return f"{batch}: does not fit in {size(fit.memory)}"
     verdict = "fits" if fit.fits else "does not fit"

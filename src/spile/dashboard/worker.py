@@ -56,7 +56,7 @@ def watched(verbose: bool = False, console: Console | None = None) -> Iterator[W
     def say(text: str) -> None:
         console.print(Text.assemble(("· ", "dim"), text), soft_wrap=True)
 
-    progress = Progress(say=say, note=say if verbose else lambda _line: None, timeline=Timeline.of_process())
+    progress = Progress(log=say, log_detail=say if verbose else lambda _line: None, timeline=Timeline.of_process())
     with ExitStack() as stack:
         stack.enter_context(handling_signals(stop, progress))
         if console.is_terminal:

@@ -35,7 +35,7 @@ class Lengths:
 
     @property
     def mean(self) -> float:
-        """Tokens a sample."""
+        """Tokens per sample."""
         return sum(self.counted) / len(self.counted) if self.counted else 0.0
 
     @property
@@ -81,7 +81,7 @@ class Rates:
     efficiency: float = 0.4
     """Of the chips' peak FLOP/s."""
     sink_bytes: float = 0.5e9
-    """Bytes a second and host that the store takes."""
+    """Bytes per second and host that the store takes."""
     padding: float = 1.07
     """Computed tokens a real one."""
     start_seconds: float = 0.0

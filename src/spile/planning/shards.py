@@ -30,12 +30,12 @@ class ShardBatches:
 
     @property
     def tokens(self) -> int:
-        """Rows a tap."""
+        """Rows per tap."""
         return sum(batch.real_tokens for batch in self.batches)
 
 
 def shards(batches: Iterable[Batch], bytes_per_token: int, shard_bytes: float) -> Iterator[ShardBatches]:
-    """Whole batches until the next one would pass the size; at least one batch a shard."""
+    """Whole batches until the next one would pass the size; at least one batch per shard."""
     waiting: list[Batch] = []
     size = samples = 0
     for batch in batches:

@@ -77,7 +77,7 @@ def torch_producer(
     if spec.mesh_shape is not None:
         raise SpecError("--mesh-shape", expected="--backend jax, which has a mesh", found="--backend torch")
     name = files.config.architecture
-    progress.say(f"{name} runs in PyTorch with forward hooks: slower than what spile computes itself (spile models)")
+    progress.log(f"{name} runs in PyTorch with forward hooks: slower than what spile computes itself (spile models)")
     model = load_model(files, spec.dtype)
     return TorchProducer(model, taps, store_dtype=spec.store_dtype, dtype=spec.dtype, most_tokens=batch_tokens)
 

@@ -110,7 +110,7 @@ class DeviceProducer:
 
     @property
     def groups(self) -> int:
-        """One a device, of all hosts."""
+        """One per device, of all hosts."""
         return self.mesh.size
 
     @property
@@ -153,7 +153,7 @@ class DeviceProducer:
                     take = jax.jit(lambda: jnp.zeros(size, jnp.uint8), out_shardings=away).lower().compile()
                     jax.block_until_ready(take())
                 except jax.errors.JaxRuntimeError as error:  # a smaller pool costs speed and not the run
-                    self._progress.say(f"no {size:,} bytes of pinned memory at once: {str(error)[:100]}")
+                    self._progress.log(f"no {size:,} bytes of pinned memory at once: {str(error)[:100]}")
 
     def _program(self, shape: tuple[int, int]) -> Future[Callable[..., Any]]:
         with self._lock:
@@ -279,7 +279,7 @@ class DeviceProducer:
             return failure
         tokens = shape[0] * shape[1]
         return Failure(
-            f"a device's memory ran out at {shape[0]} × {shape[1]} tokens a device",
+            f"a device's memory ran out at {shape[0]} × {shape[1]} tokens per device",
             fix=f"use --batch-tokens {tokens // 2} or less, or more model parallelism with --mesh-shape",
         )
 

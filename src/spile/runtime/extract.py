@@ -16,12 +16,12 @@ from spile.planning.amounts import counted, size
 from spile.planning.ranges import Ranges
 from spile.runtime.backends import torch_producer
 from spile.runtime.device import enable_compilation_cache
-from spile.runtime.notes import Notes, note_checkpoint
 from spile.runtime.parts import Parts, find, sizes_for
 from spile.runtime.pod.group import SingleProcess, WorkerGroup, same_command
 from spile.runtime.producer import Producer
 from spile.runtime.progress import Progress
 from spile.runtime.startup import make_producer
+from spile.runtime.status_files import StatusFiles, write_checkpoint_file
 from spile.runtime.summary import Summary, peak_memory
 from spile.runtime.visiting import OnDevices, Visit, VisitKind
 from spile.runtime.worker import run_worker
@@ -65,9 +65,9 @@ def visit(
     same_command(hosts, spec)
     for place in filter(None, (spec.output, spec.local_copy)):  # first: find reads the run that is there
         for warning in preflight(open_folder(place)):
-            progress.say(warning)
+            progress.log(warning)
     if hosts.name and hosts.first and not is_remote(spec.output):
-        progress.say(
+        progress.log(
             f"{spec.output} is on each host's own disk: each keeps its own part of the stream, unless they share it; "
             "spile collect brings the parts together, and spile verify proves them then"
         )
@@ -78,7 +78,7 @@ def visit(
         return _nothing_left(parts, stream or _joined(parts), kind, progress, hosts)
     progress.phase(Phase.LOADING, "the model")
     with ExitStack() as stack:
-        notes = None if stream is None else stack.enter_context(_notes(parts, stream, progress, hosts))
+        status = None if stream is None else stack.enter_context(_status_files(parts, stream, progress, hosts))
         done = Ranges() if stream is None else stream.ledger.done
         worker: OnDevices = kind.make(parts, progress, done)
         hosts.barrier("model_loaded")
@@ -88,17 +88,17 @@ def visit(
         if hosts.first:
             _tidy(stream, progress)
         hosts.barrier("extraction_start")
-        notes = notes or stack.enter_context(_notes(parts, stream, progress, hosts))
+        status = status or stack.enter_context(_status_files(parts, stream, progress, hosts))
         stack.enter_context(closing(worker))
         expected = expected_samples(parts, stream)
         progress.total_samples = None if expected is None else len(Ranges([(0, expected)]) - done)
-        finished = kind.work(Visit(parts, stream, done, notes, stop or threading.Event(), hosts), worker)
+        finished = kind.work(Visit(parts, stream, done, status, stop or threading.Event(), hosts), worker)
         progress.phase(Phase.DONE if finished else Phase.STOPPED)
     hosts.barrier("final_checkpoint")
     if finished and hosts.first:
         stream.finish()
         kind.finish(parts, stream)
-        note_checkpoint(spec, stream, "completed", progress.say)
+        write_checkpoint_file(spec, stream, "completed", progress.log)
     hosts.barrier("complete")
     ledger = stream if hosts.first else _joined(parts)
     return _summary(parts, ledger, progress, interrupted=not finished, device=worker.describe())
@@ -126,7 +126,7 @@ def _tidy(stream: StreamStore, progress: Progress) -> None:
     count, taken = remove_remains(stream.folder)
     if count:
         files = counted(count, "unfinished shard")
-        progress.say(f"removed {files} ({size(taken)}) that killed runs of this stream left behind")
+        progress.log(f"removed {files} ({size(taken)}) that killed runs of this stream left behind")
 
 
 def _agreed(parts: Parts, stream: StreamStore | None, hosts: WorkerGroup) -> tuple[StreamStore, Ranges]:
@@ -192,8 +192,8 @@ def _make(parts: Parts, progress: Progress, done: Ranges) -> OnDevices:
     return make_producer(parts, progress, done)
 
 
-def _notes(parts: Parts, stream: StreamStore, progress: Progress, hosts: WorkerGroup) -> Notes:
-    return Notes(parts.spec, stream, progress, pulse=hosts.first, expected=expected_samples(parts, stream))
+def _status_files(parts: Parts, stream: StreamStore, progress: Progress, hosts: WorkerGroup) -> StatusFiles:
+    return StatusFiles(parts.spec, stream, progress, pulse=hosts.first, expected=expected_samples(parts, stream))
 
 
 def _work(visit: Visit, producer: Producer) -> bool:
@@ -204,7 +204,7 @@ def _work(visit: Visit, producer: Producer) -> bool:
         producer,
         stream,
         sizes_for(parts),
-        progress=visit.notes.progress,
+        progress=visit.status.progress,
         control=visit.control(),
         end=lambda: stream_end(parts, stream, reader),
         sink=visit.sink(),

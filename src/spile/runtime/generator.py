@@ -239,7 +239,7 @@ class Generator:
         self._progress.add(computed_tokens=self._plan.chunk * len(pieces))
         for answer, group, row, _, last in pieces:
             if last:
-                self._say(answer, tokens[group][row], logprobs[group][row])
+                self._append_token(answer, tokens[group][row], logprobs[group][row])
         return [_Part(answer, group * self._plan.rows + row, length) for answer, group, row, length, _ in pieces]
 
     def _stepped(self, tokens: Any, logprobs: Any) -> list[_Part]:
@@ -252,7 +252,7 @@ class Generator:
                 answer.fed += 1
                 if answer.reason is not None:
                     break  # that was its last token
-                self._say(answer, tokens[step][group][slot], logprobs[step][group][slot])
+                self._append_token(answer, tokens[step][group][slot], logprobs[step][group][slot])
             parts.append(_Part(answer, group * self._plan.slots + slot, answer.fed - begun))
         self._progress.add(computed_tokens=self._plan.stride * len(parts))
         return parts
@@ -277,7 +277,7 @@ class Generator:
             for part, piece in zip(own, copied, strict=True):
                 part.answer.rows[tap].append(piece)
 
-    def _say(self, answer: Answer, token: int, logprob: float) -> None:
+    def _append_token(self, answer: Answer, token: int, logprob: float) -> None:
         answer.tokens.append(token)
         answer.logprobs.append(logprob)
         if token in self._sampling.stop:

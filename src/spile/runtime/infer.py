@@ -81,7 +81,7 @@ def _make_generator(parts: Parts, progress: Progress, _done: Ranges) -> Generato
     shape = spec.mesh_shape or default_shape(config, jax.device_count(), itemsize, memory)
     mesh, lying = make_mesh(shape), plan_mesh(config, shape)
     for note in lying.notes(config):
-        progress.say(note)
+        progress.log(note)
     split = shape[1] if config.n_kv_heads % shape[1] == 0 else 1
     plan = plan_slots(
         spec.data.max_seq_length,
@@ -114,7 +114,7 @@ def _generation(parts: Parts) -> GenerationSpec:
 
 def _answer(visit: Visit, generator: Generator) -> bool:
     """Work off what is left. True: to the end; False: told to stop, every answer that had ended committed."""
-    parts, stream, progress = visit.parts, visit.stream, visit.notes.progress
+    parts, stream, progress = visit.parts, visit.stream, visit.status.progress
     control = visit.control()
     processes = jax.process_count()
     lanes = 1 if processes > 1 else max(1, min(_MOST_LANES, (os.cpu_count() or 2) // 4))

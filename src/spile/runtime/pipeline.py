@@ -217,7 +217,7 @@ class Pipeline:
             ) from error
         rows = -(-batch.rows // 2)
         self._most_tokens = rows * batch.length
-        self._progress.say(
+        self._progress.log(
             f"device memory ran out at {batch.rows} × {batch.length} tokens: going on with {rows} × {batch.length} "
             f"(--batch-tokens {self._most_tokens} from the start saves this detour)"
         )

@@ -91,9 +91,9 @@ class Progress:
     total_samples: int | None = None
     """Samples that this visit will finish, where known."""
     clock: Callable[[], float] = time.perf_counter
-    say: Callable[[str], None] = field(default=lambda _line: None)
+    log: Callable[[str], None] = field(default=lambda _line: None)
     """Where a line for the user goes: above the bar, or to the log."""
-    note: Callable[[str], None] = field(default=lambda _line: None)
+    log_detail: Callable[[str], None] = field(default=lambda _line: None)
     """Where a line goes that only the log, or who asked for more, wants: each commit."""
     timeline: Timeline = field(default_factory=Timeline)
 
@@ -111,9 +111,9 @@ class Progress:
         self._written: float | None = None
 
     @contextmanager
-    def heard_by(self, listener: Callable[[str], None]) -> Iterator[None]:
+    def also_logged_to(self, listener: Callable[[str], None]) -> Iterator[None]:
         """Lines for the user and for the log go to a listener too while this lasts."""
-        before = self.say, self.note
+        before = self.log, self.log_detail
 
         def both(first: Callable[[str], None]) -> Callable[[str], None]:
             def tell(line: str) -> None:
@@ -122,11 +122,11 @@ class Progress:
 
             return tell
 
-        self.say, self.note = both(self.say), both(self.note)
+        self.log, self.log_detail = both(self.log), both(self.log_detail)
         try:
             yield
         finally:
-            self.say, self.note = before
+            self.log, self.log_detail = before
 
     def phase(self, phase: Phase, detail: str = "") -> None:
         """What is going on from now on."""

@@ -45,13 +45,13 @@ def _end(code: int) -> None:
 
 
 @contextmanager
-def last_words(say: Callable[[], None]) -> Iterator[None]:
+def last_words(tell: Callable[[], None]) -> Iterator[None]:
     """While this lasts a process that is ended by its timer says this first."""
-    _last_words.append(say)
+    _last_words.append(tell)
     try:
         yield
     finally:
-        _last_words.remove(say)
+        _last_words.remove(tell)
 
 
 @contextmanager
@@ -91,10 +91,10 @@ class _Ears:
         if self._at_once(self._handled):
             end_soon()
             if self._handled == 1:
-                self._progress.say(f"{name}: nothing is computed yet, so this ends at once")
+                self._progress.log(f"{name}: nothing is computed yet, so this ends at once")
             raise KeyboardInterrupt
         self._stop.set()
-        self._progress.say(f"{name}: finishing the batches in flight and committing them (again: end at once)")
+        self._progress.log(f"{name}: finishing the batches in flight and committing them (again: end at once)")
 
     def woken(self, over: threading.Event) -> None:
         """In a thread, at once."""

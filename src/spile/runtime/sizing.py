@@ -1,4 +1,4 @@
-"""How much at once: tokens a batch, shards side by side, batches in memory. No stored number depends on it."""
+"""How much at once: tokens per batch, shards side by side, batches in memory. No stored number depends on it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spile.spec.run import ExtractSpec
 __all__ = ["IN_HAND", "choose_sizes", "host_memory", "in_flight"]
 
 _BATCH_TOKENS = {"cpu": (4096, 4096), "gpu": (8192, 32768), "tpu": (4096, 16384)}
-"""Tokens a device and step, at least and at most: enough to keep it busy, and its rows a fraction of a shard."""
+"""Tokens per device and step, at least and at most: enough to keep it busy, and its rows a fraction of a shard."""
 _ROWS = {"cpu": (512, True), "gpu": (1024, False), "tpu": (1024, False)}
 """How short a row may be, and whether a last batch has a shape of its own. A program costs an accelerator's compiler
 seconds, more than it takes to compute the padding of one batch; attention over a long row costs a CPU more."""

@@ -39,7 +39,7 @@ def make_producer(parts: Parts, progress: Progress, done: Ranges) -> DeviceProdu
     )
     mesh, plan = make_mesh(shape), plan_mesh(config, shape)
     for note in plan.notes(config):
-        progress.say(note)
+        progress.log(note)
     place, sizes = plan.place(mesh), sizes_for(parts)
     producer = DeviceProducer(
         build(config, layers, lambda _, tensor: _shape_of(tensor, dtype, place), head=head),

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple, Protocol
 
 from spile.planning.ranges import Ranges
 from spile.runtime.flow import Control, Sink
-from spile.runtime.notes import Notes
 from spile.runtime.parts import Parts
 from spile.runtime.pod.group import WorkerGroup
 from spile.runtime.progress import Progress
+from spile.runtime.status_files import StatusFiles
 from spile.runtime.worker import LocalControl
 from spile.store.stream import StreamStore
 
@@ -35,7 +35,7 @@ class Visit(NamedTuple):
     stream: StreamStore
     done: Ranges
     """What earlier visits committed, the same on every process of a pod."""
-    notes: Notes
+    status: StatusFiles
     stop: threading.Event
     hosts: WorkerGroup
 
@@ -45,7 +45,7 @@ class Visit(NamedTuple):
 
     def sink(self) -> Sink:
         """Where finished shards go."""
-        return self.hosts.sink(self.stream, self.notes.committed)
+        return self.hosts.sink(self.stream, self.status.committed)
 
 
 class VisitKind(NamedTuple):

@@ -1,9 +1,9 @@
 """The machine types: one table that knows every spelling of a topology, with its chips, hosts, memory and price.
 
 ``v5litepod-64``, ``v5e-64``, ``v5e:8x8`` and ``V5LITE_POD:8x8`` are one machine. In a name with a dash the number
-counts chips for v5e and v6e and TensorCores (two a chip) for v2, v3, v4 and v5p; after a colon stands the chips' grid.
+counts chips for v5e and v6e and TensorCores (two per chip) for v2, v3, v4 and v5p; a colon precedes the chips' grid.
 
-Prices are list prices of a US region, a chip and an hour, as of :data:`PRICES_AS_OF`. They change, and spot prices
+Prices are list prices of a US region, per chip and hour, as of :data:`PRICES_AS_OF`. They change, and spot prices
 change monthly: a TOML file overrides them (:mod:`spile.spec.prices`, ``spile plan --prices prices.toml``).
 """
 
@@ -57,7 +57,7 @@ _CUBES: tuple[Shape, ...] = (
 
 @dataclass(frozen=True)
 class Price:
-    """Dollars a chip and an hour."""
+    """Dollars per chip and hour."""
 
     on_demand: float
     preemptible: float
@@ -95,7 +95,7 @@ class Generation:
     hbm_gib: float
     """A chip."""
     tflops: float
-    """bf16, a chip, at peak."""
+    """bf16, per chip, at peak."""
     gke: str
     """The value of ``cloud.google.com/gke-tpu-accelerator``."""
     price: Price

@@ -177,7 +177,7 @@ class ExtractSpec:
     batch_size: int | None = None
     """Rows per device in one step at most; None: the token budget decides alone."""
     batch_tokens: int | None = None
-    """Tokens a device in one step, padding included; None: chosen for the device."""
+    """Tokens per device in one step, padding included; None: chosen for the device."""
     mesh_shape: tuple[int, int] | None = None
     """Devices as data × model; None: the least model parallelism that leaves room for a batch."""
     shard_size_gb: float = 1.0

@@ -40,10 +40,10 @@ class Heartbeat:
         every: float = EVERY,
         clock: Callable[[], float] = time.time,
         host: str | None = None,
-        say: Callable[[str], None] = lambda _line: None,
+        log: Callable[[str], None] = lambda _line: None,
     ) -> None:
         self._folder, self._attempt, self._read = folder, attempt, read
-        self._every, self._clock, self._say = every, clock, say
+        self._every, self._clock, self._log = every, clock, log
         self._host = host or socket.gethostname()
         self._started = self._progressed = _iso(clock())
         self._last: Reading | None = None
@@ -113,7 +113,7 @@ class Heartbeat:
             self._folder.put(PROGRESS, json.dumps(beat.to_json(), indent=1).encode() + b"\n")
         except Exception as error:  # noqa: BLE001  whatever it was, the run goes on
             self.missed += 1
-            self._say(f"heartbeat not written ({self.missed} so far): {error}")
+            self._log(f"heartbeat not written ({self.missed} so far): {error}")
 
 
 def read_beat(folder: Folder) -> Beat | None:

@@ -101,7 +101,7 @@ def test_what_comes_next_depends_on_how_it_ended() -> None:
 def shown(terminal: bool, width: int) -> str:
     console = Console(file=io.StringIO(), width=width, force_terminal=terminal, no_color=True, highlight=False)
     with watched(console=console) as watch:
-        watch.progress.say("a line with [/brackets]")
+        watch.progress.log("a line with [/brackets]")
         watch.finish(DONE)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()

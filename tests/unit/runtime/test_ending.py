@@ -102,7 +102,7 @@ from spile.dashboard.worker import watched
 with watched() as watch:
     sys.stdin.readline()
     os.kill(os.getpid(), signal.SIGTERM)
-    watch.progress.say("one more line")
+    watch.progress.log("one more line")
     watch.stop.wait(30)
     sys.stderr.write(f"stopped {watch.stop.is_set()}")
 """

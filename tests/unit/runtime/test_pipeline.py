@@ -126,7 +126,7 @@ def test_a_batch_that_does_not_fit_is_halved_and_said(tmp_path, groups, lanes):
     said: list[str] = []
     producer = NumpyProducer(groups, fits=130)
     sizes = Sizes(512, None, 64, 5000, lanes)
-    assert visit(tmp_path, items, producer, sizes=sizes, progress=Progress(say=said.append))
+    assert visit(tmp_path, items, producer, sizes=sizes, progress=Progress(log=said.append))
     assert max(rows * length for rows, length in producer.shapes) <= 130
     assert said[0].startswith("device memory ran out at 8 × 64 tokens: going on with 4 × 64")
     check(tmp_path, items)

@@ -79,7 +79,7 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command("install", "spile.cli.install:install", "Put this very version of spile onto every host of a slice."),
     Command("logs", "spile.cli.logs:logs", "A worker's log: from its machine, or its last lines from the bucket."),
-    Command("collect", "spile.cli.collect:collect", "Bring back what hosts keep locally, one folder a worker."),
+    Command("collect", "spile.cli.collect:collect", "Bring back what hosts keep locally, one folder per worker."),
     Command("bench", "spile.cli.bench:bench", "Measure this machine against its own limits."),
     Command("tpu create", "spile.cli.tpu:create", "Make a fleet's machines in many zones."),
     Command("tpu delete", "spile.cli.tpu:delete", "Delete a fleet's machines."),

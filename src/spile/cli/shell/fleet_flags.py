@@ -165,7 +165,7 @@ def print_result(console: Console, result: NodeResult) -> None:
 
 
 def print_results(console: Console, results: Sequence[NodeResult]) -> int:
-    """One line a machine, worst last; 1 when something is not as it was asked for."""
+    """One line per machine, worst last; 1 when something is not as it was asked for."""
     for result in sorted(results, key=lambda result: (result.bad, result.zone, result.name)):
         print_result(console, result)
     return int(any(result.bad for result in results))

@@ -59,7 +59,7 @@ def _digits(encoder: object, rows: list[list[str]], text: str) -> Grid:
 
 @dataclass(frozen=True)
 class MinimalGridEncoder:
-    """A digit a cell, a line a row."""
+    """One digit per cell, one line per row."""
 
     def to_text(self, grid: Grid) -> str:
         """``012⏎345``."""

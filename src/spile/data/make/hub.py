@@ -32,7 +32,7 @@ class Hub:
         return {"dataset": self.location or self.name, "split": self.split, "config_name": self.config_name}
 
     def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
-        """One a row; what lies before ``start`` is skipped by the library, shard by shard where it can."""
+        """One per row; what lies before ``start`` is skipped by the library, shard by shard where it can."""
         dataset = self._open()
         dataset = dataset.skip(start) if start else dataset
         dataset = dataset if stop is None else dataset.take(stop - start)

@@ -95,7 +95,7 @@ class ArcJson:
 
 @dataclass(frozen=True)
 class ArcFolder:
-    """A folder of JSON files, one a task, whose name is its id: ARC-AGI's own layout."""
+    """A folder of JSON files, one per task, whose name is its id: ARC-AGI's own layout."""
 
     files: tuple[Path, ...]
     location: str
@@ -130,7 +130,7 @@ class Parquet:
         return {"dataset": self.location}
 
     def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
-        """One a row."""
+        """One per row."""
         return (SourceRow(n, data, f"row {n}") for n, data in islice(enumerate(self._records()), start, stop))
 
     def _records(self) -> Iterator[dict[str, Any]]:

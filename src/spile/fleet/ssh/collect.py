@@ -1,4 +1,4 @@
-"""What hosts keep locally, brought back here: one folder a worker, checked, and resumed where it broke off."""
+"""What hosts keep locally, brought back here: one folder per worker, checked, and resumed where it broke off."""
 
 from __future__ import annotations
 

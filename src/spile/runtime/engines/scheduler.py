@@ -89,12 +89,12 @@ class Scheduler:
         tasks: Iterable[StreamTask],
         *,
         policy: SchedulerPolicy | None = None,
-        say: Callable[[str], None] = lambda _line: None,
+        log: Callable[[str], None] = lambda _line: None,
         observe: Callable[[Scheduler], Mapping[int, StreamView]] = lambda _: {},
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.engine = engine
-        self._policy, self._say, self._observe, self._clock = policy or SchedulerPolicy(), say, observe, clock
+        self._policy, self._log, self._observe, self._clock = policy or SchedulerPolicy(), log, observe, clock
         longest_first = sorted(tasks, key=lambda task: (-task.size, task.stream))
         self._streams = {task.stream: _Stream(task) for task in longest_first}
         self._stopping = False
@@ -160,14 +160,14 @@ class Scheduler:
         if end.code == 0:
             stream.state = "done"
         elif end.code is None:
-            self._say(f"stream {end.stream}: its machine{where} was lost; it continues on another")
+            self._log(f"stream {end.stream}: its machine{where} was lost; it continues on another")
         elif end.code in _STOPPED:
             if stream.moving and end.where:
                 stream.avoid.add(end.where)
         elif end.code == UserError.exit_code:
             self._give_up(stream, end, refused=True)
             if self.count("done") == 0 and self.count("failed") >= _SAME_MISTAKE and not self._stopping:
-                self._say("a second stream was refused: the command is at fault, so all are stopped")
+                self._log("a second stream was refused: the command is at fault, so all are stopped")
                 self.stop()
         else:
             self._failed(stream, end, where)
@@ -185,12 +185,12 @@ class Scheduler:
         stream.not_before = self._clock() + pause
         if not self._stopping:
             how = "another worker owns it" if fenced else f"its worker{where} ended with {_told(end)}"
-            self._say(f"stream {end.stream}: {how}; it continues in {pause:g} s")
+            self._log(f"stream {end.stream}: {how}; it continues in {pause:g} s")
 
     def _give_up(self, stream: _Stream, end: WorkerEnd, *, refused: bool) -> None:
         stream.state, stream.refused = "failed", refused
         stream.problem = _told(end)
-        self._say(f"stream {end.stream}: given up: {stream.problem}")
+        self._log(f"stream {end.stream}: given up: {stream.problem}")
 
     def _take_over(self, views: Mapping[int, StreamView]) -> None:
         """A lost worker's stream at once; a slow one's when there is somebody free to take it."""
@@ -201,7 +201,7 @@ class Scheduler:
             view = views.get(number)
             age = view.age if view is not None else None
             if age is not None and SILENCE < age < self._clock() - stream.began:
-                self._say(f"stream {number}: its worker on {view.host if view else ''} is silent; another takes over")
+                self._log(f"stream {number}: its worker on {view.host if view else ''} is silent; another takes over")
                 self.engine.abandon(number)
                 stream.state = "waiting"
                 stream.avoid.update(filter(None, [view.host if view else ""]))
@@ -209,7 +209,7 @@ class Scheduler:
         movable = [views[n] for n, s in running.items() if n in views and s.state == "running" and not s.avoid]
         slow = slow_stream(movable, views.values(), self._policy.worth_moving) if free else None
         if slow is not None and not running[slow.number].moving:
-            self._say(f"stream {slow.number}: its worker on {slow.host} is slow; a free one takes the rest")
+            self._log(f"stream {slow.number}: its worker on {slow.host} is slow; a free one takes the rest")
             running[slow.number].moving = True
             self.engine.stop(slow.number)
 

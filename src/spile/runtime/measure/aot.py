@@ -76,7 +76,7 @@ class Fit:
     """What the compiler said of one batch size. Bytes are a device's."""
 
     rows: int
-    """Sequences a device."""
+    """Sequences per device."""
     length: int
     mesh: tuple[int, int]
     memory: int
@@ -107,7 +107,7 @@ def available() -> bool:
 
 
 def search(program: Program, rows: int, *, find_largest: bool = True) -> Iterator[Fit]:
-    """Compile for ``rows`` sequences a device; then, if asked, for others until the largest that fits is known."""
+    """Compile for ``rows`` sequences per device; then, if asked, for others until the largest that fits is known."""
     if not available():
         raise SpecError("the TPU compiler", expected="libtpu", found="none", fix="pip install 'spile[tpu]'")
     with _compiler(program) as ask:
@@ -217,7 +217,7 @@ class _Tail:
 
 
 def compile_rows(program: Program, rows: int) -> Fit:
-    """Compile the worker's own program for this many rows a device."""
+    """Compile the worker's own program for this many rows per device."""
     import jax
     import jax.numpy as jnp
 

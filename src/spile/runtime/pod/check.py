@@ -8,36 +8,36 @@ from spile.errors import PodError
 from spile.runtime.pod.group import WorkerGroup
 from spile.runtime.pod.pod import BARRIERS
 
-__all__ = ["check_pod", "say_devices"]
+__all__ = ["check_pod", "log_devices"]
 
 _LENGTH = 64
 _TOLERANCE = 0.02
 """bf16's own rounding and more; a wrong collective is off by far more than that."""
 
 
-def say_devices(hosts: WorkerGroup, say: Callable[[str], None]) -> None:
+def log_devices(hosts: WorkerGroup, log: Callable[[str], None]) -> None:
     """What this host sees."""
     import jax
 
     local, every = jax.local_devices(), jax.device_count()
     ids = ", ".join(str(device.id) for device in local)
-    say(f"✓ {hosts.name or 'This process'} sees {len(local)} of {every} devices: {local[0].device_kind}, ids {ids}")
+    log(f"✓ {hosts.name or 'This process'} sees {len(local)} of {every} devices: {local[0].device_kind}, ids {ids}")
 
 
-def check_pod(hosts: WorkerGroup, say: Callable[[str], None]) -> None:
+def check_pod(hosts: WorkerGroup, log: Callable[[str], None]) -> None:
     """Barriers, devices, a forward over all devices, and what it gave compared with this host's own."""
-    say_devices(hosts, say)
+    log_devices(hosts, log)
     for name in BARRIERS[1:-1]:
         if name == "extraction_start":
-            _forward(hosts, say)
+            _forward(hosts, log)
         hosts.barrier(name)
-        say(f"✓ Passed '{name}' barrier")
+        log(f"✓ Passed '{name}' barrier")
     hosts.barrier(BARRIERS[-1])
-    say(f"✓ Passed '{BARRIERS[-1]}' barrier")
-    say(f"✓ {hosts.name or 'This process'}: all checks passed")
+    log(f"✓ Passed '{BARRIERS[-1]}' barrier")
+    log(f"✓ {hosts.name or 'This process'}: all checks passed")
 
 
-def _forward(hosts: WorkerGroup, say: Callable[[str], None]) -> None:
+def _forward(hosts: WorkerGroup, log: Callable[[str], None]) -> None:
     """The embedded model on the whole mesh against the same on one device."""
     import jax
     import numpy as np
@@ -77,7 +77,7 @@ def _forward(hosts: WorkerGroup, say: Callable[[str], None]) -> None:
             found=f"{worst:.3g}",
             fix="a chip or a link of this slice is broken: recreate it",
         )
-    say(f"✓ Forward over {jax.device_count()} devices agrees with one device (largest difference {worst:.1e})")
+    log(f"✓ Forward over {jax.device_count()} devices agrees with one device (largest difference {worst:.1e})")
 
 
 def _shape(devices: int) -> tuple[int, int]:

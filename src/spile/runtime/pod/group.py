@@ -118,13 +118,13 @@ class PodProcess:
 
 @contextlib.contextmanager
 def joined_group(
-    identity: Identity, times: PodTimes | None = None, say: Callable[[str], None] = lambda _: None
+    identity: Identity, times: PodTimes | None = None, log: Callable[[str], None] = lambda _: None
 ) -> Iterator[WorkerGroup]:
     """One process, or a pod joined for as long as this lasts. An error inside ends the whole pod with its line."""
     if identity.count == 1:
         yield SingleProcess()
         return
-    with join(identity, times=times, say=say) as pod:
+    with join(identity, times=times, log=log) as pod:
         yield PodProcess(pod)
 
 

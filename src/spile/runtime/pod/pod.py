@@ -146,7 +146,7 @@ def _of_a_device(error: BaseException | None) -> bool:
     return error is not None
 
 
-def join(identity: Identity, *, times: PodTimes | None = None, say: Line = lambda _: None) -> Pod:
+def join(identity: Identity, *, times: PodTimes | None = None, log: Line = lambda _: None) -> Pod:
     """Roll call, then one coordination service for all. No device has been touched when this returns."""
     times = times or PodTimes()
     service: list[Service] = []
@@ -155,14 +155,14 @@ def join(identity: Identity, *, times: PodTimes | None = None, say: Line = lambd
         service.append(start_service(identity.coordinator, identity.count, times.heartbeat + _LINGER))
         return service[0].address
 
-    say(f"📋 Worker ID: {identity.process}")
-    say(f"   Is barrier server: {identity.first}")
-    say("")
+    log(f"📋 Worker ID: {identity.process}")
+    log(f"   Is barrier server: {identity.first}")
+    log("")
     if identity.first:
-        say(f"🚀 Starting barrier server on port {identity.port}...")
-    roll = _roll_call(identity, serve, times, say)
+        log(f"🚀 Starting barrier server on port {identity.port}...")
+    roll = _roll_call(identity, serve, times, log)
     identity = replace(identity, hosts=identity.hosts or roll.answer.names)
-    say("✓ Synchronized! Starting JAX init...")
+    log("✓ Synchronized! Starting JAX init...")
     with roll.guarded(lambda line: end_process(End(line)), times.roll_call):
         # JAX's own patience is longer than ours: it would abort everybody, and name nobody.
         coordination = Coordination.connect(roll.answer.service, identity, timeout=2 * times.roll_call + 60)
@@ -170,12 +170,12 @@ def join(identity: Identity, *, times: PodTimes | None = None, say: Line = lambd
     return Pod(identity, coordination, watch, service[0] if service else None, times)
 
 
-def _roll_call(identity: Identity, serve: Callable[[], str], times: PodTimes, say: Line) -> RollConnections:
+def _roll_call(identity: Identity, serve: Callable[[], str], times: PodTimes, log: Line) -> RollConnections:
     def ready(line: str) -> None:
-        say(f"✓ {line}")
-        say(f"⏳ Waiting at '{BARRIERS[0]}' barrier...")
+        log(f"✓ {line}")
+        log(f"⏳ Waiting at '{BARRIERS[0]}' barrier...")
 
     if identity.first:
         return hold_roll_call(identity, serve, timeout=times.roll_call, ready=ready)
-    say(f"⏳ Waiting at '{BARRIERS[0]}' barrier...")
+    log(f"⏳ Waiting at '{BARRIERS[0]}' barrier...")
     return answer_roll_call(identity, timeout=times.roll_call)

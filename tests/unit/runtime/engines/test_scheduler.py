@@ -69,7 +69,7 @@ def tasks(count: int) -> list[StreamTask]:
 def scheduler(engine: Script, count: int, said: list[str] | None = None, **more: object) -> Scheduler:
     policy = more.pop("policy", SchedulerPolicy())
     say = (said if said is not None else []).append
-    return Scheduler(engine, tasks(count), policy=policy, say=say, clock=lambda: engine.now, **more)  # type: ignore[arg-type]
+    return Scheduler(engine, tasks(count), policy=policy, log=say, clock=lambda: engine.now, **more)  # type: ignore[arg-type]
 
 
 def test_the_longest_are_first_and_never_more_than_there_are_workers() -> None:

@@ -19,24 +19,24 @@ from spile.spec.run import ExtractSpec
 from spile.status.heartbeat import Heartbeat
 from spile.store.stream import StreamStore
 
-__all__ = ["Notes", "note_checkpoint"]
+__all__ = ["StatusFiles", "write_checkpoint_file"]
 
 
-class Notes:
+class StatusFiles:
     """A pulse while it lasts, and a call for each commit."""
 
     def __init__(
         self, spec: ExtractSpec, stream: StreamStore, progress: Progress, *, pulse: bool, expected: int | None
     ) -> None:
         self._spec, self._stream, self.progress, self._expected = spec, stream, progress, expected
-        self._heart = Heartbeat(stream.folder, stream.attempt, self._reading, say=progress.say) if pulse else None
+        self._heart = Heartbeat(stream.folder, stream.attempt, self._reading, log=progress.log) if pulse else None
         self._tidied = 0
         self._stack = ExitStack()
 
-    def __enter__(self) -> Notes:
+    def __enter__(self) -> StatusFiles:
         if self._heart is not None:
             self._stack.enter_context(self._heart)
-            self._stack.enter_context(self.progress.heard_by(self._heart.note))
+            self._stack.enter_context(self.progress.also_logged_to(self._heart.note))
         return self
 
     def __exit__(
@@ -48,9 +48,9 @@ class Notes:
         """After each commit."""
         self._tidy()
         if self._heart is not None:  # on a pod, the one process whose ledger is the stream's
-            note_checkpoint(self._spec, self._stream, "in_progress", self.progress.say)
+            write_checkpoint_file(self._spec, self._stream, "in_progress", self.progress.log)
             ledger = self._stream.ledger
-            self.progress.note(f"committed: {len(ledger.done):,} samples in {ledger.shards:,} shards so far")
+            self.progress.log_detail(f"committed: {len(ledger.done):,} samples in {ledger.shards:,} shards so far")
             self._heart.beat()
 
     def _reading(self) -> Reading:
@@ -78,8 +78,8 @@ class Notes:
         self._tidied = len(files)
 
 
-def note_checkpoint(
-    spec: ExtractSpec, stream: StreamStore, status: str, say: Callable[[str], None] = lambda _: None
+def write_checkpoint_file(
+    spec: ExtractSpec, stream: StreamStore, status: str, log: Callable[[str], None] = lambda _: None
 ) -> None:
     """``--checkpoint-dir``: the guides' file, for people. The ledger alone is read."""
     if spec.checkpoint_dir is None:
@@ -98,4 +98,4 @@ def note_checkpoint(
     try:
         open_folder(spec.checkpoint_dir).put(f"checkpoint_worker_{worker_id}.json", text)
     except SpileError as error:  # it is for people and never read: no reason to lose a run
-        say(f"--checkpoint-dir is not written: {error}")
+        log(f"--checkpoint-dir is not written: {error}")

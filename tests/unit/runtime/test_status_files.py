@@ -13,8 +13,8 @@ from spile.errors import Failure, Fenced, StoreError
 from spile.objects import open_folder
 from spile.objects.folder import Folder
 from spile.objects.mirror import MirrorFolder
-from spile.runtime.notes import Notes, note_checkpoint
 from spile.runtime.progress import Progress
+from spile.runtime.status_files import StatusFiles, write_checkpoint_file
 from spile.runtime.worker import Sizes, run_worker
 from spile.spec.heartbeat import Beat
 from spile.spec.phase import Phase
@@ -37,7 +37,7 @@ def joined(root: Folder) -> StreamStore:
 def visit(spec: ExtractSpec, root: Folder, producer: Any = None, *, pulse: bool = True, **more: Any) -> StreamStore:
     stream, progress = joined(root), more.pop("progress", Progress())
     left = [item for item in ITEMS if item.index not in stream.ledger.done]
-    with Notes(spec, stream, progress, pulse=pulse, expected=COUNT) as notes:
+    with StatusFiles(spec, stream, progress, pulse=pulse, expected=COUNT) as status:
         run_worker(
             left,
             producer or NumpyProducer(),
@@ -45,7 +45,7 @@ def visit(spec: ExtractSpec, root: Folder, producer: Any = None, *, pulse: bool 
             Sizes(128, None, 64, 4000),
             progress=progress,
             control=more.pop("control", Script()),
-            after_commit=notes.committed,
+            after_commit=status.committed,
         )
         progress.phase(Phase.DONE)
     return stream
@@ -91,13 +91,13 @@ def test_a_fenced_worker_leaves_the_heartbeat_to_the_other(tmp_path: Path) -> No
 
 def test_lines_for_the_user_are_in_the_heartbeat(tmp_path: Path) -> None:
     said: list[str] = []
-    progress = Progress(say=said.append)
+    progress = Progress(log=said.append)
     visit(ExtractSpec(output=str(tmp_path)), open_folder(str(tmp_path)), NumpyProducer(fits=100), progress=progress)
     assert said[0].startswith("device memory ran out")
     kept = beat_of(tmp_path).log_tail
     assert kept[0] == said[0]
     assert any(line.startswith("committed: ") for line in kept), "each commit is a line, whoever looks later"
-    progress.say("afterwards")
+    progress.log("afterwards")
     assert "afterwards" not in beat_of(tmp_path).log_tail
 
 
@@ -128,7 +128,7 @@ def test_the_checkpoint_file_of_the_guides(tmp_path: Path) -> None:
     }
     file.write_text("it is never read")
     stream = visit(spec, root)
-    note_checkpoint(spec, stream, "completed")
+    write_checkpoint_file(spec, stream, "completed")
     found = json.loads(file.read_text())
     assert (found["status"], found["last_processed_sample_idx"]) == ("completed", COUNT - 1)
 
@@ -146,7 +146,7 @@ def test_a_heartbeat_that_cannot_be_written_ends_nothing(tmp_path: Path, monkeyp
     monkeypatch.setattr(LocalFolder, "put", refuses)
     said: list[str] = []
     spec = ExtractSpec(output=str(tmp_path))
-    stream = visit(spec, open_folder(str(tmp_path)), progress=Progress(say=said.append))
+    stream = visit(spec, open_folder(str(tmp_path)), progress=Progress(log=said.append))
     assert stream.ledger.samples == COUNT
     assert said[0] == "heartbeat not written (1 so far): no room"
 
