@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,7 @@ class WindowLoader:
         """Start to read a window. The window begun before the last one must be done with."""
         rows = sum(map(len, pieces))
         window = Window(self._room(rows), pieces, self._context)
-        tasks = [self._pool.submit(_Task(self, window, number, piece)) for number, piece in enumerate(pieces)]
+        tasks = [self._pool.submit(partial(self._read, window, number, piece)) for number, piece in enumerate(pieces)]
         return _Loading(window, tasks)
 
     def _room(self, rows: int) -> dict[str, _Array]:
@@ -144,7 +145,7 @@ class WindowLoader:
         with tempfile.TemporaryFile(dir=folder, prefix=".spile-") as file:
             return np.memmap(file, dtype, "w+", shape=shape)
 
-    def read(self, window: Window, number: int, piece: RowPiece) -> None:
+    def _read(self, window: Window, number: int, piece: RowPiece) -> None:
         """One piece, every tap of it. In a thread of the pool."""
         stream, shard = self._source.shards[piece.shard]
         wanted = self._selection.mask(stream, shard, piece.start, piece.stop) if self._selection.by_tail else None
@@ -156,17 +157,6 @@ class WindowLoader:
             wanted = near if wanted is None else wanted & near
         known = context_of(stream, shard, piece.start, piece.stop) if self._context else None
         window.keep(number, wanted, known)
-
-
-@dataclass(frozen=True)
-class _Task:
-    loader: WindowLoader
-    window: Window
-    number: int
-    piece: RowPiece
-
-    def __call__(self) -> None:
-        self.loader.read(self.window, self.number, self.piece)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ answers 404 for. Queued resources have a diagram of their own:
 from __future__ import annotations
 
 from enum import Enum, StrEnum
+from typing import Self
 
 __all__ = ["Life", "NodeState", "QueuedState"]
 
@@ -33,11 +34,22 @@ class Life(Enum):
     DEAD = "it will never work again: delete it"
 
 
-class NodeState(StrEnum):
+class _ApiState(StrEnum):
+    """A state as the API spells it, and what it means."""
+
+    meaning: str
+
+    @classmethod
+    def parse(cls, text: str | None) -> Self:
+        """One that we do not know is ``UNKNOWN``, not a crash."""
+        found = cls._value2member_map_.get(text or "")
+        return found if isinstance(found, cls) else cls("STATE_UNSPECIFIED")
+
+
+class NodeState(_ApiState):
     """A TPU VM's state, each with its life and its meaning."""
 
     life: Life
-    meaning: str
 
     def __new__(cls, value: str, life: Life, meaning: str) -> NodeState:
         """A string that carries what it means."""
@@ -65,18 +77,11 @@ class NodeState(StrEnum):
     NOT_FOUND = ("NOT_FOUND", Life.ABSENT, "there is no such machine")
     QUEUED = ("QUEUED", Life.COMING, "a queued resource waits for capacity; no VM yet")
 
-    @classmethod
-    def parse(cls, text: str | None) -> NodeState:
-        """The state as the API spells it; one that we do not know is UNKNOWN, not a crash."""
-        found = cls._value2member_map_.get(text or "")
-        return found if isinstance(found, cls) else cls.UNKNOWN
 
-
-class QueuedState(StrEnum):
+class QueuedState(_ApiState):
     """A queued resource's state, and what it makes of the machine that it stands for."""
 
     node: NodeState
-    meaning: str
 
     def __new__(cls, value: str, node: NodeState, meaning: str) -> QueuedState:
         """A string that carries what it means."""
@@ -100,9 +105,3 @@ class QueuedState(StrEnum):
     )
     FAILED = ("FAILED", NodeState.TERMINATED, "it could not be provisioned; holds quota until deleted")
     DELETING = ("DELETING", NodeState.DELETING, "it is being deleted")
-
-    @classmethod
-    def parse(cls, text: str | None) -> QueuedState:
-        """The state as the API spells it; one that we do not know is UNKNOWN."""
-        found = cls._value2member_map_.get(text or "")
-        return found if isinstance(found, cls) else cls.UNKNOWN
