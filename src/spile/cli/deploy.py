@@ -278,7 +278,7 @@ def _streams(
         dataset = flags.dataset or GUIDES_DATASET
         begun = before.streams if before is not None else None
         with split_streams(
-            dataset, below, len(fleet.workers), column=column, seed=flags.seed, say=say, begun=begun
+            dataset, below, len(fleet.workers), column=column, seed=flags.seed, log=say, begun=begun
         ) as made:
             yield made
 

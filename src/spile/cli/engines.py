@@ -58,7 +58,7 @@ def extract_on_engine(flags: ExtractFlags, engine: EngineFlags) -> int:
             runner.check(asked)
         root = open_folder(spec.output)
         with watched_engine(SnapshotReader(root)) as view:
-            scheduler = Scheduler(runner, tasks, log=view.say, observe=view.observe)
+            scheduler = Scheduler(runner, tasks, log=view.log, observe=view.observe)
             outcome = scheduler.run(lambda: view.asked)
         view.finish(outcome, len(tasks), root.url, spec.data.max_samples)
         return outcome.exit_code
@@ -123,7 +123,7 @@ def _split(flags: ExtractFlags, spec: ExtractSpec, workers: int, asked: int | No
     except NotFound:
         count = asked or _STREAMS_PER_WORKER * workers
         column = "examples" if flags.column == "text" else flags.column
-        prepare_streams(dataset, place, count, column=column, seed=flags.seed, say=say)
+        prepare_streams(dataset, place, count, column=column, seed=flags.seed, log=say)
         return place
     source = str(known.source.get("dataset"))
     if dataset != EMBEDDED and source != dataset:

@@ -39,7 +39,7 @@ class EngineView:
     _line_due: float = field(default=0.0)
     _last: str = ""
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         """An event: above the table, or in the log."""
         self.console.print(Text.assemble(("· ", "dim"), line), soft_wrap=True)
 
@@ -48,7 +48,7 @@ class EngineView:
         try:
             snapshot = self.reader.take()
         except SpileError as error:  # the store has hiccups; workers tell when it is serious
-            self.say(f"not seen: {error}")
+            self.log(f"not seen: {error}")
             return {}
         state = _state(scheduler)
         if self.live is not None:
@@ -111,7 +111,7 @@ def _counting(view: EngineView) -> Iterator[None]:
         view.asked += 1
         name = signal.Signals(number).name
         what = "all workers commit and stop (again: end at once)" if view.asked == 1 else "ending at once"
-        view.say(f"{name}: {what}")
+        view.log(f"{name}: {what}")
 
     before = {kind: signal.signal(kind, handle) for kind in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -82,23 +82,23 @@ class Agent:
         crashes = fences = launches = 0
         while True:
             launches += 1
-            self._say(replace(report, phase=Phase.STARTING, launches=launches))
+            self._report(replace(report, phase=Phase.STARTING, launches=launches))
             began = time.monotonic()
             code, tail = self._work(fleet, worker)
             if code == AGAIN or self.stopping.is_set():
                 return code if code == AGAIN else 0
             report = replace(report, launches=launches, exit_code=code, error=tail)
             if code == 0:
-                self._say(replace(report, phase=Phase.DONE, verdict="finished", error=""))
+                self._report(replace(report, phase=Phase.DONE, verdict="finished", error=""))
                 self._leave(fleet)
                 return self._next(fleet)
             if code == 2:
-                self._say(replace(report, phase=Phase.FAILED, verdict="refused"))
+                self._report(replace(report, phase=Phase.FAILED, verdict="refused"))
                 return self._next(fleet)
             crashes = 0 if time.monotonic() - began > _LONG_RUN else crashes
             fences, crashes = (fences + 1, crashes) if code == 3 else (fences, crashes + 1)
             if crashes > self.relaunches or fences > 10 * self.relaunches:
-                self._say(replace(report, phase=Phase.FAILED, verdict="crashed"))
+                self._report(replace(report, phase=Phase.FAILED, verdict="crashed"))
                 return self._next(fleet)
             print(f"spile agent: the worker ended with {code}; launching it again", flush=True)
             if self.stopping.wait(self.pause * 2.0 ** min(crashes, 5)):
@@ -146,7 +146,7 @@ class Agent:
             expected=f"one of {', '.join(worker.name for worker in fleet.workers[:8])}",
         )
 
-    def _say(self, report: WorkerReport) -> None:
+    def _report(self, report: WorkerReport) -> None:
         self.home.write_report(replace(report, updated=time.time()))
 
     def _work(self, fleet: FleetSpec, worker: Worker) -> tuple[int, str]:

@@ -76,7 +76,7 @@ class Deployment:
         )
 
 
-def publish(home: FleetHome, fleet: FleetSpec, say: Callable[[str], None]) -> FleetSpec:
+def publish(home: FleetHome, fleet: FleetSpec, log: Callable[[str], None]) -> FleetSpec:
     """Put the wheel, the startup script and, last, the assignment where machines look for them."""
     name, data = build_wheel()
     files = {name: data, STARTUP: startup_script().encode(), REQUIREMENTS: machine_requirements()}
@@ -85,7 +85,7 @@ def publish(home: FleetHome, fleet: FleetSpec, say: Callable[[str], None]) -> Fl
     hashes = {key: sha256(content) for key, content in files.items()}
     fleet = replace(fleet, wheel=name, hashes=hashes, former_zones=_former_zones(home, fleet))
     home.write_fleet(fleet)
-    say(f"{name} ({len(data):,} bytes) and the assignment of {len(fleet.workers)} workers are in {home.folder.url}")
+    log(f"{name} ({len(data):,} bytes) and the assignment of {len(fleet.workers)} workers are in {home.folder.url}")
     return fleet
 
 

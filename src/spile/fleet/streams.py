@@ -48,12 +48,12 @@ class StreamsPlan:
                 fix="leave --skip-dataset out to split the dataset anew, or take as many workers",
             )
 
-    def put(self, say: Callable[[str], None]) -> None:
+    def put(self, log: Callable[[str], None]) -> None:
         """Put them where workers read them, skipping what is there already."""
         if self.local is None:
             return
         sent = upload(self.local, open_folder(self.url))
-        say(f"{len(sent.uploaded)} files uploaded to {sent.url}, {len(sent.skipped)} there already")
+        log(f"{len(sent.uploaded)} files uploaded to {sent.url}, {len(sent.skipped)} there already")
 
 
 def existing_streams(url: str) -> StreamsPlan:
@@ -84,7 +84,7 @@ def split_streams(
     *,
     column: str,
     seed: int,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     begun: str | None = None,
 ) -> Iterator[StreamsPlan]:
     """Split a dataset into one stream per worker, here; they can be put in the bucket as long as this lasts.
@@ -94,14 +94,14 @@ def split_streams(
     there = read_manifest(open_folder(begun)) if begun is not None else None
     with tempfile.TemporaryDirectory(prefix="spile-streams-") as folder:
         made = make_streams(dataset, Path(folder), count, selection=RowSelection(column=column), seed=seed, begun=there)
-        say(f"{made.tally.samples:,} samples of {dataset} in {count} streams")
+        log(f"{made.tally.samples:,} samples of {dataset} in {count} streams")
         yield local_streams(Path(folder), below)
 
 
-def prepare_streams(dataset: str, url: str, count: int, *, column: str, seed: int, say: Callable[[str], None]) -> None:
+def prepare_streams(dataset: str, url: str, count: int, *, column: str, seed: int, log: Callable[[str], None]) -> None:
     """Split a dataset and put its streams at this very place, skipping what is there already."""
-    with split_streams(dataset, url, count, column=column, seed=seed, say=say, begun=url) as made:
-        replace(made, url=url).put(say)
+    with split_streams(dataset, url, count, column=column, seed=seed, log=log, begun=url) as made:
+        replace(made, url=url).put(log)
 
 
 def _count(url: str, local: Path | None, workers: int) -> int:
