@@ -25,9 +25,10 @@ from dataclasses import dataclass, field, replace
 from spile.errors import CloudError, SpecError, SpileError, UserError
 from spile.fleet.home import FleetHome, WorkerReport
 from spile.fleet.pins import own_pin
-from spile.fleet.secrets import resolve, secret_values, struck_out
+from spile.fleet.secrets import resolve
 from spile.fleet.spec import FleetSpec, Worker
 from spile.fleet.worker_logs import LogKeeper
+from spile.spec.hiding import secret_values, struck_out
 from spile.spec.phase import Phase
 from spile.version import __version__
 

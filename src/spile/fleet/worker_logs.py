@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from spile.errors import SpecError
 from spile.objects.folder import Folder, NotFound
+from spile.objects.removal import Removal
 
 __all__ = ["LogKeeper", "read_log"]
 
@@ -48,9 +49,9 @@ class LogKeeper:
         self._folder.put(_key(self._name, self._number), text)
         if full:
             self._number += 1
-            for number in _numbers(self._folder, self._name):
-                if number <= self._number - self._parts:
-                    self._folder.delete(_key(self._name, number))
+            numbers = _numbers(self._folder, self._name)
+            old = [_key(self._name, number) for number in numbers if number <= self._number - self._parts]
+            Removal(self._folder.url, ours=_ours(self._name), remove=self._folder.delete).in_order(old)
 
 
 def read_log(folder: Folder, name: str, pattern: str | None = None) -> Iterator[str]:
@@ -68,8 +69,14 @@ def read_log(folder: Folder, name: str, pattern: str | None = None) -> Iterator[
 
 
 def _numbers(folder: Folder, name: str) -> list[int]:
-    stems = (info.key.rpartition("/")[2].removesuffix(".log") for info in folder.list(f"logs/{name}/"))
-    return sorted(int(stem) for stem in stems if stem.isdecimal())
+    ours = _ours(name)
+    keys = (info.key for info in folder.list(f"logs/{name}/"))
+    return sorted(int(key.rpartition("/")[2].removesuffix(".log")) for key in keys if ours(key))
+
+
+def _ours(name: str) -> Callable[[str], bool]:
+    shape = re.compile(rf"logs/{re.escape(name)}/([0-9]{{6}}|[1-9][0-9]{{6,}})\.log")
+    return lambda key: shape.fullmatch(key) is not None
 
 
 def _key(name: str, number: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 import time
@@ -15,6 +16,7 @@ from types import TracebackType
 from spile.errors import Fenced, Interrupted, SpileError
 from spile.objects.folder import Folder, NotFound
 from spile.spec.heartbeat import Beat, Reading
+from spile.spec.hiding import secret_values, struck_out
 from spile.spec.phase import Phase
 from spile.store.layout import PROGRESS
 from spile.version import __version__
@@ -47,6 +49,7 @@ class Heartbeat:
         self._host = host or socket.gethostname()
         self._started = self._progressed = _iso(clock())
         self._last: Reading | None = None
+        self._hidden = secret_values({}, os.environ)
         self._tail: deque[str] = deque(maxlen=_TAIL)
         self._error: str | None = None
         self._ended: Phase | None = None
@@ -75,15 +78,15 @@ class Heartbeat:
         self._wake.set()
 
     def note(self, line: str) -> None:
-        """A line of the log; the last few are part of the heartbeat."""
-        self._tail.append(line[:_LINE])
+        """A line of the log; the last few are part of the heartbeat, without the values of secret variables."""
+        self._tail.append(struck_out(line, self._hidden)[:_LINE])
 
     def note_error(self, error: BaseException | str) -> None:
         """The last error."""
         text = str(error) if isinstance(error, str | SpileError) else f"{type(error).__name__}: {error}"
         if isinstance(error, KeyboardInterrupt):
             text = "interrupted"
-        self._error = text[:_LINE]
+        self._error = struck_out(text, self._hidden)[:_LINE]
 
     def _run(self) -> None:
         while not self._over.is_set():

@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
+import spile.fleet
 from fleet_simulation import MemoryFolder
 from spile.fleet.heal.lease import Lease
 
@@ -83,3 +87,30 @@ def test_old_leases_are_forgotten() -> None:
         first.take()
         first.release()
     assert len(folder.objects) < 12
+
+
+def test_old_leases_go_by_their_exact_names_and_nothing_else_does() -> None:
+    clock, first, _, folder = two()
+    strangers = ["lease/2.json", "lease/000001.json.bak", "lease/0000001.json", "lease/notes/000001.json"]
+    for name in strangers:
+        folder.put(name, b"somebody's")
+    for _ in range(12):
+        first.take()
+        first.release()
+        clock.now += 1
+    names = [info.key for info in folder.list("lease/")]
+    assert [name for name in strangers if name in names] == strangers
+    assert sorted(set(names) - set(strangers)) == [f"lease/{number:06d}.json" for number in range(4, 13)]
+
+
+def test_all_that_a_fleet_removes_from_a_bucket_goes_through_the_one_piece() -> None:
+    """Machines are deleted through the API; of objects, a fleet removes old leases and old logs."""
+    found = set()
+    for path in Path(spile.fleet.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr == "delete" and "folder" in ast.unparse(node.value):
+                found.add((path.name, ast.unparse(node)))
+    assert found == {("lease.py", "self._folder.delete"), ("worker_logs.py", "self._folder.delete")}
+    for name in ("heal/lease.py", "worker_logs.py"):
+        text = (Path(spile.fleet.__file__).parent / name).read_text()
+        assert text.count("_folder.delete") == text.count("remove=self._folder.delete") == 1

@@ -11,8 +11,9 @@ import pytest
 
 import spile.fleet
 from spile.errors import CloudError, SpecError
-from spile.fleet.secrets import resolve, secret_values, struck_out
+from spile.fleet.secrets import resolve
 from spile.objects.fake.http import FakeReply, FaultyServer, Request
+from spile.spec.hiding import secret_values, struck_out
 
 
 class _Manager(FaultyServer):

@@ -37,3 +37,11 @@ def test_a_plain_http_endpoint_never_gets_a_token(tmp_path: Path) -> None:
 def test_no_project(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no Google Cloud project; pass --project, or run: gcloud config set project"):
         read_settings({"CLOUDSDK_CONFIG": str(tmp_path)})
+
+
+@pytest.mark.parametrize("project", ["p/../q", "../q", "p q", "p?x=1", "p\n", "p%2f..%2fq"])
+def test_a_project_that_would_be_another_path_is_refused(tmp_path: Path, project: str) -> None:
+    with pytest.raises(UserError, match=r"--project: expected a project's id"):
+        read_settings({"CLOUDSDK_CONFIG": str(tmp_path)}, project=project)
+    with pytest.raises(UserError, match=r"--project: expected a project's id"):
+        read_settings({"CLOUDSDK_CONFIG": str(tmp_path), "GOOGLE_CLOUD_PROJECT": project})

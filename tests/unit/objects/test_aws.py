@@ -165,6 +165,44 @@ def test_a_server_of_keys_that_does_not_answer_is_asked_again(home: Home, monkey
         open_folder("s3://b").get("x")
 
 
+def test_keys_that_worked_and_cannot_be_renewed_are_no_mistake_of_the_users(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refused at the first request it is exit code 2; after an hour's work it is tried again, and is exit code 1."""
+    from botocore.credentials import ReadOnlyCredentials
+    from botocore.exceptions import CredentialRetrievalError
+
+    class Session:
+        broken = True
+
+        def get_credentials(self) -> Session:
+            return self
+
+        def get_frozen_credentials(self) -> ReadOnlyCredentials:
+            if self.broken:
+                raise CredentialRetrievalError(provider="process", error_msg="sesame")
+            return ReadOnlyCredentials("AKIA", "secret", None)
+
+    session = Session()
+    monkeypatch.setattr(aws, "_session", session)
+    monkeypatch.setattr(aws, "_worked", None)
+    with pytest.raises(UserError, match="a source of keys that failed"):
+        aws_keys()
+    session.broken = False
+    assert aws_keys().access == "AKIA"
+    session.broken = True
+    with pytest.raises(RequestFailure) as trouble:
+        aws_keys()
+    assert trouble.value.transient
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    monkeypatch.setenv("SPILE_RETRY_SECONDS", "0.05")
+    with pytest.raises(StoreError, match="the credentials could not be refreshed") as ended:
+        open_folder("s3://b").get("x")
+    assert ended.value.exit_code == 1
+    assert "sesame" not in str(ended.value)
+
+
 def test_no_credentials_at_all_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     for verb in (lambda f: f.get("x"), lambda f: f.info("x"), lambda f: f.put("x", b"")):

@@ -66,6 +66,16 @@ def test_a_heartbeat_says_what_the_design_says(folder: Folder) -> None:
     assert beat.age(1_800_000_060.0) == 60.0
 
 
+def test_no_secret_of_the_environment_is_in_a_heartbeat(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_very_secret")
+    with Heartbeat(folder, "a1b2", reading) as heart:
+        heart.note("x" * 390 + " asked with hf_very_secret")
+        heart.note_error(StoreError("refused", found="hf_very_secret"))
+    stored = folder.get("progress.json")
+    assert b"hf_very" not in stored, "nor half of one, where the line was cut"
+    assert b"refused: found ***" in stored
+
+
 def test_it_beats_at_once_when_asked_and_at_the_end() -> None:
     puts = Puts()
     with Heartbeat(puts, "a1b2", reading, every=3600) as heart:  # type: ignore[arg-type]

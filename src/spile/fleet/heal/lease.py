@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import socket
 import time
@@ -19,9 +20,12 @@ from spile.errors import UserError
 from spile.fleet.cloud.provider import Node
 from spile.objects import open_folder
 from spile.objects.folder import Folder, NotFound
+from spile.objects.removal import Removal
 from spile.spec.records import known_fields
 
 __all__ = ["Holder", "Lease", "refuse_monitored", "this_person"]
+
+_SHAPE = re.compile(r"lease/([0-9]{6}|[1-9][0-9]{6,})\.json")
 
 
 def this_person() -> str:
@@ -116,7 +120,7 @@ class Lease:
 
     def _numbers(self) -> list[int]:
         keys = (info.key for info in self._folder.list("lease/"))
-        return sorted(int(key[6:-5]) for key in keys if key[6:-5].isdigit())
+        return sorted(int(key[6:-5]) for key in keys if _is_lease(key))
 
     def _last(self) -> Holder | None:
         for number in reversed(self._numbers()):
@@ -128,9 +132,12 @@ class Lease:
         return None
 
     def _forget(self, below: int) -> None:
-        for number in self._numbers():
-            if number < below:
-                self._folder.delete(_key(number))
+        old = [_key(number) for number in self._numbers() if number < below]
+        Removal(self._folder.url, ours=_is_lease, remove=self._folder.delete, fence=self.held).in_order(old)
+
+
+def _is_lease(key: str) -> bool:
+    return _SHAPE.fullmatch(key) is not None
 
 
 def _key(number: int) -> str:
