@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections.abc import Callable
@@ -12,7 +13,9 @@ from spile.objects.cloud.failures import RequestFailure
 from spile.objects.environment import positive_number
 from spile.objects.stats import Stats
 
-__all__ = ["Retry"]
+__all__ = ["Retry", "while_out"]
+
+_log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -52,3 +55,20 @@ class Retry:
                 tries += 1
                 stats.add(retries=1, waited=wait)
                 self.sleep(wait)
+
+
+def while_out(name: str, attempt: Callable[[], Result], retry: Retry) -> Result:
+    """What the hub gives, tried again as a bucket is while it is out (503, 429, no network), said aloud once."""
+    told = False
+
+    def one() -> Result:
+        nonlocal told
+        try:
+            return attempt()
+        except RequestFailure as outage:
+            if outage.transient and not told:
+                told = True
+                _log.warning("the hub does not give %s (%s); trying for %.0f s", name, outage.cause, retry.total)
+            raise
+
+    return retry.call(one, Stats())

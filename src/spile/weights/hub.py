@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,8 +15,6 @@ if TYPE_CHECKING:
 
 __all__ = ["download"]
 
-_log = logging.getLogger(__name__)
-
 
 def download(name: str, revision: str | None, *, weights: bool = True, files: Sequence[str] = ()) -> tuple[Path, str]:
     """The model's folder in the hub's cache, and the commit it is. Without ``weights``: its small files alone.
@@ -28,23 +25,12 @@ def download(name: str, revision: str | None, *, weights: bool = True, files: Se
     failure, not the user's mistake: a worker that is started again tries again.
     """
     from spile.objects.cloud.failures import RequestFailure
-    from spile.objects.retry import Retry
-    from spile.objects.stats import Stats
+    from spile.objects.retry import Retry, while_out
 
-    retry, told = Retry.from_environment(), False
-
-    def attempt() -> tuple[Path, str]:
-        nonlocal told
-        try:
-            return _download(name, revision, files or [*SMALL_FILES, *(["model*.safetensors"] if weights else [])])
-        except RequestFailure as outage:
-            if not told:
-                told = True
-                _log.warning("the hub does not give %s (%s); trying for %.0f s", name, outage.cause, retry.total)
-            raise
-
+    retry = Retry.from_environment()
+    wanted = files or [*SMALL_FILES, *(["model*.safetensors"] if weights else [])]
     try:
-        return retry.call(attempt, Stats())
+        return while_out(name, lambda: _download(name, revision, wanted), retry)
     except RequestFailure as outage:
         raise Failure(
             f"no folder {name} here, and the hub does not give a model of that name",

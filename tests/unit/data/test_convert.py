@@ -3,18 +3,21 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from spile.data.make.convert import ANSWERS, CHALLENGES, convert
+from spile.data.make.hub import Hub
 from spile.data.make.items import RowSelection, Unique
 from spile.data.make.sources import open_source
-from spile.errors import DataError, SpecError
+from spile.errors import DataError, SpecError, StoreError
 
 Task = Callable[..., dict[str, Any]]
 Write = Callable[..., str]
@@ -230,6 +233,7 @@ def test_without_a_network_one_line_says_so_and_what_to_do(setting: str, value: 
     environment = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")} | {
         setting: value,
         "HF_HOME": str(tmp_path),
+        "SPILE_RETRY_SECONDS": "0.1",
     }
     command = [
         sys.executable,
@@ -244,9 +248,10 @@ def test_without_a_network_one_line_says_so_and_what_to_do(setting: str, value: 
     ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert done.stderr.startswith("spile: the hub cannot be reached for someone/something: found ")
-    assert done.stderr.endswith("name the folder or file: --dataset DIR\n")
-    assert done.stderr.count("\n") == 1
+    *told, error = done.stderr.splitlines()
+    assert ["the hub does not give someone/something" in line for line in told] == [True] * (setting == "HF_ENDPOINT")
+    assert error.startswith("spile: the hub cannot be reached for someone/something: found ")
+    assert error.endswith("name the folder or file: --dataset DIR")
     assert not (tmp_path / "o").exists()
 
 
@@ -260,3 +265,56 @@ def test_without_the_extra_one_line_names_it(
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(DataError, match=rf"{words}.*; pip install 'spile\[data\]'"):
         convert(place if module != "datasets" else str(tmp_path), tmp_path / "t.jsonl")
+
+
+class Outage(Exception):
+    """As the hub's library raises it, with the reply."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"{status} Server Error")
+        self.response = SimpleNamespace(status_code=status)
+
+
+@pytest.fixture
+def reachable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    from huggingface_hub import constants
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        yield
+
+
+@pytest.mark.parametrize("trouble", [Outage(503), Outage(429), ConnectionError("no route")], ids=str)
+@pytest.mark.usefixtures("reachable")
+def test_a_hub_that_is_out_is_tried_again_and_then_gives_its_rows(
+    trouble: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    answers: list[object] = [trouble, trouble, datasets.Dataset.from_list([{"text": "a"}]).to_iterable_dataset()]
+
+    def load(*_: object, **__: object) -> object:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setenv("SPILE_RETRY_SECONDS", "30")
+    assert [row.data for row in Hub("me/rows", "train", None, frozenset({"text"})).rows(0, None)] == [{"text": "a"}]
+
+
+@pytest.mark.usefixtures("reachable")
+def test_a_refusal_of_the_hub_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    asked: list[int] = []
+
+    def load(*_: object, **__: object) -> object:
+        asked.append(1)
+        raise Outage(403)
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    with pytest.raises(StoreError, match="me/rows cannot be read: found Outage: 403"):
+        next(Hub("me/rows", "train", None).rows(0, None))
+    assert len(asked) == 1

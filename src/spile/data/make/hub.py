@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -11,6 +11,8 @@ from urllib.request import getproxies
 
 from spile.data.make.sources import SourceRow, check_columns
 from spile.errors import DataError, SpileError, StoreError
+from spile.objects.cloud.failures import RequestFailure, from_status
+from spile.objects.retry import Retry, while_out
 
 __all__ = ["Hub"]
 
@@ -53,10 +55,26 @@ class Hub:
             from datasets import load_dataset
         except ImportError as error:
             raise DataError("datasets of the hub need the datasets library", fix="pip install 'spile[data]'") from error
-        if self.location is None:
-            _reach(self.name)
+        if self.location is not None:
+            return self._load(load_dataset)
         try:
-            dataset = load_dataset(self.name, self.config_name, split=self.split, streaming=True)
+            return while_out(self.name, lambda: self._reached(load_dataset), Retry.from_environment())
+        except RequestFailure as outage:
+            raise _unreachable(self.name, outage.cause) from outage
+
+    def _reached(self, load: Callable[..., Any]) -> Any:
+        """One attempt at the hub; a :class:`RequestFailure` where it is out."""
+        try:
+            _reach(self.name)
+            return self._load(load)
+        except StoreError as error:
+            if not _may_pass(error):
+                raise
+            raise RequestFailure(str(error.found), transient=True) from error
+
+    def _load(self, load: Callable[..., Any]) -> Any:
+        try:
+            dataset = load(self.name, self.config_name, split=self.split, streaming=True)
             if dataset.column_names is not None:
                 dataset = dataset.select_columns(check_columns(dataset.column_names, self.columns, self.name))
         except SpileError:
@@ -92,7 +110,7 @@ def _unreachable(name: str, said: str) -> StoreError:
 
 
 def _reach(name: str) -> None:
-    """Fail at once where there is no network: the library would retry for half a minute, line by line."""
+    """Fail at once where there is no network: the library would retry by itself, line by line."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE or getproxies():
@@ -103,7 +121,23 @@ def _reach(name: str) -> None:
             (url.hostname or "", url.port or (80 if url.scheme == "http" else 443)), timeout=10
         ).close()
     except OSError as error:
-        raise _unreachable(name, f"{constants.ENDPOINT}: {error.strerror or error}") from error
+        trouble = ConnectionError(str(error))  # a name that does not resolve is none by its type
+        raise _unreachable(name, f"{constants.ENDPOINT}: {error.strerror or error}") from trouble
+
+
+def _may_pass(error: StoreError) -> bool:
+    """Whether no network, or a status such as 503 or 429, is at the bottom of this."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:  # the user's own setting, which does not pass
+        return False
+    seen = error.__cause__
+    while seen is not None:
+        status = getattr(getattr(seen, "response", None), "status_code", None)
+        if isinstance(status, int):
+            return from_status(status).transient
+        seen = seen.__cause__ or seen.__context__
+    return error.__cause__ is not None and _no_network(error.__cause__)
 
 
 def _no_network(error: BaseException) -> bool:
