@@ -85,8 +85,10 @@ def test_a_machine_that_is_gone(fake: FakeCloud, client: CloudTpu, tmp_path: Pat
             "two [b]", "three", "last error: it broke", "",
         ]  # fmt: skip
     code, _, err = finish(spile(tmp_path, "logs", "5", **env))
-    line = "no log of worker 5: found tpu-us-central1-a-0 is PREEMPTED; pass --output gs://…: the heartbeat has"
-    assert (code, err) == (2, f"spile: {line} the last lines\n")
+    line = (
+        "no log of worker 5: found tpu-us-central1-a-0 is PREEMPTED; pass --home gs://bucket/fleet/NAME, where its log"
+    )
+    assert (code, err) == (2, f"spile: {line} is kept, or --output gs://… for the last lines\n")
     code, _, err = finish(spile(tmp_path, "logs", "6", "--output", "out", **env))
     assert code == 2
     assert "no heartbeat of worker 6 in" in err

@@ -18,6 +18,9 @@ from spile.reading.dataset import open as open_dataset
 from spile.spec.sample import Role
 from world import produce
 
+# A loader's workers are forked, and another test of this process may have started jax.
+pytestmark = pytest.mark.filterwarnings("ignore:os.fork")
+
 
 @pytest.fixture
 def dataset(tmp_path: Path) -> Dataset:
