@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # More than cores: most tests wait for processes and servers.
 JOBS   ?= 5
 
-.PHONY: help demo test check bench soak docs image-check release-check requirements clean
+.PHONY: help demo test check bench soak peers docs image-check release-check requirements clean
 help:            ## what there is
 	@grep -hE '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
@@ -33,6 +33,12 @@ bench: $(VENV)/.ready  ## what this machine reaches, beside the alternatives
 
 soak: $(VENV)/.ready  ## every randomized and slow case
 	$(BIN)/pytest -n $(JOBS) --dist worksteal tests
+
+peers:           ## other people's programs read what we write, in an environment of their own
+	$(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/pip install --quiet 'torch==2.13.0' sae-lens torchdata pytest pytest-timeout hypothesis beartype psutil
+	.venv-peers/bin/pip install --quiet -e .
+	.venv-peers/bin/python -m pytest -p no:cacheprovider tests/peers
 
 docs: $(VENV)/.ready  ## the documentation as a site in build/site; every link and reference must resolve
 	$(BIN)/python scripts/make_cli_reference.py
