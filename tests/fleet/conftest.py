@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from fleet.cloud_world import World
 from fleet.prompt import Prompt, prompt_of
-from fleet.world import World
 from spile.fleet.cloud.settings import read_settings
 from spile.fleet.cloud.tpu import CloudTpu
 from spile.fleet.fake_cloud.cloud import CloudTimes

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from fleet.world import World
+from fleet.cloud_world import World
 from spile.cli.main import main
 
 __all__ = ["Prompt", "prompt_of"]

@@ -244,6 +244,7 @@ def test_a_hiccup_later_is_only_shown(home: FleetHome, fake: FakeCloud, client: 
     assert len(client.nodes("-")) == 2
 
 
+@pytest.mark.slow  # which machines are silent depends on the clock of a loaded machine
 def test_a_table_taller_than_the_terminal_keeps_what_is_in_trouble(home: FleetHome, client: CloudTpu) -> None:
     zones = (A, B)
     home.write_fleet(replace(home.read_fleet(), workers=plan_workers(zones, 20)))
@@ -341,6 +342,7 @@ def screen(status: FleetStatus, width: int, height: int) -> list[str]:
     return console.file.getvalue().splitlines()  # type: ignore[attr-defined, no-any-return]
 
 
+@pytest.mark.slow  # which workers are given up when depends on the rounds
 def test_64_workers_and_long_quota_texts_fit_80_by_24_and_trouble_is_what_is_kept(
     home: FleetHome, fake: FakeCloud, client: CloudTpu
 ) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from fleet.world import A, World
+from fleet.cloud_world import A, World
 from spile.fleet.cloud.provider import NodeRequest
 from spile.fleet.cloud.settings import read_settings
 from spile.fleet.cloud.tpu import CloudTpu

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from fleet.cloud_world import A, World
 from fleet.prompt import Prompt
-from fleet.world import A, World
 from spile.fleet.agent import worker_command
 from spile.fleet.spec import FleetSpec
 

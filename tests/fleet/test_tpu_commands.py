@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from fleet.world import a_home
+from fleet.cloud_world import a_home
 from spile.cli.main import main
 from spile.fleet import manage
 from spile.fleet.cloud.provider import NodeRequest

@@ -91,7 +91,8 @@ def test_while_the_model_is_downloaded(tmp_path: Path) -> None:
 @pytest.mark.parametrize("asked", [0, 1])
 def test_while_a_pod_waits_at_a_barrier(tmp_path: Path, asked: int) -> None:
     """Worker 1 never comes back from loading, worker 0 waits for it: whichever is asked to end, both do."""
-    words = f"""{WORDS}, '--coordinator-address', '127.0.0.1:{free_port()}', '--process-id', number,
+    words = f"""{WORDS}, '--model', 'embedded', '--dataset', 'embedded',
+                '--coordinator-address', '127.0.0.1:{free_port()}', '--process-id', number,
                 '--num-processes', '2', '--barrier-timeout', '100'])"""
     body = f"""
 from spile.runtime.pod.pod import Pod
@@ -170,10 +171,14 @@ def test_while_a_later_program_is_compiled(tmp_path: Path) -> None:
     assert list((tmp_path / "out").rglob("commits/0001.json"))
 
 
-@pytest.mark.parametrize("asked", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow  # minutes where three processes share two cores
+@pytest.mark.parametrize("asked", [0, 1])
 def test_while_a_pod_compiles_a_later_program(tmp_path: Path, asked: int) -> None:
     """All stop at the same batch, and commit what they computed before it."""
-    words = f"'--coordinator-address', '127.0.0.1:{free_port()}', '--process-id', number, '--num-processes', '3'"
+    address = f"127.0.0.1:{free_port()}"
+    words = (
+        f"'--model', 'embedded', '--coordinator-address', '{address}', '--process-id', number, '--num-processes', '3'"
+    )
     with start(tmp_path, SECOND_HANGS % words, 3) as group:
         for number in range(3):
             appears(tmp_path / f"waits-{number}", group)

@@ -99,10 +99,10 @@ def read_run(root: Folder) -> RunIdentity | None:
             generation=generation,
             unknown=compared,
         )
-    if identity.fingerprint() != record["fingerprint"]:
+    if identity.fingerprint() != record.get("fingerprint"):
         raise Damaged(
             f"{root.url}/{RUN} does not match its fingerprint",
-            expected=record["fingerprint"],
+            expected=record.get("fingerprint"),
             found=identity.fingerprint(),
         )
     return identity
