@@ -6,7 +6,6 @@ What must hold: the many run in the memory of the few.
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import tempfile
@@ -17,13 +16,13 @@ from pathlib import Path
 from rich.console import Console
 
 from bench import SCRATCH
+from bench.made_up import write_texts
 from bench.shapes import make_model
 
 __all__ = ["Peak", "main", "measure"]
 
 MUST = 1.15
 """The peak of the many over that of the few, which are too few to fill the queues between the stages."""
-_WORDS = ("light", "water", "three", "under", "carry", "stone", "seven", "north", "paper", "green")
 
 _MEASURED = """
 import sys
@@ -47,17 +46,10 @@ class Peak:
     shards: int
 
 
-def _write(file: Path, samples: int) -> None:
-    with file.open("w") as out:
-        for number in range(samples):
-            words = (_WORDS[(number // 10**place) % 10] for place in range(4 + number % 5))
-            out.write(json.dumps({"task_id": f"sample-{number}", "text": " ".join(words)}) + "\n")
-
-
 def measure(samples: int, model: Path, folder: Path) -> Peak:
     """``spile extract`` over so many samples, in a process of its own."""
     data, output = folder / f"{samples}.jsonl", Path(tempfile.mkdtemp(dir=folder))
-    _write(data, samples)
+    write_texts(data, samples)
     command = [sys.executable, "-c", _MEASURED, "extract", "--model", str(model), "--dataset", str(data)]
     began = time.perf_counter()
     done = subprocess.run([*command, "--output", str(output)], stdout=subprocess.PIPE, text=True, check=False)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import re
 import resource
 import shutil
@@ -23,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from bench.made_up import arc_tasks
 from bench.shapes import SHAPES, make_model
 
 _LIMIT = 170
@@ -41,25 +41,10 @@ class Result:
     notes: list[str] = field(default_factory=list)
 
 
-def made_up(count: int) -> list[dict[str, object]]:
-    """Tasks of the sizes that ARC's have."""
-    draw = random.Random(0)
-
-    def grid(rows: int, columns: int) -> list[list[int]]:
-        return [[draw.randrange(10) for _ in range(columns)] for _ in range(rows)]
-
-    tasks: list[dict[str, object]] = []
-    for number in range(count):
-        rows, columns = draw.randint(3, 20), draw.randint(3, 20)
-        pairs = [{"input": grid(rows, columns), "output": grid(rows, columns)} for _ in range(draw.randint(2, 4))]
-        tasks.append({"task_id": f"made-up-{number}", "train": pairs, "test": pairs[:1]})
-    return tasks
-
-
 def write_tasks(source: str | None, count: int, target: Path) -> Path:
     """One JSONL of ``count`` tasks."""
     if source is None or not Path(source).exists():
-        tasks = made_up(count)
+        tasks = arc_tasks(count)
     elif Path(source).is_dir():
         files = sorted(Path(source).rglob("*.json"))[:count]
         tasks = [{"task_id": file.stem, **json.loads(file.read_text())} for file in files]

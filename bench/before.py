@@ -1,0 +1,167 @@
+"""A run and a start beside those of an older checkout, turn about: ``python -m bench.before --old PATH``.
+
+PATH is a checkout of the same repository (``git worktree add PATH COMMIT``); both run in this interpreter. What a user
+waits for is measured, each time in a process of its own: the start (``import spile``, ``spile --help``), and whole
+runs of ``spile extract`` with programs cached: many small samples, where the bookkeeping is the work, and ARC prompts
+through a model of eight layers, where the model is. Wall and CPU seconds are the least of the turns, the peak of
+memory is their median; all as the kernel counts them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from bench import SCRATCH
+from bench.made_up import arc_tasks, write_texts
+
+__all__ = ["Turn", "main", "turn"]
+
+MUST = 1.05
+"""The most that a figure may be over the older one's: below that two runs of the same code differ."""
+_SPILE = ("-m", "spile.cli.main")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What both do."""
+
+    name: str
+    words: tuple[str, ...]
+    now: tuple[str, ...] = ()
+    """More words for this checkout: flags that the older one lacks."""
+
+    @property
+    def writes(self) -> bool:
+        """Whether it makes a dataset."""
+        return "extract" in self.words
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One process."""
+
+    wall: float
+    cpu: float
+    peak: int
+    """Bytes of memory, at most; no less than this process held when it began the other, which is little."""
+
+
+def turn(checkout: Path, words: tuple[str, ...], cache: Path) -> Turn:
+    """Run it with that checkout's ``spile``."""
+    environment = {**os.environ, "PYTHONPATH": str(checkout / "src"), "JAX_COMPILATION_CACHE_DIR": str(cache)}
+    with tempfile.TemporaryFile() as said:
+        began = time.perf_counter()
+        child = subprocess.Popen([sys.executable, *words], env=environment, stdout=said, stderr=said)
+        _, status, used = os.wait4(child.pid, 0)
+        wall = time.perf_counter() - began
+        child.returncode = os.waitstatus_to_exitcode(status)
+        if child.returncode:
+            said.seek(0)
+            text = said.read().decode(errors="replace")[-600:]
+            raise SystemExit(f"{checkout}: python {' '.join(words)} ended with {child.returncode}: {text}")
+    return Turn(wall, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024)
+
+
+class Sides:
+    """Both checkouts, and the files that both read."""
+
+    def __init__(self, old: Path, home: Path, turns: int) -> None:
+        self.checkouts = {"before": old, "now": Path(__file__).parents[1]}
+        self.home, self.turns = home, turns
+
+    def compare(self, case: Case) -> tuple[Turn, Turn]:
+        """Before and now; a first turn that fills caches is thrown away."""
+        found: dict[str, list[Turn]] = {side: [] for side in self.checkouts}
+        for number in range(self.turns + 1):
+            # Neither is always the one that comes after the other.
+            for side in list(self.checkouts)[:: 1 if number % 2 else -1]:
+                output = self.home / f"{side}-output"
+                words = (*case.words, *(case.now if side == "now" else ()))
+                words += ("--output", str(output)) if case.writes else ()
+                took = turn(self.checkouts[side], words, self.home / f"{side}-programs")
+                shutil.rmtree(output, ignore_errors=True)
+                if number:
+                    found[side].append(took)
+        return _summed_up(found["before"]), _summed_up(found["now"])
+
+    def model(self, shape: str) -> str:
+        """Made in a process of its own: what this one holds, the measured ones seem to."""
+        folder = str(self.home / shape)
+        subprocess.run([sys.executable, "-m", "bench.shapes", shape, folder], check=True, stdout=subprocess.DEVNULL)
+        return folder
+
+
+def _summed_up(turns: list[Turn]) -> Turn:
+    return Turn(
+        min(each.wall for each in turns),
+        min(each.cpu for each in turns),
+        int(statistics.median(each.peak for each in turns)),
+    )
+
+
+def _cases(sides: Sides, samples: int, prompts: int) -> list[Case]:
+    texts, tasks = sides.home / "texts.jsonl", sides.home / "tasks.jsonl"
+    write_texts(texts, samples)
+    tasks.write_text("".join(json.dumps(task) + "\n" for task in arc_tasks(prompts)))
+    small = (*_SPILE, "extract", "--model", sides.model("speck"), "--dataset", str(texts))
+    arc = (*_SPILE, "extract", "--model", sides.model("small"), "--dataset", str(tasks))
+    plain = ("--no-statistics",)
+    return [
+        Case("import spile", ("-c", "import spile")),
+        Case("spile --help", (*_SPILE, "--help")),
+        Case(f"{samples:,} small samples, d 16", small),
+        Case("small samples, now without statistics", small, plain),
+        Case(f"{prompts} ARC prompts, 8 layers, d 256", arc),
+        Case("ARC prompts, now without statistics", arc, plain),
+    ]
+
+
+def _figures(before: float, now: float, unit: str) -> tuple[str, bool]:
+    ratio = now / before
+    return f"{before:.2f} → {now:.2f} {unit} ({ratio:.2f})", ratio <= MUST
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print each case's figures; 1 where one is worse than before."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--old", type=Path, required=True, help="a checkout to compare with")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--samples", type=int, default=20_000)
+    parser.add_argument("--prompts", type=int, default=48)
+    args = parser.parse_args(arguments)
+    old = args.old.resolve()
+    if not (old / "src/spile").is_dir():
+        parser.error(f"--old: expected a checkout with src/spile, found {old}")
+    commit = subprocess.run(["git", "-C", str(old), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    SCRATCH.mkdir(exist_ok=True)
+    table = Table("", "wall", "CPU", "peak of memory", title=f"{commit.stdout.strip() or old} → this checkout (ratio)")
+    worse = []
+    with tempfile.TemporaryDirectory(dir=SCRATCH) as name:
+        sides = Sides(old, Path(name).resolve(), args.turns)
+        for case in _cases(sides, args.samples, args.prompts):
+            before, now = sides.compare(case)
+            rows = [_figures(before.wall, now.wall, "s"), _figures(before.cpu, now.cpu, "s")]
+            if case.writes:
+                rows.append(_figures(before.peak / 1e6, now.peak / 1e6, "MB"))
+            table.add_row(case.name, *(text for text, _ in rows))
+            worse += [case.name for _, well in rows if not well]
+    Console().print(table)
+    print(f"must hold: at most {MUST} times as much: {'NO: ' + ', '.join(dict.fromkeys(worse)) if worse else 'yes'}")
+    return 1 if worse else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
