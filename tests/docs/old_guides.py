@@ -1,6 +1,7 @@
 """Every command line of the five old guides that ran something of theirs, as written there, and what it means here.
 
-``{bucket}`` stands for the guide's own bucket and ``...`` for what a guide left out; nothing else was changed.
+Shell variables have a value, ``...`` for what a guide left out is dropped, and ``bash <(curl …/SCRIPT)`` is SCRIPT;
+nothing else was changed. What the shell itself does (``ls``, ``export``, ``jq``) means nothing after ``spile``.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["INSTEAD", "LINES", "OldLine"]
+__all__ = ["BARC", "INSTEAD", "LINES", "QWEN", "OldLine"]
 
 QWEN = "Qwen/Qwen2.5-0.5B"
 BARC = "barc0/200k_HEAVY_gpt4o-description-gpt4omini-code_generated_problems"
@@ -111,6 +112,7 @@ LINES: tuple[OldLine, ...] = (
     _tpu("status", f"--zones {_A}", place__zones=_A),
     _tpu("recreate-preempted", f"--zones {_AB} --workers_per_zone 4", place__zones=_AB, workers_per_zone=4),
     _tpu("list", ""),
+    OldLine("001", "./setup_tpu_worker.sh", "deploy", {"steps.force": False, "steps.launch": "ssh"}),
     OldLine("001", "./setup_tpu_worker.sh --force", "deploy", {"steps.force": True, "steps.launch": "ssh"}),
     OldLine("001", "./scripts/setup_tpu_worker.sh --force", "deploy", {"steps.force": True, "steps.launch": "ssh"}),
     OldLine(
@@ -184,18 +186,62 @@ LINES: tuple[OldLine, ...] = (
     ),
 )  # fmt: skip
 
+_SSH = "gcloud compute tpus tpu-vm ssh"
+_ARC = "arc-inference-multihost"
+_TPU0 = "tpu-us-central1-a-0 --zone=us-central1-a"
+_CURL = f"--gcs_bucket fineweb-data-us-central1 --dataset_stream {_STREAM}"
+
 INSTEAD: dict[str, str] = {
+    # 000
+    f"gcloud compute tpus tpu-vm create {_ARC} --zone=us-central2-b --accelerator-type=v5litepod-256 "
+    "--version=tpu-ubuntu2204-base --network=default": "spile tpu create",
+    f"{_SSH} {_ARC} --zone=us-central2-b --worker=all --command='sudo apt-get update'": "spile run",
+    f"{_SSH} {_ARC} --zone=us-central2-b --worker=all --command=exit": "spile run",
+    f"{_SSH} {_ARC} --zone=us-central2-b --worker=all --command='docker images | grep arc-inference'": "spile run",
+    f"gcloud compute tpus tpu-vm scp --recurse --zone=us-central2-b --worker=0 /path/to/local/torch_xla/qwen "
+    f"{_ARC}:~/torch_xla/": "spile run",
+    f"gcloud compute tpus tpu-vm scp --recurse --zone=us-central2-b --worker=0 {_ARC}:/tmp/activations "
+    "./collected_activations/worker_0/": "spile collect",
+    "sudo apt-get install -y docker.io": "spile run --tpu-prefix",
+    "pip install huggingface_hub": "spile install",
     "docker images": "spile docker build",
-    "docker logs -f": "spile logs",
     "docker ps": "spile monitor",
-    "gcloud compute tpus tpu-vm create arc --zone=us-central2-b --accelerator-type=v5litepod-256": "spile tpu create",
-    "gcloud compute tpus tpu-vm ssh arc --worker=all --command=ls": "spile run",
-    "gcloud compute tpus tpu-vm scp --recurse qwen arc:~/torch_xla/": "spile run",
-    "gcloud compute tpus tpu-vm delete arc --zone=us-central2-b": "spile tpu delete",
-    "gcloud alpha compute tpus queued-resources create qr --node-count=2": "spile tpu create --queued",
-    "gcloud alpha compute tpus queued-resources delete qr --force --async": "spile tpu delete",
-    "gcloud compute tpus describe-quota --zone=us-central1-a": "spile deploy --dry-run",
-    "gsutil ls gs://fineweb-data-us-central1/activations/": "spile monitor",
+    "docker logs -f 3f1c": "spile logs",
+    "docker run --rm -v /tmp/arc_data:/app/arc_data arc-inference python transform_hf_to_arc.py "
+    f"--dataset {BARC} --output_dir /app/arc_data --max_samples 50000": "--mount",
+    "docker run --privileged --network=host -v /tmp/arc_data:/app/arc_data -v /tmp/model:/app/model "
+    "-e JAX_PLATFORMS=tpu -e MESH_SHAPE=16,16 arc-inference python distributed_inference_with_activations.py "
+    "--model_path /app/model/qwen2.5-0.5b": "spile docker pod",
+    "docker run --privileged arc-inference python -c 'import jax; print(jax.devices())'": "spile docker pod",
+    "docker stop 3f1c 9a2b": "spile docker stop --all",
+    "./run_distributed_docker.sh": "spile docker pod",
+    "./multihost_docker_run.sh": "spile docker pod",
+    "gsutil cp /tmp/arc_data/arc_format_train.json gs://your-bucket-name/data/": "gs://",
+    "gsutil -m cp -r ./qwen2.5-0.5b gs://your-bucket-name/models/": "gs://",
+    "gsutil ls gs://your-bucket-name/activations/": "spile monitor",
     "huggingface-cli download Qwen/Qwen2.5-0.5B --local-dir ./qwen2.5-0.5b": "--model",
+    f"gcloud compute tpus tpu-vm delete {_ARC} --zone=us-central2-b": "spile tpu delete",
+    # 001
+    f"bash /dev/fd/63 {_CURL} --model Qwen/Qwen2.5-0.5B": "spile extract",
+    f"{_SSH} {_TPU0} --command='tail -f ~/activation-extract/extraction.log'": "spile logs",
+    f"{_SSH} {_TPU0} --command='cat ~/activation-extract/checkpoints/checkpoint_worker_0.json'": "spile run",
+    f"{_SSH} {_TPU0}": "spile run",
+    "gsutil du -sh gs://fineweb-data-us-central1/activations/": "spile monitor",
+    "gcloud compute tpus describe-quota --zone=us-central1-a": "spile deploy --dry-run",
+    # 002
+    "./launch_all_workers.sh": "spile deploy",
+    "./check_all_workers.sh": "spile monitor",
+    "gcloud auth list": "as it is",
+    "gcloud auth application-default login": "as it is",
+    "gsutil mb -l us-central1 gs://your-bucket/": "gs://",
+    # 003
+    "gcloud config set project my-project": "as it is",
+    "ssh-keygen -f ~/.ssh/google_compute_engine": "spile tpu create",
+    "gcloud alpha compute tpus queued-resources create qr --accelerator-type=v4-8 "
+    "--runtime-version=tpu-ubuntu2204-base --node-count=2 --node-prefix=my-tpu --reserved": "spile tpu create --queued",
+    "gcloud alpha compute tpus queued-resources list --filter=qr": "spile tpu status",
+    "gcloud alpha compute tpus queued-resources delete qr --force --async": "spile tpu delete",
+    # 004
+    f"{_SSH} my-tpu --zone=us-central1-a --worker=all --command='cd ~/activation-extract-multihost'": "spile run",
 }
 """What belongs to other programs, and what the one line says to type instead."""

@@ -84,15 +84,47 @@ def test_what_is_another_programs_is_one_line_that_says_what_to_type_instead(
     assert INSTEAD[line] in said
 
 
-def test_the_guides_table_has_every_script_beside_our_command() -> None:
+def table(title: str) -> list[list[str]]:
+    """The rows below a heading of the guides' own page, cell by cell."""
     text = (ROOT / "docs" / "guides" / "README.md").read_text(encoding="utf-8")
-    rows = [row.split(" | ") for row in text.splitlines() if row.startswith("| ") and " | " in row]
-    for script, words in SCRIPTS.items():
-        name = script.removesuffix(".py") if script.startswith("convert_hf") else script
-        named = [row[1] for row in rows if name.replace("_to_arc_format", "_") in row[0] or script in row[0]]
-        assert any(f"spile {words[0]}" in cell for cell in named), script
-    for program in {words[0] for words, _ in OTHERS}:
-        assert any(re.search(rf"`[^`]*{re.escape(program.removesuffix('.sh'))}", row[0]) for row in rows), program
+    part = text.partition(f"### {title}\n")[2].partition("\n### ")[0]
+    return [re.split(r"(?<!\\) \| ", row.strip("| ")) for row in part.splitlines() if row.startswith("| `")]
+
+
+def script_of(line: str) -> str:
+    """The script that a line calls."""
+    return next(Path(word).name for word in shlex.split(line) if word not in ("python", "python3", "bash", "sudo"))
+
+
+@pytest.mark.parametrize("old", LINES, ids=NAMES)
+def test_the_guides_table_has_every_line_beside_our_command(old: OldLine) -> None:
+    named = [row[1] for row in table("Commands") if script_of(old.line) in row[0]]
+    assert any(f"spile {old.command}" in cell for cell in named), (script_of(old.line), named)
+
+
+@pytest.mark.parametrize("line", INSTEAD)
+def test_the_guides_table_has_what_to_type_instead_of_other_programs(line: str) -> None:
+    program = script_of(line)
+    program = "curl" if program.isdecimal() else program
+    verbs = {"docker", "gcloud"} & {program}
+    words = [word for word in shlex.split(line)[1:] if word.isalpha() and word not in ("compute", "tpus", "alpha")]
+    rows = [row for row in table("Commands") if re.search(rf"`[^`]*\b{re.escape(program)}\b", row[0])]
+    assert rows, program
+    if verbs:
+        assert any(word in row[0] for row in rows for word in (*words, "scp", "ssh", "queued-resources")), words
+
+
+def test_the_guides_table_has_no_script_that_is_not_followed() -> None:
+    named = {Path(word).name for row in table("Commands") for word in re.findall(r"[\w./-]+\.(?:sh|py)\b", row[0])}
+    others = {words[0] for words, _ in OTHERS}
+    assert named <= {*SCRIPTS, *others}, named - {*SCRIPTS, *others}
+
+
+def test_the_guides_table_has_every_flag_that_a_line_uses() -> None:
+    listed = " ".join(row[0] for row in table("Flags"))
+    used = {word.partition("=")[0] for old in LINES for word in shlex.split(old.line) if word.startswith("--")}
+    known = {flag for flag in used if re.search(rf"{re.escape(flag)}\b", listed)}
+    assert used - known == {"--model", "--dataset", "--force", "--no_checkpointing"} - known, used - known
 
 
 def test_every_script_of_the_guides_is_followed() -> None:

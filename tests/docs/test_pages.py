@@ -98,3 +98,12 @@ def test_the_python_examples_run(page: str, tmp_path: Path, monkeypatch: pytest.
         if re.search(r"^(import|from) torch", block, re.MULTILINE):
             pytest.importorskip("torch")
         exec(compile(block, page, "exec"), names)
+
+
+@pytest.mark.parametrize("name", ["pods.md", "parallel-workers.md", "quick-experiments.md", "verify-a-pod.md"])
+def test_a_guide_for_bare_hosts_begins_with_installing_spile(name: str) -> None:
+    """They assumed a ``spile`` that nothing had put there."""
+    text = (ROOT / "docs" / "guides" / name).read_text(encoding="utf-8")
+    first = next(line for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) for line in block.splitlines())
+    assert first.startswith(("spile install ", "spile run ")), first
+    assert "install" in first

@@ -6,6 +6,7 @@ import io
 import json
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,11 +15,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from fleet_simulation import DirectSession
 from spile.cli.shell.healing import watch_fleet
 from spile.dashboard.fleet import plain_lines, render
 from spile.errors import SpecError
 from spile.fleet.cloud.provider import NodeRequest, NotAllowed
+from spile.fleet.cloud.settings import CloudSettings
 from spile.fleet.cloud.tpu import CloudTpu
+from spile.fleet.fake_cloud.api import Api
+from spile.fleet.fake_cloud.cloud import Cloud, CloudTimes
 from spile.fleet.fake_cloud.server import FakeCloud
 from spile.fleet.heal.monitor import FleetMonitor, FleetStatus
 from spile.fleet.home import FleetHome, WorkerReport
@@ -59,8 +64,28 @@ def until(monitor: FleetMonitor, true) -> FleetStatus:
     raise AssertionError(text_of(status))
 
 
-def say(home: FleetHome, name: str, **more: object) -> None:
-    home.write_report(WorkerReport(name, "d", updated=time.time(), **more))  # type: ignore[arg-type]
+def say(home: FleetHome, name: str, at: float | None = None, **more: object) -> None:
+    home.write_report(WorkerReport(name, "d", updated=time.time() if at is None else at, **more))  # type: ignore[arg-type]
+
+
+class StillClock:
+    """A monitor and its cloud on a clock that moves a second a round, and only then: no machine is too busy for it."""
+
+    def __init__(self, home: FleetHome) -> None:
+        self.now = 1_000_000.0
+        self.cloud = Cloud(lambda: self.now, pace=CloudTimes(create=0.5, delete=0.5, queue=0.5))
+        settings = CloudSettings("fake-project", endpoint="http://still/", anonymous=True)
+        client = CloudTpu(settings, session=DirectSession(Api(self.cloud)), sleep=lambda _: None)
+        self.monitor = FleetMonitor(home, client, clock=lambda: self.now)
+
+    def until(self, true: Callable[[FleetStatus], bool]) -> FleetStatus:
+        for _ in range(20):
+            status = self.monitor.step()
+            if true(status):
+                return status
+            self.now += 1.0
+            self.cloud.advance()
+        raise AssertionError(text_of(status))
 
 
 def test_a_life(home: FleetHome, fake: FakeCloud, client: CloudTpu) -> None:
@@ -244,16 +269,15 @@ def test_a_hiccup_later_is_only_shown(home: FleetHome, fake: FakeCloud, client: 
     assert len(client.nodes("-")) == 2
 
 
-@pytest.mark.slow  # which machines are silent depends on the clock of a loaded machine
-def test_a_table_taller_than_the_terminal_keeps_what_is_in_trouble(home: FleetHome, client: CloudTpu) -> None:
+def test_a_table_taller_than_the_terminal_keeps_what_is_in_trouble(home: FleetHome) -> None:
     zones = (A, B)
     home.write_fleet(replace(home.read_fleet(), workers=plan_workers(zones, 20)))
-    monitor = FleetMonitor(home, client)
-    until(monitor, lambda status: all(each.machine == "READY" for each in status.workers))
-    for worker in monitor.fleet.workers[1:]:
-        say(home, worker.name, phase="starting")
-    say(home, "tpu-us-central1-b-19", phase="failed", verdict="refused", error="spile: no such model")
-    status = monitor.step()
+    still = StillClock(home)
+    still.until(lambda status: all(each.machine == "READY" for each in status.workers))
+    for worker in still.monitor.fleet.workers[1:]:
+        say(home, worker.name, still.now, phase="starting")
+    say(home, "tpu-us-central1-b-19", still.now, phase="failed", verdict="refused", error="spile: no such model")
+    status = still.monitor.step()
     console = Console(width=160, file=io.StringIO())
     console.print(render(replace(status, actions=()), interval=60, height=30))
     text = console.file.getvalue()  # type: ignore[attr-defined]
@@ -342,21 +366,18 @@ def screen(status: FleetStatus, width: int, height: int) -> list[str]:
     return console.file.getvalue().splitlines()  # type: ignore[attr-defined, no-any-return]
 
 
-@pytest.mark.slow  # which workers are given up when depends on the rounds
-def test_64_workers_and_long_quota_texts_fit_80_by_24_and_trouble_is_what_is_kept(
-    home: FleetHome, fake: FakeCloud, client: CloudTpu
-) -> None:
+def test_64_workers_and_long_quota_texts_fit_80_by_24_and_trouble_is_what_is_kept(home: FleetHome) -> None:
     home.write_fleet(replace(home.read_fleet(), workers=plan_workers((A, B), 32)))
-    fake.admin("quota", {"zone": B, "limit": 29})
-    monitor = FleetMonitor(home, client)
-    status = until(monitor, lambda status: sum(each.machine == "READY" for each in status.workers) == 61)
-    for worker in monitor.fleet.workers:
-        say(home, worker.name, phase="starting")
+    still = StillClock(home)
+    still.cloud.quota[B] = 29
+    status = still.until(lambda status: sum(each.machine == "READY" for each in status.workers) == 61)
+    for worker in still.monitor.fleet.workers:
+        say(home, worker.name, still.now, phase="starting")
     long = "spile: no such model, " + "which is a long story " * 20
     last = [f"tpu-{B}-27", f"tpu-{B}-28"]
     for name in last:
-        say(home, name, phase="failed", verdict="refused", error=long)
-    status = until(monitor, lambda status: sum(bool(each.past.gave_up) for each in status.workers) == 2)
+        say(home, name, still.now, phase="failed", verdict="refused", error=long)
+    status = still.until(lambda status: sum(bool(each.past.gave_up) for each in status.workers) == 2)
     status = replace(status, problems=("a problem of the cloud " * 20,) * 30)
     lines = screen(status, 80, 24)
     assert 20 < len(lines) <= 23, "\n".join(lines)
@@ -378,6 +399,7 @@ def test_a_long_quota_text_is_on_the_screen_once(home: FleetHome, fake: FakeClou
     console.print(render(status))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert text.count("no quota to create") == 1
+    assert "\n".join(plain_lines(status)).count("no quota to create") == 1, "in a log too"
     assert f"no quota in {A} for 3 workers: no quota to create TPU" in text
 
 

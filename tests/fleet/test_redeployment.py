@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from backends import Clouds, environment
 from fleet.cloud_world import A, World
 from fleet.prompt import Prompt
 from spile.fleet.agent import worker_command
@@ -244,7 +246,7 @@ def test_data_is_written_to_the_bucket_that_was_named(world: World, prompt: Prom
     assert (code, world.objects("pair/")) == (0, ["pair/arc_format_train.json", "pair/test_outputs_train.json"]), text
     assert not Path("gs:").exists()
     code, text = prompt("collect", "--into", "gs://b/x", "--hosts", "nobody")
-    assert (code, "--into: expected a folder here" in text) == (2, True), text
+    assert (code, "--into: expected a path on this machine" in text) == (2, True), text
 
 
 def test_a_deploy_to_a_bucket_that_the_operator_may_not_write_names_the_role(world: World, prompt: Prompt) -> None:
@@ -255,6 +257,43 @@ def test_a_deploy_to_a_bucket_that_the_operator_may_not_write_names_the_role(wor
         assert "your account may not write gs://b: expected storage.objects.create" in text
         assert "--role=roles/storage.objectAdmin" in text
     assert world.objects() == []
+
+
+def test_a_deploy_by_somebody_who_may_not_make_machines_names_the_role(world: World, prompt: Prompt) -> None:
+    words = ("deploy", "--gcs-bucket", "b", "--zones", A, *TASK, "--service-account", "m@p")
+    code, text = prompt(*words, "--dry-run")
+    assert code == 0, text
+    assert "fake-project: your account may make and delete its TPU VMs\n" in text
+    assert "m@p: your account may make machines that act as it\n" in text
+    for permission, role in (
+        ("iam.serviceAccounts.actAs", "roles/iam.serviceAccountUser"),
+        ("tpu.nodes.create", "roles/tpu.admin"),
+    ):
+        world.cloud.cloud.refused.add(permission)
+        for more in (("--dry-run",), ("--create-tpus",)):
+            code, text = prompt(*words, *more)
+            assert (code, f"found no {permission}; ask its owner: gcloud" in text) == (2, True), text
+            assert f"--role={role}" in text
+    assert world.objects() == []
+    assert world.cloud.cloud.nodes("-") == []
+    world.cloud.admin("fault", {"path": "testIamPermissions", "count": 9, "status": 403, "message": "API is off"})
+    code, text = prompt(*words, "--dry-run")
+    assert (code, "cannot tell whether your account may make and delete its TPU VMs (API is off)" in text) == (0, True)
+
+
+def test_a_deploy_to_s3_tries_whether_it_may_write(
+    world: World, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(Clouds()) as clouds:
+        for name, value in environment(clouds, "s3").items():
+            monkeypatch.setenv(name, value)
+        words = ("deploy", "--gcs-bucket", "b", "--zones", A, *TASK, "--dry-run", "--output")
+        code, text = prompt(*words, "s3://bucket/x")
+        assert code == 0, text
+        assert "s3://bucket: your account may write it; machines may where --env gives them keys" in text
+        clouds.s3.faults.add("status", method="PUT", status=403, count=9)
+        code, text = prompt(*words, "s3://bucket/x")
+        assert (code, "cannot write s3://bucket" in text) == (2, True), text
 
 
 @pytest.mark.parametrize(

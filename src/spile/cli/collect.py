@@ -8,7 +8,6 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from spile.cli.shell.host_flags import HostFlags
-from spile.errors import SpecError
 
 __all__ = ["collect"]
 
@@ -31,8 +30,6 @@ def collect(
     from spile.fleet.ssh.collect import assemble, collect_from
 
     console = Console(highlight=False, soft_wrap=True)
-    if str(into).startswith(("gs:/", "s3:/")):
-        raise SpecError("--into", expected="a folder here", found=str(into), fix="then: gcloud storage cp -r")
     collected = collect_from(where.find(), path, into, where.access())
     for got in collected:
         sent = f"{got.size / 1e6:.1f} MB, {got.received / 1e6:.1f} MB sent"

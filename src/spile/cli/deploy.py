@@ -141,7 +141,8 @@ def deploy(
     asked = _Asked(place, machines, flags, steps).settled(before, console)
     fleet = asked.fleet(client, home, before)
     _check(client, fleet, asked)
-    for line in check_access((bucket, asked.root(bucket)), fleet.machine.service_account):
+    account, asker = fleet.machine.service_account, None if steps.skip_launch else client
+    for line in check_access((bucket, asked.root(bucket)), account, asker):
         console.print(line, markup=False)
     with _streams(fleet, asked, bucket, before, console) as streams:
         streams.check(len(fleet.workers))
@@ -259,7 +260,7 @@ def _streams(
     def say(line: str) -> None:
         console.print(line, markup=False)
 
-    flags, below = asked.flags, f"{bucket}/datasets"
+    flags, below, there = asked.flags, f"{bucket}/datasets", before.streams if before is not None else None
     if flags.dataset is not None and flags.dataset_dir is not None:
         raise SpecError("two datasets", expected="--dataset or --dataset-dir", found="both")
     folder = flags.dataset_dir
@@ -270,15 +271,14 @@ def _streams(
         yield local_streams(Path(folder), below)
     elif asked.steps.skip_dataset or folder is not None:
         remote = folder if folder is not None and is_remote(folder) else None
-        yield existing_streams(remote or (before.streams if before is not None and before.streams else below))
+        yield existing_streams(remote or there or below)
     else:
         if flags.dataset is None:
             say(f"no dataset was named: {GUIDES_DATASET}, as in the guides")
         column = "examples" if flags.column == "text" else flags.column
         dataset = flags.dataset or GUIDES_DATASET
-        begun = before.streams if before is not None else None
         with split_streams(
-            dataset, below, len(fleet.workers), column=column, seed=flags.seed, log=say, begun=begun
+            dataset, below, len(fleet.workers), column=column, seed=flags.seed, log=say, begun=there
         ) as made:
             yield made
 

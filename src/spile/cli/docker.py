@@ -131,6 +131,7 @@ def run(
     """
     from spile.fleet.containers import run_words
 
+    _not_the_runtimes(words)
     user = f"{os.getuid()}:{os.getgid()}"
     command = run_words(flags.container(words, here=True), user=user)
     if show:
@@ -156,6 +157,7 @@ def pod(
     """
     from spile.fleet.containers import check_hosts, host_script, stop_script
 
+    _not_the_runtimes(words)
     flags = replace(flags, target=flags.target or "tpu")
     container = flags.container(words, here=False)
     script = host_script(container)
@@ -179,7 +181,7 @@ def pod(
 
 
 def stop(
-    *,
+    *words: _WORDS,
     flags: ContainerFlags = ContainerFlags(),  # noqa: B008
     where: HostFlags = HostFlags(),  # noqa: B008
     everything: Annotated[bool, Parameter(name="--all", negative="", help="All of spile's containers.")] = False,
@@ -188,6 +190,10 @@ def stop(
     """Stop a container here, or with --tpu-prefix or --hosts on every host; the worker in it commits first."""
     from spile.fleet.containers import stop_script
 
+    if words:
+        raise SpecError(
+            "docker stop", expected="--name NAME, or --all", found=" ".join(words), fix="spile docker stop --all"
+        )
     script = stop_script(flags.runtime, None if everything else flags.name, flags.grace)
     if show:
         print(script, end="")
@@ -196,6 +202,14 @@ def stop(
         return int(_sweep(where.find(), script, where) > 0)
     flags.found()
     return subprocess.run(["/bin/bash", "-c", script], check=False).returncode  # noqa: S603
+
+
+def _not_the_runtimes(words: Sequence[str]) -> None:
+    """Flags of docker's own, as the guides have them before the image's name, are no command."""
+    if words and words[0].startswith("-"):
+        flag = words[0].partition("=")[0]
+        fix = "-v is --mount, -e is --env, the rest is given by itself; on every host: spile docker pod … -- COMMAND"
+        raise SpecError(f"no flag {flag}", expected="the command after --", fix=fix)
 
 
 def _everywhere(

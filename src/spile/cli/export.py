@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
@@ -26,7 +27,7 @@ def export(
     root: Annotated[str, Parameter(help="A dataset: a folder, gs://… or s3://…")] = "./activations",
     *,
     to: Annotated[Form, Parameter(help="The old guides' pickles, SAELens' cache, NumPy, Parquet, Hugging Face.")],
-    output: Annotated[str, Parameter(help="A new folder on this machine.")],
+    output: Annotated[Path, Parameter(help="A new folder on this machine.")],
     taps: Annotated[
         list[str] | None,
         Parameter(consume_multiple=True, negative="", help="Such as residual.3; [default: residual of all layers]"),
@@ -51,11 +52,11 @@ def export(
             if context_size < 1:
                 raise SpecError("--context-size", expected="1 or more", found=context_size)
             done = write_saelens(
-                dataset, output, chosen[0], context_size=context_size, name=hook_name, streams=numbers, seen=seen
+                dataset, str(output), chosen[0], context_size=context_size, name=hook_name, streams=numbers, seen=seen
             )
         else:
             writers = {"pickle": write_pickles, "npy": write_npy, "parquet": write_parquet, "hf": write_hf}
-            done = writers[to](dataset, output, chosen, dtype=dtype, streams=numbers, seen=seen)
+            done = writers[to](dataset, str(output), chosen, dtype=dtype, streams=numbers, seen=seen)
     unit = "context" if to == "saelens" else "row"
     console().print(
         f"wrote {counted(done.rows, unit)} of {', '.join(chosen)} to {output} ({counted(done.files, 'file')})",

@@ -25,7 +25,7 @@ def inspect(
     root: Annotated[str, Parameter(help="A folder, gs://bucket/prefix or s3://bucket/prefix.")] = "./activations",
     *,
     stats: Annotated[bool, Parameter(negative="", help="Read all rows where no statistics were taken.")] = False,
-    html: Annotated[str | None, Parameter(help="Write a page with plots to this file; implies --stats.")] = None,
+    html: Annotated[Path | None, Parameter(help="Write a page with plots to this file; implies --stats.")] = None,
     tap: Annotated[str | None, Parameter(help="The tap whose main directions the page shows.")] = None,
     samples: Annotated[int, Parameter(help="Samples whose heat maps the page shows.")] = 3,
     as_json: Annotated[bool, Parameter(name="--json", negative="", help="The facts as JSON.")] = False,
@@ -93,12 +93,12 @@ def _show(dataset: Dataset, found: dict[str, TapStatistics | None]) -> None:
         console.print("–: no statistics were taken while extracting; --stats reads the rows for them")
 
 
-def _write_page(dataset: Dataset, html: str, tap: str | None, samples: int) -> None:
+def _write_page(dataset: Dataset, html: Path, tap: str | None, samples: int) -> None:
     from spile.dashboard.report import report_page
     from spile.reading.inspecting import inspect_dataset
 
     page = report_page(dataset, inspect_dataset(dataset, tap=tap, samples=max(0, samples)))
-    path = Path(html).expanduser()
+    path = html.expanduser()
     try:
         path.write_text(page, encoding="utf-8")
     except OSError as error:

@@ -35,7 +35,7 @@ def build(config: str | None = None, meant: str | None = None) -> App:
         name="spile",
         help="Tap a language model: run it over a dataset and store its layers' activations, each sample exactly once.",
         version=f"spile {__version__}",
-        config=(Env("SPILE_", command=False), *file, _refuse_fractions),
+        config=(Env("SPILE_", command=False), *file, _refuse_fractions, _refuse_buckets),
         suppress_keyboard_interrupt=False,  # it is ours to tell
     )
     places = _places()
@@ -60,6 +60,16 @@ def _refuse_fractions(_app: App, _commands: tuple[str, ...], arguments: Argument
         for token in argument.tokens:
             if float not in get_args(argument.hint) and re.fullmatch(r"[+-]?\d*\.\d*[1-9]\d*", token.value):
                 raise CoercionError(argument=argument, token=token, target_type=int)
+
+
+def _refuse_buckets(_app: App, _commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """A path of this machine is no bucket. Left alone, ``--logs gs://b/x`` would be a local folder named ``gs:``."""
+    for argument in arguments:
+        if argument.hint is not Path and Path not in get_args(argument.hint):
+            continue
+        for token in argument.tokens:
+            if "://" in token.value:
+                raise SpecError(argument.name, expected="a path on this machine", found=token.value)
 
 
 def _places() -> dict[str, dict[str, Any]]:

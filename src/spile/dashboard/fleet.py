@@ -14,6 +14,7 @@ from rich.text import Text
 
 from spile.dashboard import watching
 from spile.dashboard.fitting import Fitting
+from spile.dashboard.height import keep_rows, one_line_each, share_height
 from spile.dashboard.table import COUNTS, Column, ago, counts_line, draw, headline, totals_line
 from spile.dashboard.watching import footer, health_line
 from spile.fleet.cloud.states import Life
@@ -24,10 +25,6 @@ from spile.status.snapshot import Snapshot, State, StreamView
 __all__ = ["plain_lines", "render", "watch"]
 
 _NEWS = 6
-_AROUND = 5
-"""Lines beside rows and texts: two empty ones, the table's titles and totals, and the cursor's."""
-_ROWS = 6
-"""Rows of the table that news leave room for."""
 _STYLE = {Life.ALIVE: "green", Life.COMING: "cyan", Life.LEAVING: "yellow", Life.DEAD: "red", Life.ABSENT: "red"}
 
 
@@ -44,12 +41,11 @@ def render(status: FleetStatus, *, interval: float | None = None, height: int | 
         head.append(Text(f"Check interval: {interval:g} s"))
     news, foot, room = _news(status), partial(footer, status, status.taken, interval), None
     if height is not None:
-        free = height - len(head) - len(foot()) - _AROUND
-        news = _first(news, max(1, free - min(len(status.workers), _ROWS)))
-        room = max(2, free - len(news))
+        log = "all are in the fleet's log"
+        news, room = share_height(height, len(head) + len(foot()), news, len(status.workers), log)
     lines = [*head, *foot(news)]
-    for line in lines if height is not None else ():
-        line.no_wrap, line.overflow = True, "ellipsis"
+    if height is not None:
+        one_line_each(lines)
     table = Fitting(partial(_table, status, room), _SPARE, [column.title for column in _COLUMNS if column.cut])
     return Group(*lines[: len(head)], Text(""), table, Text(""), *lines[len(head) :])
 
@@ -72,21 +68,9 @@ def _waits_for_quota(each: WorkerStatus) -> bool:
     return each.machine.life is Life.ABSENT and not each.past.gave_up and not each.past.finished
 
 
-def _first(lines: list[Text], room: int) -> list[Text]:
-    """The first lines, the last of them saying how many more there are."""
-    if len(lines) <= room:
-        return lines
-    return [*lines[: room - 1], Text(f"… and {len(lines) - room + 1} more; all are in the fleet's log", style="yellow")]
-
-
-def _shown(status: FleetStatus, room: int | None) -> tuple[list[WorkerStatus], int]:
-    """The workers that there is room for, those in trouble before all others; and how many are left out."""
-    workers = list(status.workers)
-    if room is None or len(workers) <= room:
-        return workers, 0
-    ranked = sorted(workers, key=lambda each: (not each.past.gave_up, not each.needs_recovery, each.healthy))
-    kept = {each.worker.id for each in ranked[: room - 1]}
-    return [each for each in workers if each.worker.id in kept], len(workers) - len(kept)
+def _rank(each: WorkerStatus) -> tuple[bool, bool, bool]:
+    """Those in trouble before all others."""
+    return not each.past.gave_up, not each.needs_recovery, each.healthy
 
 
 def _view(each: WorkerStatus) -> StreamView:
@@ -129,7 +113,7 @@ _SPARE = ("SIZE", "SHARDS", "COMMITTED", "TOKENS/S")
 
 
 def _table(status: FleetStatus, room: int | None, without: Collection[str]) -> Table:
-    shown, more = _shown(status, room)
+    shown, more = keep_rows(status.workers, room, _rank)
     table = draw([column for column in _COLUMNS if column.title not in without], shown, status)
     if more:
         table.add_row(f"… and {more} more")
@@ -203,6 +187,7 @@ def _spent(status: FleetStatus) -> str:
 
 def plain_lines(status: FleetStatus) -> list[str]:
     """One line per worker and one for all: for a log."""
+    status = _told_once(status)
     lines = [
         f"{each.worker.name} {_status_word(each)}: {counts_line(_view(each))}"
         + (f"; {_story(each)}" if _story(each) else "")

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from spile.dashboard import watching
 from spile.dashboard.fitting import Fitting
+from spile.dashboard.height import keep_rows, one_line_each, share_height
 from spile.dashboard.table import COUNTS, Column, counts_line, draw, headline, totals_line
 from spile.dashboard.watching import footer, health_line
 from spile.planning.amounts import duration
@@ -40,15 +41,24 @@ _SPARE = ("COMMITTED", "SIZE", "SHARDS", "HEARD", "TOKENS/S", "MACHINE")
 """What goes first where the terminal is narrow."""
 
 
-def render(snapshot: Snapshot, *, interval: float | None = None) -> RenderableType:
-    """The whole dashboard."""
+_RANK = (State.FAILED, State.DAMAGED, State.SILENT, State.STOPPED, State.WAITING, State.WORKING, State.DONE)
+"""Which rows stay where the terminal is short: what needs somebody before what is well."""
+
+
+def render(snapshot: Snapshot, *, interval: float | None = None, height: int | None = None) -> RenderableType:
+    """The whole dashboard. With ``height`` never taller: texts are cut to a line, streams that are well left out."""
     parts = [_workers(snapshot)]
     if interval is not None:
         parts.append(f"check interval: {interval:g} s")
     parts += headline(snapshot.percent, snapshot.seconds_left)
     head = [Text("ACTIVATION EXTRACTION", style="bold"), Text(snapshot.root), Text(" · ".join(parts))]
-    blank, table = Text(""), Fitting(partial(_table, snapshot), _SPARE)
-    return Group(*head, blank, table, blank, *_errors(snapshot), *footer(snapshot, snapshot.taken, interval))
+    errors, foot, room = _errors(snapshot), footer(snapshot, snapshot.taken, interval), None
+    if height is not None:
+        fixed, once = len(head) + len(foot), "spile monitor --once has all"
+        errors, room = share_height(height, fixed, errors, len(snapshot.streams), once)
+        one_line_each([*head, *errors, *foot])
+    table = Fitting(partial(_table, snapshot, room), _SPARE)
+    return Group(*head, Text(""), table, Text(""), *errors, *foot)
 
 
 def _workers(snapshot: Snapshot) -> str:
@@ -56,10 +66,14 @@ def _workers(snapshot: Snapshot) -> str:
     return f"Total workers: {begun}" + (f" of {begun + never}; {never} not begun" if never else "")
 
 
-def _table(snapshot: Snapshot, without: Collection[str] = ()) -> Table:
+def _table(snapshot: Snapshot, room: int | None, without: Collection[str] = ()) -> Table:
     if all(stream.machine is None for stream in snapshot.streams):
         without = {*without, "MACHINE"}
-    return draw([column for column in _COLUMNS if column.title not in without], snapshot.streams, snapshot)
+    shown, more = keep_rows(snapshot.streams, room, lambda stream: _RANK.index(stream.state))
+    table = draw([column for column in _COLUMNS if column.title not in without], shown, snapshot)
+    if more:
+        table.add_row(f"… and {more} more")
+    return table
 
 
 def _errors(snapshot: Snapshot) -> list[Text]:
@@ -95,8 +109,9 @@ def watch(
     if once:
         console.print(render(take()))
         return
-    with (
-        suppress(KeyboardInterrupt),
-        watching.showing(console, partial(render, interval=interval), plain_lines) as show,
-    ):
+
+    def draws(snapshot: Snapshot) -> RenderableType:
+        return render(snapshot, interval=interval, height=console.height)  # which may be another one at each look
+
+    with suppress(KeyboardInterrupt), watching.showing(console, draws, plain_lines) as show:
         watching.watch(take, show, lambda snapshot: snapshot.done, console, interval=interval, sleep=sleep)

@@ -8,11 +8,14 @@ from pathlib import Path
 
 from spile import weights
 from spile.errors import DataError, ModelError, RunMismatch, SpileError, UserError
+from spile.fleet.cloud.roles import check_roles
+from spile.fleet.cloud.tpu import CloudTpu
 from spile.fleet.home import FleetHome, fleets_of
 from spile.fleet.spec import FleetSpec
 from spile.fleet.streams import StreamsPlan
 from spile.objects import is_remote, open_folder
 from spile.objects.cloud import access
+from spile.objects.preflight import preflight
 from spile.spec.architecture import ModelConfig
 from spile.spec.run import EMBEDDED, ExtractSpec
 from spile.spec.taps import select_taps
@@ -38,11 +41,21 @@ def check_model(spec: ExtractSpec) -> ModelConfig:
     return config
 
 
-def check_access(urls: Iterable[str], account: str | None) -> Iterator[str]:
-    """A line for each finding about who may write these buckets; :class:`Unwritable` where the operator may not."""
-    for name in dict.fromkeys(url[5:].partition("/")[0] for url in urls if url.startswith("gs://")):
-        yield access.check_own(name)
-        yield access.check_machines(name, account)
+def check_access(urls: Iterable[str], account: str | None, client: CloudTpu | None = None) -> Iterator[str]:
+    """A line for each finding about who may write these buckets, and with a ``client`` who may make machines.
+
+    :class:`Unwritable` or :class:`NotAllowed` where the operator may not.
+    """
+    for bucket in dict.fromkeys("/".join(url.split("/", 3)[:3]) for url in urls):
+        name = bucket.partition("://")[2]
+        if bucket.startswith("gs://"):
+            yield access.check_own(name)
+            yield access.check_machines(name, account)
+        else:  # S3 has nobody to ask: an object is made and removed
+            preflight(open_folder(bucket))
+            yield f"{bucket}: your account may write it; machines may where --env gives them keys of S3 that may"
+    if client is not None:
+        yield from check_roles(client, account)
 
 
 def check_root(bucket: str, fleet: FleetSpec, streams: StreamsPlan, *, cleared: bool) -> None:

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -311,3 +312,27 @@ def test_bench_stays_away_from_the_activations_of_a_run(
 
     monkeypatch.setattr(bench, "bench", run)
     assert spile("bench", *words)[2] == f"spile: {place}\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("run", "--hosts", "h", "--logs", "gs://b/logs", "--", "true"),
+        ("docker", "pod", "--hosts", "h", "--logs", "gs://b/logs", "--", "true"),
+        ("collect", "/tmp/x", "--hosts", "h", "--into", "s3://b/x"),
+        ("score", "gs://b/activations", "--html", "gs://b/page.html"),
+        ("inspect", "gs://b/activations", "--html", "gs://b/page.html"),
+        ("export", "gs://b/activations", "--to", "npy", "--output", "gs://b/npy"),
+        ("extract", "--engine", "local", "--log-dir", "gs://b/logs"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_an_output_that_cannot_be_in_a_bucket_is_refused_and_no_folder_named_gs_is_made(
+    words: tuple[str, ...], spile: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = spile(*words)
+    flag, where = next((flag, word) for flag, word in pairwise(words) if flag.startswith("--") and "://" in word)
+    assert (code, out) == (2, "")
+    assert err == f"spile: {flag}: expected a path on this machine, found {where}\n"
+    assert list(tmp_path.iterdir()) == []

@@ -88,6 +88,22 @@ def test_streams_that_nobody_has_begun_are_not_done() -> None:
     assert replace(SNAPSHOT, streams=(VIEWS[1],)).done
 
 
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (50, 30), (200, 18)])
+def test_64_streams_never_overflow_the_terminal_and_those_in_trouble_are_kept(width: int, height: int) -> None:
+    views = [replace(VIEWS[number % 2], number=number, name=f"tpu_{number}") for number in range(64)]
+    for number in (31, 63):
+        views[number] = replace(VIEWS[2], number=number, name=f"tpu_{number}", last_error="a long story " * 40)
+    console = Console(file=io.StringIO(), width=width, height=height)
+    console.print(render(replace(SNAPSHOT, streams=tuple(views)), interval=60, height=height))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert len(lines) < height, "the cursor has a line too"
+    assert max(map(len, lines)) <= width
+    text = "\n".join(lines)
+    assert row(text, "tpu_31")[1] == row(text, "tpu_63")[1] == "failed"
+    assert "more" in text
+    assert "Needs recovery: 2" in text
+
+
 def test_a_fleet_adds_a_column_of_machines() -> None:
     named = replace(VIEWS[0], name="tpu-us-central1-a-0", machine="PREEMPTED")
     text = drawn(replace(SNAPSHOT, streams=(named, *VIEWS[1:])), 110)

@@ -304,6 +304,55 @@ def test_a_hub_that_is_out_is_tried_again_and_then_gives_its_rows(
     assert [row.data for row in Hub("me/rows", "train", None, frozenset({"text"})).rows(0, None)] == [{"text": "a"}]
 
 
+def flickering(rows: list[dict[str, str]], *outages: tuple[int, Exception]) -> Callable[..., object]:
+    """A hub whose dataset breaks off at some rows, once each."""
+    import datasets
+
+    left = dict(outages)
+
+    def generate() -> Iterator[dict[str, str]]:
+        for number, row in enumerate(rows):
+            if number in left:
+                raise left.pop(number)
+            yield row
+
+    return lambda *_, **__: datasets.IterableDataset.from_generator(generate)
+
+
+@pytest.mark.usefixtures("reachable")
+def test_a_hub_that_goes_out_in_the_middle_gives_every_row_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    rows = [{"text": str(number)} for number in range(10)]
+    load = flickering(rows, (4, Outage(503)), (7, ConnectionError("reset")), (9, Outage(429)))
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setenv("SPILE_RETRY_SECONDS", "30")
+    found = list(Hub("me/rows", "train", None, frozenset({"text"})).rows(2, None))
+    assert [(row.number, row.data) for row in found] == list(enumerate(rows))[2:]
+
+
+@pytest.mark.usefixtures("reachable")
+def test_a_hub_that_stays_out_in_the_middle_is_a_failure_and_not_a_short_dataset(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import datasets
+
+    class Broken(Exception):
+        response = SimpleNamespace(status_code=503)
+
+    def generate() -> Iterator[dict[str, str]]:
+        yield {"text": "0"}
+        raise Broken("503 Server Error")
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.IterableDataset.from_generator(generate))
+    monkeypatch.setenv("SPILE_RETRY_SECONDS", "0.2")
+    rows = Hub("me/rows", "train", None, frozenset({"text"})).rows(0, None)
+    assert next(rows).data == {"text": "0"}
+    with pytest.raises(StoreError, match="the hub cannot be reached for me/rows") as caught:
+        next(rows)
+    assert caught.value.exit_code == 1
+
+
 @pytest.mark.usefixtures("reachable")
 def test_a_refusal_of_the_hub_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets

@@ -22,6 +22,7 @@ class FakeHub:
     """What it holds, what it answers, and what it was asked."""
 
     files: dict[str, bytes]
+    name: str = "me/tiny"
     refuse: tuple[int, str] | None = None
     """HTTP status and the hub's X-Error-Code, for every request."""
     url: str = ""
@@ -33,27 +34,28 @@ def _answer(hub: FakeHub, path: str) -> tuple[int, dict[str, str], bytes]:
     if hub.refuse:
         status, code = hub.refuse
         return status, {"X-Error-Code": code, "X-Error-Message": code}, b"{}"
-    if path.startswith("/api/models/me/tiny/tree/"):
+    about_it = f"/api/models/{hub.name}"
+    if path.startswith(f"{about_it}/tree/"):
         tree = [
             {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
             for name, data in hub.files.items()
         ]
         return 200, {"Content-Type": "application/json"}, json.dumps(tree).encode()
-    if path in ("/api/models/me/tiny", "/api/models/me/tiny/revision/main", f"/api/models/me/tiny/revision/{COMMIT}"):
-        about = {"id": "me/tiny", "sha": COMMIT, "siblings": [{"rfilename": name} for name in hub.files]}
+    if path in (about_it, f"{about_it}/revision/main", f"{about_it}/revision/{COMMIT}"):
+        about = {"id": hub.name, "sha": COMMIT, "siblings": [{"rfilename": name} for name in hub.files]}
         return 200, {"Content-Type": "application/json"}, json.dumps(about).encode()
-    name = path.rpartition(f"/me/tiny/resolve/{COMMIT}/")[2]
+    name = path.rpartition(f"/{hub.name}/resolve/{COMMIT}/")[2]
     if name in hub.files:
         data = hub.files[name]
         return 200, {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "X-Repo-Commit": COMMIT}, data
-    code = "RevisionNotFound" if path.startswith("/api/models/me/tiny") else "RepoNotFound"
+    code = "RevisionNotFound" if path.startswith(about_it) else "RepoNotFound"
     return 404, {"X-Error-Code": code}, b"{}"
 
 
 @contextmanager
-def fake_hub(folder: Path) -> Iterator[FakeHub]:
-    """The files of a folder as the model ``me/tiny``."""
-    hub = FakeHub({path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()})
+def fake_hub(folder: Path, name: str = "me/tiny") -> Iterator[FakeHub]:
+    """The files of a folder as the model of that name."""
+    hub = FakeHub({path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}, name)
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

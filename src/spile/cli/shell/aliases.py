@@ -79,12 +79,27 @@ INSTEAD: tuple[tuple[tuple[str, ...], str], ...] = (
     (("gcloud", "create"), "spile tpu create"),
     (("gcloud", "delete"), "spile tpu delete"),
     (("gcloud", "describe-quota"), "spile deploy --dry-run checks what can be known before"),
+    (("gcloud", "auth"), "run it as it is: spile takes the credentials that gcloud leaves"),
+    (("gcloud", "config"), "run it as it is: spile reads gcloud's project and zone"),
     (("gcloud",), "spile tpu, spile run, spile logs, spile collect"),
     (("gsutil",), "data and models are read from gs:// and written there; look with spile monitor and spile verify"),
     (("huggingface-cli",), "a model of the hub is fetched by itself: --model OWNER/NAME"),
+    (("ssh-keygen",), "spile tpu create makes gcloud's key where there is none"),
+    (("apt-get",), "on every host: spile run --tpu-prefix NAME -- 'sudo apt-get …'"),
+    (("pip",), "on every host: spile install --tpu-prefix NAME brings spile and all that it needs"),
+    (
+        ("run_distributed_docker.sh",),
+        "spile docker pod --tpu-prefix NAME --mount /tmp/model:/app/model -- spile infer …",
+    ),
+    (("multihost_docker_run.sh",), "spile tpu create, spile docker build, spile docker pod: docs/guides/containers.md"),
+    (("launch_all_workers.sh",), "spile deploy, or on one cluster spile extract --engine ray"),
+    (("check_all_workers.sh",), "spile monitor ROOT --once"),
 )
 """Other programs of the guides, by words of their lines, and what to type instead: the first that fits."""
 _RUNNERS = frozenset({"python", "python3", "bash", "sh", "nohup", "sudo"})
+
+_PIPES = ("/dev/fd/", "/proc/self/fd/")
+"""What ``bash <(curl …)`` is once the shell has read it."""
 
 ALWAYS = frozenset({"--enable-barrier-sync", "--is-barrier-server"})
 """Old switches for what is always so, or found out: dropped."""
@@ -152,7 +167,13 @@ def _of_script(words: list[str]) -> list[str]:
     """A guide's whole line as our command: ``./scripts/manage_tpus.sh list`` → ``tpu list``."""
     first = next((place for place, word in enumerate(words) if word not in _RUNNERS), len(words))
     name = words[first].rpartition("/")[2] if first < len(words) else ""
-    others = [fix for (program, *more), fix in INSTEAD if program == name and set(more) <= set(words)]
+    if first and words[first:] and words[first].startswith(_PIPES):
+        raise SpecError(
+            "a script that the shell fetched",
+            fix="run_extraction_worker.sh is spile extract --gcs-bucket … --dataset …",
+        )
+    ours = set(words[: words.index("--")] if "--" in words else words)  # what follows is another program's
+    others = [fix for (program, *more), fix in INSTEAD if program == name and set(more) <= ours]
     if others:
         raise SpecError(f"{name} is another program", fix=others[0])
     if name not in SCRIPTS:

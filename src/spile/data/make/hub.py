@@ -5,7 +5,8 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import chain
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -15,6 +16,8 @@ from spile.objects.cloud.failures import RequestFailure, from_status
 from spile.objects.retry import Retry, while_out
 
 __all__ = ["Hub"]
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -34,21 +37,52 @@ class Hub:
         return {"dataset": self.location or self.name, "split": self.split, "config_name": self.config_name}
 
     def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
-        """One per row; what lies before ``start`` is skipped by the library, shard by shard where it can."""
-        dataset = self._open()
-        dataset = dataset.skip(start) if start else dataset
-        dataset = dataset if stop is None else dataset.take(stop - start)
-        rows = iter(dataset)
-        number = start
+        """One per row; what lies before ``start`` is skipped by the library, shard by shard where it can.
+
+        A hub that goes out in the middle is tried again, from the row that it did not give.
+        """
+        rows, number = _between(self._open(), start, stop), start
         while True:
             try:
                 data = next(rows)
             except StopIteration:
                 return
             except Exception as error:
-                raise self._failed(error) from error
-            yield SourceRow(number, data, f"row {number}")
-            number += 1
+                trouble = self._passing(error)
+                if self.location is not None or not isinstance(trouble, RequestFailure):
+                    raise self._failed(error) from error
+                rows = self._again(number, stop)
+            else:
+                yield SourceRow(number, data, f"row {number}")
+                number += 1
+
+    def _again(self, number: int, stop: int | None) -> Iterator[Any]:
+        """The rows from ``number`` on, once the hub gives that one."""
+        from datasets import load_dataset
+
+        def attempt() -> Iterator[Any]:
+            rows = _between(self._reached(load_dataset), number, stop)
+            try:
+                return chain([next(rows)], rows)
+            except StopIteration:
+                return iter(())
+            except Exception as error:
+                raise self._passing(error) from error
+
+        return self._while_out(attempt)
+
+    def _while_out(self, attempt: Callable[[], Result]) -> Result:
+        try:
+            return while_out(self.name, attempt, Retry.from_environment())
+        except RequestFailure as outage:
+            raise _unreachable(self.name, outage.cause) from outage
+
+    def _passing(self, error: Exception) -> Exception:
+        """A :class:`RequestFailure` where the hub is out; else what it is."""
+        failure = self._failed(error)
+        failure.__cause__ = error
+        out = isinstance(failure, StoreError) and _may_pass(failure)
+        return RequestFailure(str(failure.found), transient=True) if out else failure
 
     def _open(self) -> Any:
         try:
@@ -57,10 +91,7 @@ class Hub:
             raise DataError("datasets of the hub need the datasets library", fix="pip install 'spile[data]'") from error
         if self.location is not None:
             return self._load(load_dataset)
-        try:
-            return while_out(self.name, lambda: self._reached(load_dataset), Retry.from_environment())
-        except RequestFailure as outage:
-            raise _unreachable(self.name, outage.cause) from outage
+        return self._while_out(lambda: self._reached(load_dataset))
 
     def _reached(self, load: Callable[..., Any]) -> Any:
         """One attempt at the hub; a :class:`RequestFailure` where it is out."""
@@ -99,6 +130,11 @@ class Hub:
         if isinstance(error, ValueError):
             return DataError(f"{name} cannot be opened", found=said, fix="check --split and --config-name")
         return StoreError(f"{name} cannot be read", found=said)
+
+
+def _between(dataset: Any, start: int, stop: int | None) -> Iterator[Any]:
+    dataset = dataset.skip(start) if start else dataset
+    return iter(dataset if stop is None else dataset.take(stop - start))
 
 
 def _unreachable(name: str, said: str) -> StoreError:

@@ -26,6 +26,10 @@ class CloudSettings:
     anonymous: bool = False
     """No credentials are sent: for a local stand-in of the API."""
 
+    def api(self, name: str) -> str:
+        """Where another API of Google's is: ``cloudresourcemanager``, ``iam``. A stand-in answers for all."""
+        return f"https://{name}.googleapis.com/" if self.endpoint == TPU_ENDPOINT else self.endpoint
+
 
 def _configuration(environment: Mapping[str, str]) -> configparser.ConfigParser:
     home = Path(environment.get("HOME") or Path.home())

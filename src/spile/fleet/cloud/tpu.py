@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import requests
@@ -99,8 +99,9 @@ class CloudTpu:
         body: Mapping[str, Any] | None = None,
         params: Mapping[str, str] | None = None,
         version: str = "v2",
+        api: str | None = None,
     ) -> dict[str, Any]:
-        url = f"{self._settings.endpoint}{version}/{path}"
+        url = f"{self._settings.api(api) if api else self._settings.endpoint}{version}/{path}"
         for attempt in range(1, self._tries + 1):
             error, again = self._once(method, url, doing, body, params)
             if isinstance(error, dict):
@@ -230,6 +231,13 @@ class CloudTpu:
         """What a zone offers."""
         raws = self._pages(f"{self._parent(zone)}/acceleratorTypes", "acceleratorTypes", f"list TPU types in {zone}")
         return sorted(raw["type"] for raw in raws)
+
+    def held(self, api: str, resource: str, permissions: Sequence[str]) -> list[str]:
+        """Which of these permissions the account in use has on a project or a service account."""
+        body = {"permissions": list(permissions)}
+        doing = f"ask what your account may do with {resource}"
+        answer = self._send("POST", f"{resource}:testIamPermissions", doing, body=body, version="v1", api=api)
+        return [str(each) for each in answer.get("permissions", ())]
 
 
 def _cause(error: BaseException) -> str:

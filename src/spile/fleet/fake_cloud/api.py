@@ -16,6 +16,7 @@ _RUNTIMES = ("tpu-ubuntu2204-base", "v2-alpha-tpuv5-lite", "v2-alpha-tpuv5", "v2
 _PATH = re.compile(
     r"^/(v2|v2alpha1)/projects/([^/]+)(?:/locations(?:/([^/:]+)(?:/(\w+)(?:/([^/:]+))?)?)?)?(?::(\w+))?$"
 )
+_PERMISSIONS = re.compile(r"^/v1/projects/[^:]+:testIamPermissions$")
 _COMPUTE = re.compile(r"^/compute/v1/projects/([^/]+)(?:/zones/([^/]+))?$")
 
 
@@ -72,6 +73,8 @@ class Api:
         compute = _COMPUTE.match(path)
         if compute:
             return _compute(compute.group(1), compute.group(2))
+        if _PERMISSIONS.match(path):
+            return {"permissions": [each for each in body["permissions"] if each not in self.cloud.refused]}
         match = _PATH.match(path)
         if match is None:
             raise ApiError(404, f"The requested URL {path} was not found on this server.")

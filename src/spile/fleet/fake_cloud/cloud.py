@@ -91,6 +91,8 @@ class Cloud:
         self.lock = threading.RLock()
         self.dry: set[str] = set()
         self.quota: dict[str, int] = {}
+        self.refused: set[str] = set()
+        """Permissions that the caller has not."""
         self._on_start, self._on_stop = on_start, on_stop
         # Ids are unique over clouds, as the real one's are: a VM's processes are found, and killed, by its id.
         self._first_id = 7_000_000_000_000_000_000 + secrets.randbelow(10**11) * 10**6
