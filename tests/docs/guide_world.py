@@ -131,12 +131,13 @@ def guide_world(
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder / "hub" / "hub"))
         monkeypatch.setenv("NO_PROXY", "127.0.0.1")
         monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-        _with_dataset(monkeypatch, hub.url)
+        _with_dataset(monkeypatch)
+        monkeypatch.setattr("spile.fleet.manage.EVERY", 0.05)
         with world.cloud:
             yield GuideWorld(world, prompt_of(world, monkeypatch, capfd), monkeypatch, model)
 
 
-def _with_dataset(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+def _with_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
     """The guides' dataset, at the edge: the library that would stream it."""
     import datasets
 
@@ -145,7 +146,7 @@ def _with_dataset(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
         return datasets.Dataset.from_list(barc_rows()).to_iterable_dataset()
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", url)
+    monkeypatch.setattr("spile.data.make.hub._reach", lambda _: None)
 
 
 def one_machine(monkeypatch: pytest.MonkeyPatch) -> None:

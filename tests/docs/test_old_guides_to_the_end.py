@@ -30,7 +30,6 @@ from spile.store.run import read_run
 from spile.store.verification import verify
 
 FINEWEB = BUCKETS[0]
-ZONES = "us-central1-a,us-central1-b,us-central1-c,us-central1-f"
 
 
 @pytest.fixture
@@ -320,12 +319,12 @@ def ending(old: OldLine) -> Ending:
 
 
 def _cases(slow: bool) -> list[object]:
-    """Lines of one meaning run once by default, all of them in ``slow``."""
-    met: set[str] = set()
+    """Of each script and verb one line runs by default; the others, and all that takes long, in ``slow``."""
+    met: set[tuple[object, ...]] = set()
     cases = []
     for old in LINES:
-        kind = ending(old)
-        meaning = re.sub(r"\d+", "N", f"{kind.__name__} {sorted(old.means)} {sorted(old.environment)}")
+        kind, script = ending(old), next(word for word in old.line.split() if word.endswith((".sh", ".py")))
+        meaning = (kind, Path(script).name, "--skip_dataset" in old.line, "--COMMAND" in old.line)
         again = meaning in met or kind in _SLOW
         met.add(meaning)
         if again == slow:
