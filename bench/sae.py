@@ -1,8 +1,9 @@
-"""What the order of rows does to a sparse autoencoder: ``python -m bench.sae [--steps 300] [--seeds 3]``.
+"""What the order of rows does to a sparse autoencoder: ``python -m bench.sae [--steps 255] [--seeds 3]``.
 
-The same top-k autoencoder (``examples/train_sae.py``) on the same rows, in the order they are stored, through the
-two-level shuffle with windows of a quarter of the rows, and through a full permutation in memory. Rows are synthetic
-documents: each speaks of a few topics of its own, and so uses a few of the features that rows are made of.
+The same top-k autoencoder (``examples/train_sae.py``) on the same rows, once each: in the order they are stored,
+through the two-level shuffle with memory for a quarter and for half of them, and through a full permutation. Rows are
+synthetic documents: each speaks of a few topics of its own, and so uses a few of the features that rows are made of.
+``--figure PATH`` draws what is unexplained on the way.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from spile.store.run import join_run
 from spile.store.stream import join_stream
 
 D, TRUE, LENGTH, BATCH, K = 256, 512, 512, 2048, 16
-MEMORY = 128 << 20
+EVERY = 17
+"""Steps between two looks."""
+REFERENCE = "a permutation in memory, by hand"
 
 
 def example() -> Any:
@@ -83,20 +86,51 @@ def orders(dataset: Dataset, seed: int, steps: int) -> dict[str, Iterator[Any]]:
         while True:
             yield from (rows for rows in dataset.rows("residual.0", BATCH) if len(rows) == BATCH)
 
+    size = everything.nbytes
+    how: dict[str, Any] = {"seed": seed, "epochs": None}
     return {
-        "in order": in_order(),
-        "two levels, windows of a quarter": dataset.shuffled(
-            "residual.0", BATCH, seed=seed, epochs=None, memory=MEMORY
-        ),
-        "the reader as it is": dataset.shuffled("residual.0", BATCH, seed=seed, epochs=None),
-        "a permutation in memory": in_memory(),
+        "in the order they are stored": in_order(),
+        "shuffled, memory for a quarter": dataset.shuffled("residual.0", BATCH, memory=size // 4, **how),
+        "shuffled, memory for half": dataset.shuffled("residual.0", BATCH, memory=size // 2, **how),
+        "shuffled as it is (all fits)": dataset.shuffled("residual.0", BATCH, **how),
+        REFERENCE: in_memory(),
     }
+
+
+def curve(sae: Any, batches: Iterator[Any], held: Any, steps: int, seed: int) -> list[float]:
+    """What is unexplained of the held rows, every few steps and at the end."""
+    how = {"features": 2 * TRUE, "k": K, "steps": steps, "rate": 1e-3, "seed": seed}
+    found = []
+    for step, trained, _, _ in sae.train(sae.scaled(batches, 1.0), **how):
+        if step % EVERY == 0 or step == steps:
+            found.append(sae.fvu(trained, held, K))
+    return found
+
+
+def draw(path: str, curves: dict[str, list[list[float]]], steps: int) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "spile"  # the same numbers, the same file
+    import matplotlib.pyplot as plt
+
+    at = [*range(EVERY, steps, EVERY), steps]
+    figure, axes = plt.subplots(figsize=(7, 3.6))
+    styles = dict(zip(curves, ["-", "-", "-", "-", "k:"], strict=True))
+    for name, each in curves.items():
+        axes.plot(at, np.mean(each, axis=0), styles[name], label=name)
+    axes.set(xlabel="step", ylabel="fraction of variance unexplained", yscale="log")
+    axes.grid(alpha=0.3, which="both")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=255)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--figure", help="an .svg or .png to draw; needs matplotlib")
     words = parser.parse_args()
     sae = example()
     with tempfile.TemporaryDirectory() as root:
@@ -106,18 +140,18 @@ def main() -> None:
         print(
             f"{words.steps} steps of {BATCH} rows, d {D}, {2 * TRUE} features, k {K}: fraction of variance unexplained"
         )
-        found: dict[str, list[float]] = {}
+        curves: dict[str, list[list[float]]] = {}
         for seed in range(words.seeds):
             for name, batches in orders(dataset, seed, words.steps).items():
-                how = {"features": 2 * TRUE, "k": K, "steps": words.steps, "rate": 1e-3, "seed": seed}
-                for _, trained, _, _ in sae.train(sae.scaled(batches, 1.0), **how):
-                    last = trained
-                found.setdefault(name, []).append(sae.fvu(last, held, K))
-                print(f"    seed {seed}, {name}: {found[name][-1]:.4f}", flush=True)
-        reference = np.mean(found["a permutation in memory"])
-        for name, values in found.items():
-            each = " ".join(f"{value:.4f}" for value in values)
-            print(f"  {name:34} {np.mean(values):.4f}  ({each})  {np.mean(values) / reference:.3f} × the last")
+                curves.setdefault(name, []).append(curve(sae, batches, held, words.steps, seed))
+                print(f"    seed {seed}, {name}: {curves[name][-1][-1]:.4f}", flush=True)
+        reference = np.mean([each[-1] for each in curves[REFERENCE]])
+        for name, each in curves.items():
+            last = [values[-1] for values in each]
+            shown = " ".join(f"{value:.4f}" for value in last)
+            print(f"  {name:34} {np.mean(last):.4f}  ({shown})  {np.mean(last) / reference:.3f} × the last")
+        if words.figure:
+            draw(words.figure, curves, words.steps)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ __all__ = [
     "reserve",
     "sync_folder",
     "temporary_name",
+    "will_need",
     "write_all",
     "writing",
 ]
@@ -158,6 +159,13 @@ def read_into(path: Path, offset: int, target: memoryview) -> int:
         while done < len(target) and (count := os.preadv(file.fileno(), [target[done:]], offset + done)):
             done += count
     return done
+
+
+def will_need(path: Path, offset: int, length: int) -> None:
+    """Let the system begin to read this part of a file, which is about to be asked for in smaller ones."""
+    if sys.platform == "linux":
+        with reading(path), path.open("rb", buffering=0) as file:
+            os.posix_fadvise(file.fileno(), offset, length, os.POSIX_FADV_WILLNEED)
 
 
 def hold(handle: int) -> None:

@@ -1,9 +1,10 @@
 """The order of a shuffled pass: which pieces of which shards, in which windows, for which reader. Pure arithmetic.
 
 Two levels. A tap is cut into *pieces* of a few MiB, each one read. Every epoch has its own permutation of all pieces,
-which the readers share out in stretches of equally many rows. A reader takes its stretch in *windows* of as many
-pieces as its memory holds, and permutes the rows of each window. Where a reader's whole stretch is one window, its
-rows come in a uniformly random order: a full permutation.
+which the readers share out in stretches of equally many rows. A reader reads its stretch in *groups* of pieces. Each
+group's rows are permuted and dealt out over the next ``spread`` *windows*; a window is the permuted parts of as many
+groups. So what is drawn from changes by one group at a time, and is always as much as memory holds. Where a reader's
+whole stretch is one group, its rows come in a uniformly random order: a full permutation.
 """
 
 from __future__ import annotations
@@ -16,16 +17,18 @@ import numpy.typing as npt
 
 from spile.errors import SpecError
 
-__all__ = ["EpochPlan", "RowPiece", "ShuffleSpec", "piece_rows", "plan_epoch", "row_order"]
+__all__ = ["EpochPlan", "RowPiece", "ShuffleSpec", "group_order", "piece_rows", "plan_epoch", "row_order"]
 
 _CHUNK = 1 << 20
 _PIECE = 4 << 20
 """Bytes of a piece, about: one read. Large enough for a bucket, small enough for a window of many places."""
-_PLACES = 64
-"""Pieces in a window, at least, where its memory allows for pieces of a chunk."""
+_PLACES = 256
+"""Pieces in memory, at least, where it allows for pieces of a chunk."""
+_SPREAD = 12
+"""Windows that a group is dealt out over: one more group, which is being read, takes memory and is not drawn from."""
 _LARGEST_PIECE = 16 << 20
-_FIRST_WINDOW = 64 << 20
-"""Of the first epoch: the windows grow from here, so that the first batch comes soon."""
+_FIRST_GROUP = 64 << 20
+"""Of the first epoch: groups grow from here, so that the first batch comes soon."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class ShuffleSpec:
     batch_rows: int = 4096
     seed: int = 0
     memory: int = 1 << 30
-    """Bytes of rows that are held: one window where all rows fit, else two of half that size, one being read."""
+    """Bytes of rows that are held: all rows where they fit, else the groups that are drawn from and one being read."""
     part: int = 0
     parts: int = 1
     """This reader is number ``part`` of ``parts``: their rows are disjoint, and together they are all."""
@@ -66,16 +69,34 @@ class RowPiece:
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """One reader's windows of one epoch, in order."""
+    """One reader's groups of one epoch, in order."""
 
-    windows: tuple[tuple[RowPiece, ...], ...]
+    groups: tuple[tuple[RowPiece, ...], ...]
+    spread: int
+    """Windows that each group's rows are dealt out over."""
+    room: int
+    """Rows of the largest group of any epoch."""
     whole: bool
-    """Whether the one window is everything there is: then its rows need not be read again for the next epoch."""
+    """Whether the one group is everything there is: then its rows need not be read again for the next epoch."""
 
     @property
-    def rows(self) -> int:
-        """Of all windows, before any selection."""
-        return sum(len(piece) for window in self.windows for piece in window)
+    def slots(self) -> int:
+        """Groups that are in memory at once: those that are drawn from, and one being read."""
+        return 1 if self.whole else self.spread + 1
+
+    @property
+    def windows(self) -> int:
+        """How many."""
+        return len(self.groups) + self.spread - 1 if self.groups else 0
+
+    def sources(self, window: int) -> range:
+        """The groups of which a window has a part."""
+        return range(max(0, window - self.spread + 1), min(window + 1, len(self.groups)))
+
+    def share(self, rows: int, group: int, window: int) -> slice:
+        """Which of a group's permuted rows are this window's."""
+        part = window - group
+        return slice(rows * part // self.spread, rows * (part + 1) // self.spread)
 
 
 def piece_rows(widths: Sequence[int], memory: int) -> int:
@@ -87,24 +108,29 @@ def piece_rows(widths: Sequence[int], memory: int) -> int:
     """
     total = sum(widths)
     aligned = max(_CHUNK // (width & -width) if width & -width < _CHUNK else 1 for width in widths)
-    wanted = max(_CHUNK, min(_PIECE, memory // 2 // _PLACES))
+    wanted = max(_CHUNK, min(_PIECE, memory // _PLACES))
     if aligned * total <= _LARGEST_PIECE:
         return int(aligned * max(1, wanted // (aligned * total)))
     return int(max(1, 2 * wanted // total))
 
 
 def plan_epoch(shards: Sequence[int], widths: Sequence[int], spec: ShuffleSpec, epoch: int) -> EpochPlan:
-    """The windows of reader ``spec.part`` in this epoch. ``shards``: the rows of each shard, in the dataset's order."""
+    """The groups of reader ``spec.part`` in this epoch. ``shards``: the rows of each shard, in the dataset's order."""
     rows = piece_rows(widths, spec.memory)
     pieces = [RowPiece(n, at, min(at + rows, count)) for n, count in enumerate(shards) for at in range(0, count, rows)]
     total, width = sum(shards), sum(widths)
     if spec.parts == 1 and (total * width <= spec.memory or spec.scratch is not None):
-        return EpochPlan((tuple(pieces),) if pieces else (), whole=True)
+        return EpochPlan((tuple(pieces),) if pieces else (), 1, total, whole=True)
     order = np.random.default_rng([spec.seed, epoch]).permutation(len(pieces))
     mine = _stretch([pieces[place] for place in order.tolist()], total, spec)
-    if sum(map(len, mine)) * width <= spec.memory or spec.scratch is not None:
-        return EpochPlan((tuple(mine),) if mine else (), whole=False)
-    return EpochPlan(_windows(mine, width, spec.memory // 2, first=_FIRST_WINDOW if epoch == 0 else None), whole=False)
+    share = sum(map(len, mine))
+    if share * width <= spec.memory or spec.scratch is not None:
+        return EpochPlan((tuple(mine),) if mine else (), 1, share, whole=False)
+    largest = max(map(len, pieces))
+    spread = max(1, min(_SPREAD, spec.memory // (largest * width) - 1))
+    most = spec.memory // (spread + 1)
+    groups = _groups(mine, width, most, first=_FIRST_GROUP if epoch == 0 else None)
+    return EpochPlan(groups, spread, max(most // width, largest), whole=False)
 
 
 def _stretch(pieces: list[RowPiece], total: int, spec: ShuffleSpec) -> list[RowPiece]:
@@ -119,19 +145,24 @@ def _stretch(pieces: list[RowPiece], total: int, spec: ShuffleSpec) -> list[RowP
     return mine
 
 
-def _windows(pieces: list[RowPiece], width: int, most: int, first: int | None) -> tuple[tuple[RowPiece, ...], ...]:
+def _groups(pieces: list[RowPiece], width: int, most: int, first: int | None) -> tuple[tuple[RowPiece, ...], ...]:
     found: list[tuple[RowPiece, ...]] = []
-    window: list[RowPiece] = []
+    group: list[RowPiece] = []
     limit, held = most if first is None else min(first, most), 0
     for piece in pieces:
         size = len(piece) * width
-        if window and held + size > limit:
-            found.append(tuple(window))
-            window, held = [], 0
+        if group and held + size > limit:
+            found.append(tuple(group))
+            group, held = [], 0
             limit = min(2 * limit, most)
-        window.append(piece)
+        group.append(piece)
         held += size
-    return (*found, tuple(window)) if window else tuple(found)
+    return (*found, tuple(group)) if group else tuple(found)
+
+
+def group_order(spec: ShuffleSpec, epoch: int, group: int, rows: int) -> npt.NDArray[np.int64]:
+    """The permutation in which a group's selected rows are dealt out."""
+    return np.random.default_rng([spec.seed, epoch, spec.part, group, 1]).permutation(rows)
 
 
 def row_order(spec: ShuffleSpec, epoch: int, window: int, rows: int) -> npt.NDArray[np.int64]:

@@ -16,17 +16,21 @@ import numpy.typing as npt
 from spile.data.background import ahead
 from spile.errors import UserError
 from spile.planning.amounts import size
-from spile.planning.shuffle import EpochPlan, RowPiece, ShuffleSpec, plan_epoch, row_order
+from spile.planning.shuffle import EpochPlan, RowPiece, ShuffleSpec, group_order, plan_epoch, row_order
 from spile.reading.read_pool import ReadPool
 from spile.reading.rows import RowBatch
 from spile.reading.selection import Selection
-from spile.reading.window import TapSource, Window, WindowLoader
+from spile.reading.window import Group, GroupLoader, LoadingGroup, TapSource, Window
+from spile.store.statistics import widened
 
 __all__ = ["ShuffleOrder", "ShufflePlace", "Shuffled"]
 
 _THREADS = 8
 _AHEAD = 3
 """Batches made before they are asked for."""
+
+_ORDER = 2
+"""Of the two-level shuffle: a state of another version's would go on with other rows."""
 
 _Array = npt.NDArray[Any]
 _Part = tuple[dict[str, _Array], RowBatch | None]
@@ -53,9 +57,9 @@ class ShuffleOrder:
     """Name and rows of each shard."""
 
     def plan(self, epoch: int) -> EpochPlan:
-        """The windows of an epoch that are this reader's."""
+        """What is this reader's of an epoch."""
         if not self.shards:
-            return EpochPlan((), whole=True)
+            return EpochPlan((), 1, 0, whole=True)
         widths = [dtype.itemsize * columns for dtype, columns in map(self.source.row_type, self.source.taps)]
         return plan_epoch([rows for _, rows in self.shards], widths, self.spec, epoch)
 
@@ -71,13 +75,17 @@ class ShuffleOrder:
             "part": [self.spec.part, self.spec.parts],
             "drop_last": self.spec.drop_last,
             "scratch": self.spec.scratch is not None,
+            "order": _ORDER,
             "selection": self.selection.describe(),
         }
 
     def place(self, state: Mapping[str, Any]) -> ShufflePlace:
         """Where a state says to go on."""
         wanted = self.describe()
+        state = {"order": 1, **state}
         wrong = [name for name, value in wanted.items() if name in state and state[name] != value]
+        if wrong == ["order"] and self.plan(0).spread == 1:  # a full permutation is what it was
+            wrong = []
         if wrong:
             raise UserError(
                 "a state of another reader",
@@ -92,10 +100,16 @@ class ShuffleOrder:
 
     def selected(self, epoch: int) -> list[int]:
         """How many rows of each window are wanted, as the shards' tails tell."""
-        windows = self.plan(epoch).windows
+        plan = self.plan(epoch)
         if not self.selection.by_tail:
-            return [sum(map(len, window)) for window in windows]
-        return [sum(map(self._selected, window)) for window in windows]
+            groups = [sum(map(len, group)) for group in plan.groups]
+        else:
+            groups = [sum(map(self._selected, group)) for group in plan.groups]
+        shares = [
+            [plan.share(groups[group], group, number) for group in plan.sources(number)]
+            for number in range(plan.windows)
+        ]
+        return [sum(share.stop - share.start for share in each) for each in shares]
 
     def _selected(self, piece: RowPiece) -> int:
         stream, shard = self.source.shards[piece.shard]
@@ -134,15 +148,16 @@ class ShuffleOrder:
 
     def quality(self) -> str:
         """How random the order is, in words."""
-        plan = self.plan(1)  # of a later epoch: the first one's windows grow from small ones
+        plan = self.plan(1)  # of a later epoch: the first one's groups grow from small ones
         share = "" if self.spec.parts == 1 else f" of this reader's share, one of {self.spec.parts}"
-        if len(plan.windows) <= 1:
+        if len(plan.groups) <= 1:
             return f"a full permutation{share}"
-        pieces = sum(map(len, plan.windows))
-        most = max(map(len, plan.windows))
+        pieces = sum(map(len, plan.groups))
+        most = max(map(len, plan.groups)) * plan.spread
+        held = size(self.spec.memory * plan.spread // plan.slots)
         return (
-            f"two levels{share}: {pieces:,} pieces in random order, rows permuted within windows of {most:,} pieces "
-            f"({size(self.spec.memory // 2)})"
+            f"two levels{share}: {pieces:,} pieces in random order, rows drawn from {most:,} of them at a time "
+            f"({held}), which change gradually"
         )
 
 
@@ -166,7 +181,7 @@ class Shuffled(Iterator[Any]):
     ) -> None:
         self._order, self._place = order, start
         pool = ReadPool(_THREADS)
-        loader = WindowLoader(order.source, order.selection, pool, context=context, scratch=order.spec.scratch)
+        loader = GroupLoader(order.source, order.selection, pool, context=context, scratch=order.spec.scratch)
         engine = _Engine(order, loader, epochs, np.dtype(dtype) if dtype is not None else None, single)
         self._items: Iterator[tuple[Any, ShufflePlace]] = ahead(engine.run(self._place), _AHEAD)
         # Also at the end of the program, while threads can still be told: a daemon thread that is cut off prints.
@@ -212,8 +227,6 @@ class _Turn(NamedTuple):
     number: int
     last: bool
     """Of its epoch."""
-    whole: bool
-    pieces: tuple[RowPiece, ...]
 
 
 class _Engine:
@@ -222,14 +235,14 @@ class _Engine:
     def __init__(
         self,
         order: ShuffleOrder,
-        loader: WindowLoader,
+        loader: GroupLoader,
         epochs: int | None,
         dtype: np.dtype[Any] | None,
         single: bool,
     ) -> None:
         self._order, self._loader, self._epochs, self._dtype, self._single = order, loader, epochs, dtype, single
-        self._loaded: Window | None = None
-        """The one window that is everything, kept over epochs."""
+        self._everything: Group | None = None
+        """The one group that all rows are in, kept over epochs."""
 
     def run(self, place: ShufflePlace) -> Iterator[tuple[Any, ShufflePlace]]:
         """Batches from a place on, each with the place after it."""
@@ -238,7 +251,7 @@ class _Engine:
         held, batches, found = 0, place.batches, place.taken
         steps = self._order.steps(place.epoch)
         for turn, window in self._windows(place):
-            order = row_order(self._order.spec, turn.epoch, turn.number, len(window.chosen))
+            order = row_order(self._order.spec, turn.epoch, turn.number, len(window))
             taken = place.taken if (turn.epoch, turn.number) == (place.epoch, place.window) else 0
             found += len(order)
             while taken < len(order) and batches != steps:
@@ -260,38 +273,53 @@ class _Engine:
             batches, found, steps = 0, 0, self._order.steps(turn.epoch + 1)
 
     def _windows(self, place: ShufflePlace) -> Iterator[tuple[_Turn, Window]]:
-        """The windows from a place on, the next one on its way while one is used."""
-        turns = self._turns(place)
-        turn = next(turns, None)
-        coming = None if turn is None else self._loader.begin(turn.pieces)
-        while turn is not None:
-            window = self._loaded
-            if window is None and coming is not None:
-                window = coming.result()
-            assert window is not None  # noqa: S101  for the type checker
-            following = next(turns, None)
-            if turn.whole:
-                self._loaded = window
-            elif following is not None:
-                coming = self._loader.begin(following.pieces)
-            yield turn, window
-            turn = following
+        """The windows from a place on. A window's last group was on its way while the one before was given out."""
+        loaded = self._groups(place)
+        for epoch, plan in self._plans(place.epoch):
+            held: dict[int, Group] = {}
+            for number in range(place.window if epoch == place.epoch else 0, plan.windows):
+                held.pop(number - plan.spread, None)
+                for group in plan.sources(number):
+                    if group not in held:
+                        held[group] = self._everything if self._everything is not None else next(loaded)
+                parts = [(group, plan.share(len(group.places), at, number)) for at, group in held.items()]
+                turn = _Turn(epoch, number, last=number + 1 == plan.windows)
+                yield turn, Window(self._loader.buffers, parts)
 
-    def _turns(self, place: ShufflePlace) -> Iterator[_Turn]:
+    def _groups(self, place: ShufflePlace) -> Iterator[Group]:
+        """The groups from the first that a place needs, each begun when the one before it is taken."""
+        coming: tuple[EpochPlan, int, int, LoadingGroup] | None = None
+        for epoch, plan in self._plans(place.epoch):
+            first = plan.sources(place.window).start if epoch == place.epoch else 0
+            for number in range(first, len(plan.groups)):
+                begun = self._loader.begin(plan.groups[number], plan.room, plan.slots)
+                if coming is not None:
+                    yield self._dealt(*coming)
+                coming = plan, epoch, number, begun
+            if plan.whole:
+                break
+        if coming is not None:
+            yield self._dealt(*coming)
+
+    def _dealt(self, plan: EpochPlan, epoch: int, number: int, loading: LoadingGroup) -> Group:
+        group = loading.result()
+        if plan.whole:
+            self._everything = group
+        elif plan.spread > 1:
+            group.deal(group_order(self._order.spec, epoch, number, len(group.places)))
+        return group
+
+    def _plans(self, first: int) -> Iterator[tuple[int, EpochPlan]]:
         if not any(rows for _, rows in self._order.shards):
             return
-        for epoch in count(place.epoch) if self._epochs is None else range(place.epoch, self._epochs):
-            plan = self._order.plan(epoch)
-            first = place.window if epoch == place.epoch else 0
-            for number in range(first, len(plan.windows)):
-                last = number + 1 == len(plan.windows)
-                yield _Turn(epoch, number, last, plan.whole, plan.windows[number])
+        for epoch in count(first) if self._epochs is None else range(first, self._epochs):
+            yield epoch, self._order.plan(epoch)
 
     def _finished(self, parts: list[_Part]) -> Any:
         """One batch of what one or several windows gave."""
         rows = {tap: _joined([part[tap] for part, _ in parts]) for tap in self._order.source.taps}
         if self._dtype is not None:
-            rows = {tap: array.astype(self._dtype, copy=False) for tap, array in rows.items()}
+            rows = {tap: widened(array, self._dtype) for tap, array in rows.items()}
         given: Any = next(iter(rows.values())) if self._single else rows
         known = [known for _, known in parts if known is not None]
         return replace(RowBatch.join(known), rows=given) if known else given

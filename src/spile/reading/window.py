@@ -1,4 +1,4 @@
-"""A window: rows of many pieces side by side in memory, read in parallel, checked, and gathered in any order."""
+"""Rows of many pieces side by side in memory, read in parallel, checked, and gathered in any order."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from spile.reading.read_pool import ReadPool
 from spile.reading.rows import RowBatch, context_of
 from spile.reading.selection import Selection
 from spile.store.record import ShardRecord
-from spile.store.shard_reader import ShardReader
+from spile.store.shard_reader import SMALL_SHARD, ShardReader
+from spile.store.statistics import widened
 from spile.store.streams import Stream
 
-__all__ = ["ShardCache", "TapSource", "Window", "WindowLoader"]
+__all__ = ["Group", "GroupLoader", "LoadingGroup", "ShardCache", "TapSource", "Window"]
 
 _Array = npt.NDArray[Any]
-_MOST_TOKENS = 64_000_000
-"""Of the shards that are open: their token ids, roles and offsets take about five bytes each."""
+_MOST_HELD = 320_000_000
+"""Bytes of the shards that are open: token ids and roles take five per token, and a small one is held whole."""
 
 
 class ShardCache(Sequence[tuple[int, ShardReader]]):
@@ -35,7 +36,7 @@ class ShardCache(Sequence[tuple[int, ShardReader]]):
     def __init__(self, shards: Sequence[tuple[Stream, ShardRecord]]) -> None:
         self._shards = shards
         self._opened: OrderedDict[int, ShardReader] = OrderedDict()
-        self._tokens = 0
+        self._held = 0
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -47,12 +48,16 @@ class ShardCache(Sequence[tuple[int, ShardReader]]):
             found = self._opened.pop(number, None)
             if found is None:
                 found = stream.open(record)
-                self._tokens += record.tokens
+                self._held += _weight(record)
             self._opened[number] = found
-            while self._tokens > _MOST_TOKENS and len(self._opened) > 1:
+            while self._held > _MOST_HELD and len(self._opened) > 1:
                 old, _ = self._opened.popitem(last=False)
-                self._tokens -= self._shards[old][1].tokens
+                self._held -= _weight(self._shards[old][1])
         return stream.number, found
+
+
+def _weight(record: ShardRecord) -> int:
+    return 5 * record.tokens + (record.size if record.size <= SMALL_SHARD else 0)
 
 
 @dataclass(frozen=True)
@@ -69,70 +74,82 @@ class TapSource:
         return place.dtype, place.shape[1]
 
 
-class Window:
-    """Rows in memory, and which of them are wanted."""
+class Group:
+    """Pieces that were read side by side: where their wanted rows lie in memory, and what is known of them."""
 
-    def __init__(self, buffers: Mapping[str, _Array], pieces: Sequence[RowPiece], context: bool) -> None:
-        self._buffers = buffers
+    def __init__(self, pieces: Sequence[RowPiece], base: int) -> None:
+        self._starts = base + np.concatenate([[0], np.cumsum([len(piece) for piece in pieces])])
         self._parts: list[tuple[_Array, RowBatch | None]] = [(np.empty(0, np.int64), None)] * len(pieces)
-        self._starts = np.concatenate([[0], np.cumsum([len(piece) for piece in pieces])])
-        self._context = context
-        self.chosen: npt.NDArray[np.int64] = np.empty(0, np.int64)
-        """The places of wanted rows in the buffers."""
-        self._known: RowBatch | None = None
+        self.places: npt.NDArray[np.int64] = np.empty(0, np.int64)
+        self.known: RowBatch | None = None
 
-    def slot(self, number: int, tap: str) -> _Array:
-        """Where a piece's rows of a tap go."""
-        return self._buffers[tap][self._starts[number] : self._starts[number + 1]]
+    def slot(self, number: int) -> slice:
+        """Where a piece's rows go."""
+        return slice(int(self._starts[number]), int(self._starts[number + 1]))
 
     def keep(self, number: int, wanted: npt.NDArray[np.bool_] | None, known: RowBatch | None) -> None:
         """A piece was read: which of its rows are wanted (None: all), and what is known of them."""
-        first, last = int(self._starts[number]), int(self._starts[number + 1])
-        chosen = np.arange(first, last) if wanted is None else first + np.flatnonzero(wanted)
+        slot = self.slot(number)
+        chosen = np.arange(slot.start, slot.stop) if wanted is None else slot.start + np.flatnonzero(wanted)
         self._parts[number] = (chosen, known if known is None or wanted is None else known.take(wanted))
 
-    def seal(self) -> Window:
+    def seal(self) -> None:
         """All pieces were read."""
-        self.chosen = np.concatenate([chosen for chosen, _ in self._parts])
-        if self._context:
-            self._known = RowBatch.join([known for _, known in self._parts if known is not None])
+        self.places = np.concatenate([chosen for chosen, _ in self._parts])
+        known = [known for _, known in self._parts if known is not None]
+        self.known = RowBatch.join(known) if known else None
         self._parts = []
-        return self
+
+    def deal(self, order: npt.NDArray[np.int64]) -> None:
+        """Put its rows into this order."""
+        self.places = self.places[order]
+        self.known = None if self.known is None else self.known.take(order)
+
+
+class Window:
+    """Rows of one or several groups that are given out together."""
+
+    def __init__(self, buffers: Mapping[str, _Array], parts: Sequence[tuple[Group, slice]]) -> None:
+        self._buffers = buffers
+        self._places = np.concatenate([group.places[share] for group, share in parts])
+        known = [group.known.take(share) for group, share in parts if group.known is not None]
+        self._known = RowBatch.join(known) if known else None
+
+    def __len__(self) -> int:
+        return len(self._places)
 
     def gather(self, order: npt.NDArray[np.int64]) -> tuple[dict[str, _Array], RowBatch | None]:
-        """The wanted rows numbered ``order``, copied out of every tap, and what is known of them."""
-        places = self.chosen[order]
-        # As bytes of whole rows: NumPy copies each with one memcpy, whatever the dtype.
-        rows = {tap: np.take(buffer, places, axis=0) for tap, buffer in self._buffers.items()}
+        """The rows numbered ``order``, copied out of every tap, and what is known of them."""
+        places = self._places[order]
+        rows = {tap: _taken(buffer, places) for tap, buffer in self._buffers.items()}
         return rows, None if self._known is None else self._known.take(order)
 
 
-class WindowLoader:
-    """Reads windows into buffers that it uses again: taking new memory from the system costs as much as a copy."""
+class GroupLoader:
+    """Reads groups into memory that it uses again: taking new memory from the system costs as much as a copy."""
 
     def __init__(
         self, source: TapSource, selection: Selection, pool: ReadPool, *, context: bool, scratch: str | None
     ) -> None:
         self._source, self._selection, self._pool = source, selection, pool
         self._context, self._scratch = context, scratch
-        self._buffers: list[dict[str, _Array]] = [{}, {}]
-        self._turn = 0
+        self._begun = 0
+        self.buffers: dict[str, _Array] = {}
+        """Each tap's rows, of all groups that are in memory."""
 
-    def begin(self, pieces: Sequence[RowPiece]) -> _Loading:
-        """Start to read a window. The window begun before the last one must be done with."""
-        rows = sum(map(len, pieces))
-        window = Window(self._room(rows), pieces, self._context)
-        tasks = [self._pool.submit(partial(self._read, window, number, piece)) for number, piece in enumerate(pieces)]
-        return _Loading(window, tasks)
+    def begin(self, pieces: Sequence[RowPiece], room: int, slots: int) -> LoadingGroup:
+        """Start to read a group, into the memory of the one that was begun ``slots`` before, which must be done with.
 
-    def _room(self, rows: int) -> dict[str, _Array]:
-        self._turn = 1 - self._turn
-        held = self._buffers[self._turn]
-        for tap in self._source.taps:
-            dtype, columns = self._source.row_type(tap)
-            if tap not in held or len(held[tap]) < rows:
-                held[tap] = self._allocate((rows, columns), dtype)
-        return {tap: buffer[:rows] for tap, buffer in held.items()}
+        ``room``: the rows of the largest that will come.
+        """
+        if not self.buffers:
+            for tap in self._source.taps:
+                dtype, columns = self._source.row_type(tap)
+                self.buffers[tap] = self._allocate((room * slots, columns), dtype)
+        group = Group(pieces, self._begun % slots * room)
+        self._begun += 1
+        tasks = [self._pool.submit(partial(self._read, group, number, piece)) for number, piece in enumerate(pieces)]
+        return LoadingGroup(group, tasks)
 
     def _allocate(self, shape: tuple[int, int], dtype: np.dtype[Any]) -> _Array:
         if self._scratch is None:
@@ -145,32 +162,41 @@ class WindowLoader:
         with tempfile.TemporaryFile(dir=folder, prefix=".spile-") as file:
             return np.memmap(file, dtype, "w+", shape=shape)
 
-    def _read(self, window: Window, number: int, piece: RowPiece) -> None:
+    def _read(self, group: Group, number: int, piece: RowPiece) -> None:
         """One piece, every tap of it. In a thread of the pool."""
         stream, shard = self._source.shards[piece.shard]
+        slot = group.slot(number)
         wanted = self._selection.mask(stream, shard, piece.start, piece.stop) if self._selection.by_tail else None
         if wanted is None or wanted.any():
             for tap in self._source.taps:
-                shard.read_rows(tap, piece.start, piece.stop, window.slot(number, tap))
+                shard.read_rows(tap, piece.start, piece.stop, self.buffers[tap][slot])
         if self._selection.by_norm:
-            near = self._selection.of_norm(_norms(window.slot(number, self._source.taps[0])))
+            near = self._selection.of_norm(_norms(self.buffers[self._source.taps[0]][slot]))
             wanted = near if wanted is None else wanted & near
         known = context_of(stream, shard, piece.start, piece.stop) if self._context else None
-        window.keep(number, wanted, known)
+        group.keep(number, wanted, known)
 
 
 @dataclass(frozen=True)
-class _Loading:
-    window: Window
+class LoadingGroup:
+    """A group on its way."""
+
+    group: Group
     tasks: list[Future[None]]
 
-    def result(self) -> Window:
+    def result(self) -> Group:
         """Wait for all pieces; the first failure is raised."""
         for task in self.tasks:
             task.result()
-        return self.window.seal()
+        self.group.seal()
+        return self.group
+
+
+def _taken(rows: _Array, places: npt.NDArray[np.int64]) -> _Array:
+    # As plain integers: NumPy holds the interpreter's lock over a dtype that it does not know, and readers would wait.
+    return np.take(rows.view(f"u{rows.dtype.itemsize}"), places, axis=0).view(rows.dtype)
 
 
 def _norms(rows: _Array) -> npt.NDArray[np.float32]:
-    wide = rows.astype(np.float32)
+    wide = widened(rows, np.float32)
     return np.asarray(np.sqrt(np.einsum("ij,ij->i", wide, wide)))

@@ -16,16 +16,20 @@ import numpy.typing as npt
 
 from spile.errors import Damaged
 from spile.objects.crc import CHUNK, crc32c, fold, to_hex
-from spile.objects.disk import MappedFile, read_into
+from spile.objects.disk import MappedFile, read_into, will_need
 from spile.objects.folder import Folder
 from spile.spec.safetensors import TensorPlace
 from spile.store.codec import CHUNKS, ShardHeader, parse_shard_header
 from spile.store.record import ShardRecord
 
-__all__ = ["ShardReader"]
+__all__ = ["SMALL_SHARD", "ShardReader"]
 
 _SMALL = 4 << 20
 """A tail (all that is no tap) up to this many bytes comes in one read."""
+
+
+SMALL_SHARD = 256 << 10
+"""A shard up to this many bytes comes whole, in one read, and is kept as long as it is open."""
 
 
 class ShardReader:
@@ -40,6 +44,7 @@ class ShardReader:
         self.where = f"{folder.url}/{record.name}"
         self._lock = threading.RLock()
         self._map: MappedFile | Literal[False] | None = None
+        self._object: memoryview | None = None
         self._header: ShardHeader | None = None
         self._notes: list[dict[str, Any]] | None = None
         self._tail: tuple[int, memoryview] | None = None
@@ -64,7 +69,7 @@ class ShardReader:
 
     @property
     def notes(self) -> list[dict[str, Any]]:
-        """Each sample's index, task id, preview, augmentation and truncation."""
+        """Each sample's index, task id, preview, augmentation, truncation and kept fields."""
         with self._lock:  # no cached_property: before Python 3.12 it has one lock for all shards, and this one reads
             if self._notes is None:
                 self._notes = self.header.notes()
@@ -127,22 +132,27 @@ class ShardReader:
         first, last = start * width, stop * width
         whole = first % CHUNK == 0 and (last % CHUNK == 0 or last == place.length)
         path = self.folder.local_path
-        if path is None or not whole or first == last:
+        if path is None or not whole or first == last or self.record.size <= SMALL_SHARD:
             out[:] = self.rows(name, start, stop)
             return
         begin, end = first // CHUNK, -(-last // CHUNK)
-        sums = self._sums_of(name)[begin:end].tolist()
         target = out.view(np.uint8).reshape(-1).data
+        if self._known_good(name, begin, end):
+            self._fill(path, place.start + first, target)
+            return
+        will_need(path / self.record.name, place.start + first, last - first)
+        for number, wanted in enumerate(self._sums_of(name)[begin:end].tolist(), begin):
+            # A chunk at a time: its checksum is taken while it is in the processor's cache.
+            self._check_into(f"{name}, chunk {number}", path, place.start + number * CHUNK, wanted, target[:CHUNK])
+            target = target[CHUNK:]
+        self._trusted[name][begin:end] = True
 
+    def _check_into(self, what: str, path: Path, start: int, wanted: int, target: memoryview) -> None:
         def read(start: int, _: int) -> memoryview:
             self._fill(path, start, target)
             return target
 
-        if self._known_good(name, begin, end):
-            self._fill(path, place.start + first, target)
-            return
-        self._checked(f"{name}, chunk {{}}", place.start + first, last - first, sums, CHUNK, begin, read)
-        self._trusted[name][begin:end] = True
+        self._checked(what, start, len(target), [wanted], CHUNK, read=read)
 
     def folded(self, name: str) -> int:
         """The crc32c of a whole tensor, from those of its chunks."""
@@ -169,6 +179,7 @@ class ShardReader:
             found = [crc32c(data[at : at + step]) for at in range(0, max(1, len(data)), step)]
             if found == list(sums):
                 break
+            self._object = None
             if last:
                 place = next((n for n, (a, b) in enumerate(zip(found, sums, strict=False)) if a != b), len(found) - 1)
                 raise Damaged(
@@ -201,6 +212,8 @@ class ShardReader:
 
     def _bytes(self, start: int, length: int) -> memoryview:
         """Of a local file: the file itself where it can be, for rows that are used soon."""
+        if self.record.size <= SMALL_SHARD:
+            return self._read(start, length)
         path = self.folder.local_path
         mapped = self._mapping(path) if path is not None and length else None
         if mapped is not None and mapped.is_there(start, length):
@@ -211,6 +224,14 @@ class ShardReader:
         """A copy, for what is kept: no file that is cut later takes it away."""
         if not length:
             return memoryview(b"")
+        if self.record.size > SMALL_SHARD:
+            return self._copied(start, length)
+        with self._lock:
+            if self._object is None:
+                self._object = self._copied(0, self.record.size)
+            return self._object[start : start + length]
+
+    def _copied(self, start: int, length: int) -> memoryview:
         path = self.folder.local_path
         if path is None:
             return memoryview(self.folder.get_range(self.record.name, start, length))

@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["SUMS", "TapAccumulator", "TapStatistics", "TopRow"]
+__all__ = ["SUMS", "TapAccumulator", "TapStatistics", "TopRow", "widened"]
 
 SUMS = ".sums"
 """What a shard calls a tap's two sums, after the tap's own name."""
@@ -176,8 +176,13 @@ class TapAccumulator:
         return TapStatistics(self.count, dict(sorted(self._norms.items())), tuple(self._top), (self._sums.copy(),))
 
 
-def _float64(rows: _Array) -> npt.NDArray[np.float64]:
-    """Exactly the same numbers. A bfloat16 is the upper half of a float32, which NumPy converts many times as fast."""
-    if rows.dtype == ml_dtypes.bfloat16:
+def widened(rows: _Array, dtype: npt.DTypeLike) -> _Array:
+    """As another dtype. A bfloat16 is the upper half of a float32, which is made many times as fast as NumPy does."""
+    if rows.dtype == ml_dtypes.bfloat16 and dtype in (np.float32, np.float64):
         rows = (rows.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return rows.astype(np.float64)
+    return rows.astype(dtype, copy=False)
+
+
+def _float64(rows: _Array) -> npt.NDArray[np.float64]:
+    """Exactly the same numbers."""
+    return widened(rows, np.float64)
