@@ -7,6 +7,8 @@ python examples/saelens.py ./activations --tap residual.1 --steps 200 --output s
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from typing import Any
 
 from sae_lens import LoggingConfig, TopKTrainingSAE, TopKTrainingSAEConfig
 from sae_lens.config import SAETrainerConfig
@@ -16,25 +18,15 @@ import spile
 from spile.spec.sample import Role
 
 
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("root")
-    parser.add_argument("--tap", default="residual.1")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--output", default="sae")
-    args = parser.parse_args()
-
-    dataset = spile.open(args.root)
-    rows = iter(dataset.torch(args.tap, batch_rows=1024, epochs=None, exclude=Role.FIRST, dtype="float32"))
-    sae = TopKTrainingSAE(
-        TopKTrainingSAEConfig(d_in=next(rows).shape[1], d_sae=512, k=16, device="cpu", dtype="float32")
-    )
+def trainer(rows: Iterator[Any], *, steps: int, batch_rows: int, features: int, k: int) -> SAETrainer[Any, Any]:
+    """A top-k autoencoder and its trainer; the first batch tells how wide rows are."""
+    width = next(rows).shape[1]
+    sae = TopKTrainingSAE(TopKTrainingSAEConfig(d_in=width, d_sae=features, k=k, device="cpu", dtype="float32"))
     config = SAETrainerConfig(
         n_checkpoints=0,
         checkpoint_path=None,
         save_final_checkpoint=False,
-        total_training_samples=1024 * args.steps,
+        total_training_samples=batch_rows * steps,
         device="cpu",
         autocast=False,
         lr=1e-3,
@@ -45,12 +37,28 @@ def main() -> None:
         adam_beta2=0.999,
         lr_decay_steps=0,
         n_restart_cycles=1,
-        train_batch_size_samples=1024,
+        train_batch_size_samples=batch_rows,
         dead_feature_window=1000,
         feature_sampling_window=2000,
         logger=LoggingConfig(log_to_wandb=False),
     )
-    SAETrainer(cfg=config, sae=sae, data_provider=rows).fit().save_model(args.output)
+    return SAETrainer(cfg=config, sae=sae, data_provider=rows)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("root")
+    parser.add_argument("--tap", default="residual.1")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--batch-rows", type=int, default=1024)
+    parser.add_argument("--output", default="sae")
+    args = parser.parse_args()
+
+    dataset = spile.open(args.root)
+    rows = iter(dataset.torch(args.tap, batch_rows=args.batch_rows, epochs=None, exclude=Role.FIRST, dtype="float32"))
+    trained = trainer(rows, steps=args.steps, batch_rows=args.batch_rows, features=512, k=16).fit()
+    trained.save_model(args.output)
     print(f"saved {args.output}")
 
 

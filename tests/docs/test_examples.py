@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,15 +11,19 @@ from pathlib import Path
 import pytest
 
 from spile.cli.main import main
+from spile.data.lines import embedded_tasks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> str:
-    root = tmp_path_factory.mktemp("demo") / "activations"
+    return extracted(tmp_path_factory.mktemp("demo") / "activations", "--max-samples", "8")
+
+
+def extracted(root: Path, *words: str) -> str:
     with pytest.raises(SystemExit) as ended:
-        main(["extract", "--output", str(root), "--max-samples", "8", "--layers", "1"])
+        main(["extract", "--output", str(root), "--layers", "1", *words])
     assert ended.value.code == 0
     return str(root)
 
@@ -49,10 +55,31 @@ def test_the_torch_sae_learns(demo: str, tmp_path: Path) -> None:
     assert 0 < unexplained(line) < 1
 
 
-def test_the_probe_is_better_than_a_guess(demo: str, tmp_path: Path) -> None:
-    line = run(tmp_path, "probe.py", demo, "--rows", "2000")
+def test_the_probe_is_better_than_a_guess(tmp_path: Path) -> None:
+    tasks = [json.loads(line) for line in embedded_tasks().read_text().splitlines()]
+    labelled = [{**task, "size": task["task_id"].rpartition("-")[2]} for task in tasks]
+    (tmp_path / "labelled.jsonl").write_text("\n".join(map(json.dumps, labelled)))
+    words = ["--dataset", str(tmp_path / "labelled.jsonl"), "--keep", "size"]
+    demo = extracted(tmp_path / "activations", *words, "--max-seq-length", "256")
+    line = run(tmp_path, "probe.py", demo, "--label", "size", "--rows", "8000")
     right, usual = (float(part.split("%")[0].split()[-1]) for part in line.split(": ")[1:])
     assert right > usual
+
+
+def test_the_notebook_goes_from_extraction_to_a_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="no matplotlib here: pip install 'spile[notebook]'")
+    notebook = json.loads((EXAMPLES / "features.ipynb").read_text())
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] for cell in notebook["cells"] if cell["cell_type"] == "code"), "no outputs, no paths"
+    (tmp_path / "cells.py").write_text("\n".join(cells))
+    environment = {**os.environ, "MPLBACKEND": "Agg", "PYTHONPATH": str(EXAMPLES)}
+    command = [sys.executable, "cells.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "feature.png").stat().st_size > 10_000
+    _, unexplained, fires = done.stdout.splitlines()[-3:]
+    assert 0 < float(unexplained.split()[0]) < 0.9
+    assert "fires on" in fires
 
 
 def test_the_jax_example_is_short() -> None:

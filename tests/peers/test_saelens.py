@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import runpy
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +19,8 @@ from spile.reading.dataset import Dataset  # noqa: E402
 from spile.reading.dataset import open as open_dataset  # noqa: E402
 from spile.reading.export.tables import write_saelens  # noqa: E402
 from world import produce  # noqa: E402
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "saelens.py"
 
 
 @pytest.fixture
@@ -58,33 +62,22 @@ def test_its_store_reads_our_cache(dataset: Dataset, tmp_path: Path) -> None:
 
 
 def test_its_trainer_trains_on_our_reader(dataset: Dataset) -> None:
-    from sae_lens import LoggingConfig, TopKTrainingSAE, TopKTrainingSAEConfig
-    from sae_lens.config import SAETrainerConfig
-    from sae_lens.training.sae_trainer import SAETrainer
-
-    sae = TopKTrainingSAE(TopKTrainingSAEConfig(d_in=8, d_sae=32, k=4, device="cpu", dtype="float32"))
-    before = {name: value.clone() for name, value in sae.state_dict().items()}
-    configuration: Any = SAETrainerConfig(
-        n_checkpoints=0,
-        checkpoint_path=None,
-        save_final_checkpoint=False,
-        total_training_samples=64 * 20,
-        device="cpu",
-        autocast=False,
-        lr=1e-3,
-        lr_end=1e-4,
-        lr_scheduler_name="constant",
-        lr_warm_up_steps=0,
-        adam_beta1=0.9,
-        adam_beta2=0.999,
-        lr_decay_steps=0,
-        n_restart_cycles=1,
-        train_batch_size_samples=64,
-        dead_feature_window=1000,
-        feature_sampling_window=2000,
-        logger=LoggingConfig(log_to_wandb=False),
-    )
+    example = runpy.run_path(str(EXAMPLE))
     rows = iter(dataset.torch("residual.1", batch_rows=64, epochs=None, dtype="float32"))
-    trainer = SAETrainer(cfg=configuration, sae=sae, data_provider=rows)
+    trainer = example["trainer"](rows, steps=20, batch_rows=64, features=32, k=4)
+    before = {name: value.clone() for name, value in trainer.sae.state_dict().items()}
     trained = trainer.fit()
     assert any(not value.equal(before[name]) for name, value in trained.state_dict().items())
+
+
+def test_the_example_trains_on_the_demo_and_saves_what_saelens_loads(tmp_path: Path) -> None:
+    from sae_lens import SAE
+
+    demo = ["-m", "spile.cli.main", "extract", "--output", "activations", "--max-samples", "4", "--layers", "1"]
+    command = [str(EXAMPLE), "activations", "--steps", "5", "--batch-rows", "256", "--output", "sae"]
+    for words in (demo, command):
+        done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "saved sae"
+    sae = SAE.load_from_disk(tmp_path / "sae")
+    assert (sae.cfg.d_in, sae.cfg.d_sae) == (open_dataset(str(tmp_path / "activations")).run.d_model, 512)
