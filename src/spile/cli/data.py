@@ -107,6 +107,9 @@ def streams(
     max_samples: Annotated[int | None, _MAX_SAMPLES] = None,
     max_train_examples: Annotated[int | None, _MAX_TRAIN] = None,
     ids: Annotated[Literal["content", "number"], _IDS] = "content",
+    keep: Annotated[
+        str | None, Parameter(help="Columns of a table that lines keep too, for extract --keep: label,source.")
+    ] = None,
     seed: Annotated[int, Parameter(help="Which sample goes to which stream.")] = 0,
     streams: Annotated[str | None, Parameter(help="Make only these again: 5-9 or 0,3.")] = None,
     overwrite: Annotated[bool, Parameter(help="Replace streams of another split.", negative="")] = False,
@@ -114,7 +117,8 @@ def streams(
     """Split a dataset into independent streams, balanced to one sample, the same bytes each time."""
     from spile.data.make.split import make_streams
 
-    selection = _selection(column, start_index, end_index, max_samples, max_train_examples, ids)
+    kept = tuple((keep or "").replace(",", " ").split())
+    selection = _selection(column, start_index, end_index, max_samples, max_train_examples, ids, kept)
     console = Console(soft_wrap=True, highlight=False)
     if is_remote(output_dir):
         _refuse_others(output_dir, num_streams, seed, some=streams is not None, overwrite=overwrite)
@@ -231,11 +235,17 @@ def progress(
 
 
 def _selection(
-    column: str, start: int, end: int | None, most: int | None, train: int | None, ids: IdRule
+    column: str,
+    start: int,
+    end: int | None,
+    most: int | None,
+    train: int | None,
+    ids: IdRule,
+    keep: tuple[str, ...] = (),
 ) -> RowSelection:
     from spile.data.make.items import RowSelection
 
-    return RowSelection(column, start, end, most, train, ids)
+    return RowSelection(column, start, end, most, train, ids, keep)
 
 
 def _print_tally(console: Console, tally: ItemTally) -> None:

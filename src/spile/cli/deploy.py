@@ -33,8 +33,9 @@ __all__ = ["DeployFlags", "deploy", "extract_words"]
 _STEPS = Group("Which steps", sort_key=0)
 _OURS = frozenset(
     {
-        "dataset", "dataset_dir", "worker_id", "expect_split", "max_samples", "output", "output_dir", "gcs_bucket",
-        "gcs_prefix", "upload_to_gcs", "delete_local_after_upload", "checkpointing", "overwrite",
+        "dataset", "dataset_dir", "split", "config_name", "worker_id", "expect_split", "max_samples", "output",
+        "output_dir", "gcs_bucket", "gcs_prefix", "upload_to_gcs", "delete_local_after_upload", "checkpointing",
+        "overwrite",
     }
 )  # fmt: skip
 """What deploy decides for every worker: an order to remove a stream must not go to every life of its worker."""
@@ -275,11 +276,9 @@ def _streams(
     else:
         if flags.dataset is None:
             say(f"no dataset was named: {GUIDES_DATASET}, as in the guides")
-        column = "examples" if flags.column == "text" else flags.column
         dataset = flags.dataset or GUIDES_DATASET
-        with split_streams(
-            dataset, below, len(fleet.workers), column=column, seed=flags.seed, log=say, begun=there
-        ) as made:
+        data = flags.spec().data
+        with split_streams(dataset, below, len(fleet.workers), data=data, log=say, begun=there) as made:
             yield made
 
 

@@ -27,7 +27,7 @@ _STREAMS = "streams"
 _STREAMS_PER_WORKER = 4
 """More streams than workers: what a slow or lost one leaves is shared by all."""
 _PLACED = frozenset(
-    {"dataset", "dataset_dir", "worker_id", "output", "output_dir", "gcs_bucket", "gcs_prefix",
+    {"dataset", "dataset_dir", "split", "config_name", "worker_id", "output", "output_dir", "gcs_bucket", "gcs_prefix",
      "upload_to_gcs"}
 )  # fmt: skip
 """What is said anew for each worker."""
@@ -122,8 +122,7 @@ def _split(flags: ExtractFlags, spec: ExtractSpec, workers: int, asked: int | No
         known = StreamsManifest.from_json(open_folder(place).get(MANIFEST), f"{place}/{MANIFEST}")
     except NotFound:
         count = asked or _STREAMS_PER_WORKER * workers
-        column = "examples" if flags.column == "text" else flags.column
-        prepare_streams(dataset, place, count, column=column, seed=flags.seed, log=say)
+        prepare_streams(dataset, place, count, data=spec.data, log=say)
         return place
     source = str(known.source.get("dataset"))
     if dataset != EMBEDDED and source != dataset:

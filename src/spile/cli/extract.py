@@ -79,9 +79,16 @@ class ExtractFlags:
         str | None,
         flag(
             WHAT,
-            "JSONL of ARC tasks, of {text} or of {messages}. "
+            "JSONL or Parquet of ARC tasks, {text}, {messages} or {input_ids}, or a dataset of the hub. "
             f"[default: embedded for a try-out here; else {GUIDES_STREAMS} where it exists]",
         ),
+    ] = None
+    split: Annotated[
+        str | None, flag(WHAT, "The hub dataset's split, or some of its rows: train[:1000]. [default: train]")
+    ] = None
+    config_name: Annotated[str | None, flag(WHAT, "The hub dataset's configuration.")] = None
+    keep: Annotated[
+        list[str] | None, _words(WHAT, "Fields of each row to store with its sample, such as label,source.")
     ] = None
     dataset_dir: Annotated[str | None, flag(WHAT, "A folder of streams; --worker-id 5 reads its stream_005.jsonl.")] = (
         None
@@ -109,7 +116,7 @@ class ExtractFlags:
     prompt_version: Annotated[str, flag(PROMPTS, "Which ARC prompt.")] = PromptSpec.version
     grid_encoder: Annotated[str, flag(PROMPTS, "How a grid is written.")] = DEFAULT_ENCODER
     predictions_per_task: Annotated[int, flag(PROMPTS, "Augmented variants of each ARC task.")] = 1
-    column: Annotated[str, flag(PROMPTS, "The field with the text, for --prompt text.")] = "text"
+    column: Annotated[str, flag(PROMPTS, "The field with the text, or with the token ids.")] = "text"
     pack: Annotated[bool, flag(PROMPTS, "Cut documents into full windows.", negative="")] = False
     max_seq_length: Annotated[int, flag(PROMPTS, "Longer samples are cut or skipped.")] = 2048
     long: Annotated[LongPolicy, flag(PROMPTS, "What happens to those.")] = "truncate"
@@ -167,6 +174,9 @@ class ExtractFlags:
             max_samples=self.max_samples,
             seed=self.seed,
             expect_split=self.expect_split,
+            split=self.split,
+            config_name=self.config_name,
+            keep=tuple(" ".join(self.keep or []).replace(",", " ").split()),
         )
         output, local_copy = self._places()
         return ExtractSpec(

@@ -7,14 +7,17 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from spile.data.arc.augment import augment
 from spile.data.arc.encoders import parse_encoder
 from spile.data.arc.prompts import arc_messages
 from spile.data.chat import ROLES, ChatTemplate, Message, Rendered
-from spile.data.rows import chat_of, row_id, task_of, text_of
+from spile.data.rows import chat_of, kept_of, row_id, task_of, text_of, tokens_of
 from spile.data.tokens import Span, Tokenizer
 from spile.errors import DataError, ModelError
-from spile.spec.run import PromptSpec
+from spile.spec.run import DataSpec, PromptSpec
 
 __all__ = ["Draft", "Drafter", "plain_text"]
 
@@ -34,6 +37,10 @@ class Draft:
     rendered: bool = False
     """True: a chat template has put the special tokens there."""
     augmentation: dict[str, object] | None = None
+    tokens: npt.NDArray[np.int32] | None = None
+    """Where the row has its tokens, and no text."""
+    kept: dict[str, object] | None = None
+    """The fields of its row that the run keeps."""
 
 
 def plain_text(messages: list[dict[str, str]]) -> Rendered:
@@ -58,6 +65,9 @@ class Drafter:
     prompt: PromptSpec
     seed: int
     template: ChatTemplate | None
+    keep: tuple[str, ...] = ()
+    vocabulary: int | None = None
+    """How many tokens the model knows, where rows bring their own."""
     _told: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -66,8 +76,10 @@ class Drafter:
         self._fold = arc and self.template is not None and self.template.folds_system()
 
     @classmethod
-    def of(cls, prompt: PromptSpec, seed: int, tokenizer: Tokenizer) -> Drafter:
-        """For this model's tokenizer; a chat needs one with a chat template."""
+    def of(cls, prompt: PromptSpec, data: DataSpec, tokenizer: Tokenizer, vocabulary: int | None = None) -> Drafter:
+        """For this model's tokenizer; a chat needs one with a chat template, and rows of tokens need none."""
+        if prompt.kind != "tokens":
+            tokenizer.refuse_none()
         template = ChatTemplate.of(tokenizer)
         if prompt.kind == "chat" and template is None:
             raise ModelError(
@@ -76,32 +88,38 @@ class Drafter:
                 found="none",
                 fix="use --prompt text, or another model",
             )
-        return cls(prompt, seed, template)
+        return cls(prompt, data.seed, template, data.keep, vocabulary)
 
     def check(self, row: Mapping[str, Any], place: str) -> None:
         """Raise :class:`DataError` where the row cannot become samples; cheaper than making them."""
-        kind = self.prompt.kind
+        kind, column = self.prompt.kind, self.prompt.column
+        kept_of(row, self.keep, place)
         if kind == "arc":
             task_of(row, place)
         elif kind == "chat":
             chat_of(row, place)
+        elif kind == "tokens":
+            tokens_of(row, column, self.vocabulary, place)
         else:
-            text_of(row, self.prompt.column, place)
+            text_of(row, column, place)
 
     def drafts(self, row: Mapping[str, Any], line: int, place: str, wanted: Callable[[int], bool]) -> Iterator[Draft]:
         """The row's samples, in order, without those not wanted."""
         if self.prompt.kind == "arc":
             yield from self._arc(row, line, place, wanted)
             return
-        name = row_id(row) or f"line-{line}"
+        name, kept = row_id(row) or f"line-{line}", kept_of(row, self.keep, place)
         if self.prompt.kind == "text":
-            yield Draft(line, name, text_of(row, self.prompt.column, place), place)
+            yield Draft(line, name, text_of(row, self.prompt.column, place), place, kept=kept)
+        elif self.prompt.kind == "tokens":
+            tokens = tokens_of(row, self.prompt.column, self.vocabulary, place)
+            yield Draft(line, name, "", place, tokens=tokens, kept=kept)
         else:
             rendered = self._rendered(chat_of(row, place), place)
-            yield Draft(line, name, rendered.text, place, rendered.spans, rendered=True)
+            yield Draft(line, name, rendered.text, place, rendered.spans, rendered=True, kept=kept)
 
     def _arc(self, row: Mapping[str, Any], line: int, place: str, wanted: Callable[[int], bool]) -> Iterator[Draft]:
-        task = task_of(row, place)
+        task, kept = task_of(row, place), kept_of(row, self.keep, place)
         count = self.prompt.predictions_per_task
         for variant in range(count):
             index = line * count + variant
@@ -112,7 +130,8 @@ class Drafter:
             messages = _folded(messages) if self._fold else messages
             rendered = plain_text(messages) if self.template is None else self._rendered(messages, place)
             record = how.record() if variant else None
-            yield Draft(index, task.task_id, rendered.text, place, rendered.spans, self.template is not None, record)
+            templated = self.template is not None
+            yield Draft(index, task.task_id, rendered.text, place, rendered.spans, templated, record, kept=kept)
 
     def _rendered(self, messages: list[Message] | list[dict[str, Any]] | list[dict[str, str]], place: str) -> Rendered:
         assert self.template is not None  # noqa: S101  for the type checker: a chat was refused without one

@@ -11,7 +11,7 @@ import hashlib
 import os
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -22,7 +22,7 @@ from spile.errors import DataError, StoreError
 from spile.objects.opening import is_remote
 from spile.spec.run import EMBEDDED
 
-__all__ = ["BlockHashes", "Line", "StreamFile", "embedded_tasks"]
+__all__ = ["BlockHashes", "Line", "StreamFile", "embedded_tasks", "fetched"]
 
 _CHUNK = 1 << 20
 _LONGEST = 256 << 20
@@ -92,7 +92,7 @@ def embedded_tasks() -> Path:
 
 
 class _Copy:
-    """A bucket's object on this machine's disk, in the pieces that it came in: a file without a name, gone with us."""
+    """What was fetched, on this machine's disk, in the pieces that it came in: a file without a name, gone with us."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as its stream
@@ -127,14 +127,18 @@ class _Copy:
 
 
 class StreamFile:
-    """A file of lines: a path, ``embedded``, or an object of a bucket, fetched once and then read from a copy."""
+    """A file of lines: a path, ``embedded``, or an object of a bucket, fetched once and then read from a copy.
 
-    def __init__(self, location: str) -> None:
+    ``rows``: lines made of something else, a table's rows; likewise made once.
+    """
+
+    def __init__(self, location: str, rows: Callable[[], Iterator[bytes]] | None = None) -> None:
         self.location = location
+        self._rows = rows
         self._remote = is_remote(location)
         self._copy: _Copy | None = None
         self._path = embedded_tasks() if location == EMBEDDED else Path(location.removeprefix("file://")).expanduser()
-        if not self._remote:
+        if not self._remote and rows is None:
             _check(self._path, location)
 
     def chunks(self) -> Iterator[bytes]:
@@ -142,18 +146,12 @@ class StreamFile:
         if self._copy is not None:
             yield from self._copy.chunks()
             return
-        if self._remote:
-            from spile import objects
-
-            folder, key = objects.split(self.location)
+        if self._remote or self._rows is not None:
             copy = _Copy()
-            try:
-                for chunk in objects.read_chunks(objects.open_folder(folder), key):
-                    copy.add(chunk)
-                    yield chunk
-                self._copy = copy.ended()
-            except objects.NotFound as error:
-                raise DataError(f"no such dataset: {self.location}", fix="check --dataset or --dataset-dir") from error
+            for chunk in fetched(self.location) if self._rows is None else self._rows():
+                copy.add(chunk)
+                yield chunk
+            self._copy = copy.ended()
             return
         try:
             with self._path.open("rb") as file:
@@ -164,6 +162,8 @@ class StreamFile:
 
     def beside(self, name: str) -> bytes | None:
         """The small file of that name in the same folder, if there is one."""
+        if self._rows is not None:
+            return None
         if self._remote:
             from spile import objects
 
@@ -178,7 +178,7 @@ class StreamFile:
     @property
     def name(self) -> str:
         """The file's own name."""
-        return self.location.rsplit("/", 1)[-1] if self._remote else self._path.name
+        return self.location.rsplit("/", 1)[-1] if self._remote or self._rows is not None else self._path.name
 
     def lines(self, hashes: BlockHashes | None = None) -> Iterator[Line]:
         """The lines that are not blank. With ``hashes``, a line comes after every block that it lies in was hashed.
@@ -245,6 +245,17 @@ class StreamFile:
             hashes.end()
 
 
+def fetched(location: str) -> Iterator[bytes]:
+    """The bytes of a bucket's object, a piece at a time."""
+    from spile import objects
+
+    folder, key = objects.split(location)
+    try:
+        yield from objects.read_chunks(objects.open_folder(folder), key)
+    except objects.NotFound as error:
+        raise DataError(f"no such dataset: {location}", fix="check --dataset or --dataset-dir") from error
+
+
 def _check(path: Path, location: str) -> None:
     if path.is_dir():
         raise DataError(
@@ -254,9 +265,3 @@ def _check(path: Path, location: str) -> None:
         )
     if not path.is_file():
         raise DataError(f"no such dataset: {location}", fix="check --dataset, or --dataset-dir and --worker-id")
-    if path.suffix == ".parquet":
-        raise DataError(
-            f"{location} is Parquet",
-            expected="JSONL",
-            fix=f"make streams of it: spile data streams --dataset {location}",
-        )

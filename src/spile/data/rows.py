@@ -1,12 +1,14 @@
-"""What a line of a stream says: an ARC task, a chat or a text; and which of them a dataset holds."""
+"""What a line of a stream says: an ARC task, a chat, a text or tokens; and which of them a dataset holds."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import orjson
 
 from spile.data.arc.encoders import parse_encoder
@@ -14,7 +16,24 @@ from spile.data.arc.grids import Task, parse_task
 from spile.errors import DataError, SpecError
 from spile.spec.run import PromptKind, PromptSpec
 
-__all__ = ["arc_task_id", "chat_of", "parse_row", "resolve", "row_id", "task_of", "text_of"]
+__all__ = [
+    "MASK",
+    "TOKENS",
+    "arc_task_id",
+    "chat_of",
+    "kept_of",
+    "parse_row",
+    "resolve",
+    "row_id",
+    "task_of",
+    "text_of",
+    "tokens_of",
+]
+
+TOKENS, MASK = "input_ids", "attention_mask"
+"""Where a row has its tokens, and which of them count, as transformers' tokenizers name them."""
+_MOST_KEPT = 1024
+"""Bytes of JSON, so that the header of a shard of many samples stays small beside its rows."""
 
 _FIELDS = 8
 """How many fields of a strange row are named."""
@@ -60,7 +79,8 @@ def resolve(prompt: PromptSpec, row: Mapping[str, Any], place: str) -> PromptSpe
     """
     kind = prompt.kind
     if kind == "auto":
-        shapes: dict[str, PromptKind] = {"train": "arc", "messages": "chat", prompt.column: "text"}
+        named: PromptKind = "tokens" if isinstance(row.get(prompt.column), list) else "text"
+        shapes: dict[str, PromptKind] = {"train": "arc", "messages": "chat", prompt.column: named, TOKENS: "tokens"}
         kind = next((shape for name, shape in shapes.items() if name in row), kind)
     if kind == "auto":
         raise _unknown(prompt, row, place)
@@ -72,7 +92,9 @@ def resolve(prompt: PromptSpec, row: Mapping[str, Any], place: str) -> PromptSpe
     if kind == "arc":
         return replace(prompt, kind=kind, encoder=str(parse_encoder(prompt.encoder)), column=default.column)
     plain = replace(prompt, kind=kind, encoder=default.encoder, version=default.version)
-    return plain if kind == "text" else replace(plain, column=default.column)
+    if kind == "tokens" and not isinstance(row.get(prompt.column), list):
+        return replace(plain, column=TOKENS)
+    return replace(plain, column=default.column) if kind == "chat" else plain
 
 
 def _unknown(prompt: PromptSpec, row: Mapping[str, Any], place: str) -> DataError:
@@ -87,7 +109,7 @@ def _unknown(prompt: PromptSpec, row: Mapping[str, Any], place: str) -> DataErro
     shown = ", ".join(names[:_FIELDS]) + (f" and {len(names) - _FIELDS} more" if len(names) > _FIELDS else "")
     return DataError(
         place,
-        expected=f"an ARC task (train, test), a chat (messages) or a text ({prompt.column})",
+        expected=f"an ARC task (train, test), a chat (messages), a text ({prompt.column}) or tokens ({TOKENS})",
         found=f"the fields {shown or 'of an empty object'}",
         fix="name the text's field with --column",
     )
@@ -122,6 +144,60 @@ def text_of(row: Mapping[str, Any], column: str, place: str) -> str:
         found = f"{_kind(text)} there" if column in row else f"the fields {', '.join(row)}"
         raise DataError(place, expected=f"a text in {column!r}", found=found, fix="name its field with --column")
     return text
+
+
+def tokens_of(row: Mapping[str, Any], column: str, vocabulary: int | None, place: str) -> npt.NDArray[np.int32]:
+    """The row's token ids, as they are; without those that its attention mask leaves out, which are padding."""
+    found = row.get(column)
+    tokens = _integers(found)
+    if tokens is None:
+        said = f"{_kind(found)} there" if column in row else f"the fields {', '.join(row)}"
+        raise DataError(place, expected=f"a list of token ids in {column!r}", found=said, fix="name it with --column")
+    if vocabulary is not None and len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocabulary:
+        wrong = tokens[(tokens < 0) | (tokens >= vocabulary)][0]
+        raise DataError(
+            place,
+            expected=f"token ids from 0 to {vocabulary - 1:,}, the model's vocabulary",
+            found=str(wrong),
+            fix="tokenize with this model's own tokenizer",
+        )
+    if MASK not in row:
+        return tokens.astype(np.int32)
+    mask = _integers(row[MASK])
+    if mask is None or len(mask) != len(tokens):
+        raise DataError(place, expected=f"{len(tokens)} numbers in {MASK!r}, one per token", found=_kind(row[MASK]))
+    return np.asarray(tokens[mask != 0], np.int32)
+
+
+def _integers(value: object) -> npt.NDArray[np.int64] | None:
+    """A list of integers; None for anything else."""
+    if not isinstance(value, list):
+        return None
+    try:
+        found = np.array(value) if value else np.empty(0, np.int64)
+    except ValueError:  # lists of several lengths
+        return None
+    return found if found.dtype == np.int64 and found.ndim == 1 else None
+
+
+def kept_of(row: Mapping[str, Any], names: Sequence[str], place: str) -> dict[str, object] | None:
+    """The fields of a row that a run keeps; None where it keeps none."""
+    if not names:
+        return None
+    missing = [name for name in names if name not in row]
+    if missing:
+        raise DataError(
+            place,
+            expected=f"the fields of --keep: {', '.join(names)}",
+            found=f"no {', '.join(missing)}, but {', '.join(row)}",
+            fix="leave it out of --keep, or give every row one (null where there is none)",
+        )
+    kept = {name: row[name] for name in names}
+    size = len(orjson.dumps(kept))
+    if size > _MOST_KEPT:
+        found = f"{size:,} in {', '.join(names)}"
+        raise DataError(place, expected=f"at most {_MOST_KEPT:,} bytes to --keep of a row", found=found)
+    return kept
 
 
 def _kind(value: object) -> str:

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from spile.data.arc.encoders import parse_encoder
 from spile.data.arc.fast_check import passes_fast_check
 from spile.data.background import ahead
 from spile.data.drafts import Draft, Drafter
+from spile.data.inputs import open_input
 from spile.data.lines import BlockHashes, StreamFile
 from spile.data.make.manifest import MANIFEST, check_stream, stream_name
 from spile.data.pack import Document, pack
@@ -87,7 +91,7 @@ class SampleStream:
         return SampleReader(self._chunks(done, counted), counted, self.samples)
 
     def _chunks(self, done: Ranges, counted: list[int]) -> Iterator[list[Sample | Skip]]:
-        drafter = Drafter.of(self.prompt, self._spec.seed, self._tokenizer)
+        drafter = Drafter.of(self.prompt, self._spec, self._tokenizer)
         if self.prompt.pack:
             yield from self._windows(done, drafter, counted)
             return
@@ -117,10 +121,12 @@ class SampleStream:
                 return
             if window.index not in done:
                 roles = self._tokenizer.roles(window.tokens)
-                preview = self._tokenizer.decode(window.tokens[: _PREVIEW // 2].tolist())[:_PREVIEW]
-                yield [Sample(window.index, window.name, window.tokens, roles, preview)]
+                yield [Sample(window.index, window.name, window.tokens, roles, self._preview(window.tokens)[:_PREVIEW])]
             count = window.index + 1
         counted.append(count)
+
+    def _preview(self, tokens: npt.NDArray[np.int32]) -> str:
+        return self._tokenizer.decode(tokens[: _PREVIEW // 2].tolist())
 
     def _documents(self, drafter: Drafter) -> Iterator[Document]:
         """Every document from the first: where a window begins depends on all tokens before it."""
@@ -131,7 +137,7 @@ class SampleStream:
 
     def _finished(self, draft: Draft, encoded: Encoded) -> Sample | Skip:
         count, most = len(encoded.tokens), self._spec.max_seq_length
-        if count == 0 or not draft.text.strip():
+        if count == 0 or (draft.tokens is None and not draft.text.strip()):
             return Skip(draft.index, draft.task_id, "empty")
         if count > most and self._spec.long == "skip":
             return Skip(draft.index, draft.task_id, "too long", {"tokens": count, "max_seq_length": most})
@@ -140,38 +146,42 @@ class SampleStream:
             task_id=draft.task_id,
             tokens=encoded.tokens if count <= most else encoded.tokens[:most],  # a view is as large as a short sample
             roles=encoded.roles if count <= most else encoded.roles[:most],
-            preview=draft.text[:_PREVIEW],
+            preview=(draft.text if draft.tokens is None else self._preview(draft.tokens))[:_PREVIEW],
             augmentation=draft.augmentation,
             truncated=max(0, count - most),
+            kept=draft.kept,
         )
 
 
-def open_stream(spec: DataSpec, tokenizer: Tokenizer) -> SampleStream:
-    """Read a stream once: hash it, count it, and refuse it here, before anything is made of it, where a line is bad."""
+def open_stream(spec: DataSpec, tokenizer: Tokenizer, vocabulary: int | None = None) -> SampleStream:
+    """Read a stream once: hash it, count it, and refuse it here, before anything is made of it, where a line is bad.
+
+    ``vocabulary``: how many tokens the model knows, which rows of tokens are held against.
+    """
     parse_encoder(spec.prompt.encoder)
-    file = StreamFile(spec.location)
-    hashes = BlockHashes(spec.location)
+    file = open_input(spec)
+    hashes = BlockHashes(file.location)
     lines, drafter = 0, None
     for line in file.lines(hashes):
         lines += 1
-        place = f"{spec.location} line {line.number}"
+        place = f"{file.location} line {line.number}"
         if drafter is None:
             row = parse_row(line.raw, place)
-            drafter = Drafter.of(resolve(spec.prompt, row, place), spec.seed, tokenizer)
+            drafter = Drafter.of(resolve(spec.prompt, row, place), spec, tokenizer, vocabulary)
             last = _last_line(spec, drafter.prompt)
             drafter.check(row, place)
         elif last is None or line.index < last:
-            if drafter.prompt.kind == "arc" and passes_fast_check(line.raw) is not None:
+            if drafter.prompt.kind == "arc" and not spec.keep and passes_fast_check(line.raw) is not None:
                 continue
             drafter.check(parse_row(line.raw, place), place)
     if drafter is None:
-        raise DataError(f"{spec.location} is empty", expected="one JSON object per line", found="no line")
-    split = check_stream(file.name, file.beside(MANIFEST), hashes.hexdigest, spec.location, spec.expect_split)
+        raise DataError(f"{file.location} is empty", expected="one JSON object per line", found="no line")
+    split = check_stream(file.name, file.beside(MANIFEST), hashes.hexdigest, file.location, spec.expect_split)
     if file.name != stream_name(spec.worker_id):
         split = None  # under another number its folder says nothing of the split's other streams
     prompt = drafter.prompt
     return SampleStream(
-        location=spec.location,
+        location=file.location,
         sha256=hashes.hexdigest,
         lines=lines,
         prompt=prompt,
@@ -197,7 +207,7 @@ def _chunked(drafts: Iterator[Draft]) -> Iterator[list[Draft]]:
     size = 0
     for draft in drafts:
         chunk.append(draft)
-        size += len(draft.text)
+        size += len(draft.text if draft.tokens is None else draft.tokens)
         if size >= _CHARACTERS or len(chunk) >= _SAMPLES:
             yield chunk
             chunk, size = [], 0
@@ -207,6 +217,9 @@ def _chunked(drafts: Iterator[Draft]) -> Iterator[list[Draft]]:
 
 def _encode(drafts: list[Draft], tokenizer: Tokenizer) -> list[Encoded]:
     """All of a chunk at once; every draft of a stream is of one kind."""
+    given = [draft.tokens for draft in drafts if draft.tokens is not None]
+    if given:
+        return [Encoded(tokens, tokenizer.roles(tokens)) for tokens in given]
     texts, spans = [draft.text for draft in drafts], [draft.spans or () for draft in drafts]
     has_parts = any(draft.spans is not None for draft in drafts)
     return tokenizer.encode(texts, add_special=not drafts[0].rendered, spans=spans if has_parts else None)

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import orjson
 from tokenizers import AddedToken, Encoding
 from tokenizers import Tokenizer as Backend
+from tokenizers.models import WordLevel
 
 from spile.errors import ModelError, untrusted
 from spile.spec.sample import Role
@@ -57,6 +58,18 @@ class Tokenizer:
     named: Mapping[str, str]
     """The special tokens by their names, ``bos_token`` and so on, as a template sees them."""
     specials: frozenset[int] = field(default_factory=frozenset)
+    missing: Path | None = None
+    """The model's folder, where it has no tokenizer: enough for rows that bring their tokens."""
+
+    def refuse_none(self) -> None:
+        """Raise :class:`ModelError` where there is no tokenizer."""
+        if self.missing is not None:
+            raise ModelError(
+                f"no tokenizer in {self.missing}",
+                expected="tokenizer.json",
+                found="none",
+                fix="download the model whole, save it with a fast tokenizer, or give rows with input_ids",
+            )
 
     def encode(
         self, texts: Sequence[str], *, add_special: bool, spans: Sequence[Sequence[Span]] | None = None
@@ -74,7 +87,9 @@ class Tokenizer:
 
     def roles(self, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.uint8]:
         """What the tokens alone tell: special, BOS, and the first position."""
-        roles = self._table[tokens]
+        known = tokens < len(self._table)  # a model may know more than its tokenizer
+        roles = np.zeros(len(tokens), np.uint8)
+        roles[known] = self._table[tokens[known]]
         roles[:1] |= np.uint8(Role.FIRST)
         return roles
 
@@ -110,8 +125,10 @@ class Tokenizer:
         return Encoded(tokens, roles)
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
+def load_tokenizer(folder: Path, *, optional: bool = False) -> Tokenizer:
     """The tokenizer of a model's folder: its ``tokenizer.json`` and, where they are, the configs beside it.
+
+    ``optional``: where it has none, one that knows no word; what needs words then refuses it.
 
     BOS comes from the file's own post-processor; a config's ``add_bos_token`` says nothing, as in transformers.
     """
@@ -119,12 +136,10 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     file = folder / "tokenizer.json"
     if not file.is_file():
-        raise ModelError(
-            f"no tokenizer in {folder}",
-            expected="tokenizer.json",
-            found="none",
-            fix="download the model whole, or save it with a fast tokenizer",
-        )
+        none = Tokenizer(Backend(WordLevel()), None, None, None, {}, missing=folder)
+        if not optional:
+            none.refuse_none()
+        return none
     with untrusted(ModelError, f"{file} is no tokenizer"):
         backend = Backend.from_file(str(file))
     with untrusted(ModelError, f"the tokenizer's configuration in {folder} makes no sense"):

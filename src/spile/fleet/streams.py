@@ -11,10 +11,12 @@ from pathlib import Path
 
 from spile.data.make.items import RowSelection
 from spile.data.make.manifest import MANIFEST, STREAM, StreamsManifest, stream_name
+from spile.data.make.sources import RowRange
 from spile.data.make.split import make_streams
 from spile.data.make.upload import read_manifest, upload
 from spile.errors import DataError
 from spile.objects import open_folder
+from spile.spec.run import DataSpec, PromptSpec
 
 __all__ = ["StreamsPlan", "existing_streams", "local_streams", "place_of", "prepare_streams", "split_streams"]
 
@@ -82,25 +84,36 @@ def split_streams(
     below: str,
     count: int,
     *,
-    column: str,
-    seed: int,
+    data: DataSpec,
     log: Callable[[str], None],
     begun: str | None = None,
 ) -> Iterator[StreamsPlan]:
     """Split a dataset into one stream per worker, here; they can be put in the bucket as long as this lasts.
 
+    ``data`` says what is taken of it and in which order.
     ``begun``: where the streams of the deployment before are; the same split is made as it was made then.
     """
     there = read_manifest(open_folder(begun)) if begun is not None else None
     with tempfile.TemporaryDirectory(prefix="spile-streams-") as folder:
-        made = make_streams(dataset, Path(folder), count, selection=RowSelection(column=column), seed=seed, begun=there)
+        part = RowRange.parse(data.split)
+        column = RowSelection.column if data.prompt.column == PromptSpec.column else data.prompt.column
+        made = make_streams(
+            dataset,
+            Path(folder),
+            count,
+            selection=RowSelection(column, part.start, part.stop, keep=data.keep),
+            split=part.split,
+            config_name=data.config_name,
+            seed=data.seed,
+            begun=there,
+        )
         log(f"{made.tally.samples:,} samples of {dataset} in {count} streams")
         yield local_streams(Path(folder), below)
 
 
-def prepare_streams(dataset: str, url: str, count: int, *, column: str, seed: int, log: Callable[[str], None]) -> None:
+def prepare_streams(dataset: str, url: str, count: int, *, data: DataSpec, log: Callable[[str], None]) -> None:
     """Split a dataset and put its streams at this very place, skipping what is there already."""
-    with split_streams(dataset, url, count, column=column, seed=seed, log=log, begun=url) as made:
+    with split_streams(dataset, url, count, data=data, log=log, begun=url) as made:
         replace(made, url=url).put(log)
 
 

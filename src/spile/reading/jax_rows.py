@@ -51,7 +51,7 @@ class DeviceBatches(Iterator[Any]):
     def _placed(self, batch: Any) -> Any:
         if isinstance(batch, RowBatch):
             batch = {name: value for name, value in vars(batch).items() if value is not None}
-        return jax.tree.map(self._put, batch)
+        return jax.tree.map(lambda part: part if part.dtype == object else self._put(part), batch)
 
 
 def _putter(sharding: Any) -> Callable[[Any], Any]:

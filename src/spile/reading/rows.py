@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from spile.objects.crc import CHUNK
 from spile.reading.read_pool import ReadPool
-from spile.reading.selection import Selection, positions_of
+from spile.reading.selection import Selection, kept_fields, positions_of
 from spile.store.shard_reader import ShardReader
 
 __all__ = ["RowBatch", "context_of", "iterate"]
@@ -39,6 +39,8 @@ class RowBatch:
     """Each row's sample, by its index in its stream."""
     positions: _Array | None = None
     """Each row's place in its sample, from 0."""
+    kept: Mapping[str, _Array] | None = None
+    """What ``--keep`` named of each row's sample: an array of numbers where all are, else of objects."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -46,7 +48,7 @@ class RowBatch:
     def take(self, which: Any) -> RowBatch:
         """These rows, with all that is known of them."""
         parts = ((field.name, getattr(self, field.name)) for field in fields(self))
-        return RowBatch(**{name: part[which] for name, part in parts if part is not None})
+        return RowBatch(**{name: _mapped(lambda part: part[which], part) for name, part in parts if part is not None})
 
     @staticmethod
     def join(parts: list[RowBatch]) -> RowBatch:
@@ -54,7 +56,18 @@ class RowBatch:
         if len(parts) == 1:
             return parts[0]
         names = [field.name for field in fields(RowBatch) if getattr(parts[0], field.name) is not None]
-        return RowBatch(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
+        return RowBatch(**{name: _concatenated([getattr(part, name) for part in parts]) for name in names})
+
+
+def _mapped(change: Callable[[_Array], _Array], part: Any) -> Any:
+    """Of an array, or of each array by its name."""
+    return {name: change(array) for name, array in part.items()} if isinstance(part, Mapping) else change(part)
+
+
+def _concatenated(parts: list[Any]) -> Any:
+    if isinstance(parts[0], Mapping):
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    return np.concatenate(parts)
 
 
 def iterate(
@@ -103,6 +116,7 @@ def context_of(stream: int, shard: ShardReader, first: int, last: int) -> RowBat
     place = np.arange(first, last)
     offsets = shard.whole("offsets")
     sample = np.searchsorted(offsets, place, side="right") - 1
+    begin, end = (int(sample[0]), int(sample[-1]) + 1) if len(sample) else (0, 0)
     return RowBatch(
         rows=np.empty((len(place), 0), np.float32),
         tokens=shard.whole("tokens")[first:last],
@@ -110,6 +124,7 @@ def context_of(stream: int, shard: ShardReader, first: int, last: int) -> RowBat
         streams=np.full(len(place), stream),
         samples=shard.whole("sample_index")[sample],
         positions=positions_of(shard, first, last),
+        kept={name: values[sample - begin] for name, values in kept_fields(shard, begin, end).items()} or None,
     )
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy.typing as npt
 from spile.errors import UserError
 from spile.store.shard_reader import ShardReader
 
-__all__ = ["SampleRef", "Selection", "positions_of", "ref_of", "selection_of"]
+__all__ = ["SampleRef", "Selection", "kept_fields", "positions_of", "ref_of", "selection_of"]
 
 _Mask = npt.NDArray[np.bool_]
 
@@ -29,6 +29,8 @@ class SampleRef:
     preview: str
     augmentation: dict[str, Any] | None = None
     truncated: int = 0
+    kept: Mapping[str, Any] = field(default_factory=dict)
+    """The fields of its row that ``--keep`` named."""
 
 
 def ref_of(stream: int, shard: ShardReader, place: int) -> SampleRef:
@@ -43,7 +45,24 @@ def ref_of(stream: int, shard: ShardReader, place: int) -> SampleRef:
         preview=note["preview"],
         augmentation=note.get("augmentation"),
         truncated=note.get("truncated", 0),
+        kept=note.get("kept", {}),
     )
+
+
+def kept_fields(shard: ShardReader, first: int, last: int) -> dict[str, npt.NDArray[Any]]:
+    """Each field that ``--keep`` named, of a shard's samples from the ``first`` to before the ``last``."""
+    kept = [note.get("kept", {}) for note in shard.notes[first:last]]
+    return {name: _column([each[name] for each in kept]) for name in kept[0]} if kept else {}
+
+
+def _column(values: list[Any]) -> npt.NDArray[Any]:
+    """Numbers, where all are; else objects, so that no text is cut and no list becomes a row."""
+    if {type(value) for value in values} in ({bool}, {int}, {float}, {int, float}):
+        return np.array(values)
+    column = np.empty(len(values), object)
+    for place, value in enumerate(values):
+        column[place] = value
+    return column
 
 
 def positions_of(shard: ShardReader, start: int, stop: int) -> npt.NDArray[np.int64]:

@@ -36,7 +36,7 @@ def tensor_of(array: np.ndarray[Any, Any]) -> torch.Tensor:
 
 def _tensors(batch: Any) -> Any:
     if isinstance(batch, dict):
-        return {tap: tensor_of(rows) for tap, rows in batch.items()}
+        return {name: rows if rows.dtype == object else tensor_of(rows) for name, rows in batch.items()}
     if isinstance(batch, RowBatch):
         known = {name: value for name, value in vars(batch).items() if value is not None}
         return {name: _tensors(value) if isinstance(value, dict) else tensor_of(value) for name, value in known.items()}

@@ -90,8 +90,8 @@ def _found(
     generation = spec.generation
     taps = () if generation is not None and generation.capture == "none" else taps
     rows = rows_of(files, taps, spec.store_dtype, spec.backend)
-    tokenizer = load_tokenizer(files.tokenizer_folder)
-    samples = open_stream(spec.data, tokenizer)
+    tokenizer = load_tokenizer(files.tokenizer_folder, optional=generation is None)
+    samples = open_stream(spec.data, tokenizer, files.config.vocab_size)
     dtype = spec.dtype
     if dtype == "auto":
         where = compute_platform(spec.backend, platform.result())
@@ -103,7 +103,7 @@ def _found(
         d_model=files.config.d_model,
         n_layers=files.config.n_layers,
         weights=summed.result(),
-        tokenizer=files.tokenizer_hash(),
+        tokenizer=files.tokenizer_hash() if tokenizer.missing is None else "none",
         prompt=samples.prompt,
         seed=spec.data.seed,
         max_seq_length=spec.data.max_seq_length,
@@ -112,6 +112,7 @@ def _found(
         store_dtype=spec.store_dtype,
         backend=known.backend if known is not None and spec.same_numbers else spec.backend,
         adapter=spec.adapter,
+        keep=tuple(sorted(spec.data.keep)),
         generation=None if generation is None else with_stops(generation, files, tokenizer),
     )
     stream = StreamIdentity(

@@ -41,6 +41,8 @@ class RunIdentity:
     """As the user named it, likewise: the weights' hash holds it."""
     backend: str = "jax"
     """Whose arithmetic: ``jax`` or ``torch``."""
+    keep: tuple[str, ...] = ()
+    """The fields of each row that are stored with its sample."""
     unknown: Mapping[str, Any] = field(default_factory=dict)
     """Of a run that a newer version began: what only that one compares. Such a run is read, and not added to."""
 
@@ -52,6 +54,8 @@ class RunIdentity:
         fields.update(fields.pop("unknown"))
         if self.backend == "jax":  # written as before there was another
             del fields["backend"]
+        if not self.keep:  # likewise
+            del fields["keep"]
         return {name: value for name, value in sorted(fields.items()) if name not in ("model", "revision", "adapter")}
 
     def fingerprint(self) -> str:

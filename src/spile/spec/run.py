@@ -38,7 +38,7 @@ PROMPT_VERSIONS = (
 )
 """The ARC prompts; ``docs/prompts.md`` shows their words."""
 
-PromptKind = Literal["auto", "arc", "chat", "text"]
+PromptKind = Literal["auto", "arc", "chat", "text", "tokens"]
 LongPolicy = Literal["truncate", "skip"]
 ComputeDtype = Literal["auto", "float32", "bfloat16"]
 StoreDtype = Literal["bfloat16", "float32", "float16"]
@@ -70,7 +70,7 @@ class PromptSpec:
     predictions_per_task: int = 1
     """How many augmented variants of each task; variant 0 is the task itself."""
     column: str = "text"
-    """The field that holds the text, for plain text."""
+    """The field that holds the text, or the token ids."""
     pack: bool = False
     """Cut documents into full windows instead of one sample a document."""
 
@@ -81,9 +81,9 @@ class PromptSpec:
             raise SpecError(
                 "--prompt-version", expected=f"one of {', '.join(PROMPT_VERSIONS)}", found=repr(self.version)
             )
-        if self.pack and self.kind in ("arc", "chat"):
+        if self.pack and self.kind in ("arc", "chat", "tokens"):
             raise SpecError("--pack", expected="--prompt text", found=f"--prompt {self.kind}")
-        if self.predictions_per_task > 1 and self.kind in ("chat", "text"):
+        if self.predictions_per_task > 1 and self.kind in ("chat", "text", "tokens"):
             raise SpecError("--predictions-per-task above 1", expected="--prompt arc", found=f"--prompt {self.kind}")
         if not self.column:
             raise SpecError("--column", expected="a field's name", found="an empty one")
@@ -94,7 +94,7 @@ class DataSpec:
     """Which samples, and how long they may be."""
 
     dataset: str = EMBEDDED
-    """A file, a bucket's object, or ``embedded``."""
+    """A file, a bucket's object, a dataset of the hub, or ``embedded``."""
     dataset_dir: str | None = None
     """A folder of streams; with ``worker_id`` 5 the dataset is its ``stream_005.jsonl``."""
     worker_id: int = 0
@@ -108,6 +108,12 @@ class DataSpec:
     seed: int = 0
     expect_split: str | None = None
     """The split that the stream must be of, as its ``streams.json`` digests to; None: any. Not part of the identity."""
+    split: str | None = None
+    """Of a dataset of the hub: ``train``, or some of its rows, ``train[:1000]``; None: train."""
+    config_name: str | None = None
+    """The hub dataset's configuration."""
+    keep: tuple[str, ...] = ()
+    """Fields of each row that are stored with its sample."""
 
     def __post_init__(self) -> None:
         _within("--worker-id", self.worker_id, 0, 99_999)
@@ -115,6 +121,12 @@ class DataSpec:
         _within("--max-samples", self.max_samples, 1, 1 << 40)
         _within("--seed", self.seed, 0, (1 << 63) - 1)
         _one_of("--long", self.long, LongPolicy)
+        if not all(self.keep) or len(set(self.keep)) != len(self.keep):
+            raise SpecError("--keep", expected="names of fields, each once", found=",".join(self.keep))
+        if self.keep and self.prompt.pack:
+            raise SpecError(
+                "--keep", expected="a sample for each row", found="--pack, whose windows hold parts of many"
+            )
 
     @property
     def location(self) -> str:

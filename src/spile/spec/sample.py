@@ -44,6 +44,8 @@ class Sample:
     """How a variant was made, so that a prediction can be mapped back."""
     truncated: int = 0
     """How many tokens were cut off to fit the maximum length."""
+    kept: dict[str, object] | None = None
+    """The fields of its row that the run keeps; None where it keeps none."""
 
     def __len__(self) -> int:
         return len(self.tokens)

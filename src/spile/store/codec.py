@@ -59,6 +59,8 @@ class ShardSchema:
     """The stream's id."""
     statistics: bool = False
     """Whether the two sums of each tap's columns are there."""
+    keep: tuple[str, ...] = ()
+    """The fields that each sample's note has under ``kept``."""
 
     def tensors(self, samples: int, tokens: int) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Name → dtype's code and shape of every tensor but the checksums, in the file's order."""
@@ -100,7 +102,7 @@ class ShardHeader(SafetensorsHeader):
     """What a shard's header says."""
 
     def notes(self) -> list[dict[str, Any]]:
-        """Each sample's index, task id, preview, augmentation and truncation."""
+        """Each sample's index, task id, preview, augmentation, truncation and kept fields."""
         with untrusted(Damaged, "a shard's header has no notes of its samples"):
             return [dict(note) for note in json.loads(self.metadata["samples"])]
 
@@ -118,6 +120,7 @@ def notes_of(samples: Iterable[Sample]) -> list[dict[str, Any]]:
             "task_id": _clean(sample.task_id),
             **({"augmentation": sample.augmentation} if sample.augmentation is not None else {}),
             **({"truncated": sample.truncated} if sample.truncated else {}),
+            **({"kept": sample.kept} if sample.kept is not None else {}),
             "preview": _clean(sample.preview[:PREVIEW]),
         }
         for sample in samples

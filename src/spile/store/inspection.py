@@ -38,7 +38,7 @@ def inspect_shard(
         if size != record.size:
             raise Damaged(f"{where} has another size", expected=f"{record.size} bytes", found=size)
         shard = ShardReader(folder, record)
-        wrong = _header(shard, schema) or _index(shard)
+        wrong = _header(shard, schema) or _index(shard, schema.keep)
         wrong += _bytes(shard, seen)
         wrong += [] if record.predictions is None else answers_problem(folder, shard)
     except NotFound:
@@ -79,7 +79,7 @@ def _header(shard: ShardReader, schema: ShardSchema) -> list[str]:
     return says
 
 
-def _index(shard: ShardReader) -> list[str]:
+def _index(shard: ShardReader, keep: tuple[str, ...]) -> list[str]:
     offsets, index = shard.whole("offsets"), shard.whole("sample_index")
     says = []
     if offsets[0] != 0 or offsets[-1] != shard.record.tokens or (np.diff(offsets) < 0).any():
@@ -88,6 +88,9 @@ def _index(shard: ShardReader) -> list[str]:
         says.append("sample_index is not the commit's samples")
     if [note.get("index") for note in shard.notes] != index.tolist():
         says.append("the header's samples are not those of sample_index")
+    lacking = [note["index"] for note in shard.notes if sorted(note.get("kept") or ()) != sorted(keep)]
+    if lacking:
+        says.append(f"samples {Ranges.of(lacking).text()} do not have the kept fields {', '.join(keep) or '(none)'}")
     return says
 
 

@@ -89,6 +89,7 @@ def read_run(root: Folder) -> RunIdentity | None:
         compared = dict(record["numbers"])
         prompt = {each.name: compared.pop(f"prompt.{each.name}") for each in fields(PromptSpec)}
         own = {each.name: compared.pop(each.name) for each in fields(RunIdentity) if each.name in compared}
+        own["keep"] = tuple(own.get("keep", ()))
         generation = _generation(compared)
         identity = RunIdentity(
             **own,

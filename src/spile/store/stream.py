@@ -57,7 +57,7 @@ class StreamRecord:
 
     def schema(self, run: RunIdentity, statistics: bool = False) -> ShardSchema:
         """What every shard of it has; with statistics where they are taken."""
-        return ShardSchema(self.identity.rows(run), self.fingerprint, self.id, statistics)
+        return ShardSchema(self.identity.rows(run), self.fingerprint, self.id, statistics, run.keep)
 
 
 class StreamStore:

@@ -200,7 +200,8 @@ def test_bad_files(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
     with pytest.raises(DataError, match=r"x.parquet is no Parquet file: found "):
         convert(str(tmp_path / "x.parquet"), tmp_path / "t.jsonl")
     with pytest.raises(
-        DataError, match=r"no column that could be used: expected one of messages, nope.*found examples, source"
+        DataError,
+        match=r"no column that could be used: expected one of input_ids, messages, nope.*found examples, source",
     ):
         convert(parquet(tmp_path / "y.parquet", rows), tmp_path / "t.jsonl", selection=RowSelection(column="nope"))
     (tmp_path / "z.json").write_text("[1]")

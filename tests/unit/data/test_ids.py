@@ -122,8 +122,8 @@ def test_a_second_deploy_leaves_the_streams_of_a_running_fleet_as_they_are(unnam
     before = older(tmp_path / "made", unnamed, 2)
     upload(tmp_path / "made", open_folder(str(tmp_path / "bucket")))
     said: list[str] = []
-    prepare_streams(unnamed, str(tmp_path / "bucket"), 2, column="examples", seed=0, log=said.append)
+    prepare_streams(unnamed, str(tmp_path / "bucket"), 2, data=DataSpec(), log=said.append)
     assert said[-1].startswith("0 files uploaded")
     assert {path.name: path.read_bytes() for path in (tmp_path / "bucket").iterdir()} == before
-    prepare_streams(unnamed, str(tmp_path / "bucket"), 3, column="examples", seed=0, log=said.append)
+    prepare_streams(unnamed, str(tmp_path / "bucket"), 3, data=DataSpec(), log=said.append)
     assert b'"task-' in (tmp_path / "bucket" / "stream_000.jsonl").read_bytes()

@@ -30,6 +30,7 @@ class Hub:
     columns: frozenset[str] = field(default_factory=frozenset)
     location: str | None = None
     """As the user named it, where that was a folder."""
+    keep: tuple[str, ...] = ()
 
     @property
     def origin(self) -> dict[str, object]:
@@ -107,7 +108,9 @@ class Hub:
         try:
             dataset = load(self.name, self.config_name, split=self.split, streaming=True)
             if dataset.column_names is not None:
-                dataset = dataset.select_columns(check_columns(dataset.column_names, self.columns, self.name))
+                dataset = dataset.select_columns(
+                    check_columns(dataset.column_names, self.columns, self.keep, self.name)
+                )
         except SpileError:
             raise
         except Exception as error:

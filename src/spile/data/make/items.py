@@ -14,12 +14,12 @@ import orjson
 
 from spile.data.arc.grids import task_problem
 from spile.data.make.sources import RowSource, SourceRow
-from spile.data.rows import arc_task_id, row_id
+from spile.data.rows import TOKENS, arc_task_id, row_id
 from spile.errors import SpecError
 
 __all__ = ["IdRule", "Item", "ItemTally", "RowSelection", "Unique", "usable"]
 
-Kind = Literal["arc", "chat", "text"]
+Kind = Literal["arc", "chat", "text", "tokens"]
 IdRule = Literal["content", "number"]
 """What a task without an id is named after: its content, as in an extraction; or, in older splits, its number."""
 _SHOWN = 5
@@ -39,6 +39,8 @@ class RowSelection:
     max_train_examples: int | None = None
     """A task's first so many train pairs."""
     ids: IdRule = "content"
+    keep: tuple[str, ...] = ()
+    """Fields that a row's line keeps, whatever else it is made of."""
 
     def __post_init__(self) -> None:
         for flag, value, least in (
@@ -56,7 +58,8 @@ class RowSelection:
 
     def record(self) -> dict[str, object]:
         """As ``streams.json`` says it; older ones, whose tasks were named by their number, have no ``ids``."""
-        return {name: value for name, value in vars(self).items() if (name, value) != ("ids", "number")}
+        absent = {"ids": "number", "keep": ()}
+        return {name: value for name, value in vars(self).items() if name not in absent or absent[name] != value}
 
 
 @dataclass
@@ -169,16 +172,21 @@ def _kind(data: dict[str, Any], column: str) -> Kind | None:
         return "arc"
     if "messages" in data:
         return "chat"
+    if TOKENS in data and not isinstance(data.get("text"), str):
+        return "tokens"
     return "text" if isinstance(value, str) or isinstance(data.get("text"), str) else None
 
 
 def _plain(row: SourceRow, kind: Kind | None, column: str) -> Item | str:
     """A chat or a text: carried over as it is, with a name."""
     if kind is None:
-        return f"no {column!r}, train, messages or text"
-    value = row.data.get("messages") if kind == "chat" else row.data.get(column, row.data.get("text"))
+        return f"no {column!r}, train, messages, text or {TOKENS}"
+    named = {"chat": "messages", "tokens": TOKENS}.get(kind)
+    value = row.data.get(named) if named else row.data.get(column, row.data.get("text"))
     if kind == "chat" and (not isinstance(value, list) or not value):
         return "no messages"
+    if kind == "tokens" and not isinstance(value, list):
+        return f"no {TOKENS}"
     if kind == "text" and not isinstance(value, str):
         return "no text"
     name = row_id(row.data)
@@ -189,7 +197,7 @@ def _plain(row: SourceRow, kind: Kind | None, column: str) -> Item | str:
 
 def _task(row: SourceRow, selection: RowSelection) -> Item | str:
     """A task: a row that is one already, or a column of pairs whose last one is the test."""
-    data = row.data
+    data, kept = row.data, {name: row.data[name] for name in selection.keep if name in row.data}
     booleans = row.raw is None or b"true" in row.raw or b"false" in row.raw
     if selection.column in data and "train" not in data:
         made = _from_pairs(data[selection.column])
@@ -208,7 +216,7 @@ def _task(row: SourceRow, selection: RowSelection) -> Item | str:
     name = own or (arc_task_id(data) if selection.ids == "content" else _numbered(row.number))
     most = selection.max_train_examples
     if raw is None or (most is not None and len(data["train"]) > most):
-        raw, data = None, {"task_id": name, "train": data["train"][:most], "test": data["test"]}
+        raw, data = None, {"task_id": name, "train": data["train"][:most], "test": data["test"], **kept}
     return Item(name, data, raw, row.number, own is not None or selection.ids == "number")
 
 

@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import orjson
 
 from spile.data.arc.fast_check import passes_fast_check
-from spile.data.lines import StreamFile, embedded_tasks
-from spile.errors import DataError, StoreError
+from spile.data.lines import StreamFile, embedded_tasks, fetched
+from spile.data.rows import MASK, TOKENS
+from spile.errors import DataError, SpecError, StoreError
 from spile.spec.run import EMBEDDED
 
-__all__ = ["ArcFolder", "ArcJson", "Jsonl", "Parquet", "RowSource", "SourceRow", "open_source"]
+__all__ = [
+    "ArcFolder",
+    "ArcJson",
+    "Jsonl",
+    "Parquet",
+    "RowRange",
+    "RowSource",
+    "SourceRow",
+    "is_hub_name",
+    "open_source",
+]
+
+_SLICE = re.compile(r"([\w.-]+)(?:\[(\d*):(\d*)\])?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +135,11 @@ class ArcFolder:
 class Parquet:
     """A Parquet file, a batch of rows at a time and only the columns that may be of use."""
 
-    path: Path
+    path: Path | None
+    """None: a bucket's object, which is fetched whole."""
     location: str
     columns: frozenset[str] = field(default_factory=frozenset)
+    keep: tuple[str, ...] = ()
 
     @property
     def origin(self) -> dict[str, object]:
@@ -141,49 +158,99 @@ class Parquet:
         from pyarrow import ArrowException
 
         try:
-            with parquet.ParquetFile(self.path) as file:
-                names = check_columns(list(file.schema_arrow.names), self.columns, self.location)
+            with self._opened() as content, parquet.ParquetFile(content) as file:
+                names = check_columns(list(file.schema_arrow.names), self.columns, self.keep, self.location)
                 for batch in file.iter_batches(batch_size=256, columns=names):
                     yield from batch.to_pylist()
         except (ArrowException, OSError) as error:
             raise DataError(f"{self.location} is no Parquet file", found=str(error)) from error
 
+    def _opened(self) -> IO[bytes]:
+        if self.path is not None:
+            return self.path.open("rb")
+        with ExitStack() as stack:
+            file = stack.enter_context(tempfile.TemporaryFile())
+            for chunk in fetched(self.location):
+                file.write(chunk)
+            file.seek(0)
+            stack.pop_all()  # whoever asked closes it
+            return file
 
-def check_columns(names: list[str], wanted: frozenset[str], location: str) -> list[str]:
-    """Those of the columns that may be of use; none is an error that lists them."""
+
+def check_columns(names: list[str], wanted: frozenset[str], keep: tuple[str, ...], location: str) -> list[str]:
+    """Those of the columns that may be of use; none, or one to keep that is not there, is an error that lists them."""
     chosen = [name for name in names if name in wanted]
-    if not {"task_id", "id"}.issuperset(chosen):
-        return chosen
+    missing = [name for name in keep if name not in names]
+    if missing:
+        found = f"no {', '.join(missing)}, but {', '.join(names)}"
+        raise DataError(location, expected=f"the columns of --keep: {', '.join(keep)}", found=found)
+    if not {"task_id", "id", MASK}.issuperset(chosen):
+        return [*chosen, *(name for name in keep if name not in chosen)]
     raise DataError(
         f"{location} has no column that could be used",
-        expected=f"one of {', '.join(sorted(wanted - {'task_id', 'id'}))}",
+        expected=f"one of {', '.join(sorted(wanted - {'task_id', 'id', MASK}))}",
         found=", ".join(names),
         fix="name it with --column",
     )
 
 
-def open_source(dataset: str, *, column: str, split: str | None = None, config_name: str | None = None) -> RowSource:
-    """What a user named: ``embedded``, a file, a folder, a bucket's object, or a dataset of the hub."""
-    columns = frozenset({column, "train", "test", "messages", "text", "task_id", "id"})
+@dataclass(frozen=True)
+class RowRange:
+    """A split, and which of its rows."""
+
+    split: str | None
+    start: int = 0
+    stop: int | None = None
+
+    @classmethod
+    def parse(cls, text: str | None) -> RowRange:
+        """``train``, ``train[:1000]``, ``train[500:1000]``."""
+        if text is None:
+            return cls(None)
+        found = _SLICE.fullmatch(text)
+        if found is None:
+            raise SpecError("--split", expected="a split, or rows of one: train, train[:1000]", found=repr(text))
+        return cls(found[1], int(found[2] or 0), int(found[3]) if found[3] else None)
+
+
+def is_hub_name(dataset: str) -> bool:
+    """Whether this can be the name of a dataset on the hub."""
+    known = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", dataset, re.ASCII)
+    return known is not None and not dataset.endswith((".jsonl", ".ndjson", ".json", ".parquet"))
+
+
+def open_source(
+    dataset: str,
+    *,
+    column: str,
+    split: str | None = None,
+    config_name: str | None = None,
+    keep: tuple[str, ...] = (),
+) -> RowSource:
+    """What a user named: ``embedded``, a file, a folder, a bucket's object, or a dataset of the hub.
+
+    ``keep``: columns that a table must have, beside those that samples are made of.
+    """
+    columns = frozenset({column, "train", "test", "messages", "text", "task_id", "id", TOKENS, MASK})
     if dataset == EMBEDDED:
         return Jsonl(str(embedded_tasks()))
     if "://" in dataset:
-        return Jsonl(dataset)
+        return Parquet(None, dataset, columns, keep) if dataset.endswith(".parquet") else Jsonl(dataset)
     path = Path(dataset).expanduser()
     if path.is_dir():
-        return _open_folder(path, dataset, columns, split, config_name)
+        return _open_folder(path, dataset, columns, keep, split, config_name)
     if path.is_file():
-        return _open_file(path, dataset, columns)
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", dataset, re.ASCII) or dataset.endswith((".jsonl", ".json", ".parquet")):
+        return _open_file(path, dataset, columns, keep)
+    if not is_hub_name(dataset):
         raise DataError(f"no such dataset: {dataset}", expected="a file, a folder, or owner/name on the hub")
     from spile.data.make.hub import Hub
 
-    return Hub(dataset, split or "train", config_name, columns)
+    return Hub(dataset, split or "train", config_name, columns, keep=keep)
 
 
-def _open_file(path: Path, dataset: str, columns: frozenset[str]) -> RowSource:
+def _open_file(path: Path, dataset: str, columns: frozenset[str], keep: tuple[str, ...]) -> RowSource:
     if path.suffix == ".parquet":
-        return Parquet(path, dataset, columns)
+        return Parquet(path, dataset, columns, keep)
     if path.suffix == ".json":
         return ArcJson(path, dataset)
     if path.suffix in (".jsonl", ".ndjson"):
@@ -194,14 +261,19 @@ def _open_file(path: Path, dataset: str, columns: frozenset[str]) -> RowSource:
 
 
 def _open_folder(
-    path: Path, dataset: str, columns: frozenset[str], split: str | None, config_name: str | None
+    path: Path,
+    dataset: str,
+    columns: frozenset[str],
+    keep: tuple[str, ...],
+    split: str | None,
+    config_name: str | None,
 ) -> RowSource:
     """ARC files here or one level below (``--split`` names the subfolder); else a dataset as the hub lays it out."""
     data = next((file for kind in ("parquet", "jsonl") for file in path.rglob(f"*.{kind}")), None)
     if data is not None:
         from spile.data.make.hub import Hub
 
-        return Hub(str(path), split or "train", config_name, columns, location=dataset)
+        return Hub(str(path), split or "train", config_name, columns, location=dataset, keep=keep)
     within = path if split is None else path / split
     files = sorted(within.glob("*.json")) or (sorted(path.glob("*/*.json")) if split is None else [])
     if not files:

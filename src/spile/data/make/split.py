@@ -90,7 +90,7 @@ def make_streams(
     whole, ``streams.json`` last. ``begun``: streams that these will replace elsewhere (see :func:`as_begun`).
     """
     selection = selection or RowSelection()
-    source = open_source(dataset, column=selection.column, split=split, config_name=config_name)
+    source = open_source(dataset, column=selection.column, split=split, config_name=config_name, keep=selection.keep)
     selection = as_begun(begun, source, num_streams, selection, seed)
     return split_source(
         source, output_dir, num_streams, selection, seed=seed, only=only, overwrite=overwrite, progress=progress

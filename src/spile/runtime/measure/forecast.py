@@ -100,7 +100,7 @@ def plan(spec: ExtractSpec, count: int = 1000) -> Forecast:
     """Find the model and the data; tokenize ``count`` samples, spread evenly over the stream, and count."""
     files = weights.find(spec.model, spec.revision, weights=False)
     taps = select_taps(spec.sites, spec.layers, files.config.n_layers, spec.heads, spec.top_k)
-    stream = open_stream(spec.data, load_tokenizer(files.tokenizer_folder))
+    stream = open_stream(spec.data, load_tokenizer(files.tokenizer_folder, optional=True), files.config.vocab_size)
     lengths, skipped = _count(stream, spec.data.max_samples, count)
     return Forecast(spec, files.name, files.config, taps, stream.location, lengths, skipped)
 

@@ -58,7 +58,8 @@ def cold_and_warm(spec: ExtractSpec, tokens: int, folder: Path) -> tuple[WholeRu
 
 def _samples(spec: ExtractSpec, tokens: int) -> int:
     """How many samples hold that many tokens, at least one; all where the dataset has fewer."""
-    stream = open_stream(spec.data, load_tokenizer(find(spec.model, spec.revision).tokenizer_folder))
+    files = find(spec.model, spec.revision)
+    stream = open_stream(spec.data, load_tokenizer(files.tokenizer_folder, optional=True), files.config.vocab_size)
     total = count = 0
     for item in stream.read(Ranges()):
         count = item.index + 1

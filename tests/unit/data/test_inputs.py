@@ -1,0 +1,279 @@
+"""What ``--dataset`` takes beside lines: Parquet, the hub, rows of tokens; and what ``--keep`` keeps of a row."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from spile.data.inputs import open_input
+from spile.data.make.items import RowSelection
+from spile.data.make.split import make_streams
+from spile.data.stream import open_stream
+from spile.data.tokens import Tokenizer, load_tokenizer
+from spile.errors import DataError, ModelError, SpecError
+from spile.planning.ranges import Ranges
+from spile.spec.run import DataSpec, PromptSpec
+from spile.spec.sample import Role, Sample, Skip
+
+Write = Callable[..., str]
+Task = Callable[..., dict[str, Any]]
+ROWS = [{"id": f"r{n}", "text": f"number {n}", "label": n % 2, "source": {"site": "a" * n}} for n in range(7)]
+
+
+def parquet(path: Path, rows: list[dict[str, Any]]) -> str:
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet as files
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files.write_table(arrow.Table.from_pylist(rows), path)
+    return str(path)
+
+
+def read(spec: DataSpec, tokenizer: Tokenizer, vocabulary: int | None = None) -> list[Sample]:
+    found = list(open_stream(spec, tokenizer, vocabulary).read(Ranges()))
+    assert all(isinstance(item, Sample) for item in found)
+    return [item for item in found if isinstance(item, Sample)]
+
+
+def same(one: list[Sample], other: list[Sample]) -> bool:
+    return [(s.index, s.task_id, s.tokens.tolist(), s.kept) for s in one] == [
+        (s.index, s.task_id, s.tokens.tolist(), s.kept) for s in other
+    ]
+
+
+KEEP = ("label", "source")
+
+
+def test_parquet_gives_what_lines_give(tmp_path: Path, jsonl: Write, chatml: Tokenizer) -> None:
+    table = DataSpec(dataset=parquet(tmp_path / "x.parquet", ROWS), keep=KEEP)
+    lines = DataSpec(dataset=jsonl(ROWS), keep=KEEP)
+    assert same(read(table, chatml), read(lines, chatml))
+    one, other = open_stream(table, chatml), open_stream(replace(table, keep=()), chatml)
+    assert one.sha256 == open_stream(table, chatml).sha256 != other.sha256, "only the columns that are used are hashed"
+    assert [item.index for item in one.read(Ranges([(0, 5)]))] == [5, 6]
+    parquet(tmp_path / "x.parquet", ROWS[:-1])  # the copy of the first reading is what was hashed
+    assert len(list(one.read(Ranges()))) == 7
+
+
+def test_rows_of_a_split_in_a_folder_as_the_hub_lays_it_out(tmp_path: Path, chatml: Tokenizer) -> None:
+    pytest.importorskip("datasets")
+    for split, rows in (("train", ROWS), ("test", ROWS[:2])):
+        parquet(tmp_path / "hub" / f"{split}.parquet", rows)
+    whole = DataSpec(dataset=str(tmp_path / "hub"), keep=("label",))
+    assert [s.task_id for s in read(whole, chatml)] == [row["id"] for row in ROWS]
+    assert [s.task_id for s in read(replace(whole, split="test"), chatml)] == ["r0", "r1"]
+    part = open_stream(replace(whole, split="train[2:5]"), chatml)
+    assert (part.lines, part.location) == (3, f"{tmp_path / 'hub'}:train[2:5]")
+    assert [(s.index, s.task_id) for s in part.read(Ranges()) if isinstance(s, Sample)] == [
+        (0, "r2"),
+        (1, "r3"),
+        (2, "r4"),
+    ]
+    with pytest.raises(DataError, match=r"Bad split: nope.*check --split"):
+        open_stream(replace(whole, split="nope"), chatml)
+
+
+@pytest.mark.parametrize("out", [0, 2])
+def test_the_hub_is_read_once_and_tried_again_while_it_is_out(
+    out: int, monkeypatch: pytest.MonkeyPatch, chatml: Tokenizer
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    from spile.data.make import hub
+
+    calls: list[tuple[Any, ...]] = []
+
+    def load(name: str, config: str | None, *, split: str, streaming: bool) -> Any:
+        calls.append((name, config, split))
+        if len(calls) <= out:
+            raise ConnectionError("no route")
+        assert streaming
+        return datasets.Dataset.from_list(ROWS).to_iterable_dataset()
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(hub, "_reach", lambda _: None)
+    monkeypatch.setenv("SPILE_RETRY_SECONDS", "5")
+    spec = DataSpec(dataset="someone/reviews", split="train[:3]", config_name="plain", keep=("label",))
+    stream = open_stream(spec, chatml)
+    assert [(s.task_id, s.kept) for s in stream.read(Ranges()) if isinstance(s, Sample)] == [
+        ("r0", {"label": 0}),
+        ("r1", {"label": 1}),
+        ("r2", {"label": 0}),
+    ]
+    assert calls == [("someone/reviews", "plain", "train")] * (out + 1)
+
+
+BAD_TABLES = [
+    ({"split": "test"}, SpecError, r"--split: expected train, all that one file is, found test"),
+    ({"split": "train[:10%]"}, SpecError, r"--split: expected a split, or rows of one: train, train\[:1000\]"),
+    ({"keep": ("nope",)}, DataError, r"expected the columns of --keep: nope, found no nope, but id, text"),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "words"), BAD_TABLES)
+def test_bad_requests_of_a_table(
+    changes: dict[str, Any], error: type[Exception], words: str, tmp_path: Path, chatml: Tokenizer
+) -> None:
+    spec = DataSpec(dataset=parquet(tmp_path / "x.parquet", ROWS))
+    with pytest.raises(error, match=words) as caught:
+        open_stream(replace(spec, **changes), chatml)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_no_table(tmp_path: Path, jsonl: Write, monkeypatch: pytest.MonkeyPatch, chatml: Tokenizer) -> None:
+    for flag, more in (("--split", {"split": "train"}), ("--config-name", {"config_name": "x"})):
+        with pytest.raises(
+            SpecError, match=rf"{flag}: expected a dataset of the hub, or a folder of one, found .*jsonl"
+        ):
+            open_input(DataSpec(dataset=jsonl(ROWS), **more))  # type: ignore[arg-type]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    with pytest.raises(DataError, match="no such dataset: data/tasks;"):  # a folder that is here: no name of the hub
+        open_input(DataSpec(dataset="data/tasks"))
+    raw = parquet(tmp_path / "raw.parquet", [{"text": b"bytes", "id": "a"}])
+    with pytest.raises(DataError, match=r"row 0: expected columns that JSON can hold, found text \(bytes\)"):
+        open_stream(DataSpec(dataset=raw), chatml)
+
+
+@pytest.mark.parametrize(
+    ("module", "words"), [("pyarrow.parquet", "Parquet needs pyarrow"), ("datasets", "of the hub need")]
+)
+def test_without_the_extra_one_line_names_it(
+    module: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chatml: Tokenizer
+) -> None:
+    place = parquet(tmp_path / "x.parquet", ROWS)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(DataError, match=rf"{words}.*; pip install 'spile\[data\]'"):
+        open_stream(DataSpec(dataset=place if module != "datasets" else "someone/something"), chatml)
+
+
+def test_parquet_in_a_bucket(cloud_url: str, tmp_path: Path, chatml: Tokenizer) -> None:
+    from spile.objects import open_folder
+
+    place = Path(parquet(tmp_path / "x.parquet", ROWS))
+    open_folder(cloud_url).put("data/x.parquet", place.read_bytes())
+    found = read(DataSpec(dataset=f"{cloud_url}/data/x.parquet", keep=KEEP), chatml)
+    assert same(found, read(DataSpec(dataset=str(place), keep=KEEP), chatml))
+    with pytest.raises(DataError, match="no such dataset"):
+        open_stream(DataSpec(dataset=f"{cloud_url}/none.parquet"), chatml)
+
+
+def test_token_ids_are_used_as_they_are(jsonl: Write, chatml: Tokenizer) -> None:
+    rows = [
+        {"input_ids": [5, 1, 7], "id": "a"},
+        {"input_ids": [0, 0, 9, 8], "attention_mask": [0, 0, 1, 1]},
+        {"input_ids": []},
+        {"input_ids": list(range(10))},
+    ]
+    stream = open_stream(DataSpec(dataset=jsonl(rows), max_seq_length=6), chatml, 1000)
+    assert (stream.prompt.kind, stream.prompt.column) == ("tokens", "input_ids")
+    first, masked, empty, long = stream.read(Ranges())
+    assert isinstance(first, Sample)
+    assert isinstance(masked, Sample)
+    assert isinstance(long, Sample)
+    assert first.tokens.dtype == np.int32
+    assert (first.task_id, first.tokens.tolist()) == ("a", [5, 1, 7])
+    assert first.preview == chatml.decode([5, 1, 7])
+    assert first.roles[0] & Role.FIRST
+    assert (masked.task_id, masked.tokens.tolist()) == ("line-1", [9, 8]), "padding is no token"
+    assert isinstance(empty, Skip)
+    assert (long.tokens.tolist(), long.truncated) == ([0, 1, 2, 3, 4, 5], 4)
+
+
+def test_a_text_beside_tokens_counts_unless_tokens_are_asked_for(jsonl: Write, chatml: Tokenizer) -> None:
+    place = jsonl([{"text": "hello", "input_ids": [3], "ids": [4]}])
+    assert open_stream(DataSpec(dataset=place), chatml).prompt.kind == "text"
+    for prompt, wanted in ((PromptSpec(kind="tokens"), [3]), (PromptSpec(column="ids"), [4])):
+        (sample,) = read(DataSpec(dataset=place, prompt=prompt), chatml)
+        assert sample.tokens.tolist() == wanted
+
+
+OK = {"input_ids": [1]}
+BAD_TOKENS = [
+    ([OK, {"input_ids": [1, 50]}], r"line 2: expected token ids from 0 to 49, the model's vocabulary, found 50"),
+    ([{"input_ids": [-1]}], r"line 1: expected token ids from 0 to 49.*found -1; tokenize with this model's own"),
+    ([OK, {"input_ids": "1 2"}], r"line 2: expected a list of token ids in 'input_ids', found a string there"),
+    ([OK, {"input_ids": [1.5]}], r"line 2: expected a list of token ids"),
+    ([OK, {"input_ids": [[1], [1, 2]]}], r"line 2: expected a list of token ids"),
+    ([OK, {"text": "x"}], r"line 2: expected a list of token ids in 'input_ids', found the fields text"),
+    ([{"input_ids": [1, 2], "attention_mask": [1]}], r"line 1: expected 2 numbers in 'attention_mask', one per token"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rows", "words"), BAD_TOKENS)
+def test_bad_tokens_are_refused_before_anything_is_read(
+    rows: list[dict[str, Any]], words: str, jsonl: Write, chatml: Tokenizer
+) -> None:
+    with pytest.raises(DataError, match=words) as caught:
+        open_stream(DataSpec(dataset=jsonl(rows)), chatml, 50)
+    assert "\n" not in str(caught.value)
+
+
+def test_rows_of_tokens_need_no_tokenizer(tmp_path: Path, jsonl: Write) -> None:
+    none = load_tokenizer(tmp_path, optional=True)
+    (sample,) = read(DataSpec(dataset=jsonl([{"input_ids": [5, 6]}])), none, 10)
+    assert (sample.tokens.tolist(), sample.roles.tolist(), sample.preview) == ([5, 6], [Role.FIRST, 0], "")
+    with pytest.raises(ModelError, match=r"no tokenizer in .*give rows with input_ids"):
+        open_stream(DataSpec(dataset=jsonl(ROWS)), none)
+    with pytest.raises(ModelError, match="no tokenizer in"):
+        load_tokenizer(tmp_path)
+
+
+def test_every_variant_of_a_task_keeps_its_rows_fields(jsonl: Write, task: Task, chatml: Tokenizer) -> None:
+    rows = [task("a", label=1), task("b", label="two")]
+    spec = DataSpec(dataset=jsonl(rows), prompt=PromptSpec(predictions_per_task=2), keep=("label",))
+    assert [s.kept for s in read(spec, chatml)] == [{"label": 1}] * 2 + [{"label": "two"}] * 2
+    chat = jsonl([{"messages": [{"role": "user", "content": "x"}], "label": None}])
+    assert [s.kept for s in read(DataSpec(dataset=chat, keep=("label",)), chatml)] == [{"label": None}]
+    assert [s.kept for s in read(DataSpec(dataset=chat), chatml)] == [None]
+
+
+BAD_KEEPS = [
+    ([{"text": "a", "label": 1}, {"text": "b"}], r"line 2: expected the fields of --keep: label, found no label, but"),
+    ([{"text": "a", "label": "x" * 3000}], r"line 1: expected at most 1,024 bytes to --keep of a row, found 3,012"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rows", "words"), BAD_KEEPS)
+def test_a_row_that_cannot_be_kept_is_refused_before_anything_is_read(
+    rows: list[dict[str, Any]], words: str, jsonl: Write, chatml: Tokenizer
+) -> None:
+    with pytest.raises(DataError, match=words):
+        open_stream(DataSpec(dataset=jsonl(rows), keep=("label",)), chatml)
+
+
+def test_a_task_without_its_kept_field_is_found_though_tasks_are_checked_fast(
+    jsonl: Write, task: Task, chatml: Tokenizer
+) -> None:
+    with pytest.raises(DataError, match="line 2: expected the fields of --keep"):
+        open_stream(DataSpec(dataset=jsonl([task("a", label=1), task("b")]), keep=("label",)), chatml)
+
+
+def test_absurd_keeps() -> None:
+    with pytest.raises(SpecError, match="--keep: expected names of fields, each once, found a,a"):
+        DataSpec(keep=("a", "a"))
+    with pytest.raises(SpecError, match="--keep: expected a sample for each row, found --pack"):
+        DataSpec(keep=("a",), prompt=PromptSpec(pack=True))
+
+
+def rows_of(folder: Path) -> Iterator[dict[str, Any]]:
+    for file in sorted(folder.glob("stream_*.jsonl")):
+        yield from map(json.loads, file.read_text().splitlines())
+
+
+def test_streams_of_a_table_keep_what_extract_will_keep(tmp_path: Path, jsonl: Write, task: Task) -> None:
+    place = parquet(tmp_path / "x.parquet", ROWS)
+    make_streams(place, tmp_path / "s", 2, selection=RowSelection(keep=("label",)))
+    assert sorted((row["id"], row["label"]) for row in rows_of(tmp_path / "s")) == [(r["id"], r["label"]) for r in ROWS]
+    assert not any("source" in row for row in rows_of(tmp_path / "s"))
+    cut = jsonl([task("a", label=7)], "tasks.jsonl")
+    make_streams(cut, tmp_path / "t", 1, selection=RowSelection(max_train_examples=1, keep=("label",)))
+    assert [row["label"] for row in rows_of(tmp_path / "t")] == [7]
+    make_streams(jsonl([{"input_ids": [1, 2]}], "ids.jsonl"), tmp_path / "i", 1)
+    assert [row["input_ids"] for row in rows_of(tmp_path / "i")] == [[1, 2]]
