@@ -19,7 +19,7 @@ from spile.spec.taps import Tap
         (lambda: ExtractSpec(overwrite=True), "--overwrite: expected --no-checkpointing beside it, found"),
         (lambda: DataSpec(max_seq_length=0), "--max-seq-length: expected from 1 to 1,048,576, found 0"),
         (lambda: DataSpec(worker_id=-1), "--worker-id: expected from 0 to 99,999, found -1"),
-        (lambda: PromptSpec(kind="poem"), "--prompt: expected one of auto, arc, chat, text, found 'poem'"),
+        (lambda: PromptSpec(kind="poem"), "--prompt: expected one of auto, arc, chat, text, tokens, found 'poem'"),
         (lambda: PromptSpec(predictions_per_task=0), "--predictions-per-task: expected from 1 to 4,096, found 0"),
     ],
 )
