@@ -16,7 +16,8 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,14 @@ class _Limited(Generator):
 
     limits: Sequence[int] = ()
 
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.calls: Counter[str] = Counter()
+
+    def _called(self, program: Any, pieces: Any, *given: Any) -> Any:
+        self.calls["steps" if pieces is None else "read"] += 1
+        return super()._called(program, pieces, *given)
+
     def _append_token(self, answer: Answer, token: int, logprob: float) -> None:
         super()._append_token(answer, token, logprob)
         if answer.reason is None and len(answer.tokens) >= self.limits[answer.sample.index]:
@@ -83,24 +92,25 @@ def spile_seconds(
         n_layers=config.n_layers, weights="random", tokenizer="-", prompt=DataSpec().prompt, seed=0,
         max_seq_length=longest, long="skip", dtype=dtype, store_dtype="bfloat16", generation=generation,
     )  # fmt: skip
-    seconds = []
+    seconds, calls = [], {}
     for visit in range(2):  # the first compiles and warms up
         home = Path(args.output) / f"visit-{visit}"
         shutil.rmtree(home, ignore_errors=True)
         generator = _Limited(
             params, config, taps, mesh=make_mesh((1, 1), jax.devices()[:1]), plan=plan, stop=(), generation=generation,
-            seed=0, dtype=dtype, store_dtype="bfloat16",
+            seed=0, dtype=dtype, store_dtype="bfloat16", progress=(progress := Progress()),
         )  # fmt: skip
         generator.limits = limits
         root = open_folder(str(home))
         join_run(root, run)
         stream = join_stream(root, 0, StreamIdentity("-", "-", len(samples), len(samples), taps), run)
         shelf = Shelf(
-            stream.folder, StreamSink(stream), load_tokenizer(model), Progress(), capture="both",
+            stream.folder, StreamSink(stream), load_tokenizer(model), progress, capture="both",
             bytes_per_token=row_bytes(stream.record.identity.rows(run)), shard_bytes=1e9,
-            lanes=max(1, min(4, (os.cpu_count() or 2) // 4)),
+            lanes=max(1, min(8, (os.cpu_count() or 2) // 2)),
         )  # fmt: skip
         generator.prepare()
+        calls = call_milliseconds(generator)
         began = time.perf_counter()
         for ended in generator.answers(iter(samples)):
             shelf.add(ended)
@@ -112,7 +122,26 @@ def spile_seconds(
         shelf.close()
         generator.close()
         shutil.rmtree(home, ignore_errors=True)
-    return {"seconds": round(seconds[-1], 2), "first_visit": round(seconds[0], 2), "slots": plan.slots, "dtype": dtype}
+    busy = {stage: round(spent, 2) for stage, spent in progress.snapshot().busy.items()}
+    return {
+        "seconds": round(seconds[-1], 2), "first_visit": round(seconds[0], 2), "slots": plan.slots, "dtype": dtype,
+        "busy": busy, "calls": generator.calls, "call_ms": calls,
+    }  # fmt: skip
+
+
+def call_milliseconds(generator: _Limited, times: int = 4) -> dict[str, float]:
+    """What each program takes alone, its rows on the host: a call over no prompt or idle slots is as long as any."""
+    found = {}
+    programs: dict[str, Callable[[], Any]] = {"read": lambda: generator._read([]), "steps": generator._step}
+    for name, call in programs.items():
+        jax.block_until_ready(call().kept)
+        began = time.perf_counter()
+        for _ in range(times):
+            last = call()
+        jax.block_until_ready(last.kept)
+        found[name] = round((time.perf_counter() - began) / times * 1e3, 1)
+    generator.calls.clear()
+    return found
 
 
 def transformers_seconds(model: Path, samples: list[Sample], limits: Sequence[int], batch: int, dtype: str) -> float:

@@ -16,7 +16,7 @@ from tokenizers import models
 from spile.data.tokens import Tokenizer
 from spile.objects import open_folder
 from spile.planning.shards import row_bytes
-from spile.runtime.answer import Answer
+from spile.runtime.answer import Answer, AnswerRows
 from spile.runtime.progress import Progress
 from spile.runtime.shelf import Shelf
 from spile.runtime.worker import StreamSink
@@ -59,13 +59,17 @@ def expected(sample: Sample) -> Prediction:
 
 def _made(sample: Sample) -> Answer:
     said, whole = expected(sample), stored(sample)
-    rows = [[piece] for tap in range(len(TAPS)) for piece in [rows_of(whole, tap)]]
-    for of_tap in rows:  # in pieces, as chunks and strides come
-        of_tap[:] = np.array_split(of_tap[0], 3)
-    return Answer(sample, list(said.tokens), list(said.logprobs), "stop", rows)
+    rows = AnswerRows(len(TAPS), len(whole) + 3)
+    for places in np.array_split(np.arange(len(whole)), 3):  # in pieces, as chunks and strides come
+        first = rows.extend(len(places))
+        for tap in range(len(TAPS)):
+            rows.put(tap, first, rows_of(whole, tap)[places])
+    return Answer(sample, rows, list(said.tokens), list(said.logprobs), "stop")
 
 
-def answer(url: str, count: int, shard: int, attempt: str | None = None) -> StreamStore:
+def answer(
+    url: str, count: int, shard: int, attempt: str | None = None, *, shard_bytes: float = 1e9, lanes: int = 1
+) -> StreamStore:
     """One worker's life: answers what is left, ``shard`` samples at a time, ending in another order than they began."""
     root = open_folder(url)
     join_run(root, RUN)
@@ -73,7 +77,7 @@ def answer(url: str, count: int, shard: int, attempt: str | None = None) -> Stre
     bytes_per_token = row_bytes(stream.record.identity.rows(RUN))
     shelf = Shelf(
         stream.folder, StreamSink(stream), tokenizer(), Progress(),
-        capture="both", bytes_per_token=bytes_per_token, shard_bytes=1e9,
+        capture="both", bytes_per_token=bytes_per_token, shard_bytes=shard_bytes, lanes=lanes,
     )  # fmt: skip
     waiting: list[Answer] = []
     for item in items(count, stream.ledger.done):

@@ -57,6 +57,18 @@ def test_a_kill_at_every_write_step(tmp_path: Path) -> None:
     assert killed_and_resumed(tmp_path, list(range(60)), seed=2) > 40
 
 
+def test_many_that_end_at_once_are_several_shards(tmp_path: Path) -> None:
+    def sizes(folder: Path) -> list[int]:
+        return [file.stat().st_size for file in folder.glob("tpu_0/*.safetensors")]
+
+    answer(str(tmp_path / "one"), COUNT, COUNT)
+    (whole,) = sizes(tmp_path / "one")
+    answer(str(tmp_path / "four"), COUNT, COUNT, shard_bytes=whole / 4, lanes=3)
+    assert 3 <= len(sizes(tmp_path / "four")) <= 5
+    assert max(sizes(tmp_path / "four")) < whole / 2
+    assert_answered(str(tmp_path / "four"))
+
+
 def test_verify_names_answers_that_were_changed(tmp_path: Path) -> None:
     answer(str(tmp_path), COUNT, 20)
     file = sorted(tmp_path.glob("tpu_0/predictions_0001-*.jsonl"))[0]

@@ -89,8 +89,10 @@ def check_rows(folder: Path, case: str, answers: dict[int, Answer]) -> None:
         tokens = np.concatenate([answer.sample.tokens, answer.tokens]).astype(np.int32)
         padded = np.zeros((1, PLAN.capacity), np.int32)
         padded[0, : len(tokens)] = tokens
-        for found, expected in zip(answer.rows, step(params, padded), strict=True):
-            rows = np.concatenate(found)
+        assert answer.rows.taps == len(taps(case))
+        for tap, expected in enumerate(step(params, padded)):
+            rows = answer.rows.taken(tap)
+            assert rows is not None
             assert rows.shape == (len(tokens), files.config.d_model)
             assert cases.error(rows, np.asarray(expected)[0, : len(tokens)]) <= TOLERANCE
 
@@ -131,4 +133,5 @@ def test_what_is_captured(capture: str, prompt: int, answer: int, tmp_path: Path
     found = generated(cases.write_model(case, tmp_path), case, generation={"capture": capture, "max_new_tokens": 7})
     for one in found.values():
         expected = prompt * len(one.sample) + answer * len(one.tokens)
-        assert [sum(map(len, of_tap)) for of_tap in one.rows] == [expected] * len(taps(case))
+        assert len(one.rows) == expected
+        assert [one.rows.taken(tap) is None for tap in range(one.rows.taps)] == [not expected] * len(taps(case))

@@ -12,7 +12,7 @@ All take queries ``[rows, seq, heads, head_dim]``, keys and values with fewer he
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -24,7 +24,20 @@ from jaxtyping import Array, Bool, Float, Int
 
 from spile.spec.architecture import ModelConfig
 
-__all__ = ["ATTENTIONS", "Attention", "choose", "cudnn", "flash", "masked", "over_mesh", "precision", "xla"]
+__all__ = [
+    "ATTENTIONS",
+    "MASKED",
+    "Attention",
+    "choose",
+    "cudnn",
+    "cudnn_masked",
+    "flash",
+    "masked",
+    "over_mesh",
+    "precision",
+    "scaled",
+    "xla",
+]
 
 Queries = Float[Array, "rows seq heads head_dim"]
 Keys = Float[Array, "rows seq kv_heads head_dim"]
@@ -94,13 +107,29 @@ def masked(
     flat = (rows, kv_heads, heads // kv_heads * length, -1)
     product = functools.partial(jnp.matmul, precision=precision(q.dtype), preferred_element_type=jnp.float32)
     grouped = q.reshape(rows, length, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4).reshape(flat)
-    scores = product(grouped, k.transpose(0, 2, 3, 1)).reshape(*shape[:4], -1) * jnp.float32(head_dim**-0.5)
-    scores = scores if softcap is None else jnp.tanh(scores / jnp.float32(softcap)) * jnp.float32(softcap)
+    scores = scaled(product(grouped, k.transpose(0, 2, 3, 1)).reshape(*shape[:4], -1), head_dim, softcap)
     scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
     weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
     total = jnp.sum(weights, axis=-1, keepdims=True)
     out = product(weights.astype(q.dtype).reshape(flat), v.transpose(0, 2, 1, 3)).reshape(shape)
     return (out / total).astype(q.dtype).transpose(0, 3, 1, 2, 4).reshape(q.shape)
+
+
+def scaled(scores: Float[Array, "..."], head_dim: int, softcap: float | None) -> Float[Array, "..."]:
+    """Products of queries and keys as softmax takes them."""
+    scores = scores * jnp.float32(head_dim**-0.5)
+    return scores if softcap is None else jnp.tanh(scores / jnp.float32(softcap)) * jnp.float32(softcap)
+
+
+def cudnn_masked(q: Array, k: Array, v: Array, seen: Array, softcap: float | None = None) -> Array:
+    """:func:`masked` by the fused kernel of cuDNN."""
+    if softcap is not None:
+        raise ValueError("cuDNN's attention has no soft cap")
+    return jax.nn.dot_product_attention(q, k, v, mask=seen[:, None], implementation="cudnn")
+
+
+MASKED: Mapping[str, Callable[..., Array]] = {"xla": masked, "flash": masked, "cudnn": cudnn_masked}
+"""Attention of some queries over other keys, by the name of an implementation; splash takes no mask."""
 
 
 def cudnn(

@@ -1,7 +1,7 @@
 """Generation over slots: a cache of keys and values, one program that reads prompts and one that makes tokens.
 
-A slot holds one sample from its first token to its last. Prompts are read a chunk at a time, a few slots at once; then
-all slots whose prompt was read go on a token at a time, a stride of tokens per call. A slot's key ``j`` is that of
+A slot holds one sample from its first token to its last. Prompts are read in pieces, many at once, of one prompt too;
+then all slots whose prompt was read go on a token at a time, a stride of tokens per call. A slot's key ``j`` is that of
 position ``j``, prompt or answer, so a window is a distance. What a slot held before is overwritten before it is seen.
 
 Every token is fed once, the last one too: its activations come from the very step in which it was fed, and the token
@@ -10,7 +10,8 @@ after it from the same step's logits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from spile.model import rope
-from spile.model.attention import masked
+from spile.model.attention import MASKED, precision, scaled
 from spile.model.decoder import Drawn, Keep, as_it_is, block, embed
 from spile.model.experts import MIXTURES, Mixture
 from spile.model.logits import logits
@@ -53,7 +54,11 @@ class Slots:
     """What lies on the devices between two calls; ``groups`` is the data-parallel width."""
 
     keys: tuple[Any, ...]
-    """One array per layer, ``[groups, slots, kv_heads, capacity, head_dim]``."""
+    """One array per layer, ``[groups, kv_heads, slots, capacity, head_dim]``.
+
+    Slots and positions, which are written to, lie behind the axes that devices share and before what is written: in
+    another order the compiler turns the whole cache over for each write.
+    """
     values: tuple[Any, ...]
     token: Any
     """``[groups, slots]``: the token that is fed next."""
@@ -95,7 +100,7 @@ def slot_bytes(config: ModelConfig, capacity: int, dtype: DTypeLike) -> int:
 
 def empty_slots(config: ModelConfig, groups: int, slots: int, capacity: int, dtype: DTypeLike) -> Slots:
     """All idle."""
-    shape = (groups, slots, config.n_kv_heads, capacity, config.head_dim)
+    shape = (groups, config.n_kv_heads, slots, capacity, config.head_dim)
     caches = [tuple(jnp.zeros(shape, dtype) for _ in range(config.n_layers)) for _ in range(2)]
     numbers = [jnp.zeros((groups, slots), jnp.int32) for _ in range(5)]
     return Slots(*caches, *numbers)
@@ -110,20 +115,24 @@ def read_prompts(
     taps: tuple[Tap, ...],
     sampling: Sampling,
     mixture: Mixture = MIXTURES["blocks"],
+    attention: str = "xla",
     keep: Keep = as_it_is,
 ) -> tuple[Slots, Choices, tuple[Any, ...]]:
     """Read a piece of each row's prompt; where it is the last, choose the first token of the answer.
 
-    The kept activations are ``[groups × rows, chunk, …]``.
+    Rows may be pieces of one prompt: at each layer all keys are written before any is looked at. ``attention`` is one
+    of :data:`spile.model.attention.MASKED`. The kept activations are ``[groups × rows, chunk, …]``.
     """
     groups, _, size = chunk.tokens.shape
     place = chunk.start[..., None] + jnp.arange(size, dtype=jnp.int32)
     keys, values = list(slots.keys), list(slots.values)
 
     def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-        keys[layer] = _written(keys[layer], chunk.slot, place, k)
-        values[layer] = _written(values[layer], chunk.slot, place, v)
-        return _seen(q, _rows(keys[layer], chunk.slot), _rows(values[layer], chunk.slot), place, config, layer)
+        keys[layer] = _written(keys[layer], _by_head(k, groups), chunk.slot, place)
+        values[layer] = _written(values[layer], _by_head(v, groups), chunk.slot, place)
+        own = (_rows(cache[layer], chunk.slot) for cache in (keys, values))
+        seen = _within(place, jnp.arange(keys[layer].shape[3], dtype=jnp.int32), config.windows[layer])
+        return MASKED[attention](q, *own, seen.reshape(len(q), size, -1), config.attention_softcap)
 
     x, kept = _through(params, chunk.tokens, place, attend, config, mixture, Drawn(taps, keep))
     end = jnp.clip(chunk.length - 1, 0, size - 1).reshape(-1)
@@ -160,37 +169,56 @@ def take_steps(
     Tokens are ``[stride, groups, slots]``, the kept activations ``[stride, groups × slots, 1, …]``. What a slot gives
     after its last token is noise.
     """
+    groups, count = slots.token.shape
+    begun = slots.position[..., None]
+    shape = (groups, config.n_kv_heads, count, stride, config.head_dim)
+    blank = tuple(jnp.zeros(shape, cache.dtype) for cache in slots.keys)
 
-    def step(slots: Slots, _: None) -> tuple[Slots, tuple[Choices, tuple[Any, ...]]]:
-        keys, values = list(slots.keys), list(slots.values)
-        place = slots.position[..., None]
-        count = slots.token.shape[1]
-        # An idle slot may be in the middle of a prompt: nothing is written there.
-        busy = jnp.where(slots.status == IDLE, count, jnp.arange(count, dtype=jnp.int32))
+    def step(carry: tuple[Slots, _Fresh], number: Array) -> tuple[tuple[Slots, _Fresh], tuple[Choices, Any]]:
+        now, (keys, values) = carry[0], (list(carry[1].keys), list(carry[1].values))
+        place = begun + number
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-            keys[layer] = _written(keys[layer], busy, place, k)
-            values[layer] = _written(values[layer], busy, place, v)
-            flat = (-1, *keys[layer].shape[2:])
-            return _seen(q, keys[layer].reshape(flat), values[layer].reshape(flat), place, config, layer)
+            for fresh, new in ((keys, k), (values, v)):
+                new = _by_head(new, groups).astype(fresh[layer].dtype)
+                fresh[layer] = jax.lax.dynamic_update_slice_in_dim(fresh[layer], new, number, axis=3)
+            past = jnp.arange(slots.keys[layer].shape[3], dtype=jnp.int32)
+            window = config.windows[layer]
+            old = _within(place, past, window) & (past < begun[..., None])
+            here = jnp.arange(stride, dtype=jnp.int32)
+            new = jnp.broadcast_to(_within(jnp.reshape(number, (1, 1, 1)), here, window), (*old.shape[:3], stride))
+            pairs = ((slots.keys[layer], slots.values[layer], old), (keys[layer], values[layer], new))
+            return _recalled(q, pairs, config)
 
-        x, kept = _through(params, slots.token[..., None], place, attend, config, mixture, Drawn(taps, keep))
-        chosen = _choose(logits(params, x[:, 0], config), slots.sample, slots.made, sampling)
-        making = slots.status == MAKING
-        made = slots.made + making
+        x, kept = _through(params, now.token[..., None], place, attend, config, mixture, Drawn(taps, keep))
+        chosen = _choose(logits(params, x[:, 0], config), now.sample, now.made, sampling)
+        making = now.status == MAKING
+        made = now.made + making
         after = replace(
-            slots,
-            keys=tuple(keys),
-            values=tuple(values),
-            token=jnp.where(making, chosen.tokens, slots.token),
-            position=slots.position + (slots.status != IDLE),
+            now,
+            token=jnp.where(making, chosen.tokens, now.token),
+            position=now.position + (now.status != IDLE),
             made=made,
             status=jnp.where(making, _status(chosen.tokens, made, sampling), IDLE),
         )
-        return after, (chosen, kept)
+        return (after, _Fresh(tuple(keys), tuple(values))), (chosen, kept)
 
-    slots, (chosen, kept) = jax.lax.scan(step, slots, None, length=stride)
-    return slots, chosen, kept
+    # The cache stays as it is meanwhile: the stride's own keys are written to it once, behind its last step.
+    numbers = jnp.arange(stride, dtype=jnp.int32)
+    start = (replace(slots, keys=(), values=()), _Fresh(blank, blank))
+    (after, fresh), (chosen, kept) = jax.lax.scan(step, start, numbers)
+    # An idle slot may be in the middle of a prompt: nothing is written there.
+    busy = jnp.where(slots.status == IDLE, count, jnp.arange(count, dtype=jnp.int32))
+    write = functools.partial(_written, slot=busy, place=begun + numbers)
+    keys, values = (tuple(map(write, *pair)) for pair in ((slots.keys, fresh.keys), (slots.values, fresh.values)))
+    return replace(after, keys=keys, values=values), chosen, kept
+
+
+class _Fresh(NamedTuple):
+    """A stride's own keys and values, one array per layer: ``[groups, kv_heads, slots, stride, head_dim]``."""
+
+    keys: tuple[Any, ...]
+    values: tuple[Any, ...]
 
 
 # -- parts ------------------------------------------------------------------------------------------------------------
@@ -220,30 +248,50 @@ def _through(
     return x, drawn.all()
 
 
-def _written(cache: Array, slot: Array, place: Array, new: Array) -> Array:
-    """New keys or values ``[groups × rows, seq, kv_heads, head_dim]`` at their slots and positions; beyond, dropped."""
-    new = new.reshape(*place.shape, *new.shape[2:]).astype(cache.dtype)
+def _by_head(new: Array, groups: int) -> Array:
+    """Keys or values ``[groups × rows, seq, kv_heads, head_dim]`` as the cache has them: heads, then rows."""
+    return new.reshape(groups, -1, *new.shape[1:]).transpose(0, 3, 1, 2, 4)
 
-    def write(old: Array, at: Array, where: Array, x: Array) -> Array:
-        return old.at[at[:, None], :, where].set(x, mode="drop")
 
-    out: Array = jax.vmap(write)(cache, slot, place, new)
+def _written(cache: Array, new: Array, slot: Array, place: Array) -> Array:
+    """New keys or values ``[groups, kv_heads, rows, seq, head_dim]`` at their slots and positions; beyond, dropped."""
+
+    def write(old: Array, x: Array, at: Array, where: Array) -> Array:
+        return old.at[at[:, None], where].set(x.astype(old.dtype), mode="drop")
+
+    by_head = jax.vmap(write, in_axes=(0, 0, None, None))
+    out: Array = jax.vmap(by_head)(cache, new, slot, place)
     return out
 
 
 def _rows(cache: Array, slot: Array) -> Array:
-    """The caches of some slots, ``[groups × rows, kv_heads, capacity, head_dim]``."""
-    rows: Array = jax.vmap(lambda old, at: jnp.take(old, at, axis=0, mode="clip"))(cache, slot)
-    return rows.reshape(-1, *rows.shape[2:])
+    """The caches of some slots, ``[groups × rows, capacity, kv_heads, head_dim]``."""
+    rows: Array = jax.vmap(lambda old, at: jnp.take(old, at, axis=1, mode="clip"))(cache, slot)
+    return rows.transpose(0, 2, 3, 1, 4).reshape(-1, *rows.shape[3:4], rows.shape[1], rows.shape[4])
 
 
-def _seen(q: Array, keys: Array, values: Array, place: Array, config: ModelConfig, layer: int) -> Array:
-    """Attention over a slot's own past."""
-    ahead = place.reshape(len(q), -1, 1) - jnp.arange(keys.shape[2], dtype=jnp.int32)
-    window = config.windows[layer]
-    seen = (ahead >= 0) if window is None else (ahead >= 0) & (ahead < window)
-    turned = (0, 2, 1, 3)
-    return masked(q, keys.transpose(turned), values.transpose(turned), seen, config.attention_softcap)
+def _within(place: Array, keys: Array, window: int | None) -> Array:
+    """Which keys, by their positions, a token at ``place`` sees; one more axis than ``place``."""
+    ahead = place[..., None] - keys
+    return (ahead >= 0) if window is None else (ahead >= 0) & (ahead < window)
+
+
+def _recalled(q: Array, pairs: Sequence[tuple[Array, Array, Array]], config: ModelConfig) -> Array:
+    """Attention of one query per slot over keys and values that lie in several arrays, with what it sees of each.
+
+    Softmax in float32; keys are not repeated for their groups of heads (see :func:`spile.model.attention.masked`).
+    """
+    groups, kv_heads, count, _, head_dim = pairs[0][0].shape
+    shape = (groups, count, kv_heads, config.n_heads // kv_heads, head_dim)
+    grouped = q.reshape(shape).transpose(0, 2, 1, 3, 4)
+    product = functools.partial(jnp.matmul, precision=precision(q.dtype), preferred_element_type=jnp.float32)
+    every = [scaled(product(grouped, keys.swapaxes(3, 4)), head_dim, config.attention_softcap) for keys, _, _ in pairs]
+    scores = [jnp.where(seen[:, None], each, -jnp.inf) for each, (_, _, seen) in zip(every, pairs, strict=True)]
+    highest = functools.reduce(jnp.maximum, (each.max(axis=-1, keepdims=True) for each in scores))
+    weights = [jnp.exp(each - highest) for each in scores]
+    total = functools.reduce(jnp.add, (each.sum(axis=-1, keepdims=True) for each in weights))
+    parts = (product(each.astype(q.dtype), values) for each, (_, values, _) in zip(weights, pairs, strict=True))
+    return (functools.reduce(jnp.add, parts) / total).astype(q.dtype).transpose(0, 2, 1, 3, 4).reshape(q.shape)
 
 
 def _status(token: Array, made: Array, sampling: Sampling) -> Array:

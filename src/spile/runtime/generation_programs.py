@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from spile.model.attention import choose
 from spile.model.experts import MIXTURES
 from spile.model.generation import Choices, Chunk, Sampling, Slots, empty_slots, read_prompts, take_steps
 from spile.model.params import Params
@@ -45,12 +46,14 @@ class GenerationPrograms:
         platform = mesh.devices.flat[0].platform
         mixture = plan_mesh(config, (mesh.shape["data"], mesh.shape["model"])).mixture(platform, mesh, config)
         self._mixture = MIXTURES[mixture] if isinstance(mixture, str) else mixture
+        # A kernel is not partitioned by the compiler, so several devices read with plain XLA.
+        self._attention = choose(config, platform, dtype) if mesh.size == 1 else "xla"
         self._groups = int(mesh.shape["data"])
         self.by_group = NamedSharding(mesh, PartitionSpec("data"))
         self._everywhere = NamedSharding(mesh, PartitionSpec())
         self._away = self.by_group if platform == "cpu" else self.by_group.with_memory_kind("pinned_host")
         heads = "model" if config.n_kv_heads % mesh.shape["model"] == 0 else None
-        cache = NamedSharding(mesh, PartitionSpec("data", None, heads))
+        cache = NamedSharding(mesh, PartitionSpec("data", heads))
         shapes = jax.eval_shape(self._make_empty)
         self._places = jax.tree.map(lambda x: cache if x.ndim == 5 else self.by_group, shapes)
         given = jax.tree.map(
@@ -76,7 +79,7 @@ class GenerationPrograms:
         def program(params: Params, slots: Slots, chunk: Chunk) -> Any:
             slots, chosen, kept = read_prompts(
                 params, slots, chunk, config=self._config, taps=self._prompt_taps, sampling=self._sampling,
-                mixture=self._mixture, keep=self._cast,
+                mixture=self._mixture, attention=self._attention, keep=self._cast,
             )  # fmt: skip
             return slots, chosen, *self._leaving(kept)
 

@@ -1,8 +1,9 @@
 """A model on a mesh of devices that answers prompts: seats for samples, two compiled programs, rows as they are made.
 
 A sample takes a free slot, its prompt is read in pieces, its answer made token by token; when it ends, the next sample
-takes the slot. Results are looked at one call late, so that the devices never wait for the host. Every process of a pod
-sees all tokens and so makes the same decisions; rows stay with the process whose devices made them.
+takes the slot. A step takes as long for one slot as for all, so prompts that wait are read first. Results are looked at
+one call late, so that the devices never wait for the host. Every process of a pod sees all tokens and so makes the same
+decisions; rows stay with the process whose devices made them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from jax.sharding import Mesh
 from spile.errors import Failure
 from spile.model.generation import Choices, Chunk, Sampling
 from spile.model.params import Params
-from spile.runtime.answer import Answer, Rows
+from spile.runtime.answer import Answer, AnswerRows, tokens_kept
 from spile.runtime.device import put, translated
 from spile.runtime.generation_programs import GenerationPrograms
 from spile.runtime.producer import OutOfDeviceMemory, check_tokens
@@ -85,7 +86,7 @@ class Generator:
     ) -> None:
         self._params, self._config, self._mesh, self._plan, self._dtype = params, config, mesh, plan, dtype
         self._sampling = Sampling(stop, generation.max_new_tokens, generation.temperature, generation.top_p, seed)
-        self._n_taps, self._progress = len(taps), progress or Progress()
+        self._n_taps, self._capture, self._progress = len(taps), generation.capture, progress or Progress()
         self._programs = GenerationPrograms(
             params, config, taps, mesh=mesh, plan=plan, sampling=self._sampling, capture=generation.capture,
             dtype=dtype, store_dtype=store_dtype,
@@ -136,15 +137,13 @@ class Generator:
         while True:
             more = more and self._seat(waiting)
             unread = [seat for seat in self._taken() if seat[2].read < len(seat[2].sample)]
-            making = any(answer.read == len(answer.sample) for _, _, answer in self._taken())
-            if unread:
-                self._pending.append(self._read(unread))
-            if making:
-                self._pending.append(self._step())
-            if not (unread or making or self._pending):
+            busy = bool(self._taken())
+            if busy:
+                self._pending.append(self._read(unread) if unread else self._step())
+            elif not self._pending:
                 return
             ended: list[Answer] = []
-            while len(self._pending) > (_LATE if unread or making else 0):
+            while len(self._pending) > (_LATE if busy else 0):
                 ended += self._look(self._pending.popleft())
             yield ended
 
@@ -160,12 +159,12 @@ class Generator:
                     if sample is None:
                         return False
                     check_tokens([sample], self._config.vocab_size)
-                    rows: list[Rows] = [[] for _ in range(self._n_taps)]
-                    seats[slot] = Answer(sample, rows=rows, owned=group in self._owned)
+                    room = tokens_kept(self._capture, len(sample), self._sampling.max_new)
+                    seats[slot] = Answer(sample, AnswerRows(self._n_taps, room), owned=group in self._owned)
         return True
 
     def _read(self, unread: Sequence[tuple[int, int, Answer]]) -> _Call:
-        """The next piece of as many prompts as the program takes."""
+        """As many pieces of prompts as the program takes, of one prompt all that are left before the next one's."""
         shape, plan = (self.groups, self._plan.rows), self._plan
         tokens = np.zeros((*shape, plan.chunk), np.int32)
         slot = np.full(shape, plan.slots, np.int32)
@@ -174,16 +173,14 @@ class Generator:
         filled = [0] * self.groups
         pieces: list[_Piece] = []
         for group, seat, answer in unread:
-            row = filled[group]
-            if row == plan.rows:
-                continue
-            filled[group] += 1
-            piece = answer.sample.tokens[answer.read : answer.read + plan.chunk]
-            at = (group, row)
-            tokens[at][: len(piece)], slot[at], start[at], length[at] = piece, seat, answer.read, len(piece)
-            answer.read += len(piece)
-            last[at], sample[at] = answer.read == len(answer.sample), answer.sample.index & 0x7FFFFFFF
-            pieces.append(_Piece(answer, group, row, len(piece), bool(last[at])))
+            while filled[group] < plan.rows and answer.read < len(answer.sample):
+                at = (group, filled[group])
+                filled[group] += 1
+                piece = answer.sample.tokens[answer.read : answer.read + plan.chunk]
+                tokens[at][: len(piece)], slot[at], start[at], length[at] = piece, seat, answer.read, len(piece)
+                answer.read += len(piece)
+                last[at], sample[at] = answer.read == len(answer.sample), answer.sample.index & 0x7FFFFFFF
+                pieces.append(_Piece(answer, *at, len(piece), bool(last[at])))
         chunk = Chunk(*(put(array, self._programs.by_group) for array in (tokens, slot, start, length, last, sample)))
         return self._called(self._ready(self._programs.reader, "reading prompts"), tuple(pieces), chunk)
 
@@ -268,14 +265,15 @@ class Generator:
 
     def _keep(self, parts: list[_Part], kept: list[dict[int, npt.NDArray[np.generic]]]) -> None:
         """Copies of the answers' rows, several taps at once: what the device wrote to is used again."""
-        own = [part for part in parts if part.answer.owned]
+        own = [part for part in parts if part.answer.owned and kept]
+        places = [(answer.rows, row, length, answer.rows.extend(length)) for answer, row, length in own]
 
-        def copies(rows: dict[int, npt.NDArray[np.generic]]) -> Rows:
-            return [np.array(rows[part.row][: part.length]) for part in own]
+        def copy(tap: int) -> None:
+            for rows, row, length, first in places:
+                rows.put(tap, first, kept[tap][row][:length])
 
-        for tap, copied in enumerate(self._copiers.map(copies, kept)):
-            for part, piece in zip(own, copied, strict=True):
-                part.answer.rows[tap].append(piece)
+        for _ in self._copiers.map(copy, range(len(kept))):
+            pass
 
     def _append_token(self, answer: Answer, token: int, logprob: float) -> None:
         answer.tokens.append(token)

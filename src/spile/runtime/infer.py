@@ -44,7 +44,7 @@ __all__ = ["infer"]
 
 _MEMORY_SHARE = 4
 """Shards wait in memory until their last answer is made: at most one part in so many of the host's."""
-_MOST_LANES = 4
+_MOST_LANES = 8
 
 
 def infer(
@@ -117,7 +117,7 @@ def _answer(visit: Visit, generator: Generator) -> bool:
     parts, stream, progress = visit.parts, visit.stream, visit.status.progress
     control = visit.control()
     processes = jax.process_count()
-    lanes = 1 if processes > 1 else max(1, min(_MOST_LANES, (os.cpu_count() or 2) // 4))
+    lanes = 1 if processes > 1 else max(1, min(_MOST_LANES, (os.cpu_count() or 2) // 2))
     shelf = Shelf(
         stream.folder,
         visit.sink(),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,7 +11,7 @@ import numpy as np
 
 from spile.data.tokens import Tokenizer
 from spile.objects.folder import Folder
-from spile.runtime.answer import Answer
+from spile.runtime.answer import Answer, tokens_kept
 from spile.runtime.flow import Sink
 from spile.runtime.progress import Progress
 from spile.spec.prediction import Prediction
@@ -53,8 +52,7 @@ class Shelf:
     def add(self, answers: Sequence[Answer]) -> None:
         """They have ended."""
         for answer in answers:
-            tokens = self._kept(len(answer.sample), len(answer.tokens))
-            self._bytes += tokens * self._bytes_per_token + 8 * len(answer.tokens)
+            self._bytes += self._bytes_of(answer)
             self._answers.append(answer)
             self._progress.add(samples=1, tokens=len(answer.sample) + len(answer.tokens))
 
@@ -75,14 +73,32 @@ class Shelf:
     def commit(self, end: int | None = None) -> None:
         """Write and commit what is here, behind the caller's back. Waits while every lane is at work.
 
-        There are several where a device is faster than one file, and one on a pod, whose hosts commit together.
+        There are several where a device is faster than one file, and one on a pod, whose hosts commit together. Very
+        many answers may have ended at once: they are several shards, and several lanes' work.
         """
-        answers, skipped = sorted(self._answers, key=lambda answer: answer.sample.index), tuple(self._skipped)
+        *first, last = self._shards()
+        skipped = tuple(self._skipped)
         self._answers, self._skipped, self._bytes = [], [], 0
-        while len(self._handed) >= self._lanes:
-            self._handed.popleft().result()
+        for answers in first:
+            self._hand_over(answers, (), None)
         if end is not None:
             self.wait()  # the end is the last word
+        self._hand_over(last, skipped, end)
+
+    def _shards(self) -> list[list[Answer]]:
+        """What is here by its number, in parts of about a shard's bytes; at least one, which may be empty."""
+        answers = sorted(self._answers, key=lambda answer: answer.sample.index)
+        count = max(1, round(self._bytes / self._shard_bytes), -(-len(answers) // _MOST))
+        parts: list[list[Answer]] = [[] for _ in range(count)]
+        sofar = 0
+        for answer in answers:
+            parts[min(count - 1, sofar * count // max(1, self._bytes))].append(answer)
+            sofar += self._bytes_of(answer)
+        return [part for part in parts if part] or [[]]
+
+    def _hand_over(self, answers: Sequence[Answer], skipped: tuple[Skip, ...], end: int | None) -> None:
+        while len(self._handed) >= self._lanes:
+            self._handed.popleft().result()
         self._handed.append(self._writer.submit(self._store, answers, skipped, end))
 
     def wait(self) -> None:
@@ -94,8 +110,9 @@ class Shelf:
         """No more comes."""
         self._writer.shutdown(wait=True)
 
-    def _kept(self, prompt: int, answer: int) -> int:
-        return prompt * (self._capture in ("prompt", "both")) + answer * (self._capture in ("answer", "both"))
+    def _bytes_of(self, answer: Answer) -> int:
+        tokens = tokens_kept(self._capture, len(answer.sample), len(answer.tokens))
+        return tokens * self._bytes_per_token + 8 * len(answer.tokens)
 
     def _store(self, answers: Sequence[Answer], skipped: tuple[Skip, ...], end: int | None) -> None:
         with self._progress.busy("sink"):
@@ -109,13 +126,13 @@ class Shelf:
     def _shard(self, answers: Sequence[Answer]) -> ShardRecord:
         builder = self._sink.begin([self._sample(answer) for answer in answers])
         try:
-            for tap in range(len(answers[0].rows)):
+            for tap in range(answers[0].rows.taps):
                 row = 0
                 for answer in answers:
-                    for piece in answer.rows[tap]:
-                        builder.write(tap, row, piece.reshape(len(piece), math.prod(piece.shape[1:])))
-                        row += len(piece)
-                    answer.rows[tap] = []  # its memory is the next answer's
+                    rows = answer.rows.taken(tap)
+                    if rows is not None:
+                        builder.write(tap, row, rows)
+                        row += len(rows)
             record = builder.finish()
         except BaseException:
             builder.abort()

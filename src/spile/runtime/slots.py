@@ -22,15 +22,15 @@ class SlotPlan:
     capacity: int
     """Tokens of prompt and answer that a slot has room for."""
     chunk: int
-    """Prompt tokens that one row of the reading program takes."""
+    """Prompt tokens that one row of the reading program takes: of a prompt's last row half is padding."""
     rows: int
-    """Prompts that it reads at once."""
+    """Such pieces that it reads at once."""
     stride: int
     """Tokens of an answer per call."""
 
 
 _SLOTS = {"cpu": 16, "gpu": 256, "tpu": 128}
-_CHUNK = {"cpu": 128, "gpu": 512, "tpu": 512}
+_CHUNK = {"cpu": 128, "gpu": 256, "tpu": 256}
 _READ_TOKENS = {"cpu": 512, "gpu": 8192, "tpu": 4096}
 _STRIDE = {"cpu": 8, "gpu": 16, "tpu": 16}
 _CACHE_PART = 0.6

@@ -15,6 +15,8 @@ from safetensors.numpy import load_file, save_file
 from numerics import cases
 from spile import weights
 from spile.errors import ModelError
+from spile.runtime.infer import infer
+from spile.spec.run import DataSpec, ExtractSpec, GenerationSpec
 from spile.weights.adapters import find_adapter
 
 RANK = 3
@@ -105,3 +107,45 @@ def test_another_models_adapter(tmp_path: Path) -> None:
         weights.load(replace(weights.find(str(model)), adapter=adapter))
     with pytest.raises(ModelError, match="no adapter in"):
         find_adapter(str(model))
+
+
+@pytest.mark.torch
+def test_peft_merges_to_the_same_weights(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    model = cases.write_model("llama-sites", tmp_path / "model")
+    about = peft.LoraConfig(
+        r=RANK, lora_alpha=5, target_modules=["q_proj", "v_proj", "down_proj"], rank_pattern={"down_proj": 2},
+        use_rslora=True, init_lora_weights=False,
+    )  # fmt: skip
+    adapted = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(model), about)
+    adapted.save_pretrained(tmp_path / "adapter")
+    adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
+    (tmp_path / "merged" / "config.json").write_bytes((model / "config.json").read_bytes())
+    ours = weights.load(replace(weights.find(str(model)), adapter=find_adapter(str(tmp_path / "adapter"))))
+    theirs = weights.load(weights.find(str(tmp_path / "merged")))
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=1e-5), ours, theirs)
+    plain = weights.load(weights.find(str(model)))
+    assert np.abs(np.asarray(ours.layers[1].down) - np.asarray(plain.layers[1].down)).max() > 1e-3
+
+
+def test_answers_come_from_the_merged_model(tmp_path: Path) -> None:
+    embedded = weights.find("embedded").tokenizer_folder
+    modules = ["model.layers.0.self_attn.q_proj", "model.layers.3.mlp.down_proj"]
+    adapter = write_adapter(tmp_path / "adapter", embedded, modules)
+    by_hand = merged_by_hand(embedded, adapter, tmp_path / "merged", 2.0)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (by_hand / name).write_bytes((embedded / name).read_bytes())
+
+    def told(output: Path, **which: Any) -> str:
+        data = DataSpec(max_seq_length=512, max_samples=2)
+        generation = GenerationSpec(max_new_tokens=8)
+        infer(ExtractSpec(**which, data=data, output=str(output), layers=(0,), batch_size=2, generation=generation))
+        return (output / "tpu_0" / "predictions.jsonl").read_text()
+
+    found = told(tmp_path / "a", model=str(embedded), adapter=str(adapter))
+    assert [json.loads(line)["tokens"] for line in found.splitlines()] == [
+        json.loads(line)["tokens"] for line in told(tmp_path / "b", model=str(by_hand)).splitlines()
+    ]

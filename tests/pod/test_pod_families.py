@@ -1,0 +1,109 @@
+"""Every family on meshes of four devices: packed rows equal transformers', and answers are those of one device."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from numerics import cases
+
+QUICK = ("gemma2", "gpt-neox", "mixtral")
+SLOW = ("gemma", "gemma3", "phi3", "gpt2", "olmo2", "qwen3-moe", "qwen3-moe-mixed", "qwen2-sites", "llama-sites")
+
+SCRIPT = """
+import json, sys
+from pathlib import Path
+import jax
+import numpy as np
+from safetensors.numpy import load_file
+from numerics import cases
+from numerics.test_generation import PLAN, prompts
+from spile import weights
+from spile.model.decoder import head_needed
+from spile.planning.batches import BatchPlan, batches
+from spile.runtime.device import DeviceProducer
+from spile.runtime.generator import Generator
+from spile.runtime.mesh import make_mesh, plan_mesh
+from spile.spec.run import GenerationSpec
+from spile.spec.sample import Sample
+from spile.spec.taps import Tap
+from spile.weights.loading import load
+
+def lying(files, shape, head):
+    mesh, plan = make_mesh(shape, jax.devices()[: shape[0] * shape[1]]), plan_mesh(files.config, shape)
+    return mesh, load(files, "float32", None, plan.place(mesh), head=head)
+
+def check_rows(case, files, shape):
+    golden, taps = load_file(cases.golden_path(case)), cases.taps(case)
+    samples = [
+        Sample(n, str(n), golden["tokens"][n % 2][: 9 - n], np.zeros(9 - n, np.uint8)) for n in range(8)
+    ]
+    mesh, params = lying(files, shape, head_needed(taps))
+    producer = DeviceProducer(
+        params, files.config, taps, store_dtype="float32", mesh=mesh, attention="xla", dtype="float32"
+    )
+    seen = 0
+    for batch in batches(samples, BatchPlan(64, None, 16, producer.groups)):
+        for tap, blocks in zip(taps, producer.fetch(producer.start(batch)), strict=True):
+            for block in blocks:
+                start = 0
+                for sample in batch.of(block.group):
+                    found = np.asarray(block.rows[start : start + len(sample)])
+                    wanted = golden[str(tap)][sample.index % 2][: len(sample)].copy()
+                    if tap.site == "loss":
+                        wanted[-1] = 0  # nothing follows
+                    scale = np.sqrt(np.mean(np.square(golden[str(tap)], dtype=np.float64)))
+                    assert np.abs(found - wanted.reshape(found.shape)).max() <= 1e-4 * scale, (case, shape, str(tap))
+                    start += len(sample)
+                    seen += 1
+    producer.close()
+    assert seen == len(taps) * len(samples)
+
+def told(case, files, shape):
+    mesh, params = lying(files, shape, True)
+    generator = Generator(
+        params, files.config, (Tap("residual", 1),), mesh=mesh, plan=PLAN, stop=(),
+        generation=GenerationSpec(max_new_tokens=12), seed=0, dtype="float32", store_dtype="float32",
+    )
+    found = {a.sample.index: a.tokens for turn in generator.answers(iter(prompts(case))) for a in turn}
+    generator.close()
+    return found
+
+home, names = Path(sys.argv[1]), json.loads(sys.argv[2])
+for case in names:
+    files = weights.find(str(cases.write_model(case, home / case)))
+    for shape in ((2, 2), (1, 4)):
+        check_rows(case, files, shape)
+    alone = told(case, files, (1, 1))
+    assert len(alone) == 7
+    assert told(case, files, (2, 2)) == alone, case
+print("same")
+"""
+
+
+def run(names: tuple[str, ...], home: Path) -> None:
+    here = Path(__file__).parents[1]
+    environment = {
+        **os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(here),
+    }  # fmt: skip
+    words = [sys.executable, "-c", SCRIPT, str(home), json.dumps(names)]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "same", done.stderr[-3000:]
+
+
+def test_gemma2_pythia_and_experts(tmp_path: Path) -> None:
+    run(QUICK, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_other_families(tmp_path: Path) -> None:
+    models = {cases.CASES[case]["model_type"] for case in (*QUICK, *SLOW)}
+    assert models >= {"gpt2", "gpt_neox", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "qwen3_moe", "mixtral"}
+    run(SLOW, tmp_path)
