@@ -33,6 +33,8 @@ _SLOTS = {"cpu": 16, "gpu": 256, "tpu": 128}
 _CHUNK = {"cpu": 128, "gpu": 256, "tpu": 256}
 _READ_TOKENS = {"cpu": 512, "gpu": 8192, "tpu": 4096}
 _STRIDE = {"cpu": 8, "gpu": 16, "tpu": 16}
+_ALIGNED = 64
+"""Tokens of capacity come in so many: fused kernels want whole blocks."""
 _CACHE_PART = 0.6
 """Of what the weights leave of a device's memory, the part that the cache may take; the rest is for a call's work."""
 
@@ -46,7 +48,7 @@ def plan_slots(
     """
     platform = jax.default_backend()
     chunk = min(_CHUNK[platform], -(-longest // 16) * 16)
-    capacity = longest + max_new
+    capacity = -(-(longest + max_new) // _ALIGNED) * _ALIGNED
     room = (host_memory() // 2 if memory is None else memory) - weight_bytes
     fitting = int(room * _CACHE_PART) // (token_bytes * capacity)
     wanted = asked or min(_SLOTS[platform], max(fitting, 1))
