@@ -49,7 +49,7 @@ class AnswerRows:
         own = self._taps[tap]
         if own is None:
             own = self._taps[tap] = np.empty((self._room, math.prod(rows.shape[1:])), rows.dtype)
-        own[first : first + len(rows)] = rows.reshape(len(rows), -1)
+        own[first : first + len(rows)] = rows.reshape(len(rows), own.shape[1])
 
     def taken(self, tap: int) -> npt.NDArray[Any] | None:
         """``[rows, width]``, not held any longer; None: nothing was kept."""
