@@ -6,6 +6,7 @@ whether the stream has ten samples or ten million: memory does not grow with the
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 
@@ -20,12 +21,15 @@ class Ranges:
     def __init__(self, pairs: Iterable[tuple[int, int]] = ()) -> None:
         starts: list[int] = []
         stops: list[int] = []
-        for start, stop in sorted(pair for pair in pairs if pair[0] < pair[1]):
-            if stops and start <= stops[-1]:
-                stops[-1] = max(stops[-1], stop)
-            else:
-                starts.append(start)
-                stops.append(stop)
+        last = -math.inf
+        for start, stop in sorted(pairs):
+            if start > last:
+                if stop > start:
+                    starts.append(start)
+                    stops.append(stop)
+                    last = stop
+            elif stop > last:
+                stops[-1] = last = stop
         self._starts, self._stops = tuple(starts), tuple(stops)
 
     @classmethod
@@ -38,14 +42,20 @@ class Ranges:
         """The numbers that more than one of these ranges has."""
         found: list[tuple[int, int]] = []
         end = -1
-        for start, stop in sorted(pair for pair in pairs if pair[0] < pair[1]):
-            found.append((start, min(stop, end)))
-            end = max(end, stop)
+        for start, stop in sorted(pairs):
+            if start < end and start < stop:
+                found.append((start, stop if stop < end else end))
+            if stop > end and stop > start:
+                end = stop
         return cls(found)
 
     def pairs(self) -> list[tuple[int, int]]:
         """The ranges as (start, stop), as a commit stores them."""
         return list(zip(self._starts, self._stops, strict=True))
+
+    def bounds(self) -> tuple[int, ...]:
+        """The first and the one behind the last; nothing of an empty set."""
+        return (self._starts[0], self._stops[-1]) if self._starts else ()
 
     def __contains__(self, number: int) -> bool:
         place = bisect_right(self._starts, number) - 1

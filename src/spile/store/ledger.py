@@ -73,6 +73,7 @@ class Ledger:
             last = commit.number
             end = commit.end if commit.end is not None else end
             created = commit.created or created
+        pairs.sort()  # once: both of the sets below sort what they are given, and what is sorted takes no time
         return replace(
             self,
             done=Ranges(pairs),
