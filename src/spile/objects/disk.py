@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import io
 import mmap
 import os
 import re
 import secrets
+import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -25,6 +27,7 @@ __all__ = [
     "hold",
     "is_abandoned",
     "make_folder",
+    "open_plain",
     "read_into",
     "reading",
     "reserve",
@@ -53,7 +56,24 @@ _OWNERS_BUSINESS = {
     errno.EISDIR: ("a folder where a file should be", "choose another --output"),
     errno.EFBIG: ("a file larger than this file system takes", "choose a smaller --shard-size-gb"),
 }
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 ABSENT = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+
+
+def open_plain(path: Path) -> io.FileIO:
+    """A file to read; OSError at once where it is a pipe or a device, which could keep a reader waiting for ever."""
+    file = io.FileIO(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+    kind = os.fstat(file.fileno()).st_mode
+    if not stat.S_ISREG(kind):
+        file.close()
+        if stat.S_ISDIR(kind):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        raise _NotPlain(errno.EINVAL, "a pipe or a device")
+    return file
+
+
+class _NotPlain(OSError):
+    """Something in the file system that is no file of ours."""
 
 
 @contextmanager
@@ -63,6 +83,8 @@ def reading(path: Path) -> Iterator[None]:
         yield
     except ABSENT as error:
         raise NotFound(f"no such file {path}") from error
+    except _NotPlain as error:
+        raise Damaged(f"{path} cannot be read", expected="a file", found=error.strerror) from error
     except OSError as error:
         if error.errno == errno.EIO:
             raise Damaged(f"{path} cannot be read", found="a block that the disk does not give back") from error
@@ -70,14 +92,15 @@ def reading(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turns the file system's errors into ours."""
+def writing(path: Path, *, full: type[StoreError] = StoreError) -> Iterator[None]:
+    """Turns the file system's errors into ours. ``full``: what no room is; a disk that fills is nobody's mistake."""
     try:
         yield
     except OSError as error:
         found, fix = _OWNERS_BUSINESS.get(error.errno or 0, (None, None))
         if found is not None:
-            raise Unwritable(f"cannot write {path}", expected="a folder with room", found=found, fix=fix) from error
+            kind = full if error.errno in _FULL else Unwritable
+            raise kind(f"cannot write {path}", expected="a folder with room", found=found, fix=fix) from error
         raise StoreError(f"cannot write {path}", found=error.strerror or str(error)) from error
 
 
@@ -136,7 +159,7 @@ class MappedFile:
     def of(cls, path: Path, size: int) -> MappedFile | None:
         """A file of this size; None where it has another, cannot be opened, or there is no room to map it."""
         try:
-            with path.open("rb") as file:
+            with open_plain(path) as file:
                 mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
         except (OSError, ValueError):
             return None
@@ -155,7 +178,7 @@ class MappedFile:
 def read_into(path: Path, offset: int, target: memoryview) -> int:
     """Fill ``target`` from a file; how many bytes there were."""
     done = 0
-    with reading(path), path.open("rb", buffering=0) as file:
+    with reading(path), open_plain(path) as file:
         while done < len(target) and (count := os.preadv(file.fileno(), [target[done:]], offset + done)):
             done += count
     return done

@@ -7,6 +7,7 @@ renamed to its own name, with the directory synced after. A process that dies le
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,6 +21,7 @@ from spile.objects.disk import (
     becomes,
     hold,
     make_folder,
+    open_plain,
     reading,
     reserve,
     sync_folder,
@@ -128,8 +130,8 @@ class LocalFolder:
     def get(self, key: str) -> bytes:
         """The whole file."""
         path = self._at(key)
-        with reading(path):
-            data = path.read_bytes()
+        with reading(path), open_plain(path) as file:
+            data = file.readall()
         self._stats.add(requests=1, bytes_read=len(data))
         return data
 
@@ -140,7 +142,7 @@ class LocalFolder:
     def get_range(self, key: str, start: int, length: int) -> bytes:
         """Exactly these bytes."""
         path = self._at(key)
-        with reading(path), path.open("rb", buffering=0) as file:
+        with reading(path), open_plain(path) as file:
             pieces: list[bytes] = []
             missing, offset = length, start
             while missing and (piece := os.pread(file.fileno(), missing, offset)):
@@ -243,6 +245,7 @@ class LocalFolder:
             return
         stack = [above + "/" if above else ""]
         files: dict[str, os.DirEntry[str]] = {}
+        links: set[tuple[int, int]] = set()
         # A stack of keys still to visit, smallest on top; a folder's key ends with "/", which sorts as its files do.
         while stack:
             key = stack.pop()
@@ -252,9 +255,27 @@ class LocalFolder:
             with reading(self.path / key), suppress(*ABSENT), os.scandir(self.path / key) as entries:
                 found: list[str] = []
                 for entry in entries:
-                    name = key + entry.name + ("/" if entry.is_dir() else "")
+                    name = f"{key}{entry.name}/"
+                    if not name.startswith(prefix) or not _leads_on(entry, links):
+                        continue
+                    if not entry.is_dir():
+                        name = name[:-1]
+                        files[name] = entry
                     if name.startswith(prefix):
                         found.append(name)
-                        if not name.endswith("/"):
-                            files[name] = entry
                 stack.extend(sorted(found, reverse=True))
+
+
+def _leads_on(entry: os.DirEntry[str], links: set[tuple[int, int]]) -> bool:
+    """Whether there is something behind a name. A folder that links lead to is there once: links can go in circles."""
+    if not entry.is_symlink():
+        return True
+    try:
+        found = entry.stat()
+    except OSError:  # it leads nowhere, or to itself
+        return False
+    place = (found.st_dev, found.st_ino)
+    if stat.S_ISDIR(found.st_mode) and place in links:
+        return False
+    links.add(place)
+    return True

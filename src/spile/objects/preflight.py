@@ -46,7 +46,7 @@ def _try_disk(path: Path, url: str, need: int) -> None:
     there = path.absolute()
     while not there.exists() and there != there.parent:
         there = there.parent
-    with writing(path):
+    with writing(path, full=Unwritable):
         if not there.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
         with tempfile.NamedTemporaryFile(dir=there, prefix=".tmp-") as probe:

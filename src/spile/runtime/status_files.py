@@ -37,6 +37,8 @@ class StatusFiles:
         if self._heart is not None:
             self._stack.enter_context(self._heart)
             self._stack.enter_context(self.progress.also_logged_to(self._heart.note))
+            # Now, so that a folder that cannot be written is told before hours of work.
+            write_checkpoint_file(self._spec, self._stream, "in_progress", self.progress.log)
         return self
 
     def __exit__(

@@ -31,9 +31,41 @@ def test_an_ascii_terminal_gets_question_marks_and_the_right_exit_code(tmp_path:
     assert "? proven" in ended.stdout
 
 
-def test_a_checkpoint_folder_that_cannot_be_written_ends_no_run(tmp_path: Path) -> None:
+def test_a_checkpoint_folder_that_cannot_be_written_ends_no_run(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     data = lines(tmp_path / "data.jsonl", {"text": "a b c"})
     (tmp_path / "file").write_text("in the way")
     words = ("--dataset", data, "--output", tmp_path / "out", *SMALL, "--checkpoint-dir", tmp_path / "file")
     assert spile("extract", *words) == 0
+    said = capfd.readouterr()
+    assert "--checkpoint-dir is not written" in said.out + said.err
     assert spile("verify", tmp_path / "out") == 0
+
+
+_SHIFTED = """
+import sys, time
+right, off = time.time, float(sys.argv[1])
+time.time = lambda: right() + off
+from spile.cli.main import main
+main(sys.argv[2:])
+"""
+_YEAR = 365 * 86400
+
+
+def test_a_clock_that_is_years_off_changes_nothing_that_counts(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A life whose clock is ahead, one whose clock is behind, and a look with the right one."""
+    data = lines(tmp_path / "data.jsonl", *({"text": f"a b {number}"} for number in range(4)))
+    out = tmp_path / "out"
+    words = ["extract", "--dataset", str(data), "--output", str(out), *SMALL]
+    for off, more in ((9 * _YEAR, ["--max-samples", "2"]), (-9 * _YEAR, [])):
+        ended = subprocess.run(
+            [sys.executable, "-c", _SHIFTED, str(off), *words, *more], capture_output=True, text=True, check=False
+        )
+        assert ended.returncode == 0, ended.stderr
+    assert spile("monitor", out, "--once") == 0
+    assert spile("verify", out, "--gc") == 0
+    said = capfd.readouterr().out
+    assert "proven: 4 samples in 1 stream, each exactly once" in said

@@ -26,8 +26,6 @@ def failing(monkeypatch: pytest.MonkeyPatch, name: str, number: int) -> None:
 @pytest.mark.parametrize(
     ("number", "words"),
     [
-        (errno.ENOSPC, "full disk"),
-        (errno.EDQUOT, "quota"),
         (errno.EROFS, "read-only"),
         (errno.EACCES, "permission"),
     ],
@@ -45,6 +43,18 @@ def test_the_owners_business_is_exit_2(
         assert isinstance(caught.value, StoreError)
         assert str(tmp_path / "x") in str(caught.value)
         assert "expected a folder with room, found" in str(caught.value)
+    monkeypatch.undo()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("number", "words"), [(errno.ENOSPC, "a full disk"), (errno.EDQUOT, "a used up quota")])
+def test_a_disk_that_fills_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, words: str
+) -> None:
+    failing(monkeypatch, "pwrite", number)
+    with pytest.raises(StoreError, match=f"found {words}; free some room") as caught:
+        LocalFolder(tmp_path).put("x", b"1")
+    assert caught.value.exit_code == 1
     monkeypatch.undo()
     assert list(tmp_path.iterdir()) == []
 

@@ -108,6 +108,15 @@ def test_only_one_process_of_a_pod_has_a_pulse(tmp_path: Path) -> None:
     assert not (tmp_path / "notes").exists()
 
 
+def test_a_checkpoint_folder_that_cannot_be_written_is_told_before_any_work(tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("in the way")
+    spec = ExtractSpec(output=str(tmp_path), checkpoint_dir=str(tmp_path / "notes"))
+    said: list[str] = []
+    with pytest.raises(ValueError, match="a bug"):
+        visit(spec, open_folder(str(tmp_path)), FailsAt(0, ValueError("a bug")), progress=Progress(log=said.append))
+    assert any(line.startswith("--checkpoint-dir is not written: cannot write") for line in said)
+
+
 def test_the_checkpoint_file_of_the_guides(tmp_path: Path) -> None:
     spec = ExtractSpec(
         model="m", data=DataSpec(worker_id=0), output=str(tmp_path), checkpoint_dir=str(tmp_path / "notes")
