@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from spile.errors import SpecError
+from spile.errors import Damaged, SpecError, untrusted
 from spile.fleet.cloud.provider import Node, NodeRequest
 from spile.spec.machines import Machine, parse_machine
-from spile.spec.records import known_fields
+from spile.spec.records import typed_fields
 
 __all__ = [
     "FLEET_LABEL",
@@ -163,22 +163,20 @@ class FleetSpec:
         return json.dumps({"format": 1, **asdict(self)}, indent=1).encode()
 
     @classmethod
-    def from_json(cls, data: bytes) -> FleetSpec:
+    def from_json(cls, data: bytes, place: str = "fleet.json") -> FleetSpec:
         """From ``fleet.json``; what a newer version adds is left out."""
-        raw: dict[str, Any] = json.loads(data)
-        if raw.get("format") != 1:
-            raise SpecError("fleet.json", expected="format 1", fix="use the version of spile that wrote it")
-        known, machine = known_fields(cls, raw), known_fields(NodeRequest, raw["machine"])
-        known.update(
-            zones=tuple(raw["zones"]),
-            former_zones=tuple(raw.get("former_zones", ())),
-            workers=tuple(Worker(**known_fields(Worker, worker)) for worker in raw["workers"]),
-            machine=NodeRequest(**{**machine, "tags": tuple(machine.get("tags", ()))}),
-            arguments=tuple(raw["arguments"]),
-            notify=tuple(raw.get("notify", ())),
-            policy=Policy(**known_fields(Policy, raw["policy"], _FORMER_NAMES)),
-        )
-        return cls(**known)
+        with untrusted(Damaged, f"{place} cannot be read", fix="deploy again"):
+            raw: dict[str, Any] = json.loads(data)
+            if raw.get("format") != 1:
+                raise SpecError(place, expected="format 1", fix="use the version of spile that wrote it")
+            known = typed_fields(cls, raw)
+            known.update(
+                workers=tuple(Worker(**typed_fields(Worker, worker)) for worker in raw["workers"]),
+                machine=NodeRequest(**typed_fields(NodeRequest, raw["machine"])),
+                policy=Policy(**typed_fields(Policy, raw["policy"], _FORMER_NAMES)),
+                flags=dict(raw.get("flags", {})),
+            )
+            return cls(**known)
 
 
 def plan_workers(zones: tuple[str, ...], workers_per_zone: int, *, prefix: str = "tpu") -> tuple[Worker, ...]:

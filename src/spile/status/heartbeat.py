@@ -13,7 +13,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from types import TracebackType
 
-from spile.errors import Fenced, Interrupted, SpileError
+from spile.errors import Damaged, Fenced, Interrupted, SpileError
 from spile.objects.folder import Folder, NotFound
 from spile.spec.heartbeat import Beat, Reading
 from spile.spec.hiding import secret_values, struck_out
@@ -26,6 +26,8 @@ __all__ = ["Heartbeat", "read_beat"]
 EVERY = 30.0
 _TAIL = 20
 _LINE = 400
+_MOST = 1 << 20
+"""Bytes of a heartbeat; ours have 10,000 at most."""
 _PATIENCE = 10.0
 """Seconds that the end of a run waits for the last heartbeat."""
 
@@ -123,7 +125,9 @@ def read_beat(folder: Folder) -> Beat | None:
     """The heartbeat in a stream's folder; None where there is none, or none that can be read."""
     try:
         data = folder.get(PROGRESS)
-    except NotFound:
+    except (NotFound, Damaged):
+        return None
+    if len(data) > _MOST:
         return None
     try:
         return Beat.from_json(json.loads(data))

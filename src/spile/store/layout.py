@@ -37,8 +37,9 @@ PREDICTIONS = "predictions.jsonl"
 SUBMISSION = "submission.json"
 COMMITS = "commits/"
 
-_STREAM_FOLDER = re.compile(r"tpu_(0|[1-9]\d*)")
-_COMMIT = re.compile(r"commits/(\d{4}|[1-9]\d{4,})\.json")
+# No stream or ledger comes near these lengths; a number without end would be a loop without end.
+_STREAM_FOLDER = re.compile(r"tpu_(0|[1-9]\d{0,8})", re.ASCII)
+_COMMIT = re.compile(r"commits/(\d{4}|[1-9]\d{4,11})\.json", re.ASCII)
 _SHARD = re.compile(r"shard_(\d{4,})-([a-z0-9]+)(?:-h(\d{2,}))?\.safetensors")
 _PREDICTIONS = re.compile(r"predictions_(\d{4,})-([a-z0-9]+)(?:-h(\d{2,}))?\.jsonl")
 _ATTEMPT = re.compile(r"[a-z0-9]{4,32}")

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from spile.errors import Damaged
+from spile.errors import Damaged, untrusted
 from spile.objects.crc import crc32c, to_hex
 from spile.objects.folder import Folder
 from spile.planning.ranges import Ranges
@@ -41,10 +41,8 @@ def read_predictions(folder: Folder, record: ShardRecord) -> list[Prediction]:
             expected=f"{named.size} bytes with crc32c {to_hex(named.crc32c)}",
             found=f"{len(data)} bytes with {to_hex(crc32c(data))}",
         )
-    try:
+    with untrusted(Damaged, f"{where} has a line that is no prediction"):
         predictions = [Prediction.from_line(line) for line in data.splitlines()]
-    except (ValueError, KeyError, TypeError) as error:
-        raise Damaged(f"{where} has a line that is no prediction", found=f"{type(error).__name__}: {error}") from error
     samples = Ranges.of(prediction.sample for prediction in predictions)
     if len(predictions) != named.count or named.count != record.count or samples != record.samples:
         raise Damaged(f"{where} answers other samples than its shard holds", expected=record.samples.text())
@@ -59,7 +57,8 @@ def answers_problem(folder: Folder, shard: ShardReader) -> list[str]:
     for place, index in enumerate(shard.whole("sample_index").tolist()):
         rows = slice(int(offsets[place]), int(offsets[place + 1]))
         answered = tokens[rows][(roles[rows] & np.uint8(Role.ANSWER)) != 0]
-        if len(answered) and tuple(answered.tolist()) != predictions[index].tokens:
+        answer = predictions.get(index)
+        if answer is None or (len(answered) and tuple(answered.tolist()) != answer.tokens):
             wrong.append(f"the rows of sample {index} are not those of its answer")
     return wrong
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 from spile.errors import Damaged, untrusted
 from spile.objects.crc import from_hex, to_hex
 from spile.planning.ranges import Ranges
 from spile.spec.sample import Skip
-from spile.store.layout import is_shard
+from spile.store.layout import is_shard, predictions_name
 from spile.store.sealed import FORMAT, seal, unseal
 
 __all__ = ["Commit", "PredictionsRecord", "ShardRecord"]
+
+_MOST = 1 << 53
+"""No dataset has so many samples or bytes, and every JSON reader can tell the numbers below it apart."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +90,17 @@ class ShardRecord:
             statistics=dict(fields.get("statistics") or {}),
             predictions=PredictionsRecord.from_json(fields["predictions"]) if "predictions" in fields else None,
         )
-        numbers = (record.size, record.tokens, *record.header, *(start for start, _ in record.samples.pairs()))
-        if min(numbers, default=0) < 0 or not is_shard(record.name):
-            raise ValueError(f"{record.name!r} is no shard's name, or a number is below 0")
+        numbers = (
+            record.size,
+            record.tokens,
+            *record.header,
+            *record.samples.bounds(),
+        )
+        if not 0 <= min(numbers) <= max(numbers) < _MOST or record.header[0] > record.size:
+            raise ValueError(f"{record.name!r} has a number that is none of a shard's")
+        answers = record.predictions
+        if not is_shard(record.name) or (answers is not None and answers.name != predictions_name(record.name)):
+            raise ValueError(f"{record.name!r} is no shard's name, or its answers have another's")
         if len(record.samples) != record.count:
             raise ValueError(f"{record.name} counts {record.count} samples and lists {len(record.samples)}")
         return record
@@ -135,7 +147,7 @@ class Commit:
         """The inverse of :meth:`to_bytes`; :class:`Damaged` names the object where it is none."""
         fields = unseal(data, where)
         with untrusted(Damaged, f"{where} is no commit"):
-            return cls(
+            commit = cls(
                 number=int(fields["number"]),
                 attempt=str(fields["attempt"]),
                 stream=str(fields["stream"]),
@@ -149,6 +161,12 @@ class Commit:
                 created=str(fields["created"]),
                 version=str(fields["version"]),
             )
+            numbers = (commit.number, commit.end or 0, *(skip.index for skip in commit.skipped))
+            if not 0 <= min(numbers) <= max(numbers) < _MOST:
+                raise ValueError("a number that is none of a sample's")
+            if commit.created:
+                datetime.fromisoformat(commit.created)
+            return commit
 
     def pairs(self) -> list[tuple[int, int]]:
         """The ranges of samples that this commit makes done, stored and skipped, as it lists them."""

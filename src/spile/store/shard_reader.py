@@ -24,6 +24,7 @@ from spile.store.record import ShardRecord
 
 __all__ = ["SMALL_SHARD", "ShardReader"]
 
+_LARGE = 64 << 20
 _SMALL = 4 << 20
 """A tail (all that is no tap) up to this many bytes comes in one read."""
 
@@ -233,6 +234,8 @@ class ShardReader:
 
     def _copied(self, start: int, length: int) -> memoryview:
         path = self.folder.local_path
+        if length > _LARGE:  # before memory is asked for: a forged commit can say anything
+            self._check_size()
         if path is None:
             return memoryview(self.folder.get_range(self.record.name, start, length))
         target = np.empty(length, np.uint8).data
@@ -241,7 +244,12 @@ class ShardReader:
 
     def _fill(self, path: Path, start: int, target: memoryview) -> None:
         if read_into(path / self.record.name, start, target) != len(target):
-            found = self.folder.info(self.record.name).size
+            self._check_size()
+            raise Damaged(f"{self.where} was cut while it was read")
+
+    def _check_size(self) -> None:
+        found = self.folder.info(self.record.name).size
+        if found != self.record.size:
             raise Damaged(f"{self.where} has another size", expected=self.record.size, found=found)
 
     def _mapping(self, path: Path) -> MappedFile | None:

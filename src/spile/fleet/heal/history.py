@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from spile.spec.records import known_fields
+from spile.errors import Damaged, untrusted
+from spile.spec.records import typed_fields
 
 __all__ = ["Bill", "History", "Pending", "WorkerHistory", "ZoneBlock"]
 
@@ -114,26 +115,21 @@ class History:
     @classmethod
     def from_json(cls, data: bytes) -> History:
         """As stored; what a newer version adds is left out."""
-        raw: dict[str, Any] = json.loads(data)
-        known = known_fields(cls, raw)
-        known.update(
-            workers={int(number): _worker(value) for number, value in raw["workers"].items()},
-            blocks={zone: ZoneBlock(**known_fields(ZoneBlock, block)) for zone, block in raw["blocks"].items()},
-            bills={uid: Bill(**known_fields(Bill, bill)) for uid, bill in raw["bills"].items()},
-        )
-        return cls(**known)
+        with untrusted(Damaged, "a fleet's history that cannot be read", fix="remove the last of its history/*.json"):
+            raw: dict[str, Any] = json.loads(data)
+            known = typed_fields(cls, raw)
+            known.update(
+                workers={int(number): _worker(value) for number, value in raw["workers"].items()},
+                blocks={zone: ZoneBlock(**typed_fields(ZoneBlock, block)) for zone, block in raw["blocks"].items()},
+                bills={uid: Bill(**typed_fields(Bill, bill)) for uid, bill in raw["bills"].items()},
+            )
+            return cls(**known)
 
 
 _FORMER_NAMES = {"quick": "early_deaths", "buried": "last_dead", "mute": "never_heard"}
 
 
 def _worker(value: Mapping[str, Any]) -> WorkerHistory:
-    known = known_fields(WorkerHistory, value, _FORMER_NAMES)
+    known = typed_fields(WorkerHistory, value, _FORMER_NAMES)
     pending = known.get("pending")
-    return WorkerHistory(
-        **{
-            **known,
-            "pending": Pending(**known_fields(Pending, pending)) if pending else None,
-            "used": tuple(known.get("used", ())),
-        }
-    )
+    return WorkerHistory(**{**known, "pending": Pending(**typed_fields(Pending, pending)) if pending else None})

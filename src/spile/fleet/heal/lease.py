@@ -16,12 +16,12 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from spile.errors import UserError
+from spile.errors import Damaged, UserError, untrusted
 from spile.fleet.cloud.provider import Node
 from spile.objects import open_folder
 from spile.objects.folder import Folder, NotFound
 from spile.objects.removal import Removal
-from spile.spec.records import known_fields
+from spile.spec.records import typed_fields
 
 __all__ = ["Holder", "Lease", "refuse_monitored", "this_person"]
 
@@ -125,10 +125,12 @@ class Lease:
     def _last(self) -> Holder | None:
         for number in reversed(self._numbers()):
             try:
-                found = json.loads(self._folder.get(_key(number)))
-                return Holder(number, **known_fields(Holder, {**found, "owner": found["who"]}))
+                data = self._folder.get(_key(number))
             except NotFound:  # forgotten by a later monitor while we looked
                 continue
+            with untrusted(Damaged, f"{self._folder.url}/{_key(number)} is no lease", fix="remove it"):
+                found = json.loads(data)
+                return Holder(**typed_fields(Holder, {**found, "owner": found["who"], "number": number}))
         return None
 
     def _forget(self, below: int) -> None:
