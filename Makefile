@@ -55,9 +55,12 @@ image-check:     ## build the container image for real, without a container engi
 requirements: $(VENV)/.ready  ## pin every dependency anew, with hashes
 	$(BIN)/pip-compile --quiet --strip-extras --generate-hashes --allow-unsafe --no-header --no-emit-index-url \
 	  --no-emit-find-links --no-emit-trusted-host --extra data --extra dev -o requirements.txt pyproject.toml
-	if command -v uv > /dev/null; then echo uv | uv pip compile --quiet --universal --python-version 3.11 --extra tpu \
-	  --generate-hashes --no-header --no-annotate --no-emit-index-url -c requirements.txt pyproject.toml - \
-	  -o src/spile/fleet/requirements.txt; else echo "no uv: what machines of a fleet install stays as it was"; fi
+	if command -v uv > /dev/null; then lock="uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
+	  --no-header --no-annotate --no-emit-index-url"; \
+	  echo uv | $$lock --extra tpu -c requirements.txt pyproject.toml - -o src/spile/fleet/requirements.txt && \
+	  $$lock --extra cuda -c src/spile/fleet/requirements.txt pyproject.toml | \
+	  sed -n '/^\(jax-cuda\|nvidia-\)/,/[^\\]$$/p' > src/spile/fleet/requirements-cuda.txt; \
+	else echo "no uv: what machines of a fleet install stays as it was"; fi
 
 clean:           ## remove what the targets made
 	rm -rf $(VENV) activations .bench build dist

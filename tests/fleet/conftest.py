@@ -15,6 +15,12 @@ from spile.fleet.fake_cloud.vms import processes_marked
 from spile.objects.fake.gcs import FakeGcs
 
 
+@pytest.fixture(autouse=True)
+def _state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was deployed from this computer is remembered for the test alone."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
 @pytest.fixture
 def fake(tmp_path: Path) -> Iterator[FakeCloud]:
     with FakeCloud(tmp_path / "cloud", pace=CloudTimes(create=0.05, delete=0.05, queue=0.05)) as cloud:

@@ -30,7 +30,7 @@ ZONE, NAME = "us-central1-a", "tpu-us-central1-a-1"
 
 
 def a_home(folder: Path, **more: object) -> FleetHome:
-    home = FleetHome.open(str(folder))
+    home = FleetHome.open(str(folder / "f"))
     fleet = FleetSpec(
         "f", "fake-project", (ZONE,), plan_workers((ZONE,), 2), NodeRequest("v3-8", "r"), root="gs://b/activations",
         streams="gs://b/datasets", arguments=("--layers", "0-3"), max_samples=7, deployment="d1", **more,
@@ -186,7 +186,7 @@ time.sleep(60)
     program = (
         "import functools, sys; from spile.fleet import agent; "
         f"agent.Agent = functools.partial(agent.Agent, command=lambda *_: [sys.executable, '-uc', {code!r}]); "
-        f"sys.exit(agent.main(['--home', {str(tmp_path)!r}, '--node', {NAME!r}]))"
+        f"sys.exit(agent.main(['--home', {home.folder.url!r}, '--node', {NAME!r}]))"
     )
     process = subprocess.Popen(
         [sys.executable, "-uc", program], stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -229,10 +229,10 @@ def test_no_assignment(tmp_path: Path) -> None:
 def test_reports_survive_json_and_later_versions(tmp_path: Path) -> None:
     home = a_home(tmp_path)
     an_agent(home, "pass").run()
-    raw = json.loads((tmp_path / "workers" / f"{NAME}.json").read_text())
-    (tmp_path / "workers" / f"{NAME}.json").write_text(json.dumps({**raw, "new": 1}))
+    raw = json.loads((tmp_path / "f" / "workers" / f"{NAME}.json").read_text())
+    (tmp_path / "f" / "workers" / f"{NAME}.json").write_text(json.dumps({**raw, "new": 1}))
     assert home.read_reports()[NAME].verdict == "finished"
-    (tmp_path / "workers" / "half.json").write_text('{"node": ')
+    (tmp_path / "f" / "workers" / "half.json").write_text('{"node": ')
     assert set(home.read_reports()) == {NAME}
 
 
@@ -269,7 +269,7 @@ def test_a_workers_log_is_kept_in_the_bucket_and_can_be_searched_when_its_machin
     def logs(*words: str) -> tuple[object, list[str]]:
         capsys.readouterr()
         with pytest.raises(SystemExit) as ended:
-            main(["logs", *words, "--home", str(tmp_path)])
+            main(["logs", *words, "--home", home.folder.url])
         told = capsys.readouterr()
         return ended.value.code, (told.out + told.err).splitlines()
 

@@ -52,6 +52,9 @@ def test_create_status_list_delete(spile, client: CloudTpu) -> None:
     node = client.node(B, "tpu-us-central1-b-1")
     assert node.labels == {"spile-fleet": "default", "spile-worker": "3"}, "numbers run on over the zones"
     assert node.preemptible
+    secrets = [node.metadata["spile-secret"] for node in client.nodes("-")]
+    assert len(set(secrets)) == 4, "each slice's hosts know each other, and no other's"
+    assert min(map(len, secrets)) == 64
     code, text = spile("tpu", "status", "--zones", A, "--workers-per-zone", "3")
     assert "NOT_FOUND" in text
     assert "2 READY" in text

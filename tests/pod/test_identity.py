@@ -39,6 +39,16 @@ def test_metadata_in_both_formats(endpoints: str) -> None:
     assert identity.host(3) == "worker 3 (10.0.0.5)"
 
 
+def test_the_slices_secret_is_in_its_metadata_and_in_no_text_of_it() -> None:
+    slice_of_four = vm(agent_worker_number="2", worker_network_endpoints=FOUR, spile_secret="5ec2e7")
+    identity = find_identity({}, metadata=slice_of_four)
+    assert identity.secret == "5ec2e7"
+    assert "5ec2e7" not in repr(identity)
+    assert find_identity({"SPILE_POD_SECRET": "told"}, metadata=slice_of_four).secret == "told"
+    by_hand = find_identity({}, coordinator_address="h", process_id=1, num_processes=2, metadata=slice_of_four)
+    assert by_hand.secret == "", "hosts of several slices share none"
+
+
 def test_metadata_beats_variables_of_an_earlier_launch() -> None:
     stale = {"CLOUD_TPU_TASK_ID": "9", "TPU_WORKER_ID": "7", "TPU_WORKER_HOSTNAMES": "old-0,old-1"}
     identity = find_identity(stale, metadata=vm(agent_worker_number="2", worker_network_endpoints=FOUR))

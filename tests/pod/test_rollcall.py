@@ -226,12 +226,10 @@ def test_lines_that_come_together_are_heard_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("said", [{}, {"secret": "guessed"}, {"secret": float("inf")}])
-def test_a_caller_without_the_slices_secret_is_a_stranger_whatever_it_says(
-    monkeypatch: pytest.MonkeyPatch, said: dict[str, object]
-) -> None:
+def test_a_caller_without_the_slices_secret_is_a_stranger_whatever_it_says(said: dict[str, object]) -> None:
     """It speaks the protocol, with a wrong count and another version: without the secret it ends nothing."""
-    monkeypatch.setenv("SPILE_POD_SECRET", "shared")
     workers, ready = Workers(2), threading.Event()
+    workers.base = replace(workers.base, secret="shared")
     workers.first(ready=ready)
     assert ready.wait(10)
     with socket.create_connection(("127.0.0.1", workers.base.port), timeout=10) as stranger:

@@ -34,6 +34,10 @@ def monitor(
         float | None, Parameter(help="With a fleet: dollars after which it is deleted, from now on.")
     ] = None,
     keep_finished: Annotated[bool, Parameter(negative="", help="With a fleet: keep machines that are done.")] = False,
+    deployment: Annotated[
+        str | None,
+        Parameter(help="With a fleet that another computer deployed: the sha256:… that spile deploy printed there."),
+    ] = None,
     project: Annotated[str | None, Parameter(help="The Google Cloud project. [default: gcloud's]")] = None,
 ) -> int:
     """Watch a dataset grow, from its ledgers and its workers' heartbeats; with a fleet, replace its dead machines.
@@ -50,8 +54,11 @@ def monitor(
         from spile.cli.shell.healing import adjusted, watch_fleet
         from spile.fleet.cloud.settings import read_settings
         from spile.fleet.cloud.tpu import CloudTpu
+        from spile.fleet.deployed import told
 
-        deployed = home.read_fleet()
+        deployed, found = home.read_pinned()
+        if deployment is not None:
+            told(home.folder.url, found, deployment)
         client = CloudTpu(read_settings(os.environ, project=project or deployed.project))
         if budget is not None:  # for every monitor from now on, not for this one alone
             home.order_budget(replace(deployed, policy=replace(deployed.policy, budget=budget)), budget)

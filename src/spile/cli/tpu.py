@@ -50,6 +50,7 @@ def create(
     """Make ``tpu-{zone}-{n}`` in every zone, in parallel. What is there already stays."""
     from spile.fleet import manage, queueing
     from spile.fleet.cloud.tpu import check_place
+    from spile.fleet.pins import slice_secret
 
     client = place.client()
     fleet = machines.fleet(place, client.project)
@@ -75,7 +76,7 @@ def create(
     results = manage.create(
         client,
         fleet,
-        lambda _: {},
+        lambda _: slice_secret(),
         adopt_names=adopt or (),
         wait=wait,
         say=lambda result: print_result(console, result),

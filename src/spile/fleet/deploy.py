@@ -15,7 +15,7 @@ from spile.fleet.cloud.states import NodeState
 from spile.fleet.heal.monitor import machine_metadata, startup_script
 from spile.fleet.home import STARTUP, FleetHome
 from spile.fleet.manage import NodeResult, list_nodes
-from spile.fleet.pins import REQUIREMENTS, machine_requirements, sha256
+from spile.fleet.pins import REQUIREMENTS, machine_requirements, sha256, slice_secret
 from spile.fleet.spec import FleetSpec, owns
 from spile.fleet.ssh.hosts import Access, Host, hosts_of
 from spile.fleet.ssh.launch import launch
@@ -86,6 +86,7 @@ def publish(home: FleetHome, fleet: FleetSpec, log: Callable[[str], None]) -> Fl
     fleet = replace(fleet, wheel=name, hashes=hashes, former_zones=_former_zones(home, fleet))
     home.write_fleet(fleet)
     log(f"{name} ({len(data):,} bytes) and the assignment of {len(fleet.workers)} workers are in {home.folder.url}")
+    log(f"for spile monitor on another computer: --deployment sha256:{sha256(fleet.to_json())}")
     return fleet
 
 
@@ -110,7 +111,8 @@ def launch_waiting(provider: Provider, fleet: FleetSpec, home: str) -> list[Node
             results.append(NodeResult(worker.name, node.zone, "there already", "it takes this deployment by itself"))
         else:
             wanted = machine_metadata(home, worker.name, startup_script(), sha256(fleet.to_json()))
-            provider.set_metadata(node.zone, node.name, {**node.metadata, **wanted})
+            kept = {key: node.metadata[key] for key in slice_secret() if key in node.metadata}  # its hosts may use it
+            provider.set_metadata(node.zone, node.name, {**node.metadata, **wanted, **kept})
             detail = "it was made without spile's startup script: pass --launch ssh (from its next boot on it has it)"
             results.append(NodeResult(worker.name, node.zone, "failed", detail))
     return results

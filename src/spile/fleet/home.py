@@ -20,9 +20,10 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, get_args
 
-from spile.errors import UserError
+from spile.errors import Damaged, UserError, untrusted
+from spile.fleet.deployed import remember
 from spile.fleet.heal.history import History
 from spile.fleet.heal.lease import this_person
 from spile.fleet.heal.observed import Verdict
@@ -32,12 +33,14 @@ from spile.fleet.spec import FleetSpec
 from spile.objects import open_folder
 from spile.objects.folder import Folder, NotFound
 from spile.spec.phase import Phase
-from spile.spec.records import known_fields
+from spile.spec.records import typed_fields
 
 __all__ = ["FLEET", "STARTUP", "FleetHome", "WorkerReport", "fleet_url", "fleets_of"]
 
 FLEET = "fleet.json"
 STARTUP = "startup.sh"
+_MOST = 1 << 20
+"""Bytes of a machine's report; ours have a few thousand."""
 
 
 def fleet_url(bucket: str, name: str) -> str:
@@ -49,7 +52,17 @@ def fleets_of(bucket: str) -> list[FleetSpec]:
     """Every fleet that was deployed to a bucket."""
     folder = open_folder(f"{bucket.rstrip('/')}/fleet")
     keys = [info.key for info in folder.list() if info.key.count("/") == 1 and info.key.endswith(f"/{FLEET}")]
-    return [FleetSpec.from_json(folder.get(key)) for key in sorted(keys)]
+    return [FleetSpec.from_json(folder.get(key), f"{folder.url}/{key}") for key in sorted(keys)]
+
+
+@dataclass(frozen=True)
+class _Order:
+    """What an owner wants of a deployment since it was made."""
+
+    deployment: str
+    who: str
+    time: str
+    dollars: float
 
 
 @dataclass(frozen=True)
@@ -74,8 +87,12 @@ class WorkerReport:
     @classmethod
     def from_json(cls, data: bytes) -> WorkerReport:
         """As stored; what a later version adds is left out."""
-        known = known_fields(cls, json.loads(data))
-        return cls(**{**known, "phase": Phase.read(known.get("phase"))})
+        with untrusted(Damaged, "a worker's report that cannot be read"):
+            known = typed_fields(cls, json.loads(data))
+            verdict = known.get("verdict", "")
+            if verdict not in get_args(Verdict):
+                raise ValueError(f"verdict {verdict!r}")
+            return cls(**{**known, "phase": Phase.read(known.get("phase"))})
 
 
 class FleetHome:
@@ -102,18 +119,27 @@ class FleetHome:
             data = self.folder.get(FLEET)
         except NotFound:
             raise UserError(f"no fleet at {self.folder.url}", expected=FLEET, fix="spile deploy makes one") from None
-        return FleetSpec.from_json(data), hashlib.sha256(data).hexdigest()
+        return self._own(FleetSpec.from_json(data, f"{self.folder.url}/{FLEET}")), hashlib.sha256(data).hexdigest()
 
     def find_fleet(self) -> FleetSpec | None:
         """The same; None where none was deployed."""
         try:
-            return FleetSpec.from_json(self.folder.get(FLEET))
+            return self._own(FleetSpec.from_json(self.folder.get(FLEET)))
         except NotFound:
             return None
 
+    def _own(self, fleet: FleetSpec) -> FleetSpec:
+        """A folder speaks for the fleet of its own name: another one's machines would go with this one."""
+        name = self.folder.url.rstrip("/").rpartition("/")[2]
+        if fleet.name != name:
+            raise UserError(f"{self.folder.url}/{FLEET} is of another fleet", expected=name, found=fleet.name)
+        return fleet
+
     def write_fleet(self, fleet: FleetSpec) -> None:
-        """Put it: the last thing a deploy does before machines are asked for."""
-        self.folder.put(FLEET, fleet.to_json())
+        """Put it: the last thing a deploy does before machines are asked for. This computer remembers that it did."""
+        data = fleet.to_json()
+        remember(self.folder.url, hashlib.sha256(data).hexdigest())  # first: where that fails, nothing has changed
+        self.folder.put(FLEET, data)
 
     def read_ordered(self) -> FleetSpec:
         """What the fleet shall be, with what its owners ordered since the deploy."""
@@ -127,7 +153,7 @@ class FleetHome:
     def read_stop(self, fleet: FleetSpec) -> str:
         """Who ended this deployment, and when; empty: nobody."""
         order = self._order("stop", fleet)
-        return f"stopped by {order['who']} at {order['time']}" if order else ""
+        return f"stopped by {order.get('who')} at {order.get('time')}" if order else ""
 
     def order_stop(self, fleet: FleetSpec) -> None:
         """End this deployment for good: whoever monitors it deletes its machines and makes no more."""
@@ -139,10 +165,13 @@ class FleetHome:
 
     def _order(self, name: str, fleet: FleetSpec) -> dict[str, Any]:
         """An order to this very deployment; the next one begins without any."""
+        key = f"orders/{name}.json"
         try:
-            order: dict[str, Any] = json.loads(self.folder.get(f"orders/{name}.json"))
+            data = self.folder.get(key)
         except NotFound:
             return {}
+        with untrusted(Damaged, f"{self.folder.url}/{key} is no order", fix="remove it"):
+            order = typed_fields(_Order, json.loads(data))
         return order if order.get("deployment") == fleet.deployment else {}
 
     def _put_order(self, name: str, fleet: FleetSpec, **more: object) -> None:
@@ -183,12 +212,14 @@ class FleetHome:
         found: dict[str, WorkerReport] = {}
         for info in self.folder.list("workers/"):
             name = info.key[len("workers/") : -len(".json")]
+            if info.size > _MOST:
+                continue
             mark = (info.updated, info.size, info.etag)
             known = self._seen.get(name)
             if known is None or known[0] != mark:
                 try:
                     known = mark, WorkerReport.from_json(self.folder.get(info.key))
-                except (NotFound, ValueError, TypeError):  # half an answer is no answer; the next look tells
+                except (NotFound, Damaged):  # half an answer is no answer; the next look tells
                     continue
                 self._seen[name] = known
             found[name] = known[1]

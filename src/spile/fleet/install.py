@@ -13,6 +13,7 @@ from pathlib import Path
 
 from spile.fleet.heal.monitor import startup_script
 from spile.fleet.home import FLEET, STARTUP
+from spile.fleet.pins import REQUIREMENTS, REQUIREMENTS_CUDA, machine_requirements, sha256
 from spile.fleet.ssh.copy import copy_to, load
 from spile.fleet.ssh.hosts import Access, Host
 from spile.fleet.ssh.launch import Launched, launch
@@ -50,9 +51,12 @@ def install_on(
     name, data = build_wheel()
     with tempfile.TemporaryDirectory(prefix="spile-install-") as text:
         folder = Path(text)
-        (folder / name).write_bytes(data)
-        (folder / STARTUP).write_text(startup_script())
-        (folder / FLEET).write_text(json.dumps({"wheel": name}))
+        files = {name: data, STARTUP: startup_script().encode()}
+        files |= {each: machine_requirements(each) for each in (REQUIREMENTS, REQUIREMENTS_CUDA)}
+        for each, content in files.items():
+            (folder / each).write_bytes(content)
+        hashes = {each: sha256(content) for each, content in files.items()}
+        (folder / FLEET).write_text(json.dumps({"wheel": name, "hashes": hashes}))
         copy_to(hosts, load(folder, _LIMIT), f"{INSTALLED}/home", access)
     script = _SCRIPT.replace("FORCE", "--force" if force else "")
     return name, launch(hosts, lambda _: script, access=access, env=env)

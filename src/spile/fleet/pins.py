@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import secrets
 from importlib import resources
 
 from spile.errors import SpileError
@@ -15,11 +16,25 @@ from spile.fleet.cloud.provider import Provider
 from spile.fleet.manage import NodeResult, by_zone
 from spile.fleet.spec import FleetSpec, owns
 
-__all__ = ["PIN", "REQUIREMENTS", "machine_requirements", "own_pin", "sha256", "vouch"]
+__all__ = [
+    "PIN",
+    "REQUIREMENTS",
+    "REQUIREMENTS_CUDA",
+    "machine_requirements",
+    "own_pin",
+    "sha256",
+    "slice_secret",
+    "vouch",
+]
 
 PIN = "spile-sha256"
 """The metadata that holds it."""
-REQUIREMENTS = "requirements.txt"
+REQUIREMENTS, REQUIREMENTS_CUDA = "requirements.txt", "requirements-cuda.txt"
+
+
+def slice_secret() -> dict[str, str]:
+    """For the metadata of a machine that is being made: what its hosts know each other by at the roll call."""
+    return {"spile-secret": secrets.token_hex(32)}
 
 
 def sha256(data: bytes) -> str:
@@ -27,9 +42,9 @@ def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def machine_requirements() -> bytes:
-    """What a machine with TPUs installs beside the wheel, each by its hashes."""
-    return resources.files("spile.fleet").joinpath(REQUIREMENTS).read_bytes()
+def machine_requirements(name: str = REQUIREMENTS) -> bytes:
+    """What a machine with TPUs installs beside the wheel, each by its hashes; the other file: what GPUs need on top."""
+    return resources.files("spile.fleet").joinpath(name).read_bytes()
 
 
 def vouch(provider: Provider, fleet: FleetSpec, home: str) -> list[NodeResult]:

@@ -9,6 +9,7 @@ from spile.errors import CloudError
 from spile.fleet.cloud.provider import Missing, Provider, QueuedRequest, QueuedResource
 from spile.fleet.cloud.states import QueuedState
 from spile.fleet.manage import NodeResult, by_zone, pause, settle
+from spile.fleet.pins import slice_secret
 from spile.fleet.spec import FLEET_LABEL, FleetSpec
 
 __all__ = ["queue", "unqueue", "wait_for_queued"]
@@ -19,7 +20,11 @@ def queue(
 ) -> list[NodeResult]:
     """One queued resource in each zone, of ``count`` nodes that act together: multislice."""
     request = QueuedRequest(
-        replace(fleet.machine, labels={**fleet.machine.labels, **fleet.labels}),
+        replace(
+            fleet.machine,
+            labels={**fleet.machine.labels, **fleet.labels},
+            metadata={**fleet.machine.metadata, **slice_secret()},  # one for all: they hold one roll call
+        ),
         node_count=count,
         node_prefix=prefix,
         best_effort=fleet.best_effort,

@@ -172,11 +172,7 @@ install() {
     if command -v "$each" > /dev/null && new_enough "$each" && "$each" -c 'import ensurepip, venv' 2>/dev/null; then found="$each"; break; fi
   done
   fetch_named "$wheel"
-  # By hash, all of it, where the fleet's folder has the hashes: they are those of a machine with TPUs.
-  if [ "${SPILE_EXTRAS-[tpu]}" = '[tpu]' ] && [ -n "$(named requirements.txt)" ]; then
-    fetch_named requirements.txt
-    hashed="$place/requirements.txt"
-  fi
+  hash_list
   if [ -n "$found" ] && ! command -v uv > /dev/null; then
     "$found" -m venv "$place/venv"
     into "$place/venv/bin/pip" install --quiet
@@ -188,6 +184,23 @@ install() {
   fi
   for each in "$place/venv" "$place/python"; do [ ! -d "$each" ] || chmod -R go+rX "$each"; done  # the worker reads them
   echo "$wheel" > "$place/installed"
+}
+# All of it by hash, where there are hashes: requirements.txt is a machine's with TPUs; without TPUs it is the same less
+# libtpu, and with a GPU what requirements-cuda.txt has on top.
+hash_list() {
+  local extras="${SPILE_EXTRAS-[tpu]}"
+  [ -n "$(named requirements.txt)" ] || return 0
+  fetch_named requirements.txt
+  case "$extras" in
+    '[tpu]') hashed="$place/requirements.txt"; return 0 ;;
+    '' | '[cuda]') sed '/^libtpu==/,/[^\\]$/d' "$place/requirements.txt" > "$place/requirements.here" ;;
+    *) echo "spile: installed without hashes: there are none for spile$extras"; return 0 ;;
+  esac
+  if [ "$extras" = '[cuda]' ]; then
+    fetch_named requirements-cuda.txt
+    cat "$place/requirements-cuda.txt" >> "$place/requirements.here"
+  fi
+  hashed="$place/requirements.here"
 }
 into() { # THE INSTALLER'S COMMAND
   if [ -n "$hashed" ]; then

@@ -28,7 +28,7 @@ def bare(hosts: Hosts) -> Hosts:
         (host.home / "bin").mkdir()
         (host.home / "bin" / "uv").write_text(UV.replace("{python}", sys.executable))
         (host.home / "bin" / "uv").chmod(0o755)
-        (host.home / ".profile").write_text('export PATH="$HOME/bin:$PATH" SPILE_NO_SYSTEM_LINK=1 SPILE_EXTRAS=[x]\n')
+        (host.home / ".profile").write_text('export PATH="$HOME/bin:$PATH" SPILE_NO_SYSTEM_LINK=1\n')
     return hosts
 
 
@@ -46,15 +46,32 @@ def test_run_install_puts_this_version_on_path_once(bare: Hosts, project: Path) 
     assert f"{wheel} is on 2 hosts, as spile on PATH" in out
     assert out.count("/.local/bin/spile") == 2
     for number in (0, 1):
-        made, installed = calls(bare, number)
+        made, needed, installed = calls(bare, number)
         assert made.startswith("uv venv")
-        assert f"spile[x] @ file://{bare[number].home}/.spile/{wheel}" in installed
+        assert needed.endswith(f" --require-hashes -r {bare[number].home}/.spile/requirements.here")
+        assert installed.endswith(f" --no-deps {bare[number].home}/.spile/{wheel}")
+        listed = (bare[number].home / ".spile" / "requirements.here").read_text()
+        assert "jax==" in listed, "what a host without chips needs, by hash"
+        assert "libtpu==" not in listed
     code, out, err = finish(spile(project, "install", *bare.flags(0, 1)))
     assert (code, err, calls(bare, 0)) == (0, "", []), "the same version again installs nothing"
     assert (bare[0].home / ".profile").read_text().count("# spile install") == 1
     code, _, _ = finish(spile(project, "install", *bare.flags(0), "--force"))
-    assert (code, len(calls(bare, 0))) == (0, 2)
+    assert (code, len(calls(bare, 0))) == (0, 3)
     assert bare.processes() == []
+
+
+def test_a_host_with_a_gpu_has_hashes_too(bare: Hosts, project: Path) -> None:
+    profile = bare[0].home / ".profile"
+    profile.write_text(profile.read_text() + "export SPILE_EXTRAS=[cuda]\n")
+    code, out, err = finish(spile(project, "install", *bare.flags(0)))
+    assert (code, err) == (0, ""), out
+    assert "--require-hashes" in calls(bare, 0)[1]
+    pins = [line for line in (bare[0].home / ".spile" / "requirements.here").read_text().splitlines() if "==" in line]
+    names = [line.partition("==")[0] for line in pins]
+    assert {"jax", "jax-cuda13-plugin", "nvidia-cudnn-cu13"} <= set(names)
+    assert "libtpu" not in names
+    assert len(names) == len(set(names)), "an installer takes no name twice"
 
 
 def test_a_host_where_it_fails_is_told(bare: Hosts, project: Path) -> None:

@@ -44,14 +44,18 @@ def watch_fleet(
     once: bool = False,
     as_json: bool = False,
     watch_only: bool = False,
+    makes: bool = True,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
-    """Watch and heal until all is finished. Ctrl+C stops the watching and nothing else. 1: it fell short."""
+    """Watch and heal until all is finished. Ctrl+C stops the watching and nothing else. 1: it fell short.
+
+    ``makes`` False: machines go, and none is made.
+    """
     from spile.dashboard.fleet import watch
     from spile.fleet.heal.monitor import FleetMonitor
 
     with ThreadPoolExecutor(16, thread_name_prefix="fleet") as pool, _ends_like_ctrl_c():
-        monitor = FleetMonitor(home, provider, pool=pool, adjust=adjust, watch_only=watch_only)
+        monitor = FleetMonitor(home, provider, pool=pool, adjust=adjust, watch_only=watch_only, makes=makes)
         try:
             if once or as_json:
                 status = _first(monitor)

@@ -12,6 +12,7 @@ from typing import Any
 from spile.errors import UserError
 from spile.fleet.cloud.provider import Node, Provider
 from spile.fleet.cloud.states import Life, NodeState
+from spile.fleet.deployed import vouched
 from spile.fleet.heal.case import WorkerCase, past_of
 from spile.fleet.heal.history import History, WorkerHistory
 from spile.fleet.heal.lease import Holder, Lease
@@ -21,7 +22,7 @@ from spile.fleet.heal.round import Round, tick
 from spile.fleet.heal.update import begin
 from spile.fleet.home import FleetHome, WorkerReport
 from spile.fleet.notify import events_between, send
-from spile.fleet.pins import PIN
+from spile.fleet.pins import PIN, slice_secret
 from spile.fleet.spec import FleetSpec, Worker
 from spile.objects import open_folder
 from spile.planning.amounts import duration
@@ -37,8 +38,8 @@ def startup_script() -> str:
 
 
 def machine_metadata(home: str, name: str, script: str, pin: str) -> dict[str, str]:
-    """A machine's metadata: where its assignment is, the sha256 of it, and what it does at boot."""
-    return {"spile-home": home, "spile-node": name, PIN: pin, "startup-script": script}
+    """A machine's metadata: where its assignment is, the sha256 of it, what it does at boot, and its hosts' secret."""
+    return {"spile-home": home, "spile-node": name, PIN: pin, "startup-script": script, **slice_secret()}
 
 
 def pulses_of(fleet: FleetSpec, reports: Mapping[str, WorkerReport], snapshot: Snapshot) -> dict[int, Pulse]:
@@ -201,12 +202,17 @@ class FleetMonitor:
         pool: Executor | None = None,
         adjust: Callable[[FleetSpec], FleetSpec] = lambda fleet: fleet,
         watch_only: bool = False,
+        makes: bool = True,
         owner: str | None = None,
     ) -> None:
+        """``makes`` False: no machine is made, so that any ``fleet.json`` will do."""
         self._home, self._provider, self._clock, self._pool = home, provider, clock, pool
-        self._adjust, self._watch_only = adjust, watch_only
-        self._pin = ""
-        self.fleet = self._read_fleet()
+        self._adjust, self._watch_only, self._makes = adjust, watch_only, makes and not watch_only
+        self._deployed, self._pin = home.read_pinned()
+        self._foreign = vouched(provider, home.folder.url, self._deployed, self._pin) if self._makes else None
+        if self._foreign is not None:
+            raise self._foreign
+        self.fleet = self._adjust(home.ordered(self._deployed))
         ttl = 4 * self.fleet.policy.interval + 30.0
         self.lease = Lease(home.folder, clock=clock, ttl=ttl, owner=owner)
         self._history = home.read_history()
@@ -236,6 +242,7 @@ class FleetMonitor:
             held=self.lease.held,
             metadata=self._metadata,
             save=lambda history: self._home.write_history(history, number),
+            making=self._makes and self._foreign is None,
             pool=self._pool,
         )
         before, self._history = self._history, done.history
@@ -246,9 +253,18 @@ class FleetMonitor:
         return self._status(done, snapshot, tuple(lines), holder)
 
     def _read_fleet(self) -> FleetSpec:
-        """What the fleet shall be; its machines are made with the sha256 of what was read."""
-        fleet, self._pin = self._home.read_pinned()
-        return self._adjust(self._home.ordered(fleet))
+        """What the fleet shall be; its machines are made with the sha256 of what was read.
+
+        While the bucket holds another deployment that nobody is known to have made, the one before goes on, and no
+        machine is made: it would find nothing there that it may run.
+        """
+        fleet, pin = self._home.read_pinned()
+        if pin != self._pin or self._foreign is not None:
+            url = self._home.folder.url
+            self._foreign = vouched(self._provider, url, fleet, pin) if self._makes else None
+            if self._foreign is None:
+                self._deployed, self._pin = fleet, pin
+        return self._adjust(self._home.ordered(self._deployed))
 
     def _metadata(self, worker: int) -> dict[str, str]:
         name = next(each.name for each in self.fleet.workers if each.id == worker)
@@ -281,7 +297,7 @@ class FleetMonitor:
             history=done.history,
             workers=tuple(workers),
             actions=lines,
-            problems=tuple(problem.line() for problem in done.problems),
+            problems=tuple(problem.line() for problem in (self._foreign, *done.problems) if problem is not None),
             refusal=_refusal(done),
             holder=holder,
             machines=sum(len(nodes) for nodes in own.values()),

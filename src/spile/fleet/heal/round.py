@@ -176,14 +176,18 @@ def tick(
     held: Callable[[], bool],
     metadata: Metadata,
     save: Callable[[History], None],
+    making: bool = True,
     pool: Executor | None = None,
 ) -> Round:
-    """One round. Without the lease it only looks; with it, what it is about to ask for is saved before it asks."""
+    """One round. Without the lease it only looks; with it, what it is about to ask for is saved before it asks.
+
+    Not ``making``: machines go, and none is made.
+    """
     observed, problems = look(fleet, provider, history, pulses, pool)
     history = update_history(FleetCase(fleet, observed, history, clock()))
     if not held():
         return Round(observed, history, (), problems)
-    actions = decide(FleetCase(fleet, observed, history, clock()))
+    actions = [each for each in decide(FleetCase(fleet, observed, history, clock())) if making or each.verb != "create"]
     if any(action.verb == "create" for action in actions):
         save(intend(fleet, history, actions, clock()))
     done = act(fleet, provider, actions, metadata, held, pool)

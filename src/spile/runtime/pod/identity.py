@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from spile.errors import PodError, SpecError
 from spile.runtime.pod.metadata import Metadata, NoMetadata, gce_metadata
@@ -36,6 +36,9 @@ class Identity:
     """What said so."""
     name: str = ""
     """This machine's own name, for people."""
+    secret: str = field(default="", repr=False)
+    """What the hosts of a slice share and nobody else knows, where there is such a thing. A caller without it is a
+    stranger, whatever it says."""
 
     @property
     def first(self) -> bool:
@@ -57,6 +60,7 @@ class _Found:
     hosts: tuple[str, ...] = ()
     coordinator: str | None = None
     source: str = ""
+    secret: str = field(default="", repr=False)
 
 
 def find_identity(
@@ -100,7 +104,7 @@ def find_identity(
         )
     if hosts is not None and hosts != count:
         raise _disagreement(hosts, count, found.source)
-    return _placed(found, count, name)
+    return replace(_placed(found, count, name), secret=environment.get("SPILE_POD_SECRET") or found.secret)
 
 
 def _placed(found: _Found, count: int, name: str) -> Identity:
@@ -152,6 +156,7 @@ def _merged(*sources: _Found) -> _Found:
             count=found.count if whole.count is None else whole.count,
             hosts=whole.hosts or found.hosts,
             coordinator=whole.coordinator or found.coordinator,
+            secret=whole.secret or found.secret,
         )
         if whole != before:
             names.append(found.source)
@@ -182,7 +187,9 @@ def _from_metadata(metadata: Metadata | None, environment: Mapping[str, str]) ->
     # Each endpoint is a bare address or name:id:address.
     hosts = tuple(part.rpartition(":")[2] for part in endpoints.split(","))
     variables = {**_tpu_env(metadata("tpu-env") or ""), **environment}
-    return _slices(_number(number, "agent-worker-number"), hosts, variables, "the VM's metadata"), None
+    found = _slices(_number(number, "agent-worker-number"), hosts, variables, "the VM's metadata")
+    # What spile tpu create and spile deploy give a slice.
+    return replace(found, secret=(metadata("spile-secret") or "") if found.count != 1 else ""), None
 
 
 def _tpu_env(text: str) -> dict[str, str]:

@@ -27,15 +27,6 @@ _RETRY_SECONDS = 0.25
 _MINUTE = 60.0
 
 
-def _secret() -> str:
-    """What the hosts of a slice share and nobody else knows, where there is such a thing: SPILE_POD_SECRET.
-
-    A fleet's machines take it from the metadata ``spile-secret`` of their slice. A caller without it is a stranger,
-    whatever it says.
-    """
-    return os.environ.get("SPILE_POD_SECRET", "")
-
-
 @dataclass
 class _Caller:
     connection: socket.socket
@@ -63,7 +54,7 @@ class _Roll:
             process, count, name, version = int(said["process"]), int(said["count"]), said["name"], said["version"]
             if not isinstance(name, str) or not isinstance(version, str):
                 raise TypeError("a name and a version are texts")
-            if not hmac.compare_digest(str(said.get("secret", "")).encode(), _secret().encode()):
+            if not hmac.compare_digest(str(said.get("secret", "")).encode(), self.identity.secret.encode()):
                 raise ValueError("not of this slice")
         except Exception:  # noqa: BLE001 - Infinity, a thousand brackets: whatever a stranger says
             self.strangers += 1  # a scanner of ports must not end a run
@@ -212,7 +203,7 @@ def answer_roll_call(identity: Identity, *, timeout: float) -> RollConnections:
             "count": identity.count,
             "name": f"{identity.name}, process {os.getpid()}",
             "version": __version__,
-            **({"secret": _secret()} if _secret() else {}),
+            **({"secret": identity.secret} if identity.secret else {}),
         }
         connection.sendall(json.dumps(said).encode() + b"\n")
         # Worker 0 may have come later than we: its own clock decides who is missing, and tells.
