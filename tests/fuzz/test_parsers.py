@@ -379,6 +379,11 @@ def test_a_template_that_goes_on_and_on_ends(source: str) -> None:
         ChatTemplate(source, {}).render([{"role": "user", "content": "hi"}])
 
 
-def test_a_config_that_loops_or_overflows_is_a_models_fault() -> None:
-    with pytest.raises(SpileError):
-        read_config({"model_type": "qwen2", "hidden_size": 10**400})
+@pytest.mark.parametrize("name", ["hidden_size", "num_hidden_layers", "vocab_size"])
+def test_a_config_without_end_is_a_models_fault(name: str) -> None:
+    """Before memory is asked for it."""
+    config = json.loads((load_embedded() / "config.json").read_bytes())
+    read_config(config)
+    for number in (10**10, 10**400):
+        with pytest.raises(SpileError, match=f"config.json's {name}: expected at most"):
+            read_config({**config, name: number})

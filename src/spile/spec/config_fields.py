@@ -55,15 +55,17 @@ class ConfigFields:
         """Whether the config says anything about it, null included."""
         return self._names.get(name, name) in self.raw or name in self.raw
 
-    def integer(self, name: str, default: int | None = None) -> int:
-        """A whole number; an absent or null one is the default, if there is one."""
+    def integer(self, name: str, default: int | None = None, *, most: int = 1 << 31) -> int:
+        """A whole number of a model's size; an absent or null one is the default, if there is one."""
         value = self.get(name)
         value = default if value is None else value
         if value is None:
             own = self._names.get(name, name)
             raise ModelError(f"config.json has no {own}", fix="check that the folder holds a whole model")
         if isinstance(value, bool) or not isinstance(value, int):
-            raise ModelError(f"config.json's {name}", expected="a whole number", found=repr(value))
+            raise ModelError(f"config.json's {name}", expected="a whole number", found=repr(value)[:80])
+        if value > most:
+            raise ModelError(f"config.json's {name}", expected=f"at most {most:,}", found=repr(value)[:80])
         return value
 
     def number(self, name: str, default: float | None = None) -> float:

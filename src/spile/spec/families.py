@@ -284,9 +284,13 @@ def refuse_quantized(raw: Mapping[str, Any]) -> None:
         )
 
 
+_LAYERS = 10_000
+"""No model has so many; a config that says more would fill the memory with them."""
+
+
 def _read(name: str, family: Architecture, fields: ConfigFields) -> ModelConfig:
     """What all families have."""
-    d_model, n_layers = fields.integer("hidden_size"), fields.integer("num_hidden_layers")
+    d_model, n_layers = fields.integer("hidden_size"), fields.integer("num_hidden_layers", most=_LAYERS)
     n_heads = fields.integer("num_attention_heads")
     head_dim = fields.integer("head_dim", family.head_dim or d_model // max(n_heads, 1))
     rope, part = read_rope(fields, *family.rotary, layers="full_attention" if family.rope_by_type else None)
