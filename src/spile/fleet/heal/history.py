@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
+
+import orjson
 
 from spile.errors import Damaged, untrusted
 from spile.spec.records import typed_fields
@@ -108,15 +109,13 @@ class History:
 
     def to_json(self) -> bytes:
         """As stored."""
-        raw = asdict(self)
-        raw["workers"] = {str(number): value for number, value in raw["workers"].items()}
-        return json.dumps(raw).encode()
+        return orjson.dumps(self, option=orjson.OPT_NON_STR_KEYS)
 
     @classmethod
     def from_json(cls, data: bytes) -> History:
         """As stored; what a newer version adds is left out."""
         with untrusted(Damaged, "a fleet's history that cannot be read", fix="remove the last of its history/*.json"):
-            raw: dict[str, Any] = json.loads(data)
+            raw: dict[str, Any] = orjson.loads(data)
             known = typed_fields(cls, raw)
             known.update(
                 workers={int(number): _worker(value) for number, value in raw["workers"].items()},
