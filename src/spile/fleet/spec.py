@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from typing import Any
 
 from spile.errors import Damaged, SpecError, untrusted
@@ -102,6 +103,15 @@ class Policy:
 _FORMER_NAMES = {"quick_death": "early_death", "max_mute": "max_never_heard"}
 
 
+@cache
+def _dollars_per_hour(accelerator_type: str, preemptible: bool) -> float:
+    try:
+        price = parse_machine(accelerator_type).price
+    except SpecError:
+        return 0.0
+    return price.preemptible if preemptible else price.on_demand
+
+
 @dataclass(frozen=True)
 class FleetSpec:
     """One fleet."""
@@ -152,11 +162,7 @@ class FleetSpec:
 
     def dollars_per_hour(self, node: Node) -> float:
         """What a node costs while it runs; 0 for a type that the table does not know."""
-        try:
-            price = parse_machine(node.accelerator_type).price
-        except SpecError:
-            return 0.0
-        return price.preemptible if node.preemptible else price.on_demand
+        return _dollars_per_hour(node.accelerator_type, node.preemptible)
 
     def to_json(self) -> bytes:
         """As ``fleet.json`` holds it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from functools import cache
 from typing import Any
 
 __all__ = ["known_fields", "typed_fields"]
@@ -15,8 +16,8 @@ def known_fields(cls: type, found: Mapping[str, Any], renamed: Mapping[str, str]
 
     ``renamed``: fields' former names and what they are called now, for records of older versions.
     """
-    current = {(renamed or {}).get(name, name): value for name, value in found.items()}
-    return {each.name: current[each.name] for each in fields(cls) if each.name in current}
+    current = {renamed.get(name, name): value for name, value in found.items()} if renamed else found
+    return {name: current[name] for name in _names(cls) if name in current}
 
 
 def typed_fields(cls: type, found: object, renamed: Mapping[str, str] | None = None) -> dict[str, Any]:
@@ -27,15 +28,30 @@ def typed_fields(cls: type, found: object, renamed: Mapping[str, str] | None = N
     if not isinstance(found, dict):
         raise TypeError(f"expected a JSON object, found {type(found).__name__}")
     known = known_fields(cls, found, renamed)
-    for each in fields(cls):
-        kinds = str(each.type).split(" | ")
-        if each.name not in known or not all(kind in _PLAIN for kind in kinds):
+    for name, kind, checks in _plain(cls):
+        if name not in known:
             continue
-        value = known[each.name]
-        if not any(_PLAIN[kind](value) for kind in kinds):
-            raise TypeError(f"{each.name}: expected {each.type}, found {type(value).__name__}")
-        known[each.name] = tuple(value) if isinstance(value, list) else value
+        value = known[name]
+        if not any(check(value) for check in checks):
+            raise TypeError(f"{name}: expected {kind}, found {type(value).__name__}")
+        known[name] = tuple(value) if isinstance(value, list) else value
     return known
+
+
+@cache  # a monitor reads the same few records round after round
+def _names(cls: type) -> tuple[str, ...]:
+    return tuple(each.name for each in fields(cls))
+
+
+@cache
+def _plain(cls: type) -> tuple[tuple[str, str, tuple[Callable[[object], bool], ...]], ...]:
+    """The plain fields: their names, their types, and what tells whether a value is of it."""
+    kinds = {each.name: str(each.type).split(" | ") for each in fields(cls)}
+    return tuple(
+        (name, " | ".join(each), tuple(_PLAIN[kind] for kind in each))
+        for name, each in kinds.items()
+        if all(kind in _PLAIN for kind in each)
+    )
 
 
 def _number(value: object) -> bool:

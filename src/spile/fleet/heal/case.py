@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from spile.fleet.cloud.provider import Node
 from spile.fleet.heal.history import History, WorkerHistory
@@ -43,6 +43,10 @@ class WorkerCase:
     now: float
     observed: Observed = field(default_factory=lambda: Observed(""))
     history: History = field(default_factory=History)
+
+    def knowing(self, past: WorkerHistory) -> WorkerCase:
+        """The same case, once more is known of its past."""
+        return self if past is self.past else replace(self, past=past)
 
     @property
     def policy(self) -> Policy:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import orjson
@@ -63,6 +63,11 @@ class WorkerHistory:
     """What it waits for, for people."""
     lost: str = ""
     """Why its last machine was replaced; stays when the next one is there."""
+
+    def with_facts(self, **facts: Any) -> WorkerHistory:
+        """With these; itself where they are known already, as of a worker that is well, round after round."""
+        known = all(getattr(self, name) == value for name, value in facts.items())
+        return self if known else replace(self, **facts)
 
 
 @dataclass(frozen=True)

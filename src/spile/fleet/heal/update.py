@@ -64,13 +64,13 @@ def update_history(look: FleetCase) -> History:
         elif before is not None and before.verb == "delete" and past.pending is None:
             # A machine that is gone has given its quota back: no need to wait the block out.
             blocks.pop(before.zone, None)
-        past = _verdicts(replace(case, past=past))
+        past = _verdicts(case.knowing(past))
         if not past.finished and not history.stopped:
-            past = _deaths(replace(case, past=past))
+            past = _deaths(case.knowing(past))
         name = case.worker.name
         if not case.nodes and (past.zone, name) in observed.foreign:
             past = replace(past, note=f"{name} in {past.zone} is a machine that is not of this fleet")
-        workers[case.worker.id] = replace(past, used=_used(observed, past, case.nodes))
+        workers[case.worker.id] = past.with_facts(used=_used(observed, past, case.nodes))
     history = _bills(replace(look, history=replace(history, workers=workers, blocks=blocks)))
     # Worked out anew each time, so that a budget that is raised lets the fleet go on.
     return replace(history, stopped=fleet.policy.stop or _spent(fleet.policy.budget, history.dollars))
@@ -148,21 +148,22 @@ def _verdicts(case: WorkerCase) -> WorkerHistory:
 def _deaths(case: WorkerCase) -> WorkerHistory:
     """Count each machine's end once, and remember which one lives."""
     coming = [node for node in case.nodes if node.state.life is Life.COMING]
-    past = replace(case.past, coming=(case.past.coming or case.now) if coming else 0.0)
+    past = case.past.with_facts(coming=(case.past.coming or case.now) if coming else 0.0)
     for node in case.nodes:
         if node.uid == past.last_dead or node.state.life is Life.LEAVING:
             continue
-        current = replace(case, past=past)
+        current = case.knowing(past)
         health = health_of(current, node)
         if not health.fine:
             past = replace(_count_death(current, node, silent=health.silent), lost=health.reason)
         elif node.state.life is Life.ALIVE:
             heard = case.beat(node) is not None
-            past = replace(past, alive=node.uid, since=node.created, never_heard=0 if heard else past.never_heard)
+            unheard = 0 if heard else past.never_heard
+            past = past.with_facts(alive=node.uid, since=node.created, never_heard=unheard)
     vanished = past.alive and not case.nodes and past.alive != past.last_dead and not past.finished
     if vanished and not case.observed.unanswered.intersection(past.used):
         gone = Node(case.worker.name, past.zone, NodeState.NOT_FOUND, uid=past.alive, created=past.since)
-        past = replace(_count_death(replace(case, past=past), gone, silent=False), lost="it vanished")
+        past = replace(_count_death(case.knowing(past), gone, silent=False), lost="it vanished")
     return past
 
 
