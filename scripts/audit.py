@@ -29,10 +29,14 @@ def main() -> int:
     except (subprocess.TimeoutExpired, ValueError, KeyError):
         print("audit: left out, the database of known holes does not answer")
         return 0
-    holes = [(each["name"], each["version"], hole["id"]) for each in found for hole in each.get("vulns", ())]
+    asked = [each for each in found if "vulns" in each]  # a mirror of the index may know of none: those have a reason
+    if not asked:
+        print(f"audit: left out, the database of known holes has nothing about any of {len(found)} packages")
+        return 0
+    holes = [(each["name"], each["version"], hole["id"]) for each in asked for hole in each["vulns"]]
     for name, version, hole in holes:
         print(f"audit: {name} {version} has {hole}")
-    print(f"audit: {len(found)} packages, {len(holes)} known holes")
+    print(f"audit: {len(asked)} of {len(found)} packages looked up, {len(holes)} known holes")
     return 1 if holes else 0
 
 

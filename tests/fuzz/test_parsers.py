@@ -7,6 +7,7 @@ cut and put in, and what is known to hurt parsers: deep nesting, Infinity, numbe
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -30,6 +31,7 @@ from spile.fleet.spec import FleetSpec, plan_workers
 from spile.objects import open_folder
 from spile.objects.cloud.failures import RequestFailure
 from spile.objects.cloud.listing import parse_objects, parse_uploads
+from spile.reading.dataset import open as open_dataset
 from spile.runtime.pod.identity import Identity
 from spile.runtime.pod.rollcall import _Caller, _Roll
 from spile.spec.families import read_config
@@ -40,6 +42,7 @@ from spile.store.record import Commit
 from spile.store.run import join_run, read_run
 from spile.store.sealed import seal, unseal
 from spile.store.stream import read_stream
+from spile.store.verification import verify
 from spile.weights.files import describe
 from spile.weights.safetensors import read_index
 from spile.weights.source import LocalSource
@@ -105,6 +108,26 @@ class Targets:
                 with_ours(lambda form=form: Commit.from_bytes(form, "commit").covered())  # type: ignore[misc]
 
         return (self._dataset / "tpu_0/commits/0001.json").read_bytes(), read
+
+    def whole_dataset(self) -> tuple[bytes, Callable[[bytes], object]]:
+        """A forged commit under a right checksum, met by all who read a dataset, to the last row."""
+        root = self._scratch / "whole"
+        shutil.copytree(self._dataset, root)
+        path, folder = root / "tpu_0/commits/0001.json", open_folder(str(root))
+
+        def read_all() -> None:
+            dataset = open_dataset(folder)
+            for ref in dataset.samples:
+                dataset.sample(ref.stream, ref.index).rows(dataset.taps[0])
+
+        def read(data: bytes) -> None:
+            path.write_bytes(_resealed(data))
+            SnapshotReader(folder).take()
+            with_ours(read_all)
+            with_ours(lambda: verify(folder))
+
+        valid = path.read_bytes()
+        return valid[:-22] + b"}", read
 
     def run(self) -> tuple[bytes, Callable[[bytes], object]]:
         def read(data: bytes) -> None:
