@@ -79,9 +79,9 @@ def test_what_is_committed_is_what_the_next_worker_finds(folder: Folder) -> None
 
 def test_a_commit_record_survives_its_json() -> None:
     record = ShardRecord(
-        "shard_0001-abcd.safetensors", 5, 1, (4096, 0xFFFFFFFF), {"tokens": 7}, Ranges([(0, 3), (5, 6)]), 4, 40
+        "shard_0001-abcd.safetensors", 5000, 1, (4096, 0xFFFFFFFF), {"tokens": 7}, Ranges([(0, 3), (5, 6)]), 4, 40
     )
-    commit = Commit(3, "att1", "id", (record,), tuple(skips(9)), 10, {"a": [1]}, "now", "0")
+    commit = Commit(3, "att1", "id", (record,), tuple(skips(9)), 10, {"a": [1]}, "2026-11-15T12:00:00Z", "0")
     assert Commit.from_bytes(commit.to_bytes(), "x") == commit
     with pytest.raises(Damaged, match="counts 5 samples and lists 4"):
         Commit.from_bytes(_resealed(commit), "x")

@@ -394,21 +394,21 @@ def test_a_block_that_the_disk_cannot_read_is_damage_of_that_shard_alone(
     root = open_folder(str(tmp_path))
     names = [file.name for file in produce(root, 45).ledger.files]
     bad = (tmp_path / "tpu_0" / names[1]).stat().st_ino
-    real_read, real_open = os.preadv, Path.open
+    real_read, real_open = os.preadv, os.open
 
     def read(handle: int, buffers: list[memoryview], offset: int) -> int:
         if call == "preadv" and os.fstat(handle).st_ino == bad:
             raise OSError(errno.EIO, "Input/output error")
         return real_read(handle, buffers, offset)
 
-    def opened(path: Path, *args: Any, **options: Any) -> Any:
-        if call == "open" and path.name == names[1]:
+    def opened(path: Any, *args: Any, **options: Any) -> Any:
+        if call == "open" and Path(path).name == names[1]:
             raise OSError(errno.EIO, "Input/output error")
         return real_open(path, *args, **options)
 
     monkeypatch.setattr(MappedFile, "is_there", lambda *_: False)  # as the system says of such a block
     monkeypatch.setattr(os, "preadv", read)
-    monkeypatch.setattr(Path, "open", opened)
+    monkeypatch.setattr(os, "open", opened)
     (line,) = lines(root)
     assert line.startswith(f"damaged: ROOT/tpu_0/{names[1]}: ")
     assert "cannot be read: found a block that the disk does not give back" in line
