@@ -221,6 +221,8 @@ def test_the_assignment_comes_from_the_metadata_server_and_the_wheel_from_gcs(tm
         assert done.returncode == 0, done.stdout + done.stderr
         assert home.read_reports()[NAME].phase == "installing"
         assert (vm.folder / "opt" / str(wheel)).read_bytes() == home.folder.get(str(wheel))
+        secret = (vm.folder / "opt" / "secret.env").read_text()
+        assert secret == f"SPILE_POD_SECRET={metadata['spile-secret']}\n", "what the slice's hosts share"
         assert f'--zone "{ZONE}"' in (vm.folder / "opt" / "launch.sh").read_text()
 
 

@@ -16,9 +16,10 @@ import pytest
 from fleet.cloud_world import a_home
 from spile.cli.main import main
 from spile.fleet import manage
-from spile.fleet.cloud.provider import NodeRequest
+from spile.fleet.cloud.provider import NodeRequest, QueuedRequest
 from spile.fleet.cloud.tpu import CloudTpu
 from spile.fleet.fake_cloud.server import FakeCloud
+from spile.fleet.queueing import wait_for_queued
 
 A, B = "us-central1-a", "us-central1-b"
 
@@ -178,6 +179,23 @@ def test_queued_multislice(spile, client: CloudTpu) -> None:
     assert names(client) == ["s-0", "s-1"]
     code, text = spile("tpu", "delete", "--zones", A, "--node-prefix", "s", "--yes")
     assert (code, names(client), client.queued(A)) == (0, [], [])
+
+
+def test_deleting_an_adopted_machine_takes_no_others_with_it(spile, client: CloudTpu) -> None:
+    """A queued resource goes as a whole: where somebody else has a machine in it, it stays."""
+    request = QueuedRequest(NodeRequest("v4-8", "r"), node_count=2, node_prefix="s")
+    manage.settle(client, client.create_queued(A, "s", request), every=0.02)
+    wait_for_queued(client, A, "s", every=0.02)
+    code, text = spile("tpu", "create", "--zones", A, "--adopt", "s-0")
+    assert code == 0, text
+    code, text = spile("tpu", "delete", "--zones", A, "--yes")
+    assert code == 1
+    assert "queued resource s in us-central1-a is not deleted: expected machines of fleet default alone" in text
+    assert "found s-1 beside them" in text
+    assert names(client) == ["s-0", "s-1"]
+    assert spile("tpu", "create", "--zones", A, "--adopt", "s-1")[0] == 0
+    code, text = spile("tpu", "delete", "--zones", A, "--yes")
+    assert (code, names(client)) == (0, []), text
 
 
 def test_queued_workers(spile, client: CloudTpu) -> None:

@@ -201,6 +201,7 @@ class Agent:
             return
         from spile.fleet.cloud.settings import read_settings
         from spile.fleet.cloud.tpu import CloudTpu
+        from spile.fleet.deleting import delete_queued_of
         from spile.fleet.spec import owns
 
         try:
@@ -210,7 +211,7 @@ class Agent:
                 return
             print("spile agent: finished; this machine deletes itself", flush=True)
             if node.queued is not None:
-                client.delete_queued(self.zone, node.queued, force=True)
+                delete_queued_of(client, fleet.name, self.zone, node.queued)
             else:
                 client.delete_node(self.zone, self.node)
         except (CloudError, UserError) as error:

@@ -22,6 +22,7 @@ from spile.fleet.cloud.provider import (
     Unavailable,
 )
 from spile.fleet.cloud.states import Life
+from spile.fleet.deleting import delete_queued_of
 from spile.fleet.heal.round import Metadata, request_for
 from spile.fleet.spec import FLEET_LABEL, WORKER_LABEL, FleetSpec, Worker, owns
 
@@ -256,7 +257,7 @@ def delete(
                 results.append(NodeResult(node.name, zone, "skipped", f"it is not of fleet {fleet}"))
                 continue
             try:
-                asked.append((node, _ask_delete(provider, node)))
+                asked.append((node, _ask_delete(provider, fleet, node)))
             except Missing:
                 asked.append((node, None))
             except (CloudError, UserError) as error:
@@ -274,9 +275,9 @@ def delete(
     return by_zone([node.zone for node in nodes], zone_work)
 
 
-def _ask_delete(provider: Provider, node: Node) -> Operation:
+def _ask_delete(provider: Provider, fleet: str, node: Node) -> Operation:
     if node.queued is not None:
-        return provider.delete_queued(node.zone, node.queued, force=True)
+        return delete_queued_of(provider, fleet, node.zone, node.queued)
     return provider.delete_node(node.zone, node.name)
 
 

@@ -18,6 +18,7 @@ from spile.fleet.cloud.provider import (
     QueuedResource,
     Quota,
 )
+from spile.fleet.deleting import delete_queued_of
 from spile.fleet.heal.case import FleetCase
 from spile.fleet.heal.history import History
 from spile.fleet.heal.observed import Observed, Pulse, spec_zones
@@ -159,7 +160,7 @@ def _perform(fleet: FleetSpec, provider: Provider, action: Action, metadata: Met
 def _delete(fleet: FleetSpec, provider: Provider, action: Action) -> Operation:
     """Delete the very machine that was decided about: one that has replaced it, or is not ours, stays."""
     if action.queued is not None:
-        return provider.delete_queued(action.zone, action.queued, force=True)
+        return delete_queued_of(provider, fleet.name, action.zone, action.queued)
     node = provider.node(action.zone, action.name)
     if node.uid != action.uid or not owns(fleet.name, node):
         raise Missing(f"{action.name} in {action.zone} is another machine now")
