@@ -136,13 +136,11 @@ def rate(read: Callable[[], Iterator[int]], turns: int = 1) -> float:
     return best
 
 
-def show(name: str, found: float, disk: float) -> None:
+def show(name: str, found: float, disk: float, ours: float | None = None) -> None:
     width = 2 * D
     speed = f"{found / 1e6:7.3f} M rows/s  {found * width / 1e9:6.2f} GB/s"
-    print(
-        f"  {name:44} {speed}  {found / disk:6.2f} × the first",
-        flush=True,
-    )
+    beside = "" if ours is None else f"; spile's slower one {ours / found:.1f} × this"
+    print(f"  {name:44} {speed}  {found / disk:6.2f} × the first{beside}", flush=True)
 
 
 def local(rows: int, peers: str | None) -> None:
@@ -162,12 +160,17 @@ def local(rows: int, peers: str | None) -> None:
         plain = ("the disk, from end to end", home / "root", lambda: sequential(home / "root"))
         for state in ("cold", "warm"):
             print(f"page cache {state}:")
+            rates: dict[str, float] = {}
             for label, folder, read in [plain, *ours, *others]:
-                if state == "cold":
-                    forget(folder)
-                found = rate(read, 3 if state == "warm" else 1)
-                disk = disk or found  # cold: warm it is the memory's rate, and no disk's
-                show(label, found, disk)
+                turns = []
+                for _ in range(3):
+                    if state == "cold":
+                        forget(folder)
+                    turns.append(rate(read))
+                rates[label] = max(turns)
+                disk = disk or rates[label]  # cold: warm it is the memory's rate, and no disk's
+                peer = label in [name for name, _, _ in others]
+                show(label, rates[label], disk, min(rates[name] for name, _, _ in ours) if peer else None)
         if peers is not None:
             _saelens(home, rows, peers)
 

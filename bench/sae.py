@@ -1,8 +1,9 @@
 """What the order of rows does to a sparse autoencoder: ``python -m bench.sae [--steps 255] [--seeds 3]``.
 
 The same top-k autoencoder (``examples/train_sae.py``) on the same rows, once each: in the order they are stored,
-through the two-level shuffle with memory for a quarter and for half of them, and through a full permutation. Rows are
-synthetic documents: each speaks of a few topics of its own, and so uses a few of the features that rows are made of.
+through the two-level shuffle with memory for a quarter and for half of them, with pieces that take documents apart, and
+through a full permutation. Rows are synthetic documents: each speaks of a few topics of its own, and so uses a few of
+the features that rows are made of.
 ``--figure PATH`` draws what is unexplained on the way.
 """
 
@@ -92,6 +93,7 @@ def orders(dataset: Dataset, seed: int, steps: int) -> dict[str, Iterator[Any]]:
         "in the order they are stored": in_order(),
         "shuffled, memory for a quarter": dataset.shuffled("residual.0", BATCH, memory=size // 4, **how),
         "shuffled, memory for half": dataset.shuffled("residual.0", BATCH, memory=size // 2, **how),
+        "the same, pieces of 16 KiB": dataset.shuffled("residual.0", BATCH, memory=size // 2, piece=1 << 14, **how),
         "shuffled as it is (all fits)": dataset.shuffled("residual.0", BATCH, **how),
         REFERENCE: in_memory(),
     }
@@ -116,9 +118,8 @@ def draw(path: str, curves: dict[str, list[list[float]]], steps: int) -> None:
 
     at = [*range(EVERY, steps, EVERY), steps]
     figure, axes = plt.subplots(figsize=(7, 3.6))
-    styles = dict(zip(curves, ["-", "-", "-", "-", "k:"], strict=True))
     for name, each in curves.items():
-        axes.plot(at, np.mean(each, axis=0), styles[name], label=name)
+        axes.plot(at, np.mean(each, axis=0), "k:" if name == REFERENCE else "-", label=name)
     axes.set(xlabel="step", ylabel="fraction of variance unexplained", yscale="log")
     axes.grid(alpha=0.3, which="both")
     axes.legend()

@@ -5,6 +5,9 @@ which the readers share out in stretches of equally many rows. A reader reads it
 group's rows are permuted and dealt out over the next ``spread`` *windows*; a window is the permuted parts of as many
 groups. So what is drawn from changes by one group at a time, and is always as much as memory holds. Where a reader's
 whole stretch is one group, its rows come in a uniformly random order: a full permutation.
+
+Rows of one document lie side by side, mostly in one piece, and so come within one stretch of the epoch. Pieces smaller
+than documents take them apart: with ``piece`` each window has rows of nearly every document.
 """
 
 from __future__ import annotations
@@ -46,10 +49,12 @@ class ShuffleSpec:
     """Every reader gives the same number of full batches, as data-parallel training needs it; the rest is left out."""
     scratch: str | None = None
     """A folder on a local disk: a full permutation also where the rows do not fit in memory."""
+    piece: int | None = None
+    """Bytes of a piece; None: some MiB, each one read and its checksums."""
 
     def __post_init__(self) -> None:
-        for name, least in (("batch_rows", 1), ("seed", 0), ("memory", 1), ("parts", 1)):
-            if getattr(self, name) < least:
+        for name, least in (("batch_rows", 1), ("seed", 0), ("memory", 1), ("parts", 1), ("piece", 1)):
+            if getattr(self, name) is not None and getattr(self, name) < least:
                 raise SpecError(name, expected=f"at least {least}", found=getattr(self, name))
         if not 0 <= self.part < self.parts:
             raise SpecError("part", expected="(k, n) with k from 0 to n - 1", found=(self.part, self.parts))
@@ -87,19 +92,22 @@ class EpochPlan:
     @property
     def windows(self) -> int:
         """How many."""
-        return len(self.groups) + self.spread - 1 if self.groups else 0
+        return len(self.groups)
 
     def sources(self, window: int) -> range:
         """The groups of which a window has a part."""
-        return range(max(0, window - self.spread + 1), min(window + 1, len(self.groups)))
+        return range(max(0, window - self.spread + 1), window + 1)
 
     def share(self, rows: int, group: int, window: int) -> slice:
-        """Which of a group's permuted rows are this window's."""
-        part = window - group
-        return slice(rows * part // self.spread, rows * (part + 1) // self.spread)
+        """Which of a group's permuted rows are this window's; the last window has all that are left.
+
+        So an epoch does not end on what was read last alone: training would end on a few documents.
+        """
+        part, last = window - group, window + 1 == self.windows
+        return slice(rows * part // self.spread, rows if last else rows * (part + 1) // self.spread)
 
 
-def piece_rows(widths: Sequence[int], memory: int) -> int:
+def piece_rows(widths: Sequence[int], memory: int, piece: int | None = None) -> int:
     """Rows of a piece, for taps whose rows have these bytes: a number that ends on a chunk's border in each, if it can.
 
     With little memory pieces are smaller, so that a window still has some of many places.
@@ -107,6 +115,8 @@ def piece_rows(widths: Sequence[int], memory: int) -> int:
     Checksums are of chunks of a MiB: a piece that ends within one makes two readers read and check the whole chunk.
     """
     total = sum(widths)
+    if piece is not None:
+        return max(1, piece // total)
     aligned = max(_CHUNK // (width & -width) if width & -width < _CHUNK else 1 for width in widths)
     wanted = max(_CHUNK, min(_PIECE, memory // _PLACES))
     if aligned * total <= _LARGEST_PIECE:
@@ -116,7 +126,7 @@ def piece_rows(widths: Sequence[int], memory: int) -> int:
 
 def plan_epoch(shards: Sequence[int], widths: Sequence[int], spec: ShuffleSpec, epoch: int) -> EpochPlan:
     """The groups of reader ``spec.part`` in this epoch. ``shards``: the rows of each shard, in the dataset's order."""
-    rows = piece_rows(widths, spec.memory)
+    rows = piece_rows(widths, spec.memory, spec.piece)
     pieces = [RowPiece(n, at, min(at + rows, count)) for n, count in enumerate(shards) for at in range(0, count, rows)]
     total, width = sum(shards), sum(widths)
     if spec.parts == 1 and (total * width <= spec.memory or spec.scratch is not None):

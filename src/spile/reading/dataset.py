@@ -181,6 +181,7 @@ class Dataset:
         epochs: int | None = 1,
         memory: int = 1 << 30,
         scratch: str | None = None,
+        piece: int | None = None,
         part: tuple[int, int] = (0, 1),
         drop_last: bool = False,
         dtype: npt.DTypeLike | None = None,
@@ -194,12 +195,13 @@ class Dataset:
 
         Each epoch gives every selected row once. ``part`` (k, n) makes this reader one of n whose rows are disjoint.
         A full permutation where all rows fit in ``memory`` bytes, or in the folder ``scratch``; else two levels, see
-        :mod:`spile.planning.shuffle`. ``wanted`` are the fields of :class:`~spile.reading.selection.Selection`:
+        :mod:`spile.planning.shuffle`, which ``piece`` (bytes) makes finer.
+        ``wanted`` are the fields of :class:`~spile.reading.selection.Selection`:
         ``include``, ``exclude``, ``positions``, ``tokens``, ``without_tokens``, ``min_norm``, ``max_norm`` and
         ``samples``. ``state`` goes on where a reader's ``state()`` was asked for, ``after`` after so many batches.
         """
         names = (str(tap),) if isinstance(tap, str | Tap) else tuple(map(str, tap))
-        spec = ShuffleSpec(batch_rows, seed, memory, *part, drop_last, scratch)
+        spec = ShuffleSpec(batch_rows, seed, memory, *part, drop_last, scratch, piece)
         selection = selection_of(**wanted)
         if drop_last and spec.parts > 1 and selection.by_norm:
             raise UserError(

@@ -76,6 +76,7 @@ class ShuffleOrder:
             "drop_last": self.spec.drop_last,
             "scratch": self.spec.scratch is not None,
             "order": _ORDER,
+            **({} if self.spec.piece is None else {"piece": self.spec.piece}),
             "selection": self.selection.describe(),
         }
 

@@ -94,6 +94,7 @@ def selected(dataset: Dataset, wanted: dict[str, Any]) -> Counter[bytes]:
     wanted=st.sampled_from(CHOICES),
     stop=st.integers(0, 40),
     scratch=st.booleans(),
+    piece=st.sampled_from([None, 100]),
 )
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_every_selected_row_once_an_epoch_stopped_and_resumed_anywhere(
@@ -106,12 +107,14 @@ def test_every_selected_row_once_an_epoch_stopped_and_resumed_anywhere(
     wanted: dict[str, Any],
     stop: int,
     scratch: bool,
+    piece: int | None,
 ) -> None:
     dataset = made(cut=cut)
     place = tempfile.gettempdir() if scratch else None
     found: Counter[bytes] = Counter()
     for part in range(parts):
         how = {"seed": seed, "memory": memory, "part": (part, parts), "epochs": epochs, "scratch": place, **wanted}
+        how["piece"] = piece
         whole = [batch.copy() for batch in dataset.shuffled("attn.1", batch, **how)]
         first = dataset.shuffled("attn.1", batch, **how)
         begun = list(islice(first, stop))
@@ -250,6 +253,32 @@ def test_its_quality_is_said() -> None:
     assert dataset.shuffled("attn.1").quality == "a full permutation"
     assert "one of 3" in dataset.shuffled("attn.1", part=(0, 3)).quality
     assert "two levels: 13 pieces" in dataset.shuffled("attn.1", memory=4000).quality
+    assert "drawn from 12 of them" in dataset.shuffled("attn.1", memory=4000, piece=300).quality
+
+
+def test_small_pieces_take_documents_apart() -> None:
+    """With pieces as large as shards an epoch's first half has few samples; with small ones it has nearly all."""
+    dataset = made(400)
+    total = sum(stream.tokens for stream in dataset.streams)
+    for piece, least, most in ((None, 0.4, 0.8), (64, 0.9, 1.0)):
+        reader = dataset.shuffled("attn.1", total // 2, memory=8000, piece=piece, context=True)
+        first = next(reader)
+        seen = len(set(zip(first.streams.tolist(), first.samples.tolist(), strict=True))) / len(dataset.samples)
+        assert least < seen <= most, (piece, seen)
+
+
+def test_a_state_of_the_older_order_is_refused_unless_all_rows_are_permuted() -> None:
+    dataset = made(cut=4)
+    for memory, refused in ((4000, True), (1 << 30, False)):
+        reader = dataset.shuffled("attn.1", 64, memory=memory)
+        next(reader)
+        state = {name: value for name, value in reader.state().items() if name != "order"}
+        rest = rows(reader)
+        if refused:
+            with pytest.raises(UserError, match="a state of another reader: expected order = 1, found order = 2"):
+                dataset.shuffled("attn.1", 64, memory=memory, state=state)
+        else:
+            assert rows(dataset.shuffled("attn.1", 64, memory=memory, state=state)) == rest
 
 
 @pytest.mark.parametrize("how", ["shuffled('attn.1', 16, epochs=None)", "rows('attn.1', 16)"])
