@@ -79,9 +79,9 @@ def sequential(folder: Path) -> Iterator[int]:
                 yield count // (2 * D)
 
 
-def shuffled(folder: Path, memory: int) -> Iterator[int]:
+def shuffled(folder: Path, memory: int, piece: int | None = None) -> Iterator[int]:
     """Ours."""
-    for rows in spile.open(str(folder)).shuffled("residual.0", BATCH, memory=memory):
+    for rows in spile.open(str(folder)).shuffled("residual.0", BATCH, memory=memory, piece=piece):
         yield len(rows)
 
 
@@ -155,6 +155,7 @@ def local(rows: int, peers: str | None) -> None:
         ours: list[tuple[str, Path, Callable[[], Iterator[int]]]] = [
             ("spile, full permutation", home / "root", lambda: shuffled(home / "root", 2 * size)),
             ("spile, two levels (a quarter in memory)", home / "root", lambda: shuffled(home / "root", size // 4)),
+            ("the same, pieces of 16 KiB", home / "root", lambda: shuffled(home / "root", size // 4, 1 << 14)),
         ]
         disk = 0.0
         plain = ("the disk, from end to end", home / "root", lambda: sequential(home / "root"))

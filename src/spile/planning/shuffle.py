@@ -156,18 +156,23 @@ def _stretch(pieces: list[RowPiece], total: int, spec: ShuffleSpec) -> list[RowP
 
 
 def _groups(pieces: list[RowPiece], width: int, most: int, first: int | None) -> tuple[tuple[RowPiece, ...], ...]:
+    """Pieces in the order they are given, those of a group as they are stored: its rows are permuted anyway."""
     found: list[tuple[RowPiece, ...]] = []
     group: list[RowPiece] = []
     limit, held = most if first is None else min(first, most), 0
     for piece in pieces:
         size = len(piece) * width
         if group and held + size > limit:
-            found.append(tuple(group))
+            found.append(tuple(sorted(group, key=_place)))
             group, held = [], 0
             limit = min(2 * limit, most)
         group.append(piece)
         held += size
-    return (*found, tuple(group)) if group else tuple(found)
+    return (*found, tuple(sorted(group, key=_place))) if group else tuple(found)
+
+
+def _place(piece: RowPiece) -> tuple[int, int]:
+    return piece.shard, piece.start
 
 
 def group_order(spec: ShuffleSpec, epoch: int, group: int, rows: int) -> npt.NDArray[np.int64]:

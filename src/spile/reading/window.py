@@ -26,6 +26,8 @@ from spile.store.streams import Stream
 __all__ = ["Group", "GroupLoader", "LoadingGroup", "ShardCache", "TapSource", "Window"]
 
 _Array = npt.NDArray[Any]
+_RUN = 4 << 20
+"""Bytes of small pieces that one task reads."""
 _MOST_HELD = 320_000_000
 """Bytes of the shards that are open: token ids and roles take five per token, and a small one is held whole."""
 
@@ -75,26 +77,26 @@ class TapSource:
 
 
 class Group:
-    """Pieces that were read side by side: where their wanted rows lie in memory, and what is known of them."""
+    """Runs of pieces that were read side by side: where their wanted rows lie in memory, and what is known of them."""
 
-    def __init__(self, pieces: Sequence[RowPiece], base: int) -> None:
-        self._starts = base + np.concatenate([[0], np.cumsum([len(piece) for piece in pieces])])
-        self._parts: list[tuple[_Array, RowBatch | None]] = [(np.empty(0, np.int64), None)] * len(pieces)
+    def __init__(self, runs: Sequence[Sequence[RowPiece]], base: int) -> None:
+        self._starts = base + np.concatenate([[0], np.cumsum([sum(map(len, run)) for run in runs])])
+        self._parts: list[tuple[_Array, RowBatch | None]] = [(np.empty(0, np.int64), None)] * len(runs)
         self.places: npt.NDArray[np.int64] = np.empty(0, np.int64)
         self.known: RowBatch | None = None
 
     def slot(self, number: int) -> slice:
-        """Where a piece's rows go."""
+        """Where a run's rows go."""
         return slice(int(self._starts[number]), int(self._starts[number + 1]))
 
     def keep(self, number: int, wanted: npt.NDArray[np.bool_] | None, known: RowBatch | None) -> None:
-        """A piece was read: which of its rows are wanted (None: all), and what is known of them."""
+        """A run was read: which of its rows are wanted (None: all), and what is known of them."""
         slot = self.slot(number)
         chosen = np.arange(slot.start, slot.stop) if wanted is None else slot.start + np.flatnonzero(wanted)
         self._parts[number] = (chosen, known if known is None or wanted is None else known.take(wanted))
 
     def seal(self) -> None:
-        """All pieces were read."""
+        """All runs were read."""
         self.places = np.concatenate([chosen for chosen, _ in self._parts])
         known = [known for _, known in self._parts if known is not None]
         self.known = RowBatch.join(known) if known else None
@@ -146,10 +148,25 @@ class GroupLoader:
             for tap in self._source.taps:
                 dtype, columns = self._source.row_type(tap)
                 self.buffers[tap] = self._allocate((room * slots, columns), dtype)
-        group = Group(pieces, self._begun % slots * room)
+        runs = self._runs(pieces)
+        group = Group(runs, self._begun % slots * room)
         self._begun += 1
-        tasks = [self._pool.submit(partial(self._read, group, number, piece)) for number, piece in enumerate(pieces)]
+        tasks = [self._pool.submit(partial(self._read, group, number, run)) for number, run in enumerate(runs)]
         return LoadingGroup(group, tasks)
+
+    def _runs(self, pieces: Sequence[RowPiece]) -> list[list[RowPiece]]:
+        """Neighbours of one shard together, as far as one task should go: small pieces cost little each."""
+        width = sum(dtype.itemsize * columns for dtype, columns in map(self._source.row_type, self._source.taps))
+        runs: list[list[RowPiece]] = []
+        rows = 0
+        for piece in pieces:
+            if runs and runs[-1][0].shard == piece.shard and (rows + len(piece)) * width <= _RUN:
+                runs[-1].append(piece)
+                rows += len(piece)
+            else:
+                runs.append([piece])
+                rows = len(piece)
+        return runs
 
     def _allocate(self, shape: tuple[int, int], dtype: np.dtype[Any]) -> _Array:
         if self._scratch is None:
@@ -162,18 +179,19 @@ class GroupLoader:
         with tempfile.TemporaryFile(dir=folder, prefix=".spile-") as file:
             return np.memmap(file, dtype, "w+", shape=shape)
 
-    def _read(self, group: Group, number: int, piece: RowPiece) -> None:
-        """One piece, every tap of it. In a thread of the pool."""
-        stream, shard = self._source.shards[piece.shard]
-        slot = group.slot(number)
-        wanted = self._selection.mask(stream, shard, piece.start, piece.stop) if self._selection.by_tail else None
+    def _read(self, group: Group, number: int, run: Sequence[RowPiece]) -> None:
+        """One run, every tap of it. In a thread of the pool."""
+        stream, shard = self._source.shards[run[0].shard]
+        slot, ranges, wanted = group.slot(number), [(piece.start, piece.stop) for piece in run], None
+        if self._selection.by_tail:
+            wanted = np.concatenate([self._selection.mask(stream, shard, *each) for each in ranges])
         if wanted is None or wanted.any():
             for tap in self._source.taps:
-                shard.read_rows(tap, piece.start, piece.stop, self.buffers[tap][slot])
+                shard.read_ranges(tap, ranges, self.buffers[tap][slot])
         if self._selection.by_norm:
             near = self._selection.of_norm(_norms(self.buffers[self._source.taps[0]][slot]))
             wanted = near if wanted is None else wanted & near
-        known = context_of(stream, shard, piece.start, piece.stop) if self._context else None
+        known = RowBatch.join([context_of(stream, shard, *each) for each in ranges]) if self._context else None
         group.keep(number, wanted, known)
 
 

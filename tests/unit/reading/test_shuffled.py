@@ -206,9 +206,9 @@ def test_it_reads_from_disks_and_buckets_alike(folder: Folder) -> None:
     assert found == rows(local.shuffled("residual.0", 100, memory=4000, seed=5, streams=[0]))
 
 
-@pytest.mark.parametrize("d", [64, 48])
-def test_pieces_of_large_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, d: int) -> None:
-    """Pieces that end with chunks, and such as cannot; read straight into memory, and checked."""
+@pytest.mark.parametrize(("d", "piece"), [(64, None), (48, None), (48, 5000)])
+def test_pieces_of_large_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, d: int, piece: int | None) -> None:
+    """Pieces that end with chunks, such as cannot, and small ones; read straight into memory, and checked."""
     monkeypatch.setattr(spile.planning.shuffle, "_LARGEST_PIECE", 2 << 20)
     monkeypatch.setattr(spile.planning.shuffle, "_PIECE", 1 << 20)
     root, run = open_folder(str(tmp_path)), run_identity(d_model=d)
@@ -220,15 +220,16 @@ def test_pieces_of_large_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         builder.write(tap, 0, np.concatenate([rows_of(sample, tap, d=d) for sample in samples]))
     store.commit([builder.finish()], [])
     dataset = open_dataset(root)
-    found = rows(dataset.shuffled("residual.1", 3000, memory=4 << 20, part=(0, 2)))
-    found += rows(dataset.shuffled("residual.1", 3000, memory=4 << 20, part=(1, 2)))
+    how: dict[str, Any] = {"memory": 4 << 20 if piece is None else 1 << 19, "piece": piece}
+    found = rows(dataset.shuffled("residual.1", 3000, part=(0, 2), **how))
+    found += rows(dataset.shuffled("residual.1", 3000, part=(1, 2), **how))
     assert sorted(found) == sorted(rows(dataset.rows("residual.1")))
     shard = tmp_path / "tpu_0" / dataset.streams[0].shards[0].name
     with shard.open("r+b") as file:
         file.seek(shard.stat().st_size // 2)
         file.write(b"\x5a\xa5")
     with pytest.raises(Damaged, match=r"attn\.1, chunk"):
-        list(open_dataset(root).shuffled("attn.1", 3000))
+        list(open_dataset(root).shuffled("attn.1", 3000, **how))
 
 
 def test_what_a_caller_gets_wrong() -> None:
