@@ -85,7 +85,7 @@ class ShuffleOrder:
         wanted = self.describe()
         state = {"order": 1, **state}
         wrong = [name for name, value in wanted.items() if name in state and state[name] != value]
-        if wrong == ["order"] and self.plan(0).spread == 1:  # a full permutation is what it was
+        if wrong == ["order"] and len(self.plan(0).groups) <= 1:  # a full permutation is what it was
             wrong = []
         if wrong:
             raise UserError(
