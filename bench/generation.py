@@ -33,7 +33,7 @@ from spile.objects import open_folder
 from spile.planning.ranges import Ranges
 from spile.planning.shards import row_bytes
 from spile.runtime.answer import Answer
-from spile.runtime.device import compute_dtype_for, enable_compilation_cache
+from spile.runtime.device import compute_dtype_for, configure_jax
 from spile.runtime.generator import Generator
 from spile.runtime.mesh import device_memory, make_mesh
 from spile.runtime.progress import Progress
@@ -183,7 +183,7 @@ def main() -> None:
     parser.add_argument("--output", default="/dev/shm/spile-bench-generation")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    enable_compilation_cache()
+    configure_jax()
     args.batch = args.batch or (8 if jax.default_backend() == "cpu" else 128)
     embedded = weights.find("embedded").tokenizer_folder
     model = embedded if args.model == "embedded" else make_model(args.model, Path(args.output) / "model")

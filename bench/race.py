@@ -4,7 +4,8 @@ Nothing is warm but the page cache: imports, weights, tokenizing, compilation, p
 In turn: ``spile extract`` with an empty cache of programs, again with them cached, the torch loop at several token
 budgets, the loop that people write (on fewer prompts: its rate alone compares), and one layer over many more tokens.
 
-TASKS is a JSONL of ARC tasks or a folder of them, one JSON file per task; without it, tasks are made up.
+TASKS is a JSONL of ARC tasks or a folder of them, one JSON file per task; without it, tasks are made up. ``--texts``
+makes texts of 50 to 500 tokens instead.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import re
 import resource
 import shutil
@@ -41,9 +43,17 @@ class Result:
     notes: list[str] = field(default_factory=list)
 
 
-def write_tasks(source: str | None, count: int, target: Path) -> Path:
-    """One JSONL of ``count`` tasks."""
-    if source is None or not Path(source).exists():
+def texts(count: int) -> list[dict[str, object]]:
+    """Digits with spaces between, which are two tokens each: 50 to 500 tokens."""
+    draw = random.Random(0)
+    return [{"text": " ".join(draw.choices("0123456789", k=draw.randint(25, 250)))} for _ in range(count)]
+
+
+def write_tasks(source: str | None, count: int, target: Path, *, as_texts: bool = False) -> Path:
+    """One JSONL of ``count`` tasks, or texts."""
+    if as_texts:
+        tasks = texts(count)
+    elif source is None or not Path(source).exists():
         tasks = arc_tasks(count)
     elif Path(source).is_dir():
         files = sorted(Path(source).rglob("*.json"))[:count]
@@ -83,7 +93,7 @@ class Race:
         shutil.rmtree(self.home, ignore_errors=True)
         self.home.mkdir(parents=True)
         self.model = make_model(args.shape, self.home / "model")
-        self.tasks = write_tasks(args.tasks, args.count, self.home / "tasks.jsonl")
+        self.tasks = write_tasks(args.tasks, args.count, self.home / "tasks.jsonl", as_texts=args.texts)
         self.results: list[Result] = []
         self._touch(args.touch << 30)
 
@@ -159,6 +169,7 @@ def main() -> None:
     parser.add_argument("tasks", nargs="?")
     parser.add_argument("--shape", default="qwen2.5-0.5b", choices=sorted(SHAPES))
     parser.add_argument("--count", type=int, default=400, help="tasks")
+    parser.add_argument("--texts", action="store_true", help="texts instead of tasks")
     parser.add_argument("--variants", type=int, default=2)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--dtype", default="bfloat16")

@@ -28,6 +28,7 @@ __all__ = [
     "ATTENTIONS",
     "MASKED",
     "Attention",
+    "blocked",
     "choose",
     "cudnn",
     "cudnn_masked",
@@ -128,8 +129,98 @@ def cudnn_masked(q: Array, k: Array, v: Array, seen: Array, softcap: float | Non
     return jax.nn.dot_product_attention(q, k, v, mask=seen[:, None], implementation="cudnn")
 
 
-MASKED: Mapping[str, Callable[..., Array]] = {"xla": masked, "flash": masked, "cudnn": cudnn_masked}
+MASKED: Mapping[str, Callable[..., Array]] = {
+    "xla": masked, "blocked": masked, "flash": masked, "cudnn": cudnn_masked,
+}  # fmt: skip
 """Attention of some queries over other keys, by the name of an implementation; splash takes no mask."""
+
+
+_KEYS = 256
+"""Keys per block, of half as many queries: its scores stay in a core's cache."""
+_NOTHING_YET, _UNSEEN = np.float32(-1e29), np.float32(-1e30)
+"""The highest score before any, and the score of a key that a query does not see: far below it, and no infinity."""
+
+
+def blocked(
+    q: Queries, k: Keys, v: Keys, segments: Segments = None, *, window: int | None, softcap: float | None = None
+) -> Queries:
+    """For a CPU: a block of scores at a time, from the block in which the queries' first segment begins.
+
+    So a packed row costs what its samples would alone, and no score leaves the cache: three to four times as fast as
+    whole rows of scores (`bench.attention`). The softmax is the running one; a column of ones behind the values sums
+    its weights within the same product.
+    """
+    rows, length, heads, head_dim = q.shape
+    kv_heads, size = k.shape[2], min(_KEYS, -(-length // 64) * 64)
+    more, half = -length % size, size // 2
+    first = _first_seen(rows, length, segments, window)
+    q, k, v = (jnp.pad(x, [(0, 0), (0, more), (0, 0), (0, 0)]) for x in (q, k, v))
+    first = jnp.pad(first, [(0, 0), (0, more)], constant_values=length)
+    chunks = (length + more) // half
+    queries = q.reshape(rows, chunks, half, kv_heads, heads // kv_heads, head_dim)
+    queries = queries.transpose(0, 1, 3, 4, 2, 5).reshape(rows * chunks, kv_heads, -1, head_dim)
+    keys = k.transpose(0, 2, 3, 1)
+    values = jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1).transpose(0, 2, 1, 3)
+
+    def chunk(one: tuple[Array, Array, Array]) -> Array:
+        number, block, begin = one
+        return _attend(block, keys, values, number // chunks, number % chunks * half, begin, size, softcap)
+
+    out = jax.lax.map(chunk, (jnp.arange(rows * chunks), queries, first.reshape(rows * chunks, half)))
+    out = (
+        out.astype(q.dtype)
+        .reshape(rows, chunks, kv_heads, heads // kv_heads, half, head_dim)
+        .transpose(0, 1, 4, 2, 3, 5)
+    )
+    whole: Array = out.reshape(rows, length + more, heads, head_dim)
+    return whole[:, :length]
+
+
+def _first_seen(rows: int, length: int, segments: Segments, window: int | None) -> Int[Array, "rows seq"]:
+    """The first place in its row that each token sees."""
+    place = jnp.broadcast_to(jnp.arange(length), (rows, length))
+    if segments is None:
+        first = jnp.zeros_like(place)
+    else:
+        begins = jnp.pad(segments[:, 1:] != segments[:, :-1], [(0, 0), (1, 0)], constant_values=True)
+        first = jax.lax.cummax(jnp.where(begins, place, 0), axis=1)
+    return first if window is None else jnp.maximum(first, place - (window - 1))
+
+
+def _attend(
+    block: Float[Array, "kv_heads queries head_dim"],
+    keys: Float[Array, "rows kv_heads head_dim keys"],
+    values: Float[Array, "rows kv_heads keys more"],
+    row: Int[Array, ""],
+    start: Int[Array, ""],
+    first: Int[Array, " chunk"],
+    size: int,
+    softcap: float | None,
+) -> Float[Array, "kv_heads queries head_dim"]:
+    """A chunk of one row's queries, a group's one behind another, over the blocks of keys that any of them sees."""
+    product = functools.partial(jnp.matmul, precision=precision(block.dtype), preferred_element_type=jnp.float32)
+    kv_heads, count, head_dim = block.shape
+    place = start + jnp.arange(len(first))
+
+    def step(number: Array, so_far: tuple[Array, Array]) -> tuple[Array, Array]:
+        highest, total = so_far
+        at = number * size
+        seen_keys = jax.lax.dynamic_slice(keys, (row, 0, 0, at), (1, kv_heads, head_dim, size))[0]
+        seen_values = jax.lax.dynamic_slice(values, (row, 0, at, 0), (1, kv_heads, size, head_dim + 1))[0]
+        where = at + jnp.arange(size)
+        seen = (where[None] <= place[:, None]) & (where[None] >= first[:, None])
+        scores = scaled(product(block, seen_keys), head_dim, softcap)
+        scores = jnp.where(seen, scores.reshape(kv_heads, -1, len(first), size), _UNSEEN).reshape(scores.shape)
+        higher = jnp.maximum(highest, jnp.max(scores, axis=-1, keepdims=True))
+        weights = jnp.exp(scores - higher).astype(block.dtype)
+        return higher, total * jnp.exp(highest - higher) + product(weights, seen_values)
+
+    nothing = jnp.full((kv_heads, count, 1), _NOTHING_YET), jnp.zeros((kv_heads, count, head_dim + 1), jnp.float32)
+    blocks = jnp.min(first) // size, (start + len(first) + size - 1) // size
+    total = jax.lax.fori_loop(*blocks, step, nothing)[1]
+    # Only padding behind a row sees nothing: its zeros stay zeros.
+    out: Array = total[..., :-1] / jnp.maximum(total[..., -1:], np.finfo(np.float32).tiny)
+    return out
 
 
 def cudnn(
@@ -204,7 +295,7 @@ def _splash(heads: int, length: int, window: int | None, softcap: float | None, 
         )
 
 
-ATTENTIONS: Mapping[str, Attention] = {"xla": xla, "cudnn": cudnn, "flash": flash}
+ATTENTIONS: Mapping[str, Attention] = {"xla": xla, "blocked": blocked, "cudnn": cudnn, "flash": flash}
 
 
 def over_mesh(attention: Attention | str, mesh: Mesh, batch: str | tuple[str, ...], heads: str | None) -> Attention:
@@ -236,8 +327,10 @@ def over_mesh(attention: Attention | str, mesh: Mesh, batch: str | tuple[str, ..
 def choose(config: ModelConfig, platform: str, dtype: DTypeLike) -> str:
     """The fastest implementation that is right for a platform (``cpu``, ``gpu``, ``tpu``) and a compute dtype.
 
-    Both kernels multiply in 16 bits, so float32 stays with XLA.
+    Both kernels multiply in 16 bits, so float32 on an accelerator stays with XLA.
     """
+    if platform == "cpu":
+        return "blocked"
     sixteen = np.dtype(dtype).itemsize == 2
     fits = config.head_dim % 8 == 0 and config.head_dim <= 128 and config.attention_softcap is None
     if platform in ("gpu", "cuda") and sixteen and fits:

@@ -25,6 +25,8 @@ _WINDOW_TOKENS = 1 << 17
 """Every window holds as many, which take a tenth of a second to tokenize: fewer would not fill rows well."""
 _WINDOW_SAMPLES, _GROUP_SAMPLES = 8192, 2048
 """No window holds more, or for many groups more per group, however short its samples: memory stays bounded."""
+_FULL = 31 / 32
+"""A row less full than this waits for the next window's samples, once."""
 _NEAR = 4
 """A row may be this many times as long as the longest sample near by, where rows of that length have a program."""
 
@@ -71,11 +73,13 @@ class BatchPlan:
         """Samples that are looked at, at most, before batches of them are formed."""
         return max(_WINDOW_SAMPLES, _GROUP_SAMPLES * self.groups)
 
-    def short_rows(self, length: int, left: int) -> int:
-        """Rows per group of a batch that must hold ``left`` rows and no more: an eighth too many at most."""
+    def short_shape(self, length: int, tail: Sequence[Row]) -> tuple[int, int]:
+        """Rows per group, and their length, of a batch for these rows and no more: an eighth too many at most."""
         rows = self.rows(length)
         step = max(1, rows // 8)
-        return min(rows, -(-left // (self.groups * step)) * step)
+        rows = min(rows, -(-len(tail) // (self.groups * step)) * step)
+        filled = max(sum(map(len, row)) for row in tail)
+        return rows, min(length, single_row(filled)) if len(tail) == 1 else length
 
 
 @dataclass(frozen=True)
@@ -128,20 +132,27 @@ def batches(samples: Iterable[Sample], plan: BatchPlan) -> Iterator[Batch]:
         pool = sorted(waiting + window, key=lambda sample: (-len(sample), sample.index))
         waiting = []
         for length, members in _by_row_length(pool, plan, known):
-            rows = _packed(members, length)
             # What has waited once goes first, so that no sample waits for ever; then the fullest rows.
-            rows.sort(key=lambda row: (not any(id(s) in old for s in row), -sum(map(len, row)), row[0].index))
+            rows = _packed(sorted(members, key=lambda sample: id(sample) not in old), length)
+            rows.sort(key=lambda row: (not last and id(row[0]) not in old, -sum(map(len, row)), row[0].index))
             size = plan.rows(length) * plan.groups
-            whole = len(rows) - len(rows) % size
+            full = sum(1 for row in rows if id(row[0]) in old or sum(map(len, row)) >= _FULL * length)
+            whole = _whole(len(rows), len(rows) if last else full, size, keep_one=last and plan.short_tail)
             for start in range(0, whole, size):
                 yield _batch(rows[start : start + size], plan.rows(length), length, plan.groups)
             tail = rows[whole:]
             many = sum(map(len, tail)) >= plan.window_samples  # so short that a whole window fills no batch
             if tail and (last or many):
-                count = plan.short_rows(length, len(tail)) if many or plan.short_tail else plan.rows(length)
-                yield _batch(tail, count, length, plan.groups)
+                short = plan.short_shape(length, tail) if many or plan.short_tail else (plan.rows(length), length)
+                yield _batch(tail, *short, plan.groups)
             else:
                 waiting += [sample for row in tail for sample in row]
+
+
+def _whole(rows: int, ready: int, size: int, *, keep_one: bool) -> int:
+    """How many rows go in whole batches now: those that are ready, a batch at least so that the device has work."""
+    whole = min(rows - rows % size, max(size, -(-ready // size) * size))
+    return whole - size if keep_one and whole == rows else whole
 
 
 def _windows(samples: Iterable[Sample], plan: BatchPlan) -> Iterator[tuple[list[Sample], bool]]:
@@ -175,7 +186,7 @@ def _by_row_length(pool: Sequence[Sample], plan: BatchPlan, known: list[int]) ->
 
 
 def _packed(samples: Sequence[Sample], length: int) -> list[Row]:
-    """Best fit: each sample, longest first, into the fullest row that has room for it."""
+    """Best fit: each sample in this order into the fullest row that has room for it."""
     rows: list[list[Sample]] = []
     free: list[tuple[int, int]] = []
     for sample in samples:

@@ -31,7 +31,7 @@ from spile.spec.architecture import ModelConfig
 from spile.spec.phase import Phase
 from spile.spec.taps import Tap
 
-__all__ = ["DeviceProducer", "compute_dtype_for", "enable_compilation_cache", "put", "translated"]
+__all__ = ["DeviceProducer", "compute_dtype_for", "configure_jax", "put", "translated"]
 
 _COMPILERS = max(2, (os.cpu_count() or 2) // 4)
 """Programs compiled at once, ahead of need."""
@@ -46,8 +46,17 @@ class _Pending(NamedTuple):
     finite: jax.Array
 
 
-def enable_compilation_cache() -> None:
-    """Keep compiled programs over runs: a resumed worker does not compile again."""
+def configure_jax() -> None:
+    """What a run asks of JAX, where its environment does not say otherwise, before the devices are first used.
+
+    Three quarters of a GPU's memory are not taken beforehand: on an H200 that is 1.7 s of every start. Compiled
+    programs are kept over runs: a resumed worker does not compile again.
+    """
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    _enable_compilation_cache()
+
+
+def _enable_compilation_cache() -> None:
     if os.environ.get("JAX_COMPILATION_CACHE_DIR") is not None:
         return
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spile" / "xla"

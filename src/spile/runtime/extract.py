@@ -15,7 +15,7 @@ from spile.objects.preflight import preflight
 from spile.planning.amounts import counted, size
 from spile.planning.ranges import Ranges
 from spile.runtime.backends import torch_producer
-from spile.runtime.device import enable_compilation_cache
+from spile.runtime.device import configure_jax
 from spile.runtime.parts import Parts, find, sizes_for
 from spile.runtime.pod.group import SingleProcess, WorkerGroup, same_command
 from spile.runtime.producer import Producer
@@ -60,7 +60,7 @@ def visit(
 ) -> Summary:
     """One visit to a stream: find everything, join the ledger, do what is left of it, say what it came to."""
     progress, hosts = progress or Progress(), (hosts or SingleProcess()).visit()
-    enable_compilation_cache()
+    configure_jax()
     progress.phase(Phase.LOOKING, "at the model and the data")
     same_command(hosts, spec)
     for place in filter(None, (spec.output, spec.local_copy)):  # first: find reads the run that is there

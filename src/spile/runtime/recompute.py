@@ -20,7 +20,7 @@ from spile.model.params import Params
 from spile.objects import open_folder
 from spile.planning.batches import single_row
 from spile.runtime.backends import find_model, torch_recompute
-from spile.runtime.device import enable_compilation_cache
+from spile.runtime.device import configure_jax
 from spile.spec.run import ExtractSpec
 from spile.spec.taps import Tap
 from spile.store.recomputation import Recompute
@@ -37,7 +37,7 @@ def recomputer(root: str) -> Recompute:
         raise DataError(f"no run in {root}", expected="a run.json")
     if run.generation is not None and run.generation.capture == "answer":
         raise DataError(f"{root} cannot be recomputed", expected="prompts beside their answers", found="answers alone")
-    enable_compilation_cache()
+    configure_jax()
     again = ExtractSpec(model=run.model, revision=run.revision, adapter=run.adapter)
     files, backend = find_model(again, run, root)
     found = files.weights_hash()

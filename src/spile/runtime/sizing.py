@@ -16,9 +16,10 @@ __all__ = ["IN_HAND", "choose_sizes", "host_memory", "in_flight"]
 
 _BATCH_TOKENS = {"cpu": (4096, 4096), "gpu": (8192, 32768), "tpu": (4096, 16384)}
 """Tokens per device and step, at least and at most: enough to keep it busy, and its rows a fraction of a shard."""
-_ROWS = {"cpu": (512, True), "gpu": (1024, False), "tpu": (1024, False)}
+_ROWS = {"cpu": (4096, True), "gpu": (1024, False), "tpu": (1024, False)}
 """How short a row may be, and whether a last batch has a shape of its own. A program costs an accelerator's compiler
-seconds, more than it takes to compute the padding of one batch; attention over a long row costs a CPU more."""
+seconds, more than it takes to compute the padding of one batch, and its attention costs a row's whole length; a CPU's
+does not, and a longer row fills better."""
 _MOST_LANES = 8
 IN_HAND = 2
 """Batches whose memory is not free yet when their place in flight is: one more than fits would double the pool."""

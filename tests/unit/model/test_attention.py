@@ -43,9 +43,10 @@ def inputs(length: int, heads: int = 4, kv_heads: int = 2, head_dim: int = 16, b
 
 @pytest.mark.parametrize("window", [None, 1, 7, 300])
 @pytest.mark.parametrize("length", [1, 5, 256, 700])
-def test_xla_is_plain_attention_whatever_the_chunks(length: int, window: int | None) -> None:
+@pytest.mark.parametrize("name", ["xla", "blocked"])
+def test_plain_attention_whatever_the_chunks(name: str, length: int, window: int | None) -> None:
     q, k, v = inputs(length, batch=1)
-    found = jax.jit(functools.partial(attention.xla, window=window))(q, k, v)
+    found = jax.jit(functools.partial(attention.ATTENTIONS[name], window=window))(q, k, v)
     np.testing.assert_allclose(found, plain(*map(np.asarray, (q, k, v)), window), atol=2e-6)
 
 
@@ -62,10 +63,11 @@ def pieces(length: int, rows: int, seed: int = 0) -> jax.Array:
 
 @pytest.mark.parametrize("window", [None, 1, 7, 300])
 @pytest.mark.parametrize("length", [5, 256, 600])
-def test_xla_stays_within_a_segment(length: int, window: int | None) -> None:
+@pytest.mark.parametrize("name", ["xla", "blocked"])
+def test_stays_within_a_segment(name: str, length: int, window: int | None) -> None:
     q, k, v = inputs(length, batch=2)
     segments = pieces(length, 2)
-    found = jax.jit(functools.partial(attention.xla, window=window))(q, k, v, segments)
+    found = jax.jit(functools.partial(attention.ATTENTIONS[name], window=window))(q, k, v, segments)
     np.testing.assert_allclose(found, plain(*map(np.asarray, (q, k, v)), window, np.asarray(segments)), atol=2e-6)
 
 
@@ -81,6 +83,23 @@ def test_flash_stays_within_a_segment(length: int, window: int | None) -> None:
     segments = pieces(length, 2)
     found = jax.jit(functools.partial(attention.flash, window=window, interpret=True))(q, k, v, segments)
     np.testing.assert_allclose(found, attention.xla(q, k, v, segments, window=window), atol=3e-6)
+
+
+def test_blocks_with_a_soft_cap_and_in_bfloat16_are_what_whole_rows_of_scores_are() -> None:
+    q, k, v = inputs(400, heads=6, kv_heads=3, batch=2)
+    segments = pieces(400, 2)
+    for dtype, off in ((jnp.float32, 2e-5), (jnp.bfloat16, 0.03)):
+        cast = [x.astype(dtype) for x in (q * 30, k, v)]
+        found = attention.blocked(*cast, segments, window=50, softcap=20.0)
+        assert found.dtype == dtype
+        exact = attention.xla(*(x.astype(jnp.float32) for x in cast), segments, window=50, softcap=20.0)
+        np.testing.assert_allclose(found.astype(jnp.float32), exact, atol=off)
+
+
+def test_scores_beyond_what_an_exponential_holds_stay_finite() -> None:
+    q, k, v = inputs(300, batch=1)
+    found = attention.blocked(q * 1e4, k * 1e4, v, pieces(300, 1), window=None)
+    np.testing.assert_allclose(found, attention.xla(q * 1e4, k * 1e4, v, pieces(300, 1), window=None), atol=1e-5)
 
 
 def test_chunks_are_few_and_bounded() -> None:
@@ -120,8 +139,8 @@ def test_over_mesh_is_the_same() -> None:
 @pytest.mark.parametrize(
     ("platform", "dtype", "expected"),
     [
-        ("cpu", jnp.float32, "xla"),
-        ("cpu", jnp.bfloat16, "xla"),
+        ("cpu", jnp.float32, "blocked"),
+        ("cpu", jnp.bfloat16, "blocked"),
         ("gpu", jnp.bfloat16, "cudnn"),
         ("cuda", jnp.bfloat16, "cudnn"),
         ("gpu", jnp.float32, "xla"),

@@ -89,7 +89,7 @@ def test_the_same_samples_give_the_same_batches(sizes, plan):
 ARC = np.clip(np.random.default_rng(0).lognormal(7.0, 0.6, 1000).astype(int), 100, 2048)
 """As a thousand ARC prompts are: a median of 1,100 tokens, a fifth of them cut at 2,048."""
 TEXTS = np.random.default_rng(1).integers(50, 501, 1000)
-CPU = {"shortest_row": 1024, "short_tail": True}
+CPU = {"shortest_row": 4096, "short_tail": True}
 
 
 @pytest.mark.parametrize(("sizes", "most"), [(ARC, 0.045), (TEXTS, 0.02)], ids=["arc", "texts"])
@@ -99,12 +99,12 @@ CPU = {"shortest_row": 1024, "short_tail": True}
 def test_padding(sizes, most, plan):
     made = list(batches(make(sizes), plan))
     rows = [row for batch in made for group in batch.groups for row in group]
-    packing = 1 - sum(sizes) / (len(rows) * made[0].length)
-    assert packing < most
     computed = sum(batch.computed_tokens for batch in made)
     assert computed - len(rows) * made[0].length < plan.batch_tokens  # beyond it, no more than a part of one batch
     if plan.short_tail:
         assert 1 - sum(sizes) / computed < most
+    else:
+        assert 1 - sum(sizes) / (len(rows) * made[0].length) < most
 
 
 @given(lengths, plans)

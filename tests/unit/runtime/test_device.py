@@ -19,7 +19,7 @@ from spile.model.decoder import forward
 from spile.model.params import Params
 from spile.planning.batches import Batch
 from spile.runtime import device
-from spile.runtime.device import DeviceProducer, compute_dtype_for, enable_compilation_cache
+from spile.runtime.device import DeviceProducer, compute_dtype_for, configure_jax
 from spile.runtime.mesh import make_mesh
 from spile.runtime.producer import OutOfDeviceMemory, check_tokens
 from spile.spec.sample import Sample
@@ -156,8 +156,8 @@ def test_a_home_that_cannot_be_written_to_costs_the_cache_and_not_the_run(
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     (tmp_path / "file").write_text("no folder can be made below a file, whoever asks")
-    enable_compilation_cache()
+    configure_jax()
     assert chosen == {}
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    enable_compilation_cache()
+    configure_jax()
     assert chosen["jax_compilation_cache_dir"] == str(tmp_path / "cache" / "spile" / "xla")

@@ -34,7 +34,7 @@ def test_programs_are_one_or_two_and_the_wall_time_is_told(tmp_path: Path, compi
     progress = Progress(timeline=Timeline.of_process())
     visit = extract(spec, progress=progress).visit
     assert 1 <= len(compiled) <= 2
-    assert {length for _, length in compiled} == {2048}
+    assert compiled[0] == (1, 4096)  # the tail's row is shorter
     assert visit.shapes == len(compiled)
     names = {span.name.split(" ")[0] for span in progress.timeline.spans()}
     assert {"interpreter", "devices", "weights", "compile"} <= names
