@@ -9,8 +9,12 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
+from operator import itemgetter
 
 __all__ = ["Ranges"]
+
+_start = itemgetter(0)
+"""What ranges are sorted by: whole numbers sort several times as fast as pairs of them."""
 
 
 class Ranges:
@@ -22,7 +26,7 @@ class Ranges:
         starts: list[int] = []
         stops: list[int] = []
         last = -math.inf
-        for start, stop in sorted(pairs):
+        for start, stop in sorted(pairs, key=_start):
             if start > last:
                 if stop > start:
                     starts.append(start)
@@ -42,7 +46,7 @@ class Ranges:
         """The numbers that more than one of these ranges has."""
         found: list[tuple[int, int]] = []
         end = -1
-        for start, stop in sorted(pairs):
+        for start, stop in sorted(pairs, key=_start):
             if start < end and start < stop:
                 found.append((start, stop if stop < end else end))
             if stop > end and stop > start:

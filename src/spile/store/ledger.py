@@ -73,14 +73,16 @@ class Ledger:
             last = commit.number
             end = commit.end if commit.end is not None else end
             created = commit.created or created
-        pairs.sort()  # once: both of the sets below sort what they are given, and what is sorted takes no time
+        done, samples = Ranges(pairs), sum(file.samples for file in files)
+        # As many as were named: then none was named twice, and nobody has to look which.
+        single = len(done) == len(self.done) + samples + skipped - self.skipped
         return replace(
             self,
-            done=Ranges(pairs),
-            doubled=self.doubled | Ranges.twice(pairs),
+            done=done,
+            doubled=self.doubled if single else self.doubled | Ranges.twice(pairs),
             commits=last,
             files=(*self.files, *files),
-            samples=self.samples + sum(file.samples for file in files),
+            samples=self.samples + samples,
             skipped=skipped,
             tokens=self.tokens + sum(file.tokens for file in files),
             bytes=self.bytes + sum(file.size for file in files),
