@@ -97,7 +97,16 @@ def check_rows(folder: Path, case: str, answers: dict[int, Answer]) -> None:
             assert cases.error(rows, np.asarray(expected)[0, : len(tokens)]) <= TOLERANCE
 
 
-@pytest.mark.parametrize("case", ["qwen2-layer-types", "qwen3-window-yarn", "llama-biases", "mistral-window"])
+FAMILIES = ["gemma", "gemma2", "gemma3", "phi3", "gpt2", "gpt-neox", "olmo2", "qwen3-moe-mixed", "mixtral"]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "qwen2-layer-types", "qwen3-window-yarn", "llama-biases", "mistral-window",
+        *(pytest.param(case, marks=pytest.mark.slow) for case in FAMILIES),
+    ],
+)  # fmt: skip
 def test_activations_are_those_of_one_forward(case: str, tmp_path: Path) -> None:
     folder = cases.write_model(case, tmp_path)
     stop = told(generated(folder, case))[3][20]

@@ -126,22 +126,27 @@ def test_places_that_are_not_there_are_named(opt: str, tmp_path: Path) -> None:
     assert not (tmp_path / "a" / "run.json").exists()
 
 
-@pytest.mark.slow
-def test_killed_and_run_again(opt: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "commits", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(9, marks=pytest.mark.slow)]
+)
+def test_killed_and_run_again(opt: str, tmp_path: Path, commits: int) -> None:
+    given = spec(opt, tmp_path / "a", 20, taps=["residual", "z"], batch_size=1)
     command = [
         str(Path(sys.executable).parent / "spile"), "extract", "--model", opt, "--max-seq-length", "96",
-        "--store-dtype", "float32",
-        "--shard-size-gb", "0.00001", "--batch-size", "1", "--taps", "residual", "z", "--output",
+        "--max-samples", "20", "--store-dtype", "float32", "--shard-size-gb", "0.00001", "--batch-size", "1",
+        "--taps", "residual", "z", "--output", str(tmp_path / "a"),
     ]  # fmt: skip
-    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    killed = subprocess.Popen([*command, str(tmp_path / "a")], env=env)
-    commits = tmp_path / "a" / "tpu_0" / "commits"
-    while killed.poll() is None and len(list(commits.glob("*.json")) if commits.is_dir() else []) < 3:
-        time.sleep(0.02)
+    killed = subprocess.Popen(command, env={**os.environ, "JAX_PLATFORMS": "cpu"}, stdout=subprocess.DEVNULL)
+    folder = tmp_path / "a" / "tpu_0" / "commits"
+    while killed.poll() is None and len(list(folder.glob("*.json")) if folder.is_dir() else []) < commits:
+        time.sleep(0.002)
     killed.send_signal(signal.SIGKILL)
-    killed.wait()
-    for folder in ("a", "b"):
-        subprocess.run([*command, str(tmp_path / folder)], env=env, check=True)
-    assert not verify(open_folder(str(tmp_path / "a"))).problems
-    for tap, values in rows(tmp_path / "b").items():
-        np.testing.assert_allclose(rows(tmp_path / "a")[tap], values, atol=1e-5)
+    assert killed.wait() == -signal.SIGKILL, "it ended before it was killed"
+    summary = extract(given)
+    assert (summary.samples, summary.complete) == (20, True)
+    extract(replace(given, output=str(tmp_path / "b")))
+    report = verify(open_folder(str(tmp_path / "a")), max_samples=20)
+    assert report.ok, report.all_problems
+    ours, theirs = rows(tmp_path / "a"), rows(tmp_path / "b")
+    for tap, values in theirs.items():
+        np.testing.assert_allclose(ours[tap], values, atol=1e-5)
