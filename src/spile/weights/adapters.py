@@ -23,10 +23,10 @@ _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _NAME = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
 _HARMLESS = frozenset({
-    "alora_invocation_tokens", "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "eva_config",
+    "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "eva_config",
     "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform",
-    "loftq_config", "lora_alpha", "lora_dropout", "megatron_config", "megatron_core", "peft_type", "peft_version", "r",
-    "rank_pattern", "revision", "runtime_config", "target_modules", "task_type", "use_rslora",
+    "loftq_config", "lora_alpha", "lora_dropout", "megatron_config", "megatron_core", "peft_type", "peft_version",
+    "qalora_group_size", "r", "rank_pattern", "revision", "runtime_config", "target_modules", "task_type", "use_rslora",
 })  # fmt: skip
 """What is read, and what decided which tensors there are: the tensors themselves are there to see."""
 

@@ -83,6 +83,7 @@ def test_it_is_the_model_with_the_product_added(case: str, tmp_path: Path) -> No
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another kind": ({"peft_type": "IA3"}, "expected a LoRA.*found 'IA3'"),
     "dora": ({"use_dora": True}, "use_dora: expected a plain LoRA"),
+    "after some tokens only": ({"alora_invocation_tokens": [3]}, "alora_invocation_tokens: expected a plain LoRA"),
     "biases": ({"bias": "all"}, "bias: expected none, found 'all'"),
     "more modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save: expected a plain LoRA.*merge_and_unload"),
     "alphas": ({"alpha_pattern": {"q": 3}}, "alpha_pattern: expected a plain LoRA"),
