@@ -11,7 +11,7 @@ import pytest
 
 from fleet.cloud_world import A
 from fleet.prompt import Prompt
-from spile.errors import SpecError, UserError
+from spile.errors import Damaged, SpecError, UserError
 from spile.fleet.cloud.provider import NodeRequest
 from spile.fleet.cloud.tpu import CloudTpu
 from spile.fleet.deployed import NotDeployed, known_here, parse_deployment, told
@@ -139,8 +139,12 @@ def test_what_is_no_sha256_is_said(text: str) -> None:
 def test_a_folder_speaks_for_the_fleet_of_its_own_name(home: FleetHome) -> None:
     """Else ending this one would delete another one's machines."""
     home.folder.put(FLEET, replace(home.read_fleet(), name="other").to_json())
-    with pytest.raises(UserError, match="is of another fleet: expected f, found other"):
+    with pytest.raises(UserError, match="is of another fleet: expected f, found other; see who may write the bucket"):
         home.read_fleet()
+    home.folder.put(FLEET, b"[" * 100_000)
+    for look in (home.read_fleet, home.find_fleet, home.read_ordered):
+        with pytest.raises(Damaged, match=r"fleet.json cannot be read: .*; see who may write the bucket, remove it"):
+            look()
 
 
 def test_at_the_prompt(prompt: Prompt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,7 +124,7 @@ class FleetHome:
     def find_fleet(self) -> FleetSpec | None:
         """The same; None where none was deployed."""
         try:
-            return self._own(FleetSpec.from_json(self.folder.get(FLEET)))
+            return self._own(FleetSpec.from_json(self.folder.get(FLEET), f"{self.folder.url}/{FLEET}"))
         except NotFound:
             return None
 
@@ -132,7 +132,12 @@ class FleetHome:
         """A folder speaks for the fleet of its own name: another one's machines would go with this one."""
         name = self.folder.url.rstrip("/").rpartition("/")[2]
         if fleet.name != name:
-            raise UserError(f"{self.folder.url}/{FLEET} is of another fleet", expected=name, found=fleet.name)
+            raise UserError(
+                f"{self.folder.url}/{FLEET} is of another fleet",
+                expected=name,
+                found=fleet.name,
+                fix="see who may write the bucket, remove it, and deploy again",
+            )
         return fleet
 
     def write_fleet(self, fleet: FleetSpec) -> None:

@@ -171,7 +171,9 @@ class FleetSpec:
     @classmethod
     def from_json(cls, data: bytes, place: str = "fleet.json") -> FleetSpec:
         """From ``fleet.json``; what a newer version adds is left out."""
-        with untrusted(Damaged, f"{place} cannot be read", fix="deploy again"):
+        with untrusted(
+            Damaged, f"{place} cannot be read", fix="see who may write the bucket, remove it, and deploy again"
+        ):
             raw: dict[str, Any] = json.loads(data)
             if raw.get("format") != 1:
                 raise SpecError(place, expected="format 1", fix="use the version of spile that wrote it")
