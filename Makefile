@@ -36,7 +36,7 @@ soak: $(VENV)/.ready  ## every randomized and slow case
 
 peers:           ## other people's programs read what we write, in an environment of their own
 	$(PYTHON) -m venv .venv-peers
-	.venv-peers/bin/pip install --quiet 'torch==2.13.0' sae-lens torchdata pytest pytest-timeout hypothesis beartype psutil
+	.venv-peers/bin/pip install --quiet 'torch==2.13.0' sae-lens torchdata peft pytest pytest-timeout hypothesis beartype psutil
 	.venv-peers/bin/pip install --quiet -e .
 	.venv-peers/bin/python -m pytest -p no:cacheprovider tests/peers
 

@@ -110,28 +110,6 @@ def test_another_models_adapter(tmp_path: Path) -> None:
         find_adapter(str(model))
 
 
-@pytest.mark.torch
-def test_peft_merges_to_the_same_weights(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
-    peft = pytest.importorskip("peft")
-    from transformers import AutoModelForCausalLM
-
-    model = cases.write_model("llama-sites", tmp_path / "model")
-    about = peft.LoraConfig(
-        r=RANK, lora_alpha=5, target_modules=["q_proj", "v_proj", "down_proj"], rank_pattern={"down_proj": 2},
-        use_rslora=True, init_lora_weights=False,
-    )  # fmt: skip
-    adapted = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(model), about)
-    adapted.save_pretrained(tmp_path / "adapter")
-    adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
-    (tmp_path / "merged" / "config.json").write_bytes((model / "config.json").read_bytes())
-    ours = weights.load(replace(weights.find(str(model)), adapter=find_adapter(str(tmp_path / "adapter"))))
-    theirs = weights.load(weights.find(str(tmp_path / "merged")))
-    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=1e-5), ours, theirs)
-    plain = weights.load(weights.find(str(model)))
-    assert np.abs(np.asarray(ours.layers[1].down) - np.asarray(plain.layers[1].down)).max() > 1e-3
-
-
 def test_answers_come_from_the_merged_model(tmp_path: Path) -> None:
     embedded = weights.find("embedded").tokenizer_folder
     modules = ["model.layers.0.self_attn.q_proj", "model.layers.3.mlp.down_proj"]

@@ -1,0 +1,38 @@
+"""LoRA adapters against PEFT itself: what it saves is read, and merged to the weights that it merges to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from numerics import cases
+from spile import weights
+from spile.weights.adapters import find_adapter
+
+RANK = 3
+
+
+@pytest.mark.torch
+def test_peft_merges_to_the_same_weights(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    model = cases.write_model("llama-sites", tmp_path / "model")
+    about = peft.LoraConfig(
+        r=RANK, lora_alpha=5, target_modules=["q_proj", "v_proj", "down_proj"], rank_pattern={"down_proj": 2},
+        use_rslora=True, init_lora_weights=False,
+    )  # fmt: skip
+    adapted = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(model), about)
+    adapted.save_pretrained(tmp_path / "adapter")
+    adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
+    (tmp_path / "merged" / "config.json").write_bytes((model / "config.json").read_bytes())
+    ours = weights.load(replace(weights.find(str(model)), adapter=find_adapter(str(tmp_path / "adapter"))))
+    theirs = weights.load(weights.find(str(tmp_path / "merged")))
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=1e-5), ours, theirs)
+    plain = weights.load(weights.find(str(model)))
+    assert np.abs(np.asarray(ours.layers[1].down) - np.asarray(plain.layers[1].down)).max() > 1e-3
