@@ -66,8 +66,8 @@ class Watched:
 
     def __init__(self, world: World, **policy: float) -> None:
         self.world = world
-        words = f"""deploy --gcs-bucket b --skip-launch --zones {A} --predictions-per-task 2
-                    --shard-size-gb 0.00005 --max-seq-length 128 --batch-size 1"""
+        words = f"""deploy --gcs-bucket b --model embedded --dataset embedded --skip-launch --zones {A}
+                    --predictions-per-task 2 --shard-size-gb 0.00005 --max-seq-length 128 --batch-size 1"""
         code, text = world.spile(*words.split())
         assert code == 0, text
         self.home = FleetHome.open("gs://b/fleet/default")
