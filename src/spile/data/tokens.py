@@ -7,10 +7,10 @@ file's own pre-tokenizer always counts, whatever class the config names.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -113,16 +113,37 @@ class Tokenizer:
         return table
 
     def _encoded(self, encoding: Encoding, spans: Sequence[Span]) -> Encoded:
-        tokens = np.array(encoding.ids, dtype=np.int32)
+        ids = encoding.ids
+        tokens = np.fromiter(ids, dtype=np.int32, count=len(ids))
         roles = self.roles(tokens)
-        if spans and len(tokens):
-            count = 2 * len(tokens)
-            offsets = np.fromiter(chain.from_iterable(encoding.offsets), dtype=np.int64, count=count).reshape(-1, 2)
-            starts, real = offsets[:, 0], offsets[:, 1] > offsets[:, 0]
+        if spans and ids:
+            first = _first_from(encoding, len(ids))
             for span in spans:
-                # A token belongs to the part in which it begins; one that a post-processor put there has no width.
-                roles[real & (starts >= span.start) & (starts < span.stop)] |= np.uint8(span.role)
+                roles[first(span.start) : first(span.stop)] |= np.uint8(span.role)
         return Encoded(tokens, roles)
+
+
+def _first_from(encoding: Encoding, count: int) -> Callable[[int], int]:
+    """Which token is the first that begins at a character or after it: a token belongs to the part in which it begins.
+
+    Looked up where a part begins or ends, and not made a list of for all tokens, which took most of a tokenizer's time
+    with the interpreter's lock held. What a post-processor put at either end has no width and belongs to no part.
+    """
+
+    def chars(token: int) -> tuple[int, int]:
+        begin, end = encoding.token_to_chars(token) or (0, 0)
+        return begin, end
+
+    def empty(token: int) -> bool:
+        begin, end = chars(token)
+        return begin == end
+
+    low, high = 0, count
+    while low < high and empty(low):
+        low += 1
+    while high > low and empty(high - 1):
+        high -= 1
+    return lambda place: bisect_left(range(count), place, low, high, key=lambda token: chars(token)[0])
 
 
 def load_tokenizer(folder: Path, *, optional: bool = False) -> Tokenizer:

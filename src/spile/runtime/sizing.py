@@ -14,7 +14,7 @@ from spile.spec.run import ExtractSpec
 
 __all__ = ["IN_HAND", "choose_sizes", "host_memory", "in_flight"]
 
-_BATCH_TOKENS = {"cpu": (4096, 4096), "gpu": (8192, 32768), "tpu": (4096, 16384)}
+_BATCH_TOKENS = {"cpu": (4096, 4096), "gpu": (4096, 32768), "tpu": (4096, 16384)}
 """Tokens per device and step, at least and at most: enough to keep it busy, and its rows a fraction of a shard."""
 _ROWS = {"cpu": (4096, True), "gpu": (1024, False), "tpu": (1024, False)}
 """How short a row may be, and whether a last batch has a shape of its own. A program costs an accelerator's compiler
@@ -48,13 +48,14 @@ def choose_sizes(spec: ExtractSpec, bytes_per_token: int) -> Sizes:
 def _batch_tokens(spec: ExtractSpec, bytes_per_token: int) -> int:
     """As asked; with ``--batch-size`` alone, room for that many of the longest samples.
 
-    Else what keeps the device busy, but no more rows than about half a shard's.
+    Else what keeps the device busy, but no more rows than about a quarter of a shard's: what is in flight is pinned
+    memory, which takes a run's start to get and its end to give back.
     """
     if spec.batch_tokens is not None:
         return spec.batch_tokens
     if spec.batch_size is not None:
         return spec.batch_size * spec.data.max_seq_length
-    most = int(spec.shard_size_gb * 1e9 / 2 / bytes_per_token)
+    most = int(spec.shard_size_gb * 1e9 / 4 / bytes_per_token)
     floor, ceiling = _BATCH_TOKENS[jax.default_backend()]
     return max(floor, min(ceiling, 1 << max(most, 1).bit_length() - 1))
 

@@ -90,6 +90,19 @@ def test_with_and_without_spans_the_tokens_are_the_same(with_bos: Tokenizer, tex
     assert parts.roles[0] == Role.BOS | Role.SPECIAL | Role.FIRST
 
 
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
+@given(st.text(max_size=60), st.lists(st.tuples(st.integers(0, 62), st.integers(0, 62)), min_size=1, max_size=4))
+@pytest.mark.parametrize("special", [True, False])
+def test_a_token_belongs_to_the_part_in_which_it_begins(
+    with_bos: Tokenizer, special: bool, text: str, parts: list[tuple[int, int]]
+) -> None:
+    spans = [Span(min(part), max(part), Role.USER) for part in parts]
+    (found,) = with_bos.encode([text], add_special=special, spans=[spans])
+    (offsets,) = [item.offsets for item in with_bos.backend.encode_batch([text], add_special_tokens=special)]
+    expected = [begin < end and any(span.start <= begin < span.stop for span in spans) for begin, end in offsets]
+    assert [bool(role & Role.USER) for role in found.roles] == expected
+
+
 def test_roles_of_plain_text(with_bos: Tokenizer) -> None:
     encoded = with_bos.encode(["fox </s> dog"], add_special=True)[0]
     end = with_bos.eos

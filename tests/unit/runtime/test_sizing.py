@@ -33,9 +33,9 @@ def test_a_gpu_fills_several_files_of_a_folder_and_one_object_of_a_bucket(gpu: N
 
 
 def test_a_batch_is_a_fraction_of_a_shard_between_what_a_device_needs_and_what_it_can_use(gpu: None) -> None:
-    assert sizing.choose_sizes(spec(), ALL_LAYERS).batch_tokens == 8_192
+    assert sizing.choose_sizes(spec(), ALL_LAYERS).batch_tokens == 4_096
     assert sizing.choose_sizes(spec(), 1_797).batch_tokens == 32_768
-    assert sizing.choose_sizes(spec(), 200_709).batch_tokens == 8_192
+    assert sizing.choose_sizes(spec(), 200_709).batch_tokens == 4_096
 
 
 def test_what_the_user_says_counts(gpu: None) -> None:
@@ -45,7 +45,7 @@ def test_what_the_user_says_counts(gpu: None) -> None:
 
 
 def test_on_a_small_host_fewer_batches_are_in_flight(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sizing, "host_memory", lambda: 16 << 30)
+    monkeypatch.setattr(sizing, "host_memory", lambda: 8 << 30)
     assert sizing.choose_sizes(spec(), ALL_LAYERS).in_flight == 10
     monkeypatch.setattr(jax, "local_device_count", lambda: 8)
     assert sizing.choose_sizes(spec(), ALL_LAYERS).in_flight == 2
@@ -54,7 +54,7 @@ def test_on_a_small_host_fewer_batches_are_in_flight(gpu: None, monkeypatch: pyt
 def test_batches_in_flight_fit_into_a_pool_of_a_power_of_two(gpu: None) -> None:
     chosen = sizing.choose_sizes(spec(), ALL_LAYERS)
     assert chosen.in_flight is not None
-    assert (chosen.in_flight + sizing.IN_HAND) * chosen.batch_tokens * ALL_LAYERS <= 4 << 30
+    assert (chosen.in_flight + sizing.IN_HAND) * chosen.batch_tokens * ALL_LAYERS <= 2 << 30
 
 
 @given(st.integers(1, 64), st.integers(1, 1 << 40), st.integers(1 << 20, 1 << 45))
