@@ -80,7 +80,7 @@ def inspect_dataset(dataset: Dataset, *, samples: int = 3, tap: str | None = Non
 
 def _is_float(dataset: Dataset, tap: str) -> bool:
     (stream, *_) = dataset.having((tap,), None)
-    return bool(stream.shards) and dataset.shard(stream, stream.shards[0]).place(tap).code.startswith(("BF", "F"))
+    return bool(stream.shards) and dataset.shard(stream, stream.shards[0]).row_type(tap)[0].kind not in "iu"
 
 
 def _spread(count: int, wanted: int) -> list[int]:

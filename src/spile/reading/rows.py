@@ -140,12 +140,13 @@ def _row_pieces(shards: Iterable[tuple[int, ShardReader]], tap: str) -> Iterator
         at = 0
         if rest:
             at = width - len(rest)
-            yield stream, shard, row, np.frombuffer(rest + bytes(data[:at]), place.dtype).reshape(1, -1)
+            shared = np.frombuffer(rest + bytes(data[:at]), place.dtype).reshape(1, -1)
+            yield stream, shard, row, shard.decoded(tap, row, shared)
             row += 1
         count = (len(data) - at) // width
         if count:
             whole = data[at : at + count * width]
-            yield stream, shard, row, np.frombuffer(whole, place.dtype).reshape(count, -1)
+            yield stream, shard, row, shard.decoded(tap, row, np.frombuffer(whole, place.dtype).reshape(count, -1))
             row += count
         rest = bytes(data[at + count * width :])
 

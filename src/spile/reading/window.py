@@ -72,8 +72,8 @@ class TapSource:
 
     def row_type(self, tap: str) -> tuple[np.dtype[Any], int]:
         """The dtype and the number of columns of a tap's rows, the same in every shard."""
-        place = self.shards[0][1].place(tap)
-        return place.dtype, place.shape[1]
+        shard: ShardReader = self.shards[0][1]
+        return shard.row_type(tap)
 
 
 class Group:

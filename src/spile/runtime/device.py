@@ -1,8 +1,9 @@
 """A model on a mesh of devices, of this host or of all hosts of a pod, as a producer of rows.
 
-Each tapped array is packed (its real tokens moved to the front, padding behind), cast to the stored dtype and sent
-towards the host inside the compiled program, the moment its layer has made it. On GPUs and TPUs it goes to
-pinned host memory, where NumPy sees it without another copy; the transfer hides under the layers that follow.
+Each tapped array is packed (its real tokens moved to the front, padding behind), cast to the stored dtype, or encoded
+in one byte per number, and sent towards the host inside the compiled program, the moment its layer has made it. On GPUs
+and TPUs it goes to pinned host memory, where NumPy sees it without another copy; the transfer hides under the layers
+that follow.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from spile.errors import Failure
 from spile.model.decoder import forward
+from spile.model.encoding import as_stored, finite_rows
 from spile.model.params import Params
 from spile.planning.batches import Batch
 from spile.runtime.mesh import AXES, plan_mesh
@@ -29,7 +31,7 @@ from spile.runtime.producer import OutOfDeviceMemory, RowBlock, check_tokens, pa
 from spile.runtime.progress import Progress
 from spile.spec.architecture import ModelConfig
 from spile.spec.phase import Phase
-from spile.spec.taps import Tap
+from spile.spec.taps import SCALED, Tap
 
 __all__ = ["DeviceProducer", "compute_dtype_for", "configure_jax", "put", "translated"]
 
@@ -94,7 +96,7 @@ class DeviceProducer:
         progress: Progress | None = None,
     ) -> None:
         self.params, self.config, self.taps = params, config, taps
-        self._store_dtype = jnp.dtype(store_dtype)
+        self._store_dtype = store_dtype
         self.mesh, self.attention, self.dtype = mesh, attention, dtype
         plan = plan_mesh(config, (mesh.shape["data"], mesh.shape["model"]))
         self.attend = plan.attention(attention, mesh, config)
@@ -207,12 +209,13 @@ class DeviceProducer:
         def keep(tap: Tap, x: jax.Array) -> tuple[jax.Array, jax.Array]:
             nonlocal left
             left -= 1
-            x = x.astype(tap.stored_as(self._store_dtype.name)).reshape(self.groups, -1, x.shape[-1])
-            x = jax.lax.with_sharding_constraint(x, self.groups_sharding)
-            x = jax.vmap(lambda rows, places: rows[places])(x, index)
+            kind = tap.stored_as(self._store_dtype, x.shape[-1])
+            x = x if kind in SCALED else x.astype(kind)  # before it is moved, where that makes it smaller
+            x = jax.lax.with_sharding_constraint(x.reshape(self.groups, -1, x.shape[-1]), self.groups_sharding)
+            x = as_stored(jax.vmap(lambda rows, places: rows[places])(x, index), kind)
             # Nothing of this program is left to hide the last transfer: start() sends it, under the next program.
             away = jax.device_put(x, self.away_sharding) if left else x
-            return away, jnp.isfinite(x).all(axis=(1, 2))
+            return away, finite_rows(x).all(axis=1)
 
         rows = (batch[:, part] for part in range(3))
         kept = forward(
@@ -278,7 +281,7 @@ class DeviceProducer:
 
     def _refuse(self, finite: np.ndarray[Any, Any]) -> None:
         bad = ", ".join(str(tap) for tap, good in zip(self.taps, finite, strict=True) if not good.all())
-        fix = "--store-dtype bfloat16 holds larger values" if self._store_dtype == jnp.float16 else None
+        fix = "--store-dtype bfloat16 holds larger values" if self._store_dtype == "float16" else None
         raise Failure(f"NaN or infinity at {bad}", expected="finite activations", fix=fix)
 
     def _translated(self, error: jax.errors.JaxRuntimeError, shape: tuple[int, int]) -> Failure:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spile.model.attention import choose
+from spile.model.encoding import as_stored, finite_rows
 from spile.model.experts import MIXTURES
 from spile.model.generation import Choices, Chunk, Sampling, Slots, empty_slots, read_prompts, take_steps
 from spile.model.params import Params
@@ -101,10 +102,10 @@ class GenerationPrograms:
         return self._compiled(program, len(self._answer_taps), params, slots)
 
     def _cast(self, tap: Tap, x: jax.Array) -> jax.Array:
-        return x.astype(tap.stored_as(self._store_dtype))
+        return as_stored(x, tap.stored_as(self._store_dtype, x.shape[-1]))
 
     def _leaving(self, kept: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], jax.Array]:
-        finite = jnp.stack([jnp.isfinite(x).all() for x in kept]) if kept else jnp.ones((0,), bool)
+        finite = jnp.stack([finite_rows(x).all() for x in kept]) if kept else jnp.ones((0,), bool)
         return tuple(jax.device_put(x, self._away) for x in kept), finite
 
     def _compiled(self, program: Callable[..., Any], taps: int, *given: Any) -> Any:

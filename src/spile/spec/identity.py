@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from spile.spec.run import GenerationSpec, PromptSpec
-from spile.spec.taps import Tap, TapRows
+from spile.spec.taps import SCALED, Tap, TapRows
 
 __all__ = ["RunIdentity", "StreamIdentity"]
 
@@ -58,6 +59,11 @@ class RunIdentity:
             del fields["keep"]
         return {name: value for name, value in sorted(fields.items()) if name not in ("model", "revision", "adapter")}
 
+    @property
+    def format(self) -> int:
+        """Of ``run.json``: 2 where a reader that knows version 1 alone would take the rows for something else."""
+        return 2 if self.store_dtype in SCALED else 1
+
     def fingerprint(self) -> str:
         """A short name for :meth:`compared`; every shard's header carries it."""
         canonical = json.dumps(self.compared(), sort_keys=True, separators=(",", ":"))
@@ -84,9 +90,10 @@ class StreamIdentity:
 
     def rows(self, run: RunIdentity) -> tuple[TapRows, ...]:
         """What the taps' rows are on disk, in the order of the taps."""
+        shapes = [self.shapes.get(str(tap), (run.d_model,)) for tap in self.taps]
         return tuple(
-            TapRows(str(tap), self.shapes.get(str(tap), (run.d_model,)), tap.stored_as(run.store_dtype))
-            for tap in self.taps
+            TapRows(str(tap), shape, tap.stored_as(run.store_dtype, math.prod(shape)))
+            for tap, shape in zip(self.taps, shapes, strict=True)
         )
 
     def compared(self) -> dict[str, Any]:

@@ -41,7 +41,7 @@ PROMPT_VERSIONS = (
 PromptKind = Literal["auto", "arc", "chat", "text", "tokens"]
 LongPolicy = Literal["truncate", "skip"]
 ComputeDtype = Literal["auto", "float32", "bfloat16"]
-StoreDtype = Literal["bfloat16", "float32", "float16"]
+StoreDtype = Literal["bfloat16", "float32", "float16", "int8", "float8_e4m3"]
 Capture = Literal["both", "prompt", "answer", "none"]
 """Whose tokens' activations are kept where answers are generated."""
 Backend = Literal["auto", "jax", "torch"]

@@ -27,12 +27,13 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "I32": np.dtype("<i4"),
     "I16": np.dtype("<i2"),
     "I8": np.dtype("i1"),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "U64": np.dtype("<u8"),
     "U32": np.dtype("<u4"),
     "U16": np.dtype("<u2"),
     "U8": np.dtype("u1"),
 }
-"""The format's names for NumPy's dtypes. It has more (bool, float8); their tensors can be placed, not read."""
+"""The format's names for NumPy's dtypes. It has more (bool, other float8); their tensors can be placed, not read."""
 _METADATA = "__metadata__"
 _MOST = 100_000_000
 """Bytes of JSON: the safetensors library refuses more."""

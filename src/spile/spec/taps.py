@@ -11,6 +11,8 @@ from spile.errors import SpecError
 from spile.spec.sites import MODULE, SITES, SiteSpec
 
 __all__ = [
+    "SCALED",
+    "SCALE_BYTES",
     "SITES",
     "TOP",
     "Site",
@@ -32,7 +34,12 @@ TOP = 10
 
 _WITH_LOGITS = ("loss", "logits_ids")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4}
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "int8": 1, "float8_e4m3": 1}
+SCALED = ("int8", "float8_e4m3")
+"""Dtypes of one byte whose rows have a scale each: see :mod:`spile.store.encoding`."""
+SCALE_BYTES = 4
+_SCALED_BY = 8
+"""A row of a scaled dtype has a multiple of so many numbers, so that every tensor behind it in a shard is aligned."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +64,12 @@ class Tap:
         """Its row of the table; None for a module's path."""
         return SITES.get(self.site)
 
-    def stored_as(self, store_dtype: str) -> str:
-        """Its dtype on disk in a run that stores rows as ``store_dtype``."""
+    def stored_as(self, store_dtype: str, width: int) -> str:
+        """Its dtype on disk, of rows of so many numbers, in a run that stores rows as ``store_dtype``."""
         spec = self.spec
-        return store_dtype if spec is None else spec.dtype or store_dtype
+        if spec is not None and spec.dtype is not None:
+            return spec.dtype
+        return "bfloat16" if store_dtype in SCALED and width % _SCALED_BY else store_dtype
 
     @classmethod
     def parse(cls, text: str) -> Tap:
@@ -93,9 +102,19 @@ class TapRows:
         return math.prod(self.shape)
 
     @property
-    def bytes(self) -> int:
-        """Of a row."""
+    def scaled(self) -> bool:
+        """Whether each row has a scale beside it."""
+        return self.dtype in SCALED
+
+    @property
+    def number_bytes(self) -> int:
+        """Of a row's numbers."""
         return self.width * _BYTES[self.dtype]
+
+    @property
+    def bytes(self) -> int:
+        """Of a row, its scale included."""
+        return self.number_bytes + SCALE_BYTES * self.scaled
 
 
 def parse_layers(text: str, flag: str = "--layers") -> tuple[int, ...] | None:
@@ -208,4 +227,4 @@ def tap_rows(tap: Tap, sizes: Mapping[str, int], store_dtype: str) -> TapRows:
             has = f"heads 0 to {shape[0] - 1} (the model's {tap.site} has {shape[0]})"
             raise SpecError("--heads", expected=has, found=layers_text(tap.heads))
         shape[0] = len(tap.heads)
-    return TapRows(str(tap), tuple(shape), tap.stored_as(store_dtype))
+    return TapRows(str(tap), tuple(shape), tap.stored_as(store_dtype, math.prod(shape)))

@@ -5,6 +5,7 @@
     taps      one block each, [tokens, width], in the order of the stream's taps
     offsets   [samples + 1] int64      sample_index  [samples] int64
     chunk_crc32c  [chunks] uint32      one for every started MiB of each other tensor, in the file's order
+    scales    [tokens] float32, one for each tap whose numbers have one byte
     tokens    [tokens] int32           roles         [tokens] uint8
 
 The samples' notes are the header's ``samples``: a JSON list in a string, because safetensors allows strings only.
@@ -25,6 +26,7 @@ from spile.objects.crc import CHUNK
 from spile.spec.safetensors import DTYPES, SafetensorsHeader, TensorPlace, encode_header, parse_header
 from spile.spec.sample import Sample
 from spile.spec.taps import TapRows
+from spile.store.encoding import SCALE
 from spile.store.sealed import FORMAT
 from spile.store.statistics import SUMS
 
@@ -48,6 +50,10 @@ PREVIEW = 200
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
+def _code(dtype: str) -> str:
+    return "F8_E4M3" if dtype == "float8_e4m3" else _CODES[np.dtype(dtype)]
+
+
 @dataclass(frozen=True)
 class ShardSchema:
     """What all shards of a stream have in common."""
@@ -65,17 +71,18 @@ class ShardSchema:
     def tensors(self, samples: int, tokens: int) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Name → dtype's code and shape of every tensor but the checksums, in the file's order."""
         return {
-            **{tap.name: (_CODES[np.dtype(tap.dtype)], (tokens, tap.width)) for tap in self.rows},
+            **{tap.name: (_code(tap.dtype), (tokens, tap.width)) for tap in self.rows},
             **{name: ("F64", (2, width)) for name, width in self.sums().items()},
             "offsets": ("I64", (samples + 1,)),
             "sample_index": ("I64", (samples,)),
+            **{tap.name + SCALE: ("F32", (tokens,)) for tap in self.rows if tap.scaled},
             "tokens": ("I32", (tokens,)),
             "roles": ("U8", (tokens,)),
         }
 
     def sums(self) -> dict[str, int]:
         """Name and width of each tap's sums: of the taps that are numbers, not the places of some."""
-        numbers = [tap for tap in self.rows if np.dtype(tap.dtype).kind != "i"] if self.statistics else []
+        numbers = [tap for tap in self.rows if tap.dtype != "int32"] if self.statistics else []
         return {tap.name + SUMS: tap.width for tap in numbers}
 
     def metadata(self) -> dict[str, str]:
@@ -131,7 +138,7 @@ def _shapes(schema: ShardSchema, samples: int, tokens: int) -> list[tuple[str, s
     known = [(name, code, shape) for name, (code, shape) in schema.tensors(samples, tokens).items()]
     chunks = sum(-(-DTYPES[code].itemsize * math.prod(shape) // CHUNK) for _, code, shape in known)
     # Wide elements before narrow ones, so that each tensor is aligned to its element.
-    place = [name for name, _, _ in known].index("tokens")
+    place = [name for name, _, _ in known].index("sample_index") + 1
     return [*known[:place], (CHUNKS, "U32", (chunks,)), *known[place:]]
 
 
@@ -155,6 +162,7 @@ def parse_shard_header(data: bytes, size: int, where: str) -> ShardHeader:
     if (found := {name: header.metadata.get(name) for name in known}) != known:
         raise Damaged(f"{where} has a header of a format that this version cannot read", expected=known, found=found)
     unknown = sorted({place.code for place in header.places.values()} - DTYPES.keys())
-    if header.length % ALIGN or tuple(header.places)[-len(TAIL) :] != TAIL or unknown:
+    tail = tuple(name for name in header.places if name in TAIL)
+    if header.length % ALIGN or tail != TAIL or tuple(header.places)[-1] != TAIL[-1] or unknown:
         raise Damaged(f"{where} has a header that is not a shard's", expected=f"{', '.join(TAIL)} after the taps")
     return ShardHeader(header.length, header.places, header.metadata)

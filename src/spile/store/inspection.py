@@ -22,7 +22,12 @@ __all__ = ["inspect_shard"]
 
 _PIECE = 8
 # All ones in the exponent: infinite or not a number.
-_EXPONENT = {"BF16": (np.uint16, 0x7F80), "F16": (np.uint16, 0x7C00), "F32": (np.uint32, 0x7F800000)}
+_EXPONENT = {
+    "BF16": (np.uint16, 0x7F80),
+    "F16": (np.uint16, 0x7C00),
+    "F32": (np.uint32, 0x7F800000),
+    "F8_E4M3": (np.uint8, 0x7F),  # has no infinity, and of NaN these bits alone
+}
 
 
 def inspect_shard(

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from spile.errors import Failure
 from spile.spec.identity import RunIdentity
+from spile.store.encoding import rounding
 from spile.store.report import Problem, Recomputed
 from spile.store.shard_reader import ShardReader
 from spile.store.streams import Stream
@@ -22,7 +23,6 @@ Recompute = Callable[[npt.NDArray[np.int32], tuple[str, ...]], Sequence[npt.NDAr
 
 # Beside the rounding of the stored dtype, what another batch, device or kernel may change, relative to the tap's RMS.
 _SLACK = {"float32": 1e-3, "bfloat16": 2.0**-3}
-_ROUNDING = {"float32": 0.0, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 
 def compare(
@@ -42,8 +42,9 @@ def compare(
         except Failure as error:
             problems.append(Problem("damaged", stream.folder.url, str(error)))
             continue
-        for tap, fresh, rows in zip(stream.taps, recompute(tokens, stream.taps), stored, strict=True):
-            off = _distance(fresh, rows, run)
+        kinds = stream.record.identity.rows(run)
+        for kind, fresh, rows in zip(kinds, recompute(tokens, stream.taps), stored, strict=True):
+            tap, off = kind.name, _distance(fresh, rows, kind.dtype, run.dtype)
             worst[tap] = max(worst.get(tap, 0.0), off)
             if not off <= 1.0:
                 text = f"sample {index} at {tap} differs from its recomputation by {off:.3g} × what rounding allows"
@@ -60,11 +61,11 @@ def _read(
     return index, shard.rows("tokens", start, stop), [shard.rows(tap, start, stop) for tap in stream.taps]
 
 
-def _distance(fresh: npt.NDArray[np.float32], stored: npt.NDArray[np.generic], run: RunIdentity) -> float:
+def _distance(fresh: npt.NDArray[np.float32], stored: npt.NDArray[np.generic], kind: str, computed: str) -> float:
     """The largest |Δ| in units of what is allowed: 1 and below is the same row."""
     if fresh.shape != stored.shape:
         return float("inf")
     wanted, found = fresh.astype(np.float64), stored.astype(np.float64)
     scale = float(np.sqrt(np.mean(wanted**2))) if wanted.size else 1.0
-    allowed = _ROUNDING[run.store_dtype] * np.abs(wanted) + _SLACK[run.dtype] * scale + 1e-30
+    allowed = rounding(wanted, kind) + _SLACK[computed] * scale + 1e-30
     return float(np.max(np.abs(wanted - found) / allowed, initial=0.0))

@@ -13,7 +13,7 @@ from spile.objects.folder import Folder, NotFound
 from spile.spec.identity import RunIdentity
 from spile.spec.run import GenerationSpec, PromptSpec
 from spile.store.layout import RUN
-from spile.store.sealed import FORMAT, seal, unseal
+from spile.store.sealed import RUN_FORMATS, seal, unseal
 from spile.version import __version__
 
 __all__ = ["differences", "join_run", "now_iso", "parse_iso", "read_run"]
@@ -55,7 +55,7 @@ def mismatch(what: str, differing: list[tuple[str, Any, Any]], fix: str) -> RunM
 def join_run(root: Folder, identity: RunIdentity) -> None:
     """Create ``run.json``, or check that it is this run's; :class:`RunMismatch` names every field that differs."""
     record = {
-        "format": FORMAT,
+        "format": identity.format,
         "fingerprint": identity.fingerprint(),
         "model": identity.model,
         "revision": identity.revision,
@@ -119,7 +119,7 @@ def _generation(compared: dict[str, Any]) -> GenerationSpec | None:
 
 def _read(root: Folder) -> dict[str, Any] | None:
     try:
-        record = unseal(root.get(RUN), f"{root.url}/{RUN}")
+        record = unseal(root.get(RUN), f"{root.url}/{RUN}", RUN_FORMATS)
     except NotFound:
         return None
     if not isinstance(record.get("numbers"), dict):

@@ -14,10 +14,12 @@ from typing import Any
 from spile.errors import Damaged, untrusted
 from spile.objects.crc import crc32c, to_hex
 
-__all__ = ["FORMAT", "seal", "unseal"]
+__all__ = ["FORMAT", "RUN_FORMATS", "seal", "unseal"]
 
 FORMAT = 1
 """The version of the format; ``docs/format.md`` describes it."""
+RUN_FORMATS = (1, 2)
+"""Of ``run.json``, which every reader reads first: 2 keeps those out that would take its rows for something else."""
 
 _TAIL = re.compile(rb',"crc32c":"([0-9a-f]{8})"\}\n')
 _TAIL_LENGTH = 22
@@ -31,7 +33,7 @@ def seal(record: dict[str, Any], *, indent: int | None = None) -> bytes:
     return body + f',"crc32c":"{to_hex(crc32c(body))}"}}\n'.encode()
 
 
-def unseal(data: bytes, where: str) -> dict[str, Any]:
+def unseal(data: bytes, where: str, formats: tuple[int, ...] = (FORMAT,)) -> dict[str, Any]:
     """The record, checked; :class:`Damaged` names the object where it is torn, garbled or of a later format."""
     tail = _TAIL.fullmatch(data[-_TAIL_LENGTH:])
     if tail is None:
@@ -45,10 +47,10 @@ def unseal(data: bytes, where: str) -> dict[str, Any]:
     with untrusted(Damaged, f"{where} is no JSON object"):
         record = json.loads(body + b"}")
     version = record.get("format") if isinstance(record, dict) else None
-    if version != FORMAT:
+    if version not in formats:
         raise Damaged(
             f"{where} has a format this version cannot read",
-            expected=FORMAT,
+            expected=formats[-1],
             found=version,
             fix="upgrade spile to read it",
         )

@@ -13,6 +13,7 @@ from spile.objects.folder import Folder, Writer
 from spile.planning.ranges import Ranges
 from spile.spec.sample import Sample
 from spile.store.codec import CHUNKS, ShardLayout, ShardSchema, notes_of, plan_shard
+from spile.store.encoding import SCALE, decode, split
 from spile.store.record import ShardRecord
 from spile.store.statistics import SUMS, TapAccumulator
 
@@ -56,6 +57,7 @@ class ShardBuilder:
         self._crcs = [ChunkedCrc() for _ in schema.rows]
         widths = [schema.sums().get(tap + SUMS) for tap in self._taps]
         self._statistics = [None if width is None else TapAccumulator(width) for width in widths]
+        self._scales = {tap.name: np.zeros(self.rows, "<f4") for tap in schema.rows if tap.scaled}
         self._writer: Writer = folder.writer(name, self._plan.size)
 
     @property
@@ -79,14 +81,18 @@ class ShardBuilder:
     def write(self, tap: int, row: int, rows: npt.NDArray[np.generic]) -> None:
         """Put the next rows of a tap. ``tap`` counts in the order of the stream's taps."""
         expected = self._schema.rows[tap]
-        if rows.dtype != expected.dtype or rows.ndim != 2 or rows.shape[1] != expected.width:
-            raise ValueError(f"rows of {rows.dtype} {rows.shape} for {expected.dtype} [n, {expected.width}]")
+        dtype, columns = ("int8", expected.bytes) if expected.scaled else (expected.dtype, expected.width)
+        if rows.dtype != dtype or rows.ndim != 2 or rows.shape[1] != columns:
+            raise ValueError(f"rows of {rows.dtype} {rows.shape} for {dtype} [n, {columns}]")
         crc = self._crcs[tap]
-        width = expected.bytes
+        width = expected.number_bytes
         if crc.length != row * width or row + len(rows) > self.rows:
             raise ValueError(f"{self._taps[tap]}: rows {row} to {row + len(rows)} after {crc.length // width}")
         if not len(rows):
             return
+        if expected.scaled:
+            rows, scales = split(rows.view(np.int8), expected.dtype)
+            self._scales[expected.name][row : row + len(rows)] = scales
         data = np.ascontiguousarray(rows).view(np.uint8).reshape(-1).data
         place = self._plan.places[self._taps[tap]].start + row * width
         start = 0
@@ -105,6 +111,8 @@ class ShardBuilder:
             place = np.arange(row, row + len(rows))
             sample = np.searchsorted(self._offsets, place, side="right") - 1
             tokens = self._tokens[row : row + len(rows)]
+            scales = self._scales.get(self._taps[tap])
+            rows = rows if scales is None else decode(rows, scales[row : row + len(rows)])
             statistics.add(rows, tokens, self._index[sample], place - self._offsets[sample])
 
     def finish(self, samples: int | None = None) -> ShardRecord:
@@ -134,6 +142,7 @@ class ShardBuilder:
             **{tap + SUMS: each.sums[0].astype("<f8") for tap, each in known.items()},
             "offsets": self._offsets[: samples + 1].astype("<i8"),
             "sample_index": self._index[:samples].astype("<i8"),
+            **{tap + SCALE: scales[:tokens] for tap, scales in self._scales.items()},
             "tokens": self._tokens[:tokens],
             "roles": self._roles[:tokens],
         }
@@ -164,7 +173,7 @@ class ShardBuilder:
         )
 
     def _chunks(self, tap: int, tokens: int) -> list[int]:
-        width = self._schema.rows[tap].bytes
+        width = self._schema.rows[tap].number_bytes
         try:
             return self._crcs[tap].chunks(tokens * width)
         except KeyError:

@@ -21,6 +21,7 @@ from spile.objects.disk import MappedFile, read_into, reading, will_need
 from spile.objects.folder import Folder
 from spile.spec.safetensors import TensorPlace
 from spile.store.codec import CHUNKS, ShardHeader, parse_shard_header
+from spile.store.encoding import SCALE, decode
 from spile.store.record import ShardRecord
 
 __all__ = ["SMALL_SHARD", "ShardReader"]
@@ -100,13 +101,27 @@ class ShardReader:
         if not 0 <= start <= stop <= place.shape[0]:
             raise IndexError(f"rows {start} to {stop} of {place.shape[0]}")
         if first == last:
-            return np.empty((0, *place.shape[1:]), place.dtype)
+            return self.decoded(name, start, np.empty((0, *place.shape[1:]), place.dtype))
         begin, end = first // CHUNK, -(-last // CHUNK)
         if self._known_good(name, begin, end):
             part = self._bytes(place.start + first, last - first)
         else:
             part = self.chunks(name, begin, end)[first - begin * CHUNK : last - begin * CHUNK]
-        return np.frombuffer(part, place.dtype).reshape(stop - start, *place.shape[1:])
+        return self.decoded(name, start, np.frombuffer(part, place.dtype).reshape(stop - start, *place.shape[1:]))
+
+    def row_type(self, name: str) -> tuple[np.dtype[Any], int]:
+        """The dtype that a tap's rows are given in, and how many numbers each has."""
+        place = self.place(name)
+        return np.dtype(np.float32) if self._encoded(name) else place.dtype, place.shape[1]
+
+    def decoded(self, name: str, start: int, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Stored rows, of which the first is number ``start``, as the numbers that they stand for."""
+        if not self._encoded(name):
+            return rows
+        return decode(rows, self.whole(name + SCALE)[start : start + len(rows)])
+
+    def _encoded(self, name: str) -> bool:
+        return name + SCALE in self.header.places
 
     def chunks(self, name: str, begin: int, end: int) -> memoryview:
         """The bytes of chunks ``begin`` to ``end`` of a tensor, checked. On a local disk: of the file itself, once."""
@@ -134,7 +149,8 @@ class ShardReader:
         first, last = start * width, stop * width
         whole = first % CHUNK == 0 and (last % CHUNK == 0 or last == place.length)
         path = self.folder.local_path
-        if path is None or not whole or first == last or self.record.size <= SMALL_SHARD:
+        small = self.record.size <= SMALL_SHARD
+        if path is None or not whole or first == last or small or self._encoded(name):
             out[:] = self.rows(name, start, stop)
             return
         begin, end = first // CHUNK, -(-last // CHUNK)

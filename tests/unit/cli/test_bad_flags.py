@@ -39,7 +39,7 @@ from unit.cli.refusals import Refuse
         (["--revision", "main"], "--revision: expected a name on the Hugging Face hub beside it, found embedded"),
         (["--grid-encoder", "Nothing()"], "Nothing"),
         (["--dtype", "int3"], "--dtype"),
-        (["--store-dtype", "int8"], "--store-dtype"),
+        (["--store-dtype", "int4"], "--store-dtype"),
     ],
 )
 def test_an_absurd_flag(refused: Refuse, fresh: Path, words: list[str], line: str) -> None:

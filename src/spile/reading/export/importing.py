@@ -19,6 +19,7 @@ from spile.spec.identity import RunIdentity, StreamIdentity
 from spile.spec.run import PromptSpec, StoreDtype
 from spile.spec.sample import Role, Sample, Skip
 from spile.spec.taps import Tap
+from spile.store.encoding import as_stored
 from spile.store.run import join_run
 from spile.store.stream import StreamStore, join_stream
 
@@ -74,7 +75,7 @@ def import_pickles(
     join_run(root, run)
     store = join_stream(root, worker_id, identity, run)
     for done, path in enumerate(files, 1):
-        _store(store, read_pickle(path), path, layers, store_dtype)
+        _store(store, read_pickle(path), path, layers)
         seen(done, len(files))
     left = Ranges([(0, total)]) - store.ledger.done
     if left:
@@ -99,16 +100,16 @@ def _store(
     content: dict[int, list[dict[str, Any]]],
     path: Path,
     layers: tuple[int, ...],
-    store_dtype: str,
 ) -> None:
     """One file's samples that are not done yet, as one shard."""
     chosen = [place for place, (index, _) in enumerate(_samples(content, path)) if index not in store.ledger.done]
     if not chosen:
         return
     builder = store.begin([_sample(content[layers[0]][place]) for place in chosen])
+    kinds = store.record.identity.rows(store.run)
     for tap, layer in enumerate(layers):
         rows = np.concatenate([content[layer][place]["activation"] for place in chosen])
-        builder.write(tap, 0, rows.astype(store_dtype))
+        builder.write(tap, 0, as_stored(rows, kinds[tap].dtype))
     store.commit([builder.finish()])
 
 

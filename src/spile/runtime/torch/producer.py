@@ -14,7 +14,8 @@ from spile.planning.batches import Batch
 from spile.runtime.producer import OutOfDeviceMemory, RowBlock, check_tokens
 from spile.runtime.torch.drawing import Hooks
 from spile.spec.sample import Sample
-from spile.spec.taps import Tap, TapRows
+from spile.spec.taps import SCALED, Tap, TapRows
+from spile.store.encoding import as_stored
 from spile.weights.adapters import Adapter
 from spile.weights.files import ModelFiles
 from spile.weights.source import LocalSource
@@ -93,7 +94,8 @@ def torch_rows(files: ModelFiles, taps: Sequence[Tap], store_dtype: str) -> tupl
         values = found(weights=False)
     except RuntimeError:  # it looks at values on the way, which shapes alone do not have
         values = found(weights=True)
-    return tuple(TapRows(str(tap), (values[tap].shape[-1],), tap.stored_as(store_dtype)) for tap in taps)
+    widths = {tap: values[tap].shape[-1] for tap in taps}
+    return tuple(TapRows(str(tap), (width,), tap.stored_as(store_dtype, width)) for tap, width in widths.items())
 
 
 class TorchProducer:
@@ -155,11 +157,11 @@ class TorchProducer:
     def _stored(self, tap: Tap, value: Any) -> Rows:
         import torch
 
-        kind = tap.stored_as(self._store_dtype)
+        kind = tap.stored_as(self._store_dtype, value.shape[-1])
         if kind == "bfloat16":  # NumPy's view of the same bits
             halves: Rows = value.to(torch.bfloat16).contiguous().view(torch.int16).cpu().numpy()
             return halves.view(np.dtype("bfloat16"))
-        rows: Rows = value.to(getattr(torch, kind)).cpu().numpy()
+        rows: Rows = value.to(getattr(torch, "float32" if kind in SCALED else kind)).cpu().numpy()
         return rows
 
     def fetch(self, pending: object) -> Sequence[Sequence[RowBlock]]:
@@ -170,7 +172,8 @@ class TorchProducer:
         if bad:
             fix = "--store-dtype bfloat16 holds larger values" if self._store_dtype == "float16" else None
             raise Failure(f"NaN or infinity at {', '.join(bad)}", expected="finite activations", fix=fix)
-        return [[RowBlock(0, block)] for block in blocks]
+        both = zip(self._taps, blocks, strict=True)
+        return [[RowBlock(0, as_stored(b, tap.stored_as(self._store_dtype, b.shape[1])))] for tap, b in both]
 
 
 def _finite(block: Rows) -> bool:

@@ -1,0 +1,51 @@
+"""What fewer bytes cost: ``python -m bench.encodings [--model MODEL] [--dataset FILE]``.
+
+A model's rows in float32, and in each stored dtype: bytes per token, the root mean square of the error relative to the
+row's own, and the largest error as a part of what ``docs/format.md`` allows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+
+import numpy as np
+
+import spile
+from spile.spec.run import DataSpec, ExtractSpec
+from spile.spec.taps import SCALED, TapRows
+from spile.store.encoding import as_stored, decode, rounding, split
+
+DTYPES = ("bfloat16", "float16", *SCALED)
+
+
+def stored(rows: np.ndarray, dtype: str) -> np.ndarray:
+    kept = as_stored(rows, dtype)
+    return decode(*split(kept, dtype)) if dtype in SCALED else kept.astype(np.float32)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="embedded")
+    parser.add_argument("--dataset", default="embedded")
+    parser.add_argument("--samples", type=int, default=8)
+    words = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        data = DataSpec(dataset=words.dataset, max_samples=words.samples)
+        spile.extract(ExtractSpec(model=words.model, data=data, output=folder, store_dtype="float32", dtype="float32"))
+        dataset = spile.open(folder)
+        print(f"{'tap':14}" + "".join(f"{dtype:>26}" for dtype in DTYPES))
+        for tap in dataset.taps:
+            rows = np.concatenate(list(dataset.rows(tap)))
+            cells = []
+            for dtype in DTYPES:
+                error = stored(rows, dtype).astype(np.float64) - rows
+                relative = np.sqrt((error**2).mean(1) / (rows.astype(np.float64) ** 2).mean(1)).mean()
+                part = (np.abs(error) / np.maximum(rounding(rows.astype(np.float64), dtype), 1e-30)).max()
+                size = TapRows(tap, (rows.shape[1],), dtype).bytes
+                cells.append(f"{relative:9.4%} {part:6.3f} {size:5} B")
+            print(f"{tap:14}" + "".join(f"{cell:>26}" for cell in cells))
+
+
+if __name__ == "__main__":
+    main()

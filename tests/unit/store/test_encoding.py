@@ -1,0 +1,202 @@
+"""One byte per number: what comes back is within what the format promises, and nothing else is accepted as it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from safetensors.numpy import load_file
+
+import spile
+from spile.errors import Damaged, RunMismatch
+from spile.model import encoding as on_device
+from spile.objects import open_folder
+from spile.spec.sample import Sample
+from spile.spec.taps import SCALED, Tap
+from spile.store.encoding import SCALE, as_stored, decode, encode, rounding, split
+from spile.store.run import join_run
+from spile.store.sealed import unseal
+from spile.store.stream import StreamStore, join_stream
+from spile.store.verification import verify
+from world import TAPS, D, rows_of, run_identity, sample_of, stream_identity
+
+_NUMBERS = st.floats(-3e38, 3e38, width=32, allow_subnormal=False) | st.floats(-300, 300, width=32)
+_SMALLEST = 127 * 2.0**-126
+"""Rows whose largest number is smaller are zero: docs/format.md says so."""
+
+
+@pytest.mark.parametrize("dtype", SCALED)
+@given(rows=hnp.arrays(np.float32, st.tuples(st.integers(0, 4), st.just(16)), elements=_NUMBERS))
+@settings(max_examples=150, deadline=None)
+def test_any_rows_come_back_within_what_is_promised(dtype: str, rows: np.ndarray) -> None:
+    back = decode(*split(encode(rows, dtype), dtype))
+    error = np.abs(back.astype(np.float64) - rows)
+    assert back.dtype == np.float32
+    assert (error <= rounding(rows.astype(np.float64), dtype) + _SMALLEST).all()
+    assert not back[np.abs(rows).max(axis=1, initial=0) == 0].any()
+
+
+@pytest.mark.parametrize("dtype", SCALED)
+def test_what_is_promised_is_not_far_from_what_happens(dtype: str) -> None:
+    """A bound of ten times the error would be kept by a broken encoder too."""
+    rows = np.random.default_rng(0).standard_normal((4000, 64)).astype(np.float32)
+    error = np.abs(decode(*split(encode(rows, dtype), dtype)) - rows)
+    assert (error / rounding(rows.astype(np.float64), dtype)).max() > 0.95
+
+
+@pytest.mark.parametrize("width", [2304, 4096, 5120])
+def test_errors_on_real_shapes_are_those_of_the_docs(width: int) -> None:
+    """Rows as models have them: a few dimensions, and the first token, hundreds of times as large as the rest."""
+    source = np.random.default_rng(width)
+    rows = source.standard_normal((256, width)).astype(np.float32)
+    rows[:, :3] *= 40
+    rows[0] *= 300
+    largest = np.abs(rows).max(axis=1, keepdims=True)
+    back = {dtype: decode(*split(np.asarray(on_device.encode(jnp.asarray(rows), dtype)), dtype)) for dtype in SCALED}
+    assert (np.abs(back["int8"] - rows) <= largest / 254 * 1.0001).all()
+    floor = np.maximum(np.abs(rows) / 16, largest / 229_376)
+    assert (np.abs(back["float8_e4m3"] - rows) <= floor * 1.0001).all()
+
+
+@pytest.mark.parametrize("dtype", SCALED)
+def test_a_device_encodes_as_the_host_does(dtype: str) -> None:
+    source = np.random.default_rng(1)
+    rows = (source.standard_normal((500, 64)) * np.exp(8 * source.standard_normal((500, 1)))).astype(np.float32)
+    rows[7], rows[8] = 0, 448
+    here, there = encode(rows, dtype), np.asarray(jax.jit(lambda x: on_device.encode(x, dtype))(rows))
+    numbers, scales = split(here, dtype)
+    device_numbers, device_scales = split(there, dtype)
+    np.testing.assert_allclose(scales, device_scales, rtol=2e-7)  # a compiler may multiply by 1 / 127
+    step = 1 if dtype == "int8" else 0
+    apart = np.abs(numbers.astype(np.float32) - device_numbers.astype(np.float32))
+    assert apart.max() <= step
+    assert (apart != 0).mean() < 0.01
+
+
+@pytest.mark.parametrize("dtype", SCALED)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_is_told_by_the_scale(dtype: str, bad: float) -> None:
+    rows = np.ones((3, 16), np.float32)
+    rows[1, 5] = bad
+    assert np.isnan(split(encode(rows, dtype), dtype)[1]).tolist() == [False, True, False]
+    device = on_device.encode(jnp.asarray(rows), dtype)
+    assert np.asarray(on_device.finite_rows(device)).tolist() == [True, False, True]
+
+
+def store_of(root: Path, dtype: str, count: int = 6, statistics: bool = False) -> StreamStore:
+    folder, run = open_folder(str(root)), run_identity(store_dtype=dtype)
+    join_run(folder, run)
+    store = join_stream(folder, 0, stream_identity(count), run)
+    store.statistics = statistics
+    samples = [sample_of(index) for index in range(count)]
+    builder = store.begin(samples)
+    for tap in range(len(TAPS)):
+        row = 0
+        for sample in samples:
+            builder.write(tap, row, as_stored(rows_of(sample, tap, dtype="float32"), dtype))
+            row += len(sample)
+    store.commit([builder.finish()])
+    return store
+
+
+@pytest.mark.parametrize("dtype", SCALED)
+def test_every_way_of_reading_gives_the_same_decoded_rows(tmp_path: Path, dtype: str) -> None:
+    store_of(tmp_path, dtype, statistics=True)
+    dataset = spile.open(str(tmp_path))
+    wanted = {
+        index: decode(*split(as_stored(rows_of(sample_of(index), 1, dtype="float32"), dtype), dtype))
+        for index in range(6)
+    }
+    every = np.concatenate(list(wanted.values()))
+    assert all(np.array_equal(dataset.sample(0, index).rows("attn.1"), rows) for index, rows in wanted.items())
+    assert np.array_equal(np.concatenate(list(dataset.rows("attn.1", 7))), every)
+    (batch,) = dataset.shuffled("attn.1", 10_000, context=True)
+    assert batch.rows.dtype == np.float32
+    order = np.lexsort((batch.positions, batch.samples))
+    assert np.array_equal(batch.rows[order], every)
+    statistics = dataset.stats("attn.1")
+    np.testing.assert_allclose(statistics.mean, every.astype(np.float64).mean(0), rtol=1e-12)
+    assert statistics.count == len(every)
+    assert verify(str(tmp_path)).ok
+
+
+@pytest.mark.parametrize("dtype", SCALED)
+def test_any_safetensors_reader_reads_it(tmp_path: Path, dtype: str) -> None:
+    store = store_of(tmp_path, dtype)
+    (file,) = store.ledger.files
+    found = load_file(tmp_path / "tpu_0" / file.name)
+    rows = found["attn.1"].view(ml_dtypes.float8_e4m3fn if dtype != "int8" else np.int8).astype(np.float32)
+    given = next(spile.open(str(tmp_path)).rows("attn.1"))
+    assert np.array_equal(rows * found["attn.1" + SCALE][:, None], given)
+
+
+def test_readers_of_version_1_are_told_to_upgrade(tmp_path: Path) -> None:
+    """They would give the numbers without their scales."""
+    store_of(tmp_path / "int8", "int8")
+    store_of(tmp_path / "plain", "bfloat16")
+    data = (tmp_path / "int8" / "run.json").read_bytes()
+    assert json.loads(data)["format"] == 2
+    with pytest.raises(Damaged, match="has a format this version cannot read: expected 1, found 2; upgrade spile"):
+        unseal(data, "run.json")
+    assert json.loads((tmp_path / "plain" / "run.json").read_bytes())["format"] == 1
+
+
+@pytest.mark.parametrize(("begun", "resumed"), [("int8", "bfloat16"), ("bfloat16", "int8"), ("int8", "float8_e4m3")])
+def test_a_run_keeps_its_dtype(tmp_path: Path, begun: str, resumed: str) -> None:
+    store_of(tmp_path, begun)
+    wanted = f"holds another run: expected store_dtype = {begun}, found store_dtype = {resumed}; give the same settings"
+    with pytest.raises(RunMismatch, match=wanted):
+        join_run(open_folder(str(tmp_path)), run_identity(store_dtype=resumed))
+
+
+def test_rows_that_would_leave_what_follows_unaligned_stay_bfloat16() -> None:
+    assert Tap("residual", 0).stored_as("int8", 4096) == "int8"
+    assert Tap("logits", top=10).stored_as("int8", 10) == "bfloat16"
+    assert Tap("loss").stored_as("int8", 1) == "float32"
+    assert Tap("logits_ids", top=8).stored_as("float8_e4m3", 8) == "int32"
+
+
+@pytest.mark.parametrize("dtype", SCALED)
+def test_a_scale_or_number_that_is_none_is_found(tmp_path: Path, dtype: str) -> None:
+    folder, run = open_folder(str(tmp_path)), run_identity(store_dtype=dtype)
+    join_run(folder, run)
+    store = join_stream(folder, 0, stream_identity(1), run)
+    builder = store.begin([Sample(0, "t", np.zeros(5, np.int32), np.zeros(5, np.uint8))])
+    for tap in range(len(TAPS)):
+        rows = np.ones((5, D), np.float32)
+        rows[3, 2] = np.nan if tap == 1 else 1
+        builder.write(tap, 0, as_stored(rows, dtype))
+    store.commit([builder.finish()])
+    (problem, *_) = verify(str(tmp_path)).all_problems
+    assert "attn.1.scale has 1 values that are NaN or infinite" in f"{problem.text} {verify(str(tmp_path))}"
+
+
+@pytest.mark.parametrize("dtype", SCALED)
+def test_recompute_accepts_the_error_of_the_docs_and_no_more(tmp_path: Path, dtype: str) -> None:
+    store_of(tmp_path, dtype)
+
+    def again(push: float):
+        def recompute(tokens: np.ndarray, taps: tuple[str, ...]) -> list[np.ndarray]:
+            sample = Sample(0, "", tokens, np.zeros(len(tokens), np.uint8))
+            fresh = [rows_of(sample, tap, dtype="float32") for tap in range(len(taps))]
+            stored = [decode(*split(as_stored(rows, dtype), dtype)) for rows in fresh]
+            # As far from what is stored as is allowed, and then by `push` of it.
+            slack = [1e-3 * float(np.sqrt(np.mean(rows.astype(np.float64) ** 2))) for rows in fresh]
+            return [
+                (rows + push * (0.9 * rounding(rows.astype(np.float64), dtype) + near)).astype(np.float32)
+                for rows, near in zip(stored, slack, strict=True)
+            ]
+
+        return recompute
+
+    assert verify(str(tmp_path), recompute=again(0.9), k=6).ok
+    report = verify(str(tmp_path), recompute=again(1.35), k=6)
+    assert {problem.kind for problem in report.all_problems} == {"wrong"}
