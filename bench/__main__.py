@@ -19,7 +19,7 @@ BENCHES: dict[str, tuple[tuple[str, ...], str | None]] = {
     "host": ((), None),
     "reading": ((), None),
     "sae": ((), None),
-    "encodings": ((), None),
+    "stored": ((), None),
     "engines": ((), None),
 }
 """Module → its arguments, and the package without which it is left out."""

@@ -145,7 +145,7 @@ class NumpyProducer:
     def _block(self, batch: Batch, packed, tap: int, group: int) -> RowBlock:
         rows = packed.rows.reshape(self.groups, batch.rows, 3, batch.length)[group]
         whole = np.concatenate([_values(tokens, positions, tap) for tokens, positions, _ in rows])
-        real = sum(map(len, batch.of(group)))
+        real = sum(sample.rows for sample in batch.of(group))
         rows = whole[packed.places[group]]
         rows[real:] = np.nan
         return RowBlock(group, rows)

@@ -15,6 +15,7 @@ from spile.errors import SpecError
 from spile.objects.opening import is_remote
 from spile.spec.machines import parse_mesh_shape
 from spile.spec.phase import Phase
+from spile.spec.positions import ALL
 from spile.spec.run import (
     DEFAULT_ENCODER,
     EMBEDDED,
@@ -134,6 +135,9 @@ class ExtractFlags:
         False
     )
     store_dtype: Annotated[StoreDtype, flag(WHERE, "What rows are stored as.")] = "bfloat16"
+    positions: Annotated[
+        str, flag(WHERE, "Which tokens' rows are stored: all, last, answer, or random:32 of each sample.")
+    ] = ALL
     shard_size_gb: Annotated[float, flag(WHERE, "About how large a shard is.")] = 1.0
     commit_every: Annotated[
         float, flag(WHERE, "Commit what is computed at least every so many seconds; full shards at once.")
@@ -195,6 +199,7 @@ class ExtractFlags:
             top_k=self.top_k,
             dtype=self.dtype,
             store_dtype=self.store_dtype,
+            positions=self.positions,
             batch_size=self.batch_size,
             batch_tokens=self.batch_tokens,
             mesh_shape=None if self.mesh_shape is None else parse_mesh_shape(self.mesh_shape),

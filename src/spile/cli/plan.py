@@ -154,7 +154,7 @@ def _print(console: Console, found: Forecast, estimates: list[Estimate], prices:
         ("data", f"{found.location}: {volume.samples:,} samples"),
         ("tokens", f"{volume.tokens:,} ({counted}; {lengths.mean:,.0f} per sample)"),
         ("stored", f"{size(volume.bytes)} in {shards}: {len(found.taps)} taps, "
-         f"{volume.bytes_per_token:,} bytes per token"),
+         f"{volume.bytes_per_token:,} bytes per token{_some(found)}"),
         ("storage", f"${estimates[0].storage_month:,.2f} per month"),
     ]  # fmt: skip
     grid = Table.grid(padding=(0, 2))
@@ -173,6 +173,12 @@ def _print(console: Console, found: Forecast, estimates: list[Estimate], prices:
         f"Prices: {prices.source}, as of {prices.as_of}; --prices FILE overrides them.",
         markup=False,
     )
+
+
+def _some(found: Forecast) -> str:
+    if found.volume.rows is None:
+        return ""
+    return f", rows of {found.volume.rows:,} tokens (--positions {found.spec.positions})"
 
 
 def _machines(estimates: list[Estimate]) -> Table:

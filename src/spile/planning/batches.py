@@ -107,8 +107,13 @@ class Batch:
 
     @property
     def real_tokens(self) -> int:
-        """Tokens that will be stored."""
+        """Tokens of its samples."""
         return sum(map(len, self.samples))
+
+    @property
+    def stored_rows(self) -> int:
+        """Tokens whose rows will be stored."""
+        return sum(sample.rows for sample in self.samples)
 
     @property
     def computed_tokens(self) -> int:

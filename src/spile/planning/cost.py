@@ -13,6 +13,8 @@ from spile.spec.machines import Machine, Price
 __all__ = ["START_SECONDS", "Estimate", "Lengths", "Limit", "Rates", "Volume", "estimate", "refuse_over_budget"]
 
 _HOUR = 3600.0
+_ID_BYTES = 4
+"""Of a token's id, or its position."""
 START_SECONDS = 600.0
 """From asking for a machine to its first shard: it boots, installs, loads the model and compiles. Paid for as well."""
 
@@ -62,11 +64,15 @@ class Volume:
     tokens: int
     bytes_per_token: int
     shard_bytes: float
+    rows: int | None = None
+    """Tokens whose rows are stored; None: all. Then all token ids are stored beside them."""
 
     @property
     def bytes(self) -> int:
         """In all."""
-        return self.tokens * self.bytes_per_token
+        if self.rows is None:
+            return self.tokens * self.bytes_per_token
+        return self.rows * (self.bytes_per_token + _ID_BYTES) + self.tokens * _ID_BYTES
 
     @property
     def shards(self) -> int:
@@ -156,6 +162,7 @@ class Estimate:
             "workers": self.workers,
             "samples": self.volume.samples,
             "tokens": self.volume.tokens,
+            "rows": self.volume.tokens if self.volume.rows is None else self.volume.rows,
             "bytes_per_token": self.volume.bytes_per_token,
             "bytes": self.volume.bytes,
             "shards": self.volume.shards,

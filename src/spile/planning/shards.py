@@ -31,7 +31,7 @@ class ShardBatches:
     @property
     def tokens(self) -> int:
         """Rows per tap."""
-        return sum(batch.real_tokens for batch in self.batches)
+        return sum(batch.stored_rows for batch in self.batches)
 
 
 def shards(batches: Iterable[Batch], bytes_per_token: int, shard_bytes: float) -> Iterator[ShardBatches]:
@@ -39,7 +39,7 @@ def shards(batches: Iterable[Batch], bytes_per_token: int, shard_bytes: float) -
     waiting: list[Batch] = []
     size = samples = 0
     for batch in batches:
-        more = batch.real_tokens * bytes_per_token
+        more = batch.stored_rows * bytes_per_token
         count = len(batch.samples)
         most = min(_SHARD_SAMPLES, _GROUP_SAMPLES * len(batch.groups))
         if waiting and (size + more > shard_bytes or samples + count > most):

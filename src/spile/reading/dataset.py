@@ -48,14 +48,24 @@ class StoredSample:
     """One sample: its reference, its tokens and roles, and its rows at any tap when asked for."""
 
     def __init__(self, shard: ShardReader, place: int, ref: SampleRef, taps: Sequence[str]) -> None:
-        offsets = shard.whole("offsets")
-        self._shard, self._start, self._stop = shard, int(offsets[place]), int(offsets[place + 1])
+        self._shard, self._place = shard, place
+        self._start, self._stop = shard.bounds(place)
         self.ref, self.taps = ref, tuple(taps)
 
     @cached_property
     def tokens(self) -> npt.NDArray[np.int32]:
-        """Token ids."""
+        """The ids of the tokens that have rows."""
         return self._shard.rows("tokens", self._start, self._stop)
+
+    @cached_property
+    def positions(self) -> npt.NDArray[np.int64]:
+        """Each row's place in the sample, from 0: another than its number where not all tokens have rows."""
+        return self._shard.positions(self._start, self._stop)
+
+    @cached_property
+    def context(self) -> npt.NDArray[np.int32]:
+        """The ids of all tokens that the model read, those without rows too."""
+        return self._shard.context(self._place)
 
     @cached_property
     def roles(self) -> npt.NDArray[np.uint8]:

@@ -25,7 +25,7 @@ class SampleRef:
     index: int
     task_id: str
     length: int
-    """Tokens, and so rows at every tap."""
+    """Rows at every tap: its tokens, unless the run stored some of them only."""
     preview: str
     augmentation: dict[str, Any] | None = None
     truncated: int = 0
@@ -67,9 +67,7 @@ def _column(values: list[Any]) -> npt.NDArray[Any]:
 
 def positions_of(shard: ShardReader, start: int, stop: int) -> npt.NDArray[np.int64]:
     """Each row's place in its sample, from 0."""
-    rows = np.arange(start, stop)
-    offsets = shard.whole("offsets")
-    return np.asarray(rows - offsets[np.searchsorted(offsets, rows, side="right") - 1])
+    return shard.positions(start, stop)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from spile.runtime.backends import torch_producer
 from spile.runtime.device import configure_jax
 from spile.runtime.parts import Parts, find, sizes_for
 from spile.runtime.pod.group import SingleProcess, WorkerGroup, same_command
+from spile.runtime.positions import with_positions
 from spile.runtime.producer import Producer
 from spile.runtime.progress import Progress
 from spile.runtime.startup import make_producer
@@ -200,7 +201,7 @@ def _work(visit: Visit, producer: Producer) -> bool:
     parts, stream = visit.parts, visit.stream
     reader = parts.samples.read(visit.done)
     return run_worker(
-        reader,
+        with_positions(reader, parts.spec),
         producer,
         stream,
         sizes_for(parts),

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,7 @@ from spile.runtime.slots import plan_slots
 from spile.runtime.summary import Summary
 from spile.runtime.visiting import Visit, VisitKind
 from spile.spec.phase import Phase
+from spile.spec.positions import ANSWER
 from spile.spec.run import ExtractSpec, GenerationSpec
 from spile.spec.sample import Sample, Skip
 from spile.spec.sites import MODULE
@@ -107,9 +109,10 @@ def _make_generator(parts: Parts, progress: Progress, _done: Ranges) -> Generato
 
 
 def _generation(parts: Parts) -> GenerationSpec:
+    """How answers are made, and whose rows leave the device: of prompts none, where only answers' are stored."""
     generation = parts.identity.generation
     assert generation is not None  # noqa: S101 - infer refuses a spec without
-    return generation
+    return replace(generation, capture="answer") if parts.spec.positions == ANSWER else generation
 
 
 def _answer(visit: Visit, generator: Generator) -> bool:
@@ -124,6 +127,8 @@ def _answer(visit: Visit, generator: Generator) -> bool:
         parts.tokenizer,
         progress,
         capture=_generation(parts).capture,
+        positions=parts.spec.positions,
+        seed=parts.spec.data.seed,
         bytes_per_token=bytes_per_token(parts),
         shard_bytes=min(parts.spec.shard_size_gb * 1e9, host_memory() / _MEMORY_SHARE / (lanes + 1)) * processes,
         lanes=lanes,

@@ -21,6 +21,7 @@ from spile.planning.ranges import Ranges
 from spile.planning.shards import row_bytes
 from spile.runtime.backends import compute_platform, find_model, rows_of
 from spile.runtime.device import compute_dtype_for
+from spile.runtime.positions import refuse_no_answers
 from spile.runtime.producer import check_tokens
 from spile.runtime.sizing import choose_sizes
 from spile.runtime.stopping import with_stops
@@ -92,6 +93,7 @@ def _found(
     rows = rows_of(files, taps, spec.store_dtype, spec.backend)
     tokenizer = load_tokenizer(files.tokenizer_folder, optional=generation is None)
     samples = open_stream(spec.data, tokenizer, files.config.vocab_size)
+    refuse_no_answers(spec, samples.prompt.kind)
     dtype = spec.dtype
     if dtype == "auto":
         where = compute_platform(spec.backend, platform.result())
@@ -113,6 +115,7 @@ def _found(
         backend=known.backend if known is not None and spec.same_numbers else spec.backend,
         adapter=spec.adapter,
         keep=tuple(sorted(spec.data.keep)),
+        positions=spec.positions,
         generation=None if generation is None else with_stops(generation, files, tokenizer),
     )
     stream = StreamIdentity(

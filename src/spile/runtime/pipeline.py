@@ -148,7 +148,7 @@ class Pipeline:
             flow.steps.put(Step(shard, batch, pending, shard.rows, began))
             flow.started[shard.lane] += 1
             own = self._own(batch)
-            shard.rows += sum(map(len, own))
+            shard.rows += sum(sample.rows for sample in own)
             shard.samples += len(own)
             shard.started += 1
             shard.waiting.popleft()
@@ -255,7 +255,7 @@ class Pipeline:
         """Put a batch's rows where they belong, tap after tap."""
         builder, batch = step.shard.builder, step.batch
         if builder is not None:
-            sizes = {group: sum(map(len, batch.of(group))) for group in self._producer.owned}
+            sizes = {group: sum(sample.rows for sample in batch.of(group)) for group in self._producer.owned}
             for tap, of_tap in enumerate(blocks):
                 row = step.first_row
                 for group, rows in of_tap:

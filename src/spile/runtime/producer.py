@@ -25,7 +25,7 @@ class OutOfDeviceMemory(Failure):
 
 
 class RowBlock(NamedTuple):
-    """The rows of one group at one tap: its samples' tokens one after another, then rows of no meaning."""
+    """The rows of one group at one tap: its samples' stored rows one after another, then rows of no meaning."""
 
     group: int
     rows: npt.NDArray[np.generic]
@@ -39,7 +39,7 @@ class Packed:
     """``[groups × rows, 3, length]``: tokens, positions within their own sample, and which sample of its row each is
     of, from 1; zeros for padding. One array, because sending one costs less than sending three."""
     places: npt.NDArray[np.int32]
-    """``[groups, block]``: where a group's real tokens lie in it, one after another; then zeros."""
+    """``[groups, block]``: where a group's tokens lie in it whose rows are stored, one after another; then zeros."""
 
     @property
     def tokens(self) -> npt.NDArray[np.int32]:
@@ -89,9 +89,10 @@ def pack(batch: Batch, block: int | None = None) -> Packed:
                 packed[g, r, 0, start:stop] = sample.tokens
                 packed[g, r, 1, start:stop] = counting[: len(sample)]
                 packed[g, r, 2, start:stop] = number
+                kept = sample.of_rows(counting[: len(sample)])
+                places[g, filled : filled + len(kept)] = kept + np.int32(r * length + start)
+                filled += len(kept)
                 start = stop
-            places[g, filled : filled + start] = counting[:start] + np.int32(r * length)
-            filled += start
     return Packed(packed.reshape(groups * rows, 3, length), places)
 
 

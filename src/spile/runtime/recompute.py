@@ -21,6 +21,7 @@ from spile.objects import open_folder
 from spile.planning.batches import single_row
 from spile.runtime.backends import find_model, torch_recompute
 from spile.runtime.device import configure_jax
+from spile.spec.positions import ALL
 from spile.spec.run import ExtractSpec
 from spile.spec.taps import Tap
 from spile.store.recomputation import Recompute
@@ -35,7 +36,7 @@ def recomputer(root: str) -> Recompute:
     run = read_run(open_folder(root))
     if run is None:
         raise DataError(f"no run in {root}", expected="a run.json")
-    if run.generation is not None and run.generation.capture == "answer":
+    if run.generation is not None and run.generation.capture == "answer" and run.positions == ALL:
         raise DataError(f"{root} cannot be recomputed", expected="prompts beside their answers", found="answers alone")
     configure_jax()
     again = ExtractSpec(model=run.model, revision=run.revision, adapter=run.adapter)

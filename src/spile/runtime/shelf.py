@@ -6,14 +6,18 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from spile.data.tokens import Tokenizer
 from spile.objects.folder import Folder
+from spile.planning.positions import choose_positions
 from spile.runtime.answer import Answer, tokens_kept
 from spile.runtime.flow import Sink
 from spile.runtime.progress import Progress
+from spile.spec.positions import ALL
 from spile.spec.prediction import Prediction
 from spile.spec.run import Capture
 from spile.spec.sample import Role, Sample, Skip
@@ -37,12 +41,15 @@ class Shelf:
         progress: Progress,
         *,
         capture: Capture,
+        positions: str = ALL,
+        seed: int = 0,
         bytes_per_token: int,
         shard_bytes: float,
         lanes: int = 1,
     ) -> None:
         self._folder, self._sink, self._tokenizer, self._progress = folder, sink, tokenizer, progress
-        self._capture, self._bytes_per_token, self._shard_bytes = capture, bytes_per_token, shard_bytes
+        self._capture, self._positions, self._seed = capture, positions, seed
+        self._bytes_per_token, self._shard_bytes = bytes_per_token, shard_bytes
         self._answers: list[Answer] = []
         self._skipped: list[Skip] = []
         self._bytes = 0
@@ -124,12 +131,13 @@ class Shelf:
             self._progress.skip(skip.reason)
 
     def _shard(self, answers: Sequence[Answer]) -> ShardRecord:
-        builder = self._sink.begin([self._sample(answer) for answer in answers])
+        samples = [self._sample(answer) for answer in answers]
+        builder = self._sink.begin(samples)
         try:
             for tap in range(answers[0].rows.taps):
                 row = 0
-                for answer in answers:
-                    rows = answer.rows.taken(tap)
+                for answer, sample in zip(answers, samples, strict=True):
+                    rows = self._wanted(answer, sample, answer.rows.taken(tap))
                     if rows is not None:
                         builder.write(tap, row, rows)
                         row += len(rows)
@@ -146,6 +154,8 @@ class Shelf:
         sample = answer.sample
         tokens = np.array(answer.tokens, np.int32)
         roles = (self._tokenizer.roles(tokens) & ~np.uint8(Role.FIRST)) | np.uint8(Role.ANSWER | Role.ASSISTANT)
+        if self._positions != ALL:
+            return self._with_positions(sample, tokens, roles)
         parts = {"prompt": (sample.tokens, sample.roles), "answer": (tokens, roles)}
         kept = [part for name, part in parts.items() if self._capture in (name, "both")]
         if not kept:
@@ -153,6 +163,24 @@ class Shelf:
         return replace(
             sample, tokens=np.concatenate([part[0] for part in kept]), roles=np.concatenate([part[1] for part in kept])
         )
+
+    def _with_positions(self, sample: Sample, tokens: npt.NDArray[Any], roles: npt.NDArray[Any]) -> Sample:
+        """All tokens, and which of those whose rows were captured are stored."""
+        first, stop = self._captured(len(sample), len(tokens))
+        roles = np.concatenate([sample.roles, roles])
+        positions = choose_positions(self._positions, self._seed, sample.index, roles, first, stop)
+        return replace(sample, tokens=np.concatenate([sample.tokens, tokens]), roles=roles, positions=positions)
+
+    def _captured(self, prompt: int, answer: int) -> tuple[int, int]:
+        first = 0 if self._capture in ("prompt", "both") else prompt
+        return first, prompt + (answer if self._capture in ("answer", "both") else 0)
+
+    def _wanted(self, answer: Answer, sample: Sample, rows: npt.NDArray[Any] | None) -> npt.NDArray[Any] | None:
+        """Of the rows that were captured, those that are stored."""
+        if rows is None or sample.positions is None:
+            return rows
+        first, _ = self._captured(len(answer.sample), len(answer.tokens))
+        return rows[sample.positions - first]
 
     def _prediction(self, answer: Answer) -> Prediction:
         assert answer.reason is not None  # noqa: S101 - it has ended

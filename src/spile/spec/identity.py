@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from spile.spec.positions import ALL
 from spile.spec.run import GenerationSpec, PromptSpec
 from spile.spec.taps import SCALED, Tap, TapRows
 
@@ -44,6 +45,8 @@ class RunIdentity:
     """Whose arithmetic: ``jax`` or ``torch``."""
     keep: tuple[str, ...] = ()
     """The fields of each row that are stored with its sample."""
+    positions: str = ALL
+    """Which tokens' rows are stored."""
     unknown: Mapping[str, Any] = field(default_factory=dict)
     """Of a run that a newer version began: what only that one compares. Such a run is read, and not added to."""
 
@@ -57,12 +60,14 @@ class RunIdentity:
             del fields["backend"]
         if not self.keep:  # likewise
             del fields["keep"]
+        if self.positions == ALL:  # likewise
+            del fields["positions"]
         return {name: value for name, value in sorted(fields.items()) if name not in ("model", "revision", "adapter")}
 
     @property
     def format(self) -> int:
         """Of ``run.json``: 2 where a reader that knows version 1 alone would take the rows for something else."""
-        return 2 if self.store_dtype in SCALED else 1
+        return 2 if self.store_dtype in SCALED or self.positions != ALL else 1
 
     def fingerprint(self) -> str:
         """A short name for :meth:`compared`; every shard's header carries it."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from spile.errors import SpecError
+from spile.spec.positions import ALL, ANSWER, check_positions
 from spile.spec.taps import TOP, Site, parse_sites
 
 __all__ = [
@@ -186,6 +187,8 @@ class ExtractSpec:
     dtype: ComputeDtype = "auto"
     """``auto``: what the run already uses; else float32 on a CPU, bfloat16 elsewhere."""
     store_dtype: StoreDtype = "bfloat16"
+    positions: str = ALL
+    """Which tokens' rows are stored: ``all``, ``last``, ``answer`` or ``random:32``."""
     batch_size: int | None = None
     """Rows per device in one step at most; None: the token budget decides alone."""
     batch_tokens: int | None = None
@@ -213,6 +216,7 @@ class ExtractSpec:
         _one_of("--dtype", self.dtype, ComputeDtype)
         _one_of("--store-dtype", self.store_dtype, StoreDtype)
         _one_of("--backend", self.backend, Backend)
+        check_positions(self.positions)
         _within("--batch-size", self.batch_size, 1, 1 << 20)
         _within("--batch-tokens", self.batch_tokens, 1, 1 << 28)
         _within("--shard-size-gb", self.shard_size_gb, 1e-6, 64)
@@ -221,5 +225,16 @@ class ExtractSpec:
         _within("--top-k", self.top_k, 1, 1 << 16)
         if self.layers is not None and (not self.layers or min(self.layers) < 0):
             raise SpecError("--layers", expected="layers from 0 up", found=str(list(self.layers)))
+        self._check_captured()
         if self.overwrite and self.checkpointing:
             raise SpecError("--overwrite", expected="--no-checkpointing beside it", found="--overwrite alone")
+
+    def _check_captured(self) -> None:
+        """Positions among tokens whose rows there are."""
+        lacking = {"none": True, "prompt": self.positions == ANSWER}
+        if self.positions != ALL and self.generation is not None and lacking.get(self.generation.capture):
+            raise SpecError(
+                f"--positions {self.positions}",
+                expected="--capture both or answer",
+                found=f"--capture {self.generation.capture}",
+            )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -46,9 +47,20 @@ class Sample:
     """How many tokens were cut off to fit the maximum length."""
     kept: dict[str, object] | None = None
     """The fields of its row that the run keeps; None where it keeps none."""
+    positions: npt.NDArray[np.int32] | None = None
+    """The tokens whose rows are stored, in order; None: all of them."""
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @property
+    def rows(self) -> int:
+        """How many of its tokens' rows are stored."""
+        return len(self.tokens) if self.positions is None else len(self.positions)
+
+    def of_rows(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Of something that each token has, what the stored rows' tokens have."""
+        return values if self.positions is None else values[self.positions]
 
 
 @dataclass(frozen=True, slots=True)

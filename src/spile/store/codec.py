@@ -8,6 +8,9 @@
     scales    [tokens] float32, one for each tap whose numbers have one byte
     tokens    [tokens] int32           roles         [tokens] uint8
 
+Where only some tokens' rows are stored, ``tokens`` are those, and ``context_offsets``, ``positions`` and ``context``
+lead back to all of a sample's tokens.
+
 The samples' notes are the header's ``samples``: a JSON list in a string, because safetensors allows strings only.
 """
 
@@ -33,6 +36,9 @@ from spile.store.statistics import SUMS
 __all__ = [
     "ALIGN",
     "CHUNKS",
+    "CONTEXT",
+    "CONTEXT_OFFSETS",
+    "POSITIONS",
     "TAIL",
     "ShardHeader",
     "ShardLayout",
@@ -44,6 +50,7 @@ __all__ = [
 
 ALIGN = 4096
 CHUNKS = "chunk_crc32c"
+POSITIONS, CONTEXT, CONTEXT_OFFSETS = "positions", "context", "context_offsets"
 TAIL = ("offsets", "sample_index", CHUNKS, "tokens", "roles")
 PREVIEW = 200
 """Characters of a preview that are kept, so that a header stays small beside its rows."""
@@ -67,15 +74,22 @@ class ShardSchema:
     """Whether the two sums of each tap's columns are there."""
     keep: tuple[str, ...] = ()
     """The fields that each sample's note has under ``kept``."""
+    positions: bool = False
+    """Whether only some tokens have rows: then each row's position, and all tokens, are there too."""
 
-    def tensors(self, samples: int, tokens: int) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Name → dtype's code and shape of every tensor but the checksums, in the file's order."""
+    def tensors(self, samples: int, tokens: int, context: int = 0) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Name → dtype's code and shape of every tensor but the checksums, in the file's order.
+
+        ``tokens`` have rows; ``context`` are all tokens, where not all have.
+        """
         return {
             **{tap.name: (_code(tap.dtype), (tokens, tap.width)) for tap in self.rows},
             **{name: ("F64", (2, width)) for name, width in self.sums().items()},
             "offsets": ("I64", (samples + 1,)),
             "sample_index": ("I64", (samples,)),
+            **({CONTEXT_OFFSETS: ("I64", (samples + 1,))} if self.positions else {}),
             **{tap.name + SCALE: ("F32", (tokens,)) for tap in self.rows if tap.scaled},
+            **({POSITIONS: ("I32", (tokens,)), CONTEXT: ("I32", (context,))} if self.positions else {}),
             "tokens": ("I32", (tokens,)),
             "roles": ("U8", (tokens,)),
         }
@@ -134,19 +148,20 @@ def notes_of(samples: Iterable[Sample]) -> list[dict[str, Any]]:
     ]
 
 
-def _shapes(schema: ShardSchema, samples: int, tokens: int) -> list[tuple[str, str, tuple[int, ...]]]:
-    known = [(name, code, shape) for name, (code, shape) in schema.tensors(samples, tokens).items()]
+def _shapes(schema: ShardSchema, samples: int, tokens: int, context: int) -> list[tuple[str, str, tuple[int, ...]]]:
+    known = [(name, code, shape) for name, (code, shape) in schema.tensors(samples, tokens, context).items()]
     chunks = sum(-(-DTYPES[code].itemsize * math.prod(shape) // CHUNK) for _, code, shape in known)
     # Wide elements before narrow ones, so that each tensor is aligned to its element.
-    place = [name for name, _, _ in known].index("sample_index") + 1
+    last = CONTEXT_OFFSETS if schema.positions else "sample_index"
+    place = [name for name, _, _ in known].index(last) + 1
     return [*known[:place], (CHUNKS, "U32", (chunks,)), *known[place:]]
 
 
-def plan_shard(schema: ShardSchema, notes: Sequence[dict[str, Any]], tokens: int) -> ShardLayout:
-    """Lay a shard out. ``tokens`` is the sum of the samples' lengths."""
+def plan_shard(schema: ShardSchema, notes: Sequence[dict[str, Any]], tokens: int, context: int = 0) -> ShardLayout:
+    """Lay a shard out. ``tokens`` is the sum of the samples' rows; ``context`` of all tokens, where some have none."""
     metadata = {**schema.metadata(), "samples": json.dumps(notes, separators=(",", ":"), ensure_ascii=False)}
     try:
-        data, header = encode_header(_shapes(schema, len(notes), tokens), metadata, align=ALIGN)
+        data, header = encode_header(_shapes(schema, len(notes), tokens, context), metadata, align=ALIGN)
     except ValueError as error:
         raise ValueError(f"a shard of {len(notes)} samples needs {error}; begin smaller shards") from error
     return ShardLayout(data, header.places, header.size)

@@ -83,4 +83,5 @@ def rounding(rows: npt.NDArray[np.float64], dtype: str) -> npt.NDArray[np.float6
     largest = np.abs(rows).max(axis=-1, initial=0.0, keepdims=True)
     if dtype == "int8":  # half a step, and float32's own rounding of the quotient and the product
         return np.broadcast_to(largest / 254 * (1 + 2.0**-15), rows.shape)
-    return np.asarray(np.maximum(np.abs(rows) / 16, largest / 224 / 1024))
+    # Half of a last bit of four, at the worst just above a power of two; below 2^-6 of the scale, half of 2^-9 of it.
+    return np.asarray(np.maximum(np.abs(rows) / 17, largest / 224 / 1024) * (1 + 2.0**-40))

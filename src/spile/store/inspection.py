@@ -11,7 +11,7 @@ from spile.errors import Damaged, Failure
 from spile.objects.crc import CHUNK, crc32c, fold, to_hex
 from spile.objects.folder import Folder, NotFound
 from spile.planning.ranges import Ranges
-from spile.store.codec import CHUNKS, TAIL, ShardSchema
+from spile.store.codec import CHUNKS, CONTEXT, CONTEXT_OFFSETS, POSITIONS, TAIL, ShardSchema
 from spile.store.predictions import answers_problem
 from spile.store.record import ShardRecord
 from spile.store.report import Problem
@@ -63,7 +63,8 @@ def inspect_shard(
 def _header(shard: ShardReader, schema: ShardSchema) -> list[str]:
     header, record = shard.header, shard.record
     schema = replace(schema, statistics=any(name.endswith(SUMS) for name in header.places))  # optional
-    shapes = schema.tensors(record.count, record.tokens)
+    context = header.places[CONTEXT].shape[0] if CONTEXT in header.places else 0  # what it must be, _index tells
+    shapes = schema.tensors(record.count, record.tokens, context)
     found = {name: (place.code, place.shape) for name, place in header.places.items() if name != CHUNKS}
     wanted = schema.metadata()
     says = [
@@ -96,7 +97,23 @@ def _index(shard: ShardReader, keep: tuple[str, ...]) -> list[str]:
     lacking = [note["index"] for note in shard.notes if sorted(note.get("kept") or ()) != sorted(keep)]
     if lacking:
         says.append(f"samples {Ranges.of(lacking).text()} do not have the kept fields {', '.join(keep) or '(none)'}")
-    return says
+    return says + (_context(shard) if POSITIONS in shard.header.places and not says else [])
+
+
+def _context(shard: ShardReader) -> list[str]:
+    """Where only some tokens have rows: whether each row leads back to its token."""
+    offsets, starts, context = (shard.whole(name) for name in ("offsets", CONTEXT_OFFSETS, CONTEXT))
+    positions, lengths = shard.whole(POSITIONS).astype(np.int64), np.diff(starts)
+    if starts[0] != 0 or starts[-1] != len(context) or (lengths < 0).any():
+        return ["context_offsets do not rise from 0 to the number of all tokens"]
+    sample = np.repeat(np.arange(len(lengths)), np.diff(offsets))
+    if (positions < 0).any() or (positions >= lengths[sample]).any():
+        return ["positions lie outside their samples"]
+    if (np.diff(positions)[np.diff(sample) == 0] <= 0).any():
+        return ["positions do not rise within their samples"]
+    if not np.array_equal(context[starts[sample] + positions], shard.whole("tokens")):
+        return ["tokens are not those of context at positions"]
+    return []
 
 
 def _bytes(shard: ShardReader, seen: Callable[[int], None]) -> list[str]:

@@ -13,6 +13,7 @@ from spile.objects.folder import Folder
 from spile.planning.ranges import Ranges
 from spile.spec.prediction import Prediction
 from spile.spec.sample import Role
+from spile.store.codec import POSITIONS
 from spile.store.layout import predictions_name
 from spile.store.record import Commit, PredictionsRecord, ShardRecord
 from spile.store.shard_reader import ShardReader
@@ -52,13 +53,14 @@ def read_predictions(folder: Folder, record: ShardRecord) -> list[Prediction]:
 def answers_problem(folder: Folder, shard: ShardReader) -> list[str]:
     """What is wrong with a shard's answers: their file, and whether the rows are those of the tokens that they name."""
     predictions = {prediction.sample: prediction for prediction in read_predictions(folder, shard.record)}
-    offsets, tokens, roles = shard.whole("offsets"), shard.whole("tokens"), shard.whole("roles")
+    some = POSITIONS in shard.header.places  # then all tokens are there, the answer's last
+    tokens, roles = shard.whole("tokens"), shard.whole("roles")
     wrong = []
     for place, index in enumerate(shard.whole("sample_index").tolist()):
-        rows = slice(int(offsets[place]), int(offsets[place + 1]))
+        rows, said = slice(*shard.bounds(place)), predictions[index].tokens if index in predictions else ()
         answered = tokens[rows][(roles[rows] & np.uint8(Role.ANSWER)) != 0]
-        answer = predictions.get(index)
-        if answer is None or (len(answered) and tuple(answered.tolist()) != answer.tokens):
+        answered = shard.context(place)[-len(said) :] if some else answered
+        if index not in predictions or (len(answered) and tuple(answered.tolist()) != said):
             wrong.append(f"the rows of sample {index} are not those of its answer")
     return wrong
 

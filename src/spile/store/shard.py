@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +13,16 @@ from spile.objects.crc import CHUNK, ChunkedCrc, crc32c, fold, fold_chunks
 from spile.objects.folder import Folder, Writer
 from spile.planning.ranges import Ranges
 from spile.spec.sample import Sample
-from spile.store.codec import CHUNKS, ShardLayout, ShardSchema, notes_of, plan_shard
+from spile.store.codec import (
+    CHUNKS,
+    CONTEXT,
+    CONTEXT_OFFSETS,
+    POSITIONS,
+    ShardLayout,
+    ShardSchema,
+    notes_of,
+    plan_shard,
+)
 from spile.store.encoding import SCALE, decode, split
 from spile.store.record import ShardRecord
 from spile.store.statistics import SUMS, TapAccumulator
@@ -23,6 +33,35 @@ _PIECE = 4 * CHUNK
 """Bytes that are checksummed and then written at once, while they are still in the processor's cache.
 
 Smaller pieces cost more calls, and after each a thread waits for its turn in the interpreter."""
+
+
+def _starts(lengths: Sequence[int]) -> npt.NDArray[np.int64]:
+    return np.concatenate([[0], np.cumsum(lengths)]).astype("<i8")
+
+
+def _joined(dtype: str, parts: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    return np.concatenate(parts).astype(dtype, casting="safe")
+
+
+@dataclass(frozen=True)
+class _Context:
+    """Where only some tokens have rows: all tokens, and each row's place among its sample's."""
+
+    offsets: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int32]
+    tokens: npt.NDArray[np.int32]
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> _Context:
+        counting = np.arange(max(map(len, samples)), dtype=np.int32)
+        return cls(
+            _starts([len(sample) for sample in samples]),
+            _joined("<i4", [sample.of_rows(counting[: len(sample)]) for sample in samples]),
+            _joined("<i4", [sample.tokens for sample in samples]),
+        )
+
+    def tensors(self, samples: int, rows: int) -> dict[str, npt.NDArray[Any]]:
+        return {POSITIONS: self.positions[:rows], CONTEXT: self.tokens[: self.offsets[samples]]}
 
 
 class ShardBuilder:
@@ -46,11 +85,12 @@ class ShardBuilder:
         self._taps = [tap.name for tap in schema.rows]
         self._notes = notes_of(samples)
         self._index = np.array([sample.index for sample in samples], np.int64)
-        self._offsets = np.concatenate([[0], np.cumsum([len(sample) for sample in samples])]).astype(np.int64)
-        self._tokens = np.concatenate([sample.tokens for sample in samples]).astype("<i4", casting="safe")
-        self._roles = np.concatenate([sample.roles for sample in samples]).astype("u1", casting="safe")
+        self._offsets = _starts([sample.rows for sample in samples])
+        self._tokens = _joined("<i4", [sample.of_rows(sample.tokens) for sample in samples])
+        self._roles = _joined("u1", [sample.of_rows(sample.roles) for sample in samples])
         if len(self._tokens) != len(self._roles):
             raise ValueError(f"{len(self._tokens)} tokens and {len(self._roles)} roles")
+        self._context = _Context.of(samples) if schema.positions else None
         if len(np.unique(self._index)) != len(samples):
             raise ValueError("a sample is in the shard twice")
         self._plan = self._lay(len(samples))
@@ -76,7 +116,11 @@ class ShardBuilder:
         return self._offsets
 
     def _lay(self, samples: int) -> ShardLayout:
-        return plan_shard(self._schema, self._notes[:samples], int(self._offsets[samples]))
+        return self._plan_of(self._schema, samples)
+
+    def _plan_of(self, schema: ShardSchema, samples: int) -> ShardLayout:
+        context = 0 if self._context is None else int(self._context.offsets[samples])
+        return plan_shard(schema, self._notes[:samples], int(self._offsets[samples]), context)
 
     def write(self, tap: int, row: int, rows: npt.NDArray[np.generic]) -> None:
         """Put the next rows of a tap. ``tap`` counts in the order of the stream's taps."""
@@ -113,7 +157,10 @@ class ShardBuilder:
             tokens = self._tokens[row : row + len(rows)]
             scales = self._scales.get(self._taps[tap])
             rows = rows if scales is None else decode(rows, scales[row : row + len(rows)])
-            statistics.add(rows, tokens, self._index[sample], place - self._offsets[sample])
+            positions = place - self._offsets[sample]
+            if self._context is not None:
+                positions = self._context.positions[row : row + len(rows)]
+            statistics.add(rows, tokens, self._index[sample], positions)
 
     def finish(self, samples: int | None = None) -> ShardRecord:
         """Make the shard durable, with its first ``samples`` samples (all of them unless told)."""
@@ -136,13 +183,15 @@ class ShardBuilder:
         known = {tap: each.result() for tap, each in zip(self._taps, self._statistics, strict=True) if each is not None}
         if any(each.count != tokens for each in known.values()):  # rows were written that the shard does not keep
             known = {}
-            plan = plan_shard(replace(self._schema, statistics=False), self._notes[:samples], tokens)
+            plan = self._plan_of(replace(self._schema, statistics=False), samples)
         self._compact(plan)
         tail = {
             **{tap + SUMS: each.sums[0].astype("<f8") for tap, each in known.items()},
             "offsets": self._offsets[: samples + 1].astype("<i8"),
             "sample_index": self._index[:samples].astype("<i8"),
+            **({} if self._context is None else {CONTEXT_OFFSETS: self._context.offsets[: samples + 1]}),
             **{tap + SCALE: scales[:tokens] for tap, scales in self._scales.items()},
+            **({} if self._context is None else self._context.tensors(samples, tokens)),
             "tokens": self._tokens[:tokens],
             "roles": self._roles[:tokens],
         }

@@ -20,7 +20,7 @@ from spile.objects.crc import CHUNK, crc32c, fold, to_hex
 from spile.objects.disk import MappedFile, read_into, reading, will_need
 from spile.objects.folder import Folder
 from spile.spec.safetensors import TensorPlace
-from spile.store.codec import CHUNKS, ShardHeader, parse_shard_header
+from spile.store.codec import CHUNKS, CONTEXT, CONTEXT_OFFSETS, POSITIONS, ShardHeader, parse_shard_header
 from spile.store.encoding import SCALE, decode
 from spile.store.record import ShardRecord
 
@@ -92,6 +92,25 @@ class ShardReader:
                     )
                 self._kept[name] = np.frombuffer(data, place.dtype).reshape(place.shape)
             return self._kept[name]
+
+    def bounds(self, place: int) -> tuple[int, int]:
+        """The first row of the sample at this place, and the one after its last."""
+        start, stop = self.whole("offsets")[place : place + 2].tolist()
+        return start, stop
+
+    def context(self, place: int) -> npt.NDArray[np.int32]:
+        """All tokens of the sample at this place, those without rows too."""
+        if CONTEXT not in self.header.places:
+            return self.rows("tokens", *self.bounds(place))
+        start, stop = self.whole(CONTEXT_OFFSETS)[place : place + 2].tolist()
+        return self.rows(CONTEXT, start, stop)
+
+    def positions(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Each row's place in its sample, from 0."""
+        if POSITIONS in self.header.places:
+            return self.whole(POSITIONS)[start:stop].astype(np.int64)
+        rows, offsets = np.arange(start, stop), self.whole("offsets")
+        return np.asarray(rows - offsets[np.searchsorted(offsets, rows, side="right") - 1])
 
     def rows(self, name: str, start: int, stop: int) -> npt.NDArray[Any]:
         """Rows ``start`` to ``stop`` of a tensor: one range read, of whole chunks."""

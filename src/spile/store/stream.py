@@ -15,6 +15,7 @@ from spile.objects.mirror import home_of
 from spile.objects.opening import is_remote
 from spile.planning.ranges import Ranges
 from spile.spec.identity import RunIdentity, StreamIdentity
+from spile.spec.positions import ALL
 from spile.spec.sample import Sample, Skip
 from spile.spec.taps import Tap
 from spile.store.codec import ShardSchema
@@ -57,7 +58,8 @@ class StreamRecord:
 
     def schema(self, run: RunIdentity, statistics: bool = False) -> ShardSchema:
         """What every shard of it has; with statistics where they are taken."""
-        return ShardSchema(self.identity.rows(run), self.fingerprint, self.id, statistics, run.keep)
+        some = run.positions != ALL
+        return ShardSchema(self.identity.rows(run), self.fingerprint, self.id, statistics, run.keep, some)
 
 
 class StreamStore:

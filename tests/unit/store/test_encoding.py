@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from safetensors.numpy import load_file
+from safetensors import deserialize
 
 import spile
 from spile.errors import Damaged, RunMismatch
@@ -28,7 +28,7 @@ from spile.store.stream import StreamStore, join_stream
 from spile.store.verification import verify
 from world import TAPS, D, rows_of, run_identity, sample_of, stream_identity
 
-_NUMBERS = st.floats(-3e38, 3e38, width=32, allow_subnormal=False) | st.floats(-300, 300, width=32)
+_NUMBERS = st.floats(-(2.0**127), 2.0**127, width=32, allow_subnormal=False) | st.floats(-300, 300, width=32)
 _SMALLEST = 127 * 2.0**-126
 """Rows whose largest number is smaller are zero: docs/format.md says so."""
 
@@ -62,8 +62,8 @@ def test_errors_on_real_shapes_are_those_of_the_docs(width: int) -> None:
     largest = np.abs(rows).max(axis=1, keepdims=True)
     back = {dtype: decode(*split(np.asarray(on_device.encode(jnp.asarray(rows), dtype)), dtype)) for dtype in SCALED}
     assert (np.abs(back["int8"] - rows) <= largest / 254 * 1.0001).all()
-    floor = np.maximum(np.abs(rows) / 16, largest / 229_376)
-    assert (np.abs(back["float8_e4m3"] - rows) <= floor * 1.0001).all()
+    floor = np.maximum(np.abs(rows) / 17, largest / 229_376)
+    assert (np.abs(back["float8_e4m3"] - rows) <= floor * (1 + 1e-6)).all()
 
 
 @pytest.mark.parametrize("dtype", SCALED)
@@ -132,10 +132,12 @@ def test_every_way_of_reading_gives_the_same_decoded_rows(tmp_path: Path, dtype:
 def test_any_safetensors_reader_reads_it(tmp_path: Path, dtype: str) -> None:
     store = store_of(tmp_path, dtype)
     (file,) = store.ledger.files
-    found = load_file(tmp_path / "tpu_0" / file.name)
-    rows = found["attn.1"].view(ml_dtypes.float8_e4m3fn if dtype != "int8" else np.int8).astype(np.float32)
-    given = next(spile.open(str(tmp_path)).rows("attn.1"))
-    assert np.array_equal(rows * found["attn.1" + SCALE][:, None], given)
+    found = dict(deserialize((tmp_path / "tpu_0" / file.name).read_bytes()))
+    assert found["attn.1"]["dtype"] == ("I8" if dtype == "int8" else "F8_E4M3")
+    kind = np.int8 if dtype == "int8" else ml_dtypes.float8_e4m3fn
+    rows = np.frombuffer(found["attn.1"]["data"], kind).reshape(found["attn.1"]["shape"]).astype(np.float32)
+    scales = np.frombuffer(found["attn.1" + SCALE]["data"], "<f4")
+    assert np.array_equal(rows * scales[:, None], next(spile.open(str(tmp_path)).rows("attn.1")))
 
 
 def test_readers_of_version_1_are_told_to_upgrade(tmp_path: Path) -> None:

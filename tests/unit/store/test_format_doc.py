@@ -9,14 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+import spile
 from spile.objects import open_folder
 from spile.spec.sample import Role, Sample
-from spile.spec.taps import TapRows
+from spile.spec.taps import SCALED, TapRows
 from spile.store.codec import ShardSchema
+from spile.store.encoding import as_stored
 from spile.store.record import Commit
+from spile.store.run import join_run
 from spile.store.sealed import seal
 from spile.store.shard import ShardBuilder
-from world import TAPS, items, produce, rows_of
+from spile.store.stream import join_stream
+from world import TAPS, items, produce, rows_of, run_identity, sample_of, stream_identity
 
 PAGE = (Path(__file__).parents[3] / "docs" / "format.md").read_text()
 
@@ -48,6 +52,24 @@ def test_the_reader_of_the_page_reads_everything(tmp_path: Path, reader: dict[st
         assert list(tokens) == sample.tokens.tolist()
         for number, tap in enumerate(TAPS):
             assert np.array_equal(np.array(rows[str(tap)], np.float32), rows_of(sample, number).astype(np.float32))
+
+
+@pytest.mark.parametrize("dtype", SCALED)
+def test_the_reader_of_the_page_decodes(tmp_path: Path, reader: dict[str, Any], dtype: str) -> None:
+    root, run = open_folder(str(tmp_path)), run_identity(store_dtype=dtype)
+    join_run(root, run)
+    store = join_stream(root, 0, stream_identity(3), run)
+    samples = [sample_of(index) for index in range(3)]
+    builder = store.begin(samples)
+    for tap in range(len(TAPS)):
+        rows = np.concatenate([rows_of(sample, tap, dtype="float32") for sample in samples])
+        builder.write(tap, 0, as_stored(rows, dtype))
+    store.commit([builder.finish()])
+    dataset = spile.open(str(tmp_path))
+    for _, index, _, _, rows in reader["samples"](tmp_path):
+        for tap in map(str, TAPS):
+            given = dataset.sample(0, index).rows(tap)
+            np.testing.assert_allclose(np.array(rows[tap]), given, rtol=1e-6)  # the page's multiplies in float64
 
 
 def test_the_reader_of_the_page_notices_damage(tmp_path: Path, reader: dict[str, Any]) -> None:

@@ -14,8 +14,10 @@ from spile.planning.cost import Estimate, Lengths, Rates, Volume, estimate
 from spile.planning.ranges import Ranges
 from spile.planning.shards import row_bytes
 from spile.runtime.measure.aot import Program
+from spile.runtime.positions import refuse_no_answers, with_positions
 from spile.spec.architecture import ModelConfig
 from spile.spec.machines import Machine, Prices
+from spile.spec.positions import ALL
 from spile.spec.run import ExtractSpec
 from spile.spec.sample import Sample
 from spile.spec.taps import Tap, select_taps, tap_rows
@@ -36,6 +38,8 @@ class Forecast:
     lengths: Lengths
     skipped: int
     """Of the counted samples, those without rows."""
+    rows: Lengths | None = None
+    """Tokens whose rows are stored, of the same samples; None: all."""
 
     @property
     def volume(self) -> Volume:
@@ -47,6 +51,7 @@ class Forecast:
                 tap_rows(tap, self.config.sizes(tap.layer), self.spec.store_dtype) for tap in self.taps
             ),
             shard_bytes=self.spec.shard_size_gb * 1e9,
+            rows=None if self.rows is None else self.rows.tokens,
         )
 
     @property
@@ -89,6 +94,7 @@ class Forecast:
             "tokens": volume.tokens,
             "tokens_standard_error": self.lengths.error,
             "tokens_per_sample": self.lengths.mean,
+            "rows": volume.tokens if volume.rows is None else volume.rows,
             "bytes_per_token": volume.bytes_per_token,
             "bytes": volume.bytes,
             "shards": volume.shards,
@@ -101,15 +107,22 @@ def plan(spec: ExtractSpec, count: int = 1000) -> Forecast:
     files = weights.find(spec.model, spec.revision, weights=False)
     taps = select_taps(spec.sites, spec.layers, files.config.n_layers, spec.heads, spec.top_k)
     stream = open_stream(spec.data, load_tokenizer(files.tokenizer_folder, optional=True), files.config.vocab_size)
-    lengths, skipped = _count(stream, spec.data.max_samples, count)
-    return Forecast(spec, files.name, files.config, taps, stream.location, lengths, skipped)
+    refuse_no_answers(spec, stream.prompt.kind)
+    lengths, rows = _count(stream, spec, count)
+    skipped = sum(not length for length in lengths.counted)
+    stored = None if spec.positions == ALL else rows
+    return Forecast(spec, files.name, files.config, taps, stream.location, lengths, skipped, stored)
 
 
-def _count(stream: SampleStream, most: int | None, count: int) -> tuple[Lengths, int]:
+def _count(stream: SampleStream, spec: ExtractSpec, count: int) -> tuple[Lengths, Lengths]:
+    """Tokens, and tokens whose rows are stored."""
+    most = spec.data.max_samples
     total = stream.samples if most is None or stream.samples is None else min(most, stream.samples)
     done = Ranges() if total is None else _all_but(total, count)
-    found = [len(item) if isinstance(item, Sample) else 0 for item in stream.read(done)]
-    return Lengths(found, len(found) if total is None else total), sum(not length for length in found)
+    items = with_positions(stream.read(done), spec)
+    found = [(len(item), item.rows) if isinstance(item, Sample) else (0, 0) for item in items]
+    samples = len(found) if total is None else total
+    return Lengths([tokens for tokens, _ in found], samples), Lengths([rows for _, rows in found], samples)
 
 
 def _all_but(total: int, count: int) -> Ranges:

@@ -152,7 +152,7 @@ class TorchProducer:
             raise OutOfDeviceMemory("the device's memory ran out") from error
         arrays = [self._stored(tap, drawn[tap]) for tap in self._taps]
         for row, sample in enumerate(samples):
-            yield sample.index, [array[row, : len(sample)] for array in arrays]
+            yield sample.index, [sample.of_rows(array[row, : len(sample)]) for array in arrays]
 
     def _stored(self, tap: Tap, value: Any) -> Rows:
         import torch

@@ -1,4 +1,4 @@
-"""What fewer bytes cost: ``python -m bench.encodings [--model MODEL] [--dataset FILE]``.
+"""What fewer bytes cost: ``python -m bench.stored [--model MODEL] [--dataset FILE]``.
 
 A model's rows in float32, and in each stored dtype: bytes per token, the root mean square of the error relative to the
 row's own, and the largest error as a part of what ``docs/format.md`` allows.
