@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Group, Parameter
 
 from spile.cli.pod import PodFlags, say
+from spile.cli.shell.backfill_flags import BackfillFlags
 from spile.cli.shell.defaults import GUIDES_MODEL, GUIDES_STREAMS, STREAM_FILE, settled
 from spile.cli.shell.engine_flags import EngineFlags
 from spile.errors import SpecError
@@ -134,10 +135,10 @@ class ExtractFlags:
     delete_local_after_upload: Annotated[bool, flag(WHERE, "Remove each local copy after its commit.", negative="")] = (
         False
     )
-    store_dtype: Annotated[StoreDtype, flag(WHERE, "What rows are stored as.")] = "bfloat16"
+    store_dtype: Annotated[StoreDtype | None, flag(WHERE, "What rows are stored as. [default: bfloat16]")] = None
     positions: Annotated[
-        str, flag(WHERE, "Which tokens' rows are stored: all, last, answer, or random:32 of each sample.")
-    ] = ALL
+        str | None, flag(WHERE, "Whose rows are stored: all, last, answer, or random:32 tokens. [default: all]")
+    ] = None
     shard_size_gb: Annotated[float, flag(WHERE, "About how large a shard is.")] = 1.0
     commit_every: Annotated[
         float, flag(WHERE, "Commit what is computed at least every so many seconds; full shards at once.")
@@ -198,8 +199,8 @@ class ExtractFlags:
             heads=parse_heads(" ".join(self.heads or ["all"])),
             top_k=self.top_k,
             dtype=self.dtype,
-            store_dtype=self.store_dtype,
-            positions=self.positions,
+            store_dtype=self.store_dtype or "bfloat16",
+            positions=ALL if self.positions is None else self.positions,
             batch_size=self.batch_size,
             batch_tokens=self.batch_tokens,
             mesh_shape=None if self.mesh_shape is None else parse_mesh_shape(self.mesh_shape),
@@ -251,6 +252,7 @@ def extract(
     flags: ExtractFlags | None = None,
     pod: PodFlags | None = None,
     engine: EngineFlags | None = None,
+    backfill: BackfillFlags | None = None,
     verbose: Annotated[bool, Parameter(negative="", help="Say more: devices, shapes, each commit.")] = False,
 ) -> int:
     """Run a model over a dataset and store its layers' activations, each sample exactly once.
@@ -258,9 +260,13 @@ def extract(
     With no flag at all: the embedded model over the embedded ARC tasks, into ./activations. The same command
     resumes what an earlier one left. Every flag can also come from --config run.toml or a SPILE_* variable.
     """
+    flags, pod = flags or ExtractFlags(), pod or PodFlags()
+    if backfill is not None and backfill.asked:
+        from spile.cli.backfill import add_taps
+
+        return add_taps(backfill, flags, pod, verbose)
     from spile.runtime.extract import extract as run
 
-    flags, pod = flags or ExtractFlags(), pod or PodFlags()
     if engine is not None and engine.asked:
         from spile.cli.engines import extract_on_engine
 

@@ -52,6 +52,7 @@ def inspect(
 
 
 def _facts(dataset: Dataset) -> dict[str, Any]:
+    files = [shard for stream in dataset.streams for shard in stream.files]
     return {
         "root": dataset.root.url,
         "model": dataset.run.model,
@@ -60,8 +61,8 @@ def _facts(dataset: Dataset) -> dict[str, Any]:
         "samples": sum(stream.samples for stream in dataset.streams),
         "skipped": sum(len(stream.skipped) for stream in dataset.streams),
         "tokens": sum(stream.tokens for stream in dataset.streams),
-        "shards": sum(len(stream.shards) for stream in dataset.streams),
-        "bytes": sum(shard.size for stream in dataset.streams for shard in stream.shards),
+        "shards": len(files),
+        "bytes": sum(shard.size for shard in files),
     }
 
 

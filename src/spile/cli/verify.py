@@ -216,6 +216,8 @@ def _verdict(report: Report) -> Text:
         where = f"{counted(samples, 'sample')} in {streams}, each exactly once"
         answers = sum(stream.predictions for stream in report.streams)
         files = counted(shards, "shard") + (f", {counted(answers, 'answer')}" if answers else "")
+        added = sorted({tap for stream in report.streams for tap in stream.added})
+        files += f", {counted(len(added), 'tap')} added row for row" if added else ""
         text = f"✓ proven: {where}; {files}, every checksum right, no NaN"
         return Text(text, style="bold green")
     kinds = [problem.kind for problem in report.all_problems]

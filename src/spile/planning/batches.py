@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from spile.spec.sample import Sample
 
-__all__ = ["Batch", "BatchPlan", "Row", "batches", "single_row"]
+__all__ = ["Batch", "BatchPlan", "Row", "batches", "batches_in_order", "single_row"]
 
 Row = tuple[Sample, ...]
 """Samples one after another; padding behind the last."""
@@ -122,10 +122,11 @@ class Batch:
 
     def halves(self) -> tuple[Batch, Batch]:
         """The same samples as two batches of half the rows, when the device has no room for the whole."""
-        rows = -(-self.rows // 2)
-        first = tuple(group[:rows] for group in self.groups)
-        rest = tuple(group[rows:] for group in self.groups)
-        return Batch(first, rows, self.length), Batch(rest, rows, self.length)
+        rows, every = -(-self.rows // 2), [row for group in self.groups for row in group]
+        middle = rows * len(self.groups)
+        halves = (every[:middle], every[middle:])  # the samples' order stays
+        first, rest = (_batch(half, rows, self.length, len(self.groups)) for half in halves)
+        return first, rest
 
 
 def batches(samples: Iterable[Sample], plan: BatchPlan) -> Iterator[Batch]:
@@ -158,6 +159,29 @@ def _whole(rows: int, ready: int, size: int, *, keep_one: bool) -> int:
     """How many rows go in whole batches now: those that are ready, a batch at least so that the device has work."""
     whole = min(rows - rows % size, max(size, -(-ready // size) * size))
     return whole - size if keep_one and whole == rows else whole
+
+
+def batches_in_order(samples: Sequence[Sample], plan: BatchPlan, known: list[int]) -> Iterator[Batch]:
+    """Batches of these samples in just this order: rows are filled one after another, and so are batches.
+
+    ``known`` are the row lengths that have a program already; what is new is added.
+    """
+    length = plan.row_length(max(map(len, samples), default=1), known)
+    if length not in known:
+        known.append(length)
+    rows: list[list[Sample]] = []
+    used = length
+    for sample in samples:
+        if used + len(sample) > length:
+            rows.append([])
+            used = 0
+        rows[-1].append(sample)
+        used += len(sample)
+    size = plan.rows(length) * plan.groups
+    for start in range(0, len(rows), size):
+        some = [tuple(row) for row in rows[start : start + size]]
+        short = plan.short_tail and len(some) < size
+        yield _batch(some, *(plan.short_shape(length, some) if short else (plan.rows(length), length)), plan.groups)
 
 
 def _windows(samples: Iterable[Sample], plan: BatchPlan) -> Iterator[tuple[list[Sample], bool]]:

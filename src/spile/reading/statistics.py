@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from spile.reading.read_pool import ReadPool
 from spile.reading.rows import context_of
 from spile.store.record import ShardRecord
-from spile.store.shard_reader import ShardReader
 from spile.store.statistics import SUMS, TapAccumulator, TapStatistics
 from spile.store.streams import Stream
 
@@ -35,7 +34,7 @@ def tap_statistics(dataset: Dataset, tap: str, streams: Iterable[int] | None = N
 
 
 def _of_shard(stream: Stream, record: ShardRecord, tap: str) -> TapStatistics:
-    shard = ShardReader(stream.folder, record)
+    shard = stream.open(record)
     if tap in record.statistics:
         known = TapStatistics.from_json(record.statistics[tap], stream.number)
         return replace(known, sums=(shard.whole(tap + SUMS),))

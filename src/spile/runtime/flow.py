@@ -58,6 +58,8 @@ class ShardTask:
     skipped: tuple[Skip, ...] = ()
     end: int | None = None
     """With the last work of a stream: how many samples the stream has."""
+    undivided: bool = False
+    """Committed whole or not at all."""
 
 
 @dataclass(eq=False)
@@ -73,6 +75,8 @@ class Shard:
     rows: int = 0
     samples: int = 0
     """Rows and samples that this process stores."""
+    undivided: tuple[Batch, ...] = ()
+    """All of its batches, where it is committed whole or not at all."""
     started: int = 0
     """Batches: the same on every host of a pod, whatever each stores of them, so decisions are made on it."""
 

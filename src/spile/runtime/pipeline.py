@@ -109,7 +109,8 @@ class Pipeline:
                 work = next(plans, None)
                 more = work is not None
                 if work is not None:
-                    open_[lane] = self._begin(lane, work.plan.batches, work.skipped, work.end)
+                    whole = tuple(work.plan.batches) if work.undivided else ()
+                    open_[lane] = self._begin(lane, work.plan.batches, work.skipped, work.end, whole)
             shard = open_[lane]
             if shard is not None:
                 open_[lane] = self._advance(flow, shard, open_)
@@ -158,19 +159,27 @@ class Pipeline:
         self._control.committed()
         return None
 
-    def _begin(self, lane: int, batches: Iterable[Batch], skipped: tuple[Skip, ...], end: int | None) -> Shard:
+    def _begin(
+        self,
+        lane: int,
+        batches: Iterable[Batch],
+        skipped: tuple[Skip, ...],
+        end: int | None,
+        undivided: tuple[Batch, ...] = (),
+    ) -> Shard:
         waiting = deque(self._fitting(batches))
         samples = [sample for batch in waiting for sample in self._own(batch)]
-        shard = Shard(self._sink.begin(samples) if samples else None, lane, waiting, skipped, end)
+        builder = self._sink.begin(samples) if samples else None
+        shard = Shard(builder, lane, waiting, skipped, end, undivided=undivided)
         self._unfinished.add(shard)
         return shard
 
     def _again(self, flow: Flow, shard: Shard) -> Shard:
-        """Close a shard as far as it came, and begin another with what is left of it."""
-        waiting, skipped, end = shard.waiting, shard.skipped, shard.end
-        if self._close_short(flow, shard):
+        """Close a shard as far as it came, and begin another with what is left of it: all, of an undivided one."""
+        waiting, skipped, end = shard.undivided or shard.waiting, shard.skipped, shard.end
+        if self._close_short(flow, shard) and not shard.undivided:
             skipped = ()
-        return self._begin(shard.lane, waiting, skipped, end)
+        return self._begin(shard.lane, waiting, skipped, end, shard.undivided)
 
     def _close_short(self, flow: Flow, shard: Shard) -> bool:
         """Commit what a shard has, or drop it where it has nothing. True: it had something."""
@@ -178,9 +187,7 @@ class Pipeline:
         if shard.started:
             flow.steps.put(Close(shard, whole=False))
             return True
-        if shard.builder is not None:
-            shard.builder.abort()
-        self._unfinished.discard(shard)
+        self._drop(shard)
         return False
 
     def _close_all(self, flow: Flow, open_: list[Shard | None], again: bool = False) -> None:
@@ -188,7 +195,7 @@ class Pipeline:
             if shard is None:
                 continue
             if again:
-                open_[lane] = self._again(flow, shard) if shard.started else shard
+                open_[lane] = self._again(flow, shard) if shard.started and not shard.undivided else shard
             else:
                 self._close_short(flow, shard)
                 open_[lane] = None
@@ -275,9 +282,17 @@ class Pipeline:
             with self._progress.busy("sink", self._finishers):
                 self._commit(close)
 
+    def _drop(self, shard: Shard) -> None:
+        if shard.builder is not None:
+            shard.builder.abort()
+        self._unfinished.discard(shard)
+
     def _commit(self, close: Close) -> None:
         shard = close.shard
         record = None
+        if shard.undivided and not close.whole:
+            self._drop(shard)
+            return
         if shard.builder is not None and not shard.samples:
             shard.builder.abort()  # closed early, before a batch with a row of this host's
         elif shard.builder is not None:

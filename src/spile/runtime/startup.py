@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -18,34 +19,54 @@ from spile.runtime.device import DeviceProducer
 from spile.runtime.mesh import default_shape, device_memory, make_mesh, plan_mesh
 from spile.runtime.parts import Parts, bytes_per_token, sizes_for
 from spile.runtime.progress import Progress
-from spile.runtime.sizing import IN_HAND
+from spile.runtime.sizing import IN_HAND, choose_sizes
+from spile.spec.run import ExtractSpec
 from spile.spec.sample import Sample
+from spile.spec.taps import Tap
 from spile.spec.tensors import Tensor
+from spile.weights.files import ModelFiles
 from spile.weights.loading import load
 
-__all__ = ["make_producer"]
+__all__ = ["make_producer", "place_model"]
 
 
 def make_producer(parts: Parts, progress: Progress, done: Ranges) -> DeviceProducer:
+    """The model on all devices, compiled for the stream's first batch."""
+
+    def prepare(producer: DeviceProducer) -> None:
+        _prepare_first(parts, producer, done)
+
+    return place_model(parts.files, parts.taps, parts.spec, bytes_per_token(parts), progress, prepare)
+
+
+def place_model(
+    files: ModelFiles,
+    taps: tuple[Tap, ...],
+    spec: ExtractSpec,
+    row_bytes: int,
+    progress: Progress,
+    prepare: Callable[[DeviceProducer], None],
+) -> DeviceProducer:
     """The model on all devices, those of a pod's other hosts included.
 
-    Beside the reading of the weights, its first program is compiled and its pinned memory taken.
+    Beside the reading of the weights, its first program is compiled (``prepare`` asks for it) and its pinned memory
+    taken.
     """
-    config, dtype = parts.files.config, parts.spec.dtype
-    layers = layers_needed(parts.taps, config.n_layers)
-    head = head_needed(parts.taps)
-    shape = parts.spec.mesh_shape or default_shape(
+    config, dtype = files.config, spec.dtype
+    layers = layers_needed(taps, config.n_layers)
+    head = head_needed(taps)
+    shape = spec.mesh_shape or default_shape(
         config, jax.device_count(), jnp.dtype(dtype).itemsize, device_memory(), layers, head=head
     )
     mesh, plan = make_mesh(shape), plan_mesh(config, shape)
     for note in plan.notes(config):
         progress.log(note)
-    place, sizes = plan.place(mesh), sizes_for(parts)
+    place, sizes = plan.place(mesh), choose_sizes(spec, row_bytes)
     producer = DeviceProducer(
         build(config, layers, lambda _, tensor: _shape_of(tensor, dtype, place), head=head),
         config,
-        parts.taps,
-        store_dtype=parts.spec.store_dtype,
+        taps,
+        store_dtype=spec.store_dtype,
         mesh=mesh,
         attention=choose(config, mesh.devices.flat[0].platform, dtype),
         dtype=dtype,
@@ -54,11 +75,11 @@ def make_producer(parts: Parts, progress: Progress, done: Ranges) -> DeviceProdu
     )
     with progress.timeline.span("first samples"):
         # Before the weights and not beside them: their transfers keep the interpreter's lock; the compiler needs none.
-        _prepare_first(parts, producer, done)
-    producer.reserve(((sizes.in_flight or 1) + IN_HAND) * sizes.batch_tokens * bytes_per_token(parts))
+        prepare(producer)
+    producer.reserve(((sizes.in_flight or 1) + IN_HAND) * sizes.batch_tokens * row_bytes)
     try:
         with progress.timeline.span("weights"):
-            producer.params = load(parts.files, dtype, layers, place, head=head)
+            producer.params = load(files, dtype, layers, place, head=head)
     except BaseException:
         producer.close()
         raise

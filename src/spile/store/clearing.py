@@ -19,6 +19,7 @@ from spile.store.layout import (
     SUBMISSION,
     commit_key,
     commit_number,
+    is_addition,
     is_data,
     new_attempt,
     stream_folder,
@@ -30,6 +31,7 @@ from spile.store.stream import read_stream
 from spile.version import __version__
 
 __all__ = [
+    "clear_folder",
     "clear_stream",
     "empty_commit",
     "fence",
@@ -98,9 +100,17 @@ def clear_stream(root: Folder, worker_id: int) -> None:
 
     First the claim that it is finished; then the commits, newest first, so that what is left is always 1 to n; then
     the shards, which no commit names any more; ``stream.json`` last. A worker that still writes to the old life cannot
-    mix into the next: its commits carry the old id.
+    mix into the next: its commits carry the old id. Taps that were added to it go first.
     """
     folder = root.child(stream_folder(worker_id))
+    for name in sorted({info.key.partition("/")[0] for info in folder.list("added_")}):
+        if is_addition(name):
+            clear_folder(folder.child(name))
+    clear_folder(folder)
+
+
+def clear_folder(folder: Folder) -> None:
+    """One ledger with its shards, as :func:`clear_stream` does it."""
     removal = Removal(folder.url, ours=is_ours, remove=folder.delete, fence=lambda: _fence(folder))
     merged = [info.key for info in folder.list() if info.key in (PREDICTIONS, SUBMISSION)]
     if not removal.in_order([METADATA, *merged]):

@@ -15,7 +15,7 @@ from spile.objects.folder import Folder, NotFound
 from spile.objects.removal import Removal
 from spile.spec.phase import Phase
 from spile.store.clearing import fence, is_ours
-from spile.store.layout import PROGRESS, is_data, stream_folder, stream_number
+from spile.store.layout import PROGRESS, is_addition, is_data, stream_number
 from spile.store.report import Garbage
 from spile.store.run import parse_iso
 
@@ -37,47 +37,52 @@ def is_alive(folder: Folder, now: float) -> bool:
         return True
 
 
-def find_garbage(root: Folder, named: dict[int, set[str]], *, now: float, older_than: float = HOUR) -> list[Garbage]:
-    """What no commit names, of exactly our names. ``named``: the committed shards of each stream whose ledger could be
-    read; nothing outside those streams' folders is ever looked at.
+def find_garbage(root: Folder, named: dict[str, set[str]], *, now: float, older_than: float = HOUR) -> list[Garbage]:
+    """What no commit names, of exactly our names. ``named``: by folder, the committed shards of each stream, and of
+    taps added to one, whose ledger could be read; nothing outside those folders is ever looked at.
     """
     found = [
-        Garbage("shard", number, info.key, info.size, now - info.updated, info.key)
+        Garbage("shard", _number(folder), info.key, info.size, now - info.updated, info.key)
         for info in root.list("tpu_")
-        for number, name in [_split(info.key)]
-        if number in named and is_data(name) and name not in named[number]
+        for folder, name in [_split(info.key)]
+        if folder in named and is_data(name) and name not in named[folder]
     ]
     found += [
-        Garbage("upload", number, left.key, left.size, now - left.started, left.handle)
+        Garbage("upload", _number(folder), left.key, left.size, now - left.started, left.handle)
         for left in root.unfinished("tpu_")
-        for number, name in [_split(left.key)]
-        if number in named and is_ours(name)
+        for folder, name in [_split(left.key)]
+        if folder in named and is_ours(name)
     ]
-    alive = {number: is_alive(root.child(stream_folder(number)), now) for number in {item.stream for item in found}}
+    alive = {folder: is_alive(root.child(folder), now) for folder in {_split(item.key)[0] for item in found}}
     return [replace(item, state=_state(item, alive, older_than)) for item in found]
 
 
-def _split(key: str) -> tuple[int, str]:
-    """The stream and the name in its folder; (-1, …) for what is in none."""
-    folder, _, name = key.partition("/")
-    number = stream_number(folder)
-    return -1 if number is None else number, name
+def _split(key: str) -> tuple[str, str]:
+    """The folder of a stream, or of taps added to it, and the name in it."""
+    stream, _, rest = key.partition("/")
+    added, _, name = rest.partition("/")
+    return (f"{stream}/{added}", name) if is_addition(added) else (stream, rest)
 
 
-def _state(item: Garbage, alive: dict[int, bool], older_than: float) -> str:
-    if alive[item.stream]:
+def _number(folder: str) -> int:
+    number = stream_number(folder.partition("/")[0])
+    return -1 if number is None else number
+
+
+def _state(item: Garbage, alive: dict[str, bool], older_than: float) -> str:
+    if alive[_split(item.key)[0]]:
         return "a worker is alive"
     return "too young" if item.age < older_than else "found"
 
 
-def remove_garbage(root: Folder, garbage: Iterable[Garbage], ids: dict[int, tuple[str, int]]) -> list[Garbage]:
-    """Remove what is in the state ``found``. ``ids``: each stream's id and next number, as read before the search."""
+def remove_garbage(root: Folder, garbage: Iterable[Garbage], ids: dict[str, tuple[str, int]]) -> list[Garbage]:
+    """Remove what is in the state ``found``. ``ids``: by folder, each id and next number, as read before the search."""
     items = list(garbage)
     left = {item.handle: item for item in root.unfinished("tpu_")}
-    removals = {number: _removal(root, number, *of) for number, of in ids.items()}
+    removals = {folder: _removal(root, folder, *of) for folder, of in ids.items()}
 
     def removed(item: Garbage) -> bool:
-        removal = removals[item.stream]
+        removal = removals[_split(item.key)[0]]
         if item.kind == "shard":
             return removal.in_order([item.key])
         if not removal.fenced():
@@ -92,11 +97,10 @@ def remove_garbage(root: Folder, garbage: Iterable[Garbage], ids: dict[int, tupl
     return items
 
 
-def _removal(root: Folder, number: int, stream: str, free: int) -> Removal:
-    folder = root.child(stream_folder(number))
+def _removal(root: Folder, folder: str, stream: str, free: int) -> Removal:
     return Removal(
         root.url,
-        ours=lambda key: _split(key)[0] == number and is_data(_split(key)[1]),
+        ours=lambda key: _split(key)[0] == folder and is_data(_split(key)[1]),
         remove=root.delete,
-        fence=lambda: fence(folder, stream, free, "garbage was removed"),
+        fence=lambda: fence(root.child(folder), stream, free, "garbage was removed"),
     )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import secrets
+from collections.abc import Iterable
 
 from spile.errors import SpecError
 
@@ -15,8 +17,10 @@ __all__ = [
     "RUN",
     "STREAM",
     "SUBMISSION",
+    "addition_folder",
     "commit_key",
     "commit_number",
+    "is_addition",
     "is_data",
     "is_shard",
     "new_attempt",
@@ -37,6 +41,7 @@ PREDICTIONS = "predictions.jsonl"
 SUBMISSION = "submission.json"
 COMMITS = "commits/"
 
+_ADDITION = re.compile(r"added_[0-9a-f]{8}")
 # No stream or ledger comes near these lengths; a number without end would be a loop without end.
 _STREAM_FOLDER = re.compile(r"tpu_(0|[1-9]\d{0,8})", re.ASCII)
 _COMMIT = re.compile(r"commits/(\d{4}|[1-9]\d{4,11})\.json", re.ASCII)
@@ -54,6 +59,16 @@ def stream_number(folder: str) -> int | None:
     """``tpu_5`` → 5; None for a name that is no stream's."""
     match = _STREAM_FOLDER.fullmatch(folder)
     return int(match[1]) if match else None
+
+
+def addition_folder(taps: Iterable[str]) -> str:
+    """In a stream's folder, that of these taps added to it: the same for the same taps, whoever adds them."""
+    return f"added_{hashlib.sha256(' '.join(taps).encode()).hexdigest()[:8]}"
+
+
+def is_addition(folder: str) -> bool:
+    """Whether a folder of a stream's could be that of added taps."""
+    return _ADDITION.fullmatch(folder) is not None
 
 
 def commit_key(number: int) -> str:

@@ -42,7 +42,7 @@ def compare(
         except Failure as error:
             problems.append(Problem("damaged", stream.folder.url, str(error)))
             continue
-        kinds = stream.record.identity.rows(run)
+        kinds = stream.kinds(run)
         for kind, fresh, rows in zip(kinds, recompute(tokens, stream.taps), stored, strict=True):
             again = fresh[chosen] if len(fresh) == len(tokens) else fresh
             tap, off = kind.name, _distance(again, rows, kind.dtype, run.dtype)

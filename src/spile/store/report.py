@@ -64,6 +64,8 @@ class StreamReport:
     bytes: int = 0
     predictions: int = 0
     """Answers, proven with the shards; 0 where none were generated."""
+    added: tuple[str, ...] = ()
+    """Taps that were added to it when it was finished."""
     missing: Ranges = field(default_factory=Ranges)
     doubled: Ranges = field(default_factory=Ranges)
     problems: tuple[Problem, ...] = ()

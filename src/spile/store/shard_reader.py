@@ -42,7 +42,7 @@ class ShardReader:
         self, folder: Folder, record: ShardRecord, *, stream: str | None = None, fingerprint: str | None = None
     ) -> None:
         self.folder, self.record = folder, record
-        self._of = {"stream": stream, "fingerprint": fingerprint}
+        self.belongs = {"stream": stream, "fingerprint": fingerprint}
         """What the header must say; None: whatever it says."""
         self.where = f"{folder.url}/{record.name}"
         self._lock = threading.RLock()
@@ -63,7 +63,7 @@ class ShardReader:
                 length, crc = self.record.header
                 data = self._checked("its header", 0, length, [crc], length)
                 header = parse_shard_header(bytes(data), self.record.size, self.where)
-                for name, wanted in self._of.items():
+                for name, wanted in self.belongs.items():
                     if wanted is not None and header.metadata.get(name) != wanted:
                         found = header.metadata.get(name)
                         raise Damaged(f"{self.where} is another {name}'s shard", expected=wanted, found=found)

@@ -43,6 +43,7 @@ __all__ = [
     "join_stream",
     "metadata",
     "read_stream",
+    "stream_bytes",
 ]
 
 
@@ -55,6 +56,8 @@ class StreamRecord:
     worker_id: int
     fingerprint: str
     identity: StreamIdentity
+    base: str | None = None
+    """Of taps that were added to a stream: that stream's id."""
 
     def schema(self, run: RunIdentity, statistics: bool = False) -> ShardSchema:
         """What every shard of it has; with statistics where they are taken."""
@@ -272,7 +275,7 @@ def join_stream(
     stored = read_stream(folder)
     if stored is None:
         fresh = StreamRecord(stream or secrets.token_hex(8), worker_id, run.fingerprint(), identity)
-        stored = fresh if folder.create(STREAM, _stream_bytes(fresh)) else read_stream(folder)
+        stored = fresh if folder.create(STREAM, stream_bytes(fresh)) else read_stream(folder)
     if stored is None:
         raise Damaged(f"{folder.url}/{STREAM} vanished while it was being read")
     if stream is not None and stored.id != stream:
@@ -295,7 +298,8 @@ def join_stream(
     return StreamStore(folder, stored, run, attempt, read_ledger(folder, stored.id))
 
 
-def _stream_bytes(record: StreamRecord) -> bytes:
+def stream_bytes(record: StreamRecord) -> bytes:
+    """The content of a ``stream.json``."""
     return seal(
         {
             "format": FORMAT,
@@ -305,6 +309,7 @@ def _stream_bytes(record: StreamRecord) -> bytes:
             "data": record.identity.data,
             **record.identity.compared(),
             **_split_fields(record.identity),
+            **({} if record.base is None else {"base": record.base}),
             "created": now_iso(),
             "version": __version__,
         },
@@ -336,4 +341,5 @@ def read_stream(folder: Folder) -> StreamRecord | None:
             streams=None if fields.get("streams") is None else int(fields["streams"]),
             split=None if fields.get("split") is None else str(fields["split"]),
         )
-        return StreamRecord(str(fields["id"]), int(fields["worker_id"]), str(fields["fingerprint"]), identity)
+        base = None if fields.get("base") is None else str(fields["base"])
+        return StreamRecord(str(fields["id"]), int(fields["worker_id"]), str(fields["fingerprint"]), identity, base)

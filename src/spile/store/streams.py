@@ -6,8 +6,9 @@ What says that a stream belongs to its dataset is asked here, for the reader and
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cached_property
 from operator import itemgetter
 
@@ -15,7 +16,10 @@ from spile.errors import Damaged
 from spile.objects import Folder
 from spile.planning.ranges import Ranges
 from spile.spec.identity import RunIdentity
-from spile.store.layout import STREAM, stream_folder, stream_number
+from spile.spec.taps import TapRows
+from spile.store.additions import Addition, find_additions
+from spile.store.joined import JoinedShard
+from spile.store.layout import STREAM, is_addition, stream_folder, stream_number
 from spile.store.ledger import read_commits
 from spile.store.record import Commit, ShardRecord
 from spile.store.shard_reader import ShardReader
@@ -31,11 +35,28 @@ AT_ONCE = 32
 class Stream:
     """One stream of a dataset: its identity and its committed shards."""
 
-    def __init__(self, folder: Folder, record: StreamRecord) -> None:
+    def __init__(self, folder: Folder, record: StreamRecord, begun: Sequence[Addition] = ()) -> None:
         self.folder, self.record = folder, record
         self._commits: tuple[Commit, ...] | None = None
         self.number = record.worker_id
-        self.taps = tuple(str(tap) for tap in record.identity.taps)
+        self.begun = tuple(begun)
+        """Taps that somebody began to add."""
+
+    @cached_property
+    def additions(self) -> tuple[Addition, ...]:
+        """Those that have every row: a reader sees no others."""
+        return tuple(added for added in self.begun if not added.left(self._own))
+
+    @cached_property
+    def taps(self) -> tuple[str, ...]:
+        """Its own, then those that were added."""
+        own = (str(tap) for tap in self.record.identity.taps)
+        return (*own, *(tap for added in self.additions for tap in added.taps))
+
+    def kinds(self, run: RunIdentity) -> tuple[TapRows, ...]:
+        """What the taps' rows are on disk, in the order of the taps."""
+        records = [self.record, *(added.record for added in self.additions)]
+        return tuple(row for record in records for row in record.identity.rows(run))
 
     @property
     def commits(self) -> tuple[Commit, ...]:
@@ -45,14 +66,41 @@ class Stream:
             self._commits = tuple(read_commits(self.folder, self.record.id))
         return self._commits
 
-    @cached_property
-    def shards(self) -> tuple[ShardRecord, ...]:
-        """In the order they were committed."""
+    @property
+    def _own(self) -> tuple[ShardRecord, ...]:
         return tuple(shard for commit in self.commits for shard in commit.shards)
 
+    @cached_property
+    def _beside(self) -> tuple[dict[str, ShardRecord], ...]:
+        """Of each addition, its shards by the names of the stream's own."""
+        return tuple(added.beside(self._own) for added in self.additions)
+
+    @cached_property
+    def shards(self) -> tuple[ShardRecord, ...]:
+        """In the order they were committed, each with what is known of the taps that were added to it."""
+        return tuple(self._with_added(shard) for shard in self._own)
+
+    @property
+    def files(self) -> tuple[ShardRecord, ...]:
+        """Every file of it that is read: its own shards, and those of added taps."""
+        return (*self._own, *(shard for added in self.additions for shard in added.shards))
+
+    def _with_added(self, shard: ShardRecord) -> ShardRecord:
+        known = dict(shard.statistics)
+        for beside in self._beside:
+            known |= beside[shard.name].statistics
+        return replace(shard, statistics=known)
+
     def open(self, shard: ShardRecord) -> ShardReader:
-        """One of its shards, which must say of itself that it is this stream's."""
-        return ShardReader(self.folder, shard, stream=self.record.id, fingerprint=self.record.fingerprint)
+        """One of its shards, which must say of itself that it is this stream's, with what was added to it."""
+        own = ShardReader(self.folder, shard, stream=self.record.id, fingerprint=self.record.fingerprint)
+        added: dict[str, ShardReader] = {}
+        for each, beside in zip(self.additions, self._beside, strict=True):
+            reader = ShardReader(
+                each.folder, beside[shard.name], stream=each.record.id, fingerprint=each.record.fingerprint
+            )
+            added |= dict.fromkeys(each.taps, reader)
+        return JoinedShard(own, added) if added else own
 
     @cached_property
     def _ranges(self) -> list[tuple[int, int, int]]:
@@ -87,13 +135,23 @@ class Stream:
 
 def find_streams(root: Folder) -> list[int]:
     """The numbers of the streams below a root."""
-    found = set()
+    return sorted(_folders(root))
+
+
+def _folders(root: Folder) -> dict[int, list[str]]:
+    """Each stream's number, and the folders in its own that taps were added in. One listing."""
+    found: dict[int, list[str]] = {}
+    added: dict[int, list[str]] = {}
     for info in root.list("tpu_"):
         folder, _, rest = info.key.partition("/")
         number = stream_number(folder)
-        if number is not None and rest == STREAM:
-            found.add(number)
-    return sorted(found)
+        if number is None or not rest.endswith(STREAM):
+            continue
+        if rest == STREAM:
+            found[number] = []
+        elif is_addition(rest.removesuffix("/" + STREAM)):
+            added.setdefault(number, []).append(rest.removesuffix("/" + STREAM))
+    return {number: added.get(number, []) for number in found}
 
 
 def stranger(record: StreamRecord, number: int, run: RunIdentity) -> str | None:
@@ -107,7 +165,8 @@ def stranger(record: StreamRecord, number: int, run: RunIdentity) -> str | None:
 
 def open_streams(root: Folder, run: RunIdentity) -> list[Stream]:
     """Every stream of the dataset; :class:`Damaged` where one is of another run, or copied from another's folder."""
-    numbers = find_streams(root)
+    found = _folders(root)
+    numbers = sorted(found)
     folders = [root.child(stream_folder(number)) for number in numbers]
     with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="streams") as pool:
         records = list(pool.map(read_stream, folders))
@@ -118,7 +177,7 @@ def open_streams(root: Folder, run: RunIdentity) -> list[Stream]:
         if why := stranger(record, number, run):
             fix = f"move {folder.url} out of the dataset; spile verify {root.url} tells the rest"
             raise Damaged(f"{folder.url} does not belong to the dataset", found=why, fix=fix)
-        streams.append(Stream(folder, record))
+        streams.append(Stream(folder, record, find_additions(folder, record, found[number])))
     # Streams that say nothing of a split, as older versions wrote them, are read beside any; verify names them.
     told = [stream.record for stream in streams if stream.record.identity.streams is not None]
     for problem in mixed_splits(root.url, told):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -12,9 +13,10 @@ from spile.errors import Failure, UserError
 from spile.objects import Folder, open_folder
 from spile.planning.ranges import Ranges
 from spile.spec.identity import RunIdentity
+from spile.store.additions import Addition, alignment
 from spile.store.garbage import HOUR, find_garbage, remove_garbage
 from spile.store.inspection import inspect_shard
-from spile.store.layout import COMMITS, RUN, STREAM, commit_number, is_shard, stream_folder, stream_number
+from spile.store.layout import COMMITS, RUN, STREAM, commit_number, is_addition, is_shard, stream_folder, stream_number
 from spile.store.ledger import Ledger, read_entries
 from spile.store.recomputation import Recompute, compare
 from spile.store.record import Commit, ShardRecord
@@ -31,13 +33,22 @@ __all__ = ["verify"]
 class _StreamEvidence:
     """What was learnt of one stream on the way."""
 
-    def __init__(self, number: int, folder: Folder) -> None:
-        self.number, self.folder = number, folder
+    def __init__(self, number: int, root: Folder, added: str = "") -> None:
+        self.number = number
+        self.path = stream_folder(number) + (f"/{added}" if added else "")
+        self.folder = root.child(self.path)
         self.record: StreamRecord | None = None
         self.commits: tuple[Commit, ...] = ()
         self.strangers: tuple[Commit, ...] = ()
         self.readable = False
         self.problems: list[Problem] = []
+        self.additions: list[_StreamEvidence] = []
+        """Taps that were added to it."""
+
+    @property
+    def ledgers(self) -> list[_StreamEvidence]:
+        """Its own, and those of what was added."""
+        return [self, *self.additions]
 
     @property
     def shards(self) -> list[ShardRecord]:
@@ -76,15 +87,16 @@ def verify(
     run = read_run(folder)
     if run is None:
         raise UserError(f"no dataset at {folder.url}", expected=f"a folder with {RUN}", found="none")
-    begun = [number for number in _numbers(folder) if streams is None or number in streams]
+    there = _folders(folder)
+    begun = [number for number in sorted(there) if streams is None or number in streams]
     with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="ledgers") as pool:
-        found = list(pool.map(lambda number: _read(number, folder, run), begun))
+        found = list(pool.map(lambda number: _read(number, folder, run, there[number]), begun))
     records = [stream.record for stream in found if stream.record is not None]
     never, problems = judge_split(folder.url, begun, records, streams)
     _inspect(found, run, workers or _workers(folder), progress)
     recomputed = None
     if recompute is not None and k:
-        readable = [Stream(stream.folder, stream.record) for stream in found if stream.record and stream.readable]
+        readable = [_stream(stream, stream.record) for stream in found if stream.record and stream.readable]
         recomputed, wrong = compare(run, readable, recompute, k, seed)
         problems += wrong
     report = Report(
@@ -112,19 +124,37 @@ def _workers(root: Folder) -> int:
     return min(16, 2 * (os.cpu_count() or 1)) if root.local_path is not None else AT_ONCE
 
 
-def _numbers(root: Folder) -> list[int]:
-    """Streams, also such as have lost their ``stream.json``."""
-    found = set()
+def _stream(stream: _StreamEvidence, record: StreamRecord) -> Stream:
+    """For reading its rows, with what was added to it."""
+    added = [Addition(each.folder, each.record) for each in stream.additions if each.record and each.readable]
+    return Stream(stream.folder, record, added)
+
+
+def _folders(root: Folder) -> dict[int, set[str]]:
+    """Streams, also such as have lost their ``stream.json``, each with the folders of taps that were added to it."""
+    found: dict[int, set[str]] = {}
     for info in root.list("tpu_"):
         name, _, rest = info.key.partition("/")
-        number = stream_number(name)
-        if number is not None and (rest == STREAM or commit_number(rest) is not None or is_shard(rest)):
-            found.add(number)
-    return sorted(found)
+        added, _, inner = rest.partition("/")
+        inside = is_addition(added)
+        number, key = stream_number(name), inner if inside else rest
+        if number is not None and (key == STREAM or commit_number(key) is not None or is_shard(key)):
+            found.setdefault(number, set()).update([added] if inside else [])
+    return found
 
 
-def _read(number: int, root: Folder, run: RunIdentity) -> _StreamEvidence:
-    stream = _StreamEvidence(number, root.child(stream_folder(number)))
+def _read(number: int, root: Folder, run: RunIdentity, added: Collection[str]) -> _StreamEvidence:
+    stream = _read_ledger(number, root, run)
+    if stream.record is not None:
+        every = [_read_ledger(number, root, run, name) for name in sorted(added)]
+        # Of an earlier life of the stream, or never begun: no reader sees it, and it is no flaw.
+        stream.additions = [each for each in every if each.record is None or each.record.base == stream.record.id]
+    return stream
+
+
+def _read_ledger(number: int, root: Folder, run: RunIdentity, added: str = "") -> _StreamEvidence:
+    """A stream's own, or that of taps added to it."""
+    stream = _StreamEvidence(number, root, added)
     where = stream.folder.url
     try:
         stream.record = read_stream(stream.folder)
@@ -145,7 +175,8 @@ def _read(number: int, root: Folder, run: RunIdentity) -> _StreamEvidence:
 def _inspect(
     streams: Sequence[_StreamEvidence], run: RunIdentity, workers: int, progress: Callable[[int, int], None]
 ) -> None:
-    total = sum(shard.size for stream in streams for shard in stream.shards)
+    ledgers = [ledger for stream in streams for ledger in stream.ledgers]
+    total = sum(shard.size for ledger in ledgers for shard in ledger.shards)
     done = 0
 
     def seen(count: int) -> None:
@@ -157,12 +188,12 @@ def _inspect(
         stream, record, shard = task
         schema = replace(record.schema(run), fingerprint=run.fingerprint())
         problems = inspect_shard(stream.folder, shard, schema, seen)
-        if run.generation is not None and shard.predictions is None:
+        if run.generation is not None and shard.predictions is None and record.base is None:
             problems.append(Problem("damaged", f"{stream.folder.url}/{shard.name}", "its commit names no predictions"))
         return stream, problems
 
     tasks = [
-        (stream, stream.record, shard) for stream in streams if stream.record is not None for shard in stream.shards
+        (ledger, ledger.record, shard) for ledger in ledgers if ledger.record is not None for shard in ledger.shards
     ]
     with ThreadPoolExecutor(workers, thread_name_prefix="verify") as pool:
         for stream, problems in pool.map(one, tasks):
@@ -176,7 +207,8 @@ def _judge(stream: _StreamEvidence, max_samples: int | None) -> StreamReport:
     total = stream.record.identity.samples if stream.record is not None else None
     total = ledger.end if total is None else total
     expected = max_samples if total is None else min(total, max_samples or total)
-    problems = list(stream.problems)
+    problems = [problem for each in stream.ledgers for problem in each.problems]
+    problems += [problem for added in stream.additions for problem in _judge_added(stream, added)]
     missing = Ranges()
     if stream.readable:
         if expected is None:
@@ -199,9 +231,10 @@ def _judge(stream: _StreamEvidence, max_samples: int | None) -> StreamReport:
         expected=expected,
         samples=ledger.samples,
         skipped=ledger.skipped,
-        shards=ledger.shards,
+        shards=sum(len(each.shards) for each in stream.ledgers),
         tokens=ledger.tokens,
-        bytes=ledger.bytes,
+        bytes=sum(shard.size for each in stream.ledgers for shard in each.shards),
+        added=tuple(str(tap) for each in stream.additions if each.record for tap in each.record.identity.taps),
         predictions=sum(shard.predictions.count for shard in stream.shards if shard.predictions is not None),
         missing=missing,
         doubled=ledger.doubled,
@@ -210,17 +243,36 @@ def _judge(stream: _StreamEvidence, max_samples: int | None) -> StreamReport:
     )
 
 
+def _judge_added(stream: _StreamEvidence, added: _StreamEvidence) -> list[Problem]:
+    """Taps beside their stream: every row of it once, none of another."""
+    if not added.readable or added.record is None or not stream.readable:
+        return []
+    where, taps = added.folder.url, " ".join(str(tap) for tap in added.record.identity.taps)
+    own = Counter(alignment(shard) for shard in stream.shards)
+    found = Counter(alignment(shard) for shard in added.shards)
+    problems = []
+    if strange := found.keys() - own.keys():
+        text = f"{len(strange)} of its shards are row for row beside none of the stream's"
+        problems.append(Problem("damaged", where, text))
+    if any(count > 1 for count in found.values()):
+        problems.append(Problem("doubled", where, "rows of one of the stream's shards are there twice"))
+    if absent := own.keys() - found.keys():
+        text = f"{taps} beside {len(absent)} of {len(own)} shards; spile extract --add-taps {taps} finishes them"
+        problems.append(Problem("missing", where, text))
+    return problems
+
+
 def _collect(
     root: Folder, streams: Sequence[_StreamEvidence], report: Report, remove: bool, older_than: float, now: float | None
 ) -> Report:
-    readable = [stream for stream in streams if stream.readable]
-    named = {stream.number: set(stream.names) for stream in readable}
+    readable = [ledger for stream in streams for ledger in stream.ledgers if ledger.readable]
+    named = {ledger.path: set(ledger.names) for ledger in readable}
     garbage = find_garbage(root, named, now=time.time() if now is None else now, older_than=older_than)
     if remove:
         ids = {
-            stream.number: (stream.record.id, free_number(stream.commits, stream.strangers))
-            for stream in readable
-            if stream.record is not None
+            ledger.path: (ledger.record.id, free_number(ledger.commits, ledger.strangers))
+            for ledger in readable
+            if ledger.record is not None
         }
         garbage = remove_garbage(root, garbage, ids)
     return replace(report, garbage=tuple(garbage))

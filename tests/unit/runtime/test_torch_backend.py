@@ -65,6 +65,22 @@ def rows(folder: Path) -> dict[str, np.ndarray]:
     }
 
 
+def test_one_byte_per_number_and_some_positions(opt: str, tmp_path: Path) -> None:
+    """As on a device: encoded on the host, and only of the positions that are asked for."""
+    whole = spec(opt, tmp_path / "whole", 3, taps=["residual"])
+    extract(whole)
+    extract(replace(whole, output=str(tmp_path / "some"), store_dtype="int8", positions="random:5"))
+    every, some = dataset.open(str(tmp_path / "whole")), dataset.open(str(tmp_path / "some"))
+    for ref in some.samples:
+        left, right = some.sample(0, ref.index), every.sample(0, ref.index)
+        wanted = right.rows("residual.1")[left.positions]
+        step = np.abs(wanted).max(1, keepdims=True) / 254
+        assert left.rows("residual.1").shape == (5, 16)
+        assert (np.abs(left.rows("residual.1") - wanted) <= step * 1.001 + 1e-5).all()
+    again = recomputer(str(tmp_path / "some"))
+    assert verify(str(tmp_path / "some"), max_samples=3, recompute=again, k=3).ok
+
+
 def test_an_unknown_family_is_stored_resumed_and_proven(opt: str, tmp_path: Path) -> None:
     path = "module:model.decoder.layers.1.fc1"
     given = spec(opt, tmp_path / "a", taps=["residual", "mlp_hidden", "logits", path])

@@ -82,7 +82,7 @@ def blocks(
     total, done = sum(stream.tokens for stream in wanted), 0
     for stream in wanted:
         for number, record in enumerate(stream.shards, 1):
-            yield Block(stream.number, number, ShardReader(stream.folder, record), tuple(taps))
+            yield Block(stream.number, number, stream.open(record), tuple(taps))
             done += record.tokens
             seen(done, total)
 

@@ -1,0 +1,76 @@
+"""The flags that add taps to a dataset that is finished."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Group, Parameter
+
+from spile.errors import SpecError
+from spile.spec.backfill import BackfillSpec, parse_taps
+from spile.spec.machines import parse_mesh_shape
+
+if TYPE_CHECKING:
+    from spile.cli.extract import ExtractFlags
+
+__all__ = ["BackfillFlags"]
+
+_ADD = Group("Add to a finished dataset", sort_key=7)
+_TAKEN = frozenset(
+    {"model", "revision", "worker_id", "dtype", "store_dtype", "positions", "max_samples", "statistics",
+     "batch_size", "batch_tokens", "mesh_shape"}
+)  # fmt: skip
+"""The flags of extract that mean something beside --add-taps; all others are the dataset's own."""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class BackfillFlags:
+    """Which taps, and to which dataset."""
+
+    add_taps: Annotated[
+        list[str] | None,
+        Parameter(
+            group=_ADD,
+            help="Compute these for every row that --to holds, and store them beside it: mlp.12 residual.0",
+            consume_multiple=True,
+            negative="",
+        ),
+    ] = None
+    to: Annotated[str | None, Parameter(group=_ADD, help="The finished dataset: a folder, gs://… or s3://…")] = None
+
+    @property
+    def asked(self) -> bool:
+        """Whether taps are to be added."""
+        return self.add_taps is not None or self.to is not None
+
+    def spec(self, flags: ExtractFlags) -> BackfillSpec:
+        """What these flags ask for, beside those of extract."""
+        if self.to is None or self.add_taps is None:
+            found = "one of them"
+            raise SpecError("--add-taps and --to", expected="both: the taps, and the finished dataset", found=found)
+        defaults = type(flags)()
+        for each in fields(flags):
+            if each.name not in _TAKEN and getattr(flags, each.name) != getattr(defaults, each.name):
+                raise SpecError(
+                    f"--{each.name.replace('_', '-')} beside --add-taps",
+                    expected="what the dataset was made with, which it knows itself",
+                    found=getattr(flags, each.name),
+                    fix="leave it out",
+                )
+        return BackfillSpec(
+            root=self.to,
+            taps=parse_taps(self.add_taps),
+            model=flags.model,
+            revision=flags.revision,
+            worker_id=flags.worker_id,
+            dtype=flags.dtype,
+            store_dtype=flags.store_dtype,
+            positions=flags.positions,
+            max_samples=flags.max_samples,
+            statistics=flags.statistics,
+            batch_size=flags.batch_size,
+            batch_tokens=flags.batch_tokens,
+            mesh_shape=None if flags.mesh_shape is None else parse_mesh_shape(flags.mesh_shape),
+        )

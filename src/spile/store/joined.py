@@ -1,0 +1,65 @@
+"""A shard and the shards of taps that were added to it, row for row, read as one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from spile.spec.safetensors import TensorPlace
+from spile.store.encoding import SCALE
+from spile.store.shard_reader import ShardReader
+from spile.store.statistics import SUMS
+
+__all__ = ["JoinedShard"]
+
+_Array = npt.NDArray[Any]
+
+
+class JoinedShard(ShardReader):
+    """The stream's own shard, which gives what is asked of an added tap to the shard that has it."""
+
+    def __init__(self, own: ShardReader, added: Mapping[str, ShardReader]) -> None:
+        super().__init__(own.folder, own.record, **own.belongs)
+        self._added = added
+        """By tap."""
+
+    def _beside(self, name: str) -> ShardReader | None:
+        return self._added.get(name.removesuffix(SUMS).removesuffix(SCALE))
+
+    def place(self, name: str) -> TensorPlace:
+        """Where a tensor lies, in the file that has it."""
+        other = self._beside(name)
+        return super().place(name) if other is None else other.place(name)
+
+    def whole(self, name: str) -> _Array:
+        """A whole tensor that is no tap."""
+        other = self._beside(name)
+        return super().whole(name) if other is None else other.whole(name)
+
+    def rows(self, name: str, start: int, stop: int) -> _Array:
+        """Rows ``start`` to ``stop`` of a tensor."""
+        other = self._beside(name)
+        return super().rows(name, start, stop) if other is None else other.rows(name, start, stop)
+
+    def row_type(self, name: str) -> tuple[np.dtype[Any], int]:
+        """The dtype that a tap's rows are given in, and how many numbers each has."""
+        other = self._beside(name)
+        return super().row_type(name) if other is None else other.row_type(name)
+
+    def decoded(self, name: str, start: int, rows: _Array) -> _Array:
+        """Stored rows as the numbers that they stand for."""
+        other = self._beside(name)
+        return super().decoded(name, start, rows) if other is None else other.decoded(name, start, rows)
+
+    def chunks(self, name: str, begin: int, end: int) -> memoryview:
+        """The bytes of chunks ``begin`` to ``end`` of a tensor, checked."""
+        other = self._beside(name)
+        return super().chunks(name, begin, end) if other is None else other.chunks(name, begin, end)
+
+    def read_rows(self, name: str, start: int, stop: int, out: _Array) -> None:
+        """Rows ``start`` to ``stop`` into memory that is there already."""
+        other = self._beside(name)
+        return super().read_rows(name, start, stop, out) if other is None else other.read_rows(name, start, stop, out)

@@ -1,0 +1,104 @@
+"""Taps added to a finished stream in a process of its own that dies at a chosen step."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import threading
+import traceback
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+from killing import Switch, _paths
+
+from spile.errors import SpileError
+from spile.objects import Folder, open_folder
+from spile.runtime.beside import add_beside
+from spile.runtime.flow import Verdict
+from spile.runtime.progress import Progress
+from spile.runtime.worker import LocalControl, Sizes
+from spile.spec.taps import Tap
+from spile.store.additions import join_addition
+from spile.store.run import read_run
+from spile.store.stream import StreamStore
+from spile.store.streams import Stream, open_streams
+from world import NumpyProducer, stream_identity
+
+__all__ = ["ADDED", "add", "left", "start"]
+
+ADDED = (Tap("mlp", 0), Tap("mlp", 1), Tap("z", 1))
+
+
+class Cast(NumpyProducer):
+    """Rows as the dataset stores them."""
+
+    def fetch(self, pending: object) -> list:
+        return [
+            [block._replace(rows=block.rows.astype("bfloat16")) for block in blocks]
+            for blocks in super().fetch(pending)
+        ]
+
+
+def left(stream: Stream) -> list:
+    begun = [added for added in stream.begun if added.taps == tuple(map(str, ADDED))]
+    return begun[0].left(stream.shards) if begun else list(stream.shards)
+
+
+class StopAfter(LocalControl):
+    """Says stop before the batch of this number."""
+
+    def __init__(self, batches: int) -> None:
+        super().__init__(threading.Event(), None)
+        self._left = batches
+
+    def verdict(self) -> Verdict:
+        self._left -= 1
+        return "go" if self._left >= 0 else "stop"
+
+
+def add(
+    root: Folder, groups: int = 1, lanes: int = 1, fits: int | None = None, batches: int = 10**9
+) -> tuple[bool, StreamStore]:
+    """One life: what is left, in batches of any size, or so many of them."""
+    run = read_run(root)
+    assert run is not None
+    (stream,) = open_streams(root, run)
+    store = join_addition(stream.folder, stream.record, stream_identity(None, ADDED), run)
+    sizes = Sizes(batch_tokens=128, batch_size=None, longest=64, shard_bytes=1, lanes=lanes)
+    finished = add_beside(
+        stream,
+        store,
+        left(stream),
+        Cast(groups, fits),
+        sizes,
+        control=StopAfter(batches),
+        progress=Progress(),
+    )
+    return finished, store
+
+
+def life(url: str, switch: Switch) -> None:
+    """A process's whole work."""
+    switch.patch_system()
+    try:
+        add(open_folder(url))
+    except SpileError as error:
+        sys.stderr.write(f"{error}\n")
+        os._exit(error.exit_code)
+    except BaseException:  # noqa: BLE001  the parent sees the code, the trace goes to its log
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(70)
+    os._exit(0)
+
+
+def start(url: str, switch: Switch) -> ForkServerProcess:
+    """A process of :func:`life`, forked from a clean server."""
+    context = multiprocessing.get_context("forkserver")
+    here = Path(__file__).parent
+    with _paths(str(here), str(here.parent)):
+        context.set_forkserver_preload(["adding", "killing"])
+        process = context.Process(target=life, args=(url, switch))
+        process.start()
+    return process
