@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -125,22 +125,31 @@ print(rows / (time.perf_counter() - began))
 """
 
 
-def rate(read: Callable[[], Iterator[int]], turns: int = 1) -> float:
-    """Rows per second, the best of some turns."""
-    best = 0.0
+class Rate(NamedTuple):
+    """How fast, and what it cost: on a machine that does other work only the second says much."""
+
+    rows: float
+    """Per second."""
+    cpu: float
+    """Seconds of processors per row."""
+
+
+def rate(read: Callable[[], Iterator[int]], turns: int = 1) -> Rate:
+    """The best of some turns."""
+    found = []
     for _ in range(turns):
-        began, rows = time.perf_counter(), 0
-        for count in read():
-            rows += count
-        best = max(best, rows / (time.perf_counter() - began))
-    return best
+        began, used = time.perf_counter(), time.process_time()
+        rows = sum(read())
+        found.append(Rate(rows / (time.perf_counter() - began), (time.process_time() - used) / rows))
+    return Rate(max(each.rows for each in found), min(each.cpu for each in found))
 
 
-def show(name: str, found: float, disk: float, ours: float | None = None) -> None:
+def show(name: str, found: Rate, disk: Rate, ours: float | None = None) -> None:
     width = 2 * D
-    speed = f"{found / 1e6:7.3f} M rows/s  {found * width / 1e9:6.2f} GB/s"
-    beside = "" if ours is None else f"; spile's slower one {ours / found:.1f} × this"
-    print(f"  {name:44} {speed}  {found / disk:6.2f} × the first{beside}", flush=True)
+    speed = f"{found.rows / 1e6:7.3f} M rows/s  {found.rows * width / 1e9:6.2f} GB/s"
+    cost = f"{found.cpu / width * 1e9:5.2f} CPU s/GB"
+    beside = "" if ours is None else f"; spile's slower one {ours / found.rows:.1f} × this"
+    print(f"  {name:44} {speed}  {cost}  {found.rows / disk.rows:6.2f} × the first{beside}", flush=True)
 
 
 def local(rows: int, peers: str | None) -> None:
@@ -157,21 +166,21 @@ def local(rows: int, peers: str | None) -> None:
             ("spile, two levels (a quarter in memory)", home / "root", lambda: shuffled(home / "root", size // 4)),
             ("the same, pieces of 16 KiB", home / "root", lambda: shuffled(home / "root", size // 4, 1 << 14)),
         ]
-        disk = 0.0
+        disk: Rate | None = None
         plain = ("the disk, from end to end", home / "root", lambda: sequential(home / "root"))
         for state in ("cold", "warm"):
             print(f"page cache {state}:")
-            rates: dict[str, float] = {}
+            rates: dict[str, Rate] = {}
             for label, folder, read in [plain, *ours, *others]:
                 turns = []
                 for _ in range(3):
                     if state == "cold":
                         forget(folder)
                     turns.append(rate(read))
-                rates[label] = max(turns)
+                rates[label] = Rate(max(each.rows for each in turns), min(each.cpu for each in turns))
                 disk = disk or rates[label]  # cold: warm it is the memory's rate, and no disk's
                 peer = label in [name for name, _, _ in others]
-                show(label, rates[label], disk, min(rates[name] for name, _, _ in ours) if peer else None)
+                show(label, rates[label], disk, min(rates[name].rows for name, _, _ in ours) if peer else None)
         if peers is not None:
             _saelens(home, rows, peers)
 
@@ -210,7 +219,7 @@ def _saelens(home: Path, rows: int, peers: str) -> None:
         print(f"  SAELens: {done.stderr.strip().splitlines()[-1]}")
         return
     found = float(done.stdout.split()[-1])
-    ours = rate(lambda: shuffled(home / "root", rows * D))
+    ours = rate(lambda: shuffled(home / "root", rows * D)).rows
     print(f"  SAELens' cached activations, mixing buffer: {found / 1e6:.3f} M rows/s; spile {ours / found:.1f} ×")
 
 
