@@ -158,7 +158,9 @@ def test_prepare_only_and_bad_input(world: World) -> None:
         code, text = world.spile("deploy", "--model", "embedded", *words)
         assert code in (1, 2), text
         assert line in text
-        assert [each for each in text.splitlines() if not each.startswith(("as before", "gs://b: "))][1:] == [], text
+        assert [each for each in text.splitlines() if not each.startswith(("as before", "gs://b: ", "fake-project: "))][
+            1:
+        ] == [], text
     code, text = world.spile("deploy", "--gcs-bucket", "b", "--zones", A, "--skip-dataset")
     assert code == 1, text
     assert "there is no such machine of this fleet; make it with --create-tpus" in text

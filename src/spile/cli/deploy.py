@@ -245,8 +245,7 @@ def _check(client: CloudTpu, fleet: FleetSpec, asked: _Asked) -> None:
     asked.steps.variables()
     for url in asked.steps.notify or ():
         check_url(url)
-    spec = replace(flags, output="gs://b/x", output_dir=None, gcs_bucket=None, upload_to_gcs=None, dataset=None)
-    check_model(replace(spec, dataset_dir="gs://b/datasets").spec())
+    check_model(replace(flags.stored_in("gs://b/x"), dataset=None, dataset_dir="gs://b/datasets").spec())
     for zone in () if asked.steps.skip_launch else fleet.zones:
         check_place(client, zone, fleet.machine.accelerator_type)
 
@@ -277,7 +276,7 @@ def _streams(
         if flags.dataset is None:
             say(f"no dataset was named: {GUIDES_DATASET}, as in the guides")
         dataset = flags.dataset or GUIDES_DATASET
-        data = flags.spec().data
+        data = flags.stored_in(bucket).spec().data
         with split_streams(dataset, below, len(fleet.workers), data=data, log=say, begun=there) as made:
             yield made
 

@@ -3,8 +3,8 @@
 # No deferred annotations: they are the flags, which ``spile infer`` inherits.
 
 import os
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Self
 
 from cyclopts import Group, Parameter
 
@@ -211,6 +211,10 @@ class ExtractFlags:
             overwrite=self.overwrite,
             checkpoint_dir=self.checkpoint_dir,
         )
+
+    def stored_in(self, root: str) -> Self:
+        """The same run with its rows in ``root``, wherever these flags say they go."""
+        return replace(self, output=root, output_dir=None, gcs_bucket=None, upload_to_gcs=None)
 
     def _stream(self) -> int:
         """The stream's number: as given, else as the dataset's own name says."""

@@ -71,7 +71,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[ExtractFlags]:
         (["extract", "--batch-size", "-3"], "spile: --batch-size: expected from 1 to 1,048,576, found -3"),
         (
             ["extract", "--prompt", "poem"],
-            "spile: --prompt: expected auto, arc, chat or text, found poem; see spile extract --help",
+            "spile: --prompt: expected auto, arc, chat, text or tokens, found poem; see spile extract --help",
         ),
         (["extract", "--mesh-shape", "big"], "spile: --mesh-shape"),
         (["extract", "--layers", "a-b"], "spile: --layers"),

@@ -186,7 +186,9 @@ def test_removal_beside_two_lives_leaves_no_mix(root: Path, what: str) -> None:
         for life in lives:
             life.join()
         report = verify(folder, repair=True)
-        wrong = [problem for problem in report.all_problems if problem.kind != "missing"]
+        # A commit may slip in between a stream's end and the look at what it left: said, and the next life's to mend.
+        told = ("stream.json is gone",) if what == "overwrite" else ()
+        wrong = [p for p in report.all_problems if p.kind != "missing" and p.text not in told]
         assert not wrong, (wrong, ended)
         _live(root, ended)
     assert ended[-1] == "done"

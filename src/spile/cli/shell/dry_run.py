@@ -64,8 +64,8 @@ def _estimate(streams: StreamsPlan, flags: ExtractFlags, fleet: FleetSpec) -> Es
     from spile.runtime.measure.forecast import plan as forecast
 
     one = replace(
-        flags, dataset=None, dataset_dir=str(streams.local or streams.url), output="gs://b/x", output_dir=None,
-        gcs_bucket=None, upload_to_gcs=None, worker_id=0, checkpointing=True, overwrite=False,
+        flags.stored_in("gs://b/x"), dataset=None, dataset_dir=str(streams.local or streams.url), worker_id=0,
+        checkpointing=True, overwrite=False,
     )  # fmt: skip
     found = forecast(one.spec(), _COUNTED)
     whole = replace(found, lengths=replace(found.lengths, samples=found.lengths.samples * len(fleet.workers)))
