@@ -74,7 +74,7 @@ def test_machines_without_the_script_get_it_over_ssh(tmp_path: Path, fake: FakeC
         assert "--no-such-flag" in report.error
     finally:
         hosts.close()
-        _end_what_runs_below(machine)
+        _end_what_runs_below(tmp_path)
 
 
 def _end_what_runs_below(folder: Path) -> None:
