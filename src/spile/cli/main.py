@@ -87,29 +87,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     end = words.index("--") if "--" in words else len(words)  # what follows is another program's
     debug = "--debug" in words[:end]
     words = [word for word in words[:end] if word != "--debug"] + words[end:]
-    code = _run(words, debug)
-    if argv is None:
-        _leave(code)
-    sys.exit(code)
-
-
-def _leave(code: int) -> None:
-    """End at once where a model was run in this process alone.
-
-    The interpreter's own end would give devices, weights and gigabytes of pinned memory back piece by piece, two
-    seconds on a GPU, after everything is committed and said. A pod's processes take leave of each other, and Ray's of
-    their cluster, so those end the long way.
-    """
-    jax = sys.modules.get("jax")
-    watched = sys.gettrace() or sys.getprofile()  # whoever measures this process writes its figures at the end
-    if jax is None or watched or "ray" in sys.modules or jax.distributed.is_initialized():
-        return
-    try:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-    except OSError:  # a reader that has gone, a full disk: the interpreter has its own way with those
-        return
-    os._exit(code)
+    sys.exit(_run(words, debug))
 
 
 def _run(words: list[str], debug: bool) -> int:
