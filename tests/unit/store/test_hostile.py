@@ -191,4 +191,4 @@ def test_removal_beside_two_lives_leaves_no_mix(root: Path, what: str) -> None:
         wrong = [p for p in report.all_problems if p.kind != "missing" and p.text not in told]
         assert not wrong, (wrong, ended)
         _live(root, ended)
-    assert ended[-1] == "done"
+        assert ended[-1] == "done", ended
