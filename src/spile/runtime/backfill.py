@@ -99,7 +99,8 @@ class _Plan:
 
     @property
     def sizes(self) -> Sizes:
-        return choose_sizes(self.extraction, row_bytes(self.rows))
+        config = None if self.backend == "torch" else self.files.config
+        return choose_sizes(self.extraction, row_bytes(self.rows), config)
 
     def producer(self, progress: Progress) -> Any:
         """The model on its devices."""

@@ -31,13 +31,9 @@ from spile.spec.identity import RunIdentity, StreamIdentity
 from spile.spec.run import ExtractSpec
 from spile.spec.sample import Sample
 from spile.spec.taps import Tap, TapRows, select_taps
-from spile.spec.tensors import flops_per_token
 from spile.store.run import join_run, read_run
 
 __all__ = ["Parts", "bytes_per_token", "find", "sizes_for"]
-
-_WORTH_A_PROGRAM = 4e11
-"""FLOPs of a batch that a CPU takes some seconds for: the padding of a last one costs more than to compile for it."""
 
 _LOOKED_AT = 256
 """Samples whose tokens are looked at before anything is written, where the tokenizer has more than the model."""
@@ -166,8 +162,4 @@ def bytes_per_token(parts: Parts) -> int:
 
 def sizes_for(parts: Parts) -> Sizes:
     """How much of it at once."""
-    sizes = choose_sizes(parts.spec, bytes_per_token(parts))
-    if parts.spec.backend == "torch":  # which compiles nothing
-        return sizes
-    work = flops_per_token(parts.files.config, sizes.longest) * sizes.batch_tokens
-    return replace(sizes, short_tail=sizes.short_tail and work >= _WORTH_A_PROGRAM)
+    return choose_sizes(parts.spec, bytes_per_token(parts), parts.files.config)

@@ -10,7 +10,9 @@ import jax
 from spile.objects.opening import is_remote
 from spile.runtime.flow import AHEAD
 from spile.runtime.worker import Sizes
+from spile.spec.architecture import ModelConfig
 from spile.spec.run import ExtractSpec
+from spile.spec.tensors import flops_per_token
 
 __all__ = ["IN_HAND", "choose_sizes", "host_memory", "in_flight"]
 
@@ -20,6 +22,8 @@ _ROWS = {"cpu": (4096, True), "gpu": (1024, False), "tpu": (1024, False)}
 """How short a row may be, and whether a last batch has a shape of its own. A program costs an accelerator's compiler
 seconds, more than it takes to compute the padding of one batch, and its attention costs a row's whole length; a CPU's
 does not, and a longer row fills better."""
+_PROGRAM_FLOPS = 4e11
+"""What a CPU takes some seconds for: the padding of a last batch costs more than to compile a program for it."""
 _MOST_LANES = 8
 IN_HAND = 2
 """Batches whose memory is not free yet when their place in flight is: one more than fits would double the pool."""
@@ -28,7 +32,7 @@ _MEMORY_SHARE = 4
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
-def choose_sizes(spec: ExtractSpec, bytes_per_token: int) -> Sizes:
+def choose_sizes(spec: ExtractSpec, bytes_per_token: int, config: ModelConfig | None = None) -> Sizes:
     """What this machine does best with a spec, where the spec does not say."""
     lanes = _lanes(spec.output)
     tokens = _batch_tokens(spec, bytes_per_token)
@@ -41,8 +45,14 @@ def choose_sizes(spec: ExtractSpec, bytes_per_token: int) -> Sizes:
         finishers=_finishers(spec.output),
         in_flight=in_flight(lanes, tokens * bytes_per_token * jax.local_device_count(), host_memory()),
         shortest_row=_ROWS[jax.default_backend()][0],
-        short_tail=_ROWS[jax.default_backend()][1],
+        short_tail=_ROWS[jax.default_backend()][1] and _worth_a_program(spec, tokens, config),
     )
+
+
+def _worth_a_program(spec: ExtractSpec, batch_tokens: int, config: ModelConfig | None) -> bool:
+    if config is None or spec.backend == "torch":  # which compiles nothing
+        return True
+    return flops_per_token(config, spec.data.max_seq_length) * batch_tokens >= _PROGRAM_FLOPS
 
 
 def _batch_tokens(spec: ExtractSpec, bytes_per_token: int) -> int:
