@@ -1,10 +1,11 @@
 """What an engine costs against the same workers started by hand, and what trouble costs it.
 
 ``python -m bench.engines``: the same streams of the embedded model, the same number of workers, on one machine: by hand
-(a loop for each worker) and with ``--engine local``. Their turns alternate. ``--ray``: with ``--engine ray`` too, on a
-cluster that it starts here, a head and a node for each worker in network namespaces (root, and Ray installed);
-``--ray-address HOST:PORT``: on one that is there. ``--trouble``: then the same run once more on that cluster while one
-node is killed, another's cable is cut and a third joins, against the run that met nothing.
+(a loop for each worker, a process per stream) and with ``--engine local``. Each starts with no program compiled, and
+their turns alternate; figures are medians. ``--ray``: with ``--engine ray`` too, on a cluster that is started here, a
+head and a node for each worker in network namespaces (root, and Ray installed); ``--ray-address HOST:PORT``: on one
+that is there. ``--trouble``: then the same run once more on that cluster while one node is killed, another's cable is
+cut and a third joins, against the run that met nothing. ``--only hand,ray``: fewer contenders.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ import argparse
 import contextlib
 import importlib
 import os
+import shutil
+import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -23,6 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.meter import ProcessorMeter
 from spile.data.make.split import make_streams
 from spile.objects import open_folder
 from spile.objects.fake.gcs import FakeGcs
@@ -31,6 +36,23 @@ from spile.store.verification import verify
 
 SPILE = [sys.executable, "-m", "spile.cli.main", "extract", "--model", "embedded", "--shard-size-gb", "0.01"]
 BUCKET = "gs://bench"
+KINDS = {"hand": "by hand", "local": "--engine local", "ray": "--engine ray"}
+PROGRAMS = {
+    "--worker-id": "workers",
+    "--engine": "the command",
+    "bench.engines": "bucket and bench",
+    "ray::": "Ray's task processes",
+    "default_worker.py": "Ray's task processes",
+    "raylet/raylet": "raylet",
+    "gcs_server": "gcs_server",
+    "dashboard/agent.py": "dashboard agent",
+    "runtime_env/agent": "runtime env agent",
+    "log_monitor.py": "log monitor",
+    "monitor.py": "autoscaler monitor",
+    "ray start": "ray start",
+    "ray.scripts": "ray start",
+}
+"""What a command line holds, and whose time it is; the first that fits."""
 
 
 @dataclass
@@ -44,6 +66,7 @@ class Place:
     cluster: Any = None
     variants: int = 8
     made: list[str] = field(default_factory=list)
+    running: set[subprocess.Popen[str]] = field(default_factory=set)
 
     def flags(self, name: str) -> list[str]:
         """Of a run into a folder of its own."""
@@ -51,9 +74,21 @@ class Place:
         return ["--dataset-dir", self.streams, "--output", self.made[-1], "--predictions-per-task", str(self.variants)]
 
     def extract(self, *words: str) -> None:
-        done = subprocess.run([*SPILE, *words], env=dict(self.environment), capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(f"failed: {' '.join(words)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+        process = subprocess.Popen(
+            [*SPILE, *words], env=dict(self.environment), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        self.running.add(process)
+        said, _ = process.communicate()
+        self.running.discard(process)
+        if process.returncode:
+            raise SystemExit(f"failed: {' '.join(words)}\n{said[-2000:]}")
+
+    def end(self) -> None:
+        """Of what still runs; an engine's workers end with it."""
+        for process in list(self.running):
+            process.terminate()
+        for process in list(self.running):
+            process.wait()
 
 
 def by_hand(place: Place, flags: list[str], streams: int, workers: int) -> None:
@@ -63,7 +98,7 @@ def by_hand(place: Place, flags: list[str], streams: int, workers: int) -> None:
         for stream in range(first, streams, workers):
             place.extract(*flags, "--worker-id", str(stream))
 
-    threads = [threading.Thread(target=work, args=(first,)) for first in range(workers)]
+    threads = [threading.Thread(target=work, args=(first,), daemon=True) for first in range(workers)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -77,7 +112,7 @@ def on_ray(place: Place, flags: list[str], workers: int) -> None:
 def in_trouble(place: Place, flags: list[str], streams: int, workers: int) -> None:
     """One node is killed, one cut off, one joins, while the run is on."""
     root = open_folder(flags[flags.index("--output") + 1])
-    run = threading.Thread(target=on_ray, args=(place, flags, workers))
+    run = threading.Thread(target=on_ray, args=(place, flags, workers), daemon=True)
     run.start()
 
     def begun(count: int) -> None:
@@ -131,6 +166,50 @@ def prove(place: Place) -> None:
             raise SystemExit(f"{root}: {report.all_problems[0].line()}")
 
 
+def program(words: str) -> str | None:
+    """Whose time a process's is."""
+    return next((name for part, name in PROGRAMS.items() if part in words), None)
+
+
+def timed(place: Place, kind: str, turn: int, streams: int, workers: int) -> float:
+    """One contender's turn, from nothing compiled."""
+    flags = place.flags(f"{kind}-{turn}")
+    shutil.rmtree(Path(os.environ["XDG_CACHE_HOME"]), ignore_errors=True)
+    began = time.perf_counter()
+    with ProcessorMeter(program) as meter:
+        if kind == "hand":
+            by_hand(place, flags, streams, workers)
+        elif kind == "local":
+            place.extract(*flags, "--engine", "local", "--num-workers", str(workers))
+        elif kind == "ray":
+            on_ray(place, flags, workers)
+        else:
+            in_trouble(place, flags, streams, workers)
+    seconds = time.perf_counter() - began
+    used = ", ".join(f"{name} {spent:.1f}" for name, spent in meter.seconds.items() if spent >= 0.5)
+    print(f"{kind:8} {seconds:6.1f} s; processor {sum(meter.seconds.values()):.0f} s: {used}", flush=True)
+    return seconds
+
+
+def compare(place: Place, kinds: list[str], options: argparse.Namespace) -> None:
+    """Turns of all contenders, and what they come to."""
+    place.variants = options.variants
+    times: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for turn in range(options.turns):
+        for kind in kinds:
+            times[kind].append(timed(place, kind, turn, options.streams, options.workers))
+    base = kinds[0]
+    for kind in kinds:
+        middle = statistics.median(times[kind])
+        ratio = statistics.median(a / b for a, b in zip(times[kind], times[base], strict=True))
+        print(f"{KINDS[kind]:16} {middle:6.1f} s  {ratio:.2f} of {KINDS[base]}", flush=True)
+    if options.trouble and place.cluster is not None:
+        seconds = timed(place, "trouble", 0, options.streams, options.workers)
+        ratio = seconds / statistics.median(times["ray"])
+        print(f"{'in trouble':16} {seconds:6.1f} s  {ratio:.2f} of without", flush=True)
+    prove(place)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--streams", type=int, default=8)
@@ -140,36 +219,19 @@ def main() -> None:
     parser.add_argument("--ray", action="store_true", help="on a cluster that is started here")
     parser.add_argument("--ray-address", default=os.environ.get("RAY_ADDRESS"))
     parser.add_argument("--trouble", action="store_true", help="with --ray: a node dies, a link is cut, a node joins")
+    parser.add_argument("--only", help=f"of {', '.join(KINDS)}; the first is what the others are compared with")
     options = parser.parse_args()
-    streams, workers, ray = options.streams, options.workers, options.ray or options.ray_address
-    kinds = ["by hand", "--engine local", *(["--engine ray"] if ray else [])]
-    best = dict.fromkeys(kinds, float("inf"))
+    ray = options.ray or options.ray_address
+    kinds = options.only.split(",") if options.only else [kind for kind in KINDS if ray or kind != "ray"]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a timeout's: the cluster is taken down all the same
     with tempfile.TemporaryDirectory() as folder:
-        make_streams("embedded", Path(folder) / "streams", streams)
-        with ray_cluster(folder, workers, options.ray_address) if ray else here(folder) as place:
-            place.variants = options.variants
-            for turn in range(options.turns):
-                for kind in kinds:
-                    flags = place.flags(f"{kind.replace(' ', '-')}-{turn}")
-                    began = time.perf_counter()
-                    if kind == "by hand":
-                        by_hand(place, flags, streams, workers)
-                    elif kind == "--engine local":
-                        place.extract(*flags, "--engine", "local", "--num-workers", str(workers))
-                    else:
-                        on_ray(place, flags, workers)
-                    best[kind] = min(best[kind], time.perf_counter() - began)
-            for kind, seconds in best.items():
-                print(f"{kind:16} {seconds:6.1f} s  {seconds / best['by hand']:.2f} of by hand", flush=True)
-            if options.trouble and place.cluster is not None:
-                flags = place.flags("trouble")
-                began = time.perf_counter()
-                in_trouble(place, flags, streams, workers)
-                seconds = time.perf_counter() - began
-                print(
-                    f"{'in trouble':16} {seconds:6.1f} s  {seconds / best['--engine ray']:.2f} of without", flush=True
-                )
-            prove(place)
+        os.environ["XDG_CACHE_HOME"] = f"{folder}/cache"
+        make_streams("embedded", Path(folder) / "streams", options.streams)
+        with ray_cluster(folder, options.workers, options.ray_address) if ray else here(folder) as place:
+            try:
+                compare(place, kinds, options)
+            finally:
+                place.end()
     print(f"every sample of {len(place.made)} runs is there once", flush=True)
 
 

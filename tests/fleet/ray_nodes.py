@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +14,7 @@ import tempfile
 from pathlib import Path
 
 from fleet.ssh.loopback import below, end, wait_until
+from spile.runtime.engines import child
 
 WHY_NOT = "Ray is not installed (pip install 'spile[ray]')"
 RAY = importlib.util.find_spec("ray") is not None
@@ -26,6 +29,8 @@ SETTINGS = {
     "RAY_health_check_failure_threshold": "3",
 }
 PORT = 6379
+_IP = shutil.which("ip") or "ip"
+_CHILD = str(Path(child.__file__))
 _SMALL = ["--object-store-memory=80000000", "--min-worker-port=0", "--max-worker-port=0"]
 
 
@@ -37,7 +42,8 @@ class RayNodes:
     """A head without CPUs in a namespace of its own, and nodes beside it on one bridge."""
 
     def __init__(self, env: dict[str, str] | None = None) -> None:
-        self.name = f"ry{secrets.token_hex(2)}"
+        _sweep()
+        self.name = f"ry{os.getpid():x}{secrets.token_hex(1)}"  # with a cable's number at most 13 letters, of 15
         self.folder = tempfile.mkdtemp(prefix="ry-", dir="/tmp")  # sockets' paths must be short
         self.net = f"10.{secrets.randbelow(100) + 100}.{secrets.randbelow(250)}"
         self.gateway = f"{self.net}.1"
@@ -59,12 +65,12 @@ class RayNodes:
             words += ["--num-cpus=0", "--include-dashboard=false"]
         else:
             self._plug(number)
-            words = ["ip", "netns", "exec", f"{self.name}-{number}", *words]
+            words = [_IP, "netns", "exec", f"{self.name}-{number}", *words]
             words += [f"--address={self.address}", f"--node-ip-address={self.net}.{number + 1}"]
             words += [f"--num-cpus={cpus}", f"--node-name=node{number}"]
         log = (Path(self.folder) / f"node{number}.log").open("wb")
         self.nodes[number] = subprocess.Popen(
-            words,
+            [sys.executable, _CHILD, str(os.getpid()), "", *words],  # told to end if this process is killed
             env={**self.env, **(env or {})},
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -120,6 +126,18 @@ class RayNodes:
             subprocess.run(["ip", "netns", "del", f"{self.name}-{number}"], capture_output=True, check=False)
             subprocess.run(["ip", "link", "del", f"{self.name}v{number}"], capture_output=True, check=False)
         subprocess.run(["ip", "link", "del", self.name], capture_output=True, check=False)
+
+
+def _sweep() -> None:
+    """Take away the networks of clusters whose maker was killed: nobody else can."""
+    for kind in (["netns", "list"], ["-brief", "link", "show", "type", "bridge"]):
+        listed = subprocess.run([_IP, *kind], capture_output=True, text=True, check=False).stdout
+        for line in listed.splitlines():
+            made = re.match(r"(ry([0-9a-f]+)[0-9a-f]{2})(-\d+)?\b", line)
+            if made is None or Path(f"/proc/{int(made[2], 16)}").exists():
+                continue
+            what = ["netns", "del"] if made[3] else ["link", "del"]
+            subprocess.run([_IP, *what, made[0]], capture_output=True, check=False)
 
 
 def _in_folder(folder: str) -> list[int]:

@@ -7,7 +7,8 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from spile.errors import StoreError
@@ -35,9 +36,10 @@ def preflight(folder: Folder, *, need: int = 0, environment: Mapping[str, str] =
         _try_disk(folder.local_path, folder.url, need)
         return []
     if isinstance(folder, CloudFolder):
-        machine = machine_place(environment)
-        _try_bucket(folder, machine)
-        return [*_probe_checksums(folder), *_compare_regions(folder, machine)]
+        with ThreadPoolExecutor(1) as beside:  # a machine in no cloud takes a second to know it
+            machine = beside.submit(machine_place, environment)
+            _try_bucket(folder, machine.result)
+            return [*_probe_checksums(folder), *_compare_regions(folder, machine.result())]
     return []
 
 
@@ -63,7 +65,7 @@ def _try_disk(path: Path, url: str, need: int) -> None:
         )
 
 
-def _try_bucket(folder: CloudFolder, machine: Region | None) -> None:
+def _try_bucket(folder: CloudFolder, find_machine: Callable[[], Region | None]) -> None:
     """Create an object, fail to create it again, delete it."""
     key = f".spile-probe-{secrets.token_hex(8)}"
     try:
@@ -76,7 +78,7 @@ def _try_bucket(folder: CloudFolder, machine: Region | None) -> None:
             raise
         if trouble.no_bucket:
             bucket = folder.bucket_url
-            cloud = bucket.partition(":")[0]
+            cloud, machine = bucket.partition(":")[0], find_machine()
             region = machine.region if machine and machine.cloud == cloud else _DEFAULT_REGION[cloud]
             fix = "make it: " + _MAKE[cloud].format(bucket=bucket, region=region)
             raise Unwritable(f"there is no bucket {bucket}", fix=fix) from error
