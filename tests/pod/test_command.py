@@ -12,7 +12,7 @@ import pytest
 
 from pod.launching import Ended, clean_environment, free_port, started
 from spile.cli.main import main
-from spile.cli.pod import say
+from spile.cli.shell.log import log
 
 
 def spile(*words: str, more: Mapping[str, str] | None = None, devices: int = 1) -> Ended:
@@ -32,7 +32,7 @@ def test_one_host_checks_itself() -> None:
 def test_a_terminal_without_the_signs(monkeypatch: pytest.MonkeyPatch) -> None:
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
-    say("✓ Passed 'complete' barrier")
+    log("✓ Passed 'complete' barrier")
     assert raw.getvalue() == b" Passed 'complete' barrier\n"
 
 

@@ -177,7 +177,7 @@ class _Asked:
     def settled(self, before: FleetSpec | None, console: Console) -> _Asked:
         """With what an earlier deployment said, where this one takes its streams, and the guides' model."""
 
-        def say(line: str) -> None:
+        def log(line: str) -> None:
             console.print(line, markup=False)
 
         place, machines, flags = self.place, self.machines, self.flags
@@ -187,12 +187,12 @@ class _Asked:
             if place.zones is None:
                 place = replace(place, zones=",".join(before.zones))
             if words or more:
-                say(f"as before: {' '.join([*words, *more])}")
+                log(f"as before: {' '.join([*words, *more])}")
         if flags.worker_id is not None:
             raise SpecError("--worker-id", expected="none: a fleet numbers its workers", found=str(flags.worker_id))
         if flags.output_dir is not None:
-            say(f"--output-dir {flags.output_dir} is not used: a machine's disk goes with it, the bucket is the home")
-        return replace(self, place=place, machines=machines, flags=with_model(flags, "a fleet", say))
+            log(f"--output-dir {flags.output_dir} is not used: a machine's disk goes with it, the bucket is the home")
+        return replace(self, place=place, machines=machines, flags=with_model(flags, "a fleet", log))
 
     def fleet(self, client: CloudTpu, home: FleetHome, before: FleetSpec | None) -> FleetSpec:
         from spile.fleet.manage import named_workers
@@ -257,7 +257,7 @@ def _streams(
     """The streams that the workers will read: those that are there, a folder's, or a dataset split now."""
     from spile.fleet.streams import existing_streams, local_streams, split_streams
 
-    def say(line: str) -> None:
+    def log(line: str) -> None:
         console.print(line, markup=False)
 
     flags, below, there = asked.flags, f"{bucket}/datasets", before.streams if before is not None else None
@@ -265,7 +265,7 @@ def _streams(
         raise SpecError("two datasets", expected="--dataset or --dataset-dir", found="both")
     folder = flags.dataset_dir
     if folder is None and flags.dataset is None and not asked.steps.skip_dataset and Path(GUIDES_STREAMS).is_dir():
-        say(f"no dataset was named: {GUIDES_STREAMS}, as in the guides")
+        log(f"no dataset was named: {GUIDES_STREAMS}, as in the guides")
         folder = GUIDES_STREAMS
     if folder is not None and not is_remote(folder) and not asked.steps.skip_dataset:
         yield local_streams(Path(folder), below)
@@ -274,10 +274,10 @@ def _streams(
         yield existing_streams(remote or there or below)
     else:
         if flags.dataset is None:
-            say(f"no dataset was named: {GUIDES_DATASET}, as in the guides")
+            log(f"no dataset was named: {GUIDES_DATASET}, as in the guides")
         dataset = flags.dataset or GUIDES_DATASET
         data = flags.stored_in(bucket).spec().data
-        with split_streams(dataset, below, len(fleet.workers), data=data, log=say, begun=there) as made:
+        with split_streams(dataset, below, len(fleet.workers), data=data, log=log, begun=there) as made:
             yield made
 
 

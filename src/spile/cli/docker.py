@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Group, Parameter
 
-from spile.cli.pod import say
 from spile.cli.run import Output, RunFlags
 from spile.cli.shell.cluster_flags import pairs
 from spile.cli.shell.host_flags import HostFlags
+from spile.cli.shell.log import log
 from spile.errors import Failure, SpecError, SpileError, UserError
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def build(
 
     hosts, target = where.find(), "~/spile-image"
     copied = copy_to(hosts, load(context.absolute(), int(1e9)), target, where.access())
-    say(f"copied {copied.files} files to {target} on {copied.hosts} hosts")
+    log(f"copied {copied.files} files to {target} on {copied.hosts} hosts")
     line = shlex.join(build_words(flags.runtime, flags.target or "cpu", flags.image_name(), "."))
     return _everywhere(hosts, line, where, RunFlags(), folder=target)
 
@@ -250,8 +250,8 @@ def _sweep(hosts: Sequence[Host], script: str, where: HostFlags) -> int:
     bad = 0
     for each in launch(hosts, lambda _: script, access=where.access()):
         for line in each.output.splitlines():
-            say(f"{each.host.label}: {line}")
+            log(f"{each.host.label}: {line}")
         if each.error is not None:
             bad += 1
-            say(f"{each.host.label}: {Failure('not asked to stop', found=str(each.error))}")
+            log(f"{each.host.label}: {Failure('not asked to stop', found=str(each.error))}")
     return bad

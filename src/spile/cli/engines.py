@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spile.cli.deploy import extract_words
-from spile.cli.pod import say
 from spile.cli.shell.defaults import with_model
+from spile.cli.shell.log import log
 from spile.errors import DataError, SpecError
 from spile.spec.run import EMBEDDED
 
@@ -44,7 +44,7 @@ def extract_on_engine(flags: ExtractFlags, engine: EngineFlags) -> int:
     engine.check()
     if flags.worker_id is not None:
         raise SpecError("--worker-id with an engine", expected="all streams", fix="leave it out, or --engine")
-    flags = with_model(flags, f"--engine {engine.name}", say)
+    flags = with_model(flags, f"--engine {engine.name}", log)
     if flags.dataset is None and flags.dataset_dir is None and flags.model != EMBEDDED:
         raise SpecError(f"no dataset, with --engine {engine.name}", expected="--dataset FILE or --dataset-dir DIR")
     spec = flags.spec()
@@ -122,7 +122,7 @@ def _split(flags: ExtractFlags, spec: ExtractSpec, workers: int, asked: int | No
         known = StreamsManifest.from_json(open_folder(place).get(MANIFEST), f"{place}/{MANIFEST}")
     except NotFound:
         count = asked or _STREAMS_PER_WORKER * workers
-        prepare_streams(dataset, place, count, data=spec.data, log=say)
+        prepare_streams(dataset, place, count, data=spec.data, log=log)
         return place
     source = str(known.source.get("dataset"))
     if dataset != EMBEDDED and source != dataset:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Self
 
 from cyclopts import Group, Parameter
 
-from spile.cli.pod import PodFlags, say
+from spile.cli.pod import PodFlags
 from spile.cli.shell.backfill_flags import BackfillFlags
 from spile.cli.shell.defaults import GUIDES_MODEL, GUIDES_STREAMS, STREAM_FILE, settled
 from spile.cli.shell.engine_flags import EngineFlags
+from spile.cli.shell.log import log
 from spile.errors import SpecError
 from spile.objects.opening import is_remote
 from spile.spec.machines import parse_mesh_shape
@@ -274,7 +275,7 @@ def extract(
     if engine is not None and engine.asked:
         from spile.cli.engines import extract_on_engine
 
-        return extract_on_engine(settled(flags, os.environ, say, every_stream=True), engine)
+        return extract_on_engine(settled(flags, os.environ, log, every_stream=True), engine)
     return visited(run, flags, pod, verbose)
 
 
@@ -292,27 +293,27 @@ def visited(
 
     flags.spec()  # a mistake is told before anybody looks for a pod, or waits for its other hosts
     identity = pod.identity()
-    spec = settled(flags, os.environ, say, pod=identity.count > 1).spec()
-    with pod.joined(say, identity) as hosts, watched(verbose) as watch:
+    spec = settled(flags, os.environ, log, pod=identity.count > 1).spec()
+    with pod.joined(log, identity) as hosts, watched(verbose) as watch:
         if verbose:
             watch.progress.phase(Phase.LOOKING, "at the devices")
-            log_devices(hosts, say)
+            log_devices(hosts, log)
         summary = run(spec, progress=watch.progress, stop=watch.stop, hosts=hosts)
         if hosts.first:
             if verbose:
                 for span in watch.progress.timeline.spans():
-                    say(str(span))
+                    log(str(span))
             watch.finish(summary, spec.data.max_samples)
-            _say_lacking(spec, summary.stream)
+            _log_lacking(spec, summary.stream)
             after(spec, summary)
         else:
-            say(f"{hosts.name}: done; worker 0 has the summary")
+            log(f"{hosts.name}: done; worker 0 has the summary")
     if summary.interrupted:
         end_soon(summary.exit_code)  # no end waits for programs still being compiled, which nobody will run
     return summary.exit_code
 
 
-def _say_lacking(spec: ExtractSpec, home: str) -> None:
+def _log_lacking(spec: ExtractSpec, home: str) -> None:
     """A copy that began later than its dataset is said to be no whole one."""
     if spec.local_copy is None or spec.delete_local_after_upload:
         return
@@ -320,4 +321,4 @@ def _say_lacking(spec: ExtractSpec, home: str) -> None:
     from spile.store.copies import lacking
 
     if found := lacking(open_folder(spec.local_copy), spec.data.worker_id):
-        say(found.line(home))
+        log(found.line(home))

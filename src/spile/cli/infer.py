@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Group, Parameter
 
 from spile.cli.extract import HOW, PROMPTS, WHAT, WHERE, ExtractFlags, flag, visited
-from spile.cli.pod import PodFlags, say
+from spile.cli.pod import PodFlags
+from spile.cli.shell.log import log
 from spile.errors import SpecError
 from spile.spec.run import Capture, ExtractSpec, GenerationSpec, LongPolicy
 
@@ -93,11 +94,11 @@ def infer(
     """
     from spile.runtime.infer import infer as run
 
-    return visited(run, flags or InferFlags(), pod or PodFlags(), verbose, _say_answers)
+    return visited(run, flags or InferFlags(), pod or PodFlags(), verbose, _log_answers)
 
 
-def _say_answers(spec: ExtractSpec, summary: Summary) -> None:
+def _log_answers(spec: ExtractSpec, summary: Summary) -> None:
     """Where the answers are, once there are all of them."""
     if summary.complete and not summary.interrupted:
-        say(f"{'answers':<11}  {spec.answers_dir or summary.stream}/predictions.jsonl")
-        say(f"{'score':<11}  spile score {summary.root}")
+        log(f"{'answers':<11}  {spec.answers_dir or summary.stream}/predictions.jsonl")
+        log(f"{'score':<11}  spile score {summary.root}")

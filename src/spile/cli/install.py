@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from spile.cli.pod import say
 from spile.cli.shell.host_flags import HostFlags
+from spile.cli.shell.log import log
 from spile.errors import Failure
 
 if TYPE_CHECKING:
@@ -42,4 +42,4 @@ def put_on(hosts: Sequence[Host], where: HostFlags, *, force: bool = False) -> N
         raise Failure(
             f"not installed on {len(bad)} of {len(hosts)} hosts", found=told, fix="the log: ~/.spile/startup.log"
         )
-    say(f"{name} is on {len(hosts)} hosts, as spile on PATH")
+    log(f"{name} is on {len(hosts)} hosts, as spile on PATH")

@@ -1,20 +1,21 @@
-"""``spile pod check``: the quick test of a slice, and the flags that make a command a pod's."""
+"""``spile pod check``: a test of a slice, and the flags that make a command a pod's."""
 
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Group, Parameter
 
+from spile.cli.shell.log import log
+
 if TYPE_CHECKING:
     from spile.runtime.pod.group import WorkerGroup
     from spile.runtime.pod.identity import Identity
 
-__all__ = ["PodFlags", "check", "say"]
+__all__ = ["PodFlags", "check"]
 
 _PODS = Group("Pods (found out by itself where every host runs the same command)", sort_key=5)
 
@@ -48,20 +49,20 @@ class PodFlags:
         )
 
     @contextlib.contextmanager
-    def joined(self, say: Callable[[str], None], identity: Identity | None = None) -> Iterator[WorkerGroup]:
+    def joined(self, log: Callable[[str], None], identity: Identity | None = None) -> Iterator[WorkerGroup]:
         """Alone, or with the others, for as long as this lasts."""
         from spile.runtime.pod.group import PodProcess, joined_group
         from spile.runtime.pod.pod import PodTimes
         from spile.runtime.signals import interrupting, last_words
 
         times = PodTimes.of(self.barrier_timeout, self.heartbeat_timeout)
-        with interrupting(), joined_group(identity or self.identity(), times, say) as hosts:
+        with interrupting(), joined_group(identity or self.identity(), times, log) as hosts:
 
-            def say_why() -> None:
+            def tell_why() -> None:
                 if isinstance(hosts, PodProcess):
                     hosts.pod.tell_end(KeyboardInterrupt())
 
-            with last_words(say_why):
+            with last_words(tell_why):
                 yield hosts
 
 
@@ -72,12 +73,6 @@ def check(*, flags: PodFlags | None = None) -> int:
     """
     from spile.runtime.pod.check import check_pod
 
-    with (flags or PodFlags()).joined(say) as hosts:
-        check_pod(hosts, say)
+    with (flags or PodFlags()).joined(log) as hosts:
+        check_pod(hosts, log)
     return 0
-
-
-def say(line: str) -> None:
-    """A line to the log at once, without the signs that its encoding lacks."""
-    encoding = sys.stdout.encoding or "ascii"
-    print(line.encode(encoding, "ignore").decode(encoding), flush=True)

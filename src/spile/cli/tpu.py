@@ -79,7 +79,7 @@ def create(
         lambda _: slice_secret(),
         adopt_names=adopt or (),
         wait=wait,
-        say=lambda result: print_result(console, result),
+        report=lambda result: print_result(console, result),
     )
     if machines.queued and wait:
         for result in [each for each in results if not each.bad]:

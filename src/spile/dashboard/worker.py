@@ -53,10 +53,10 @@ def watched(verbose: bool = False, console: Console | None = None) -> Iterator[W
     console = console or Lasting(highlight=False)
     stop = threading.Event()
 
-    def say(text: str) -> None:
+    def log(text: str) -> None:
         console.print(Text.assemble(("· ", "dim"), text), soft_wrap=True)
 
-    progress = Progress(log=say, log_detail=say if verbose else lambda _line: None, timeline=Timeline.of_process())
+    progress = Progress(log=log, log_detail=log if verbose else lambda _line: None, timeline=Timeline.of_process())
     with ExitStack() as stack:
         stack.enter_context(handling_signals(stop, progress))
         if console.is_terminal:

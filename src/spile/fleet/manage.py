@@ -31,7 +31,7 @@ __all__ = [
     "recreate", "settle",
 ]  # fmt: skip
 
-Say = Callable[["NodeResult"], None]
+ReportResult = Callable[["NodeResult"], None]
 
 EVERY = 2.0
 """Seconds between two looks at an operation."""
@@ -69,7 +69,7 @@ def list_waiting(provider: Provider, zones: Sequence[str], nodes: Sequence[Node]
 
 
 def by_zone(
-    zones: Iterable[str], work: Callable[[str], list[NodeResult]], say: Say = lambda _: None
+    zones: Iterable[str], work: Callable[[str], list[NodeResult]], report: ReportResult = lambda _: None
 ) -> list[NodeResult]:
     """Each zone in a thread of its own; a zone that fails as a whole is a failed result, not the end of the others."""
 
@@ -78,7 +78,7 @@ def by_zone(
             return work(zone)
         except (CloudError, UserError) as error:
             failed = NodeResult("(all)", zone, "failed", error.line())
-            say(failed)
+            report(failed)
             return [failed]
 
     chosen = list(dict.fromkeys(zones))
@@ -113,7 +113,7 @@ def create(
     *,
     adopt_names: Collection[str] = (),
     wait: bool = True,
-    say: Say = lambda _: None,
+    report: ReportResult = lambda _: None,
     every: float | None = None,
 ) -> list[NodeResult]:
     """Make every machine of a fleet that is not there."""
@@ -138,16 +138,16 @@ def create(
                 else:
                     waiting.append((worker, asked))
         for result in results:
-            say(result)
+            report(result)
         for worker, operation in waiting:
             result = NodeResult(worker.name, zone, "asked for")
             if wait and operation is not None:
                 result = _awaited(provider, fleet, worker, operation, every)
-            say(result)
+            report(result)
             results.append(result)
         return results
 
-    return by_zone([worker.zone for worker in fleet.workers], zone_work, say)
+    return by_zone([worker.zone for worker in fleet.workers], zone_work, report)
 
 
 def _existing(
@@ -244,7 +244,7 @@ def adopt(provider: Provider, fleet: FleetSpec, names: Collection[str]) -> list[
 
 
 def delete(
-    provider: Provider, nodes: Sequence[Node], fleet: str, *, wait: bool = True, say: Say = lambda _: None,
+    provider: Provider, nodes: Sequence[Node], fleet: str, *, wait: bool = True, report: ReportResult = lambda _: None,
     every: float | None = None,
 ) -> list[NodeResult]:  # fmt: skip
     """Delete machines of the fleet; foreign ones are refused even when asked for."""
@@ -269,7 +269,7 @@ def delete(
                 NodeResult(node.name, zone, "failed", failed.line()) if failed else NodeResult(node.name, zone, what)
             )
         for result in results:
-            say(result)
+            report(result)
         return results
 
     return by_zone([node.zone for node in nodes], zone_work)
@@ -286,7 +286,7 @@ def recreate(
     nodes: Sequence[Node],
     fleet: FleetSpec,
     *,
-    say: Say = lambda _: None,
+    report: ReportResult = lambda _: None,
     every: float | None = None,
 ) -> list[NodeResult]:
     """Delete the dead machines of a fleet and make each again as it was: its type, its labels, its startup script."""
@@ -310,7 +310,7 @@ def recreate(
                 done.append(_awaited(provider, one, worker, operation, every))
             except (CloudError, UserError) as error:
                 done.append(NodeResult(node.name, zone, "failed", error.line()))
-            say(done[-1])
+            report(done[-1])
         return done
 
     return [*results, *by_zone([result.zone for result in gone if not result.bad], zone_work)]

@@ -32,18 +32,18 @@ _WORKER = "TPU_WORKER_ID"
 def settled(
     flags: ExtractFlags,
     environment: Mapping[str, str],
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     *,
     pod: bool = False,
     every_stream: bool = False,
 ) -> ExtractFlags:
     """With number, model and data named. ``pod``: of one of a pod's hosts; ``every_stream``: of all workers."""
     if not pod and not every_stream:  # on a pod the variable is the host's number, not the stream's
-        flags = replace(flags, worker_id=worker_number(flags, environment, say))
+        flags = replace(flags, worker_id=worker_number(flags, environment, log))
     why = _meant_in_earnest(flags, environment, pod)
     if not why:
         return flags
-    flags = with_model(flags, why, say)
+    flags = with_model(flags, why, log)
     if flags.dataset is not None or flags.dataset_dir is not None:
         return flags
     if not Path(GUIDES_STREAMS).is_dir():
@@ -55,19 +55,19 @@ def settled(
         )
     if flags.worker_id is None and not pod and not every_stream:
         raise SpecError("which stream?", expected=f"--worker-id N or {_WORKER}", found=f"only {GUIDES_STREAMS}")
-    say(f"no dataset was named: {GUIDES_STREAMS}, as in the guides")
+    log(f"no dataset was named: {GUIDES_STREAMS}, as in the guides")
     return replace(flags, dataset_dir=GUIDES_STREAMS)
 
 
-def with_model(flags: ExtractFlags, why: str, say: Callable[[str], None]) -> ExtractFlags:
+def with_model(flags: ExtractFlags, why: str, log: Callable[[str], None]) -> ExtractFlags:
     """The guides' model where none is named."""
     if flags.model is not None:
         return flags
-    say(f"no model was named, with {why}: {GUIDES_MODEL}, as in the guides (--model embedded: the embedded one)")
+    log(f"no model was named, with {why}: {GUIDES_MODEL}, as in the guides (--model embedded: the embedded one)")
     return replace(flags, model=GUIDES_MODEL)
 
 
-def worker_number(flags: ExtractFlags, environment: Mapping[str, str], say: Callable[[str], None]) -> int | None:
+def worker_number(flags: ExtractFlags, environment: Mapping[str, str], log: Callable[[str], None]) -> int | None:
     """``--worker-id``, else the number in the stream's own name, else TPU_WORKER_ID; None where nothing says it."""
     if flags.worker_id is not None:
         return flags.worker_id
@@ -78,7 +78,7 @@ def worker_number(flags: ExtractFlags, environment: Mapping[str, str], say: Call
     if named is None:
         return int(text) if text else None
     if text and int(text) != int(named[1]):
-        say(f"{_WORKER}={text} does not count: {flags.dataset} is stream {int(named[1])} (--worker-id says otherwise)")
+        log(f"{_WORKER}={text} does not count: {flags.dataset} is stream {int(named[1])} (--worker-id says otherwise)")
     return int(named[1])
 
 

@@ -54,14 +54,14 @@ async def _launch_one(
 ) -> Launched:
     said = bytearray()
 
-    def hear(_: Host, data: bytes) -> None:
+    def keep(_: Host, data: bytes) -> None:
         said.extend(data)
         del said[:-KEPT]
 
     error: SpileError | None = None
     try:
         (outcome,) = await run_everywhere(
-            [host], job, access=access, output=hear, pace=pace, variables=lambda one, _: environment_of(one, hosts)
+            [host], job, access=access, output=keep, pace=pace, variables=lambda one, _: environment_of(one, hosts)
         )
         if outcome.code != 0:
             last = said.decode("utf-8", "replace").strip().rpartition("\n")[2]

@@ -186,10 +186,10 @@ class Session:
         while data := await process.stderr.read(1 << 16):
             *lines, rest = (rest + data.decode("utf-8", "replace")).split("\n")
             for line in lines:
-                self._hear(line)
-        self._hear(rest)
+                self._read_event(line)
+        self._read_event(rest)
 
-    def _hear(self, line: str) -> None:
+    def _read_event(self, line: str) -> None:
         if not line.startswith(guard.MARK):
             self._words = (self._words + line + "\n")[-8192:]
             return

@@ -1,4 +1,4 @@
-"""The quick test of a slice: every host meets every barrier, sees its devices, and computes one tiny forward."""
+"""A test of a slice: every host meets every barrier, sees its devices, and computes one tiny forward."""
 
 from __future__ import annotations
 

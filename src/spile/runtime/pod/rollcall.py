@@ -155,13 +155,13 @@ def _collect(
                 callers.append(_Caller(connection))
                 selector.register(connection, selectors.EVENT_READ, callers[-1])
                 continue
-            wrong = _hear(roll, key.data, selector)
+            wrong = _receive(roll, key.data, selector)
             if wrong is not None:
                 return wrong
     return None
 
 
-def _hear(roll: _Roll, caller: _Caller, selector: selectors.BaseSelector) -> str | None:
+def _receive(roll: _Roll, caller: _Caller, selector: selectors.BaseSelector) -> str | None:
     try:
         data = caller.connection.recv(MOST_BYTES)
     except OSError:
