@@ -39,7 +39,7 @@ def killed_and_resumed(folder: Path, steps: list[int], seed: int) -> int:
         url = str(folder / str(step))
         for at in (step, dice.randrange(60)):
             process = start(url, COUNT, dice.choice([5, 9, 30]), Switch(at))
-            process.join(60)
+            process.join(120)
             assert process.exitcode in (0, KILLED)
             died += process.exitcode == KILLED
         answer(url, COUNT, dice.choice([4, 11]))
@@ -84,7 +84,7 @@ def test_verify_names_answers_that_were_changed(tmp_path: Path) -> None:
 
 def test_answers_that_no_commit_names_are_garbage(tmp_path: Path) -> None:
     process = start(str(tmp_path), COUNT, 20, Switch(2, name="link"))  # run.json, stream.json, the first commit
-    process.join(60)
+    process.join(120)
     assert process.exitcode == KILLED
     assert list(tmp_path.glob("tpu_0/predictions_*.jsonl"))
     answer(str(tmp_path), COUNT, 20)

@@ -60,7 +60,7 @@ def test_a_kill_at_every_system_call(base: Path, tmp_path: Path, each: int) -> N
         root = tmp_path / str(step)
         shutil.copytree(base, root)
         process = start(str(root), Switch(step))
-        process.join(60)
+        process.join(120)
         assert process.exitcode in (0, KILLED)
         report = verify(str(root))
         assert {problem.kind for problem in report.all_problems} <= {"missing"}, report.all_problems

@@ -6,11 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from fleet.ssh.loopback import below, wait_until
+from holding import HeldCommits
 from spile.cli.main import main
 from spile.data.make.split import make_streams
 from spile.objects import open_folder
@@ -25,10 +27,16 @@ def streams(tmp_path: Path) -> Path:
     return tmp_path / "streams"
 
 
-def start(folder: Path, *words: str) -> subprocess.Popen[str]:
+def start(folder: Path, *words: str, environment: Mapping[str, str] = os.environ) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "spile.cli.main", "extract", "--model", "embedded", *words]
     return subprocess.Popen(
-        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command,
+        cwd=folder,
+        env=dict(environment),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
 
 
@@ -56,14 +64,16 @@ def test_a_killed_worker_is_restarted_and_nothing_is_stored_twice(
     """With tiny shards, so that the killed one has commits, which its successor does not repeat."""
     words = ["--dataset-dir", str(streams), "--output", "out", "--num-workers", "2", "--shard-size-gb", "1e-6"]
     monkeypatch.setenv("SPILE_ENGINE", "local")  # said by a variable: its workers must not take it for theirs
-    run = start(tmp_path, *words, "--log-dir", "logs")
-    assert wait_until(lambda: len(workers(run)) == 2, 60)
-    assert wait_until(lambda: list((tmp_path / "out").glob("tpu_*/commits/0001.json")), 120)
+    held = HeldCommits(tmp_path / "held", after=1)
+    run = start(tmp_path, *words, "--log-dir", "logs", environment={**os.environ, **held.environment})
+    assert wait_until(lambda: len(workers(run)) == 2)
+    assert wait_until(lambda: list((tmp_path / "out").glob("tpu_*/commits/0001.json")))
     (begun,) = {path.parts[-3] for path in list((tmp_path / "out").glob("tpu_*/commits/0001.json"))[:1]}
     number = begun.removeprefix("tpu_").encode()
     for pid in workers(run):
         if Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[5] == number:
             os.kill(pid, signal.SIGKILL)
+    held.release()
     code, out = finish(run)
     assert code == 0, out
     assert f"stream {number.decode()}: its worker ended with exit code 137" in out
@@ -78,7 +88,7 @@ def test_a_killed_worker_is_restarted_and_nothing_is_stored_twice(
 def test_one_interrupt_commits_and_stops_all(streams: Path, tmp_path: Path) -> None:
     words = ["--dataset-dir", str(streams), "--output", "out", "--engine", "local", "--num-workers", "2"]
     run = start(tmp_path, *words, "--shard-size-gb", "1e-6", "--predictions-per-task", "64")
-    assert wait_until(lambda: len(list((tmp_path / "out").glob("tpu_*/commits/0001.json"))) == 2, 120)
+    assert wait_until(lambda: len(list((tmp_path / "out").glob("tpu_*/commits/0001.json"))) == 2)
     mine = below(run.pid)
     os.killpg(run.pid, signal.SIGINT)  # as a terminal does: to the foreground group, which the workers are not in
     code, out = finish(run)
@@ -91,11 +101,11 @@ def test_one_interrupt_commits_and_stops_all(streams: Path, tmp_path: Path) -> N
 
 def test_a_killed_runner_leaves_no_worker(streams: Path, tmp_path: Path) -> None:
     run = start(tmp_path, "--dataset-dir", str(streams), "--output", "out", "--num-workers", "2")
-    assert wait_until(lambda: len(workers(run)) == 2, 60)
+    assert wait_until(lambda: len(workers(run)) == 2)
     mine = below(run.pid)
     run.kill()
     run.wait()
-    assert wait_until(lambda: not any(Path(f"/proc/{pid}/cmdline").exists() for pid in mine), 60)
+    assert wait_until(lambda: not any(Path(f"/proc/{pid}/cmdline").exists() for pid in mine))
     run.communicate()
 
 

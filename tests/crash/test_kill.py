@@ -21,7 +21,7 @@ def steps_killed(url_of: list[str], samples: int, each: int = 1, **options: int)
     while True:
         url = f"{url_of[0]}/{step}"
         process = start(url, samples, Switch(step), **options)
-        process.join(60)
+        process.join(120)
         assert process.exitcode in (0, KILLED)
         ended = process.exitcode == 0
         before = _committed(open_folder(url))
@@ -60,7 +60,7 @@ def random_kills(url: str, samples: int, kills: int, seed: int) -> None:
     for number in range(2):  # the first also starts the fork server
         began = time.monotonic()
         uninterrupted = start(f"{url}/uninterrupted{number}", samples, shard=4)
-        uninterrupted.join(60)
+        uninterrupted.join(120)
         whole = time.monotonic() - began
         assert uninterrupted.exitcode == 0
     died = 0
@@ -68,7 +68,7 @@ def random_kills(url: str, samples: int, kills: int, seed: int) -> None:
         process = start(f"{url}/{number // 4}", samples, shard=4)
         time.sleep(dice.uniform(0, whole))
         process.kill()
-        process.join(60)
+        process.join(120)
         assert process.exitcode in (0, KILLED)
         died += process.exitcode == KILLED
         folder = open_folder(f"{url}/{number // 4}")
@@ -93,7 +93,7 @@ def test_fifty_kills_at_random_instants(folder_url: str) -> None:
 def test_what_a_kill_leaves_behind_is_invisible_and_can_be_collected(tmp_path: Path) -> None:
     url = str(tmp_path)
     process = start(url, 20, Switch(60), shard=10)
-    process.join(60)
+    process.join(120)
     assert process.exitcode == KILLED
     folder = open_folder(url)
     assert list(tmp_path.rglob(".tmp-*"))

@@ -44,7 +44,7 @@ def test_racing_workers_again_and_again(folder_url: str, turn: int) -> None:
 
 
 def until_stopped(pid: int) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t"):
             return
@@ -62,7 +62,7 @@ def test_a_zombie_that_wakes_after_its_successor(folder_url: str, moment: str) -
     assert visit(folder_url, 30, Life(shard_bytes=20_000))[0]
     assert_whole(folder_url, 30)
     os.kill(zombie.pid, signal.SIGCONT)
-    zombie.join(60)
+    zombie.join(120)
     assert zombie.exitcode == (0 if "stream.json" in moment else FENCED)
     assert_whole(folder_url, 30)
 
@@ -76,7 +76,7 @@ def test_a_zombie_whose_shard_was_collected_cannot_commit_it(folder_url: str) ->
     report = verify(folder, gc=True, remove=True, older_than=0, now=time.time() + 1)
     assert [item.state for item in report.garbage] == ["removed"]
     os.kill(zombie.pid, signal.SIGCONT)
-    zombie.join(60)
+    zombie.join(120)
     assert zombie.exitcode == FENCED
     produce(folder, 30)
     killing.assert_whole(folder, 30)

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 import spile
+from holding import HeldCommits
 from spile.data.lines import embedded_tasks
 
 TASKS = 14
@@ -53,10 +54,10 @@ class Command:
         ]
         self._words += ["--store-dtype", store_dtype]
 
-    def start(self, *words: object) -> subprocess.Popen[str]:
+    def start(self, *words: object, held: HeldCommits | None = None) -> subprocess.Popen[str]:
         size = () if "--shard-size-gb" in words else ("--shard-size-gb", "0.001")
         command = [sys.executable, "-m", "spile.cli.main", *map(str, [*self._words, *size, *words])]
-        environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu", **(held.environment if held is not None else {})}
         return subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
         )
@@ -74,6 +75,17 @@ class Command:
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < deadline
             time.sleep(0.005)
+
+
+def until_said(word: str, process: subprocess.Popen[str]) -> str:
+    """What it printed, up to the line with this word."""
+    assert process.stdout is not None
+    said = ""
+    while word not in said:
+        line = process.stdout.readline()
+        assert line, said
+        said += line
+    return said
 
 
 def rows(root: Path) -> dict[tuple[int, str], np.ndarray]:
@@ -120,11 +132,14 @@ def finish(command: Command, whole: Path, *words: object) -> None:
 
 
 def test_sigterm_in_the_middle(tasks: Path, whole: Path, tmp_path: Path) -> None:
-    command = Command(tasks, tmp_path / "out")
-    process = command.start("--batch-size", "1")
+    command, held = Command(tasks, tmp_path / "out"), HeldCommits(tmp_path / "held", after=1)
+    process = command.start("--batch-size", "1", held=held)
     command.until_committed(process)
     process.send_signal(signal.SIGTERM)
-    out, errors = process.communicate(timeout=200)
+    out = until_said("SIGTERM", process)
+    held.release()
+    rest, errors = process.communicate(timeout=200)
+    out += rest
     assert (process.returncode, errors) == (130, "")
     assert "SIGTERM: finishing the batches in flight and committing them (again: end at once)" in out
     assert "the same command again resumes" in out
@@ -151,11 +166,14 @@ def test_kills_in_the_middle(tasks: Path, whole: Path, tmp_path: Path, seed: int
 @pytest.mark.slow
 def test_ctrl_c_in_the_middle(tasks: Path, whole: Path, tmp_path: Path) -> None:
     """To the whole foreground group, as a terminal sends it."""
-    command = Command(tasks, tmp_path / "out")
-    process = command.start("--batch-size", "1")
+    command, held = Command(tasks, tmp_path / "out"), HeldCommits(tmp_path / "held", after=1)
+    process = command.start("--batch-size", "1", held=held)
     command.until_committed(process)
     os.killpg(process.pid, signal.SIGINT)
-    out, errors = process.communicate(timeout=200)
+    out = until_said("SIGINT", process)
+    held.release()
+    rest, errors = process.communicate(timeout=200)
+    out += rest
     assert (process.returncode, errors) == (130, "")
     assert "SIGINT: finishing the batches in flight" in out
     finish(command, whole, "--batch-size", "3")
@@ -163,12 +181,12 @@ def test_ctrl_c_in_the_middle(tasks: Path, whole: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_twice(tasks: Path, whole: Path, tmp_path: Path) -> None:
-    command = Command(tasks, tmp_path / "out")
-    process = command.start("--batch-size", "1")
+    command, held = Command(tasks, tmp_path / "out"), HeldCommits(tmp_path / "held", after=1)
+    process = command.start("--batch-size", "1", held=held)
     command.until_committed(process)
-    for _ in range(2):
-        os.killpg(process.pid, signal.SIGINT)
-        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)
+    until_said("SIGINT", process)
+    os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=200)
     assert (process.returncode, errors) in ((130, "spile: interrupted\n"), (130, ""))
     finish(command, whole, "--batch-size", "2", "--batch-tokens", "600")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
-from worker_main import Life, assert_whole, committed, start, visit
+from worker_main import Life, assert_whole, committed, start, until, visit
 
 from backends import Clouds
 from spile.objects import open_folder
@@ -27,7 +26,7 @@ def test_an_upload_that_cannot_succeed(
     faults = clouds.faults(cloud_url)
     faults.add("status", status=status, method="PUT", target="shard_0004", count=-1)
     process = start(cloud_url, COUNT, LIFE, lanes=lanes, stderr=str(tmp_path / "errors"))
-    process.join(60)
+    process.join(120)
     assert process.exitcode == 1
     (line,) = (tmp_path / "errors").read_text().splitlines()
     assert f"{cloud_url}/tpu_0/shard_0004" in line
@@ -50,17 +49,13 @@ def test_a_commit_whose_reply_is_lost_is_no_rival(clouds: Clouds, cloud_url: str
 
 
 def test_a_second_signal_does_not_wait_for_a_bucket_that_hangs(clouds: Clouds, cloud_url: str, tmp_path: Path) -> None:
-    mark = tmp_path / "mark"
+    mark, stopping = tmp_path / "mark", tmp_path / "stopping"
     clouds.faults(cloud_url).add("hang", method="PUT", target="shard_0002", count=-1)
-    process = start(cloud_url, COUNT, LIFE, seconds=0.01, mark=(str(mark), 3))
-    deadline = time.monotonic() + 60
-    while not mark.exists() and time.monotonic() < deadline:
-        assert process.is_alive()
-        time.sleep(0.01)
-    for _ in range(2):
+    process = start(cloud_url, COUNT, LIFE, seconds=0.01, mark=(str(mark), 3), stopping=str(stopping))
+    for sign in (mark, stopping):
+        until(sign, process)
         os.kill(process.pid or 0, signal.SIGINT)
-        time.sleep(0.2)
-    process.join(60)
+    process.join(120)
     assert process.exitcode == 130
     clouds.faults(cloud_url).clear()
     assert visit(cloud_url, COUNT, Life(lanes=3))[0]

@@ -49,7 +49,7 @@ def random_kills(url: str, kills: int, seed: int) -> None:
     for number in range(2):  # the first also starts the fork server
         began = time.monotonic()
         process = start(f"{url}/whole{number}", COUNT, any_life(dice, 0.004))
-        process.join(60)
+        process.join(120)
         whole = time.monotonic() - began
         assert process.exitcode == 0
     died = 0
@@ -58,7 +58,7 @@ def random_kills(url: str, kills: int, seed: int) -> None:
         process = start(home, COUNT, any_life(dice, 0.004))
         time.sleep(dice.uniform(0, 0.4 * whole))
         process.kill()
-        process.join(60)
+        process.join(120)
         assert process.exitcode in (0, KILLED)
         died += process.exitcode == KILLED
         if number % 2 or number == kills - 1:
@@ -82,7 +82,7 @@ def kills_at_steps(url: str, steps: list[int], seed: int) -> int:
     died = 0
     for step in steps:
         process = start(f"{url}/{step}", COUNT, any_life(dice), switch=Switch(step))
-        process.join(60)
+        process.join(120)
         assert process.exitcode in (0, KILLED)
         died += process.exitcode == KILLED
         resumed(f"{url}/{step}", dice)

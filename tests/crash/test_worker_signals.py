@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import pytest
-from worker_main import Life, assert_whole, committed, start, visit
+from worker_main import Life, assert_whole, committed, start, until, visit
 
 from spile.objects import open_folder
 from spile.status.heartbeat import read_beat
@@ -20,21 +18,13 @@ ENDLESS = 10**9
 """A shard that is never full: what is committed early was committed because of the signal."""
 
 
-def until(path: Path, process: ForkServerProcess) -> None:
-    deadline = time.monotonic() + 60
-    while not path.exists():
-        assert process.is_alive(), process.exitcode
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def signalled(url: str, tmp_path: Path, number: int, **changes: object) -> int | None:
     """The exit code of a worker that got a signal after its fourth batch."""
     mark = tmp_path / "mark"
-    process = start(url, COUNT, Life(shard_bytes=ENDLESS, seconds=0.02, mark=(str(mark), 4)), **changes)
+    process = start(url, COUNT, Life(shard_bytes=ENDLESS, mark=(str(mark), 4), holds=True), **changes)
     until(mark, process)
     os.kill(process.pid or 0, number)
-    process.join(60)
+    process.join(120)
     return process.exitcode
 
 
@@ -64,12 +54,14 @@ def test_a_signal_commits_the_short_shard_of_every_lane(tmp_path: Path, groups: 
 @pytest.mark.parametrize("numbers", [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGTERM)])
 def test_a_second_signal_does_not_wait_for_a_device_that_hangs(tmp_path: Path, numbers: tuple[int, int]) -> None:
     url, mark = str(tmp_path / "root"), tmp_path / "mark"
-    process = start(url, COUNT, Life(shard_bytes=3000, seconds=0.01, mark=(str(mark), 6), stuck_after=6))
+    stopping = tmp_path / "stopping"
+    life = Life(shard_bytes=3000, seconds=0.01, mark=(str(mark), 6), stuck_after=6, stopping=str(stopping))
+    process = start(url, COUNT, life)
     until(mark, process)
-    for number in numbers:
-        os.kill(process.pid or 0, number)
-        time.sleep(0.3)
-    process.join(60)
+    os.kill(process.pid or 0, numbers[0])
+    until(stopping, process)
+    os.kill(process.pid or 0, numbers[1])
+    process.join(120)
     assert process.exitcode == 130
     assert visit(url, COUNT, Life(lanes=3))[0]
     assert_whole(url, COUNT)
@@ -77,12 +69,13 @@ def test_a_second_signal_does_not_wait_for_a_device_that_hangs(tmp_path: Path, n
 
 def test_a_second_signal_takes_the_unfinished_shard_away(tmp_path: Path) -> None:
     url, mark = str(tmp_path / "root"), tmp_path / "mark"
-    process = start(url, 2000, Life(shard_bytes=ENDLESS, seconds=0.3, mark=(str(mark), 2)))
+    stopping = tmp_path / "stopping"
+    process = start(url, 2000, Life(shard_bytes=ENDLESS, seconds=0.3, mark=(str(mark), 2), stopping=str(stopping)))
     until(mark, process)
     os.kill(process.pid or 0, signal.SIGINT)
-    time.sleep(0.05)
+    until(stopping, process)
     os.kill(process.pid or 0, signal.SIGINT)
-    process.join(60)
+    process.join(120)
     assert process.exitcode == 130
     assert not list(tmp_path.rglob(".tmp-*shard*"))
 

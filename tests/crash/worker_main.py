@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
 from typing import Any
 
 from killing import Stepped, Switch, _paths
@@ -35,7 +35,7 @@ from spile.store.run import join_run
 from spile.store.stream import StreamStore, join_stream
 from world import TAPS, NumpyProducer, items, rows_of, run_identity, stream_identity
 
-__all__ = ["KILLED", "Life", "assert_whole", "committed", "start", "visit"]
+__all__ = ["KILLED", "Life", "assert_whole", "committed", "start", "until", "visit"]
 
 KILLED = -9
 _HANDED_ON = ("STORAGE_EMULATOR_HOST", "AWS_", "SPILE_", "NO_PROXY", "no_proxy")
@@ -57,16 +57,20 @@ class Life:
     """The batch after which the device does not answer any more."""
     mark: tuple[str, int] | None = None
     """A file to create once so many batches are fetched."""
+    holds: bool = False
+    """Whether the device waits there, with the next batch, until the worker was asked to stop."""
+    stopping: str | None = None
+    """A file to create once the worker was asked to stop: its first signal was handled."""
     switch: Switch = field(default_factory=lambda: Switch(None))
     stderr: str | None = None
 
 
 class _Producer(NumpyProducer):
-    """Says when it is on its way, and may stop answering."""
+    """Marks when it is on its way, and may wait there, or stop answering."""
 
-    def __init__(self, life: Life) -> None:
+    def __init__(self, life: Life, stop: Event) -> None:
         super().__init__(life.groups, seconds=life.seconds)
-        self._life, self._fetched = life, 0
+        self._life, self._stop, self._fetched = life, stop, 0
 
     def fetch(self, pending: object) -> Sequence[Sequence[RowBlock]]:
         assert isinstance(pending, Batch)
@@ -74,8 +78,10 @@ class _Producer(NumpyProducer):
             time.sleep(3600)
         blocks = super().fetch(pending)
         self._fetched += 1
-        if self._life.mark is not None and self._fetched == self._life.mark[1]:
+        if self._life.mark is not None and self._fetched >= self._life.mark[1]:
             Path(self._life.mark[0]).touch()
+            if self._life.holds:
+                self._stop.wait()
         return blocks
 
 
@@ -86,7 +92,7 @@ def visit(
     root: Any = open_folder(url)
     if life.switch.name is not None:
         root = Stepped(root, life.switch)
-    run, progress = run_identity(store_dtype="float32"), progress or Progress()
+    run, progress, stop = run_identity(store_dtype="float32"), progress or Progress(), stop or Event()
     join_run(root, run)
     stream = join_stream(root, 0, stream_identity(count), run)
     spec = ExtractSpec(output=url, commit_every=life.commit_every)
@@ -94,11 +100,11 @@ def visit(
     with StatusFiles(spec, stream, progress, pulse=True, expected=count) as status:
         finished = run_worker(
             items(count, stream.ledger.done),
-            _Producer(life),
+            _Producer(life, stop),
             stream,
             sizes,
             progress=progress,
-            control=LocalControl(stop or Event(), life.commit_every),
+            control=LocalControl(stop, life.commit_every),
             after_commit=status.committed,
         )
     if finished:
@@ -110,8 +116,15 @@ def _live(url: str, count: int, life: Life) -> int:
     from spile.dashboard.worker import watched
 
     with watched() as watch:
+        if life.stopping is not None:
+            Thread(target=_mark_stop, args=(watch.stop, Path(life.stopping)), daemon=True).start()
         finished, _ = visit(url, count, life, watch.stop, watch.progress)
     return 0 if finished else 130
+
+
+def _mark_stop(stop: Event, mark: Path) -> None:
+    stop.wait()
+    mark.touch()
 
 
 def main(url: str, count: int, environment: dict[str, str], life: Life) -> None:
@@ -151,6 +164,13 @@ def start(url: str, count: int, life: Life | None = None, **changes: Any) -> For
         process = context.Process(target=main, args=(url, count, environment, replace(life or Life(), **changes)))
         process.start()
     return process
+
+
+def until(path: Path, process: ForkServerProcess) -> None:
+    """Wait for a file that the worker makes."""
+    while not path.exists():
+        assert process.is_alive(), process.exitcode
+        time.sleep(0.005)
 
 
 def committed(folder: Folder) -> Ranges:

@@ -121,7 +121,7 @@ def test_a_new_deployment_ends_the_worker_and_asks_for_its_code(tmp_path: Path) 
     while NAME not in home.read_reports():
         time.sleep(0.02)
     home.write_fleet(replace(home.read_fleet(), deployment="d2"))
-    thread.join(20)
+    thread.join(120)
     assert codes == [AGAIN]
 
 
@@ -146,7 +146,7 @@ def test_a_deployment_that_the_machines_metadata_does_not_name_is_not_taken(
     thread.start()
     said = ""
     new = replace(home.read_fleet(), deployment="d2")
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while "it is not used" not in said and time.monotonic() < deadline:
         if "up" in said:
             home.write_fleet(new)
@@ -157,7 +157,7 @@ def test_a_deployment_that_the_machines_metadata_does_not_name_is_not_taken(
     assert codes == [], "the worker goes on with what was deployed"
     assert said.count("it is not used") + capfd.readouterr().out.count("it is not used") == 1, "said once"
     assert vouch(client, new, home.folder.url) == []
-    thread.join(20)
+    thread.join(120)
     assert codes == [AGAIN]
 
 
@@ -194,7 +194,7 @@ time.sleep(60)
     assert process.stdout is not None
     assert process.stdout.readline() == "up\n"
     os.killpg(process.pid, signal.SIGTERM)
-    assert process.wait(20) == 0
+    assert process.wait(120) == 0
     process.stdout.close()
     assert mark.exists()
     assert home.read_reports()[NAME].verdict == "", "no verdict: the next machine resumes"
@@ -244,18 +244,25 @@ def test_a_corrected_deploy_starts_where_the_first_was_refused_crashed_or_done(t
     ended: list[int] = []
     thread = threading.Thread(target=lambda: ended.append(agent.run()))
     thread.start()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not (home.read_reports().get(NAME) and home.read_reports()[NAME].verdict) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert ended == [], "it stays"
     home.write_fleet(replace(home.read_fleet(), deployment="d2"))
-    thread.join(20)
+    thread.join(120)
     assert ended == [AGAIN]
 
 
 def test_a_waiting_agent_ends_with_its_machine(tmp_path: Path) -> None:
-    agent = an_agent(a_home(tmp_path), "raise SystemExit(2)", stay=True)
-    threading.Timer(0.5, agent.stopping.set).start()
+    home = a_home(tmp_path)
+    agent = an_agent(home, "raise SystemExit(2)", stay=True)
+
+    def end_it() -> None:
+        while not (home.read_reports().get(NAME) and home.read_reports()[NAME].verdict):
+            time.sleep(0.02)
+        agent.stopping.set()
+
+    threading.Thread(target=end_it, daemon=True).start()
     assert agent.run() == 0
 
 

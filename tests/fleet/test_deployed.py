@@ -57,7 +57,7 @@ def elsewhere(home: FleetHome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def until(monitor: FleetMonitor, true: Callable[[FleetStatus], bool]) -> FleetStatus:
-    for _ in range(400):
+    for _ in range(3000):
         status = monitor.step()
         if true(status):
             return status

@@ -67,7 +67,7 @@ def test_the_real_client_makes_sees_and_deletes_a_node(fake: FakeCloud, google_c
         scheduling_config=tpu_v2.SchedulingConfig(preemptible=True),
         labels={"a": "b"},
     )
-    made = google_client.create_node(parent=PARENT, node_id="t0", node=node).result(timeout=20)
+    made = google_client.create_node(parent=PARENT, node_id="t0", node=node).result(timeout=120)
     assert made.state == tpu_v2.Node.State.READY
     assert made.network_endpoints[0].access_config.external_ip
     assert [each.name for each in google_client.list_nodes(parent=PARENT)] == [f"{PARENT}/nodes/t0"]
@@ -76,7 +76,7 @@ def test_the_real_client_makes_sees_and_deletes_a_node(fake: FakeCloud, google_c
         google_client.create_node(parent=PARENT, node_id="t0", node=node)
     fake.admin("preempt", {"zone": ZONE, "name": "t0"})
     assert google_client.get_node(name=f"{PARENT}/nodes/t0").state == tpu_v2.Node.State.PREEMPTED
-    google_client.delete_node(name=f"{PARENT}/nodes/t0").result(timeout=20)
+    google_client.delete_node(name=f"{PARENT}/nodes/t0").result(timeout=120)
     with pytest.raises(google_errors.NotFound):
         google_client.get_node(name=f"{PARENT}/nodes/t0")
 
@@ -91,7 +91,7 @@ def test_the_real_client_tells_quota_and_stockout(fake: FakeCloud, google_client
     fake.admin("quota", {"zone": ZONE, "limit": None})
     fake.admin("stock", {"zone": ZONE, "available": False})
     with pytest.raises(google_errors.GoogleAPICallError, match="no more capacity"):
-        google_client.create_node(parent=PARENT, node_id="t0", node=node).result(timeout=20)
+        google_client.create_node(parent=PARENT, node_id="t0", node=node).result(timeout=120)
     assert not list(google_client.list_nodes(parent=PARENT))
 
 
@@ -105,11 +105,11 @@ def test_the_real_client_queues(google_client) -> None:
     )
     wanted = tpu_v2.QueuedResource(tpu=tpu_v2.QueuedResource.Tpu(node_spec=[spec]))
     google_client.create_queued_resource(parent=PARENT, queued_resource_id="q", queued_resource=wanted).result(
-        timeout=20
+        timeout=120
     )
     state = tpu_v2.QueuedResourceState.State
     name = f"{PARENT}/queuedResources/q"
-    for _ in range(200):
+    for _ in range(3000):
         if google_client.get_queued_resource(name=name).state.state == state.ACTIVE:
             break
         time.sleep(0.05)
@@ -119,7 +119,7 @@ def test_the_real_client_queues(google_client) -> None:
     ]
     with pytest.raises(google_errors.BadRequest):
         google_client.delete_queued_resource(request={"name": name})
-    google_client.delete_queued_resource(request={"name": name, "force": True}).result(timeout=20)
+    google_client.delete_queued_resource(request={"name": name, "force": True}).result(timeout=120)
     assert not list(google_client.list_nodes(parent=PARENT))
 
 
@@ -195,7 +195,7 @@ def test_our_client_on_a_node(client: CloudTpu, fake: FakeCloud) -> None:
 def test_our_client_queues_in_both_versions(client: CloudTpu) -> None:
     client.create_queued(ZONE, "q", QueuedRequest(V3, node_count=2, node_prefix="s"))
     client.create_queued(ZONE, "b", QueuedRequest(V3, best_effort=True))
-    for _ in range(200):
+    for _ in range(3000):
         found = {each.name: each for each in client.queued(ZONE)}
         if all(each.state is QueuedState.ACTIVE for each in found.values()):
             break

@@ -56,7 +56,7 @@ def text_of(status: FleetStatus) -> str:
 
 
 def until(monitor: FleetMonitor, true) -> FleetStatus:
-    for _ in range(400):
+    for _ in range(3000):
         status = monitor.step()
         if true(status):
             return status

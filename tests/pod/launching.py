@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -14,7 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["Ended", "Launch", "free_port", "launch"]
+from ports import free_port
+
+__all__ = ["Ended", "Launch", "clean_environment", "launch", "started"]
 
 PREAMBLE = """
 import os, sys, time, signal
@@ -23,13 +24,6 @@ from spile.runtime.pod.pod import PodTimes, join
 me, count, port = (int(word) for word in sys.argv[1:4])
 identity = Identity(me, count, "127.0.0.1", port, source="test", name=f"host-{me}")
 """
-
-
-def free_port() -> int:
-    """One that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from pod.launching import Ended, clean_environment, free_port, started
+from pod.launching import Ended, clean_environment, started
+from ports import free_port
 from spile.cli.main import main
 from spile.cli.shell.log import log
 

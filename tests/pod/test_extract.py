@@ -8,12 +8,15 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from pod.launching import Ended, Launch, clean_environment, free_port, launch, started
+from holding import HeldCommits
+from pod.launching import Ended, Launch, clean_environment, launch, started
+from ports import free_port
 from spile.reading.dataset import Dataset
 from spile.reading.dataset import open as open_dataset
 from spile.spec.run import DataSpec, ExtractSpec, PromptSpec
@@ -136,13 +139,15 @@ class Slice:
         It was at work and so were the others, which all say that it died.
         """
         until, wanted = time.monotonic() + 120, self.commits() + after
-        with self._started(hosts, devices) as group:
+        held = HeldCommits(self.root.parent / f"held-{wanted}", after=wanted)
+        with self._started(hosts, devices, held.environment) as group:
             while self.commits() < wanted:
                 assert time.monotonic() < until, "no commit"
                 assert all(process.poll() is None for process in group.processes), group.wait(60)
                 time.sleep(0.005)
             time.sleep(pause)
             group.kill(victim)
+            held.release()
             ended = group.wait(280)
         assert ended[victim].code == -signal.SIGKILL, "it was at work"
         for number, end in enumerate(ended):
@@ -161,13 +166,15 @@ class Slice:
                 assert end.code == 1, (number, end.code, end.err)
                 assert any(f"worker {victim}" in line for line in end.lines), (number, end.err)
 
-    def _started(self, hosts: int, devices: int) -> contextlib.AbstractContextManager[Launch]:
+    def _started(
+        self, hosts: int, devices: int, more: Mapping[str, str] | None = None
+    ) -> contextlib.AbstractContextManager[Launch]:
         place = f"127.0.0.1:{free_port()}"
         commands = [
             [sys.executable, "-m", "spile.cli.main", *self.words, *self.place(place, number, hosts)]
             for number in range(hosts)
         ]
-        return started(commands, [clean_environment(devices)] * hosts)
+        return started(commands, [clean_environment(devices, more)] * hosts)
 
     @staticmethod
     def place(address: str, number: int, hosts: int) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 from pod.launching import launch
 
 TOGETHER = """
-times = PodTimes(roll_call=60, barrier={barrier}, heartbeat={heartbeat})
+times = PodTimes(roll_call=60, barrier=60, heartbeat={heartbeat})
 with join(identity, times=times, log=lambda line: print(line, flush=True)) as pod:
     print("agreed", pod.agree("plan", [me, "x"]), flush=True)
     pod.barrier("model_loaded")
@@ -21,8 +21,8 @@ print("left", flush=True)
 """
 
 
-def body(then: str = "pass", barrier: float = 60, heartbeat: float = 20) -> str:
-    return TOGETHER.format(then=then, barrier=barrier, heartbeat=heartbeat)
+def body(then: str = "pass", heartbeat: float = 20) -> str:
+    return TOGETHER.format(then=then, heartbeat=heartbeat)
 
 
 def test_all_meet_and_leave(tmp_path: Path) -> None:
@@ -36,13 +36,16 @@ def test_all_meet_and_leave(tmp_path: Path) -> None:
 
 
 def test_a_late_host_is_named_to_all(tmp_path: Path) -> None:
-    then = "if me in (1, 2): time.sleep(60)"
-    with launch(tmp_path, body(then, barrier=1.5), 4) as group:
+    then = """
+    pod.times = PodTimes(60, 6, 20)
+    if me in (1, 2): time.sleep(60)
+    """
+    with launch(tmp_path, body(then), 4) as group:
         ended = group.wait()
     assert [end.code for end in ended] == [1] * 4
     for end in ended:
         (line,) = end.lines
-        assert "2 of 4 workers did not come to the barrier 'complete' within 1.5 s" in line
+        assert "2 of 4 workers did not come to the barrier 'complete' within 6 s" in line
         assert "worker 1 (host-1, process" in line
         assert "worker 2 (host-2, process" in line
         assert "last reported: computing batch 7" in line
@@ -52,7 +55,7 @@ def test_a_late_host_is_named_to_all(tmp_path: Path) -> None:
 @pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_killed_host_ends_all_by_name(tmp_path: Path, victim: int) -> None:
     then = f"if me == {victim}: time.sleep(1.5); os.kill(os.getpid(), signal.SIGKILL)"
-    with launch(tmp_path, body(then, heartbeat=3), 3) as group:
+    with launch(tmp_path, body(then, heartbeat=6), 3) as group:
         ended = group.wait()
     assert ended[victim].code == -signal.SIGKILL
     for number, end in enumerate(ended):
@@ -60,14 +63,14 @@ def test_a_killed_host_ends_all_by_name(tmp_path: Path, victim: int) -> None:
             assert end.code == 1
             (line,) = end.lines
             assert f"worker {victim} (host-{victim}" in line
-            assert "died or was cut off: no sign of life for 3 s; it last reported: computing batch 7" in line
+            assert "died or was cut off: no sign of life for 6 s; it last reported: computing batch 7" in line
 
 
 def test_an_error_on_one_is_everyones_line_and_code(tmp_path: Path) -> None:
     then = """
     from spile.errors import Fenced
     if me == 1: raise Fenced("another worker owns this stream")
-    """.replace("\n    ", "\n    ")
+    """
     with launch(tmp_path, body(then), 3) as group:
         ended = group.wait()
     assert [end.code for end in ended] == [3] * 3

@@ -6,7 +6,8 @@ import re
 import sys
 from pathlib import Path
 
-from pod.launching import clean_environment, free_port, started
+from pod.launching import clean_environment, started
+from ports import free_port
 
 GLOO = re.compile(r"Gloo|connected peer ranks")
 """What the CPU's collectives say of themselves, in one line or broken into two."""

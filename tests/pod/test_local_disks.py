@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pod.launching import clean_environment, free_port, started
+from pod.launching import clean_environment, started
+from ports import free_port
 from spile.errors import Damaged
 from spile.fleet.ssh.collect import assemble
 from spile.objects import open_folder

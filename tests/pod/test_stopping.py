@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from pod.launching import Ended, Launch, clean_environment, free_port, started
+from pod.launching import Ended, Launch, clean_environment, started
+from ports import free_port
 
 PREAMBLE = """
 import ctypes, pathlib, sys, threading
@@ -58,7 +59,7 @@ def test_while_the_model_is_loaded(tmp_path: Path, kind: int) -> None:
     with start(tmp_path, f"startup.load = hang; main({WORDS}])") as group:
         appears(tmp_path / "hangs-0", group)
         group.kill(0, kind)
-        ended_at_once(group.wait(60))
+        ended_at_once(group.wait(120))
     assert not list((tmp_path / "out").rglob("commits/*"))
 
 
@@ -67,7 +68,7 @@ def test_while_a_program_is_compiled(tmp_path: Path) -> None:
     with start(tmp_path, f"device.DeviceProducer.compile = hang; main({WORDS}])") as group:
         appears(tmp_path / "hangs-0", group)
         group.kill(0, signal.SIGTERM)
-        (end,) = group.wait(60)
+        (end,) = group.wait(120)
     ended_at_once([end])
     assert "SIGTERM: nothing is computed yet, so this ends at once" in end.out
     assert end.lines == ["spile: interrupted"]
@@ -85,7 +86,7 @@ def test_while_the_model_is_downloaded(tmp_path: Path) -> None:
             with call:
                 call.recv(1)
                 group.kill(0, signal.SIGTERM)
-                ended_at_once(group.wait(60))
+                ended_at_once(group.wait(120))
 
 
 @pytest.mark.parametrize("asked", [0, 1])
@@ -110,7 +111,7 @@ main({words}
         appears(tmp_path / "hangs-1", group)
         appears(tmp_path / "waits", group)
         group.kill(asked, signal.SIGTERM)
-        ended = group.wait(60)
+        ended = group.wait(120)
     ended_at_once(ended)
     other = 1 - asked
     assert ended[other].lines[0].startswith(f"spile: worker {asked} (")
@@ -130,7 +131,7 @@ def test_in_the_roll_call(tmp_path: Path, present: int) -> None:
         while "Waiting at 'pre_jax_init'" not in out.readline():
             assert group.processes[0].poll() is None
         group.kill(0, signal.SIGTERM)
-        (end,) = group.wait(60)
+        (end,) = group.wait(120)
     ended_at_once([end])
     assert end.lines == ["spile: interrupted"]
 
@@ -167,7 +168,7 @@ def test_while_a_later_program_is_compiled(tmp_path: Path) -> None:
     with start(tmp_path, SECOND_HANGS % "") as group:
         appears(tmp_path / "waits-0", group)
         group.kill(0, signal.SIGTERM)
-        (end,) = group.wait(60)
+        (end,) = group.wait(120)
     ended_at_once([end])
     assert "finishing the batches in flight and committing them" in end.out
     assert list((tmp_path / "out").rglob("commits/0001.json"))
@@ -185,6 +186,6 @@ def test_while_a_pod_compiles_a_later_program(tmp_path: Path, asked: int) -> Non
         for number in range(3):
             appears(tmp_path / f"waits-{number}", group)
         group.kill(asked, signal.SIGTERM)
-        ended = group.wait(60)
+        ended = group.wait(120)
     ended_at_once(ended)
     assert list((tmp_path / "out").rglob("commits/0001.json"))

@@ -6,7 +6,6 @@ import getpass
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,17 +14,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ports import free_port
+
 SSHD = shutil.which("sshd") or ("/usr/sbin/sshd" if Path("/usr/sbin/sshd").exists() else None)
 WHY_NOT = "OpenSSH's sshd is not installed (apt-get install openssh-server)"
 
 
-def free_port(address: str = "127.0.0.1") -> int:
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])
-
-
-def wait_until(true: Callable[[], object], seconds: float = 20.0) -> bool:
+def wait_until(true: Callable[[], object], seconds: float = 120.0) -> bool:
+    """Whether it comes true: as soon as it does, and late enough for a busy machine."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if true():

@@ -46,7 +46,7 @@ def test_a_reader_that_goes_away_ends_all(hosts: Hosts, project: Path) -> None:
     assert runner.stdout is not None
     assert runner.stdout.readline().startswith("copied")
     runner.stdout.close()
-    assert runner.wait(20) == 0
+    assert runner.wait(120) == 0
     assert runner.stderr is not None
     assert runner.stderr.read() == ""
     runner.stderr.close()

@@ -53,7 +53,7 @@ def test_a_live_view_waits_for_the_dataset_to_begin(tmp_path: Path, watching: su
     assert watching.stdout is not None
     assert watching.stdout.readline().endswith("yet; waiting for a worker to begin one\n")
     produce(open_folder(str(tmp_path)), 5)
-    rest, _ = watching.communicate(timeout=60)
+    rest, _ = watching.communicate(timeout=120)
     assert watching.returncode == 0
     assert "tpu_0 done: 5/5 samples" in rest
 
@@ -67,5 +67,5 @@ def test_ctrl_c_ends_the_view_and_nothing_else(tmp_path: Path, watching: subproc
     while "tpu_1 waiting: 0/9 samples" not in watching.stdout.readline():
         assert watching.poll() is None
     watching.send_signal(signal.SIGINT)
-    watching.communicate(timeout=30)
+    watching.communicate(timeout=120)
     assert watching.returncode == 0

@@ -16,7 +16,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet.ssh.loopback import free_port
+from ports import free_port
 from spile.cli.main import main
 from spile.data.make.split import make_streams
 from spile.fleet.manifests.job import ClusterJob

@@ -80,7 +80,7 @@ def test_the_header_says_how_many_and_which(home: Path) -> None:
 
 def test_a_task_works_on_its_stream(home: Path) -> None:
     run = start(home, job(setup='echo "hello" > "$HOME/setup"'))
-    _, err = run.communicate(timeout=20)
+    _, err = run.communicate(timeout=120)
     assert (run.returncode, err) == (0, "")
     assert read(home / "worker") == ["extract --model a model --output gs://b/out --worker-id 2 --num-processes 1"]
     assert read(home / "setup") == ["hello"]
@@ -90,13 +90,13 @@ def test_a_task_works_on_its_stream(home: Path) -> None:
 @pytest.mark.parametrize(("code", "again"), [("1", True), ("3", True), ("2", False)])
 def test_what_is_worth_another_try_is_requeued(home: Path, code: str, again: bool) -> None:
     run = start(home, job(), CODE=code)
-    _, err = run.communicate(timeout=20)
+    _, err = run.communicate(timeout=120)
     assert run.returncode == int(code)
     assert read(home / "scontrol") == (["requeue 900_2"] if again else [])
     assert ("was refused; not tried again" in err) is not again
     (home / "scontrol").unlink(missing_ok=True)
     last = start(home, job(), CODE=code, SLURM_RESTART_COUNT="60")
-    last.communicate(timeout=20)
+    last.communicate(timeout=120)
     assert read(home / "scontrol") == [], "not for ever"
 
 
@@ -105,7 +105,7 @@ def test_a_preempted_task_commits_and_is_requeued(home: Path) -> None:
     run = start(home, job())
     assert wait_until(lambda: read(home / "worker"))
     run.send_signal(signal.SIGTERM)  # to the script alone, as --signal=B: does
-    run.communicate(timeout=20)
+    run.communicate(timeout=120)
     assert run.returncode == 130
     assert read(home / "worker")[1:] == ["committed"]
     assert read(home / "scontrol") == ["requeue 900_2"]
@@ -113,7 +113,7 @@ def test_a_preempted_task_commits_and_is_requeued(home: Path) -> None:
 
 def test_many_hosts_are_one_worker(home: Path) -> None:
     run = start(home, job(hosts=2))
-    _, err = run.communicate(timeout=20)
+    _, err = run.communicate(timeout=120)
     assert (run.returncode, err) == (0, "")
     tail = "--worker-id 2 --num-processes 2 --process-id {} --coordinator-address node-a"
     whole = [f"extract --model a model --output gs://b/out {tail.format(host)}" for host in (0, 1)]

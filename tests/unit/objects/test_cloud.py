@@ -103,7 +103,7 @@ def test_memory_in_flight_is_bounded() -> None:
     assert thread.is_alive()  # waits
     assert buffers.in_flight == 8 << 20
     buffers.give(first, 4 << 20)
-    thread.join(10)
+    thread.join(120)
     assert not thread.is_alive()
     assert got[0] is first  # reused
     buffers.give(second, 4 << 20)
@@ -124,7 +124,7 @@ def test_a_writer_waits_for_an_upload(cloud_url: str, monkeypatch: pytest.Monkey
     thread.start()
     assert not opened.wait(0.2)
     first.finish(100)
-    assert opened.wait(10)
+    assert opened.wait(120)
     thread.join()
     second.abort()
 

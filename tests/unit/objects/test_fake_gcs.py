@@ -155,7 +155,7 @@ def test_as_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
             folder.put("a", b"1")
     finally:
         process.terminate()
-        assert process.wait(10) == 0
+        assert process.wait(120) == 0
         process.stdout.close()  # type: ignore[union-attr]
 
 

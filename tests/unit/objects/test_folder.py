@@ -47,7 +47,8 @@ def test_create_once(folder: Folder) -> None:
     assert list(folder.unfinished()) == []
 
 
-def test_sixteen_creators_one_winner(folder: Folder) -> None:
+def assert_one_winner(folder: Folder) -> None:
+    """Sixteen at once: one wins, and what is stored is its own."""
     start = threading.Barrier(16)
 
     def create(author: int) -> bool:
@@ -58,6 +59,27 @@ def test_sixteen_creators_one_winner(folder: Folder) -> None:
         won = list(pool.map(create, range(16)))
     assert won.count(True) == 1
     assert folder.get("one") == f"author {won.index(True)}".encode()
+
+
+def test_sixteen_creators_one_winner(folder: Folder) -> None:
+    assert_one_winner(folder)
+
+
+@pytest.mark.parametrize("cloud_url", ["s3"], indirect=True)
+def test_sixteen_creators_one_winner_though_moto_looks_before_it_writes(
+    cloud_folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The proxy before moto makes its conditional create what Amazon's is: one step."""
+    from moto.s3.responses import S3Response
+
+    real = S3Response._get_checksum  # called between the look and the write
+
+    def late(*args: object) -> object:
+        time.sleep(0.02)
+        return real(*args)
+
+    monkeypatch.setattr(S3Response, "_get_checksum", late)
+    assert_one_winner(cloud_folder)
 
 
 def test_ranges(folder: Folder) -> None:

@@ -355,7 +355,7 @@ def test_a_hundred_streams_are_asked_for_side_by_side(tmp_path: Path) -> None:
     join_run(root, run_identity())
     for number in range(40):
         join_stream(root, number, stream_identity(12), run_identity())
-    together = threading.Barrier(32, timeout=30)
+    together = threading.Barrier(32, timeout=120)
 
     class Waiting(Counting):
         def child(self, path: str) -> Counting:
@@ -376,7 +376,7 @@ def test_ledgers_are_read_side_by_side(tmp_path: Path) -> None:
     join_run(root, run_identity())
     for number in range(8):
         join_stream(root, number, stream_identity(12), run_identity())
-    together = threading.Barrier(8, timeout=30)
+    together = threading.Barrier(8, timeout=120)
 
     class Waiting(Counting):
         def child(self, path: str) -> Counting:

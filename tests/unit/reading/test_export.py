@@ -100,7 +100,7 @@ def test_a_hostile_pickle_is_refused_and_runs_nothing(
     assert not Path("ran").exists()
     command = [sys.executable, "-m", "spile.cli.main", "import", "evil.pkl.gz", "--output", "out"]
     if protocol == 4:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         assert (ended.returncode, "is refused" in ended.stderr, "Traceback" in ended.stderr) == (2, True, False)
         assert not Path("ran").exists()
         assert not Path("out").exists()

@@ -213,7 +213,7 @@ def test_as_many_batches_are_in_flight_as_told_and_no_more(tmp_path, lanes, in_f
             return super().start(batch)
 
         def fetch(self, pending):
-            assert full.wait(20), "too few batches were started ahead"
+            assert full.wait(120), "too few batches were started ahead"
             return super().fetch(pending)
 
     items = [sample_of(i, length=40) for i in range(60)]
@@ -229,7 +229,7 @@ def test_a_lane_that_is_held_up_holds_up_no_other(tmp_path):
 
     class Hanging(np.ndarray):
         def __getitem__(self, key):
-            assert many.wait(20), f"{progress.written} batches were written"
+            assert many.wait(120), f"{progress.written} batches were written"
             return np.asarray(self)[key]
 
     class FirstHangs(NumpyProducer):

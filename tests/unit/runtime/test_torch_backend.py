@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from holding import HeldCommits
 from spile.errors import RunMismatch, SpecError
 from spile.objects import open_folder
 from spile.reading import dataset
@@ -152,7 +153,9 @@ def test_killed_and_run_again(opt: str, tmp_path: Path, commits: int) -> None:
         "--max-samples", "20", "--store-dtype", "float32", "--shard-size-gb", "0.00001", "--batch-size", "1",
         "--taps", "residual", "z", "--output", str(tmp_path / "a"),
     ]  # fmt: skip
-    killed = subprocess.Popen(command, env={**os.environ, "JAX_PLATFORMS": "cpu"}, stdout=subprocess.DEVNULL)
+    held = HeldCommits(tmp_path / "held", after=commits)
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", **held.environment}
+    killed = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
     folder = tmp_path / "a" / "tpu_0" / "commits"
     while killed.poll() is None and len(list(folder.glob("*.json")) if folder.is_dir() else []) < commits:
         time.sleep(0.002)

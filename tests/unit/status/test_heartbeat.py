@@ -79,9 +79,9 @@ def test_no_secret_of_the_environment_is_in_a_heartbeat(folder: Folder, monkeypa
 def test_it_beats_at_once_when_asked_and_at_the_end() -> None:
     puts = Puts()
     with Heartbeat(puts, "a1b2", reading, every=3600) as heart:  # type: ignore[arg-type]
-        assert puts.came.acquire(timeout=10)
+        assert puts.came.acquire(timeout=120)
         heart.beat()
-        assert puts.came.acquire(timeout=10)
+        assert puts.came.acquire(timeout=120)
     assert len(puts.beats) == 3
 
 
@@ -96,10 +96,10 @@ def test_it_says_when_the_worker_last_got_further() -> None:
 
     with Heartbeat(puts, "a1b2", read, every=3600, clock=lambda: now[0][0]) as heart:  # type: ignore[arg-type]
         for turn in turns:
-            assert puts.came.acquire(timeout=10)
+            assert puts.came.acquire(timeout=120)
             now[0] = turn
             heart.beat()
-        assert puts.came.acquire(timeout=10)
+        assert puts.came.acquire(timeout=120)
     assert [str(beat["updated"])[14:19] for beat in puts.beats][:4] == ["00:00", "00:30", "01:00", "01:30"]
     assert [str(beat["progressed"])[14:19] for beat in puts.beats][:4] == ["00:00", "00:00", "01:00", "01:00"]
 
@@ -108,14 +108,14 @@ def test_it_beats_by_itself() -> None:
     puts = Puts()
     with Heartbeat(puts, "a1b2", reading, every=0.01):  # type: ignore[arg-type]
         for _ in range(4):
-            assert puts.came.acquire(timeout=10)
+            assert puts.came.acquire(timeout=120)
 
 
 def test_a_failing_heartbeat_is_counted_and_said_and_kills_nothing() -> None:
     puts, said = Puts(broken=True), []
     with Heartbeat(puts, "a1b2", reading, every=0.01, log=said.append) as heart:  # type: ignore[arg-type]
         for _ in range(3):
-            assert puts.came.acquire(timeout=10)
+            assert puts.came.acquire(timeout=120)
     assert heart.missed >= 3
     assert said[0] == "heartbeat not written (1 so far): cannot write progress.json: found HTTP 403"
     with Heartbeat(Puts(), "a1b2", lambda: 1 / 0, log=said.append) as heart:  # type: ignore[arg-type, return-value]
@@ -143,7 +143,7 @@ def test_a_fenced_worker_leaves_the_heartbeat_to_its_successor() -> None:
     puts = Puts()
     heart = Heartbeat(puts, "a1b2", reading, every=3600)  # type: ignore[arg-type]
     heart.__enter__()
-    assert puts.came.acquire(timeout=10)
+    assert puts.came.acquire(timeout=120)
     heart.__exit__(Fenced, Fenced("another worker owns this stream"), None)
     assert len(puts.beats) == 1
 

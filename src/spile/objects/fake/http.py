@@ -250,16 +250,28 @@ class FaultyProxy(FaultyServer):
     """Passes every request on to another server, and spoils what it is told to."""
 
     _HOP = ("connection", "transfer-encoding", "expect", "content-length", "date", "server")
+    _CONDITIONS = ("if-match", "if-none-match")
 
     def __init__(self, upstream: str, port: int = 0) -> None:
         super().__init__(port)
         self._upstream = urlsplit(upstream)
+        self._one_at_a_time = threading.Lock()
 
     def answer(self, request: Request) -> FakeReply:
-        """What the other server says; a body without its checksum is refused, as Amazon does and moto does not."""
+        """What the other server answers, made as strict as Amazon is where moto is not.
+
+        A body that is not its checksum's is refused. Conditional writes go one at a time: moto looks whether an object
+        exists and then writes it, so that two creators can both win.
+        """
         said = request.headers.get("x-amz-checksum-crc32c")
         if said is not None and request.method == "PUT" and said != crc32c_base64(request.body or b""):
             return FakeReply(400, b"<Error><Code>BadDigest</Code></Error>")
+        if request.method in ("PUT", "POST") and any(name in request.headers for name in self._CONDITIONS):
+            with self._one_at_a_time:
+                return self._pass_on(request)
+        return self._pass_on(request)
+
+    def _pass_on(self, request: Request) -> FakeReply:
         connection = http.client.HTTPConnection(self._upstream.hostname or "", self._upstream.port, timeout=60)
         try:
             headers = {k: v for k, v in request.headers.items() if k not in self._HOP}

@@ -1,0 +1,23 @@
+"""Ports for servers that a test must name before they are started."""
+
+from __future__ import annotations
+
+import random
+import socket
+
+__all__ = ["free_port"]
+
+_PORTS = range(15_000, 32_000)
+"""Below those that the system hands out by itself: no connection of another test takes one in the meantime."""
+
+
+def free_port(address: str = "127.0.0.1") -> int:
+    """One that nobody listens on now."""
+    for port in random.SystemRandom().sample(_PORTS, 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind((address, port))
+            except OSError:
+                continue
+            return port
+    raise AssertionError(f"none of 100 ports of {address} is free")
