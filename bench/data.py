@@ -1,8 +1,8 @@
 """The data room against its own limits: ``python -m bench.data [--tasks 200000]``.
 
-1. streams of generated tasks: tasks and bytes a second beside a bare orjson parse of the same lines, and peak memory
+1. streams of generated tasks: tasks and bytes per second beside a bare orjson parse of the same lines, and peak memory
    for the whole dataset beside a tenth of it
-2. ARC prompts to tokens: tokens a second as a reader gets them, roles included, beside the bare tokenizer
+2. ARC prompts to tokens: tokens per second as a reader gets them, roles included, beside the bare tokenizer
 """
 
 from __future__ import annotations

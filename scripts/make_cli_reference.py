@@ -31,7 +31,7 @@ HEAD = """\
 *Written by `python scripts/make_cli_reference.py`; a test fails when it is out of date.*
 
 Every flag can be given as `--flag value` or `--flag=value`, as a variable (`SPILE_BATCH_SIZE=8` is `--batch-size 8`),
-or in a TOML file (`--config run.toml`, here or in a bucket), one flag a line: `batch-size = 8`. Flags win over
+or in a TOML file (`--config run.toml`, here or in a bucket), one flag per line: `batch-size = 8`. Flags win over
 variables, and those over the file. The old guides' spellings work too: [the table](guides/README.md#flags).
 
 `--debug` shows the traceback of an error, which is one line without it. `--help` after any command shows what is below.

@@ -99,5 +99,15 @@ def test_a_kill_at_every_write_step_of_the_loop(tmp_path: Path) -> None:
     assert kills_at_steps(str(tmp_path), list(range(150)), seed=4) > 50
 
 
+def test_kills_before_and_after_requests_of_the_loop(cloud_url: str) -> None:
+    assert kills_at_steps(cloud_url, [1, 5, 12, 29], seed=6)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_a_kill_before_and_after_every_request_of_the_loop(cloud_url: str) -> None:
+    assert kills_at_steps(cloud_url, list(range(60)), seed=7) > 20
+
+
 def test_a_bucket_worker_killed_and_resumed(cloud_url: str) -> None:
     random_kills(cloud_url, 2, seed=5)

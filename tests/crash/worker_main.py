@@ -21,7 +21,7 @@ from killing import Stepped, Switch, _paths
 from whole import assert_rows
 
 from spile.errors import SpileError
-from spile.objects import Folder, open_folder
+from spile.objects import Folder, is_remote, open_folder
 from spile.planning.batches import Batch
 from spile.planning.ranges import Ranges
 from spile.runtime.producer import RowBlock
@@ -90,7 +90,7 @@ def visit(
 ) -> tuple[bool, StreamStore]:
     """One visit to the stream through ``runtime.worker``, as ``spile extract`` makes it."""
     root: Any = open_folder(url)
-    if life.switch.name is not None:
+    if life.switch.name is not None or is_remote(url):
         root = Stepped(root, life.switch)
     run, progress, stop = run_identity(store_dtype="float32"), progress or Progress(), stop or Event()
     join_run(root, run)
@@ -136,7 +136,7 @@ def main(url: str, count: int, environment: dict[str, str], life: Life) -> None:
     os.dup2(null, 1)
     if life.stderr is not None:
         os.dup2(os.open(life.stderr, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
-    if life.switch.at is not None and life.switch.name is None:
+    if life.switch.at is not None and life.switch.name is None and not is_remote(url):
         life.switch.patch_system()
     try:
         code = _live(url, count, life)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from spile.cli.main import main
-from spile.errors import SpecError, UserError
+from spile.errors import SpecError, StoreError, UserError
 from spile.fleet.agent import AGAIN, Agent, worker_command
 from spile.fleet.cloud.provider import NodeRequest
 from spile.fleet.cloud.tpu import CloudTpu
@@ -285,6 +285,27 @@ def test_a_workers_log_is_kept_in_the_bucket_and_can_be_searched_when_its_machin
     assert logs("0")[1] == ["nothing is kept of tpu-us-central1-a-0 yet"]
     assert logs("7")[0] == 2
     assert logs("1", "--grep", "[")[1][0].startswith("spile: --grep: expected a regular expression")
+
+
+def test_a_log_that_the_bucket_did_not_take_is_stored_at_the_next_flush(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = a_home(tmp_path)
+    keeper = LogKeeper(home.folder, NAME, part=100)
+
+    def out(*_: object) -> None:
+        raise StoreError("the bucket is out")
+
+    keeper.add("x" * 150)
+    with monkeypatch.context() as patch:
+        patch.setattr(home.folder, "put", out)
+        with pytest.raises(StoreError):
+            keeper.flush()
+    keeper.flush()
+    assert list(read_log(home.folder, NAME)) == ["x" * 150]
+    keeper.add("y")
+    keeper.flush()
+    assert list(read_log(home.folder, NAME)) == ["x" * 150, "y"]
 
 
 def test_a_kept_log_is_rotated_and_bounded(tmp_path: Path) -> None:

@@ -1,1 +1,1 @@
-"""One file a command: parse, make a spec, call, print."""
+"""One file per command: parse, make a spec, call, print."""

@@ -25,11 +25,10 @@ def collect(
     Parts of one dataset, as a pod's hosts keep them on their own disks, are put together there too. Files are checked
     as they come. Run it again to go on where it broke off: what is here already is not sent again.
     """
-    from rich.console import Console
-
+    from spile.dashboard.console import output as output_console
     from spile.fleet.ssh.collect import assemble, collect_from
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = output_console(soft_wrap=True)
     collected = collect_from(where.find(), path, into, where.access())
     for got in collected:
         sent = f"{got.size / 1e6:.1f} MB, {got.received / 1e6:.1f} MB sent"

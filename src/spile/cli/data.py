@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 from rich.console import Console
 
+from spile.cli.shell.defaults import GUIDES_DATASET
 from spile.cli.shell.numbers import parse_numbers
-from spile.errors import DataError, SpecError
+from spile.dashboard.console import output as output_console
+from spile.errors import SpecError
 from spile.objects.opening import is_remote
 
 if TYPE_CHECKING:
     from spile.data.make.items import IdRule, ItemTally, RowSelection
+    from spile.data.make.manifest import StreamsManifest
 
 __all__ = ["convert", "progress", "streams", "upload"]
 
@@ -32,12 +35,11 @@ _END = Parameter(help="The row to stop before.")
 _MAX_SAMPLES = Parameter(help="At most so many samples.")
 _MAX_TRAIN = Parameter(help="Keep a task's first so many train pairs.")
 _IDS = Parameter(help="What a task without an id is named after; older versions' streams: number.")
-_DEFAULT_DATASET = "barc0/200k_HEAVY_gpt4o-description-gpt4omini-code_generated_problems"
 
 
 def convert(
     *,
-    dataset: Annotated[str, _DATASET] = _DEFAULT_DATASET,
+    dataset: Annotated[str, _DATASET] = GUIDES_DATASET,
     column: Annotated[str, _COLUMN] = "examples",
     output: Annotated[str | None, Parameter(help="The JSONL file to write, here or in a bucket.")] = None,
     output_dir: Annotated[str | None, Parameter(help="The folder for --format arc-json, here or in a bucket.")] = None,
@@ -68,7 +70,7 @@ def convert(
         )
         raise SpecError("where to write", expected=expected, found=found)
     selection = _selection(column, start_index, end_index, max_samples, max_train_examples, ids)
-    console = Console(soft_wrap=True, highlight=False)
+    console = output_console(soft_wrap=True)
     with progress(console, selection.max_samples) as tell, written(target, file=chosen == "arc-jsonl") as place:
         done = run(
             dataset,
@@ -98,7 +100,7 @@ def streams(
     output_dir: Annotated[
         str, Parameter(help="The folder for stream_000.jsonl … and streams.json, here or in a bucket.")
     ] = "data/streams",
-    dataset: Annotated[str, _DATASET] = _DEFAULT_DATASET,
+    dataset: Annotated[str, _DATASET] = GUIDES_DATASET,
     column: Annotated[str, _COLUMN] = "examples",
     split: Annotated[str | None, _SPLIT] = None,
     config_name: Annotated[str | None, _CONFIG_NAME] = None,
@@ -115,13 +117,15 @@ def streams(
     overwrite: Annotated[bool, Parameter(help="Replace streams of another split.", negative="")] = False,
 ) -> int:
     """Split a dataset into independent streams, balanced to one sample, the same bytes each time."""
-    from spile.data.make.split import make_streams
+    from spile.data.make.manifest import MANIFEST
+    from spile.data.make.split import make_streams, refuse_others
 
     kept = tuple((keep or "").replace(",", " ").split())
     selection = _selection(column, start_index, end_index, max_samples, max_train_examples, ids, kept)
-    console = Console(soft_wrap=True, highlight=False)
+    console = output_console(soft_wrap=True)
+    there = None
     if is_remote(output_dir):
-        _refuse_others(output_dir, num_streams, seed, some=streams is not None, overwrite=overwrite)
+        there = _streams_there(output_dir, some=streams is not None, overwrite=overwrite)
     with progress(console, selection.max_samples) as tell, written(output_dir) as place:
         made = make_streams(
             dataset,
@@ -133,8 +137,11 @@ def streams(
             seed=seed,
             only=None if streams is None else parse_numbers("--streams", streams),
             overwrite=overwrite,
+            begun=there,
             progress=tell,
         )
+        if there is not None:
+            refuse_others(there, made.manifest, f"{output_dir}/{MANIFEST}")
     _print_tally(console, made.tally)
     counts = sorted({entry.samples for entry in made.manifest.streams})
     each = f"{counts[0]:,} samples each" if len(counts) == 1 else f"{counts[0]:,} or {counts[-1]:,} samples each"
@@ -159,7 +166,7 @@ def upload(
     if not bucket.rpartition("://")[2].strip("/"):
         raise SpecError("--bucket", expected="a bucket's name, or gs://… or s3://…", found=repr(bucket))
     root = bucket_url(bucket)
-    console = Console(soft_wrap=True, highlight=False)
+    console = output_console(soft_wrap=True)
 
     def tell(name: str, put: bool, done: int, total: int) -> None:
         console.print(f"{done}/{total} {name} {'uploaded' if put else 'there already'}", markup=False)
@@ -188,21 +195,14 @@ def written(target: str, *, file: bool = False) -> Iterator[Path]:
         run(Path(here), open_folder(folder))
 
 
-def _refuse_others(url: str, count: int, seed: int, *, some: bool, overwrite: bool) -> None:
-    """Streams of another split that are in the bucket are not replaced unasked."""
+def _streams_there(url: str, *, some: bool, overwrite: bool) -> StreamsManifest | None:
+    """The streams that are in the bucket, and are not replaced unasked."""
     from spile.data.make.upload import read_manifest
     from spile.objects import open_folder
 
     if some:
         raise SpecError("--streams with a bucket", expected="all streams", fix="make them here, then spile data upload")
-    there = read_manifest(open_folder(url))
-    if there is not None and not overwrite and (len(there.streams), there.seed) != (count, seed):
-        raise DataError(
-            f"{url} holds streams of another split",
-            expected=f"{len(there.streams)} streams of seed {there.seed}",
-            found=f"{count} of seed {seed}",
-            fix="use another --output-dir, or --overwrite",
-        )
+    return None if overwrite else read_manifest(open_folder(url))
 
 
 @contextmanager

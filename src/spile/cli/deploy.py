@@ -14,6 +14,7 @@ from spile.cli.extract import GCS_PREFIX, ExtractFlags
 from spile.cli.shell.creating import create_machines
 from spile.cli.shell.defaults import GUIDES_DATASET, GUIDES_STREAMS, with_model
 from spile.cli.shell.fleet_flags import MachineFlags, PlaceFlags, confirm, print_results
+from spile.cli.shell.pairs import variables
 from spile.cli.shell.remembering import as_before, given, words_of
 from spile.dashboard.console import output
 from spile.errors import SpecError
@@ -97,15 +98,6 @@ class DeployFlags:
 
         chosen = self.budget if self.budget is not None else budget
         return Policy(interval=self.interval, budget=chosen, delete_finished=not self.keep_finished)
-
-    def variables(self) -> dict[str, str]:
-        found = {}
-        for word in self.env or ():
-            name, equals, value = word.partition("=")
-            if not equals or not name.isidentifier():
-                raise SpecError("--env", expected="NAME=value", found=repr(name))
-            found[name] = value
-        return found
 
 
 def extract_words(flags: ExtractFlags, *, without: Collection[str] = _OURS) -> tuple[str, ...]:
@@ -228,7 +220,7 @@ class _Asked:
             extract_words(self.flags),
             split=streams.split,
             max_samples=self.flags.max_samples,
-            environment=self.steps.variables(),
+            environment=variables(self.steps.env),
             notify=tuple(self.steps.notify or ()),
             flags=said,
         ).on(fleet)
@@ -242,7 +234,7 @@ def _check(client: CloudTpu, fleet: FleetSpec, asked: _Asked) -> None:
 
     flags = asked.flags
     asked.root("gs://b")
-    asked.steps.variables()
+    variables(asked.steps.env)
     for url in asked.steps.notify or ():
         check_url(url)
     check_model(replace(flags.stored_in("gs://b/x"), dataset=None, dataset_dir="gs://b/datasets").spec())

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Group, Parameter
 
 from spile.cli.run import Output, RunFlags
-from spile.cli.shell.cluster_flags import pairs
 from spile.cli.shell.host_flags import HostFlags
 from spile.cli.shell.log import log
+from spile.cli.shell.pairs import variables
 from spile.errors import Failure, SpecError, SpileError, UserError
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class ContainerFlags:
             name=self.name,
             runtime=self.runtime,
             mounts=tuple(mounts),
-            env=pairs("--env", self.env),
+            env=variables(self.env),
             grace=self.grace,
         )
 

@@ -112,7 +112,7 @@ def _absolute(name: str) -> str:
 def _split(flags: ExtractFlags, spec: ExtractSpec, workers: int, asked: int | None) -> str:
     """The streams of ``--dataset``, kept beside the activations: made once, and the same ever after."""
     from spile.data.make.manifest import MANIFEST, StreamsManifest
-    from spile.fleet.streams import prepare_streams
+    from spile.fleet.streams import prepare_streams, refuse_other_rows
     from spile.objects import open_folder
     from spile.objects.folder import NotFound
 
@@ -127,6 +127,7 @@ def _split(flags: ExtractFlags, spec: ExtractSpec, workers: int, asked: int | No
     source = str(known.source.get("dataset"))
     if dataset != EMBEDDED and source != dataset:
         raise DataError(f"{place} holds streams of another dataset", expected=source, found=dataset)
+    refuse_other_rows(known, spec.data, place)
     if asked is not None and asked != len(known.streams):
         raise SpecError("--num-streams", expected=f"{len(known.streams)}, as in {place}", found=str(asked))
     return place

@@ -10,6 +10,7 @@ from cyclopts import Parameter
 from rich.box import ROUNDED
 from rich.table import Table
 
+from spile.cli.shell.pages import write_page
 from spile.dashboard.console import output
 from spile.errors import UserError
 from spile.planning.amounts import counted, size
@@ -99,9 +100,5 @@ def _write_page(dataset: Dataset, html: Path, tap: str | None, samples: int) -> 
     from spile.reading.inspecting import inspect_dataset
 
     page = report_page(dataset, inspect_dataset(dataset, tap=tap, samples=max(0, samples)))
-    path = html.expanduser()
-    try:
-        path.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--html {html}", expected="a file that can be written", found=error.strerror) from error
+    write_page(page, html)
     output().print(f"wrote {html} ({size(len(page.encode()))}): one file, nothing is fetched", markup=False)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Group, Parameter
 
 from spile.cli.extract import ExtractFlags
-from spile.cli.shell.cluster_flags import ClusterFlags, pairs
+from spile.cli.shell.cluster_flags import ClusterFlags
+from spile.cli.shell.pairs import pairs
 
 if TYPE_CHECKING:
     from spile.fleet.manifests.kubernetes import KubernetesJob

@@ -38,8 +38,7 @@ def logs(
     where: HostFlags = HostFlags(),  # noqa: B008  (frozen)
 ) -> int:
     """A worker's log: from its machine, over ssh; or its last lines from the bucket, when the machine is gone."""
-    from rich.console import Console
-
+    from spile.dashboard.console import output as output_console
     from spile.dashboard.hosts import Logs
     from spile.fleet.ssh import fanout
     from spile.fleet.ssh.session import Job
@@ -47,7 +46,7 @@ def logs(
 
     if lines < 0:
         raise SpecError("-n", expected="0 or more", found=lines)
-    console = Console(highlight=False)
+    console = output_console()
     if grep is not None and home is None:
         raise SpecError("--grep", expected="--home gs://bucket/fleet/NAME beside it", found="--grep alone")
     if home is not None:

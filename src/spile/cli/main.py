@@ -153,7 +153,7 @@ def _config(words: list[str]) -> tuple[list[str], str | None]:
 
 
 def _read_config(location: str) -> dict[str, Any]:
-    """A TOML file, here or in a bucket: one flag a line, spelled with dashes or underscores."""
+    """A TOML file, here or in a bucket: one flag per line, spelled with dashes or underscores."""
     from spile.objects import open_folder, split
     from spile.objects.folder import NotFound
 

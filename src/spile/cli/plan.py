@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Group, Parameter
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from spile.cli.extract import ExtractFlags
 from spile.cli.shell.defaults import settled
@@ -136,7 +137,7 @@ def _by_arithmetic(found: Forecast, machine: Machine) -> str:
     tokens = found.spec.batch_tokens or _FIRST_TOKENS
     rows = 2 * tokens * found.volume.bytes_per_token
     fits = weights / parts + rows <= room
-    split = f", a {parts}th on each device" if parts > 1 else ""
+    split = f", 1/{parts} of them on each device" if parts > 1 else ""
     verdict = "fits" if fits else "does not fit: fewer --batch-tokens or taps, or more chips"
     return (
         f"  {machine.name}, by arithmetic: weights {size(weights)}{split}, rows {size(rows)} (two batches of "
@@ -159,7 +160,7 @@ def _print(console: Console, found: Forecast, estimates: list[Estimate], prices:
     ]  # fmt: skip
     grid = Table.grid(padding=(0, 2))
     for name, text in rows:
-        grid.add_row(f"[bold]{name}[/]", text)
+        grid.add_row(Text(name, style="bold"), text)
     console.print(grid)
     console.print(_machines(estimates))
     basis = (

@@ -13,6 +13,7 @@ from cyclopts import Group, Parameter
 from rich.console import Console
 
 from spile.cli.shell.host_flags import HostFlags
+from spile.cli.shell.pairs import variables
 from spile.errors import SpecError
 
 __all__ = ["Output", "RunFlags", "run"]
@@ -52,14 +53,6 @@ class RunFlags:
             raise SpecError("two commands" if words else "no command", expected="one, after -- or with --command")
         return self.command or (words[0] if len(words) == 1 else shlex.join(words))
 
-    def variables(self) -> dict[str, str]:
-        """The command's own variables."""
-        pairs = [text.partition("=") for text in self.env or ()]
-        for name, equals, value in pairs:
-            if not equals or not name.isidentifier():
-                raise SpecError("--env", expected="NAME=value", found=repr(name + equals + value))
-        return {name: value for name, _, value in pairs}
-
     def results(self, prefix: str) -> Path:
         """A folder that is not there yet: the one asked for, or one named after the time."""
         if self.logs is not None:
@@ -94,7 +87,7 @@ def run(
     from spile.fleet.ssh.copy import RESULTS, copy_to, load
     from spile.fleet.ssh.session import Job
 
-    line, variables, results = flags.line(words), flags.variables(), flags.results(RESULTS)
+    line, given, results = flags.line(words), variables(flags.env), flags.results(RESULTS)
     console = Output(highlight=False)
     here, access = Path.cwd(), where.access()
     target = flags.folder or f"~/spile-run/{here.name or 'root'}"
@@ -109,7 +102,7 @@ def run(
         size = f"{files.size / 1e6:.1f} MB, {copied.sent / 1e6:.1f} MB sent"
         console.print(f"copied {copied.files} files ({size}) to {target} on {copied.hosts} hosts", markup=False)
     with Logs(hosts, results, None if flags.quiet else console) as logs:
-        outcomes = fanout.run(hosts, Job(line, target, variables), access=access, output=logs.write)
+        outcomes = fanout.run(hosts, Job(line, target, given), access=access, output=logs.write)
         logs.open()
     print_outcomes(outcomes, logs, console)
     return fanout.worst(outcomes)

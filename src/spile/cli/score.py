@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from spile.cli.shell.pages import write_page
 from spile.errors import DataError, UserError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from spile.data.arc.grids import Grid, Task
     from spile.data.arc.scoring import Score
     from spile.objects.folder import Folder
@@ -38,7 +41,7 @@ def score(
 
     found = _scored(open_folder(root), reference, dataset)
     if html is not None:
-        html.write_text(score_page(found, root), encoding="utf-8")
+        write_page(score_page(found, root), html)
     console = Lasting(highlight=False)
     if json:
         from json import dumps
@@ -91,11 +94,9 @@ def _tasks(places: list[str], needed: bool) -> dict[str, Task]:
     return tasks
 
 
-def _tell(console: object, found: Score, html: Path | None) -> None:
-    from rich.console import Console
+def _tell(console: Console, found: Score, html: Path | None) -> None:
     from rich.table import Table
 
-    assert isinstance(console, Console)  # noqa: S101 - ours
     record = found.record()
     table = Table("TASK", "RIGHT", "VOTES", "UNREADABLE", box=None)
     for task in found.tasks:

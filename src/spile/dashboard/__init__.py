@@ -1,1 +1,1 @@
-"""A snapshot as a terminal table. It reads and never commands."""
+"""All that draws: datasets, fleets, workers, reports. It reads and never commands."""

@@ -1,4 +1,4 @@
-"""Where commands print: a terminal's width counts, a pipe or a file has none."""
+"""Where commands print: a terminal's width counts, a pipe or a file has none; brackets in a name are no markup."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NO_WIDTH = 10_000
 
 def output(**more: Any) -> Console:
     """Standard output, as it is now."""
-    console = Console(highlight=False, **more)
+    console = Console(highlight=False, markup=False, **more)
     if not console.is_terminal:
         console.width = _NO_WIDTH
     return console
@@ -23,6 +23,9 @@ def output(**more: Any) -> Console:
 
 class Lasting(Console):
     """Outlives its reader: Ctrl+C in ``spile extract | tee log`` ends tee first, and work and exit code still count."""
+
+    def __init__(self, **more: Any) -> None:
+        super().__init__(**{"highlight": False, "markup": False, **more})
 
     def on_broken_pipe(self) -> None:
         """Be quiet from now on, the interpreter's last flush too."""

@@ -244,9 +244,8 @@ def adopt(provider: Provider, fleet: FleetSpec, names: Collection[str]) -> list[
 
 
 def delete(
-    provider: Provider, nodes: Sequence[Node], fleet: str, *, wait: bool = True, report: ReportResult = lambda _: None,
-    every: float | None = None,
-) -> list[NodeResult]:  # fmt: skip
+    provider: Provider, nodes: Sequence[Node], fleet: str, *, wait: bool = True, every: float | None = None
+) -> list[NodeResult]:
     """Delete machines of the fleet; foreign ones are refused even when asked for."""
 
     def zone_work(zone: str) -> list[NodeResult]:
@@ -262,17 +261,28 @@ def delete(
                 asked.append((node, None))
             except (CloudError, UserError) as error:
                 results.append(NodeResult(node.name, zone, "failed", error.line()))
-        for node, operation in asked:
-            failed = settle(provider, operation, every=every).error if wait and operation is not None else None
-            what: Literal["deleted", "deleting"] = "deleted" if wait or operation is None else "deleting"
-            results.append(
-                NodeResult(node.name, zone, "failed", failed.line()) if failed else NodeResult(node.name, zone, what)
-            )
-        for result in results:
-            report(result)
-        return results
+        return [*results, *(_deleted(provider, node, operation, wait, every) for node, operation in asked)]
 
     return by_zone([node.zone for node in nodes], zone_work)
+
+
+def _deleted(
+    provider: Provider, node: Node, operation: Operation | None, wait: bool, every: float | None
+) -> NodeResult:
+    if operation is None:
+        return NodeResult(node.name, node.zone, "deleted")
+    if not wait:
+        return NodeResult(node.name, node.zone, "deleting")
+    try:
+        failed = settle(provider, operation, every=every).error
+    except (CloudError, UserError) as error:
+        detail = f"asked for, and lost sight of it: {error.line()}; look with spile tpu status"
+        return NodeResult(node.name, node.zone, "failed", detail)
+    return (
+        NodeResult(node.name, node.zone, "failed", failed.line())
+        if failed
+        else NodeResult(node.name, node.zone, "deleted")
+    )
 
 
 def _ask_delete(provider: Provider, fleet: str, node: Node) -> Operation:
@@ -286,7 +296,6 @@ def recreate(
     nodes: Sequence[Node],
     fleet: FleetSpec,
     *,
-    report: ReportResult = lambda _: None,
     every: float | None = None,
 ) -> list[NodeResult]:
     """Delete the dead machines of a fleet and make each again as it was: its type, its labels, its startup script."""
@@ -310,7 +319,6 @@ def recreate(
                 done.append(_awaited(provider, one, worker, operation, every))
             except (CloudError, UserError) as error:
                 done.append(NodeResult(node.name, zone, "failed", error.line()))
-            report(done[-1])
         return done
 
     return [*results, *by_zone([result.zone for result in gone if not result.bad], zone_work)]

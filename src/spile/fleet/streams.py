@@ -18,7 +18,15 @@ from spile.errors import DataError
 from spile.objects import open_folder
 from spile.spec.run import DataSpec, PromptSpec
 
-__all__ = ["StreamsPlan", "existing_streams", "local_streams", "place_of", "prepare_streams", "split_streams"]
+__all__ = [
+    "StreamsPlan",
+    "existing_streams",
+    "local_streams",
+    "place_of",
+    "prepare_streams",
+    "refuse_other_rows",
+    "split_streams",
+]
 
 _NAME = 16
 """Digits of a split's digest in its folder's name."""
@@ -95,20 +103,44 @@ def split_streams(
     """
     there = read_manifest(open_folder(begun)) if begun is not None else None
     with tempfile.TemporaryDirectory(prefix="spile-streams-") as folder:
-        part = RowRange.parse(data.split)
-        column = RowSelection.column if data.prompt.column == PromptSpec.column else data.prompt.column
         made = make_streams(
             dataset,
             Path(folder),
             count,
-            selection=RowSelection(column, part.start, part.stop, keep=data.keep),
-            split=part.split,
+            selection=_selection(data),
+            split=RowRange.parse(data.split).split,
             config_name=data.config_name,
             seed=data.seed,
             begun=there,
         )
         log(f"{made.tally.samples:,} samples of {dataset} in {count} streams")
         yield local_streams(Path(folder), below)
+
+
+def _selection(data: DataSpec) -> RowSelection:
+    part = RowRange.parse(data.split)
+    column = RowSelection.column if data.prompt.column == PromptSpec.column else data.prompt.column
+    return RowSelection(column, part.start, part.stop, keep=data.keep)
+
+
+def refuse_other_rows(manifest: StreamsManifest, data: DataSpec, place: str) -> None:
+    """Streams that were made earlier are of the rows that are asked for now: --split would be without effect."""
+    part, source = RowRange.parse(data.split), manifest.source
+    asked = {"split": part.split or "train", "config_name": data.config_name}
+    facts = {name: (source[name], value) for name, value in asked.items() if name in source}
+    facts["rows"] = _rows(source.get("start_index"), source.get("end_index")), _rows(part.start, part.stop)
+    for name, (made, wanted) in facts.items():
+        if made != wanted:
+            raise DataError(
+                f"{place} holds streams of another selection: {name}",
+                expected=str(made),
+                found=str(wanted),
+                fix="give --split and --config-name as before, or another --output",
+            )
+
+
+def _rows(start: object, stop: object) -> str:
+    return f"{start or 0} to {'the last' if stop is None else stop}"
 
 
 def prepare_streams(dataset: str, url: str, count: int, *, data: DataSpec, log: Callable[[str], None]) -> None:

@@ -6,7 +6,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 
-from spile.errors import SpecError
+from spile.errors import SpecError, SpileError
 from spile.objects.folder import Folder, NotFound
 from spile.objects.removal import Removal
 
@@ -26,13 +26,17 @@ class LogKeeper:
         self._lock = threading.Lock()
         self._text = bytearray()
         self._changed = False
+        self._dropped = 0
+        """Bytes that went unstored since the last flush began."""
         self._number: int | None = None
 
     def add(self, line: str) -> None:
         """A line that the worker printed."""
         with self._lock:
             self._text += line.rstrip("\n").encode(errors="replace") + b"\n"
-            del self._text[: max(0, len(self._text) - 4 * self._part)]  # a bucket that is out must not fill the memory
+            over = max(0, len(self._text) - 4 * self._part)  # a bucket that is out must not fill the memory
+            del self._text[:over]
+            self._dropped += over
             self._changed = True
 
     def flush(self) -> None:
@@ -40,14 +44,17 @@ class LogKeeper:
         with self._lock:
             if not self._changed:
                 return
-            text, self._changed = bytes(self._text), False
-            full = len(text) >= self._part
-            if full:
-                self._text.clear()
-        if self._number is None:
-            self._number = max(_numbers(self._folder, self._name), default=0) + 1
-        self._folder.put(_key(self._name, self._number), text)
-        if full:
+            text, self._changed, self._dropped = bytes(self._text), False, 0
+        try:
+            if self._number is None:
+                self._number = max(_numbers(self._folder, self._name), default=0) + 1
+            self._folder.put(_key(self._name, self._number), text)
+        except SpileError:
+            self._changed = True  # it stays, for the next flush
+            raise
+        if len(text) >= self._part:
+            with self._lock:
+                del self._text[: max(0, len(text) - self._dropped)]
             self._number += 1
             numbers = _numbers(self._folder, self._name)
             old = [_key(self._name, number) for number in numbers if number <= self._number - self._parts]

@@ -73,8 +73,8 @@ def _batch_tokens(spec: ExtractSpec, bytes_per_token: int) -> int:
 def _lanes(output: str) -> int:
     """Shards to fill side by side: several where an accelerator is faster than one file.
 
-    One where the sink is a bucket, whose writer is a buffer in memory and whose upload is parallel by itself; and one a
-    host on a pod, whose hosts commit together.
+    One where the sink is a bucket, whose writer is a buffer in memory and whose upload is parallel by itself; and one
+    per host on a pod, whose hosts commit together.
     """
     if jax.default_backend() == "cpu" or is_remote(output) or jax.process_count() > 1:
         return 1
@@ -84,7 +84,7 @@ def _lanes(output: str) -> int:
 def _finishers(output: str) -> int | None:
     """Two for a bucket: the next shard goes up while the last one's parts become an object and its commit is made.
 
-    One a host on a pod, whose hosts commit together and in one order.
+    One per host on a pod, whose hosts commit together and in one order.
     """
     return 2 if is_remote(output) and jax.process_count() == 1 else None
 

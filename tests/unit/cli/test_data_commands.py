@@ -11,6 +11,7 @@ from rich.console import Console
 from spile.cli.data import progress
 from spile.cli.main import main
 from spile.data.make.items import ItemTally
+from spile.objects import open_folder
 
 
 def spile(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[object, str, str]:
@@ -134,3 +135,22 @@ def test_progress_on_a_terminal_is_a_bar() -> None:
     with progress(Console(file=file, force_terminal=True, width=120), 100) as tell:
         tell(ItemTally(rows=60, samples=50))
     assert "50 samples, 60 rows" in file.getvalue()
+
+
+@pytest.mark.parametrize("cloud_url", ["gs"], indirect=True)
+def test_streams_in_a_bucket_are_replaced_by_none_of_another_dataset(
+    rows: str, tmp_path: Path, cloud_url: str, capsys: Any
+) -> None:
+    """As many and of the same seed, but of other rows."""
+    make = ["streams", "--num-streams", "2", "--output-dir", cloud_url, "--dataset"]
+    assert spile([*make, rows], capsys)[0] == 0
+    before = open_folder(cloud_url).get("stream_000.jsonl")
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(Path(rows).read_text().splitlines(keepends=True)[:6]))
+    code, _, wrong = spile([*make, str(other)], capsys)
+    assert code == 2
+    assert f"{cloud_url}/streams.json lists another stream_000.jsonl: the source or what is taken of it has" in wrong
+    assert open_folder(cloud_url).get("stream_000.jsonl") == before
+    assert spile([*make, rows], capsys)[0] == 0
+    assert spile([*make, str(other), "--overwrite"], capsys)[0] == 0
+    assert open_folder(cloud_url).get("stream_000.jsonl") != before

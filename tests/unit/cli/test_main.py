@@ -17,7 +17,7 @@ from spile import errors
 from spile.cli import main as program
 from spile.cli.extract import ExtractFlags
 from spile.cli.shell.commands import COMMANDS, SECTIONS
-from spile.errors import SpecError
+from spile.errors import SpecError, UserError
 from spile.spec.run import ExtractSpec
 
 
@@ -336,3 +336,10 @@ def test_an_output_that_cannot_be_in_a_bucket_is_refused_and_no_folder_named_gs_
     assert (code, out) == (2, "")
     assert err == f"spile: {flag}: expected a path on this machine, found {where}\n"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_page_that_cannot_be_written_is_the_users_mistake(tmp_path: Path) -> None:
+    from spile.cli.shell.pages import write_page
+
+    with pytest.raises(UserError, match=r"--html .*page: expected a file that can be written, found No such file"):
+        write_page("<html>", tmp_path / "no" / "page")

@@ -26,6 +26,15 @@ def test_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
     assert "list prices, US, as of 20" in out
 
 
+def test_brackets_in_a_path_are_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """They are no markup of the terminal's library."""
+    data = tmp_path / "[old]" / "texts.jsonl"
+    data.parent.mkdir()
+    data.write_text('{"text": "1 2 3"}\n')
+    assert run("--dataset", str(data), "--topology", "v3-8", "--no-compile") == 0
+    assert f"{data}: 1 samples" in capsys.readouterr().out
+
+
 def test_a_config_is_enough_and_arithmetic_says_whether_it_fits(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from spile.fleet.streams import prepare_streams
+from spile.spec.run import DataSpec
 from unit.cli.refusals import SMALL, lines, spile
 
 
@@ -26,3 +28,16 @@ def test_streams_that_no_worker_began(tmp_path: Path, capfd: pytest.CaptureFixtu
     assert spile("verify", out, "--json") == 0
     report = json.loads(capfd.readouterr().out)
     assert (report["streams_expected"], report["never_begun"]) == (3, [])
+
+
+def test_an_engines_streams_are_not_taken_for_other_rows(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """They were made of the first six; without --split the whole dataset is meant."""
+    data = lines(tmp_path / "texts.jsonl", *({"text": f"{n} {n + 1}"} for n in range(9)))
+    out = tmp_path / "out"
+    first = DataSpec(dataset=str(data), split="train[:6]")
+    prepare_streams(str(data), f"{out}/streams", 2, data=first, log=lambda _: None)
+    run = ("extract", "--model", "embedded", "--engine", "local", "--dataset", data, "--output", out, *SMALL)
+    assert spile(*run) == 2
+    said = capfd.readouterr().err
+    assert "holds streams of another selection: rows: expected 0 to 6, found 0 to the last; give --split" in said
+    assert not list(out.glob("tpu_*"))

@@ -221,3 +221,11 @@ def test_the_commands_of_a_slices_pods_make_one_worker(tmp_path: Path, capsys: p
         "h00",
         "h01",
     }
+
+
+def test_a_folder_beside_the_mounted_one_is_no_shared_one(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["k8s", "job", "--image", "i", "--volume", "/data=claim", "--model", "embedded", "--num-streams", "2"]
+    with pytest.raises(SystemExit) as ended:
+        main([*words, "--dataset-dir", "/data/streams", "--output", "/database/out"])
+    assert ended.value.code == 2
+    assert "--output /database/out: expected a bucket, or a folder that all hosts share" in capsys.readouterr().err

@@ -38,7 +38,7 @@ def all_rows(tap: int, keep: int | None = None, drop: int = 0) -> np.ndarray:
 
 
 def big(root: Folder, tokens: int = 100_000, shards: int = 2) -> list[Sample]:
-    """Taps of several chunks each: 1.6 MB a sample and tap."""
+    """Taps of several chunks each: 1.6 MB per sample and tap."""
     run = run_identity()
     join_run(root, run)
     store = join_stream(root, 0, stream_identity(100), run)
@@ -134,7 +134,7 @@ def _made_once() -> Folder:
 
 
 def test_rows_that_lie_across_chunks_and_pieces(tmp_path: Path) -> None:
-    """A width that no chunk is a multiple of: 3 columns of bf16, 13 MB a tap."""
+    """A width that no chunk is a multiple of: 3 columns of bf16, 13 MB per tap."""
     root = open_folder(str(tmp_path))
     run = run_identity(d_model=3)
     join_run(root, run)

@@ -115,7 +115,7 @@ def test_chunks_of_a_larger_shard_written_by_threads(tmp_path: Path, dtype: str)
     store = joined(tmp_path, d_model=D, store_dtype=dtype)
     samples = [
         Sample(n, str(n), np.full(40_000, n, np.int32), np.zeros(40_000, np.uint8)) for n in range(5)
-    ]  # 3.2 MB a tap in bf16
+    ]  # 3.2 MB per tap in bf16
     builder = store.begin(samples)
 
     def one(tap: int) -> None:

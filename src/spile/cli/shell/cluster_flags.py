@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Group, Parameter
 
+from spile.cli.shell.pairs import variables
 from spile.errors import SpecError
+from spile.objects.opening import is_remote
 
 if TYPE_CHECKING:
     from spile.cli.extract import ExtractFlags
     from spile.fleet.manifests.job import ClusterJob
 
-__all__ = ["ClusterFlags", "pairs"]
+__all__ = ["ClusterFlags"]
 
 _JOB = Group("The job", sort_key=0)
 _PLACED = frozenset({"dataset", "dataset_dir", "worker_id", "output", "gcs_bucket", "gcs_prefix", "upload_to_gcs"})
@@ -22,17 +25,6 @@ _PLACED = frozenset({"dataset", "dataset_dir", "worker_id", "output", "gcs_bucke
 
 def _flag(text: str, **more: object) -> Parameter:
     return Parameter(group=_JOB, help=text, **more)  # type: ignore[arg-type]
-
-
-def pairs(flag: str, words: Sequence[str] | None, expected: str = "NAME=value") -> dict[str, str]:
-    """``NAME=value`` words as a table."""
-    found = {}
-    for word in words or ():
-        name, equals, value = word.partition("=")
-        if not equals or not name or not value:
-            raise SpecError(flag, expected=expected, found=repr(word))
-        found[name] = value
-    return found
 
 
 @Parameter(name="*")
@@ -62,7 +54,7 @@ class ClusterFlags:
             raise SpecError("no model", expected="--model NAME", found="none", fix="--model embedded for a try-out")
         spec = replace(flags, worker_id=0).spec()
         for flag, place in (("--output", spec.output), ("--dataset-dir", flags.dataset_dir)):
-            if "://" not in place and not any(place.startswith(folder) for folder in shared):
+            if not is_remote(place) and not any(PurePosixPath(place).is_relative_to(folder) for folder in shared):
                 expected = "a bucket, or a folder that all hosts share"
                 raise SpecError(f"{flag} {place}", expected=expected, found="a folder of this machine")
         words = ["spile", "extract", *extract_words(flags, without=_PLACED)]
@@ -74,7 +66,7 @@ class ClusterFlags:
             root=spec.output,
             workers=self.num_workers,
             hosts=hosts,
-            env=pairs("--env", self.env),
+            env=variables(self.env),
             grace=self.grace,
             tries=self.retries,
             cpus=self.cpus,

@@ -102,7 +102,7 @@ class Item:
 
 
 class Unique:
-    """Notices a name used twice: 24 bytes a name, whatever its length, compared when all are known."""
+    """Notices a name used twice: 24 bytes per name, whatever its length, compared when all are known."""
 
     def __init__(self) -> None:
         self._digests, self._rows = bytearray(), array("Q")

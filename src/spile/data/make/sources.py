@@ -64,7 +64,7 @@ class RowSource(Protocol):
 
 @dataclass(frozen=True)
 class Jsonl:
-    """A JSON object a line, in a file or a bucket."""
+    """A JSON object per line, in a file or a bucket."""
 
     location: str
 
@@ -74,7 +74,7 @@ class Jsonl:
         return {"dataset": self.location}
 
     def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
-        """One a line; a line that is no JSON is a row with a problem."""
+        """One per line; a line that is no JSON is a row with a problem."""
         file = StreamFile(self.location)
         for line in islice(file.lines(), start, stop):
             place, proven = f"line {line.number}", passes_fast_check(line.raw)
@@ -98,7 +98,7 @@ class ArcJson:
         return {"dataset": self.location}
 
     def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
-        """One a task, in the file's order."""
+        """One per task, in the file's order."""
         tasks = _json(self.path)
         if not isinstance(tasks, dict):
             raise DataError(self.location, expected="an object of tasks by id", found=type(tasks).__name__)
@@ -121,7 +121,7 @@ class ArcFolder:
         return {"dataset": self.location}
 
     def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
-        """One a file, sorted by name."""
+        """One per file, sorted by name."""
         for number, path in enumerate(self.files[start:stop], start):
             try:
                 yield _named(number, orjson.loads(path.read_bytes()), path.stem, path.name)

@@ -18,7 +18,7 @@ from spile.data.make.sources import RowSource, open_source
 from spile.data.make.whole_files import replacing, workspace
 from spile.errors import DataError, SpecError
 
-__all__ = ["MOST_STREAMS", "Streams", "as_begun", "make_streams", "split_source"]
+__all__ = ["MOST_STREAMS", "Streams", "as_begun", "make_streams", "refuse_others", "split_source"]
 
 MOST_STREAMS = 10_000
 _BUFFERS = 16 << 20
@@ -208,10 +208,15 @@ def _compare(folder: Path, manifest: StreamsManifest, overwrite: bool) -> None:
     """What is there already must be the same streams."""
     if overwrite:
         return
-    file, there = folder / MANIFEST, _manifest(folder)
+    there = _manifest(folder)
     if there is None:
         _compare_files(folder, manifest)
-        return
+    else:
+        refuse_others(there, manifest, str(folder / MANIFEST))
+
+
+def refuse_others(there: StreamsManifest, manifest: StreamsManifest, file: str) -> None:
+    """Streams that ``file`` lists are replaced by none but the same."""
     if there.streams == manifest.streams:
         return
     fix = "use another --output-dir, or --overwrite to replace them all"

@@ -1,12 +1,14 @@
-"""SIGKILL at every write step and at random instants; then the same command again: nothing lost, doubled or damaged."""
+"""SIGKILL at every single write step of the store; then the same again: nothing lost, doubled or damaged.
+
+The store alone, in one thread, so that the steps are the same at each run and none is left out: a commit has several.
+``test_worker_kill`` kills the real worker's loop at the same steps, where threads mix them, and at random instants.
+"""
 
 from __future__ import annotations
 
-import random
 import time
 from pathlib import Path
 
-import pytest
 from killing import KILLED, Switch, assert_whole, start
 
 from spile.objects import Folder, open_folder
@@ -15,11 +17,11 @@ from spile.store.verification import verify
 from world import produce
 
 
-def steps_killed(url_of: list[str], samples: int, each: int = 1, **options: int) -> int:
+def steps_killed(root: str, samples: int, each: int = 1, **options: int) -> int:
     """Kill at step 0, ``each``, 2 × ``each`` … each on a folder of its own, and resume; how many steps there were."""
     step = 0
     while True:
-        url = f"{url_of[0]}/{step}"
+        url = f"{root}/{step}"
         process = start(url, samples, Switch(step), **options)
         process.join(120)
         assert process.exitcode in (0, KILLED)
@@ -41,53 +43,17 @@ def _committed(folder: Folder) -> list[str]:
 
 
 def test_a_kill_at_every_system_call_of_a_local_run(tmp_path: Path) -> None:
-    steps = steps_killed([str(tmp_path)], 14, shard=7, step=4)
+    steps = steps_killed(str(tmp_path), 14, shard=7, step=4)
     assert steps > 60
 
 
 def test_a_kill_at_every_system_call_while_shards_are_cut_short(tmp_path: Path) -> None:
     """Compaction moves bytes in place: the torn file must never be taken for a shard."""
-    assert steps_killed([str(tmp_path)], 7, each=2, shard=7, step=4, cut=4) > 40
+    assert steps_killed(str(tmp_path), 7, each=2, shard=7, step=4, cut=4) > 40
 
 
 def test_a_kill_at_every_request_of_a_cloud_run(cloud_url: str) -> None:
-    assert steps_killed([cloud_url], 12, each=2 if cloud_url.startswith("gs") else 3, shard=12) > 12
-
-
-def random_kills(url: str, samples: int, kills: int, seed: int) -> None:
-    """One dataset, killed again and again at random instants until it is finished or enough were tried."""
-    dice = random.Random(seed)
-    for number in range(2):  # the first also starts the fork server
-        began = time.monotonic()
-        uninterrupted = start(f"{url}/uninterrupted{number}", samples, shard=4)
-        uninterrupted.join(120)
-        whole = time.monotonic() - began
-        assert uninterrupted.exitcode == 0
-    died = 0
-    for number in range(kills):
-        process = start(f"{url}/{number // 4}", samples, shard=4)
-        time.sleep(dice.uniform(0, whole))
-        process.kill()
-        process.join(120)
-        assert process.exitcode in (0, KILLED)
-        died += process.exitcode == KILLED
-        folder = open_folder(f"{url}/{number // 4}")
-        if number % 4 == 3 or number == kills - 1:
-            produce(folder, samples, shard=9)
-            assert_whole(folder, samples)
-        elif _committed(folder):
-            kinds = {problem.kind for problem in verify(folder).all_problems}
-            assert kinds <= {"missing"}, kinds
-    assert died  # how many depends on the machine's other work
-
-
-def test_kills_at_random_instants(tmp_path: Path) -> None:
-    random_kills(str(tmp_path), 60, 16, seed=1)
-
-
-@pytest.mark.soak
-def test_fifty_kills_at_random_instants(folder_url: str) -> None:
-    random_kills(folder_url, 60, 50, seed=2)
+    assert steps_killed(cloud_url, 12, each=2 if cloud_url.startswith("gs") else 3, shard=12) > 12
 
 
 def test_what_a_kill_leaves_behind_is_invisible_and_can_be_collected(tmp_path: Path) -> None:
