@@ -243,6 +243,22 @@ def test_each_status_is_one_line(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("page", ["<html>please\nlog in</html>", "[]"])
+def test_a_page_in_the_place_of_an_answer_is_one_line(
+    client: CloudTpu, monkeypatch: pytest.MonkeyPatch, page: str
+) -> None:
+    """A proxy's, with status 200: no traceback, and the fleet's monitor takes the zone for one that did not answer."""
+
+    def request(*_: object, **__: object) -> requests.Response:
+        reply = requests.Response()
+        reply.status_code, reply._content = 200, page.encode()
+        return reply
+
+    monkeypatch.setattr(client._session, "request", request)
+    with pytest.raises(Unavailable, match=r"cannot list TPUs in .*: expected the API's JSON, found '.*'; check"):
+        client.nodes(ZONE)
+
+
 def test_reads_are_retried_and_creates_are_not(client: CloudTpu, fake: FakeCloud) -> None:
     fake.admin("fault", {"method": "GET", "status": 500, "count": 3})
     assert client.nodes(ZONE) == []

@@ -13,6 +13,7 @@ from cyclopts import Group, Parameter
 from spile.cli.extract import GCS_PREFIX, ExtractFlags
 from spile.cli.shell.creating import create_machines
 from spile.cli.shell.defaults import GUIDES_DATASET, GUIDES_STREAMS, with_model
+from spile.cli.shell.flag import flag
 from spile.cli.shell.fleet_flags import MachineFlags, PlaceFlags, confirm, print_results
 from spile.cli.shell.pairs import variables
 from spile.cli.shell.remembering import as_before, given, words_of
@@ -44,38 +45,40 @@ _NOT_AGAIN = frozenset({"dataset", "dataset_dir", "gcs_bucket", "checkpointing",
 """What a second deployment does not take from the first one's command line."""
 
 
-def _flag(text: str, **more: object) -> Parameter:
-    return Parameter(group=_STEPS, help=text, **more)  # type: ignore[arg-type]
-
-
 @Parameter(name="*")
 @dataclass(frozen=True)
 class DeployFlags:
     """The flags of ``spile deploy`` itself."""
 
-    create_tpus: Annotated[bool, _flag("Make the machines that are not there.", negative="")] = False
+    create_tpus: Annotated[bool, flag(_STEPS, "Make the machines that are not there.", negative="")] = False
     adopt: Annotated[
         list[str] | None,
-        _flag("The machines: these, which somebody else made and named; over ssh.", consume_multiple=True, negative=""),
+        flag(
+            _STEPS,
+            "The machines: these, which somebody else made and named; over ssh.",
+            consume_multiple=True,
+            negative="",
+        ),
     ] = None
     skip_dataset: Annotated[
-        bool, _flag("The streams are in the bucket already; flags not given are as before.", negative="")
+        bool, flag(_STEPS, "The streams are in the bucket already; flags not given are as before.", negative="")
     ] = False
-    skip_launch: Annotated[bool, _flag("Only prepare: streams, code, assignment.", negative="")] = False
+    skip_launch: Annotated[bool, flag(_STEPS, "Only prepare: streams, code, assignment.", negative="")] = False
     dry_run: Annotated[
-        bool, _flag("Check all, say what would be made and what it costs; make nothing.", negative="")
+        bool, flag(_STEPS, "Check all, say what would be made and what it costs; make nothing.", negative="")
     ] = False
-    launch: Annotated[Literal["startup", "ssh"], _flag("How workers start: by themselves at boot, or over ssh.")] = (
-        "startup"
-    )
-    force: Annotated[bool, _flag("With --launch ssh: install anew.", negative="")] = False
-    monitor: Annotated[bool, _flag("Then watch and heal, as spile monitor does.", negative="")] = False
-    interval: Annotated[float, _flag("Seconds between looks.")] = 60.0
-    budget: Annotated[float | None, _flag("Dollars after which the fleet is deleted.")] = None
-    keep_finished: Annotated[bool, _flag("Do not delete machines whose work is finished.", negative="")] = False
+    launch: Annotated[
+        Literal["startup", "ssh"], flag(_STEPS, "How workers start: by themselves at boot, or over ssh.")
+    ] = "startup"
+    force: Annotated[bool, flag(_STEPS, "With --launch ssh: install anew.", negative="")] = False
+    monitor: Annotated[bool, flag(_STEPS, "Then watch and heal, as spile monitor does.", negative="")] = False
+    interval: Annotated[float, flag(_STEPS, "Seconds between looks.")] = 60.0
+    budget: Annotated[float | None, flag(_STEPS, "Dollars after which the fleet is deleted.")] = None
+    keep_finished: Annotated[bool, flag(_STEPS, "Do not delete machines whose work is finished.", negative="")] = False
     env: Annotated[
         list[str] | None,
-        _flag(
+        flag(
+            _STEPS,
             "NAME=value for every worker, kept in the bucket for all who read it; for a token "
             "NAME=secret:projects/P/secrets/S, which each machine asks Secret Manager for.",
             negative="",
@@ -83,14 +86,15 @@ class DeployFlags:
     ] = None
     notify: Annotated[
         list[str] | None,
-        _flag("A webhook for given up, budget, stopped, finished, silent; Slack's too.", negative=""),
+        flag(_STEPS, "A webhook for given up, budget, stopped, finished, silent; Slack's too.", negative=""),
     ] = None
     yes: Annotated[
-        bool, _flag("Do not ask: replace another deployment of this fleet, remove with --overwrite.", negative="")
+        bool,
+        flag(_STEPS, "Do not ask: replace another deployment of this fleet, remove with --overwrite.", negative=""),
     ] = False
-    user: Annotated[str | None, _flag("The login for ssh. [default: yours]")] = None
-    ssh_key: Annotated[Path | None, _flag("The private key for ssh. [default: gcloud's]")] = None
-    internal_ip: Annotated[bool, _flag("ssh to internal addresses.", negative="")] = False
+    user: Annotated[str | None, flag(_STEPS, "The login for ssh. [default: yours]")] = None
+    ssh_key: Annotated[Path | None, flag(_STEPS, "The private key for ssh. [default: gcloud's]")] = None
+    internal_ip: Annotated[bool, flag(_STEPS, "ssh to internal addresses.", negative="")] = False
 
     def policy(self, budget: float | None) -> Policy:
         """How patient the monitor is."""

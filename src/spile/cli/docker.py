@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Group, Parameter
 
 from spile.cli.run import Output, RunFlags
+from spile.cli.shell.flag import flag
 from spile.cli.shell.host_flags import HostFlags
 from spile.cli.shell.log import log
 from spile.cli.shell.pairs import variables
@@ -32,10 +33,6 @@ _PRINT = Annotated[bool, Parameter(name="--print", negative="", help="Show the c
 _DEFAULT = ("spile", "extract")
 
 
-def _flag(text: str, **more: object) -> Parameter:
-    return Parameter(group=_WHAT, help=text, **more)  # type: ignore[arg-type]
-
-
 @Parameter(name="*")
 @dataclass(frozen=True)
 class ContainerFlags:
@@ -43,14 +40,14 @@ class ContainerFlags:
 
     target: Annotated[
         Literal["cpu", "cuda", "tpu"] | None,
-        _flag("The image's kind, and the devices it gets. [default: cpu; tpu for pod]"),
+        flag(_WHAT, "The image's kind, and the devices it gets. [default: cpu; tpu for pod]"),
     ] = None
-    image: Annotated[str | None, _flag("The image's name. [default: spile:VERSION-TARGET]")] = None
-    runtime: Annotated[str, _flag("docker, podman or nerdctl.")] = "docker"
-    name: Annotated[str, _flag("The container's name.")] = "spile"
-    mount: Annotated[list[str] | None, _flag("A folder for the container, FOLDER:/PATH.", negative="")] = None
-    env: Annotated[list[str] | None, _flag("A variable for the container, NAME=value.", negative="")] = None
-    grace: Annotated[int, _flag("Seconds that a worker has to commit when it is stopped.")] = 60
+    image: Annotated[str | None, flag(_WHAT, "The image's name. [default: spile:VERSION-TARGET]")] = None
+    runtime: Annotated[str, flag(_WHAT, "docker, podman or nerdctl.")] = "docker"
+    name: Annotated[str, flag(_WHAT, "The container's name.")] = "spile"
+    mount: Annotated[list[str] | None, flag(_WHAT, "A folder for the container, FOLDER:/PATH.", negative="")] = None
+    env: Annotated[list[str] | None, flag(_WHAT, "A variable for the container, NAME=value.", negative="")] = None
+    grace: Annotated[int, flag(_WHAT, "Seconds that a worker has to commit when it is stopped.")] = 60
 
     def image_name(self) -> str:
         """The image that is meant."""

@@ -77,7 +77,7 @@ def _taps(dataset: Dataset, given: list[str] | None) -> tuple[str, ...]:
 def import_(
     source: Annotated[str, Parameter(help="shard_0001.pkl.gz, or a folder of such files.")],
     *,
-    output: Annotated[str, Parameter(help="The dataset's home: a folder, gs://… or s3://…")] = "./activations",
+    output: Annotated[str, Parameter(help="Where the dataset is stored: a folder, gs://… or s3://…")] = "./activations",
     worker_id: Annotated[int, Parameter(help="The stream's number: writes tpu_5/.")] = 0,
     site: Annotated[Literal["residual", "attn", "mlp"], Parameter(help="What the pickles hold of each layer.")] = (
         "residual"

@@ -12,6 +12,7 @@ from spile.cli.pod import PodFlags
 from spile.cli.shell.backfill_flags import BackfillFlags
 from spile.cli.shell.defaults import GUIDES_MODEL, GUIDES_STREAMS, STREAM_FILE, settled
 from spile.cli.shell.engine_flags import EngineFlags
+from spile.cli.shell.flag import flag
 from spile.cli.shell.log import log
 from spile.errors import SpecError
 from spile.objects.opening import is_remote
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
     from spile.runtime.summary import Summary
 
-__all__ = ["GCS_PREFIX", "HOW", "PROMPTS", "WHAT", "WHERE", "ExtractFlags", "extract", "flag", "visited"]
+__all__ = ["GCS_PREFIX", "HOW", "PROMPTS", "WHAT", "WHERE", "ExtractFlags", "extract", "visited"]
 
 GCS_PREFIX = "activations"
 """The folder in a bucket that is named alone."""
@@ -46,11 +47,6 @@ WHAT = Group("What", sort_key=1)
 PROMPTS = Group("Prompts", sort_key=2)
 WHERE = Group("Where to", sort_key=3)
 HOW = Group("How much at once (changes no number)", sort_key=4)
-
-
-def flag(group: Group, text: str, **more: object) -> Parameter:
-    """A flag of a group with its line in ``--help``."""
-    return Parameter(group=group, help=text, **more)  # type: ignore[arg-type]
 
 
 def _words(group: Group, text: str) -> Parameter:
@@ -115,30 +111,34 @@ class ExtractFlags:
     top_k: Annotated[int, flag(WHAT, "How many logits of each token --taps logits keeps.")] = TOP
     max_samples: Annotated[int | None, flag(WHAT, "Only the stream's first so many samples.")] = None
 
-    prompt: Annotated[PromptKind, flag(PROMPTS, "What a line is; auto looks at the first.")] = "auto"
+    prompt: Annotated[PromptKind, flag(PROMPTS, "What a line of the dataset is; auto looks at the first.")] = "auto"
     prompt_version: Annotated[str, flag(PROMPTS, "Which ARC prompt.")] = PromptSpec.version
     grid_encoder: Annotated[str, flag(PROMPTS, "How a grid is written.")] = DEFAULT_ENCODER
     predictions_per_task: Annotated[int, flag(PROMPTS, "Augmented variants of each ARC task.")] = 1
     column: Annotated[str, flag(PROMPTS, "The field with the text, or with the token ids.")] = "text"
     pack: Annotated[bool, flag(PROMPTS, "Cut documents into full windows.", negative="")] = False
     max_seq_length: Annotated[int, flag(PROMPTS, "Longer samples are cut or skipped.")] = 2048
-    long: Annotated[LongPolicy, flag(PROMPTS, "What happens to those.")] = "truncate"
-    seed: Annotated[int, flag(PROMPTS, "Of the augmentations.")] = 0
+    long: Annotated[LongPolicy, flag(PROMPTS, "What happens to samples that are longer.")] = "truncate"
+    seed: Annotated[int, flag(PROMPTS, "The seed of the augmentations.")] = 0
 
-    output: Annotated[str | None, flag(WHERE, "Its home: a folder, gs://… or s3://… [default: ./activations]")] = None
-    output_dir: Annotated[str | None, flag(WHERE, "The same; beside a bucket, a local copy.")] = None
-    gcs_bucket: Annotated[str | None, flag(WHERE, "The bucket that is its home, instead of --output.")] = None
+    output: Annotated[
+        str | None, flag(WHERE, "Where the dataset is stored: a folder, gs://… or s3://… [default: ./activations]")
+    ] = None
+    output_dir: Annotated[str | None, flag(WHERE, "The same as --output; with a bucket, a local copy beside it.")] = (
+        None
+    )
+    gcs_bucket: Annotated[str | None, flag(WHERE, "Store the dataset in this bucket, instead of --output.")] = None
     gcs_prefix: Annotated[str | None, flag(WHERE, f"The folder in that bucket. [default: {GCS_PREFIX}]")] = None
     upload_to_gcs: Annotated[
         bool | None,
-        flag(WHERE, "Make that bucket its home; =False: do not. [default: where one is named]", negative=""),
+        flag(WHERE, "Store it in that bucket; =False: do not. [default: where one is named]", negative=""),
     ] = None
     delete_local_after_upload: Annotated[bool, flag(WHERE, "Remove each local copy after its commit.", negative="")] = (
         False
     )
     store_dtype: Annotated[StoreDtype | None, flag(WHERE, "What rows are stored as. [default: bfloat16]")] = None
     positions: Annotated[
-        str | None, flag(WHERE, "Whose rows are stored: all, last, answer, or random:32 tokens. [default: all]")
+        str | None, flag(WHERE, "Which tokens' rows are stored: all, last, answer, or random:32. [default: all]")
     ] = None
     shard_size_gb: Annotated[float, flag(WHERE, "About how large a shard is.")] = 1.0
     commit_every: Annotated[
@@ -149,9 +149,11 @@ class ExtractFlags:
     ] = None
     checkpointing: Annotated[bool, flag(WHERE, "--no-checkpointing starts over; refused where commits exist.")] = True
     overwrite: Annotated[bool, flag(WHERE, "With --no-checkpointing: remove what is there.", negative="")] = False
-    checkpoint_dir: Annotated[str | None, flag(WHERE, "Gets checkpoint_worker_N.json, for people.")] = None
+    checkpoint_dir: Annotated[str | None, flag(WHERE, "A folder that gets checkpoint_worker_N.json, for people.")] = (
+        None
+    )
 
-    dtype: Annotated[ComputeDtype, flag(HOW, "What the model computes in (this one does change numbers).")] = "auto"
+    dtype: Annotated[ComputeDtype, flag(WHAT, "What the model computes in.")] = "auto"
     batch_size: Annotated[int | None, flag(HOW, "Rows per device at most; a row holds one long sample or several.")] = (
         None
     )
@@ -258,7 +260,7 @@ def extract(
     pod: PodFlags | None = None,
     engine: EngineFlags | None = None,
     backfill: BackfillFlags | None = None,
-    verbose: Annotated[bool, Parameter(negative="", help="Say more: devices, shapes, each commit.")] = False,
+    verbose: Annotated[bool, Parameter(negative="", help="Log more: devices, shapes, each commit.")] = False,
 ) -> int:
     """Run a model over a dataset and store its layers' activations, each sample exactly once.
 

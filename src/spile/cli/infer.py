@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Group, Parameter
 
-from spile.cli.extract import HOW, PROMPTS, WHAT, WHERE, ExtractFlags, flag, visited
+from spile.cli.extract import HOW, PROMPTS, WHAT, WHERE, ExtractFlags, visited
 from spile.cli.pod import PodFlags
+from spile.cli.shell.flag import flag
 from spile.cli.shell.log import log
 from spile.errors import SpecError
 from spile.spec.run import Capture, ExtractSpec, GenerationSpec, LongPolicy
@@ -36,7 +37,7 @@ class InferFlags(ExtractFlags):
     max_seq_length: Annotated[int, flag(PROMPTS, "The longest prompt; an answer comes on top of it.")] = (
         ExtractFlags.max_seq_length
     )
-    seed: Annotated[int, flag(PROMPTS, "Of the augmentations, and of what is drawn.")] = 0
+    seed: Annotated[int, flag(PROMPTS, "The seed of the augmentations, and of what is drawn.")] = 0
     predictions_per_task: Annotated[int, flag(PROMPTS, "Augmented variants of each ARC task, which vote.")] = 1
 
     max_new_tokens: Annotated[int, flag(_ANSWERS, "The longest answer; a 30×30 grid takes 1,030 tokens.")] = 1100
@@ -46,15 +47,20 @@ class InferFlags(ExtractFlags):
         list[str] | None,
         flag(_ANSWERS, "Tokens that end an answer too, beside the model's own.", consume_multiple=True, negative=""),
     ] = None
-    capture: Annotated[Capture, flag(_ANSWERS, "Whose tokens' activations are stored.")] = "both"
+    capture: Annotated[Capture, flag(_ANSWERS, "Which tokens' activations are stored.")] = "both"
 
-    output: Annotated[str | None, flag(WHERE, f"The dataset's home: a folder, gs://… or s3://… [default: {_HOME}]")] = (
-        None
-    )
-    activations_dir: Annotated[str | None, flag(WHERE, "The same; beside a bucket, a local copy.")] = None
+    output: Annotated[
+        str | None, flag(WHERE, f"Where the dataset is stored: a folder, gs://… or s3://… [default: {_HOME}]")
+    ] = None
+    activations_dir: Annotated[
+        str | None, flag(WHERE, "The same as --output; with a bucket, a local copy beside it.")
+    ] = None
     output_dir: Annotated[
         str | None,
-        flag(WHERE, "Gets predictions.jsonl and submission.json. [default: the stream's folder in the dataset]"),
+        flag(
+            WHERE,
+            "A folder that gets predictions.jsonl and submission.json. [default: the stream's folder in the dataset]",
+        ),
     ] = None
     batch_size: Annotated[int | None, flag(HOW, "Answers at a time per data-parallel device.")] = None
 
@@ -84,7 +90,7 @@ def infer(
     *,
     flags: InferFlags | None = None,
     pod: PodFlags | None = None,
-    verbose: Annotated[bool, Parameter(negative="", help="Say more: devices, shapes, each commit.")] = False,
+    verbose: Annotated[bool, Parameter(negative="", help="Log more: devices, shapes, each commit.")] = False,
 ) -> int:
     """Answer every prompt of a dataset, and store the activations of prompts and answers, each sample exactly once.
 

@@ -9,6 +9,7 @@ from cyclopts import Group, Parameter
 
 from spile.cli.extract import ExtractFlags
 from spile.cli.shell.cluster_flags import ClusterFlags
+from spile.cli.shell.flag import flag
 from spile.cli.shell.pairs import pairs
 
 if TYPE_CHECKING:
@@ -19,30 +20,32 @@ __all__ = ["KubernetesFlags", "job"]
 _CLUSTER = Group("The cluster", sort_key=0)
 
 
-def _flag(text: str, **more: object) -> Parameter:
-    return Parameter(group=_CLUSTER, help=text, **more)  # type: ignore[arg-type]
-
-
 @Parameter(name="*")
 @dataclass(frozen=True)
 class KubernetesFlags:
     """What the cluster calls things."""
 
-    image: Annotated[str, _flag("The image: spile docker build makes it, your registry holds it.")]
-    topology: Annotated[str | None, _flag("GKE TPUs: v5e-8, v5litepod-64, …; many hosts act as one worker.")] = None
-    gpus: Annotated[int, _flag("GPUs of each pod (nvidia.com/gpu).")] = 0
-    gpu_type: Annotated[str | None, _flag("GKE's name of them: nvidia-l4, nvidia-h100-80gb, …")] = None
-    hosts_per_worker: Annotated[int, _flag("Without --topology: pods that act as one worker.")] = 1
-    spot: Annotated[bool, _flag("GKE's spot machines.", negative="")] = False
-    jobset: Annotated[bool, _flag("For many hosts: JobSets instead of a Service and Jobs.", negative="")] = False
-    namespace: Annotated[str | None, _flag("The namespace. [default: kubectl's]")] = None
-    service_account: Annotated[str | None, _flag("Who the pods act as: one that may write the bucket.")] = None
-    secret: Annotated[list[str] | None, _flag("A variable from a secret, HF_TOKEN=huggingface/token.", negative="")] = (
-        None
+    image: Annotated[str, flag(_CLUSTER, "The image: spile docker build makes it, your registry holds it.")]
+    topology: Annotated[
+        str | None, flag(_CLUSTER, "GKE TPUs: v5e-8, v5litepod-64, …; many hosts act as one worker.")
+    ] = None
+    gpus: Annotated[int, flag(_CLUSTER, "GPUs of each pod (nvidia.com/gpu).")] = 0
+    gpu_type: Annotated[str | None, flag(_CLUSTER, "GKE's name of them: nvidia-l4, nvidia-h100-80gb, …")] = None
+    hosts_per_worker: Annotated[int, flag(_CLUSTER, "Without --topology: pods that act as one worker.")] = 1
+    spot: Annotated[bool, flag(_CLUSTER, "GKE's spot machines.", negative="")] = False
+    jobset: Annotated[bool, flag(_CLUSTER, "For many hosts: JobSets instead of a Service and Jobs.", negative="")] = (
+        False
     )
-    volume: Annotated[list[str] | None, _flag("A claim that is mounted, /data=my-claim.", negative="")] = None
-    node_selector: Annotated[list[str] | None, _flag("A node's label, key=value.", negative="")] = None
-    queue: Annotated[str | None, _flag("A LocalQueue of Kueue.")] = None
+    namespace: Annotated[str | None, flag(_CLUSTER, "The namespace. [default: kubectl's]")] = None
+    service_account: Annotated[
+        str | None, flag(_CLUSTER, "The pods' service account: one that may write the bucket.")
+    ] = None
+    secret: Annotated[
+        list[str] | None, flag(_CLUSTER, "A variable from a secret, HF_TOKEN=huggingface/token.", negative="")
+    ] = None
+    volume: Annotated[list[str] | None, flag(_CLUSTER, "A claim that is mounted, /data=my-claim.", negative="")] = None
+    node_selector: Annotated[list[str] | None, flag(_CLUSTER, "A node's label, key=value.", negative="")] = None
+    queue: Annotated[str | None, flag(_CLUSTER, "A LocalQueue of Kueue.")] = None
 
     def described(self, flags: ExtractFlags, cluster: ClusterFlags) -> KubernetesJob:
         """The job for Kubernetes."""

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from spile.cli.extract import ExtractFlags
 from spile.cli.shell.defaults import settled
+from spile.cli.shell.flag import flag
 from spile.dashboard.console import output
 from spile.errors import SpecError
 from spile.planning.amounts import amount, duration, size
@@ -41,28 +42,24 @@ _FULL = 0.7
 """The part of a device's memory that weights may take before they are split over more of them."""
 
 
-def _flag(text: str, **more: Any) -> Parameter:
-    return Parameter(group=_PLAN, help=text, **more)
-
-
 def plan(
     *,
     flags: ExtractFlags | None = None,
     topology: Annotated[
-        list[str] | None, _flag("Machines: v5litepod-64, v5e:16x16, v3-8 …", consume_multiple=True, negative="")
+        list[str] | None, flag(_PLAN, "Machines: v5litepod-64, v5e:16x16, v3-8 …", consume_multiple=True, negative="")
     ] = None,
-    workers: Annotated[int, _flag("How many of the machine work side by side.")] = 1,
-    budget: Annotated[float | None, _flag("Dollars: refuse a run that costs more on each machine.")] = None,
-    preemptible: Annotated[bool, _flag("Hold the preemptible price against the budget.", negative="")] = False,
-    prices: Annotated[Path | None, _flag("A TOML file with your own prices and machines.")] = None,
-    count: Annotated[int, _flag("Samples to tokenize, spread over the dataset.")] = 1000,
-    efficiency: Annotated[float, _flag("The part of the chips' peak that is reached.")] = Rates.efficiency,
+    workers: Annotated[int, flag(_PLAN, "How many of the machine work side by side.")] = 1,
+    budget: Annotated[float | None, flag(_PLAN, "Dollars: refuse a run that costs more on each machine.")] = None,
+    preemptible: Annotated[bool, flag(_PLAN, "Hold the preemptible price against the budget.", negative="")] = False,
+    prices: Annotated[Path | None, flag(_PLAN, "A TOML file with your own prices and machines.")] = None,
+    count: Annotated[int, flag(_PLAN, "Samples to tokenize, spread over the dataset.")] = 1000,
+    efficiency: Annotated[float, flag(_PLAN, "The part of the chips' peak that is reached.")] = Rates.efficiency,
     start_minutes: Annotated[
-        float, _flag("Paid for before the first token: to boot, install, load and compile.")
+        float, flag(_PLAN, "Paid for before the first token: to boot, install, load and compile.")
     ] = START_SECONDS / 60,
-    tokens_per_second: Annotated[float | None, _flag("Measured on the whole machine, instead.")] = None,
-    compile: Annotated[bool | None, _flag("Ask the real TPU compiler. [default: where it is installed]")] = None,  # noqa: A002
-    largest: Annotated[bool, _flag("Also find the largest batch that fits.")] = True,
+    tokens_per_second: Annotated[float | None, flag(_PLAN, "Measured on the whole machine, instead.")] = None,
+    compile: Annotated[bool | None, flag(_PLAN, "Ask the real TPU compiler. [default: where it is installed]")] = None,  # noqa: A002
+    largest: Annotated[bool, flag(_PLAN, "Also find the largest batch that fits.")] = True,
     json_: Annotated[bool, Parameter(name="--json", group=_PLAN, help="One JSON object.", negative="")] = False,
 ) -> int:
     """Tell what a run would take, and refuse one that is over the budget. Takes the flags of spile extract."""

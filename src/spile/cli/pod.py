@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Group, Parameter
 
+from spile.cli.shell.flag import flag
 from spile.cli.shell.log import log
 
 if TYPE_CHECKING:
@@ -20,21 +21,17 @@ __all__ = ["PodFlags", "check"]
 _PODS = Group("Pods (found out by itself where every host runs the same command)", sort_key=5)
 
 
-def _flag(text: str) -> Parameter:
-    return Parameter(group=_PODS, help=text)
-
-
 @Parameter(name="*")
 @dataclass(frozen=True)
 class PodFlags:
     """Which process of how many this is."""
 
-    topology: Annotated[str | None, _flag("The slice: v5litepod-64, v5e:8x8, v3-8 …; checked.")] = None
-    coordinator_address: Annotated[str | None, _flag("Worker 0's HOST, or HOST:PORT of the roll call.")] = None
-    process_id: Annotated[int | None, _flag("This host's number.")] = None
-    num_processes: Annotated[int | None, _flag("How many hosts there are.")] = None
-    barrier_timeout: Annotated[float | None, _flag("Seconds that hosts wait for each other.")] = None
-    heartbeat_timeout: Annotated[float | None, _flag("Seconds after which a silent host counts as dead.")] = None
+    topology: Annotated[str | None, flag(_PODS, "The slice: v5litepod-64, v5e:8x8, v3-8 …; checked.")] = None
+    coordinator_address: Annotated[str | None, flag(_PODS, "Worker 0's HOST, or HOST:PORT of the roll call.")] = None
+    process_id: Annotated[int | None, flag(_PODS, "This host's number.")] = None
+    num_processes: Annotated[int | None, flag(_PODS, "How many hosts there are.")] = None
+    barrier_timeout: Annotated[float | None, flag(_PODS, "Seconds that hosts wait for each other.")] = None
+    heartbeat_timeout: Annotated[float | None, flag(_PODS, "Seconds after which a silent host counts as dead.")] = None
 
     def identity(self) -> Identity:
         """Where this process stands."""

@@ -12,6 +12,7 @@ from typing import Annotated
 from cyclopts import Group, Parameter
 from rich.console import Console
 
+from spile.cli.shell.flag import flag
 from spile.cli.shell.host_flags import HostFlags
 from spile.cli.shell.pairs import variables
 from spile.errors import SpecError
@@ -22,27 +23,23 @@ _WHAT = Group("What to run", sort_key=1)
 _COPY = Group("What to copy, where to", sort_key=4)
 
 
-def _flag(group: Group, text: str, **more: object) -> Parameter:
-    return Parameter(group=group, help=text, **more)  # type: ignore[arg-type]
-
-
 @Parameter(name="*")
 @dataclass(frozen=True)
 class RunFlags:
     """The flags of ``spile run`` itself."""
 
-    command: Annotated[str | None, _flag(_WHAT, "The command as one line for the hosts' shell, instead of -- CMD.")] = (
+    command: Annotated[str | None, flag(_WHAT, "The command as one line for the hosts' shell, instead of -- CMD.")] = (
         None
     )
-    env: Annotated[list[str] | None, _flag(_WHAT, "A variable for the command, NAME=value.", negative="")] = None
+    env: Annotated[list[str] | None, flag(_WHAT, "A variable for the command, NAME=value.", negative="")] = None
     install: Annotated[
-        bool, _flag(_WHAT, "Put spile itself onto the hosts first, as spile install does.", negative="")
+        bool, flag(_WHAT, "Put spile itself onto the hosts first, as spile install does.", negative="")
     ] = False
-    quiet: Annotated[bool, _flag(_WHAT, "The hosts' output goes to the log files only.", negative="")] = False
-    logs: Annotated[Path | None, _flag(_COPY, "The folder for the logs. [default: spile-run-TIME]")] = None
-    folder: Annotated[str | None, _flag(_COPY, "Where on the hosts. [default: ~/spile-run/THIS-DIRECTORY]")] = None
-    copy: Annotated[bool, _flag(_COPY, "Copy first; or run in what an earlier copy left there.")] = True
-    copy_limit_gb: Annotated[float, _flag(_COPY, "Refuse to copy more than this.")] = 2.0
+    quiet: Annotated[bool, flag(_WHAT, "The hosts' output goes to the log files only.", negative="")] = False
+    logs: Annotated[Path | None, flag(_COPY, "The folder for the logs. [default: spile-run-TIME]")] = None
+    folder: Annotated[str | None, flag(_COPY, "Where on the hosts. [default: ~/spile-run/THIS-DIRECTORY]")] = None
+    copy: Annotated[bool, flag(_COPY, "Copy first; or run in what an earlier copy left there.")] = True
+    copy_limit_gb: Annotated[float, flag(_COPY, "Refuse to copy more than this.")] = 2.0
 
     def line(self, words: tuple[str, ...]) -> str:
         """The command as one line: a single word is a line already."""

@@ -9,14 +9,11 @@ from cyclopts import Group, Parameter
 
 from spile.cli.extract import ExtractFlags
 from spile.cli.shell.cluster_flags import ClusterFlags
+from spile.cli.shell.flag import flag
 
 __all__ = ["SlurmFlags", "job"]
 
 _CLUSTER = Group("The cluster", sort_key=0)
-
-
-def _flag(text: str, **more: object) -> Parameter:
-    return Parameter(group=_CLUSTER, help=text, **more)  # type: ignore[arg-type]
 
 
 @Parameter(name="*")
@@ -24,16 +21,18 @@ def _flag(text: str, **more: object) -> Parameter:
 class SlurmFlags:
     """What the cluster calls things."""
 
-    partition: Annotated[str | None, _flag("The partition.")] = None
-    account: Annotated[str | None, _flag("Who pays.")] = None
-    time: Annotated[str | None, _flag("The limit of one attempt, D-HH:MM:SS; a longer one is requeued.")] = None
-    gpus: Annotated[int, _flag("GPUs of each host.")] = 0
-    hosts_per_worker: Annotated[int, _flag("Hosts that act as one worker.")] = 1
-    log_dir: Annotated[str, _flag("Where the logs go.")] = "slurm-logs"
-    setup: Annotated[str | None, _flag("A line before the worker: a module, a virtual environment.")] = None
-    sbatch: Annotated[list[str] | None, _flag("More of sbatch's options, --sbatch=--constraint=a100.", negative="")] = (
+    partition: Annotated[str | None, flag(_CLUSTER, "The partition to run in.")] = None
+    account: Annotated[str | None, flag(_CLUSTER, "The account to charge.")] = None
+    time: Annotated[str | None, flag(_CLUSTER, "The limit of one attempt, D-HH:MM:SS; a longer one is requeued.")] = (
         None
     )
+    gpus: Annotated[int, flag(_CLUSTER, "GPUs of each host.")] = 0
+    hosts_per_worker: Annotated[int, flag(_CLUSTER, "Hosts that act as one worker.")] = 1
+    log_dir: Annotated[str, flag(_CLUSTER, "Where the logs go.")] = "slurm-logs"
+    setup: Annotated[str | None, flag(_CLUSTER, "A line before the worker: a module, a virtual environment.")] = None
+    sbatch: Annotated[
+        list[str] | None, flag(_CLUSTER, "More of sbatch's options, --sbatch=--constraint=a100.", negative="")
+    ] = None
 
 
 def job(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Group, Parameter
 
+from spile.cli.shell.flag import flag
 from spile.cli.shell.pairs import variables
 from spile.errors import SpecError
 from spile.objects.opening import is_remote
@@ -23,23 +24,19 @@ _JOB = Group("The job", sort_key=0)
 _PLACED = frozenset({"dataset", "dataset_dir", "worker_id", "output", "gcs_bucket", "gcs_prefix", "upload_to_gcs"})
 
 
-def _flag(text: str, **more: object) -> Parameter:
-    return Parameter(group=_JOB, help=text, **more)  # type: ignore[arg-type]
-
-
 @Parameter(name="*")
 @dataclass(frozen=True)
 class ClusterFlags:
     """How many, and under which name."""
 
-    name: Annotated[str, _flag("The job's name.")] = "spile"
-    num_streams: Annotated[int | None, _flag("How many streams. [default: as many as --dataset-dir holds]")] = None
-    num_workers: Annotated[int | None, _flag("Streams worked on at once. [default: all]")] = None
-    cpus: Annotated[int | None, _flag("Processors of each host.")] = None
-    memory_gb: Annotated[int | None, _flag("Memory of each host, in GB.")] = None
-    env: Annotated[list[str] | None, _flag("NAME=value for every worker; never a secret.", negative="")] = None
-    grace: Annotated[int, _flag("Seconds that a worker has to commit when it must end.")] = 120
-    retries: Annotated[int, _flag("Attempts more after a worker's own errors; a disruption does not count.")] = 6
+    name: Annotated[str, flag(_JOB, "The job's name.")] = "spile"
+    num_streams: Annotated[int | None, flag(_JOB, "How many streams. [default: as many as --dataset-dir holds]")] = None
+    num_workers: Annotated[int | None, flag(_JOB, "Streams worked on at once. [default: all]")] = None
+    cpus: Annotated[int | None, flag(_JOB, "Processors of each host.")] = None
+    memory_gb: Annotated[int | None, flag(_JOB, "Memory of each host, in GB.")] = None
+    env: Annotated[list[str] | None, flag(_JOB, "NAME=value for every worker; never a secret.", negative="")] = None
+    grace: Annotated[int, flag(_JOB, "Seconds that a worker has to commit when it must end.")] = 120
+    retries: Annotated[int, flag(_JOB, "Attempts more after a worker's own errors; a disruption does not count.")] = 6
 
     def job(self, flags: ExtractFlags, *, hosts: int, shared: Sequence[str] = ()) -> ClusterJob:
         """The job that these flags ask for. ``shared``: folders that every host sees."""
@@ -53,10 +50,10 @@ class ClusterFlags:
         if flags.model is None:
             raise SpecError("no model", expected="--model NAME", found="none", fix="--model embedded for a try-out")
         spec = replace(flags, worker_id=0).spec()
-        for flag, place in (("--output", spec.output), ("--dataset-dir", flags.dataset_dir)):
+        for name, place in (("--output", spec.output), ("--dataset-dir", flags.dataset_dir)):
             if not is_remote(place) and not any(PurePosixPath(place).is_relative_to(folder) for folder in shared):
                 expected = "a bucket, or a folder that all hosts share"
-                raise SpecError(f"{flag} {place}", expected=expected, found="a folder of this machine")
+                raise SpecError(f"{name} {place}", expected=expected, found="a folder of this machine")
         words = ["spile", "extract", *extract_words(flags, without=_PLACED)]
         words += ["--dataset-dir", flags.dataset_dir, "--output", spec.output]
         return ClusterJob(

@@ -8,15 +8,12 @@ from typing import Annotated, Literal
 
 from cyclopts import Group, Parameter
 
+from spile.cli.shell.flag import flag
 from spile.errors import SpecError
 
 __all__ = ["EngineFlags"]
 
 _ENGINE = Group("Many workers at once", sort_key=6)
-
-
-def _flag(text: str, **more: object) -> Parameter:
-    return Parameter(group=_ENGINE, help=text, **more)  # type: ignore[arg-type]
 
 
 @Parameter(name="*")
@@ -26,23 +23,29 @@ class EngineFlags:
 
     engine: Annotated[
         Literal["local", "ray"] | None,
-        _flag("Work off all streams: local, with N processes here, or ray, on a cluster. [default: one stream, here]"),
+        flag(
+            _ENGINE,
+            "Work off all streams: local, with N processes here, or ray, on a cluster. [default: one stream, here]",
+        ),
     ] = None
-    num_workers: Annotated[int | None, _flag("Streams worked on at once. Alone it means --engine local.")] = None
+    num_workers: Annotated[int | None, flag(_ENGINE, "Streams worked on at once. Alone it means --engine local.")] = (
+        None
+    )
     num_streams: Annotated[
-        int | None, _flag("Into how many streams --dataset is split. [default: 4 for each worker]")
+        int | None, flag(_ENGINE, "Into how many streams --dataset is split. [default: 4 for each worker]")
     ] = None
     resources: Annotated[
         list[str] | None,
-        _flag("What each worker needs: GPU=1, TPU=4, CPU=8, or a resource of the cluster.", negative=""),
+        flag(_ENGINE, "What each worker needs: GPU=1, TPU=4, CPU=8, or a resource of the cluster.", negative=""),
     ] = None
     ray_address: Annotated[
-        str | None, _flag("The cluster: HOST:6379, or ray://HOST:10001. [default: RAY_ADDRESS, else this machine's]")
+        str | None,
+        flag(_ENGINE, "The cluster: HOST:6379, or ray://HOST:10001. [default: RAY_ADDRESS, else this machine's]"),
     ] = None
     hosts_per_worker: Annotated[
-        int, _flag("With ray: hosts that act as one worker, a slice's; 1 unless a model needs more.")
+        int, flag(_ENGINE, "With ray: hosts that act as one worker, a slice's; 1 unless a model needs more.")
     ] = 1
-    log_dir: Annotated[Path | None, _flag("With local: a folder that gets each stream's output.")] = None
+    log_dir: Annotated[Path | None, flag(_ENGINE, "With local: a folder that gets each stream's output.")] = None
 
     @property
     def asked(self) -> bool:
@@ -70,17 +73,17 @@ class EngineFlags:
 
     def check(self) -> None:
         """What cannot be, before anything is looked at."""
-        for flag, value in (
+        for name, value in (
             ("--num-workers", self.num_workers),
             ("--num-streams", self.num_streams),
             ("--hosts-per-worker", self.hosts_per_worker),
         ):
             if value is not None and not 1 <= value <= 10_000:
-                raise SpecError(flag, expected="1 to 10,000", found=f"{value:,}")
+                raise SpecError(name, expected="1 to 10,000", found=f"{value:,}")
         only_ray = {"--ray-address": self.ray_address is not None, "--hosts-per-worker": self.hosts_per_worker > 1}
-        for flag, given in only_ray.items():
+        for name, given in only_ray.items():
             if given and self.name != "ray":
-                raise SpecError(flag, expected="--engine ray beside it", found=f"--engine {self.name}")
+                raise SpecError(name, expected="--engine ray beside it", found=f"--engine {self.name}")
         if self.log_dir is not None and self.name != "local":
             raise SpecError("--log-dir", expected="--engine local", found="--engine ray, which keeps logs itself")
         self.needs()

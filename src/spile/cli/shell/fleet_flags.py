@@ -11,6 +11,7 @@ from cyclopts import Group, Parameter
 from rich.console import Console
 from rich.table import Table
 
+from spile.cli.shell.flag import flag
 from spile.errors import SpecError, UserError
 
 if TYPE_CHECKING:
@@ -24,19 +25,15 @@ _PLACE = Group("Where", sort_key=1)
 _MACHINE = Group("Which machines", sort_key=2)
 
 
-def _flag(group: Group, text: str, **more: object) -> Parameter:
-    return Parameter(group=group, help=text, **more)  # type: ignore[arg-type]
-
-
 @Parameter(name="*")
 @dataclass(frozen=True)
 class PlaceFlags:
     """Which fleet, where."""
 
-    zones: Annotated[str | None, _flag(_PLACE, "us-central1-a,us-central1-b [default: gcloud's compute/zone]")] = None
-    fleet: Annotated[str, _flag(_PLACE, "The fleet's name: the label of its machines.")] = "default"
-    project: Annotated[str | None, _flag(_PLACE, "The Google Cloud project. [default: gcloud's]")] = None
-    name_prefix: Annotated[str, _flag(_PLACE, "Machines are named PREFIX-ZONE-N.")] = "tpu"
+    zones: Annotated[str | None, flag(_PLACE, "us-central1-a,us-central1-b [default: gcloud's compute/zone]")] = None
+    fleet: Annotated[str, flag(_PLACE, "The fleet's name: the label of its machines.")] = "default"
+    project: Annotated[str | None, flag(_PLACE, "The Google Cloud project. [default: gcloud's]")] = None
+    name_prefix: Annotated[str, flag(_PLACE, "Machines are named PREFIX-ZONE-N.")] = "tpu"
 
     def client(self) -> CloudTpu:
         """The cloud."""
@@ -67,21 +64,21 @@ _MODELS = ("spot", "reserved", "best_effort")
 class MachineFlags:
     """What machines, and how many."""
 
-    workers_per_zone: Annotated[int | None, _flag(_MACHINE, "Machines in each zone. [default: 1]")] = None
+    workers_per_zone: Annotated[int | None, flag(_MACHINE, "Machines in each zone. [default: 1]")] = None
     tpu_type: Annotated[
         str | None,
-        _flag(_MACHINE, "v3-8, v5litepod-8, v5e:2x4, …; a slice of many hosts is one worker. [default: v3-8]"),
+        flag(_MACHINE, "v3-8, v5litepod-8, v5e:2x4, …; a slice of many hosts is one worker. [default: v3-8]"),
     ] = None
-    preemptible: Annotated[bool, _flag(_MACHINE, "Cheap, taken back at any time, 24 hours at most.")] = True
-    spot: Annotated[bool, _flag(_MACHINE, "Like preemptible, without the 24 hours.", negative="")] = False
-    reserved: Annotated[bool, _flag(_MACHINE, "From the project's reservation.", negative="")] = False
-    best_effort: Annotated[bool, _flag(_MACHINE, "Queued: preemptible capacity.", negative="")] = False
-    queued: Annotated[bool, _flag(_MACHINE, "Stand in the queue for them (queued resources).", negative="")] = False
-    runtime_version: Annotated[str | None, _flag(_MACHINE, "The VM's image. [default: the type's]")] = None
-    network: Annotated[str | None, _flag(_MACHINE, "The VPC network.")] = None
-    subnetwork: Annotated[str | None, _flag(_MACHINE, "The VPC subnetwork.")] = None
-    external_ips: Annotated[bool, _flag(_MACHINE, "Give machines public addresses.")] = True
-    service_account: Annotated[str | None, _flag(_MACHINE, "Who the machines act as.")] = None
+    preemptible: Annotated[bool, flag(_MACHINE, "Cheap, taken back at any time, 24 hours at most.")] = True
+    spot: Annotated[bool, flag(_MACHINE, "Like preemptible, without the 24 hours.", negative="")] = False
+    reserved: Annotated[bool, flag(_MACHINE, "From the project's reservation.", negative="")] = False
+    best_effort: Annotated[bool, flag(_MACHINE, "Queued: preemptible capacity.", negative="")] = False
+    queued: Annotated[bool, flag(_MACHINE, "Stand in the queue for them (queued resources).", negative="")] = False
+    runtime_version: Annotated[str | None, flag(_MACHINE, "The VM's image. [default: the type's]")] = None
+    network: Annotated[str | None, flag(_MACHINE, "The VPC network.")] = None
+    subnetwork: Annotated[str | None, flag(_MACHINE, "The VPC subnetwork.")] = None
+    external_ips: Annotated[bool, flag(_MACHINE, "Give machines public addresses.")] = True
+    service_account: Annotated[str | None, flag(_MACHINE, "Who the machines act as.")] = None
 
     def fleet(self, place: PlaceFlags, project: str, policy: Policy | None = None) -> FleetSpec:
         """The fleet that these flags ask for."""

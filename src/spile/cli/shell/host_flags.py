@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Group, Parameter
 
+from spile.cli.shell.flag import flag
 from spile.errors import SpecError
 
 if TYPE_CHECKING:
@@ -19,28 +20,24 @@ _WHICH = Group("Which hosts", sort_key=2)
 _LOGIN = Group("How to log in", sort_key=3)
 
 
-def _flag(group: Group, text: str, **more: object) -> Parameter:
-    return Parameter(group=group, help=text, **more)  # type: ignore[arg-type]
-
-
 @Parameter(name="*")
 @dataclass(frozen=True)
 class HostFlags:
     """Which hosts, and how to log in."""
 
-    tpu_prefix: Annotated[str | None, _flag(_WHICH, "The TPU VM of this name, or all slices PREFIX-0, PREFIX-1, …")] = (
+    tpu_prefix: Annotated[str | None, flag(_WHICH, "The TPU VM of this name, or all slices PREFIX-0, PREFIX-1, …")] = (
         None
     )
     hosts: Annotated[
-        list[str] | None, _flag(_WHICH, "Instead: user@address:port,…; given again, one more slice.", negative="")
+        list[str] | None, flag(_WHICH, "Instead: user@address:port,…; given again, one more slice.", negative="")
     ] = None
-    project: Annotated[str | None, _flag(_WHICH, "The Google Cloud project. [default: gcloud's]")] = None
-    zone: Annotated[str | None, _flag(_WHICH, "The zone to look in. [default: all]")] = None
-    internal_ip: Annotated[bool, _flag(_LOGIN, "Use internal addresses, from a machine in the same network.")] = False
-    user: Annotated[str | None, _flag(_LOGIN, "The login. [default: yours]")] = None
-    ssh_key: Annotated[Path | None, _flag(_LOGIN, "The private key. [default, for TPU VMs: gcloud's]")] = None
+    project: Annotated[str | None, flag(_WHICH, "The Google Cloud project. [default: gcloud's]")] = None
+    zone: Annotated[str | None, flag(_WHICH, "The zone to look in. [default: all]")] = None
+    internal_ip: Annotated[bool, flag(_LOGIN, "Use internal addresses, from a machine in the same network.")] = False
+    user: Annotated[str | None, flag(_LOGIN, "The login. [default: yours]")] = None
+    ssh_key: Annotated[Path | None, flag(_LOGIN, "The private key. [default, for TPU VMs: gcloud's]")] = None
     ssh_option: Annotated[
-        list[str] | None, _flag(_LOGIN, "One of ssh's options, such as ProxyJump=bastion.", negative="")
+        list[str] | None, flag(_LOGIN, "One of ssh's options, such as ProxyJump=bastion.", negative="")
     ] = None
 
     def access(self) -> Access:

@@ -131,7 +131,7 @@ class CloudTpu:
                 return Unavailable(f"cannot {doing}", found=_cause(error), fix="check the network"), True
             return LostReply(f"no answer to: {doing}", found=_cause(error)), repeatable
         if reply.ok:
-            return (reply.json() if reply.content else {}), False
+            return _answer(reply, doing)
         message = _message(reply)
         slower = reply.status_code == 429 and is_rate_limit(message)
         again = slower or reply.status_code == 503 or (repeatable and reply.status_code >= 500)
@@ -247,6 +247,18 @@ def _cause(error: BaseException) -> str:
 def _never_sent(error: requests.exceptions.RequestException) -> bool:
     """Whether no byte of the request can have reached the server."""
     return "NewConnectionError" in str(error) or "NameResolutionError" in str(error)
+
+
+def _answer(reply: requests.Response, doing: str) -> tuple[dict[str, Any] | Unavailable, bool]:
+    """What the API answered; a page of a proxy's in its place is no answer, and whether it was asked is not known."""
+    try:
+        found = reply.json() if reply.content else {}
+    except ValueError:
+        found = None
+    if isinstance(found, dict):
+        return found, False
+    shown = " ".join(reply.text[:100].split())
+    return Unavailable(f"cannot {doing}", expected="the API's JSON", found=repr(shown), fix="check the network"), False
 
 
 def _message(reply: requests.Response) -> str:

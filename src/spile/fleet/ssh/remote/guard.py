@@ -4,9 +4,9 @@ It is sent inline (``python3 -uc …``), so it needs nothing on the host but Pyt
 subreapers: the inner one starts the command in a new session and relays its output; the outer one only waits, and ends
 the tree if the inner one is killed. The inner one ends it if the outer one is.
 
-    in    one line a word:  {job}  go · "." a heartbeat · "s" stop, gently · "k" stop at once · end of input: stop
+    in    one line per word:  {job}  go · "." a heartbeat · "s" stop, gently · "k" stop at once · end of input: stop
     out   the command's output and errors, as they come
-    err   one line an event, after a record separator:  ready · started · ended · exit, with the code · refused
+    err   one line per event, after a record separator:  ready · started · ended · exit, with the code · refused
 """
 
 from __future__ import annotations
