@@ -216,7 +216,7 @@ def runs_on_every_host(at: GuideWorld, old: OldLine) -> None:
         at.world.cloud.cloud.create(
             "fake-project", "us-central2-b", f"my-tpu-{number}", {"acceleratorType": "v4-8"}, "v2"
         )
-    until = time.monotonic() + 20
+    until = time.monotonic() + 120
     while any(raw["state"] != "READY" for raw in at.world.cloud.cloud.nodes("-")) and time.monotonic() < until:
         time.sleep(0.05)
     keys = Path(os.environ["HOME"]) / ".ssh" / "google_compute_engine"

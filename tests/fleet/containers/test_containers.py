@@ -39,9 +39,9 @@ def start(pod: Hosts, project: Path, command: str, *flags: str):  # type: ignore
     return spile(project, *words, "--", "bash", "-c", command)
 
 
-def test_every_host_runs_one_with_its_place(pod: Hosts, project: Path) -> None:
-    line = "echo up $TPU_WORKER_ID of $TPU_WORKER_HOSTNAMES $A; mkdir -p /tmp/x; exit 0"
-    code, out, err = finish(start(pod, project, line, "--env", "A=b c", "--mount", "/tmp/spile-test-data:/data"))
+def test_every_host_runs_one_with_its_place(pod: Hosts, project: Path, tmp_path: Path) -> None:
+    line = "echo up $TPU_WORKER_ID of $TPU_WORKER_HOSTNAMES $A; exit 0"
+    code, out, err = finish(start(pod, project, line, "--env", "A=b c", "--mount", f"{tmp_path}/data:/data"))
     assert (code, err) == (0, ""), out
     rows, logs = results(project)
     assert [row["code"] for row in rows] == [0, 0, 0, 0]
@@ -49,14 +49,18 @@ def test_every_host_runs_one_with_its_place(pod: Hosts, project: Path) -> None:
     told = json.loads((pod[0].home / "containers" / ".spile.json").read_text())
     assert told["options"]["--privileged"] == [""]
     assert told["options"]["--network"] == ["host"]
-    assert told["options"]["--volume"] == ["/tmp/spile-test-data:/data"]
+    assert told["options"]["--volume"] == [f"{tmp_path}/data:/data"]
     assert told["options"]["--rm"] == [""]
     assert containers(pod) == []
     assert pod.processes() == []
 
 
-def test_one_that_fails_stops_all_after_a_chance_to_commit(pod: Hosts, project: Path) -> None:
-    line = f"if [ $TPU_WORKER_ID = 2 ]; then sleep 2; echo sorry; exit 3; fi; {COMMITS}"
+def test_one_that_fails_stops_all_after_a_chance_to_commit(pod: Hosts, project: Path, tmp_path: Path) -> None:
+    here = tmp_path / "up"
+    here.mkdir()
+    waits = f"until [ $(ls {here} | wc -l) = 3 ]; do sleep 0.1; done"  # until the others are up
+    commits = COMMITS.replace("echo up;", f"echo up; touch {here}/$TPU_WORKER_ID;")
+    line = f"if [ $TPU_WORKER_ID = 2 ]; then {waits}; echo sorry; exit 3; fi; {commits}"
     code, _, _ = finish(start(pod, project, line))
     assert code == 3
     rows, logs = results(project)
@@ -70,7 +74,7 @@ def test_one_that_fails_stops_all_after_a_chance_to_commit(pod: Hosts, project: 
 
 def test_ctrl_c_stops_all(pod: Hosts, project: Path) -> None:
     run = start(pod, project, COMMITS)
-    assert wait_until(lambda: up(pod, project), 40)
+    assert wait_until(lambda: up(pod, project))
     os.killpg(run.pid, signal.SIGINT)
     assert finish(run)[0] == 130
     assert all("committed" in log for log in results(project)[1])
@@ -80,16 +84,16 @@ def test_ctrl_c_stops_all(pod: Hosts, project: Path) -> None:
 
 def test_a_runner_that_is_killed_leaves_no_container(pod: Hosts, project: Path) -> None:
     run = start(pod, project, COMMITS)
-    assert wait_until(lambda: up(pod, project), 40)
+    assert wait_until(lambda: up(pod, project))
     run.kill()
     finish(run)
-    assert wait_until(lambda: pod.processes() == [] and containers(pod) == [], 40)
+    assert wait_until(lambda: pod.processes() == [] and containers(pod) == [])
 
 
 @pytest.mark.slow
 def test_stop_from_elsewhere(pod: Hosts, project: Path) -> None:
     run = start(pod, project, COMMITS)
-    assert wait_until(lambda: up(pod, project), 40)
+    assert wait_until(lambda: up(pod, project))
     code, out, _ = finish(spile(project, "docker", "stop", *pod.flags(), "--runtime", RUNTIME, "--grace", "5"))
     assert code == 0
     assert out.count("stopped spile") == 4

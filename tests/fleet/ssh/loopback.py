@@ -176,7 +176,7 @@ def spile(project: Path, *words: str, **more: object) -> subprocess.Popen[str]:
     )
 
 
-def finish(process: subprocess.Popen[str], seconds: float = 60) -> tuple[int, str, str]:
+def finish(process: subprocess.Popen[str], seconds: float = 240) -> tuple[int, str, str]:
     """Its code, output and errors."""
     try:
         out, err = process.communicate(timeout=seconds)

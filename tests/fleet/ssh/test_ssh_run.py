@@ -61,8 +61,12 @@ def test_words_keep_their_blanks_and_options(hosts: Hosts, project: Path) -> Non
     assert "a b|--debug|$HOME|" in out
 
 
-def test_one_that_fails_ends_all(hosts: Hosts, project: Path) -> None:
-    line = f"echo up; if [ $TPU_WORKER_ID = 2 ]; then sleep 1; echo sorry >&2; exit 3; fi; {STUBBORN}"
+def test_one_that_fails_ends_all(hosts: Hosts, project: Path, tmp_path: Path) -> None:
+    here = tmp_path / "up"
+    here.mkdir()
+    waits = f"until [ $(ls {here} | wc -l) = 4 ]; do sleep 0.1; done"  # until all are up
+    fails = f"if [ $TPU_WORKER_ID = 2 ]; then {waits}; echo sorry >&2; exit 3; fi"
+    line = f"echo up; touch {here}/$TPU_WORKER_ID; {fails}; {STUBBORN}"
     code, out, _ = finish(spile(project, "run", *hosts.flags(), "--", line))
     assert code == 3
     rows, logs = results(project)
