@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import pkgutil
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from cyclopts import CoercionError, CycloptsError, MissingArgumentError
 
-from docs.pages import PAGES, ROOT, anchors, blocks, commands, links, mentions, name_of
+from docs.pages import PAGES, ROOT, anchors, blocks, commands, links, mentions, name_of, prose
 from spile.cli.main import build
 from spile.cli.shell.aliases import modern
 from spile.cli.shell.commands import COMMANDS, GROUPS
@@ -98,6 +100,34 @@ def test_the_python_examples_run(page: str, tmp_path: Path, monkeypatch: pytest.
         if re.search(r"^(import|from) torch", block, re.MULTILINE):
             pytest.importorskip("torch")
         exec(compile(block, page, "exec"), names)
+
+
+def named_things(page: Path) -> Iterator[str]:
+    """``spile.…`` as examples import it and texts mention it."""
+    for block in blocks(page, "python"):
+        for module, names in re.findall(r"^ *from (spile[\w.]*) import ([\w, ]+)", block, re.MULTILINE):
+            yield from (f"{module}.{name.split(' as ')[0].strip()}" for name in names.split(","))
+        yield from re.findall(r"^ *import (spile[\w.]*)", block, re.MULTILINE)
+    yield from re.findall(r"`(spile(?:\.[A-Za-z_]\w*)+)", prose(page))
+
+
+@pages
+def test_every_name_of_the_package_that_a_page_uses_is_there(page: Path) -> None:
+    for name in named_things(page):
+        try:
+            pkgutil.resolve_name(name)
+        except (ImportError, AttributeError) as error:
+            pytest.fail(f"{name_of(page)}: no {name}: {error}")
+
+
+@pages
+def test_every_file_of_the_project_that_a_page_names_is_there(page: Path) -> None:
+    """By its path from the root, or within the package or the tests."""
+    rooms = {path.name for path in [*(ROOT / "src" / "spile").iterdir(), *ROOT.iterdir()] if path.is_dir()}
+    for name in re.findall(r"`([\w-]+/[\w./-]*\.(?:py|sh|html))`", prose(page)):
+        if name.split("/")[0] in rooms:
+            places = (ROOT / name, ROOT / "src" / "spile" / name, ROOT / "tests" / name)
+            assert any(place.exists() for place in places), f"{name_of(page)}: no {name}"
 
 
 @pytest.mark.parametrize("name", ["pods.md", "parallel-workers.md", "quick-experiments.md", "verify-a-pod.md"])

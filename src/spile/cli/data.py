@@ -15,7 +15,7 @@ from rich.console import Console
 from spile.cli.shell.defaults import GUIDES_DATASET
 from spile.cli.shell.numbers import parse_numbers
 from spile.dashboard.console import output as output_console
-from spile.errors import SpecError
+from spile.errors import DataError, SpecError
 from spile.objects.opening import is_remote
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def streams(
     console = output_console(soft_wrap=True)
     there = None
     if is_remote(output_dir):
-        there = _streams_there(output_dir, some=streams is not None, overwrite=overwrite)
+        there = _streams_there(output_dir, num_streams, seed, some=streams is not None, overwrite=overwrite)
     with progress(console, selection.max_samples) as tell, written(output_dir) as place:
         made = make_streams(
             dataset,
@@ -195,14 +195,22 @@ def written(target: str, *, file: bool = False) -> Iterator[Path]:
         run(Path(here), open_folder(folder))
 
 
-def _streams_there(url: str, *, some: bool, overwrite: bool) -> StreamsManifest | None:
-    """The streams that are in the bucket, and are not replaced unasked."""
+def _streams_there(url: str, count: int, seed: int, *, some: bool, overwrite: bool) -> StreamsManifest | None:
+    """The streams that are in the bucket and are not replaced unasked; another number of them is refused at once."""
     from spile.data.make.upload import read_manifest
     from spile.objects import open_folder
 
     if some:
         raise SpecError("--streams with a bucket", expected="all streams", fix="make them here, then spile data upload")
-    return None if overwrite else read_manifest(open_folder(url))
+    there = None if overwrite else read_manifest(open_folder(url))
+    if there is not None and (len(there.streams), there.seed) != (count, seed):
+        raise DataError(
+            f"{url} holds streams of another split",
+            expected=f"{len(there.streams)} streams of seed {there.seed}",
+            found=f"{count} of seed {seed}",
+            fix="use another --output-dir, or --overwrite",
+        )
+    return there
 
 
 @contextmanager
