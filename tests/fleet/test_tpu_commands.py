@@ -145,6 +145,24 @@ def test_recreate_preempted(spile, fake: FakeCloud, client: CloudTpu) -> None:
     assert "no dead machine" in text
 
 
+@pytest.mark.parametrize("lost", [("s-0",), ("s-0", "s-1")])
+@pytest.mark.parametrize("more", [(), ("--best-effort",)])
+def test_a_queued_resource_is_recreated_whole(
+    spile, fake: FakeCloud, client: CloudTpu, lost: tuple[str, ...], more: tuple[str, ...]
+) -> None:
+    """One node is gone, and the resource is suspended for ever: all of it is made again, once, as it was."""
+    words = ("--zones", A, "--tpu-type", "v4-8", "--queued", "--node-prefix", "s", "--node-count", "2", *more)
+    assert spile("tpu", "create", *words, "--queued-id", "mine")[0] == 0
+    wait_for_queued(client, A, "mine", every=0.02)
+    for name in lost:
+        fake.admin("preempt", {"zone": A, "name": name})
+    code, text = spile("tpu", "recreate-preempted", "--zones", A, "--yes")
+    assert code == 0, text
+    again = wait_for_queued(client, A, "mine", every=0.02)
+    assert (again.nodes, again.prefix, again.best_effort) == (("s-0", "s-1"), "s", bool(more))
+    assert names(client) == ["s-0", "s-1"]
+
+
 def test_what_stands_in_the_queue_is_seen(spile, client: CloudTpu, fake: FakeCloud) -> None:
     fake.admin("stock", {"zone": A, "available": False})
     words = ("--zones", A, "--tpu-type", "v4-8", "--queued", "--node-prefix", "s", "--node-count", "2", "--async")

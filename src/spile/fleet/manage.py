@@ -14,6 +14,7 @@ from spile.fleet.cloud.provider import (
     Missing,
     NameTaken,
     Node,
+    NodeRequest,
     Operation,
     Provider,
     QueuedRequest,
@@ -250,13 +251,16 @@ def delete(
 
     def zone_work(zone: str) -> list[NodeResult]:
         asked: list[tuple[Node, Operation | None]] = []
+        queued: dict[str | None, Operation] = {}
         results: list[NodeResult] = []
         for node in (node for node in nodes if node.zone == zone):
             if not owns(fleet, node):
                 results.append(NodeResult(node.name, zone, "skipped", f"it is not of fleet {fleet}"))
                 continue
             try:
-                asked.append((node, _ask_delete(provider, fleet, node)))
+                operation = queued.get(node.queued) or _ask_delete(provider, fleet, node)
+                queued |= {} if node.queued is None else {node.queued: operation}
+                asked.append((node, operation))
             except Missing:
                 asked.append((node, None))
             except (CloudError, UserError) as error:
@@ -300,6 +304,11 @@ def recreate(
 ) -> list[NodeResult]:
     """Delete the dead machines of a fleet and make each again as it was: its type, its labels, its startup script."""
     dead = [node for node in nodes if owns(fleet.name, node) and node.state.life is Life.DEAD]
+    queued = {
+        (zone, each.name): each
+        for zone in sorted({node.zone for node in dead if node.queued is not None})
+        for each in provider.queued(zone)
+    }
     gone = delete(provider, dead, fleet.name, every=every)
     by_place = {(node.zone, node.name): node for node in dead}
     results = [result for result in gone if result.bad]
@@ -308,17 +317,28 @@ def recreate(
         done: list[NodeResult] = []
         for result in (result for result in gone if result.zone == zone and not result.bad):
             node = by_place[zone, result.name]
+            resource = queued.pop((zone, node.queued or ""), None)
+            if node.queued is not None and resource is None:
+                done.append(NodeResult(node.name, zone, "asked for", f"with queued resource {node.queued}"))
+                continue
             request = node.request or fleet.machine
             worker = Worker(0, node.name, zone)
             one = replace(fleet, machine=replace(request, labels={}, metadata={}))
             try:
-                if node.queued is not None:
-                    operation = provider.create_queued(zone, node.queued, QueuedRequest(request))
-                else:
-                    operation = provider.create_node(zone, node.name, request)
+                operation = _ask_again(provider, node, request, resource)
                 done.append(_awaited(provider, one, worker, operation, every))
             except (CloudError, UserError) as error:
                 done.append(NodeResult(node.name, zone, "failed", error.line()))
         return done
 
     return [*results, *by_zone([result.zone for result in gone if not result.bad], zone_work)]
+
+
+def _ask_again(provider: Provider, node: Node, request: NodeRequest, queued: QueuedResource | None) -> Operation:
+    """For the same machine, or the whole queued resource that it was one of."""
+    if queued is None:
+        return provider.create_node(node.zone, node.name, request)
+    whole = QueuedRequest(
+        request, node_count=len(queued.nodes) or 1, node_prefix=queued.prefix, best_effort=queued.best_effort
+    )
+    return provider.create_queued(node.zone, queued.name, whole)

@@ -1,4 +1,4 @@
-"""Bytes in folders and buckets: local, gs, s3. The only import of the object-store library."""
+"""Bytes in folders and buckets: local, gs, s3. The only room that talks to buckets."""
 
 from __future__ import annotations
 

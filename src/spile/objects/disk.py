@@ -229,7 +229,7 @@ def reserve(handle: int, size: int) -> None:
 
 
 def _in_memory(handle: int) -> bool:
-    """Whether a file lies on a RAM disk, where taking room means filling it with zeros: a quarter second a gigabyte."""
+    """Whether a file lies on a RAM disk, where taking room is filling it with zeros: a quarter second per gigabyte."""
     answer = ctypes.create_string_buffer(512)
     if ctypes.CDLL(None).fstatfs(handle, answer) != 0:
         return False

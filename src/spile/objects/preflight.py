@@ -121,6 +121,6 @@ def _compare_regions(folder: CloudFolder, machine: Region | None) -> list[str]:
     advice = f"; a bucket beside it costs nothing: {make}" if machine.cloud == cloud else ""
     return [
         f"{folder.bucket_url} lies in {bucket.region} and this machine in {machine.region}: "
-        f"every TiB written costs about ${price * 1024:.0f} of egress (${price:.2f} a GiB, list prices of {PRICES_OF})"
-        f"{advice}"
+        f"every TiB written costs about ${price * 1024:.0f} of egress "
+        f"(${price:.2f} per GiB, list prices of {PRICES_OF}){advice}"
     ]

@@ -186,7 +186,7 @@ class Prices:
     machines: Mapping[str, Machine] = field(default_factory=dict)
     """Machines that only the user knows, GPUs for one."""
     storage_gb_month: float = 0.020
-    """Dollars a GB (10⁹ bytes) and a month: standard storage in one region."""
+    """Dollars per GB (10⁹ bytes) and month: standard storage in one region."""
 
     def of(self, machine: Machine) -> Price:
         """The price of the whole machine, an hour."""

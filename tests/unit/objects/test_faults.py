@@ -11,6 +11,8 @@ from backends import BUCKET, Clouds
 from spile.errors import Damaged, StoreError
 from spile.objects import Folder, open_folder
 from spile.objects.cloud import upload
+from spile.objects.cloud.folder import CloudFolder
+from spile.objects.cloud.rest import Reply
 from spile.objects.fake.faults import FaultKind, random_faults
 from spile.objects.retry import Retry
 
@@ -323,3 +325,23 @@ def test_an_object_that_arrived_damaged_is_sent_again(
     assert cloud_folder.stats.retries == (1 if cloud_folder.url.startswith("gs:") else 0)
     assert cloud_folder.get("shard") == payload.tobytes()
     assert list(cloud_folder.unfinished()) == []
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [lambda folder: list(folder.list()), lambda folder: list(folder.unfinished()), lambda folder: folder.location()],
+)
+def test_a_page_in_the_place_of_a_listing_is_asked_for_again(
+    cloud_folder: CloudFolder, monkeypatch: pytest.MonkeyPatch, ask: Callable[[CloudFolder], object]
+) -> None:
+    """A portal's, with status 200."""
+    rest, asked = cloud_folder._bucket.rest, []
+    real = rest.request
+
+    def request(*args: object, **options: object) -> Reply:
+        asked.append(args)
+        return Reply({}, b"<html>log in") if len(asked) == 1 else real(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(rest, "request", request)
+    ask(cloud_folder)
+    assert len(asked) == 2

@@ -82,12 +82,12 @@ def test_another_region_is_warned_about_with_its_price(cloud_folder: Folder, clo
     if cloud_folder.url.startswith("gs:"):
         assert warning == (
             "gs://bucket lies in us-central1 and this machine in europe-west4: every TiB written costs about $51 of "
-            "egress ($0.05 a GiB, list prices of 2025); a bucket beside it costs nothing: "
+            "egress ($0.05 per GiB, list prices of 2025); a bucket beside it costs nothing: "
             "gcloud storage buckets create gs://NAME --location=europe-west4"
         )
     else:
         assert "s3://bucket lies in us-east-1 and this machine in europe-west4" in warning
-        assert "$0.12 a GiB" in warning
+        assert "$0.12 per GiB" in warning
     home = "gs/us-central1" if cloud_folder.url.startswith("gs:") else "s3/us-east-1"
     assert preflight(cloud_folder, environment={"SPILE_MACHINE_REGION": home}) == []
 

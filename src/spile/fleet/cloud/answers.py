@@ -144,6 +144,7 @@ def read_queued(raw: Mapping[str, Any]) -> QueuedResource:
     specs = raw.get("tpu", {}).get("nodeSpec", [])
     state = raw.get("state", {})
     names: list[str] = []
+    prefix = None
     for spec in specs:
         many = spec.get("multisliceParams") or spec.get("multiNodeParams")
         if many:
@@ -157,6 +158,8 @@ def read_queued(raw: Mapping[str, Any]) -> QueuedResource:
         zone=zone,
         state=QueuedState.parse(state.get("state")),
         nodes=tuple(names),
+        prefix=prefix,
+        best_effort="bestEffort" in raw,
         created=_seconds(raw.get("createTime")),
         accelerator_type=node.get("acceleratorType", ""),
         labels=dict(node.get("labels", {})),
@@ -221,6 +224,4 @@ def queued_body(request: QueuedRequest, parent: str, name: str, *, alpha: bool) 
         body["guaranteed"] = {"reserved": True}
     elif scheduling:
         body["spot"] = {}
-    if request.valid_until_s:
-        body["queueingPolicy"] = {"validUntilDuration": f"{request.valid_until_s:g}s"}
     return body

@@ -124,7 +124,6 @@ class QueuedRequest:
     node_count: int = 1
     node_prefix: str | None = None
     best_effort: bool = False
-    valid_until_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -135,6 +134,9 @@ class QueuedResource:
     zone: str
     state: QueuedState
     nodes: tuple[str, ...] = ()
+    prefix: str | None = None
+    """Of its nodes' names, where they act as one."""
+    best_effort: bool = False
     created: float = 0.0
     accelerator_type: str = ""
     labels: Mapping[str, str] = field(default_factory=dict)

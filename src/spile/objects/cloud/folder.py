@@ -11,12 +11,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
-from xml.etree import ElementTree
 
 from spile.errors import Damaged, StoreError
 from spile.objects.cloud.bucket import READERS, Bucket
 from spile.objects.cloud.failures import RequestFailure
-from spile.objects.cloud.listing import ListedObject, parse_objects, parse_uploads
+from spile.objects.cloud.listing import ListedObject, parse_location, parse_objects, parse_uploads
 from spile.objects.cloud.upload import CloudWriter
 from spile.objects.folder import NotFound, ObjectInfo, Unfinished, checked_key, possible_prefix
 from spile.objects.stats import Stats
@@ -167,8 +166,9 @@ class CloudFolder:
         """Multipart uploads that nobody completed or aborted."""
         query = {"uploads": "", "prefix": self._prefix + prefix}
         while True:
-            reply = self._run("list", prefix, lambda: self._bucket.rest.request("GET", query=query))
-            fields, uploads = parse_uploads(reply.body)
+            fields, uploads = self._run(
+                "list", prefix, lambda: parse_uploads(self._bucket.rest.request("GET", query=query).body)
+            )
             for name, handle, started in uploads:
                 yield Unfinished(name.removeprefix(self._prefix), handle, started)
             if fields.get("IsTruncated") != "true":
@@ -194,8 +194,9 @@ class CloudFolder:
 
     def location(self) -> str:
         """The bucket's region, in lower case."""
-        reply = self._run("read", "", lambda: self._bucket.rest.request("GET", query={"location": ""}))
-        return (ElementTree.fromstring(reply.body).text or "us-east-1").lower()  # noqa: S314 - the store's own reply
+        query = {"location": ""}
+        found = self._run("read", "", lambda: parse_location(self._bucket.rest.request("GET", query=query).body))
+        return (found or "us-east-1").lower()
 
     def _name(self, key: str) -> str:
         return self._prefix + checked_key(key)

@@ -1,4 +1,4 @@
-"""What a bucket's listings say: GCS's XML API and S3 write them alike."""
+"""What a bucket's listings and its location say: GCS's XML API and S3 write them alike."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 from spile.objects.cloud.failures import RequestFailure
 
-__all__ = ["ListedObject", "parse_objects", "parse_uploads"]
+__all__ = ["ListedObject", "parse_location", "parse_objects", "parse_uploads"]
 
 
 class ListedObject(NamedTuple):
@@ -42,6 +42,14 @@ def parse_uploads(body: bytes) -> tuple[dict[str, str], list[tuple[str, str, flo
         raise _unreadable() from error
 
 
+def parse_location(body: bytes) -> str | None:
+    """The region of a bucket; None for the one that needs no name."""
+    try:
+        return ElementTree.fromstring(body).text  # noqa: S314 - the store's own reply
+    except ElementTree.ParseError as error:
+        raise _unreadable() from error
+
+
 def _parse(body: bytes, wanted: str) -> tuple[dict[str, str], list[dict[str, str]]]:
     """The document's own fields, and those of each element of this name."""
     fields: dict[str, str] = {}
@@ -63,4 +71,4 @@ def _seconds(text: str) -> float:
 
 
 def _unreadable() -> RequestFailure:
-    return RequestFailure("an unreadable listing", transient=True)
+    return RequestFailure("an unreadable reply", transient=True)

@@ -11,7 +11,7 @@ import urllib3
 __all__ = ["PRICES_OF", "Region", "egress_price", "machine_place"]
 
 PRICES_OF = "2025"
-"""The year of the list prices below, in US dollars a GiB, rounded. They change rarely; the order of magnitude never."""
+"""The year of the list prices below, in US dollars per GiB, rounded. They change rarely, their magnitude never."""
 
 _BETWEEN = {  # Google's network, between regions; the dearer end counts
     frozenset({"us"}): 0.02,
@@ -59,7 +59,7 @@ class Region:
 
 
 def egress_price(machine: Region, bucket: Region) -> float:
-    """Dollars a GiB that the machine's owner pays to write to the bucket."""
+    """Dollars per GiB that the machine's owner pays to write to the bucket."""
     if bucket.holds(machine):
         return 0.0
     if machine.cloud != bucket.cloud:
