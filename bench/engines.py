@@ -1,7 +1,7 @@
 """What an engine costs against the same workers started by hand, and what trouble costs it.
 
 ``python -m bench.engines``: the same streams of the embedded model, the same number of workers, on one machine: by hand
-(a loop for each worker, a process per stream) and with ``--engine local``. Each starts with no program compiled, and
+(``xargs -P``, a process per stream) and with ``--engine local``. Each starts with no program compiled, and
 their turns alternate; figures are medians. ``--ray``: with ``--engine ray`` too, on a cluster that is started here, a
 head and a node for each worker in network namespaces (root, and Ray installed); ``--ray-address HOST:PORT``: on one
 that is there. ``--trouble``: then the same run once more on that cluster while one node is killed, another's cable is
@@ -38,18 +38,19 @@ SPILE = [sys.executable, "-m", "spile.cli.main", "extract", "--model", "embedded
 BUCKET = "gs://bench"
 KINDS = {"hand": "by hand", "local": "--engine local", "ray": "--engine ray"}
 PROGRAMS = {
+    "raylet/raylet": "raylets",
+    "src/ray/gcs/gcs_server": "gcs_server",
     "--worker-id": "workers",
     "--engine": "the command",
     "bench.engines": "bucket and bench",
+    "ray::DashboardAgent": "dashboard agents",
+    "ray::RuntimeEnvAgent": "runtime environment agents",
     "ray::": "Ray's task processes",
     "default_worker.py": "Ray's task processes",
-    "raylet/raylet": "raylet",
-    "gcs_server": "gcs_server",
-    "dashboard/agent.py": "dashboard agent",
-    "runtime_env/agent": "runtime env agent",
-    "log_monitor.py": "log monitor",
+    "dashboard/": "dashboard agents",
+    "runtime_env/agent": "runtime environment agents",
+    "log_monitor.py": "log monitors",
     "monitor.py": "autoscaler monitor",
-    "ray start": "ray start",
     "ray.scripts": "ray start",
 }
 """What a command line holds, and whose time it is; the first that fits."""
@@ -92,13 +93,14 @@ class Place:
 
 
 def by_hand(place: Place, flags: list[str], streams: int, workers: int) -> None:
-    """Each worker has every so-many-th stream, one process after the other."""
+    """As ``seq 0 15 | xargs -P 4 -I{} spile extract … --worker-id {}``: whoever is free takes the next stream."""
+    left = iter(range(streams))
 
-    def work(first: int) -> None:
-        for stream in range(first, streams, workers):
+    def work() -> None:
+        for stream in left:
             place.extract(*flags, "--worker-id", str(stream))
 
-    threads = [threading.Thread(target=work, args=(first,), daemon=True) for first in range(workers)]
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(workers)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -167,8 +169,8 @@ def prove(place: Place) -> None:
 
 
 def program(words: str) -> str | None:
-    """Whose time a process's is."""
-    return next((name for part, name in PROGRAMS.items() if part in words), None)
+    """Whose time a process's is; the kernel's own threads have no words."""
+    return next((name for part, name in PROGRAMS.items() if part in words), "others") if words else None
 
 
 def timed(place: Place, kind: str, turn: int, streams: int, workers: int) -> float:
@@ -186,8 +188,12 @@ def timed(place: Place, kind: str, turn: int, streams: int, workers: int) -> flo
         else:
             in_trouble(place, flags, streams, workers)
     seconds = time.perf_counter() - began
-    used = ", ".join(f"{name} {spent:.1f}" for name, spent in meter.seconds.items() if spent >= 0.5)
-    print(f"{kind:8} {seconds:6.1f} s; processor {sum(meter.seconds.values()):.0f} s: {used}", flush=True)
+    spent = dict(meter.seconds)
+    others = spent.pop("others", 0.0)
+    used = ", ".join(f"{name} {each:.1f}" for name, each in spent.items() if each >= 0.5)
+    print(
+        f"{kind:8} {seconds:6.1f} s; processor {sum(spent.values()):.0f} s: {used}; not ours {others:.1f}", flush=True
+    )
     return seconds
 
 
@@ -198,7 +204,7 @@ def compare(place: Place, kinds: list[str], options: argparse.Namespace) -> None
     for turn in range(options.turns):
         for kind in kinds:
             times[kind].append(timed(place, kind, turn, options.streams, options.workers))
-    base = kinds[0]
+    base = "hand" if "hand" in kinds else kinds[0]
     for kind in kinds:
         middle = statistics.median(times[kind])
         ratio = statistics.median(a / b for a, b in zip(times[kind], times[base], strict=True))
@@ -219,7 +225,7 @@ def main() -> None:
     parser.add_argument("--ray", action="store_true", help="on a cluster that is started here")
     parser.add_argument("--ray-address", default=os.environ.get("RAY_ADDRESS"))
     parser.add_argument("--trouble", action="store_true", help="with --ray: a node dies, a link is cut, a node joins")
-    parser.add_argument("--only", help=f"of {', '.join(KINDS)}; the first is what the others are compared with")
+    parser.add_argument("--only", help=f"of {', '.join(KINDS)}, in this order")
     options = parser.parse_args()
     ray = options.ray or options.ray_address
     kinds = options.only.split(",") if options.only else [kind for kind in KINDS if ray or kind != "ray"]

@@ -38,6 +38,10 @@ def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True)
 
 
+class NotJoined(Exception):
+    """A node that ended instead; what it said."""
+
+
 class RayNodes:
     """A head without CPUs in a namespace of its own, and nodes beside it on one bridge."""
 
@@ -57,9 +61,16 @@ class RayNodes:
     def address(self) -> str:
         return f"{self.gateway}:{PORT}"
 
-    def start(self, number: int, *flags: str, cpus: int = 1, env: dict[str, str] | None = None) -> None:
+    def start(
+        self,
+        number: int,
+        *flags: str,
+        cpus: int = 1,
+        env: dict[str, str] | None = None,
+        python: str = sys.executable,
+    ) -> None:
         """Number 0 is the head, on the machine itself; the others are in namespaces."""
-        words = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *_SMALL, *flags]
+        words = [python, "-m", "ray.scripts.scripts", "start", "--block", *_SMALL, *flags]
         if number == 0:
             words += ["--head", f"--port={PORT}", f"--node-ip-address={self.gateway}", f"--temp-dir={self.folder}"]
             words += ["--num-cpus=0", "--include-dashboard=false"]
@@ -82,7 +93,8 @@ class RayNodes:
         assert wait_until(lambda: ready in self.log(number) or self.nodes[number].poll() is not None, 90), self.log(
             number
         )
-        assert self.nodes[number].poll() is None, self.log(number)
+        if self.nodes[number].poll() is not None:
+            raise NotJoined(self.log(number).decode())
 
     def log(self, number: int) -> bytes:
         return (Path(self.folder) / f"node{number}.log").read_bytes()

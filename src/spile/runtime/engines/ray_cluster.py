@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import socket
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -30,6 +31,7 @@ RAY_TIMES = {
 """With Ray's own times a cut link is noticed after five minutes, with these after half of one (docs/guides/ray.md)."""
 _NAMED = {"CPU": "num_cpus", "GPU": "num_gpus"}
 _LOOK_FOR = 60.0
+_VERSIONS = re.compile(r"Ray: (\S+) Python: (\S+)")
 
 
 class RayEngine:
@@ -241,10 +243,12 @@ def _connect(address: str | None) -> Any:
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         said = " ".join(str(error).split())
         if "ersion" in said and "mismatch" in said:
+            theirs = _VERSIONS.search(said)  # the cluster's come before ours
             raise UserError(
                 f"the Ray cluster at {where} is of another version",
                 expected=f"Ray {ray.__version__} and Python {platform.python_version()}, as here",
-                found=said[-200:],
+                found=said[-200:] if theirs is None else f"Ray {theirs[1]} and Python {theirs[2]}",
+                fix="install the cluster's versions here, or start the command on one of its nodes",
             ) from error
         raise UserError(
             f"no Ray cluster at {where}",
