@@ -144,6 +144,29 @@ def test_a_template_cannot_reach_out_of_its_sandbox() -> None:
             template(attack).render([{"role": "user", "content": "x"}])
 
 
+DOUBLED = (
+    "{% set ns = namespace(s='xxxx') %}{% for i in range(40) %}{% set ns.s = ns.s OPERATOR ns.s %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    "bomb",
+    [
+        DOUBLED.replace("OPERATOR", "~"),
+        DOUBLED.replace("OPERATOR", "+"),
+        "{% set s = 'x' * 16000000 %}{% for i in range(1000) %}{{ s }}{% endfor %}",
+    ],
+)
+def test_a_template_cannot_fill_the_memory(bomb: str) -> None:
+    with pytest.raises(DataError, match="refuses these messages: found it makes a text that is too long"):
+        template(bomb).render([{"role": "user", "content": "x"}])
+
+
+def test_joining_in_a_template_is_as_in_jinja() -> None:
+    source = "{% macro m(a) %}{{ a ~ '!' }}{% endmacro %}{{ 'a' ~ 1 ~ none }}{{ m('hi' ~ 'x') | upper }}{{ [1] + [2] }}"
+    assert template(source).render([{"role": "user", "content": "x"}]).text == "a1NoneHIX![1, 2]"
+
+
 def test_which_templates_know_no_system() -> None:
     assert template(MISTRAL).folds_system()
     assert template("{%- for m in messages if m['role'] != 'system' %}{{- m['content'] }}{%- endfor %}").folds_system()
