@@ -55,7 +55,7 @@ class Heartbeat:
         self._tail: deque[str] = deque(maxlen=_TAIL)
         self._error: str | None = None
         self._ended: Phase | None = None
-        self._mute = False
+        self._handed_over = False
         self._wake = threading.Event()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
@@ -70,7 +70,7 @@ class Heartbeat:
             self.note_error(error)
             asked = isinstance(error, Interrupted) or not isinstance(error, Exception)
             self._ended = Phase.STOPPED if asked else Phase.FAILED
-            self._mute = isinstance(error, Fenced)  # the heartbeat is its successor's now
+            self._handed_over = isinstance(error, Fenced)  # the heartbeat is its successor's now
         self._over.set()
         self._wake.set()
         self._thread.join(_PATIENCE)
@@ -95,7 +95,7 @@ class Heartbeat:
             self._write()
             self._wake.wait(self._every)
             self._wake.clear()
-        if not self._mute:
+        if not self._handed_over:
             self._write()
 
     def _write(self) -> None:
