@@ -123,7 +123,7 @@ class Slice:
         self.words = f"""extract --model embedded --dataset embedded
         --predictions-per-task {variants} --max-seq-length {LENGTH} --layers 1,3
             --store-dtype float32 --batch-size 1 --shard-size-gb 1e-5 --output {root}
-            --heartbeat-timeout 5 --barrier-timeout 45""".split()
+            --heartbeat-timeout 12 --barrier-timeout 150""".split()
 
     def commits(self) -> int:
         return len(list(self.root.glob("tpu_0/commits/*.json")))

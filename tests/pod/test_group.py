@@ -10,7 +10,7 @@ import pytest
 from pod.launching import launch
 
 TOGETHER = """
-times = PodTimes(roll_call=60, barrier=60, heartbeat={heartbeat})
+times = PodTimes(roll_call=120, barrier=120, heartbeat={heartbeat})
 with join(identity, times=times, log=lambda line: print(line, flush=True)) as pod:
     print("agreed", pod.agree("plan", [me, "x"]), flush=True)
     pod.barrier("model_loaded")

@@ -17,7 +17,7 @@ from spile.store.verification import verify
 
 WORDS = (
     "extract --model embedded --dataset embedded --max-samples 12 --max-seq-length 64 --layers 1 --batch-size 1",
-    "--shard-size-gb 1e-5 --output ./activations --barrier-timeout 45 --num-processes 2",
+    "--shard-size-gb 1e-5 --output ./activations --barrier-timeout 150 --num-processes 2",
 )
 
 
