@@ -54,7 +54,7 @@ def test_a_late_host_is_named_to_all(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_killed_host_ends_all_by_name(tmp_path: Path, victim: int) -> None:
-    then = f"if me == {victim}: time.sleep(1.5); os.kill(os.getpid(), signal.SIGKILL)"
+    then = f"if me == {victim}: time.sleep(3); os.kill(os.getpid(), signal.SIGKILL)"
     with launch(tmp_path, body(then, heartbeat=6), 3) as group:
         ended = group.wait()
     assert ended[victim].code == -signal.SIGKILL
