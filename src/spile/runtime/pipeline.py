@@ -8,8 +8,8 @@
 
 A shard's samples are known before its first batch starts, so its layout is too: rows go from the device's output
 straight to their final place, and padding stays behind in the device's packed block. A file takes about 2 GB/s however
-many threads write to it, because its inode has one lock; so a fast device fills several shards side by side, one a
-lane, each batch for the idlest. Backpressure is a number of batches in flight: a slow sink uses them up, and the
+many threads write to it, because its inode has one lock; so a fast device fills several shards side by side, one
+per lane, each batch for the idlest. Backpressure is a number of batches in flight: a slow sink uses them up, and the
 dispatcher waits.
 """
 
@@ -57,12 +57,12 @@ class Pipeline:
         self._refused = False
         """A commit failed."""
 
-    def run(self, works: Iterable[ShardTask]) -> bool:
+    def run(self, tasks: Iterable[ShardTask]) -> bool:
         """Work everything off. True: to the end; False: stopped early, with all that was computed committed."""
         crew = Crew()
         flow = Flow(crew, self._lanes, self._in_flight)
         left = Countdown(self._lanes, flow.closes, self._finishers)
-        crew.start("feeder", lambda: self._feed(works, flow.plans))
+        crew.start("feeder", lambda: self._feed(tasks, flow.plans))
         crew.start("fetcher", lambda: self._fetch(flow))
         for lane in range(self._lanes):
             crew.start(f"lane-{lane}", lambda lane=lane: self._fill(flow, lane, left))  # type: ignore[misc]
@@ -83,16 +83,16 @@ class Pipeline:
 
     # -- feeder ---------------------------------------------------------------------------------------------------
 
-    def _feed(self, works: Iterable[ShardTask], plans: Pipe[ShardTask]) -> None:
-        iterator = iter(works)
+    def _feed(self, tasks: Iterable[ShardTask], plans: Pipe[ShardTask]) -> None:
+        iterator = iter(tasks)
         while not self._stopped:
             with self._progress.busy("tokenizer"):
-                work = next(iterator, None)
-            if work is None:
+                task = next(iterator, None)
+            if task is None:
                 break
-            for batch in work.plan.batches:
+            for batch in task.plan.batches:
                 self._producer.prepare(batch.shape)
-            plans.put(work)
+            plans.put(task)
         plans.close()
 
     # -- dispatcher -----------------------------------------------------------------------------------------------
@@ -106,11 +106,11 @@ class Pipeline:
             flow.wait_for_room()  # before the choice: which lane is idle shows when there is room
             lane = min((lane for lane in range(self._lanes) if more or open_[lane]), key=flow.waiting)
             if open_[lane] is None:
-                work = next(plans, None)
-                more = work is not None
-                if work is not None:
-                    whole = tuple(work.plan.batches) if work.undivided else ()
-                    open_[lane] = self._begin(lane, work.plan.batches, work.skipped, work.end, whole)
+                task = next(plans, None)
+                more = task is not None
+                if task is not None:
+                    whole = tuple(task.plan.batches) if task.undivided else ()
+                    open_[lane] = self._begin(lane, task.plan.batches, task.skipped, task.end, whole)
             shard = open_[lane]
             if shard is not None:
                 open_[lane] = self._advance(flow, shard, open_)

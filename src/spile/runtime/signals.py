@@ -2,7 +2,7 @@
 
 Before a row has been computed there is nothing to commit, so the first ends at once too: while a model is downloaded,
 loaded or compiled, or the other hosts of a pod are waited for. Python runs a handler only between two steps of the
-main thread, which may be inside a library for minutes; a thread that hears of the signal at once ends the process then.
+main thread, which may be inside a library for minutes; a thread that sees the signal at once ends the process then.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ __all__ = ["end_soon", "handling_signals", "interrupting", "last_words"]
 
 _PATIENCE = 3.0
 """Seconds from the signal that ends at once to the end of the process, whatever its threads wait for."""
-_HEARING = 0.5
-"""Seconds that the main thread has to hear of a signal by itself, and the other hosts of a pod to hear last words."""
+_NOTICE = 0.5
+"""Seconds that the main thread has to handle a signal by itself, and the other hosts of a pod to take last words."""
 _KINDS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -38,9 +38,9 @@ def end_soon(code: int = Interrupted.exit_code) -> None:
 
 def _end(code: int) -> None:
     for word in _last_words:
-        speaker = threading.Thread(target=word, daemon=True)
-        speaker.start()
-        speaker.join(_HEARING)  # who does not listen is not waited for
+        thread = threading.Thread(target=word, daemon=True)
+        thread.start()
+        thread.join(_NOTICE)  # a host that does not answer is not waited for
     os._exit(code)
 
 
@@ -57,8 +57,8 @@ def last_words(tell: Callable[[], None]) -> Iterator[None]:
 @contextmanager
 def handling_signals(stop: threading.Event, progress: Progress) -> Iterator[None]:
     """While this lasts a signal asks for the end: through ``stop``, or by KeyboardInterrupt where that is at once."""
-    ears = _Ears(stop, progress)
-    with _handled(ears.handle), _woken(ears.woken):
+    receiver = _SignalReceiver(stop, progress)
+    with _handled(receiver.handle), _woken(receiver.woken):
         yield
 
 
@@ -73,7 +73,7 @@ def interrupting() -> Iterator[None]:
         yield
 
 
-class _Ears:
+class _SignalReceiver:
     """The two ways by which a signal is noticed: its handler, and a byte in a pipe."""
 
     def __init__(self, stop: threading.Event, progress: Progress) -> None:
@@ -99,7 +99,7 @@ class _Ears:
     def woken(self, over: threading.Event) -> None:
         """In a thread, at once."""
         self._arrived += 1
-        if not over.wait(_HEARING) and self._handled < self._arrived and self._at_once(self._arrived):
+        if not over.wait(_NOTICE) and self._handled < self._arrived and self._at_once(self._arrived):
             end_soon()
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from spile import weights
 from spile.data.tokens import Tokenizer
-from spile.errors import ModelError, SpecError
+from spile.errors import ModelError, SpecError, untrusted
 from spile.spec.run import GenerationSpec
 from spile.weights.files import GENERATION
 
@@ -31,8 +31,9 @@ def _own(files: weights.ModelFiles, tokenizer: Tokenizer) -> set[int]:
     found = set() if tokenizer.eos is None else {tokenizer.eos}
     file = files.tokenizer_folder / GENERATION
     if file.is_file():
-        named = json.loads(file.read_bytes()).get("eos_token_id")
-        found |= {token for token in (named if isinstance(named, list) else [named]) if isinstance(token, int)}
+        with untrusted(ModelError, f"{GENERATION} of {files.name} cannot be read", fix="download the model again"):
+            named = dict(json.loads(file.read_bytes())).get("eos_token_id")
+        found |= {token for token in (named if isinstance(named, list) else [named]) if type(token) is int}
     return found
 
 

@@ -144,9 +144,7 @@ def test_a_template_cannot_reach_out_of_its_sandbox() -> None:
             template(attack).render([{"role": "user", "content": "x"}])
 
 
-DOUBLED = (
-    "{% set ns = namespace(s='xxxx') %}{% for i in range(40) %}{% set ns.s = ns.s OPERATOR ns.s %}{% endfor %}"
-)
+DOUBLED = "{% set ns = namespace(s='xxxx') %}{% for i in range(40) %}{% set ns.s = ns.s OPERATOR ns.s %}{% endfor %}"
 
 
 @pytest.mark.parametrize(
