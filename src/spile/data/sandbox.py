@@ -50,7 +50,7 @@ class _Bounded(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        tree = _Joins().visit(super()._parse(source, name, filename))
+        tree: nodes.Template = _Joins().visit(super()._parse(source, name, filename))
         for loop in tree.find_all(nodes.For):
             loop.iter = nodes.Call(nodes.Name(_COUNTED, "load"), [loop.iter], [], None, None).set_lineno(loop.lineno)
         return tree
@@ -71,7 +71,7 @@ class _Bounded(ImmutableSandboxedEnvironment):
 class _Joins(NodeTransformer):
     """``a ~ b`` as a call that can be refused: twenty lines that double a text fill any memory."""
 
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Call:  # noqa: N802 - the visitor finds it by this name
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802 - the visitor finds it by this name
         parts = [self.visit(part) for part in node.nodes]
         return nodes.Call(nodes.Name(_JOINED, "load"), parts, [], None, None).set_lineno(node.lineno)
 
