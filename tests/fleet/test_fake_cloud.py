@@ -208,11 +208,11 @@ def test_our_client_queues_in_both_versions(client: CloudTpu) -> None:
 
 
 def test_pages_are_all_read(client: CloudTpu, fake: FakeCloud) -> None:
-    reply = requests.get(f"{fake.url}v2/{PARENT}/nodes", params={"pageSize": 2}, timeout=10).json()
+    reply = requests.get(f"{fake.url}v2/{PARENT}/nodes", params={"pageSize": 2}, timeout=60).json()
     assert reply == {}
     for number in range(5):
         client.create_node(ZONE, f"t{number}", V3)
-    reply = requests.get(f"{fake.url}v2/{PARENT}/nodes", params={"pageSize": 2}, timeout=10).json()
+    reply = requests.get(f"{fake.url}v2/{PARENT}/nodes", params={"pageSize": 2}, timeout=60).json()
     assert len(reply["nodes"]) == 2
     assert reply["nextPageToken"] == "2"
     assert len(client.nodes(ZONE)) == 5
@@ -312,6 +312,6 @@ def test_no_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
 @pytest.mark.parametrize("headers", [{"Origin": "https://evil.example"}, {"Host": "evil.example"}])
 def test_a_web_page_cannot_command_the_fake_cloud(fake: FakeCloud, headers: dict[str, str]) -> None:
     """It starts processes: a page that a browser on this machine shows must not reach it, by any name."""
-    reply = requests.post(f"{fake.url}admin/clock", json={"advance": 1}, headers=headers, timeout=10)
+    reply = requests.post(f"{fake.url}admin/clock", json={"advance": 1}, headers=headers, timeout=60)
     assert reply.status_code == 403
-    assert requests.post(f"{fake.url}admin/clock", json={"advance": 0}, timeout=10).status_code == 200
+    assert requests.post(f"{fake.url}admin/clock", json={"advance": 0}, timeout=60).status_code == 200

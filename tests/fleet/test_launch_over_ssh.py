@@ -66,7 +66,7 @@ def test_machines_without_the_script_get_it_over_ssh(tmp_path: Path, fake: FakeC
             ("tpu-us-central1-a-1", "failed", "there is no such machine"),
             ("tpu-us-central1-a-0", "created", "launched"),
         ], done
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while home.read_reports()["tpu-us-central1-a-0"].verdict == "" and time.monotonic() < deadline:
             time.sleep(0.1)
         report = home.read_reports()["tpu-us-central1-a-0"]

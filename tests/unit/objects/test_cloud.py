@@ -113,6 +113,7 @@ def test_two_writers_fit_whatever_the_budget() -> None:
     buffers = Buffers(budget=1)
     for _ in range(2):
         buffers.take(10 << 20)
+    assert buffers.in_flight == 20 << 20
 
 
 def test_a_writer_waits_for_an_upload(cloud_url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,7 +126,7 @@ def test_gcloud_storage(fake: FakeGcs, tmp_path: Path) -> None:
 def _admin(url: str, path: str, value: object = None, method: str = "POST") -> bytes:
     body = None if value is None else json.dumps(value).encode()
     request = urllib.request.Request(f"{url}/_fake/{path}", body, method=method)
-    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=10) as reply:
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as reply:
         data: bytes = reply.read()
         return data
 
