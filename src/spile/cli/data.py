@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -19,41 +20,64 @@ from spile.errors import DataError, SpecError
 from spile.objects.opening import is_remote
 
 if TYPE_CHECKING:
-    from spile.data.make.items import IdRule, ItemTally, RowSelection
+    from spile.data.make.items import ItemTally, RowSelection
     from spile.data.make.manifest import StreamsManifest
 
-__all__ = ["convert", "progress", "streams", "upload"]
+__all__ = ["SourceFlags", "convert", "progress", "streams", "upload"]
 
-_DATASET = Parameter(
-    help="owner/name on the hub, a .jsonl, .json or .parquet file, a folder of ARC tasks, or gs://….jsonl"
-)
-_COLUMN = Parameter(help="The field with a list of [input, output] pairs (the last is the test), or with the text.")
-_SPLIT = Parameter(help="The hub dataset's split, or a folder's subfolder. [default: train]")
-_CONFIG_NAME = Parameter(help="The hub dataset's configuration.")
-_START = Parameter(help="The first row, from 0.")
-_END = Parameter(help="The row to stop before.")
-_MAX_SAMPLES = Parameter(help="At most so many samples.")
-_MAX_TRAIN = Parameter(help="Keep a task's first so many train pairs.")
-_IDS = Parameter(help="What a task without an id is named after; older versions' streams: number.")
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class SourceFlags:
+    """Which rows of which dataset."""
+
+    dataset: Annotated[
+        str,
+        Parameter(
+            help="owner/name on the hub, a .jsonl, .json or .parquet file, a folder of ARC tasks, or gs://….jsonl"
+        ),
+    ] = GUIDES_DATASET
+    column: Annotated[
+        str,
+        Parameter(help="The field with a list of [input, output] pairs (the last is the test), or with the text."),
+    ] = "examples"
+    split: Annotated[
+        str | None, Parameter(help="The hub dataset's split, or a folder's subfolder. [default: train]")
+    ] = None
+    config_name: Annotated[str | None, Parameter(help="The hub dataset's configuration.")] = None
+    start_index: Annotated[int, Parameter(help="The first row, from 0.")] = 0
+    end_index: Annotated[int | None, Parameter(help="The row to stop before.")] = None
+    max_samples: Annotated[int | None, Parameter(help="At most so many samples.")] = None
+    max_train_examples: Annotated[int | None, Parameter(help="Keep a task's first so many train pairs.")] = None
+    ids: Annotated[
+        Literal["content", "number"],
+        Parameter(help="What a task without an id is named after; older versions' streams: number."),
+    ] = "content"
+
+    def selection(self, keep: tuple[str, ...] = ()) -> RowSelection:
+        """What is taken of the dataset."""
+        from spile.data.make.items import RowSelection
+
+        return RowSelection(
+            self.column,
+            self.start_index,
+            self.end_index,
+            self.max_samples,
+            self.max_train_examples,
+            self.ids,
+            keep,
+        )
 
 
 def convert(
     *,
-    dataset: Annotated[str, _DATASET] = GUIDES_DATASET,
-    column: Annotated[str, _COLUMN] = "examples",
+    source: SourceFlags | None = None,
     output: Annotated[str | None, Parameter(help="The JSONL file to write, here or in a bucket.")] = None,
     output_dir: Annotated[str | None, Parameter(help="The folder for --format arc-json, here or in a bucket.")] = None,
     format: Annotated[  # noqa: A002  the flag's name
         Literal["arc-jsonl", "arc-json"] | None,
         Parameter(help="One task per line, or the challenge pair of JSON files. [default: arc-json with --output-dir]"),
     ] = None,
-    split: Annotated[str | None, _SPLIT] = None,
-    config_name: Annotated[str | None, _CONFIG_NAME] = None,
-    start_index: Annotated[int, _START] = 0,
-    end_index: Annotated[int | None, _END] = None,
-    max_samples: Annotated[int | None, _MAX_SAMPLES] = None,
-    max_train_examples: Annotated[int | None, _MAX_TRAIN] = None,
-    ids: Annotated[Literal["content", "number"], _IDS] = "content",
     test_outputs: Annotated[bool, Parameter(help="Keep the held-back outputs in the JSONL.", negative="")] = False,
 ) -> int:
     """Turn a dataset of the Hugging Face hub, or local files, into ARC tasks."""
@@ -69,15 +93,16 @@ def convert(
             "both" if output is not None and output_dir is not None else "the other" if output or output_dir else "none"
         )
         raise SpecError("where to write", expected=expected, found=found)
-    selection = _selection(column, start_index, end_index, max_samples, max_train_examples, ids)
+    source = source or SourceFlags()
+    selection = source.selection()
     console = output_console(soft_wrap=True)
     with progress(console, selection.max_samples) as tell, written(target, file=chosen == "arc-jsonl") as place:
         done = run(
-            dataset,
+            source.dataset,
             place,
             selection=selection,
-            split=split,
-            config_name=config_name,
+            split=source.split,
+            config_name=source.config_name,
             format=chosen,
             test_outputs=test_outputs,
             progress=tell,
@@ -100,15 +125,7 @@ def streams(
     output_dir: Annotated[
         str, Parameter(help="The folder for stream_000.jsonl … and streams.json, here or in a bucket.")
     ] = "data/streams",
-    dataset: Annotated[str, _DATASET] = GUIDES_DATASET,
-    column: Annotated[str, _COLUMN] = "examples",
-    split: Annotated[str | None, _SPLIT] = None,
-    config_name: Annotated[str | None, _CONFIG_NAME] = None,
-    start_index: Annotated[int, _START] = 0,
-    end_index: Annotated[int | None, _END] = None,
-    max_samples: Annotated[int | None, _MAX_SAMPLES] = None,
-    max_train_examples: Annotated[int | None, _MAX_TRAIN] = None,
-    ids: Annotated[Literal["content", "number"], _IDS] = "content",
+    source: SourceFlags | None = None,
     keep: Annotated[
         str | None, Parameter(help="Columns of a table that lines keep too, for extract --keep: label,source.")
     ] = None,
@@ -120,20 +137,20 @@ def streams(
     from spile.data.make.manifest import MANIFEST
     from spile.data.make.split import make_streams, refuse_others
 
-    kept = tuple((keep or "").replace(",", " ").split())
-    selection = _selection(column, start_index, end_index, max_samples, max_train_examples, ids, kept)
+    source = source or SourceFlags()
+    selection = source.selection(tuple((keep or "").replace(",", " ").split()))
     console = output_console(soft_wrap=True)
     there = None
     if is_remote(output_dir):
         there = _streams_there(output_dir, num_streams, seed, some=streams is not None, overwrite=overwrite)
     with progress(console, selection.max_samples) as tell, written(output_dir) as place:
         made = make_streams(
-            dataset,
+            source.dataset,
             place,
             num_streams,
             selection=selection,
-            split=split,
-            config_name=config_name,
+            split=source.split,
+            config_name=source.config_name,
             seed=seed,
             only=None if streams is None else parse_numbers("--streams", streams),
             overwrite=overwrite,
@@ -240,20 +257,6 @@ def progress(
         yield lambda tally: bar.update(
             task, completed=tally.samples, rows=tally.rows, rate=tally.rows / max(1e-9, clock() - began)
         )
-
-
-def _selection(
-    column: str,
-    start: int,
-    end: int | None,
-    most: int | None,
-    train: int | None,
-    ids: IdRule,
-    keep: tuple[str, ...] = (),
-) -> RowSelection:
-    from spile.data.make.items import RowSelection
-
-    return RowSelection(column, start, end, most, train, ids, keep)
 
 
 def _print_tally(console: Console, tally: ItemTally) -> None:
