@@ -33,7 +33,6 @@ __all__ = [
     "reserve",
     "sync_folder",
     "temporary_name",
-    "will_need",
     "write_all",
     "writing",
 ]
@@ -60,9 +59,9 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 ABSENT = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 
 
-def open_plain(path: Path) -> io.FileIO:
+def open_plain(path: Path, flags: int = 0) -> io.FileIO:
     """A file to read; OSError at once where it is a pipe or a device, which could keep a reader waiting for ever."""
-    file = io.FileIO(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+    file = io.FileIO(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags))
     kind = os.fstat(file.fileno()).st_mode
     if not stat.S_ISREG(kind):
         file.close()
@@ -182,13 +181,6 @@ def read_into(path: Path, offset: int, target: memoryview) -> int:
         while done < len(target) and (count := os.preadv(file.fileno(), [target[done:]], offset + done)):
             done += count
     return done
-
-
-def will_need(path: Path, offset: int, length: int) -> None:
-    """Let the system begin to read this part of a file, which is about to be asked for in smaller ones."""
-    if sys.platform == "linux":
-        with reading(path), path.open("rb", buffering=0) as file:
-            os.posix_fadvise(file.fileno(), offset, length, os.POSIX_FADV_WILLNEED)
 
 
 def hold(handle: int) -> None:

@@ -199,6 +199,7 @@ class Dataset:
         streams: Iterable[int] | None = None,
         state: Mapping[str, Any] | None = None,
         after: int = 0,
+        page_cache: bool | None = None,
         **wanted: Any,
     ) -> Shuffled:
         """A tap's rows in random order, or several taps' row-aligned, prefetched and resumable: see :class:`Shuffled`.
@@ -209,6 +210,8 @@ class Dataset:
         ``wanted`` are the fields of :class:`~spile.reading.selection.Selection`:
         ``include``, ``exclude``, ``positions``, ``tokens``, ``without_tokens``, ``min_norm``, ``max_norm`` and
         ``samples``. ``state`` goes on where a reader's ``state()`` was asked for, ``after`` after so many batches.
+        ``page_cache``: whether the system keeps what is read from a local disk; None: where this reader comes back to
+        it and half of the machine's memory can hold it.
         """
         names = (str(tap),) if isinstance(tap, str | Tap) else tuple(map(str, tap))
         spec = ShuffleSpec(batch_rows, seed, memory, *part, drop_last, scratch, piece)
@@ -231,7 +234,9 @@ class Dataset:
         )
         single = isinstance(tap, str | Tap)
         start = order.place(state) if state is not None else order.after(after, endless=epochs is None)
-        return Shuffled(order, epochs=epochs, dtype=dtype, context=context, single=single, start=start)
+        return Shuffled(
+            order, epochs=epochs, dtype=dtype, context=context, single=single, start=start, page_cache=page_cache
+        )
 
     def torch(self, tap: str | Tap | Sequence[str | Tap], **how: Any) -> TorchRows:
         """:meth:`shuffled` as a torch ``IterableDataset``, for ``DataLoader(…, batch_size=None)`` and DDP.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import weakref
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
@@ -33,7 +34,6 @@ _ORDER = 2
 """Of the two-level shuffle: a state of another version's would go on with other rows."""
 
 _Array = npt.NDArray[Any]
-_Part = tuple[dict[str, _Array], RowBatch | None]
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,17 @@ class ShuffleOrder:
         """What is this reader's of an epoch."""
         if not self.shards:
             return EpochPlan((), 1, 0, whole=True)
-        widths = [dtype.itemsize * columns for dtype, columns in map(self.source.row_type, self.source.taps)]
-        return plan_epoch([rows for _, rows in self.shards], widths, self.spec, epoch)
+        return plan_epoch([rows for _, rows in self.shards], self._widths(), self.spec, epoch)
+
+    def comes_back(self, epochs: int | None) -> bool:
+        """Whether rows are read again, and may still be in the system's page cache by then."""
+        if epochs == 1 or not self.shards or self.plan(0).whole:
+            return False
+        size = sum(rows for _, rows in self.shards) * sum(self._widths())
+        return size <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+    def _widths(self) -> list[int]:
+        return [dtype.itemsize * columns for dtype, columns in map(self.source.row_type, self.source.taps)]
 
     def describe(self) -> dict[str, Any]:
         """What a state is of; compared when it is given back."""
@@ -168,6 +177,7 @@ class Shuffled(Iterator[Any]):
     One tap gives arrays ``[batch_rows, d]``, several give a dict of them, row-aligned; with ``context`` each batch is a
     :class:`~spile.reading.rows.RowBatch`. ``state()`` is what to give to ``shuffled(…, state=…)`` to go on after the
     last batch given. Ends after ``epochs``; batches of an endless one (None) are all full, over the borders of epochs.
+    Where all rows are in memory, the batches of the last epoch are parts of it: copy one that is to be kept alone.
     """
 
     def __init__(
@@ -179,10 +189,14 @@ class Shuffled(Iterator[Any]):
         context: bool,
         single: bool,
         start: ShufflePlace,
+        page_cache: bool | None,
     ) -> None:
         self._order, self._place = order, start
         pool = ReadPool(_THREADS)
-        loader = GroupLoader(order.source, order.selection, pool, context=context, scratch=order.spec.scratch)
+        past_cache = not (order.comes_back(epochs) if page_cache is None else page_cache)
+        loader = GroupLoader(
+            order.source, order.selection, pool, context=context, scratch=order.spec.scratch, past_cache=past_cache
+        )
         engine = _Engine(order, loader, epochs, np.dtype(dtype) if dtype is not None else None, single)
         self._items: Iterator[tuple[Any, ShufflePlace]] = ahead(engine.run(self._place), _AHEAD)
         # Also at the end of the program, while threads can still be told: a daemon thread that is cut off prints.
@@ -248,29 +262,27 @@ class _Engine:
     def run(self, place: ShufflePlace) -> Iterator[tuple[Any, ShufflePlace]]:
         """Batches from a place on, each with the place after it."""
         most = self._order.spec.batch_rows
-        waiting: list[_Part] = []
-        held, batches, found = 0, place.batches, place.taken
+        batch = _Batch(most)
+        batches, found = place.batches, place.taken
         steps = self._order.steps(place.epoch)
         for turn, window in self._windows(place):
             order = row_order(self._order.spec, turn.epoch, turn.number, len(window))
             taken = place.taken if (turn.epoch, turn.number) == (place.epoch, place.window) else 0
             found += len(order)
             while taken < len(order) and batches != steps:
-                take = min(most - held, len(order) - taken)
-                waiting.append(window.gather(order[taken : taken + take]))
-                taken, held = taken + take, held + take
-                if held == most:
+                taken += batch.take(window, order[taken:])
+                if batch.held == most:
                     batches += 1
-                    yield self._finished(waiting), ShufflePlace(turn.epoch, batches, turn.number, taken)
-                    waiting, held = [], 0
+                    yield self._finished(batch), ShufflePlace(turn.epoch, batches, turn.number, taken)
+                    batch = _Batch(most)
             if not turn.last:
                 continue
             if self._epochs is None and not found:
                 return  # nothing is selected: an endless search would find no more
-            if self._epochs is not None and held and not self._order.spec.drop_last:
-                yield self._finished(waiting), ShufflePlace(turn.epoch + 1)
+            if self._epochs is not None and batch.held and not self._order.spec.drop_last:
+                yield self._finished(batch), ShufflePlace(turn.epoch + 1)
             if self._epochs is not None:
-                waiting, held = [], 0
+                batch = _Batch(most)
             batches, found, steps = 0, 0, self._order.steps(turn.epoch + 1)
 
     def _windows(self, place: ShufflePlace) -> Iterator[tuple[_Turn, Window]]:
@@ -285,7 +297,8 @@ class _Engine:
                         held[group] = self._everything if self._everything is not None else next(loaded)
                 parts = [(group, plan.share(len(group.places), at, number)) for at, group in held.items()]
                 turn = _Turn(epoch, number, last=number + 1 == plan.windows)
-                yield turn, Window(self._loader.buffers, parts)
+                last = plan.whole and epoch + 1 == self._epochs
+                yield turn, Window(self._loader.buffers, parts, last=last)
 
     def _groups(self, place: ShufflePlace) -> Iterator[Group]:
         """The groups from the first that a place needs, each begun when the one before it is taken."""
@@ -293,7 +306,7 @@ class _Engine:
         for epoch, plan in self._plans(place.epoch):
             first = plan.sources(place.window).start if epoch == place.epoch else 0
             for number in range(first, len(plan.groups)):
-                begun = self._loader.begin(plan.groups[number], plan.room, plan.slots)
+                begun = self._loader.begin(plan.groups[number], plan.room, plan.slots, self._known_order(plan, epoch))
                 if coming is not None:
                     yield self._dealt(*coming)
                 coming = plan, epoch, number, begun
@@ -301,6 +314,12 @@ class _Engine:
                 break
         if coming is not None:
             yield self._dealt(*coming)
+
+    def _known_order(self, plan: EpochPlan, epoch: int) -> npt.NDArray[np.int64] | None:
+        """The order of a full permutation, where it is known before rows are read."""
+        if len(plan.groups) > 1 or not self._loader.orders:
+            return None
+        return row_order(self._order.spec, epoch, 0, sum(map(len, plan.groups[0])))
 
     def _dealt(self, plan: EpochPlan, epoch: int, number: int, loading: LoadingGroup) -> Group:
         group = loading.result()
@@ -316,15 +335,32 @@ class _Engine:
         for epoch in count(first) if self._epochs is None else range(first, self._epochs):
             yield epoch, self._order.plan(epoch)
 
-    def _finished(self, parts: list[_Part]) -> Any:
-        """One batch of what one or several windows gave."""
-        rows = {tap: _joined([part[tap] for part, _ in parts]) for tap in self._order.source.taps}
+    def _finished(self, batch: _Batch) -> Any:
+        rows = {tap: array[: batch.held] for tap, array in batch.rows.items()}
         if self._dtype is not None:
             rows = {tap: widened(array, self._dtype) for tap, array in rows.items()}
         given: Any = next(iter(rows.values())) if self._single else rows
-        known = [known for _, known in parts if known is not None]
-        return replace(RowBatch.join(known), rows=given) if known else given
+        return replace(RowBatch.join(batch.known), rows=given) if batch.known else given
 
 
-def _joined(parts: list[_Array]) -> _Array:
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+class _Batch:
+    """Rows of one window, or of as many as it takes."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.held = 0
+        self.rows: dict[str, _Array] = {}
+        self.known: list[RowBatch] = []
+
+    def take(self, window: Window, order: npt.NDArray[np.int64]) -> int:
+        """As many rows as are wanted, or as there are: so many."""
+        order = order[: self._most - self.held]
+        if len(order) == self._most:
+            self.rows, known = window.gather(order)
+        else:
+            self.rows = self.rows or window.room(self._most)
+            part = {tap: rows[self.held : self.held + len(order)] for tap, rows in self.rows.items()}
+            known = window.gather_into(part, order)
+        self.held += len(order)
+        self.known += [] if known is None else [known]
+        return len(order)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from spile.objects.staging import Staging
 from spile.spec.safetensors import TensorPlace
 from spile.store.encoding import SCALE
 from spile.store.shard_reader import ShardReader
@@ -39,10 +40,15 @@ class JoinedShard(ShardReader):
         other = self._beside(name)
         return super().whole(name) if other is None else other.whole(name)
 
-    def rows(self, name: str, start: int, stop: int) -> _Array:
+    def rows(self, name: str, start: int, stop: int, staging: Staging | None = None) -> _Array:
         """Rows ``start`` to ``stop`` of a tensor."""
         other = self._beside(name)
-        return super().rows(name, start, stop) if other is None else other.rows(name, start, stop)
+        return super().rows(name, start, stop, staging) if other is None else other.rows(name, start, stop, staging)
+
+    def ranges(self, name: str, ranges: Sequence[tuple[int, int]], staging: Staging) -> _Array:
+        """Several ranges of rows."""
+        other = self._beside(name)
+        return super().ranges(name, ranges, staging) if other is None else other.ranges(name, ranges, staging)
 
     def row_type(self, name: str) -> tuple[np.dtype[Any], int]:
         """The dtype that a tap's rows are given in, and how many numbers each has."""
@@ -54,12 +60,7 @@ class JoinedShard(ShardReader):
         other = self._beside(name)
         return super().decoded(name, start, rows) if other is None else other.decoded(name, start, rows)
 
-    def chunks(self, name: str, begin: int, end: int) -> memoryview:
+    def chunks(self, name: str, begin: int, end: int, staging: Staging | None = None) -> memoryview:
         """The bytes of chunks ``begin`` to ``end`` of a tensor, checked."""
         other = self._beside(name)
-        return super().chunks(name, begin, end) if other is None else other.chunks(name, begin, end)
-
-    def read_rows(self, name: str, start: int, stop: int, out: _Array) -> None:
-        """Rows ``start`` to ``stop`` into memory that is there already."""
-        other = self._beside(name)
-        return super().read_rows(name, start, stop, out) if other is None else other.read_rows(name, start, stop, out)
+        return super().chunks(name, begin, end, staging) if other is None else other.chunks(name, begin, end, staging)

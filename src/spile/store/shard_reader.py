@@ -9,16 +9,18 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from spile.errors import Damaged
 from spile.objects.crc import CHUNK, crc32c, fold, to_hex
-from spile.objects.disk import MappedFile, read_into, reading, will_need
+from spile.objects.disk import MappedFile, open_plain, read_into, reading
 from spile.objects.folder import Folder
+from spile.objects.staging import Staging
 from spile.spec.safetensors import TensorPlace
 from spile.store.codec import CHUNKS, CONTEXT, CONTEXT_OFFSETS, POSITIONS, ShardHeader, parse_shard_header
 from spile.store.encoding import SCALE, decode
@@ -112,8 +114,11 @@ class ShardReader:
         rows, offsets = np.arange(start, stop), self.whole("offsets")
         return np.asarray(rows - offsets[np.searchsorted(offsets, rows, side="right") - 1])
 
-    def rows(self, name: str, start: int, stop: int) -> npt.NDArray[Any]:
-        """Rows ``start`` to ``stop`` of a tensor: one range read, of whole chunks."""
+    def rows(self, name: str, start: int, stop: int, staging: Staging | None = None) -> npt.NDArray[Any]:
+        """Rows ``start`` to ``stop`` of a tensor: one range read, of whole chunks.
+
+        With ``staging`` those of a local file lie there, until it is used again.
+        """
         place = self.place(name)
         width = place.length // place.shape[0] if place.shape[0] else 0
         first, last = start * width, stop * width
@@ -123,10 +128,29 @@ class ShardReader:
             return self.decoded(name, start, np.empty((0, *place.shape[1:]), place.dtype))
         begin, end = first // CHUNK, -(-last // CHUNK)
         if self._known_good(name, begin, end):
-            part = self._bytes(place.start + first, last - first)
+            part = self._bytes(place.start + first, last - first, staging)
         else:
-            part = self.chunks(name, begin, end)[first - begin * CHUNK : last - begin * CHUNK]
+            part = self.chunks(name, begin, end, staging)[first - begin * CHUNK : last - begin * CHUNK]
         return self.decoded(name, start, np.frombuffer(part, place.dtype).reshape(stop - start, *place.shape[1:]))
+
+    def ranges(self, name: str, ranges: Sequence[tuple[int, int]], staging: Staging) -> npt.NDArray[Any]:
+        """Several ranges of rows, one after the other; as :meth:`rows`, and with little effort for short ones."""
+        path = self.folder.local_path
+        if len(ranges) == 1:
+            return self.rows(name, *ranges[0], staging)
+        if path is None or self.record.size <= SMALL_SHARD or self._encoded(name):
+            return np.concatenate([self.rows(name, *each) for each in ranges])
+        place = self.place(name)
+        width = place.length // place.shape[0]
+        self._trust(name, {n for a, b in ranges for n in range(a * width // CHUNK, -(-b * width // CHUNK))}, staging)
+        memory = target = staging.room(sum(stop - start for start, stop in ranges) * width)
+        file_path = path / self.record.name
+        with reading(file_path), open_plain(file_path) as file:
+            for start, stop in ranges:
+                part, target = target[: (stop - start) * width], target[(stop - start) * width :]
+                if os.preadv(file.fileno(), [part], place.start + start * width) != len(part):
+                    self._fill(path, place.start + start * width, part)  # the rest of it, or what is wrong
+        return np.frombuffer(memory, place.dtype).reshape(-1, *place.shape[1:])
 
     def row_type(self, name: str) -> tuple[np.dtype[Any], int]:
         """The dtype that a tap's rows are given in, and how many numbers each has."""
@@ -142,14 +166,15 @@ class ShardReader:
     def _encoded(self, name: str) -> bool:
         return name + SCALE in self.header.places
 
-    def chunks(self, name: str, begin: int, end: int) -> memoryview:
+    def chunks(self, name: str, begin: int, end: int, staging: Staging | None = None) -> memoryview:
         """The bytes of chunks ``begin`` to ``end`` of a tensor, checked. On a local disk: of the file itself, once."""
         place = self.place(name)
         sums = self._sums_of(name)
         start, length = place.start + begin * CHUNK, min(end * CHUNK, place.length) - begin * CHUNK
         if self._known_good(name, begin, end):
-            return self._bytes(start, length)
-        data = self._checked(f"{name}, chunk {{}}", start, length, sums[begin:end].tolist(), CHUNK, begin)
+            return self._bytes(start, length, staging)
+        read = partial(self._bytes, staging=staging)
+        data = self._checked(f"{name}, chunk {{}}", start, length, sums[begin:end].tolist(), CHUNK, begin, read)
         self._trusted[name][begin:end] = True
         return data
 
@@ -158,63 +183,11 @@ class ShardReader:
         self._sums_of(name)
         return self.folder.local_path is not None and bool(self._trusted[name][begin:end].all())
 
-    def read_rows(self, name: str, start: int, stop: int, out: npt.NDArray[Any]) -> None:
-        """Rows ``start`` to ``stop`` into memory that is there already; checked like :meth:`rows`.
-
-        On a local disk, where the rows end with chunks, the file's bytes are read straight into it: that spares a copy.
-        """
-        place = self.place(name)
-        width = place.length // place.shape[0] if place.shape[0] else 0
-        first, last = start * width, stop * width
-        whole = first % CHUNK == 0 and (last % CHUNK == 0 or last == place.length)
-        path = self.folder.local_path
-        small = self.record.size <= SMALL_SHARD
-        if path is None or not whole or first == last or small or self._encoded(name):
-            out[:] = self.rows(name, start, stop)
-            return
-        begin, end = first // CHUNK, -(-last // CHUNK)
-        target = out.view(np.uint8).reshape(-1).data
-        if self._known_good(name, begin, end):
-            self._fill(path, place.start + first, target)
-            return
-        will_need(path / self.record.name, place.start + first, last - first)
-        for number, wanted in enumerate(self._sums_of(name)[begin:end].tolist(), begin):
-            # A chunk at a time: its checksum is taken while it is in the processor's cache.
-            self._check_into(f"{name}, chunk {number}", path, place.start + number * CHUNK, wanted, target[:CHUNK])
-            target = target[CHUNK:]
-        self._trusted[name][begin:end] = True
-
-    def read_ranges(self, name: str, ranges: Sequence[tuple[int, int]], out: npt.NDArray[Any]) -> None:
-        """Several ranges of rows, one after the other; as :meth:`read_rows`, and with little effort for short ones."""
-        path = self.folder.local_path
-        if path is None or len(ranges) == 1 or self.record.size <= SMALL_SHARD:
-            at = 0
-            for start, stop in ranges:
-                self.read_rows(name, start, stop, out[at : at + stop - start])
-                at += stop - start
-            return
-        place, target = self.place(name), out.view(np.uint8).reshape(-1).data
-        width = place.length // place.shape[0]
-        self._trust(name, {n for a, b in ranges for n in range(a * width // CHUNK, -(-b * width // CHUNK))})
-        file_path = path / self.record.name
-        with reading(file_path), file_path.open("rb", buffering=0) as file:
-            for start, stop in ranges:
-                part, target = target[: (stop - start) * width], target[(stop - start) * width :]
-                if os.preadv(file.fileno(), [part], place.start + start * width) != len(part):
-                    self._fill(path, place.start + start * width, part)  # the rest of it, or what is wrong
-
-    def _trust(self, name: str, chunks: Iterable[int]) -> None:
+    def _trust(self, name: str, chunks: Iterable[int], staging: Staging) -> None:
         """Check the chunks that were not checked before."""
         self._sums_of(name)
         for number in sorted(number for number in chunks if not self._trusted[name][number]):
-            self.chunks(name, number, number + 1)
-
-    def _check_into(self, what: str, path: Path, start: int, wanted: int, target: memoryview) -> None:
-        def read(start: int, _: int) -> memoryview:
-            self._fill(path, start, target)
-            return target
-
-        self._checked(what, start, len(target), [wanted], CHUNK, read=read)
+            self.chunks(name, number, number + 1, staging)
 
     def folded(self, name: str) -> int:
         """The crc32c of a whole tensor, from those of its chunks."""
@@ -272,12 +245,15 @@ class ShardReader:
             self._tail = begin, self._read(begin, self.record.size - begin)
         return self._tail[1][place.start - begin : place.stop - begin]
 
-    def _bytes(self, start: int, length: int) -> memoryview:
-        """Of a local file: the file itself where it can be, for rows that are used soon."""
-        if self.record.size <= SMALL_SHARD:
-            return self._read(start, length)
+    def _bytes(self, start: int, length: int, staging: Staging | None = None) -> memoryview:
+        """Of a local file: what is read into ``staging``, or the file itself, where it can be."""
         path = self.folder.local_path
-        mapped = self._mapping(path) if path is not None and length else None
+        if self.record.size <= SMALL_SHARD or path is None or not length:
+            return self._read(start, length)
+        if staging is not None:
+            data = staging.read(path / self.record.name, start, length)
+            return data if len(data) == length else self._cut()
+        mapped = self._mapping(path)
         if mapped is not None and mapped.is_there(start, length):
             return mapped.view[start : start + length]
         return self._read(start, length)
@@ -305,8 +281,11 @@ class ShardReader:
 
     def _fill(self, path: Path, start: int, target: memoryview) -> None:
         if read_into(path / self.record.name, start, target) != len(target):
-            self._check_size()
-            raise Damaged(f"{self.where} was cut while it was read")
+            self._cut()
+
+    def _cut(self) -> NoReturn:
+        self._check_size()
+        raise Damaged(f"{self.where} was cut while it was read")
 
     def _check_size(self) -> None:
         found = self.folder.info(self.record.name).size

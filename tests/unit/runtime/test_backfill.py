@@ -76,7 +76,7 @@ def test_added_rows_are_those_of_one_run(made: Path, base: Path) -> None:
     assert all(path.read_bytes() == data for path, data in before.items())
 
 
-def test_every_reader_reads_both(base: Path, tmp_path: Path) -> None:
+def test_every_reader_reads_both(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     add_taps(backfill(base))
     dataset = spile.open(str(base))
     wanted = {
@@ -90,6 +90,9 @@ def test_every_reader_reads_both(base: Path, tmp_path: Path) -> None:
         assert np.array_equal(batch.rows["residual.0"][number], wanted[key][0])
         assert np.array_equal(batch.rows["mlp.2"][number], wanted[key][1])
     rows = np.concatenate(list(dataset.rows("mlp.2", 5)))
+    monkeypatch.setattr("spile.store.shard_reader.SMALL_SHARD", 0)
+    small = np.concatenate(list(dataset.shuffled("mlp.2", 10_000, memory=100, piece=rows[0].nbytes)))
+    assert sorted(row.tobytes() for row in small) == sorted(row.tobytes() for row in rows)
     assert dataset.stats("mlp.2").count == len(rows) == len(wanted)
     np.testing.assert_allclose(dataset.stats("mlp.2").mean, rows.astype(np.float64).mean(0))
     assert all("mlp.2" in shard.statistics for shard in dataset.streams[0].shards)

@@ -1,0 +1,81 @@
+"""Parts of files, read past the page cache where that has none of them."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from spile.objects.folder import NotFound
+from spile.objects.staging import Staging, _in_page_cache
+
+SIZE = (3 << 20) + 1234
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Path:
+    """A file that no page cache has."""
+    path = tmp_path / "file"
+    path.write_bytes(np.random.default_rng(0).bytes(SIZE))
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return path
+
+
+def cached(path: Path) -> bool:
+    with path.open("rb") as file:
+        return _in_page_cache(file.fileno(), 0, SIZE)
+
+
+@pytest.mark.parametrize("past_cache", [True, False])
+def test_any_part_of_a_file(made: Path, past_cache: bool) -> None:
+    staging = Staging(past_cache=past_cache)
+    parts = [
+        bytes(staging.read(made, offset, length))
+        for offset, length in ((0, 4096), (4096, 1 << 20), (5, 1), (4095, 2), (1000, (2 << 20) + 77), (SIZE - 10, 10))
+    ]
+    data = made.read_bytes()
+    assert parts == [
+        data[:4096],
+        data[4096 : 4096 + (1 << 20)],
+        data[5:6],
+        data[4095:4097],
+        data[1000:][: (2 << 20) + 77],
+        data[-10:],
+    ]
+    for offset, length, there in ((SIZE - 10, 20, 10), (SIZE, 5, 0), (SIZE + 9999, 5, 0)):
+        assert bytes(staging.read(made, offset, length)) == data[offset : offset + there]
+
+
+def test_what_is_read_once_stays_out_of_the_page_cache(made: Path) -> None:
+    if cached(made):
+        pytest.skip("this file system keeps it anyway")
+    Staging(past_cache=True).read(made, 0, SIZE)
+    assert not cached(made)
+    Staging(past_cache=False).read(made, 0, SIZE)
+    assert cached(made)
+    assert bytes(Staging(past_cache=True).read(made, 7, 7)) == made.read_bytes()[7:14]
+
+
+def test_a_file_system_that_cannot(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = os.preadv
+    plain = made.read_bytes()
+    monkeypatch.setattr("spile.objects.staging._in_page_cache", lambda *_: False)
+
+    def refused(handle: int, *rest: object) -> int:
+        if os.O_DIRECT & fcntl.fcntl(handle, fcntl.F_GETFL):
+            raise OSError(22, "Invalid argument")
+        return read(handle, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "preadv", refused)
+    assert bytes(Staging(past_cache=True).read(made, 5, 99)) == plain[5:104]
+
+
+def test_no_such_file(tmp_path: Path) -> None:
+    with pytest.raises(NotFound):
+        Staging(past_cache=True).read(tmp_path / "none", 0, 1)
