@@ -82,7 +82,10 @@ def _compare(args: argparse.Namespace, folder: Path) -> None:
 
     samples = [item for item in find(spec("float32", 0)).samples.read(Ranges()) if isinstance(item, Sample)]
     prompts = [sample.tokens for sample in samples]
-    producers = {dtype: make_producer(find(spec(dtype, 0)), Progress(), Ranges()) for dtype in _DTYPES}
+    found = {dtype: find(spec(dtype, 0)) for dtype in _DTYPES}
+    producers = {
+        dtype: make_producer(parts, Progress(), parts.samples.read(Ranges())) for dtype, parts in found.items()
+    }
     mine: dict[ComputeDtype, list[Turn]] = {dtype: [] for dtype in _DTYPES}
     theirs = []
     for turn in range(args.turns + 1):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections import deque
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
@@ -18,24 +20,27 @@ from spile.data.make.manifest import MANIFEST, check_stream, stream_name
 from spile.data.pack import Document, pack
 from spile.data.rows import parse_row, resolve
 from spile.data.tokens import Encoded, Tokenizer
-from spile.errors import DataError
+from spile.errors import DataError, SpileError
 from spile.planning.ranges import Ranges
 from spile.spec.run import DataSpec, PromptSpec
 from spile.spec.sample import Sample, Skip
 
 __all__ = ["SampleReader", "SampleStream", "open_stream"]
 
-_CHARACTERS, _SAMPLES, _AHEAD = 1 << 18, 2048, 2
-"""A chunk's size, which is also what is tokenized in parallel, and how many chunks may wait."""
+_CHARACTERS, _SAMPLES, _AHEAD = 1 << 18, 2048, 16
+"""A chunk's size, which is also what is tokenized in parallel, and how many chunks may wait: about two million tokens,
+which are made while the model is loaded, and which a device that is faster than the tokenizer then has in hand."""
 _PREVIEW = 96
 
 
 class SampleReader:
-    """One pass over a stream, tokenized ahead of its reader."""
+    """One pass over a stream, tokenized ahead of its reader from the first look at it on."""
 
     def __init__(self, chunks: Iterator[list[Sample | Skip]], counted: list[int], total: int | None) -> None:
         self._total, self._end = total, list[int]()
         self._items = _read_ahead(chunks, counted, self._end)
+        self._seen: deque[Sample | Skip | SpileError] = deque()
+        """Looked at, and not given yet."""
 
     @property
     def total(self) -> int | None:
@@ -46,11 +51,26 @@ class SampleReader:
         return self
 
     def __next__(self) -> Sample | Skip:
-        return next(self._items)
+        if not self._seen:
+            return next(self._items)
+        item = self._seen.popleft()
+        if isinstance(item, SpileError):
+            raise item
+        return item
+
+    def look(self) -> Iterator[Sample | Skip]:
+        """What comes next, which is given all the same. Ends before an error, which whoever reads will meet."""
+        try:
+            for item in self._items:
+                self._seen.append(item)
+                yield item
+        except SpileError as error:
+            self._seen.append(error)
 
     def close(self) -> None:
         """Read no further."""
-        self._items.close()
+        if inspect.getgeneratorstate(self._items) != inspect.GEN_RUNNING:  # a thread that hangs in it is beyond help
+            self._items.close()
 
 
 def _read_ahead(

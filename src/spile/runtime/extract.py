@@ -81,11 +81,16 @@ def visit(
     with ExitStack() as stack:
         status = None if stream is None else stack.enter_context(_status_files(parts, stream, progress, hosts))
         done = Ranges() if stream is None else stream.ledger.done
-        worker: OnDevices = kind.make(parts, progress, done)
+        reader = parts.samples.read(done)
+        stack.callback(lambda: reader.close())
+        worker: OnDevices = kind.make(parts, progress, reader)
         hosts.barrier("model_loaded")
         if again:
             clear_stream(parts.root, spec.data.worker_id)  # not before the model is known to be whole
-        stream, done = _agreed(parts, stream, hosts)
+        stream, agreed = _agreed(parts, stream, hosts)
+        if agreed != done:
+            reader.close()
+            done, reader = agreed, parts.samples.read(agreed)
         if hosts.first:
             _tidy(stream, progress)
         hosts.barrier("extraction_start")
@@ -93,7 +98,7 @@ def visit(
         stack.enter_context(closing(worker))
         expected = expected_samples(parts, stream)
         progress.total_samples = None if expected is None else len(Ranges([(0, expected)]) - done)
-        finished = kind.work(Visit(parts, stream, done, status, stop or threading.Event(), hosts), worker)
+        finished = kind.work(Visit(parts, stream, done, reader, status, stop or threading.Event(), hosts), worker)
         progress.phase(Phase.DONE if finished else Phase.STOPPED)
     hosts.barrier("final_checkpoint")
     if finished and hosts.first:
@@ -186,11 +191,11 @@ def _left(parts: Parts, stream: StreamStore) -> bool:
     return expected is None or bool(len(Ranges([(0, expected)]) - stream.ledger.done))
 
 
-def _make(parts: Parts, progress: Progress, done: Ranges) -> OnDevices:
+def _make(parts: Parts, progress: Progress, reader: SampleReader) -> OnDevices:
     """Whatever turns this run's batches into rows."""
     if parts.spec.backend == "torch":
         return torch_producer(parts.files, parts.taps, parts.spec, sizes_for(parts).batch_tokens, progress)
-    return make_producer(parts, progress, done)
+    return make_producer(parts, progress, reader)
 
 
 def _status_files(parts: Parts, stream: StreamStore, progress: Progress, hosts: WorkerGroup) -> StatusFiles:
@@ -199,15 +204,14 @@ def _status_files(parts: Parts, stream: StreamStore, progress: Progress, hosts: 
 
 def _work(visit: Visit, producer: Producer) -> bool:
     parts, stream = visit.parts, visit.stream
-    reader = parts.samples.read(visit.done)
     return run_worker(
-        with_positions(reader, parts.spec),
+        with_positions(visit.reader, parts.spec),
         producer,
         stream,
         sizes_for(parts),
         progress=visit.status.progress,
         control=visit.control(),
-        end=lambda: stream_end(parts, stream, reader),
+        end=lambda: stream_end(parts, stream, visit.reader),
         sink=visit.sink(),
     )
 

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 
 from spile.data.arc.answers import by_task, submission
 from spile.data.arc.encoders import parse_encoder
+from spile.data.stream import SampleReader
 from spile.errors import SpecError
 from spile.model.decoder import head_needed
 from spile.model.generation import slot_bytes
 from spile.objects import open_folder
-from spile.planning.ranges import Ranges
 from spile.runtime.extract import stream_end, visit
 from spile.runtime.generator import Generator
 from spile.runtime.mesh import default_shape, device_memory, make_mesh, plan_mesh
@@ -75,7 +75,7 @@ def infer(
     return visit(spec, _INFER, progress=progress, stop=stop, hosts=hosts)
 
 
-def _make_generator(parts: Parts, progress: Progress, _done: Ranges) -> Generator:
+def _make_generator(parts: Parts, progress: Progress, _reader: SampleReader) -> Generator:
     """The model on all devices, its cache's memory planned before it is asked for."""
     spec, config, dtype = parts.spec, parts.files.config, parts.spec.dtype
     generation = _generation(parts)
@@ -134,10 +134,8 @@ def _answer(visit: Visit, generator: Generator) -> bool:
         lanes=lanes,
     )
 
-    reader = parts.samples.read(visit.done)
-
     def samples() -> Iterator[Sample]:
-        for item in reader:
+        for item in visit.reader:
             if isinstance(item, Skip):
                 shelf.skip(item)
             else:
@@ -155,7 +153,7 @@ def _answer(visit: Visit, generator: Generator) -> bool:
                 shelf.commit()
                 control.committed()
         progress.phase(Phase.UPLOADING)
-        end = stream_end(parts, stream, reader) if finished else None
+        end = stream_end(parts, stream, visit.reader) if finished else None
         if not shelf.empty or end is not None:
             shelf.commit(end)
         shelf.wait()

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from spile.errors import SpileError
+from spile.data.stream import SampleReader
 from spile.model.attention import choose
 from spile.model.decoder import head_needed, layers_needed
 from spile.model.params import build
 from spile.planning.batches import batches
-from spile.planning.ranges import Ranges
 from spile.runtime.device import DeviceProducer
 from spile.runtime.mesh import default_shape, device_memory, make_mesh, plan_mesh
 from spile.runtime.parts import Parts, bytes_per_token, sizes_for
@@ -30,11 +28,11 @@ from spile.weights.loading import load
 __all__ = ["make_producer", "place_model"]
 
 
-def make_producer(parts: Parts, progress: Progress, done: Ranges) -> DeviceProducer:
-    """The model on all devices, compiled for the stream's first batch."""
+def make_producer(parts: Parts, progress: Progress, reader: SampleReader) -> DeviceProducer:
+    """The model on all devices, compiled for the stream's first batch, while its samples are tokenized."""
 
     def prepare(producer: DeviceProducer) -> None:
-        _prepare_first(parts, producer, done)
+        _prepare_first(parts, producer, reader)
 
     return place_model(parts.files, parts.taps, parts.spec, bytes_per_token(parts), progress, prepare)
 
@@ -90,15 +88,13 @@ def _shape_of(tensor: Tensor, dtype: str, place: Any) -> Any:
     return jax.ShapeDtypeStruct(tensor.shape, jnp.dtype(dtype), sharding=place(tensor.axes, tensor.shape))
 
 
-def _prepare_first(parts: Parts, producer: DeviceProducer, done: Ranges) -> None:
+def _prepare_first(parts: Parts, producer: DeviceProducer, reader: SampleReader) -> None:
     """Compile for the stream's first batch, which a look at its first samples tells the shape of."""
     plan = sizes_for(parts).batch_plan(producer.groups)
     if parts.samples.prompt.pack:  # every window but the last is full
         length = plan.row_length(plan.longest)
         producer.prepare((plan.rows(length), length))
         return
-    items = parts.samples.read(done)
-    with suppress(SpileError):  # the run itself will meet it, and tell
-        first = next(batches((item for item in items if isinstance(item, Sample)), plan), None)
-        if first is not None:
-            producer.prepare(first.shape)
+    first = next(batches((item for item in reader.look() if isinstance(item, Sample)), plan), None)
+    if first is not None:
+        producer.prepare(first.shape)

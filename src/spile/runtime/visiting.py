@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+from spile.data.stream import SampleReader
 from spile.planning.ranges import Ranges
 from spile.runtime.flow import Control, Sink
 from spile.runtime.parts import Parts
@@ -35,6 +36,8 @@ class Visit(NamedTuple):
     stream: StreamStore
     done: Ranges
     """What earlier visits committed, the same on every process of a pod."""
+    reader: SampleReader
+    """Everything else."""
     status: StatusFiles
     stop: threading.Event
     hosts: WorkerGroup
@@ -51,8 +54,8 @@ class Visit(NamedTuple):
 class VisitKind(NamedTuple):
     """What one kind of visit to a stream does where others do something else."""
 
-    make: Callable[[Parts, Progress, Ranges], Any]
-    """Puts the model on the devices, for what is left but for what is done: an :class:`OnDevices`."""
+    make: Callable[[Parts, Progress, SampleReader], Any]
+    """Puts the model on the devices, with a look at the samples that come: an :class:`OnDevices`."""
     work: Callable[[Visit, Any], bool]
     """Works off what is left; False: told to stop."""
     finish: Callable[[Parts, StreamStore], None]

@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -340,7 +341,7 @@ def alive() -> int:
 
 
 def test_a_reader_that_stops_early_leaves_no_thread(jsonl: Write, chatml: Tokenizer) -> None:
-    place = jsonl([{"text": f"fox {n} " * 200} for n in range(1000)])
+    place = jsonl([{"text": f"fox {n} " * 900} for n in range(1000)])  # more than is tokenized ahead
     stream = open_stream(DataSpec(dataset=place), chatml)
     reader = stream.read(NONE)
     assert next(reader).index == 0
@@ -365,6 +366,24 @@ def test_an_error_while_reading_arrives_in_its_place(tmp_path: Path, jsonl: Writ
     reader = open_stream(DataSpec(dataset=place), tokenizer).read(NONE)
     with pytest.raises(DataError, match=r"line 4: the model's chat template refuses these messages: found users only"):
         list(reader)
+    assert alive() == 0
+
+
+@pytest.mark.parametrize("looked_at", [0, 1, 2, 3, 4])
+def test_what_was_looked_at_is_given_all_the_same_and_an_error_too(
+    tmp_path: Path, jsonl: Write, looked_at: int
+) -> None:
+    refusal = "{%- if messages[0]['role'] != 'user' %}{{- raise_exception('users only') }}{%- endif %}"
+    source = refusal + "{{- messages[0]['content'] }}"
+    tokenizer = load_tokenizer(save_tokenizer(tmp_path / "t", {"chat_template": source}))
+    message = {"role": "user", "content": "x " * 200_000}  # each a chunk of its own
+    rows = [[message], [message], [message], [{"role": "system", "content": "x"}]]
+    stream = open_stream(DataSpec(dataset=jsonl([{"messages": row} for row in rows])), tokenizer)
+    reader = stream.read(NONE)
+    assert [item.index for item in islice(reader.look(), looked_at)] == list(range(min(looked_at, 3)))
+    assert [next(reader).index for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(DataError, match="users only"):
+        next(reader)
     assert alive() == 0
 
 

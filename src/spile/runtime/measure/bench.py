@@ -99,7 +99,7 @@ def bench(
         cold, warm = cold_and_warm(spec, tokens, Path(folder))  # first: this process has not taken the device yet
         parts = find(replace(spec, output=folder))
         progress = Progress()
-        producer = make_producer(parts, progress, Ranges())
+        producer = make_producer(parts, progress, parts.samples.read(Ranges()))
         samples = _samples(parts, tokens)
         sizes = sizes_for(parts)
         made = list(batches(samples, sizes.batch_plan(producer.groups)))
