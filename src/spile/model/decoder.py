@@ -1,4 +1,4 @@
-"""The decoder: one block with switches, unrolled as far as the last tapped layer and no further.
+"""The decoder: one block with switches, as far as the last tapped layer and no further.
 
 A batch is rows of one length; a row holds one sample or several, each a segment with positions of its own.
 """
@@ -6,7 +6,7 @@ A batch is rows of one length; a row holds one sample or several, each a segment
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,10 +20,11 @@ from spile.model.layers import Hidden, Look, linear, mlp, norm, rms_norm
 from spile.model.logits import look_after_layers
 from spile.model.params import Layer, Params
 from spile.model.rope import Angles
+from spile.model.runs import LayerRun, one_by_one, tap_groups
 from spile.spec.architecture import ModelConfig
 from spile.spec.taps import Site, Tap
 
-__all__ = ["Attend", "Drawn", "Keep", "as_it_is", "block", "embed", "forward", "head_needed", "layers_needed"]
+__all__ = ["Attend", "Drawn", "Keep", "as_it_is", "block", "embed", "forward", "head_needed", "hidden", "layers_needed"]
 
 Attend = Callable[[Array, Array, Array], Array]
 """A layer's attention: rotated queries, rotated keys and values in, what the heads saw out."""
@@ -41,22 +42,27 @@ class Drawn:
     """What the taps gave, each through ``keep`` once it exists."""
 
     def __init__(self, taps: tuple[Tap, ...], keep: Keep) -> None:
-        self._taps, self._keep = taps, keep
+        self.taps, self.keep = taps, keep
         self._kept: dict[Tap, Any] = {}
 
     def at(self, layer: int | None) -> Look:
         """Hears of the sites of one layer, or of those that the model has once."""
 
         def look(site: Site, value: Array) -> None:
-            for tap in self._taps:
+            for tap in self.taps:
                 if (tap.site, tap.layer) == (site, layer) and tap not in self._kept:
-                    self._kept[tap] = self._keep(tap, _row(value, tap))
+                    self._kept[tap] = self.keep(tap, _row(value, tap))
 
         return look
 
-    def all(self) -> tuple[Any, ...]:
-        """In the order of the taps."""
-        return tuple(self._kept[tap] for tap in self._taps)
+    def put(self, taps: Sequence[Tap], kept: Sequence[Any]) -> None:
+        """What these taps gave elsewhere."""
+        self._kept.update(zip(taps, kept, strict=True))
+
+    def all(self, groups: Sequence[Sequence[int]] | None = None) -> tuple[Any, ...]:
+        """In the order of the taps, or of groups of them, each under the name of its first."""
+        chosen = self.taps if groups is None else [self.taps[group[0]] for group in groups]
+        return tuple(self._kept[tap] for tap in chosen)
 
 
 def _row(value: Array, tap: Tap) -> Array:
@@ -89,49 +95,110 @@ def forward(
     attention: str | Attention = "xla",
     mixture: str | Mixture = "blocks",
     keep: Keep = as_it_is,
+    runs: Sequence[LayerRun] | None = None,
 ) -> tuple[Any, ...]:
     """The taps' activations ``[rows, seq, width]`` in the order of ``taps``, each through ``keep`` once it exists.
 
     ``positions`` are those within a token's own sample, ``segments`` say which tokens of a row are one sample. Without
     them each row is one sample from position 0, padded on the right, where a causal mask hides the padding.
+
+    ``runs``: how the layers of ``params`` are stacked, if they are. Each is then a scan, and there is one result for
+    each of :func:`~spile.model.runs.tap_groups`, with a dimension more in front where the group is a scan's.
     """
+    runs = one_by_one(layers_needed(taps, config.n_layers)) if runs is None else runs
     drawn = Drawn(taps, keep)
+    x = hidden(params, tokens, positions, segments, config, runs, attention, mixture, drawn)
+    if head_needed(taps):
+        look_after_layers(x, tokens, segments, params, config, taps, drawn.at(None))
+    return drawn.all(tap_groups(taps, runs))
+
+
+def hidden(
+    params: Params,
+    tokens: Int[Array, "rows seq"],
+    positions: Int[Array, "rows seq"] | None,
+    segments: Int[Array, "rows seq"] | None,
+    config: ModelConfig,
+    runs: Sequence[LayerRun],
+    attention: str | Attention,
+    mixture: str | Mixture,
+    drawn: Drawn,
+) -> Hidden:
+    """The residual stream after the last layer of these runs, and what was drawn on the way."""
     places = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] if positions is None else positions
     x = embed(params, tokens, places, config, drawn.at(None))
     with jax.named_scope("rope"):
         angles = rope.per_layer(config, places)
-    attend_within = ATTENTIONS[attention] if isinstance(attention, str) else attention
-    mix = MIXTURES[mixture] if isinstance(mixture, str) else mixture
+    layers = _Layers(
+        config,
+        ATTENTIONS[attention] if isinstance(attention, str) else attention,
+        MIXTURES[mixture] if isinstance(mixture, str) else mixture,
+        angles,
+        segments,
+    )
+    stacks = iter(params.layers)
+    for run in runs:
+        weights = tuple(next(stacks) for _ in range(run.period))
+        x = layers.scan(x, run, weights, drawn) if run.steps > 1 else layers.one(x, run.first, weights[0], drawn)
+    return x
 
-    @functools.cache
-    def traced(window: int | None, sites: frozenset[Site]) -> Any:
+
+class _Layers:
+    """The layers of one forward, and what all of them need besides their weights."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        attention: Attention,
+        mixture: Mixture,
+        angles: Sequence[Angles | None],
+        segments: Array | None,
+    ) -> None:
+        self._config, self._attention, self._mixture = config, attention, mixture
+        self._angles, self._segments = angles, segments
+        self._traced = functools.cache(self._trace)
+
+    def _trace(self, window: int | None, sites: frozenset[Site]) -> Any:
         """A layer of this kind, traced once whatever their number: tracing is the interpreter's time, and long."""
 
         def run(x: Hidden, layer: Layer, angles: Angles | None, segments: Array | None) -> Any:
             found: dict[Site, Array] = {}
 
             def attend(q: Array, k: Array, v: Array) -> Array:
-                return attend_within(q, k, v, segments, window=window, softcap=config.attention_softcap)
+                return self._attention(q, k, v, segments, window=window, softcap=self._config.attention_softcap)
 
             def look(site: Site, value: Array) -> None:
                 if site in sites:
                     found[site] = value
 
-            return block(x, layer, angles, config, attend, look, mix), found
+            return block(x, layer, angles, self._config, attend, look, self._mixture), found
 
         return jax.jit(run)
 
-    for index in range(layers_needed(taps, config.n_layers)):
-        window = config.windows[index]
-        narrow = window if window is not None and window < tokens.shape[1] else None
+    def one(self, x: Hidden, index: int, weights: Layer, drawn: Drawn) -> Hidden:
+        """One layer."""
+        window = self._config.windows[index]
+        narrow = window if window is not None and window < x.shape[1] else None
+        sites = frozenset(tap.site for tap in drawn.taps if tap.layer == index)
         with jax.named_scope(f"layer.{index}"):
-            sites = frozenset(tap.site for tap in taps if tap.layer == index)
-            x, found = traced(narrow, sites)(x, params.layers[index], angles[index], segments)
+            x, found = self._traced(narrow, sites)(x, weights, self._angles[index], self._segments)
             for site, value in found.items():
                 drawn.at(index)(site, value)
-    if head_needed(taps):
-        look_after_layers(x, tokens, segments, params, config, taps, drawn.at(None))
-    return drawn.all()
+        return x
+
+    def scan(self, x: Hidden, run: LayerRun, weights: tuple[Layer, ...], drawn: Drawn) -> Hidden:
+        """A run of them, a turn per step. Its first turn's taps stand for those of every step."""
+        turn = tuple(tap for tap in drawn.taps if tap.layer in range(run.first, run.first + run.period))
+
+        def step(x: Hidden, weights: tuple[Layer, ...]) -> tuple[Hidden, tuple[Any, ...]]:
+            here = Drawn(turn, drawn.keep)
+            for index, layer in enumerate(weights, run.first):
+                x = self.one(x, index, layer, here)
+            return x, here.all()
+
+        x, kept = jax.lax.scan(step, x, weights)
+        drawn.put(turn, kept)
+        return x
 
 
 def embed(params: Params, tokens: Int[Array, "rows seq"], positions: Array, config: ModelConfig, look: Look) -> Hidden:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import jax
@@ -16,10 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from spile.model.runs import LayerRun
 from spile.spec.architecture import ModelConfig
 from spile.spec.tensors import Axes, Tensor, layer_tensors, model_tensors
 
-__all__ = ["Layer", "Params", "abstract", "axes", "build", "random"]
+__all__ = ["Layer", "Params", "abstract", "axes", "build", "placed", "random", "stacked"]
 
 
 @jax.tree_util.register_dataclass
@@ -60,6 +61,7 @@ class Params:
 
     embed: Any
     layers: tuple[Layer, ...]
+    """One for each layer; of layers that are scanned, one for each place of a run's turn, all its steps stacked."""
     positions: Any = None
     final_norm: Any = None
     final_norm_bias: Any = None
@@ -84,6 +86,35 @@ def build(config: ModelConfig, n_layers: int | None, make: Callable[[str, Tensor
     )
     once = {name: make(name, tensor) for name, tensor in model_tensors(config, head=head).items()}
     return Params(layers=layers, **once)
+
+
+def stacked(params: Params, runs: Sequence[LayerRun], join: Callable[[Sequence[T]], T]) -> Params:
+    """The tree with the layers of each run joined, leaf by leaf, into one layer for each place of its turn."""
+    layers: list[Layer] = []
+    for run in runs:
+        for place in range(run.period):
+            members = [params.layers[layer] for layer in run.at(place)]
+            layers.append(members[0] if run.steps == 1 else jax.tree.map(lambda *leaves: join(leaves), *members))
+    return replace(params, layers=tuple(layers))
+
+
+def placed(
+    config: ModelConfig,
+    dtype: DTypeLike,
+    runs: Sequence[LayerRun],
+    place: Callable[[Axes, tuple[int, ...]], jax.sharding.Sharding],
+    *,
+    head: bool = False,
+) -> Params:
+    """Shapes, dtypes and places of the weights without memory, those of runs stacked."""
+    tensors: Params = build(config, runs[-1].stop, lambda _, tensor: tensor, head=head)
+    together = stacked(tensors, runs, lambda many: many[0].stacked(len(many)))
+
+    def leaf(tensor: Tensor) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(tensor.shape, jnp.dtype(dtype), sharding=place(tensor.axes, tensor.shape))
+
+    shapes: Params = jax.tree.map(leaf, together)
+    return shapes
 
 
 def abstract(config: ModelConfig, dtype: DTypeLike, n_layers: int | None = None, *, head: bool = False) -> Params:

@@ -1,9 +1,9 @@
 """A model on a mesh of devices, of this host or of all hosts of a pod, as a producer of rows.
 
 Each tapped array is packed (its real tokens moved to the front, padding behind), cast to the stored dtype, or encoded
-in one byte per number, and sent towards the host inside the compiled program, the moment its layer has made it. On GPUs
-and TPUs it goes to pinned host memory, where NumPy sees it without another copy; the transfer hides under the layers
-that follow.
+in one byte per number, and sent towards the host. On GPUs and TPUs it goes to pinned host memory, where NumPy sees it
+without another copy. What a scan over layers gives is one array, which leaves under the next batch's program; a layer's
+that stands alone leaves inside the compiled program, under the layers that follow.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,9 +23,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from spile.errors import Failure
-from spile.model.decoder import forward
+from spile.model.decoder import forward, layers_needed
 from spile.model.encoding import as_stored, finite_rows
 from spile.model.params import Params
+from spile.model.runs import LayerRun, one_by_one, tap_groups
 from spile.planning.batches import Batch
 from spile.runtime.mesh import AXES, plan_mesh
 from spile.runtime.producer import OutOfDeviceMemory, RowBlock, check_tokens, pack
@@ -94,8 +96,12 @@ class DeviceProducer:
         dtype: str,
         block: int = 0,
         progress: Progress | None = None,
+        runs: Sequence[LayerRun] | None = None,
     ) -> None:
         self.params, self.config, self.taps = params, config, taps
+        self.runs = one_by_one(layers_needed(taps, config.n_layers)) if runs is None else runs
+        """How the layers of ``params`` are stacked."""
+        self._tap_groups = tap_groups(taps, self.runs)
         self._store_dtype = store_dtype
         self.mesh, self.attention, self.dtype = mesh, attention, dtype
         plan = plan_mesh(config, (mesh.shape["data"], mesh.shape["model"]))
@@ -114,9 +120,10 @@ class DeviceProducer:
         self.rows_sharding = NamedSharding(mesh, PartitionSpec("data"))
         self.groups_sharding = NamedSharding(mesh, PartitionSpec(AXES))
         platform = mesh.devices.flat[0].platform
-        self.away_sharding = self.groups_sharding
+        self.away_sharding = NamedSharding(mesh, PartitionSpec(None, AXES))
+        """Of what leaves: ``[taps of a group, groups, rows, width]``."""
         if platform in ("gpu", "tpu"):
-            self.away_sharding = self.groups_sharding.with_memory_kind("pinned_host")
+            self.away_sharding = self.away_sharding.with_memory_kind("pinned_host")
         self._block = block if self.away_sharding.memory_kind == "pinned_host" else 0
 
     @property
@@ -204,18 +211,20 @@ class DeviceProducer:
 
     def _step(self, params: Params, batch: jax.Array, index: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
         """The whole of what a device does with a batch."""
-        left = len(self.taps)
+        alone = [self.taps[group[0]] for group in self._tap_groups if len(group) == 1]
+        coming = set(alone)
 
         def keep(tap: Tap, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-            nonlocal left
-            left -= 1
+            coming.discard(tap)
             kind = tap.stored_as(self._store_dtype, x.shape[-1])
             x = x if kind in SCALED else x.astype(kind)  # before it is moved, where that makes it smaller
             x = jax.lax.with_sharding_constraint(x.reshape(self.groups, -1, x.shape[-1]), self.groups_sharding)
             x = as_stored(jax.vmap(lambda rows, places: rows[places])(x, index), kind)
+            finite = finite_rows(x).all(axis=1)
+            if tap not in alone:
+                return x, finite
             # Nothing of this program is left to hide the last transfer: start() sends it, under the next program.
-            away = jax.device_put(x, self.away_sharding) if left else x
-            return away, finite_rows(x).all(axis=1)
+            return jax.device_put(x[None], self.away_sharding) if coming else x[None], finite[None]
 
         rows = (batch[:, part] for part in range(3))
         kept = forward(
@@ -226,8 +235,9 @@ class DeviceProducer:
             attention=self.attend,
             mixture=self.mixture,
             keep=keep,
+            runs=self.runs,
         )
-        finite = jnp.stack([finite for _, finite in kept])
+        finite = jnp.concatenate([finite for _, finite in kept])
         finite = jax.lax.with_sharding_constraint(finite, NamedSharding(self.mesh, PartitionSpec(None, AXES)))
         return tuple(array for array, _ in kept), finite
 
@@ -252,7 +262,7 @@ class DeviceProducer:
         return _Pending(arrays, finite)
 
     def _is_away(self, array: jax.Array) -> bool:
-        """All but one are. A device_put that has nothing to do costs 0.1 ms of the interpreter's time all the same."""
+        """A device_put that has nothing to do costs 0.1 ms of the interpreter's time all the same."""
         return array.sharding.is_equivalent_to(self.away_sharding, array.ndim)
 
     def _wait_for(self, shape: tuple[int, int]) -> Callable[..., Any]:
@@ -272,15 +282,21 @@ class DeviceProducer:
         assert isinstance(pending, _Pending)  # noqa: S101 - the pipeline hands back what start gave it
         try:
             finite = np.concatenate([np.asarray(part.data) for part in pending.finite.addressable_shards], axis=1)
-            blocks = [_blocks(array) for array in pending.arrays]
+            stacks = [_blocks(array) for array in pending.arrays]
         except jax.errors.JaxRuntimeError as error:
             raise translated(error) from error
         if not finite.all():
             self._refuse(finite)
-        return blocks
+        blocks = dict(zip(self._arriving(), (blocks for stack in stacks for blocks in stack), strict=True))
+        return [blocks[number] for number in range(len(self.taps))]
+
+    def _arriving(self) -> list[int]:
+        """The taps' numbers, in the order in which they come from the device."""
+        return [number for group in self._tap_groups for number in group]
 
     def _refuse(self, finite: np.ndarray[Any, Any]) -> None:
-        bad = ", ".join(str(tap) for tap, good in zip(self.taps, finite, strict=True) if not good.all())
+        found = sorted(number for number, good in zip(self._arriving(), finite, strict=True) if not good.all())
+        bad = ", ".join(str(self.taps[number]) for number in found)
         fix = "--store-dtype bfloat16 holds larger values" if self._store_dtype == "float16" else None
         raise Failure(f"NaN or infinity at {bad}", expected="finite activations", fix=fix)
 
@@ -304,15 +320,19 @@ def put(array: np.ndarray[Any, Any], sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
-def _blocks(array: jax.Array) -> list[RowBlock]:
-    """What this process holds of an array, by the array's own index map."""
-    parts = [shard for shard in array.addressable_shards if shard.replica_id == 0]
-    blocks = []
-    for part in parts:
-        first = part.index[0].start or 0
-        data = np.asarray(part.data)
-        blocks += [RowBlock(first + g, data[g]) for g in range(data.shape[0])]
-    return sorted(blocks, key=lambda block: block.group)
+def _blocks(array: jax.Array) -> list[list[RowBlock]]:
+    """What this process holds of an array, by the array's own index map: for each of its taps, a block per group."""
+    parts = [
+        (part.index[1].start or 0, np.asarray(part.data)) for part in array.addressable_shards if not part.replica_id
+    ]
+    return [
+        [
+            RowBlock(first + g, data[tap, g])
+            for first, data in sorted(parts, key=itemgetter(0))
+            for g in range(data.shape[1])
+        ]
+        for tap in range(array.shape[0])
+    ]
 
 
 def translated(error: jax.errors.JaxRuntimeError) -> Failure:

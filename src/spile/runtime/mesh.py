@@ -34,6 +34,7 @@ RULES: Mapping[str, str | None] = {
     "head_dim": None,
     "experts": None,
     "positions": None,
+    "layers": None,
 }
 """Logical axis → mesh axis; None: every device has all of it."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,8 @@ import jax.numpy as jnp
 from spile.data.stream import SampleReader
 from spile.model.attention import choose
 from spile.model.decoder import head_needed, layers_needed
-from spile.model.params import build
+from spile.model.params import placed
+from spile.model.runs import choose_runs
 from spile.planning.batches import batches
 from spile.runtime.device import DeviceProducer
 from spile.runtime.mesh import default_shape, device_memory, make_mesh, plan_mesh
@@ -21,7 +21,6 @@ from spile.runtime.sizing import IN_HAND, choose_sizes
 from spile.spec.run import ExtractSpec
 from spile.spec.sample import Sample
 from spile.spec.taps import Tap
-from spile.spec.tensors import Tensor
 from spile.weights.files import ModelFiles
 from spile.weights.loading import load
 
@@ -60,16 +59,19 @@ def place_model(
     for note in plan.notes(config):
         progress.log(note)
     place, sizes = plan.place(mesh), choose_sizes(spec, row_bytes)
+    platform = mesh.devices.flat[0].platform
+    runs = choose_runs(config, taps, layers, platform, jnp.dtype(dtype).itemsize)
     producer = DeviceProducer(
-        build(config, layers, lambda _, tensor: _shape_of(tensor, dtype, place), head=head),
+        placed(config, dtype, runs, place, head=head),
         config,
         taps,
         store_dtype=spec.store_dtype,
         mesh=mesh,
-        attention=choose(config, mesh.devices.flat[0].platform, dtype),
+        attention=choose(config, platform, dtype),
         dtype=dtype,
         block=sizes.batch_tokens,
         progress=progress,
+        runs=runs,
     )
     with progress.timeline.span("first samples"):
         # Before the weights and not beside them: their transfers keep the interpreter's lock; the compiler needs none.
@@ -77,15 +79,11 @@ def place_model(
     producer.reserve(((sizes.in_flight or 1) + IN_HAND) * sizes.batch_tokens * row_bytes)
     try:
         with progress.timeline.span("weights"):
-            producer.params = load(files, dtype, layers, place, head=head)
+            producer.params = load(files, dtype, layers, place, head=head, runs=runs)
     except BaseException:
         producer.close()
         raise
     return producer
-
-
-def _shape_of(tensor: Tensor, dtype: str, place: Any) -> Any:
-    return jax.ShapeDtypeStruct(tensor.shape, jnp.dtype(dtype), sharding=place(tensor.axes, tensor.shape))
 
 
 def _prepare_first(parts: Parts, producer: DeviceProducer, reader: SampleReader) -> None:

@@ -29,6 +29,10 @@ class Tensor:
         """Elements."""
         return math.prod(self.shape)
 
+    def stacked(self, count: int) -> Tensor:
+        """So many of it, one for each of some layers."""
+        return Tensor((count, *self.shape), ("layers", *self.axes))
+
 
 def model_tensors(config: ModelConfig, *, head: bool) -> Mapping[str, Tensor]:
     """What the model has once; ``head``: with its final norm, and the LM head where it is not the embedding."""

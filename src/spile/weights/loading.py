@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -16,11 +17,12 @@ import numpy.typing as npt
 from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
-from spile.model.params import Params, build
+from spile.model.params import Params, build, stacked
+from spile.model.runs import LayerRun
 from spile.spec.tensors import Tensor
 from spile.weights.catalogue import catalogue
 from spile.weights.files import ModelFiles
-from spile.weights.pieces import Piece
+from spile.weights.pieces import Piece, PieceStack
 from spile.weights.source import ByteSource
 
 __all__ = ["Place", "load"]
@@ -29,6 +31,27 @@ Place = Callable[[tuple[str | None, ...], tuple[int, ...]], Sharding]
 """From a tensor's logical axes and shape to where it goes."""
 
 _THREADS = 8
+_MOST_WAITING = 2 << 30
+"""Numbers that are read and not yet on their devices, beyond the tensor that is read last."""
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """A leaf of the tree: the tensor it will be, and what it is made of."""
+
+    names: tuple[str, ...]
+    tensor: Tensor
+
+    @classmethod
+    def joined(cls, leaves: Sequence[_Leaf]) -> _Leaf:
+        """The same leaf of several layers."""
+        names = tuple(name for leaf in leaves for name in leaf.names)
+        return cls(names, leaves[0].tensor.stacked(len(leaves)))
+
+    def piece(self, pieces: Mapping[str, Piece]) -> Piece | PieceStack:
+        """Where it lies in the files."""
+        own = tuple(pieces[name] for name in self.names)
+        return own[0] if self.tensor.shape == own[0].shape else PieceStack(own)
 
 
 def load(
@@ -38,40 +61,45 @@ def load(
     sharding: Place | None = None,
     *,
     head: bool = False,
+    runs: Sequence[LayerRun] = (),
 ) -> Params:
     """The weights up to layer ``n_layers`` in ``dtype``; ``sharding`` says where each goes (None: the first device).
 
-    ``head``: the final norm and the LM head too. Every tensor of every file is checked against the config before any is
-    read, those past ``n_layers`` too.
+    ``head``: the final norm and the LM head too. ``runs``: how layers are stacked, if they are. Every tensor of every
+    file is checked against the config before any is read, those past ``n_layers`` too.
     """
     pieces = catalogue(files, head=head)
-    wanted: list[tuple[str, Tensor]] = []
-    build(files.config, n_layers, lambda name, tensor: wanted.append((name, tensor)), head=head)
-    arrays: dict[str, jax.Array] = {}
-    waiting: deque[tuple[str, Future[jax.Array]]] = deque()
+    tree = build(files.config, n_layers, lambda name, tensor: _Leaf((name,), tensor), head=head)
+    if runs:
+        tree = stacked(tree, runs, _Leaf.joined)
+    leaves, structure = jax.tree.flatten(tree)
+    arrays: list[jax.Array] = []
+    waiting: deque[tuple[int, Future[jax.Array]]] = deque()
 
     def settle() -> None:
         # In order and not in the threads: on a pod all hosts must run the same programs in the same order.
-        name, future = waiting.popleft()
-        array = future.result()
-        arrays[name] = array if array.dtype == np.dtype(dtype) else _cast(array, np.dtype(dtype))
+        array = waiting.popleft()[1].result()
+        arrays.append(array if array.dtype == np.dtype(dtype) else _cast(array, np.dtype(dtype)))
 
     with ThreadPoolExecutor(_THREADS) as threads:
         try:
-            for name, tensor in wanted:
-                place = None if sharding is None else sharding(tensor.axes, tensor.shape)
-                waiting.append((name, threads.submit(_place, files.source, pieces[name], place)))
-                if len(waiting) > 2 * _THREADS:  # no more of the unconverted at once
+            for leaf in leaves:
+                place = None if sharding is None else sharding(leaf.tensor.axes, leaf.tensor.shape)
+                piece = leaf.piece(pieces)
+                waiting.append((leaf.tensor.size, threads.submit(_place, files.source, piece, place)))
+                # no more of the unconverted at once
+                while len(waiting) > 2 * _THREADS or sum(size for size, _ in waiting) > _MOST_WAITING:
                     settle()
             while waiting:
                 settle()
         except BaseException:
             threads.shutdown(wait=False, cancel_futures=True)
             raise
-    return build(files.config, n_layers, lambda name, _: arrays[name], head=head)
+    loaded: Params = jax.tree.unflatten(structure, arrays)
+    return loaded
 
 
-def _place(source: ByteSource, piece: Piece, place: Sharding | None) -> jax.Array:
+def _place(source: ByteSource, piece: Piece | PieceStack, place: Sharding | None) -> jax.Array:
     """Onto the devices as stored, to be converted there if need be: the host never holds a second copy.
 
     On a CPU a mapped file must not become the array itself, or a change on disk would change the model.
@@ -87,7 +115,7 @@ def _place(source: ByteSource, piece: Piece, place: Sharding | None) -> jax.Arra
 class _Slices:
     """Reads a slice once for all devices that want the same."""
 
-    def __init__(self, source: ByteSource, piece: Piece, *, copy: bool) -> None:
+    def __init__(self, source: ByteSource, piece: Piece | PieceStack, *, copy: bool) -> None:
         self.source, self.piece, self.copy = source, piece, copy
         self.lock = threading.Lock()
         self.read: dict[tuple[tuple[int, int], ...], npt.NDArray[Any]] = {}
@@ -97,7 +125,7 @@ class _Slices:
         with self.lock:
             if bounds not in self.read:
                 part = self.piece.read(self.source, bounds)
-                self.read[bounds] = np.array(part) if self.copy else part
+                self.read[bounds] = np.array(part) if self.copy and not part.flags.owndata else part
             return self.read[bounds]
 
 

@@ -14,7 +14,7 @@ from spile.weights.names import Order
 from spile.weights.safetensors import DTYPES, Entry
 from spile.weights.source import ByteSource
 
-__all__ = ["Bounds", "Change", "Piece", "Values"]
+__all__ = ["Bounds", "Change", "Piece", "PieceStack", "Values"]
 
 Bounds = tuple[tuple[int, int], ...]
 """First and last + 1 in each dimension; a missing one: all of it."""
@@ -74,6 +74,23 @@ class Piece:
             )
         turned = whole.T if self.order == "columns" else whole
         return turned[self.first : self.first + outer]
+
+
+@dataclass(frozen=True)
+class PieceStack:
+    """One tensor of each of several layers, as one with a dimension more in front."""
+
+    pieces: tuple[Piece, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The tree's."""
+        return len(self.pieces), *self.pieces[0].shape
+
+    def read(self, source: ByteSource, bounds: Bounds = ()) -> Values:
+        """A slice of it."""
+        chosen = self.pieces[slice(*bounds[0])] if bounds else self.pieces
+        return np.stack([piece.read(source, bounds[1:]) for piece in chosen])
 
 
 def _rows(source: ByteSource, entry: Entry, first: int, last: int) -> Values:

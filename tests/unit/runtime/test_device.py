@@ -17,13 +17,14 @@ from spile import weights
 from spile.errors import Failure, ModelError
 from spile.model.decoder import forward
 from spile.model.params import Params
+from spile.model.runs import LayerRun, layer_runs, one_by_one
 from spile.planning.batches import Batch
 from spile.runtime import device
 from spile.runtime.device import DeviceProducer, compute_dtype_for, configure_jax
 from spile.runtime.mesh import make_mesh
 from spile.runtime.producer import OutOfDeviceMemory, check_tokens
 from spile.spec.sample import Sample
-from spile.spec.taps import Tap
+from spile.spec.taps import Tap, select_taps
 from spile.weights.loading import load
 
 FILES = weights.find("embedded")
@@ -86,6 +87,31 @@ def test_a_larger_block_holds_the_same_rows(params: Params) -> None:
     assert (len(small), len(large)) == (64, 128)
     np.testing.assert_array_equal(small[:15].astype(np.float32), large[:15].astype(np.float32))
     made.close()
+
+
+@pytest.mark.parametrize("sites", [("residual",), ("mlp", "residual")])
+def test_layers_in_a_scan_give_the_same_rows_each_to_its_tap(sites: tuple[str, ...]) -> None:
+    count = FILES.config.n_layers
+    taps = tuple(reversed(select_taps(sites, None, count)))  # the run's order is not the taps'
+    runs = layer_runs(FILES.config, taps, count, 99)
+    assert runs == (LayerRun(0, 1, count),)
+
+    def made(runs: tuple[LayerRun, ...], shift: float = 0.0) -> DeviceProducer:
+        params = load(FILES, "float32", runs=runs)
+        if shift:
+            (stack,) = params.layers
+            params = replace(params, layers=(replace(stack, up=stack.up.at[-1].add(shift)),))
+        mesh = make_mesh((1, 1))
+        more = {"store_dtype": "float32", "attention": "xla", "dtype": "float32"}
+        return DeviceProducer(params, FILES.config, taps, mesh=mesh, runs=runs, **more)  # type: ignore[arg-type]
+
+    scanned, alone = (each.fetch(each.start(BATCH)) for each in (made(runs), made(one_by_one(count))))
+    for tap, one, other in zip(taps, scanned, alone, strict=True):
+        assert [block.group for block in one] == [0]
+        np.testing.assert_allclose(one[0].rows[:15], other[0].rows[:15], rtol=1e-5, atol=1e-5, err_msg=str(tap))
+    broken = made(runs, float("inf"))
+    with pytest.raises(Failure, match=f"NaN or infinity at {', '.join(map(str, taps[: len(sites)]))}: expected finite"):
+        broken.fetch(broken.start(BATCH))
 
 
 def test_tokens_beyond_the_vocabulary_are_refused_before_anything_runs(producer: DeviceProducer) -> None:

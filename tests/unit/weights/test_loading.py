@@ -22,6 +22,7 @@ from safetensors.numpy import save_file
 from spile import weights
 from spile.errors import ModelError
 from spile.model import params
+from spile.model.runs import LayerRun
 from unit.weights.models import copy_model, edit_tensors, shard_model, tensors
 
 
@@ -76,6 +77,16 @@ def test_the_final_norm_and_the_head_are_loaded_when_asked_for(tmp_path: Path) -
         weights.load(weights.find(str(folder)), head=True)
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_layers_of_a_run_arrive_stacked(tmp_path: Path, sharded: bool) -> None:
+    files = weights.find(str(shard_model(copy_model(tmp_path / "m"))))
+    place = (lambda _axes, _shape: SingleDeviceSharding(jax.devices()[0])) if sharded else None
+    runs = (LayerRun(0), LayerRun(1, 1, 3))
+    loaded = weights.load(files, jnp.float32, 4, place, runs=runs)
+    equal(loaded, params.stacked(weights.load(files, jnp.float32, 4), runs, jnp.stack))
+    assert loaded.layers[1].up.shape == (3, *loaded.layers[0].up.shape)
+
+
 def test_with_a_sharding() -> None:
     files = weights.find("embedded")
     asked: list[tuple[Any, ...]] = []
@@ -105,6 +116,14 @@ assert len(reads) == len(set(reads)) * 2 - sum(1 for n in set(reads) if "norm" i
 whole = weights.load(files, jnp.float32)
 jax.tree.map(np.testing.assert_array_equal, spread, whole)
 assert spread.layers[0].q.sharding.shard_shape((64, 64)) == (32, 64)
+from spile.model.params import stacked
+from spile.model.runs import LayerRun
+runs = (LayerRun(0, 1, files.config.n_layers),)
+reads.clear()
+scanned = weights.load(files, jnp.float32, None, place, runs=runs)
+assert len(reads) == len(set(reads)) * 2 - sum(1 for n in set(reads) if "norm" in n), "each half is read once"
+jax.tree.map(np.testing.assert_array_equal, scanned, stacked(whole, runs, jnp.stack))
+assert scanned.layers[0].q.sharding.shard_shape((4, 64, 64)) == (4, 32, 64)
 assert spread.layers[0].down.sharding.shard_shape((64, 192)) == (64, 96)
 from spile.model.decoder import forward
 from spile.model.attention import over_mesh

@@ -223,7 +223,8 @@ def compile_rows(program: Program, rows: int) -> Fit:
 
     from spile.model.attention import choose
     from spile.model.decoder import head_needed, layers_needed
-    from spile.model.params import build
+    from spile.model.params import placed
+    from spile.model.runs import choose_runs
     from spile.runtime.device import DeviceProducer
     from spile.runtime.mesh import default_shape, make_mesh, plan_mesh
 
@@ -234,19 +235,16 @@ def compile_rows(program: Program, rows: int) -> Fit:
     itemsize = jnp.dtype(program.dtype).itemsize
     shape = program.mesh_shape or default_shape(config, len(devices), itemsize, memory, layers, head=head)
     mesh, plan = make_mesh(shape, devices), plan_mesh(config, shape)
-    place = plan.place(mesh)
-
-    def weight(_: str, tensor: Any) -> Any:
-        return jax.ShapeDtypeStruct(tensor.shape, program.dtype, sharding=place(tensor.axes, tensor.shape))
-
+    runs = choose_runs(config, program.taps, layers, "tpu", itemsize)
     producer = DeviceProducer(
-        build(config, layers, weight, head=head),
+        placed(config, program.dtype, runs, plan.place(mesh), head=head),
         config,
         program.taps,
         store_dtype=program.store_dtype,
         mesh=mesh,
         attention=choose(config, "tpu", program.dtype),
         dtype=program.dtype,
+        runs=runs,
     )
     known = Fit(rows, program.length, shape, memory, False, plan.weight_bytes(config, itemsize, layers, head=head))
     began = time.perf_counter()

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spile.model.decoder import forward, layers_needed
+from spile.model.decoder import Drawn, as_it_is, hidden, layers_needed
 from spile.objects.crc import ChunkedCrc
 from spile.planning.batches import Batch
 from spile.runtime.device import DeviceProducer
@@ -90,14 +90,14 @@ def matmul(size: int, dtype: str, times: int = 8) -> float:
 
 def bare_forward(producer: DeviceProducer, batches: Sequence[Batch]) -> tuple[float, float]:
     """Real tokens/s and model FLOP/s of these batches up to the last tapped layer, nothing kept but one number."""
-    config = producer.config
-    last = max(producer.taps, key=lambda tap: layers_needed((tap,), config.n_layers))
+    config, layers = producer.config, layers_needed(producer.taps, producer.config.n_layers)
 
     def step(params: Any, batch: jax.Array) -> jax.Array:
         # The largest value: a sum could be moved inside the products, and the products away.
-        rows = (batch[:, part] for part in range(3))
-        (kept,) = forward(params, *rows, config=config, taps=(last,), attention=producer.attend)
-        return jnp.max(jnp.abs(kept))
+        tokens, positions, segments = (batch[:, part] for part in range(3))
+        nothing, attend, mix = Drawn((), as_it_is), producer.attend, producer.mixture
+        x = hidden(params, tokens, positions, segments, config, producer.runs, attend, mix, nothing)
+        return jnp.max(jnp.abs(x))
 
     inputs = [jax.device_put(pack(batch).rows, producer.rows_sharding) for batch in batches]
     shapes = {array.shape: array for array in inputs}
@@ -111,9 +111,7 @@ def bare_forward(producer: DeviceProducer, batches: Sequence[Batch]) -> tuple[fl
     run()
     seconds = _best(run, 2)
     lengths = [len(sample) for batch in batches for sample in batch.samples]
-    flops = sum(
-        flops_per_token(config, length, layers_needed((last,), config.n_layers) - 1) * length for length in lengths
-    )
+    flops = sum(flops_per_token(config, length, layers - 1) * length for length in lengths)
     return sum(lengths) / seconds, flops / seconds
 
 
@@ -123,7 +121,8 @@ def device_to_host(producer: DeviceProducer, size: int = 1 << 29) -> float | Non
         return None
     rows = producer.groups
     array = jax.device_put(jnp.ones((rows, size // 2), jnp.bfloat16), producer.rows_sharding)
-    step = jax.jit(lambda x: jax.device_put(x * 1, producer.away_sharding))
+    away = producer.rows_sharding.with_memory_kind("pinned_host")
+    step = jax.jit(lambda x: jax.device_put(x * 1, away))
     jax.block_until_ready(step(array))
     seconds = _best(lambda: jax.block_until_ready([step(array) for _ in range(4)]))
     return 4 * rows * size / seconds
