@@ -17,6 +17,7 @@ from spile.errors import SpecError, UserError
 from spile.runtime.engines import ray_node
 from spile.runtime.engines.engine import ClusterCheck, StreamTask, WorkerEnd
 from spile.runtime.engines.gangs import Gang, find_gangs
+from spile.runtime.engines.sharing import thread_limits
 from spile.version import __version__
 
 __all__ = ["RAY_TIMES", "RayEngine"]
@@ -52,6 +53,7 @@ class RayEngine:
             self._ray.shutdown()
             raise
         self.workers = workers or room
+        self._threads = self._thread_limits()
         self._refs: dict[Any, int] = {}
         self._gangs: dict[int, Gang] = {}
 
@@ -73,6 +75,14 @@ class RayEngine:
             expected=f"a node that has them{hosts}",
             found="; ".join(f"{_name(node)}: {_told(node['Resources'])}" for node in nodes) or "no node",
         )
+
+    def _thread_limits(self) -> dict[str, str]:
+        """For workers on processors: as many as were asked for, or an even share of all where that is more."""
+        if "CPU" not in self._needs:
+            return {}
+        cores = sum(n["Resources"]["CPU"] for n in self._nodes() if _times(n["Resources"], self._needs))
+        share = cores / (self.workers * self._hosts_per_worker)
+        return thread_limits(max(1, int(max(share, self._needs["CPU"]))))
 
     def check(self, asked: ClusterCheck) -> None:
         """Every node's versions, and whether it sees the output and the data."""
@@ -142,7 +152,7 @@ class RayEngine:
 
     def _submit(self, words: Sequence[str], task: StreamTask, options: Mapping[str, Any]) -> Any:
         run = self._ray.remote(**options)(ray_node.run_stream)
-        return run.remote(list(words), dict(task.env), list(task.without))
+        return run.remote(list(words), {**self._threads, **task.env}, list(task.without))
 
     def wait(self, seconds: float) -> Sequence[WorkerEnd]:
         """Those whose task ended, whether by itself or with its node."""

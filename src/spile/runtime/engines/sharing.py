@@ -11,7 +11,7 @@ from pathlib import Path
 
 from spile.errors import SpecError
 
-__all__ = ["WorkerShare", "shares", "this_machines_chips", "this_machines_cores"]
+__all__ = ["WorkerShare", "shares", "this_machines_chips", "this_machines_cores", "thread_limits"]
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,16 @@ def shares(
     found = []
     for worker in range(workers):
         own = tuple(cores[(worker * threads + place) % len(cores)] for place in range(threads))
-        env = {"OMP_NUM_THREADS": str(threads), "RAYON_NUM_THREADS": str(threads)}
+        env = thread_limits(threads)
         if kind:
             env |= _visible(kind, chips[kind][worker * each : (worker + 1) * each])
         found.append(WorkerShare(own, env))
     return found
+
+
+def thread_limits(threads: int) -> dict[str, str]:
+    """What keeps a worker to so many threads: NumPy's, the tokenizer's, XLA's."""
+    return dict.fromkeys(("OMP_NUM_THREADS", "RAYON_NUM_THREADS", "NPROC"), str(threads))
 
 
 def _chips_each(workers: int, chips: Mapping[str, Sequence[str]], asked: Mapping[str, float]) -> tuple[str, int]:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from spile.errors import UserError
-from spile.runtime.engines.engine import ClusterCheck
+from spile.runtime.engines.engine import ClusterCheck, StreamTask
 from spile.runtime.engines.ray_cluster import RayEngine
 from spile.version import __version__
 
@@ -29,9 +29,14 @@ class StandInRay(ModuleType):
 
     __version__ = "2.60.0"
 
-    def __init__(self, answers: dict[str, dict[str, Any] | None], refuses: Exception | None = None) -> None:
+    def __init__(
+        self,
+        answers: dict[str, dict[str, Any] | None],
+        refuses: Exception | None = None,
+        resources: dict[str, float] | None = None,
+    ) -> None:
         super().__init__("ray")
-        self.answers, self.refuses = answers, refuses
+        self.answers, self.refuses, self.resources = answers, refuses, resources or {"CPU": 1.0}
         self.exceptions = SimpleNamespace(RayError=RuntimeError)
         self.cloudpickle = SimpleNamespace(
             register_pickle_by_value=lambda _: None, unregister_pickle_by_value=lambda _: None
@@ -45,7 +50,7 @@ class StandInRay(ModuleType):
         pass
 
     def nodes(self) -> list[dict[str, Any]]:
-        return [{"Alive": True, "NodeID": name, "NodeName": name, "Resources": {"CPU": 1.0}} for name in self.answers]
+        return [{"Alive": True, "NodeID": name, "NodeName": name, "Resources": self.resources} for name in self.answers]
 
     def remote(self, **_: object) -> Any:
         look = SimpleNamespace(remote=None)
@@ -66,7 +71,9 @@ def address() -> Iterator[str]:
         yield f"127.0.0.1:{server.getsockname()[1]}"
 
 
-def engine(monkeypatch: pytest.MonkeyPatch, ray: StandInRay, address: str) -> RayEngine:
+def engine(
+    monkeypatch: pytest.MonkeyPatch, ray: StandInRay, address: str, workers: int | None = None, **needs: float
+) -> RayEngine:
     strategies = ModuleType("ray.util.scheduling_strategies")
     strategies.NodeAffinitySchedulingStrategy = lambda node, soft: node  # type: ignore[attr-defined]
     for name, module in {
@@ -74,7 +81,27 @@ def engine(monkeypatch: pytest.MonkeyPatch, ray: StandInRay, address: str) -> Ra
         "ray.util.scheduling_strategies": strategies,
     }.items():  # fmt: skip
         monkeypatch.setitem(sys.modules, name, module)
-    return RayEngine(None, {"CPU": 1.0}, address)
+    return RayEngine(workers, needs or {"CPU": 1.0}, address)
+
+
+@pytest.mark.parametrize(
+    ("workers", "needs", "threads"),
+    [(None, {}, "1"), (2, {}, "8"), (4, {"CPU": 8.0}, "8"), (16, {"CPU": 0.5}, "1"), (1, {"GPU": 1.0}, None)],
+)
+def test_workers_share_the_cores_of_the_cluster(
+    workers: int | None,
+    needs: dict[str, float],
+    threads: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    address: str,
+) -> None:
+    """As many threads as were asked for, or an even share of all where fewer workers than would fit are wanted."""
+    ray = StandInRay({"node1": WELL, "node2": WELL}, resources={"CPU": 8.0, "GPU": 1.0})
+    seen: list[dict[str, str]] = []
+    ray.remote = lambda **_: lambda _f: SimpleNamespace(remote=lambda _w, env, _n: seen.append(env))  # type: ignore[method-assign]
+    engine(monkeypatch, ray, address, workers, **needs).start(StreamTask(0, ("extract",), env={"A": "b"}))
+    limits = {} if threads is None else dict.fromkeys(("OMP_NUM_THREADS", "RAYON_NUM_THREADS", "NPROC"), threads)
+    assert seen == [{**limits, "A": "b"}]
 
 
 @pytest.mark.parametrize(
