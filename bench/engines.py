@@ -4,8 +4,8 @@
 (``xargs -P``, a process per stream) and with ``--engine local``. Each starts with no program compiled, and
 their turns alternate; figures are medians. ``--ray``: with ``--engine ray`` too, on a cluster that is started here, a
 head and a node for each worker in network namespaces (root, and Ray installed); ``--ray-address HOST:PORT``: on one
-that is there. ``--trouble``: then the same run once more on that cluster while one node is killed, another's cable is
-cut and a third joins, against the run that met nothing. ``--only hand,ray``: fewer contenders.
+that is there. ``--trouble``: then the same run once more on a cluster that was started here while one node is killed,
+another's cable is cut and a third joins. ``--only hand,ray``: fewer contenders.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from spile.store.verification import verify
 
 SPILE = [sys.executable, "-m", "spile.cli.main", "extract", "--model", "embedded", "--shard-size-gb", "0.01"]
 BUCKET = "gs://bench"
-KINDS = {"hand": "by hand", "local": "--engine local", "ray": "--engine ray"}
+KINDS = {"hand": "by hand", "local": "--engine local", "ray": "--engine ray", "trouble": "in trouble"}
+AGAINST = {"local": "hand", "ray": "hand", "trouble": "ray"}
 PROGRAMS = {
     "raylet/raylet": "raylets",
     "src/ray/gcs/gcs_server": "gcs_server",
@@ -198,21 +199,17 @@ def timed(place: Place, kind: str, turn: int, streams: int, workers: int) -> flo
 
 
 def compare(place: Place, kinds: list[str], options: argparse.Namespace) -> None:
-    """Turns of all contenders, and what they come to."""
+    """Turns of all contenders, then the trouble, after which the cluster is not what it was; and what they come to."""
     place.variants = options.variants
     times: dict[str, list[float]] = {kind: [] for kind in kinds}
-    for turn in range(options.turns):
-        for kind in kinds:
-            times[kind].append(timed(place, kind, turn, options.streams, options.workers))
-    base = "hand" if "hand" in kinds else kinds[0]
-    for kind in kinds:
-        middle = statistics.median(times[kind])
-        ratio = statistics.median(a / b for a, b in zip(times[kind], times[base], strict=True))
-        print(f"{KINDS[kind]:16} {middle:6.1f} s  {ratio:.2f} of {KINDS[base]}", flush=True)
-    if options.trouble and place.cluster is not None:
-        seconds = timed(place, "trouble", 0, options.streams, options.workers)
-        ratio = seconds / statistics.median(times["ray"])
-        print(f"{'in trouble':16} {seconds:6.1f} s  {ratio:.2f} of without", flush=True)
+    turns = [kind for _ in range(options.turns) for kind in kinds if kind != "trouble"]
+    for kind in [*turns, *(["trouble"] if "trouble" in kinds else [])]:
+        times[kind].append(timed(place, kind, len(times[kind]), options.streams, options.workers))
+    for kind, seconds in times.items():
+        base = AGAINST.get(kind, "")
+        ratio = statistics.median(seconds) / statistics.median(times[base]) if base in times else None
+        told = "" if ratio is None else f"  {ratio:.2f} of {KINDS[base]}"
+        print(f"{KINDS[kind]:16} {statistics.median(seconds):6.1f} s{told}", flush=True)
     prove(place)
 
 
@@ -225,10 +222,12 @@ def main() -> None:
     parser.add_argument("--ray", action="store_true", help="on a cluster that is started here")
     parser.add_argument("--ray-address", default=os.environ.get("RAY_ADDRESS"))
     parser.add_argument("--trouble", action="store_true", help="with --ray: a node dies, a link is cut, a node joins")
-    parser.add_argument("--only", help=f"of {', '.join(KINDS)}, in this order")
+    parser.add_argument("--only", help="of hand, local and ray, in this order")
     options = parser.parse_args()
     ray = options.ray or options.ray_address
-    kinds = options.only.split(",") if options.only else [kind for kind in KINDS if ray or kind != "ray"]
+    kinds = options.only.split(",") if options.only else ["hand", "local", *(["ray"] if ray else [])]
+    if options.trouble and options.ray:
+        kinds = [*kinds, "trouble"]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a timeout's: the cluster is taken down all the same
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = f"{folder}/cache"
