@@ -33,7 +33,8 @@ image build --isolation chroot --pull-never --target "$target" --tag "spile:chec
 container="$(image from --pull-never "spile:check-$target")"
 trap 'image rm "$container" > /dev/null; [ -n "${IMAGE_CHECK_FOLDER:-}" ] || rm -rf "$folder"' EXIT
 inside() { image run --isolation chroot "$container" -- "$@"; }
-[ "$(inside id -u)" = 1000 ] || { echo "image-check: the image's user is root" >&2; exit 1; }
+user="$(inside id -u)"
+[ "$user" = 1000 ] || { echo "image-check: the image's user is '$user', expected 1000" >&2; exit 1; }
 inside spile --version
 inside spile extract
 inside spile verify activations

@@ -56,6 +56,8 @@ def extract_on_engine(flags: ExtractFlags, engine: EngineFlags) -> int:
         inputs = tuple(map(_absolute, filter(_is_place, (streams, spec.model))))
         with cluster_check(_absolute_folder(spec.output), inputs) as asked:
             runner.check(asked)
+        if runner.room < runner.workers:
+            log(f"the cluster has room for {runner.room} of {runner.workers} workers now; the others wait for nodes")
         root = open_folder(spec.output)
         with watched_engine(SnapshotReader(root)) as view:
             scheduler = Scheduler(runner, tasks, log=view.log, observe=view.observe)

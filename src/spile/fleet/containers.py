@@ -64,6 +64,8 @@ class Container:
             raise SpecError("--name", expected="letters, digits, dots and dashes", found=repr(self.name))
         if self.device not in get_args(Device):
             raise SpecError("--target", expected="cpu, cuda or tpu", found=repr(self.device))
+        if not 0 <= self.grace <= 3600:
+            raise SpecError("--grace", expected="from 0 to 3,600 seconds", found=str(self.grace))
         for _, inside in self.mounts:
             if not inside.startswith("/"):
                 raise SpecError("--mount", expected="FOLDER:/PATH", found=inside)

@@ -8,6 +8,7 @@ that stands alone leaves inside the compiled program, under the layers that foll
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -57,7 +58,16 @@ def configure_jax() -> None:
     programs are kept over runs: a resumed worker does not compile again.
     """
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    logging.getLogger("jax._src.xla_bridge").addFilter(_one_line)
     _enable_compilation_cache()
+
+
+def _one_line(record: logging.LogRecord) -> bool:
+    """JAX's own logs without tracebacks: an image for GPUs on a machine without is worth a line."""
+    if record.exc_info and record.exc_info[1] is not None:
+        record.msg, record.args = f"{record.getMessage()}: {record.exc_info[1]}", ()
+        record.exc_info = record.exc_text = None
+    return True
 
 
 def _enable_compilation_cache() -> None:

@@ -125,6 +125,10 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         job(time="tomorrow")
     with pytest.raises(SpecError, match="--sbatch: expected an option"):
         job(options=("constraint",))
+    with pytest.raises(SpecError, match="--gpus: expected 0 or more, found -2"):
+        job(gpus=-2)
+    with pytest.raises(SpecError, match="--log-dir: expected a word without blanks, found 'my logs'"):
+        job(log_dir="my logs")
     with pytest.raises(SystemExit) as ended:
         main(["slurm", "job", "--model", "embedded", "--output", "out", "--dataset-dir", "/s", "--num-streams", "2"])
     assert ended.value.code == 2

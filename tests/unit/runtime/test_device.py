@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -172,6 +173,18 @@ def test_the_dtype_that_fits_a_platform() -> None:
 
 def test_describing(producer: DeviceProducer) -> None:
     assert producer.describe() == "1 × cpu, float32, xla attention"
+
+
+def test_a_plugin_that_cannot_start_is_a_line_and_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    """As JAX tells of its CUDA plugin on a machine that has no driver."""
+    configure_jax()
+    try:
+        raise RuntimeError("Unable to load cuPTI. Is it installed?")
+    except RuntimeError:
+        logging.getLogger("jax._src.xla_bridge").exception("%s error", "Jax plugin configuration")
+    (record,) = caplog.records
+    assert record.getMessage() == "Jax plugin configuration error: Unable to load cuPTI. Is it installed?"
+    assert "Traceback" not in caplog.text
 
 
 def test_a_home_that_cannot_be_written_to_costs_the_cache_and_not_the_run(

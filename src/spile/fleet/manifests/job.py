@@ -42,9 +42,15 @@ class ClusterJob:
             raise SpecError("--name", expected=expected, found=repr(self.name))
         if not self.streams:
             raise SpecError("no streams", expected="--num-streams N, or a --dataset-dir that holds some")
-        for flag, value in (("--num-workers", self.workers), ("--cpus", self.cpus), ("--memory-gb", self.memory_gb)):
-            if value is not None and value < 1:
-                raise SpecError(flag, expected="1 or more", found=str(value))
+        for flag, value, least in (
+            ("--num-workers", self.workers, 1),
+            ("--hosts-per-worker", self.hosts, 1),
+            ("--cpus", self.cpus, 1),
+            ("--memory-gb", self.memory_gb, 1),
+            ("--retries", self.tries, 0),
+        ):
+            if value is not None and value < least:
+                raise SpecError(flag, expected=f"{least} or more", found=str(value))
         if not 10 <= self.grace <= 3600:
             raise SpecError("--grace", expected="from 10 to 3,600 seconds", found=str(self.grace))
 

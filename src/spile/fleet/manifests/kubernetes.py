@@ -26,6 +26,7 @@ CONTAINER = "spile"
 _GPU = "nvidia.com/gpu"
 _TPU = "google.com/tpu"
 _GKE = "cloud.google.com"
+_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,8 @@ class KubernetesJob:
     def __post_init__(self) -> None:
         if not self.image or " " in self.image:
             raise SpecError("--image", expected="an image that the cluster can pull", found=repr(self.image))
+        if self.gpus < 0:
+            raise SpecError("--gpus", expected="0 or more", found=str(self.gpus))
         if self.gpus and self.machine is not None:
             raise SpecError("two kinds of accelerators", expected="--topology or --gpus", found="both")
         if self.gpu_type is not None and not self.gpus:
@@ -79,6 +82,11 @@ class KubernetesJob:
         for path in self.volumes:
             if not path.startswith("/"):
                 raise SpecError("--volume", expected="/path=claim", found=repr(path))
+        names = [("--namespace", self.namespace), ("--service-account", self.service_account), ("--queue", self.queue)]
+        for flag, name in [*names, *(("--volume", claim) for claim in self.volumes.values())]:
+            if name is not None and not _NAME.fullmatch(name):
+                expected = "a name of the cluster's: small letters, digits, dots and dashes"
+                raise SpecError(flag, expected=expected, found=repr(name))
 
 
 def manifests(job: KubernetesJob) -> list[dict[str, Any]]:

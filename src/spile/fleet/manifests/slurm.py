@@ -31,6 +31,12 @@ class SlurmJob:
     def __post_init__(self) -> None:
         if self.time is not None and not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", self.time):
             raise SpecError("--time", expected="D-HH:MM:SS, as sbatch takes it", found=repr(self.time))
+        if self.gpus < 0:
+            raise SpecError("--gpus", expected="0 or more", found=str(self.gpus))
+        words = (("--partition", self.partition), ("--account", self.account), ("--log-dir", self.log_dir))
+        for flag, word in words:
+            if word is not None and not re.fullmatch(r"\S+", word):
+                raise SpecError(flag, expected="a word without blanks", found=repr(word))
         for option in self.options:
             if not option.startswith("-") or "\n" in option:
                 raise SpecError("--sbatch", expected="an option such as --constraint=a100", found=repr(option))

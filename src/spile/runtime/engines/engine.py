@@ -63,6 +63,8 @@ class Engine(Protocol):
     name: str
     workers: int
     """How many at once."""
+    room: int
+    """For how many there is room now; more wait for machines that join."""
     elsewhere: bool
     """Whether another worker may be on another machine, so that moving a slow one's stream can help."""
 

@@ -28,7 +28,8 @@ class LocalEngine:
     def __init__(self, workers: int, resources: Mapping[str, float] | None = None, log_dir: Path | None = None) -> None:
         if workers < 1:
             raise SpecError("--num-workers", expected="1 or more", found=str(workers))
-        self.workers, self._log_dir = workers, log_dir
+        self.workers = self.room = workers
+        self._log_dir = log_dir
         self._free = shares(workers, this_machines_cores(), this_machines_chips(os.environ), resources or {})
         self._running: dict[int, tuple[WorkerProcess, WorkerShare]] = {}
 

@@ -52,7 +52,7 @@ class RayEngine:
         except UserError:
             self._ray.shutdown()
             raise
-        self.workers = workers or room
+        self.workers, self.room = workers or room, room
         self._threads = self._thread_limits()
         self._refs: dict[Any, int] = {}
         self._gangs: dict[int, Gang] = {}
@@ -246,7 +246,7 @@ def _connect(address: str | None) -> Any:
     except ImportError as error:
         raise UserError("no Ray here", expected="the extra spile[ray]", fix="pip install 'spile[ray]'") from error
     address = address or os.environ.get("RAY_ADDRESS") or "auto"
-    where = "this machine" if address == "auto" else address
+    where = "on this machine" if address == "auto" else f"at {address}"
     _knock(address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
@@ -255,14 +255,14 @@ def _connect(address: str | None) -> Any:
         if "ersion" in said and "mismatch" in said:
             theirs = _VERSIONS.search(said)  # the cluster's come before ours
             raise UserError(
-                f"the Ray cluster at {where} is of another version",
+                f"the Ray cluster {where} is of another version",
                 expected=f"Ray {ray.__version__} and Python {platform.python_version()}, as here",
                 found=said[-200:] if theirs is None else f"Ray {theirs[1]} and Python {theirs[2]}",
                 fix="install the cluster's versions here, or start the command on one of its nodes",
             ) from error
         raise UserError(
-            f"no Ray cluster at {where}",
-            found=said[:200],
+            f"no Ray cluster {where}",
+            found=None if "any running Ray instance" in said else said[:200],  # which says no more than we do
             fix="name one with --ray-address HOST:6379, or start one: ray start --head",
         ) from error
     return ray

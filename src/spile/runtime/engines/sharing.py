@@ -76,6 +76,8 @@ def _chips_each(workers: int, chips: Mapping[str, Sequence[str]], asked: Mapping
     if not kind:
         return "", 0
     there = len(chips.get(kind, ()))
+    if not there:
+        raise SpecError(f"--resources {kind}", expected=f"a machine with {kind}s", found="none here")
     each = int(asked.get(kind, there // workers))
     if each < 1 or each * workers > there:
         raise SpecError(

@@ -45,7 +45,7 @@ def test_tpu_chips_have_bounds() -> None:
 
 
 def test_what_is_not_there_is_told() -> None:
-    with pytest.raises(SpecError, match=r"--num-workers 1 with 1 GPU each: expected at most 0 GPU in all"):
+    with pytest.raises(SpecError, match=r"--resources GPU: expected a machine with GPUs, found none here"):
         shares(1, range(2), {"GPU": ()}, {"GPU": 1.0})
     with pytest.raises(SpecError, match="expected GPU=N or TPU=N with --engine local, found gold"):
         shares(1, range(2), {}, {"gold": 1.0})
