@@ -164,7 +164,7 @@ def local(rows: int, peers: str | None) -> None:
         ours: list[tuple[str, Path, Callable[[], Iterator[int]]]] = [
             ("spile, full permutation", home / "root", lambda: shuffled(home / "root", 2 * size)),
             ("spile, two levels (a quarter in memory)", home / "root", lambda: shuffled(home / "root", size // 4)),
-            ("the same, pieces of 16 KiB", home / "root", lambda: shuffled(home / "root", size // 4, 1 << 14)),
+            ("the same, pieces of 7 MiB", home / "root", lambda: shuffled(home / "root", size // 4, 4096 * 2 * D)),
         ]
         disk: Rate | None = None
         plain = ("the disk, from end to end", home / "root", lambda: sequential(home / "root"))

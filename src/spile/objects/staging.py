@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import io
 import mmap
 import os
 import sys
@@ -24,6 +25,7 @@ _BLOCK = 4096
 _STEP = 1 << 20
 """Bytes of a read: larger ones are slower."""
 _LARGE_PAGE = 2 << 20
+_LIBC = ctypes.CDLL(None)
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
 
@@ -33,6 +35,7 @@ class Staging:
     def __init__(self, *, past_cache: bool) -> None:
         self._past_cache = past_cache and bool(_DIRECT) and sys.platform == "linux"
         self._memory = _new_memory(_BLOCK)
+        self._file: _File | None = None
 
     def room(self, length: int) -> memoryview:
         """So much memory, the same as the last time where that was as large."""
@@ -42,14 +45,49 @@ class Staging:
 
     def read(self, path: Path, offset: int, length: int) -> memoryview:
         """A part of a file, or as much of it as there is."""
-        with reading(path), open_plain(path) as file:
-            if self._past_cache and not _in_page_cache(file.fileno(), offset, length):
+        with reading(path):
+            if self._file is None or self._file.path != path:
+                self._file = _File(path, past_cache=self._past_cache)
+            file = self._file
+            if file.direct is not None and not _in_page_cache(file.plain.fileno(), offset, length):
                 lead = offset % _BLOCK
                 memory = self.room(-(-(lead + length) // _BLOCK) * _BLOCK)
-                if (count := _read_directly(path, memory, offset - lead)) is not None:
+                try:
+                    count = _read(file.direct.fileno(), memory, offset - lead)
+                except OSError as error:
+                    if error.errno != errno.EINVAL:  # this file system does not do it
+                        raise
+                    file.direct.close()
+                    file.direct = None
+                else:
                     return memory[lead : min(lead + length, max(count, lead))]
             memory = self.room(length)
-            return memory[: _read(file.fileno(), memory, offset)]
+            return memory[: _read(file.plain.fileno(), memory, offset)]
+
+
+class _File:
+    """Open, through the page cache and past it: many small parts of one are read in a row."""
+
+    def __init__(self, path: Path, *, past_cache: bool) -> None:
+        self.path = path
+        self.direct: io.FileIO | None = None
+        self.plain = open_plain(path)
+        if past_cache:
+            self.direct = _open_directly(path)
+
+    def __del__(self) -> None:
+        for file in (getattr(self, "plain", None), self.direct):
+            if file is not None:
+                file.close()
+
+
+def _open_directly(path: Path) -> io.FileIO | None:
+    try:
+        return open_plain(path, _DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return None
 
 
 def _new_memory(length: int) -> mmap.mmap:
@@ -66,17 +104,6 @@ def _read(handle: int, memory: memoryview, offset: int) -> int:
     return done
 
 
-def _read_directly(path: Path, memory: memoryview, offset: int) -> int | None:
-    """How many bytes there were; None: this file system does not do it."""
-    try:
-        with open_plain(path, _DIRECT) as file:
-            return _read(file.fileno(), memory, offset)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        return None
-
-
 def _in_page_cache(handle: int, offset: int, length: int) -> bool:
     """Whether all of this part of a file is; also True where the system does not tell."""
     begin = offset - offset % mmap.ALLOCATIONGRANULARITY
@@ -87,7 +114,5 @@ def _in_page_cache(handle: int, offset: int, length: int) -> bool:
     pages = np.zeros(-(-len(mapped) // mmap.PAGESIZE), np.uint8)
     with mapped:
         address = np.frombuffer(mapped, np.uint8).ctypes.data
-        told = ctypes.CDLL(None).mincore(
-            ctypes.c_void_p(address), ctypes.c_size_t(len(mapped)), ctypes.c_void_p(pages.ctypes.data)
-        )
+        told = _LIBC.mincore(ctypes.c_void_p(address), ctypes.c_size_t(len(mapped)), ctypes.c_void_p(pages.ctypes.data))
     return told != 0 or bool((pages & 1).all())

@@ -7,7 +7,7 @@ groups. So what is drawn from changes by one group at a time, and is always as m
 whole stretch is one group, its rows come in a uniformly random order: a full permutation.
 
 Rows of one document lie side by side, mostly in one piece, and so come within one stretch of the epoch. Pieces smaller
-than documents take them apart: with ``piece`` each window has rows of nearly every document.
+than documents take them apart: so they are where memory would hold too few whole documents (:func:`small_piece`).
 """
 
 from __future__ import annotations
@@ -20,13 +20,25 @@ import numpy.typing as npt
 
 from spile.errors import SpecError
 
-__all__ = ["EpochPlan", "RowPiece", "ShuffleSpec", "group_order", "piece_rows", "plan_epoch", "row_order"]
+__all__ = [
+    "EpochPlan",
+    "RowPiece",
+    "ShuffleSpec",
+    "group_order",
+    "piece_rows",
+    "plan_epoch",
+    "row_order",
+    "small_piece",
+]
 
 _CHUNK = 1 << 20
 _PIECE = 4 << 20
 """Bytes of a piece, about: one read. Large enough for a bucket, small enough for a window of many places."""
 _PLACES = 256
 """Pieces in memory, at least, where it allows for pieces of a chunk."""
+_PARTS = 4096
+"""Samples, or parts of them, that memory should hold for the order to be as good as a full permutation's."""
+_SMALLEST_PIECE = 32 << 10
 _SPREAD = 12
 """Windows that a group is dealt out over: one more group, which is being read, takes memory and is not drawn from."""
 _LARGEST_PIECE = 16 << 20
@@ -122,6 +134,18 @@ def piece_rows(widths: Sequence[int], memory: int, piece: int | None = None) -> 
     if aligned * total <= _LARGEST_PIECE:
         return int(aligned * max(1, wanted // (aligned * total)))
     return int(max(1, 2 * wanted // total))
+
+
+def small_piece(total: int, sample: int, spec: ShuffleSpec) -> int | None:
+    """The bytes of pieces that take samples apart, where too few whole ones fit in memory; None: pieces of some MiB.
+
+    ``total``: the bytes of all rows; ``sample``: those of one sample, on average.
+    """
+    permuted = spec.scratch is not None or total <= spec.memory * spec.parts
+    if spec.piece is not None or permuted or sample * _PARTS <= spec.memory:
+        return spec.piece
+    wanted = max(_SMALLEST_PIECE, spec.memory // _PARTS)
+    return wanted if wanted < _CHUNK else None
 
 
 def plan_epoch(shards: Sequence[int], widths: Sequence[int], spec: ShuffleSpec, epoch: int) -> EpochPlan:

@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any, overload
@@ -19,7 +20,7 @@ import numpy.typing as npt
 
 from spile.errors import UserError
 from spile.objects import Folder, open_folder
-from spile.planning.shuffle import ShuffleSpec
+from spile.planning.shuffle import ShuffleSpec, small_piece
 from spile.reading.rows import RowBatch, iterate
 from spile.reading.selection import SampleRef, ref_of, selection_of
 from spile.reading.shuffled import Shuffled, ShuffleOrder
@@ -226,8 +227,13 @@ class Dataset:
         having = self.having(names, streams)
         read_ledgers(having)
         shards = [(stream, record) for stream in having for record in stream.shards]
+        source = TapSource(names, ShardCache(shards))
+        if shards and self.root.local_path is not None:  # a bucket gives whole MiBs, which are what is checked
+            size = source.width * sum(record.tokens for _, record in shards)
+            samples = sum(record.count for _, record in shards)
+            spec = replace(spec, piece=small_piece(size, size // max(1, samples), spec))
         order = ShuffleOrder(
-            TapSource(names, ShardCache(shards)),
+            source,
             spec,
             selection,
             tuple((f"{stream.number}/{record.name}", record.tokens) for stream, record in shards),

@@ -60,17 +60,14 @@ class ShuffleOrder:
         """What is this reader's of an epoch."""
         if not self.shards:
             return EpochPlan((), 1, 0, whole=True)
-        return plan_epoch([rows for _, rows in self.shards], self._widths(), self.spec, epoch)
+        return plan_epoch([rows for _, rows in self.shards], self.source.widths, self.spec, epoch)
 
     def comes_back(self, epochs: int | None) -> bool:
         """Whether rows are read again, and may still be in the system's page cache by then."""
         if epochs == 1 or not self.shards or self.plan(0).whole:
             return False
-        size = sum(rows for _, rows in self.shards) * sum(self._widths())
+        size = sum(rows for _, rows in self.shards) * self.source.width
         return size <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-
-    def _widths(self) -> list[int]:
-        return [dtype.itemsize * columns for dtype, columns in map(self.source.row_type, self.source.taps)]
 
     def describe(self) -> dict[str, Any]:
         """What a state is of; compared when it is given back."""
@@ -85,14 +82,14 @@ class ShuffleOrder:
             "drop_last": self.spec.drop_last,
             "scratch": self.spec.scratch is not None,
             "order": _ORDER,
-            **({} if self.spec.piece is None else {"piece": self.spec.piece}),
+            "piece": self.spec.piece,
             "selection": self.selection.describe(),
         }
 
     def place(self, state: Mapping[str, Any]) -> ShufflePlace:
         """Where a state says to go on."""
         wanted = self.describe()
-        state = {"order": 1, **state}
+        state = {"order": 1, "piece": None, **state}
         wrong = [name for name, value in wanted.items() if name in state and state[name] != value]
         if wrong == ["order"] and len(self.plan(0).groups) <= 1:  # a full permutation is what it was
             wrong = []

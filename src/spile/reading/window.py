@@ -77,6 +77,16 @@ class TapSource:
         shard: ShardReader = self.shards[0][1]
         return shard.row_type(tap)
 
+    @property
+    def widths(self) -> list[int]:
+        """The bytes of a row of each tap."""
+        return [dtype.itemsize * columns for dtype, columns in map(self.row_type, self.taps)]
+
+    @property
+    def width(self) -> int:
+        """The bytes of a row of all taps together."""
+        return sum(self.widths)
+
 
 class Group:
     """Runs of pieces that were read side by side: where their wanted rows lie in memory, and what is known of them."""
@@ -196,7 +206,7 @@ class GroupLoader:
 
     def _runs(self, pieces: Sequence[RowPiece]) -> list[list[RowPiece]]:
         """Neighbours of one shard together, as far as one task should go: small pieces cost little each."""
-        width = sum(dtype.itemsize * columns for dtype, columns in map(self._source.row_type, self._source.taps))
+        width = self._source.width
         runs: list[list[RowPiece]] = []
         rows = 0
         for piece in pieces:

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 import spile.planning.shuffle
 from spile.errors import Damaged, UserError
 from spile.objects import Folder, open_folder
+from spile.planning.shuffle import ShuffleSpec, small_piece
 from spile.reading.dataset import Dataset
 from spile.reading.dataset import open as open_dataset
 from spile.reading.selection import SampleRef
@@ -266,6 +267,30 @@ def test_small_pieces_take_documents_apart() -> None:
         first = next(reader)
         seen = len(set(zip(first.streams.tolist(), first.samples.tolist(), strict=True))) / len(dataset.samples)
         assert least < seen <= most, (piece, seen)
+
+
+def test_samples_are_taken_apart_where_memory_holds_few_of_them() -> None:
+    gib = 1 << 30
+    for total, sample, memory, wanted in (
+        (4 * gib, 1 << 20, gib, 256 << 10),
+        (4 * gib, 256 << 10, gib, None),  # 4,096 whole samples fit
+        (4 * gib, 1 << 20, 8 * gib, None),  # everything fits
+        (9 * gib, 8 << 20, 4 * gib, None),  # pieces of whole MiBs are as small
+        (4 * gib, 1 << 20, 1 << 20, 32 << 10),
+    ):
+        assert small_piece(total, sample, ShuffleSpec(memory=memory)) == wanted
+    assert small_piece(4 * gib, 1 << 20, ShuffleSpec(memory=gib, piece=77)) == 77
+    assert small_piece(4 * gib, 1 << 20, ShuffleSpec(memory=gib, parts=4)) is None
+    assert small_piece(4 * gib, 1 << 20, ShuffleSpec(memory=gib, scratch="here")) is None
+
+
+def test_a_state_of_other_pieces_is_refused() -> None:
+    dataset = made(cut=4)
+    state = dataset.shuffled("attn.1", 64, memory=4000).state()
+    assert state["piece"] == 32 << 10
+    del state["piece"]  # as it was when pieces were of MiBs
+    with pytest.raises(UserError, match="another reader: expected piece = None, found piece = 32768"):
+        dataset.shuffled("attn.1", 64, memory=4000, state=state)
 
 
 def test_a_state_of_the_older_order_is_refused_unless_all_rows_are_permuted() -> None:
