@@ -140,6 +140,14 @@ def test_bad_input_is_one_line(
     assert not (tmp_path / "out" / "run.json").exists()
 
 
+def test_the_command_that_starts_the_workers_has_no_jax_itself(tmp_path: Path) -> None:
+    """It starts in half a second, and a Ctrl+C then is not lost in what jax calls back."""
+    words = ["extract", "--num-workers", "1", "--num-streams", "49", "--model", "embedded", "--output", "out"]
+    program = f"import sys\nfrom spile.cli.main import main\ntry: main({words})\nfinally: print('jax' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout) == (2, "False\n"), ran.stderr
+
+
 def test_a_command_that_every_worker_refuses_ends_soon_with_its_line(streams: Path, tmp_path: Path) -> None:
     words = ["--dataset-dir", str(streams), "--output", "out", "--num-workers", "2", "--layers", "77"]
     code, out = finish(start(tmp_path, *words))

@@ -272,12 +272,12 @@ def extract(
         from spile.cli.backfill import add_taps
 
         return add_taps(backfill, flags, pod, verbose)
-    from spile.runtime.extract import extract as run
-
     if engine is not None and engine.asked:
         from spile.cli.engines import extract_on_engine
 
         return extract_on_engine(settled(flags, os.environ, log, every_stream=True), engine)
+    from spile.runtime.extract import extract as run
+
     return visited(run, flags, pod, verbose)
 
 
