@@ -4,6 +4,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 # More than cores: most tests wait for processes and servers.
 JOBS   ?= 5
+# The image's target for image-check: cpu, cuda or tpu.
+IMAGE  ?= cpu
 
 .PHONY: help demo test check bench soak peers docs image-check release-check requirements clean
 help:            ## what there is
@@ -50,7 +52,7 @@ release-check:   ## sdist and wheel, built, installed into an empty environment,
 	PYTHON=$(PYTHON) scripts/release_check.sh
 
 image-check:     ## build the container image for real, without a container engine (root, buildah, debootstrap), and try it
-	scripts/image_check.sh cpu
+	scripts/image_check.sh $(IMAGE)
 
 requirements: $(VENV)/.ready  ## pin every dependency anew, with hashes
 	$(BIN)/pip-compile --quiet --strip-extras --generate-hashes --allow-unsafe --no-header --no-emit-index-url \

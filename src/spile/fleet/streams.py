@@ -16,6 +16,7 @@ from spile.data.make.split import make_streams
 from spile.data.make.upload import read_manifest, upload
 from spile.errors import DataError
 from spile.objects import open_folder
+from spile.planning.amounts import counted
 from spile.spec.run import DataSpec, PromptSpec
 
 __all__ = [
@@ -113,7 +114,7 @@ def split_streams(
             seed=data.seed,
             begun=there,
         )
-        log(f"{made.tally.samples:,} samples of {dataset} in {count} streams")
+        log(f"{made.tally.samples:,} samples of {dataset} in {counted(count, 'stream')}")
         yield local_streams(Path(folder), below)
 
 
