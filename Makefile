@@ -7,7 +7,7 @@ JOBS   ?= 5
 # The image's target for image-check: cpu, cuda or tpu.
 IMAGE  ?= cpu
 
-.PHONY: help demo test check bench soak peers docs image-check release-check requirements clean
+.PHONY: help demo test check bench soak peers-install peers docs image-check release-check requirements clean
 help:            ## what there is
 	@grep -hE '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
@@ -36,10 +36,17 @@ bench: $(VENV)/.ready  ## what this machine reaches, beside the alternatives
 soak: $(VENV)/.ready  ## every randomized and slow case
 	$(BIN)/pytest -n $(JOBS) --dist worksteal tests
 
-peers:           ## other people's programs read what we write, in an environment of their own
+# Over what .venv has: torch, jax, datasets and pandas are not installed twice.
+.venv-peers/.ready: $(VENV)/.ready
 	$(PYTHON) -m venv .venv-peers
-	.venv-peers/bin/pip install --quiet 'torch==2.13.0' sae-lens torchdata peft pytest pytest-timeout hypothesis beartype psutil
-	.venv-peers/bin/pip install --quiet -e .
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"), "$(CURDIR)/src", sep="\n")' \
+	  > "$$(.venv-peers/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth"
+	.venv-peers/bin/pip install --quiet 'torch==2.13.0' 'sae-lens==6.54.12' 'torchdata==0.11.0' 'peft>=0.17'
+	@touch $@
+
+peers-install: .venv-peers/.ready
+
+peers: peers-install  ## other people's programs read what we write, in an environment of their own
 	.venv-peers/bin/python -m pytest -p no:cacheprovider tests/peers
 
 docs: $(VENV)/.ready  ## the documentation as a site in build/site; every link and reference must resolve
@@ -65,4 +72,4 @@ requirements: $(VENV)/.ready  ## pin every dependency anew, with hashes
 	else echo "no uv: what machines of a fleet install stays as it was"; fi
 
 clean:           ## remove what the targets made
-	rm -rf $(VENV) activations .bench build dist
+	rm -rf $(VENV) .venv-peers activations .bench build dist
