@@ -2,8 +2,8 @@
 
 One tap of bfloat16 rows. In one run, turn about, page cache warm and cold: the disk read from end to end, spile's
 shuffled reader, plain ``torch.load``, Hugging Face datasets, and SAELens' cached activations (with ``--peers``, the
-interpreter of an environment that has sae-lens). Then a bucket (the in-repo fake GCS in a process of its own) beside
-obstore's plain parallel range reads, and the first batch of a dataset of 1,000 shards.
+interpreter of an environment that has sae-lens). Then the first batch of a dataset of 1,000 shards, and buckets (the
+in-repo fake GCS and moto's S3, each in a process of its own) beside obstore's plain parallel range reads.
 """
 
 from __future__ import annotations
@@ -242,42 +242,65 @@ def first_batch(shards: int = 1000) -> None:
             )
 
 
-_SERVER = """
-import sys, time
+_FAKE_GCS = """
+import time
 from spile.objects.fake.gcs import FakeGcs
 with FakeGcs() as fake:
     fake.add_bucket("bucket")
     print(fake.url, flush=True)
     time.sleep(3600)
 """
+_MOTO = """
+import time
+from moto.server import ThreadedMotoServer
+server = ThreadedMotoServer(port=0, verbose=False)
+server.start()
+print("http://{}:{}".format(*server.get_host_and_port()), flush=True)
+time.sleep(3600)
+"""
 
 
-def bucket(rows: int) -> None:
-    """Beside plain range reads of the same bytes, sixteen at a time."""
-    with subprocess.Popen([sys.executable, "-c", _SERVER], stdout=subprocess.PIPE, text=True) as server:
+def bucket(rows: int, name: str, server: str, opened: Callable[[str], tuple[str, Any]]) -> None:
+    """Beside plain range reads of the same bytes. ``opened``: its address and obstore's store, of a server's URL."""
+    command = [sys.executable, "-c", server]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         try:
-            assert server.stdout is not None
-            _bucket(server.stdout.readline().strip(), rows)
+            assert process.stdout is not None
+            address, store = opened(process.stdout.readline().strip())
+            print(f"a bucket ({name} in another process), {rows * D * 2 / 1e9:.2f} GB:")
+            _bucket(address, store, rows)
         finally:
-            server.terminate()
+            process.terminate()
 
 
-def _bucket(url: str, rows: int) -> None:
+def gcs(url: str) -> tuple[str, Any]:
+    from obstore.store import GCSStore
+
     os.environ["STORAGE_EMULATOR_HOST"] = url
-    root = open_folder("gs://bucket/root")
-    make(root, rows)
-    dataset = spile.open("gs://bucket/root")
+    names = {"client_email": "", "private_key": "", "private_key_id": ""}
+    key = json.dumps({"gcs_base_url": url, "disable_oauth": True, **names})
+    return "gs://bucket", GCSStore("bucket", service_account_key=key, client_options={"allow_http": True})
+
+
+def s3(url: str) -> tuple[str, Any]:
+    import boto3
+    from obstore.store import S3Store
+
+    keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_REGION": "us-east-1"}
+    os.environ.update(keys, AWS_ENDPOINT_URL=url)
+    boto3.client("s3", endpoint_url=url, region_name="us-east-1").create_bucket(Bucket="bucket")
+    return "s3://bucket", S3Store("bucket", endpoint=url, client_options={"allow_http": True})
+
+
+def _bucket(address: str, store: Any, rows: int) -> None:
+    make(open_folder(f"{address}/root"), rows, _SHARD_ROWS // 8)  # moto reads the whole object for each range
+    dataset = spile.open(f"{address}/root")
     (stream,) = dataset.streams
     reads = [
         (record.name, at) for record in stream.shards for at in range(4096, record.tokens * D * 2 - (4 << 20), 4 << 20)
     ]
 
     import obstore
-    from obstore.store import GCSStore
-
-    names = {"client_email": "", "private_key": "", "private_key_id": ""}
-    key = json.dumps({"gcs_base_url": url, "disable_oauth": True, **names})
-    store = GCSStore("bucket", service_account_key=key, client_options={"allow_http": True})
 
     def one(task: tuple[str, int]) -> Any:
         return obstore.get_range(store, f"root/tpu_0/{task[0]}", start=task[1], length=4 << 20)
@@ -291,7 +314,6 @@ def _bucket(url: str, rows: int) -> None:
         for batch in dataset.shuffled("residual.0", BATCH, memory=256 << 20):
             yield len(batch)
 
-    print(f"a bucket (fake GCS in another process), {rows * D * 2 / 1e9:.2f} GB:")
     base, stored = rate(plain, 2), rate(ours, 2)
     show("obstore's range reads, 8 at a time", base, base)
     show("spile, shuffled", stored, base)
@@ -305,7 +327,8 @@ def main() -> None:
     rows = int(words.gigabytes * 1e9) // (2 * D) // _SHARD_ROWS * _SHARD_ROWS
     local(max(rows, 2 * _SHARD_ROWS), words.peers)
     first_batch()
-    bucket(_SHARD_ROWS * 2)
+    bucket(_SHARD_ROWS * 2, "fake GCS", _FAKE_GCS, gcs)
+    bucket(_SHARD_ROWS * 2, "moto's S3", _MOTO, s3)
 
 
 if __name__ == "__main__":

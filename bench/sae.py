@@ -1,9 +1,9 @@
 """What the order of rows does to a sparse autoencoder: ``python -m bench.sae [--steps 255] [--seeds 3]``.
 
 The same top-k autoencoder (``examples/train_sae.py``) on the same rows, once each: in the order they are stored,
-through the two-level shuffle with memory for a quarter and for half of them, with pieces that take documents apart, and
-through a full permutation. Rows are synthetic documents: each speaks of a few topics of its own, and so uses a few of
-the features that rows are made of.
+through the two-level shuffle with memory for a quarter and for half of them, with pieces that leave documents whole,
+and through a full permutation. Rows are synthetic documents: each speaks of a few topics of its own, and so uses a few
+of the features that rows are made of.
 ``--figure PATH`` draws what is unexplained on the way.
 """
 
@@ -93,7 +93,7 @@ def orders(dataset: Dataset, seed: int, steps: int) -> dict[str, Iterator[Any]]:
         "in the order they are stored": in_order(),
         "shuffled, memory for a quarter": dataset.shuffled("residual.0", BATCH, memory=size // 4, **how),
         "shuffled, memory for half": dataset.shuffled("residual.0", BATCH, memory=size // 2, **how),
-        "the same, pieces of 16 KiB": dataset.shuffled("residual.0", BATCH, memory=size // 2, piece=1 << 14, **how),
+        "the same, pieces of a MiB": dataset.shuffled("residual.0", BATCH, memory=size // 2, piece=1 << 20, **how),
         "shuffled as it is (all fits)": dataset.shuffled("residual.0", BATCH, **how),
         REFERENCE: in_memory(),
     }

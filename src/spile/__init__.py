@@ -18,6 +18,7 @@ Extract, prove, read::
 What is here:
 
 - ``extract(spec)``, ``ExtractSpec``, ``DataSpec``, ``PromptSpec``: run a model and store what its layers compute.
+- ``add_taps(spec)``, ``BackfillSpec``: more taps of a finished dataset, row for row beside what is there.
 - ``infer(spec)``, ``GenerationSpec``: the same with answers, which ``spec.generation`` asks for.
 - ``plan(spec)``: tokens, bytes, hours and dollars of a run before it starts.
 - ``verify(root)``: proves a dataset complete, or says what is missing, doubled or damaged.
@@ -38,14 +39,17 @@ from spile.version import __version__
 
 if TYPE_CHECKING:
     from spile.reading.dataset import Dataset, open  # noqa: A004
+    from spile.runtime.backfill import add_taps
     from spile.runtime.extract import extract
     from spile.runtime.infer import infer
     from spile.runtime.measure.forecast import plan
+    from spile.spec.backfill import BackfillSpec
     from spile.spec.run import DataSpec, ExtractSpec, GenerationSpec, PromptSpec
     from spile.spec.sample import Role
     from spile.store.verification import verify
 
 __all__ = [
+    "BackfillSpec",
     "DataSpec",
     "Dataset",
     "ExtractSpec",
@@ -53,6 +57,7 @@ __all__ = [
     "PromptSpec",
     "Role",
     "__version__",
+    "add_taps",
     "errors",
     "extract",
     "infer",
@@ -63,12 +68,14 @@ __all__ = [
 
 # Imported when first used, so that ``import spile`` and ``spile --help`` stay light.
 _LAZY = {
+    "BackfillSpec": "spile.spec.backfill",
     "DataSpec": "spile.spec.run",
     "Dataset": "spile.reading.dataset",
     "ExtractSpec": "spile.spec.run",
     "GenerationSpec": "spile.spec.run",
     "PromptSpec": "spile.spec.run",
     "Role": "spile.spec.sample",
+    "add_taps": "spile.runtime.backfill",
     "extract": "spile.runtime.extract",
     "infer": "spile.runtime.infer",
     "open": "spile.reading.dataset",

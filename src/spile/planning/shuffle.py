@@ -169,6 +169,8 @@ def plan_epoch(shards: Sequence[int], widths: Sequence[int], spec: ShuffleSpec, 
 
 def _stretch(pieces: list[RowPiece], total: int, spec: ShuffleSpec) -> list[RowPiece]:
     """The reader's share of all rows: a border may lie within a piece, and then two readers read it."""
+    if spec.parts == 1:
+        return pieces
     begin, end = (total * k // spec.parts for k in (spec.part, spec.part + 1))
     mine, at = [], 0
     for piece in pieces:

@@ -255,6 +255,7 @@ class _Engine:
         self._order, self._loader, self._epochs, self._dtype, self._single = order, loader, epochs, dtype, single
         self._everything: Group | None = None
         """The one group that all rows are in, kept over epochs."""
+        self._planned: dict[int, EpochPlan] = {}
 
     def run(self, place: ShufflePlace) -> Iterator[tuple[Any, ShufflePlace]]:
         """Batches from a place on, each with the place after it."""
@@ -330,7 +331,11 @@ class _Engine:
         if not any(rows for _, rows in self._order.shards):
             return
         for epoch in count(first) if self._epochs is None else range(first, self._epochs):
-            yield epoch, self._order.plan(epoch)
+            if epoch not in self._planned:  # asked for twice: for what is read, and for what is given out
+                self._planned = {epoch: self._order.plan(epoch)} | {
+                    number: plan for number, plan in self._planned.items() if number == epoch - 1
+                }
+            yield epoch, self._planned[epoch]
 
     def _finished(self, batch: _Batch) -> Any:
         rows = {tap: array[: batch.held] for tap, array in batch.rows.items()}

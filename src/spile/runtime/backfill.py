@@ -8,15 +8,13 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
-
 from spile.objects import Folder, open_folder
 from spile.objects.preflight import preflight
 from spile.planning.shards import row_bytes
 from spile.runtime.backends import rows_of, torch_producer
 from spile.runtime.backfill_checks import dataset_model, finished_streams, refuse_other_numbers, refuse_taps_there
 from spile.runtime.beside import add_beside, finish_beside, tasks_beside
-from spile.runtime.device import DeviceProducer, configure_jax
+from spile.runtime.device import DeviceProducer, configure_jax, wants_statistics
 from spile.runtime.flow import ShardTask
 from spile.runtime.progress import Progress
 from spile.runtime.sizing import choose_sizes
@@ -124,8 +122,7 @@ class _Plan:
         shapes = {row.name: row.shape for row in self.rows if row.shape != (self.run.d_model,)}
         identity = replace(stream.record.identity, taps=self.spec.taps, shapes=shapes)
         store = join_addition(stream.folder, stream.record, identity, self.run)
-        asked = self.spec.statistics
-        store.statistics = jax.default_backend() == "cpu" if asked is None else asked
+        store.statistics = wants_statistics(self.spec.statistics)
         return store
 
 

@@ -36,7 +36,7 @@ from spile.spec.architecture import ModelConfig
 from spile.spec.phase import Phase
 from spile.spec.taps import SCALED, Tap
 
-__all__ = ["DeviceProducer", "compute_dtype_for", "configure_jax", "put", "translated"]
+__all__ = ["DeviceProducer", "compute_dtype_for", "configure_jax", "put", "translated", "wants_statistics"]
 
 _COMPILERS = max(2, (os.cpu_count() or 2) // 4)
 """Programs compiled at once, ahead of need."""
@@ -49,6 +49,11 @@ _LOOK_UP = 0.1
 class _Pending(NamedTuple):
     arrays: Sequence[jax.Array]
     finite: jax.Array
+
+
+def wants_statistics(asked: bool | None) -> bool:
+    """Whether rows are added up as they are stored; an accelerator makes them faster than a host's cores can."""
+    return jax.default_backend() == "cpu" if asked is None else asked
 
 
 def configure_jax() -> None:

@@ -6,8 +6,6 @@ import threading
 from contextlib import ExitStack, closing
 from typing import Any
 
-import jax
-
 from spile.data.stream import SampleReader
 from spile.errors import SpecError
 from spile.objects import is_remote, open_folder
@@ -15,7 +13,7 @@ from spile.objects.preflight import preflight
 from spile.planning.amounts import counted, size
 from spile.planning.ranges import Ranges
 from spile.runtime.backends import torch_producer
-from spile.runtime.device import configure_jax
+from spile.runtime.device import configure_jax, wants_statistics
 from spile.runtime.parts import Parts, find, sizes_for
 from spile.runtime.pod.group import SingleProcess, WorkerGroup, same_command
 from spile.runtime.positions import with_positions
@@ -122,8 +120,7 @@ def _nothing_left(
 
 def _joined(parts: Parts, attempt: str | None = None, life: str | None = None) -> StreamStore:
     stream = join_stream(parts.root, parts.spec.data.worker_id, parts.stream_identity, parts.identity, attempt, life)
-    asked = parts.spec.statistics  # an accelerator makes rows faster than a host's cores add them up
-    stream.statistics = jax.default_backend() == "cpu" if asked is None else asked
+    stream.statistics = wants_statistics(parts.spec.statistics)
     return stream
 
 

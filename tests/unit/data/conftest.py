@@ -53,3 +53,8 @@ def task(name: str | None = "a", **changes: object) -> dict[str, Any]:
 @pytest.fixture(name="task")
 def task_fixture() -> Callable[..., dict[str, Any]]:
     return task
+
+
+@pytest.fixture
+def tasks(jsonl: Callable[..., str], task: Callable[..., dict[str, Any]]) -> str:
+    return jsonl([task(f"t{n}", test=[{"input": [[n % 10, n // 10]]}]) for n in range(40)])

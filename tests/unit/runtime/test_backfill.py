@@ -77,7 +77,7 @@ def test_added_rows_are_those_of_one_run(made: Path, base: Path) -> None:
 
 
 def test_every_reader_reads_both(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    add_taps(backfill(base))
+    spile.add_taps(backfill(base))
     dataset = spile.open(str(base))
     wanted = {
         (ref.index, place): (sample.rows("residual.0")[place], sample.rows("mlp.2")[place])
