@@ -310,13 +310,14 @@ def _bucket(address: str, store: Any, rows: int) -> None:
             for data in pool.map(one, reads):
                 yield len(data) // (2 * D)
 
-    def ours() -> Iterator[int]:
-        for batch in dataset.shuffled("residual.0", BATCH, memory=256 << 20):
+    def ours(memory: int) -> Iterator[int]:
+        for batch in dataset.shuffled("residual.0", BATCH, memory=memory):
             yield len(batch)
 
-    base, stored = rate(plain, 2), rate(ours, 2)
+    base = rate(plain, 2)
     show("obstore's range reads, 8 at a time", base, base)
-    show("spile, shuffled", stored, base)
+    show("spile, full permutation", rate(lambda: ours(1 << 30), 2), base)
+    show("spile, two levels (256 MiB in memory)", rate(lambda: ours(256 << 20), 2), base)
 
 
 def main() -> None:

@@ -38,7 +38,7 @@ _PLACES = 256
 """Pieces in memory, at least, where it allows for pieces of a chunk."""
 _PARTS = 4096
 """Samples, or parts of them, that memory should hold for the order to be as good as a full permutation's."""
-_SMALLEST_PIECE = 32 << 10
+_SMALLEST_PIECE = 16 << 10
 _SPREAD = 12
 """Windows that a group is dealt out over: one more group, which is being read, takes memory and is not drawn from."""
 _LARGEST_PIECE = 16 << 20

@@ -276,7 +276,7 @@ def test_samples_are_taken_apart_where_memory_holds_few_of_them() -> None:
         (4 * gib, 256 << 10, gib, None),  # 4,096 whole samples fit
         (4 * gib, 1 << 20, 8 * gib, None),  # everything fits
         (9 * gib, 8 << 20, 4 * gib, None),  # pieces of whole MiBs are as small
-        (4 * gib, 1 << 20, 1 << 20, 32 << 10),
+        (4 * gib, 1 << 20, 1 << 20, 16 << 10),
     ):
         assert small_piece(total, sample, ShuffleSpec(memory=memory)) == wanted
     assert small_piece(4 * gib, 1 << 20, ShuffleSpec(memory=gib, piece=77)) == 77
@@ -287,9 +287,9 @@ def test_samples_are_taken_apart_where_memory_holds_few_of_them() -> None:
 def test_a_state_of_other_pieces_is_refused() -> None:
     dataset = made(cut=4)
     state = dataset.shuffled("attn.1", 64, memory=4000).state()
-    assert state["piece"] == 32 << 10
+    assert state["piece"] == 16 << 10
     del state["piece"]  # as it was when pieces were of MiBs
-    with pytest.raises(UserError, match="another reader: expected piece = None, found piece = 32768"):
+    with pytest.raises(UserError, match="another reader: expected piece = None, found piece = 16384"):
         dataset.shuffled("attn.1", 64, memory=4000, state=state)
 
 
