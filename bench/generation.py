@@ -33,7 +33,8 @@ from spile.objects import open_folder
 from spile.planning.ranges import Ranges
 from spile.planning.shards import row_bytes
 from spile.runtime.answer import Answer
-from spile.runtime.device import compute_dtype_for, configure_jax
+from spile.runtime.backends import compute_dtype_for
+from spile.runtime.device import configure_jax
 from spile.runtime.generator import Generator
 from spile.runtime.mesh import device_memory, make_mesh
 from spile.runtime.progress import Progress

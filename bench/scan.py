@@ -27,7 +27,8 @@ from spile.model.decoder import layers_needed
 from spile.model.params import Params, placed, random, stacked
 from spile.model.runs import LayerRun, choose_runs, one_by_one
 from spile.planning.batches import Batch
-from spile.runtime.device import DeviceProducer, compute_dtype_for
+from spile.runtime.backends import compute_dtype_for
+from spile.runtime.device import DeviceProducer
 from spile.runtime.measure.aot import _topology_devices
 from spile.runtime.mesh import default_shape, make_mesh, plan_mesh
 from spile.spec.families import read_config

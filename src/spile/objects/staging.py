@@ -35,7 +35,7 @@ class Staging:
     def __init__(self, *, past_cache: bool) -> None:
         self._past_cache = past_cache and bool(_DIRECT) and sys.platform == "linux"
         self._memory = _new_memory(_BLOCK)
-        self._file: _File | None = None
+        self._file: _StagedFile | None = None
 
     def room(self, length: int) -> memoryview:
         """So much memory, the same as the last time where that was as large."""
@@ -47,7 +47,7 @@ class Staging:
         """A part of a file, or as much of it as there is."""
         with reading(path):
             if self._file is None or self._file.path != path:
-                self._file = _File(path, past_cache=self._past_cache)
+                self._file = _StagedFile(path, past_cache=self._past_cache)
             file = self._file
             if file.direct is not None and not _in_page_cache(file.plain.fileno(), offset, length):
                 lead = offset % _BLOCK
@@ -65,7 +65,7 @@ class Staging:
             return memory[: _read(file.plain.fileno(), memory, offset)]
 
 
-class _File:
+class _StagedFile:
     """Open, through the page cache and past it: many small parts of one are read in a row."""
 
     def __init__(self, path: Path, *, past_cache: bool) -> None:

@@ -21,9 +21,10 @@ import numpy.typing as npt
 from spile.errors import UserError
 from spile.objects import Folder, open_folder
 from spile.planning.shuffle import ShuffleSpec, small_piece
+from spile.reading.order import ShuffleOrder
 from spile.reading.rows import RowBatch, iterate
 from spile.reading.selection import SampleRef, ref_of, selection_of
-from spile.reading.shuffled import Shuffled, ShuffleOrder
+from spile.reading.shuffled import Shuffled
 from spile.reading.window import ShardCache, TapSource
 from spile.spec.identity import RunIdentity
 from spile.spec.taps import Tap
@@ -232,12 +233,8 @@ class Dataset:
             size = source.width * sum(record.tokens for _, record in shards)
             samples = sum(record.count for _, record in shards)
             spec = replace(spec, piece=small_piece(size, size // max(1, samples), spec))
-        order = ShuffleOrder(
-            source,
-            spec,
-            selection,
-            tuple((f"{stream.number}/{record.name}", record.tokens) for stream, record in shards),
-        )
+        named = tuple((f"{stream.number}/{record.name}", record.tokens) for stream, record in shards)
+        order = ShuffleOrder(source, spec, selection, named)
         single = isinstance(tap, str | Tap)
         start = order.place(state) if state is not None else order.after(after, endless=epochs is None)
         return Shuffled(

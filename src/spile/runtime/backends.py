@@ -22,7 +22,15 @@ from spile.spec.sample import Sample
 from spile.spec.taps import Tap, TapRows, tap_rows
 from spile.weights.adapters import find_adapter
 
-__all__ = ["compute_platform", "find_model", "rows_of", "torch_producer", "torch_recompute"]
+__all__ = [
+    "compute_dtype_for",
+    "compute_platform",
+    "find_model",
+    "rows_of",
+    "torch_producer",
+    "torch_recompute",
+    "wants_statistics",
+]
 
 
 def find_model(
@@ -94,3 +102,13 @@ def torch_recompute(files: weights.ModelFiles, dtype: str) -> Callable[..., Sequ
         return [array.astype(np.float32) for array in rows]
 
     return recompute
+
+
+def wants_statistics(asked: bool | None) -> bool:
+    """Whether rows are added up as they are stored; an accelerator makes them faster than a host's cores can."""
+    return jax.default_backend() == "cpu" if asked is None else asked
+
+
+def compute_dtype_for(platform: str) -> str:
+    """float32 on a CPU, where bf16 has no units and is slower; bfloat16 elsewhere."""
+    return "float32" if platform == "cpu" else "bfloat16"

@@ -11,10 +11,10 @@ from typing import Any
 from spile.objects import Folder, open_folder
 from spile.objects.preflight import preflight
 from spile.planning.shards import row_bytes
-from spile.runtime.backends import rows_of, torch_producer
+from spile.runtime.backends import rows_of, torch_producer, wants_statistics
 from spile.runtime.backfill_checks import dataset_model, finished_streams, refuse_other_numbers, refuse_taps_there
 from spile.runtime.beside import add_beside, finish_beside, tasks_beside
-from spile.runtime.device import DeviceProducer, configure_jax, wants_statistics
+from spile.runtime.device import DeviceProducer, configure_jax
 from spile.runtime.flow import ShardTask
 from spile.runtime.progress import Progress
 from spile.runtime.sizing import choose_sizes

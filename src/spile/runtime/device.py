@@ -36,7 +36,7 @@ from spile.spec.architecture import ModelConfig
 from spile.spec.phase import Phase
 from spile.spec.taps import SCALED, Tap
 
-__all__ = ["DeviceProducer", "compute_dtype_for", "configure_jax", "put", "translated", "wants_statistics"]
+__all__ = ["DeviceProducer", "configure_jax", "put", "translated"]
 
 _COMPILERS = max(2, (os.cpu_count() or 2) // 4)
 """Programs compiled at once, ahead of need."""
@@ -49,11 +49,6 @@ _LOOK_UP = 0.1
 class _Pending(NamedTuple):
     arrays: Sequence[jax.Array]
     finite: jax.Array
-
-
-def wants_statistics(asked: bool | None) -> bool:
-    """Whether rows are added up as they are stored; an accelerator makes them faster than a host's cores can."""
-    return jax.default_backend() == "cpu" if asked is None else asked
 
 
 def configure_jax() -> None:
@@ -86,11 +81,6 @@ def _enable_compilation_cache() -> None:
     if os.access(folder, os.W_OK):
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-
-
-def compute_dtype_for(platform: str) -> str:
-    """float32 on a CPU, where bf16 has no units and is slower; bfloat16 elsewhere."""
-    return "float32" if platform == "cpu" else "bfloat16"
 
 
 class DeviceProducer:

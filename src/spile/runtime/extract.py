@@ -12,8 +12,8 @@ from spile.objects import is_remote, open_folder
 from spile.objects.preflight import preflight
 from spile.planning.amounts import counted, size
 from spile.planning.ranges import Ranges
-from spile.runtime.backends import torch_producer
-from spile.runtime.device import configure_jax, wants_statistics
+from spile.runtime.backends import torch_producer, wants_statistics
+from spile.runtime.device import configure_jax
 from spile.runtime.parts import Parts, find, sizes_for
 from spile.runtime.pod.group import SingleProcess, WorkerGroup, same_command
 from spile.runtime.positions import with_positions

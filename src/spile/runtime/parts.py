@@ -19,8 +19,7 @@ from spile.objects.folder import Folder
 from spile.objects.mirror import MirrorFolder
 from spile.planning.ranges import Ranges
 from spile.planning.shards import row_bytes
-from spile.runtime.backends import compute_platform, find_model, rows_of
-from spile.runtime.device import compute_dtype_for
+from spile.runtime.backends import compute_dtype_for, compute_platform, find_model, rows_of
 from spile.runtime.positions import refuse_no_answers
 from spile.runtime.producer import check_tokens
 from spile.runtime.sizing import choose_sizes

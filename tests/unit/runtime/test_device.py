@@ -21,7 +21,8 @@ from spile.model.params import Params
 from spile.model.runs import LayerRun, layer_runs, one_by_one
 from spile.planning.batches import Batch
 from spile.runtime import device
-from spile.runtime.device import DeviceProducer, compute_dtype_for, configure_jax
+from spile.runtime.backends import compute_dtype_for
+from spile.runtime.device import DeviceProducer, configure_jax
 from spile.runtime.mesh import make_mesh
 from spile.runtime.producer import OutOfDeviceMemory, check_tokens
 from spile.spec.sample import Sample

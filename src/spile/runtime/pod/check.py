@@ -44,7 +44,8 @@ def _forward(hosts: WorkerGroup, log: Callable[[str], None]) -> None:
 
     from spile import weights
     from spile.planning.batches import Batch
-    from spile.runtime.device import DeviceProducer, compute_dtype_for
+    from spile.runtime.backends import compute_dtype_for
+    from spile.runtime.device import DeviceProducer
     from spile.runtime.mesh import make_mesh, plan_mesh
     from spile.spec.run import EMBEDDED
     from spile.spec.sample import Sample
