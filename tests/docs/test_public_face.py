@@ -14,9 +14,9 @@ HEAVY = ("jax", "jaxlib", "transformers", "torch", "numpy", "obstore", "datasets
 
 def test_the_public_names_are_these() -> None:
     """A change here is a change for every user: say so in CHANGELOG.md."""
-    classes = ["DataSpec", "Dataset", "ExtractSpec", "GenerationSpec", "PromptSpec", "Role"]
+    classes = ["BackfillSpec", "DataSpec", "Dataset", "ExtractSpec", "GenerationSpec", "PromptSpec", "Role"]
     functions = ["extract", "infer", "open", "plan", "verify"]
-    assert sorted(spile.__all__) == [*classes, "__version__", "errors", *functions]
+    assert sorted(spile.__all__) == [*classes, "__version__", "add_taps", "errors", *functions]
     assert dir(spile) == sorted(spile.__all__)
     for name in spile.__all__:
         assert getattr(spile, name) is not None
