@@ -13,52 +13,61 @@ from safetensors.numpy import load_file
 
 from numerics import cases
 from numerics.test_against_transformers import TOLERANCE, load, rms, run, worst
-from numerics.test_packed_rows import LENGTH, RAGGED, packed
+from numerics.test_packed_rows import LENGTH, of_piece, packed, ragged
 from spile.model import attention
 from spile.model.decoder import forward
 from spile.model.params import stacked
 from spile.model.runs import choose_runs, tap_groups
 
-_NAMES = ("logits_ids",)
-"""Sites whose values are names of tokens: near ones are as wrong as others. In float32 they are equal."""
+_LEFT_OUT = ("logits_ids", "loss")
+"""Names of tokens, of which near ones are as wrong as others, and small differences of large numbers. In float32, with
+every other site, they equal the goldens."""
+_ROUNDED = [case for case in cases.CASES if cases.config(case).experts is None]
+"""Where a router chooses by rounded scores, it chooses others at times."""
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="no GPU")
 
 
 @pytest.mark.parametrize("case", cases.CASES)
+def test_float32_equals_the_goldens(case: str, tmp_path: Path) -> None:
+    golden = load_file(cases.golden_path(case))
+    errors = worst(run(*load(case, tmp_path, jnp.float32), golden["tokens"], case), golden, case)
+    assert max(errors.values()) <= TOLERANCE, errors
+
+
+@pytest.mark.parametrize("case", _ROUNDED)
 def test_bfloat16_with_the_attention_that_is_chosen(case: str, tmp_path: Path) -> None:
     golden = load_file(cases.golden_path(case))
     params, config = load(case, tmp_path, jnp.bfloat16)
     rounded = jax.tree.map(lambda weight: weight.astype(jnp.float32), params)
     chosen = attention.choose(config, "gpu", jnp.bfloat16)
-    assert chosen == ("cudnn" if config.head_dim % 8 == 0 else "xla")
+    assert chosen == ("cudnn" if config.head_dim % 8 == 0 and config.attention_softcap is None else "xla")
     found = run(params, config, golden["tokens"], case, chosen)
     exact = run(rounded, config, golden["tokens"], case)
-    errors = worst(run(*load(case, tmp_path, jnp.float32), golden["tokens"], case), golden, case)
-    assert max(errors.values()) <= TOLERANCE, errors
     for tap, value, once in zip(cases.taps(case), found, exact, strict=True):
-        if tap.site not in _NAMES:
+        if tap.site not in _LEFT_OUT:
             assert rms(value - golden[str(tap)]) < 3 * rms(once - golden[str(tap)]), tap
 
 
-@pytest.mark.parametrize("case", cases.CASES)
+@pytest.mark.parametrize("case", _ROUNDED)
 def test_packed_rows_in_bfloat16(case: str, tmp_path: Path) -> None:
     """Several samples per row, layers in scans, the attention that is chosen: as near to the goldens as one by one."""
     golden = load_file(cases.golden_path(case))
     params, config = load(case, tmp_path, jnp.bfloat16)
     chosen = attention.choose(config, "gpu", jnp.bfloat16)
-    rows = packed(RAGGED, golden["tokens"], np.zeros((3, LENGTH), np.int32))
+    pieces = ragged(golden["tokens"])
+    rows = packed(pieces, golden["tokens"], np.zeros((3, LENGTH), np.int32))
     alone = run(params, config, golden["tokens"], case, chosen)
     taps = cases.taps(case)
     runs = choose_runs(config, taps, config.n_layers, "gpu", 2)
     step = jax.jit(functools.partial(forward, config=config, taps=taps, attention=chosen, runs=runs))
     for group, kept in zip(tap_groups(taps, runs), step(stacked(params, runs, jnp.stack), *rows), strict=True):
         for number, value in zip(group, kept if len(group) > 1 else [kept], strict=True):
-            name, values = str(taps[number]), np.asarray(value.astype(jnp.float32))
-            for piece in RAGGED if taps[number].site not in _NAMES else ():
+            tap, values = taps[number], np.asarray(value.astype(jnp.float32))
+            whole = golden[str(tap)]
+            for piece in pieces if tap.site not in _LEFT_OUT else ():
                 found = values[piece.row, piece.start : piece.start + piece.size]
-                wanted = golden[name][piece.sample, : piece.size]
-                assert rms(found - wanted) < 3 * rms(alone[number] - golden[name]), (name, piece)
+                assert rms(found - of_piece(tap, whole, piece)) < 3 * rms(alone[number] - whole), (tap, piece)
 
 
 SHAPES = [(1024, 14, 2, 64), (1000, 28, 4, 128), (129, 4, 4, 16)]

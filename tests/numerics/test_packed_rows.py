@@ -40,6 +40,18 @@ RAGGED = (
 """A full row, one with padding, and one of a single sample."""
 
 
+def ragged(tokens: np.ndarray) -> tuple[Piece, ...]:
+    """Pieces of these samples."""
+    return tuple(piece._replace(size=min(piece.size, tokens.shape[1])) for piece in RAGGED)
+
+
+def of_piece(tap: Tap, whole: np.ndarray, piece: Piece) -> np.ndarray:
+    """What a tap's golden says of a piece."""
+    part = whole[piece.sample, : piece.size].copy()
+    part[-1] = 0 if tap.site == "loss" else part[-1]  # nothing follows a piece's last token
+    return part
+
+
 def packed(pieces: tuple[Piece, ...], golden: np.ndarray, filler: np.ndarray) -> tuple[np.ndarray, ...]:
     """Tokens, positions, segments; ``filler`` stands where no piece does."""
     tokens, positions, segments = filler.copy(), np.zeros_like(filler), np.zeros_like(filler)
@@ -54,17 +66,16 @@ def packed(pieces: tuple[Piece, ...], golden: np.ndarray, filler: np.ndarray) ->
 def test_every_piece_equals_the_golden(case: str, tmp_path: Path) -> None:
     golden = load_file(cases.golden_path(case))
     params, config = load(case, tmp_path)
-    longest = golden["tokens"].shape[1]
-    pieces = tuple(piece._replace(size=min(piece.size, longest)) for piece in RAGGED)
+    pieces = ragged(golden["tokens"])
     rows = packed(pieces, golden["tokens"], np.zeros((3, LENGTH), np.int32))
     step = jax.jit(functools.partial(forward, config=config, taps=cases.taps(case)))
     for tap, values in zip(cases.taps(case), step(params, *rows), strict=True):
         wanted = golden[str(tap)]
         for piece in pieces:
             found = np.asarray(values)[piece.row, piece.start : piece.start + piece.size]
-            expected = wanted[piece.sample, : piece.size].copy()
-            expected[-1] = 0 if tap.site == "loss" else expected[-1]  # nothing follows a piece's last token
-            off = np.abs(found - expected).max() / np.sqrt(np.mean(np.square(wanted, dtype=np.float64)))
+            off = np.abs(found - of_piece(tap, wanted, piece)).max() / np.sqrt(
+                np.mean(np.square(wanted, dtype=np.float64))
+            )
             assert off <= TOLERANCE, (str(tap), piece)
 
 
