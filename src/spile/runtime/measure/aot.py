@@ -21,6 +21,7 @@ from spile.errors import Failure, SpecError
 from spile.spec.architecture import Experts, ModelConfig, Rope
 from spile.spec.machines import parse_machine
 from spile.spec.taps import Tap
+from spile.spec.tensors import flops_per_token
 
 __all__ = ["Fit", "Program", "available", "compile_rows", "largest", "search"]
 
@@ -84,12 +85,12 @@ class Fit:
     fits: bool
     weights: int = 0
     peak: int = 0
-    """At most at once, weights included."""
+    """At most at once, weights included, and the rows of the batches before that are still on their way."""
     temporary: int = 0
     host: int = 0
     """Rows on their way home, in the host's memory."""
     flops: float = 0.0
-    """A step and device."""
+    """The model's, per step and device."""
     seconds: float = 0.0
     """The compiler took."""
     why: str = ""
@@ -226,6 +227,7 @@ def compile_rows(program: Program, rows: int) -> Fit:
     from spile.model.params import placed
     from spile.model.runs import choose_runs
     from spile.runtime.device import DeviceProducer
+    from spile.runtime.flow import AHEAD
     from spile.runtime.mesh import default_shape, make_mesh, plan_mesh
 
     machine, config = parse_machine(program.machine), program.config
@@ -256,14 +258,17 @@ def compile_rows(program: Program, rows: int) -> Fit:
         why = " ".join(str(error).split())[:300]
         return dataclasses.replace(known, seconds=time.perf_counter() - began, why=why)
     used: Any = compiled.memory_analysis()
-    peak = used.peak_memory_in_bytes + used.generated_code_size_in_bytes
+    leaving = (
+        used.output_size_in_bytes
+    )  # what the program leaves on the device, and the worker sends under the next ones
+    peak = used.peak_memory_in_bytes + used.generated_code_size_in_bytes + (AHEAD - 1) * leaving
     return dataclasses.replace(
         known,
         fits=peak <= memory,
         peak=peak,
         temporary=used.temp_size_in_bytes,
-        host=used.host_output_size_in_bytes,
-        flops=float((compiled.cost_analysis() or {}).get("flops", 0.0)),
+        host=used.host_output_size_in_bytes + leaving,
+        flops=flops_per_token(config, program.length, layers - 1, head=head) * known.tokens,
         seconds=time.perf_counter() - began,
     )
 
