@@ -13,6 +13,7 @@ from types import TracebackType
 from spile.errors import SpileError
 from spile.objects import open_folder
 from spile.objects.mirror import MirrorFolder
+from spile.planning.amounts import counted
 from spile.runtime.progress import Progress
 from spile.spec.heartbeat import Reading
 from spile.spec.run import ExtractSpec
@@ -52,7 +53,9 @@ class StatusFiles:
         if self._heart is not None:  # on a pod, the one process whose ledger is the stream's
             write_checkpoint_file(self._spec, self._stream, "in_progress", self.progress.log)
             ledger = self._stream.ledger
-            self.progress.log_detail(f"committed: {len(ledger.done):,} samples in {ledger.shards:,} shards so far")
+            self.progress.log_detail(
+                f"committed: {len(ledger.done):,} samples in {counted(ledger.shards, 'shard')} so far"
+            )
             self._heart.beat()
 
     def _reading(self) -> Reading:
