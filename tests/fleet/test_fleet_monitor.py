@@ -17,7 +17,7 @@ from rich.console import Console
 
 from fleet_simulation import DirectSession
 from spile.cli.shell.healing import watch_fleet
-from spile.dashboard.fleet import plain_lines, render
+from spile.dashboard.fleet import plain_lines, render, watch
 from spile.errors import SpecError
 from spile.fleet.cloud.provider import NodeRequest, NotAllowed
 from spile.fleet.cloud.settings import CloudSettings
@@ -168,6 +168,15 @@ def test_a_run_that_is_complete_is_a_success_whatever_it_cost(
     status = until(monitor, lambda status: status.over)
     assert status.history.dollars > 0.5
     assert not status.failed
+    assert last_line(status).startswith("the work is finished; $")
+    spent = replace(status, history=replace(status.history, stopped="the budget of $0.50 is spent"))
+    assert last_line(spent).startswith("the work is finished; $"), "whatever was decided on the way"
+
+
+def last_line(status: FleetStatus) -> str:
+    console = Console(width=160, file=io.StringIO())
+    watch(lambda: status, console, interval=60)
+    return console.file.getvalue().splitlines()[-1]  # type: ignore[attr-defined, no-any-return]
 
 
 def test_a_fleet_that_is_stopped_ends_for_good(home: FleetHome, client: CloudTpu) -> None:
@@ -178,6 +187,7 @@ def test_a_fleet_that_is_stopped_ends_for_good(home: FleetHome, client: CloudTpu
     status = until(monitor, lambda status: status.over)
     assert status.history.stopped.startswith("stopped by ")
     assert status.failed, "it is not complete"
+    assert last_line(status).startswith("stopped by ")
     monitor.close()
     later = FleetMonitor(home, client)
     assert later.step().over

@@ -218,7 +218,9 @@ def watch(
 
     with watching.showing(console, draws, plain_lines) as show:
         status = watching.watch(look, show, lambda seen: seen.over, console, interval=interval, sleep=sleep)
-    ended = status.history.stopped or ("some workers were given up" if status.failed else "the work is finished")
+    ended = "the work is finished"  # also where a budget was reached on the way: nothing was left to stop
+    if status.failed:
+        ended = status.history.stopped or "some workers were given up"
     bound = "" if status.fleet.max_samples is None else f" --max-samples {status.fleet.max_samples}"
     following = f"spile verify {status.fleet.root}{bound}"
     console.print(f"{ended}; ${status.history.dollars:.2f} spent; next: {following}", markup=False, soft_wrap=True)
