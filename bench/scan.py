@@ -53,7 +53,7 @@ def make(args: argparse.Namespace, way: str) -> DeviceProducer:
     shape = default_shape(config, count, itemsize, memory, layers)
     mesh = make_mesh(shape, devices)
     place = plan_mesh(config, shape).place(mesh)
-    known = {"unrolled": one_by_one(layers), "scan": choose_runs(config, taps, layers, "tpu", itemsize)}
+    known = {"unrolled": one_by_one(layers), "scan": choose_runs(config, taps, layers, itemsize)}
     runs = known[way]
     params = placed(config, dtype, runs, place)
     if devices is None:

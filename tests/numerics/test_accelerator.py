@@ -59,7 +59,7 @@ def test_packed_rows_in_bfloat16(case: str, tmp_path: Path) -> None:
     rows = packed(pieces, golden["tokens"], np.zeros((3, LENGTH), np.int32))
     alone = run(params, config, golden["tokens"], case, chosen)
     taps = cases.taps(case)
-    runs = choose_runs(config, taps, config.n_layers, "gpu", 2)
+    runs = choose_runs(config, taps, config.n_layers, 2)
     step = jax.jit(functools.partial(forward, config=config, taps=taps, attention=chosen, runs=runs))
     for group, kept in zip(tap_groups(taps, runs), step(stacked(params, runs, jnp.stack), *rows), strict=True):
         for number, value in zip(group, kept if len(group) > 1 else [kept], strict=True):

@@ -5,7 +5,6 @@ Where kinds take turns, as windows do in some families, a step of the scan is on
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -15,8 +14,6 @@ from spile.spec.tensors import layer_tensors
 
 __all__ = ["LayerRun", "choose_runs", "layer_runs", "one_by_one", "tap_groups"]
 
-_SCANNED = frozenset({"cpu", "gpu", "tpu"})
-"""Platforms on which runs are scanned; docs/performance.md has what was measured."""
 _FEWEST = 3
 """Steps that are worth a scan."""
 _LONGEST_TURN = 8
@@ -47,13 +44,9 @@ def one_by_one(n_layers: int) -> tuple[LayerRun, ...]:
     return tuple(LayerRun(layer) for layer in range(n_layers))
 
 
-def choose_runs(
-    config: ModelConfig, taps: Sequence[Tap], n_layers: int, platform: str, itemsize: int
-) -> tuple[LayerRun, ...]:
-    """What is compiled soonest for these taps, and is no slower."""
-    if platform not in _SCANNED:
-        return one_by_one(n_layers)
-    sizes = [math.prod(tensor.shape) for layer in range(n_layers) for tensor in layer_tensors(config, layer).values()]
+def choose_runs(config: ModelConfig, taps: Sequence[Tap], n_layers: int, itemsize: int) -> tuple[LayerRun, ...]:
+    """What is compiled soonest for these taps, and is no slower: docs/performance.md has what was measured."""
+    sizes = [tensor.size for layer in range(n_layers) for tensor in layer_tensors(config, layer).values()]
     return layer_runs(config, taps, n_layers, max(1, _STACK_BYTES // (max(sizes) * itemsize)))
 
 

@@ -59,15 +59,14 @@ def place_model(
     for note in plan.notes(config):
         progress.log(note)
     place, sizes = plan.place(mesh), choose_sizes(spec, row_bytes)
-    platform = mesh.devices.flat[0].platform
-    runs = choose_runs(config, taps, layers, platform, jnp.dtype(dtype).itemsize)
+    runs = choose_runs(config, taps, layers, jnp.dtype(dtype).itemsize)
     producer = DeviceProducer(
         placed(config, dtype, runs, place, head=head),
         config,
         taps,
         store_dtype=spec.store_dtype,
         mesh=mesh,
-        attention=choose(config, platform, dtype),
+        attention=choose(config, mesh.devices.flat[0].platform, dtype),
         dtype=dtype,
         block=sizes.batch_tokens,
         progress=progress,

@@ -59,7 +59,7 @@ def test_runs_by_hand(config: str, layers: tuple[int, ...] | None, runs: list[La
 def test_a_large_model_is_stacked_in_parts_and_a_turn_of_six_is_found() -> None:
     large = replace(PLAIN, d_model=8192, d_ff=65536, n_layers=80, windows=())
     taps = select_taps(("residual",), None, 80)
-    assert [run.steps for run in choose_runs(large, taps, 80, "tpu", 2)] == [4] * 20
+    assert [run.steps for run in choose_runs(large, taps, 80, 2)] == [4] * 20
     gemma3 = replace(PLAIN, n_layers=26, windows=((4,) * 5 + (None,)) * 4 + (4, 4))
     every = select_taps(("residual",), None, 26)
     assert layer_runs(gemma3, every, 26, 99) == (LayerRun(0, 6, 4), LayerRun(24), LayerRun(25))

@@ -237,7 +237,7 @@ def compile_rows(program: Program, rows: int) -> Fit:
     itemsize = jnp.dtype(program.dtype).itemsize
     shape = program.mesh_shape or default_shape(config, len(devices), itemsize, memory, layers, head=head)
     mesh, plan = make_mesh(shape, devices), plan_mesh(config, shape)
-    runs = choose_runs(config, program.taps, layers, "tpu", itemsize)
+    runs = choose_runs(config, program.taps, layers, itemsize)
     producer = DeviceProducer(
         placed(config, program.dtype, runs, plan.place(mesh), head=head),
         config,
