@@ -110,10 +110,10 @@ def fold_chunks(chunks: Sequence[int], length: int, chunk: int = CHUNK) -> int:
 class ChunkedCrc:
     """The crcs of a tensor's chunks, extended as its bytes come, with the places where it may be cut."""
 
-    __slots__ = ("_chunk", "_marks", "_open", "_whole", "length")
+    __slots__ = ("_marks", "_open", "_whole", "chunk", "length")
 
     def __init__(self, chunk: int = CHUNK) -> None:
-        self._chunk = chunk
+        self.chunk = chunk
         self._whole: list[int] = []
         self._open = 0
         self._marks: dict[int, int] = {0: 0}
@@ -121,19 +121,28 @@ class ChunkedCrc:
 
     def extend(self, data: memoryview) -> None:
         """Take the next bytes. Their end becomes a place where :meth:`chunks` may cut."""
-        place = 0
-        while place < len(data):
-            take = min(self._chunk - self.length % self._chunk, len(data) - place)
-            self._open = crc32c(data[place : place + take], self._open)
-            place += take
-            self.length += take
-            if self.length % self._chunk == 0:
-                self._whole.append(self._open)
-                self._open = 0
+        chunk, begun = self.chunk, self.length % self.chunk
+        place = min(chunk - begun, len(data)) if begun else 0
+        if place:
+            self._take(data[:place])
+        end = place + (len(data) - place) // chunk * chunk
+        # Most bytes are of whole chunks: nothing but the calls, between which a thread waits for its turn.
+        self._whole += [_crc32c(data[at : at + chunk]) for at in range(place, end, chunk)]
+        self.length += end - place
+        if end < len(data):
+            self._take(data[end:])
         self._marks[self.length] = self._open
+
+    def _take(self, part: memoryview) -> None:
+        """A part of a chunk, up to its end at most."""
+        self._open = _crc32c(part, self._open)
+        self.length += len(part)
+        if self.length % self.chunk == 0:
+            self._whole.append(self._open)
+            self._open = 0
 
     def chunks(self, length: int) -> list[int]:
         """The crcs of the chunks of the first ``length`` bytes; KeyError if no write ended there."""
         remainder = self._marks[length]
-        whole = self._whole[: length // self._chunk]
-        return [*whole, remainder] if length % self._chunk else whole
+        whole = self._whole[: length // self.chunk]
+        return [*whole, remainder] if length % self.chunk else whole

@@ -12,15 +12,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from spile.objects.crc import CHUNK
 from spile.reading.read_pool import ReadPool
 from spile.reading.selection import Selection, kept_fields, positions_of
 from spile.store.shard_reader import ShardReader
 
 __all__ = ["RowBatch", "context_of", "iterate"]
 
-_PIECE = 8
-"""Chunks in one read."""
+_PIECE = 8 << 20
+"""Bytes of one read, in whole chunks: at least one."""
 _AHEAD = 6
 """Reads under way while one piece is consumed: bounds what is held to (1 + _AHEAD) × 8 MiB, and a batch."""
 
@@ -159,9 +158,7 @@ def _read_ahead(
     waiting: deque[tuple[int, ShardReader, int, Future[memoryview]]] = deque()
     try:
         for stream, shard in shards:
-            chunks = -(-shard.place(tap).length // CHUNK)
-            for begin in range(0, chunks, _PIECE):
-                end = min(begin + _PIECE, chunks)
+            for begin, end in shard.pieces(tap, _PIECE):
                 waiting.append((stream, shard, begin, pool.submit(partial(shard.chunks, tap, begin, end))))
                 if len(waiting) > _AHEAD:
                     number, source, at, future = waiting.popleft()

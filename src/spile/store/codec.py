@@ -4,7 +4,7 @@
     N bytes   the header: JSON, padded with spaces so that 8 + N is a multiple of 4096
     taps      one block each, [tokens, width], in the order of the stream's taps
     offsets   [samples + 1] int64      sample_index  [samples] int64
-    chunk_crc32c  [chunks] uint32      one for every started MiB of each other tensor, in the file's order
+    chunk_crc32c  [chunks] uint32      one for every started chunk of each other tensor, in the file's order
     scales    [tokens] float32, one for each tap whose numbers have one byte
     tokens    [tokens] int32           roles         [tokens] uint8
 
@@ -17,7 +17,6 @@ The samples' notes are the header's ``samples``: a JSON list in a string, becaus
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +28,7 @@ from spile.objects.crc import CHUNK
 from spile.spec.safetensors import DTYPES, SafetensorsHeader, TensorPlace, encode_header, parse_header
 from spile.spec.sample import Sample
 from spile.spec.taps import TapRows
+from spile.store.chunking import Chunking
 from spile.store.encoding import SCALE
 from spile.store.sealed import FORMAT
 from spile.store.statistics import SUMS
@@ -105,8 +105,11 @@ class ShardSchema:
             "format_version": str(FORMAT),
             "fingerprint": self.fingerprint,
             "stream": self.stream,
-            "chunk_bytes": str(CHUNK),
         }
+
+    def chunking(self) -> Chunking:
+        """How a new shard is cut."""
+        return Chunking(CHUNK)
 
 
 @dataclass(frozen=True)
@@ -116,11 +119,25 @@ class ShardLayout:
     header: bytes
     places: dict[str, TensorPlace]
     size: int
+    chunk_bytes: dict[str, int]
+    """The length of each tensor's chunks."""
 
 
 @dataclass(frozen=True)
 class ShardHeader(SafetensorsHeader):
     """What a shard's header says."""
+
+    chunking: Chunking
+
+    def chunk_bytes(self, name: str) -> int:
+        """The length of a tensor's chunks."""
+        place = self.places[name]
+        return self.chunking.length(name, place.code, place.shape)
+
+    def chunk_count(self, name: str) -> int:
+        """How many a tensor has."""
+        place = self.places[name]
+        return self.chunking.count(name, place.code, place.shape)
 
     def notes(self) -> list[dict[str, Any]]:
         """Each sample's index, task id, preview, augmentation, truncation and kept fields."""
@@ -150,7 +167,8 @@ def notes_of(samples: Iterable[Sample]) -> list[dict[str, Any]]:
 
 def _shapes(schema: ShardSchema, samples: int, tokens: int, context: int) -> list[tuple[str, str, tuple[int, ...]]]:
     known = [(name, code, shape) for name, (code, shape) in schema.tensors(samples, tokens, context).items()]
-    chunks = sum(-(-DTYPES[code].itemsize * math.prod(shape) // CHUNK) for _, code, shape in known)
+    chunking = schema.chunking()
+    chunks = sum(chunking.count(*each) for each in known)
     # Wide elements before narrow ones, so that each tensor is aligned to its element.
     last = CONTEXT_OFFSETS if schema.positions else "sample_index"
     place = [name for name, _, _ in known].index(last) + 1
@@ -159,12 +177,15 @@ def _shapes(schema: ShardSchema, samples: int, tokens: int, context: int) -> lis
 
 def plan_shard(schema: ShardSchema, notes: Sequence[dict[str, Any]], tokens: int, context: int = 0) -> ShardLayout:
     """Lay a shard out. ``tokens`` is the sum of the samples' rows; ``context`` of all tokens, where some have none."""
-    metadata = {**schema.metadata(), "samples": json.dumps(notes, separators=(",", ":"), ensure_ascii=False)}
+    said = json.dumps(notes, separators=(",", ":"), ensure_ascii=False)
+    chunking = schema.chunking()
+    metadata = {**schema.metadata(), **chunking.metadata(), "samples": said}
+    shapes = _shapes(schema, len(notes), tokens, context)
     try:
-        data, header = encode_header(_shapes(schema, len(notes), tokens, context), metadata, align=ALIGN)
+        data, header = encode_header(shapes, metadata, align=ALIGN)
     except ValueError as error:
         raise ValueError(f"a shard of {len(notes)} samples needs {error}; begin smaller shards") from error
-    return ShardLayout(data, header.places, header.size)
+    return ShardLayout(data, header.places, header.size, {each[0]: chunking.length(*each) for each in shapes})
 
 
 def parse_shard_header(data: bytes, size: int, where: str) -> ShardHeader:
@@ -173,11 +194,18 @@ def parse_shard_header(data: bytes, size: int, where: str) -> ShardHeader:
         header = parse_header(data, size)
     except ValueError as error:
         raise Damaged(f"{where} has a header that is not a shard's", found=str(error)) from error
-    known = {"format_version": str(FORMAT), "chunk_bytes": str(CHUNK)}
-    if (found := {name: header.metadata.get(name) for name in known}) != known:
-        raise Damaged(f"{where} has a header of a format that this version cannot read", expected=known, found=found)
+    if (found := header.metadata.get("format_version")) != str(FORMAT):
+        raise Damaged(
+            f"{where} has a header of a format that this version cannot read", expected=f"version {FORMAT}", found=found
+        )
     unknown = sorted({place.code for place in header.places.values()} - DTYPES.keys())
     tail = tuple(name for name in header.places if name in TAIL)
     if header.length % ALIGN or tail != TAIL or tuple(header.places)[-1] != TAIL[-1] or unknown:
         raise Damaged(f"{where} has a header that is not a shard's", expected=f"{', '.join(TAIL)} after the taps")
-    return ShardHeader(header.length, header.places, header.metadata)
+    chunking = Chunking.of(header.metadata, header.places, where)
+    shard = ShardHeader(header.length, header.places, header.metadata, chunking)
+    expected, sums = sum(map(shard.chunk_count, header.places.keys() - {CHUNKS})), header.places[CHUNKS]
+    if (sums.code, sums.shape) != ("U32", (expected,)):
+        found = f"{sums.code} {list(sums.shape)}"
+        raise Damaged(f"{where} has another number of chunks", expected=f"U32 [{expected}]", found=found)
+    return shard

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from spile.errors import Damaged, Failure
-from spile.objects.crc import CHUNK, crc32c, fold, to_hex
+from spile.objects.crc import crc32c, fold, to_hex
 from spile.objects.folder import Folder, NotFound
 from spile.planning.ranges import Ranges
 from spile.store.codec import CHUNKS, CONTEXT, CONTEXT_OFFSETS, POSITIONS, TAIL, ShardSchema
@@ -20,7 +20,8 @@ from spile.store.statistics import SUMS
 
 __all__ = ["inspect_shard"]
 
-_PIECE = 8
+_PIECE = 8 << 20
+"""Bytes that are read at once, in whole chunks: at least one."""
 # All ones in the exponent: infinite or not a number.
 _EXPONENT = {
     "BF16": (np.uint16, 0x7F80),
@@ -126,8 +127,7 @@ def _bytes(shard: ShardReader, seen: Callable[[int], None]) -> list[str]:
             sums.append((crc32c(shard.whole(name).tobytes()), place.length))
             continue
         bad = 0
-        for begin in range(0, -(-place.length // CHUNK), _PIECE):
-            end = min(begin + _PIECE, -(-place.length // CHUNK))
+        for begin, end in shard.pieces(name, _PIECE):
             data = shard.chunks(name, begin, end)
             if name not in TAIL and place.code in _EXPONENT:
                 kind, ones = _EXPONENT[place.code]

@@ -60,6 +60,16 @@ class JoinedShard(ShardReader):
         other = self._beside(name)
         return super().decoded(name, start, rows) if other is None else other.decoded(name, start, rows)
 
+    def chunk_bytes(self, name: str) -> int:
+        """The length of a tensor's chunks, in the file that has it."""
+        other = self._beside(name)
+        return super().chunk_bytes(name) if other is None else other.chunk_bytes(name)
+
+    def chunk_rows(self, name: str) -> int | None:
+        """Rows in each of them; None where a tensor is cut in bytes."""
+        other = self._beside(name)
+        return super().chunk_rows(name) if other is None else other.chunk_rows(name)
+
     def chunks(self, name: str, begin: int, end: int, staging: Staging | None = None) -> memoryview:
         """The bytes of chunks ``begin`` to ``end`` of a tensor, checked."""
         other = self._beside(name)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from spile.objects.crc import CHUNK, ChunkedCrc, crc32c, fold, fold_chunks
+from spile.objects.crc import ChunkedCrc, crc32c, fold, fold_chunks
 from spile.objects.folder import Folder, Writer
 from spile.planning.ranges import Ranges
 from spile.spec.sample import Sample
@@ -29,8 +29,8 @@ from spile.store.statistics import SUMS, TapAccumulator
 
 __all__ = ["ShardBuilder"]
 
-_PIECE = 4 * CHUNK
-"""Bytes that are checksummed and then written at once, while they are still in the processor's cache.
+_PIECE = 4 << 20
+"""Bytes, in whole chunks, that are checksummed and then written at once, while they are still in the processor's cache.
 
 Smaller pieces cost more calls, and after each a thread waits for its turn in the interpreter."""
 
@@ -94,7 +94,7 @@ class ShardBuilder:
         if len(np.unique(self._index)) != len(samples):
             raise ValueError("a sample is in the shard twice")
         self._plan = self._lay(len(samples))
-        self._crcs = [ChunkedCrc() for _ in schema.rows]
+        self._crcs = [ChunkedCrc(self._plan.chunk_bytes[tap]) for tap in self._taps]
         widths = [schema.sums().get(tap + SUMS) for tap in self._taps]
         self._statistics = [None if width is None else TapAccumulator(width) for width in widths]
         self._scales = {tap.name: np.zeros(self.rows, "<f4") for tap in schema.rows if tap.scaled}
@@ -139,10 +139,11 @@ class ShardBuilder:
             self._scales[expected.name][row : row + len(rows)] = scales
         data = np.ascontiguousarray(rows).view(np.uint8).reshape(-1).data
         place = self._plan.places[self._taps[tap]].start + row * width
+        step = max(1, _PIECE // crc.chunk) * crc.chunk
         start = 0
         while start < len(data):
             # Up to a border of chunks: a piece that straddles one takes another call, and each waits its turn.
-            piece = data[start : start + _PIECE - crc.length % _PIECE]
+            piece = data[start : start + step - crc.length % step]
             crc.extend(piece)
             self._writer.write_at(place + start, piece)
             start += len(piece)
@@ -196,11 +197,13 @@ class ShardBuilder:
             "roles": self._roles[:tokens],
         }
         for name, array in tail.items():
-            whole = ChunkedCrc()
+            whole = ChunkedCrc(plan.chunk_bytes[name])
             whole.extend(array.reshape(-1).view(np.uint8).data)
             chunks[name] = whole.chunks(array.nbytes)
         sums = np.array([crc for each in chunks.values() for crc in each], "<u4")
-        crcs = {name: fold_chunks(each, plan.places[name].length) for name, each in chunks.items()}
+        crcs = {
+            name: fold_chunks(each, plan.places[name].length, plan.chunk_bytes[name]) for name, each in chunks.items()
+        }
         crcs[CHUNKS] = crc32c(sums.tobytes())
         crcs = {name: crcs[name] for name in plan.places}
         self._writer.write_at(0, plan.header)

@@ -1,7 +1,8 @@
 """One committed shard, opened for reading: nothing that it gives was not checked against the commit.
 
 The commit holds the crc32c of the header and of every tensor. ``chunk_crc32c``, itself checked so, holds one crc32c for
-every MiB of the other tensors; a partial read fetches and checks the whole chunks that it touches.
+every chunk of the other tensors, as long as the header says; a partial read fetches and checks the whole chunks that it
+touches.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from spile.errors import Damaged
-from spile.objects.crc import CHUNK, crc32c, fold, to_hex
+from spile.objects.crc import crc32c, fold_chunks, to_hex
 from spile.objects.disk import MappedFile, open_plain, read_into, reading
 from spile.objects.folder import Folder
 from spile.objects.staging import Staging
+from spile.planning.ranges import Ranges
 from spile.spec.safetensors import TensorPlace
 from spile.store.codec import CHUNKS, CONTEXT, CONTEXT_OFFSETS, POSITIONS, ShardHeader, parse_shard_header
 from spile.store.encoding import SCALE, decode
@@ -126,11 +128,12 @@ class ShardReader:
             raise IndexError(f"rows {start} to {stop} of {place.shape[0]}")
         if first == last:
             return self.decoded(name, start, np.empty((0, *place.shape[1:]), place.dtype))
-        begin, end = first // CHUNK, -(-last // CHUNK)
+        chunk = self.chunk_bytes(name)
+        begin, end = first // chunk, -(-last // chunk)
         if self._known_good(name, begin, end):
             part = self._bytes(place.start + first, last - first, staging)
         else:
-            part = self.chunks(name, begin, end, staging)[first - begin * CHUNK : last - begin * CHUNK]
+            part = self.chunks(name, begin, end, staging)[first - begin * chunk : last - begin * chunk]
         return self.decoded(name, start, np.frombuffer(part, place.dtype).reshape(stop - start, *place.shape[1:]))
 
     def ranges(self, name: str, ranges: Sequence[tuple[int, int]], staging: Staging) -> npt.NDArray[Any]:
@@ -141,8 +144,8 @@ class ShardReader:
         if path is None or self.record.size <= SMALL_SHARD or self._encoded(name):
             return np.concatenate([self.rows(name, *each) for each in ranges])
         place = self.place(name)
-        width = place.length // place.shape[0]
-        self._trust(name, {n for a, b in ranges for n in range(a * width // CHUNK, -(-b * width // CHUNK))}, staging)
+        width, chunk = place.length // place.shape[0], self.chunk_bytes(name)
+        self._trust(name, {n for a, b in ranges for n in range(a * width // chunk, -(-b * width // chunk))}, staging)
         memory = target = staging.room(sum(stop - start for start, stop in ranges) * width)
         file_path = path / self.record.name
         with reading(file_path), open_plain(file_path) as file:
@@ -166,15 +169,29 @@ class ShardReader:
     def _encoded(self, name: str) -> bool:
         return name + SCALE in self.header.places
 
+    def chunk_bytes(self, name: str) -> int:
+        """The length of a tensor's chunks: what is read and checked whole."""
+        return self.header.chunk_bytes(name)
+
+    def chunk_rows(self, name: str) -> int | None:
+        """Rows in each of them; None where a tensor is cut in bytes, and rows may lie in two."""
+        return self.header.chunking.rows.get(name)
+
+    def pieces(self, name: str, size: int) -> list[tuple[int, int]]:
+        """All chunks of a tensor, as ranges of about so many bytes: what to ask :meth:`chunks` for, one by one."""
+        chunk = self.chunk_bytes(name)
+        count, step = -(-self.place(name).length // chunk), max(1, size // chunk)
+        return [(begin, min(begin + step, count)) for begin in range(0, count, step)]
+
     def chunks(self, name: str, begin: int, end: int, staging: Staging | None = None) -> memoryview:
         """The bytes of chunks ``begin`` to ``end`` of a tensor, checked. On a local disk: of the file itself, once."""
-        place = self.place(name)
+        place, chunk = self.place(name), self.chunk_bytes(name)
         sums = self._sums_of(name)
-        start, length = place.start + begin * CHUNK, min(end * CHUNK, place.length) - begin * CHUNK
+        start, length = place.start + begin * chunk, min(end * chunk, place.length) - begin * chunk
         if self._known_good(name, begin, end):
             return self._bytes(start, length, staging)
         read = partial(self._bytes, staging=staging)
-        data = self._checked(f"{name}, chunk {{}}", start, length, sums[begin:end].tolist(), CHUNK, begin, read)
+        data = self._checked(f"{name}, chunk {{}}", start, length, sums[begin:end].tolist(), chunk, begin, read)
         self._trusted[name][begin:end] = True
         return data
 
@@ -186,13 +203,12 @@ class ShardReader:
     def _trust(self, name: str, chunks: Iterable[int], staging: Staging) -> None:
         """Check the chunks that were not checked before."""
         self._sums_of(name)
-        for number in sorted(number for number in chunks if not self._trusted[name][number]):
-            self.chunks(name, number, number + 1, staging)
+        for begin, end in Ranges.of(number for number in chunks if not self._trusted[name][number]).pairs():
+            self.chunks(name, begin, end, staging)
 
     def folded(self, name: str) -> int:
         """The crc32c of a whole tensor, from those of its chunks."""
-        length = self.place(name).length
-        return fold((int(crc), min(CHUNK, length - n * CHUNK)) for n, crc in enumerate(self._sums_of(name)))
+        return fold_chunks(self._sums_of(name).tolist(), self.place(name).length, self.chunk_bytes(name))
 
     def place(self, name: str) -> TensorPlace:
         """Where a tensor lies; KeyError where the shard has none of that name."""
@@ -228,13 +244,11 @@ class ShardReader:
         with self._lock:
             if not self._sums:
                 sums, at = self.whole(CHUNKS), 0
-                for place in self.header.places.values():
-                    count = -(-place.length // CHUNK) if place.name != CHUNKS else 0
-                    self._sums[place.name] = sums[at : at + count]
-                    self._trusted[place.name] = np.zeros(count, np.bool_)
+                for each in self.header.places:
+                    count = self.header.chunk_count(each) if each != CHUNKS else 0
+                    self._sums[each] = sums[at : at + count]
+                    self._trusted[each] = np.zeros(count, np.bool_)
                     at += count
-                if at != len(sums):
-                    raise Damaged(f"{self.where} has another number of chunks", expected=at, found=len(sums))
             return self._sums[name]
 
     def _tail_bytes(self, place: TensorPlace) -> memoryview:

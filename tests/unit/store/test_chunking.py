@@ -1,0 +1,251 @@
+"""How shards are cut: whatever the header says is read and checked, and a header that cannot be meant is refused."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from counting import Counting
+from spile.errors import Damaged
+from spile.objects import Folder, open_folder
+from spile.objects.staging import Staging
+from spile.reading.dataset import open as open_dataset
+from spile.reading.rows import RowBatch, iterate
+from spile.spec.safetensors import encode_header
+from spile.spec.sample import Sample
+from spile.spec.taps import TapRows
+from spile.store.chunking import Chunking
+from spile.store.codec import CHUNKS, ShardSchema, parse_shard_header
+from spile.store.encoding import as_stored
+from spile.store.joined import JoinedShard
+from spile.store.record import ShardRecord
+from spile.store.shard import ShardBuilder
+from spile.store.shard_reader import ShardReader
+from spile.store.verification import verify
+from world import TAPS, items, produce, rows_of
+
+OLDER = Path(__file__).parent / "data" / "cut_in_bytes.zip"
+"""Two shards of three of a run that was killed, written by an earlier version: one checksum for each MiB."""
+NAME = "shard_0001-abcd.safetensors"
+
+
+@contextmanager
+def cut(chunking: Chunking) -> Iterator[None]:
+    """Shards are written so, and none is so small that it is read whole."""
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(ShardSchema, "chunking", lambda _: chunking))
+        stack.enter_context(patch("spile.store.shard_reader.SMALL_SHARD", 0))
+        yield
+
+
+def write(folder: Folder, tap: TapRows, tokens: int, steps: int = 1) -> tuple[ShardRecord, np.ndarray]:
+    """A shard of one tap and one sample, written in several steps; and its rows."""
+    sample = Sample(0, "t", np.arange(tokens, dtype=np.int32), np.zeros(tokens, np.uint8))
+    builder = ShardBuilder(folder, NAME, [sample], ShardSchema((tap,), "f" * 32, "s" * 16))
+    rows = np.random.default_rng(tokens).standard_normal((tokens, tap.width)).astype(np.float32)
+    stored = as_stored(rows, tap.dtype) if tap.scaled else rows.astype(tap.dtype)
+    for start in range(0, tokens, steps):
+        builder.write(0, start, stored[start : start + steps])
+    return builder.finish(), rows
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+SHAPES = st.tuples(
+    st.integers(1, 9),  # width
+    st.integers(1, 40),  # tokens
+    st.sampled_from(["float32", "bfloat16"]),
+)
+CUTS = st.builds(Chunking, st.integers(1, 60), st.just({}) | st.fixed_dictionaries({"residual.0": st.integers(1, 9)}))
+
+
+@given(shape=SHAPES, chunking=CUTS, steps=st.integers(1, 7), data=st.data())
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_range_is_read_and_checked(
+    tmp_path: Path, shape: tuple[int, int, str], chunking: Chunking, steps: int, data: st.DataObject
+) -> None:
+    width, tokens, dtype = shape
+    tap = TapRows("residual.0", (width,), dtype)
+    folder = open_folder(str(tmp_path))
+    with cut(chunking):
+        record, rows = write(folder, tap, tokens, steps)
+        start = data.draw(st.integers(0, tokens - 1))
+        stop = data.draw(st.integers(start + 1, tokens))
+        wanted = rows.astype(dtype)[start:stop]
+        for place in (folder, Counting(folder)):
+            shard = ShardReader(place, record)
+            np.testing.assert_array_equal(shard.rows("residual.0", start, stop), wanted)
+            np.testing.assert_array_equal(np.concatenate([part.rows for part in _read(shard)]), rows.astype(dtype))
+        asked = [(start, stop), (0, start), (stop, tokens)]
+        ranges = ShardReader(folder, record).ranges("residual.0", asked, Staging(past_cache=False))
+        np.testing.assert_array_equal(ranges, np.concatenate([rows.astype(dtype)[a:b] for a, b in asked]))
+
+        inside = data.draw(st.integers(start * tap.bytes, stop * tap.bytes - 1))
+        chunk = ShardReader(folder, record).chunk_bytes("residual.0")
+        flip(tmp_path / NAME, record.header[0] + inside)
+        for place in (folder, Counting(folder)):
+            with pytest.raises(Damaged, match=f"residual.0, chunk {inside // chunk}:"):
+                ShardReader(place, record).rows("residual.0", start, stop)
+        with pytest.raises(Damaged, match=r"residual\.0, chunk"):
+            ShardReader(folder, record).ranges("residual.0", asked, Staging(past_cache=False))
+        with pytest.raises(Damaged, match=r"residual\.0, chunk"):
+            _read(ShardReader(folder, record))
+
+
+def _read(shard: ShardReader) -> list[RowBatch]:
+    with patch("spile.reading.rows._PIECE", 100):
+        return list(iterate([(0, shard)], "residual.0", 3, include=None, exclude=None, context=False))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "float8_e4m3"])
+def test_rows_in_whole_chunks_are_read_without_another_byte(tmp_path: Path, dtype: str) -> None:
+    folder = Counting(open_folder(str(tmp_path)))
+    tap = TapRows("residual.0", (8,), dtype)
+    with cut(Chunking(64, {"residual.0": 4})):
+        record, _ = write(folder, tap, 21)
+        shard = ShardReader(folder, record)
+        shard.rows("residual.0", 0, 1)
+        assert (shard.chunk_rows("residual.0"), shard.chunk_rows("tokens")) == (4, None)
+        for start, stop in [(0, 4), (4, 12), (16, 21), (20, 21), (0, 21)]:
+            folder.ranges.clear()
+            shard.rows("residual.0", start, stop)
+            place = shard.place("residual.0").start
+            assert folder.ranges == [(NAME, place + start * tap.number_bytes, (stop - start) * tap.number_bytes)]
+
+
+def test_added_taps_may_be_cut_otherwise(tmp_path: Path) -> None:
+    folders = [open_folder(str(tmp_path / name)) for name in ("own", "added")]
+    made = []
+    cuts = [Chunking(50), Chunking(64, {"mlp.1": 4})]
+    taps = [TapRows(name, (5,), "float32") for name in ("residual.0", "mlp.1")]
+    for folder, tap, chunking in zip(folders, taps, cuts, strict=True):
+        with cut(chunking):
+            made.append(write(folder, tap, 30))
+    own, added = (ShardReader(folder, record) for folder, (record, _) in zip(folders, made, strict=True))
+    shard = JoinedShard(own, {"mlp.1": added})
+    for tap, chunking, (_, rows) in zip(taps, cuts, made, strict=True):
+        assert shard.chunk_rows(tap.name) == chunking.rows.get(tap.name)
+        assert shard.chunk_bytes(tap.name) == (50 if tap.name == "residual.0" else 80)
+        with patch("spile.reading.rows._PIECE", 100):
+            parts = list(iterate([(0, shard)], tap.name, 7, include=None, exclude=None, context=False))
+        np.testing.assert_array_equal(np.concatenate([part.rows for part in parts]), rows)
+        np.testing.assert_array_equal(shard.rows(tap.name, 3, 17), rows[3:17])
+        ranges = shard.ranges(tap.name, [(2, 5), (9, 28)], Staging(past_cache=False))
+        np.testing.assert_array_equal(ranges, np.concatenate([rows[2:5], rows[9:28]]))
+
+
+def header_of(metadata: dict[str, str], chunks: int = 6, width: int = 2, tokens: int = 3) -> tuple[bytes, int]:
+    """And the file's size. Of a shard of one tap and one sample, with these words on how it is cut."""
+    shapes: list[tuple[str, str, tuple[int, ...]]] = [
+        ("residual.0", "F32", (tokens, width)),
+        ("offsets", "I64", (2,)),
+        ("sample_index", "I64", (1,)),
+        (CHUNKS, "U32", (chunks,)),
+        ("tokens", "I32", (tokens,)),
+        ("roles", "U8", (tokens,)),
+    ]
+    data, header = encode_header(shapes, {"format_version": "1", **metadata}, align=4096)
+    return data, header.size
+
+
+def test_a_header_says_how_it_is_cut() -> None:
+    for metadata, chunks, length in [
+        ({"chunk_bytes": "1048576"}, 5, 1 << 20),
+        ({"chunk_bytes": "24"}, 5, 24),
+        ({"chunk_bytes": "24", "chunk_rows": '{"residual.0":2}'}, 6, 16),
+        ({"chunk_bytes": "24", "chunk_rows": '{"residual.0":1,"from_the":"future"}'}, 7, None),
+    ]:
+        data, size = header_of(metadata, chunks)
+        if length is None:
+            with pytest.raises(Damaged, match="'from_the': future"):
+                parse_shard_header(data, size, "it")
+        else:
+            assert parse_shard_header(data, size, "it").chunk_bytes("residual.0") == length
+
+
+HOSTILE: dict[str, tuple[dict[str, str], str]] = {
+    "nothing": ({}, "does not say how it is cut into chunks: found KeyError"),
+    "no number": ({"chunk_bytes": "many"}, "does not say how it is cut into chunks: found ValueError"),
+    "a number without end": ({"chunk_bytes": "9" * 5000}, "does not say how it is cut into chunks: found ValueError"),
+    "nothing at a time": ({"chunk_bytes": "0"}, "impossible chunk_bytes: expected 1 to 67108864, found 0"),
+    "less than nothing": ({"chunk_bytes": "-1048576"}, "impossible chunk_bytes: .* found -1048576"),
+    "all at a time": ({"chunk_bytes": str(1 << 40)}, "impossible chunk_bytes: .* found 1099511627776"),
+    "byte for byte": ({"chunk_bytes": "1"}, r"another number of chunks: expected U32 \[63\], found U32 \[6\]"),
+    "no object": ({"chunk_bytes": "64", "chunk_rows": "[1]"}, "does not say how it is cut into chunks"),
+    "no JSON": ({"chunk_bytes": "64", "chunk_rows": "{"}, "does not say how it is cut into chunks"),
+    "a deep one": ({"chunk_bytes": "64", "chunk_rows": "[" * 100_000}, "does not say how it is cut into chunks"),
+    **{
+        f"rows: {value}": ({"chunk_bytes": "64", "chunk_rows": json.dumps({"residual.0": value})}, "a positive number")
+        for value in (0, -1, 1.5, "4", True, None, [4], {"a": 1})
+    },
+    "rows without end": (
+        {"chunk_bytes": "64", "chunk_rows": json.dumps({"residual.0": 1 << 70})},
+        "expected one row, or rows of at most 67108864 bytes together, found 'residual.0': 1180591620717411303424",
+    ),
+    **{
+        f"rows of {name}": ({"chunk_bytes": "64", "chunk_rows": json.dumps({name: 2})}, f"a tensor of rows, .*'{name}'")
+        for name in ("tokens", "residual.7", CHUNKS, "")
+    },
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_header_that_cannot_be_meant_is_refused(what: str) -> None:
+    metadata, says = HOSTILE[what]
+    data, size = header_of(metadata)
+    with pytest.raises(Damaged, match=f"^it has .*{says}") as raised:
+        parse_shard_header(data, size, "it")
+    assert len(str(raised.value)) < 400
+
+
+def test_rows_of_no_width_are_in_no_chunks() -> None:
+    data, size = header_of({"chunk_bytes": "64", "chunk_rows": '{"residual.0":2}'}, 4, width=0)
+    with pytest.raises(Damaged, match="a tensor of rows"):
+        parse_shard_header(data, size, "it")
+
+
+def test_one_row_may_be_longer_than_any_chunk() -> None:
+    data, size = header_of({"chunk_bytes": "64", "chunk_rows": '{"residual.0":1}'}, 5, width=20 << 20, tokens=1)
+    assert parse_shard_header(data, size, "it").chunk_bytes("residual.0") == 80 << 20
+
+
+@pytest.fixture
+def older(tmp_path: Path) -> Folder:
+    with zipfile.ZipFile(OLDER) as file:
+        file.extractall(tmp_path / "run")
+    return open_folder(str(tmp_path / "run"))
+
+
+def test_what_an_earlier_version_wrote_is_read_proven_and_finished(older: Folder, tmp_path: Path) -> None:
+    assert [problem.text for problem in verify(older).problems] == []
+    assert not verify(older).ok  # the run was killed
+    assert len(list(open_dataset(older).samples)) == 20
+    produce(older, 30)
+    report = verify(older)
+    assert report.ok
+    assert report.streams[0].shards == 3
+    dataset = open_dataset(older)
+    wanted = [item for item in items(30) if isinstance(item, Sample)]
+    cuts = {dataset.streams[0].open(shard).chunk_rows("attn.1") for shard in dataset.streams[0].shards}
+    assert None in cuts
+    for number, tap in enumerate(map(str, TAPS)):
+        rows = np.concatenate([rows_of(sample, number) for sample in wanted])
+        np.testing.assert_array_equal(np.concatenate(list(dataset.rows(tap, 100))), rows)
+        sample = dataset.sample(0, wanted[12].index)
+        np.testing.assert_array_equal(sample.rows(tap), rows_of(wanted[12], number))
+    (path,) = tmp_path.glob("run/tpu_0/shard_0002-*.safetensors")
+    flip(path, path.stat().st_size - 4000)
+    assert not verify(older).ok
