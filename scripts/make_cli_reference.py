@@ -17,7 +17,7 @@ from pathlib import Path
 from cyclopts import App
 from cyclopts.argument import Argument
 
-from spile.cli.main import build
+from spile.cli.program import build
 from spile.cli.shell.commands import COMMANDS, GROUPS, Command
 
 __all__ = ["application", "flags", "reference"]

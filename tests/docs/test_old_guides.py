@@ -11,7 +11,8 @@ import pytest
 
 from docs.old_guides import INSTEAD, LINES, OldLine
 from docs.pages import ROOT
-from spile.cli.main import build, main
+from spile.cli.main import main
+from spile.cli.program import build
 from spile.cli.shell.aliases import INSTEAD as OTHERS
 from spile.cli.shell.aliases import SCRIPTS, modern
 from spile.cli.shell.commands import COMMANDS

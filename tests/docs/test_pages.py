@@ -11,7 +11,7 @@ import pytest
 from cyclopts import CoercionError, CycloptsError, MissingArgumentError
 
 from docs.pages import PAGES, ROOT, anchors, blocks, commands, links, mentions, name_of, prose
-from spile.cli.main import build
+from spile.cli.program import build
 from spile.cli.shell.aliases import modern
 from spile.cli.shell.commands import COMMANDS, GROUPS
 from spile.objects import open_folder

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from spile.errors import Interrupted
+from spile.runtime.interrupts import handled
 from spile.runtime.progress import Progress
 
 __all__ = ["end_soon", "handling_signals", "interrupting", "last_words"]
@@ -58,7 +59,7 @@ def last_words(tell: Callable[[], None]) -> Iterator[None]:
 def handling_signals(stop: threading.Event, progress: Progress) -> Iterator[None]:
     """While this lasts a signal asks for the end: through ``stop``, or by KeyboardInterrupt where that is at once."""
     receiver = _SignalReceiver(stop, progress)
-    with _handled(receiver.handle), _woken(receiver.woken):
+    with handled(receiver.handle, *_KINDS), _woken(receiver.woken):
         yield
 
 
@@ -69,7 +70,7 @@ def interrupting() -> Iterator[None]:
     def handle(_number: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    with _handled(handle):
+    with handled(handle, *_KINDS):
         yield
 
 
@@ -101,16 +102,6 @@ class _SignalReceiver:
         self._arrived += 1
         if not over.wait(_NOTICE) and self._handled < self._arrived and self._at_once(self._arrived):
             end_soon()
-
-
-@contextmanager
-def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    before = {kind: signal.signal(kind, handler) for kind in _KINDS}
-    try:
-        yield
-    finally:
-        for kind, old in before.items():
-            signal.signal(kind, old)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from spile.cli.main import build
+from spile.cli.program import build
 from spile.cli.shell.aliases import modern
 
 GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "quick-experiments.md"

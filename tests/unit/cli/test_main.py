@@ -19,6 +19,7 @@ from spile.cli.extract import ExtractFlags
 from spile.cli.shell.commands import COMMANDS, SECTIONS
 from spile.errors import SpecError, UserError
 from spile.spec.run import ExtractSpec
+from spile.version import __version__
 
 
 @pytest.fixture
@@ -122,7 +123,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
 
 
 def test_help_and_version(spile: Callable[..., tuple[int, str, str]]) -> None:
-    assert spile("--version") == (0, f"spile {program.__version__}\n", "")
+    assert spile("--version") == (0, f"spile {__version__}\n", "")
     for words in (("--help",), (), ("extract", "--help"), ("data", "--help")):
         code, out, err = spile(*words)
         assert (code, err) == (0, "")

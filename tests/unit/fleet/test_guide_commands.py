@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from spile.cli.main import build
+from spile.cli.program import build
 from spile.cli.shell.aliases import modern
 
 LINES = [

@@ -1,0 +1,101 @@
+"""Ctrl+C while a command starts: real signals to real processes, whatever is being loaded then. One line, exit 130."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import gc, os, signal, sys
+
+kind, moment, *words = sys.argv[1:]
+
+def interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
+
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name != moment:
+            return
+        sys.meta_path.remove(self)
+        if kind == "collected":
+            gc.callbacks.append(collected)
+            gc.collect()
+        elif kind == "import":
+            interrupt()
+        else:
+            try:
+                interrupt()
+            except BaseException:
+                if kind == "broken":
+                    raise ImportError("an extension module that failed to import")
+
+def collected(*_):
+    gc.callbacks.remove(collected)
+    interrupt()
+
+sys.meta_path.insert(0, Interrupting())
+
+from spile.cli.main import main
+main(words)
+"""
+"""Interrupted where a module is looked for: as it is, in a callback of the collector that throws exceptions away, by
+an import that makes another error of it (``broken``), by one that swallows it."""
+JAX_USERS = ["infer", "plan", "bench", "pod check"]
+
+
+def interrupted(folder: Path, kind: str, moment: str, *words: str) -> tuple[int, str, str]:
+    ran = subprocess.run(
+        [sys.executable, "-c", PROGRAM, kind, moment, *words],
+        cwd=folder,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    return ran.returncode, ran.stdout, ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("kind", "moment"),
+    [
+        *(("import", moment) for moment in ("cyclopts", "spile.cli.extract", "spile.runtime.extract", "jax._src.core")),
+        *(("collected", moment) for moment in ("spile.cli.extract", "spile.runtime.extract", "spile.dashboard.worker")),
+        *(("broken", moment) for moment in ("rich.console", "spile.runtime.extract", "jax.numpy")),
+        ("swallowed", "jax._src.dtypes"),
+    ],
+)
+def test_ctrl_c_is_one_line_whatever_is_being_loaded(tmp_path: Path, kind: str, moment: str) -> None:
+    assert interrupted(tmp_path, kind, moment, "extract") == (130, "", "spile: interrupted\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", JAX_USERS)
+def test_every_command_that_loads_jax_ends_alike(tmp_path: Path, command: str) -> None:
+    assert interrupted(tmp_path, "broken", "jax._src.core", *command.split()) == (130, "", "spile: interrupted\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(24))
+def test_ctrl_c_at_any_moment_of_the_start(tmp_path: Path, seed: int) -> None:
+    """By the clock. The interpreter's own start is not ours; so many samples are not done before the signal comes."""
+    words = [sys.executable, "-m", "spile.cli.main", "extract", "--layers", "1", "--predictions-per-task", "64"]
+    run = subprocess.Popen(
+        words, cwd=tmp_path, env={**os.environ, "JAX_PLATFORMS": "cpu"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    time.sleep(random.Random(seed).uniform(0.15, 2.5))
+    for _ in range(1 + seed % 2):
+        run.send_signal(signal.SIGINT)
+        time.sleep(0.02)
+    said, errors = run.communicate(timeout=120)
+    # An interrupt inside exec() is remembered by Python, which ends by the signal then. A shell says 130 of both.
+    assert run.returncode in (130, -signal.SIGINT), (said, errors)
+    assert errors.decode() in ("spile: interrupted\n", ""), said
