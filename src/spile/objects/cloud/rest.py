@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from functools import lru_cache
 from typing import Protocol
 from urllib.parse import urlsplit
 
@@ -31,6 +30,9 @@ __all__ = ["GoogleDialect", "Reply", "RestClient", "S3Dialect", "http_timeout"]
 _CONNECT_SECONDS = 10.0
 _READ_BACK: set[str] = set()
 """Buckets whose server was found not to compare checksums, for all clients of this process."""
+_REGIONS: dict[str, str | None] = {}
+"""Where S3 said that buckets lie, for all clients of this process; None where it was asked and said nothing yet."""
+_REGION_HEADER = "x-amz-bucket-region"
 
 
 def http_timeout() -> float:
@@ -50,9 +52,12 @@ class Dialect(Protocol):
     """What differs between the two clouds."""
 
     scheme: str
-    base: str
     if_absent: Mapping[str, str]
     """Headers of a write that must find nothing."""
+
+    @property
+    def base(self) -> str:
+        """The server's address."""
 
     def authorized(self, method: str, url: str, headers: Mapping[str, str]) -> dict[str, str]:
         """The headers with proof of who we are."""
@@ -62,6 +67,9 @@ class Dialect(Protocol):
 
     def reported_checksum(self, headers: Mapping[str, str]) -> str | None:
         """The CRC32C of the whole object that a reply reports, if it does."""
+
+    def lies_elsewhere(self, asked: str, headers: Mapping[str, str]) -> bool:
+        """Whether a refusal says that the bucket is not where this URL is: the next request goes where it is."""
 
 
 class GoogleDialect:
@@ -96,6 +104,10 @@ class GoogleDialect:
                 return value
         return None
 
+    def lies_elsewhere(self, asked: str, headers: Mapping[str, str]) -> bool:  # noqa: ARG002
+        """One address has all of Google's buckets."""
+        return False
+
 
 class S3Dialect:
     """S3 and what speaks it (``AWS_ENDPOINT_URL``, or the profile's ``endpoint_url``)."""
@@ -104,10 +116,19 @@ class S3Dialect:
     if_absent: Mapping[str, str] = {"if-none-match": "*"}
 
     def __init__(self, bucket: str) -> None:
-        endpoint = aws_endpoint()
-        self.region = (None if endpoint else _bucket_region(bucket)) or aws_region() or "us-east-1"
-        china = ".cn" if self.region.startswith("cn-") else ""
-        self.base = (endpoint or f"https://s3.{self.region}.amazonaws.com{china}").rstrip("/")
+        self._bucket, self._endpoint = bucket, aws_endpoint()
+        said = None if self._endpoint else _ask_region(bucket)
+        self._region = said or aws_region() or "us-east-1"
+
+    @property
+    def region(self) -> str:
+        """Where S3 said that the bucket lies; else as the environment or the profile says."""
+        return (None if self._endpoint else _REGIONS.get(self._bucket)) or self._region
+
+    @property
+    def base(self) -> str:
+        """The server's address."""
+        return (self._endpoint or _amazon(self.region)).rstrip("/")
 
     def authorized(self, method: str, url: str, headers: Mapping[str, str]) -> dict[str, str]:
         """Signed with whatever keys are in force now."""
@@ -122,16 +143,33 @@ class S3Dialect:
         found = headers.get("x-amz-checksum-crc32c", "")
         return None if not found or "-" in found or headers.get("x-amz-checksum-type") == "COMPOSITE" else found
 
+    def lies_elsewhere(self, asked: str, headers: Mapping[str, str]) -> bool:
+        """A refusal names the bucket's region: where nobody said it before, the region was a guess."""
+        if self._endpoint or not (said := headers.get(_REGION_HEADER)):
+            return False
+        _REGIONS[self._bucket] = said
+        return not asked.startswith(f"{self.base}/")
 
-@lru_cache
-def _bucket_region(bucket: str) -> str | None:
-    """Where S3 says the bucket lies; it tells everybody, even with a refusal."""
-    url = f"https://s3.amazonaws.com/{quoted(bucket)}"
-    try:
-        reply = _pool(url).request("HEAD", url, redirect=False, retries=False, timeout=_CONNECT_SECONDS)
-    except urllib3.exceptions.HTTPError:
-        return None
-    return reply.headers.get("x-amz-bucket-region")
+
+def _ask_region(bucket: str) -> str | None:
+    """Where S3 says the bucket lies; it tells everybody, even with a refusal.
+
+    Asked once: where no answer comes (a closed network), each folder that is opened would wait for it again.
+    """
+    if bucket not in _REGIONS:
+        url = f"{_amazon()}/{quoted(bucket)}"
+        try:
+            reply = _pool(url).request("HEAD", url, redirect=False, retries=False, timeout=_CONNECT_SECONDS)
+            _REGIONS[bucket] = reply.headers.get(_REGION_HEADER)
+        except urllib3.exceptions.HTTPError:
+            _REGIONS[bucket] = None
+    return _REGIONS[bucket]
+
+
+def _amazon(region: str | None = None) -> str:
+    """S3's address in a region, or the one that knows all regions."""
+    china = ".cn" if region is not None and region.startswith("cn-") else ""
+    return f"https://s3.{region}.amazonaws.com{china}" if region else "https://s3.amazonaws.com"
 
 
 def _pool(url: str) -> urllib3.PoolManager:
@@ -148,8 +186,12 @@ class RestClient:
 
     def __init__(self, dialect: Dialect, bucket: str) -> None:
         self.dialect = dialect
-        self._url = f"{dialect.base}/{quoted(bucket)}"
+        self._name = quoted(bucket)
         self._pool = _pool(self._url)
+
+    @property
+    def _url(self) -> str:
+        return f"{self.dialect.base}/{self._name}"
 
     def request(
         self,
@@ -182,7 +224,9 @@ class RestClient:
         except ValueError:
             raise RequestFailure("a header that cannot be sent") from None  # its text quotes the header, a token's too
         if not 200 <= reply.status < 300:
-            raise from_status(reply.status, reply.data)
+            failure = from_status(reply.status, reply.data)
+            failure.transient |= self.dialect.lies_elsewhere(url, reply.headers)
+            raise failure
         return Reply(reply.headers, reply.data)
 
     def get(self, key: str) -> bytes:
