@@ -15,6 +15,7 @@ from spile.errors import SpileError
 from spile.fleet.cloud.provider import Provider
 from spile.fleet.manage import NodeResult, by_zone
 from spile.fleet.spec import FleetSpec, owns
+from spile.objects.cloud.metadata import ask_metadata, google_metadata_url
 
 __all__ = [
     "PIN",
@@ -29,6 +30,8 @@ __all__ = [
 
 PIN = "spile-sha256"
 """The metadata that holds it."""
+_PATIENCE = 10.0
+"""Seconds for the machine's own answer; the API knows it too."""
 REQUIREMENTS, REQUIREMENTS_CUDA = "requirements.txt", "requirements-cuda.txt"
 
 
@@ -69,15 +72,8 @@ def vouch(provider: Provider, fleet: FleetSpec, home: str) -> list[NodeResult]:
 
 def own_pin(zone: str, node: str, project: str, wanted: str) -> str:
     """What this machine's metadata says, as its metadata server knows it, else the API."""
-    import requests
-
-    host = os.environ.get("GCE_METADATA_HOST") or "metadata.google.internal"
-    url = f"http://{host}/computeMetadata/v1/instance/attributes/{PIN}"
-    try:
-        reply = requests.get(url, headers={"Metadata-Flavor": "Google"}, timeout=10)
-        said = reply.text.strip() if reply.status_code == 200 else ""
-    except requests.RequestException:  # the API knows it too
-        said = ""
+    url = google_metadata_url(f"instance/attributes/{PIN}", os.environ)
+    said = ask_metadata("GET", url, {"Metadata-Flavor": "Google"}, _PATIENCE) or ""
     if said == wanted or not zone:
         return said
     from spile.fleet.cloud.settings import read_settings

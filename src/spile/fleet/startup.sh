@@ -10,7 +10,7 @@
 set -Eeuo pipefail
 umask 077  # fleet.json may hold secrets, and logs may quote them
 
-meta() { curl -fsS -m 10 -H 'Metadata-Flavor: Google' "http://${GCE_METADATA_HOST:-metadata.google.internal}/computeMetadata/v1/$1"; }
+meta() { curl -fsS -m 10 -H 'Metadata-Flavor: Google' "http://${GCE_METADATA_HOST:-169.254.169.254}/computeMetadata/v1/$1"; }
 # The same for what a machine may not have: nothing then, and an error only where nobody answers. A machine with chips asks
 # for a minute or so: a slice's host that took silence for a no would take itself for the first, and so would the others.
 tries=1
@@ -19,7 +19,7 @@ ask() {
   local try said
   for ((try = 1; ; try++)); do
     said="$(curl -sS -m 10 -w '\n%{http_code}' -H 'Metadata-Flavor: Google' \
-      "http://${GCE_METADATA_HOST:-metadata.google.internal}/computeMetadata/v1/$1")" || true
+      "http://${GCE_METADATA_HOST:-169.254.169.254}/computeMetadata/v1/$1")" || true
     case "${said##*$'\n'}" in
       200) printf '%s' "${said%$'\n'*}"; return 0 ;;
       404) return 0 ;;

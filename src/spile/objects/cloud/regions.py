@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import urllib3
 
+from spile.objects.cloud.metadata import METADATA_SERVER, ask_metadata, google_metadata_url
+
 __all__ = ["PRICES_OF", "Region", "egress_price", "machine_place"]
 
 PRICES_OF = "2025"
@@ -33,8 +35,6 @@ _DUAL = {
     "asia1": ("asia-northeast1", "asia-northeast2"),
 }
 _PATIENCE = urllib3.Timeout(connect=0.4, read=0.8)
-_METADATA_SERVER = "169.254.169.254"
-"""Of both clouds. By its number: where no name server answers, to ask for Google's name takes ten seconds."""
 
 
 @dataclass(frozen=True)
@@ -82,15 +82,14 @@ def machine_place(environment: Mapping[str, str] = os.environ) -> Region | None:
 def _google_place(environment: Mapping[str, str]) -> Region | None:
     if environment.get("NO_GCE_CHECK", "").lower() == "true":
         return None
-    host = environment.get("GCE_METADATA_HOST", _METADATA_SERVER)
-    zone = _ask("GET", f"http://{host}/computeMetadata/v1/instance/zone", {"Metadata-Flavor": "Google"})
+    zone = _ask("GET", google_metadata_url("instance/zone", environment), {"Metadata-Flavor": "Google"})
     return Region("gs", zone.rpartition("/")[2].rpartition("-")[0]) if zone else None
 
 
 def _amazon_place(environment: Mapping[str, str]) -> Region | None:
     if environment.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
         return None
-    base = environment.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", f"http://{_METADATA_SERVER}").rstrip("/")
+    base = environment.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", f"http://{METADATA_SERVER}").rstrip("/")
     token = _ask("PUT", f"{base}/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "60"})
     if not token:
         return None
@@ -99,10 +98,4 @@ def _amazon_place(environment: Mapping[str, str]) -> Region | None:
 
 
 def _ask(method: str, url: str, headers: dict[str, str]) -> str | None:
-    """A metadata server's answer; None where there is no such server, which is most machines."""
-    try:
-        with urllib3.PoolManager() as pool:
-            reply = pool.request(method, url, headers=headers, timeout=_PATIENCE, retries=False)
-    except urllib3.exceptions.HTTPError:
-        return None
-    return reply.data.decode().strip() if reply.status == 200 else None
+    return ask_metadata(method, url, headers, _PATIENCE)

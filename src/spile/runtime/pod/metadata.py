@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spile.errors import PodError
+from spile.objects.cloud.metadata import google_metadata_url
 
 __all__ = ["Metadata", "NoMetadata", "Patience", "gce_metadata"]
 
@@ -52,10 +53,10 @@ def gce_metadata(
     patience: Patience | None = None,
 ) -> Metadata | None:
     """The metadata server of this VM; None where this is no Google VM, found out without asking the network."""
-    server = environment.get("GCE_METADATA_IP") or environment.get("GCE_METADATA_HOST")
-    if not server and not (product.is_file() and product.read_text(errors="replace").strip() in _GCE_NAMES):
+    named = environment.get("GCE_METADATA_IP") or environment.get("GCE_METADATA_HOST")
+    if not named and not (product.is_file() and product.read_text(errors="replace").strip() in _GCE_NAMES):
         return None
-    base = f"http://{server or 'metadata.google.internal'}/computeMetadata/v1/instance/attributes/"
+    base = google_metadata_url("instance/attributes/", environment)
     tpu = any(next(devices.glob(name), None) is not None for name in _CHIPS)
     return _MetadataServer(base, patience or (_OF_A_TPU if tpu else _OF_ANOTHER), tpu=tpu)
 

@@ -1,0 +1,47 @@
+"""Every room asks a machine's metadata server by its number: a name server that hangs would cost ten seconds each."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import spile
+from spile.fleet.pins import own_pin
+from spile.objects.cloud.regions import machine_place
+from spile.runtime.pod.metadata import Patience, gce_metadata
+
+NAME = "metadata.google.internal"
+
+
+def _attribute(folder: Path) -> str | None:
+    (folder / "product_name").write_text("Google Compute Engine\n")
+    read = gce_metadata({}, product=folder / "product_name", devices=folder, patience=Patience(0.5, 0.2))
+    assert read is not None
+    return read("agent-worker-number")
+
+
+@pytest.mark.parametrize(
+    "ask", [lambda _: machine_place({}), lambda _: own_pin("", "node", "project", "pin") or None, _attribute]
+)
+def test_no_name_server_is_asked(
+    ask: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def getaddrinfo(host: str, *_: object, **__: object) -> list[object]:
+        asked.append(host)
+        raise OSError("no network")
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    for name in ("GCE_METADATA_HOST", "GCE_METADATA_IP"):
+        monkeypatch.delenv(name, raising=False)
+    assert ask(tmp_path) is None
+    assert {str(ipaddress.ip_address(host)) for host in asked} == {"169.254.169.254"}
+
+
+def test_the_startup_script_neither() -> None:
+    assert NAME not in (Path(spile.__file__).parent / "fleet" / "startup.sh").read_text()
