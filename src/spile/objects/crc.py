@@ -16,8 +16,10 @@ from typing_extensions import Buffer
 
 __all__ = ["CHUNK", "ChunkedCrc", "combine", "crc32c", "fold", "fold_chunks", "from_hex", "to_base64", "to_hex"]
 
-CHUNK = 1 << 20
-"""Bytes of a tensor that share one checksum: what a partial read must fetch whole to be verified."""
+CHUNK = 256 << 10
+"""Bytes of a tensor that share one checksum, at most: what a partial read must fetch whole to be verified.
+
+Shorter ones cost writers: after each call a thread waits for its turn in the interpreter (``bench.chunks``)."""
 
 _POLYNOMIAL = 0x82F63B78
 

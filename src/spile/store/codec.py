@@ -108,8 +108,9 @@ class ShardSchema:
         }
 
     def chunking(self) -> Chunking:
-        """How a new shard is cut."""
-        return Chunking(CHUNK)
+        """How a new shard is cut: taps at whole rows, the largest power of two of them that fits, at least one."""
+        fitting = {tap.name: max(1, CHUNK // tap.number_bytes) for tap in self.rows}
+        return Chunking(CHUNK, {name: 1 << rows.bit_length() - 1 for name, rows in fitting.items()})
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from spile.spec.safetensors import encode_header
 from spile.spec.sample import Sample
 from spile.spec.taps import TapRows
 from spile.store.chunking import Chunking
-from spile.store.codec import CHUNKS, ShardSchema, parse_shard_header
+from spile.store.codec import CHUNKS, ShardSchema, parse_shard_header, plan_shard
 from spile.store.encoding import as_stored
 from spile.store.joined import JoinedShard
 from spile.store.record import ShardRecord
@@ -110,6 +110,21 @@ def _read(shard: ShardReader) -> list[RowBatch]:
         return list(iterate([(0, shard)], "residual.0", 3, include=None, exclude=None, context=False))
 
 
+@given(width=st.integers(1, 400_000), dtype=st.sampled_from(["float32", "bfloat16", "int8", "int32"]), data=st.data())
+@settings(max_examples=200)
+def test_a_new_shards_chunks_are_whole_rows(width: int, dtype: str, data: st.DataObject) -> None:
+    tap = TapRows("residual.0", (width,), dtype)
+    tokens = data.draw(st.integers(0, 1_000_000))
+    plan = plan_shard(ShardSchema((tap,), "f", "s"), [], tokens)
+    header = parse_shard_header(plan.header, plan.size, "it")
+    rows, length = header.chunking.rows["residual.0"], header.chunk_bytes("residual.0")
+    assert length == rows * tap.number_bytes == plan.chunk_bytes["residual.0"]
+    assert rows.bit_count() == 1
+    assert rows == 1 or length <= 1 << 18
+    assert 2 * length > 1 << 18
+    assert header.chunk_count("residual.0") == -(-tokens // rows)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8", "float8_e4m3"])
 def test_rows_in_whole_chunks_are_read_without_another_byte(tmp_path: Path, dtype: str) -> None:
     folder = Counting(open_folder(str(tmp_path)))
@@ -124,6 +139,15 @@ def test_rows_in_whole_chunks_are_read_without_another_byte(tmp_path: Path, dtyp
             shard.rows("residual.0", start, stop)
             place = shard.place("residual.0").start
             assert folder.ranges == [(NAME, place + start * tap.number_bytes, (stop - start) * tap.number_bytes)]
+
+
+def test_an_empty_shard_has_no_chunks_of_rows(tmp_path: Path) -> None:
+    folder = open_folder(str(tmp_path))
+    record, _ = write(folder, TapRows("residual.0", (8,), "float32"), 0)
+    shard = ShardReader(folder, record)
+    assert shard.rows("residual.0", 0, 0).shape == (0, 8)
+    assert shard.pieces("residual.0", 1 << 20) == []
+    assert shard.folded("residual.0") == record.tensors["residual.0"] == 0
 
 
 def test_added_taps_may_be_cut_otherwise(tmp_path: Path) -> None:
@@ -240,7 +264,7 @@ def test_what_an_earlier_version_wrote_is_read_proven_and_finished(older: Folder
     dataset = open_dataset(older)
     wanted = [item for item in items(30) if isinstance(item, Sample)]
     cuts = {dataset.streams[0].open(shard).chunk_rows("attn.1") for shard in dataset.streams[0].shards}
-    assert None in cuts
+    assert cuts == {None, 16384}
     for number, tap in enumerate(map(str, TAPS)):
         rows = np.concatenate([rows_of(sample, number) for sample in wanted])
         np.testing.assert_array_equal(np.concatenate(list(dataset.rows(tap, 100))), rows)

@@ -55,6 +55,23 @@ def plain_read(path: Path) -> tuple[dict[str, str], dict[str, np.ndarray]]:
     return metadata, tensors
 
 
+def chunk_sums(metadata: dict[str, str], tensors: dict[str, np.ndarray]) -> list[int]:
+    """As docs/format.md says."""
+    rows = json.loads(metadata["chunk_rows"])
+    assert metadata["chunk_bytes"] == "262144"
+    assert list(rows) == [str(tap) for tap in TAPS]
+    found = []
+    for name, array in tensors.items():
+        step = 1 << 18
+        if name in rows:
+            step = rows[name] * array.shape[1] * array.itemsize
+            assert step <= 1 << 18 < 2 * step
+            assert rows[name].bit_count() == 1
+        if name != "chunk_crc32c":
+            found += [google_crc32c.value(array.tobytes()[at : at + step]) for at in range(0, array.nbytes, step)]
+    return found
+
+
 def check(path: Path, samples: list[Sample], record: ShardRecord, dtype: str = "bfloat16") -> None:
     data = path.read_bytes()
     assert record.size == len(data)
@@ -63,13 +80,7 @@ def check(path: Path, samples: list[Sample], record: ShardRecord, dtype: str = "
     assert record.header[0] % 4096 == 0
     metadata, tensors = plain_read(path)
     assert {name: google_crc32c.value(array.tobytes()) for name, array in tensors.items()} == dict(record.tensors)
-    chunks = [
-        google_crc32c.value(array.tobytes()[at : at + (1 << 20)])
-        for name, array in tensors.items()
-        if name != "chunk_crc32c"
-        for at in range(0, array.nbytes, 1 << 20)
-    ]
-    assert tensors["chunk_crc32c"].tolist() == chunks
+    assert tensors["chunk_crc32c"].tolist() == chunk_sums(metadata, tensors)
     offsets = np.cumsum([0, *(len(sample) for sample in samples)])
     assert tensors["offsets"].tolist() == offsets.tolist()
     assert tensors["sample_index"].tolist() == [sample.index for sample in samples]
