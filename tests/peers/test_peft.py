@@ -36,3 +36,27 @@ def test_peft_merges_to_the_same_weights(tmp_path: Path) -> None:
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=1e-5), ours, theirs)
     plain = weights.load(weights.find(str(model)))
     assert np.abs(np.asarray(ours.layers[1].down) - np.asarray(plain.layers[1].down)).max() > 1e-3
+
+
+@pytest.mark.torch
+def test_a_head_that_is_the_embedding(tmp_path: Path) -> None:
+    """PEFT adds to what the head says, and leaves the embedding as it is: so do both backends."""
+    torch = pytest.importorskip("torch")
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    from spile.runtime.torch.producer import load_model
+
+    model = cases.write_model("qwen2-tied", tmp_path / "model")
+    about = peft.LoraConfig(r=RANK, lora_alpha=5, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+    with pytest.warns(UserWarning, match="tie_word_embeddings"):
+        theirs = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(model), about).eval()
+    theirs.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    files = weights.find(str(model)).adapted(find_adapter(str(tmp_path / "adapter")))
+    tokens = torch.arange(7)[None]
+    ours = load_model(files, "float32")
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens).logits, theirs(tokens).logits, atol=1e-4, rtol=1e-4)
+    tree = weights.load(files, head=True)
+    np.testing.assert_allclose(tree.head, ours.lm_head.weight, atol=1e-5)
+    np.testing.assert_allclose(tree.embed, ours.model.embed_tokens.weight.detach(), atol=1e-5)

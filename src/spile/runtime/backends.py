@@ -61,7 +61,8 @@ def find_model(
                 raise SpecError("--backend torch", expected="one process", found=f"a pod of {jax.process_count()}")
             installed()
             return replace(files, adapter=adapter), "torch"
-    return replace(weights.find(spec.model, spec.revision), adapter=adapter), "jax"
+    files = weights.find(spec.model, spec.revision)
+    return files if adapter is None else files.adapted(adapter), "jax"
 
 
 def rows_of(files: weights.ModelFiles, taps: Sequence[Tap], store_dtype: str, backend: str) -> tuple[TapRows, ...]:

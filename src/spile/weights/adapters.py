@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 
 from spile.errors import ModelError
 from spile.weights.pieces import Piece, Values
-from spile.weights.safetensors import read_header
+from spile.weights.safetensors import Entry, read_header
 from spile.weights.source import LocalSource
 
 __all__ = ["Adapter", "LoraChange", "find_adapter"]
@@ -22,6 +23,7 @@ __all__ = ["Adapter", "LoraChange", "find_adapter"]
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _NAME = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
+_WHOLE_LAYERS = "where PEFT wrote embedding layers along, save it again with save_embedding_layers=False"
 _HARMLESS = frozenset({
     "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "eva_config",
     "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform",
@@ -69,12 +71,23 @@ class Adapter:
         """By the name of the file's tensor (of those with these shapes), what is added to it."""
         source = LocalSource(self.folder)
         sides: dict[str, dict[str, Values]] = {}
-        for entry in read_header(source, _TENSORS):
+        for module, side, entry in self._tensors():
+            sides.setdefault(module, {})[side] = Piece((entry,), entry.shape).read(source)
+        return {name: change for module, pair in sides.items() for name, change in self._change(module, pair, entries)}
+
+    def modules(self) -> set[str]:
+        """The modules of the model that it changes."""
+        return {module for module, _, _ in self._tensors()}
+
+    def _tensors(self) -> Iterator[tuple[str, str, Entry]]:
+        """Each tensor with its module and which of the two it is."""
+        for entry in read_header(LocalSource(self.folder), _TENSORS):
             found = _NAME.fullmatch(entry.name.removeprefix(_PREFIX))
             if found is None:
-                raise ModelError(f"the adapter {self.name} has a tensor that is no LoRA", found=entry.name)
-            sides.setdefault(found["module"], {})[found["side"]] = Piece((entry,), entry.shape).read(source)
-        return {name: change for module, pair in sides.items() for name, change in self._change(module, pair, entries)}
+                raise ModelError(
+                    f"the adapter {self.name} has a tensor that is no LoRA", found=entry.name, fix=_WHOLE_LAYERS
+                )
+            yield found["module"], found["side"], entry
 
     def _change(
         self, module: str, pair: dict[str, Values], entries: dict[str, tuple[int, ...]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import accumulate
 
 from spile.errors import ModelError
@@ -25,7 +26,8 @@ def catalogue(files: ModelFiles, *, head: bool = False) -> Mapping[str, Piece]:
     entries = list(_entries(files))
     changes: Mapping[str, Change] = {}
     if files.adapter is not None:
-        changes = files.adapter.changes({entry.name: entry.shape for entry in entries})
+        shapes = {entry.name: entry.shape for entry in entries}
+        changes = files.adapter.changes(shapes | ({names.head: wanted["head"].shape} if files.untied else {}))
     for entry in entries:
         match = names.match(entry.name)
         if match is not None and (not match.names or _is_copy(files, match)):
@@ -42,6 +44,8 @@ def catalogue(files: ModelFiles, *, head: bool = False) -> Mapping[str, Piece]:
                 twice = f"{stacked[match.expert or 0].entries[0].name} and {entry.name}"
                 raise ModelError(f"{files.name} has a tensor twice", found=twice)
             stacked[match.expert or 0] = piece
+    if files.untied and "embed" in found:
+        found["head"] = {0: replace(found["embed"][0], changes=(changes[names.head],))}
     missing = [
         name
         for name, tensor in wanted.items()
@@ -79,7 +83,7 @@ def _entries(files: ModelFiles) -> Iterator[Entry]:
 
 def _is_copy(files: ModelFiles, match: Match) -> bool:
     """A head that is the embedding may be written all the same."""
-    return match.names == ("head",) and files.config.tied
+    return match.names == ("head",) and (files.config.tied or files.untied)
 
 
 def _stack(tensor: Tensor) -> int:

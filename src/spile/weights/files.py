@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from spile.spec.architecture import ModelConfig
 from spile.spec.families import read_config
 from spile.spec.run import EMBEDDED
 from spile.weights.adapters import Adapter
+from spile.weights.names import NAMES
 from spile.weights.safetensors import read_index
 from spile.weights.source import ByteSource, LocalSource
 
@@ -60,6 +61,15 @@ class ModelFiles:
     weight_files: tuple[str, ...]
     adapter: Adapter | None = None
     """Merged into the weights as they are read."""
+    untied: bool = False
+    """Whether the head is the embedding in the files, and another in the model: the adapter changes the head alone."""
+
+    def adapted(self, adapter: Adapter) -> ModelFiles:
+        """With the adapter merged. One of a head that is the embedding changes the head alone, as PEFT runs it."""
+        head = NAMES[self.config.architecture].head.removesuffix(".weight")
+        if not self.config.tied or head not in adapter.modules():
+            return replace(self, adapter=adapter)
+        return replace(self, adapter=adapter, config=replace(self.config, tied=False), untied=True)
 
     def weights_hash(self) -> str:
         """A hash over the config's meaning and the weight files' names, sizes and checksums: 64 hex digits.

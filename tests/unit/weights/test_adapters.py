@@ -80,6 +80,24 @@ def test_it_is_the_model_with_the_product_added(case: str, tmp_path: Path) -> No
     assert files.weights_hash() != plain.weights_hash()
 
 
+@pytest.mark.parametrize("written", [False, True])
+def test_a_head_that_is_the_embedding_is_changed_alone(written: bool, tmp_path: Path) -> None:
+    """As PEFT runs it, whether or not the files hold the head as well."""
+    model = cases.write_model("qwen2-tied", tmp_path / "model")
+    tensors = load_file(model / "model.safetensors")
+    whole = cases.write_model("qwen2-tied", tmp_path / "whole")
+    save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}, whole / "model.safetensors")
+    adapter = write_adapter(tmp_path / "adapter", whole, ["lm_head", "model.layers.0.self_attn.q_proj"])
+    by_hand = merged_by_hand(whole, adapter, tmp_path / "merged", 2.0)
+    config = json.loads((by_hand / "config.json").read_text())
+    (by_hand / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    files = weights.find(str(whole if written else model)).adapted(find_adapter(str(adapter)))
+    ours, theirs = weights.load(files, head=True), weights.load(weights.find(str(by_hand)), head=True)
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=1e-5), ours, theirs)
+    assert np.abs(np.asarray(ours.head) - np.asarray(ours.embed)).max() > 0.1
+    jax.tree.map(np.testing.assert_array_equal, weights.load(files).embed, ours.embed)
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another kind": ({"peft_type": "IA3"}, "expected a LoRA.*found 'IA3'"),
     "dora": ({"use_dora": True}, "use_dora: expected a plain LoRA"),
@@ -108,6 +126,16 @@ def test_another_models_adapter(tmp_path: Path) -> None:
         weights.load(replace(weights.find(str(model)), adapter=adapter))
     with pytest.raises(ModelError, match="no adapter in"):
         find_adapter(str(model))
+
+
+def test_layers_that_were_saved_whole_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    """PEFT writes the head along where the head is adapted."""
+    model = cases.write_model("llama-sites", tmp_path / "model")
+    adapter = write_adapter(tmp_path / "adapter", model, ["lm_head"])
+    head = {"base_model.model.lm_head.base_layer.weight": load_file(model / "model.safetensors")["lm_head.weight"]}
+    save_file({**load_file(adapter / "adapter_model.safetensors"), **head}, adapter / "adapter_model.safetensors")
+    with pytest.raises(ModelError, match=r"no LoRA: found .*base_layer\.weight; .*save_embedding_layers=False"):
+        weights.find(str(model)).adapted(find_adapter(str(adapter))).adapter.changes({})  # type: ignore[union-attr]
 
 
 def test_answers_come_from_the_merged_model(tmp_path: Path) -> None:

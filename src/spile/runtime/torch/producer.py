@@ -74,10 +74,12 @@ def load_model(files: ModelFiles, dtype: str, *, weights: bool = True) -> Any:
 def _merge(model: Any, adapter: Adapter) -> None:
     import torch
 
-    named = dict(model.named_parameters())
+    named = dict(model.named_parameters(remove_duplicate=False))
     for name, change in adapter.changes({name: tuple(value.shape) for name, value in named.items()}).items():
-        merged = change.apply(named[name].detach().float().numpy())
-        named[name].data = torch.from_numpy(merged).to(named[name].dtype)
+        merged = torch.from_numpy(change.apply(named[name].detach().float().numpy())).to(named[name].dtype)
+        module, _, leaf = name.rpartition(".")
+        # Another parameter, not another value: a head that is the embedding is changed alone.
+        setattr(model.get_submodule(module), leaf, torch.nn.Parameter(merged, requires_grad=False))
 
 
 def torch_rows(files: ModelFiles, taps: Sequence[Tap], store_dtype: str) -> tuple[TapRows, ...]:
