@@ -19,6 +19,7 @@ from spile.errors import Damaged
 from spile.objects import Folder, open_folder
 from spile.objects.staging import Staging
 from spile.reading.dataset import open as open_dataset
+from spile.reading.export.tables import write_npy
 from spile.reading.rows import RowBatch, iterate
 from spile.spec.safetensors import encode_header
 from spile.spec.sample import Sample
@@ -268,8 +269,12 @@ def test_what_an_earlier_version_wrote_is_read_proven_and_finished(older: Folder
     for number, tap in enumerate(map(str, TAPS)):
         rows = np.concatenate([rows_of(sample, number) for sample in wanted])
         np.testing.assert_array_equal(np.concatenate(list(dataset.rows(tap, 100))), rows)
+        mixed = np.concatenate(list(dataset.shuffled(tap, batch_rows=16, seed=0)))
+        assert sorted(row.tobytes() for row in mixed) == sorted(row.tobytes() for row in rows)
         sample = dataset.sample(0, wanted[12].index)
         np.testing.assert_array_equal(sample.rows(tap), rows_of(wanted[12], number))
+    write_npy(dataset, str(tmp_path / "npy"), ("residual.1",), dtype="float32")
+    np.testing.assert_array_equal(np.load(tmp_path / "npy/residual.1.npy"), rows.astype(np.float32))
     (path,) = tmp_path.glob("run/tpu_0/shard_0002-*.safetensors")
     flip(path, path.stat().st_size - 4000)
     assert not verify(older).ok
