@@ -10,6 +10,7 @@ from spile.cli.deploy import extract_words
 from spile.cli.shell.defaults import with_model
 from spile.cli.shell.log import log
 from spile.errors import DataError, SpecError
+from spile.planning.amounts import counted
 from spile.spec.run import EMBEDDED
 
 if TYPE_CHECKING:
@@ -127,9 +128,15 @@ def _split(flags: ExtractFlags, spec: ExtractSpec, workers: int, asked: int | No
         prepare_streams(dataset, place, count, data=spec.data, log=log)
         return place
     source = str(known.source.get("dataset"))
-    if dataset != EMBEDDED and source != dataset:
-        raise DataError(f"{place} holds streams of another dataset", expected=source, found=dataset)
+    if source != dataset:
+        raise DataError(
+            f"{place} holds streams of another dataset",
+            expected=source,
+            found=dataset if flags.dataset is not None else f"no --dataset, which is {EMBEDDED} with its model",
+            fix=f"--dataset {source} goes on with them, --dataset-dir takes any folder's; or give another --output",
+        )
     refuse_other_rows(known, spec.data, place)
     if asked is not None and asked != len(known.streams):
         raise SpecError("--num-streams", expected=f"{len(known.streams)}, as in {place}", found=str(asked))
+    log(f"{counted(len(known.streams), 'stream')} of {source}, as made before: {place}")
     return place

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 __all__ = ["WorkerProcess"]
@@ -84,6 +85,7 @@ class WorkerProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def _read(self) -> None:
-        for line in self._process.stdout or ():
-            self._tail.append(line.rstrip("\n"))
-            self._hear(line.rstrip("\n"))
+        with self._process.stdout or nullcontext(()) as lines:
+            for line in lines:
+                self._tail.append(line.rstrip("\n"))
+                self._hear(line.rstrip("\n"))
