@@ -15,6 +15,7 @@ from fleet.cloud_world import A, World
 from fleet.prompt import Prompt
 from spile.fleet.agent import worker_command
 from spile.fleet.spec import FleetSpec
+from spile.objects import open_folder
 
 PREPARE = ("deploy", "--gcs-bucket", "b", "--zones", A, "--skip-launch")
 TASK = ("--model", "embedded", "--dataset", "embedded")
@@ -158,6 +159,43 @@ def test_a_second_deploy_with_the_same_streams_remembers_the_first_ones_flags(wo
     assert (second.arguments, second.streams, second.workers) == (first.arguments, first.streams, first.workers)
     assert (second.machine.accelerator_type, second.policy.budget) == ("v4-8", 9)
     assert second.deployment != first.deployment
+
+
+def test_a_second_deploy_keeps_variables_webhooks_and_names(world: World, prompt: Prompt) -> None:
+    """They are flags too: a token that is gone would end every worker. Their values are not shown."""
+    words = ("--env", "HF_TOKEN=secret-token", "--notify", "http://127.0.0.1:9/hook", "--keep-finished")
+    code, text = prompt(*PREPARE, *TASK, *words, "--name-prefix", "mine")
+    assert code == 0, text
+    assert "prepared; launch with: spile deploy --gcs-bucket gs://b --skip-dataset --create-tpus" in text
+    first = fleet_of(world)
+    code, text = prompt("deploy", "--gcs-bucket", "b", "--skip-launch", "--skip-dataset")
+    assert code == 0, text
+    assert "--env HF_TOKEN=… --notify … --keep-finished" in text
+    assert "secret-token" not in text
+    assert "prepared; the fleet's machines that are there take it now; launch with: spile deploy" in text
+    second = fleet_of(world)
+    assert (second.environment, second.notify, second.workers) == (first.environment, first.notify, first.workers)
+    assert not second.policy.delete_finished
+    code, text = prompt(*PREPARE, *TASK, "--name-prefix", "mine")
+    assert (code, "with another task: variables: HF_TOKEN. Replace it?" in text) == (2, True), text
+
+
+def test_flags_that_nobody_outside_of_the_bucket_knows_are_not_taken_unasked(world: World, prompt: Prompt) -> None:
+    """Who may write the bucket would say what the next deployment runs, and it would be vouched for."""
+    assert prompt(*PREPARE, *TASK, "--layers", "1")[0] == 0
+    home = open_folder("gs://b/fleet/default")
+    stored = home.get("fleet.json")
+    forged = stored.replace(b'"embedded"', b'"evil/model"')
+    assert forged != stored
+    home.put("fleet.json", forged)
+    again = ("deploy", "--gcs-bucket", "b", "--skip-launch", "--skip-dataset")
+    code, text = prompt(*again)
+    assert code == 2, text
+    assert "fleet.json was deployed neither from this computer nor to a machine of the fleet. Take its flags" in text
+    assert "evil" not in text
+    home.put("fleet.json", stored)
+    code, text = prompt(*again)
+    assert code == 0, text
 
 
 def test_overwriting_happens_once_at_deploy_after_a_question(world: World, prompt: Prompt) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Group, Parameter
 
 from spile.cli.extract import GCS_PREFIX, ExtractFlags
+from spile.cli.shell import redeploying
 from spile.cli.shell.creating import create_machines
 from spile.cli.shell.defaults import GUIDES_DATASET, GUIDES_STREAMS, with_model
 from spile.cli.shell.flag import flag
@@ -135,6 +136,8 @@ def deploy(
     client = place.client()
     home = FleetHome.open(fleet_url(bucket, place.fleet))
     before = home.find_fleet()  # a bucket that is not there is told now, before anything is made
+    if before is not None and steps.skip_dataset:
+        before = redeploying.known_fleet(client, home, console, yes=steps.yes)
     asked = _Asked(place, machines, flags, steps).settled(before, console)
     fleet = asked.fleet(client, home, before)
     _check(client, fleet, asked)
@@ -154,11 +157,10 @@ def deploy(
     _clear(fleet, cleared)
     fleet = publish(home, fleet, lambda line: console.print(line, markup=False))
     if steps.skip_launch:
-        # Machines of the deployment before take this one, as soon as they are told that it is right.
         code = print_results(console, vouch(client, fleet, home.folder.url) if before is not None else [])
-        console.print("prepared; launch with: spile deploy --skip-dataset …", markup=False)
+        console.print(redeploying.prepared(place, steps, bucket, again=before is not None), markup=False)
         return code
-    return _launch(client, home, fleet, steps, console)
+    return _launch(client, home, fleet, asked.steps, console)
 
 
 @dataclass(frozen=True)
@@ -176,24 +178,24 @@ class _Asked:
         def log(line: str) -> None:
             console.print(line, markup=False)
 
-        place, machines, flags = self.place, self.machines, self.flags
-        if self.steps.skip_dataset and before is not None:
+        place, machines, flags, steps = self.place, self.machines, self.flags, self.steps
+        if steps.skip_dataset and before is not None:
             flags, words = as_before(flags, before.flags.get("extract", {}), _NOT_AGAIN)
             machines, more = as_before(machines, before.flags.get("machines", {}))
-            if place.zones is None:
-                place = replace(place, zones=",".join(before.zones))
-            if words or more:
-                log(f"as before: {' '.join([*words, *more])}")
+            place, where = redeploying.place_as_before(place, before)
+            steps, rest = redeploying.steps_as_before(steps, before)
+            if taken := [*words, *more, *where, *rest]:
+                log(f"as before: {' '.join(taken)}")
         if flags.worker_id is not None:
             raise SpecError("--worker-id", expected="none: a fleet numbers its workers", found=str(flags.worker_id))
         if flags.output_dir is not None:
             log(f"--output-dir {flags.output_dir} is not used: a machine's disk goes with it, the bucket is the home")
-        return replace(self, place=place, machines=machines, flags=with_model(flags, "a fleet", log))
+        return _Asked(place, machines, with_model(flags, "a fleet", log), steps)
 
     def fleet(self, client: CloudTpu, home: FleetHome, before: FleetSpec | None) -> FleetSpec:
         from spile.fleet.manage import named_workers
 
-        budget = home.read_ordered().policy.budget if before is not None and self.steps.skip_dataset else None
+        budget = home.ordered(before).policy.budget if before is not None and self.steps.skip_dataset else None
         fleet = self.machines.fleet(self.place, client.project, self.steps.policy(budget))
         if not self.steps.adopt:
             return fleet
@@ -218,6 +220,10 @@ class _Asked:
         from spile.fleet.deploy import Deployment
 
         said = {"extract": given(self.flags, _NOT_AGAIN), "machines": given(self.machines)}
+        said |= {
+            "place": given(self.place, ("zones", "fleet", "project")),
+            "steps": redeploying.told_of_steps(self.steps),
+        }
         return Deployment(
             self.root(bucket),
             streams.url,

@@ -140,6 +140,9 @@ def _changes(before: FleetSpec, now: FleetSpec) -> Iterator[str]:
     for name, (old, new) in facts.items():
         if old != new and not (name == "split" and not before.split):
             yield f"{name}: {old or 'none'} → {new or 'none'}"
+    names = {**before.environment, **now.environment}  # values may be secrets
+    if others := [name for name in names if before.environment.get(name) != now.environment.get(name)]:
+        yield f"variables: {', '.join(others)}"
 
 
 def _places(fleet: FleetSpec) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-__all__ = ["as_before", "given", "words_of"]
+__all__ = ["as_before", "as_words", "given", "words_of"]
 
 Flags = TypeVar("Flags", bound="DataclassInstance")
 
@@ -25,12 +25,12 @@ def as_before(flags: Flags, before: Mapping[str, Any], without: Collection[str] 
     now = given(flags)
     known = {each.name for each in fields(flags)} - set(without)
     taken = {name: value for name, value in before.items() if name in known and name not in now}
-    return replace(flags, **taken), _words(taken)
+    return replace(flags, **taken), as_words(taken)
 
 
 def words_of(flags: DataclassInstance, without: Collection[str] = ()) -> list[str]:
     """The flags that differ from their defaults, as a command line."""
-    return _words(given(flags, without))
+    return as_words(given(flags, without))
 
 
 def _default(flags: DataclassInstance, name: str) -> object:
@@ -38,7 +38,8 @@ def _default(flags: DataclassInstance, name: str) -> object:
     return None if field.default is MISSING else field.default
 
 
-def _words(values: Mapping[str, Any]) -> list[str]:
+def as_words(values: Mapping[str, Any]) -> list[str]:
+    """Flags by name as a command line."""
     words: list[str] = []
     for key, value in values.items():
         name = f"--{key.replace('_', '-')}"
