@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import resource
 from typing import Any
 
 import pytest
@@ -147,17 +148,58 @@ def test_a_template_cannot_reach_out_of_its_sandbox() -> None:
 DOUBLED = "{% set ns = namespace(s='xxxx') %}{% for i in range(40) %}{% set ns.s = ns.s OPERATOR ns.s %}{% endfor %}"
 
 
+KEPT = "{% set a = 'x' * 16000000 %}{% set ns = namespace(l=[]) %}{% for i in range(1000) %}KEEP{% endfor %}"
+DEEP = "{% set ns = namespace(l=[1]) %}{% for i in range(60) %}{% set ns.l = [ns.l, ns.l] %}{% endfor %}"
+LONG, MANY, WIDE = "a text that is too long", "too many texts", "formats text to a width"
+
+
+def kept(expression: str) -> str:
+    return KEPT.replace("KEEP", "{% set ns.l = ns.l + [EXPRESSION] %}".replace("EXPRESSION", expression))
+
+
 @pytest.mark.parametrize(
-    "bomb",
+    ("bomb", "said"),
     [
-        DOUBLED.replace("OPERATOR", "~"),
-        DOUBLED.replace("OPERATOR", "+"),
-        "{% set s = 'x' * 16000000 %}{% for i in range(1000) %}{{ s }}{% endfor %}",
+        (DOUBLED.replace("OPERATOR", "~"), LONG),
+        (DOUBLED.replace("OPERATOR", "+"), LONG),
+        ("{% set s = 'x' * 16000000 %}{% for i in range(1000) %}{{ s }}{% endfor %}", LONG),
+        *((kept(each), MANY) for each in ("'y' * 16000000", "a ~ i", "a[1:]", "a | upper", "a.lower()", "a | list")),
+        (KEPT.replace("KEEP", "{% set b %}{{ a[:4000000] }}{{ i }}{% endset %}{% set ns.l = ns.l + [b] %}"), MANY),
+        ("{% macro m(a) %}{{ a }}{{ a }}{% endmacro %}" + kept("m(a)"), LONG),
+        ("{% set a = 'x' * 16000000 %}{{ a.replace('x', 'y' * 1000) }}", LONG),
+        ("{% set a = 'x' * 16000000 %}{{ a | replace('x', 'y' * 1000) }}", LONG),
+        ("{% set a = 'x' * 16000000 %}{{ a | join('y' * 1000) }}", LONG),
+        ("{% set a = ['x' * 16000000] * 1000 %}{{ ', '.join(a) }}", LONG),
+        ("{% set a = ['x' * 16000000] * 1000 %}{{ a | map('lower') | join }}", MANY),
+        ("{% set a = 'x' * 16000000 %}{{ ('%s' * 1000) % ((a,) * 1000) }}", LONG),
+        ("{% set a = 'x' * 16000000 %}{{ ('{0}' * 1000).format(a) }}", LONG),
+        ("{{ '{:>4000000000}'.format(1) }}", WIDE),
+        ("{{ '{:{}}'.format(1, 4000000000) }}", WIDE),
+        ("{{ 'x' | center(4000000000) }}", WIDE),
+        ("{{ 'x'.ljust(4000000000) }}", WIDE),
+        ("{{ [1] | tojson(indent=4000000000) }}", WIDE),
+        *(
+            (DEEP + end, LONG)
+            for end in ("{{ ns.l }}", "{{ ns.l | tojson }}", "{{ 'a' ~ ns.l }}", "{{ ns.l | string }}")
+        ),
     ],
 )
-def test_a_template_cannot_fill_the_memory(bomb: str) -> None:
-    with pytest.raises(DataError, match="refuses these messages: found it makes a text that is too long"):
+def test_a_template_cannot_fill_the_memory(bomb: str, said: str) -> None:
+    """Neither with one text nor with many: what is made is counted, and what would be is reckoned before."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(DataError, match=f"refuses these messages: found it (makes )?{said}"):
         template(bomb).render([{"role": "user", "content": "x"}])
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20, "KiB"
+
+
+def test_what_long_chats_need_is_not_refused() -> None:
+    """A thousand messages of two thousand letters, each cut, joined and replaced in as templates do."""
+    source = (
+        "{% for m in messages %}{% set c = m['content'] | trim %}{{ '<' ~ m.role ~ '>' + c.replace('a', 'bb')[1:] }}"
+        "{{ c.split('a') | join(', ') | length }}{{ m | tojson | length }}{% endfor %}"
+    )
+    chat = [{"role": "user", "content": "a b" * 700}] * 1000
+    assert len(template(source).render(chat).text) > 2_000_000
 
 
 def test_joining_in_a_template_is_as_in_jinja() -> None:
