@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import select
 import sys
 import tomllib
 import traceback
@@ -109,16 +110,23 @@ def _run(words: list[str], debug: bool) -> int:
         if isinstance(ended.__context__, BrokenPipeError):  # rich's answer to a reader that has gone
             return 0
         raise
-    except BrokenPipeError:
-        # The reader of our output has gone (spile … | head): no failure of ours; keep the last flush quiet.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _reader_has_gone():
+            # spile … | head: no failure of ours; keep the last flush quiet.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
         if debug:
             raise
         errors.print(f"spile: {_fault(error)}", markup=False)
         return 1
     return code if isinstance(code, int) else 0
+
+
+def _reader_has_gone() -> bool:
+    """Whether the pipe that broke is our output's: one to a server or to a child of ours is a failure like any."""
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)
+    return any(seen & (select.POLLERR | select.POLLHUP) for _, seen in output.poll(0))
 
 
 def _fault(error: Exception) -> str:

@@ -266,6 +266,24 @@ def test_a_reader_that_has_gone_is_no_failure() -> None:
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
+def test_another_pipe_that_breaks_is_a_failure(
+    spile: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server's or a child's: the end of a command that did half of its work is not told as success."""
+
+    def broken(_: ExtractFlags) -> None:
+        read, write = os.pipe()
+        os.close(read)
+        try:
+            os.write(write, b"x")
+        finally:
+            os.close(write)
+
+    monkeypatch.setattr(ExtractFlags, "spec", broken)
+    code, out, err = spile("extract")
+    assert (code, out, "BrokenPipeError: [Errno 32] Broken pipe" in err) == (1, "", True), err
+
+
 def test_help_names_every_command_once_and_begins_with_the_main_one(
     spile: Callable[..., tuple[int, str, str]],
 ) -> None:
