@@ -26,7 +26,8 @@ SINK = 10.0
 _GROWTH = math.log(1.04)
 _ZERO = -1_000_000
 _TOP = 8
-_BLOCK = 1024
+_BLOCK = 1 << 17
+"""Numbers that are widened at a time: a core's own cache holds them until they are added up."""
 
 _Array = npt.NDArray[Any]
 
@@ -144,28 +145,36 @@ class TapAccumulator:
 
     def add(self, rows: _Array, tokens: _Array, samples: _Array, positions: _Array) -> None:
         """Rows, and of each its token, its sample's number and its place in it."""
-        for start in range(0, len(rows), _BLOCK):
-            wide = _float64(rows[start : start + _BLOCK])
-            squares = wide * wide
-            ones = np.ones(len(wide))
-            self._sums[0] += ones @ wide
-            self._sums[1] += ones @ squares
-            norms = np.sqrt(squares.sum(axis=1))
-            self._count(norms)
-            self._rank(norms, start, tokens, samples, positions)
+        width, norms = rows.shape[1], np.empty(len(rows))
+        step = max(1, min(max(64, _BLOCK // width), len(rows)))
+        room, bits = np.empty((step, width)), np.empty((step, width), np.uint32)
+        with np.errstate(invalid="ignore", over="ignore"):  # rows that are no numbers are stored, and have no norm
+            for start in range(0, len(rows), step):
+                block = rows[start : start + step]
+                wide = room[: len(block)]
+                _widen(block, wide, bits[: len(block)])
+                # No BLAS: its threads, one set for each of ours, are slower than none.
+                self._sums[0] += wide.sum(axis=0)
+                np.multiply(wide, wide, out=wide)
+                self._sums[1] += wide.sum(axis=0)
+                wide.sum(axis=1, out=norms[start : start + step])
+            np.sqrt(norms, out=norms)
+        self._count(norms)
+        self._rank(norms, tokens, samples, positions)
         self.count += len(rows)
 
     def _count(self, norms: _Array) -> None:
         with np.errstate(divide="ignore", invalid="ignore"):
-            places = np.where(norms > 0, np.floor(np.log(norms) / _GROWTH), _ZERO)
+            places = np.where(norms == 0, _ZERO, np.floor(np.log(norms) / _GROWTH))
         found, counts = np.unique(places[np.isfinite(places)].astype(np.int64), return_counts=True)
         self._norms.update(dict(zip(found.tolist(), counts.tolist(), strict=True)))
 
-    def _rank(self, norms: _Array, start: int, tokens: _Array, samples: _Array, positions: _Array) -> None:
+    def _rank(self, norms: _Array, tokens: _Array, samples: _Array, positions: _Array) -> None:
         least = self._top[-1].norm if len(self._top) == _TOP else -1.0
-        best = np.argsort(norms)[-_TOP:]
+        known = np.flatnonzero(np.isfinite(norms))
+        best = known[np.argsort(norms[known])[-_TOP:]]
         found = [
-            TopRow(float(norms[n]), int(tokens[start + n]), int(samples[start + n]), int(positions[start + n]))
+            TopRow(float(norms[n]), int(tokens[n]), int(samples[n]), int(positions[n]))
             for n in best.tolist()
             if norms[n] >= least
         ]
@@ -183,6 +192,11 @@ def widened(rows: _Array, dtype: npt.DTypeLike) -> _Array:
     return rows.astype(dtype, copy=False)
 
 
-def _float64(rows: _Array) -> npt.NDArray[np.float64]:
-    """Exactly the same numbers."""
-    return widened(rows, np.float64)
+def _widen(rows: _Array, wide: _Array, bits: _Array) -> None:
+    """Exactly the same numbers as float64, into ``wide``; ``bits`` is room for what a bfloat16 is half of."""
+    if rows.dtype != ml_dtypes.bfloat16:
+        wide[...] = rows
+        return
+    bits[...] = rows.view(np.uint16)
+    np.left_shift(bits, 16, out=bits)
+    wide[...] = bits.view(np.float32)

@@ -44,6 +44,16 @@ def test_it_equals_a_float64_recomputation() -> None:
         assert [row.norm for row in found.top] == pytest.approx(np.sort(norms)[::-1][:8])
 
 
+def test_rows_that_are_no_numbers_are_counted_and_make_no_noise() -> None:
+    rows = np.full((70, 3), np.nan, np.float32)
+    rows[:40] = 2.0
+    rows[40] = np.inf
+    found = taken(rows.astype("bfloat16"))
+    assert (found.count, sum(found.norms.values())) == (70, 40)
+    assert [row.norm for row in found.top] == [pytest.approx(12**0.5)] * 8
+    assert TapAccumulator(3).result().count == taken(rows[:0]).count == 0
+
+
 @given(st.permutations(range(6)), st.integers(1, 5))
 def test_merging_in_any_order_and_grouping_gives_the_same(order: list[int], cut: int) -> None:
     source = np.random.default_rng(1)
