@@ -203,16 +203,18 @@ def _hf(home: Path) -> list[tuple[str, Path, Callable[[], Iterator[int]]]]:
         import datasets  # noqa: F401
     except ImportError:
         return []
+    from spile.reading.export.blocks import Export
     from spile.reading.export.tables import write_hf
 
-    write_hf(spile.open(str(home / "root")), str(home / "hf"), ("residual.0",))
+    write_hf(Export(spile.open(str(home / "root")), ("residual.0",)), str(home / "hf"))
     return [("datasets, in order, float32", home / "hf", lambda: hf(home / "hf"))]
 
 
 def _saelens(home: Path, rows: int, peers: str) -> None:
+    from spile.reading.export.blocks import Export
     from spile.reading.export.tables import write_saelens
 
-    write_saelens(spile.open(str(home / "root")), str(home / "sae"), "residual.0")
+    write_saelens(Export(spile.open(str(home / "root")), ("residual.0",)), str(home / "sae"))
     command = [peers, "-c", _SAELENS, str(home / "sae"), str(D), str(rows // 2)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -39,6 +39,7 @@ def export(
 ) -> int:
     """Write a dataset in a form that another program reads. The dataset is left as it is."""
     from spile.reading.dataset import open as open_dataset
+    from spile.reading.export.blocks import Export
     from spile.reading.export.pickles import write_pickles
     from spile.reading.export.tables import write_hf, write_npy, write_parquet, write_saelens
 
@@ -46,17 +47,16 @@ def export(
     chosen = _taps(dataset, taps)
     numbers = None if streams is None else sorted(parse_numbers("--streams", streams))
     with _watched("exporting", "rows") as seen:
+        wanted = Export(dataset, chosen, dtype, numbers, seen)
         if to == "saelens":
             if len(chosen) != 1:
                 raise SpecError("--to saelens", expected="one tap, such as --taps residual.3", found=len(chosen))
             if context_size < 1:
                 raise SpecError("--context-size", expected="1 or more", found=context_size)
-            done = write_saelens(
-                dataset, str(output), chosen[0], context_size=context_size, name=hook_name, streams=numbers, seen=seen
-            )
+            done = write_saelens(wanted, str(output), context_size=context_size, name=hook_name)
         else:
             writers = {"pickle": write_pickles, "npy": write_npy, "parquet": write_parquet, "hf": write_hf}
-            done = writers[to](dataset, str(output), chosen, dtype=dtype, streams=numbers, seen=seen)
+            done = writers[to](wanted, str(output))
     unit = "context" if to == "saelens" else "row"
     console().print(
         f"wrote {counted(done.rows, unit)} of {', '.join(chosen)} to {output} ({counted(done.files, 'file')})",

@@ -19,6 +19,7 @@ from spile.errors import DataError, UserError
 from spile.objects import open_folder
 from spile.reading.dataset import Dataset
 from spile.reading.dataset import open as open_dataset
+from spile.reading.export.blocks import Export
 from spile.reading.export.importing import import_pickles
 from spile.reading.export.pickles import read_pickle, write_pickles
 from spile.reading.export.tables import hook_name, write_hf, write_npy, write_parquet, write_saelens
@@ -40,7 +41,7 @@ def rows(dataset: Dataset, tap: str) -> np.ndarray:
 
 
 def test_a_pickle_is_what_the_old_loader_expects_and_comes_back(dataset: Dataset, tmp_path: Path) -> None:
-    done = write_pickles(dataset, str(tmp_path / "old"), TAPS)
+    done = write_pickles(Export(dataset, TAPS), str(tmp_path / "old"))
     assert done.rows == sum(stream.tokens for stream in dataset.streams)
     with gzip.open(tmp_path / "old/tpu_0/shard_0001.pkl.gz", "rb") as file:
         data = pickle.load(file)
@@ -65,9 +66,9 @@ def test_a_pickle_is_what_the_old_loader_expects_and_comes_back(dataset: Dataset
             dataset.sample(ref.stream, ref.index).rows("residual.1"),
         )
     with pytest.raises(UserError, match="expected one tap per layer"):
-        write_pickles(dataset, str(tmp_path / "both"), ("residual.1", "attn.1"))
+        write_pickles(Export(dataset, ("residual.1", "attn.1")), str(tmp_path / "both"))
     with pytest.raises(UserError, match="expected a new or an empty folder"):
-        write_pickles(dataset, str(tmp_path / "old"), TAPS)
+        write_pickles(Export(dataset, TAPS), str(tmp_path / "old"))
 
 
 class _Evil:
@@ -142,7 +143,7 @@ def test_a_strange_pickle_is_refused(tmp_path: Path, content: Any, text: str) ->
 
 
 def test_npy(dataset: Dataset, tmp_path: Path) -> None:
-    write_npy(dataset, str(tmp_path / "npy"), TAPS, dtype="float16")
+    write_npy(Export(dataset, TAPS, "float16"), str(tmp_path / "npy"))
     for tap in TAPS:
         assert np.array_equal(np.load(tmp_path / f"npy/{tap}.npy"), rows(dataset, tap).astype(np.float16))
     notes = [json.loads(line) for line in (tmp_path / "npy/samples.jsonl").read_text().splitlines()]
@@ -154,11 +155,11 @@ def test_npy(dataset: Dataset, tmp_path: Path) -> None:
 
 def test_parquet_and_hf_are_read_by_their_own_packages(dataset: Dataset, tmp_path: Path) -> None:
     pandas, hub = pytest.importorskip("pandas"), pytest.importorskip("datasets")
-    write_parquet(dataset, str(tmp_path / "parquet"), TAPS)
+    write_parquet(Export(dataset, TAPS), str(tmp_path / "parquet"))
     table = pandas.concat([pandas.read_parquet(path) for path in sorted((tmp_path / "parquet").iterdir())])
     assert np.array_equal(np.stack(table["residual.1"].to_list()), rows(dataset, "residual.1"))
     assert list(table["task_id"].iloc[:2]) == [dataset.samples[0].task_id] * 2
-    write_hf(dataset, str(tmp_path / "hf"), TAPS)
+    write_hf(Export(dataset, TAPS), str(tmp_path / "hf"))
     loaded = hub.load_from_disk(str(tmp_path / "hf")).with_format("numpy")
     assert np.array_equal(loaded["residual.0"][:], rows(dataset, "residual.0"))
     assert not list(tmp_path.glob(".spile-export-*"))
@@ -166,7 +167,7 @@ def test_parquet_and_hf_are_read_by_their_own_packages(dataset: Dataset, tmp_pat
 
 def test_the_saelens_cache_has_contexts(dataset: Dataset, tmp_path: Path) -> None:
     hub = pytest.importorskip("datasets")
-    done = write_saelens(dataset, str(tmp_path / "sae"), "residual.1", context_size=16)
+    done = write_saelens(Export(dataset, ("residual.1",)), str(tmp_path / "sae"), context_size=16)
     loaded = hub.load_from_disk(str(tmp_path / "sae")).with_format("numpy")
     wanted = rows(dataset, "residual.1")
     count = len(wanted) // 16

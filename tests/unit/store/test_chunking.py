@@ -19,6 +19,7 @@ from spile.errors import Damaged
 from spile.objects import Folder, open_folder
 from spile.objects.staging import Staging
 from spile.reading.dataset import open as open_dataset
+from spile.reading.export.blocks import Export
 from spile.reading.export.tables import write_npy
 from spile.reading.rows import RowBatch, iterate
 from spile.spec.safetensors import encode_header
@@ -273,7 +274,7 @@ def test_what_an_earlier_version_wrote_is_read_proven_and_finished(older: Folder
         assert sorted(row.tobytes() for row in mixed) == sorted(row.tobytes() for row in rows)
         sample = dataset.sample(0, wanted[12].index)
         np.testing.assert_array_equal(sample.rows(tap), rows_of(wanted[12], number))
-    write_npy(dataset, str(tmp_path / "npy"), ("residual.1",), dtype="float32")
+    write_npy(Export(dataset, ("residual.1",)), str(tmp_path / "npy"))
     np.testing.assert_array_equal(np.load(tmp_path / "npy/residual.1.npy"), rows.astype(np.float32))
     (path,) = tmp_path.glob("run/tpu_0/shard_0002-*.safetensors")
     flip(path, path.stat().st_size - 4000)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from spile.reading.dataset import Dataset
 from spile.reading.rows import context_of
 from spile.store.shard_reader import ShardReader
 
-__all__ = ["Block", "Exported", "Seen", "blocks", "new_folder", "nobody", "per_shard"]
+__all__ = ["Block", "Export", "Exported", "Seen", "new_folder", "nobody", "per_shard"]
 
 _Array = npt.NDArray[Any]
 Seen = Callable[[int, int], None]
@@ -35,15 +35,17 @@ class Block:
     """Of the stream's shards, from 1."""
     shard: ShardReader
     taps: tuple[str, ...]
+    dtype: str
+    """Of the numbers that are given."""
 
     @property
     def length(self) -> int:
         """Rows."""
         return self.shard.record.tokens
 
-    def rows(self, tap: str, dtype: npt.DTypeLike, start: int = 0, stop: int | None = None) -> _Array:
+    def rows(self, tap: str, start: int = 0, stop: int | None = None) -> _Array:
         """A tap's rows as numbers that every program knows."""
-        return self.shard.rows(tap, start, self.length if stop is None else stop).astype(dtype)
+        return self.shard.rows(tap, start, self.length if stop is None else stop).astype(self.dtype)
 
     def columns(self) -> dict[str, _Array]:
         """What is known of each row: stream, sample, position, token, role."""
@@ -71,26 +73,37 @@ class Exported:
     rows: int
 
 
-def blocks(
-    dataset: Dataset,
-    taps: Sequence[str],
-    streams: Iterable[int] | None,
-    seen: Seen = nobody,
-) -> Iterator[Block]:
-    """The shards that have these taps, in the order of streams and commits. ``seen`` is told of rows as they go by."""
-    wanted = dataset.having(taps, streams)
-    total, done = sum(stream.tokens for stream in wanted), 0
-    for stream in wanted:
-        for number, record in enumerate(stream.shards, 1):
-            yield Block(stream.number, number, stream.open(record), tuple(taps))
-            done += record.tokens
-            seen(done, total)
+@dataclass(frozen=True)
+class Export:
+    """What is exported: some taps of a dataset, as which numbers."""
+
+    dataset: Dataset
+    taps: tuple[str, ...]
+    dtype: str = "float32"
+    streams: Sequence[int] | None = None
+    """None: all."""
+    seen: Seen = nobody
+    """Told of rows as they go by."""
+
+    @property
+    def rows(self) -> int:
+        """Of all streams that have these taps."""
+        return sum(stream.tokens for stream in self.dataset.having(self.taps, self.streams))
+
+    def blocks(self) -> Iterator[Block]:
+        """The shards that have these taps, in the order of streams and commits."""
+        total, done = self.rows, 0
+        for stream in self.dataset.having(self.taps, self.streams):
+            for number, record in enumerate(stream.shards, 1):
+                yield Block(stream.number, number, stream.open(record), self.taps, self.dtype)
+                done += record.tokens
+                self.seen(done, total)
 
 
-def per_shard(found: Iterable[Block], write: Callable[[Block], None]) -> Exported:
-    """An export of one file for each stored shard."""
+def per_shard(export: Export, write: Callable[[Block], None]) -> Exported:
+    """One file for each stored shard."""
     files = rows = 0
-    for block in found:
+    for block in export.blocks():
         write(block)
         files, rows = files + 1, rows + block.length
     return Exported(files, rows)

@@ -8,37 +8,26 @@ from __future__ import annotations
 
 import gzip
 import pickle
-from collections.abc import Iterable
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NoReturn
 
 import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 
 from spile.errors import DataError, UserError
-from spile.reading.dataset import Dataset
-from spile.reading.export.blocks import Block, Exported, Seen, blocks, new_folder, nobody, per_shard
+from spile.reading.export.blocks import Block, Export, Exported, new_folder, per_shard
 from spile.spec.taps import Tap
 
 __all__ = ["read_pickle", "write_pickles"]
 
 
-def write_pickles(
-    dataset: Dataset,
-    output: str,
-    taps: tuple[str, ...],
-    *,
-    dtype: npt.DTypeLike = "float32",
-    streams: Iterable[int] | None = None,
-    seen: Seen = nobody,
-) -> Exported:
+def write_pickles(export: Export, output: str) -> Exported:
     """One ``tpu_N/shard_NNNN.pkl.gz`` for each stored shard."""
-    parsed = [Tap.parse(tap) for tap in taps]
+    parsed = [Tap.parse(tap) for tap in export.taps]
     if len({tap.layer for tap in parsed}) != len(parsed):
         raise UserError(
-            "--to pickle", expected="one tap per layer, since it has one list per layer", found=", ".join(taps)
+            "--to pickle", expected="one tap per layer, since it has one list per layer", found=", ".join(export.taps)
         )
     folder = new_folder(output)
 
@@ -46,15 +35,15 @@ def write_pickles(
         path = folder / f"tpu_{block.stream}" / f"shard_{block.number:04d}.pkl.gz"
         path.parent.mkdir(exist_ok=True)
         with gzip.open(path, "wb", compresslevel=1) as file:
-            pickle.dump({tap.layer: _samples(block, str(tap), dtype) for tap in parsed}, file, protocol=4)
+            pickle.dump({tap.layer: _samples(block, str(tap)) for tap in parsed}, file, protocol=4)
 
-    return per_shard(blocks(dataset, taps, streams, seen), write)
+    return per_shard(export, write)
 
 
-def _samples(block: Block, tap: str, dtype: npt.DTypeLike) -> list[dict[str, Any]]:
+def _samples(block: Block, tap: str) -> list[dict[str, Any]]:
     offsets, found = block.shard.whole("offsets").tolist(), []
     for place, note in enumerate(block.shard.notes):
-        rows = block.rows(tap, dtype, offsets[place], offsets[place + 1])
+        rows = block.rows(tap, offsets[place], offsets[place + 1])
         found.append(
             {
                 "sample_idx": int(note["index"]),

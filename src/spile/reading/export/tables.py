@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from spile.errors import UserError
-from spile.reading.dataset import Dataset
-from spile.reading.export.blocks import Block, Exported, Seen, blocks, new_folder, nobody, per_shard
+from spile.reading.export.blocks import Block, Export, Exported, new_folder, per_shard
 from spile.spec.taps import Tap
 
 __all__ = ["hook_name", "write_hf", "write_npy", "write_parquet", "write_saelens"]
@@ -23,24 +22,14 @@ _SLICE = 16_384
 """Rows that are converted at a time."""
 
 
-def write_npy(
-    dataset: Dataset,
-    output: str,
-    taps: tuple[str, ...],
-    *,
-    dtype: npt.DTypeLike = "float32",
-    streams: Iterable[int] | None = None,
-    seen: Seen = nobody,
-) -> Exported:
+def write_npy(export: Export, output: str) -> Exported:
     """``<tap>.npy`` [rows, d]; ``stream.npy``, ``sample``, ``position``, ``token`` and ``role``; ``samples.jsonl``."""
-    wanted = list(streams) if streams is not None else None
-    total = sum(block.length for block in blocks(dataset, taps, wanted))
-    folder, at = new_folder(output), 0
+    folder, at, total = new_folder(output), 0, export.rows
     files: dict[str, Any] = {}
     with (folder / "samples.jsonl").open("w", encoding="utf-8") as notes:
-        for block in blocks(dataset, taps, wanted, seen):
+        for block in export.blocks():
             columns: dict[str, Any] = block.columns()
-            columns.update({tap: block.rows(tap, dtype) for tap in taps})
+            columns.update({tap: block.rows(tap) for tap in export.taps})
             for name, column in columns.items():
                 if name not in files:
                     shape = (total, *column.shape[1:])
@@ -70,7 +59,7 @@ def _hub_datasets() -> Any:
     return datasets
 
 
-def _record_batches(block: Block, dtype: npt.DTypeLike) -> Iterator[Any]:
+def _record_batches(block: Block) -> Iterator[Any]:
     """A shard as arrow's record batches: what is known of each row, then a list of fixed size for each tap."""
     arrow = _arrow()
     columns, task_ids = block.columns(), block.task_ids()
@@ -79,20 +68,12 @@ def _record_batches(block: Block, dtype: npt.DTypeLike) -> Iterator[Any]:
         arrays = {name: arrow.array(column[start:stop]) for name, column in columns.items()}
         arrays["task_id"] = arrow.array(task_ids[start:stop], arrow.string())
         for tap in block.taps:
-            rows = block.rows(tap, dtype, start, stop)
+            rows = block.rows(tap, start, stop)
             arrays[tap] = arrow.FixedSizeListArray.from_arrays(arrow.array(rows.reshape(-1)), rows.shape[1])
         yield arrow.record_batch(list(arrays.values()), names=list(arrays))
 
 
-def write_parquet(
-    dataset: Dataset,
-    output: str,
-    taps: tuple[str, ...],
-    *,
-    dtype: npt.DTypeLike = "float32",
-    streams: Iterable[int] | None = None,
-    seen: Seen = nobody,
-) -> Exported:
+def write_parquet(export: Export, output: str) -> Exported:
     """``tpu_N-NNNN.parquet`` for each stored shard, one row per token."""
     _arrow()
     from pyarrow import parquet
@@ -101,7 +82,7 @@ def write_parquet(
 
     def write(block: Block) -> None:
         writer = None
-        for batch in _record_batches(block, dtype):
+        for batch in _record_batches(block):
             path = folder / f"tpu_{block.stream}-{block.number:04d}.parquet"
             # Activations do not compress, and trying costs more than writing them.
             writer = writer or parquet.ParquetWriter(path, batch.schema, compression="none", use_dictionary=["task_id"])
@@ -109,42 +90,25 @@ def write_parquet(
         if writer is not None:
             writer.close()
 
-    return per_shard(blocks(dataset, taps, streams, seen), write)
+    return per_shard(export, write)
 
 
-def write_hf(
-    dataset: Dataset,
-    output: str,
-    taps: tuple[str, ...],
-    *,
-    dtype: npt.DTypeLike = "float32",
-    streams: Iterable[int] | None = None,
-    seen: Seen = nobody,
-) -> Exported:
+def write_hf(export: Export, output: str) -> Exported:
     """A folder that ``datasets.load_from_disk`` opens, one row per token."""
-    found = (batch for block in blocks(dataset, taps, streams, seen) for batch in _record_batches(block, dtype))
+    found = (batch for block in export.blocks() for batch in _record_batches(block))
     return _saved(found, None, output)
 
 
-def write_saelens(
-    dataset: Dataset,
-    output: str,
-    tap: str,
-    *,
-    context_size: int = 128,
-    name: str | None = None,
-    streams: Iterable[int] | None = None,
-    seen: Seen = nobody,
-) -> Exported:
+def write_saelens(export: Export, output: str, *, context_size: int = 128, name: str | None = None) -> Exported:
     """A cache that SAELens' ``cached_activations_path`` opens: rows one after another, cut into contexts.
 
     SAELens has one hook in a cache, in float32, and contexts of one length: the last rows that fill none are left out.
     """
-    hub = _hub_datasets()
-    source = blocks(dataset, (tap,), streams, seen)
+    hub, (tap,) = _hub_datasets(), export.taps
+    source = replace(export, dtype="float32").blocks()
     first = next(source, None)
     if first is None:
-        raise UserError(f"{dataset.root.url} has no rows", expected="a dataset with samples")
+        raise UserError(f"{export.dataset.root.url} has no rows", expected="a dataset with samples")
     width = first.shard.place(tap).shape[1]
     features = hub.Features(
         {
@@ -167,7 +131,7 @@ def _contexts(source: Iterator[Block], tap: str, size: int, schema: Any) -> Iter
         tokens = block.shard.whole("tokens")
         for start in range(0, block.length, _SLICE):
             stop = min(start + _SLICE, block.length)
-            rows, ids = block.rows(tap, np.float32, start, stop), tokens[start:stop]
+            rows, ids = block.rows(tap, start, stop), tokens[start:stop]
             rows = rows if rest is None else np.concatenate([rest, rows])
             ids = ids if rest_tokens is None else np.concatenate([rest_tokens, ids])
             count = len(rows) // size
