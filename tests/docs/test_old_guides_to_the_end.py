@@ -195,7 +195,7 @@ def deploys_and_watches(at: GuideWorld, old: OldLine) -> None:
     """Real machines' processes, to the last sample."""
     code, text = at.type(old.line)
     assert code == 0, text + at.world.logs()
-    assert "the work is finished" in text
+    assert "the work is finished" in text, text[-4000:]
     assert machines(at) == [], "no machine is left"
     fleet = FleetSpec.from_json(at.fleet(FINEWEB))
     assert len(fleet.workers) == len(wanted(old))

@@ -33,7 +33,7 @@ def finish(world: World, process: subprocess.Popen[str], log: Path, seconds: flo
         process.wait()
     text = log.read_text()
     assert code == 0, text[-3000:] + world.logs()
-    assert "the work is finished" in text
+    assert "the work is finished" in text, text[-4000:]
     assert world.cloud.cloud.nodes("-") == [], "no machine is left"
     assert world.cloud.vms.running() == {}, "nor any process"
     return text

@@ -7,6 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import accumulate
 
+import numpy as np
+
 from spile.errors import ModelError
 from spile.spec.tensors import Tensor, layer_tensors, model_tensors
 from spile.weights.files import ModelFiles
@@ -17,12 +19,15 @@ from spile.weights.safetensors import DTYPES, Entry, read_header
 __all__ = ["catalogue"]
 
 _THREADS = 8
+_COMPARED = 64 << 20
+"""Bytes of two tensors that are compared at a time."""
 
 
 def catalogue(files: ModelFiles, *, head: bool = False) -> Mapping[str, Piece]:
     """Tree name → where it lies, for the whole model; without ``head`` the LM head may be missing."""
     names, wanted = NAMES[files.config.architecture], _wanted(files)
     found: dict[str, dict[int, Piece]] = {}
+    copy: Entry | None = None
     entries = list(_entries(files))
     changes: Mapping[str, Change] = {}
     if files.adapter is not None:
@@ -30,7 +35,10 @@ def catalogue(files: ModelFiles, *, head: bool = False) -> Mapping[str, Piece]:
         changes = files.adapter.changes(shapes | ({names.head: wanted["head"].shape} if files.untied else {}))
     for entry in entries:
         match = names.match(entry.name)
-        if match is not None and (not match.names or _is_copy(files, match)):
+        if match is not None and not match.names:
+            continue
+        if match is not None and _is_copy(files, match):
+            copy = entry
             continue
         if match is None or any(name not in wanted for name in match.names):
             raise ModelError(
@@ -56,6 +64,8 @@ def catalogue(files: ModelFiles, *, head: bool = False) -> Mapping[str, Piece]:
             f"{files.name} lacks {len(missing)} of its {len(wanted)} tensors",
             found=f"no {names.file_name(missing[0])}",
         )
+    if head and copy is not None:
+        _refuse_another_head(files, copy, found["embed"][0].entries[0])
     return {name: _joined(stacked, wanted[name]) for name, stacked in found.items()}
 
 
@@ -84,6 +94,29 @@ def _entries(files: ModelFiles) -> Iterator[Entry]:
 def _is_copy(files: ModelFiles, match: Match) -> bool:
     """A head that is the embedding may be written all the same."""
     return match.names == ("head",) and (files.config.tied or files.untied)
+
+
+def _refuse_another_head(files: ModelFiles, copy: Entry, embedding: Entry) -> None:
+    """Which of the two counts, config.json says one way and transformers 5 the other: logits of neither are made."""
+    if (copy.shape, copy.dtype) == (embedding.shape, embedding.dtype) and all(
+        np.array_equal(
+            files.source.read(copy.file, copy.start + at, length),
+            files.source.read(embedding.file, embedding.start + at, length),
+        )
+        for at, length in _ranges(copy.length)
+    ):
+        return
+    raise ModelError(
+        f"{files.name} has a head of its own, though config.json says tie_word_embeddings",
+        expected=f"{copy.name} equal to {embedding.name}",
+        found="other numbers",
+        fix="say tie_word_embeddings: false in config.json where the head counts, or take the tensor out where not",
+    )
+
+
+def _ranges(length: int) -> Iterator[tuple[int, int]]:
+    for at in range(0, length, _COMPARED):
+        yield at, min(_COMPARED, length - at)
 
 
 def _stack(tensor: Tensor) -> int:

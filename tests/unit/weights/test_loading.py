@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from spile import weights
 from spile.errors import ModelError
@@ -61,6 +61,20 @@ def test_only_the_layers_asked_for(tmp_path: Path) -> None:
     two = weights.load(files, n_layers=2)
     assert len(two.layers) == 2
     equal(two.layers, weights.load(files).layers[:2])
+
+
+def test_a_head_beside_the_embedding_that_it_should_be(tmp_path: Path) -> None:
+    """A copy is passed over. Another one counts for transformers 5 and not for config.json: no logits are made."""
+    model = copy_model(tmp_path / "model")
+    stored = load_file(model / "model.safetensors")
+    head = stored["model.embed_tokens.weight"].copy()
+    save_file({**stored, "lm_head.weight": head}, model / "model.safetensors")
+    assert weights.load(weights.find(str(model)), head=True).head is None
+    head[-1, -1] += 1
+    save_file({**stored, "lm_head.weight": head}, model / "model.safetensors")
+    assert weights.load(weights.find(str(model))).head is None
+    with pytest.raises(ModelError, match=r"a head of its own, .* expected lm_head\.weight equal to model\.embed"):
+        weights.load(weights.find(str(model)), head=True)
 
 
 def test_the_final_norm_and_the_head_are_loaded_when_asked_for(tmp_path: Path) -> None:
