@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from spile.errors import Interrupted
-from spile.runtime.interrupts import INTERRUPTED, interruptible, leave_quietly
+from spile.runtime.interrupts import INTERRUPTED, handled, interruptible, leaving
 
 __all__ = ["main"]
 
@@ -23,8 +23,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             code = run(list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:
         code = Interrupted.exit_code
-        print(INTERRUPTED, file=sys.stderr)
-    atexit.register(leave_quietly, code)  # runs first, before what libraries do at exit
+        with handled(leaving(code), signal.SIGINT):  # an impatient second one
+            print(INTERRUPTED, file=sys.stderr)
+    atexit.register(signal.signal, signal.SIGINT, leaving(code))  # runs first, before what libraries do at exit
     sys.exit(code)
 
 

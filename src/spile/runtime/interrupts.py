@@ -22,7 +22,7 @@ from spile.errors import Interrupted, SpileError
 if TYPE_CHECKING:
     from sys import UnraisableHookArgs
 
-__all__ = ["INTERRUPTED", "handled", "interruptible", "leave_quietly"]
+__all__ = ["INTERRUPTED", "handled", "interruptible", "leaving"]
 
 INTERRUPTED = "spile: interrupted"
 _AGAIN = 0.01
@@ -98,6 +98,10 @@ def _loads_jax(frame: FrameType | None) -> bool:
     return False
 
 
-def leave_quietly(code: int) -> None:
-    """From here on Ctrl+C ends the process with its own exit code: all is told, only the interpreter is left to end."""
-    signal.signal(signal.SIGINT, lambda _number, _frame: os._exit(code))
+def leaving(code: int) -> Handler:
+    """The answer once all is told and only the interpreter is left to end: the process ends with its own exit code."""
+
+    def handle(_number: int, _frame: FrameType | None) -> None:
+        os._exit(code)
+
+    return handle
