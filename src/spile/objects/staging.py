@@ -12,13 +12,16 @@ import io
 import mmap
 import os
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from spile.objects.disk import open_plain, reading
+from spile.objects.many_reads import ManyReads
 
-__all__ = ["Staging"]
+__all__ = ["CachedPages", "Staging"]
 
 _BLOCK = 4096
 """What places, lengths and addresses must be multiples of for a disk to write into a program's memory."""
@@ -32,10 +35,11 @@ _DIRECT = getattr(os, "O_DIRECT", 0)
 class Staging:
     """One thread's. What :meth:`read` gives is overwritten by the next."""
 
-    def __init__(self, *, past_cache: bool) -> None:
-        self._past_cache = past_cache and bool(_DIRECT) and sys.platform == "linux"
+    def __init__(self, cached: CachedPages | None) -> None:
+        self._cached = cached if _DIRECT and sys.platform == "linux" else None
         self._memory = _new_memory(_BLOCK)
         self._file: _StagedFile | None = None
+        self._many = ManyReads.here()
 
     def room(self, length: int) -> memoryview:
         """So much memory, the same as the last time where that was as large."""
@@ -45,24 +49,78 @@ class Staging:
 
     def read(self, path: Path, offset: int, length: int) -> memoryview:
         """A part of a file, or as much of it as there is."""
+        found = self.blocks(path, np.array([offset]), length)
+        if found is not None:
+            return found.reshape(-1).data
+        memory = self.room(length)
         with reading(path):
-            if self._file is None or self._file.path != path:
-                self._file = _StagedFile(path, past_cache=self._past_cache)
-            file = self._file
-            if file.direct is not None and not _in_page_cache(file.plain.fileno(), offset, length):
-                lead = offset % _BLOCK
-                memory = self.room(-(-(lead + length) // _BLOCK) * _BLOCK)
+            return memory[: _read(self._opened(path).plain.fileno(), memory, offset)]
+
+    def blocks(self, path: Path, offsets: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.uint8] | None:
+        """``length`` bytes from each of these places of a file on, ``[places, length]``; None where it ends before."""
+        if len(offsets) > 1 and (np.diff(offsets) == length).all():  # neighbours: one read
+            found = self.blocks(path, offsets[:1], len(offsets) * length)
+            return None if found is None else found.reshape(len(offsets), length)
+        with reading(path):
+            file = self._opened(path)
+            if file.direct is not None and not self._has(file, offsets, length):
                 try:
-                    count = _read(file.direct.fileno(), memory, offset - lead)
+                    return self._read(file.direct.fileno(), offsets, length, _BLOCK)
                 except OSError as error:
                     if error.errno != errno.EINVAL:  # this file system does not do it
                         raise
-                    file.direct.close()
-                    file.direct = None
-                else:
-                    return memory[lead : min(lead + length, max(count, lead))]
-            memory = self.room(length)
-            return memory[: _read(file.plain.fileno(), memory, offset)]
+                file.close_direct()
+            return self._read(file.plain.fileno(), offsets, length, 1)
+
+    def _opened(self, path: Path) -> _StagedFile:
+        if self._file is None or self._file.path != path:
+            self._file = _StagedFile(path, past_cache=self._cached is not None)
+        return self._file
+
+    def _has(self, file: _StagedFile, offsets: npt.NDArray[np.int64], length: int) -> bool:
+        return self._cached is not None and self._cached.has(file.plain, file.path, offsets, length)
+
+    def _read(
+        self, handle: int, offsets: npt.NDArray[np.int64], length: int, align: int
+    ) -> npt.NDArray[np.uint8] | None:
+        """Each from the multiple of ``align`` before it to the one after it."""
+        leads = offsets % align
+        lengths = -(-(leads + length) // align) * align
+        stride = int(lengths.max())
+        memory = self.room(stride * len(offsets))
+        at = np.arange(len(offsets)) * stride
+        if self._many is not None:
+            counts = self._many.read(handle, _address(memory), at, offsets - leads, lengths)
+        else:
+            parts = zip(at.tolist(), (offsets - leads).tolist(), lengths.tolist(), strict=True)
+            counts = np.array([_read(handle, memory[begin : begin + size], place) for begin, place, size in parts])
+        if (counts < leads + length).any():
+            return None
+        blocks = np.frombuffer(memory, np.uint8).reshape(len(offsets), stride)
+        lead = int(leads[0])
+        if (leads == lead).all():
+            return blocks[:, lead : lead + length]
+        return np.stack([block[lead : lead + length] for block, lead in zip(blocks, leads.tolist(), strict=True)])
+
+
+class CachedPages:
+    """Which pages of files were in the page cache when they were first asked for: what is read past it brings no more.
+
+    Looked at once for each file. Where it is not true any more, a read takes longer and is as right.
+    """
+
+    def __init__(self) -> None:
+        self._pages: dict[Path, npt.NDArray[np.bool_]] = {}
+        self._lock = threading.Lock()
+
+    def has(self, file: io.FileIO, path: Path, offsets: npt.NDArray[np.int64], length: int) -> bool:
+        """Whether the first and the last page of all of these parts were there; also True where nobody tells."""
+        with self._lock:
+            pages = self._pages.get(path)
+            if pages is None:
+                pages = self._pages[path] = _pages_in_cache(file.fileno())
+        ends = np.concatenate([offsets, offsets + (length - 1)]) // mmap.PAGESIZE
+        return not len(pages) or bool(pages[np.minimum(ends, len(pages) - 1)].all())
 
 
 class _StagedFile:
@@ -75,10 +133,16 @@ class _StagedFile:
         if past_cache:
             self.direct = _open_directly(path)
 
+    def close_direct(self) -> None:
+        """It cannot be read so."""
+        if self.direct is not None:
+            self.direct.close()
+            self.direct = None
+
     def __del__(self) -> None:
-        for file in (getattr(self, "plain", None), self.direct):
-            if file is not None:
-                file.close()
+        self.close_direct()
+        if hasattr(self, "plain"):
+            self.plain.close()
 
 
 def _open_directly(path: Path) -> io.FileIO | None:
@@ -90,6 +154,10 @@ def _open_directly(path: Path) -> io.FileIO | None:
         return None
 
 
+def _address(memory: memoryview) -> int:
+    return int(np.frombuffer(memory, np.uint8).ctypes.data)
+
+
 def _new_memory(length: int) -> mmap.mmap:
     memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if sys.platform == "linux":
@@ -99,20 +167,19 @@ def _new_memory(length: int) -> mmap.mmap:
 
 def _read(handle: int, memory: memoryview, offset: int) -> int:
     done = 0
-    while count := os.preadv(handle, [memory[done : done + _STEP]], offset + done):
+    while done < len(memory) and (count := os.preadv(handle, [memory[done : done + _STEP]], offset + done)):
         done += count
     return done
 
 
-def _in_page_cache(handle: int, offset: int, length: int) -> bool:
-    """Whether all of this part of a file is; also True where the system does not tell."""
-    begin = offset - offset % mmap.ALLOCATIONGRANULARITY
+def _pages_in_cache(handle: int) -> npt.NDArray[np.bool_]:
+    """Of each page of a file, whether it is; none where the system does not tell."""
     try:
-        mapped = mmap.mmap(handle, offset + length - begin, prot=mmap.PROT_READ, offset=begin)
+        mapped = mmap.mmap(handle, 0, prot=mmap.PROT_READ)
     except (OSError, ValueError):
-        return True
+        return np.empty(0, np.bool_)
     pages = np.zeros(-(-len(mapped) // mmap.PAGESIZE), np.uint8)
     with mapped:
         address = np.frombuffer(mapped, np.uint8).ctypes.data
         told = _LIBC.mincore(ctypes.c_void_p(address), ctypes.c_size_t(len(mapped)), ctypes.c_void_p(pages.ctypes.data))
-    return told != 0 or bool((pages & 1).all())
+    return (pages & 1).astype(np.bool_) if told == 0 else np.empty(0, np.bool_)

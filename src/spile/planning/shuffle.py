@@ -12,8 +12,10 @@ than documents take them apart: so they are where memory would hold too few whol
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +23,10 @@ import numpy.typing as npt
 from spile.errors import SpecError
 
 __all__ = [
+    "EpochOrder",
     "EpochPlan",
-    "RowPiece",
+    "Places",
+    "RowPieces",
     "ShuffleSpec",
     "group_order",
     "piece_rows",
@@ -30,6 +34,8 @@ __all__ = [
     "row_order",
     "small_piece",
 ]
+
+Places = npt.NDArray[np.int64]
 
 _CHUNK = 1 << 20
 _PIECE = 4 << 20
@@ -72,68 +78,149 @@ class ShuffleSpec:
             raise SpecError("part", expected="(k, n) with k from 0 to n - 1", found=(self.part, self.parts))
 
 
-@dataclass(frozen=True, slots=True)
-class RowPiece:
-    """Rows ``start`` to ``stop`` of one shard."""
+@dataclass(frozen=True, eq=False)
+class RowPieces:
+    """Pieces side by side: rows ``starts`` to ``stops`` of each one's shard. Arrays, because there may be millions."""
 
-    shard: int
-    start: int
-    stop: int
+    shards: Places
+    starts: Places
+    stops: Places
 
     def __len__(self) -> int:
-        return self.stop - self.start
+        return len(self.shards)
+
+    def __getitem__(self, which: slice | npt.NDArray[Any]) -> RowPieces:
+        return RowPieces(self.shards[which], self.starts[which], self.stops[which])
+
+    def __iter__(self) -> Iterator[tuple[int, int, int]]:
+        return zip(self.shards.tolist(), self.starts.tolist(), self.stops.tolist(), strict=True)
+
+    @property
+    def lengths(self) -> Places:
+        """Rows of each."""
+        return self.stops - self.starts
+
+    @property
+    def rows(self) -> int:
+        """Of all of them."""
+        return int(self.lengths.sum())
+
+    def split(self, rows: int | None) -> RowPieces:
+        """Each in parts of at most so many rows, as many as there are of that many in each and the rest."""
+        if rows is None or not len(self) or int(self.lengths.max()) <= rows:
+            return self
+        parts = -(-self.lengths // rows)
+        owner = np.repeat(np.arange(len(self)), parts)
+        starts = self.starts[owner] + (np.arange(len(owner)) - np.repeat(np.cumsum(parts) - parts, parts)) * rows
+        return RowPieces(self.shards[owner], starts, np.minimum(starts + rows, self.stops[owner]))
+
+    def joined(self) -> RowPieces:
+        """Neighbours as one."""
+        same = (self.shards[1:] == self.shards[:-1]) & (self.starts[1:] == self.stops[:-1])
+        first, last = np.concatenate([[True], ~same]), np.concatenate([~same, [True]])
+        return RowPieces(self.shards[first], self.starts[first], self.stops[last])
+
+    def stored(self) -> RowPieces:
+        """In the order they are stored."""
+        return self[np.lexsort((self.starts, self.shards))]
+
+    @classmethod
+    def cut(cls, shards: Sequence[int], rows: int) -> RowPieces:
+        """Every shard in pieces of so many rows, the last of each shorter."""
+        counts = np.asarray(shards, np.int64)
+        return cls(np.arange(len(counts)), np.zeros_like(counts), counts)[counts > 0].split(rows)
 
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """One reader's groups of one epoch, in order."""
+    """One reader's groups of one epoch, in order. There are as many windows."""
 
-    groups: tuple[tuple[RowPiece, ...], ...]
+    groups: tuple[RowPieces, ...]
     spread: int
-    """Windows that each group's rows are dealt out over."""
+    """Windows that each group's rows are dealt out over; those of the last groups over as many as are left."""
     room: int
     """Rows of the largest group of any epoch."""
     whole: bool
     """Whether the one group is everything there is: then its rows need not be read again for the next epoch."""
 
     @property
-    def slots(self) -> int:
-        """Groups that are in memory at once: those that are drawn from, and one being read."""
-        return 1 if self.whole else self.spread + 1
-
-    @property
-    def windows(self) -> int:
-        """How many."""
-        return len(self.groups)
+    def capacity(self) -> int:
+        """Rows in memory at once: of the windows that the group being read is dealt out over, and of the one before."""
+        return self.room if self.whole else (self.spread + 1) * (self.room + self.spread)
 
     def sources(self, window: int) -> range:
         """The groups of which a window has a part."""
         return range(max(0, window - self.spread + 1), window + 1)
 
     def share(self, rows: int, group: int, window: int) -> slice:
-        """Which of a group's permuted rows are this window's; the last window has all that are left.
+        """Which of a group's permuted rows are this window's.
 
-        So an epoch does not end on what was read last alone: training would end on a few documents.
+        The last groups have fewer windows left, and larger parts in them: so an epoch does not end on what was read
+        last alone, a few documents.
         """
-        part, last = window - group, window + 1 == self.windows
-        return slice(rows * part // self.spread, rows if last else rows * (part + 1) // self.spread)
+        part, parts = window - group, min(self.spread, len(self.groups) - group)
+        return slice(rows * part // parts, rows * (part + 1) // parts)
 
 
-def piece_rows(widths: Sequence[int], memory: int, piece: int | None = None) -> int:
-    """Rows of a piece, for taps whose rows have these bytes: a number that ends on a chunk's border in each, if it can.
+class EpochOrder:
+    """Which row of an epoch comes when: the place of each in all that is given out, known before any is read."""
+
+    def __init__(self, plan: EpochPlan, spec: ShuffleSpec, epoch: int) -> None:
+        self.plan, self.epoch, self._spec = plan, epoch, spec
+        self._rows = [group.rows for group in plan.groups]
+        sizes = [sum(map(len, self._parts(window))) for window in range(len(plan.groups))]
+        self.starts = list(accumulate(sizes, initial=0))
+        """The place at which each window begins, and the end."""
+        self._within: dict[int, Places] = {}
+
+    def _parts(self, window: int) -> list[range]:
+        """Which of their permuted rows a window takes of its groups, one after the other."""
+        shares = [self.plan.share(self._rows[group], group, window) for group in self.plan.sources(window)]
+        return [range(share.start, share.stop) for share in shares]
+
+    def places(self, group: int) -> Places:
+        """Of each row of a group, as they are stored."""
+        order = group_order(self._spec, self.epoch, group, self._rows[group]) if self.plan.spread > 1 else None
+        found = np.empty(self._rows[group], np.int64)
+        for window in range(group, min(group + self.plan.spread, len(self.plan.groups))):
+            parts = self._parts(window)
+            at = group - self.plan.sources(window).start
+            first, mine = sum(map(len, parts[:at])), slice(parts[at].start, parts[at].stop)
+            within = self._permuted(window)[first : first + len(parts[at])]
+            found[mine if order is None else order[mine]] = self.starts[window] + within
+        self._within = {window: within for window, within in self._within.items() if window > group}
+        return found
+
+    def _permuted(self, window: int) -> Places:
+        """Where in a window each of its rows comes."""
+        if window not in self._within:
+            order = row_order(self._spec, self.epoch, window, self.starts[window + 1] - self.starts[window])
+            self._within[window] = np.empty_like(order)
+            self._within[window][order] = np.arange(len(order))
+        return self._within[window]
+
+
+def piece_rows(widths: Sequence[int], memory: int, piece: int | None = None, chunk: int | None = None) -> int:
+    """Rows of a piece, for taps whose rows have these bytes. ``piece``: the bytes of one, about, if not as usual.
 
     With little memory pieces are smaller, so that a window still has some of many places.
 
-    Checksums are of chunks of a MiB: a piece that ends within one makes two readers read and check the whole chunk.
+    What is read is checked in whole chunks, so pieces end where chunks do, or are parts of one. ``chunk``: the rows of
+    one, a power of two; None where shards are cut at MiBs, as earlier versions wrote them.
     """
     total = sum(widths)
+    usual = max(_CHUNK, min(_PIECE, memory // _PLACES))
+    if chunk is not None:
+        rows = max(1, (usual if piece is None else piece) // total)
+        if rows >= chunk or piece is None:
+            return max(1, rows // chunk) * chunk
+        return 1 << rows.bit_length() - 1
     if piece is not None:
         return max(1, piece // total)
     aligned = max(_CHUNK // (width & -width) if width & -width < _CHUNK else 1 for width in widths)
-    wanted = max(_CHUNK, min(_PIECE, memory // _PLACES))
     if aligned * total <= _LARGEST_PIECE:
-        return int(aligned * max(1, wanted // (aligned * total)))
-    return int(max(1, 2 * wanted // total))
+        return int(aligned * max(1, usual // (aligned * total)))
+    return int(max(1, 2 * usual // total))
 
 
 def small_piece(total: int, sample: int, spec: ShuffleSpec) -> int | None:
@@ -148,64 +235,75 @@ def small_piece(total: int, sample: int, spec: ShuffleSpec) -> int | None:
     return wanted if wanted < _CHUNK else None
 
 
-def plan_epoch(shards: Sequence[int], widths: Sequence[int], spec: ShuffleSpec, epoch: int) -> EpochPlan:
-    """The groups of reader ``spec.part`` in this epoch. ``shards``: the rows of each shard, in the dataset's order."""
-    rows = piece_rows(widths, spec.memory, spec.piece)
-    pieces = [RowPiece(n, at, min(at + rows, count)) for n, count in enumerate(shards) for at in range(0, count, rows)]
+def plan_epoch(
+    shards: Sequence[int], widths: Sequence[int], spec: ShuffleSpec, epoch: int, chunk: int | None = None
+) -> EpochPlan:
+    """The groups of reader ``spec.part`` in this epoch.
+
+    ``shards``: the rows of each shard, in the dataset's order; ``widths``: the bytes of each tap's; ``chunk``: see
+    :func:`piece_rows`.
+    """
+    pieces = RowPieces.cut(shards, piece_rows(widths, spec.memory, spec.piece, chunk))
     total, width = sum(shards), sum(widths)
     if spec.parts == 1 and (total * width <= spec.memory or spec.scratch is not None):
-        return EpochPlan((tuple(pieces),) if pieces else (), 1, total, whole=True)
+        return EpochPlan((pieces,) if total else (), 1, total, whole=True)
     order = np.random.default_rng([spec.seed, epoch]).permutation(len(pieces))
-    mine = _stretch([pieces[place] for place in order.tolist()], total, spec)
-    share = sum(map(len, mine))
+    mine = _stretch(pieces[order], total, spec)
+    share = mine.rows
     if share * width <= spec.memory or spec.scratch is not None:
-        return EpochPlan((tuple(mine),) if mine else (), 1, share, whole=False)
-    largest = max(map(len, pieces))
-    spread = max(1, min(_SPREAD, spec.memory // (largest * width) - 1))
-    most = spec.memory // (spread + 1)
-    groups = _groups(mine, width, most, first=_FIRST_GROUP if epoch == 0 else None)
-    return EpochPlan(groups, spread, max(most // width, largest), whole=False)
+        return EpochPlan((mine,) if share else (), 1, share, whole=False)
+    spread, most = _dealt(spec.memory // width, int(pieces.lengths.max()))
+    groups = _groups(mine, most, spread, first=_FIRST_GROUP // width if epoch == 0 else None)
+    return EpochPlan(groups, spread, most, whole=False)
 
 
-def _stretch(pieces: list[RowPiece], total: int, spec: ShuffleSpec) -> list[RowPiece]:
+def _dealt(memory: int, largest: int) -> tuple[int, int]:
+    """Over how many windows groups are dealt out, and their rows, at most and at least those of any piece."""
+    for spread in range(_SPREAD, 1, -1):
+        if largest <= _ending(memory // (spread + 1), spread):
+            return spread, memory // (spread + 1)
+    return 1, max(memory // 2, largest)
+
+
+def _ending(most: int, spread: int) -> int:
+    """Rows of an epoch's last groups: they have fewer windows, where what is left of those before comes too."""
+    return most * (spread + 1) // (2 * spread)
+
+
+def _stretch(pieces: RowPieces, total: int, spec: ShuffleSpec) -> RowPieces:
     """The reader's share of all rows: a border may lie within a piece, and then two readers read it."""
     if spec.parts == 1:
         return pieces
     begin, end = (total * k // spec.parts for k in (spec.part, spec.part + 1))
-    mine, at = [], 0
-    for piece in pieces:
-        low, high = max(begin - at, 0), min(end - at, len(piece))
-        if low < high:
-            mine.append(RowPiece(piece.shard, piece.start + low, piece.start + high))
-        at += len(piece)
-    return mine
+    ends = np.cumsum(pieces.lengths)
+    at = ends - pieces.lengths
+    low, high = np.maximum(begin - at, 0), np.minimum(end - at, pieces.lengths)
+    mine = low < high
+    return RowPieces(pieces.shards[mine], (pieces.starts + low)[mine], (pieces.starts + high)[mine])
 
 
-def _groups(pieces: list[RowPiece], width: int, most: int, first: int | None) -> tuple[tuple[RowPiece, ...], ...]:
-    """Pieces in the order they are given, those of a group as they are stored: its rows are permuted anyway."""
-    found: list[tuple[RowPiece, ...]] = []
-    group: list[RowPiece] = []
-    limit, held = most if first is None else min(first, most), 0
-    for piece in pieces:
-        size = len(piece) * width
-        if group and held + size > limit:
-            found.append(tuple(sorted(group, key=_place)))
-            group, held = [], 0
-            limit = min(2 * limit, most)
-        group.append(piece)
-        held += size
-    return (*found, tuple(sorted(group, key=_place))) if group else tuple(found)
+def _groups(pieces: RowPieces, most: int, spread: int, first: int | None) -> tuple[RowPieces, ...]:
+    """Pieces in the order they are given, those of a group as they are stored: its rows are permuted anyway.
+
+    ``most``: rows of a group. ``first``: from how many on groups grow.
+    """
+    found: list[RowPieces] = []
+    ends = np.cumsum(pieces.lengths)
+    limit, begin, held, last = most if first is None else min(first, most), 0, 0, _ending(most, spread)
+    while begin < len(pieces):
+        room = limit if ends[-1] - held - limit >= spread * last else min(limit, last)
+        end = max(begin + 1, int(np.searchsorted(ends, held + room, side="right")))
+        found.append(pieces[begin:end].stored())
+        begin, held = end, int(ends[end - 1])
+        limit = min(2 * limit, most)
+    return tuple(found)
 
 
-def _place(piece: RowPiece) -> tuple[int, int]:
-    return piece.shard, piece.start
-
-
-def group_order(spec: ShuffleSpec, epoch: int, group: int, rows: int) -> npt.NDArray[np.int64]:
+def group_order(spec: ShuffleSpec, epoch: int, group: int, rows: int) -> Places:
     """The permutation in which a group's selected rows are dealt out."""
     return np.random.default_rng([spec.seed, epoch, spec.part, group, 1]).permutation(rows)
 
 
-def row_order(spec: ShuffleSpec, epoch: int, window: int, rows: int) -> npt.NDArray[np.int64]:
+def row_order(spec: ShuffleSpec, epoch: int, window: int, rows: int) -> Places:
     """The permutation of a window's selected rows."""
     return np.random.default_rng([spec.seed, epoch, spec.part, window]).permutation(rows)

@@ -25,7 +25,7 @@ from spile.reading.order import ShuffleOrder
 from spile.reading.rows import RowBatch, iterate
 from spile.reading.selection import SampleRef, ref_of, selection_of
 from spile.reading.shuffled import Shuffled
-from spile.reading.window import ShardCache, TapSource
+from spile.reading.source import ShardCache, TapSource
 from spile.spec.identity import RunIdentity
 from spile.spec.taps import Tap
 from spile.store.layout import RUN

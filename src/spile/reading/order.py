@@ -11,16 +11,17 @@ from itertools import accumulate, count
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from spile.errors import UserError
 from spile.planning.amounts import size
-from spile.planning.shuffle import EpochPlan, RowPiece, ShuffleSpec, plan_epoch
+from spile.planning.shuffle import EpochOrder, EpochPlan, RowPieces, ShuffleSpec, plan_epoch
 from spile.reading.selection import Selection
-from spile.reading.window import TapSource
+from spile.reading.source import TapSource
 
 __all__ = ["ShuffleOrder", "ShufflePlace"]
 
-_ORDER = 2
+_ORDER = 3
 """Of the two-level shuffle: a state of another version's would go on with other rows."""
 
 
@@ -48,7 +49,8 @@ class ShuffleOrder:
         """What is this reader's of an epoch."""
         if not self.shards:
             return EpochPlan((), 1, 0, whole=True)
-        return plan_epoch([rows for _, rows in self.shards], self.source.widths, self.spec, epoch)
+        rows = [rows for _, rows in self.shards]
+        return plan_epoch(rows, self.source.widths, self.spec, epoch, self.source.chunk_rows)
 
     def comes_back(self, epochs: int | None) -> bool:
         """Whether rows are read again, and may still be in the system's page cache by then."""
@@ -79,7 +81,7 @@ class ShuffleOrder:
         wanted = self.describe()
         state = {"order": 1, "piece": None, **state}
         wrong = [name for name, value in wanted.items() if name in state and state[name] != value]
-        if wrong == ["order"] and len(self.plan(0).groups) <= 1:  # a full permutation is what it was
+        if wrong == ["order"] and len(self.plan(0).groups) <= 1 and not self.selection.describe():  # it is what it was
             wrong = []
         if wrong:
             raise UserError(
@@ -95,20 +97,24 @@ class ShuffleOrder:
 
     def selected(self, epoch: int) -> list[int]:
         """How many rows of each window are wanted, as the shards' tails tell."""
-        plan = self.plan(epoch)
+        order = EpochOrder(self.plan(epoch), self.spec, epoch)
         if not self.selection.by_tail:
-            groups = [sum(map(len, group)) for group in plan.groups]
-        else:
-            groups = [sum(map(self._selected, group)) for group in plan.groups]
-        shares = [
-            [plan.share(groups[group], group, number) for group in plan.sources(number)]
-            for number in range(plan.windows)
-        ]
-        return [sum(share.stop - share.start for share in each) for each in shares]
+            return np.diff(order.starts).tolist()
+        found = np.zeros(len(order.plan.groups), np.int64)
+        for number, group in enumerate(order.plan.groups):
+            places = order.places(number)[self._wanted(group)]
+            window = np.searchsorted(order.starts, places, side="right") - 1
+            found += np.bincount(window, minlength=len(found))
+        return found.tolist()
 
-    def _selected(self, piece: RowPiece) -> int:
-        stream, shard = self.source.shards[piece.shard]
-        return int(np.count_nonzero(self.selection.mask(stream, shard, piece.start, piece.stop)))
+    def _wanted(self, pieces: RowPieces) -> npt.NDArray[np.bool_]:
+        found = []
+        for number, start, stop in zip(
+            pieces.shards.tolist(), pieces.starts.tolist(), pieces.stops.tolist(), strict=True
+        ):
+            stream, shard = self.source.shards[number]
+            found.append(self.selection.mask(stream, shard, start, stop))
+        return np.concatenate(found)
 
     def steps(self, epoch: int) -> int | None:
         """With ``drop_last``: the full batches that every reader has in this epoch; None: no such bound."""
@@ -149,7 +155,7 @@ class ShuffleOrder:
             return f"a full permutation{share}"
         pieces = sum(map(len, plan.groups))
         most = max(map(len, plan.groups)) * plan.spread
-        held = size(self.spec.memory * plan.spread // plan.slots)
+        held = size(self.spec.memory * plan.spread // (plan.spread + 1))
         return (
             f"two levels{share}: {pieces:,} pieces in random order, rows drawn from {most:,} of them at a time "
             f"({held}), which change gradually"

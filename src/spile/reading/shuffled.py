@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,16 +13,18 @@ import numpy as np
 import numpy.typing as npt
 
 from spile.data.background import ahead
-from spile.planning.shuffle import EpochPlan, group_order, row_order
+from spile.planning.shuffle import EpochOrder, EpochPlan, row_order
+from spile.reading.loading import GroupLoader, LoadingGroup
 from spile.reading.order import ShuffleOrder, ShufflePlace
 from spile.reading.read_pool import ReadPool
+from spile.reading.ring import Group, RowRing, Window
 from spile.reading.rows import RowBatch
-from spile.reading.window import Group, GroupLoader, LoadingGroup, Window
 from spile.store.statistics import widened
 
 __all__ = ["Shuffled"]
 
 _THREADS = 8
+"""That read from a bucket, where each waits for its answer. From a disk one has many answers at a time."""
 _AHEAD = 3
 """Batches made before they are asked for."""
 
@@ -49,11 +52,9 @@ class Shuffled(Iterator[Any]):
         page_cache: bool | None,
     ) -> None:
         self._order, self._place = order, start
-        pool = ReadPool(_THREADS)
+        pool = ReadPool(min(_THREADS, 1 + (os.cpu_count() or 1)) if order.source.local else _THREADS)
         past_cache = not (order.comes_back(epochs) if page_cache is None else page_cache)
-        loader = GroupLoader(
-            order.source, order.selection, pool, context=context, scratch=order.spec.scratch, past_cache=past_cache
-        )
+        loader = GroupLoader(order.source, order.selection, pool, context=context, past_cache=past_cache)
         engine = _Engine(order, loader, epochs, np.dtype(dtype) if dtype is not None else None, single)
         self._items: Iterator[tuple[Any, ShufflePlace]] = ahead(engine.run(self._place), _AHEAD)
         # Also at the end of the program, while threads can still be told: a daemon thread that is cut off prints.
@@ -101,6 +102,18 @@ class _Turn(NamedTuple):
     """Of its epoch."""
 
 
+class _Epoch(NamedTuple):
+    """An epoch's order, and its first place in all that this reader gives out."""
+
+    order: EpochOrder
+    base: int
+
+    def bounds(self, window: int) -> tuple[int, int]:
+        """The places of a window's first row and of the one after its last."""
+        begin, end = self.order.starts[window : window + 2]
+        return self.base + begin, self.base + end
+
+
 class _Engine:
     """Makes batches, in a thread of its own; knows nothing of who reads them."""
 
@@ -113,9 +126,8 @@ class _Engine:
         single: bool,
     ) -> None:
         self._order, self._loader, self._epochs, self._dtype, self._single = order, loader, epochs, dtype, single
-        self._everything: Group | None = None
-        """The one group that all rows are in, kept over epochs."""
-        self._planned: dict[int, EpochPlan] = {}
+        self._ring: RowRing | None = None
+        self._known: dict[int, _Epoch] = {}
 
     def run(self, place: ShufflePlace) -> Iterator[tuple[Any, ShufflePlace]]:
         """Batches from a place on, each with the place after it."""
@@ -124,11 +136,10 @@ class _Engine:
         batches, found = place.batches, place.taken
         steps = self._order.steps(place.epoch)
         for turn, window in self._windows(place):
-            order = row_order(self._order.spec, turn.epoch, turn.number, len(window))
             taken = place.taken if (turn.epoch, turn.number) == (place.epoch, place.window) else 0
-            found += len(order)
-            while taken < len(order) and batches != steps:
-                taken += batch.take(window, order[taken:])
+            found += len(window)
+            while taken < len(window) and batches != steps:
+                taken += batch.take(window, taken)
                 if batch.held == most:
                     batches += 1
                     yield self._finished(batch), ShufflePlace(turn.epoch, batches, turn.number, taken)
@@ -146,56 +157,60 @@ class _Engine:
     def _windows(self, place: ShufflePlace) -> Iterator[tuple[_Turn, Window]]:
         """The windows from a place on. A window's last group was on its way while the one before was given out."""
         loaded = self._groups(place)
-        for epoch, plan in self._plans(place.epoch):
-            held: dict[int, Group] = {}
-            for number in range(place.window if epoch == place.epoch else 0, plan.windows):
+        everything: Group | None = None
+        for epoch, known in self._known_epochs(place.epoch):
+            plan = known.order.plan
+            held: dict[int, Group] = {0: everything} if everything is not None else {}
+            for number in range(place.window if epoch == place.epoch else 0, len(plan.groups)):
+                turn = _Turn(epoch, number, last=number + 1 == len(plan.groups))
+                last = plan.whole and epoch + 1 == self._epochs
+                if everything is not None:
+                    order = row_order(self._order.spec, epoch, 0, len(everything.places))
+                    yield turn, Window.permuted(self._memory(plan), everything, order, last=last)
+                    continue
                 held.pop(number - plan.spread, None)
                 for group in plan.sources(number):
                     if group not in held:
-                        held[group] = self._everything if self._everything is not None else next(loaded)
-                parts = [(group, plan.share(len(group.places), at, number)) for at, group in held.items()]
-                turn = _Turn(epoch, number, last=number + 1 == plan.windows)
-                last = plan.whole and epoch + 1 == self._epochs
-                yield turn, Window(self._loader.buffers, parts, last=last)
+                        held[group] = next(loaded)
+                groups = list(held.values())
+                yield turn, Window.between(self._memory(plan), groups, *known.bounds(number), last=last)
+            everything = held[0] if plan.whole else None
 
     def _groups(self, place: ShufflePlace) -> Iterator[Group]:
         """The groups from the first that a place needs, each begun when the one before it is taken."""
-        coming: tuple[EpochPlan, int, int, LoadingGroup] | None = None
-        for epoch, plan in self._plans(place.epoch):
-            first = plan.sources(place.window).start if epoch == place.epoch else 0
-            for number in range(first, len(plan.groups)):
-                begun = self._loader.begin(plan.groups[number], plan.room, plan.slots, self._known_order(plan, epoch))
+        coming: LoadingGroup | None = None
+        for epoch, known in self._known_epochs(place.epoch):
+            plan = known.order.plan
+            begin = plan.sources(place.window).start if epoch == place.epoch else 0
+            first = known.bounds(place.window)[0] if epoch == place.epoch and not plan.whole else 0
+            for number in range(begin, len(plan.groups)):
+                places = known.base + known.order.places(number)
+                begun = self._loader.begin(self._memory(plan), plan.groups[number], places, first)
                 if coming is not None:
-                    yield self._dealt(*coming)
-                coming = plan, epoch, number, begun
+                    yield coming.result()
+                coming = begun
             if plan.whole:
                 break
         if coming is not None:
-            yield self._dealt(*coming)
+            yield coming.result()
 
-    def _known_order(self, plan: EpochPlan, epoch: int) -> npt.NDArray[np.int64] | None:
-        """The order of a full permutation, where it is known before rows are read."""
-        if len(plan.groups) > 1 or not self._loader.orders:
-            return None
-        return row_order(self._order.spec, epoch, 0, sum(map(len, plan.groups[0])))
+    def _memory(self, plan: EpochPlan) -> RowRing:
+        if self._ring is None:
+            self._ring = RowRing(self._order.source, plan.capacity, self._order.spec.scratch)
+        return self._ring
 
-    def _dealt(self, plan: EpochPlan, epoch: int, number: int, loading: LoadingGroup) -> Group:
-        group = loading.result()
-        if plan.whole:
-            self._everything = group
-        elif plan.spread > 1:
-            group.deal(group_order(self._order.spec, epoch, number, len(group.places)))
-        return group
-
-    def _plans(self, first: int) -> Iterator[tuple[int, EpochPlan]]:
+    def _known_epochs(self, first: int) -> Iterator[tuple[int, _Epoch]]:
         if not any(rows for _, rows in self._order.shards):
             return
+        base = 0
         for epoch in count(first) if self._epochs is None else range(first, self._epochs):
-            if epoch not in self._planned:  # asked for twice: for what is read, and for what is given out
-                self._planned = {epoch: self._order.plan(epoch)} | {
-                    number: plan for number, plan in self._planned.items() if number == epoch - 1
-                }
-            yield epoch, self._planned[epoch]
+            if epoch not in self._known:  # asked for twice: for what is read, and for what is given out
+                order = EpochOrder(self._order.plan(epoch), self._order.spec, epoch)
+                self._known = {number: known for number, known in self._known.items() if number == epoch - 1}
+                self._known[epoch] = _Epoch(order, base)
+            known = self._known[epoch]
+            yield epoch, known
+            base = known.base + known.order.starts[-1]
 
     def _finished(self, batch: _Batch) -> Any:
         rows = {tap: array[: batch.held] for tap, array in batch.rows.items()}
@@ -214,15 +229,15 @@ class _Batch:
         self.rows: dict[str, _Array] = {}
         self.known: list[RowBatch] = []
 
-    def take(self, window: Window, order: npt.NDArray[np.int64]) -> int:
-        """As many rows as are wanted, or as there are: so many."""
-        order = order[: self._most - self.held]
-        if len(order) == self._most:
-            self.rows, known = window.gather(order)
+    def take(self, window: Window, begin: int) -> int:
+        """As many rows from this one on as are wanted, or as there are: so many."""
+        end = min(len(window), begin + self._most - self.held)
+        if end - begin == self._most:
+            self.rows, known = window.gather(begin, end)
         else:
             self.rows = self.rows or window.room(self._most)
-            part = {tap: rows[self.held : self.held + len(order)] for tap, rows in self.rows.items()}
-            known = window.gather_into(part, order)
-        self.held += len(order)
+            part = {tap: rows[self.held : self.held + end - begin] for tap, rows in self.rows.items()}
+            known = window.gather_into(part, begin, end)
+        self.held += end - begin
         self.known += [] if known is None else [known]
-        return len(order)
+        return end - begin

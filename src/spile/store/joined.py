@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -45,10 +45,12 @@ class JoinedShard(ShardReader):
         other = self._beside(name)
         return super().rows(name, start, stop, staging) if other is None else other.rows(name, start, stop, staging)
 
-    def ranges(self, name: str, ranges: Sequence[tuple[int, int]], staging: Staging) -> _Array:
-        """Several ranges of rows."""
+    def blocks(self, name: str, starts: npt.NDArray[np.int64], rows: int, staging: Staging) -> _Array | None:
+        """``rows`` rows from each of ``starts`` on."""
         other = self._beside(name)
-        return super().ranges(name, ranges, staging) if other is None else other.ranges(name, ranges, staging)
+        return (
+            super().blocks(name, starts, rows, staging) if other is None else other.blocks(name, starts, rows, staging)
+        )
 
     def row_type(self, name: str) -> tuple[np.dtype[Any], int]:
         """The dtype that a tap's rows are given in, and how many numbers each has."""

@@ -7,9 +7,8 @@ touches.
 
 from __future__ import annotations
 
-import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -18,11 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from spile.errors import Damaged
-from spile.objects.crc import crc32c, fold_chunks, to_hex
-from spile.objects.disk import MappedFile, open_plain, read_into, reading
+from spile.objects.crc import brief_crc32c, crc32c, fold_chunks, to_hex
+from spile.objects.disk import MappedFile, read_into
 from spile.objects.folder import Folder
 from spile.objects.staging import Staging
-from spile.planning.ranges import Ranges
 from spile.spec.safetensors import TensorPlace
 from spile.store.codec import CHUNKS, CONTEXT, CONTEXT_OFFSETS, POSITIONS, ShardHeader, parse_shard_header
 from spile.store.encoding import SCALE, decode
@@ -30,10 +28,15 @@ from spile.store.record import ShardRecord
 
 __all__ = ["SMALL_SHARD", "ShardReader"]
 
+_Numbers = npt.NDArray[np.int64]
+
 _LARGE = 64 << 20
 _SMALL = 4 << 20
 """A tail (all that is no tap) up to this many bytes comes in one read."""
 
+
+_TOGETHER = 4
+"""Chunks that are read at once only to be checked."""
 
 SMALL_SHARD = 256 << 10
 """A shard up to this many bytes comes whole, in one read, and is kept as long as it is open."""
@@ -136,24 +139,51 @@ class ShardReader:
             part = self.chunks(name, begin, end, staging)[first - begin * chunk : last - begin * chunk]
         return self.decoded(name, start, np.frombuffer(part, place.dtype).reshape(stop - start, *place.shape[1:]))
 
-    def ranges(self, name: str, ranges: Sequence[tuple[int, int]], staging: Staging) -> npt.NDArray[Any]:
-        """Several ranges of rows, one after the other; as :meth:`rows`, and with little effort for short ones."""
-        path = self.folder.local_path
-        if len(ranges) == 1:
-            return self.rows(name, *ranges[0], staging)
-        if path is None or self.record.size <= SMALL_SHARD or self._encoded(name):
-            return np.concatenate([self.rows(name, *each) for each in ranges])
-        place = self.place(name)
-        width, chunk = place.length // place.shape[0], self.chunk_bytes(name)
-        self._trust(name, {n for a, b in ranges for n in range(a * width // chunk, -(-b * width // chunk))}, staging)
-        memory = target = staging.room(sum(stop - start for start, stop in ranges) * width)
-        file_path = path / self.record.name
-        with reading(file_path), open_plain(file_path) as file:
-            for start, stop in ranges:
-                part, target = target[: (stop - start) * width], target[(stop - start) * width :]
-                if os.preadv(file.fileno(), [part], place.start + start * width) != len(part):
-                    self._fill(path, place.start + start * width, part)  # the rest of it, or what is wrong
-        return np.frombuffer(memory, place.dtype).reshape(-1, *place.shape[1:])
+    def blocks(self, name: str, starts: _Numbers, rows: int, staging: Staging) -> npt.NDArray[Any] | None:
+        """``rows`` rows from each of ``starts`` on, ``[starts, rows, …]``, read together into ``staging``.
+
+        None unless each is a chunk of a local file, or an equal part of one: then they must be read one by one.
+        """
+        chunk, path, place = self.chunk_rows(name), self.folder.local_path, self.place(name)
+        if chunk is None or path is None or self.record.size <= SMALL_SHARD or rows > chunk or chunk % rows:
+            return None
+        if (starts % rows).any() or int(starts.max()) // chunk * chunk + chunk > place.shape[0]:
+            return None
+        numbers = starts // chunk
+        if rows < chunk:
+            self._check_chunks(name, path, np.unique(numbers), staging)
+            numbers = numbers[:0]
+        width = place.length // place.shape[0]
+        data = staging.blocks(path / self.record.name, place.start + starts * width, rows * width)
+        if data is None:
+            self._cut()
+        self._check(name, numbers, data)
+        found = data.view(place.dtype).reshape(len(starts), rows, *place.shape[1:])
+        if not self._encoded(name):
+            return found
+        scales = self.whole(name + SCALE)[(starts[:, None] + np.arange(rows)).reshape(-1)]
+        return decode(found.reshape(-1, *place.shape[1:]), scales).reshape(len(starts), rows, -1)
+
+    def _check_chunks(self, name: str, path: Path, numbers: _Numbers, staging: Staging) -> None:
+        """Read the chunks that were not read before, to check them."""
+        self._sums_of(name)
+        numbers = numbers[~self._trusted[name][numbers]]
+        chunk = self.chunk_bytes(name)
+        for begin in range(0, len(numbers), _TOGETHER):
+            some = numbers[begin : begin + _TOGETHER]
+            data = staging.blocks(path / self.record.name, self.place(name).start + some * chunk, chunk)
+            if data is None:
+                self._cut()
+            self._check(name, some, data)
+
+    def _check(self, name: str, numbers: _Numbers, data: npt.NDArray[np.uint8]) -> None:
+        """Whole chunks that were read together. A mismatch is read once more, and told of by who reads one alone."""
+        sums, trusted = self._sums_of(name), self._trusted[name]
+        for place, number in enumerate(numbers.tolist()):
+            if not trusted[number]:
+                if brief_crc32c(data[place]) != sums[number]:
+                    data[place] = np.frombuffer(self.chunks(name, number, number + 1), np.uint8)
+                trusted[number] = True
 
     def row_type(self, name: str) -> tuple[np.dtype[Any], int]:
         """The dtype that a tap's rows are given in, and how many numbers each has."""
@@ -199,12 +229,6 @@ class ShardReader:
         """Whether these chunks of a local file were checked before; what comes over a network is checked each time."""
         self._sums_of(name)
         return self.folder.local_path is not None and bool(self._trusted[name][begin:end].all())
-
-    def _trust(self, name: str, chunks: Iterable[int], staging: Staging) -> None:
-        """Check the chunks that were not checked before."""
-        self._sums_of(name)
-        for begin, end in Ranges.of(number for number in chunks if not self._trusted[name][number]).pairs():
-            self.chunks(name, begin, end, staging)
 
     def folded(self, name: str) -> int:
         """The crc32c of a whole tensor, from those of its chunks."""

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from spile.objects import staging as module
 from spile.objects.folder import NotFound
-from spile.objects.staging import Staging, _in_page_cache
+from spile.objects.staging import CachedPages, Staging
 
 SIZE = (3 << 20) + 1234
 
@@ -28,13 +29,13 @@ def made(tmp_path: Path) -> Path:
 
 
 def cached(path: Path) -> bool:
-    with path.open("rb") as file:
-        return _in_page_cache(file.fileno(), 0, SIZE)
+    with path.open("rb", buffering=0) as file:
+        return CachedPages().has(file, path, np.arange(0, SIZE, 4096), 1)
 
 
 @pytest.mark.parametrize("past_cache", [True, False])
 def test_any_part_of_a_file(made: Path, past_cache: bool) -> None:
-    staging = Staging(past_cache=past_cache)
+    staging = Staging(CachedPages() if past_cache else None)
     parts = [
         bytes(staging.read(made, offset, length))
         for offset, length in ((0, 4096), (4096, 1 << 20), (5, 1), (4095, 2), (1000, (2 << 20) + 77), (SIZE - 10, 10))
@@ -55,17 +56,35 @@ def test_any_part_of_a_file(made: Path, past_cache: bool) -> None:
 def test_what_is_read_once_stays_out_of_the_page_cache(made: Path) -> None:
     if cached(made):
         pytest.skip("this file system keeps it anyway")
-    Staging(past_cache=True).read(made, 0, SIZE)
+    Staging(CachedPages()).read(made, 0, SIZE)
     assert not cached(made)
-    Staging(past_cache=False).read(made, 0, SIZE)
+    Staging(None).read(made, 0, SIZE)
     assert cached(made)
-    assert bytes(Staging(past_cache=True).read(made, 7, 7)) == made.read_bytes()[7:14]
+    assert bytes(Staging(CachedPages()).read(made, 7, 7)) == made.read_bytes()[7:14]
+
+
+@pytest.mark.parametrize("many", [True, False])
+@pytest.mark.parametrize("past_cache", [True, False])
+def test_many_parts_at_once(made: Path, past_cache: bool, many: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not many:
+        monkeypatch.setattr(module.ManyReads, "here", classmethod(lambda _: None))
+    staging = Staging(CachedPages() if past_cache else None)
+    data = made.read_bytes()
+    if hasattr(os, "posix_fadvise"):
+        with made.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    for offsets in ([0], [5, 99, 4096], [8192, 4096, 8192, 20480], [0, 3000, 6000], [SIZE - 3000, 7]):
+        found = staging.blocks(made, np.array(offsets), 3000)
+        assert found is not None
+        assert [block.tobytes() for block in found] == [data[offset : offset + 3000] for offset in offsets]
+    assert staging.blocks(made, np.array([0, SIZE - 2999]), 3000) is None
 
 
 def test_a_file_system_that_cannot(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read = os.preadv
     plain = made.read_bytes()
-    monkeypatch.setattr("spile.objects.staging._in_page_cache", lambda *_: False)
+    monkeypatch.setattr(CachedPages, "has", lambda *_: False)
+    monkeypatch.setattr(module.ManyReads, "here", classmethod(lambda _: None))
 
     def refused(handle: int, *rest: object) -> int:
         if os.O_DIRECT & fcntl.fcntl(handle, fcntl.F_GETFL):
@@ -73,9 +92,9 @@ def test_a_file_system_that_cannot(made: Path, monkeypatch: pytest.MonkeyPatch) 
         return read(handle, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(os, "preadv", refused)
-    assert bytes(Staging(past_cache=True).read(made, 5, 99)) == plain[5:104]
+    assert bytes(Staging(CachedPages()).read(made, 5, 99)) == plain[5:104]
 
 
 def test_no_such_file(tmp_path: Path) -> None:
     with pytest.raises(NotFound):
-        Staging(past_cache=True).read(tmp_path / "none", 0, 1)
+        Staging(CachedPages()).read(tmp_path / "none", 0, 1)

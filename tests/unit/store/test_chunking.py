@@ -91,9 +91,6 @@ def test_any_range_is_read_and_checked(
             shard = ShardReader(place, record)
             np.testing.assert_array_equal(shard.rows("residual.0", start, stop), wanted)
             np.testing.assert_array_equal(np.concatenate([part.rows for part in _read(shard)]), rows.astype(dtype))
-        asked = [(start, stop), (0, start), (stop, tokens)]
-        ranges = ShardReader(folder, record).ranges("residual.0", asked, Staging(past_cache=False))
-        np.testing.assert_array_equal(ranges, np.concatenate([rows.astype(dtype)[a:b] for a, b in asked]))
 
         inside = data.draw(st.integers(start * tap.bytes, stop * tap.bytes - 1))
         chunk = ShardReader(folder, record).chunk_bytes("residual.0")
@@ -101,8 +98,6 @@ def test_any_range_is_read_and_checked(
         for place in (folder, Counting(folder)):
             with pytest.raises(Damaged, match=f"residual.0, chunk {inside // chunk}:"):
                 ShardReader(place, record).rows("residual.0", start, stop)
-        with pytest.raises(Damaged, match=r"residual\.0, chunk"):
-            ShardReader(folder, record).ranges("residual.0", asked, Staging(past_cache=False))
         with pytest.raises(Damaged, match=r"residual\.0, chunk"):
             _read(ShardReader(folder, record))
 
@@ -152,6 +147,29 @@ def test_an_empty_shard_has_no_chunks_of_rows(tmp_path: Path) -> None:
     assert shard.folded("residual.0") == record.tensors["residual.0"] == 0
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_blocks_are_read_together_and_checked(tmp_path: Path, dtype: str, rows: int) -> None:
+    """Chunks of four rows, and equal parts of them; a flipped byte anywhere in a chunk is noticed."""
+    folder, tap = open_folder(str(tmp_path)), TapRows("residual.0", (8,), dtype)
+    with cut(Chunking(64, {"residual.0": 4})), patch("spile.store.shard_reader.SMALL_SHARD", 0):
+        record, _ = write(folder, tap, 21)
+        shard = ShardReader(folder, record)
+        for starts in ([0], [4, 12, 8], [16, 0, 0], [rows, 16, 2 * rows]):
+            together = shard.blocks("residual.0", np.array(starts), rows, Staging(None))
+            assert together is not None
+            one_by_one = [ShardReader(folder, record).rows("residual.0", start, start + rows) for start in starts]
+            np.testing.assert_array_equal(together, np.stack(one_by_one))
+        refused = [(np.array([20]), rows), (np.array([0]), 8), (np.array([0]), 3), *([(np.array([3]), 2)])]
+        assert [shard.blocks("residual.0", *each, Staging(None)) for each in refused] == [None] * 4
+        flip(tmp_path / NAME, record.header[0] + 13 * tap.number_bytes + 1)
+        with pytest.raises(Damaged, match=r"residual\.0, chunk 3:"):
+            ShardReader(folder, record).blocks("residual.0", np.array([8, 12]), rows, Staging(None))
+        (tmp_path / NAME).write_bytes((tmp_path / NAME).read_bytes()[: record.header[0] + 9 * tap.number_bytes])
+        with pytest.raises(Damaged, match="another size"):
+            ShardReader(folder, record).blocks("residual.0", np.array([8, 12]), rows, Staging(None))
+
+
 def test_added_taps_may_be_cut_otherwise(tmp_path: Path) -> None:
     folders = [open_folder(str(tmp_path / name)) for name in ("own", "added")]
     made = []
@@ -169,8 +187,6 @@ def test_added_taps_may_be_cut_otherwise(tmp_path: Path) -> None:
             parts = list(iterate([(0, shard)], tap.name, 7, include=None, exclude=None, context=False))
         np.testing.assert_array_equal(np.concatenate([part.rows for part in parts]), rows)
         np.testing.assert_array_equal(shard.rows(tap.name, 3, 17), rows[3:17])
-        ranges = shard.ranges(tap.name, [(2, 5), (9, 28)], Staging(past_cache=False))
-        np.testing.assert_array_equal(ranges, np.concatenate([rows[2:5], rows[9:28]]))
 
 
 def header_of(metadata: dict[str, str], chunks: int = 6, width: int = 2, tokens: int = 3) -> tuple[bytes, int]:
