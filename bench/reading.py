@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -162,9 +163,14 @@ def local(rows: int, peers: str | None) -> None:
         others += _torch(home)
         others += _hf(home)
         ours: list[tuple[str, Path, Callable[[], Iterator[int]]]] = [
-            ("spile, full permutation", home / "root", lambda: shuffled(home / "root", 2 * size)),
-            ("spile, two levels (a quarter in memory)", home / "root", lambda: shuffled(home / "root", size // 4)),
-            ("the same, pieces of 7 MiB", home / "root", lambda: shuffled(home / "root", size // 4, 4096 * 2 * D)),
+            (f"spile, {label}", home / "root", partial(shuffled, home / "root", memory, piece))
+            for label, memory, piece in (
+                ("full permutation", 2 * size, None),
+                ("two levels, 1 GiB in memory", 1 << 30, None),
+                ("two levels, a quarter in memory", size // 4, None),
+                ("the same, pieces of 4 MiB", size // 4, 4 << 20),
+            )
+            if memory != 1 << 30 or size > memory  # else it is a full permutation, too
         ]
         disk: Rate | None = None
         plain = ("the disk, from end to end", home / "root", lambda: sequential(home / "root"))
