@@ -27,7 +27,7 @@ __all__ = [
     "to_hex",
 ]
 
-CHUNK = 256 << 10
+CHUNK = 512 << 10
 """Bytes of a tensor that share one checksum, at most: what a partial read must fetch whole to be verified.
 
 Shorter ones cost writers: after each call a thread waits for its turn in the interpreter (``bench.chunks``)."""

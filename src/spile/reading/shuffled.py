@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,7 +23,9 @@ from spile.store.statistics import widened
 __all__ = ["Shuffled"]
 
 _THREADS = 8
-"""That read from a bucket, where each waits for its answer. From a disk one has many answers at a time."""
+"""That read from a bucket, where each waits for its answer."""
+_DISK_THREADS = 3
+"""That read from a disk, where each asks for many parts at a time: more only wait for the interpreter."""
 _AHEAD = 3
 """Batches made before they are asked for."""
 
@@ -52,7 +53,7 @@ class Shuffled(Iterator[Any]):
         page_cache: bool | None,
     ) -> None:
         self._order, self._place = order, start
-        pool = ReadPool(min(_THREADS, 1 + (os.cpu_count() or 1)) if order.source.local else _THREADS)
+        pool = ReadPool(_DISK_THREADS if order.source.local else _THREADS)
         past_cache = not (order.comes_back(epochs) if page_cache is None else page_cache)
         loader = GroupLoader(order.source, order.selection, pool, context=context, past_cache=past_cache)
         engine = _Engine(order, loader, epochs, np.dtype(dtype) if dtype is not None else None, single)

@@ -35,8 +35,8 @@ _SMALL = 4 << 20
 """A tail (all that is no tap) up to this many bytes comes in one read."""
 
 
-_TOGETHER = 4
-"""Chunks that are read at once only to be checked."""
+_TOGETHER = 8
+"""Chunks that are read at once for parts of them."""
 
 SMALL_SHARD = 256 << 10
 """A shard up to this many bytes comes whole, in one read, and is kept as long as it is open."""
@@ -149,32 +149,43 @@ class ShardReader:
             return None
         if (starts % rows).any() or int(starts.max()) // chunk * chunk + chunk > place.shape[0]:
             return None
-        numbers = starts // chunk
-        if rows < chunk:
-            self._check_chunks(name, path, np.unique(numbers), staging)
-            numbers = numbers[:0]
-        width = place.length // place.shape[0]
-        data = staging.blocks(path / self.record.name, place.start + starts * width, rows * width)
-        if data is None:
-            self._cut()
-        self._check(name, numbers, data)
+        file, width = path / self.record.name, place.length // place.shape[0]
+        self._sums_of(name)
+        if rows < chunk and not self._trusted[name][starts // chunk].all():
+            data = self._parts_of_chunks(name, file, starts, rows, staging)
+        else:
+            data = self._read_blocks(file, place.start + starts * width, rows * width, staging)
+            if rows == chunk:
+                self._check(name, starts // chunk, data)
         found = data.view(place.dtype).reshape(len(starts), rows, *place.shape[1:])
         if not self._encoded(name):
             return found
         scales = self.whole(name + SCALE)[(starts[:, None] + np.arange(rows)).reshape(-1)]
         return decode(found.reshape(-1, *place.shape[1:]), scales).reshape(len(starts), rows, -1)
 
-    def _check_chunks(self, name: str, path: Path, numbers: _Numbers, staging: Staging) -> None:
-        """Read the chunks that were not read before, to check them."""
-        self._sums_of(name)
-        numbers = numbers[~self._trusted[name][numbers]]
-        chunk = self.chunk_bytes(name)
-        for begin in range(0, len(numbers), _TOGETHER):
-            some = numbers[begin : begin + _TOGETHER]
-            data = staging.blocks(path / self.record.name, self.place(name).start + some * chunk, chunk)
-            if data is None:
-                self._cut()
+    def _parts_of_chunks(
+        self, name: str, file: Path, starts: _Numbers, rows: int, staging: Staging
+    ) -> npt.NDArray[np.uint8]:
+        """Blocks, of which some are of chunks that nobody has checked: those are read whole, once."""
+        place, chunk = self.place(name), self.chunk_bytes(name)
+        size = rows * (place.length // place.shape[0])
+        numbers, within = np.divmod(starts // rows, chunk // size)
+        found = np.empty((len(starts), size), np.uint8)
+        known = self._trusted[name][numbers]
+        if known.any():
+            found[known] = self._read_blocks(file, place.start + starts[known] // rows * size, size, staging)
+        unknown = np.unique(numbers[~known])
+        for begin in range(0, len(unknown), _TOGETHER):
+            some = unknown[begin : begin + _TOGETHER]
+            data = self._read_blocks(file, place.start + some * chunk, chunk, staging)
             self._check(name, some, data)
+            mine = np.flatnonzero(~known & (numbers >= some[0]) & (numbers <= some[-1]))
+            found[mine] = data.reshape(len(some), -1, size)[np.searchsorted(some, numbers[mine]), within[mine]]
+        return found
+
+    def _read_blocks(self, file: Path, offsets: _Numbers, length: int, staging: Staging) -> npt.NDArray[np.uint8]:
+        data = staging.blocks(file, offsets, length)
+        return data if data is not None else self._cut()
 
     def _check(self, name: str, numbers: _Numbers, data: npt.NDArray[np.uint8]) -> None:
         """Whole chunks that were read together. A mismatch is read once more, and told of by who reads one alone."""

@@ -117,8 +117,8 @@ def test_a_new_shards_chunks_are_whole_rows(width: int, dtype: str, data: st.Dat
     rows, length = header.chunking.rows["residual.0"], header.chunk_bytes("residual.0")
     assert length == rows * tap.number_bytes == plan.chunk_bytes["residual.0"]
     assert rows.bit_count() == 1
-    assert rows == 1 or length <= 1 << 18
-    assert 2 * length > 1 << 18
+    assert rows == 1 or length <= 1 << 19
+    assert 2 * length > 1 << 19
     assert header.chunk_count("residual.0") == -(-tokens // rows)
 
 
@@ -282,7 +282,7 @@ def test_what_an_earlier_version_wrote_is_read_proven_and_finished(older: Folder
     dataset = open_dataset(older)
     wanted = [item for item in items(30) if isinstance(item, Sample)]
     cuts = {dataset.streams[0].open(shard).chunk_rows("attn.1") for shard in dataset.streams[0].shards}
-    assert cuts == {None, 16384}
+    assert cuts == {None, 32768}
     for number, tap in enumerate(map(str, TAPS)):
         rows = np.concatenate([rows_of(sample, number) for sample in wanted])
         np.testing.assert_array_equal(np.concatenate(list(dataset.rows(tap, 100))), rows)

@@ -58,14 +58,14 @@ def plain_read(path: Path) -> tuple[dict[str, str], dict[str, np.ndarray]]:
 def chunk_sums(metadata: dict[str, str], tensors: dict[str, np.ndarray]) -> list[int]:
     """As docs/format.md says."""
     rows = json.loads(metadata["chunk_rows"])
-    assert metadata["chunk_bytes"] == "262144"
+    assert metadata["chunk_bytes"] == "524288"
     assert list(rows) == [str(tap) for tap in TAPS]
     found = []
     for name, array in tensors.items():
-        step = 1 << 18
+        step = 1 << 19
         if name in rows:
             step = rows[name] * array.shape[1] * array.itemsize
-            assert step <= 1 << 18 < 2 * step
+            assert step <= 1 << 19 < 2 * step
             assert rows[name].bit_count() == 1
         if name != "chunk_crc32c":
             found += [google_crc32c.value(array.tobytes()[at : at + step]) for at in range(0, array.nbytes, step)]
