@@ -28,6 +28,7 @@ __all__ = [
     "Places",
     "RowPieces",
     "ShuffleSpec",
+    "bucket_piece",
     "group_order",
     "piece_rows",
     "plan_epoch",
@@ -233,6 +234,11 @@ def small_piece(total: int, sample: int, spec: ShuffleSpec) -> int | None:
         return spec.piece
     wanted = max(_SMALLEST_PIECE, spec.memory // _PARTS)
     return wanted if wanted < _CHUNK else None
+
+
+def bucket_piece(memory: int) -> int:
+    """The bytes of pieces that come from a bucket, where each is a request that costs the same whatever its size."""
+    return max(_CHUNK, min(2 * _PIECE, memory // 32))
 
 
 def plan_epoch(
