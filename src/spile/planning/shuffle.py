@@ -28,7 +28,6 @@ __all__ = [
     "Places",
     "RowPieces",
     "ShuffleSpec",
-    "bucket_piece",
     "group_order",
     "piece_rows",
     "plan_epoch",
@@ -201,16 +200,20 @@ class EpochOrder:
         return self._within[window]
 
 
-def piece_rows(widths: Sequence[int], memory: int, piece: int | None = None, chunk: int | None = None) -> int:
+def piece_rows(
+    widths: Sequence[int], memory: int, piece: int | None = None, chunk: int | None = None, *, local: bool = True
+) -> int:
     """Rows of a piece, for taps whose rows have these bytes. ``piece``: the bytes of one, about, if not as usual.
 
-    With little memory pieces are smaller, so that a window still has some of many places.
+    With little memory pieces are smaller, so that a window still has some of many places. From a bucket they are
+    larger: each is a request, which costs the same whatever its size.
 
     What is read is checked in whole chunks, so pieces end where chunks do, or are parts of one. ``chunk``: the rows of
     one, a power of two; None where shards are cut at MiBs, as earlier versions wrote them.
     """
     total = sum(widths)
-    usual = max(_CHUNK, min(_PIECE, memory // _PLACES))
+    largest, places = (_PIECE, _PLACES) if local else (2 * _PIECE, _PLACES // 8)
+    usual = max(_CHUNK, min(largest, memory // places))
     if chunk is not None:
         rows = max(1, (usual if piece is None else piece) // total)
         if rows >= chunk or piece is None:
@@ -236,20 +239,21 @@ def small_piece(total: int, sample: int, spec: ShuffleSpec) -> int | None:
     return wanted if wanted < _CHUNK else None
 
 
-def bucket_piece(memory: int) -> int:
-    """The bytes of pieces that come from a bucket, where each is a request that costs the same whatever its size."""
-    return max(_CHUNK, min(2 * _PIECE, memory // 32))
-
-
 def plan_epoch(
-    shards: Sequence[int], widths: Sequence[int], spec: ShuffleSpec, epoch: int, chunk: int | None = None
+    shards: Sequence[int],
+    widths: Sequence[int],
+    spec: ShuffleSpec,
+    epoch: int,
+    chunk: int | None = None,
+    *,
+    local: bool = True,
 ) -> EpochPlan:
     """The groups of reader ``spec.part`` in this epoch.
 
-    ``shards``: the rows of each shard, in the dataset's order; ``widths``: the bytes of each tap's; ``chunk``: see
-    :func:`piece_rows`.
+    ``shards``: the rows of each shard, in the dataset's order; ``widths``: the bytes of each tap's; ``chunk``
+    and ``local``: see :func:`piece_rows`.
     """
-    pieces = RowPieces.cut(shards, piece_rows(widths, spec.memory, spec.piece, chunk))
+    pieces = RowPieces.cut(shards, piece_rows(widths, spec.memory, spec.piece, chunk, local=local))
     total, width = sum(shards), sum(widths)
     if spec.parts == 1 and (total * width <= spec.memory or spec.scratch is not None):
         return EpochPlan((pieces,) if total else (), 1, total, whole=True)

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from spile.errors import UserError
 from spile.objects import Folder, open_folder
-from spile.planning.shuffle import ShuffleSpec, bucket_piece, small_piece
+from spile.planning.shuffle import ShuffleSpec, small_piece
 from spile.reading.order import ShuffleOrder
 from spile.reading.rows import RowBatch, iterate
 from spile.reading.selection import SampleRef, ref_of, selection_of
@@ -229,12 +229,10 @@ class Dataset:
         read_ledgers(having)
         shards = [(stream, record) for stream in having for record in stream.shards]
         source = TapSource(names, ShardCache(shards))
-        if shards and self.root.local_path is not None:
+        if shards and source.local:
             size = source.width * sum(record.tokens for _, record in shards)
             samples = sum(record.count for _, record in shards)
             spec = replace(spec, piece=small_piece(size, size // max(1, samples), spec))
-        elif spec.piece is None:
-            spec = replace(spec, piece=bucket_piece(spec.memory))
         named = tuple((f"{stream.number}/{record.name}", record.tokens) for stream, record in shards)
         order = ShuffleOrder(source, spec, selection, named)
         single = isinstance(tap, str | Tap)

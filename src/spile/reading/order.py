@@ -50,7 +50,8 @@ class ShuffleOrder:
         if not self.shards:
             return EpochPlan((), 1, 0, whole=True)
         rows = [rows for _, rows in self.shards]
-        return plan_epoch(rows, self.source.widths, self.spec, epoch, self.source.chunk_rows)
+        source = self.source
+        return plan_epoch(rows, source.widths, self.spec, epoch, source.chunk_rows, local=source.local)
 
     def comes_back(self, epochs: int | None) -> bool:
         """Whether rows are read again, and may still be in the system's page cache by then."""

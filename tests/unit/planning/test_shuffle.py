@@ -82,6 +82,8 @@ def test_pieces_end_with_chunks_or_are_parts_of_one() -> None:
     assert piece_rows([1792], gib, 43 << 10, 128) == 16
     assert piece_rows([1792], gib, 1, 128) == 1
     assert piece_rows([1792, 4], gib, 256 << 10, 128) == 128
+    assert piece_rows([1792], 256 << 20, None, 128, local=False) == 36 * 128  # some 8 MiB: each is a request
+    assert piece_rows([1792], 256 << 20, local=False) == 4096
     assert piece_rows([1792], gib) == 4096  # seven MiBs, as earlier versions' shards are cut
 
 
