@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spile.data.background import ahead
-from spile.planning.shuffle import EpochOrder, EpochPlan, row_order
+from spile.planning.shuffle import EpochOrder, EpochPlan, Places, row_order
 from spile.reading.loading import GroupLoader, LoadingGroup
 from spile.reading.order import ShuffleOrder, ShufflePlace
 from spile.reading.read_pool import ReadPool
@@ -165,16 +165,16 @@ class _Engine:
             for number in range(place.window if epoch == place.epoch else 0, len(plan.groups)):
                 turn = _Turn(epoch, number, last=number + 1 == len(plan.groups))
                 last = plan.whole and epoch + 1 == self._epochs
-                if everything is not None:
-                    order = row_order(self._order.spec, epoch, 0, len(everything.places))
-                    yield turn, Window.permuted(self._memory(plan), everything, order, last=last)
-                    continue
                 held.pop(number - plan.spread, None)
                 for group in plan.sources(number):
                     if group not in held:
                         held[group] = next(loaded)
-                groups = list(held.values())
-                yield turn, Window.between(self._memory(plan), groups, *known.bounds(number), last=last)
+                groups, memory = list(held.values()), self._memory(plan)
+                if everything is not None or self._order.spec.scratch is not None:
+                    order = row_order(self._order.spec, epoch, 0, len(groups[0].places))
+                    yield turn, Window.permuted(memory, groups[0], order, last=last)
+                else:
+                    yield turn, Window.between(memory, groups, *known.bounds(number), last=last)
             everything = held[0] if plan.whole else None
 
     def _groups(self, place: ShufflePlace) -> Iterator[Group]:
@@ -185,7 +185,7 @@ class _Engine:
             begin = plan.sources(place.window).start if epoch == place.epoch else 0
             first = known.bounds(place.window)[0] if epoch == place.epoch and not plan.whole else 0
             for number in range(begin, len(plan.groups)):
-                places = known.base + known.order.places(number)
+                places = known.base + self._places(known.order, number)
                 begun = self._loader.begin(self._memory(plan), plan.groups[number], places, first)
                 if coming is not None:
                     yield coming.result()
@@ -194,6 +194,11 @@ class _Engine:
                 break
         if coming is not None:
             yield coming.result()
+
+    def _places(self, order: EpochOrder, group: int) -> Places:
+        """Where a group's rows go. On a scratch disk as they are stored: it is written from front to back."""
+        stored = self._order.spec.scratch is not None
+        return np.arange(order.plan.groups[group].rows) if stored else order.places(group)
 
     def _memory(self, plan: EpochPlan) -> RowRing:
         if self._ring is None:

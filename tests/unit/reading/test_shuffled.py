@@ -24,6 +24,7 @@ from spile.objects import Folder, open_folder
 from spile.planning.shuffle import ShuffleSpec, small_piece
 from spile.reading.dataset import Dataset
 from spile.reading.dataset import open as open_dataset
+from spile.reading.ring import RowRing
 from spile.reading.selection import SampleRef
 from spile.spec.sample import Role, Sample
 from spile.store.run import join_run
@@ -248,6 +249,25 @@ def test_what_a_caller_gets_wrong() -> None:
     state = dataset.shuffled("attn.1", 64).state()
     with pytest.raises(UserError, match="a state of another reader: expected seed = 0, found seed = 7"):
         dataset.shuffled("attn.1", 64, seed=7, state=state)
+
+
+def test_a_scratch_disk_is_written_from_front_to_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And gives the rows in the order of a permutation in memory."""
+    dataset, put = made(cut=4), RowRing.put
+    seen: list[int] = []
+
+    def watched(ring: RowRing, tap: str, places: Any, rows: Any, first: int = 0) -> None:
+        assert (np.diff(places.reshape(-1)) == 1).all()
+        seen.append(len(places))
+        put(ring, tap, places, rows, first)
+
+    wanted = rows(dataset.shuffled("attn.1", 64, epochs=2))
+    parts = [rows(dataset.shuffled("attn.1", 64, part=(k, 2))) for k in range(2)]
+    monkeypatch.setattr(RowRing, "put", watched)
+    assert rows(dataset.shuffled("attn.1", 64, epochs=2, memory=4000, scratch=str(tmp_path))) == wanted
+    assert seen
+    seconds = [rows(dataset.shuffled("attn.1", 64, part=(k, 2), memory=4000, scratch=str(tmp_path))) for k in range(2)]
+    assert sorted(seconds[0] + seconds[1]) == sorted(parts[0] + parts[1])
 
 
 def test_its_quality_is_said() -> None:
