@@ -65,11 +65,14 @@ class Staging:
             file = self._opened(path)
             if file.direct is not None and not self._has(file, offsets, length):
                 try:
-                    return self._read(file.direct.fileno(), offsets, length, _BLOCK)
+                    found = self._read(file.direct.fileno(), offsets, length, _BLOCK)
                 except OSError as error:
                     if error.errno != errno.EINVAL:  # this file system does not do it
                         raise
-                file.close_direct()
+                    file.close_direct()
+                else:
+                    if found is not None:
+                        return found
             return self._read(file.plain.fileno(), offsets, length, 1)
 
     def _opened(self, path: Path) -> _StagedFile:
@@ -89,11 +92,14 @@ class Staging:
         stride = int(lengths.max())
         memory = self.room(stride * len(offsets))
         at = np.arange(len(offsets)) * stride
+        counts = np.zeros_like(offsets)
         if self._many is not None:
             counts = self._many.read(handle, _address(memory), at, offsets - leads, lengths)
-        else:
-            parts = zip(at.tolist(), (offsets - leads).tolist(), lengths.tolist(), strict=True)
-            counts = np.array([_read(handle, memory[begin : begin + size], place) for begin, place, size in parts])
+        if align == 1 or self._many is None:  # less than was asked for may come, and the rest when asked again
+            for place in np.flatnonzero(counts < leads + length).tolist():
+                done = int(counts[place])
+                rest = memory[int(at[place]) + done : int(at[place] + lengths[place])]
+                counts[place] += _read(handle, rest, int(offsets[place] - leads[place]) + done)
         if (counts < leads + length).any():
             return None
         blocks = np.frombuffer(memory, np.uint8).reshape(len(offsets), stride)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -78,6 +79,25 @@ def test_many_parts_at_once(made: Path, past_cache: bool, many: bool, monkeypatc
         assert found is not None
         assert [block.tobytes() for block in found] == [data[offset : offset + 3000] for offset in offsets]
     assert staging.blocks(made, np.array([0, SIZE - 2999]), 3000) is None
+
+
+@pytest.mark.parametrize("past_cache", [True, False])
+def test_a_system_that_gives_less_than_it_was_asked_for(
+    made: Path, past_cache: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if module.ManyReads.here() is None:
+        pytest.skip("this system has no asynchronous reads")
+    read = module.ManyReads.read
+
+    def less(many: Any, handle: int, memory: int, at: Any, offsets: Any, lengths: Any) -> Any:
+        return read(many, handle, memory, at, offsets, np.minimum(lengths, 1024 if lengths.min() < 4096 else 4096))
+
+    monkeypatch.setattr(module.ManyReads, "read", less)
+    offsets = np.array([5, 9000, 100_000])
+    found = Staging(CachedPages() if past_cache else None).blocks(made, offsets, 9000)
+    assert found is not None
+    data = made.read_bytes()
+    assert [block.tobytes() for block in found] == [data[offset : offset + 9000] for offset in offsets.tolist()]
 
 
 def test_a_file_system_that_cannot(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
