@@ -27,9 +27,7 @@ _CALLS = {
     "aarch64": {"setup": 0, "destroy": 1, "wait": 4, "submit": 2},
 }
 """The system's calls by number: the C library does not name them."""
-_REQUEST = np.dtype(
-    "u8, u4, u4, u2, i2, u4, u8, u8, i8, u8, u4, u4",
-)
+_REQUEST = np.dtype("u8, u4, u4, u2, i2, u4, u8, u8, i8, u8, u4, u4")
 _REQUEST.names = (
     *("data", "key", "flags", "opcode", "priority", "handle"),
     *("memory", "length", "offset", "unused", "notify", "notified"),
@@ -38,6 +36,8 @@ _REQUEST.names = (
 _EVENT = np.dtype([("data", "u8"), ("request", "u8"), ("result", "i8"), ("second", "i8")])
 
 _Numbers = npt.NDArray[np.int64]
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class ManyReads:
@@ -114,6 +114,3 @@ class ManyReads:
 
 def _address(array: npt.NDArray[Any]) -> ctypes.c_void_p:
     return ctypes.c_void_p(array.ctypes.data)
-
-
-_LIBC = ctypes.CDLL(None, use_errno=True)

@@ -18,7 +18,7 @@ from spile.reading.leases import BatchMemory
 from spile.reading.rows import RowBatch
 from spile.reading.source import TapSource
 
-__all__ = ["Group", "RowRing", "Window", "plain"]
+__all__ = ["Group", "RowRing", "Window"]
 
 _Array = npt.NDArray[Any]
 _Mask = npt.NDArray[np.bool_]
@@ -36,7 +36,7 @@ class RowRing:
         """Rows that were read, each to its place, unless it lies before the ``first`` that is still to be given."""
         if first and (late := places >= first).sum() < len(places):
             places, rows = places[late], rows[late]
-        plain(self.taps[tap])[places % self.capacity] = plain(rows)
+        _plain(self.taps[tap])[places % self.capacity] = _plain(rows)
 
     def room(self, count: int) -> dict[str, _Array]:
         """Other memory, for so many rows of every tap: such as was given before and came back."""
@@ -54,10 +54,10 @@ class RowRing:
         part = self.part(places)
         for tap, rows in self.taps.items():
             if part is not None:
-                plain(target[tap])[:] = plain(part[tap])
+                _plain(target[tap])[:] = _plain(part[tap])
             else:
                 # Every place is there: to say so spares NumPy a copy, which it makes to leave ``out`` alone if not.
-                np.take(plain(rows), places % self.capacity, axis=0, out=plain(target[tap]), mode="clip")
+                np.take(_plain(rows), places % self.capacity, axis=0, out=_plain(target[tap]), mode="clip")
 
 
 def _types(source: TapSource) -> list[tuple[str, np.dtype[Any], int]]:
@@ -76,7 +76,7 @@ def _allocate(shape: tuple[int, int], dtype: np.dtype[Any], scratch: str | None)
         return np.memmap(file, dtype, "w+", shape=shape)
 
 
-def plain(rows: _Array) -> _Array:
+def _plain(rows: _Array) -> _Array:
     """As integers: NumPy holds the interpreter's lock over a dtype that it does not know, and readers would wait."""
     return rows.view(f"u{rows.dtype.itemsize}")
 
