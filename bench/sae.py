@@ -4,7 +4,8 @@ The same top-k autoencoder (``examples/train_sae.py``) on the same rows, once ea
 through the two-level shuffle with memory for a quarter and for half of them, with pieces that leave documents whole,
 and through a full permutation. Rows are synthetic documents: each speaks of a few topics of its own, and so uses a few
 of the features that rows are made of.
-``--figure PATH`` draws what is unexplained on the way.
+``--figure PATH`` draws what is unexplained on the way. ``--parts 1024,4096`` instead: the two-level shuffle with
+memory for a quarter, and for an eighth, where that memory holds so many pieces.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +101,22 @@ def orders(dataset: Dataset, seed: int, steps: int) -> dict[str, Iterator[Any]]:
     }
 
 
+def in_parts(dataset: Dataset, seed: int, steps: int, parts: list[int]) -> dict[str, Iterator[Any]]:
+    """The two-level shuffle with as many pieces in memory, and what it is measured by."""
+    size = sum(record.tokens for stream in dataset.streams for record in stream.shards) * D * 2
+    how: dict[str, Any] = {"seed": seed, "epochs": None}
+    return {
+        REFERENCE: orders(dataset, seed, steps)[REFERENCE],
+        **{
+            f"{words} in memory, {count} pieces": dataset.shuffled(
+                "residual.0", BATCH, memory=size // share, piece=size // share // count, **how
+            )
+            for count in parts
+            for words, share in (("a quarter", 4), ("an eighth", 8))
+        },
+    }
+
+
 def curve(sae: Any, batches: Iterator[Any], held: Any, steps: int, seed: int) -> list[float]:
     """What is unexplained of the held rows, every few steps and at the end."""
     how = {"features": 2 * TRUE, "k": K, "steps": steps, "rate": 1e-3, "seed": seed}
@@ -132,7 +150,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=255)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--figure", help="an .svg or .png to draw; needs matplotlib")
+    parser.add_argument("--parts", help="numbers of pieces in memory to compare, such as 1024,4096")
     words = parser.parse_args()
+    parts = [int(each) for each in words.parts.split(",")] if words.parts else None
     sae = example()
     with tempfile.TemporaryDirectory() as root:
         make(root, words.steps * BATCH // LENGTH)
@@ -143,14 +163,15 @@ def main() -> None:
         )
         curves: dict[str, list[list[float]]] = {}
         for seed in range(words.seeds):
-            for name, batches in orders(dataset, seed, words.steps).items():
+            chosen = orders if parts is None else partial(in_parts, parts=parts)
+            for name, batches in chosen(dataset, seed, words.steps).items():
                 curves.setdefault(name, []).append(curve(sae, batches, held, words.steps, seed))
                 print(f"    seed {seed}, {name}: {curves[name][-1][-1]:.4f}", flush=True)
         reference = np.mean([each[-1] for each in curves[REFERENCE]])
         for name, each in curves.items():
             last = [values[-1] for values in each]
             shown = " ".join(f"{value:.4f}" for value in last)
-            print(f"  {name:34} {np.mean(last):.4f}  ({shown})  {np.mean(last) / reference:.3f} × the last")
+            print(f"  {name:34} {np.mean(last):.4f}  ({shown})  {np.mean(last) / reference:.3f} × a permutation")
         if words.figure:
             draw(words.figure, curves, words.steps)
 
