@@ -40,9 +40,9 @@ def crc32c(data: Buffer, value: int = 0) -> int:
     return int(_crc32c(data, value))
 
 
-def brief_crc32c(data: Buffer) -> int:
+def brief_crc32c(data: Buffer, value: int = 0) -> int:
     """The same for some 100 KiB: to give the interpreter's lock away and wait for it again would take longer."""
-    return int(_crc32c(data, 0, 0))
+    return int(_crc32c(data, value, 0))
 
 
 def to_hex(value: int) -> str:

@@ -13,6 +13,7 @@ import mmap
 import os
 import sys
 import threading
+from collections import OrderedDict
 from pathlib import Path
 
 import numpy as np
@@ -21,13 +22,15 @@ import numpy.typing as npt
 from spile.objects.disk import open_plain, reading
 from spile.objects.many_reads import ManyReads
 
-__all__ = ["CachedPages", "Staging"]
+__all__ = ["StagedFiles", "Staging", "new_memory"]
 
 _BLOCK = 4096
 """What places, lengths and addresses must be multiples of for a disk to write into a program's memory."""
 _STEP = 1 << 20
 """Bytes of a read: larger ones are slower."""
 _LARGE_PAGE = 2 << 20
+_MOST_OPEN = 64
+"""Files: each may take two of the 1,024 handles that a process usually has."""
 _LIBC = ctypes.CDLL(None)
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
@@ -35,16 +38,15 @@ _DIRECT = getattr(os, "O_DIRECT", 0)
 class Staging:
     """One thread's. What :meth:`read` gives is overwritten by the next."""
 
-    def __init__(self, cached: CachedPages | None) -> None:
-        self._cached = cached if _DIRECT and sys.platform == "linux" else None
-        self._memory = _new_memory(_BLOCK)
-        self._file: _StagedFile | None = None
+    def __init__(self, files: StagedFiles) -> None:
+        self._files = files
+        self._memory = new_memory(_BLOCK)
         self._many = ManyReads.here()
 
     def room(self, length: int) -> memoryview:
         """So much memory, the same as the last time where that was as large."""
         if len(self._memory) < length:
-            self._memory = _new_memory(-(-length // _LARGE_PAGE) * _LARGE_PAGE)
+            self._memory = new_memory(-(-length // _LARGE_PAGE) * _LARGE_PAGE)
         return memoryview(self._memory)[:length]
 
     def read(self, path: Path, offset: int, length: int) -> memoryview:
@@ -54,7 +56,7 @@ class Staging:
             return found.reshape(-1).data
         memory = self.room(length)
         with reading(path):
-            return memory[: _read(self._opened(path).plain.fileno(), memory, offset)]
+            return memory[: _read(self._files.open(path).plain.fileno(), memory, offset)]
 
     def blocks(self, path: Path, offsets: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.uint8] | None:
         """``length`` bytes from each of these places of a file on, ``[places, length]``; None where it ends before."""
@@ -62,8 +64,8 @@ class Staging:
             found = self.blocks(path, offsets[:1], len(offsets) * length)
             return None if found is None else found.reshape(len(offsets), length)
         with reading(path):
-            file = self._opened(path)
-            if file.direct is not None and not self._has(file, offsets, length):
+            file = self._files.open(path)
+            if file.direct is not None and not file.was_cached(offsets, length):
                 try:
                     found = self._read(file.direct.fileno(), offsets, length, _BLOCK)
                 except OSError as error:
@@ -74,14 +76,6 @@ class Staging:
                     if found is not None:
                         return found
             return self._read(file.plain.fileno(), offsets, length, 1)
-
-    def _opened(self, path: Path) -> _StagedFile:
-        if self._file is None or self._file.path != path:
-            self._file = _StagedFile(path, past_cache=self._cached is not None)
-        return self._file
-
-    def _has(self, file: _StagedFile, offsets: npt.NDArray[np.int64], length: int) -> bool:
-        return self._cached is not None and self._cached.has(file.plain, file.path, offsets, length)
 
     def _read(
         self, handle: int, offsets: npt.NDArray[np.int64], length: int, align: int
@@ -109,35 +103,47 @@ class Staging:
         return np.stack([block[lead : lead + length] for block, lead in zip(blocks, leads.tolist(), strict=True)])
 
 
-class CachedPages:
-    """Which pages of files were in the page cache when they were first asked for: what is read past it brings no more.
+class StagedFiles:
+    """Files that several threads read parts of, open as long as few are: small parts of many are read in a row.
 
-    Looked at once for each file. Where it is not true any more, a read takes longer and is as right.
+    Of each it is known which of its pages were in the page cache when it was first asked for. What is read past the
+    cache brings no more; where it is not true any more, a read takes longer and is as right.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, past_cache: bool) -> None:
+        self._past_cache = past_cache and _DIRECT != 0 and sys.platform == "linux"
+        self._open: OrderedDict[Path, _StagedFile] = OrderedDict()
         self._pages: dict[Path, npt.NDArray[np.bool_]] = {}
         self._lock = threading.Lock()
 
-    def has(self, file: io.FileIO, path: Path, offsets: npt.NDArray[np.int64], length: int) -> bool:
-        """Whether the first and the last page of all of these parts were there; also True where nobody tells."""
+    def open(self, path: Path) -> _StagedFile:
+        """It stays open while anybody has it."""
         with self._lock:
-            pages = self._pages.get(path)
-            if pages is None:
-                pages = self._pages[path] = _pages_in_cache(file.fileno())
-        ends = np.concatenate([offsets, offsets + (length - 1)]) // mmap.PAGESIZE
-        return not len(pages) or bool(pages[np.minimum(ends, len(pages) - 1)].all())
+            found = self._open.pop(path, None)
+            if found is None:
+                found = _StagedFile(path, past_cache=self._past_cache, pages=self._pages.get(path))
+                self._pages[path] = found.pages
+            self._open[path] = found
+            if len(self._open) > _MOST_OPEN:
+                self._open.popitem(last=False)
+        return found
 
 
 class _StagedFile:
-    """Open, through the page cache and past it: many small parts of one are read in a row."""
+    """Open, through the page cache and past it."""
 
-    def __init__(self, path: Path, *, past_cache: bool) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, past_cache: bool, pages: npt.NDArray[np.bool_] | None) -> None:
         self.direct: io.FileIO | None = None
         self.plain = open_plain(path)
+        self.pages = np.empty(0, np.bool_)
         if past_cache:
             self.direct = _open_directly(path)
+            self.pages = _pages_in_cache(self.plain.fileno()) if pages is None else pages
+
+    def was_cached(self, offsets: npt.NDArray[np.int64], length: int) -> bool:
+        """Whether the first and the last page of all of these parts were; also True where nobody tells."""
+        ends = np.concatenate([offsets, offsets + (length - 1)]) // mmap.PAGESIZE
+        return not len(self.pages) or bool(self.pages[np.minimum(ends, len(self.pages) - 1)].all())
 
     def close_direct(self) -> None:
         """It cannot be read so."""
@@ -164,7 +170,8 @@ def _address(memory: memoryview) -> int:
     return int(np.frombuffer(memory, np.uint8).ctypes.data)
 
 
-def _new_memory(length: int) -> mmap.mmap:
+def new_memory(length: int) -> mmap.mmap:
+    """From the system, in large pages where it has them."""
     memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if sys.platform == "linux":
         memory.madvise(mmap.MADV_HUGEPAGE)

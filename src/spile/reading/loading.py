@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from spile.objects.staging import CachedPages, Staging
+from spile.objects.staging import StagedFiles, Staging
 from spile.planning.shuffle import Places, RowPieces
 from spile.reading.read_pool import ReadPool
 from spile.reading.ring import Group, RowRing
 from spile.reading.rows import RowBatch, context_of
 from spile.reading.selection import Selection
 from spile.reading.source import TapSource
+from spile.store.blocks import read_blocks
 from spile.store.shard_reader import ShardReader
 from spile.store.statistics import widened
 
@@ -55,17 +56,18 @@ class GroupLoader:
         self, source: TapSource, selection: Selection, pool: ReadPool, *, context: bool, past_cache: bool
     ) -> None:
         self._source, self._selection, self._pool = source, selection, pool
-        self._context, self._cached = context, CachedPages() if past_cache else None
+        self._context, self._files = context, StagedFiles(past_cache=past_cache)
         self._own = threading.local()
 
     def begin(self, ring: RowRing, pieces: RowPieces, places: Places, first: int) -> LoadingGroup:
         """Start to read a group whose rows have these places; rows before the place ``first`` have been given out."""
         blocks = pieces.split(self._source.block_rows)
         ends = np.cumsum(blocks.lengths)
+        at = ring.rows_at(places, first)  # of all at once: threads would wait for the interpreter after each step
         tasks = []
         for run in self._runs(blocks, ends):
-            mine = places[ends[run.start] - int(blocks.lengths[run.start]) : ends[run.stop - 1]]
-            tasks.append(self._pool.submit(partial(self._read, ring, blocks[run], mine, first)))
+            mine = at[ends[run.start] - int(blocks.lengths[run.start]) : ends[run.stop - 1]]
+            tasks.append(self._pool.submit(partial(self._read, ring, blocks[run], mine)))
         return LoadingGroup(places, tasks)
 
     def _runs(self, blocks: RowPieces, ends: Places) -> list[slice]:
@@ -75,14 +77,14 @@ class GroupLoader:
         edges = [0, *borders.tolist(), len(blocks)]
         return [slice(begin, end) for begin, end in pairwise(edges) if begin < end]
 
-    def _read(self, ring: RowRing, blocks: RowPieces, places: Places, first: int) -> _Run:
+    def _read(self, ring: RowRing, blocks: RowPieces, at: Places) -> _Run:
         """One run, every tap of it. In a thread of the pool."""
         stream, shard = self._source.shards[int(blocks.shards[0])]
         wanted, known = None, None
         if self._selection.by_tail:
             wanted = np.concatenate([self._selection.mask(stream, shard, *each) for _, *each in blocks.joined()])
         if wanted is None or wanted.any():
-            norms = self._put(ring, shard, blocks, places, first)
+            norms = self._put(ring, shard, blocks, at)
             if norms is not None:
                 near = self._selection.of_norm(norms)
                 wanted = near if wanted is None else wanted & near
@@ -90,28 +92,26 @@ class GroupLoader:
             known = RowBatch.join([context_of(stream, shard, *each) for _, *each in blocks.joined()])
         return wanted, known
 
-    def _put(
-        self, ring: RowRing, shard: ShardReader, blocks: RowPieces, places: Places, first: int
-    ) -> npt.NDArray[np.float32] | None:
-        """Read blocks and put their rows at their places; the norms of the first tap's, where they are asked for."""
+    def _put(self, ring: RowRing, shard: ShardReader, blocks: RowPieces, at: Places) -> npt.NDArray[np.float32] | None:
+        """Read blocks and put their rows where they belong; the norms of the first tap's, where they are asked for."""
         if not hasattr(self._own, "staging"):
-            self._own.staging = Staging(self._cached)
+            self._own.staging = Staging(self._files)
         norms = []
         for tap in self._source.taps:
-            at = 0
+            done = 0
             for rows in _parts(shard, tap, blocks, self._own.staging):
                 count = rows.size // rows.shape[-1]
                 if self._selection.by_norm and tap == self._source.taps[0]:
                     norms.append(_norms(rows.reshape(count, -1)))
-                ring.put(tap, places[at : at + count].reshape(rows.shape[:-1]), rows, first)
-                at += count
+                ring.put(tap, at[done : done + count].reshape(rows.shape[:-1]), rows)
+                done += count
         return np.concatenate(norms) if norms else None
 
 
 def _parts(shard: ShardReader, tap: str, blocks: RowPieces, staging: Staging) -> Iterator[npt.NDArray[Any]]:
     """The rows of blocks: all at once where they are alike, else one by one."""
     rows = int(blocks.lengths[0])
-    together = shard.blocks(tap, blocks.starts, rows, staging) if (blocks.lengths == rows).all() else None
+    together = read_blocks(shard, tap, blocks.starts, rows, staging) if (blocks.lengths == rows).all() else None
     if together is not None:
         yield together
         return

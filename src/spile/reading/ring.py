@@ -1,13 +1,13 @@
 """Rows in memory in the order in which they will be given: each is put at its place in it as it is read.
 
-The memory is a ring: a row's place in all that is given out, modulo how many rows there is room for.
+The memory is a ring of batches: each of those that are to come has a slot, from the first row read into it until it is
+given out, and nothing is copied for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,64 +16,94 @@ import numpy.typing as npt
 from spile.planning.shuffle import Places
 from spile.reading.leases import BatchMemory
 from spile.reading.rows import RowBatch
+from spile.reading.slots import RowSlots
 from spile.reading.source import TapSource
 
-__all__ = ["Group", "RowRing", "Window"]
+__all__ = ["BatchRows", "Group", "RowRing", "Window"]
 
 _Array = npt.NDArray[Any]
 _Mask = npt.NDArray[np.bool_]
 
+_NONE = -1
+_BORDERS = 4
+"""Batches that lie only in part within what memory must hold: at both of its ends, and where an epoch begins anew."""
+
 
 class RowRing:
-    """Memory for so many rows of every tap, used again and again: new memory costs as much as a copy."""
+    """Memory for so many rows of every tap, used again and again, from wherever the order begins.
 
-    def __init__(self, source: TapSource, capacity: int, scratch: str | None) -> None:
-        self.capacity = capacity
-        self._batches = BatchMemory()
-        self.taps = {tap: _allocate((capacity, columns), dtype, scratch) for tap, dtype, columns in _types(source)}
+    A place has memory from when it is reserved until it is released, or lent: a batch, which begins at a multiple of
+    its rows, is lent as it lies. ``spare``: how many batches may be lent at a time before others are copies; None where
+    the memory is not wanted again.
+    """
 
-    def put(self, tap: str, places: Places, rows: _Array, first: int = 0) -> None:
-        """Rows that were read, each to its place, unless it lies before the ``first`` that is still to be given."""
-        if first and (late := places >= first).sum() < len(places):
-            places, rows = places[late], rows[late]
-        _plain(self.taps[tap])[places % self.capacity] = _plain(rows)
+    def __init__(
+        self, source: TapSource, capacity: int, batch_rows: int, spare: int | None, scratch: str | None
+    ) -> None:
+        self._batch_rows, self._spare = batch_rows, spare
+        most = capacity // batch_rows + _BORDERS
+        types = [(tap, *source.row_type(tap)) for tap in source.taps]
+        self._memory = RowSlots(types, most + (spare or 0), batch_rows, scratch)
+        self._slots: Places = np.full(most, _NONE)
+        """Of the batches that have memory, each at its number modulo the length."""
+        self._first = self._end = 0
+        self._copies = BatchMemory()
+
+    def reserve(self, begin: int, end: int) -> None:
+        """Have memory for the places from ``begin`` to ``end``; those before ``begin`` had theirs, or want none."""
+        if self._first == self._end:
+            self._first = self._end = begin // self._batch_rows
+        while self._end * self._batch_rows < end:
+            self._slots[self._end % len(self._slots)] = self._memory.take()
+            self._end += 1
+
+    def release(self, before: int) -> None:
+        """Nobody will ask for the places before this one."""
+        while self._first < min(self._end, before // self._batch_rows):
+            slot = self._taken(self._first)
+            if slot != _NONE:
+                self._memory.give_back(slot)
+            self._first += 1
+
+    def _taken(self, batch: int) -> int:
+        """The slot of a batch that does not have it any more."""
+        at = batch % len(self._slots)
+        slot, self._slots[at] = int(self._slots[at]), _NONE
+        return slot
+
+    def rows_at(self, places: Places, first: int = 0) -> Places:
+        """Which rows of the memory these places have; those before the ``first`` wanted share one for nobody."""
+        batches, within = np.divmod(places, self._batch_rows)
+        found: Places = self._slots[batches % len(self._slots)] * self._batch_rows
+        found += within
+        if first:
+            found[places < first] = self._memory.nobodys
+        return found
+
+    def put(self, tap: str, at: Places, rows: _Array) -> None:
+        """Rows that were read, each to its row of the memory."""
+        _plain(self._memory.taps[tap])[at] = _plain(rows)
 
     def room(self, count: int) -> dict[str, _Array]:
         """Other memory, for so many rows of every tap: such as was given before and came back."""
-        return {tap: self._batches.array((count, rows.shape[1]), rows.dtype) for tap, rows in self.taps.items()}
+        taps = self._memory.taps.items()
+        return {tap: self._copies.array((count, rows.shape[1]), rows.dtype) for tap, rows in taps}
 
-    def part(self, places: Places) -> dict[str, _Array] | None:
-        """The memory itself, where these places are neighbours."""
-        first = int(places[0]) % self.capacity
-        if first + len(places) > self.capacity or not (np.diff(places) == 1).all():
+    def lend(self, begin: int, count: int) -> dict[str, _Array] | None:
+        """The memory of a batch itself, once; None where too many have been lent."""
+        if self._spare is not None and self._memory.lent >= self._spare:
             return None
-        return {tap: rows[first : first + len(places)] for tap, rows in self.taps.items()}
+        return self._memory.lend(self._taken(begin // self._batch_rows), count)
 
     def copy_into(self, target: Mapping[str, _Array], places: Places) -> None:
         """The rows at these places."""
-        part = self.part(places)
-        for tap, rows in self.taps.items():
-            if part is not None:
-                _plain(target[tap])[:] = _plain(part[tap])
+        at = self.rows_at(places)
+        for tap, rows in self._memory.taps.items():
+            if (np.diff(at) == 1).all():
+                _plain(target[tap])[:] = _plain(rows[at[0] : at[-1] + 1])
             else:
                 # Every place is there: to say so spares NumPy a copy, which it makes to leave ``out`` alone if not.
-                np.take(_plain(rows), places % self.capacity, axis=0, out=_plain(target[tap]), mode="clip")
-
-
-def _types(source: TapSource) -> list[tuple[str, np.dtype[Any], int]]:
-    return [(tap, *source.row_type(tap)) for tap in source.taps]
-
-
-def _allocate(shape: tuple[int, int], dtype: np.dtype[Any], scratch: str | None) -> _Array:
-    if scratch is None:
-        return np.empty(shape, dtype)
-    import tempfile
-
-    folder = Path(scratch)
-    folder.mkdir(parents=True, exist_ok=True)
-    # Without a name: its room is free again when the reader ends, however it ends.
-    with tempfile.TemporaryFile(dir=folder, prefix=".spile-") as file:
-        return np.memmap(file, dtype, "w+", shape=shape)
+                np.take(_plain(rows), at, axis=0, out=_plain(target[tap]), mode="clip")
 
 
 def _plain(rows: _Array) -> _Array:
@@ -102,48 +132,91 @@ class Group:
 class Window:
     """Rows of one or several groups that are given out one after the other.
 
-    ``last``: nobody reads this memory again, so that rows which lie as they are wanted can be given without a copy.
+    ``stays``: they will be given again, so that nobody may have the memory itself.
     """
 
-    def __init__(self, ring: RowRing, places: Places, known: RowBatch | None = None, *, last: bool) -> None:
-        self._ring, self._places, self._known, self._last = ring, places, known, last
+    def __init__(self, ring: RowRing, places: Places, known: RowBatch | None = None, *, stays: bool) -> None:
+        self.ring, self._places, self._known, self._stays = ring, places, known, stays
 
     @classmethod
-    def between(cls, ring: RowRing, groups: Sequence[Group], begin: int, end: int, *, last: bool) -> Window:
+    def between(cls, ring: RowRing, groups: Sequence[Group], begin: int, end: int, *, stays: bool) -> Window:
         """The wanted rows of these groups at these places."""
         if all(group.wanted is None and group.known is None for group in groups):
-            return cls(ring, np.arange(begin, end), last=last)
+            return cls(ring, np.arange(begin, end), stays=stays)
         rows = [group.within(begin, end) for group in groups]
         places = np.concatenate([group.places[each] for group, each in zip(groups, rows, strict=True)])
         order = np.argsort(places)
         known = [group.known.take(each) for group, each in zip(groups, rows, strict=True) if group.known is not None]
-        return cls(ring, places[order], RowBatch.join(known).take(order) if known else None, last=last)
+        return cls(ring, places[order], RowBatch.join(known).take(order) if known else None, stays=stays)
 
     @classmethod
-    def permuted(cls, ring: RowRing, group: Group, order: Places, *, last: bool) -> Window:
+    def permuted(cls, ring: RowRing, group: Group, order: Places, *, stays: bool) -> Window:
         """The wanted rows of the one group that all are in, in this order."""
         rows = group.chosen(order)
-        return cls(ring, group.places[rows], None if group.known is None else group.known.take(rows), last=last)
+        return cls(ring, group.places[rows], None if group.known is None else group.known.take(rows), stays=stays)
 
     def __len__(self) -> int:
         return len(self._places)
 
-    def gather(self, begin: int, end: int) -> tuple[dict[str, _Array], RowBatch | None]:
-        """Its rows ``begin`` to ``end``, of every tap, and what is known of them."""
-        part = self._ring.part(self._places[begin:end]) if self._last else None
-        if part is not None:
-            return part, self._known_of(begin, end)
-        rows = self.room(end - begin)
-        return rows, self.gather_into(rows, begin, end)
+    def run(self, begin: int, end: int) -> range | None:
+        """The places of its rows ``begin`` to ``end``, where they are neighbours whose memory may be lent."""
+        places = self._places[begin:end]
+        if self._stays or not (np.diff(places) == 1).all():
+            return None
+        return range(int(places[0]), int(places[-1]) + 1)
 
-    def room(self, count: int) -> dict[str, _Array]:
-        """Memory for so many rows of every tap."""
-        return self._ring.room(count)
+    def gather_into(self, rows: Mapping[str, _Array], begin: int, end: int) -> None:
+        """Copies of its rows ``begin`` to ``end``, of every tap."""
+        self.ring.copy_into(rows, self._places[begin:end])
 
-    def gather_into(self, rows: Mapping[str, _Array], begin: int, end: int) -> RowBatch | None:
-        """The same into memory that is there already."""
-        self._ring.copy_into(rows, self._places[begin:end])
-        return self._known_of(begin, end)
-
-    def _known_of(self, begin: int, end: int) -> RowBatch | None:
+    def known(self, begin: int, end: int) -> RowBatch | None:
+        """What is known of them."""
         return None if self._known is None else self._known.take(slice(begin, end))
+
+
+class BatchRows:
+    """Rows of one window, or of as many as it takes. They stay where they lie as long as they may."""
+
+    def __init__(self, ring: RowRing, most: int) -> None:
+        self._ring, self._most = ring, most
+        self.held = 0
+        self._lying: range | None = range(0)
+        self._rows: dict[str, _Array] = {}
+        self.known: list[RowBatch] = []
+
+    def take(self, window: Window, begin: int) -> int:
+        """As many rows from this one on as are wanted, or as there are: so many."""
+        end = min(len(window), begin + self._most - self.held)
+        lying = self._joined(window.run(begin, end))
+        if lying is None:
+            self._settle()
+            part = {tap: rows[self.held : self.held + end - begin] for tap, rows in self._rows.items()}
+            window.gather_into(part, begin, end)
+        self._lying = lying
+        known = window.known(begin, end)
+        self.known += [] if known is None else [known]
+        self.held += end - begin
+        return end - begin
+
+    def _joined(self, more: range | None) -> range | None:
+        """What lies in the batch and what comes, where both are the first part of one batch's memory."""
+        if self._lying is None or more is None:
+            return None
+        first, expected = (more.start, more.start) if not self.held else (self._lying.start, self._lying.stop)
+        return range(first, more.stop) if first % self._most == 0 and more.start == expected else None
+
+    def _settle(self) -> None:
+        """Copy what lies: what comes does not lie beside it."""
+        self._rows = self._rows or self._ring.room(self._most)
+        if self._lying:
+            part = {tap: rows[: self.held] for tap, rows in self._rows.items()}
+            self._ring.copy_into(part, np.arange(self._lying.start, self._lying.stop))
+
+    def rows(self) -> dict[str, _Array]:
+        """All that it holds, of every tap: to be asked for once."""
+        lent = self._ring.lend(self._lying.start, self.held) if self._lying else None
+        if lent is not None:
+            return lent
+        if self._lying is not None:
+            self._settle()
+        return {tap: rows[: self.held] for tap, rows in self._rows.items()}

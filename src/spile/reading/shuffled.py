@@ -16,7 +16,7 @@ from spile.planning.shuffle import EpochOrder, EpochPlan, Places, row_order
 from spile.reading.loading import GroupLoader, LoadingGroup
 from spile.reading.order import ShuffleOrder, ShufflePlace
 from spile.reading.read_pool import ReadPool
-from spile.reading.ring import Group, RowRing, Window
+from spile.reading.ring import BatchRows, Group, RowRing, Window
 from spile.reading.rows import RowBatch
 from spile.store.statistics import widened
 
@@ -28,6 +28,8 @@ _DISK_THREADS = 3
 """That read from a disk, where each asks for many parts at a time: more only wait for the interpreter."""
 _AHEAD = 3
 """Batches made before they are asked for."""
+_LENT = 8
+"""Batches that are out at a time, at most: who keeps more of them is given copies."""
 
 _Array = npt.NDArray[Any]
 
@@ -38,7 +40,7 @@ class Shuffled(Iterator[Any]):
     One tap gives arrays ``[batch_rows, d]``, several give a dict of them, row-aligned; with ``context`` each batch is a
     :class:`~spile.reading.rows.RowBatch`. ``state()`` is what to give to ``shuffled(…, state=…)`` to go on after the
     last batch given. Ends after ``epochs``; batches of an endless one (None) are all full, over the borders of epochs.
-    Where all rows are in memory, the batches of the last epoch are parts of it: copy one that is to be kept alone.
+    A batch is memory that rows were read into, lent: it is used again when nobody has the batch any more.
     """
 
     def __init__(
@@ -114,6 +116,10 @@ class _Epoch(NamedTuple):
         begin, end = self.order.starts[window : window + 2]
         return self.base + begin, self.base + end
 
+    def end_of(self, group: int) -> int:
+        """The place after the last window that a group is dealt out over."""
+        return self.bounds(min(group + self.order.plan.spread, len(self.order.plan.groups)) - 1)[1]
+
 
 class _Engine:
     """Makes batches, in a thread of its own; knows nothing of who reads them."""
@@ -133,60 +139,64 @@ class _Engine:
     def run(self, place: ShufflePlace) -> Iterator[tuple[Any, ShufflePlace]]:
         """Batches from a place on, each with the place after it."""
         most = self._order.spec.batch_rows
-        batch = _Batch(most)
+        batch: BatchRows | None = None
         batches, found = place.batches, place.taken
         steps = self._order.steps(place.epoch)
         for turn, window in self._windows(place):
             taken = place.taken if (turn.epoch, turn.number) == (place.epoch, place.window) else 0
             found += len(window)
             while taken < len(window) and batches != steps:
+                batch = batch or BatchRows(window.ring, most)
                 taken += batch.take(window, taken)
                 if batch.held == most:
                     batches += 1
-                    yield self._finished(batch), ShufflePlace(turn.epoch, batches, turn.number, taken)
-                    batch = _Batch(most)
+                    done, batch = batch, None
+                    yield self._finished(done), ShufflePlace(turn.epoch, batches, turn.number, taken)
             if not turn.last:
                 continue
             if self._epochs is None and not found:
                 return  # nothing is selected: an endless search would find no more
-            if self._epochs is not None and batch.held and not self._order.spec.drop_last:
+            if self._epochs is not None and batch is not None and not self._order.spec.drop_last:
                 yield self._finished(batch), ShufflePlace(turn.epoch + 1)
             if self._epochs is not None:
-                batch = _Batch(most)
+                batch = None
             batches, found, steps = 0, 0, self._order.steps(turn.epoch + 1)
 
     def _windows(self, place: ShufflePlace) -> Iterator[tuple[_Turn, Window]]:
         """The windows from a place on. A window's last group was on its way while the one before was given out."""
         loaded = self._groups(place)
         everything: Group | None = None
-        for epoch, known in self._known_epochs(place.epoch):
+        for epoch, known in self._known_epochs(place):
             plan = known.order.plan
             held: dict[int, Group] = {0: everything} if everything is not None else {}
             for number in range(place.window if epoch == place.epoch else 0, len(plan.groups)):
                 turn = _Turn(epoch, number, last=number + 1 == len(plan.groups))
-                last = plan.whole and epoch + 1 == self._epochs
+                stays, memory = plan.whole and epoch + 1 != self._epochs, self._memory(plan)
                 held.pop(number - plan.spread, None)
+                if not plan.whole:
+                    memory.release(known.bounds(number)[0])
                 for group in plan.sources(number):
                     if group not in held:
                         held[group] = next(loaded)
-                groups, memory = list(held.values()), self._memory(plan)
+                groups = list(held.values())
                 if everything is not None or self._order.spec.scratch is not None:
                     order = row_order(self._order.spec, epoch, 0, len(groups[0].places))
-                    yield turn, Window.permuted(memory, groups[0], order, last=last)
+                    yield turn, Window.permuted(memory, groups[0], order, stays=stays)
                 else:
-                    yield turn, Window.between(memory, groups, *known.bounds(number), last=last)
+                    yield turn, Window.between(memory, groups, *known.bounds(number), stays=stays)
             everything = held[0] if plan.whole else None
 
     def _groups(self, place: ShufflePlace) -> Iterator[Group]:
         """The groups from the first that a place needs, each begun when the one before it is taken."""
         coming: LoadingGroup | None = None
-        for epoch, known in self._known_epochs(place.epoch):
+        for epoch, known in self._known_epochs(place):
             plan = known.order.plan
             begin = plan.sources(place.window).start if epoch == place.epoch else 0
             first = known.bounds(place.window)[0] if epoch == place.epoch and not plan.whole else 0
             for number in range(begin, len(plan.groups)):
-                places = known.base + self._places(known.order, number)
-                begun = self._loader.begin(self._memory(plan), plan.groups[number], places, first)
+                places, memory = known.base + self._places(known.order, number), self._memory(plan)
+                memory.reserve(max(first, known.bounds(number)[0]), known.end_of(number))
+                begun = self._loader.begin(memory, plan.groups[number], places, first)
                 if coming is not None:
                     yield coming.result()
                 coming = begun
@@ -202,48 +212,30 @@ class _Engine:
 
     def _memory(self, plan: EpochPlan) -> RowRing:
         if self._ring is None:
-            self._ring = RowRing(self._order.source, plan.capacity, self._order.spec.scratch)
+            spec, spare = self._order.spec, None if plan.whole else _LENT
+            self._ring = RowRing(self._order.source, plan.capacity, spec.batch_rows, spare, spec.scratch)
         return self._ring
 
-    def _known_epochs(self, first: int) -> Iterator[tuple[int, _Epoch]]:
+    def _known_epochs(self, start: ShufflePlace) -> Iterator[tuple[int, _Epoch]]:
+        """From a place on. Batches begin at multiples of their rows, as long as all rows are wanted."""
         if not any(rows for _, rows in self._order.shards):
             return
-        base = 0
-        for epoch in count(first) if self._epochs is None else range(first, self._epochs):
+        base, most = 0, self._order.spec.batch_rows
+        for epoch in count(start.epoch) if self._epochs is None else range(start.epoch, self._epochs):
             if epoch not in self._known:  # asked for twice: for what is read, and for what is given out
                 order = EpochOrder(self._order.plan(epoch), self._order.spec, epoch)
+                if epoch == start.epoch:
+                    base = -(order.starts[start.window] + start.taken) % most
                 self._known = {number: known for number, known in self._known.items() if number == epoch - 1}
                 self._known[epoch] = _Epoch(order, base)
             known = self._known[epoch]
             yield epoch, known
             base = known.base + known.order.starts[-1]
+            base += -base % most if self._epochs is not None else 0
 
-    def _finished(self, batch: _Batch) -> Any:
-        rows = {tap: array[: batch.held] for tap, array in batch.rows.items()}
+    def _finished(self, batch: BatchRows) -> Any:
+        rows = batch.rows()
         if self._dtype is not None:
             rows = {tap: widened(array, self._dtype) for tap, array in rows.items()}
         given: Any = next(iter(rows.values())) if self._single else rows
         return replace(RowBatch.join(batch.known), rows=given) if batch.known else given
-
-
-class _Batch:
-    """Rows of one window, or of as many as it takes."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self.held = 0
-        self.rows: dict[str, _Array] = {}
-        self.known: list[RowBatch] = []
-
-    def take(self, window: Window, begin: int) -> int:
-        """As many rows from this one on as are wanted, or as there are: so many."""
-        end = min(len(window), begin + self._most - self.held)
-        if end - begin == self._most:
-            self.rows, known = window.gather(begin, end)
-        else:
-            self.rows = self.rows or window.room(self._most)
-            part = {tap: rows[self.held : self.held + end - begin] for tap, rows in self.rows.items()}
-            known = window.gather_into(part, begin, end)
-        self.held += end - begin
-        self.known += [] if known is None else [known]
-        return end - begin

@@ -30,6 +30,10 @@ class JoinedShard(ShardReader):
     def _beside(self, name: str) -> ShardReader | None:
         return self._added.get(name.removesuffix(SUMS).removesuffix(SCALE))
 
+    def of(self, name: str) -> ShardReader:
+        """The shard whose file has a tensor."""
+        return self._beside(name) or self
+
     def place(self, name: str) -> TensorPlace:
         """Where a tensor lies, in the file that has it."""
         other = self._beside(name)
@@ -44,13 +48,6 @@ class JoinedShard(ShardReader):
         """Rows ``start`` to ``stop`` of a tensor."""
         other = self._beside(name)
         return super().rows(name, start, stop, staging) if other is None else other.rows(name, start, stop, staging)
-
-    def blocks(self, name: str, starts: npt.NDArray[np.int64], rows: int, staging: Staging) -> _Array | None:
-        """``rows`` rows from each of ``starts`` on."""
-        other = self._beside(name)
-        return (
-            super().blocks(name, starts, rows, staging) if other is None else other.blocks(name, starts, rows, staging)
-        )
 
     def row_type(self, name: str) -> tuple[np.dtype[Any], int]:
         """The dtype that a tap's rows are given in, and how many numbers each has."""

@@ -11,13 +11,13 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from spile.errors import Damaged
-from spile.objects.crc import brief_crc32c, crc32c, fold_chunks, to_hex
+from spile.objects.crc import crc32c, fold_chunks, to_hex
 from spile.objects.disk import MappedFile, read_into
 from spile.objects.folder import Folder
 from spile.objects.staging import Staging
@@ -34,12 +34,15 @@ _LARGE = 64 << 20
 _SMALL = 4 << 20
 """A tail (all that is no tap) up to this many bytes comes in one read."""
 
-
-_TOGETHER = 8
-"""Chunks that are read at once for parts of them."""
-
 SMALL_SHARD = 256 << 10
 """A shard up to this many bytes comes whole, in one read, and is kept as long as it is open."""
+
+
+class ChunkSums(NamedTuple):
+    """The crc32c of each chunk of a tensor, and whether it was found to be right."""
+
+    crcs: npt.NDArray[np.uint32]
+    trusted: npt.NDArray[np.bool_]
 
 
 class ShardReader:
@@ -59,8 +62,7 @@ class ShardReader:
         self._notes: list[dict[str, Any]] | None = None
         self._tail: tuple[int, memoryview] | None = None
         self._kept: dict[str, npt.NDArray[Any]] = {}
-        self._sums: dict[str, npt.NDArray[np.uint32]] = {}
-        self._trusted: dict[str, npt.NDArray[np.bool_]] = {}
+        self._sums: dict[str, ChunkSums] = {}
 
     @property
     def header(self) -> ShardHeader:
@@ -139,63 +141,6 @@ class ShardReader:
             part = self.chunks(name, begin, end, staging)[first - begin * chunk : last - begin * chunk]
         return self.decoded(name, start, np.frombuffer(part, place.dtype).reshape(stop - start, *place.shape[1:]))
 
-    def blocks(self, name: str, starts: _Numbers, rows: int, staging: Staging) -> npt.NDArray[Any] | None:
-        """``rows`` rows from each of ``starts`` on, ``[starts, rows, …]``, read together into ``staging``.
-
-        None unless each is a chunk of a local file, or an equal part of one: then they must be read one by one.
-        """
-        chunk, path, place = self.chunk_rows(name), self.folder.local_path, self.place(name)
-        if chunk is None or path is None or self.record.size <= SMALL_SHARD or rows > chunk or chunk % rows:
-            return None
-        if (starts % rows).any() or int(starts.max()) // chunk * chunk + chunk > place.shape[0]:
-            return None
-        file, width = path / self.record.name, place.length // place.shape[0]
-        self._sums_of(name)
-        if rows < chunk and not self._trusted[name][starts // chunk].all():
-            data = self._parts_of_chunks(name, file, starts, rows, staging)
-        else:
-            data = self._read_blocks(file, place.start + starts * width, rows * width, staging)
-            if rows == chunk:
-                self._check(name, starts // chunk, data)
-        found = data.view(place.dtype).reshape(len(starts), rows, *place.shape[1:])
-        if not self._encoded(name):
-            return found
-        scales = self.whole(name + SCALE)[(starts[:, None] + np.arange(rows)).reshape(-1)]
-        return decode(found.reshape(-1, *place.shape[1:]), scales).reshape(len(starts), rows, -1)
-
-    def _parts_of_chunks(
-        self, name: str, file: Path, starts: _Numbers, rows: int, staging: Staging
-    ) -> npt.NDArray[np.uint8]:
-        """Blocks, of which some are of chunks that nobody has checked: those are read whole, once."""
-        place, chunk = self.place(name), self.chunk_bytes(name)
-        size = rows * (place.length // place.shape[0])
-        numbers, within = np.divmod(starts // rows, chunk // size)
-        found = np.empty((len(starts), size), np.uint8)
-        known = self._trusted[name][numbers]
-        if known.any():
-            found[known] = self._read_blocks(file, place.start + starts[known] // rows * size, size, staging)
-        unknown = np.unique(numbers[~known])
-        for begin in range(0, len(unknown), _TOGETHER):
-            some = unknown[begin : begin + _TOGETHER]
-            data = self._read_blocks(file, place.start + some * chunk, chunk, staging)
-            self._check(name, some, data)
-            mine = np.flatnonzero(~known & (numbers >= some[0]) & (numbers <= some[-1]))
-            found[mine] = data.reshape(len(some), -1, size)[np.searchsorted(some, numbers[mine]), within[mine]]
-        return found
-
-    def _read_blocks(self, file: Path, offsets: _Numbers, length: int, staging: Staging) -> npt.NDArray[np.uint8]:
-        data = staging.blocks(file, offsets, length)
-        return data if data is not None else self._cut()
-
-    def _check(self, name: str, numbers: _Numbers, data: npt.NDArray[np.uint8]) -> None:
-        """Whole chunks that were read together. A mismatch is read once more, and told of by who reads one alone."""
-        sums, trusted = self._sums_of(name), self._trusted[name]
-        for place, number in enumerate(numbers.tolist()):
-            if not trusted[number]:
-                if brief_crc32c(data[place]) != sums[number]:
-                    data[place] = np.frombuffer(self.chunks(name, number, number + 1), np.uint8)
-                trusted[number] = True
-
     def row_type(self, name: str) -> tuple[np.dtype[Any], int]:
         """The dtype that a tap's rows are given in, and how many numbers each has."""
         place = self.place(name)
@@ -206,6 +151,13 @@ class ShardReader:
         if not self._encoded(name):
             return rows
         return decode(rows, self.whole(name + SCALE)[start : start + len(rows)])
+
+    def decoded_blocks(self, name: str, starts: _Numbers, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """The same of blocks ``[starts, rows, …]`` of stored rows, of which ``starts`` are the first."""
+        if not self._encoded(name):
+            return rows
+        numbers = starts[:, None] + np.arange(rows.shape[1])
+        return decode(rows.reshape(numbers.size, -1), self.whole(name + SCALE)[numbers.reshape(-1)]).reshape(rows.shape)
 
     def _encoded(self, name: str) -> bool:
         return name + SCALE in self.header.places
@@ -227,23 +179,27 @@ class ShardReader:
     def chunks(self, name: str, begin: int, end: int, staging: Staging | None = None) -> memoryview:
         """The bytes of chunks ``begin`` to ``end`` of a tensor, checked. On a local disk: of the file itself, once."""
         place, chunk = self.place(name), self.chunk_bytes(name)
-        sums = self._sums_of(name)
+        sums = self.sums(name)
         start, length = place.start + begin * chunk, min(end * chunk, place.length) - begin * chunk
         if self._known_good(name, begin, end):
             return self._bytes(start, length, staging)
         read = partial(self._bytes, staging=staging)
-        data = self._checked(f"{name}, chunk {{}}", start, length, sums[begin:end].tolist(), chunk, begin, read)
-        self._trusted[name][begin:end] = True
+        data = self._checked(f"{name}, chunk {{}}", start, length, sums.crcs[begin:end].tolist(), chunk, begin, read)
+        sums.trusted[begin:end] = True
         return data
 
     def _known_good(self, name: str, begin: int, end: int) -> bool:
         """Whether these chunks of a local file were checked before; what comes over a network is checked each time."""
-        self._sums_of(name)
-        return self.folder.local_path is not None and bool(self._trusted[name][begin:end].all())
+        return self.folder.local_path is not None and bool(self.sums(name).trusted[begin:end].all())
 
     def folded(self, name: str) -> int:
         """The crc32c of a whole tensor, from those of its chunks."""
-        return fold_chunks(self._sums_of(name).tolist(), self.place(name).length, self.chunk_bytes(name))
+        return fold_chunks(self.sums(name).crcs.tolist(), self.place(name).length, self.chunk_bytes(name))
+
+    def of(self, name: str) -> ShardReader:
+        """The shard whose file has a tensor: this one, unless shards are read as one."""
+        del name
+        return self
 
     def place(self, name: str) -> TensorPlace:
         """Where a tensor lies; KeyError where the shard has none of that name."""
@@ -275,14 +231,14 @@ class ShardReader:
                 )
         return data
 
-    def _sums_of(self, name: str) -> npt.NDArray[np.uint32]:
+    def sums(self, name: str) -> ChunkSums:
+        """Of a tensor."""
         with self._lock:
             if not self._sums:
                 sums, at = self.whole(CHUNKS), 0
                 for each in self.header.places:
                     count = self.header.chunk_count(each) if each != CHUNKS else 0
-                    self._sums[each] = sums[at : at + count]
-                    self._trusted[each] = np.zeros(count, np.bool_)
+                    self._sums[each] = ChunkSums(sums[at : at + count], np.zeros(count, np.bool_))
                     at += count
             return self._sums[name]
 
@@ -301,7 +257,7 @@ class ShardReader:
             return self._read(start, length)
         if staging is not None:
             data = staging.read(path / self.record.name, start, length)
-            return data if len(data) == length else self._cut()
+            return data if len(data) == length else self.was_cut()
         mapped = self._mapping(path)
         if mapped is not None and mapped.is_there(start, length):
             return mapped.view[start : start + length]
@@ -330,9 +286,10 @@ class ShardReader:
 
     def _fill(self, path: Path, start: int, target: memoryview) -> None:
         if read_into(path / self.record.name, start, target) != len(target):
-            self._cut()
+            self.was_cut()
 
-    def _cut(self) -> NoReturn:
+    def was_cut(self) -> NoReturn:
+        """Less came than the commit says."""
         self._check_size()
         raise Damaged(f"{self.where} was cut while it was read")
 

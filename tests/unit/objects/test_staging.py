@@ -12,7 +12,7 @@ import pytest
 
 from spile.objects import staging as module
 from spile.objects.folder import NotFound
-from spile.objects.staging import CachedPages, Staging
+from spile.objects.staging import StagedFiles, Staging
 
 SIZE = (3 << 20) + 1234
 
@@ -30,13 +30,12 @@ def made(tmp_path: Path) -> Path:
 
 
 def cached(path: Path) -> bool:
-    with path.open("rb", buffering=0) as file:
-        return CachedPages().has(file, path, np.arange(0, SIZE, 4096), 1)
+    return StagedFiles(past_cache=True).open(path).was_cached(np.arange(0, SIZE, 4096), 1)
 
 
 @pytest.mark.parametrize("past_cache", [True, False])
 def test_any_part_of_a_file(made: Path, past_cache: bool) -> None:
-    staging = Staging(CachedPages() if past_cache else None)
+    staging = Staging(StagedFiles(past_cache=past_cache))
     parts = [
         bytes(staging.read(made, offset, length))
         for offset, length in ((0, 4096), (4096, 1 << 20), (5, 1), (4095, 2), (1000, (2 << 20) + 77), (SIZE - 10, 10))
@@ -57,11 +56,11 @@ def test_any_part_of_a_file(made: Path, past_cache: bool) -> None:
 def test_what_is_read_once_stays_out_of_the_page_cache(made: Path) -> None:
     if cached(made):
         pytest.skip("this file system keeps it anyway")
-    Staging(CachedPages()).read(made, 0, SIZE)
+    Staging(StagedFiles(past_cache=True)).read(made, 0, SIZE)
     assert not cached(made)
-    Staging(None).read(made, 0, SIZE)
+    Staging(StagedFiles(past_cache=False)).read(made, 0, SIZE)
     assert cached(made)
-    assert bytes(Staging(CachedPages()).read(made, 7, 7)) == made.read_bytes()[7:14]
+    assert bytes(Staging(StagedFiles(past_cache=True)).read(made, 7, 7)) == made.read_bytes()[7:14]
 
 
 @pytest.mark.parametrize("many", [True, False])
@@ -69,7 +68,7 @@ def test_what_is_read_once_stays_out_of_the_page_cache(made: Path) -> None:
 def test_many_parts_at_once(made: Path, past_cache: bool, many: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not many:
         monkeypatch.setattr(module.ManyReads, "here", classmethod(lambda _: None))
-    staging = Staging(CachedPages() if past_cache else None)
+    staging = Staging(StagedFiles(past_cache=past_cache))
     data = made.read_bytes()
     if hasattr(os, "posix_fadvise"):
         with made.open("rb") as file:
@@ -94,7 +93,7 @@ def test_a_system_that_gives_less_than_it_was_asked_for(
 
     monkeypatch.setattr(module.ManyReads, "read", less)
     offsets = np.array([5, 9000, 100_000])
-    found = Staging(CachedPages() if past_cache else None).blocks(made, offsets, 9000)
+    found = Staging(StagedFiles(past_cache=past_cache)).blocks(made, offsets, 9000)
     assert found is not None
     data = made.read_bytes()
     assert [block.tobytes() for block in found] == [data[offset : offset + 9000] for offset in offsets.tolist()]
@@ -103,7 +102,7 @@ def test_a_system_that_gives_less_than_it_was_asked_for(
 def test_a_file_system_that_cannot(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read = os.preadv
     plain = made.read_bytes()
-    monkeypatch.setattr(CachedPages, "has", lambda *_: False)
+    monkeypatch.setattr(module, "_pages_in_cache", lambda _: np.zeros(1, np.bool_))
     monkeypatch.setattr(module.ManyReads, "here", classmethod(lambda _: None))
 
     def refused(handle: int, *rest: object) -> int:
@@ -112,9 +111,9 @@ def test_a_file_system_that_cannot(made: Path, monkeypatch: pytest.MonkeyPatch) 
         return read(handle, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(os, "preadv", refused)
-    assert bytes(Staging(CachedPages()).read(made, 5, 99)) == plain[5:104]
+    assert bytes(Staging(StagedFiles(past_cache=True)).read(made, 5, 99)) == plain[5:104]
 
 
 def test_no_such_file(tmp_path: Path) -> None:
     with pytest.raises(NotFound):
-        Staging(CachedPages()).read(tmp_path / "none", 0, 1)
+        Staging(StagedFiles(past_cache=True)).read(tmp_path / "none", 0, 1)

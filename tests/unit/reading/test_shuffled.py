@@ -256,10 +256,10 @@ def test_a_scratch_disk_is_written_from_front_to_back(tmp_path: Path, monkeypatc
     dataset, put = made(cut=4), RowRing.put
     seen: list[int] = []
 
-    def watched(ring: RowRing, tap: str, places: Any, rows: Any, first: int = 0) -> None:
-        assert (np.diff(places.reshape(-1)) == 1).all()
-        seen.append(len(places))
-        put(ring, tap, places, rows, first)
+    def watched(ring: RowRing, tap: str, at: Any, rows: Any) -> None:
+        assert (np.diff(at.reshape(-1)) == 1).all()
+        seen.append(len(at))
+        put(ring, tap, at, rows)
 
     wanted = rows(dataset.shuffled("attn.1", 64, epochs=2))
     parts = [rows(dataset.shuffled("attn.1", 64, part=(k, 2))) for k in range(2)]
