@@ -23,6 +23,7 @@ import numpy.typing as npt
 from spile.errors import SpecError
 
 __all__ = [
+    "MEMORY",
     "EpochOrder",
     "EpochPlan",
     "Places",
@@ -36,6 +37,9 @@ __all__ = [
 ]
 
 Places = npt.NDArray[np.int64]
+
+MEMORY = 2 << 30
+"""Bytes of rows in memory, unless told: 4,096 pieces of it are as large as chunks, so that each is read once."""
 
 _CHUNK = 1 << 20
 _PIECE = 4 << 20
@@ -58,7 +62,7 @@ class ShuffleSpec:
 
     batch_rows: int = 4096
     seed: int = 0
-    memory: int = 1 << 30
+    memory: int = MEMORY
     """Bytes of rows that are held: all rows where they fit, else the groups that are drawn from and one being read."""
     part: int = 0
     parts: int = 1

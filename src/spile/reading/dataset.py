@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from spile.errors import UserError
 from spile.objects import Folder, open_folder
-from spile.planning.shuffle import ShuffleSpec, small_piece
+from spile.planning.shuffle import MEMORY, ShuffleSpec, small_piece
 from spile.reading.order import ShuffleOrder
 from spile.reading.rows import RowBatch, iterate
 from spile.reading.selection import SampleRef, ref_of, selection_of
@@ -191,7 +191,7 @@ class Dataset:
         *,
         seed: int = 0,
         epochs: int | None = 1,
-        memory: int = 1 << 30,
+        memory: int = MEMORY,
         scratch: str | None = None,
         piece: int | None = None,
         part: tuple[int, int] = (0, 1),
