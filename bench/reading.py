@@ -1,21 +1,27 @@
-"""Reading for training, beside what others read with: ``python -m bench.reading [--gigabytes 1] [--peers PYTHON]``.
+"""Reading for training, beside what others read with: ``python -m bench.reading [--gigabytes 4] [--peers PYTHON]``.
 
-One tap of bfloat16 rows. In one run, turn about, page cache warm and cold: the disk read from end to end, spile's
-shuffled reader, plain ``torch.load``, Hugging Face datasets, and SAELens' cached activations (with ``--peers``, the
-interpreter of an environment that has sae-lens). Then the first batch of a dataset of 1,000 shards, and buckets (the
-in-repo fake GCS and moto's S3, each in a process of its own) beside obstore's plain parallel range reads.
+One tap of bfloat16 rows, page cache dropped and warm: the disk read from end to end (through the page cache and past
+it; what others are measured by is the faster), spile's shuffled reader, plain
+``torch.load``, Hugging Face datasets, and SAELens' cached activations (with ``--peers``, the interpreter of an
+environment that has sae-lens). They take turns, each reads twice in its turn, and figures are medians: of the first
+reads, and of the second ones, which find the memory that the first used and left. (A virtual machine's host may take
+memory back that is free, and then to be given it again costs more than anything here.) Then the first batch of a
+dataset of 1,000 shards, and buckets (the in-repo fake GCS and moto's S3, each in a process of its own) beside obstore's
+plain parallel range reads.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -28,6 +34,7 @@ import numpy as np
 import spile
 from bench.overlap import run_identity
 from spile.objects import Folder, open_folder
+from spile.planning.shuffle import MEMORY
 from spile.spec.identity import StreamIdentity
 from spile.spec.sample import Sample
 from spile.spec.taps import Tap
@@ -80,9 +87,20 @@ def sequential(folder: Path) -> Iterator[int]:
                 yield count // (2 * D)
 
 
-def shuffled(folder: Path, memory: int, piece: int | None = None) -> Iterator[int]:
+def directly(folder: Path) -> Iterator[int]:
+    """The same past the page cache, as ``dd iflag=direct bs=8M`` reads."""
+    buffer = mmap.mmap(-1, 8 << 20)
+    for path in sorted(folder.rglob("*.safetensors")):
+        handle, offset = os.open(path, os.O_RDONLY | os.O_DIRECT), 0
+        while count := os.preadv(handle, [buffer], offset):
+            offset += count
+            yield count // (2 * D)
+        os.close(handle)
+
+
+def shuffled(folder: Path, **how: Any) -> Iterator[int]:
     """Ours."""
-    for rows in spile.open(str(folder)).shuffled("residual.0", BATCH, memory=memory, piece=piece):
+    for rows in spile.open(str(folder)).shuffled("residual.0", BATCH, **how):
         yield len(rows)
 
 
@@ -135,85 +153,111 @@ class Rate(NamedTuple):
     """Seconds of processors per row."""
 
 
-def rate(read: Callable[[], Iterator[int]], turns: int = 1) -> Rate:
-    """The best of some turns."""
-    found = []
+def rate(read: Callable[[], Iterator[int]]) -> Rate:
+    """Of all that it gives."""
+    began, used = time.perf_counter(), time.process_time()
+    rows = sum(read())
+    return Rate(rows / (time.perf_counter() - began), (time.process_time() - used) / rows)
+
+
+Read = Callable[[], Iterator[int]]
+
+
+class Twice(NamedTuple):
+    """What was read for the first time in a turn, and for the second."""
+
+    first: Rate
+    second: Rate
+
+
+def in_turns(reads: dict[str, Read], turns: int, before: Callable[[str], None] = lambda _: None) -> dict[str, Twice]:
+    """The medians of each, which one after the other has its turn: what the machine gives changes by the minute."""
+    found: dict[str, list[list[Rate]]] = {name: [[], []] for name in reads}
     for _ in range(turns):
-        began, used = time.perf_counter(), time.process_time()
-        rows = sum(read())
-        found.append(Rate(rows / (time.perf_counter() - began), (time.process_time() - used) / rows))
-    return Rate(max(each.rows for each in found), min(each.cpu for each in found))
+        for name, read in reads.items():
+            for time_of in found[name]:
+                before(name)
+                time_of.append(rate(read))
+    return {name: Twice(*map(_median, both)) for name, both in found.items()}
 
 
-def show(name: str, found: Rate, disk: Rate, ours: float | None = None) -> None:
+def _median(rates: list[Rate]) -> Rate:
+    return Rate(*map(statistics.median, zip(*rates, strict=True)))
+
+
+def show(found: dict[str, Twice], base: Twice, ours: Sequence[str] = ()) -> None:
+    """Beside the rates that are to be reached, and beside the slowest of ``ours``."""
+    print(f"  {'':44} {'first, GB/s':>12} {'of disk':>8} {'CPU s/GB':>9}   {'again':>6} {'of disk':>8} {'CPU s/GB':>9}")
     width = 2 * D
-    speed = f"{found.rows / 1e6:7.3f} M rows/s  {found.rows * width / 1e9:6.2f} GB/s"
-    cost = f"{found.cpu / width * 1e9:5.2f} CPU s/GB"
-    beside = "" if ours is None else f"; spile's slower one {ours / found.rows:.1f} × this"
-    print(f"  {name:44} {speed}  {cost}  {found.rows / disk.rows:6.2f} × the first{beside}", flush=True)
-
-
-def local(rows: int, peers: str | None) -> None:
-    with tempfile.TemporaryDirectory() as name:
-        home = Path(name)
-        make(open_folder(str(home / "root")), rows)
-        size = rows * D * 2
-        print(f"{rows:,} rows of {D} in bfloat16, {size / 1e9:.2f} GB, batches of {BATCH}")
-        others: list[tuple[str, Path, Callable[[], Iterator[int]]]] = []
-        others += _torch(home)
-        others += _hf(home)
-        ours: list[tuple[str, Path, Callable[[], Iterator[int]]]] = [
-            (f"spile, {label}", home / "root", partial(shuffled, home / "root", memory, piece))
-            for label, memory, piece in (
-                ("full permutation", 2 * size, None),
-                ("two levels, 1 GiB in memory", 1 << 30, None),
-                ("two levels, a quarter in memory", size // 4, None),
-                ("the same, pieces of 4 MiB", size // 4, 4 << 20),
-            )
-            if memory != 1 << 30 or size > memory  # else it is a full permutation, too
+    for name, both in found.items():
+        cells = [
+            f"{each.rows * width / 1e9:{room}.2f} {each.rows / against.rows:8.2f} {each.cpu / width * 1e9:9.2f}"
+            for each, against, room in zip(both, base, (12, 6), strict=True)
         ]
-        disk: Rate | None = None
-        plain = ("the disk, from end to end", home / "root", lambda: sequential(home / "root"))
-        for state in ("cold", "warm"):
-            print(f"page cache {state}:")
-            rates: dict[str, Rate] = {}
-            for label, folder, read in [plain, *ours, *others]:
-                turns = []
-                for _ in range(3):
-                    if state == "cold":
-                        forget(folder)
-                    turns.append(rate(read))
-                rates[label] = Rate(max(each.rows for each in turns), min(each.cpu for each in turns))
-                disk = disk or rates[label]  # cold: warm it is the memory's rate, and no disk's
-                peer = label in [name for name, _, _ in others]
-                show(label, rates[label], disk, min(rates[name].rows for name, _, _ in ours) if peer else None)
+        slowest = [min(found[label][time_of].rows for label in ours) if ours else 0.0 for time_of in range(2)]
+        behind = [f"{slow / each.rows:.1f}" for slow, each in zip(slowest, both, strict=True)]
+        beside = f"   spile's slowest: {' and '.join(behind)} ×" if ours and name not in ours else ""
+        print(f"  {name:44} {'   '.join(cells)}{beside}", flush=True)
+
+
+def local(rows: int, peers: str | None, turns: int) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        home, size = Path(name), rows * D * 2
+        root = home / "root"
+        make(open_folder(str(root)), rows)
+        print(f"{rows:,} rows of {D} in bfloat16, {size / 1e9:.2f} GB, batches of {BATCH}, medians of {turns} turns")
+        others = {**_torch(home), **_hf(home)}
+        modes: dict[str, dict[str, int]] = {
+            "spile, full permutation": {"memory": 2 * size},
+            "spile, as it is (two levels, 2 GiB)": {},
+            "spile, two levels, a quarter in memory": {"memory": size // 4},
+            "the same, pieces of 4 MiB": {"memory": size // 4, "piece": 4 << 20},
+        }
+        if size <= MEMORY:
+            del modes["spile, as it is (two levels, 2 GiB)"]  # it is a full permutation
+        disks: dict[str, Read] = {
+            "the disk, from end to end": partial(sequential, root),
+            "the disk, past the page cache": partial(directly, root),
+        }
+        reads = dict(disks)
+        reads |= {label: partial(shuffled, root, **how) for label, how in modes.items()}
+        reads |= {label: read for label, (_, read) in others.items()}
+        folders = {label: folder for label, (folder, _) in others.items()}
+        print("page cache dropped:")
+        dropped = in_turns(reads, turns, lambda label: forget(folders.get(label, root)))
+        disk = Twice(*(max(dropped[each][turn] for each in disks) for turn in range(2)))
+        show(dropped, disk, list(modes))
+        print("page cache warm:")
+        sum(rate(read).rows for read in reads.values())
+        warm = in_turns(reads, turns)
+        show(warm, disk, list(modes))  # warm the first line is the memory's rate, and no disk's
         if peers is not None:
             _saelens(home, rows, peers)
 
 
-def _torch(home: Path) -> list[tuple[str, Path, Callable[[], Iterator[int]]]]:
+def _torch(home: Path) -> dict[str, tuple[Path, Read]]:
     try:
         import torch
     except ImportError:
-        return []
+        return {}
     from spile.reading.torch_rows import tensor_of
 
     (home / "pt").mkdir()
     for number, rows in enumerate(spile.open(str(home / "root")).rows("residual.0", _SHARD_ROWS)):
         torch.save(tensor_of(rows.copy()), home / "pt" / f"{number:04d}.pt")
-    return [("torch.load, shuffled within a file", home / "pt", lambda: torch_files(home / "pt"))]
+    return {"torch.load, shuffled within a file": (home / "pt", partial(torch_files, home / "pt"))}
 
 
-def _hf(home: Path) -> list[tuple[str, Path, Callable[[], Iterator[int]]]]:
+def _hf(home: Path) -> dict[str, tuple[Path, Read]]:
     try:
         import datasets  # noqa: F401
     except ImportError:
-        return []
+        return {}
     from spile.reading.export.blocks import Export
     from spile.reading.export.tables import write_hf
 
     write_hf(Export(spile.open(str(home / "root")), ("residual.0",)), str(home / "hf"))
-    return [("datasets, in order, float32", home / "hf", lambda: hf(home / "hf"))]
+    return {"datasets, in order, float32": (home / "hf", partial(hf, home / "hf"))}
 
 
 def _saelens(home: Path, rows: int, peers: str) -> None:
@@ -227,7 +271,7 @@ def _saelens(home: Path, rows: int, peers: str) -> None:
         print(f"  SAELens: {done.stderr.strip().splitlines()[-1]}")
         return
     found = float(done.stdout.split()[-1])
-    ours = rate(lambda: shuffled(home / "root", rows * D)).rows
+    ours = rate(lambda: shuffled(home / "root", memory=rows * D)).rows
     print(f"  SAELens' cached activations, mixing buffer: {found / 1e6:.3f} M rows/s; spile {ours / found:.1f} ×")
 
 
@@ -268,7 +312,7 @@ time.sleep(3600)
 """
 
 
-def bucket(rows: int, name: str, server: str, opened: Callable[[str], tuple[str, Any]]) -> None:
+def bucket(rows: int, turns: int, name: str, server: str, opened: Callable[[str], tuple[str, Any]]) -> None:
     """Beside plain range reads of the same bytes. ``opened``: its address and obstore's store, of a server's URL."""
     command = [sys.executable, "-c", server]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
@@ -276,7 +320,7 @@ def bucket(rows: int, name: str, server: str, opened: Callable[[str], tuple[str,
             assert process.stdout is not None
             address, store = opened(process.stdout.readline().strip())
             print(f"a bucket ({name} in another process), {rows * D * 2 / 1e9:.2f} GB:")
-            _bucket(address, store, rows)
+            _bucket(address, store, rows, turns)
         finally:
             process.terminate()
 
@@ -300,7 +344,7 @@ def s3(url: str) -> tuple[str, Any]:
     return "s3://bucket", S3Store("bucket", endpoint=url, client_options={"allow_http": True})
 
 
-def _bucket(address: str, store: Any, rows: int) -> None:
+def _bucket(address: str, store: Any, rows: int, turns: int) -> None:
     make(open_folder(f"{address}/root"), rows, _SHARD_ROWS // 8)  # moto reads the whole object for each range
     dataset = spile.open(f"{address}/root")
     (stream,) = dataset.streams
@@ -322,22 +366,34 @@ def _bucket(address: str, store: Any, rows: int) -> None:
         for batch in dataset.shuffled("residual.0", BATCH, memory=memory):
             yield len(batch)
 
-    base = rate(plain, 2)
-    show("obstore's range reads, 8 at a time", base, base)
-    show("spile, full permutation", rate(lambda: ours(1 << 30), 2), base)
-    show("spile, two levels (256 MiB in memory)", rate(lambda: ours(256 << 20), 2), base)
+    first = "obstore's range reads, 8 at a time"
+    found = in_turns(
+        {
+            first: plain,
+            "spile, full permutation": lambda: ours(1 << 30),
+            "spile, two levels (256 MiB in memory)": lambda: ours(256 << 20),
+        },
+        turns,
+    )
+    show(found, found[first])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--gigabytes", type=float, default=1.0)
+    parser.add_argument("--gigabytes", type=float, default=4.0)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--only", choices=["local", "first", "buckets"])
     parser.add_argument("--peers", help="the interpreter of an environment with sae-lens")
     words = parser.parse_args()
     rows = int(words.gigabytes * 1e9) // (2 * D) // _SHARD_ROWS * _SHARD_ROWS
-    local(max(rows, 2 * _SHARD_ROWS), words.peers)
-    first_batch()
-    bucket(_SHARD_ROWS * 2, "fake GCS", _FAKE_GCS, gcs)
-    bucket(_SHARD_ROWS * 2, "moto's S3", _MOTO, s3)
+    parts = [words.only] if words.only else ["local", "first", "buckets"]
+    if "local" in parts:
+        local(max(rows, 2 * _SHARD_ROWS), words.peers, words.turns)
+    if "first" in parts:
+        first_batch()
+    if "buckets" in parts:
+        bucket(_SHARD_ROWS * 2, words.turns, "fake GCS", _FAKE_GCS, gcs)
+        bucket(_SHARD_ROWS * 2, words.turns, "moto's S3", _MOTO, s3)
 
 
 if __name__ == "__main__":
