@@ -132,38 +132,37 @@ class Group:
 class Window:
     """Rows of one or several groups that are given out one after the other.
 
-    ``stays``: they will be given again, so that nobody may have the memory itself.
+    ``lies``: all rows at its places are wanted, in this order and never again, so that their memory may be lent.
     """
 
-    def __init__(self, ring: RowRing, places: Places, known: RowBatch | None = None, *, stays: bool) -> None:
-        self.ring, self._places, self._known, self._stays = ring, places, known, stays
+    def __init__(self, ring: RowRing, places: Places, known: RowBatch | None = None, *, lies: bool) -> None:
+        self.ring, self._places, self._known, self._lies = ring, places, known, lies
 
     @classmethod
     def between(cls, ring: RowRing, groups: Sequence[Group], begin: int, end: int, *, stays: bool) -> Window:
-        """The wanted rows of these groups at these places."""
-        if all(group.wanted is None and group.known is None for group in groups):
-            return cls(ring, np.arange(begin, end), stays=stays)
+        """The wanted rows of these groups at these places. ``stays``: they will be given again."""
+        every = all(group.wanted is None for group in groups)
+        if every and all(group.known is None for group in groups):
+            return cls(ring, np.arange(begin, end), lies=not stays)
         rows = [group.within(begin, end) for group in groups]
         places = np.concatenate([group.places[each] for group, each in zip(groups, rows, strict=True)])
         order = np.argsort(places)
         known = [group.known.take(each) for group, each in zip(groups, rows, strict=True) if group.known is not None]
-        return cls(ring, places[order], RowBatch.join(known).take(order) if known else None, stays=stays)
+        joined = RowBatch.join(known).take(order) if known else None
+        return cls(ring, places[order], joined, lies=every and not stays)
 
     @classmethod
-    def permuted(cls, ring: RowRing, group: Group, order: Places, *, stays: bool) -> Window:
+    def permuted(cls, ring: RowRing, group: Group, order: Places) -> Window:
         """The wanted rows of the one group that all are in, in this order."""
         rows = group.chosen(order)
-        return cls(ring, group.places[rows], None if group.known is None else group.known.take(rows), stays=stays)
+        return cls(ring, group.places[rows], None if group.known is None else group.known.take(rows), lies=False)
 
     def __len__(self) -> int:
         return len(self._places)
 
     def run(self, begin: int, end: int) -> range | None:
-        """The places of its rows ``begin`` to ``end``, where they are neighbours whose memory may be lent."""
-        places = self._places[begin:end]
-        if self._stays or not (np.diff(places) == 1).all():
-            return None
-        return range(int(places[0]), int(places[-1]) + 1)
+        """The places of its rows ``begin`` to ``end``, where their memory may be lent."""
+        return range(int(self._places[begin]), int(self._places[end - 1]) + 1) if self._lies else None
 
     def gather_into(self, rows: Mapping[str, _Array], begin: int, end: int) -> None:
         """Copies of its rows ``begin`` to ``end``, of every tap."""

@@ -181,7 +181,7 @@ class _Engine:
                 groups = list(held.values())
                 if everything is not None or self._order.spec.scratch is not None:
                     order = row_order(self._order.spec, epoch, 0, len(groups[0].places))
-                    yield turn, Window.permuted(memory, groups[0], order, stays=stays)
+                    yield turn, Window.permuted(memory, groups[0], order)
                 else:
                     yield turn, Window.between(memory, groups, *known.bounds(number), stays=stays)
             everything = held[0] if plan.whole else None

@@ -215,14 +215,17 @@ class ShardReader:
         first: int = 0,
         read: Callable[[int, int], memoryview] | None = None,
     ) -> memoryview:
-        """Bytes whose every ``step`` has its checksum. A mismatch is read once more: the line may be to blame."""
+        """Bytes whose every ``step`` has its checksum. A mismatch is read once more: the line may be to blame.
+
+        They are checked all at once: each call gives the interpreter's lock away, and a thread waits to have it again.
+        """
         for last in (False, True):
             data = (read or self._bytes)(start, length)
-            found = [crc32c(data[at : at + step]) for at in range(0, max(1, len(data)), step)]
-            if found == list(sums):
+            if crc32c(data) == fold_chunks(sums, length, step):
                 break
             self._object = None
             if last:
+                found = [crc32c(data[at : at + step]) for at in range(0, max(1, len(data)), step)]
                 place = next((n for n, (a, b) in enumerate(zip(found, sums, strict=False)) if a != b), len(found) - 1)
                 raise Damaged(
                     f"{self.where} is damaged: {what.format(first + place)}",

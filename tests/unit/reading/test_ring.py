@@ -118,6 +118,16 @@ def test_who_keeps_many_batches_is_given_copies(dataset: Dataset, monkeypatch: p
     assert sum(asked) > len(batches) // 2
 
 
+def test_rows_that_wait_for_the_next_window_outlive_what_was_left_out(dataset: Dataset) -> None:
+    """Batches so small that the rows of one, where others lie between them, come from many windows."""
+    for batch, memory in ((2, 9000), (3, 1), (7, 4000)):
+        how: dict[str, Any] = {"memory": memory, "piece": 100, "tokens": range(300)}
+        found = [row.tobytes() for each in dataset.shuffled("attn.1", batch, **how) for row in each]
+        assert sorted(found) == sorted(
+            row.tobytes() for row in next(dataset.shuffled("attn.1", 99_999, tokens=range(300)))
+        )
+
+
 @given(batch=st.integers(1, 150), memory=st.sampled_from([1500, 4000, 9000]), part=st.sampled_from([(0, 1), (1, 2)]))
 @settings(max_examples=25, deadline=None)
 def test_an_endless_reader_goes_on_over_epochs_wherever_it_was_stopped(
