@@ -24,8 +24,8 @@ __all__ = ["Shuffled"]
 
 _THREADS = 8
 """That read from a bucket, where each waits for its answer."""
-_DISK_THREADS = 3
-"""That read from a disk, where each asks for many parts at a time: more only wait for the interpreter."""
+_DISK_THREADS = 4
+"""That read from a disk, where each asks for many parts at a time: more wait for the interpreter."""
 _AHEAD = 3
 """Batches made before they are asked for."""
 _LENT = 8
