@@ -127,7 +127,7 @@ def test_stop_asks_first(guarded: Guarded) -> None:
 
 
 def test_stop_kills_whoever_does_not_listen(guarded: Guarded) -> None:
-    guarded.go(f"echo up; {STUBBORN}")
+    guarded.go(f"trap '' TERM; echo up; {STUBBORN}")  # deaf before it is heard
     assert guarded.line() == b"up\n"
     guarded.say(b"s")
     _, events = guarded.read()
