@@ -187,7 +187,7 @@ def _median(rates: list[Rate]) -> Rate:
 
 def show(found: dict[str, Twice], base: Twice, ours: Sequence[str] = ()) -> None:
     """Beside the rates that are to be reached, and beside the slowest of ``ours``."""
-    print(f"  {'':44} {'first, GB/s':>12} {'of disk':>8} {'CPU s/GB':>9}   {'again':>6} {'of disk':>8} {'CPU s/GB':>9}")
+    print(f"  {'':44} {'first, GB/s':>12} {'of base':>8} {'CPU s/GB':>9}   {'again':>6} {'of base':>8} {'CPU s/GB':>9}")
     width = 2 * D
     for name, both in found.items():
         cells = [
@@ -312,7 +312,9 @@ time.sleep(3600)
 """
 
 
-def bucket(rows: int, turns: int, name: str, server: str, opened: Callable[[str], tuple[str, Any]]) -> None:
+def bucket(
+    rows: int, shard_rows: int, turns: int, name: str, server: str, opened: Callable[[str], tuple[str, Any]]
+) -> None:
     """Beside plain range reads of the same bytes. ``opened``: its address and obstore's store, of a server's URL."""
     command = [sys.executable, "-c", server]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
@@ -320,7 +322,7 @@ def bucket(rows: int, turns: int, name: str, server: str, opened: Callable[[str]
             assert process.stdout is not None
             address, store = opened(process.stdout.readline().strip())
             print(f"a bucket ({name} in another process), {rows * D * 2 / 1e9:.2f} GB:")
-            _bucket(address, store, rows, turns)
+            _bucket(address, store, rows, shard_rows, turns)
         finally:
             process.terminate()
 
@@ -344,8 +346,8 @@ def s3(url: str) -> tuple[str, Any]:
     return "s3://bucket", S3Store("bucket", endpoint=url, client_options={"allow_http": True})
 
 
-def _bucket(address: str, store: Any, rows: int, turns: int) -> None:
-    make(open_folder(f"{address}/root"), rows, _SHARD_ROWS // 8)  # moto reads the whole object for each range
+def _bucket(address: str, store: Any, rows: int, shard_rows: int, turns: int) -> None:
+    make(open_folder(f"{address}/root"), rows, shard_rows)
     dataset = spile.open(f"{address}/root")
     (stream,) = dataset.streams
     reads = [
@@ -370,7 +372,7 @@ def _bucket(address: str, store: Any, rows: int, turns: int) -> None:
     found = in_turns(
         {
             first: plain,
-            "spile, full permutation": lambda: ours(1 << 30),
+            "spile, full permutation": lambda: ours(4 << 30),
             "spile, two levels (256 MiB in memory)": lambda: ours(256 << 20),
         },
         turns,
@@ -392,8 +394,9 @@ def main() -> None:
     if "first" in parts:
         first_batch()
     if "buckets" in parts:
-        bucket(_SHARD_ROWS * 2, words.turns, "fake GCS", _FAKE_GCS, gcs)
-        bucket(_SHARD_ROWS * 2, words.turns, "moto's S3", _MOTO, s3)
+        bucket(8 * _SHARD_ROWS, _SHARD_ROWS, words.turns, "fake GCS", _FAKE_GCS, gcs)
+        # moto reads the whole object for each range
+        bucket(2 * _SHARD_ROWS, _SHARD_ROWS // 8, words.turns, "moto's S3", _MOTO, s3)
 
 
 if __name__ == "__main__":
