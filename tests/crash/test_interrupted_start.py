@@ -68,7 +68,7 @@ def interrupted(folder: Path, kind: str, moment: str, *words: str) -> tuple[int,
     ("kind", "moment"),
     [
         *(("import", moment) for moment in ("cyclopts", "spile.cli.extract", "spile.runtime.extract", "jax._src.core")),
-        *(("collected", moment) for moment in ("spile.cli.extract", "spile.runtime.extract", "spile.dashboard.worker")),
+        *(("collected", moment) for moment in ("spile.cli.extract", "spile.runtime.extract")),
         *(("broken", moment) for moment in ("rich.console", "spile.runtime.extract", "jax.numpy")),
         ("swallowed", "jax._src.dtypes"),
     ],
@@ -76,6 +76,13 @@ def interrupted(folder: Path, kind: str, moment: str, *words: str) -> tuple[int,
 def test_ctrl_c_is_one_line_whatever_is_being_loaded(tmp_path: Path, kind: str, moment: str) -> None:
     assert interrupted(tmp_path, kind, moment, "extract") == (130, "", "spile: interrupted\n")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_that_is_lost_just_before_the_run_ends_the_start_or_the_run(tmp_path: Path) -> None:
+    """It comes again a moment later, when the run may have begun: then that one is told, as at any other time."""
+    code, said, errors = interrupted(tmp_path, "collected", "spile.dashboard.worker", "extract")
+    assert code == 130, (said, errors)
+    assert (said, errors) == ("", "spile: interrupted\n") or "the same command again resumes" in said
 
 
 @pytest.mark.parametrize("command", JAX_USERS)
