@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spile.objects import open_folder
 from spile.reading.dataset import Dataset
 from spile.reading.dataset import open as open_dataset
 from spile.reading.ring import RowRing
@@ -21,19 +22,13 @@ from world import produce
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    from spile.objects import open_folder
-
     root = tmp_path_factory.mktemp("root")
     produce(open_folder(str(root)), 120, cut=4)
     return open_dataset(str(root))
 
 
-def slots(count: int, rows: int = 2) -> RowSlots:
-    return RowSlots([("a", np.dtype("u1"), 4), ("b", np.dtype("u2"), 3)], count, rows, None)
-
-
 def test_a_slot_comes_back_with_the_last_array_of_it() -> None:
-    memory = slots(2)
+    memory = RowSlots([("a", np.dtype("u1"), 4), ("b", np.dtype("u2"), 3)], 2, 2, None)
     first, other = memory.take(), memory.take()
     lent = memory.lend(first, 1)
     assert {tap: rows.shape for tap, rows in lent.items()} == {"a": (1, 4), "b": (1, 3)}
@@ -81,15 +76,11 @@ def test_rows_that_were_given_before_are_written_nowhere(dataset: Dataset) -> No
 
 
 def test_a_kept_batch_is_not_written_over(dataset: Dataset) -> None:
-    for how in (
-        {"memory": 4000},
-        {"memory": 4000, "epochs": 2},
-        {},
-        {"part": (0, 2)},
-        {"memory": 9000, "part": (1, 2)},
-    ):
-        wanted = [batch.copy() for batch in dataset.shuffled("attn.1", 64, **how)]  # type: ignore[arg-type]
-        reader = dataset.shuffled("attn.1", 64, **how)  # type: ignore[arg-type]
+    small: dict[str, Any] = {"memory": 4000}
+    hows: list[dict[str, Any]] = [small, {**small, "epochs": 2}, {}, {"part": (0, 2)}, {**small, "part": (1, 2)}]
+    for how in hows:
+        wanted = [batch.copy() for batch in dataset.shuffled("attn.1", 64, **how)]
+        reader = dataset.shuffled("attn.1", 64, **how)
         kept, found = {}, []
         for number, batch in enumerate(reader):
             found.append(batch.copy())
