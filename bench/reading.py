@@ -1,9 +1,8 @@
 """Reading for training, beside what others read with: ``python -m bench.reading [--gigabytes 4] [--peers PYTHON]``.
 
 One tap of bfloat16 rows, page cache dropped and warm: the disk read from end to end (through the page cache and past
-it; what others are measured by is the faster), spile's shuffled reader, plain
-``torch.load``, Hugging Face datasets, and SAELens' cached activations (with ``--peers``, the interpreter of an
-environment that has sae-lens). They take turns, each reads twice in its turn, and figures are medians: of the first
+it; all are measured by the faster), spile's shuffled reader, plain ``torch.load``, Hugging Face datasets, and SAELens'
+cached activations (with ``--peers``, the interpreter of an environment that has sae-lens). They take turns, each reads twice in its turn, and figures are medians: of the first
 reads, and of the second ones, which find the memory that the first used and left. (A virtual machine's host may take
 memory back that is free, and then to be given it again costs more than anything here.) Then the first batch of a
 dataset of 1,000 shards, and buckets (the in-repo fake GCS and moto's S3, each in a process of its own) beside obstore's
@@ -91,11 +90,9 @@ def directly(folder: Path) -> Iterator[int]:
     """The same past the page cache, as ``dd iflag=direct bs=8M`` reads."""
     buffer = mmap.mmap(-1, 8 << 20)
     for path in sorted(folder.rglob("*.safetensors")):
-        handle, offset = os.open(path, os.O_RDONLY | os.O_DIRECT), 0
-        while count := os.preadv(handle, [buffer], offset):
-            offset += count
-            yield count // (2 * D)
-        os.close(handle)
+        with open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_DIRECT)) as file:
+            while count := file.readinto(buffer):
+                yield count // (2 * D)
 
 
 def shuffled(folder: Path, **how: Any) -> Iterator[int]:
