@@ -2,11 +2,11 @@
 
 One tap of bfloat16 rows, page cache dropped and warm: the disk read from end to end (through the page cache and past
 it; all are measured by the faster), spile's shuffled reader, plain ``torch.load``, Hugging Face datasets, and SAELens'
-cached activations (with ``--peers``, the interpreter of an environment that has sae-lens). They take turns, each reads twice in its turn, and figures are medians: of the first
-reads, and of the second ones, which find the memory that the first used and left. (A virtual machine's host may take
-memory back that is free, and then to be given it again costs more than anything here.) Then the first batch of a
-dataset of 1,000 shards, and buckets (the in-repo fake GCS and moto's S3, each in a process of its own) beside obstore's
-plain parallel range reads.
+cached activations (with ``--peers``, the interpreter of an environment that has sae-lens). They take turns, each reads
+twice in its turn, and figures are medians: of the first reads, and of the second ones, which find the memory that the
+first used and left. (A virtual machine's host may take memory back that is free, and then to be given it again costs
+more than anything here.) Then the first batch of a dataset of 1,000 shards, and buckets (the in-repo fake GCS and
+moto's S3, each in a process of its own) beside obstore's plain parallel range reads.
 """
 
 from __future__ import annotations
