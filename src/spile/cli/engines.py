@@ -75,8 +75,8 @@ def make_engine(flags: EngineFlags) -> Engine:
         from spile.runtime.engines.ray_cluster import RayEngine
 
         return RayEngine(flags.num_workers, flags.needs(), flags.ray_address, flags.hosts_per_worker)
+    from spile.objects.environment import this_machines_cores
     from spile.runtime.engines.local import LocalEngine
-    from spile.runtime.engines.sharing import this_machines_cores
 
     if flags.log_dir is not None:
         flags.log_dir.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Numbers from the environment: ``SPILE_…`` variables that bound waiting and memory."""
+"""Numbers from the environment: ``SPILE_…`` variables that bound waiting and memory, and the processors there are."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 
 from spile.errors import SpecError
 
-__all__ = ["positive_number"]
+__all__ = ["positive_number", "this_machines_cores"]
 
 
 def positive_number(name: str, default: float) -> float:
@@ -22,3 +22,10 @@ def positive_number(name: str, default: float) -> float:
     if not 0 < value < math.inf:
         raise SpecError(name, expected="a number above 0", found=repr(text), fix=f"unset {name}, or correct it")
     return value
+
+
+def this_machines_cores() -> tuple[int, ...]:
+    """The cores that this process may use: a container's, not the machine's."""
+    if hasattr(os, "sched_getaffinity"):
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from spile.objects.staging import StagedFiles, Staging
 from spile.planning.shuffle import Places, RowPieces
+from spile.reading.opening import OpeningGroup, ShardOpener
 from spile.reading.read_pool import ReadPool
 from spile.reading.ring import Group, RowRing
 from spile.reading.rows import RowBatch, context_of
@@ -53,21 +54,35 @@ class GroupLoader:
     """Reads groups into a ring."""
 
     def __init__(
-        self, source: TapSource, selection: Selection, pool: ReadPool, *, context: bool, past_cache: bool
+        self,
+        source: TapSource,
+        selection: Selection,
+        pool: ReadPool,
+        opener: ShardOpener,
+        *,
+        context: bool,
+        past_cache: bool,
     ) -> None:
-        self._source, self._selection, self._pool = source, selection, pool
+        self._source, self._selection, self._pool, self._opener = source, selection, pool, opener
         self._context, self._files = context, StagedFiles(past_cache=past_cache)
         self._own = threading.local()
 
-    def begin(self, ring: RowRing, pieces: RowPieces, places: Places, first: int) -> LoadingGroup:
-        """Start to read a group whose rows have these places; rows before the place ``first`` have been given out."""
+    def begin(
+        self, ring: RowRing, pieces: RowPieces, places: Places, first: int, following: Iterable[RowPieces]
+    ) -> LoadingGroup:
+        """Start to read a group whose rows have these places; rows before the place ``first`` have been given out.
+
+        ``following``: the groups after it.
+        """
         blocks = pieces.split(self._source.block_rows)
         ends = np.cumsum(blocks.lengths)
         at = ring.rows_at(places, first)  # of all at once: threads would wait for the interpreter after each step
         tasks = []
+        then = chain.from_iterable(group.shards.tolist() for group in following)
+        opening = OpeningGroup(self._opener, self._source.shards, blocks.shards.tolist(), then)
         for run in self._runs(blocks, ends):
             mine = at[ends[run.start] - int(blocks.lengths[run.start]) : ends[run.stop - 1]]
-            tasks.append(self._pool.submit(partial(self._read, ring, blocks[run], mine)))
+            tasks.append(self._pool.submit(partial(self._read, ring, blocks[run], mine, opening)))
         return LoadingGroup(places, tasks)
 
     def _runs(self, blocks: RowPieces, ends: Places) -> list[slice]:
@@ -77,9 +92,11 @@ class GroupLoader:
         edges = [0, *borders.tolist(), len(blocks)]
         return [slice(begin, end) for begin, end in pairwise(edges) if begin < end]
 
-    def _read(self, ring: RowRing, blocks: RowPieces, at: Places) -> _Run:
+    def _read(self, ring: RowRing, blocks: RowPieces, at: Places, opening: OpeningGroup) -> _Run:
         """One run, every tap of it. In a thread of the pool."""
-        stream, shard = self._source.shards[int(blocks.shards[0])]
+        number = int(blocks.shards[0])
+        opening.reached(number)
+        stream, shard = self._source.shards[number]
         wanted, known = None, None
         if self._selection.by_tail:
             wanted = np.concatenate([self._selection.mask(stream, shard, *each) for _, *each in blocks.joined()])

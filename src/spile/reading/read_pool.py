@@ -17,12 +17,11 @@ _Tasks = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 
 
 class ReadPool:
-    """A few daemon threads and their queue. What is waiting when it is closed is cancelled."""
+    """A few daemon threads, begun with the first task, and their queue. What waits when it is closed is cancelled."""
 
     def __init__(self, threads: int) -> None:
         self._tasks: _Tasks = queue.SimpleQueue()
-        for number in range(threads):
-            threading.Thread(target=_work, args=(self._tasks,), name=f"spile-read-{number}", daemon=True).start()
+        self._wanted = threads
         # Called when the program ends, too: later, when generators are closed, even modules may be gone.
         self._end = weakref.finalize(self, _close, self._tasks, threads)
         self._lock = threading.Lock()
@@ -32,10 +31,16 @@ class ReadPool:
         future: Future[T] = Future()
         with self._lock:  # nothing comes into the queue after its threads were told to end
             if self._end.alive:
+                self._begin()
                 self._tasks.put((future, task))
                 return future
         future.cancel()
         return future
+
+    def _begin(self) -> None:
+        for number in range(self._wanted):
+            threading.Thread(target=_work, args=(self._tasks,), name=f"spile-read-{number}", daemon=True).start()
+        self._wanted = 0
 
     def close(self) -> None:
         """Cancel what waits and let the threads end by themselves."""

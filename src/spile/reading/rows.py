@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from spile.reading.opening import ShardOpener
 from spile.reading.read_pool import ReadPool
 from spile.reading.selection import Selection, kept_fields, positions_of
 from spile.store.shard_reader import ShardReader
@@ -154,10 +155,10 @@ def _read_ahead(
     shards: Iterable[tuple[int, ShardReader]], tap: str
 ) -> Iterator[tuple[int, ShardReader, int, memoryview]]:
     """(stream, shard, number of the first chunk, bytes) in order, with the next pieces already on their way."""
-    pool = ReadPool(_AHEAD)
+    pool, opener = ReadPool(_AHEAD), ShardOpener([tap])
     waiting: deque[tuple[int, ShardReader, int, Future[memoryview]]] = deque()
     try:
-        for stream, shard in shards:
+        for stream, shard in opener.in_turn(shards):
             for begin, end in shard.pieces(tap, _PIECE):
                 waiting.append((stream, shard, begin, pool.submit(partial(shard.chunks, tap, begin, end))))
                 if len(waiting) > _AHEAD:
@@ -167,4 +168,5 @@ def _read_ahead(
             number, source, at, future = waiting.popleft()
             yield number, source, at, future.result()
     finally:
+        opener.close()
         pool.close()

@@ -5,15 +5,17 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import count
+from itertools import count, islice
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from spile.data.background import ahead
+from spile.objects.environment import this_machines_cores
 from spile.planning.shuffle import EpochOrder, EpochPlan, Places, row_order
 from spile.reading.loading import GroupLoader, LoadingGroup
+from spile.reading.opening import ShardOpener
 from spile.reading.order import ShuffleOrder, ShufflePlace
 from spile.reading.read_pool import ReadPool
 from spile.reading.ring import BatchRows, Group, RowRing, Window
@@ -22,8 +24,8 @@ from spile.store.statistics import widened
 
 __all__ = ["Shuffled"]
 
-_THREADS = 8
-"""That read from a bucket, where each waits for its answer."""
+_BUCKET_THREADS = (8, 16)
+"""That read from a bucket, at least and at most: each waits for its answer, and two cores do not keep up with more."""
 _DISK_THREADS = 4
 """That read from a disk, where each asks for many parts at a time: more wait for the interpreter."""
 _AHEAD = 3
@@ -55,13 +57,14 @@ class Shuffled(Iterator[Any]):
         page_cache: bool | None,
     ) -> None:
         self._order, self._place = order, start
-        pool = ReadPool(_DISK_THREADS if order.source.local else _THREADS)
+        pool = ReadPool(_DISK_THREADS if order.source.local else _bucket_threads())
+        opener = ShardOpener(order.source.taps)
         past_cache = not (order.comes_back(epochs) if page_cache is None else page_cache)
-        loader = GroupLoader(order.source, order.selection, pool, context=context, past_cache=past_cache)
+        loader = GroupLoader(order.source, order.selection, pool, opener, context=context, past_cache=past_cache)
         engine = _Engine(order, loader, epochs, np.dtype(dtype) if dtype is not None else None, single)
         self._items: Iterator[tuple[Any, ShufflePlace]] = ahead(engine.run(self._place), _AHEAD)
         # Also at the end of the program, while threads can still be told: a daemon thread that is cut off prints.
-        self._end = weakref.finalize(self, _end, self._items, pool)
+        self._end = weakref.finalize(self, _end, self._items, pool, opener)
 
     def __iter__(self) -> Shuffled:
         return self
@@ -91,7 +94,12 @@ class Shuffled(Iterator[Any]):
         self.close()
 
 
-def _end(items: Any, pool: ReadPool) -> None:
+def _bucket_threads() -> int:
+    return min(max(len(this_machines_cores()), _BUCKET_THREADS[0]), _BUCKET_THREADS[1])
+
+
+def _end(items: Any, pool: ReadPool, opener: ShardOpener) -> None:
+    opener.close()
     pool.close()  # first: whoever waits for a read is let go
     items.close()
 
@@ -196,7 +204,8 @@ class _Engine:
             for number in range(begin, len(plan.groups)):
                 places, memory = known.base + self._places(known.order, number), self._memory(plan)
                 memory.reserve(max(first, known.bounds(number)[0]), known.end_of(number))
-                begun = self._loader.begin(memory, plan.groups[number], places, first)
+                following = islice(plan.groups, number + 1, None)
+                begun = self._loader.begin(memory, plan.groups[number], places, first, following)
                 if coming is not None:
                     yield coming.result()
                 coming = begun

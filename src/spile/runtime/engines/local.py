@@ -9,10 +9,11 @@ from pathlib import Path
 
 from spile.errors import SpecError
 from spile.objects import open_folder
+from spile.objects.environment import this_machines_cores
 from spile.objects.preflight import preflight
 from spile.runtime.engines.engine import ClusterCheck, StreamTask, WorkerEnd
 from spile.runtime.engines.process import WorkerProcess
-from spile.runtime.engines.sharing import WorkerShare, shares, this_machines_chips, this_machines_cores
+from spile.runtime.engines.sharing import WorkerShare, shares, this_machines_chips
 
 __all__ = ["LocalEngine"]
 

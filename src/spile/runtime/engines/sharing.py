@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from spile.errors import SpecError
 
-__all__ = ["WorkerShare", "shares", "this_machines_chips", "this_machines_cores", "thread_limits"]
+__all__ = ["WorkerShare", "shares", "this_machines_chips", "thread_limits"]
 
 
 @dataclass(frozen=True)
@@ -20,13 +19,6 @@ class WorkerShare:
 
     cores: tuple[int, ...]
     env: Mapping[str, str] = field(default_factory=dict)
-
-
-def this_machines_cores() -> tuple[int, ...]:
-    """The cores that this process may use: a container's, not the machine's."""
-    if hasattr(os, "sched_getaffinity"):
-        return tuple(sorted(os.sched_getaffinity(0)))
-    return tuple(range(os.cpu_count() or 1))
 
 
 def this_machines_chips(environment: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
