@@ -18,12 +18,12 @@ def read_chunks(folder: Folder, key: str, chunk: int = 8 << 20) -> Iterator[byte
     size = folder.info(key).size
     pool = ThreadPoolExecutor(_AHEAD, thread_name_prefix="read-ahead")
     try:
-        waiting: deque[Future[bytes]] = deque()
+        waiting: deque[Future[bytes | memoryview]] = deque()
         for start in range(0, size, chunk):
             waiting.append(pool.submit(folder.get_range, key, start, min(chunk, size - start)))
             if len(waiting) > _AHEAD:
-                yield waiting.popleft().result()
+                yield bytes(waiting.popleft().result())
         while waiting:
-            yield waiting.popleft().result()
+            yield bytes(waiting.popleft().result())
     finally:
         pool.shutdown(wait=True, cancel_futures=True)

@@ -112,7 +112,7 @@ class Folder(Protocol):
     def get_many(self, keys: Iterable[str]) -> Iterator[bytes]:
         """Whole objects, in the order of their keys, fetched many at a time; bounded in what it holds."""
 
-    def get_range(self, key: str, start: int, length: int) -> bytes:
+    def get_range(self, key: str, start: int, length: int) -> bytes | memoryview:
         """Exactly ``length`` bytes from ``start``; fewer is a :class:`StoreError`."""
 
     def info(self, key: str) -> ObjectInfo:

@@ -86,7 +86,7 @@ class MirrorFolder:
         self._follow(key, data)
         return data
 
-    def get_range(self, key: str, start: int, length: int) -> bytes:
+    def get_range(self, key: str, start: int, length: int) -> bytes | memoryview:
         """From the home."""
         return self.home.get_range(key, start, length)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from spile.objects.cloud.ranges import FastRanges
 from spile.objects.cloud.rest import GoogleDialect, RestClient, S3Dialect
 from spile.objects.cloud.upload import Buffers, Uploader
 from spile.objects.retry import Retry
@@ -27,7 +28,9 @@ class Bucket:
         self.url = f"{scheme}://{name}"
         self.stats = Stats()
         self.retry = retry if retry is not None else Retry.from_environment()
-        self.rest = RestClient(GoogleDialect() if scheme == "gs" else S3Dialect(name), name)
+        dialect = GoogleDialect() if scheme == "gs" else S3Dialect(name)
+        self.rest = RestClient(dialect, name)
+        self.ranges = FastRanges(dialect, name, self.stats)
         self.buffers = Buffers()
         self.readers = ThreadPoolExecutor(READERS, thread_name_prefix="get")
         self.uploader = Uploader(self.rest, self.again)

@@ -25,9 +25,9 @@ from spile.objects.cloud.listing import ListedObject
 from spile.objects.crc import crc32c, to_base64
 from spile.objects.environment import positive_number
 
-__all__ = ["GoogleDialect", "Reply", "RestClient", "S3Dialect", "http_timeout"]
+__all__ = ["CONNECT_SECONDS", "GoogleDialect", "Reply", "RestClient", "S3Dialect", "http_timeout"]
 
-_CONNECT_SECONDS = 10.0
+CONNECT_SECONDS = 10.0
 _READ_BACK: set[str] = set()
 """Buckets whose server was found not to compare checksums, for all clients of this process."""
 _REGIONS: dict[str, str | None] = {}
@@ -159,7 +159,7 @@ def _ask_region(bucket: str) -> str | None:
     if bucket not in _REGIONS:
         url = f"{_amazon()}/{quoted(bucket)}"
         try:
-            reply = _pool(url).request("HEAD", url, redirect=False, retries=False, timeout=_CONNECT_SECONDS)
+            reply = _pool(url).request("HEAD", url, redirect=False, retries=False, timeout=CONNECT_SECONDS)
             _REGIONS[bucket] = reply.headers.get(_REGION_HEADER)
         except urllib3.exceptions.HTTPError:
             _REGIONS[bucket] = None
@@ -173,7 +173,7 @@ def _amazon(region: str | None = None) -> str:
 
 
 def _pool(url: str) -> urllib3.PoolManager:
-    timeout = urllib3.Timeout(connect=min(_CONNECT_SECONDS, http_timeout()), read=http_timeout())
+    timeout = urllib3.Timeout(connect=min(CONNECT_SECONDS, http_timeout()), read=http_timeout())
     parts = urlsplit(url)
     proxy = urllib.request.getproxies().get(parts.scheme)
     if proxy and not urllib.request.proxy_bypass(parts.hostname or ""):

@@ -18,6 +18,7 @@ import argparse
 import json
 import os
 import signal
+import ssl
 import sys
 import time
 
@@ -32,9 +33,15 @@ __all__ = ["FakeGcs", "main"]
 class FakeGcs(FaultyServer):
     """The server. Its buckets live as long as it does."""
 
-    def __init__(self, port: int = 0, host: str = "127.0.0.1", known_as: str | None = None) -> None:
+    def __init__(
+        self,
+        port: int = 0,
+        host: str = "127.0.0.1",
+        known_as: str | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         """``known_as``: its URL as clients elsewhere reach it, where that is not ``host``."""
-        super().__init__(port, host)
+        super().__init__(port, host, tls)
         self.buckets = Buckets(known_as or self.url)
 
     def add_bucket(self, name: str, location: str = "US-CENTRAL1") -> None:

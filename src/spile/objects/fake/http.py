@@ -12,6 +12,7 @@ import http.client
 import json
 import socket
 import socketserver
+import ssl
 import struct
 import sys
 import threading
@@ -68,8 +69,9 @@ class FaultyServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
     allow_reuse_address = True
     request_queue_size = 128
 
-    def __init__(self, port: int = 0, host: str = "127.0.0.1") -> None:
+    def __init__(self, port: int = 0, host: str = "127.0.0.1", tls: ssl.SSLContext | None = None) -> None:
         super().__init__((host, port), _Connection)
+        self.tls = tls
         self.faults = Faults()
         self.throttle = Throttle()
         self.stopping = threading.Event()
@@ -79,7 +81,7 @@ class FaultyServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
     def url(self) -> str:
         """``http://127.0.0.1:port``."""
         host, port = self.server_address[:2]
-        return f"http://{host!s}:{port}"
+        return f"http{'s' if self.tls else ''}://{host!s}:{port}"
 
     def answer(self, request: Request) -> FakeReply:
         """What the server says. Subclasses know."""
@@ -102,7 +104,7 @@ class FaultyServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
 
     def handle_error(self, request: object, client_address: object) -> None:
         """A client that hangs up is no news; a bug in the fake is."""
-        if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
+        if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError | ssl.SSLError):
             super().handle_error(request, client_address)  # type: ignore[arg-type]
 
     def __enter__(self) -> Self:
@@ -127,6 +129,16 @@ class _Connection(socketserver.StreamRequestHandler):
     @property
     def _server(self) -> FaultyServer:
         return cast("FaultyServer", self.server)
+
+    def setup(self) -> None:
+        if self._server.tls is not None:
+            self.request = self._server.tls.wrap_socket(self.request, server_side=True)
+        super().setup()
+
+    def finish(self) -> None:
+        super().finish()
+        if self._server.tls is not None:  # the server closes the socket below it, which has been let go
+            self.connection.close()
 
     def handle(self) -> None:
         with suppress(ConnectionError):
