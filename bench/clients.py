@@ -1,8 +1,9 @@
-"""Clients of an object store against each other, on loopback: ``python -m bench.clients``.
+"""Clients of an object store against each other, on loopback: ``python -m bench.clients [--tls]``.
 
 The server is as plain as can be (``sendfile`` out, ``recv`` in) and a process of its own, so that what is compared is
 what each client costs: large ranges read and large parts written, many at a time, as a run reads and writes them. The
-ways take turns, several rounds each; the best round counts, and the CPU seconds of this process beside it.
+ways take turns, several rounds each; the best round counts, and the CPU seconds of this process beside it. With TLS, as
+real buckets have it, only what is read is compared: this server takes what is written as slowly as Python reads.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import importlib.util
 import json
 import os
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -26,22 +28,27 @@ from typing import Any
 import numpy as np
 import urllib3
 
+from spile.objects.fake.certificates import loopback_context
+
 SIZE = 8 << 20
 Transfer = Callable[[int], int]
 """One transfer; gives its bytes."""
 
 
-def serve(path: str) -> None:
+def serve(path: str, certificates: str | None) -> None:
     """Every GET is a range of one file, every PUT is read and forgotten."""
     file = Path(path).open("rb")  # noqa: SIM115
+    context = loopback_context(Path(certificates))[0] if certificates is not None else None
     listener = socket.create_server(("127.0.0.1", 0), backlog=128)
     print(listener.getsockname()[1], flush=True)
     while True:
         connection, _ = listener.accept()
-        threading.Thread(target=_answer, args=(connection, file.fileno()), daemon=True).start()
+        threading.Thread(target=_answer, args=(connection, file.fileno(), context), daemon=True).start()
 
 
-def _answer(connection: socket.socket, file: int) -> None:
+def _answer(connection: socket.socket, file: int, context: ssl.SSLContext | None) -> None:
+    if context is not None:
+        connection = context.wrap_socket(connection, server_side=True)
     stream = connection.makefile("rb")
     scratch = bytearray(1 << 20)
     date = formatdate(usegmt=True)
@@ -58,6 +65,9 @@ def _answer(connection: socket.socket, file: int) -> None:
                 f'HTTP/1.1 206 Partial Content\r\nContent-Length: {count}\r\nETag: "x"\r\nLast-Modified: {date}\r\n'
                 f"Content-Range: bytes {first}-{last}/{size}\r\n\r\n".encode()
             )
+            if context is not None:
+                connection.sendall(os.pread(file, count, start))
+                count = 0
             while count:
                 sent = os.sendfile(connection.fileno(), file, start, count)
                 start, count = start + sent, count - sent
@@ -188,19 +198,24 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--transfers", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tls", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rows: dict[str, Any] = {}
-    with tempfile.NamedTemporaryFile() as file:
+    with tempfile.NamedTemporaryFile() as file, tempfile.TemporaryDirectory() as certificates:
         file.write(os.urandom(4 * SIZE))
         file.flush()
         command = [sys.executable, "-m", "bench.clients", "--serve", file.name]
+        if args.tls:
+            command.append(certificates)
+            authority = str(Path(certificates, "authority.pem"))
+            os.environ.update(SSL_CERT_FILE=authority, AWS_CA_BUNDLE=authority)
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
             assert server.stdout is not None
-            url = f"http://127.0.0.1:{server.stdout.readline().strip()}"
+            url = f"http{'s' if args.tls else ''}://127.0.0.1:{server.stdout.readline().strip()}"
             try:
                 for threads in args.threads:
-                    for verb, ways in (("read", readers(url)), ("write", writers(url))):
+                    for verb, ways in {"read": readers(url), **({} if args.tls else {"write": writers(url)})}.items():
                         for name, row in measure(ways, threads, args.transfers, args.rounds).items():
                             rows[f"{verb}, {threads} at a time, {name}"] = row
                             print(f"{verb:5} {threads:3} at a time  {name:24} "
@@ -213,6 +228,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--serve"]:
-        serve(sys.argv[2])
+        serve(sys.argv[2], (*sys.argv[3:], None)[0])
     else:
         main()

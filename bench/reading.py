@@ -12,59 +12,21 @@ moto's S3, each in a process of its own) beside obstore's plain parallel range r
 from __future__ import annotations
 
 import argparse
-import json
 import mmap
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import ml_dtypes
-import numpy as np
+from typing import Any
 
 import spile
-from bench.overlap import run_identity
-from spile.objects import Folder, open_folder
+from bench.buckets import BUCKETS, read_bucket
+from bench.rates import BATCH, SHARD_ROWS, D, Read, Twice, in_turns, make, rate, show
+from spile.objects import open_folder
 from spile.planning.shuffle import MEMORY
-from spile.spec.identity import StreamIdentity
-from spile.spec.sample import Sample
-from spile.spec.taps import Tap
-from spile.store.run import join_run
-from spile.store.stream import join_stream
-
-D = 896
-BATCH = 4096
-_SHARD_ROWS = 131_072
-_SAMPLE = 512
-
-
-def make(root: Folder, rows: int, shard_rows: int = _SHARD_ROWS, d: int = D) -> None:
-    """Random rows in shards of one tap."""
-    run = replace(run_identity(), d_model=d)
-    join_run(root, run)
-    samples = rows // _SAMPLE if shard_rows >= _SAMPLE else rows // shard_rows
-    length = min(_SAMPLE, shard_rows)
-    store = join_stream(root, 0, StreamIdentity("none", "0", samples, samples, (Tap("residual", 0),)), run)
-    block = np.random.default_rng(0).standard_normal((shard_rows, d), np.float32).astype(ml_dtypes.bfloat16)
-    per = shard_rows // length
-    for first in range(0, samples, per):
-        count = min(per, samples - first)
-        made = [
-            Sample(first + n, f"t{first + n}", np.arange(length, dtype=np.int32), np.zeros(length, np.uint8))
-            for n in range(count)
-        ]
-        builder = store.begin(made)
-        builder.write(0, 0, block[: count * length])
-        store.commit([builder.finish()])
-    store.finish()
 
 
 def forget(folder: Path) -> None:
@@ -141,62 +103,6 @@ print(rows / (time.perf_counter() - began))
 """
 
 
-class Rate(NamedTuple):
-    """How fast, and what it cost: on a machine that does other work only the second says much."""
-
-    rows: float
-    """Per second."""
-    cpu: float
-    """Seconds of processors per row."""
-
-
-def rate(read: Callable[[], Iterator[int]]) -> Rate:
-    """Of all that it gives."""
-    began, used = time.perf_counter(), time.process_time()
-    rows = sum(read())
-    return Rate(rows / (time.perf_counter() - began), (time.process_time() - used) / rows)
-
-
-Read = Callable[[], Iterator[int]]
-
-
-class Twice(NamedTuple):
-    """What was read for the first time in a turn, and for the second."""
-
-    first: Rate
-    second: Rate
-
-
-def in_turns(reads: dict[str, Read], turns: int, before: Callable[[str], None] = lambda _: None) -> dict[str, Twice]:
-    """The medians of each, which one after the other has its turn: what the machine gives changes by the minute."""
-    found: dict[str, list[list[Rate]]] = {name: [[], []] for name in reads}
-    for _ in range(turns):
-        for name, read in reads.items():
-            for time_of in found[name]:
-                before(name)
-                time_of.append(rate(read))
-    return {name: Twice(*map(_median, both)) for name, both in found.items()}
-
-
-def _median(rates: list[Rate]) -> Rate:
-    return Rate(*map(statistics.median, zip(*rates, strict=True)))
-
-
-def show(found: dict[str, Twice], base: Twice, ours: Sequence[str] = ()) -> None:
-    """Beside the rates that are to be reached, and beside the slowest of ``ours``."""
-    print(f"  {'':44} {'first, GB/s':>12} {'of base':>8} {'CPU s/GB':>9}   {'again':>6} {'of base':>8} {'CPU s/GB':>9}")
-    width = 2 * D
-    for name, both in found.items():
-        cells = [
-            f"{each.rows * width / 1e9:{room}.2f} {each.rows / against.rows:8.2f} {each.cpu / width * 1e9:9.2f}"
-            for each, against, room in zip(both, base, (12, 6), strict=True)
-        ]
-        slowest = [min(found[label][time_of].rows for label in ours) if ours else 0.0 for time_of in range(2)]
-        behind = [f"{slow / each.rows:.1f}" for slow, each in zip(slowest, both, strict=True)]
-        beside = f"   spile's slowest: {' and '.join(behind)} ×" if ours and name not in ours else ""
-        print(f"  {name:44} {'   '.join(cells)}{beside}", flush=True)
-
-
 def local(rows: int, peers: str | None, turns: int) -> None:
     with tempfile.TemporaryDirectory() as name:
         home, size = Path(name), rows * D * 2
@@ -240,7 +146,7 @@ def _torch(home: Path) -> dict[str, tuple[Path, Read]]:
     from spile.reading.torch_rows import tensor_of
 
     (home / "pt").mkdir()
-    for number, rows in enumerate(spile.open(str(home / "root")).rows("residual.0", _SHARD_ROWS)):
+    for number, rows in enumerate(spile.open(str(home / "root")).rows("residual.0", SHARD_ROWS)):
         torch.save(tensor_of(rows.copy()), home / "pt" / f"{number:04d}.pt")
     return {"torch.load, shuffled within a file": (home / "pt", partial(torch_files, home / "pt"))}
 
@@ -291,92 +197,6 @@ def first_batch(shards: int = 1000) -> None:
             )
 
 
-_FAKE_GCS = """
-import time
-from spile.objects.fake.gcs import FakeGcs
-with FakeGcs() as fake:
-    fake.add_bucket("bucket")
-    print(fake.url, flush=True)
-    time.sleep(3600)
-"""
-_MOTO = """
-import time
-from moto.server import ThreadedMotoServer
-server = ThreadedMotoServer(port=0, verbose=False)
-server.start()
-print("http://{}:{}".format(*server.get_host_and_port()), flush=True)
-time.sleep(3600)
-"""
-
-
-def bucket(
-    rows: int, shard_rows: int, turns: int, name: str, server: str, opened: Callable[[str], tuple[str, Any]]
-) -> None:
-    """Beside plain range reads of the same bytes. ``opened``: its address and obstore's store, of a server's URL."""
-    command = [sys.executable, "-c", server]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        try:
-            assert process.stdout is not None
-            address, store = opened(process.stdout.readline().strip())
-            print(f"a bucket ({name} in another process), {rows * D * 2 / 1e9:.2f} GB:")
-            _bucket(address, store, rows, shard_rows, turns)
-        finally:
-            process.terminate()
-
-
-def gcs(url: str) -> tuple[str, Any]:
-    from obstore.store import GCSStore
-
-    os.environ["STORAGE_EMULATOR_HOST"] = url
-    names = {"client_email": "", "private_key": "", "private_key_id": ""}
-    key = json.dumps({"gcs_base_url": url, "disable_oauth": True, **names})
-    return "gs://bucket", GCSStore("bucket", service_account_key=key, client_options={"allow_http": True})
-
-
-def s3(url: str) -> tuple[str, Any]:
-    import boto3
-    from obstore.store import S3Store
-
-    keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_REGION": "us-east-1"}
-    os.environ.update(keys, AWS_ENDPOINT_URL=url)
-    boto3.client("s3", endpoint_url=url, region_name="us-east-1").create_bucket(Bucket="bucket")
-    return "s3://bucket", S3Store("bucket", endpoint=url, client_options={"allow_http": True})
-
-
-def _bucket(address: str, store: Any, rows: int, shard_rows: int, turns: int) -> None:
-    make(open_folder(f"{address}/root"), rows, shard_rows)
-    dataset = spile.open(f"{address}/root")
-    (stream,) = dataset.streams
-    reads = [
-        (record.name, at) for record in stream.shards for at in range(4096, record.tokens * D * 2 - (4 << 20), 4 << 20)
-    ]
-
-    import obstore
-
-    def one(task: tuple[str, int]) -> Any:
-        return obstore.get_range(store, f"root/tpu_0/{task[0]}", start=task[1], length=4 << 20)
-
-    def plain() -> Iterator[int]:
-        with ThreadPoolExecutor(8) as pool:
-            for data in pool.map(one, reads):
-                yield len(data) // (2 * D)
-
-    def ours(memory: int) -> Iterator[int]:
-        for batch in dataset.shuffled("residual.0", BATCH, memory=memory):
-            yield len(batch)
-
-    first = "obstore's range reads, 8 at a time"
-    found = in_turns(
-        {
-            first: plain,
-            "spile, full permutation": lambda: ours(4 << 30),
-            "spile, two levels (256 MiB in memory)": lambda: ours(256 << 20),
-        },
-        turns,
-    )
-    show(found, found[first])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gigabytes", type=float, default=4.0)
@@ -384,16 +204,15 @@ def main() -> None:
     parser.add_argument("--only", choices=["local", "first", "buckets"])
     parser.add_argument("--peers", help="the interpreter of an environment with sae-lens")
     words = parser.parse_args()
-    rows = int(words.gigabytes * 1e9) // (2 * D) // _SHARD_ROWS * _SHARD_ROWS
+    rows = int(words.gigabytes * 1e9) // (2 * D) // SHARD_ROWS * SHARD_ROWS
     parts = [words.only] if words.only else ["local", "first", "buckets"]
     if "local" in parts:
-        local(max(rows, 2 * _SHARD_ROWS), words.peers, words.turns)
+        local(max(rows, 2 * SHARD_ROWS), words.peers, words.turns)
     if "first" in parts:
         first_batch()
     if "buckets" in parts:
-        bucket(8 * _SHARD_ROWS, _SHARD_ROWS, words.turns, "fake GCS", _FAKE_GCS, gcs)
-        # moto reads the whole object for each range
-        bucket(2 * _SHARD_ROWS, _SHARD_ROWS // 8, words.turns, "moto's S3", _MOTO, s3)
+        for case in BUCKETS:
+            read_bucket(case, words.turns)
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ class Distant:
     def get_many(self, keys: Iterable[str]) -> Iterator[bytes]:
         return self._pool.map(self.get, keys)
 
-    def get_range(self, key: str, start: int, length: int) -> bytes:
+    def get_range(self, key: str, start: int, length: int) -> bytes | memoryview:
         return self.traffic.over(lambda: self._inner.get_range(key, start, length))
 
     def info(self, key: str) -> ObjectInfo:
