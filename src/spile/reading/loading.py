@@ -78,12 +78,18 @@ class GroupLoader:
         ends = np.cumsum(blocks.lengths)
         at = ring.rows_at(places, first)  # of all at once: threads would wait for the interpreter after each step
         tasks = []
-        then = chain.from_iterable(group.shards.tolist() for group in following)
-        opening = OpeningGroup(self._opener, self._source.shards, blocks.shards.tolist(), then)
+        opening = self._opening(blocks, following)
         for run in self._runs(blocks, ends):
             mine = at[ends[run.start] - int(blocks.lengths[run.start]) : ends[run.stop - 1]]
             tasks.append(self._pool.submit(partial(self._read, ring, blocks[run], mine, opening)))
         return LoadingGroup(places, tasks)
+
+    def _opening(self, blocks: RowPieces, following: Iterable[RowPieces]) -> OpeningGroup:
+        """Shards of a local disk are opened by who reads them: millions of pieces need not be looked at for it."""
+        if self._source.local:
+            return OpeningGroup(self._opener, self._source.shards, (), ())
+        then = chain.from_iterable(group.shards.tolist() for group in following)
+        return OpeningGroup(self._opener, self._source.shards, blocks.shards.tolist(), then)
 
     def _runs(self, blocks: RowPieces, ends: Places) -> list[slice]:
         """Neighbours of one shard together, as far as one task should go: small ones cost little each."""

@@ -51,7 +51,7 @@ class ShardOpener:
 class OpeningGroup:
     """Shards by number that are read about in this order, each opened some way ahead.
 
-    ``following``: those that others will read after them, of which so many are opened, too.
+    ``following``: what is read after them. The first of it are opened too, before the last of these are read.
     """
 
     def __init__(

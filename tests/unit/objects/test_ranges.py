@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import obstore
 import pytest
 
 import spile.objects.cloud.ranges as ranges
@@ -90,6 +93,26 @@ def test_what_fails_is_asked_for_the_usual_way(
     monkeypatch.setattr(cloud_folder._bucket.ranges, "_not_before", 0.0)
     assert part(cloud_folder) == DATA[PART]
     assert len(usual) == 2
+
+
+def test_what_fails_together_is_one_failure(
+    cloud_folder: Folder, clouds: Clouds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cloud_folder.put("x", DATA)
+    assert isinstance(cloud_folder, CloudFolder)
+    fast = cloud_folder._bucket.ranges
+    clouds.faults(cloud_folder.url).add("status", method="GET", count=12)
+    together = threading.Barrier(6)
+    before = obstore.get_range
+
+    def at_once(*words: Any, **named: Any) -> Any:
+        together.wait(30)
+        return before(*words, **named)
+
+    monkeypatch.setattr(obstore, "get_range", at_once)
+    with ThreadPoolExecutor(6) as pool:
+        assert set(pool.map(lambda _: part(cloud_folder), range(6))) == {DATA[PART]}
+    assert fast._pause == 2.0
 
 
 def test_errors_have_the_usual_words(cloud_folder: Folder, clouds: Clouds) -> None:

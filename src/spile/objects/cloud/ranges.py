@@ -55,13 +55,14 @@ class FastRanges:
         import obstore
         from obstore.exceptions import BaseError
 
+        began = time.monotonic()
         try:
             data = obstore.get_range(self._store(), key, start=start, length=length)
         except (BaseError, ValueError, OSError) as error:
-            self._failed(type(error).__name__)
+            self._failed(type(error).__name__, began)
             return None
         if len(data) != length:
-            self._failed(f"{len(data)} bytes")
+            self._failed(f"{len(data)} bytes", began)
             return None
         self._pause = 1.0
         self._stats.add(requests=1)
@@ -74,12 +75,17 @@ class FastRanges:
             return False
         return importlib.util.find_spec("obstore") is not None
 
-    def _failed(self, why: str) -> None:
-        """Leave it for a while: what this client cannot do (a proxy, a certificate) it cannot do the next time."""
+    def _failed(self, why: str, began: float) -> None:
+        """Leave it for a while: what this client cannot do (a proxy, a certificate) it cannot do the next time.
+
+        What was under way together fails together, and is one failure.
+        """
         _log.debug("a range of %s by obstore: %s", self._bucket, why)
         self._stats.add(requests=1, retries=1)
-        self._not_before = time.monotonic() + self._pause
-        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        with self._lock:
+            if began >= self._not_before:
+                self._not_before = time.monotonic() + self._pause
+                self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
     def _store(self) -> Any:
         """For where the bucket lies, which may become known later than this began."""
@@ -96,10 +102,10 @@ def _opened(dialect: GoogleDialect | S3Dialect, bucket: str) -> Any:
     return _amazons(dialect, bucket) if isinstance(dialect, S3Dialect) else _googles(dialect, bucket)
 
 
-def _connection() -> dict[str, Any]:
-    """One attempt each, as long as an attempt of ours takes."""
-    limit = timedelta(seconds=http_timeout())
-    options = {"timeout": limit, "connect_timeout": min(limit, timedelta(seconds=CONNECT_SECONDS)), "allow_http": True}
+def _connection(url: str) -> dict[str, Any]:
+    """One attempt each, as long as an attempt of ours takes; what begins encrypted stays so."""
+    limit, plain = timedelta(seconds=http_timeout()), url.startswith("http:")
+    options = {"timeout": limit, "connect_timeout": min(limit, timedelta(seconds=CONNECT_SECONDS)), "allow_http": plain}
     return {"client_options": options, "retry_config": {"max_retries": 0, "retry_timeout": limit}}
 
 
@@ -113,7 +119,7 @@ def _googles(dialect: GoogleDialect, bucket: str) -> Any:
     account = {"gcs_base_url": dialect.base, "disable_oauth": True}
     account |= {"client_email": "", "private_key": "", "private_key_id": ""}
     known: dict[str, Any] = {} if dialect.emulated else {"credential_provider": token}
-    return GCSStore(bucket, service_account_key=json.dumps(account), **known, **_connection())
+    return GCSStore(bucket, service_account_key=json.dumps(account), **known, **_connection(dialect.base))
 
 
 def _amazons(dialect: S3Dialect, bucket: str) -> Any:
@@ -134,5 +140,5 @@ def _amazons(dialect: S3Dialect, bucket: str) -> Any:
         endpoint=dialect.base,
         region=dialect.region,
         virtual_hosted_style_request=False,
-        **_connection(),
+        **_connection(dialect.base),
     )
