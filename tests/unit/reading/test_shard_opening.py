@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -101,3 +103,24 @@ def test_a_shard_that_cannot_be_opened_is_named(
     with pytest.raises(SpileError, match=name):
         for _ in read(dataset):
             pass
+
+
+_ENDLESS = """
+import sys
+import spile
+import spile.objects.cloud.ranges as ranges
+import spile.store.shard_reader as shard_reader
+ranges._FEW_CORES, ranges.LARGE, shard_reader.SMALL_SHARD = 0, 1, 0
+rows = spile.open(sys.argv[1]).shuffled(sys.argv[2], 8, epochs=None, memory=16 << 10)
+for _ in range(int(sys.argv[3])):
+    next(rows)
+assert "obstore" in sys.modules
+"""
+
+
+@pytest.mark.parametrize("batches", [1, 2, 7])
+def test_a_program_that_ends_while_ranges_are_read_says_nothing(dataset: Dataset, clouds: Clouds, batches: int) -> None:
+    clouds.faults(dataset.streams[0].folder.url).add("slow", method="GET", count=-1, seconds=0.05)
+    command = [sys.executable, "-c", _ENDLESS, dataset.root.url, TAP, str(batches)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
