@@ -42,3 +42,11 @@ def test_no_two_classes_have_one_name() -> None:
             if isinstance(node, ast.ClassDef):
                 homes[node.name].append(_name(file))
     assert {name: files for name, files in homes.items() if len(files) > 1} == {}
+
+
+def test_no_two_files_of_tests_have_one_name() -> None:
+    """Pytest imports them by it: a room's tests pass alone and all of them together do not."""
+    homes = defaultdict(list)
+    for file in Path(__file__).parents[1].rglob("test_*.py"):
+        homes[file.name].append(str(file))
+    assert {name: files for name, files in homes.items() if len(files) > 1} == {}
