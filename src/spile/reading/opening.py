@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 
 from spile.reading.read_pool import ReadPool
 from spile.store.shard_reader import ShardReader
@@ -18,6 +19,9 @@ __all__ = ["OpeningGroup", "ShardOpener"]
 _THREADS = 8
 _AHEAD = 16
 """Shards that are open, or being opened, before the one that is read."""
+
+_LOOKED_AT = 256
+"""Pieces after a group's own, for shards that are not open yet: in a dataset of few shards there are none."""
 
 _Numbered = tuple[int, ShardReader]
 
@@ -60,7 +64,7 @@ class OpeningGroup:
         self._opener, self._shards = opener, shards
         order = dict.fromkeys(numbers)
         most = len(order) + _AHEAD
-        for number in following:
+        for number in islice(following, _LOOKED_AT):
             if len(order) == most:
                 break
             order[number] = None

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from spile.errors import SpileError
 from spile.objects import Folder
 from spile.reading.dataset import Dataset
 from spile.reading.dataset import open as open_dataset
+from spile.reading.opening import OpeningGroup, ShardOpener
 from spile.store import shard_reader
 from spile.store.shard_reader import ShardReader
 from world import produce
@@ -103,6 +105,14 @@ def test_a_shard_that_cannot_be_opened_is_named(
     with pytest.raises(SpileError, match=name):
         for _ in read(dataset):
             pass
+
+
+def test_what_follows_is_looked_at_only_so_far(dataset: Dataset) -> None:
+    (stream,) = dataset.streams
+    shards = [(0, stream.open(record)) for record in stream.shards]
+    opener = ShardOpener([TAP])
+    OpeningGroup(opener, shards, [0, 1, 0], repeat(1))  # of few shards there may be millions of pieces
+    opener.close()
 
 
 _ENDLESS = """
