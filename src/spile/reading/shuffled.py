@@ -99,8 +99,8 @@ def _bucket_threads() -> int:
 
 
 def _end(items: Any, pool: ReadPool, opener: ShardOpener) -> None:
-    opener.close()
     pool.close()  # first: whoever waits for a read is let go
+    opener.close()
     items.close()
 
 

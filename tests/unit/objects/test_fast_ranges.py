@@ -83,14 +83,16 @@ def test_what_fails_is_asked_for_the_usual_way(
     cloud_folder: Folder, clouds: Clouds, usual: list[str], kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cloud_folder.put("x", DATA)
+    assert isinstance(cloud_folder, CloudFolder)
+    fast = cloud_folder._bucket.ranges
+    monkeypatch.setattr(fast, "_pause", 600.0)
     clouds.faults(cloud_folder.url).add(kind, method="GET")
     assert part(cloud_folder) == DATA[PART]
     assert len(usual) == 1
     assert cloud_folder.stats.retries == 1
     assert part(cloud_folder) == DATA[PART]
     assert len(usual) == 2  # it is left alone for a while
-    assert isinstance(cloud_folder, CloudFolder)
-    monkeypatch.setattr(cloud_folder._bucket.ranges, "_not_before", 0.0)
+    monkeypatch.setattr(fast, "_not_before", 0.0)
     assert part(cloud_folder) == DATA[PART]
     assert len(usual) == 2
 
