@@ -15,34 +15,28 @@ from typing import Any, NamedTuple
 import urllib3
 
 import spile
-from bench.rates import BATCH, SHARD_ROWS, D, in_turns, make, show
+from bench.rates import BATCH, SHARD_ROWS, D, Read, in_turns, make, show
 from spile.objects import open_folder
 
-_FAKE_GCS = """
-import sys, time
-from pathlib import Path
-from spile.objects.fake.certificates import loopback_context
-from spile.objects.fake.gcs import FakeGcs
-with FakeGcs(tls=loopback_context(Path(sys.argv[1]))[0] if sys.argv[1:] else None) as fake:
-    fake.add_bucket("bucket")
-    print(fake.url, flush=True)
-    time.sleep(3600)
-"""
-_MOTO = """
+_FAKE_GCS = ["-m", "spile.objects.fake.gcs", "--bucket", "bucket", "--with-parent"]
+_MOTO = [
+    "-c",
+    """
 import time
 from moto.server import ThreadedMotoServer
 server = ThreadedMotoServer(port=0, verbose=False)
 server.start()
 print("http://{}:{}".format(*server.get_host_and_port()), flush=True)
 time.sleep(3600)
-"""
+""",
+]
 
 
 class BucketCase(NamedTuple):
     """A server, and what it has."""
 
     name: str
-    server: str
+    server: list[str]
     opened: Callable[[str], tuple[str, Any]]
     """The bucket's address and obstore's store, of a server's URL."""
     rows: int
@@ -55,7 +49,7 @@ class BucketCase(NamedTuple):
 def read_bucket(case: BucketCase, turns: int) -> None:
     """Beside plain range reads of the same bytes."""
     with tempfile.TemporaryDirectory() as certificates:
-        command = [sys.executable, "-c", case.server, *([certificates] if case.tls else [])]
+        command = [sys.executable, *case.server, *(["--tls", certificates] if case.tls else [])]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
             try:
                 assert process.stdout is not None
@@ -98,7 +92,7 @@ def s3(url: str) -> tuple[str, Any]:
     return "s3://bucket", S3Store("bucket", endpoint=url, client_options={"allow_http": True})
 
 
-def _ways(address: str, store: Any) -> dict[str, Callable[[], Iterator[int]]]:
+def _ways(address: str, store: Any) -> dict[str, Read]:
     import obstore
 
     dataset = spile.open(f"{address}/root")

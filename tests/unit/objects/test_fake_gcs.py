@@ -131,12 +131,17 @@ def _admin(url: str, path: str, value: object = None, method: str = "POST") -> b
         return data
 
 
-def test_as_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_as_a_process(scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = [sys.executable, "-m", "spile.objects.fake.gcs", "--bucket", "b", "--location", "US-EAST1"]
+    command += ["--tls", str(tmp_path)] if scheme == "https" else []
     process = subprocess.Popen([*command, "--with-parent"], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout
         url = process.stdout.readline().strip()
+        assert url.startswith(f"{scheme}://127.0.0.1:")
+        if scheme == "https":
+            monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "authority.pem"))
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", url)
         monkeypatch.setenv("NO_PROXY", "127.0.0.1")
         folder = open_folder("gs://b/x")

@@ -21,8 +21,10 @@ import signal
 import ssl
 import sys
 import time
+from pathlib import Path
 
 from spile.objects.fake.buckets import Buckets, FakeBucket
+from spile.objects.fake.certificates import loopback_context
 from spile.objects.fake.http import FakeReply, FaultyServer, Request
 from spile.objects.fake.json_api import answer_json
 from spile.objects.fake.xml_api import answer_xml
@@ -86,12 +88,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--url", help="how others reach it, where that is another name")
     parser.add_argument("--bucket", action="append", default=[], help="a bucket to begin with; may be repeated")
     parser.add_argument("--location", default="US-CENTRAL1", help="where those buckets say they are")
+    parser.add_argument("--tls", type=Path, help="speak TLS; the authority to trust is put into this folder")
     parser.add_argument("--with-parent", action="store_true", help="end when the process that started this one ends")
     options = parser.parse_args(arguments)
     asked: list[int] = []  # no event: its lock is not for handlers
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: asked.append(number))
-    with FakeGcs(options.port, options.host, options.url) as fake:
+    tls = None if options.tls is None else loopback_context(options.tls)[0]
+    with FakeGcs(options.port, options.host, options.url, tls) as fake:
         for name in options.bucket:
             fake.add_bucket(name, options.location)
         print(fake.url, flush=True)
