@@ -1,9 +1,10 @@
-"""Clients of an object store against each other, on loopback: ``python -m bench.clients [--tls]``.
+"""Clients of an object store against each other, on loopback: ``python -m bench.clients [--tls] [--later SECONDS]``.
 
 The server is as plain as can be (``sendfile`` out, ``recv`` in) and a process of its own, so that what is compared is
 what each client costs: large ranges read and large parts written, many at a time, as a run reads and writes them. The
-ways take turns, several rounds each; the best round counts, and the CPU seconds of this process beside it. With TLS, as
-real buckets have it, only what is read is compared: this server takes what is written as slowly as Python reads.
+ways take turns, several rounds each; the best round counts, and the CPU seconds of this process beside it. Real buckets
+speak TLS and answer after tens of milliseconds: ``--tls``, ``--later 0.03``. (With TLS this server takes what is
+written as slowly as Python reads; what it costs the client is told right.)
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ Transfer = Callable[[int], int]
 """One transfer; gives its bytes."""
 
 
-def serve(path: str, certificates: str | None) -> None:
+def serve(path: str, later: float, certificates: str | None) -> None:
     """Every GET is a range of one file, every PUT is read and forgotten."""
     file = Path(path).open("rb")  # noqa: SIM115
     context = loopback_context(Path(certificates))[0] if certificates is not None else None
@@ -43,10 +44,10 @@ def serve(path: str, certificates: str | None) -> None:
     print(listener.getsockname()[1], flush=True)
     while True:
         connection, _ = listener.accept()
-        threading.Thread(target=_answer, args=(connection, file.fileno(), context), daemon=True).start()
+        threading.Thread(target=_answer, args=(connection, file.fileno(), later, context), daemon=True).start()
 
 
-def _answer(connection: socket.socket, file: int, context: ssl.SSLContext | None) -> None:
+def _answer(connection: socket.socket, file: int, later: float, context: ssl.SSLContext | None) -> None:
     if context is not None:
         connection = context.wrap_socket(connection, server_side=True)
     stream = connection.makefile("rb")
@@ -57,6 +58,7 @@ def _answer(connection: socket.socket, file: int, context: ssl.SSLContext | None
         while (header := stream.readline().strip()) != b"":
             name, _, value = header.decode("latin-1").partition(":")
             headers[name.lower()] = value.strip()
+        time.sleep(later)
         if line.startswith(b"GET"):
             first, _, last = headers["range"].partition("=")[2].partition("-")
             start, count = int(first), int(last) - int(first) + 1
@@ -199,13 +201,14 @@ def main() -> None:
     parser.add_argument("--transfers", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tls", action="store_true")
+    parser.add_argument("--later", type=float, default=0.0, help="seconds before each answer")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rows: dict[str, Any] = {}
     with tempfile.NamedTemporaryFile() as file, tempfile.TemporaryDirectory() as certificates:
         file.write(os.urandom(4 * SIZE))
         file.flush()
-        command = [sys.executable, "-m", "bench.clients", "--serve", file.name]
+        command = [sys.executable, "-m", "bench.clients", "--serve", file.name, str(args.later)]
         if args.tls:
             command.append(certificates)
             authority = str(Path(certificates, "authority.pem"))
@@ -215,7 +218,7 @@ def main() -> None:
             url = f"http{'s' if args.tls else ''}://127.0.0.1:{server.stdout.readline().strip()}"
             try:
                 for threads in args.threads:
-                    for verb, ways in {"read": readers(url), **({} if args.tls else {"write": writers(url)})}.items():
+                    for verb, ways in (("read", readers(url)), ("write", writers(url))):
                         for name, row in measure(ways, threads, args.transfers, args.rounds).items():
                             rows[f"{verb}, {threads} at a time, {name}"] = row
                             print(f"{verb:5} {threads:3} at a time  {name:24} "
@@ -228,6 +231,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--serve"]:
-        serve(sys.argv[2], (*sys.argv[3:], None)[0])
+        serve(sys.argv[2], float(sys.argv[3]), (*sys.argv[4:], None)[0])
     else:
         main()
