@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spile.model.attention import ATTENTIONS
+from spile.models.attention import ATTENTIONS
 
 SHAPES = {
     "small: 8 heads, 2 for keys, of 32": (8, 2, 32),

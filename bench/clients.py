@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import urllib3
 
-from spile.objects.fake.certificates import loopback_context
+from spile_fakes.certificates import loopback_context
 
 SIZE = 8 << 20
 Transfer = Callable[[int], int]

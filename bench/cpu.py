@@ -18,17 +18,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench.shapes import SHAPES, make_model
-from spile.planning.ranges import Ranges
-from spile.runtime.device import DeviceProducer
-from spile.runtime.measure import naive
-from spile.runtime.parts import find, sizes_for
-from spile.runtime.progress import Progress
-from spile.runtime.startup import make_producer
-from spile.runtime.worker import LocalControl, run_worker
+from spile.plan import bench as naive
+from spile.spec.ranges import Ranges
 from spile.spec.run import EMBEDDED, ComputeDtype, DataSpec, ExtractSpec
 from spile.spec.sample import Sample
 from spile.store.run import join_run
 from spile.store.stream import join_stream
+from spile.worker.device import DeviceProducer
+from spile.worker.parts import find, sizes_for
+from spile.worker.progress import Progress
+from spile.worker.startup import make_producer
+from spile.worker.worker import LocalControl, run_worker
 
 _DTYPES: tuple[ComputeDtype, ...] = ("float32", "bfloat16")
 

@@ -18,18 +18,18 @@ from typing import Any
 
 import orjson
 
-import spile.weights
+import spile.models
 from spile.data.lines import embedded_tasks
 from spile.data.stream import open_stream
 from spile.data.tokens import load_tokenizer
-from spile.planning.ranges import Ranges
+from spile.spec.ranges import Ranges
 from spile.spec.run import DataSpec, PromptSpec
 from spile.spec.sample import Sample
 
 _CHILD = """
 import json, resource, sys, time
 from pathlib import Path
-from spile.data.make.split import make_streams
+from spile.data.split import make_streams
 began = time.perf_counter()
 made = make_streams(sys.argv[1], Path(sys.argv[2]), 32)
 seconds, cpu = time.perf_counter() - began, time.process_time()
@@ -79,7 +79,7 @@ def streams(folder: Path, count: int) -> dict[str, Any]:
 
 def tokens(seconds: float = 8.0) -> dict[str, Any]:
     """Read variants of the embedded tasks for a while; then the tokenizer alone over the same texts."""
-    tokenizer = load_tokenizer(Path(spile.weights.__file__).parent / "embedded")
+    tokenizer = load_tokenizer(Path(spile.models.__file__).parent / "embedded")
     spec = DataSpec(prompt=PromptSpec(predictions_per_task=256), max_seq_length=1 << 16)
     stream = open_stream(spec, tokenizer)
     began, count, samples, texts = time.perf_counter(), 0, 0, list[str]()

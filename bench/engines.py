@@ -28,11 +28,11 @@ from pathlib import Path
 from typing import Any
 
 from bench.meter import ProcessorMeter
-from spile.data.make.split import make_streams
+from spile.data.split import make_streams
 from spile.objects import open_folder
-from spile.objects.fake.gcs import FakeGcs
 from spile.store.streams import find_streams
 from spile.store.verification import verify
+from spile_fakes.gcs import FakeGcs
 
 SPILE = [sys.executable, "-m", "spile.cli.main", "extract", "--model", "embedded", "--shard-size-gb", "0.01"]
 BUCKET = "gs://bench"
@@ -139,7 +139,7 @@ def here(folder: str) -> Iterator[Place]:
 @contextlib.contextmanager
 def ray_cluster(folder: str, nodes: int, address: str | None) -> Iterator[Place]:
     """A bucket that every node reaches, and a cluster: the one at the address, or one that is started here."""
-    from spile.data.make.upload import upload
+    from spile.data.upload import upload
 
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
     parts = importlib.import_module("fleet.ray_nodes")  # the cluster that the tests have

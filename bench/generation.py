@@ -25,29 +25,27 @@ import jax
 import numpy as np
 
 from bench.shapes import make_model
-from spile import weights
 from spile.data.stream import open_stream
 from spile.data.tokens import load_tokenizer
-from spile.model.generation import slot_bytes
+from spile.models import model_files
+from spile.models.generation import slot_bytes
+from spile.models.weights import load
 from spile.objects import open_folder
-from spile.planning.ranges import Ranges
-from spile.planning.shards import row_bytes
-from spile.runtime.answer import Answer
-from spile.runtime.backends import compute_dtype_for
-from spile.runtime.device import configure_jax
-from spile.runtime.generator import Generator
-from spile.runtime.mesh import device_memory, make_mesh
-from spile.runtime.progress import Progress
-from spile.runtime.shelf import Shelf
-from spile.runtime.slots import plan_slots
-from spile.runtime.worker import StreamSink
 from spile.spec.identity import RunIdentity, StreamIdentity
+from spile.spec.ranges import Ranges
 from spile.spec.run import DataSpec, GenerationSpec
 from spile.spec.sample import Sample
 from spile.spec.taps import select_taps
 from spile.store.run import join_run
 from spile.store.stream import join_stream
-from spile.weights.loading import load
+from spile.worker.batches import row_bytes
+from spile.worker.device import configure_jax
+from spile.worker.generator import Answer, Generator, plan_slots
+from spile.worker.infer import Shelf
+from spile.worker.mesh import device_memory, make_mesh
+from spile.worker.parts import compute_dtype_for
+from spile.worker.progress import Progress
+from spile.worker.worker import StreamSink
 
 
 def prompts_of(model: Path, tasks: str, count: int, longest: int) -> list[Sample]:
@@ -81,7 +79,7 @@ class _Limited(Generator):
 def spile_seconds(
     args: argparse.Namespace, model: Path, samples: list[Sample], limits: Sequence[int]
 ) -> dict[str, Any]:
-    files, dtype = weights.find(str(model)), compute_dtype_for(jax.default_backend())
+    files, dtype = model_files.find(str(model)), compute_dtype_for(jax.default_backend())
     config, taps = files.config, select_taps(("residual",), None, files.config.n_layers)
     params = load(files, dtype, head=True)
     generation = GenerationSpec(max_new_tokens=args.new, stop_tokens=())
@@ -186,7 +184,7 @@ def main() -> None:
     args = parser.parse_args()
     configure_jax()
     args.batch = args.batch or (8 if jax.default_backend() == "cpu" else 128)
-    embedded = weights.find("embedded").tokenizer_folder
+    embedded = model_files.find("embedded").tokenizer_folder
     model = embedded if args.model == "embedded" else make_model(args.model, Path(args.output) / "model")
     samples = prompts_of(model, args.tasks, args.prompts, args.longest)
     draw = np.random.default_rng(0)

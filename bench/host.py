@@ -22,17 +22,17 @@ from rich.table import Table
 
 from bench.overlap import A_TOKEN, D_MODEL, TAPS, run_identity
 from spile.objects import open_folder
-from spile.planning.batches import Batch
-from spile.runtime.measure.bench import emptied
-from spile.runtime.measure.limits import host_copy
-from spile.runtime.producer import RowBlock
-from spile.runtime.progress import Progress
-from spile.runtime.sizing import in_flight
-from spile.runtime.worker import LocalControl, Sizes, run_worker
+from spile.plan.bench import emptied
+from spile.plan.limits import host_copy
 from spile.spec.identity import StreamIdentity
 from spile.spec.sample import Sample
 from spile.store.run import join_run
 from spile.store.stream import join_stream
+from spile.worker.batches import Batch
+from spile.worker.producer import RowBlock
+from spile.worker.progress import Progress
+from spile.worker.sizing import in_flight
+from spile.worker.worker import LocalControl, Sizes, run_worker
 
 _SETS = 6
 """Batches' worth of rows, used in turn: more than a processor's cache holds."""

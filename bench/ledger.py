@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from spile.objects import Folder, open_folder
-from spile.planning.ranges import Ranges
+from spile.spec.ranges import Ranges
 from spile.store.layout import commit_key
 from spile.store.ledger import read_ledger
 from spile.store.record import Commit, ShardRecord
@@ -42,7 +42,7 @@ class LedgerTimes:
 @contextmanager
 def fake_gcs(bucket: str = "bench") -> Iterator[str]:
     """A fake GCS in a process of its own; the environment leads to it. Gives its URL."""
-    command = [sys.executable, "-m", "spile.objects.fake.gcs", "--bucket", bucket, "--with-parent"]
+    command = [sys.executable, "-m", "spile_fakes.gcs", "--bucket", bucket, "--with-parent"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     before = os.environ.get("STORAGE_EMULATOR_HOST")
     try:

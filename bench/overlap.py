@@ -26,17 +26,16 @@ from rich.console import Console
 from bench import SCRATCH
 from bench.ledger import fake_gcs
 from spile.objects import open_folder
-from spile.planning.batches import Batch
-from spile.planning.shards import row_bytes
-from spile.runtime.producer import RowBlock
-from spile.runtime.progress import Progress
-from spile.runtime.worker import LocalControl, Sizes, run_worker
 from spile.spec.identity import RunIdentity, StreamIdentity
 from spile.spec.run import PromptSpec
 from spile.spec.sample import Sample
 from spile.spec.taps import Tap, TapRows
 from spile.store.run import join_run
 from spile.store.stream import join_stream
+from spile.worker.batches import Batch, row_bytes
+from spile.worker.producer import RowBlock
+from spile.worker.progress import Progress
+from spile.worker.worker import LocalControl, Sizes, run_worker
 
 __all__ = ["A_TOKEN", "D_MODEL", "TAPS", "Overlap", "main", "measure", "run_identity"]
 

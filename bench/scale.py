@@ -22,8 +22,8 @@ from rich.console import Console
 
 import spile
 from spile.objects import Folder, ObjectInfo, Stats, Unfinished, Writer, open_folder
-from spile.planning.ranges import Ranges
 from spile.spec.identity import RunIdentity, StreamIdentity
+from spile.spec.ranges import Ranges
 from spile.spec.run import PromptSpec
 from spile.spec.sample import Sample
 from spile.spec.taps import Tap

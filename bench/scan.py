@@ -22,19 +22,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench.shapes import _COMMON, SHAPES
-from spile.model.attention import choose
-from spile.model.decoder import layers_needed
-from spile.model.params import Params, placed, random, stacked
-from spile.model.runs import LayerRun, choose_runs, one_by_one
-from spile.planning.batches import Batch
-from spile.runtime.backends import compute_dtype_for
-from spile.runtime.device import DeviceProducer
-from spile.runtime.measure.aot import _topology_devices
-from spile.runtime.mesh import default_shape, make_mesh, plan_mesh
-from spile.spec.families import read_config
-from spile.spec.machines import parse_machine
+from spile.models.attention import choose
+from spile.models.decoder import layers_needed
+from spile.models.families import read_config
+from spile.models.params import LayerRun, Params, choose_runs, one_by_one, placed, random, stacked
+from spile.plan.machines import parse_machine
+from spile.plan.tpu_compiler import _topology_devices
 from spile.spec.sample import Sample
 from spile.spec.taps import select_taps
+from spile.worker.batches import Batch
+from spile.worker.device import DeviceProducer
+from spile.worker.mesh import default_shape, make_mesh, plan_mesh
+from spile.worker.parts import compute_dtype_for
 
 _DEPTH = 3
 """Batches on their way at once."""

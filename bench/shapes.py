@@ -13,11 +13,11 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-import spile.weights
-from spile.spec.architecture import ModelConfig
-from spile.spec.families import read_config
-from spile.spec.tensors import layer_tensors, model_tensors
-from spile.weights.names import NAMES, Fused
+import spile.models
+from spile.models.architecture import ModelConfig
+from spile.models.families import read_config
+from spile.models.tensors import layer_tensors, model_tensors
+from spile.models.weight_names import NAMES, Fused
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen2.5-0.5b": {
@@ -96,7 +96,7 @@ def make_model(shape: str, folder: Path) -> Path:
     config = SHAPES[shape] if "model_type" in SHAPES[shape] else {**_COMMON, **SHAPES[shape]}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    embedded = Path(spile.weights.__file__).parent / "embedded"
+    embedded = Path(spile.models.__file__).parent / "embedded"
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(embedded / name, folder / name)
     save_file(_tensors(config), folder / "model.safetensors", metadata={"format": "pt"})

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from spile.data.stream import open_stream
 from spile.data.tokens import load_tokenizer
-from spile.planning.ranges import Ranges
+from spile.spec.ranges import Ranges
 from spile.spec.run import DataSpec, PromptSpec
 from spile.spec.sample import Sample
 

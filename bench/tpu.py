@@ -13,8 +13,8 @@ import os
 os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
 
 from bench.shapes import _COMMON, SHAPES
-from spile.runtime.measure.aot import Program, compile_rows
-from spile.spec.families import read_config
+from spile.models.families import read_config
+from spile.plan.tpu_compiler import Program, compile_rows
 from spile.spec.taps import select_taps
 
 

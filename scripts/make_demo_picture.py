@@ -18,12 +18,12 @@ from rich.console import Console
 from rich.text import Text
 
 from spile.cli.verify import show
-from spile.dashboard.worker import facts, report
-from spile.runtime.extract import extract
-from spile.runtime.progress import Progress
-from spile.runtime.signals import handling_signals
 from spile.spec.run import ExtractSpec
 from spile.store.verification import verify
+from spile.view.worker import facts, report
+from spile.worker.extract import extract
+from spile.worker.progress import Progress
+from spile.worker.signals import handling_signals
 
 OUTPUT = Path(__file__).parent.parent / "docs" / "images" / "demo.svg"
 WIDTH = 104

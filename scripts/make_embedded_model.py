@@ -176,5 +176,5 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    package = Path(__file__).parent.parent / "src" / "spile" / "weights" / "embedded"
+    package = Path(__file__).parent.parent / "src" / "spile" / "models" / "embedded"
     main(Path(sys.argv[1]) if len(sys.argv) > 1 else package)

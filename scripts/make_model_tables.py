@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from spile.spec.families import ARCHITECTURES
-from spile.spec.sites import SITES
+from spile.models.families import ARCHITECTURES
+from spile.spec.taps import SITES
 
 DOCS = Path(__file__).parent.parent / "docs"
 _BEGIN, _END = "<!-- made by scripts/make_model_tables.py -->", "<!-- end -->"

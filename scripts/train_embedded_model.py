@@ -34,10 +34,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from make_embedded_model import CONFIG, tokenizer
 from make_embedded_tasks import RULES, task
 
-from spile.data.arc.augment import augment
 from spile.data.arc.encoders import parse_encoder
 from spile.data.arc.grids import Task, parse_task
-from spile.data.arc.prompts import arc_messages
+from spile.data.arc.prompts import arc_messages, augment
 from spile.spec.run import DEFAULT_ENCODER, PromptSpec
 
 LENGTHS = (640, 1280)
@@ -150,9 +149,9 @@ class Trainer:
         import jax
         import jax.numpy as jnp
 
-        from spile.model import params
-        from spile.model.attention import choose
-        from spile.spec.architecture import read_config
+        from spile.models import params
+        from spile.models.architecture import read_config
+        from spile.models.attention import choose
         from spile.spec.taps import Tap
 
         self.config = read_config(CONFIG)
@@ -192,7 +191,7 @@ class Trainer:
         import jax
         import jax.numpy as jnp
 
-        from spile.model.decoder import forward
+        from spile.models.decoder import forward
 
         cast = jax.tree.map(lambda x: x.astype(self.dtype), tree)
         (x,) = forward(

@@ -18,9 +18,8 @@ from typing import Any
 import pytest
 
 from spile.objects import Folder, open_folder
-from spile.objects.fake.faults import Faults
-from spile.objects.fake.gcs import FakeGcs
-from spile.objects.fake.http import FaultyProxy, FaultyServer
+from spile_fakes.buckets import Faults
+from spile_fakes.gcs import FakeGcs, FaultyProxy, FaultyServer
 
 __all__ = ["BACKENDS", "Clouds", "cloud_folder", "cloud_url", "clouds", "folder", "folder_url", "shared_clouds"]
 

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from spile.fleet.fake_cloud.server import FakeCloud
+from spile_fakes.cloud_server import FakeCloud
 
 GCLOUD = shutil.which("gcloud")
 

@@ -10,7 +10,13 @@ import signal
 from hypothesis import settings
 from jaxtyping import install_import_hook
 
-install_import_hook("spile.model", "beartype.beartype")
+install_import_hook(
+    [
+        f"spile.models.{name}"
+        for name in ("attention", "decoder", "encoding", "experts", "generation", "params", "rope")
+    ],
+    "beartype.beartype",
+)
 settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
 settings.load_profile("untimed")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -14,16 +14,16 @@ import ml_dtypes  # noqa: F401  (registers bfloat16)
 import numpy as np
 
 from spile.objects import Folder
-from spile.planning.batches import Batch
-from spile.planning.ranges import Ranges
-from spile.runtime.producer import OutOfDeviceMemory, RowBlock, pack
 from spile.spec.identity import RunIdentity, StreamIdentity
+from spile.spec.ranges import Ranges
 from spile.spec.run import PromptSpec
 from spile.spec.sample import Role, Sample, Skip
 from spile.spec.taps import Tap
 from spile.store.run import join_run
 from spile.store.shard import ShardBuilder
 from spile.store.stream import StreamStore, join_stream
+from spile.worker.batches import Batch
+from spile.worker.producer import OutOfDeviceMemory, RowBlock, pack
 
 __all__ = [
     "TAPS",

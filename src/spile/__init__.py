@@ -38,15 +38,14 @@ from spile import errors
 from spile.version import __version__
 
 if TYPE_CHECKING:
+    from spile.plan.forecast import plan
     from spile.reading.dataset import Dataset, open  # noqa: A004
-    from spile.runtime.backfill import add_taps
-    from spile.runtime.extract import extract
-    from spile.runtime.infer import infer
-    from spile.runtime.measure.forecast import plan
-    from spile.spec.backfill import BackfillSpec
-    from spile.spec.run import DataSpec, ExtractSpec, GenerationSpec, PromptSpec
+    from spile.spec.run import BackfillSpec, DataSpec, ExtractSpec, GenerationSpec, PromptSpec
     from spile.spec.sample import Role
     from spile.store.verification import verify
+    from spile.worker.backfill import add_taps
+    from spile.worker.extract import extract
+    from spile.worker.infer import infer
 
 __all__ = [
     "BackfillSpec",
@@ -68,18 +67,18 @@ __all__ = [
 
 # Imported when first used, so that ``import spile`` and ``spile --help`` stay light.
 _LAZY = {
-    "BackfillSpec": "spile.spec.backfill",
+    "BackfillSpec": "spile.spec.run",
     "DataSpec": "spile.spec.run",
     "Dataset": "spile.reading.dataset",
     "ExtractSpec": "spile.spec.run",
     "GenerationSpec": "spile.spec.run",
     "PromptSpec": "spile.spec.run",
     "Role": "spile.spec.sample",
-    "add_taps": "spile.runtime.backfill",
-    "extract": "spile.runtime.extract",
-    "infer": "spile.runtime.infer",
+    "add_taps": "spile.worker.backfill",
+    "extract": "spile.worker.extract",
+    "infer": "spile.worker.infer",
     "open": "spile.reading.dataset",
-    "plan": "spile.runtime.measure.forecast",
+    "plan": "spile.plan.forecast",
     "verify": "spile.store.verification",
 }
 

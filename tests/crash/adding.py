@@ -14,15 +14,15 @@ from killing import Switch, _paths
 
 from spile.errors import SpileError
 from spile.objects import Folder, open_folder
-from spile.runtime.beside import add_beside
-from spile.runtime.flow import Verdict
-from spile.runtime.progress import Progress
-from spile.runtime.worker import LocalControl, Sizes
 from spile.spec.taps import Tap
 from spile.store.additions import join_addition
 from spile.store.run import read_run
 from spile.store.stream import StreamStore
 from spile.store.streams import Stream, open_streams
+from spile.worker.backfill import add_beside
+from spile.worker.pipeline import Verdict
+from spile.worker.progress import Progress
+from spile.worker.worker import LocalControl, Sizes
 from world import NumpyProducer, stream_identity
 
 __all__ = ["ADDED", "add", "left", "start"]

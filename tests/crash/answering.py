@@ -15,16 +15,15 @@ from tokenizers import models
 
 from spile.data.tokens import Tokenizer
 from spile.objects import open_folder
-from spile.planning.shards import row_bytes
-from spile.runtime.answer import Answer, AnswerRows
-from spile.runtime.progress import Progress
-from spile.runtime.shelf import Shelf
-from spile.runtime.worker import StreamSink
-from spile.spec.prediction import Prediction
 from spile.spec.run import GenerationSpec
-from spile.spec.sample import Role, Sample, Skip
+from spile.spec.sample import Prediction, Role, Sample, Skip
 from spile.store.run import join_run
 from spile.store.stream import StreamStore, join_stream
+from spile.worker.batches import row_bytes
+from spile.worker.generator import Answer, AnswerRows
+from spile.worker.infer import Shelf
+from spile.worker.progress import Progress
+from spile.worker.worker import StreamSink
 from world import TAPS, items, rows_of, run_identity, stream_identity
 
 __all__ = ["answer", "expected", "start", "stored"]

@@ -14,7 +14,7 @@ import pytest
 from fleet.ssh.loopback import below, wait_until
 from holding import HeldCommits
 from spile.cli.main import main
-from spile.data.make.split import make_streams
+from spile.data.split import make_streams
 from spile.objects import open_folder
 from spile.store.verification import verify
 

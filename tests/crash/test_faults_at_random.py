@@ -8,8 +8,8 @@ from killing import assert_whole
 from backends import Clouds
 from spile.errors import Damaged, StoreError
 from spile.objects import open_folder
-from spile.objects.fake.faults import random_faults
 from spile.objects.retry import Retry
+from spile_fakes.buckets import random_faults
 from world import produce
 
 SAMPLES = 24

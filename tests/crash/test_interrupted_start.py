@@ -67,9 +67,9 @@ def interrupted(folder: Path, kind: str, moment: str, *words: str) -> tuple[int,
 @pytest.mark.parametrize(
     ("kind", "moment"),
     [
-        *(("import", moment) for moment in ("cyclopts", "spile.cli.extract", "spile.runtime.extract", "jax._src.core")),
-        *(("collected", moment) for moment in ("spile.cli.extract", "spile.runtime.extract")),
-        *(("broken", moment) for moment in ("rich.console", "spile.runtime.extract", "jax.numpy")),
+        *(("import", moment) for moment in ("cyclopts", "spile.cli.extract", "spile.worker.extract", "jax._src.core")),
+        *(("collected", moment) for moment in ("spile.cli.extract", "spile.worker.extract")),
+        *(("broken", moment) for moment in ("rich.console", "spile.worker.extract", "jax.numpy")),
         ("swallowed", "jax._src.dtypes"),
     ],
 )
@@ -80,7 +80,7 @@ def test_ctrl_c_is_one_line_whatever_is_being_loaded(tmp_path: Path, kind: str, 
 
 def test_ctrl_c_that_is_lost_just_before_the_run_ends_the_start_or_the_run(tmp_path: Path) -> None:
     """It comes again a moment later, when the run may have begun: then that one is told, as at any other time."""
-    code, said, errors = interrupted(tmp_path, "collected", "spile.dashboard.worker", "extract")
+    code, said, errors = interrupted(tmp_path, "collected", "spile.view.worker", "extract")
     assert code == 130, (said, errors)
     assert errors == "spile: interrupted\n" or (not errors and "the same command again resumes" in said), (said, errors)
     assert "Traceback" not in said

@@ -10,7 +10,7 @@ import pytest
 from worker_main import Life, assert_whole, committed, start, until, visit
 
 from spile.objects import open_folder
-from spile.status.heartbeat import read_beat
+from spile.store.heartbeat import read_beat
 
 COUNT = 150
 FENCED = 3

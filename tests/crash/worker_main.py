@@ -22,17 +22,16 @@ from whole import assert_rows
 
 from spile.errors import SpileError
 from spile.objects import Folder, is_remote, open_folder
-from spile.planning.batches import Batch
-from spile.planning.ranges import Ranges
-from spile.runtime.producer import RowBlock
-from spile.runtime.progress import Progress
-from spile.runtime.status_files import StatusFiles
-from spile.runtime.worker import LocalControl, Sizes, run_worker
+from spile.spec.ranges import Ranges
 from spile.spec.run import ExtractSpec
 from spile.spec.sample import Sample
 from spile.store.ledger import read_ledger
 from spile.store.run import join_run
 from spile.store.stream import StreamStore, join_stream
+from spile.worker.batches import Batch
+from spile.worker.producer import RowBlock
+from spile.worker.progress import Progress, StatusFiles
+from spile.worker.worker import LocalControl, Sizes, run_worker
 from world import TAPS, NumpyProducer, items, rows_of, run_identity, stream_identity
 
 __all__ = ["KILLED", "Life", "assert_whole", "committed", "start", "until", "visit"]
@@ -113,7 +112,7 @@ def visit(
 
 
 def _live(url: str, count: int, life: Life) -> int:
-    from spile.dashboard.worker import watched
+    from spile.view.worker import watched
 
     with watched() as watch:
         if life.stopping is not None:
@@ -157,9 +156,7 @@ def start(url: str, count: int, life: Life | None = None, **changes: Any) -> For
     context = get_context("forkserver")
     here = Path(__file__).parent
     with _paths(str(here), str(here.parent)):
-        context.set_forkserver_preload(
-            ["worker_main", "killing", "spile.dashboard.worker", "spile.objects.cloud.folder"]
-        )
+        context.set_forkserver_preload(["worker_main", "killing", "spile.view.worker", "spile.objects.cloud.folder"])
         environment = {name: value for name, value in os.environ.items() if name.startswith(_HANDED_ON)}
         process = context.Process(target=main, args=(url, count, environment, replace(life or Life(), **changes)))
         process.start()

@@ -22,13 +22,13 @@ from docs.old_guides import BARC, QWEN, OldLine
 from fleet.cloud_world import World
 from fleet.prompt import Prompt, prompt_of
 from spile.objects import Folder, open_folder
-from spile.objects.fake.gcs import FakeGcs
 from spile.spec.taps import Tap
 from spile.store.run import read_run
 from spile.store.stream import read_stream
 from spile.store.verification import verify
-from unit.weights.hub import COMMIT, fake_hub
-from unit.weights.models import small_model
+from spile_fakes.gcs import FakeGcs
+from unit.models.toy_hub import COMMIT, fake_hub
+from unit.models.toy_models import small_model
 
 __all__ = ["BUCKETS", "LAYERS", "GuideWorld", "guide_world", "one_machine"]
 
@@ -146,12 +146,12 @@ def _with_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
         return datasets.Dataset.from_list(barc_rows()).to_iterable_dataset()
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    monkeypatch.setattr("spile.data.make.hub._reach", lambda _: None)
+    monkeypatch.setattr("spile.data.sources._reach", lambda _: None)
 
 
 def one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """This is no host of a pod, whatever the machine says."""
-    from spile.runtime.pod.identity import Identity
+    from spile.worker.pod.identity import Identity
 
     monkeypatch.setattr("spile.cli.pod.PodFlags.identity", lambda *_: Identity(0, 1))
 

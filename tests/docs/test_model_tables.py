@@ -6,9 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from spile.spec.families import ARCHITECTURES
-from spile.spec.model_examples import EXAMPLES
-from spile.weights.names import NAMES
+from spile.models.families import ARCHITECTURES, EXAMPLES
+from spile.models.weight_names import NAMES
 
 ROOT = Path(__file__).parents[2]
 

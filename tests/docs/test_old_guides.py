@@ -25,7 +25,7 @@ NAMES = [f"{old.guide} {old.line[:70]}" for old in LINES]
 @pytest.fixture(autouse=True)
 def _streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A working directory as the guides have it, on one machine."""
-    from spile.runtime.pod.identity import Identity
+    from spile.worker.pod.identity import Identity
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data" / "streams").mkdir(parents=True)
@@ -46,7 +46,7 @@ def reached(old: OldLine, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         asked.append(spec)
         raise SpecError("stopped here")
 
-    monkeypatch.setattr(f"spile.runtime.{old.command}.{old.command}", stop)
+    monkeypatch.setattr(f"spile.worker.{old.command}.{old.command}", stop)
     with pytest.raises(SystemExit):
         main(shlex.split(old.line))
     (spec,) = asked

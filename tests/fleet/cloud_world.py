@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 from typing import IO
 
-from spile.fleet.fake_cloud.cloud import CloudTimes
-from spile.fleet.fake_cloud.server import FakeCloud
-from spile.objects.fake.gcs import FakeGcs
+from spile_fakes.cloud import CloudTimes
+from spile_fakes.cloud_server import FakeCloud
+from spile_fakes.gcs import FakeGcs
 
 __all__ = ["A", "B", "World", "a_home"]
 

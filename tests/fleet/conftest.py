@@ -7,12 +7,11 @@ import pytest
 
 from fleet.cloud_world import World
 from fleet.prompt import Prompt, prompt_of
-from spile.fleet.cloud.settings import read_settings
-from spile.fleet.cloud.tpu import CloudTpu
-from spile.fleet.fake_cloud.cloud import CloudTimes
-from spile.fleet.fake_cloud.server import FakeCloud
-from spile.fleet.fake_cloud.vms import processes_marked
-from spile.objects.fake.gcs import FakeGcs
+from spile.fleet.cloud_tpu import CloudTpu, read_settings
+from spile_fakes.cloud import CloudTimes
+from spile_fakes.cloud_server import FakeCloud
+from spile_fakes.cloud_vms import processes_marked
+from spile_fakes.gcs import FakeGcs
 
 
 @pytest.fixture(autouse=True)

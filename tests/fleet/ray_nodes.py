@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from fleet.ssh.loopback import below, end, wait_until
-from spile.runtime.engines import child
+from spile.launch import child
 
 WHY_NOT = "Ray is not installed (pip install 'spile[ray]')"
 RAY = importlib.util.find_spec("ray") is not None

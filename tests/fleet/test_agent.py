@@ -17,14 +17,14 @@ import pytest
 from spile.cli.main import main
 from spile.errors import SpecError, StoreError, UserError
 from spile.fleet.agent import AGAIN, Agent, worker_command
-from spile.fleet.cloud.provider import NodeRequest
-from spile.fleet.cloud.tpu import CloudTpu
-from spile.fleet.fake_cloud.server import FakeCloud
+from spile.fleet.cloud_tpu import CloudTpu
 from spile.fleet.home import FleetHome
 from spile.fleet.manage import settle
 from spile.fleet.pins import vouch
+from spile.fleet.provider import NodeRequest
 from spile.fleet.spec import FleetSpec, plan_workers
 from spile.fleet.worker_logs import LogKeeper, read_log
+from spile_fakes.cloud_server import FakeCloud
 
 ZONE, NAME = "us-central1-a", "tpu-us-central1-a-1"
 

@@ -12,14 +12,14 @@ import pytest
 from fleet.cloud_world import A
 from fleet.prompt import Prompt
 from spile.errors import Damaged, SpecError, UserError
-from spile.fleet.cloud.provider import NodeRequest
-from spile.fleet.cloud.tpu import CloudTpu
+from spile.fleet.cloud_tpu import CloudTpu
 from spile.fleet.deployed import NotDeployed, known_here, parse_deployment, told
-from spile.fleet.fake_cloud.server import FakeCloud
-from spile.fleet.heal.monitor import FleetMonitor, FleetStatus
 from spile.fleet.home import FLEET, FleetHome
+from spile.fleet.monitor import FleetMonitor, FleetStatus
 from spile.fleet.pins import PIN, sha256, vouch
+from spile.fleet.provider import NodeRequest
 from spile.fleet.spec import FleetSpec, Policy, plan_workers
+from spile_fakes.cloud_server import FakeCloud
 
 NAME = f"tpu-{A}-0"
 

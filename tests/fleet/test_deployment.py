@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from fleet.cloud_world import A, B, World
-from spile.fleet.fake_cloud.cloud import ApiError
+from spile_fakes.cloud import ApiError
 
 TASK = ("--model", "embedded", "--dataset", "embedded")
 DEPLOY = ("deploy", *TASK, "--gcs-bucket", "b", "--fleet", "t", "--interval", "0.5", "--create-tpus", "--monitor")

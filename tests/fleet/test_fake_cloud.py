@@ -13,22 +13,23 @@ from google.auth.credentials import AnonymousCredentials
 
 from clouds import GCLOUD, gcloud, gcloud_json
 from spile.errors import CloudError, UserError
-from spile.fleet.cloud.provider import (
+from spile.fleet.cloud_tpu import CloudTpu, check_place
+from spile.fleet.provider import (
     BadRequest,
     LostReply,
     Missing,
     NameTaken,
     NodeRequest,
+    NodeState,
     NotAllowed,
     Operation,
     QueuedRequest,
+    QueuedState,
     Quota,
     Stockout,
     Unavailable,
 )
-from spile.fleet.cloud.states import NodeState, QueuedState
-from spile.fleet.cloud.tpu import CloudTpu, check_place
-from spile.fleet.fake_cloud.server import FakeCloud
+from spile_fakes.cloud_server import FakeCloud
 
 ZONE = "us-central1-a"
 PARENT = f"projects/fake-project/locations/{ZONE}"
@@ -277,7 +278,7 @@ def test_stockout_shows_in_the_operation_and_leaves_nothing(client: CloudTpu, fa
 
 
 def test_nobody_listens(tmp_path: Path) -> None:
-    from spile.fleet.cloud.settings import CloudSettings
+    from spile.fleet.cloud_tpu import CloudSettings
 
     client = CloudTpu(CloudSettings("p", endpoint="http://127.0.0.1:1/", anonymous=True), sleep=lambda _: None)
     with pytest.raises(Unavailable, match="cannot create TPU t0"):
@@ -298,8 +299,7 @@ def test_no_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     import google.auth
     from google.auth.exceptions import DefaultCredentialsError
 
-    from spile.fleet.cloud.settings import CloudSettings
-    from spile.fleet.cloud.tpu import open_session
+    from spile.fleet.cloud_tpu import CloudSettings, open_session
 
     def none(**_: object) -> None:
         raise DefaultCredentialsError("none")

@@ -17,23 +17,22 @@ from rich.console import Console
 
 from fleet_simulation import DirectSession
 from spile.cli.shell.healing import watch_fleet
-from spile.dashboard.fleet import plain_lines, render, watch
 from spile.errors import SpecError
-from spile.fleet.cloud.provider import NodeRequest, NotAllowed
-from spile.fleet.cloud.settings import CloudSettings
-from spile.fleet.cloud.tpu import CloudTpu
-from spile.fleet.fake_cloud.api import Api
-from spile.fleet.fake_cloud.cloud import Cloud, CloudTimes
-from spile.fleet.fake_cloud.server import FakeCloud
-from spile.fleet.heal.monitor import FleetMonitor, FleetStatus
+from spile.fleet.cloud_tpu import CloudSettings, CloudTpu
 from spile.fleet.home import FleetHome, WorkerReport
+from spile.fleet.monitor import FleetMonitor, FleetStatus
 from spile.fleet.notify import check_url
+from spile.fleet.provider import NodeRequest, NotAllowed
 from spile.fleet.spec import FleetSpec, Policy, plan_workers
 from spile.objects import open_folder
-from spile.spec.heartbeat import Beat
 from spile.spec.phase import Phase
+from spile.store.heartbeat import Beat
 from spile.store.layout import PROGRESS, STREAM, stream_folder
 from spile.store.sealed import FORMAT, seal
+from spile.view.fleet import plain_lines, render, watch
+from spile_fakes.cloud import Cloud, CloudTimes
+from spile_fakes.cloud_api import Api
+from spile_fakes.cloud_server import FakeCloud
 
 A, B = "us-central1-a", "us-central1-b"
 

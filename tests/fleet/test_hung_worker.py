@@ -15,15 +15,14 @@ from pathlib import Path
 import pytest
 
 from fleet.cloud_world import A, World
-from spile.fleet.cloud.provider import NodeRequest
-from spile.fleet.cloud.settings import read_settings
-from spile.fleet.cloud.tpu import CloudTpu
-from spile.fleet.fake_cloud import vms
-from spile.fleet.heal.monitor import FleetMonitor, FleetStatus, pulses_of
+from spile.fleet.cloud_tpu import CloudTpu, read_settings
 from spile.fleet.home import FleetHome, WorkerReport
+from spile.fleet.monitor import FleetMonitor, FleetStatus, pulses_of
+from spile.fleet.provider import NodeRequest
 from spile.fleet.spec import FleetSpec, plan_workers
 from spile.spec.phase import Phase
-from spile.status.snapshot import Snapshot, State, StreamView
+from spile.store.snapshot import Snapshot, State, StreamView
+from spile_fakes import cloud_vms as vms
 
 _SUBREAPER = 36
 PATIENCE = 12.0
@@ -140,7 +139,7 @@ HANGS = """
 import os, pathlib, sys, time
 here = pathlib.Path({folder!r})
 if "extract" in sys.orig_argv and not (here / "hung").exists():
-    from spile.runtime.device import DeviceProducer
+    from spile.worker.device import DeviceProducer
     fetch, batches = DeviceProducer.fetch, []
     def hang(self, pending):
         batches.append(1)

@@ -13,14 +13,14 @@ import psutil
 import pytest
 
 from fleet.ssh.loopback import SSHD, WHY_NOT, Hosts, keygen
-from spile.fleet.cloud.provider import NodeRequest
-from spile.fleet.cloud.tpu import CloudTpu
+from spile.fleet.cloud_tpu import CloudTpu
 from spile.fleet.deploy import launch_over_ssh, launch_waiting, publish
-from spile.fleet.fake_cloud.server import FakeCloud
 from spile.fleet.home import FleetHome
 from spile.fleet.manage import create
+from spile.fleet.provider import NodeRequest
 from spile.fleet.spec import FleetSpec, plan_workers
-from spile.fleet.ssh.hosts import Access
+from spile.hosts.hosts import Access
+from spile_fakes.cloud_server import FakeCloud
 
 ZONE = "us-central1-a"
 pytestmark = [

@@ -15,11 +15,11 @@ import spile
 from fleet.ray_nodes import RAY, WHY_NOT, RayNodes, can_make_namespaces
 from fleet.ssh.loopback import wait_until
 from spile.cli.main import main
-from spile.data.make.split import make_streams
+from spile.data.split import make_streams
 from spile.objects import open_folder
-from spile.objects.fake.gcs import FakeGcs
 from spile.store.streams import find_streams
 from spile.store.verification import verify
+from spile_fakes.gcs import FakeGcs
 
 pytestmark = pytest.mark.skipif(not RAY, reason=WHY_NOT)
 BUCKET = "gs://runs"
@@ -54,7 +54,7 @@ def start(cluster: RayNodes, *words: str) -> subprocess.Popen[str]:
 
 
 def streams(tmp_path: Path, count: int) -> None:
-    from spile.data.make.upload import upload
+    from spile.data.upload import upload
 
     make_streams("embedded", tmp_path / "streams", count)
     upload(tmp_path / "streams", open_folder(f"{BUCKET}/streams"))

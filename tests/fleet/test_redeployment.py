@@ -252,7 +252,7 @@ def test_a_fleet_is_listed_looked_at_and_stopped(world: World, prompt: Prompt) -
 def test_deleting_machines_under_a_monitor_is_refused_with_the_command_that_ends_the_fleet(
     world: World, prompt: Prompt
 ) -> None:
-    from spile.fleet.heal.lease import Lease
+    from spile.fleet.lease import Lease
     from spile.objects import open_folder
 
     world.cloud.vms.start = lambda *_: None  # type: ignore[method-assign]  # no process is needed

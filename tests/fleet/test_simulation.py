@@ -8,16 +8,14 @@ from collections import Counter
 import pytest
 
 from fleet_simulation import DirectSession, Simulation
-from spile.fleet.cloud.provider import NodeRequest
-from spile.fleet.cloud.settings import CloudSettings
-from spile.fleet.cloud.tpu import CloudTpu
-from spile.fleet.fake_cloud.api import Api
-from spile.fleet.fake_cloud.cloud import Cloud, CloudTimes
-from spile.fleet.heal.history import History
-from spile.fleet.heal.observed import Pulse
-from spile.fleet.heal.round import tick
+from spile.fleet.cloud_tpu import CloudSettings, CloudTpu
+from spile.fleet.history import History, Pulse
+from spile.fleet.provider import NodeRequest
+from spile.fleet.round import tick
 from spile.fleet.spec import FleetSpec, plan_workers
 from spile.spec.phase import Phase
+from spile_fakes.cloud import Cloud, CloudTimes
+from spile_fakes.cloud_api import Api
 
 ORDERS = ("redeployed", "is refused", "another fleet", "the budget of", "stopped by", "the hub is out")
 """What owners and the world do, as a history's log has it."""

@@ -15,16 +15,16 @@ from pathlib import Path
 
 import pytest
 
-from spile.fleet.cloud.provider import NodeRequest
-from spile.fleet.cloud.tpu import CloudTpu
+from spile.fleet.cloud_tpu import CloudTpu
 from spile.fleet.deploy import publish
-from spile.fleet.fake_cloud.cloud import CloudTimes
-from spile.fleet.fake_cloud.server import FakeCloud
-from spile.fleet.heal.monitor import machine_metadata, startup_script
 from spile.fleet.home import FleetHome
+from spile.fleet.install import build_wheel
+from spile.fleet.monitor import machine_metadata, startup_script
 from spile.fleet.pins import machine_requirements, sha256, vouch
+from spile.fleet.provider import NodeRequest
 from spile.fleet.spec import FleetSpec, plan_workers
-from spile.fleet.wheel import build_wheel
+from spile_fakes.cloud import CloudTimes
+from spile_fakes.cloud_server import FakeCloud
 
 ZONE, NAME = "us-central1-a", "tpu-us-central1-a-0"
 UV = """#!/bin/bash
@@ -197,7 +197,7 @@ def test_a_metadata_server_that_fails_at_first_is_asked_again(home: FleetHome, v
 
 
 def test_the_assignment_comes_from_the_metadata_server_and_the_wheel_from_gcs(tmp_path: Path, fake: FakeCloud) -> None:
-    from spile.objects.fake.gcs import FakeGcs
+    from spile_fakes.gcs import FakeGcs
 
     with FakeGcs() as gcs, pytest.MonkeyPatch.context() as patch:
         gcs.add_bucket("b")

@@ -18,34 +18,33 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from spile.data.chat import ChatTemplate
-from spile.data.make.manifest import StreamsManifest
 from spile.data.rows import chat_of, parse_row, task_of, text_of
+from spile.data.split import StreamsManifest
 from spile.data.tokens import load_tokenizer
 from spile.errors import SpileError
-from spile.fleet.cloud.answers import read_node, read_operation, read_queued
-from spile.fleet.cloud.provider import NodeRequest
-from spile.fleet.heal.history import Bill, History, Pending, WorkerHistory, ZoneBlock
-from spile.fleet.heal.lease import Lease
+from spile.fleet.cloud_tpu import read_node, read_operation, read_queued
+from spile.fleet.history import Bill, History, Pending, WorkerHistory, ZoneBlock
 from spile.fleet.home import FleetHome
+from spile.fleet.lease import Lease
+from spile.fleet.provider import NodeRequest
 from spile.fleet.spec import FleetSpec, plan_workers
+from spile.models.families import read_config
+from spile.models.model_files import describe
+from spile.models.safetensors_files import LocalSource, read_index
 from spile.objects import open_folder
 from spile.objects.cloud.failures import RequestFailure
 from spile.objects.cloud.listing import parse_objects, parse_uploads
 from spile.reading.dataset import open as open_dataset
-from spile.runtime.pod.identity import Identity
-from spile.runtime.pod.rollcall import _Caller, _Roll
-from spile.spec.families import read_config
-from spile.status.heartbeat import read_beat
-from spile.status.snapshot import SnapshotReader
 from spile.store.codec import parse_shard_header
+from spile.store.heartbeat import read_beat
 from spile.store.record import Commit
 from spile.store.run import join_run, read_run
 from spile.store.sealed import seal, unseal
+from spile.store.snapshot import SnapshotReader
 from spile.store.stream import read_stream
 from spile.store.verification import verify
-from spile.weights.files import describe
-from spile.weights.safetensors import read_index
-from spile.weights.source import LocalSource
+from spile.worker.pod.identity import Identity
+from spile.worker.pod.rollcall import _Caller, _Roll
 from world import produce, run_identity
 
 OURS = (SpileError, RequestFailure)
@@ -289,7 +288,7 @@ class Targets:
 def load_embedded() -> Path:
     from importlib import resources
 
-    return Path(str(resources.files("spile.weights") / "embedded"))
+    return Path(str(resources.files("spile.models") / "embedded"))
 
 
 def with_ours(call: Callable[[], object]) -> None:

@@ -14,8 +14,8 @@ from safetensors.numpy import save_file
 
 from numerics.shapes import shapes as family_shapes
 from spile.errors import SpecError
-from spile.spec.architecture import ModelConfig
-from spile.spec.families import read_config
+from spile.models.architecture import ModelConfig
+from spile.models.families import read_config
 from spile.spec.taps import SITES, Tap, parse_sites, select_taps, tap_rows
 
 __all__ = ["CASES", "FIRST_SITES", "GOLDENS", "LIVE", "error", "golden_path", "taps", "tokens", "write_model"]

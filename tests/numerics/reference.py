@@ -21,7 +21,7 @@ def transformers_taps(folder: Path, tokens: NDArray[np.int32], taps: Sequence[Ta
     import torch
     from transformers import AutoModelForCausalLM
 
-    from spile.runtime.torch.drawing import Hooks
+    from spile.worker.torch_backend import Hooks
 
     model, loading = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True

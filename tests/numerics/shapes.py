@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from spile.spec.architecture import ModelConfig
+from spile.models.architecture import ModelConfig
 
 __all__ = ["shapes"]
 

@@ -14,10 +14,9 @@ from safetensors.numpy import load_file
 from numerics import cases
 from numerics.test_against_transformers import TOLERANCE, load, rms, run, worst
 from numerics.test_packed_rows import LENGTH, of_piece, packed, ragged
-from spile.model import attention
-from spile.model.decoder import forward
-from spile.model.params import stacked
-from spile.model.runs import choose_runs, tap_groups
+from spile.models import attention
+from spile.models.decoder import forward
+from spile.models.params import choose_runs, stacked, tap_groups
 
 _LEFT_OUT = ("logits_ids", "loss")
 """Names of tokens, of which near ones are as wrong as others, and small differences of large numbers. In float32, with

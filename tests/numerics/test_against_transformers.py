@@ -16,10 +16,10 @@ from safetensors.numpy import load_file
 
 from numerics import cases
 from numerics.reference import transformers_taps
-from spile import weights
-from spile.model.decoder import forward, head_needed
-from spile.model.params import Params
-from spile.spec.architecture import ModelConfig, Rope
+from spile.models import model_files, weights
+from spile.models.architecture import ModelConfig, Rope
+from spile.models.decoder import forward, head_needed
+from spile.models.params import Params
 
 TOLERANCE = 1e-4
 
@@ -30,7 +30,7 @@ def run(params: Params, config: ModelConfig, tokens: Any, case: str, attention: 
 
 
 def load(case: str, folder: Path, dtype: Any = jnp.float32) -> tuple[Params, ModelConfig]:
-    files = weights.find(str(cases.write_model(case, folder)))
+    files = model_files.find(str(cases.write_model(case, folder)))
     return weights.load(files, dtype, head=head_needed(cases.taps(case))), files.config
 
 
@@ -62,7 +62,7 @@ def test_live(case: str, tmp_path: Path) -> None:
 @pytest.mark.torch
 def test_live_embedded() -> None:
     pytest.importorskip("torch")
-    files = weights.find("embedded")
+    files = model_files.find("embedded")
     tokens = np.random.default_rng(0).integers(0, files.config.vocab_size, (2, 700)).astype(np.int32)
     case = "qwen2-tied"
     taps = tuple(tap for tap in cases.taps(case) if tap.layer < 3)

@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from numerics import cases
 from spile.errors import ModelError
-from spile.spec.families import _ACTIVATIONS, ARCHITECTURES, read_config
+from spile.models.families import _ACTIVATIONS, ARCHITECTURES, read_config
 
 _BARE = {
     "hidden_size": 256,

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from numerics import cases
 from numerics.test_against_transformers import load
-from spile.model.decoder import forward
-from spile.model.experts import MIXTURES, route
+from spile.models.decoder import forward
+from spile.models.experts import MIXTURES, route
 from spile.spec.taps import Tap
 
 MOE = ["mixtral", pytest.param("qwen3-moe", marks=pytest.mark.slow), "qwen3-moe-mixed"]

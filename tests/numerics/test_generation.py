@@ -13,15 +13,13 @@ import numpy as np
 import pytest
 
 from numerics import cases
-from spile import weights
-from spile.model.decoder import forward
-from spile.runtime.answer import Answer
-from spile.runtime.generator import Generator
-from spile.runtime.mesh import make_mesh
-from spile.runtime.slots import SlotPlan
+from spile.models import model_files, weights
+from spile.models.decoder import forward
 from spile.spec.run import GenerationSpec
 from spile.spec.sample import Sample
 from spile.spec.taps import Tap
+from spile.worker.generator import Answer, Generator, SlotPlan
+from spile.worker.mesh import make_mesh
 
 TOLERANCE = 1e-4
 LENGTHS = (3, 17, 9, 30, 1, 12, 24)
@@ -48,7 +46,7 @@ def prompts(case: str) -> list[Sample]:
 
 
 def generated(folder: Path, case: str, plan: SlotPlan = PLAN, **more: Any) -> dict[int, Answer]:
-    files = weights.find(str(folder))
+    files = model_files.find(str(folder))
     about = GenerationSpec(**{"max_new_tokens": 64, **more.pop("generation", {})})
     generator = Generator(
         weights.load(files, head=True), files.config, taps(case), mesh=make_mesh((1, 1)), plan=plan,
@@ -82,7 +80,7 @@ def test_greedy_tokens_are_transformers_own(case: str, tmp_path: Path) -> None:
 
 
 def check_rows(folder: Path, case: str, answers: dict[int, Answer]) -> None:
-    files = weights.find(str(folder))
+    files = model_files.find(str(folder))
     params = weights.load(files)
     step = jax.jit(lambda p, t: forward(p, t, config=files.config, taps=taps(case)))
     for answer in answers.values():

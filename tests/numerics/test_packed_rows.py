@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 
 from numerics import cases
 from numerics.test_against_transformers import TOLERANCE, load
-from spile.model.decoder import forward
+from spile.models.decoder import forward
 from spile.spec.taps import Tap
 
 LENGTH = 64

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from numerics import cases
-from spile import weights
-from spile.weights.adapters import find_adapter
+from spile.models import model_files, weights
+from spile.models.adapters import find_adapter
 
 RANK = 3
 
@@ -31,10 +31,10 @@ def test_peft_merges_to_the_same_weights(tmp_path: Path) -> None:
     adapted.save_pretrained(tmp_path / "adapter")
     adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
     (tmp_path / "merged" / "config.json").write_bytes((model / "config.json").read_bytes())
-    ours = weights.load(replace(weights.find(str(model)), adapter=find_adapter(str(tmp_path / "adapter"))))
-    theirs = weights.load(weights.find(str(tmp_path / "merged")))
+    ours = weights.load(replace(model_files.find(str(model)), adapter=find_adapter(str(tmp_path / "adapter"))))
+    theirs = weights.load(model_files.find(str(tmp_path / "merged")))
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=1e-5), ours, theirs)
-    plain = weights.load(weights.find(str(model)))
+    plain = weights.load(model_files.find(str(model)))
     assert np.abs(np.asarray(ours.layers[1].down) - np.asarray(plain.layers[1].down)).max() > 1e-3
 
 
@@ -45,14 +45,14 @@ def test_a_head_that_is_the_embedding(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
 
-    from spile.runtime.torch.producer import load_model
+    from spile.worker.torch_backend import load_model
 
     model = cases.write_model("qwen2-tied", tmp_path / "model")
     about = peft.LoraConfig(r=RANK, lora_alpha=5, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
     with pytest.warns(UserWarning, match="tie_word_embeddings"):
         theirs = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(model), about).eval()
     theirs.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
-    files = weights.find(str(model)).adapted(find_adapter(str(tmp_path / "adapter")))
+    files = model_files.find(str(model)).adapted(find_adapter(str(tmp_path / "adapter")))
     tokens = torch.arange(7)[None]
     ours = load_model(files, "float32")
     with torch.no_grad():

@@ -19,8 +19,7 @@ pytestmark = pytest.mark.filterwarnings("default")  # its own imports warn
 
 from numerics import cases  # noqa: E402
 from numerics.test_against_transformers import TOLERANCE, load, run  # noqa: E402
-from spile.spec.sites import SITES  # noqa: E402
-from spile.spec.taps import Tap  # noqa: E402
+from spile.spec.taps import SITES, Tap  # noqa: E402
 
 
 def hooks(folder: Path, tokens: np.ndarray) -> dict[str, np.ndarray]:

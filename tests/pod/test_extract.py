@@ -31,8 +31,8 @@ WHOLE = 48 * VARIANTS
 
 MANY = """
 import json
-from spile.runtime.extract import extract
-from spile.runtime.pod.group import PodProcess
+from spile.worker.extract import extract
+from spile.worker.pod.group import PodProcess
 from spile.spec.run import DataSpec, ExtractSpec, PromptSpec
 with join(identity, times=PodTimes(120, 120, 60)) as pod:
     hosts = PodProcess(pod)
@@ -54,7 +54,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 
 def alone(root: Path, variants: int) -> Dataset:
-    from spile.runtime.extract import extract
+    from spile.worker.extract import extract
 
     data = DataSpec(max_seq_length=LENGTH, prompt=PromptSpec(predictions_per_task=variants))
     spec = ExtractSpec(
@@ -229,9 +229,9 @@ def test_a_signal_on_one_host_stops_all_at_the_same_batch(tmp_path: Path, refere
     """The other host has no signal; both commit what they have, say so by exit code 130, and the run goes on alone."""
     body = """
 import threading
-from spile.runtime.extract import extract
-from spile.runtime.pod.group import PodProcess
-from spile.runtime.progress import Progress
+from spile.worker.extract import extract
+from spile.worker.pod.group import PodProcess
+from spile.worker.progress import Progress
 from spile.spec.run import DataSpec, ExtractSpec, PromptSpec
 stop, progress = threading.Event(), Progress()
 if me == 1:  # as a signal's handler does, once the second batch has come home
@@ -260,8 +260,8 @@ with join(identity, times=PodTimes(120, 120, 60)) as pod:
 def test_a_zombie_slice_is_fenced_as_a_whole(tmp_path: Path) -> None:
     body = """
 from spile.objects import open_folder
-from spile.runtime import extract as module
-from spile.runtime.pod.group import PodProcess
+from spile.worker import extract as module
+from spile.worker.pod.group import PodProcess
 from spile.spec.run import DataSpec, ExtractSpec
 with join(identity, times=PodTimes(120, 120, 60)) as pod:
     data = DataSpec(max_seq_length=64, max_samples=16)

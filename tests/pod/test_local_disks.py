@@ -10,7 +10,7 @@ import pytest
 from pod.launching import clean_environment, started
 from ports import free_port
 from spile.errors import Damaged
-from spile.fleet.ssh.collect import assemble
+from spile.hosts.files import assemble
 from spile.objects import open_folder
 from spile.store.stream import read_stream
 from spile.store.verification import verify

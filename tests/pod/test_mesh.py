@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
 from spile.errors import SpecError
-from spile.runtime.mesh import RULES, default_shape, make_mesh, plan_mesh
-from spile.spec.architecture import ModelConfig
-from spile.spec.machines import parse_machine
-from spile.spec.tensors import Tensor, layer_tensors, model_tensors
+from spile.models.architecture import ModelConfig
+from spile.models.tensors import Tensor, layer_tensors, model_tensors
+from spile.plan.machines import parse_machine
+from spile.worker.mesh import RULES, default_shape, make_mesh, plan_mesh
 
 QWEN_05 = ModelConfig("qwen2", 896, 24, 14, 2, 64, 4864, 151936, qkv_bias=True, tied=True)
 QWEN_7 = ModelConfig("qwen2", 3584, 28, 28, 4, 128, 18944, 152064, qkv_bias=True)

@@ -10,17 +10,17 @@ import pytest
 
 from pod.launching import launch
 from spile.reading.dataset import open as open_dataset
-from spile.runtime.infer import infer
 from spile.spec.run import DataSpec, ExtractSpec, GenerationSpec
 from spile.store.verification import verify
+from spile.worker.infer import infer
 
 COUNT = 11
 """More than there are slots, and no multiple of the devices."""
 
 BODY = """
 import json
-from spile.runtime.infer import infer
-from spile.runtime.pod.group import PodProcess
+from spile.worker.infer import infer
+from spile.worker.pod.group import PodProcess
 from spile.spec.run import DataSpec, ExtractSpec, GenerationSpec
 with join(identity, times=PodTimes(120, 120, 60)) as pod:
     hosts = PodProcess(pod)

@@ -34,16 +34,16 @@ import numpy as np
 from safetensors.numpy import load_file
 from numerics import cases
 from numerics.test_generation import PLAN, prompts
-from spile import weights
-from spile.model.decoder import head_needed
-from spile.planning.batches import BatchPlan, batches
-from spile.runtime.device import DeviceProducer
-from spile.runtime.generator import Generator
-from spile.runtime.mesh import make_mesh, plan_mesh
+from spile.models import model_files, weights
+from spile.models.decoder import head_needed
+from spile.worker.batches import BatchPlan, batches
+from spile.worker.device import DeviceProducer
+from spile.worker.generator import Generator
+from spile.worker.mesh import make_mesh, plan_mesh
 from spile.spec.run import GenerationSpec
 from spile.spec.sample import Sample
 from spile.spec.taps import Tap
-from spile.weights.loading import load
+from spile.models.weights import load
 
 def lying(files, shape, head):
     mesh, plan = make_mesh(shape, jax.devices()[: shape[0] * shape[1]]), plan_mesh(files.config, shape)
@@ -87,7 +87,7 @@ def told(case, files, shape):
 
 home, names = Path(sys.argv[1]), json.loads(sys.argv[2])
 for case in names:
-    files = weights.find(str(cases.write_model(case, home / case)))
+    files = model_files.find(str(cases.write_model(case, home / case)))
     for shape in ((2, 2), (1, 4)):
         check_rows(case, files, shape)
     alone = told(case, files, (1, 1))

@@ -8,16 +8,16 @@ import sys
 
 SCRIPT = """
 import numpy as np
-from spile import weights
-from spile.planning.batches import BatchPlan, batches
-from spile.runtime.device import DeviceProducer
-from spile.runtime.mesh import make_mesh, plan_mesh
+from spile.models import model_files, weights
+from spile.worker.batches import BatchPlan, batches
+from spile.worker.device import DeviceProducer
+from spile.worker.mesh import make_mesh, plan_mesh
 from spile.spec.sample import Sample
 from spile.spec.taps import Tap
-from spile.weights.loading import load
+from spile.models.weights import load
 import jax
 
-FILES, TAPS = weights.find("embedded"), (Tap("attn", 0), Tap("residual", 1))
+FILES, TAPS = model_files.find("embedded"), (Tap("attn", 0), Tap("residual", 1))
 draw = np.random.default_rng(0)
 SAMPLES = [
     Sample(i, str(i), draw.integers(0, 100, n).astype(np.int32), np.zeros(n, np.uint8))

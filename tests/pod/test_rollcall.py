@@ -13,9 +13,8 @@ import pytest
 
 from ports import free_port
 from spile.errors import PodError
-from spile.runtime.pod.connections import RollAnswer, RollConnections, listen
-from spile.runtime.pod.identity import Identity
-from spile.runtime.pod.rollcall import answer_roll_call, hold_roll_call
+from spile.worker.pod.identity import Identity
+from spile.worker.pod.rollcall import RollAnswer, RollConnections, answer_roll_call, hold_roll_call, listen
 
 
 class Workers:

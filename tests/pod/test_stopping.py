@@ -18,7 +18,7 @@ from ports import free_port
 PREAMBLE = """
 import ctypes, pathlib, sys, threading
 from spile.cli.main import main
-from spile.runtime import device, startup
+from spile.worker import device, startup
 here = pathlib.Path({folder!r})
 number = sys.argv[1]
 
@@ -96,7 +96,7 @@ def test_while_a_pod_waits_at_a_barrier(tmp_path: Path, asked: int) -> None:
                 '--coordinator-address', '127.0.0.1:{free_port()}', '--process-id', number,
                 '--num-processes', '2', '--barrier-timeout', '100'])"""
     body = f"""
-from spile.runtime.pod.pod import Pod
+from spile.worker.pod.pod import Pod
 if number == "1":
     startup.load = hang
 before = Pod.report
@@ -139,7 +139,7 @@ def test_in_the_roll_call(tmp_path: Path, present: int) -> None:
 SECOND_HANGS = """
 import json
 from spile.planning import batches
-from spile.runtime import sizing
+from spile.worker import parts as sizing
 sizing._ROWS = {"cpu": (512, False)}
 batches._WINDOW_TOKENS, batches._FIRST_WINDOW, batches._WINDOW = 2000, 1, 1  # the long ones come in a later window
 texts = ["1 2 " * 20] * 120 + ["1 2 " * 350] * 6

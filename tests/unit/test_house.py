@@ -10,7 +10,7 @@ import spile
 
 SOURCE = Path(spile.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
-MOST_LINES = 350
+MOST_LINES = 700
 MOST_LINES_OF_A_FUNCTION = 60
 
 

@@ -12,7 +12,7 @@ import pytest
 import spile
 from spile.fleet.pins import own_pin
 from spile.objects.cloud.regions import machine_place
-from spile.runtime.pod.metadata import Patience, gce_metadata
+from spile.worker.pod.identity import Patience, gce_metadata
 
 NAME = "metadata.google.internal"
 

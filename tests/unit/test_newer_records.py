@@ -11,16 +11,16 @@ import pytest
 
 import spile
 from spile.errors import RunMismatch
-from spile.fleet.cloud.provider import NodeRequest
-from spile.fleet.heal.history import Bill, History, Pending, WorkerHistory, ZoneBlock
-from spile.fleet.heal.lease import Lease
+from spile.fleet.history import Bill, History, Pending, WorkerHistory, ZoneBlock
 from spile.fleet.home import WorkerReport
+from spile.fleet.lease import Lease
+from spile.fleet.provider import NodeRequest
 from spile.fleet.spec import FleetSpec, plan_workers
 from spile.objects import open_folder
 from spile.spec.phase import Phase
-from spile.status.snapshot import SnapshotReader
 from spile.store.run import join_run, read_run
 from spile.store.sealed import seal, unseal
+from spile.store.snapshot import SnapshotReader
 from spile.store.stream import join_stream
 from spile.store.verification import verify
 from world import produce, run_identity, stream_identity

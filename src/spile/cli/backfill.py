@@ -16,9 +16,9 @@ __all__ = ["add_taps"]
 
 def add_taps(backfill: BackfillFlags, flags: ExtractFlags, pod: PodFlags, verbose: bool) -> int:
     """Add them while a person watches; the exit code."""
-    from spile.dashboard.worker import watched
-    from spile.runtime.backfill import add_taps as run
-    from spile.runtime.signals import end_soon
+    from spile.view.worker import watched
+    from spile.worker.backfill import add_taps as run
+    from spile.worker.signals import end_soon
 
     spec = backfill.spec(flags)
     hosts = pod.identity().count

@@ -11,13 +11,13 @@ from rich.console import Console
 from rich.table import Table
 
 from spile.cli.extract import ExtractFlags
-from spile.dashboard.console import output
 from spile.errors import SpecError
-from spile.planning.amounts import amount, counted, duration, size
+from spile.spec.amounts import amount, counted, duration, size
+from spile.view.table import output
 
 if TYPE_CHECKING:
-    from spile.runtime.measure.bench import BenchResult
-    from spile.runtime.measure.whole import WholeRun
+    from spile.plan.bench import BenchResult
+    from spile.plan.whole import WholeRun
 
 __all__ = ["bench"]
 
@@ -35,7 +35,7 @@ def bench(
 
     Nothing is kept: shards go to a temporary folder below --output, or below ./.bench, and are removed.
     """
-    from spile.runtime.measure.bench import bench as run
+    from spile.plan.bench import bench as run
 
     if tokens < 1:
         raise SpecError("--tokens", expected="1 or more", found=tokens)

@@ -25,8 +25,8 @@ def collect(
     Parts of one dataset, as a pod's hosts keep them on their own disks, are put together there too. Files are checked
     as they come. Run it again to go on where it broke off: what is here already is not sent again.
     """
-    from spile.dashboard.console import output as output_console
-    from spile.fleet.ssh.collect import assemble, collect_from
+    from spile.hosts.files import assemble, collect_from
+    from spile.view.table import output as output_console
 
     console = output_console(soft_wrap=True)
     collected = collect_from(where.find(), path, into, where.access())

@@ -15,13 +15,13 @@ from rich.console import Console
 
 from spile.cli.shell.defaults import GUIDES_DATASET
 from spile.cli.shell.numbers import parse_numbers
-from spile.dashboard.console import output as output_console
 from spile.errors import DataError, SpecError
 from spile.objects.opening import is_remote
+from spile.view.table import output as output_console
 
 if TYPE_CHECKING:
-    from spile.data.make.items import ItemTally, RowSelection
-    from spile.data.make.manifest import StreamsManifest
+    from spile.data.convert import ItemTally, RowSelection
+    from spile.data.split import StreamsManifest
 
 __all__ = ["SourceFlags", "convert", "progress", "streams", "upload"]
 
@@ -56,7 +56,7 @@ class SourceFlags:
 
     def selection(self, keep: tuple[str, ...] = ()) -> RowSelection:
         """What is taken of the dataset."""
-        from spile.data.make.items import RowSelection
+        from spile.data.convert import RowSelection
 
         return RowSelection(
             self.column,
@@ -81,7 +81,7 @@ def convert(
     test_outputs: Annotated[bool, Parameter(help="Keep the held-back outputs in the JSONL.", negative="")] = False,
 ) -> int:
     """Turn a dataset of the Hugging Face hub, or local files, into ARC tasks."""
-    from spile.data.make.convert import convert as run
+    from spile.data.convert import convert as run
 
     chosen = format or ("arc-json" if output_dir is not None and output is None else "arc-jsonl")
     target = output if chosen == "arc-jsonl" else output_dir
@@ -134,8 +134,7 @@ def streams(
     overwrite: Annotated[bool, Parameter(help="Replace streams of another split.", negative="")] = False,
 ) -> int:
     """Split a dataset into independent streams, balanced to one sample, the same bytes each time."""
-    from spile.data.make.manifest import MANIFEST
-    from spile.data.make.split import make_streams, refuse_others
+    from spile.data.split import MANIFEST, make_streams, refuse_others
 
     source = source or SourceFlags()
     selection = source.selection(tuple((keep or "").replace(",", " ").split()))
@@ -177,7 +176,7 @@ def upload(
     local_dir: Annotated[Path, Parameter(help="The folder of streams.")] = Path("data/streams"),
 ) -> int:
     """Put streams into a bucket, skipping what is there already and identical."""
-    from spile.data.make.upload import upload as run
+    from spile.data.upload import upload as run
     from spile.objects import bucket_url, open_folder
 
     if not bucket.rpartition("://")[2].strip("/"):
@@ -203,7 +202,7 @@ def written(target: str, *, file: bool = False) -> Iterator[Path]:
     if not is_remote(target):
         yield Path(target)
         return
-    from spile.data.make.upload import upload as run
+    from spile.data.upload import upload as run
     from spile.objects import open_folder
 
     folder, _, name = target.rstrip("/").rpartition("/") if file else (target, "", "")
@@ -214,7 +213,7 @@ def written(target: str, *, file: bool = False) -> Iterator[Path]:
 
 def _streams_there(url: str, count: int, seed: int, *, some: bool, overwrite: bool) -> StreamsManifest | None:
     """The streams that are in the bucket and are not replaced unasked; another number of them is refused at once."""
-    from spile.data.make.upload import read_manifest
+    from spile.data.upload import read_manifest
     from spile.objects import open_folder
 
     if some:

@@ -18,14 +18,14 @@ from spile.cli.shell.flag import flag
 from spile.cli.shell.fleet_flags import MachineFlags, PlaceFlags, confirm, print_results
 from spile.cli.shell.pairs import variables
 from spile.cli.shell.remembering import as_before, given, words_of
-from spile.dashboard.console import output
 from spile.errors import SpecError
 from spile.objects.opening import is_remote
+from spile.view.table import output
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from spile.fleet.cloud.tpu import CloudTpu
+    from spile.fleet.cloud_tpu import CloudTpu
     from spile.fleet.home import FleetHome
     from spile.fleet.manage import NodeResult
     from spile.fleet.spec import FleetSpec, Policy
@@ -239,7 +239,7 @@ class _Asked:
 def _check(client: CloudTpu, fleet: FleetSpec, asked: _Asked) -> None:
     """Every mistake that can be known now."""
     from spile.fleet.checks import check_model
-    from spile.fleet.cloud.tpu import check_place
+    from spile.fleet.cloud_tpu import check_place
     from spile.fleet.notify import check_url
 
     flags = asked.flags
@@ -324,7 +324,7 @@ def _launch(client: CloudTpu, home: FleetHome, fleet: FleetSpec, steps: DeployFl
     from spile.fleet import manage
     from spile.fleet.deploy import launch_over_ssh, launch_waiting
     from spile.fleet.pins import vouch
-    from spile.fleet.ssh.hosts import Access
+    from spile.hosts.hosts import Access
 
     results: list[NodeResult] = []
     ssh = steps.launch == "ssh" or bool(steps.adopt)

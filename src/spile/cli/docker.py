@@ -22,8 +22,8 @@ from spile.errors import Failure, SpecError, SpileError, UserError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from spile.fleet.containers import Container
-    from spile.fleet.ssh.hosts import Host
+    from spile.hosts.hosts import Host
+    from spile.launch.docker import Container
 
 __all__ = ["ContainerFlags", "build", "pod", "run", "stop"]
 
@@ -51,14 +51,14 @@ class ContainerFlags:
 
     def image_name(self) -> str:
         """The image that is meant."""
-        from spile.fleet.containers import image_name
+        from spile.launch.docker import image_name
         from spile.version import __version__
 
         return self.image or image_name(__version__, self.target or "cpu")
 
     def container(self, words: Sequence[str], *, here: bool) -> Container:
         """The container for a command; ``here``: its folders are this machine's."""
-        from spile.fleet.containers import Container
+        from spile.launch.docker import Container
 
         mounts = []
         for text in self.mount or ():
@@ -95,7 +95,7 @@ def build(
     show: _PRINT = False,
 ) -> int:
     """Build the image from a checkout: here, or with --tpu-prefix or --hosts on every host at once."""
-    from spile.fleet.containers import build_words
+    from spile.launch.docker import build_words
 
     words = build_words(flags.runtime, flags.target or "cpu", flags.image_name(), str(context))
     if show:
@@ -108,7 +108,7 @@ def build(
     if not (where.hosts or where.tpu_prefix):
         flags.found()
         return subprocess.run(words, check=False).returncode  # noqa: S603
-    from spile.fleet.ssh.copy import copy_to, load
+    from spile.hosts.files import copy_to, load
 
     hosts, target = where.find(), "~/spile-image"
     copied = copy_to(hosts, load(context.absolute(), int(1e9)), target, where.access())
@@ -126,7 +126,7 @@ def run(
 
     Files that it writes in mounted folders are yours. Ctrl+C stops it, after the worker has committed.
     """
-    from spile.fleet.containers import run_words
+    from spile.launch.docker import run_words
 
     _not_the_runtimes(words)
     user = f"{os.getuid()}:{os.getgid()}"
@@ -152,7 +152,7 @@ def pod(
 
     All start together. The first that fails, or Ctrl+C, stops all, after a chance to commit; nothing stays behind.
     """
-    from spile.fleet.containers import check_hosts, host_script, stop_script
+    from spile.launch.docker import check_hosts, host_script, stop_script
 
     _not_the_runtimes(words)
     flags = replace(flags, target=flags.target or "tpu")
@@ -185,7 +185,7 @@ def stop(
     show: _PRINT = False,
 ) -> int:
     """Stop a container here, or with --tpu-prefix or --hosts on every host; the worker in it commits first."""
-    from spile.fleet.containers import stop_script
+    from spile.launch.docker import stop_script
 
     if words:
         raise SpecError(
@@ -213,10 +213,10 @@ def _everywhere(
     hosts: Sequence[Host], line: str, where: HostFlags, run_flags: RunFlags, *, folder: str = "~", grace: int = 3
 ) -> int:
     """A line on all hosts, with logs and codes as ``spile run`` has them."""
-    from spile.dashboard.hosts import Logs, print_outcomes
-    from spile.fleet.ssh import fanout
-    from spile.fleet.ssh.copy import RESULTS
-    from spile.fleet.ssh.session import Job, SessionTimes
+    from spile.hosts import run as fanout
+    from spile.hosts.files import RESULTS
+    from spile.hosts.run import Job, SessionTimes
+    from spile.view.hosts import Logs, print_outcomes
 
     console = Output(highlight=False)
     pace = SessionTimes(grace=grace + 10.0)
@@ -231,7 +231,7 @@ def _everywhere(
 
 def _variables(host: Host, hosts: Sequence[Host]) -> dict[str, str]:
     """A host's place, for the container too; hosts that no cloud describes are told who the others are."""
-    from spile.fleet.ssh.fanout import environment_of
+    from spile.hosts.run import environment_of
 
     found = environment_of(host, hosts)
     mine = [other.internal or other.address for other in hosts if other.slice == host.slice]
@@ -242,7 +242,7 @@ def _variables(host: Host, hosts: Sequence[Host]) -> dict[str, str]:
 
 def _sweep(hosts: Sequence[Host], script: str, where: HostFlags) -> int:
     """Stop what may be left on each host by itself; how many could not be asked."""
-    from spile.fleet.ssh.launch import launch
+    from spile.hosts.run import launch
 
     bad = 0
     for each in launch(hosts, lambda _: script, access=where.access()):

@@ -10,7 +10,7 @@ from spile.cli.deploy import extract_words
 from spile.cli.shell.defaults import with_model
 from spile.cli.shell.log import log
 from spile.errors import DataError, SpecError
-from spile.planning.amounts import counted
+from spile.spec.amounts import counted
 from spile.spec.run import EMBEDDED
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from spile.cli.extract import ExtractFlags
     from spile.cli.shell.engine_flags import EngineFlags
-    from spile.runtime.engines.engine import Engine
+    from spile.launch.supervisor import Engine
     from spile.spec.run import ExtractSpec
 
 __all__ = ["extract_on_engine"]
@@ -36,11 +36,11 @@ _PLACED = frozenset(
 
 def extract_on_engine(flags: ExtractFlags, engine: EngineFlags) -> int:
     """Work off every stream; the exit code of all."""
-    from spile.dashboard.engine import watched_engine
+    from spile.launch.supervisor import Scheduler
+    from spile.launch.tasks import cluster_check, stream_tasks
     from spile.objects import open_folder
-    from spile.runtime.engines.scheduler import Scheduler
-    from spile.runtime.engines.tasks import cluster_check, stream_tasks
-    from spile.status.snapshot import SnapshotReader
+    from spile.store.snapshot import SnapshotReader
+    from spile.view.engine import watched_engine
 
     engine.check()
     if flags.worker_id is not None:
@@ -72,11 +72,11 @@ def extract_on_engine(flags: ExtractFlags, engine: EngineFlags) -> int:
 def make_engine(flags: EngineFlags) -> Engine:
     """The engine that was asked for."""
     if flags.name == "ray":
-        from spile.runtime.engines.ray_cluster import RayEngine
+        from spile.launch.ray_engine import RayEngine
 
         return RayEngine(flags.num_workers, flags.needs(), flags.ray_address, flags.hosts_per_worker)
+    from spile.launch.local import LocalEngine
     from spile.objects.environment import this_machines_cores
-    from spile.runtime.engines.local import LocalEngine
 
     if flags.log_dir is not None:
         flags.log_dir.mkdir(parents=True, exist_ok=True)
@@ -114,7 +114,7 @@ def _absolute(name: str) -> str:
 
 def _split(flags: ExtractFlags, spec: ExtractSpec, workers: int, asked: int | None) -> str:
     """The streams of ``--dataset``, kept beside the activations: made once, and the same ever after."""
-    from spile.data.make.manifest import MANIFEST, StreamsManifest
+    from spile.data.split import MANIFEST, StreamsManifest
     from spile.fleet.streams import prepare_streams, refuse_other_rows
     from spile.objects import open_folder
     from spile.objects.folder import NotFound

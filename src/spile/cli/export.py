@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from spile.cli.shell.numbers import parse_numbers
-from spile.dashboard.console import output as console
 from spile.errors import SpecError, UserError
-from spile.planning.amounts import counted
+from spile.spec.amounts import counted
 from spile.spec.run import StoreDtype
+from spile.view.table import output as console
 
 if TYPE_CHECKING:
     from spile.reading.dataset import Dataset

@@ -16,7 +16,7 @@ from spile.cli.shell.flag import flag
 from spile.cli.shell.log import log
 from spile.errors import SpecError
 from spile.objects.opening import is_remote
-from spile.spec.machines import parse_mesh_shape
+from spile.plan.machines import parse_mesh_shape
 from spile.spec.phase import Phase
 from spile.spec.positions import ALL
 from spile.spec.run import (
@@ -36,7 +36,7 @@ from spile.spec.taps import TOP, parse_heads, parse_layers, parse_sites
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from spile.runtime.summary import Summary
+    from spile.worker.progress import Summary
 
 __all__ = ["GCS_PREFIX", "HOW", "PROMPTS", "WHAT", "WHERE", "ExtractFlags", "extract", "visited"]
 
@@ -276,7 +276,7 @@ def extract(
         from spile.cli.engines import extract_on_engine
 
         return extract_on_engine(settled(flags, os.environ, log, every_stream=True), engine)
-    from spile.runtime.extract import extract as run
+    from spile.worker.extract import extract as run
 
     return visited(run, flags, pod, verbose)
 
@@ -289,9 +289,9 @@ def visited(
     after: "Callable[[ExtractSpec, Summary], None]" = lambda _spec, _summary: None,
 ) -> int:
     """Visit a stream while a person watches; the exit code. ``after`` says more when the summary was told."""
-    from spile.dashboard.worker import watched
-    from spile.runtime.pod.check import log_devices
-    from spile.runtime.signals import end_soon
+    from spile.view.worker import watched
+    from spile.worker.pod.check import log_devices
+    from spile.worker.signals import end_soon
 
     flags.spec()  # a mistake is told before anybody looks for a pod, or waits for its other hosts
     identity = pod.identity()

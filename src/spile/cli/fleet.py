@@ -11,11 +11,11 @@ from cyclopts import Parameter
 
 from spile.cli.monitor import fleet_home
 from spile.cli.shell.fleet_flags import confirm, table_of
-from spile.dashboard.console import output
 from spile.errors import UserError
+from spile.view.table import output
 
 if TYPE_CHECKING:
-    from spile.fleet.cloud.tpu import CloudTpu
+    from spile.fleet.cloud_tpu import CloudTpu
     from spile.fleet.home import FleetHome
 
 __all__ = ["list_fleets", "status", "stop"]
@@ -32,8 +32,8 @@ def list_fleets(
     as_json: Annotated[bool, _JSON] = False,
 ) -> int:
     """List the fleets that were deployed to a bucket, with what each is doing."""
-    from spile.fleet.heal.lease import Lease
     from spile.fleet.home import FleetHome, fleet_url, fleets_of
+    from spile.fleet.lease import Lease
     from spile.objects import bucket_url
 
     url = bucket_url(bucket)
@@ -137,7 +137,6 @@ def _home(root: str, fleet: str | None) -> FleetHome:
 
 
 def _client(home: FleetHome, project: str | None) -> CloudTpu:
-    from spile.fleet.cloud.settings import read_settings
-    from spile.fleet.cloud.tpu import CloudTpu
+    from spile.fleet.cloud_tpu import CloudTpu, read_settings
 
     return CloudTpu(read_settings(os.environ, project=project or home.read_fleet().project))

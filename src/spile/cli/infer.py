@@ -15,7 +15,7 @@ from spile.errors import SpecError
 from spile.spec.run import Capture, ExtractSpec, GenerationSpec, LongPolicy
 
 if TYPE_CHECKING:
-    from spile.runtime.summary import Summary
+    from spile.worker.progress import Summary
 
 __all__ = ["InferFlags", "infer"]
 
@@ -98,7 +98,7 @@ def infer(
     an earlier one left. spile score tells how many answers are right. Every flag can also come from --config run.toml
     or a SPILE_* variable.
     """
-    from spile.runtime.infer import infer as run
+    from spile.worker.infer import infer as run
 
     return visited(run, flags or InferFlags(), pod or PodFlags(), verbose, _log_answers)
 

@@ -11,9 +11,9 @@ from rich.box import ROUNDED
 from rich.table import Table
 
 from spile.cli.shell.pages import write_page
-from spile.dashboard.console import output
 from spile.errors import UserError
-from spile.planning.amounts import counted, size
+from spile.spec.amounts import counted, size
+from spile.view.table import output
 
 if TYPE_CHECKING:
     from spile.reading.dataset import Dataset
@@ -96,8 +96,8 @@ def _show(dataset: Dataset, found: dict[str, TapStatistics | None]) -> None:
 
 
 def _write_page(dataset: Dataset, html: Path, tap: str | None, samples: int) -> None:
-    from spile.dashboard.report import report_page
     from spile.reading.inspecting import inspect_dataset
+    from spile.view.report import report_page
 
     page = report_page(dataset, inspect_dataset(dataset, tap=tap, samples=max(0, samples)))
     write_page(page, html)

@@ -13,7 +13,7 @@ from spile.errors import Failure
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from spile.fleet.ssh.hosts import Host
+    from spile.hosts.hosts import Host
 
 __all__ = ["install", "put_on"]
 

@@ -13,7 +13,7 @@ from spile.cli.shell.flag import flag
 from spile.cli.shell.pairs import pairs
 
 if TYPE_CHECKING:
-    from spile.fleet.manifests.kubernetes import KubernetesJob
+    from spile.launch.kubernetes import KubernetesJob
 
 __all__ = ["KubernetesFlags", "job"]
 
@@ -49,8 +49,8 @@ class KubernetesFlags:
 
     def described(self, flags: ExtractFlags, cluster: ClusterFlags) -> KubernetesJob:
         """The job for Kubernetes."""
-        from spile.fleet.manifests.kubernetes import KubernetesJob, SecretKey
-        from spile.spec.machines import parse_machine
+        from spile.launch.kubernetes import KubernetesJob, SecretKey
+        from spile.plan.machines import parse_machine
 
         machine = None if self.topology is None else parse_machine(self.topology)
         volumes = pairs("--volume", self.volume, "/path=claim")
@@ -78,7 +78,7 @@ def job(*, kubernetes: KubernetesFlags, cluster: ClusterFlags | None = None, fla
     Takes every flag of spile extract. One worker is an Indexed Job's pod with one stream; a slice of many hosts is a
     Job or JobSet of its own. Nothing is sent anywhere: --dry-run=server of kubectl asks the cluster what it thinks.
     """
-    from spile.fleet.manifests.kubernetes import to_yaml
+    from spile.launch.kubernetes import to_yaml
 
     print(to_yaml(kubernetes.described(flags or ExtractFlags(), cluster or ClusterFlags())), end="")
     return 0

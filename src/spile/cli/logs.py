@@ -14,7 +14,7 @@ from spile.errors import Failure, SpecError, UserError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from spile.fleet.ssh.tail import LogMachine
+    from spile.fleet.worker_logs import LogMachine
 
 __all__ = ["logs"]
 
@@ -38,11 +38,11 @@ def logs(
     where: HostFlags = HostFlags(),  # noqa: B008  (frozen)
 ) -> int:
     """A worker's log: from its machine, over ssh; or its last lines from the bucket, when the machine is gone."""
-    from spile.dashboard.console import output as output_console
-    from spile.dashboard.hosts import Logs
-    from spile.fleet.ssh import fanout
-    from spile.fleet.ssh.session import Job
-    from spile.fleet.ssh.tail import LOG_FILES, NO_LOG, UNIT, tail_command
+    from spile.fleet.worker_logs import LOG_FILES, NO_LOG, UNIT, tail_command
+    from spile.hosts import run as fanout
+    from spile.hosts.run import Job
+    from spile.view.hosts import Logs
+    from spile.view.table import output as output_console
 
     if lines < 0:
         raise SpecError("-n", expected="0 or more", found=lines)
@@ -91,7 +91,7 @@ def _kept(worker: str, home: str, lines: int, grep: str | None, host: int, conso
 
 
 def _machine(worker: str, fleet: str | None, host: int, where: HostFlags) -> LogMachine:
-    from spile.fleet.ssh.tail import LogMachine, find_machine
+    from spile.fleet.worker_logs import LogMachine, find_machine
 
     number = int(worker) if worker.isdigit() else None
     if where.hosts:
@@ -99,8 +99,7 @@ def _machine(worker: str, fleet: str | None, host: int, where: HostFlags) -> Log
         if not 0 <= host < len(named):
             raise SpecError("--host", expected=f"0 to {len(named) - 1}", found=host)
         return LogMachine(named[host], number, "")
-    from spile.fleet.cloud.settings import read_settings
-    from spile.fleet.cloud.tpu import CloudTpu
+    from spile.fleet.cloud_tpu import CloudTpu, read_settings
 
     provider = CloudTpu(read_settings(os.environ, project=where.project))
     nodes = provider.nodes(where.zone or "-")
@@ -109,7 +108,7 @@ def _machine(worker: str, fleet: str | None, host: int, where: HostFlags) -> Log
 
 def _last_words(worker: str, machine: LogMachine, output: str | None, lines: int, console: Console) -> int:
     """What the heartbeat kept."""
-    from spile.fleet.ssh.tail import last_words
+    from spile.fleet.worker_logs import last_words
     from spile.objects import open_folder
 
     if output is None:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from spile.errors import Interrupted
-from spile.runtime.interrupts import INTERRUPTED, handled, interruptible, leaving
+from spile.worker.signals import INTERRUPTED, handled, interruptible, leaving
 
 __all__ = ["main"]
 

@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from spile.spec.families import ARCHITECTURES, read_config
-from spile.spec.machines import Machine, list_prices, parse_machine
+from spile.models.families import ARCHITECTURES, read_config
+from spile.plan.machines import Machine, list_prices, parse_machine
 
 __all__ = ["models"]
 
@@ -27,7 +27,7 @@ def models(
     """
     from rich.table import Table
 
-    from spile.dashboard.console import Lasting
+    from spile.view.table import Lasting
 
     console = Lasting(highlight=False)
     prices = list_prices()
@@ -57,11 +57,11 @@ def models(
 
 
 def _worked(family: str, machine: Machine) -> dict[str, Any]:
-    from spile.planning.cost import Volume, estimate
-    from spile.planning.shards import row_bytes
-    from spile.spec.model_examples import EXAMPLES
+    from spile.models.families import EXAMPLES
+    from spile.models.tensors import flops_per_token, parameter_count
+    from spile.plan.cost import Volume, estimate
     from spile.spec.taps import Tap, tap_rows
-    from spile.spec.tensors import flops_per_token, parameter_count
+    from spile.worker.batches import row_bytes
 
     example = EXAMPLES[family]
     config = read_config({"model_type": family, **example.config})

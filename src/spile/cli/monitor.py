@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 from rich.console import Console
 
-from spile.dashboard.console import output
 from spile.errors import SpecError, UserError
+from spile.view.table import output
 
 if TYPE_CHECKING:
     from spile.fleet.home import FleetHome
@@ -52,8 +52,7 @@ def monitor(
         import os
 
         from spile.cli.shell.healing import adjusted, watch_fleet
-        from spile.fleet.cloud.settings import read_settings
-        from spile.fleet.cloud.tpu import CloudTpu
+        from spile.fleet.cloud_tpu import CloudTpu, read_settings
         from spile.fleet.deployed import told
 
         deployed, found = home.read_pinned()
@@ -91,11 +90,11 @@ def fleet_home(root: str, fleet: str | None) -> FleetHome | None:
 
 
 def _watch_root(root: str, console: Console, interval: float, once: bool, as_json: bool) -> int:
-    from spile.dashboard.streams import watch
     from spile.objects import open_folder
-    from spile.status.snapshot import SnapshotReader
     from spile.store.layout import RUN
     from spile.store.run import read_run
+    from spile.store.snapshot import SnapshotReader
+    from spile.view.streams import watch
 
     folder = open_folder(root)
     if read_run(folder) is None:

@@ -13,8 +13,8 @@ from spile.cli.shell.flag import flag
 from spile.cli.shell.log import log
 
 if TYPE_CHECKING:
-    from spile.runtime.pod.group import WorkerGroup
-    from spile.runtime.pod.identity import Identity
+    from spile.worker.pod.group import WorkerGroup
+    from spile.worker.pod.identity import Identity
 
 __all__ = ["PodFlags", "check"]
 
@@ -35,8 +35,8 @@ class PodFlags:
 
     def identity(self) -> Identity:
         """Where this process stands."""
-        from spile.runtime.pod.identity import this_process
-        from spile.spec.machines import parse_machine
+        from spile.plan.machines import parse_machine
+        from spile.worker.pod.identity import this_process
 
         return this_process(
             coordinator_address=self.coordinator_address,
@@ -48,9 +48,9 @@ class PodFlags:
     @contextlib.contextmanager
     def joined(self, log: Callable[[str], None], identity: Identity | None = None) -> Iterator[WorkerGroup]:
         """Alone, or with the others, for as long as this lasts."""
-        from spile.runtime.pod.group import PodProcess, joined_group
-        from spile.runtime.pod.pod import PodTimes
-        from spile.runtime.signals import interrupting, last_words
+        from spile.worker.pod.group import PodProcess, joined_group
+        from spile.worker.pod.pod import PodTimes
+        from spile.worker.signals import interrupting, last_words
 
         times = PodTimes.of(self.barrier_timeout, self.heartbeat_timeout)
         with interrupting(), joined_group(identity or self.identity(), times, log) as hosts:
@@ -68,7 +68,7 @@ def check(*, flags: PodFlags | None = None) -> int:
 
     Run it on every host: gcloud compute tpus tpu-vm ssh $TPU --worker=all --command="spile pod check".
     """
-    from spile.runtime.pod.check import check_pod
+    from spile.worker.pod.check import check_pod
 
     with (flags or PodFlags()).joined(log) as hosts:
         check_pod(hosts, log)

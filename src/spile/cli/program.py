@@ -18,10 +18,10 @@ from cyclopts.config import Dict, Env
 from spile.cli.shell.aliases import modern
 from spile.cli.shell.commands import COMMANDS, GROUPS, SECTIONS
 from spile.cli.shell.mistakes import mistake
-from spile.dashboard.console import Lasting
 from spile.errors import SpecError, SpileError
-from spile.runtime.interrupts import interruptible
 from spile.version import __version__
+from spile.view.table import Lasting
+from spile.worker.signals import interruptible
 
 __all__ = ["build", "run"]
 
@@ -48,8 +48,9 @@ def build(config: str | None = None, meant: str | None = None) -> App:
         told = None if command.name == meant else command.help
         place = {} if group_name else places[name]
         (groups[group_name] if group_name else app).command(command.function, name=name, help=told, **place)
+    more = Group("More", sort_key=99)
     for flag in ("--help", "--version"):
-        app[flag].group = places["dev"]["group"]
+        app[flag].group = more
     return app
 
 

@@ -79,10 +79,10 @@ def run(
     ``spile run --tpu-prefix my-tpu -- python3 train.py``. The first host that fails, or Ctrl+C, ends the command on all
     hosts and leaves no process behind. The exit code is the worst of the hosts' own.
     """
-    from spile.dashboard.hosts import Logs, print_outcomes
-    from spile.fleet.ssh import fanout
-    from spile.fleet.ssh.copy import RESULTS, copy_to, load
-    from spile.fleet.ssh.session import Job
+    from spile.hosts import run as fanout
+    from spile.hosts.files import RESULTS, copy_to, load
+    from spile.hosts.run import Job
+    from spile.view.hosts import Logs, print_outcomes
 
     line, given, results = flags.line(words), variables(flags.env), flags.results(RESULTS)
     console = Output(highlight=False)

@@ -13,8 +13,8 @@ from spile.errors import DataError, UserError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from spile.data.arc.answers import Score
     from spile.data.arc.grids import Grid, Task
-    from spile.data.arc.scoring import Score
     from spile.objects.folder import Folder
 
 __all__ = ["score"]
@@ -35,9 +35,9 @@ def score(
     Variants of a task vote, once their changes are undone. An answer that holds no grid counts as wrong; a task that
     the reference lacks is not scored.
     """
-    from spile.dashboard.console import Lasting
-    from spile.dashboard.score import score_page
     from spile.objects import open_folder
+    from spile.view.report import score_page
+    from spile.view.table import Lasting
 
     found = _scored(open_folder(root), reference, dataset)
     if html is not None:
@@ -53,9 +53,8 @@ def score(
 
 
 def _scored(folder: Folder, reference: str | None, dataset: str | None) -> Score:
-    from spile.data.arc.answers import by_task
+    from spile.data.arc.answers import by_task, read_references, score_answers
     from spile.data.arc.encoders import parse_encoder
-    from spile.data.arc.scoring import read_references, score_answers
     from spile.store.predictions import merged
     from spile.store.run import read_run
     from spile.store.streams import open_streams
@@ -82,7 +81,7 @@ def _scored(folder: Folder, reference: str | None, dataset: str | None) -> Score
 
 def _tasks(places: list[str], needed: bool) -> dict[str, Task]:
     """The tasks; without them a page still shows what was expected and answered."""
-    from spile.data.arc.scoring import read_tasks
+    from spile.data.arc.answers import read_tasks
 
     tasks: dict[str, Task] = {}
     for place in places:

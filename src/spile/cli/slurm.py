@@ -46,7 +46,7 @@ def job(
     Takes every flag of spile extract. One task of the array is one stream. A task that is preempted or runs out of time
     commits what it has and is requeued.
     """
-    from spile.fleet.manifests.slurm import SlurmJob, to_script
+    from spile.launch.slurm import SlurmJob, to_script
 
     described = SlurmJob(
         job=cluster.job(flags, hosts=slurm.hosts_per_worker, shared=("/",)),

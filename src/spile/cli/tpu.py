@@ -9,13 +9,13 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from spile.cli.shell.fleet_flags import MachineFlags, PlaceFlags, confirm, print_result, print_results, table_of
-from spile.dashboard.console import output
 from spile.errors import SpecError
+from spile.view.table import output
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from spile.fleet.cloud.provider import Node, QueuedResource
+    from spile.fleet.provider import Node, QueuedResource
 
 __all__ = ["create", "delete", "list_all", "recreate_preempted", "status"]
 
@@ -49,7 +49,7 @@ def create(
 ) -> int:
     """Make ``tpu-{zone}-{n}`` in every zone, in parallel. What is there already stays."""
     from spile.fleet import manage, queueing
-    from spile.fleet.cloud.tpu import check_place
+    from spile.fleet.cloud_tpu import check_place
     from spile.fleet.pins import slice_secret
 
     client = place.client()
@@ -101,7 +101,7 @@ def delete(
 ) -> int:
     """Delete the fleet's machines. Machines without its label are never touched."""
     from spile.fleet import manage, queueing
-    from spile.fleet.heal.lease import refuse_monitored
+    from spile.fleet.lease import refuse_monitored
     from spile.fleet.manage import NodeResult
     from spile.fleet.spec import owns, plan_workers
 
@@ -141,8 +141,7 @@ def status(
     With --workers-per-zone also those that are not there.
     """
     from spile.fleet import manage
-    from spile.fleet.cloud.provider import Node
-    from spile.fleet.cloud.states import NodeState
+    from spile.fleet.provider import Node, NodeState
     from spile.fleet.spec import FLEET_LABEL, owns, plan_workers
 
     zones, client = place.zone_list(), place.client()
@@ -180,7 +179,7 @@ def recreate_preempted(
 ) -> int:
     """Delete the fleet's preempted, terminated and stopped machines and make each again as it was."""
     from spile.fleet import manage
-    from spile.fleet.cloud.states import Life
+    from spile.fleet.provider import Life
     from spile.fleet.spec import owns, plan_workers
 
     client, console = place.client(), _console()

@@ -17,10 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from spile.cli.shell.numbers import parse_numbers
-from spile.dashboard.console import output
-from spile.dashboard.fitting import Fitting
 from spile.errors import SpecError
-from spile.planning.amounts import amount, counted, duration, size
+from spile.spec.amounts import amount, counted, duration, size
+from spile.view.table import Fitting, output
 
 if TYPE_CHECKING:
     from spile.store.recomputation import Recompute
@@ -90,7 +89,7 @@ def verify(
 
 
 def _recomputer(root: str) -> Recompute:
-    from spile.runtime.recompute import recomputer  # the model comes with it
+    from spile.worker.recompute import recomputer  # the model comes with it
 
     return recomputer(root)
 

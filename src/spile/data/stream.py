@@ -11,17 +11,16 @@ import numpy as np
 import numpy.typing as npt
 
 from spile.data.arc.encoders import parse_encoder
-from spile.data.arc.fast_check import passes_fast_check
+from spile.data.arc.grids import passes_fast_check
 from spile.data.background import ahead
-from spile.data.drafts import Draft, Drafter
-from spile.data.inputs import open_input
 from spile.data.lines import BlockHashes, StreamFile
-from spile.data.make.manifest import MANIFEST, check_stream, stream_name
-from spile.data.pack import Document, pack
+from spile.data.prompts import Document, Draft, Drafter, pack
 from spile.data.rows import parse_row, resolve
+from spile.data.sources import open_input
+from spile.data.split import MANIFEST, check_stream, stream_name
 from spile.data.tokens import Encoded, Tokenizer
 from spile.errors import DataError, SpileError
-from spile.planning.ranges import Ranges
+from spile.spec.ranges import Ranges
 from spile.spec.run import DataSpec, PromptSpec
 from spile.spec.sample import Sample, Skip
 

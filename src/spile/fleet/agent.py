@@ -199,9 +199,8 @@ class Agent:
         """Delete this machine. If that fails the monitor will."""
         if self.host != 0 or not fleet.policy.delete_finished or not self.zone:
             return
-        from spile.fleet.cloud.settings import read_settings
-        from spile.fleet.cloud.tpu import CloudTpu
-        from spile.fleet.deleting import delete_queued_of
+        from spile.fleet.cloud_tpu import CloudTpu, read_settings
+        from spile.fleet.round import delete_queued_of
         from spile.fleet.spec import owns
 
         try:

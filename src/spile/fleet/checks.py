@@ -6,22 +6,21 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from spile import weights
 from spile.errors import DataError, ModelError, RunMismatch, SpileError, UserError
-from spile.fleet.cloud.roles import check_roles
-from spile.fleet.cloud.tpu import CloudTpu
+from spile.fleet.cloud_tpu import CloudTpu, check_roles
 from spile.fleet.home import FleetHome, fleets_of
 from spile.fleet.spec import FleetSpec
 from spile.fleet.streams import StreamsPlan
+from spile.models import model_files
+from spile.models.architecture import ModelConfig
 from spile.objects import is_remote, open_folder
 from spile.objects.cloud import access
 from spile.objects.preflight import preflight
-from spile.spec.architecture import ModelConfig
 from spile.spec.run import EMBEDDED, ExtractSpec
 from spile.spec.taps import select_taps
-from spile.status.snapshot import SnapshotReader
 from spile.store.clearing import stream_has_commits
 from spile.store.layout import stream_folder
+from spile.store.snapshot import SnapshotReader
 from spile.store.stream import read_stream
 from spile.store.streams import find_streams
 
@@ -36,7 +35,7 @@ def check_model(spec: ExtractSpec) -> ModelConfig:
             expected="a name on the hub, or gs://…",
             fix=f"copy it: gcloud storage cp -r {spec.model} gs://BUCKET/models/",
         )
-    config = weights.find(spec.model, spec.revision, weights=False).config
+    config = model_files.find(spec.model, spec.revision, weights=False).config
     select_taps(spec.sites, spec.layers, config.n_layers, spec.heads, spec.top_k)
     return config
 

@@ -10,16 +10,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from spile.errors import SpecError
-from spile.fleet.cloud.provider import Provider
-from spile.fleet.cloud.states import NodeState
-from spile.fleet.heal.monitor import machine_metadata, startup_script
 from spile.fleet.home import STARTUP, FleetHome
+from spile.fleet.install import build_wheel
 from spile.fleet.manage import NodeResult, list_nodes
+from spile.fleet.monitor import machine_metadata, startup_script
 from spile.fleet.pins import REQUIREMENTS, machine_requirements, sha256, slice_secret
+from spile.fleet.provider import NodeState, Provider
 from spile.fleet.spec import FleetSpec, owns
-from spile.fleet.ssh.hosts import Access, Host, hosts_of
-from spile.fleet.ssh.launch import launch
-from spile.fleet.wheel import build_wheel
+from spile.fleet.tpu_hosts import hosts_of
+from spile.hosts.hosts import Access, Host
+from spile.hosts.run import launch
 from spile.objects import bucket_url
 from spile.version import __version__
 

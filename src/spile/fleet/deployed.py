@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from spile.errors import CloudError, SpecError, UserError
-from spile.fleet.cloud.provider import Provider
-from spile.fleet.heal.observed import spec_zones
+from spile.fleet.history import spec_zones
 from spile.fleet.pins import PIN
+from spile.fleet.provider import Provider
 from spile.fleet.spec import FleetSpec, owns
 from spile.objects import open_folder
 from spile.objects.folder import Folder, NotFound

@@ -24,11 +24,9 @@ from typing import Any, get_args
 
 from spile.errors import Damaged, UserError, untrusted
 from spile.fleet.deployed import remember
-from spile.fleet.heal.history import History
-from spile.fleet.heal.lease import this_person
-from spile.fleet.heal.observed import Verdict
-from spile.fleet.heal.reconcile import Action
-from spile.fleet.heal.update import ActionOutcome
+from spile.fleet.history import History, Verdict
+from spile.fleet.lease import this_person
+from spile.fleet.reconcile import Action, ActionOutcome
 from spile.fleet.spec import FleetSpec
 from spile.objects import open_folder
 from spile.objects.folder import Folder, NotFound

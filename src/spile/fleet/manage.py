@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from spile.errors import CloudError, Interrupted, SpileError, UserError
-from spile.fleet.cloud.provider import (
+from spile.fleet.provider import (
+    Life,
     LostReply,
     Missing,
     NameTaken,
@@ -22,9 +23,7 @@ from spile.fleet.cloud.provider import (
     Quota,
     Unavailable,
 )
-from spile.fleet.cloud.states import Life
-from spile.fleet.deleting import delete_queued_of
-from spile.fleet.heal.round import Metadata, request_for
+from spile.fleet.round import Metadata, delete_queued_of, request_for
 from spile.fleet.spec import FLEET_LABEL, WORKER_LABEL, FleetSpec, Worker, owns
 
 __all__ = [

@@ -10,8 +10,8 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from spile.errors import SpecError
-from spile.fleet.heal.case import past_of
-from spile.fleet.heal.history import History
+from spile.fleet.history import History
+from spile.fleet.reconcile import past_of
 from spile.fleet.spec import FleetSpec
 
 __all__ = ["Event", "check_url", "events_between", "send"]

@@ -12,8 +12,8 @@ import secrets
 from importlib import resources
 
 from spile.errors import SpileError
-from spile.fleet.cloud.provider import Provider
 from spile.fleet.manage import NodeResult, by_zone
+from spile.fleet.provider import Provider
 from spile.fleet.spec import FleetSpec, owns
 from spile.objects.cloud.metadata import ask_metadata, google_metadata_url
 
@@ -76,8 +76,7 @@ def own_pin(zone: str, node: str, project: str, wanted: str) -> str:
     said = ask_metadata("GET", url, {"Metadata-Flavor": "Google"}, _PATIENCE) or ""
     if said == wanted or not zone:
         return said
-    from spile.fleet.cloud.settings import read_settings
-    from spile.fleet.cloud.tpu import CloudTpu
+    from spile.fleet.cloud_tpu import CloudTpu, read_settings
 
     try:
         return CloudTpu(read_settings(os.environ, project=project)).node(zone, node).metadata.get(PIN, "")

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from spile.errors import CloudError
-from spile.fleet.cloud.provider import Missing, Provider, QueuedRequest, QueuedResource
-from spile.fleet.cloud.states import QueuedState
 from spile.fleet.manage import NodeResult, by_zone, pause, settle
 from spile.fleet.pins import slice_secret
+from spile.fleet.provider import Missing, Provider, QueuedRequest, QueuedResource, QueuedState
 from spile.fleet.spec import FLEET_LABEL, FleetSpec
 
 __all__ = ["queue", "unqueue", "wait_for_queued"]

@@ -10,8 +10,8 @@ from functools import cache
 from typing import Any
 
 from spile.errors import Damaged, SpecError, untrusted
-from spile.fleet.cloud.provider import Node, NodeRequest
-from spile.spec.machines import Machine, parse_machine
+from spile.fleet.provider import Node, NodeRequest
+from spile.plan.machines import Machine, parse_machine
 from spile.spec.records import typed_fields
 
 __all__ = [

@@ -9,14 +9,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from spile.data.make.items import RowSelection
-from spile.data.make.manifest import MANIFEST, STREAM, StreamsManifest, stream_name
-from spile.data.make.sources import RowRange
-from spile.data.make.split import make_streams
-from spile.data.make.upload import read_manifest, upload
+from spile.data.convert import RowSelection
+from spile.data.sources import RowRange
+from spile.data.split import MANIFEST, STREAM, StreamsManifest, make_streams, stream_name
+from spile.data.upload import read_manifest, upload
 from spile.errors import DataError
 from spile.objects import open_folder
-from spile.planning.amounts import counted
+from spile.spec.amounts import counted
 from spile.spec.run import DataSpec, PromptSpec
 
 __all__ = [

@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from spile.errors import UserError
-from spile.planning.amounts import size
 from spile.planning.shuffle import EpochOrder, EpochPlan, RowPieces, ShuffleSpec, plan_epoch
 from spile.reading.selection import Selection
 from spile.reading.source import TapSource
+from spile.spec.amounts import size
 
 __all__ = ["ShuffleOrder", "ShufflePlace"]
 

@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import re
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from spile.errors import SpecError
+from spile.spec.sample import Role
 
-__all__ = ["ALL", "ANSWER", "LAST", "check_positions", "random_count"]
+__all__ = [
+    "ALL",
+    "ANSWER",
+    "LAST",
+    "check_positions",
+    "choose_positions",
+    "random_count",
+]
+
 
 ALL, LAST, ANSWER = "all", "last", "answer"
 _RANDOM = re.compile(r"random:([1-9]\d{0,6})")
@@ -22,3 +35,39 @@ def check_positions(text: str) -> None:
     """Refuse what names no positions."""
     if text not in (ALL, LAST, ANSWER) and random_count(text) is None:
         raise SpecError("--positions", expected="all, last, answer, or random:N such as random:32", found=repr(text))
+
+
+_ANSWERS = Role.ANSWER | Role.ASSISTANT
+
+
+def choose_positions(
+    text: str, seed: int, index: int, roles: npt.NDArray[np.uint8], first: int = 0, stop: int | None = None
+) -> npt.NDArray[np.int32] | None:
+    """The positions of sample ``index`` that are stored, in order; None: all of them.
+
+    ``first`` and ``stop`` bound those whose rows are there. What is chosen follows from the seed, the sample's number
+    and its length alone: a sample that is computed again, elsewhere, has the same ones.
+    """
+    if text == ALL:
+        return None
+    there = np.arange(first, len(roles) if stop is None else stop, dtype=np.int32)
+    if text == LAST:
+        return there[-1:]
+    if text == ANSWER:
+        return np.asarray(there[(roles[there] & _ANSWERS) != 0])
+    chosen = np.argsort(_ranks(seed, index, there), kind="stable")[: random_count(text)]
+    return there[np.sort(chosen)]
+
+
+def _ranks(seed: int, index: int, positions: npt.NDArray[np.int32]) -> npt.NDArray[np.uint64]:
+    """A number for each position that looks random: splitmix64, which docs/format.md spells out."""
+    key = _mixed(_mixed(np.uint64(seed)) ^ np.uint64(index))
+    return np.asarray(_mixed(positions.astype(np.uint64) ^ key), np.uint64)
+
+
+def _mixed(value: Any) -> Any:
+    with np.errstate(over="ignore"):
+        value = value + np.uint64(0x9E3779B97F4A7C15)
+        value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return value ^ (value >> np.uint64(31))

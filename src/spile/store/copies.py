@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from spile.objects.folder import Folder, NotFound
-from spile.planning.amounts import size
+from spile.spec.amounts import size
 from spile.store.layout import stream_folder
 from spile.store.ledger import read_ledger
 

@@ -34,7 +34,7 @@ def as_stored(rows: _Array, dtype: str) -> _Array:
 def encode(rows: _Array, dtype: str) -> npt.NDArray[np.int8]:
     """``[n, width]`` numbers → ``[n, width + 4]`` bytes. A row that is not finite gets a scale that is not.
 
-    The same arithmetic as :func:`spile.model.encoding.encode`, which devices do.
+    The same arithmetic as :func:`spile.models.encoding.encode`, which devices do.
     """
     wide = rows.astype(np.float32)
     largest = np.abs(wide).max(axis=1, initial=0.0, keepdims=True)

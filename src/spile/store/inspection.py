@@ -10,7 +10,7 @@ import numpy as np
 from spile.errors import Damaged, Failure
 from spile.objects.crc import crc32c, fold, to_hex
 from spile.objects.folder import Folder, NotFound
-from spile.planning.ranges import Ranges
+from spile.spec.ranges import Ranges
 from spile.store.codec import CHUNKS, CONTEXT, CONTEXT_OFFSETS, POSITIONS, TAIL, ShardSchema
 from spile.store.predictions import answers_problem
 from spile.store.record import ShardRecord

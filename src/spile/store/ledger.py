@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from spile.errors import Damaged
 from spile.objects.folder import Folder, NotFound
-from spile.planning.ranges import Ranges
+from spile.spec.ranges import Ranges
 from spile.store.layout import COMMITS, commit_key, commit_number
 from spile.store.record import Commit
 

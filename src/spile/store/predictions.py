@@ -10,9 +10,8 @@ import numpy as np
 from spile.errors import Damaged, untrusted
 from spile.objects.crc import crc32c, to_hex
 from spile.objects.folder import Folder
-from spile.planning.ranges import Ranges
-from spile.spec.prediction import Prediction
-from spile.spec.sample import Role
+from spile.spec.ranges import Ranges
+from spile.spec.sample import Prediction, Role
 from spile.store.codec import POSITIONS
 from spile.store.layout import predictions_name
 from spile.store.record import Commit, PredictionsRecord, ShardRecord

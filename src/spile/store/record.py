@@ -9,7 +9,7 @@ from typing import Any
 
 from spile.errors import Damaged, untrusted
 from spile.objects.crc import from_hex, to_hex
-from spile.planning.ranges import Ranges
+from spile.spec.ranges import Ranges
 from spile.spec.sample import Skip
 from spile.store.layout import is_shard, predictions_name
 from spile.store.sealed import FORMAT, seal, unseal

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from spile.planning.ranges import Ranges
+from spile.spec.ranges import Ranges
 
 __all__ = ["Garbage", "Kind", "Problem", "Recomputed", "Report", "StreamReport"]
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from spile.objects.crc import ChunkedCrc, crc32c, fold, fold_chunks
 from spile.objects.folder import Folder, Writer
-from spile.planning.ranges import Ranges
+from spile.spec.ranges import Ranges
 from spile.spec.sample import Sample
 from spile.store.codec import (
     CHUNKS,

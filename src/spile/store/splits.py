@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from spile.planning.ranges import Ranges
+from spile.spec.ranges import Ranges
 from spile.store.layout import stream_folder
 from spile.store.report import Problem
 from spile.store.stream import StreamRecord

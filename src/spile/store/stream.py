@@ -13,9 +13,9 @@ from spile.errors import Damaged, Fenced, RunMismatch, StoreError, untrusted
 from spile.objects.folder import Folder, NotFound
 from spile.objects.mirror import home_of
 from spile.objects.opening import is_remote
-from spile.planning.ranges import Ranges
 from spile.spec.identity import RunIdentity, StreamIdentity
 from spile.spec.positions import ALL
+from spile.spec.ranges import Ranges
 from spile.spec.sample import Sample, Skip
 from spile.spec.taps import Tap
 from spile.store.codec import ShardSchema

@@ -14,8 +14,8 @@ from operator import itemgetter
 
 from spile.errors import Damaged
 from spile.objects import Folder
-from spile.planning.ranges import Ranges
 from spile.spec.identity import RunIdentity
+from spile.spec.ranges import Ranges
 from spile.spec.taps import TapRows
 from spile.store.additions import Addition, find_additions
 from spile.store.joined import JoinedShard

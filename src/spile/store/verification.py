@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from spile.errors import Failure, UserError
 from spile.objects import Folder, open_folder
-from spile.planning.ranges import Ranges
 from spile.spec.identity import RunIdentity
+from spile.spec.ranges import Ranges
 from spile.store.additions import Addition, alignment
 from spile.store.garbage import HOUR, find_garbage, remove_garbage
 from spile.store.inspection import inspect_shard

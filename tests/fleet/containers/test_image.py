@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from spile.objects.fake.gcs import FakeGcs
+from spile_fakes.gcs import FakeGcs
 
 ROOT = Path(__file__).parents[3]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from spile.errors import UserError
-from spile.fleet.ssh.copy import list_files, load
+from spile.hosts.files import list_files, load
 
 
 def git(folder: Path, *words: str) -> None:

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from spile.errors import CloudError, SpileError, UserError
-from spile.fleet.cloud.provider import Endpoint, Node
-from spile.fleet.cloud.states import NodeState
-from spile.fleet.ssh.failures import explain, together
-from spile.fleet.ssh.fanout import HostOutcome, environment_of, worst
-from spile.fleet.ssh.hosts import Access, Host, ensure_key, hosts_of, parse_hosts, slices_named
+from spile.fleet.provider import Endpoint, Node, NodeState
+from spile.fleet.tpu_hosts import hosts_of, slices_named
+from spile.hosts.hosts import Access, Host, ensure_key, parse_hosts
+from spile.hosts.run import HostOutcome, environment_of, explain, together, worst
 
 
 def node(name: str, hosts: int = 1, state: NodeState = NodeState.READY, zone: str = "z", uid: str = "77") -> Node:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fleet.ssh.loopback import Hosts, finish, spile
-from spile.fleet.wheel import build_wheel
+from spile.fleet.install import build_wheel
 
 UV = """#!/bin/bash
 echo "uv $*" >> "$HOME/calls"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from fleet.ssh.loopback import Hosts, wait_until
-from spile.fleet.ssh.hosts import Access, Host, parse_hosts
-from spile.fleet.ssh.launch import launch
+from spile.hosts.hosts import Access, Host, parse_hosts
+from spile.hosts.run import launch
 
 
 def test_each_host_by_itself(hosts: Hosts) -> None:

@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 from fleet.ssh.loopback import Hosts, finish, spile, wait_until
-from spile.fleet.cloud.provider import NodeRequest
-from spile.fleet.cloud.tpu import CloudTpu
-from spile.fleet.fake_cloud.server import FakeCloud
+from spile.fleet.cloud_tpu import CloudTpu
+from spile.fleet.provider import NodeRequest
+from spile_fakes.cloud_server import FakeCloud
 
 ZONE = "us-central1-a"
 

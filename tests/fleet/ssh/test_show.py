@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from spile.dashboard.hosts import Logs, print_outcomes
-from spile.fleet.ssh.fanout import HostOutcome
-from spile.fleet.ssh.hosts import parse_hosts
+from spile.hosts.hosts import parse_hosts
+from spile.hosts.run import HostOutcome
+from spile.view.hosts import Logs, print_outcomes
 
 ONE, TWO = parse_hosts(["one,second"])
 

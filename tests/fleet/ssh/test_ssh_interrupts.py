@@ -12,9 +12,8 @@ import pytest
 
 from fleet.ssh.loopback import Hosts, finish, spile, wait_until
 from spile.errors import Failure, Interrupted
-from spile.fleet.ssh.fanout import run_everywhere
-from spile.fleet.ssh.hosts import Access, Host, parse_hosts
-from spile.fleet.ssh.session import Job
+from spile.hosts.hosts import Access, Host, parse_hosts
+from spile.hosts.run import Job, run_everywhere
 
 
 def test_an_interrupt_while_connecting_runs_nothing() -> None:

@@ -16,9 +16,8 @@ import pytest
 
 from fleet.ssh.loopback import Hosts, finish, spile, wait_until
 from fleet.ssh.test_ssh_run import STUBBORN, results, up
-from spile.fleet.ssh.fanout import run_everywhere
-from spile.fleet.ssh.hosts import Access, Host, parse_hosts
-from spile.fleet.ssh.session import Job, SessionTimes
+from spile.hosts.hosts import Access, Host, parse_hosts
+from spile.hosts.run import Job, SessionTimes, run_everywhere
 
 
 class Proxy:

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from fleet.ssh.loopback import Hosts
 from spile.errors import SpileError, UserError
-from spile.fleet.ssh import transfer
-from spile.fleet.ssh.hosts import Access, Host, parse_hosts
-from spile.fleet.ssh.transfer import Moved, Transfers, pull, push
+from spile.hosts import files as transfer
+from spile.hosts.files import Moved, Transfers, pull, push
+from spile.hosts.hosts import Access, Host, parse_hosts
 
 NAMES = st.text("ab.é '\n", min_size=1, max_size=3).filter(lambda name: name not in (".", "..") and name.strip())
 PATHS = st.lists(NAMES, min_size=1, max_size=3).map("/".join)

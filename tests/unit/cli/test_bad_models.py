@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from unit.cli.refusals import SMALL, Refuse, spile
-from unit.weights.models import copy_model, edit_tensors, shard_model, tensors
+from unit.models.toy_models import copy_model, edit_tensors, shard_model, tensors
 
 
 def test_no_such_model(refused: Refuse, fresh: Path) -> None:

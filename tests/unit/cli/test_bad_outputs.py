@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from unit.cli.refusals import SMALL, Refuse, lines, listing, spile
-from unit.weights.models import copy_model, edit_tensors
+from unit.models.toy_models import copy_model, edit_tensors
 
 
 def test_an_output_of_another_run_names_the_fields(refused: Refuse, made: Path, run: Path) -> None:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from spile.cli.data import progress
 from spile.cli.main import main
-from spile.data.make.items import ItemTally
+from spile.data.convert import ItemTally
 from spile.objects import open_folder
 
 

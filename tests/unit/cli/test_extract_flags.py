@@ -140,10 +140,10 @@ def test_the_rest_arrives() -> None:
 def test_the_variable_is_a_streams_alone_and_a_hosts_on_a_pod(
     host: str, words: list[str], worker: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import spile.runtime.extract
+    import spile.worker.extract
     from spile.cli.main import main
-    from spile.runtime.pod.group import SingleProcess
-    from spile.runtime.pod.identity import Identity
+    from spile.worker.pod.group import SingleProcess
+    from spile.worker.pod.identity import Identity
 
     class Pod(SingleProcess):
         name = host
@@ -155,7 +155,7 @@ def test_the_variable_is_a_streams_alone_and_a_hosts_on_a_pod(
         raise SpecError("stopped here")
 
     monkeypatch.setenv("TPU_WORKER_ID", "5")
-    monkeypatch.setattr(spile.runtime.extract, "extract", extract)
+    monkeypatch.setattr(spile.worker.extract, "extract", extract)
     monkeypatch.setattr("spile.cli.pod.PodFlags.joined", lambda *_: contextlib.nullcontext(Pod()))
     monkeypatch.setattr("spile.cli.pod.PodFlags.identity", lambda *_: Identity(0, 16 if host else 1))
     with pytest.raises(SystemExit):

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import spile as package
-from spile.runtime.slots import plan_slots
 from spile.spec.sample import Role
+from spile.worker.generator import plan_slots
 from unit.cli.refusals import lines, spile
-from unit.weights.models import copy_model
+from unit.models.toy_models import copy_model
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "make_embedded_tasks.py"
 SMALL = ("--max-seq-length", "760", "--max-new-tokens", "200", "--layers", "0,5")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from spile.objects import open_folder
-from spile.objects.fake.gcs import FakeGcs
+from spile_fakes.gcs import FakeGcs
 from unit.cli.refusals import SMALL, lines, spile
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import spile.weights
+import spile.models
 from spile.cli.main import main
 
 
@@ -39,7 +39,7 @@ def test_a_config_is_enough_and_arithmetic_says_whether_it_fits(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """No weights, no TPU compiler; and the time to boot, install, load and compile is paid for."""
-    source = Path(spile.weights.__file__).parent / "embedded"
+    source = Path(spile.models.__file__).parent / "embedded"
     for file in source.glob("*.json"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     assert run("--model", str(tmp_path), "--dataset", "embedded", "--topology", "v3-8", "--no-compile") == 0

@@ -13,7 +13,7 @@ from rich.console import Console
 from spile.cli.main import main
 from spile.cli.verify import show
 from spile.objects import open_folder
-from spile.planning.ranges import Ranges
+from spile.spec.ranges import Ranges
 from spile.store.report import Problem, Report, StreamReport
 from spile.store.run import join_run
 from spile.store.stream import join_stream

@@ -9,13 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spile.data.arc.answers import by_task, parse_answer, submission
-from spile.data.arc.augment import apply, draw
+from spile.data.arc.answers import by_task, parse_answer, read_references, read_tasks, score_answers, submission
 from spile.data.arc.encoders import parse_encoder
-from spile.data.arc.scoring import read_references, read_tasks, score_answers
+from spile.data.arc.prompts import apply, draw
 from spile.data.lines import StreamFile
-from spile.spec.prediction import Prediction
 from spile.spec.run import DEFAULT_ENCODER
+from spile.spec.sample import Prediction
 
 ENCODER = parse_encoder(DEFAULT_ENCODER)
 GRIDS = st.integers(1, 30).flatmap(

@@ -6,8 +6,8 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spile.data.arc.augment import apply, augment, draw, revert, shuffled
 from spile.data.arc.grids import Pair, Task
+from spile.data.arc.prompts import apply, augment, draw, revert, shuffled
 
 GRID = [[1, 2, 3], [4, 5, 6]]
 TASK = Task("t", tuple(Pair([[n]], [[n, n]]) for n in range(4)), (GRID,), (None,))
@@ -61,7 +61,7 @@ def test_variants_differ_and_depend_on_seed_and_id_alone() -> None:
 def test_the_same_in_every_process() -> None:
     """Pinned: another machine, Python or hash seed must draw the same."""
     assert shuffled(6, "streams", 0, 0) == PINNED_ORDER
-    code = "from spile.data.arc.augment import draw; print(draw(3, 'é', 2, 4).record())"
+    code = "from spile.data.arc.prompts import draw; print(draw(3, 'é', 2, 4).record())"
     outputs = {
         subprocess.run(
             [sys.executable, "-c", code],

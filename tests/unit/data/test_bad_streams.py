@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
-from spile.data.make.manifest import MANIFEST
-from spile.data.make.split import make_streams
+from spile.data.split import MANIFEST, make_streams
 from spile.data.stream import open_stream
 from spile.data.tokens import Tokenizer
 from spile.errors import DataError, ModelError, SpecError
-from spile.planning.ranges import Ranges
+from spile.spec.ranges import Ranges
 from spile.spec.run import DataSpec, PromptSpec
 from spile.spec.sample import Sample
 

@@ -13,10 +13,8 @@ from typing import Any
 
 import pytest
 
-from spile.data.make.convert import ANSWERS, CHALLENGES, convert
-from spile.data.make.hub import Hub
-from spile.data.make.items import RowSelection, Unique
-from spile.data.make.sources import open_source
+from spile.data.convert import ANSWERS, CHALLENGES, RowSelection, Unique, convert
+from spile.data.sources import Hub, open_source
 from spile.errors import DataError, SpecError, StoreError
 
 Task = Callable[..., dict[str, Any]]

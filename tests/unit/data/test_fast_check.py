@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spile.data.arc.fast_check import passes_fast_check
-from spile.data.arc.grids import task_problem
+from spile.data.arc.grids import passes_fast_check, task_problem
 
 grids = st.tuples(st.integers(1, 30), st.integers(1, 30), st.randoms(use_true_random=False)).map(
     lambda t: [[t[2].randrange(10) for _ in range(t[1])] for _ in range(t[0])]

@@ -9,17 +9,15 @@ from typing import Any
 
 import pytest
 
-from spile.data.make.convert import CHALLENGES, convert
-from spile.data.make.items import RowSelection
-from spile.data.make.manifest import MANIFEST, StreamsManifest
-from spile.data.make.split import make_streams
-from spile.data.make.upload import read_manifest, upload
+from spile.data.convert import CHALLENGES, RowSelection, convert
+from spile.data.split import MANIFEST, StreamsManifest, make_streams
 from spile.data.stream import open_stream
 from spile.data.tokens import Tokenizer
+from spile.data.upload import read_manifest, upload
 from spile.errors import DataError
 from spile.fleet.streams import prepare_streams
 from spile.objects import open_folder
-from spile.planning.ranges import Ranges
+from spile.spec.ranges import Ranges
 from spile.spec.run import DataSpec, PromptSpec
 from spile.spec.sample import Sample
 

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spile.data.inputs import open_input
-from spile.data.make.items import RowSelection
-from spile.data.make.split import make_streams
+from spile.data.convert import RowSelection
+from spile.data.sources import open_input
+from spile.data.split import make_streams
 from spile.data.stream import open_stream
 from spile.data.tokens import Tokenizer, load_tokenizer
 from spile.errors import DataError, ModelError, SpecError
-from spile.planning.ranges import Ranges
+from spile.spec.ranges import Ranges
 from spile.spec.run import DataSpec, PromptSpec
 from spile.spec.sample import Role, Sample, Skip
 
@@ -85,7 +85,7 @@ def test_the_hub_is_read_once_and_tried_again_while_it_is_out(
     out: int, monkeypatch: pytest.MonkeyPatch, chatml: Tokenizer
 ) -> None:
     datasets = pytest.importorskip("datasets")
-    from spile.data.make import hub
+    from spile.data import sources as hub
 
     calls: list[tuple[Any, ...]] = []
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spile.data.pack import Document, pack
+from spile.data.prompts import Document, pack
 from spile.data.stream import open_stream
 from spile.data.tokens import Tokenizer, load_tokenizer
-from spile.planning.ranges import Ranges
+from spile.spec.ranges import Ranges
 from spile.spec.run import DataSpec, PromptSpec
 from spile.spec.sample import Role, Sample
 from tiny_tokenizers import save_tokenizer

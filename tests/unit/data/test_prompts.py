@@ -11,8 +11,8 @@ from spile.data.arc import prompts
 from spile.data.arc.encoders import ENCODERS, parse_encoder
 from spile.data.arc.grids import Pair, Task
 from spile.data.arc.prompts import VERSIONS, arc_messages
-from spile.data.drafts import Drafter
 from spile.data.lines import embedded_tasks
+from spile.data.prompts import Drafter
 from spile.spec.run import PROMPT_VERSIONS, PromptSpec
 from spile.spec.sample import Role
 

@@ -13,15 +13,14 @@ from typing import Any
 
 import pytest
 
-import spile.weights
-from spile.data.arc.augment import revert
+import spile.models
 from spile.data.arc.encoders import parse_encoder
-from spile.data.make.manifest import MANIFEST
-from spile.data.make.split import make_streams
+from spile.data.arc.prompts import revert
+from spile.data.split import MANIFEST, make_streams
 from spile.data.stream import open_stream
 from spile.data.tokens import Tokenizer, load_tokenizer
 from spile.errors import DataError
-from spile.planning.ranges import Ranges
+from spile.spec.ranges import Ranges
 from spile.spec.run import DEFAULT_ENCODER, DataSpec, PromptSpec
 from spile.spec.sample import Role, Sample, Skip
 from tiny_tokenizers import save_tokenizer
@@ -271,7 +270,7 @@ def test_streams_in_a_bucket_are_read_through_objects(
 
 
 def test_the_embedded_tasks_and_tokenizer() -> None:
-    tokenizer = load_tokenizer(Path(spile.weights.__file__).parent / "embedded")
+    tokenizer = load_tokenizer(Path(spile.models.__file__).parent / "embedded")
     found = samples(DataSpec(max_seq_length=1 << 16), tokenizer)
     lengths = sorted(map(len, found))
     assert len(found) == 48

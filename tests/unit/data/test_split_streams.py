@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spile.data.make.items import RowSelection
-from spile.data.make.manifest import MANIFEST
-from spile.data.make.sources import SourceRow
-from spile.data.make.split import make_streams, split_source
+from spile.data.convert import RowSelection
+from spile.data.sources import SourceRow
+from spile.data.split import MANIFEST, make_streams, split_source
 from spile.errors import DataError, SpecError, UserError
 
 Task = Callable[..., dict[str, Any]]
@@ -220,7 +219,7 @@ def test_real_arc_tasks(tmp_path: Path) -> None:
     folder = Path(__file__).parents[3].parent / "shared" / "data" / "arc-agi"
     if not folder.is_dir():
         pytest.skip("no ARC-AGI here")
-    from spile.data.make.convert import convert
+    from spile.data.convert import convert
 
     assert convert(str(folder), tmp_path / "t.jsonl").tally.samples == 400
     made = make_streams(str(tmp_path / "t.jsonl"), tmp_path / "s", 32)

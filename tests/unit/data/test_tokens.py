@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import spile.weights
+import spile.models
 from spile.data.chat import ChatTemplate
 from spile.data.tokens import Span, Tokenizer, load_tokenizer
 from spile.errors import ModelError
@@ -73,7 +73,7 @@ def test_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
 
 
 def test_the_embedded_tokenizer_equals_transformers() -> None:
-    folder = Path(spile.weights.__file__).parent / "embedded"
+    folder = Path(spile.models.__file__).parent / "embedded"
     ours, theirs = load_tokenizer(folder), reference(folder)
     for text, encoded in zip(TEXTS, ours.encode(TEXTS, add_special=True), strict=True):
         assert encoded.tokens.tolist() == theirs(text)["input_ids"]

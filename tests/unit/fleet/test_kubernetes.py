@@ -18,11 +18,10 @@ from hypothesis import strategies as st
 
 from ports import free_port
 from spile.cli.main import main
-from spile.data.make.split import make_streams
-from spile.fleet.manifests.job import ClusterJob
-from spile.fleet.manifests.kubernetes import INDEX, KubernetesJob, SecretKey, manifests, to_yaml
+from spile.data.split import make_streams
+from spile.launch.kubernetes import INDEX, ClusterJob, KubernetesJob, SecretKey, manifests, to_yaml
 from spile.objects import open_folder
-from spile.spec.machines import parse_machine
+from spile.plan.machines import parse_machine
 from spile.store.verification import verify
 
 VERSIONS = ("1.31", "1.32", "1.33")

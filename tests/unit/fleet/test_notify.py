@@ -9,8 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from spile.fleet.cloud.provider import NodeRequest
 from spile.fleet.notify import send
+from spile.fleet.provider import NodeRequest
 from spile.fleet.spec import FleetSpec, plan_workers
 
 

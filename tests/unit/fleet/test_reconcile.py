@@ -7,13 +7,19 @@ from dataclasses import replace
 import pytest
 
 from spile.errors import SpecError
-from spile.fleet.cloud.provider import LostReply, Missing, Node, NodeRequest, NotAllowed, Operation, Quota, Stockout
-from spile.fleet.cloud.states import NodeState
-from spile.fleet.heal.case import FleetCase
-from spile.fleet.heal.history import History, Pending, WorkerHistory, ZoneBlock
-from spile.fleet.heal.observed import Observed, Pulse, spec_zones
-from spile.fleet.heal.reconcile import Action, decide, delay
-from spile.fleet.heal.update import ActionOutcome, intend, record, update_history
+from spile.fleet.history import History, Observed, Pending, Pulse, WorkerHistory, ZoneBlock, spec_zones
+from spile.fleet.provider import (
+    LostReply,
+    Missing,
+    Node,
+    NodeRequest,
+    NodeState,
+    NotAllowed,
+    Operation,
+    Quota,
+    Stockout,
+)
+from spile.fleet.reconcile import Action, ActionOutcome, FleetCase, decide, delay, intend, record, update_history
 from spile.fleet.spec import FLEET_LABEL, WORKER_LABEL, FleetSpec, Policy, plan_workers
 from spile.spec.phase import Phase
 

@@ -12,8 +12,8 @@ import pytest
 import spile.fleet
 from spile.errors import CloudError, SpecError
 from spile.fleet.secrets import resolve
-from spile.objects.fake.http import FakeReply, FaultyServer, Request
 from spile.spec.hiding import secret_values, struck_out
+from spile_fakes.gcs import FakeReply, FaultyServer, Request
 
 
 class _Manager(FaultyServer):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from spile.errors import UserError
-from spile.fleet.cloud.settings import read_settings
+from spile.fleet.cloud_tpu import read_settings
 
 
 def gcloud_files(folder: Path) -> dict[str, str]:

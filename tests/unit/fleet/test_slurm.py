@@ -12,8 +12,8 @@ import pytest
 from fleet.ssh.loopback import wait_until
 from spile.cli.main import main
 from spile.errors import SpecError
-from spile.fleet.manifests.job import ClusterJob
-from spile.fleet.manifests.slurm import SlurmJob, to_script
+from spile.launch.kubernetes import ClusterJob
+from spile.launch.slurm import SlurmJob, to_script
 
 WORKER = """#!/bin/bash
 trap 'echo committed >> "$HOME/worker"; exit 130' TERM

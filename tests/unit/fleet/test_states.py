@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from google.cloud import tpu_v2
 
-from spile.fleet.cloud.states import Life, NodeState, QueuedState
+from spile.fleet.provider import Life, NodeState, QueuedState
 
 
 def test_every_state_of_the_real_client_is_known() -> None:

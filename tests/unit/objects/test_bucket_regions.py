@@ -9,7 +9,7 @@ import pytest
 from spile.errors import StoreError
 from spile.objects import open_folder
 from spile.objects.cloud import rest
-from spile.objects.fake.http import FakeReply, FaultyServer, Request
+from spile_fakes.gcs import FakeReply, FaultyServer, Request
 
 HOME = {"x-amz-bucket-region": "eu-west-1"}
 

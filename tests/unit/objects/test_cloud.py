@@ -16,9 +16,9 @@ from spile.objects.cloud.aws import AwsKeys
 from spile.objects.cloud.credentials import GoogleToken, sign_v4
 from spile.objects.cloud.failures import RequestFailure, from_status
 from spile.objects.cloud.upload import Buffers
-from spile.objects.fake.faults import Throttle
 from spile.objects.retry import Retry
 from spile.objects.stats import Stats
+from spile_fakes.buckets import Throttle
 
 
 @pytest.mark.parametrize("token", [None, "session-token"])

@@ -20,10 +20,9 @@ from spile.errors import StoreError
 from spile.objects import Folder, open_folder
 from spile.objects.cloud.folder import CloudFolder
 from spile.objects.cloud.rest import RestClient
-from spile.objects.fake.certificates import loopback_context
-from spile.objects.fake.gcs import FakeGcs
-from spile.objects.fake.http import FakeReply, Request
 from spile.objects.folder import NotFound
+from spile_fakes.certificates import loopback_context
+from spile_fakes.gcs import FakeGcs, FakeReply, Request
 
 DATA = os.urandom(3 << 20)
 PART = slice(5, 5 + (2 << 20))

@@ -14,8 +14,8 @@ from spile.objects import Folder, open_folder
 from spile.objects.cloud import upload
 from spile.objects.cloud.folder import CloudFolder
 from spile.objects.cloud.rest import Reply
-from spile.objects.fake.faults import FaultKind, random_faults
 from spile.objects.retry import Retry
+from spile_fakes.buckets import FaultKind, random_faults
 
 PASSING: list[tuple[FaultKind, int]] = [
     ("status", 429),

@@ -12,8 +12,8 @@ from backends import BUCKET, Clouds
 from spile.errors import StoreError, UserError
 from spile.objects import Folder, open_folder
 from spile.objects.cloud.regions import Region, egress_price, machine_place
-from spile.objects.fake.http import FakeReply, FaultyServer, Request
 from spile.objects.preflight import preflight
+from spile_fakes.gcs import FakeReply, FaultyServer, Request
 
 NOWHERE = {"NO_GCE_CHECK": "true", "AWS_EC2_METADATA_DISABLED": "true"}
 

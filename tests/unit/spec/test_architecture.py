@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from spile.errors import ModelError
-from spile.spec.architecture import ModelConfig, Rope
-from spile.spec.families import read_config
-from spile.spec.tensors import flops_per_token, parameter_count
+from spile.models.architecture import ModelConfig, Rope
+from spile.models.families import read_config
+from spile.models.tensors import flops_per_token, parameter_count
 
 BASE: dict[str, Any] = {
     "hidden_size": 64,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spile.errors import SpecError
-from spile.spec.machines import (
+from spile.plan.machines import (
     _OTHER_SPELLINGS,
     GENERATIONS,
     PRICES_AS_OF,
@@ -17,8 +17,8 @@ from spile.spec.machines import (
     list_prices,
     parse_machine,
     parse_mesh_shape,
+    prices_from,
 )
-from spile.spec.prices import prices_from
 
 
 @pytest.mark.parametrize(

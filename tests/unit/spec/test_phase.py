@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from spile.spec.heartbeat import Beat
 from spile.spec.phase import Phase
+from spile.store.heartbeat import Beat
 
 _BEAT: dict[str, Any] = {
     "attempt": "a1b2", "host": "vm-1", "phase": "running", "samples": 4, "samples_committed": 2, "tokens": 40,

@@ -17,7 +17,7 @@ from safetensors import deserialize
 
 import spile
 from spile.errors import Damaged, RunMismatch
-from spile.model import encoding as on_device
+from spile.models import encoding as on_device
 from spile.objects import open_folder
 from spile.spec.sample import Sample
 from spile.spec.taps import SCALED, Tap

@@ -10,7 +10,7 @@ import pytest
 
 from spile.errors import Damaged, Fenced, RunMismatch, SpecError, StoreError
 from spile.objects import Folder, open_folder
-from spile.planning.ranges import Ranges
+from spile.spec.ranges import Ranges
 from spile.spec.sample import Skip
 from spile.spec.taps import Tap
 from spile.store.clearing import clear_stream, stream_has_commits

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 
 from spile.errors import Damaged, RunMismatch
 from spile.objects import open_folder
-from spile.planning.ranges import Ranges
+from spile.spec.ranges import Ranges
 from spile.spec.sample import Sample
 from spile.spec.taps import TapRows
 from spile.store.codec import ShardSchema, parse_shard_header, plan_shard

@@ -19,8 +19,8 @@ from spile.errors import Fenced, UserError
 from spile.objects import Folder, open_folder
 from spile.objects.cloud.folder import CloudFolder
 from spile.objects.disk import MappedFile
-from spile.planning.ranges import Ranges
 from spile.reading.dataset import open as open_dataset
+from spile.spec.ranges import Ranges
 from spile.spec.sample import Sample, Skip
 from spile.store.layout import commit_key
 from spile.store.record import Commit, ShardRecord

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Group, Parameter
 
 from spile.errors import SpecError
-from spile.spec.backfill import BackfillSpec, parse_taps
-from spile.spec.machines import parse_mesh_shape
+from spile.plan.machines import parse_mesh_shape
+from spile.spec.run import BackfillSpec, parse_taps
 
 if TYPE_CHECKING:
     from spile.cli.extract import ExtractFlags

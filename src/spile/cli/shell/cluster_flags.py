@@ -16,7 +16,7 @@ from spile.objects.opening import is_remote
 
 if TYPE_CHECKING:
     from spile.cli.extract import ExtractFlags
-    from spile.fleet.manifests.job import ClusterJob
+    from spile.launch.kubernetes import ClusterJob
 
 __all__ = ["ClusterFlags"]
 
@@ -41,7 +41,7 @@ class ClusterFlags:
     def job(self, flags: ExtractFlags, *, hosts: int, shared: Sequence[str] = ()) -> ClusterJob:
         """The job that these flags ask for. ``shared``: folders that every host sees."""
         from spile.cli.deploy import extract_words
-        from spile.fleet.manifests.job import ClusterJob
+        from spile.launch.kubernetes import ClusterJob
 
         if flags.worker_id is not None:
             raise SpecError("--worker-id", expected="none: the cluster numbers the workers", found=str(flags.worker_id))
@@ -73,6 +73,6 @@ class ClusterFlags:
     def _streams(self, dataset_dir: str) -> tuple[int, ...]:
         if self.num_streams is not None:
             return tuple(range(self.num_streams))
-        from spile.runtime.engines.tasks import stream_tasks
+        from spile.launch.tasks import stream_tasks
 
         return tuple(sorted(task.stream for task in stream_tasks(dataset_dir, lambda _: ())))

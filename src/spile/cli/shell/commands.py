@@ -21,7 +21,6 @@ class Command(NamedTuple):
 
 GROUPS: dict[str, str] = {
     "fleet": "Deployed fleets: list, status, stop.",
-    "dev": "For development: stand-ins for what is not at hand.",
     "tpu": "A fleet's machines: create, delete, status, list, recreate-preempted.",
     "pod": "Many hosts as one worker.",
     "data": "Make datasets: convert, split into streams, upload.",
@@ -46,7 +45,6 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     ),
     "What it is made from": ("data",),
     "Many machines": ("deploy", "fleet", "tpu", "pod", "install", "run", "logs", "collect", "docker", "k8s", "slurm"),
-    "More": ("dev",),
 }
 """The order of ``spile --help``: what most come for first."""
 
@@ -71,7 +69,6 @@ COMMANDS: tuple[Command, ...] = (
     Command("data convert", "spile.cli.data:convert", "A dataset of the hub, or local files, to ARC tasks."),
     Command("data streams", "spile.cli.data:streams", "Split a dataset into independent, balanced streams."),
     Command("data upload", "spile.cli.data:upload", "Put streams into a bucket, skipping what is there."),
-    Command("dev fake-cloud", "spile.cli.dev:fake_cloud", "Serve a local stand-in for the Cloud TPU API."),
     Command(
         "run",
         "spile.cli.run:run",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 if TYPE_CHECKING:
-    from spile.fleet.cloud.tpu import CloudTpu
+    from spile.fleet.cloud_tpu import CloudTpu
     from spile.fleet.home import FleetHome
     from spile.fleet.manage import NodeResult
     from spile.fleet.spec import FleetSpec
@@ -20,8 +20,8 @@ def create_machines(client: CloudTpu, home: FleetHome, fleet: FleetSpec, console
     import time
 
     from spile.fleet import manage
-    from spile.fleet.heal.lease import Lease
-    from spile.fleet.heal.monitor import machine_metadata, startup_script
+    from spile.fleet.lease import Lease
+    from spile.fleet.monitor import machine_metadata, startup_script
     from spile.fleet.pins import sha256
 
     other = Lease(home.folder, clock=time.time, ttl=0.0).holder()

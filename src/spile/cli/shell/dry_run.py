@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from spile.cli.extract import ExtractFlags
-from spile.planning.amounts import counted, duration, size
-from spile.planning.cost import START_SECONDS, Estimate, Rates
-from spile.spec.machines import list_prices, parse_machine
+from spile.plan.cost import START_SECONDS, Estimate, Rates
+from spile.plan.machines import list_prices, parse_machine
+from spile.spec.amounts import counted, duration, size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -61,7 +61,7 @@ def show(
 
 def _estimate(streams: StreamsPlan, flags: ExtractFlags, fleet: FleetSpec) -> Estimate:
     """From the first stream: the others are as long."""
-    from spile.runtime.measure.forecast import plan as forecast
+    from spile.plan.forecast import plan as forecast
 
     one = replace(
         flags.stored_in("gs://b/x"), dataset=None, dataset_dir=str(streams.local or streams.url), worker_id=0,

@@ -15,7 +15,7 @@ from spile.cli.shell.flag import flag
 from spile.errors import SpecError, UserError
 
 if TYPE_CHECKING:
-    from spile.fleet.cloud.tpu import CloudTpu
+    from spile.fleet.cloud_tpu import CloudTpu
     from spile.fleet.manage import NodeResult
     from spile.fleet.spec import FleetSpec, Policy
 
@@ -37,14 +37,13 @@ class PlaceFlags:
 
     def client(self) -> CloudTpu:
         """The cloud."""
-        from spile.fleet.cloud.settings import read_settings
-        from spile.fleet.cloud.tpu import CloudTpu
+        from spile.fleet.cloud_tpu import CloudTpu, read_settings
 
         return CloudTpu(read_settings(os.environ, project=self.project))
 
     def zone_list(self) -> tuple[str, ...]:
         """The zones that were named."""
-        from spile.fleet.cloud.settings import gcloud_value
+        from spile.fleet.cloud_tpu import gcloud_value
 
         text = self.zones or gcloud_value("compute", "zone", os.environ)
         if not text:
@@ -82,10 +81,10 @@ class MachineFlags:
 
     def fleet(self, place: PlaceFlags, project: str, policy: Policy | None = None) -> FleetSpec:
         """The fleet that these flags ask for."""
-        from spile.fleet.cloud.provider import NodeRequest
+        from spile.fleet.provider import NodeRequest
         from spile.fleet.spec import FleetSpec, default_runtime, plan_workers
         from spile.fleet.spec import Policy as DefaultPolicy
-        from spile.spec.machines import parse_machine
+        from spile.plan.machines import parse_machine
 
         if self.best_effort and not self.queued:
             raise SpecError("--best-effort", expected="--queued beside it", found="--best-effort alone")
@@ -129,7 +128,7 @@ def _ssh_keys() -> dict[str, str]:
     import getpass
     import shutil
 
-    from spile.fleet.ssh.hosts import GCLOUD_KEY, ensure_key
+    from spile.hosts.hosts import GCLOUD_KEY, ensure_key
 
     if shutil.which("ssh-keygen") is None and not GCLOUD_KEY.expanduser().is_file():
         return {}

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 if TYPE_CHECKING:
-    from spile.fleet.cloud.provider import Provider
-    from spile.fleet.heal.monitor import FleetMonitor, FleetStatus
     from spile.fleet.home import FleetHome
+    from spile.fleet.monitor import FleetMonitor, FleetStatus
+    from spile.fleet.provider import Provider
     from spile.fleet.spec import FleetSpec
 
 __all__ = ["adjusted", "watch_fleet"]
@@ -51,8 +51,8 @@ def watch_fleet(
 
     ``makes`` False: machines go, and none is made.
     """
-    from spile.dashboard.fleet import watch
-    from spile.fleet.heal.monitor import FleetMonitor
+    from spile.fleet.monitor import FleetMonitor
+    from spile.view.fleet import watch
 
     with ThreadPoolExecutor(16, thread_name_prefix="fleet") as pool, _ends_like_ctrl_c():
         monitor = FleetMonitor(home, provider, pool=pool, adjust=adjust, watch_only=watch_only, makes=makes)
@@ -94,7 +94,7 @@ def _first(monitor: FleetMonitor) -> FleetStatus:
 
 
 def _show_once(console: Console, status: FleetStatus, as_json: bool) -> None:
-    from spile.dashboard.fleet import render
+    from spile.view.fleet import render
 
     if as_json:
         print(json.dumps(status.to_json(), indent=1))

@@ -12,7 +12,7 @@ from spile.cli.shell.flag import flag
 from spile.errors import SpecError
 
 if TYPE_CHECKING:
-    from spile.fleet.ssh.hosts import Access, Host
+    from spile.hosts.hosts import Access, Host
 
 __all__ = ["HostFlags"]
 
@@ -42,13 +42,14 @@ class HostFlags:
 
     def access(self) -> Access:
         """How to log in."""
-        from spile.fleet.ssh.hosts import Access
+        from spile.hosts.hosts import Access
 
         return Access(user=self.user, key=self.ssh_key, options=tuple(self.ssh_option or ()))
 
     def find(self) -> list[Host]:
         """The hosts that the prefix names in the cloud, or those named directly."""
-        from spile.fleet.ssh.hosts import find_hosts, parse_hosts
+        from spile.fleet.tpu_hosts import find_hosts
+        from spile.hosts.hosts import parse_hosts
 
         if bool(self.tpu_prefix) == bool(self.hosts):
             problem = "hosts named twice" if self.hosts else "no hosts"

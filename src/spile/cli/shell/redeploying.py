@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     from spile.cli.deploy import DeployFlags
     from spile.cli.shell.fleet_flags import PlaceFlags
-    from spile.fleet.cloud.provider import Provider
     from spile.fleet.home import FleetHome
+    from spile.fleet.provider import Provider
     from spile.fleet.spec import FleetSpec
 
 __all__ = ["known_fleet", "place_as_before", "prepared", "steps_as_before", "told_of_steps"]

@@ -1,17 +1,125 @@
-"""ARC tasks as prompts: each version is a row of a table that turns a task into chat messages.
+"""Variants of ARC tasks: rotated, mirrored, recoloured, with the examples in another order.
 
-``docs/prompts.md`` is normative: a version's words never change once released; a better wording is a new version.
+A variant depends on the seed, the task's id and the variant's number alone, through a keyed hash, so that another
+split, another machine or a resumed run makes the same one. Variant 0 is the task itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from spile.data.arc.encoders import GridEncoder
-from spile.data.arc.grids import Grid, Task
+from spile.data.arc.grids import Grid, Pair, Task
 from spile.spec.run import PROMPT_VERSIONS
 
-__all__ = ["VERSIONS", "arc_messages"]
+__all__ = [
+    "VERSIONS",
+    "Augmentation",
+    "apply",
+    "arc_messages",
+    "augment",
+    "draw",
+    "revert",
+    "shuffled",
+]
+
+
+def shuffled(count: int, *key: object) -> list[int]:
+    """A permutation of ``range(count)`` that the key alone decides, on every machine and Python."""
+    numbers, words = list(range(count)), _words(key)
+    for last in range(count - 1, 0, -1):
+        other = next(words) % (last + 1)
+        numbers[last], numbers[other] = numbers[other], numbers[last]
+    return numbers
+
+
+def _words(key: Sequence[object]) -> Iterator[int]:
+    """An endless row of 64-bit numbers from a key."""
+    seed = hashlib.blake2b("\0".join(map(str, key)).encode(), digest_size=32).digest()
+    block = 0
+    while True:
+        digest = hashlib.blake2b(block.to_bytes(8, "little"), key=seed, digest_size=64).digest()
+        yield from (int.from_bytes(digest[i : i + 8], "little") for i in range(0, 64, 8))
+        block += 1
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """What was done to a task, in this order: quarter turns, a mirror, new colours; and the examples' order."""
+
+    rotation: int
+    """Quarter turns counter-clockwise, 0 to 3."""
+    flip: bool
+    """Mirrored left to right, after the rotation."""
+    colors: tuple[int, ...]
+    """``colors[old]`` is the new colour."""
+    order: tuple[int, ...]
+    """``order[place]`` is the train pair that stands there now."""
+
+    def record(self) -> dict[str, object]:
+        """As a sample carries it."""
+        return {"rotation": self.rotation, "flip": self.flip, "colors": list(self.colors), "order": list(self.order)}
+
+
+def draw(seed: int, task_id: str, variant: int, pairs: int) -> Augmentation:
+    """The augmentation of one variant."""
+    if variant == 0:
+        return Augmentation(0, False, tuple(range(10)), tuple(range(pairs)))
+    key = ("augment", seed, task_id, variant)
+    turns = next(_words((*key, "turns"))) % 8
+    return Augmentation(
+        rotation=turns % 4,
+        flip=turns >= 4,
+        colors=tuple(shuffled(10, *key, "colors")),
+        order=tuple(shuffled(pairs, *key, "order")),
+    )
+
+
+def augment(task: Task, seed: int, variant: int) -> tuple[Task, Augmentation]:
+    """A variant of the task and how it was made."""
+    drawn = draw(seed, task.task_id, variant, len(task.train))
+    if variant == 0:
+        return task, drawn
+    pairs = [task.train[number] for number in drawn.order]
+    changed = Task(
+        task.task_id,
+        tuple(Pair(apply(pair.input, drawn), apply(pair.output, drawn)) for pair in pairs),
+        tuple(apply(grid, drawn) for grid in task.test),
+        tuple(None if grid is None else apply(grid, drawn) for grid in task.answers),
+    )
+    return changed, drawn
+
+
+def apply(grid: Grid, augmentation: Augmentation) -> Grid:
+    """One grid, turned, mirrored and recoloured."""
+    for _ in range(augmentation.rotation):
+        grid = _turned(grid)
+    rows = [row[::-1] for row in grid] if augmentation.flip else grid
+    return [[augmentation.colors[cell] for cell in row] for row in rows]
+
+
+def revert(grid: Grid, augmentation: Augmentation | Mapping[str, object] | None) -> Grid:
+    """A grid of a variant, as it would be in the task itself; takes what a sample carries too."""
+    if augmentation is None:
+        return grid
+    record = augmentation.record() if isinstance(augmentation, Augmentation) else augmentation
+    rotation, colors = record["rotation"], record["colors"]
+    if not (isinstance(rotation, int) and isinstance(colors, list | tuple)):
+        raise TypeError(f"no augmentation: {record!r}")
+    old = {new: number for number, new in enumerate(colors)}
+    rows = [[old[cell] for cell in row] for row in grid]
+    rows = [row[::-1] for row in rows] if record["flip"] else rows
+    for _ in range(-rotation % 4):
+        rows = _turned(rows)
+    return rows
+
+
+def _turned(grid: Grid) -> Grid:
+    """A quarter turn counter-clockwise."""
+    return [list(column) for column in zip(*grid, strict=True)][::-1]
+
 
 Messages = list[dict[str, str]]
 

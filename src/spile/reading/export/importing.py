@@ -12,10 +12,10 @@ import numpy.typing as npt
 
 from spile.errors import DataError
 from spile.objects import Folder
-from spile.planning.ranges import Ranges
 from spile.reading.export.blocks import Seen, nobody
 from spile.reading.export.pickles import read_pickle
 from spile.spec.identity import RunIdentity, StreamIdentity
+from spile.spec.ranges import Ranges
 from spile.spec.run import PromptSpec, StoreDtype
 from spile.spec.sample import Role, Sample, Skip
 from spile.spec.taps import Tap

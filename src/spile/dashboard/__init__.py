@@ -1,1 +1,0 @@
-"""All that draws: datasets, fleets, workers, reports. It reads and never commands."""

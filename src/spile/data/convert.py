@@ -1,0 +1,432 @@
+"""Files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import numpy as np
+import orjson
+
+from spile.data.arc.grids import task_problem
+from spile.data.rows import TOKENS, arc_task_id, row_id
+from spile.data.sources import RowSource, SourceRow, open_source
+from spile.errors import DataError, SpecError
+from spile.objects import Unwritable
+
+__all__ = [
+    "ANSWERS",
+    "CHALLENGES",
+    "Converted",
+    "Format",
+    "IdRule",
+    "Item",
+    "ItemTally",
+    "RowSelection",
+    "Unique",
+    "convert",
+    "convert_source",
+    "replacing",
+    "usable",
+    "workspace",
+]
+
+
+@contextmanager
+def workspace(folder: Path) -> Iterator[Path]:
+    """A temporary folder inside this one, on the same disk. It goes afterwards, and so does a new folder left empty."""
+    fresh = not folder.exists()
+    with _writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=".making-", dir=folder))
+        try:
+            yield work
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+            if fresh and not any(folder.iterdir()):
+                folder.rmdir()
+
+
+@contextmanager
+def replacing(*files: Path) -> Iterator[Sequence[IO[bytes]]]:
+    """Files to write in place of these, all of one folder. They take their names, in order, when the block ends well.
+
+    When it does not, nothing has changed and nothing is left behind.
+    """
+    with workspace(files[0].parent) as work, _writing(files[0]):
+        made = [work / file.name for file in files]
+        with ExitStack() as stack:
+            handles = [stack.enter_context(path.open("wb", buffering=1 << 20)) for path in made]
+            yield handles
+            for handle in handles:
+                handle.flush()
+                os.fsync(handle.fileno())
+        for path, file in zip(made, files, strict=True):
+            path.replace(file)
+
+
+@contextmanager
+def _writing(place: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise Unwritable(f"{place} cannot be written", found=error.strerror or str(error)) from error
+
+
+Kind = Literal["arc", "chat", "text", "tokens"]
+IdRule = Literal["content", "number"]
+"""What a task without an id is named after: its content, as in an extraction; or, in older splits, its number."""
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class RowSelection:
+    """Which rows of a source, and how they are taken."""
+
+    column: str = "examples"
+    """The field that holds a list of pairs, or the text."""
+    start_index: int = 0
+    end_index: int | None = None
+    """Rows from ``start_index`` up to, not including, ``end_index``."""
+    max_samples: int | None = None
+    """At most so many that can be used."""
+    max_train_examples: int | None = None
+    """A task's first so many train pairs."""
+    ids: IdRule = "content"
+    keep: tuple[str, ...] = ()
+    """Fields that a row's line keeps, whatever else it is made of."""
+
+    def __post_init__(self) -> None:
+        for flag, value, least in (
+            ("--start-index", self.start_index, 0),
+            ("--end-index", self.end_index, 1),
+            ("--max-samples", self.max_samples, 1),
+            ("--max-train-examples", self.max_train_examples, 1),
+        ):
+            if value is not None and value < least:
+                raise SpecError(flag, expected=f"{least} or more", found=str(value))
+        if self.end_index is not None and self.end_index <= self.start_index:
+            raise SpecError(
+                "--end-index", expected=f"more than --start-index {self.start_index}", found=str(self.end_index)
+            )
+
+    def record(self) -> dict[str, object]:
+        """As ``streams.json`` says it; older ones, whose tasks were named by their number, have no ``ids``."""
+        absent = {"ids": "number", "keep": ()}
+        return {name: value for name, value in vars(self).items() if name not in absent or absent[name] != value}
+
+
+@dataclass
+class ItemTally:
+    """What was read, what could be used, and why the rest could not."""
+
+    rows: int = 0
+    samples: int = 0
+    rejected: Counter[str] = field(default_factory=Counter)
+    shown: list[str] = field(default_factory=list)
+    """The first few rows that could not be used: where, and why."""
+
+    def reject(self, row: SourceRow, reason: str) -> None:
+        """Count a row that cannot be used."""
+        self.rejected[reason] += 1
+        if len(self.shown) < _SHOWN:
+            self.shown.append(f"{row.place}: {reason}")
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A row that can be used, in the form that streams hold."""
+
+    task_id: str
+    data: dict[str, Any] | None
+    """What it holds; None where the line was not parsed."""
+    raw: bytes | None
+    """Its line, where that is already what a stream would hold."""
+    row: int
+    own_id: bool = True
+    """Whether the row brought its id. Of two equal rows that did not, both are the same task."""
+
+    def line(self) -> bytes:
+        """The line of a stream, without its newline."""
+        return orjson.dumps(self.data) if self.raw is None else self.raw
+
+    def content(self) -> dict[str, Any]:
+        """What it holds."""
+        return dict(orjson.loads(self.raw or b"{}")) if self.data is None else self.data
+
+
+class Unique:
+    """Notices a name used twice: 24 bytes per name, whatever its length, compared when all are known."""
+
+    def __init__(self) -> None:
+        self._digests, self._rows = bytearray(), array("Q")
+
+    def add(self, name: str, row: int) -> None:
+        """Remember that this row has this name."""
+        self._digests += hashlib.blake2b(name.encode(), digest_size=16).digest()
+        self._rows.append(row)
+
+    def first_repeat(self) -> tuple[int, int] | None:
+        """The numbers of two rows with one name, those that come first; None if all names differ."""
+        halves = np.frombuffer(bytes(self._digests), dtype=np.uint64).reshape(-1, 2)
+        order = np.lexsort((halves[:, 1], halves[:, 0]))  # stable: equal names stay in the order they came in
+        ranked = halves[order]
+        same = np.flatnonzero((ranked[1:] == ranked[:-1]).all(axis=1))
+        if not len(same):
+            return None
+        place = min(same, key=lambda at: order[at + 1])
+        return self._rows[int(order[place])], self._rows[int(order[place + 1])]
+
+
+def usable(source: RowSource, selection: RowSelection, tally: ItemTally, *, arc_only: bool = False) -> Iterator[Item]:
+    """The rows that can be used. All are of the first one's kind: tasks, chats or texts."""
+    kind: Kind | None = "arc" if arc_only else None
+    for row in source.rows(selection.start_index, selection.end_index):
+        if selection.max_samples is not None and tally.samples >= selection.max_samples:
+            return
+        tally.rows += 1
+        if row.proven is not None and kind in (None, "arc") and selection.max_train_examples is None:
+            kind = "arc"
+            tally.samples += 1
+            yield Item(row.proven, None, row.raw, row.number)
+            continue
+        row = _parsed(row)
+        if row.problem is not None or not isinstance(row.data, dict):
+            tally.reject(row, row.problem or "a row that is no object")
+            continue
+        kind = kind or _kind(row.data, selection.column)
+        item = _task(row, selection) if kind == "arc" else _plain(row, kind, selection.column)
+        if isinstance(item, str):
+            tally.reject(row, item)
+            continue
+        tally.samples += 1
+        yield item
+
+
+def _parsed(row: SourceRow) -> SourceRow:
+    """A row that was proven but must be looked into after all."""
+    if row.proven is None or row.raw is None:
+        return row
+    return SourceRow(row.number, orjson.loads(row.raw), row.place, row.raw)
+
+
+def _numbered(number: int) -> str:
+    """A row's name where it brings none: its place in the source, which another selection does not change."""
+    return f"task_{number:08d}"
+
+
+def _kind(data: dict[str, Any], column: str) -> Kind | None:
+    """What a row is, by its fields; None if it is nothing we know, and the next may tell."""
+    value = data.get(column)
+    if (
+        isinstance(value, list)
+        or (isinstance(value, str) and value.lstrip().startswith(("[[[", "[{")))
+        or "train" in data
+    ):
+        return "arc"
+    if "messages" in data:
+        return "chat"
+    if TOKENS in data and not isinstance(data.get("text"), str):
+        return "tokens"
+    return "text" if isinstance(value, str) or isinstance(data.get("text"), str) else None
+
+
+def _plain(row: SourceRow, kind: Kind | None, column: str) -> Item | str:
+    """A chat or a text: carried over as it is, with a name."""
+    if kind is None:
+        return f"no {column!r}, train, messages, text or {TOKENS}"
+    named = {"chat": "messages", "tokens": TOKENS}.get(kind)
+    value = row.data.get(named) if named else row.data.get(column, row.data.get("text"))
+    if kind == "chat" and (not isinstance(value, list) or not value):
+        return "no messages"
+    if kind == "tokens" and not isinstance(value, list):
+        return f"no {TOKENS}"
+    if kind == "text" and not isinstance(value, str):
+        return "no text"
+    name = row_id(row.data)
+    if name is not None:
+        return Item(name, row.data, row.raw, row.number)
+    return Item(_numbered(row.number), {"task_id": _numbered(row.number), **row.data}, None, row.number)
+
+
+def _task(row: SourceRow, selection: RowSelection) -> Item | str:
+    """A task: a row that is one already, or a column of pairs whose last one is the test."""
+    data, kept = row.data, {name: row.data[name] for name in selection.keep if name in row.data}
+    booleans = row.raw is None or b"true" in row.raw or b"false" in row.raw
+    if selection.column in data and "train" not in data:
+        made = _from_pairs(data[selection.column])
+        if isinstance(made, str):
+            return made
+        own = row_id(data)
+        data, raw = {**({} if own is None else {"task_id": own}), **made}, None
+    elif "train" in data:
+        raw = row.raw if isinstance(data.get("task_id"), str) else None
+    else:
+        return f"no column {selection.column!r}"
+    problem = task_problem(data, booleans=booleans)
+    if problem is not None:
+        return problem
+    own = row_id(data)
+    name = own or (arc_task_id(data) if selection.ids == "content" else _numbered(row.number))
+    most = selection.max_train_examples
+    if raw is None or (most is not None and len(data["train"]) > most):
+        raw, data = None, {"task_id": name, "train": data["train"][:most], "test": data["test"], **kept}
+    return Item(name, data, raw, row.number, own is not None or selection.ids == "number")
+
+
+def _from_pairs(pairs: Any) -> dict[str, Any] | str:
+    if isinstance(pairs, str):
+        try:
+            pairs = orjson.loads(pairs)
+        except orjson.JSONDecodeError:
+            return "pairs that are no JSON"
+    if not isinstance(pairs, list):
+        return "pairs that are no list"
+    if len(pairs) < 2:
+        return "fewer than two pairs"
+    made = []
+    for pair in pairs:
+        sides = [pair.get("input"), pair.get("output")] if isinstance(pair, dict) else pair
+        if not isinstance(sides, list) or len(sides) != 2:
+            return f"a pair of {len(sides)}" if isinstance(sides, list) else "a pair that is no list"
+        made.append({"input": sides[0], "output": sides[1]})
+    return {"train": made[:-1], "test": made[-1:]}
+
+
+Format = Literal["arc-jsonl", "arc-json"]
+CHALLENGES, ANSWERS = "arc_format_train.json", "test_outputs_train.json"
+
+Progress = Callable[[ItemTally], None]
+_EVERY = 256
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What came of it."""
+
+    files: tuple[Path, ...]
+    tally: ItemTally
+
+
+def convert(
+    dataset: str,
+    output: Path,
+    *,
+    selection: RowSelection | None = None,
+    split: str | None = None,
+    config_name: str | None = None,
+    format: Format = "arc-jsonl",  # noqa: A002  the flag's name
+    test_outputs: bool = False,
+    progress: Progress | None = None,
+) -> Converted:
+    """Write a dataset's tasks to ``output``: a JSONL file, or with ``arc-json`` a folder for the challenge pair.
+
+    ``test_outputs`` keeps the held-back outputs in the JSONL. Nothing is there until all is, and nothing at all if a
+    task id stands twice or no row can be used.
+    """
+    selection = selection or RowSelection()
+    source = open_source(dataset, column=selection.column, split=split, config_name=config_name)
+    return convert_source(source, output, selection, format=format, test_outputs=test_outputs, progress=progress)
+
+
+def convert_source(
+    source: RowSource,
+    output: Path,
+    selection: RowSelection,
+    *,
+    format: Format = "arc-jsonl",  # noqa: A002
+    test_outputs: bool = False,
+    progress: Progress | None = None,
+) -> Converted:
+    """:func:`convert`, from a source that is open already."""
+    files = (output,) if format == "arc-jsonl" else (output / CHALLENGES, output / ANSWERS)
+    tally, names = ItemTally(), Unique()
+    written: set[str] = set()
+    with replacing(*files) as handles:
+        write = _JsonlWriter(handles[0], test_outputs) if format == "arc-jsonl" else _PairWriter(*handles)
+        for item in usable(source, selection, tally, arc_only=True):
+            if item.own_id:
+                names.add(item.task_id, item.row)
+            elif format == "arc-json" and item.task_id in written:  # in an object by ids equal tasks are one
+                tally.samples -= 1
+                tally.rejected["the same task as an earlier row"] += 1
+                continue
+            else:
+                written.add(item.task_id)
+            write.item(item)
+            if progress is not None and tally.rows % _EVERY == 0:
+                progress(tally)
+        write.end()
+        check_names(names, source, selection)
+        check_some(tally, source)
+    if progress is not None:
+        progress(tally)
+    return Converted(files, tally)
+
+
+def check_names(names: Unique, source: RowSource, selection: RowSelection) -> None:
+    """Refuse a task id that stands twice, and say where."""
+    repeat = names.first_repeat()
+    if repeat is not None:
+        one = replace(selection, start_index=repeat[0], end_index=repeat[0] + 1, max_samples=None)
+        name = next((item.task_id for item in usable(source, one, ItemTally())), "")
+        raise DataError(
+            f"task id {name!r} stands twice in {source.origin['dataset']}",
+            expected="each id once",
+            found=f"rows {repeat[0]} and {repeat[1]}, counted from 0",
+            fix="rename one, or choose rows with --start-index and --end-index",
+        )
+
+
+def check_some(tally: ItemTally, source: RowSource) -> None:
+    """Refuse a source of which nothing could be used."""
+    if tally.samples == 0:
+        why = "; ".join(f"{count} × {reason}" for reason, count in tally.rejected.most_common(3))
+        raise DataError(
+            f"nothing in {source.origin['dataset']} can be used",
+            expected="at least one task",
+            found=why or "no rows",
+            fix="check --column, --split, --start-index and --end-index",
+        )
+
+
+class _JsonlWriter:
+    def __init__(self, file: IO[bytes], test_outputs: bool) -> None:
+        self._file, self._test_outputs = file, test_outputs
+
+    def item(self, item: Item) -> None:
+        data = item.content()
+        test = data["test"] if self._test_outputs else [{"input": pair["input"]} for pair in data["test"]]
+        line = {"task_id": item.task_id, "train": data["train"], "test": test}
+        self._file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
+
+    def end(self) -> None:
+        """A JSONL file has no end."""
+
+
+class _PairWriter:
+    """Two JSON objects by task id, a task at a time."""
+
+    def __init__(self, challenges: IO[bytes], answers: IO[bytes]) -> None:
+        self._files, self._between = (challenges, answers), b"{\n"
+
+    def item(self, item: Item) -> None:
+        data = item.content()
+        task = {"train": data["train"], "test": [{"input": pair["input"]} for pair in data["test"]]}
+        known = [pair["output"] for pair in data["test"] if pair.get("output") is not None]
+        for file, value in zip(self._files, (task, known), strict=True):
+            file.write(self._between + orjson.dumps(item.task_id) + b": " + orjson.dumps(value))
+        self._between = b",\n"
+
+    def end(self) -> None:
+        for file in self._files:
+            file.write(b"\n}\n" if self._between != b"{\n" else b"{}\n")

@@ -1,1 +1,0 @@
-"""What makes datasets: sources, the hub, conversion, splitting into streams, upload."""

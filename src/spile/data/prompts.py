@@ -1,0 +1,197 @@
+"""Rows to prompts: the text of each sample before it is tokenized, and whose words its characters are."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from spile.data.arc.encoders import parse_encoder
+from spile.data.arc.prompts import arc_messages, augment
+from spile.data.chat import ROLES, ChatTemplate, Message, Rendered
+from spile.data.rows import chat_of, kept_of, row_id, task_of, text_of, tokens_of
+from spile.data.tokens import Span, Tokenizer
+from spile.errors import DataError, ModelError
+from spile.spec.run import DataSpec, PromptSpec
+
+__all__ = [
+    "Document",
+    "Draft",
+    "Drafter",
+    "PackedWindow",
+    "pack",
+    "plain_text",
+]
+
+
+_log = logging.getLogger("spile.data")
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A sample's text."""
+
+    index: int
+    task_id: str
+    text: str
+    place: str
+    spans: tuple[Span, ...] | None = None
+    """None: plain text, with no parts."""
+    rendered: bool = False
+    """True: a chat template has put the special tokens there."""
+    augmentation: dict[str, object] | None = None
+    tokens: npt.NDArray[np.int32] | None = None
+    """Where the row has its tokens, and no text."""
+    kept: dict[str, object] | None = None
+    """The fields of its row that the run keeps."""
+
+
+def plain_text(messages: list[dict[str, str]]) -> Rendered:
+    """Messages for a model without a chat template: their contents, a blank line between them, a newline at the end."""
+    text, spans = "", []
+    for message in messages:
+        text += "\n\n" if text else ""
+        spans.append(Span(len(text), len(text) + len(message["content"]), ROLES[message["role"]]))
+        text += message["content"]
+    return Rendered(text + "\n", tuple(spans))
+
+
+def _folded(messages: list[dict[str, str]]) -> list[dict[str, str]]:
+    """One user's message of all, for templates that know no system."""
+    return [{"role": "user", "content": "\n\n".join(message["content"] for message in messages)}]
+
+
+@dataclass(eq=False)
+class Drafter:
+    """Makes the samples of a row, as a resolved prompt says."""
+
+    prompt: PromptSpec
+    seed: int
+    template: ChatTemplate | None
+    keep: tuple[str, ...] = ()
+    vocabulary: int | None = None
+    """How many tokens the model knows, where rows bring their own."""
+    _told: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self._encoder = parse_encoder(self.prompt.encoder)
+        arc = self.prompt.kind == "arc" and self.template is not None
+        self._fold = arc and self.template is not None and self.template.folds_system()
+
+    @classmethod
+    def of(cls, prompt: PromptSpec, data: DataSpec, tokenizer: Tokenizer, vocabulary: int | None = None) -> Drafter:
+        """For this model's tokenizer; a chat needs one with a chat template, and rows of tokens need none."""
+        if prompt.kind != "tokens":
+            tokenizer.refuse_none()
+        template = ChatTemplate.of(tokenizer)
+        if prompt.kind == "chat" and template is None:
+            raise ModelError(
+                "--prompt chat",
+                expected="a tokenizer with a chat template",
+                found="none",
+                fix="use --prompt text, or another model",
+            )
+        return cls(prompt, data.seed, template, data.keep, vocabulary)
+
+    def check(self, row: Mapping[str, Any], place: str) -> None:
+        """Raise :class:`DataError` where the row cannot become samples; cheaper than making them."""
+        kind, column = self.prompt.kind, self.prompt.column
+        kept_of(row, self.keep, place)
+        if kind == "arc":
+            task_of(row, place)
+        elif kind == "chat":
+            chat_of(row, place)
+        elif kind == "tokens":
+            tokens_of(row, column, self.vocabulary, place)
+        else:
+            text_of(row, column, place)
+
+    def drafts(self, row: Mapping[str, Any], line: int, place: str, wanted: Callable[[int], bool]) -> Iterator[Draft]:
+        """The row's samples, in order, without those not wanted."""
+        if self.prompt.kind == "arc":
+            yield from self._arc(row, line, place, wanted)
+            return
+        name, kept = row_id(row) or f"line-{line}", kept_of(row, self.keep, place)
+        if self.prompt.kind == "text":
+            yield Draft(line, name, text_of(row, self.prompt.column, place), place, kept=kept)
+        elif self.prompt.kind == "tokens":
+            tokens = tokens_of(row, self.prompt.column, self.vocabulary, place)
+            yield Draft(line, name, "", place, tokens=tokens, kept=kept)
+        else:
+            rendered = self._rendered(chat_of(row, place), place)
+            yield Draft(line, name, rendered.text, place, rendered.spans, rendered=True, kept=kept)
+
+    def _arc(self, row: Mapping[str, Any], line: int, place: str, wanted: Callable[[int], bool]) -> Iterator[Draft]:
+        task, kept = task_of(row, place), kept_of(row, self.keep, place)
+        count = self.prompt.predictions_per_task
+        for variant in range(count):
+            index = line * count + variant
+            if not wanted(index):
+                continue
+            changed, how = augment(task, self.seed, variant)
+            messages = arc_messages(changed, self._encoder, self.prompt.version)
+            messages = _folded(messages) if self._fold else messages
+            rendered = plain_text(messages) if self.template is None else self._rendered(messages, place)
+            record = how.record() if variant else None
+            templated = self.template is not None
+            yield Draft(index, task.task_id, rendered.text, place, rendered.spans, templated, record, kept=kept)
+
+    def _rendered(self, messages: list[Message] | list[dict[str, Any]] | list[dict[str, str]], place: str) -> Rendered:
+        assert self.template is not None  # noqa: S101  for the type checker: a chat was refused without one
+        try:
+            rendered = self.template.render(messages)
+        except DataError as error:
+            raise DataError(f"{place}: {error.problem}", found=error.found) from error
+        if rendered.spans is None:
+            if not self._told:
+                _log.warning("the chat template changes its messages: the tokens of %s and others have no part", place)
+                self._told = True
+            return Rendered(rendered.text, ())
+        return rendered
+
+
+@dataclass(frozen=True, eq=False)
+class Document:
+    """A text's tokens, without special ones around them."""
+
+    name: str
+    tokens: npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False)
+class PackedWindow:
+    """A full window of tokens, or the last one."""
+
+    index: int
+    name: str
+    """``document@offset``: which document it begins in, and at which of its tokens."""
+    tokens: npt.NDArray[np.int32]
+
+
+def pack(documents: Iterable[Document], length: int, tokenizer: Tokenizer) -> Iterator[PackedWindow]:
+    """The windows of all documents, one after another. A document without a token is no document."""
+    before = [] if tokenizer.bos is None else [tokenizer.bos]
+    after = [] if before or tokenizer.eos is None else [tokenizer.eos]
+    index, held, name = 0, 0, ""
+    parts: list[npt.NDArray[np.int32]] = []
+    for document in documents:
+        if not len(document.tokens):
+            continue
+        tokens = np.concatenate([np.array(before, np.int32), document.tokens, np.array(after, np.int32)])
+        place = 0
+        while place < len(tokens):
+            if not held:
+                name = f"{document.name}@{place}"
+            piece = tokens[place : place + length - held]
+            parts.append(piece)
+            held += len(piece)
+            place += len(piece)
+            if held == length:
+                yield PackedWindow(index, name, np.concatenate(parts))
+                index, held, parts = index + 1, 0, []
+    if held:
+        yield PackedWindow(index, name, np.concatenate(parts))

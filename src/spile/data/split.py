@@ -1,0 +1,373 @@
+"""``streams.json``: what a folder of streams holds, so that a stream that changed is noticed and named."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from spile.data.arc.prompts import shuffled
+from spile.data.convert import ItemTally, RowSelection, Unique, check_names, check_some, replacing, usable, workspace
+from spile.data.sources import RowSource, open_source
+from spile.errors import DataError, SpecError, untrusted
+from spile.spec.records import known_fields
+
+__all__ = [
+    "MANIFEST",
+    "MOST_STREAMS",
+    "STREAM",
+    "StreamEntry",
+    "Streams",
+    "StreamsManifest",
+    "as_begun",
+    "check_stream",
+    "make_streams",
+    "refuse_others",
+    "split_source",
+    "stream_name",
+]
+
+
+MANIFEST = "streams.json"
+VERSION = 1
+STREAM = re.compile(r"stream_(\d{3,})\.jsonl", re.ASCII)
+
+
+def stream_name(number: int) -> str:
+    """``stream_005.jsonl``."""
+    return f"stream_{number:03d}.jsonl"
+
+
+@dataclass(frozen=True)
+class StreamEntry:
+    """One stream's file."""
+
+    name: str
+    samples: int
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class StreamsManifest:
+    """All streams of a folder and where they came from."""
+
+    source: dict[str, object]
+    """The dataset's name and what was taken of it."""
+    seed: int
+    samples: int
+    streams: tuple[StreamEntry, ...]
+    rejected: dict[str, int]
+    """Rows that could not be used, by reason."""
+    version: int = VERSION
+
+    def digest(self) -> str:
+        """A short name for this split: the same streams, the same name."""
+        listed = "".join(f"{entry.name} {entry.sha256}\n" for entry in self.streams)
+        return hashlib.sha256(listed.encode()).hexdigest()[:32]
+
+    def to_json(self) -> bytes:
+        """As the file holds it; the same for the same content."""
+        return orjson.dumps(asdict(self), option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+
+    @classmethod
+    def from_json(cls, raw: bytes, place: str) -> StreamsManifest:
+        """A file's content, checked."""
+        with untrusted(DataError, f"{place} is damaged", fix="make the streams again: spile data streams"):
+            value: dict[str, Any] = orjson.loads(raw)
+            if value["version"] != VERSION:
+                raise DataError(f"{place} is of another version", expected=str(VERSION), found=str(value["version"]))
+            streams = tuple(StreamEntry(**known_fields(StreamEntry, entry)) for entry in value["streams"])
+            return cls(**{**known_fields(cls, value), "streams": streams})
+
+
+def check_stream(
+    name: str, raw: bytes | None, sha256: str, location: str, split: str | None = None
+) -> StreamsManifest | None:
+    """The ``streams.json`` that lists a file, if one does. A stream that is not of the split it describes is refused.
+
+    ``split``: the one that was given out, by its :meth:`StreamsManifest.digest`; any other is refused too.
+    """
+    place = f"{location.removesuffix(name)}{MANIFEST}"
+    manifest = None if raw is None else StreamsManifest.from_json(raw, place)
+    found = None if manifest is None else manifest.digest()
+    if split is not None and found != split:
+        raise DataError(
+            f"{location} is not the stream that was given out",
+            expected=f"split {split}",
+            found=f"split {found}" if found else f"no {place}",
+            fix="put the streams back, or deploy again",
+        )
+    listed = {entry.name: entry for entry in manifest.streams} if manifest is not None else {}
+    if name not in listed:
+        if listed and STREAM.fullmatch(name):  # its samples are in the others too, or in none
+            raise DataError(
+                f"{location} is not of the split that {MANIFEST} describes",
+                expected=f"one of its {len(listed)} streams",
+                found=f"{name}, which it does not list",
+                fix="make the streams again: spile data streams; or use another folder",
+            )
+        return None
+    if listed[name].sha256 != sha256:
+        raise DataError(
+            f"{location} changed since {MANIFEST} was written",
+            expected=f"sha256 {listed[name].sha256}",
+            found=sha256,
+            fix="make it again: spile data streams --streams …, or use the folder's own files",
+        )
+    return manifest
+
+
+MOST_STREAMS = 10_000
+_BUFFERS = 16 << 20
+_EVERY = 256
+
+
+@dataclass(frozen=True)
+class Streams:
+    """What came of it."""
+
+    folder: Path
+    manifest: StreamsManifest
+    written: tuple[str, ...]
+    tally: ItemTally
+
+
+class _Writer:
+    """One stream: its count and hash, and its file, which is open only while a full buffer goes out.
+
+    A thousand streams need no thousand open files.
+    """
+
+    def __init__(self, path: Path | None, buffer: int) -> None:
+        self._path, self._limit, self._buffer = path, buffer, bytearray()
+        self._digest = hashlib.sha256()
+        self.samples = self.bytes = 0
+        if path is not None:
+            path.touch()
+
+    def line(self, line: bytes) -> None:
+        self._buffer += line
+        self._buffer += b"\n"
+        self.samples += 1
+        if len(self._buffer) >= self._limit:
+            self.flush()
+
+    def flush(self, *, last: bool = False) -> None:
+        self._digest.update(self._buffer)
+        self.bytes += len(self._buffer)
+        if self._path is not None:
+            with self._path.open("ab", buffering=0) as file:
+                file.write(self._buffer)
+                if last:
+                    os.fsync(file.fileno())
+        self._buffer.clear()
+
+    def entry(self, number: int) -> StreamEntry:
+        self.flush(last=True)
+        return StreamEntry(stream_name(number), self.samples, self.bytes, self._digest.hexdigest())
+
+
+def make_streams(
+    dataset: str,
+    output_dir: Path,
+    num_streams: int,
+    *,
+    selection: RowSelection | None = None,
+    split: str | None = None,
+    config_name: str | None = None,
+    seed: int = 0,
+    only: Collection[int] | None = None,
+    overwrite: bool = False,
+    begun: StreamsManifest | None = None,
+    progress: Callable[[ItemTally], None] | None = None,
+) -> Streams:
+    """Split a dataset into ``stream_000.jsonl`` … and describe them in ``streams.json``.
+
+    ``only`` remakes some of them, byte for byte as ``streams.json`` lists them. Files take their names when all are
+    whole, ``streams.json`` last. ``begun``: streams that these will replace elsewhere (see :func:`as_begun`).
+    """
+    selection = selection or RowSelection()
+    source = open_source(dataset, column=selection.column, split=split, config_name=config_name, keep=selection.keep)
+    selection = as_begun(begun, source, num_streams, selection, seed)
+    return split_source(
+        source, output_dir, num_streams, selection, seed=seed, only=only, overwrite=overwrite, progress=progress
+    )
+
+
+def split_source(
+    source: RowSource,
+    output_dir: Path,
+    num_streams: int,
+    selection: RowSelection,
+    *,
+    seed: int = 0,
+    only: Collection[int] | None = None,
+    overwrite: bool = False,
+    progress: Callable[[ItemTally], None] | None = None,
+) -> Streams:
+    """:func:`make_streams`, from a source that is open already."""
+    chosen = _chosen(num_streams, only)
+    if not overwrite:
+        selection = as_begun(_manifest(output_dir), source, num_streams, selection, seed)
+    if only is not None and overwrite:
+        raise SpecError("--overwrite", expected="all streams made again", found="--streams beside it")
+    _check_folder(output_dir, num_streams, overwrite)
+    with workspace(output_dir) as work:
+        manifest, tally = _write(source, work, num_streams, chosen, selection, seed, progress)
+        _compare(output_dir, manifest, overwrite)
+        _settle(work, output_dir, manifest, sorted(chosen), overwrite)
+    return Streams(output_dir, manifest, tuple(stream_name(number) for number in sorted(chosen)), tally)
+
+
+def as_begun(
+    there: StreamsManifest | None, source: RowSource, num_streams: int, selection: RowSelection, seed: int
+) -> RowSelection:
+    """The selection, with tasks named as in the streams that are there already, if it is that very split.
+
+    A run that an older version's streams began goes on with the same bytes when they are made again.
+    """
+    older = replace(selection, ids="number")
+    same = there is not None and (there.source, there.seed, len(there.streams)) == (
+        orjson.loads(orjson.dumps({**source.origin, **older.record()})),
+        seed,
+        num_streams,
+    )
+    return older if same else selection
+
+
+def _manifest(folder: Path) -> StreamsManifest | None:
+    file = folder / MANIFEST
+    return StreamsManifest.from_json(file.read_bytes(), str(file)) if file.is_file() else None
+
+
+def _chosen(num_streams: int, only: Collection[int] | None) -> set[int]:
+    if not 1 <= num_streams <= MOST_STREAMS:
+        raise SpecError("--num-streams", expected=f"1 to {MOST_STREAMS}", found=str(num_streams))
+    chosen = set(range(num_streams) if only is None else only)
+    beyond = [number for number in chosen if not 0 <= number < num_streams]
+    if beyond or not chosen:
+        raise SpecError("--streams", expected=f"streams 0 to {num_streams - 1}", found=str(max(beyond, default="none")))
+    return chosen
+
+
+def _write(
+    source: RowSource,
+    work: Path,
+    num_streams: int,
+    chosen: set[int],
+    selection: RowSelection,
+    seed: int,
+    progress: Callable[[ItemTally], None] | None,
+) -> tuple[StreamsManifest, ItemTally]:
+    """All streams are counted and hashed, the chosen ones written."""
+    buffer = max(1 << 14, min(1 << 20, _BUFFERS // num_streams))
+    writers = [_Writer(work / stream_name(n) if n in chosen else None, buffer) for n in range(num_streams)]
+    tally, names, order = ItemTally(), Unique(), list[int]()
+    for place, item in enumerate(usable(source, selection, tally)):
+        if place % num_streams == 0:
+            order = shuffled(num_streams, "streams", seed, place // num_streams)
+        writers[order[place % num_streams]].line(item.line())
+        if item.own_id:
+            names.add(item.task_id, item.row)
+        if progress is not None and tally.rows % _EVERY == 0:
+            progress(tally)
+    if progress is not None:
+        progress(tally)
+    check_names(names, source, selection)
+    check_some(tally, source)
+    if tally.samples < num_streams:
+        raise SpecError("--num-streams", expected=f"at most {tally.samples}, one per sample", found=str(num_streams))
+    manifest = StreamsManifest(
+        source={**source.origin, **selection.record()},
+        seed=seed,
+        samples=tally.samples,
+        streams=tuple(writer.entry(number) for number, writer in enumerate(writers)),
+        rejected=dict(sorted(tally.rejected.items())),
+    )
+    return manifest, tally
+
+
+def _check_folder(folder: Path, num_streams: int, overwrite: bool) -> None:
+    """Streams of another split must not stay beside these: their samples would be there twice."""
+    if overwrite or not folder.is_dir():
+        return
+    stale = sorted(f.name for f in folder.iterdir() if (m := STREAM.fullmatch(f.name)) and int(m[1]) >= num_streams)
+    if stale:
+        raise DataError(
+            f"{folder} holds streams of another split",
+            expected=f"{num_streams} streams at most",
+            found=f"{stale[0]} and {len(stale) - 1} more" if len(stale) > 1 else stale[0],
+            fix="use another --output-dir, or --overwrite",
+        )
+
+
+def _compare(folder: Path, manifest: StreamsManifest, overwrite: bool) -> None:
+    """What is there already must be the same streams."""
+    if overwrite:
+        return
+    there = _manifest(folder)
+    if there is None:
+        _compare_files(folder, manifest)
+    else:
+        refuse_others(there, manifest, str(folder / MANIFEST))
+
+
+def refuse_others(there: StreamsManifest, manifest: StreamsManifest, file: str) -> None:
+    """Streams that ``file`` lists are replaced by none but the same."""
+    if there.streams == manifest.streams:
+        return
+    fix = "use another --output-dir, or --overwrite to replace them all"
+    if "ids" not in there.source:
+        fix += "; --ids number names tasks as they were when these were made"
+    if len(there.streams) != len(manifest.streams) or there.seed != manifest.seed:
+        raise DataError(
+            f"{file} lists other streams",
+            expected=f"{len(there.streams)} streams of seed {there.seed}",
+            found=f"{len(manifest.streams)} of seed {manifest.seed}",
+            fix=fix,
+        )
+    old, new = next((a, b) for a, b in zip(there.streams, manifest.streams, strict=True) if a != b)
+    raise DataError(
+        f"{file} lists another {old.name}: the source or what is taken of it has changed",
+        expected=f"{old.samples} samples, sha256 {old.sha256}",
+        found=f"{new.samples} samples, {new.sha256}",
+        fix=fix,
+    )
+
+
+def _compare_files(folder: Path, manifest: StreamsManifest) -> None:
+    """Streams that nothing describes: left by a split that was cut off, and then the same; or somebody's own."""
+    for entry in manifest.streams:
+        path = folder / entry.name
+        if path.is_file() and _sha256(path) != entry.sha256:
+            raise DataError(
+                f"{path} is another stream, and no {MANIFEST} says of what",
+                expected=f"sha256 {entry.sha256}",
+                found=_sha256(path),
+                fix="use another --output-dir, or --overwrite to replace it",
+            )
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _settle(work: Path, folder: Path, manifest: StreamsManifest, chosen: list[int], overwrite: bool) -> None:
+    for number in chosen:
+        (work / stream_name(number)).replace(folder / stream_name(number))
+    if overwrite:
+        listed = {entry.name for entry in manifest.streams}
+        for file in folder.iterdir():
+            if STREAM.fullmatch(file.name) and file.name not in listed:
+                file.unlink()
+    if not (folder / MANIFEST).is_file() or overwrite:
+        with replacing(folder / MANIFEST) as (handle,):
+            handle.write(manifest.to_json())

@@ -1,0 +1,595 @@
+"""The cloud's words as ours: JSON to nouns, and status codes and messages to typed errors."""
+
+from __future__ import annotations
+
+import configparser
+import random
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import wraps
+from pathlib import Path
+from typing import Any, TypeVar
+
+import requests
+
+from spile.errors import CloudError, UserError, untrusted
+from spile.fleet.provider import (
+    BadRequest,
+    Endpoint,
+    LostReply,
+    Missing,
+    NameTaken,
+    Node,
+    NodeRequest,
+    NodeState,
+    NotAllowed,
+    Operation,
+    QueuedRequest,
+    QueuedResource,
+    QueuedState,
+    Quota,
+    Stockout,
+    Unavailable,
+)
+
+__all__ = [
+    "CloudSettings",
+    "CloudTpu",
+    "backoff",
+    "check_place",
+    "check_roles",
+    "error_of",
+    "gcloud_value",
+    "is_rate_limit",
+    "node_body",
+    "open_session",
+    "queued_body",
+    "read_node",
+    "read_operation",
+    "read_queued",
+    "read_settings",
+]
+
+
+# Both are "resource exhausted" (429, code 8) to the API; only the message tells them apart.
+_RATE = re.compile(r"per minute|per second|rate limit|RATE_LIMIT_EXCEEDED", re.IGNORECASE)
+_QUOTA = re.compile(r"\bquota\b", re.IGNORECASE)
+_STOCK = re.compile(
+    r"no more capacity|insufficient (reserved )?capacity|not enough resources|stockout|out of capacity", re.IGNORECASE
+)
+
+# gRPC's codes, as operations carry them, to the HTTP status that means the same.
+_STATUS_OF_CODE = {3: 400, 5: 404, 6: 409, 7: 403, 8: 429, 9: 400, 10: 409, 13: 500, 14: 503, 16: 401}
+
+
+def is_rate_limit(message: str) -> bool:
+    """Whether a 429 means "slower", not "no"."""
+    return bool(_RATE.search(message))
+
+
+def error_of(status: int, message: str, doing: str) -> CloudError | UserError:
+    """The error for an HTTP status and the API's message, as one line."""
+    found = " ".join(message.split()) or f"status {status}"
+    if _STOCK.search(message):
+        return Stockout(f"no capacity to {doing}", found=found, fix="another zone may have some")
+    if _QUOTA.search(message) and not is_rate_limit(message) and status in (403, 429):
+        return Quota(f"no quota to {doing}", found=found, fix="ask for quota, or use another region or type")
+    if status == 401:
+        return NotAllowed(f"cannot {doing}", found=found, fix="run: gcloud auth application-default login")
+    if status == 403:
+        return NotAllowed(f"not allowed to {doing}", found=found, fix="ask for the role roles/tpu.admin")
+    if status == 404:
+        return Missing(f"cannot {doing}", found=found)
+    if status == 409:
+        return NameTaken(f"cannot {doing}", found=found)
+    if status == 429 or status >= 500:
+        return Unavailable(f"cannot {doing}", found=f"{found} (status {status})", fix="try again later")
+    return BadRequest(f"cannot {doing}", found=found, fix="check the zone, the type and the version")
+
+
+Read = TypeVar("Read")
+
+
+def _answer(what: str) -> Callable[[Callable[[Mapping[str, Any]], Read]], Callable[[Mapping[str, Any]], Read]]:
+    """A reader of the API's JSON: what is none is an error of the cloud's, in one line."""
+
+    def wrapped(read: Callable[[Mapping[str, Any]], Read]) -> Callable[[Mapping[str, Any]], Read]:
+        @wraps(read)
+        def checked(raw: Mapping[str, Any]) -> Read:
+            with untrusted(Unavailable, f"the API's answer is no {what}", fix="try again later"):
+                return read(raw)
+
+        return checked
+
+    return wrapped
+
+
+def _seconds(text: str | None) -> float:
+    if not text:
+        return 0.0
+    # Nanoseconds, which the API sends, are more than fromisoformat takes.
+    text = re.sub(r"(\.\d{6})\d+", r"\1", text).replace("Z", "+00:00")
+    return datetime.fromisoformat(text).timestamp()
+
+
+def _parts(name: str) -> tuple[str, str]:
+    words = name.split("/")
+    return words[3], words[-1]
+
+
+@_answer("node")
+def read_node(raw: Mapping[str, Any]) -> Node:
+    """A node from the API's JSON."""
+    zone, name = _parts(raw["name"])
+    scheduling = raw.get("schedulingConfig", {})
+    return Node(
+        name=name,
+        zone=zone,
+        state=NodeState.parse(raw.get("state")),
+        accelerator_type=raw.get("acceleratorType", ""),
+        uid=str(raw.get("id") or raw.get("createTime", "")),
+        created=_seconds(raw.get("createTime")),
+        preemptible=bool(scheduling.get("preemptible") or scheduling.get("spot")),
+        labels=dict(raw.get("labels", {})),
+        metadata=dict(raw.get("metadata", {})),
+        endpoints=tuple(
+            Endpoint(end.get("ipAddress", ""), end.get("accessConfig", {}).get("externalIp"))
+            for end in raw.get("networkEndpoints", [])
+        ),
+        health=raw.get("healthDescription", ""),
+        queued=_parts(raw["queuedResource"])[1] if raw.get("queuedResource") else None,
+        request=_request_of(raw),
+    )
+
+
+def _request_of(raw: Mapping[str, Any]) -> NodeRequest:
+    scheduling, network = raw.get("schedulingConfig", {}), raw.get("networkConfig", {})
+    return NodeRequest(
+        accelerator_type=raw.get("acceleratorType", ""),
+        runtime_version=raw.get("runtimeVersion", ""),
+        preemptible=bool(scheduling.get("preemptible")),
+        spot=bool(scheduling.get("spot")),
+        reserved=bool(scheduling.get("reserved")),
+        network=network.get("network"),
+        subnetwork=network.get("subnetwork"),
+        external_ips=bool(network.get("enableExternalIps", False)),
+        service_account=raw.get("serviceAccount", {}).get("email"),
+        labels=dict(raw.get("labels", {})),
+        metadata=dict(raw.get("metadata", {})),
+        tags=tuple(raw.get("tags", ())),
+    )
+
+
+@_answer("queued resource")
+def read_queued(raw: Mapping[str, Any]) -> QueuedResource:
+    """A queued resource from the API's JSON, of either version."""
+    zone, name = _parts(raw["name"])
+    specs = raw.get("tpu", {}).get("nodeSpec", [])
+    state = raw.get("state", {})
+    names: list[str] = []
+    prefix = None
+    for spec in specs:
+        many = spec.get("multisliceParams") or spec.get("multiNodeParams")
+        if many:
+            prefix = many.get("nodeIdPrefix") or name
+            names.extend(f"{prefix}-{number}" for number in range(int(many["nodeCount"])))
+        elif spec.get("nodeId"):
+            names.append(spec["nodeId"])
+    node = specs[0].get("node", {}) if specs else {}
+    return QueuedResource(
+        name=name,
+        zone=zone,
+        state=QueuedState.parse(state.get("state")),
+        nodes=tuple(names),
+        prefix=prefix,
+        best_effort="bestEffort" in raw,
+        created=_seconds(raw.get("createTime")),
+        accelerator_type=node.get("acceleratorType", ""),
+        labels=dict(node.get("labels", {})),
+        detail=state.get("failedData", {}).get("error", {}).get("message", ""),
+    )
+
+
+@_answer("operation")
+def read_operation(raw: Mapping[str, Any]) -> Operation:
+    """An operation from the API's JSON; its failure, if any, as a typed error."""
+    zone, name = _parts(raw["name"])
+    meta = raw.get("metadata", {})
+    target = str(meta.get("target", "")).rpartition("/")[2]
+    verb = str(meta.get("verb", ""))
+    error = None
+    if raw.get("error"):
+        code = int(raw["error"].get("code", 13))
+        doing = f"{verb or 'change'} {target or name} in {zone}"
+        error = error_of(_STATUS_OF_CODE.get(code, 500), raw["error"].get("message", ""), doing)
+    return Operation(name=name, zone=zone, done=bool(raw.get("done")), error=error, target=target, verb=verb)
+
+
+def node_body(request: NodeRequest) -> dict[str, Any]:
+    """A request as the API's JSON."""
+    network = {"enableExternalIps": request.external_ips}
+    scheduling = {name: True for name in ("preemptible", "spot", "reserved") if getattr(request, name)}
+    body: dict[str, Any] = {
+        "acceleratorType": request.accelerator_type,
+        "runtimeVersion": request.runtime_version,
+        "networkConfig": {
+            **network,
+            **({"network": request.network} if request.network else {}),
+            **({"subnetwork": request.subnetwork} if request.subnetwork else {}),
+        },
+        "schedulingConfig": scheduling,
+        "labels": dict(request.labels),
+        "metadata": dict(request.metadata),
+        "tags": list(request.tags),
+        # The machine reads and writes the bucket, and deletes itself when its work is done.
+        "serviceAccount": {
+            **({"email": request.service_account} if request.service_account else {}),
+            "scope": ["https://www.googleapis.com/auth/cloud-platform"],
+        },
+    }
+    return {key: value for key, value in body.items() if value not in ({}, [])}
+
+
+def queued_body(request: QueuedRequest, parent: str, name: str, *, alpha: bool) -> dict[str, Any]:
+    """A queued request as the API's JSON. Multislice is spelled differently in the two versions."""
+    node = node_body(request.node)
+    scheduling = node.pop("schedulingConfig", {})
+    spec: dict[str, Any] = {"parent": parent, "node": node}
+    if request.node_count > 1 or request.node_prefix:
+        many = {"nodeCount": request.node_count, "nodeIdPrefix": request.node_prefix or name}
+        spec["multiNodeParams" if alpha else "multisliceParams"] = many
+    else:
+        spec["nodeId"] = name
+    body: dict[str, Any] = {"tpu": {"nodeSpec": [spec]}}
+    if request.best_effort:
+        body["bestEffort"] = {}
+    elif scheduling.get("reserved"):
+        body["guaranteed"] = {"reserved": True}
+    elif scheduling:
+        body["spot"] = {}
+    return body
+
+
+_PROJECT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*")
+TPU_ENDPOINT = "https://tpu.googleapis.com/"
+
+
+@dataclass(frozen=True)
+class CloudSettings:
+    """Which project, and where its API is."""
+
+    project: str
+    zone: str | None = None
+    endpoint: str = TPU_ENDPOINT
+    anonymous: bool = False
+    """No credentials are sent: for a local stand-in of the API."""
+
+    def api(self, name: str) -> str:
+        """Where another API of Google's is: ``cloudresourcemanager``, ``iam``. A stand-in answers for all."""
+        return f"https://{name}.googleapis.com/" if self.endpoint == TPU_ENDPOINT else self.endpoint
+
+
+def _configuration(environment: Mapping[str, str]) -> configparser.ConfigParser:
+    home = Path(environment.get("HOME") or Path.home())
+    folder = Path(environment.get("CLOUDSDK_CONFIG") or home / ".config" / "gcloud")
+    name = environment.get("CLOUDSDK_ACTIVE_CONFIG_NAME")
+    if not name:
+        active = folder / "active_config"
+        name = active.read_text().strip() if active.is_file() else "default"
+    parser = configparser.ConfigParser(interpolation=None)
+    parser.read([folder / "properties", folder / "configurations" / f"config_{name}"])
+    return parser
+
+
+def gcloud_value(section: str, key: str, environment: Mapping[str, str]) -> str | None:
+    """What ``gcloud config get section/key`` would say: its variable, then its files."""
+    variable = environment.get(f"CLOUDSDK_{section}_{key}".upper())
+    if variable:
+        return variable
+    return _configuration(environment).get(section, key, fallback=None) or None
+
+
+def read_settings(environment: Mapping[str, str], *, project: str | None = None) -> CloudSettings:
+    """The settings a command runs with."""
+    project = project or gcloud_value("core", "project", environment) or environment.get("GOOGLE_CLOUD_PROJECT")
+    if not project:
+        raise UserError("no Google Cloud project", fix="pass --project, or run: gcloud config set project NAME")
+    if not _PROJECT.fullmatch(project):
+        raise UserError("--project", expected="a project's id: letters, digits, - . and :", found=repr(project))
+    endpoint = (
+        environment.get("SPILE_TPU_ENDPOINT")
+        or gcloud_value("api_endpoint_overrides", "tpu", environment)
+        or TPU_ENDPOINT
+    )
+    disabled = (gcloud_value("auth", "disable_credentials", environment) or "").lower() in ("1", "true", "yes", "on")
+    return CloudSettings(
+        project=project,
+        zone=gcloud_value("compute", "zone", environment),
+        endpoint=endpoint.rstrip("/") + "/",
+        # Plain http is never Google: a token must not travel over it.
+        anonymous=disabled or endpoint.startswith("http://"),
+    )
+
+
+_MACHINES = ("tpu.nodes.create", "tpu.nodes.delete", "tpu.nodes.get", "tpu.nodes.list", "tpu.nodes.update")
+_ACT_AS = ("iam.serviceAccounts.actAs",)
+
+
+def check_roles(client: CloudTpu, account: str | None) -> Iterator[str]:
+    """A line for each finding; :class:`NotAllowed` where the account may not make machines, or not act as theirs."""
+    project = f"projects/{client.project}"
+    give = f"gcloud projects add-iam-policy-binding {client.project} --member=user:YOU --role=roles/tpu.admin"
+    yield _check(client, "cloudresourcemanager", project, _MACHINES, "make and delete its TPU VMs", give)
+    if account is not None:
+        there = f"projects/-/serviceAccounts/{account}"
+        give = f"gcloud iam service-accounts add-iam-policy-binding {account} --member=user:YOU"
+        give += " --role=roles/iam.serviceAccountUser"
+        yield _check(client, "iam", there, _ACT_AS, "make machines that act as it", give)
+
+
+def _check(client: CloudTpu, api: str, resource: str, needed: tuple[str, ...], what: str, give: str) -> str:
+    name = resource.rpartition("/")[2]
+    try:
+        held = client.held(api, resource, needed)
+    except (CloudError, UserError) as error:  # the API is off, or the account may not even ask
+        return f"{name}: cannot tell whether your account may {what} ({error.found})"
+    lacking = [each for each in needed if each not in held]
+    if lacking:
+        raise NotAllowed(
+            f"{name}: your account may not {what}",
+            expected=", ".join(needed),
+            found=f"no {', '.join(lacking)}",
+            fix=f"ask its owner: {give}",
+        )
+    return f"{name}: your account may {what}"
+
+
+_SCOPE = "https://www.googleapis.com/auth/cloud-platform"
+_TIMEOUT = (10.0, 60.0)
+_TRIES = 6
+
+
+def backoff(attempt: int, *, base: float = 0.5, cap: float = 30.0, chance: float = 1.0) -> float:
+    """Seconds before try ``attempt`` (from 1): doubling, capped, and jittered between half and whole."""
+    return float(min(cap, base * 2.0 ** min(attempt - 1, 30)) * (0.5 + 0.5 * chance))
+
+
+def open_session(settings: CloudSettings) -> requests.Session:
+    """A session that signs its requests with the user's application-default credentials."""
+    if settings.anonymous:
+        return requests.Session()
+    import google.auth
+    from google.auth.exceptions import DefaultCredentialsError
+    from google.auth.transport.requests import AuthorizedSession
+
+    try:
+        credentials, _ = google.auth.default(scopes=[_SCOPE])
+    except DefaultCredentialsError as error:
+        raise NotAllowed("no Google credentials", fix="run: gcloud auth application-default login") from error
+    session: requests.Session = AuthorizedSession(credentials)
+    return session
+
+
+class CloudTpu:
+    """The real cloud, or anything that speaks its API. Safe to call from several threads."""
+
+    def __init__(
+        self,
+        settings: CloudSettings,
+        *,
+        session: requests.Session | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+        tries: int = _TRIES,
+    ) -> None:
+        self._settings = settings
+        self._session = session or open_session(settings)
+        # The default pool of ten connections makes more zones than that wait, and warns.
+        adapter = requests.adapters.HTTPAdapter(pool_maxsize=64)
+        self._session.mount("https://", adapter)
+        self._session.mount("http://", adapter)
+        self._sleep = sleep
+        self._tries = tries
+
+    @property
+    def project(self) -> str:
+        """Whose machines these are."""
+        return self._settings.project
+
+    def close(self) -> None:
+        """Let go of the connections."""
+        self._session.close()
+
+    # -- requests ---------------------------------------------------------------------------------------------------
+
+    def _send(
+        self,
+        method: str,
+        path: str,
+        doing: str,
+        *,
+        body: Mapping[str, Any] | None = None,
+        params: Mapping[str, str] | None = None,
+        version: str = "v2",
+        api: str | None = None,
+    ) -> dict[str, Any]:
+        url = f"{self._settings.api(api) if api else self._settings.endpoint}{version}/{path}"
+        for attempt in range(1, self._tries + 1):
+            error, again = self._once(method, url, doing, body, params)
+            if isinstance(error, dict):
+                return error
+            if not again or attempt == self._tries:
+                raise error
+            self._sleep(backoff(attempt, chance=random.random()))
+        raise AssertionError("unreachable")
+
+    def _once(
+        self, method: str, url: str, doing: str, body: Mapping[str, Any] | None, params: Mapping[str, str] | None
+    ) -> tuple[Any, bool]:
+        """One try: the answer, or the error and whether trying again is safe and may help."""
+        from google.auth.exceptions import GoogleAuthError
+
+        repeatable = method != "POST"
+        try:
+            reply = self._session.request(method, url, json=body, params=params, timeout=_TIMEOUT)
+        except GoogleAuthError as error:
+            return NotAllowed(
+                f"cannot {doing}", found=str(error), fix="run: gcloud auth application-default login"
+            ), False
+        except requests.exceptions.ConnectTimeout as error:
+            return Unavailable(f"cannot {doing}", found=_cause(error), fix="check the network"), True
+        except requests.exceptions.RequestException as error:
+            if _never_sent(error):
+                return Unavailable(f"cannot {doing}", found=_cause(error), fix="check the network"), True
+            return LostReply(f"no answer to: {doing}", found=_cause(error)), repeatable
+        if reply.ok:
+            return _answer_tpu(reply, doing)
+        message = _message(reply)
+        slower = reply.status_code == 429 and is_rate_limit(message)
+        again = slower or reply.status_code == 503 or (repeatable and reply.status_code >= 500)
+        return error_of(reply.status_code, message, doing), again
+
+    def _pages(self, path: str, key: str, doing: str, version: str = "v2") -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        token = ""
+        while True:
+            params = {"pageSize": "500", **({"pageToken": token} if token else {})}
+            page = self._send("GET", path, doing, params=params, version=version)
+            found.extend(page.get(key, []))
+            token = page.get("nextPageToken", "")
+            if not token:
+                return found
+
+    def _parent(self, zone: str) -> str:
+        return f"projects/{self._settings.project}/locations/{zone}"
+
+    # -- nodes ------------------------------------------------------------------------------------------------------
+
+    def nodes(self, zone: str) -> list[Node]:
+        """All nodes of a zone; ``-`` means every zone."""
+        return [read_node(raw) for raw in self._pages(f"{self._parent(zone)}/nodes", "nodes", f"list TPUs in {zone}")]
+
+    def node(self, zone: str, name: str) -> Node:
+        """One node, or Missing."""
+        return read_node(self._send("GET", f"{self._parent(zone)}/nodes/{name}", f"look at TPU {name} in {zone}"))
+
+    def create_node(self, zone: str, name: str, request: NodeRequest) -> Operation:
+        """Ask for a node."""
+        doing = f"create TPU {name} ({request.accelerator_type}) in {zone}"
+        path = f"{self._parent(zone)}/nodes"
+        return read_operation(self._send("POST", path, doing, body=node_body(request), params={"nodeId": name}))
+
+    def delete_node(self, zone: str, name: str) -> Operation:
+        """Ask for its end."""
+        return read_operation(
+            self._send("DELETE", f"{self._parent(zone)}/nodes/{name}", f"delete TPU {name} in {zone}")
+        )
+
+    def label_node(self, zone: str, name: str, labels: Mapping[str, str]) -> Operation:
+        """Replace a node's labels."""
+        return self._patch(zone, name, {"labels": dict(labels)}, "label")
+
+    def set_metadata(self, zone: str, name: str, metadata: Mapping[str, str]) -> Operation:
+        """Replace a node's metadata."""
+        return self._patch(zone, name, {"metadata": dict(metadata)}, "change the metadata of")
+
+    def _patch(self, zone: str, name: str, body: Mapping[str, Any], verb: str) -> Operation:
+        path = f"{self._parent(zone)}/nodes/{name}"
+        mask = {"updateMask": ",".join(body)}
+        return read_operation(self._send("PATCH", path, f"{verb} TPU {name} in {zone}", body=body, params=mask))
+
+    def operation(self, zone: str, name: str) -> Operation:
+        """How far an operation is."""
+        path = f"{self._parent(zone)}/operations/{name}"
+        return read_operation(self._send("GET", path, f"look at operation {name} in {zone}"))
+
+    # -- queued resources -------------------------------------------------------------------------------------------
+
+    def queued(self, zone: str) -> list[QueuedResource]:
+        """All queued resources of a zone; ``-`` means every zone."""
+        path = f"{self._parent(zone)}/queuedResources"
+        return [read_queued(raw) for raw in self._pages(path, "queuedResources", f"list queued resources in {zone}")]
+
+    def create_queued(self, zone: str, name: str, request: QueuedRequest) -> Operation:
+        """Stand in the queue."""
+        alpha = request.best_effort
+        parent = self._parent(zone)
+        return read_operation(
+            self._send(
+                "POST",
+                f"{parent}/queuedResources",
+                f"queue for {name} ({request.node.accelerator_type}) in {zone}",
+                body=queued_body(request, parent, name, alpha=alpha),
+                params={"queuedResourceId": name},
+                # Only v2alpha1 knows bestEffort.
+                version="v2alpha1" if alpha else "v2",
+            )
+        )
+
+    def delete_queued(self, zone: str, name: str, *, force: bool) -> Operation:
+        """Leave the queue; ``force`` deletes its nodes too."""
+        path = f"{self._parent(zone)}/queuedResources/{name}"
+        params = {"force": "true"} if force else {}
+        return read_operation(self._send("DELETE", path, f"delete queued resource {name} in {zone}", params=params))
+
+    # -- what there is ----------------------------------------------------------------------------------------------
+
+    def zones(self) -> list[str]:
+        """The zones that have TPUs."""
+        path = f"projects/{self._settings.project}/locations"
+        return sorted(raw["locationId"] for raw in self._pages(path, "locations", "list zones"))
+
+    def accelerator_types(self, zone: str) -> list[str]:
+        """What a zone offers."""
+        raws = self._pages(f"{self._parent(zone)}/acceleratorTypes", "acceleratorTypes", f"list TPU types in {zone}")
+        return sorted(raw["type"] for raw in raws)
+
+    def held(self, api: str, resource: str, permissions: Sequence[str]) -> list[str]:
+        """Which of these permissions the account in use has on a project or a service account."""
+        body = {"permissions": list(permissions)}
+        doing = f"ask what your account may do with {resource}"
+        answer = self._send("POST", f"{resource}:testIamPermissions", doing, body=body, version="v1", api=api)
+        return [str(each) for each in answer.get("permissions", ())]
+
+
+def _cause(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:300]
+
+
+def _never_sent(error: requests.exceptions.RequestException) -> bool:
+    """Whether no byte of the request can have reached the server."""
+    return "NewConnectionError" in str(error) or "NameResolutionError" in str(error)
+
+
+def _answer_tpu(reply: requests.Response, doing: str) -> tuple[dict[str, Any] | Unavailable, bool]:
+    """What the API answered; a page of a proxy's in its place is no answer, and whether it was asked is not known."""
+    try:
+        found = reply.json() if reply.content else {}
+    except ValueError:
+        found = None
+    if isinstance(found, dict):
+        return found, False
+    shown = " ".join(reply.text[:100].split())
+    return Unavailable(f"cannot {doing}", expected="the API's JSON", found=repr(shown), fix="check the network"), False
+
+
+def _message(reply: requests.Response) -> str:
+    try:
+        message = reply.json()["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        message = reply.text[:300]
+    return str(message)
+
+
+def check_place(provider: CloudTpu, zone: str, accelerator_type: str) -> None:
+    """Refuse an unknown zone or type before anything is asked for."""
+    zones = provider.zones()
+    if zone not in zones:
+        near = [name for name in zones if name.rpartition("-")[0] == zone.rpartition("-")[0]] or zones
+        raise UserError(f"zone {zone} has no TPUs", expected=f"one of {', '.join(near[:12])}")
+    types = provider.accelerator_types(zone)
+    if accelerator_type not in types:
+        family = [name for name in types if name.partition("-")[0] == accelerator_type.partition("-")[0]] or types
+        raise UserError(f"zone {zone} has no {accelerator_type}", expected=f"one of {', '.join(family[:12])}")

@@ -1,0 +1,158 @@
+"""Who may act on a fleet: one monitor at a time, by objects that are created only if absent.
+
+``lease/000007.json`` is the seventh monitor's. Its owner writes it anew at every look, and does not act when it could
+not for a while. Who finds the last one released or not renewed for ``ttl`` seconds creates the next, and whoever
+wins that race is the monitor; the one before sees a higher number and only watches from then on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from spile.errors import Damaged, UserError, untrusted
+from spile.fleet.provider import Node
+from spile.objects import open_folder
+from spile.objects.folder import Folder, NotFound
+from spile.objects.removal import Removal
+from spile.spec.records import typed_fields
+
+__all__ = ["Holder", "Lease", "refuse_monitored", "this_person"]
+
+_SHAPE = re.compile(r"lease/([0-9]{6}|[1-9][0-9]{6,})\.json")
+
+
+def this_person() -> str:
+    """Who acts here, for others to read."""
+    return f"{os.environ.get('USER', 'somebody')}@{socket.gethostname()}"
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who holds the lease."""
+
+    number: int
+    owner: str
+    """User, host and process; ``who`` in the file."""
+    token: str
+    renewed: float
+    ttl: float
+    released: bool = False
+
+    def expired(self, now: float) -> bool:
+        """Whether somebody else may take over."""
+        return self.released or now - self.renewed > self.ttl
+
+
+class Lease:
+    """One monitor's claim on a fleet."""
+
+    def __init__(
+        self,
+        folder: Folder,
+        *,
+        clock: Callable[[], float],
+        ttl: float,
+        owner: str | None = None,
+        token: str | None = None,
+    ) -> None:
+        self._folder = folder
+        self._clock = clock
+        self._ttl = ttl
+        self._owner = owner or f"{this_person()}, process {os.getpid()}"
+        self._token = token or secrets.token_hex(8)
+        self.number = 0
+        """Of the lease that we hold; 0 when we hold none."""
+        self._renewed = float("-inf")
+
+    def held(self) -> bool:
+        """Whether we may act now. Never true once somebody else could have taken over."""
+        return self.number > 0 and self._clock() - self._renewed < self._ttl * 0.8
+
+    def take(self) -> Holder | None:
+        """Take or renew the lease. None: it is ours. Else who holds it: only watch."""
+        began = self._clock()
+        last = self._last()
+        if self.number and (last is None or last.number == self.number):
+            if began - self._renewed < self._ttl:
+                self._write(self.number, began)
+                return None
+            self.number = 0
+        if last is not None and last.token != self._token and not last.expired(began):
+            self.number = 0
+            return last
+        number = (last.number if last else 0) + 1
+        if not self._folder.create(_key(number), self._body(began)):
+            winner = self._last()
+            # A lost reply looks like a lost race.
+            if winner is None or winner.token != self._token or winner.number != number:
+                self.number = 0
+                return winner
+        self.number, self._renewed = number, began
+        self._forget(number - 8)
+        return None
+
+    def release(self) -> None:
+        """Let the next monitor start at once."""
+        last = self._last()
+        if self.number and last is not None and last.number == self.number:
+            self._write(self.number, self._clock(), released=True)
+        self.number = 0
+
+    def holder(self) -> Holder | None:
+        """Who holds it now, if anybody."""
+        last = self._last()
+        return None if last is None or last.expired(self._clock()) else last
+
+    def _write(self, number: int, moment: float, *, released: bool = False) -> None:
+        self._folder.put(_key(number), self._body(moment, released=released))
+        self._renewed = moment
+
+    def _body(self, moment: float, *, released: bool = False) -> bytes:
+        fields = {"who": self._owner, "token": self._token, "renewed": moment, "ttl": self._ttl, "released": released}
+        return json.dumps(fields).encode()
+
+    def _numbers(self) -> list[int]:
+        keys = (info.key for info in self._folder.list("lease/"))
+        return sorted(int(key[6:-5]) for key in keys if _is_lease(key))
+
+    def _last(self) -> Holder | None:
+        for number in reversed(self._numbers()):
+            try:
+                data = self._folder.get(_key(number))
+            except NotFound:  # forgotten by a later monitor while we looked
+                continue
+            with untrusted(Damaged, f"{self._folder.url}/{_key(number)} is no lease", fix="remove it"):
+                found = json.loads(data)
+                return Holder(**typed_fields(Holder, {**found, "owner": found["who"], "number": number}))
+        return None
+
+    def _forget(self, below: int) -> None:
+        old = [_key(number) for number in self._numbers() if number < below]
+        Removal(self._folder.url, ours=_is_lease, remove=self._folder.delete, fence=self.held).in_order(old)
+
+
+def _is_lease(key: str) -> bool:
+    return _SHAPE.fullmatch(key) is not None
+
+
+def _key(number: int) -> str:
+    return f"lease/{number:06d}.json"
+
+
+def refuse_monitored(nodes: Iterable[Node], fleet: str) -> None:
+    """A machine that is deleted under a running monitor is made again: the fleet has to be stopped instead."""
+    homes = sorted({home for node in nodes if (home := node.metadata.get("spile-home"))})
+    for home in homes:
+        holder = Lease(open_folder(home), clock=time.time, ttl=0.0).holder()
+        if holder is not None:
+            raise UserError(
+                f"{holder.owner} monitors fleet {fleet} and would make them again",
+                fix=f"end it for good with: spile fleet stop {home}",
+            )

@@ -1,1 +1,0 @@
-"""The same run for clusters that schedule it themselves: Kubernetes manifests, a Slurm array."""

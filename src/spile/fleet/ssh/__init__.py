@@ -1,1 +1,0 @@
-"""Commands, files and logs on many hosts, over the system's ssh."""

@@ -1,0 +1,1 @@
+"""Commands and files on many hosts over ssh."""

@@ -1,0 +1,438 @@
+"""The current directory, onto every host: what git would keep, and only what a host lacks."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import tarfile
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from spile.errors import Damaged, Failure, SpileError, UserError
+from spile.hosts.hosts import Access, Host
+from spile.hosts.run import explain, together
+from spile.objects import open_folder
+from spile.store.layout import RUN, STREAM
+from spile.store.stream import read_stream
+
+__all__ = [
+    "RESULTS",
+    "Collected",
+    "Copied",
+    "CopyList",
+    "Moved",
+    "Transfers",
+    "assemble",
+    "collect_from",
+    "copy_to",
+    "folder_of",
+    "list_files",
+    "load",
+    "pull",
+    "push",
+]
+
+
+RESULTS = "spile-run-"
+"""How the folders begin that hold what came back; they never travel."""
+
+
+@dataclass(frozen=True)
+class CopyList:
+    """The files to copy."""
+
+    root: Path
+    names: tuple[str, ...]
+    size: int
+
+
+@dataclass(frozen=True)
+class Copied:
+    """What was sent to how many hosts."""
+
+    files: int
+    sent: int
+    hosts: int
+
+
+def list_files(folder: Path) -> list[str]:
+    """The folder's files that git does not ignore, in a repository or not; without .git and earlier results."""
+    git = shutil.which("git")
+    if git is None:
+        if (folder / ".gitignore").exists():
+            raise UserError("no git here", expected="git, to read .gitignore", fix="install git")
+        names = _walk(folder)
+    else:
+        names = _git_files(git, folder)
+    return sorted(name for name in names if not name.startswith(RESULTS))
+
+
+def _walk(folder: Path) -> list[str]:
+    below = (path.relative_to(folder) for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    return [str(path) for path in below if ".git" not in path.parts]
+
+
+def _git_files(git: str, folder: Path) -> list[str]:
+    inside = subprocess.run([git, "rev-parse", "--git-dir"], cwd=folder, capture_output=True, text=True, check=False)  # noqa: S603
+    if inside.returncode == 0:
+        found = _ls_files(git, folder, ["--cached", "--others", "--exclude-standard"])
+    elif "not a git repository" in inside.stderr:
+        with tempfile.TemporaryDirectory() as empty:  # no repository: git still knows how to read .gitignore
+            _git([git, "init", "--quiet", "--bare", empty], folder)
+            place = [f"--git-dir={empty}", f"--work-tree={folder}"]
+            found = _ls_files(git, folder, ["--others", "--exclude-per-directory=.gitignore"], place)
+    else:
+        raise UserError("git cannot read this directory", found=inside.stderr.strip().splitlines()[0])
+    names: list[str] = []
+    for name in found:
+        path = folder / name
+        if path.is_dir() and not path.is_symlink():  # a repository within the repository
+            names += [f"{name.rstrip('/')}/{inner}" for inner in _git_files(git, path)]
+        else:
+            names.append(name)
+    return names
+
+
+def _ls_files(git: str, folder: Path, flags: Sequence[str], place: Sequence[str] = ()) -> list[str]:
+    listed = _git([git, *place, "ls-files", "-z", *flags], folder)
+    return sorted({name.decode("utf-8", "surrogateescape") for name in listed.split(b"\0") if name})
+
+
+def _git(words: Sequence[str], folder: Path) -> bytes:
+    done = subprocess.run(words, cwd=folder, capture_output=True, check=False)  # noqa: S603
+    if done.returncode != 0:
+        raise UserError("git cannot list this directory", found=done.stderr.decode("utf-8", "replace").strip())
+    return done.stdout
+
+
+def load(folder: Path, limit: int) -> CopyList:
+    """Look at what would be copied; too much is more likely a mistake than a wish."""
+    names = [name for name in list_files(folder) if (folder / name).is_symlink() or (folder / name).is_file()]
+    size = sum((folder / name).lstat().st_size for name in names)
+    if not names:
+        raise UserError(f"nothing to copy in {folder}", fix="run it where the code is, or with --no-copy")
+    if size > limit:
+        raise UserError(
+            f"{folder} is large",
+            expected=f"at most {limit / 1e9:g} GB to copy",
+            found=f"{size / 1e9:.1f} GB",
+            fix="ignore data in .gitignore, or raise --copy-limit-gb",
+        )
+    return CopyList(folder, tuple(names), size)
+
+
+def copy_to(hosts: Sequence[Host], files: CopyList, target: str, access: Access) -> Copied:
+    """Make ``target`` on every host hold these files. What an earlier copy left over goes; what the host made stays."""
+    moved = Transfers(access).on_all(hosts, lambda all_, host: push(all_, host, files.root, files.names, target))
+    return Copied(len(files.names), sum(each.sent for each in moved), len(hosts))
+
+
+_MANIFEST = ".spile-copied"
+"""In the folder of a copy on a host: the names that the last copy brought, so that the next knows what is stale."""
+_PARTIAL = ".spile-partial"
+_INCOMING = ".spile-incoming"
+_SILENCE = 300
+"""Seconds without a byte after which rsync ends, should the link die unheard."""
+_RSYNC = (
+    "--links", "--perms", "--times", "--checksum", "--chmod=u-s,g-s", f"--partial-dir={_PARTIAL}", "--delay-updates",
+    "--stats", "--no-human-readable", f"--timeout={_SILENCE}",
+)  # fmt: skip
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What a transfer came to."""
+
+    files: int
+    size: int
+    """All the files' bytes."""
+    sent: int
+    """The bytes that had to be sent."""
+
+
+@dataclass
+class Transfers:
+    """The processes of all hosts' transfers: the first failure, or Ctrl+C, ends them all."""
+
+    access: Access
+    _running: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    _over: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def on_all(self, hosts: Sequence[Host], one: Callable[[Transfers, Host], Result]) -> list[Result]:
+        """Every host at once, a thread each."""
+        self.access.check(hosts)
+        with ThreadPoolExecutor(max_workers=len(hosts), thread_name_prefix="transfer") as threads:
+            futures = [threads.submit(one, self, host) for host in hosts]
+            try:
+                wait(futures, return_when=FIRST_EXCEPTION)
+                errors = [error for future in futures if future.done() and (error := future.exception())]
+            finally:
+                self._end()
+        for error in errors:
+            if not isinstance(error, SpileError):
+                raise error
+        if errors:
+            raise together([error for error in errors if isinstance(error, SpileError)], len(hosts))
+        return [future.result() for future in futures]
+
+    def _end(self) -> None:
+        with self._lock:
+            self._over = True
+            for process in self._running:
+                if process.poll() is None:
+                    process.kill()
+
+    def start(self, words: Sequence[str]) -> subprocess.Popen[bytes]:
+        """A process that ends with the others."""
+        with self._lock:
+            if self._over:
+                raise Failure("the copy broke off", found="another host failed", fix="run it again")
+            pipe = subprocess.PIPE
+            process = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)  # noqa: S603
+            self._running.append(process)
+        return process
+
+    def run(self, host: Host, words: Sequence[str], given: bytes = b"") -> bytes:
+        """A command's output, or its error in one line."""
+        process = self.start(words)
+        out, err = process.communicate(given)
+        if process.returncode != 0:
+            raise _error(host, process.returncode, err)
+        return out
+
+    def shell(self, host: Host, script: str, given: bytes = b"") -> bytes:
+        """The output of a line for the host's own shell."""
+        return self.run(host, self.access.command(host, script), given)
+
+
+def push(transfers: Transfers, host: Host, root: Path, names: Sequence[str], target: str) -> Moved:
+    """Make ``target`` hold these files of ``root``. What an earlier copy left over goes; what the host made stays."""
+    place = _remote(target)
+    there = transfers.shell(host, f"{_PROBE}; mkdir -p {place} && {{ cat {place}/{_MANIFEST} 2>/dev/null || true; }}")
+    tool, home, manifest = there.split(b"\n", 2)
+    listed = [name.encode("utf-8", "surrogateescape") for name in names]
+    stale = sorted({name for name in manifest.split(b"\0") if name}.difference(listed))
+    folders = {parent for name in listed for parent in _parents(name)}
+    # What was a file and is a folder now, or the other way round, has to go first; all else when everything is there.
+    clashing = [name for name in stale if name in folders or not _parents(name).isdisjoint(listed)]
+    _remove(transfers, host, place, clashing)
+    if _both_have_rsync(tool):
+        moved = _push_rsync(transfers, host, root, listed, _address(host, home, target))
+    else:
+        moved = _push_tar(transfers, host, root, names, place)
+    _remove(transfers, host, place, sorted(set(stale).difference(clashing)))
+    transfers.shell(host, f"cat > {place}/{_MANIFEST}", b"\0".join(listed))
+    return moved
+
+
+def pull(transfers: Transfers, host: Host, source: str, into: Path) -> Moved:
+    """The host's folder ``source`` here. Files that are here already, whole and equal, are not sent again by rsync."""
+    place = _remote(source)
+    there = transfers.shell(host, f"if [ -d {place} ]; then {_PROBE}; fi")
+    if not there:
+        raise UserError(f"{host.label}: no such folder: {source}")
+    tool, home, _ = there.split(b"\n", 2)
+    into.mkdir(parents=True, exist_ok=True)
+    if not _both_have_rsync(tool):
+        return _pull_tar(transfers, host, place, into)
+    words = [
+        *_rsync(transfers.access, host),
+        "--recursive",
+        "--safe-links",
+        f"{_address(host, home, source)}/",
+        f"{into}/",
+    ]
+    return _tally(transfers.run(host, words))
+
+
+_PROBE = 'if command -v rsync >/dev/null; then echo rsync; else echo tar; fi; echo "$HOME"'
+
+
+def _both_have_rsync(tool: bytes) -> bool:
+    return tool == b"rsync" and shutil.which("rsync") is not None
+
+
+def _rsync(access: Access, host: Host) -> list[str]:
+    ssh = access.command(host, "")
+    return ["rsync", *_RSYNC, "-e", shlex.join(ssh[: ssh.index("--")])]
+
+
+def _push_rsync(transfers: Transfers, host: Host, root: Path, names: Sequence[bytes], address: str) -> Moved:
+    words = [*_rsync(transfers.access, host), "--compress", "--from0", "--files-from=-", f"{root}/", f"{address}/"]
+    moved = _tally(transfers.run(host, words, b"\0".join(names)))
+    return Moved(len(names), moved.size, moved.sent)
+
+
+def _remove(transfers: Transfers, host: Host, place: str, names: Sequence[bytes]) -> None:
+    """These files, and the folders that hold nothing else."""
+    if names:
+        gone = b"\0".join(b"./" + name for name in names)
+        transfers.shell(host, f"cd {place} && xargs -0 rm -f --", gone)
+        folders = sorted({parent for name in names for parent in _parents(name)}, key=len, reverse=True)
+        script = f"cd {place} && xargs -0 -n 1 rmdir -- 2>/dev/null; true"
+        transfers.shell(host, script, b"\0".join(b"./" + folder for folder in folders))
+
+
+def _parents(name: bytes) -> set[bytes]:
+    parts = name.split(b"/")
+    return {b"/".join(parts[:count]) for count in range(1, len(parts))}
+
+
+def _push_tar(transfers: Transfers, host: Host, root: Path, names: Sequence[str], place: str) -> Moved:
+    unpack = f"cd {place} && rm -rf {_INCOMING} && mkdir {_INCOMING} && tar -xzf - -C {_INCOMING}"
+    process = transfers.start(transfers.access.command(host, unpack))
+    assert process.stdin is not None  # noqa: S101
+    size = 0
+    # A pipe that breaks is no news: the exit code says why.
+    with suppress(BrokenPipeError), tarfile.open(fileobj=process.stdin, mode="w|gz") as archive:
+        for name in names:
+            archive.add(root / name, name, recursive=False, filter=_plain)
+            size += (root / name).lstat().st_size
+    _, err = process.communicate()
+    if process.returncode != 0:
+        raise _error(host, process.returncode, err)
+    transfers.shell(host, f"cd {place} && cp -a {_INCOMING}/. . && rm -rf {_INCOMING}")
+    return Moved(len(names), size, size)
+
+
+def _plain(info: tarfile.TarInfo) -> tarfile.TarInfo:
+    info.mode &= 0o777
+    info.uid = info.gid = 0
+    info.uname = info.gname = ""
+    return info
+
+
+def _pull_tar(transfers: Transfers, host: Host, place: str, into: Path) -> Moved:
+    process = transfers.start(transfers.access.command(host, f"cd {place} && tar -cf - ."))
+    assert process.stdin is not None  # noqa: S101
+    assert process.stdout is not None  # noqa: S101
+    process.stdin.close()
+    process.stdin = None  # communicate would flush it
+    beside = into / _INCOMING
+    shutil.rmtree(beside, ignore_errors=True)
+    try:
+        with tarfile.open(fileobj=process.stdout, mode="r|") as archive:
+            archive.extractall(beside, filter="data")  # nothing leaves the folder, no setuid bits
+    except tarfile.TarError as error:
+        _, err = process.communicate()
+        raise _error(host, process.returncode, err or str(error).encode()) from error
+    _, err = process.communicate()
+    if process.returncode != 0:
+        raise _error(host, process.returncode, err)
+    files = [path for path in sorted(beside.rglob("*")) if path.is_symlink() or path.is_file()]
+    size = sum(path.lstat().st_size for path in files)
+    for path in files:
+        final = into / path.relative_to(beside)
+        final.parent.mkdir(parents=True, exist_ok=True)
+        path.replace(final)
+    shutil.rmtree(beside)
+    return Moved(len(files), size, size)
+
+
+def _remote(path: str) -> str:
+    """For the host's shell: a leading ~ is the login's home, all else is literal."""
+    if path == "~":
+        return '"$HOME"'
+    return f'"$HOME"/{shlex.quote(path[2:])}' if path.startswith("~/") else shlex.quote(path)
+
+
+def _address(host: Host, home: bytes, path: str) -> str:
+    """For rsync: an absolute path, because versions differ in what they let the host's shell expand."""
+    whole = f"{home.decode()}{path[1:]}" if path == "~" or path.startswith("~/") else path
+    return f"[{host.address}]:{whole.rstrip('/')}" if ":" in host.address else f"{host.address}:{whole.rstrip('/')}"
+
+
+def _tally(stats: bytes) -> Moved:
+    text = stats.decode("utf-8", "replace")
+
+    def number(pattern: str) -> int:
+        found = re.search(pattern, text)
+        return int(found.group(1)) if found else 0
+
+    files = number(r"Number of files: .*\breg: (\d+)") + number(r"Number of files: .*\blink: (\d+)")
+    return Moved(files, number(r"Total file size: (\d+)"), number(r"Literal data: (\d+)"))
+
+
+def _error(host: Host, code: int, err: bytes) -> SpileError:
+    if code < 0:
+        return Failure(f"{host.label}: the copy broke off", found=f"signal {-code}", fix="run it again")
+    return explain(host, code, err.decode("utf-8", "replace"))
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What came from one host."""
+
+    host: Host
+    folder: Path
+    files: int
+    size: int
+    received: int
+    """Bytes that were not here yet."""
+
+
+def folder_of(host: Host, hosts: Sequence[Host]) -> str:
+    """``worker_2`` of one slice; ``tpu-a-1/worker_2`` of several."""
+    many = len({other.slice for other in hosts}) > 1
+    return f"{host.node.replace('/', '-')}/worker_{host.worker}" if many else f"worker_{host.worker}"
+
+
+def collect_from(hosts: Sequence[Host], remote: str, into: Path, access: Access) -> list[Collected]:
+    """Copy the hosts' folder ``remote`` here. Files that are here already, whole and equal, are not sent again."""
+    folders = {host: into / folder_of(host, hosts) for host in hosts}
+
+    moved = Transfers(access).on_all(hosts, lambda all_, host: pull(all_, host, remote, folders[host]))
+    return [
+        Collected(host, folders[host], each.files, each.size, each.sent)
+        for host, each in zip(hosts, moved, strict=True)
+    ]
+
+
+def assemble(into: Path, folders: Sequence[Path]) -> bool:
+    """Make one dataset, at ``into``, of the parts that a pod's hosts kept on their own disks; False: they are none.
+
+    Files are linked, not copied; the first host's count, for it alone commits. Parts of different lives of a stream
+    cannot be one.
+    """
+    parts = [folder for folder in folders if (folder / RUN).is_file()]
+    if not parts:
+        return False
+    ids: dict[str, tuple[str, Path]] = {}
+    for part in parts:
+        for stream in sorted(part.glob(f"tpu_*/{STREAM}")):
+            mine = read_stream(open_folder(str(stream.parent)))
+            first = ids.setdefault(stream.parent.name, (mine.id if mine else "", part))
+            if mine is not None and mine.id != first[0]:
+                raise Damaged(
+                    f"{part} and {first[1]} hold parts of different lives of {stream.parent.name}",
+                    expected=f"stream id {first[0]}",
+                    found=mine.id,
+                    fix="they cannot be put together: run it again on all hosts, into a bucket or an empty folder",
+                )
+    for part in parts:
+        for file in sorted(path for path in part.rglob("*") if path.is_file()):
+            target = into / file.relative_to(part)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if part == parts[0]:
+                target.unlink(missing_ok=True)  # its ledger may have grown since an earlier visit
+            if not target.exists():
+                _link(file, target)
+    return True
+
+
+def _link(file: Path, target: Path) -> None:
+    try:
+        target.hardlink_to(file)
+    except OSError:  # another disk, or one without links
+        shutil.copyfile(file, target)

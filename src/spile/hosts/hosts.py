@@ -1,0 +1,162 @@
+"""Hosts, and how the system's ssh reaches them: named directly, or a TPU VM the way gcloud reaches it."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from spile.errors import Failure, SpecError, UserError
+
+__all__ = ["GCLOUD_KEY", "Access", "Host", "ensure_key", "parse_hosts"]
+
+GCLOUD_KEY = Path("~/.ssh/google_compute_engine")
+GCLOUD_KNOWN_HOSTS = Path("~/.ssh/google_compute_known_hosts")
+
+_NAMED = re.compile(r"(?:(?P<user>[^@\s]+)@)?(?P<address>\[[^\]\s]+\]|[^:@\s]+)(?::(?P<port>\d+))?")
+
+
+@dataclass(frozen=True)
+class Host:
+    """One machine of a slice."""
+
+    node: str
+    """The slice's name; a host named directly is its own."""
+    node_id: str
+    """The TPU node's id, which a recreated node does not inherit; empty for a host named directly."""
+    worker: int
+    """The host's number within its slice."""
+    address: str
+    slice: int
+    internal: str = ""
+    """The address by which the other hosts know it."""
+    port: int | None = None
+    user: str | None = None
+    alone: bool = True
+    """It is its slice's only host."""
+
+    @property
+    def label(self) -> str:
+        """Short, and different for every host: ``tpu-a-0``, or ``tpu-a-0:w2`` on a slice of many hosts."""
+        return self.node if self.alone else f"{self.node}:w{self.worker}"
+
+    @property
+    def file_name(self) -> str:
+        """The label, fit for a file's name."""
+        return re.sub(r"[^A-Za-z0-9._-]+", "-", self.label).strip("-")
+
+
+@dataclass(frozen=True)
+class Access:
+    """How to log in."""
+
+    user: str | None = None
+    key: Path | None = None
+    options: tuple[str, ...] = ()
+    """More of ssh's own options, ``Key=value``; they win."""
+    connect_timeout: int = 10
+    alive_interval: int = 2
+    alive_count: int = 3
+    program: str = field(default_factory=lambda: shutil.which("ssh") or "ssh")
+
+    def command(self, host: Host, remote: str, *, compress: bool = False) -> list[str]:
+        """The ssh command line that runs ``remote`` in the host's shell."""
+        options = [
+            *self.options,
+            "BatchMode=yes",
+            "LogLevel=ERROR",
+            f"ConnectTimeout={self.connect_timeout}",
+            f"ServerAliveInterval={self.alive_interval}",
+            f"ServerAliveCountMax={self.alive_count}",
+            *(["Compression=yes"] if compress else []),
+            *(self._gcloud(host) if host.node_id else ["StrictHostKeyChecking=accept-new"]),
+        ]
+        words = [self.program, "-T"]
+        for option in options:
+            words += ["-o", option]
+        key = self.key or (GCLOUD_KEY if host.node_id else None)
+        if key is not None:
+            words += ["-o", "IdentitiesOnly=yes", "-i", str(key.expanduser())]
+        user = host.user or self.user or (getpass.getuser() if host.node_id else None)
+        words += ["-p", str(host.port)] if host.port is not None else []
+        words += ["-l", user] if user else []
+        return [*words, "--", host.address, remote]
+
+    @staticmethod
+    def _gcloud(host: Host) -> list[str]:
+        # The alias is made from the node's id, so a recreated node never trips over its predecessor's host key. The key
+        # is remembered at first sight, and another under the same id is refused: somebody stands between.
+        return [
+            "CheckHostIP=no",
+            "HashKnownHosts=no",
+            "StrictHostKeyChecking=accept-new",
+            f"UserKnownHostsFile={GCLOUD_KNOWN_HOSTS.expanduser()}",
+            f"HostKeyAlias=tpu.{host.node_id}-{host.worker}",
+        ]
+
+    def check(self, hosts: Sequence[Host]) -> None:
+        """Complain now about what every host would complain about."""
+        if shutil.which(self.program) is None:
+            raise UserError("no ssh here", expected="OpenSSH's client", fix="install openssh-client")
+        key = self.key or (GCLOUD_KEY if any(host.node_id for host in hosts) else None)
+        if key is not None and not key.expanduser().is_file():
+            made = "; gcloud compute tpus tpu-vm ssh makes one and gives it to the node" if self.key is None else ""
+            raise UserError("no such ssh key", expected="a private key", found=key, fix=f"name it with --ssh-key{made}")
+
+
+def parse_hosts(groups: Sequence[str]) -> list[Host]:
+    """Hosts named directly, ``user@address:port,…``; each group is a slice."""
+    hosts: list[Host] = []
+    for number, group in enumerate(groups):
+        names = [name.strip() for name in group.split(",") if name.strip()]
+        if not names:
+            raise SpecError("--hosts names no host", expected="user@address:port,…", found=repr(group))
+        for worker, name in enumerate(names):
+            match = _NAMED.fullmatch(name)
+            if match is None or name.startswith("-") or match["address"].startswith("-"):
+                raise SpecError("a host that cannot be", expected="user@address:port", found=repr(name))
+            port = int(match["port"]) if match["port"] else None
+            if port is not None and not 0 < port < 65536:
+                raise SpecError("a port that cannot be", expected="1 to 65535", found=port)
+            address = match["address"].strip("[]")
+            label = name.rpartition("@")[2]
+            hosts.append(Host(label, "", worker, address, number, address, port, match["user"]))
+    labels = [host.label for host in hosts]
+    twice = sorted({label for label in labels if labels.count(label) > 1})
+    if twice:
+        raise SpecError("a host is named twice", expected="each host once", found=", ".join(twice))
+    return hosts
+
+
+def ensure_key(path: Path = GCLOUD_KEY) -> str:
+    """The public half of the key, made without a passphrase if absent: what goes in a node's ``ssh-keys`` metadata."""
+    private = path.expanduser()
+    public = private.with_name(private.name + ".pub")
+    if not private.exists():
+        private.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        program = shutil.which("ssh-keygen")
+        if program is None:
+            raise UserError("no ssh-keygen here", fix="install openssh-client")
+        words = [
+            program,
+            "-q",
+            "-t",
+            "rsa",
+            "-N",
+            "",
+            "-C",
+            f"{getpass.getuser()}@{os.uname().nodename}",
+            "-f",
+            str(private),
+        ]
+        made = subprocess.run(words, capture_output=True, text=True, check=False)  # noqa: S603
+        if made.returncode != 0:
+            raise Failure("ssh-keygen failed", found=made.stderr.strip() or made.returncode)
+    if not public.exists():
+        raise UserError("a private key without its public half", expected=public, fix=f"ssh-keygen -y -f {private}")
+    return public.read_text(encoding="utf-8").strip()

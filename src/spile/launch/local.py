@@ -1,0 +1,273 @@
+"""One machine among N workers: each gets its own cores, and its own chips where there are some."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from spile.errors import SpecError
+from spile.launch.supervisor import ClusterCheck, StreamTask, WorkerEnd
+from spile.objects import open_folder
+from spile.objects.environment import this_machines_cores
+from spile.objects.preflight import preflight
+
+__all__ = [
+    "LocalEngine",
+    "WorkerProcess",
+    "WorkerShare",
+    "shares",
+    "this_machines_chips",
+    "thread_limits",
+]
+
+
+@dataclass(frozen=True)
+class WorkerShare:
+    """What one worker may use."""
+
+    cores: tuple[int, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+def this_machines_chips(environment: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """The accelerators by kind, as their runtimes number them. JAX is not asked: it would take them."""
+    tpus = len([*Path("/dev").glob("accel[0-9]*"), *Path("/dev").glob("vfio/[0-9]*")])
+    return {"GPU": _gpus(environment), "TPU": tuple(map(str, range(tpus)))}
+
+
+def _gpus(environment: Mapping[str, str]) -> tuple[str, ...]:
+    if "CUDA_VISIBLE_DEVICES" in environment:
+        return tuple(word for word in environment["CUDA_VISIBLE_DEVICES"].split(",") if word)
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return ()
+    words = [program, "--query-gpu=index", "--format=csv,noheader"]
+    listed = subprocess.run(words, capture_output=True, text=True, check=False)  # noqa: S603
+    return tuple(listed.stdout.split()) if listed.returncode == 0 else ()
+
+
+def shares(
+    workers: int, cores: Sequence[int], chips: Mapping[str, Sequence[str]], asked: Mapping[str, float]
+) -> list[WorkerShare]:
+    """A share for each worker: cores apart while there are enough; whole chips, never one chip for two."""
+    kind, each = _chips_each(workers, chips, asked)
+    threads = max(1, len(cores) // workers)
+    found = []
+    for worker in range(workers):
+        own = tuple(cores[(worker * threads + place) % len(cores)] for place in range(threads))
+        env = thread_limits(threads)
+        if kind:
+            env |= _visible(kind, chips[kind][worker * each : (worker + 1) * each])
+        found.append(WorkerShare(own, env))
+    return found
+
+
+def thread_limits(threads: int) -> dict[str, str]:
+    """What keeps a worker to so many threads: NumPy's, the tokenizer's, XLA's."""
+    return dict.fromkeys(("OMP_NUM_THREADS", "RAYON_NUM_THREADS", "NPROC"), str(threads))
+
+
+def _chips_each(workers: int, chips: Mapping[str, Sequence[str]], asked: Mapping[str, float]) -> tuple[str, int]:
+    """The kind of accelerator that is shared out, and how many each worker gets; no kind where there is none."""
+    unknown = sorted(set(asked) - {"GPU", "TPU"})
+    if unknown:
+        raise SpecError("--resources", expected="GPU=N or TPU=N with --engine local", found=", ".join(unknown))
+    kind = next(iter(asked), "") or next((name for name in ("TPU", "GPU") if chips.get(name)), "")
+    if not kind:
+        return "", 0
+    there = len(chips.get(kind, ()))
+    if not there:
+        raise SpecError(f"--resources {kind}", expected=f"a machine with {kind}s", found="none here")
+    each = int(asked.get(kind, there // workers))
+    if each < 1 or each * workers > there:
+        raise SpecError(
+            f"--num-workers {workers} with {each or 1} {kind} each",
+            expected=f"at most {there} {kind} in all",
+            found=str((each or 1) * workers),
+            fix=f"--num-workers {max(1, there // max(1, each))}",
+        )
+    return kind, each
+
+
+def _visible(kind: str, chips: Sequence[str]) -> dict[str, str]:
+    if kind == "GPU":
+        return {"CUDA_VISIBLE_DEVICES": ",".join(chips)}
+    # As JAX's guide for several processes on one TPU host; libtpu takes the bounds of what it may see.
+    bounds = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}.get(len(chips))
+    if bounds is None:
+        raise SpecError("--resources TPU", expected="1, 2, 4 or 8 chips for each worker", found=str(len(chips)))
+    return {
+        "TPU_VISIBLE_CHIPS": ",".join(chips),
+        "TPU_CHIPS_PER_PROCESS_BOUNDS": bounds,
+        "TPU_PROCESS_BOUNDS": "1,1,1",
+    }
+
+
+_TAIL = 40
+_CHILD = str(Path(__file__).with_name("child.py"))
+
+
+class WorkerProcess:
+    """``spile extract`` in a process of its own: a crash of the model's runtime ends one stream's attempt, no more."""
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        without: Collection[str] = (),
+        cores: Sequence[int] = (),
+        hear: Callable[[str], None] = lambda _line: None,
+    ) -> None:
+        command = [sys.executable, "-m", "spile.cli.main", *words]
+        place = ",".join(map(str, cores))
+        inherited = {name: value for name, value in os.environ.items() if name not in without}
+        self._hear = hear
+        self._tail: deque[str] = deque(maxlen=_TAIL)
+        self._process = subprocess.Popen(  # noqa: S603
+            [sys.executable, _CHILD, str(os.getpid()), place, *command],
+            env={**inherited, "PYTHONUNBUFFERED": "1", **(env or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # the terminal's Ctrl+C is for the one who started it, who asks all to commit
+        )
+        self._reader = threading.Thread(target=self._read, name="worker-output", daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        """The process's number."""
+        return self._process.pid
+
+    @property
+    def said(self) -> str:
+        """Its last lines."""
+        return "\n".join(self._tail)
+
+    def poll(self) -> int | None:
+        """Its exit code once it has ended; 128 + n for signal n."""
+        code = self._process.poll()
+        if code is None:
+            return None
+        self._reader.join(1.0)
+        return code if code >= 0 else 128 - code
+
+    def wait(self, seconds: float) -> int | None:
+        """:meth:`poll`, after so long at most."""
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+        return self.poll()
+
+    def stop(self) -> None:
+        """Ask it to commit what is done and end."""
+        if self._process.poll() is None:
+            self._process.terminate()
+
+    def kill(self) -> None:
+        """End it and what it started, at once."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _read(self) -> None:
+        with self._process.stdout or nullcontext(()) as lines:
+            for line in lines:
+                self._tail.append(line.rstrip("\n"))
+                self._hear(line.rstrip("\n"))
+
+
+_POLL = 0.05
+
+
+class LocalEngine:
+    """The engine that needs nothing."""
+
+    name = "local"
+    elsewhere = False
+
+    def __init__(self, workers: int, resources: Mapping[str, float] | None = None, log_dir: Path | None = None) -> None:
+        if workers < 1:
+            raise SpecError("--num-workers", expected="1 or more", found=str(workers))
+        self.workers = self.room = workers
+        self._log_dir = log_dir
+        self._free = shares(workers, this_machines_cores(), this_machines_chips(os.environ), resources or {})
+        self._running: dict[int, tuple[WorkerProcess, WorkerShare]] = {}
+
+    def check(self, asked: ClusterCheck) -> None:
+        """Whether the output can be written."""
+        preflight(open_folder(asked.output))
+
+    def start(self, task: StreamTask, avoid: Collection[str] = ()) -> None:  # noqa: ARG002  (there is but one machine)
+        """A process on a free share."""
+        share = self._free.pop(0)
+        env = {**share.env, **task.env}
+        process = WorkerProcess(
+            task.alone, env=env, without=task.without, cores=share.cores, hear=self._log(task.stream)
+        )
+        self._running[task.stream] = process, share
+
+    def wait(self, seconds: float) -> Sequence[WorkerEnd]:
+        """Those that ended by now, or soon."""
+        until = time.monotonic() + seconds
+        while not (ends := self._ended()) and time.monotonic() < until:
+            time.sleep(_POLL)
+        return ends
+
+    def _ended(self) -> list[WorkerEnd]:
+        ends = []
+        for stream, (process, share) in list(self._running.items()):
+            code = process.poll()
+            if code is not None:
+                del self._running[stream]
+                self._free.append(share)
+                ends.append(WorkerEnd(stream, code, "", process.said))
+        return ends
+
+    def stop(self, stream: int) -> None:
+        """SIGTERM: it commits."""
+        if stream in self._running:
+            self._running[stream][0].stop()
+
+    def abandon(self, stream: int) -> None:
+        """No worker here is out of reach: the same as a stop."""
+        self.stop(stream)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        for process, _ in self._running.values():
+            process.kill()
+
+    def close(self) -> None:
+        """Nothing is left: whoever still runs was not waited for."""
+        self.kill()
+        for process, _ in self._running.values():
+            process.wait(5.0)
+
+    def _log(self, stream: int) -> _LogFile:
+        return _LogFile(None if self._log_dir is None else self._log_dir / f"stream_{stream:03d}.log")
+
+
+class _LogFile:
+    """A stream's lines, all its attempts one after the other."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+
+    def __call__(self, line: str) -> None:
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")

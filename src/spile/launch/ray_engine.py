@@ -1,0 +1,376 @@
+"""Several hosts as one worker on a Ray cluster: a slice, or any nodes, that start together and end together."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import socket
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from spile.errors import SpecError, UserError
+from spile.launch import ray_node
+from spile.launch.local import thread_limits
+from spile.launch.supervisor import ClusterCheck, StreamTask, WorkerEnd
+from spile.version import __version__
+
+__all__ = [
+    "RAY_TIMES",
+    "Gang",
+    "RayEngine",
+    "find_gangs",
+]
+
+
+SLICE_LABEL = "ray.io/tpu-slice-name"
+WORKER_LABEL = "ray.io/tpu-worker-id"
+
+
+@dataclass
+class Gang:
+    """One stream's hosts."""
+
+    task: StreamTask
+    size: int
+    nodes: list[str] = field(default_factory=list)
+    refs: list[Any] = field(default_factory=list)
+    _ends: list[WorkerEnd] = field(default_factory=list)
+    _stopped: bool = False
+
+    @property
+    def placed(self) -> bool:
+        """Whether its hosts were found."""
+        return bool(self.nodes)
+
+    def words(self, number: int, coordinator: str) -> list[str]:
+        """The command of one of its hosts."""
+        place = ["--coordinator-address", coordinator, "--process-id", str(number)]
+        return [*self.task.words, *place, "--num-processes", str(self.size)]
+
+    def place(self, nodes: Sequence[str], refs: Sequence[Any]) -> None:
+        """They run now."""
+        self.nodes, self.refs = list(nodes), list(refs)
+
+    def stop(self) -> list[Any]:
+        """Those to ask; a gang that nobody has placed has ended already."""
+        self._stopped = True
+        return list(self.refs)
+
+    def heard(self, ends: Mapping[Any, WorkerEnd], cancel: Callable[[Any], None]) -> WorkerEnd | None:
+        """Hosts that ended. One's failure is the end of all; the gang has ended when all have."""
+        self.refs = [ref for ref in self.refs if ref not in ends]
+        self._ends += ends.values()
+        if any(end.code != 0 for end in ends.values()):
+            for ref in self.refs:
+                cancel(ref)
+        if self.refs or not (self.placed or self._stopped):
+            return None
+        return min(self._ends, key=_telling, default=WorkerEnd(self.task.stream, 130))
+
+
+def _telling(end: WorkerEnd) -> int:
+    """Whose end says most: a mistake, then a lost node, then a failure; last, those that only followed."""
+    return {2: 0, None: 1, 3: 2, 130: 4, 143: 4, 0: 5}.get(end.code, 3)
+
+
+def find_gangs(
+    nodes: Sequence[Mapping[str, Any]], size: int, taken: Collection[str]
+) -> Iterator[list[Mapping[str, Any]]]:
+    """Whole gangs of free nodes, in the hosts' order: a slice's own hosts together, others as they come."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for node in nodes:
+        groups.setdefault(node.get("Labels", {}).get(SLICE_LABEL, ""), []).append(node)
+    for name, members in sorted(groups.items()):
+        free = [node for node in members if node["NodeID"] not in taken]
+        if name:
+            free.sort(key=lambda node: int(node["Labels"].get(WORKER_LABEL, 0)))
+            if len(free) == size == len(members):
+                yield free
+            continue
+        for start in range(0, len(free) - size + 1, size):
+            yield free[start : start + size]
+
+
+RAY_TIMES = {
+    "RAY_grpc_client_keepalive_time_ms": "10000",
+    "RAY_grpc_client_keepalive_timeout_ms": "5000",
+    "RAY_health_check_period_ms": "3000",
+    "RAY_health_check_timeout_ms": "3000",
+    "RAY_health_check_failure_threshold": "3",
+}
+"""With Ray's own times a cut link is noticed after five minutes, with these after half of one (docs/guides/ray.md)."""
+_NAMED = {"CPU": "num_cpus", "GPU": "num_gpus"}
+_LOOK_FOR = 60.0
+_VERSIONS = re.compile(r"Ray: (\S+) Python: (\S+)")
+
+
+class RayEngine:
+    """The engine for a cluster that exists."""
+
+    name = "ray"
+    elsewhere = True
+
+    def __init__(
+        self, workers: int | None, needs: Mapping[str, float], address: str | None = None, hosts_per_worker: int = 1
+    ) -> None:
+        self._ray = _connect(address)
+        self._needs = dict(needs) or {"CPU": 1.0}
+        self._hosts_per_worker = hosts_per_worker
+        try:
+            room = self._room()
+        except UserError:
+            self._ray.shutdown()
+            raise
+        self.workers, self.room = workers or room, room
+        self._threads = self._thread_limits()
+        self._refs: dict[Any, int] = {}
+        self._gangs: dict[int, Gang] = {}
+
+    # -- before the run -------------------------------------------------------------------------------------------
+
+    def _nodes(self) -> list[dict[str, Any]]:
+        return [node for node in self._ray.nodes() if node["Alive"]]
+
+    def _room(self) -> int:
+        """How many workers the cluster has room for now; none is a mistake, told with what there is."""
+        nodes = self._nodes()
+        fits = sum(_times(node["Resources"], self._needs) for node in nodes) // self._hosts_per_worker
+        if fits:
+            return fits
+        asked = ", ".join(f"{name}={amount:g}" for name, amount in self._needs.items())
+        hosts = f" on each of {self._hosts_per_worker} nodes" if self._hosts_per_worker > 1 else ""
+        raise SpecError(
+            f"--resources {asked}",
+            expected=f"a node that has them{hosts}",
+            found="; ".join(f"{_name(node)}: {_told(node['Resources'])}" for node in nodes) or "no node",
+        )
+
+    def _thread_limits(self) -> dict[str, str]:
+        """For workers on processors: as many as were asked for, or an even share of all where that is more."""
+        if "CPU" not in self._needs:
+            return {}
+        cores = sum(n["Resources"]["CPU"] for n in self._nodes() if _times(n["Resources"], self._needs))
+        share = cores / (self.workers * self._hosts_per_worker)
+        return thread_limits(max(1, int(max(share, self._needs["CPU"]))))
+
+    def check(self, asked: ClusterCheck) -> None:
+        """Every node's versions, and whether it sees the output and the data."""
+        ray = self._ray
+        ray.cloudpickle.register_pickle_by_value(ray_node)
+        try:
+            look = ray.remote(num_cpus=0, max_retries=0)(ray_node.look_at_node)
+            from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+            waiting = {
+                look.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote(
+                    asked.output, asked.token, list(asked.inputs)
+                ): node
+                for node in self._nodes()
+                if _times(node["Resources"], self._needs)
+            }
+        finally:
+            ray.cloudpickle.unregister_pickle_by_value(ray_node)
+        ready, late = ray.wait(list(waiting), num_returns=len(waiting), timeout=_LOOK_FOR)
+        problems = [f"{_name(waiting[ref])}: no answer in {_LOOK_FOR:.0f} s" for ref in late]
+        for ref in ready:
+            problem = self._problem(ref)
+            problems += [f"{_name(waiting[ref])}: {problem}"] if problem else []
+        if problems:
+            more = f"; and {len(problems) - 4} more" if len(problems) > 4 else ""
+            raise UserError(
+                f"{len(problems)} of {len(waiting)} nodes cannot work", found="; ".join(problems[:4]) + more
+            )
+
+    def _problem(self, ref: Any) -> str:
+        try:
+            found: dict[str, Any] = self._ray.get(ref)
+        except self._ray.exceptions.RayError as error:
+            return " ".join(str(error).split())[-300:]
+        if found["spile"] is None:
+            return f"no spile there ({found['problem']}); install it: spile install --hosts …"
+        here = {"python": platform.python_version(), "ray": self._ray.__version__, "spile": __version__}
+        for name, version in here.items():
+            theirs = str(found[name])
+            same = _minor(theirs) == _minor(version) if name == "python" else theirs == version
+            if not same:
+                return f"expected {name} {version}, found {theirs}"
+        return str(found["problem"])
+
+    # -- the run --------------------------------------------------------------------------------------------------
+
+    def start(self, task: StreamTask, avoid: Collection[str] = ()) -> None:
+        """A task of Ray's, or on several hosts one for each, on nodes chosen here."""
+        if self._hosts_per_worker > 1:
+            self._gangs[task.stream] = Gang(task, self._hosts_per_worker)
+            return
+        ref = self._submit(task.alone, task, self._options(f"stream {task.stream}", avoid))
+        self._refs[ref] = task.stream
+
+    def _options(self, name: str, avoid: Collection[str] = ()) -> dict[str, Any]:
+        options: dict[str, Any] = {"num_cpus": 0, "max_retries": 0, "name": name, "resources": {}}
+        for kind, amount in self._needs.items():
+            if kind in _NAMED:
+                options[_NAMED[kind]] = amount
+            else:
+                options["resources"][kind] = amount
+        bad = [node["NodeID"] for node in self._nodes() if avoid and node["NodeManagerHostname"] in avoid]
+        good = [node for node in self._nodes() if _times(node["Resources"], self._needs) and node["NodeID"] not in bad]
+        if bad and good:
+            options["label_selector"] = {"ray.io/node-id": f"!in({','.join(bad)})"}
+        return options
+
+    def _submit(self, words: Sequence[str], task: StreamTask, options: Mapping[str, Any]) -> Any:
+        run = self._ray.remote(**options)(ray_node.run_stream)
+        return run.remote(list(words), {**self._threads, **task.env}, list(task.without))
+
+    def wait(self, seconds: float) -> Sequence[WorkerEnd]:
+        """Those whose task ended, whether by itself or with its node."""
+        self._place_gangs()
+        refs = [*self._refs, *(ref for gang in self._gangs.values() for ref in gang.refs)]
+        if not refs:
+            import time
+
+            time.sleep(seconds)
+            return []
+        ready, _ = self._ray.wait(refs, num_returns=len(refs), timeout=0)
+        if not ready:
+            ready, _ = self._ray.wait(refs, num_returns=1, timeout=seconds)
+        ends = [self._end(ref, self._refs.pop(ref)) for ref in ready if ref in self._refs]
+        for stream, gang in list(self._gangs.items()):
+            end = gang.heard({ref: self._end(ref, stream) for ref in ready if ref in gang.refs}, self._cancel)
+            if end is not None:
+                del self._gangs[stream]
+                ends.append(end)
+        return ends
+
+    def _place_gangs(self) -> None:
+        """Gangs that wait get a whole slice, or as many nodes as they need, once those are free."""
+        waiting = [gang for gang in self._gangs.values() if not gang.placed]
+        if not waiting:
+            return
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        taken = {node for gang in self._gangs.values() for node in gang.nodes}
+        fitting = [node for node in self._nodes() if _times(node["Resources"], self._needs)]
+        for gang, nodes in zip(waiting, find_gangs(fitting, self._hosts_per_worker, taken), strict=False):
+            refs = []
+            for number, node in enumerate(nodes):
+                name = f"stream {gang.task.stream} host {number}"
+                strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+                options = {**self._options(name), "scheduling_strategy": strategy}
+                words = gang.words(number, str(nodes[0]["NodeManagerAddress"]))
+                refs.append(self._submit(words, gang.task, options))
+            gang.place([node["NodeID"] for node in nodes], refs)
+
+    def _end(self, ref: Any, stream: int) -> WorkerEnd:
+        errors = self._ray.exceptions
+        try:
+            code, said, where = self._ray.get(ref)
+            return WorkerEnd(stream, code, where, said)
+        except errors.TaskCancelledError:
+            return WorkerEnd(stream, 130)
+        except errors.OutOfMemoryError as error:
+            return WorkerEnd(stream, 137, said=" ".join(str(error).split())[:400])
+        except errors.RayTaskError as error:
+            return WorkerEnd(stream, 1, said=" ".join(str(error).split())[-400:])
+        except errors.RayError:  # the node, or the worker's parent there, is gone
+            return WorkerEnd(stream, None)
+
+    def _cancel(self, ref: Any) -> None:
+        self._ray.cancel(ref, force=False)
+
+    def stop(self, stream: int) -> None:
+        """Ray's cancel, which our task takes for a request to commit."""
+        for ref, number in self._refs.items():
+            if number == stream:
+                self._cancel(ref)
+        if stream in self._gangs:
+            for ref in self._gangs[stream].stop():
+                self._cancel(ref)
+
+    def abandon(self, stream: int) -> None:
+        """Its task may be out of reach: nobody waits for it."""
+        self.stop(stream)
+        self._refs = {ref: number for ref, number in self._refs.items() if number != stream}
+        self._gangs.pop(stream, None)
+
+    def kill(self) -> None:
+        """End all tasks; each one's process ends with it."""
+        for ref in [*self._refs, *(ref for gang in self._gangs.values() for ref in gang.refs)]:
+            self._ray.cancel(ref, force=True)
+
+    def close(self) -> None:
+        """Leave the cluster as it was found."""
+        self.kill()
+        self._ray.shutdown()
+
+
+def _connect(address: str | None) -> Any:
+    """Ray, joined to the cluster; what stands in the way is one line."""
+    for name, value in RAY_TIMES.items():
+        os.environ.setdefault(name, value)
+    try:
+        import ray
+        import ray.exceptions
+    except ImportError as error:
+        raise UserError("no Ray here", expected="the extra spile[ray]", fix="pip install 'spile[ray]'") from error
+    address = address or os.environ.get("RAY_ADDRESS") or "auto"
+    where = "on this machine" if address == "auto" else f"at {address}"
+    _knock(address)
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
+    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+        said = " ".join(str(error).split())
+        if "ersion" in said and "mismatch" in said:
+            theirs = _VERSIONS.search(said)  # the cluster's come before ours
+            raise UserError(
+                f"the Ray cluster {where} is of another version",
+                expected=f"Ray {ray.__version__} and Python {platform.python_version()}, as here",
+                found=said[-200:] if theirs is None else f"Ray {theirs[1]} and Python {theirs[2]}",
+                fix="install the cluster's versions here, or start the command on one of its nodes",
+            ) from error
+        raise UserError(
+            f"no Ray cluster {where}",
+            found=None if "any running Ray instance" in said else said[:200],  # which says no more than we do
+            fix="name one with --ray-address HOST:6379, or start one: ray start --head",
+        ) from error
+    return ray
+
+
+def _knock(address: str) -> None:
+    """Whether anybody listens there: Ray itself would try for a minute."""
+    host, colon, port = address.rpartition("://")[2].rpartition(":")
+    if not colon or not port.isdecimal():
+        if address != "auto":
+            raise SpecError("--ray-address", expected="HOST:6379 or ray://HOST:10001", found=repr(address))
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=5.0).close()
+    except OSError as error:
+        raise UserError(
+            f"no Ray cluster at {address}",
+            found=str(error),
+            fix="name the head's address with --ray-address HOST:6379, or start one: ray start --head",
+        ) from error
+
+
+def _times(there: Mapping[str, float], needs: Mapping[str, float]) -> int:
+    """How many workers of these needs a node has room for in all."""
+    return min(int(there.get(name, 0.0) / amount) for name, amount in needs.items())
+
+
+def _told(resources: Mapping[str, float]) -> str:
+    """Resources for people: no memory, no addresses."""
+    dull = ("memory", "object_store_memory")
+    shown = {name: n for name, n in sorted(resources.items()) if name not in dull and not name.startswith("node:")}
+    return ", ".join(f"{name}={amount:g}" for name, amount in shown.items()) or "nothing"
+
+
+def _name(node: Mapping[str, Any]) -> str:
+    return str(node.get("NodeName") or node["NodeManagerAddress"])
+
+
+def _minor(version: str) -> str:
+    return version.rpartition(".")[0]

@@ -1,1 +1,0 @@
-"""Pure JAX: one decoder and its switches, its weights' shapes, its attention kernels. No files, no network."""

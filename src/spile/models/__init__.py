@@ -1,0 +1,1 @@
+"""The JAX decoder, the model families, and loading of weights and adapters."""

@@ -1,0 +1,148 @@
+"""LoRA adapters as PEFT writes them: found, checked, and merged into the weights as these are read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spile.errors import ModelError
+from spile.models.safetensors_files import Entry, LocalSource, Piece, Values, read_header
+
+__all__ = ["Adapter", "LoraChange", "find_adapter"]
+
+_CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_NAME = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
+_WHOLE_LAYERS = "where PEFT wrote embedding layers along, save it again with save_embedding_layers=False"
+_HARMLESS = frozenset({
+    "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "eva_config",
+    "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform",
+    "loftq_config", "lora_alpha", "lora_dropout", "megatron_config", "megatron_core", "peft_type", "peft_version",
+    "qalora_group_size", "r", "rank_pattern", "revision", "runtime_config", "target_modules", "task_type", "use_rslora",
+})  # fmt: skip
+"""What is read, and what decided which tensors there are: the tensors themselves are there to see."""
+
+
+@dataclass(frozen=True)
+class LoraChange:
+    """scale · B·A, for one matrix of the files."""
+
+    down: Values
+    up: Values
+    scale: float
+    turned: bool
+    """The file holds the matrix as ``[in, out]``."""
+
+    def apply(self, values: Values) -> Values:
+        """In float32, to be rounded once."""
+        change = self.scale * (self.up.astype(np.float32) @ self.down.astype(np.float32))
+        merged: Values = values.astype(np.float32) + (change.T if self.turned else change)
+        return merged
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One that was found."""
+
+    name: str
+    folder: Path
+    alpha: float
+    root_scaled: bool
+    """alpha / √r instead of alpha / r."""
+
+    def digest(self) -> str:
+        """A hash over its files: 64 hex digits."""
+        digest = hashlib.sha256()
+        for name in (_CONFIG, _TENSORS):
+            digest.update((self.folder / name).read_bytes())
+        return digest.hexdigest()
+
+    def changes(self, entries: dict[str, tuple[int, ...]]) -> dict[str, LoraChange]:
+        """By the name of the file's tensor (of those with these shapes), what is added to it."""
+        source = LocalSource(self.folder)
+        sides: dict[str, dict[str, Values]] = {}
+        for module, side, entry in self._tensors():
+            sides.setdefault(module, {})[side] = Piece((entry,), entry.shape).read(source)
+        return {name: change for module, pair in sides.items() for name, change in self._change(module, pair, entries)}
+
+    def modules(self) -> set[str]:
+        """The modules of the model that it changes."""
+        return {module for module, _, _ in self._tensors()}
+
+    def _tensors(self) -> Iterator[tuple[str, str, Entry]]:
+        """Each tensor with its module and which of the two it is."""
+        for entry in read_header(LocalSource(self.folder), _TENSORS):
+            found = _NAME.fullmatch(entry.name.removeprefix(_PREFIX))
+            if found is None:
+                raise ModelError(
+                    f"the adapter {self.name} has a tensor that is no LoRA", found=entry.name, fix=_WHOLE_LAYERS
+                )
+            yield found["module"], found["side"], entry
+
+    def _change(
+        self, module: str, pair: dict[str, Values], entries: dict[str, tuple[int, ...]]
+    ) -> list[tuple[str, LoraChange]]:
+        if set(pair) != {"A", "B"}:
+            raise ModelError(f"the adapter {self.name} lacks a half of {module}", expected="lora_A and lora_B")
+        name = next((each for each in (f"{module}.weight", _below(module)) if each in entries), None)
+        down, up = pair["A"], pair["B"]
+        plain, turned = (up.shape[0], down.shape[1]), (down.shape[1], up.shape[0])
+        if name is None or entries[name] not in (plain, turned) or up.shape[1] != down.shape[0]:
+            raise ModelError(
+                f"the adapter {self.name} is not for this model",
+                expected=f"a tensor {module}.weight of shape {plain}",
+                found="none" if name is None else f"{entries[name]}",
+            )
+        rank = down.shape[0]
+        scale = self.alpha / (math.sqrt(rank) if self.root_scaled else rank)
+        return [(name, LoraChange(down, up, scale, turned=entries[name] != plain))]
+
+
+def _below(module: str) -> str:
+    """A file of the bare decoder leaves out what stands before it: ``transformer.``, ``model.``, ``gpt_neox.``."""
+    return module.partition(".")[2] + ".weight"
+
+
+def find_adapter(name: str) -> Adapter:
+    """The adapter in a folder or on the hub; what cannot be merged is refused by name."""
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        from spile.models.model_files import download
+
+        folder, _ = download(name, None, files=(_CONFIG, _TENSORS))
+    missing = [file for file in (_CONFIG, _TENSORS) if not (folder / file).is_file()]
+    if missing:
+        raise ModelError(f"no adapter in {name}", expected=f"{_CONFIG} and {_TENSORS}", found=f"no {missing[0]}")
+    try:
+        raw = json.loads((folder / _CONFIG).read_bytes())
+    except ValueError as error:
+        raise ModelError(f"{_CONFIG} of {name} is no JSON", found=str(error)) from error
+    _refuse(name, raw)
+    alpha = raw.get("lora_alpha", 8)
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        raise ModelError(f"{_CONFIG}'s lora_alpha", expected="a number", found=repr(alpha))
+    return Adapter(name, folder, float(alpha), bool(raw.get("use_rslora")))
+
+
+def _refuse(name: str, raw: Any) -> None:
+    if not isinstance(raw, dict) or raw.get("peft_type") != "LORA":
+        kind = raw.get("peft_type") if isinstance(raw, dict) else raw
+        raise ModelError(f"the adapter {name}", expected="a LoRA (peft_type LORA)", found=repr(kind))
+    if raw.get("bias", "none") != "none":
+        raise ModelError(f"{_CONFIG}'s bias", expected="none", found=repr(raw["bias"]))
+    unknown = sorted(key for key, value in raw.items() if value and key not in _HARMLESS)
+    if unknown:
+        raise ModelError(
+            f"{_CONFIG}'s {unknown[0]}",
+            expected="a plain LoRA",
+            found=repr(raw[unknown[0]])[:80],
+            fix="merge it with PEFT (merge_and_unload, save_pretrained) and give --model the merged folder",
+        )

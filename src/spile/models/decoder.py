@@ -1,0 +1,365 @@
+"""After the last layer: the final norm, and what is kept of the logits, which are too wide to be kept whole."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int
+
+from spile.models import rope
+from spile.models.architecture import ModelConfig
+from spile.models.attention import ATTENTIONS, Attention, precision
+from spile.models.experts import MIXTURES, Mixture, routed_mlp
+from spile.models.layers import Hidden, Look, linear, mlp, norm, rms_norm, softcap
+from spile.models.params import Layer, LayerRun, Params, one_by_one, tap_groups
+from spile.models.rope import Angles
+from spile.spec.taps import Site, Tap
+
+__all__ = [
+    "Attend",
+    "Drawn",
+    "Keep",
+    "as_it_is",
+    "block",
+    "embed",
+    "forward",
+    "head_needed",
+    "hidden",
+    "layers_needed",
+    "logits",
+    "look_after_layers",
+]
+
+
+_CHUNK = 256
+"""Tokens whose logits exist at once."""
+
+
+def final_norm(x: Float[Array, "... d_model"], params: Params, config: ModelConfig) -> Float[Array, "... d_model"]:
+    """What the LM head reads."""
+    return norm(x, params.final_norm, params.final_norm_bias, config)
+
+
+def logits(params: Params, x: Float[Array, "rows d_model"], config: ModelConfig) -> Float32[Array, "rows vocab"]:
+    """After the last layer: the scores of the next token, in float32. Needs weights loaded with their head."""
+    with jax.named_scope("head"):
+        return _head(params, final_norm(x, params, config), config)
+
+
+def _head(params: Params, normed: Float[Array, "rows d_model"], config: ModelConfig) -> Float32[Array, "rows vocab"]:
+    """The head is the embedding where the model has no other."""
+    head = params.embed if params.head is None else params.head
+    dimensions = (((1,), (1,)), ((), ()))
+    out = jax.lax.dot_general(
+        normed, head, dimensions, precision=precision(normed.dtype), preferred_element_type=jnp.float32
+    )
+    return softcap(out, config.final_softcap)
+
+
+def look_after_layers(
+    x: Hidden,
+    tokens: Int[Array, "rows seq"],
+    segments: Int[Array, "rows seq"] | None,
+    params: Params,
+    config: ModelConfig,
+    taps: tuple[Tap, ...],
+    look: Look,
+) -> None:
+    """The final norm, the largest logits with their tokens, and the loss of the next token, a chunk at a time."""
+    x = final_norm(x, params, config)
+    look("final_norm", x)
+    tops = {tap.top for tap in taps if tap.top is not None}
+    if not tops and not any(tap.site == "loss" for tap in taps):
+        return
+    top = max(tops, default=1)
+    rows, length, d_model = x.shape
+    count = -(-rows * length // _CHUNK)
+    padding = count * _CHUNK - rows * length
+    following = jnp.concatenate([tokens[:, 1:], jnp.zeros_like(tokens[:, :1])], axis=1)
+    flat = jnp.pad(x.reshape(-1, d_model), [(0, padding), (0, 0)]).reshape(count, _CHUNK, d_model)
+    wanted = jnp.pad(following.reshape(-1), [(0, padding)]).reshape(count, _CHUNK)
+
+    def chunk(part: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+        hidden, token = part
+        all_logits = _head(params, hidden, config)
+        values, ids = jax.lax.top_k(all_logits, top)
+        return values, ids.astype(jnp.int32), _loss(all_logits, token)
+
+    with jax.named_scope("logits"):
+        values, ids, loss = (
+            part.reshape(count * _CHUNK, -1)[: rows * length].reshape(rows, length, -1)
+            for part in jax.lax.map(chunk, (flat, wanted))
+        )
+    look("logits", values)
+    look("logits_ids", ids)
+    last = _is_last(tokens, segments)[..., None]
+    look("loss", jnp.where(last, jnp.float32(0), loss))
+
+
+def _loss(all_logits: Float32[Array, "tokens vocab"], token: Int[Array, " tokens"]) -> Float32[Array, " tokens"]:
+    said = jnp.take_along_axis(all_logits, token[:, None], axis=1, mode="clip")[:, 0]
+    return jax.nn.logsumexp(all_logits, axis=-1) - said
+
+
+def _is_last(tokens: Int[Array, "rows seq"], segments: Int[Array, "rows seq"] | None) -> Array:
+    """Whether no token of the same sample follows."""
+    end = jnp.zeros(tokens.shape, bool).at[:, -1].set(True)
+    if segments is None:
+        return end
+    return end | jnp.concatenate([segments[:, 1:] != segments[:, :-1], end[:, -1:]], axis=1)
+
+
+Attend = Callable[[Array, Array, Array], Array]
+"""A layer's attention: rotated queries, rotated keys and values in, what the heads saw out."""
+Keep = Callable[[Tap, Array], Any]
+
+_AFTER_LAYERS = frozenset({"final_norm", "loss", "logits_ids", "logits"})
+
+
+def as_it_is(_tap: Tap, x: Array) -> Array:
+    """Keeps a tap's value unchanged."""
+    return x
+
+
+class Drawn:
+    """What the taps gave, each through ``keep`` once it exists."""
+
+    def __init__(self, taps: tuple[Tap, ...], keep: Keep) -> None:
+        self.taps, self.keep = taps, keep
+        self._kept: dict[Tap, Any] = {}
+
+    def at(self, layer: int | None) -> Look:
+        """Hears of the sites of one layer, or of those that the model has once."""
+
+        def look(site: Site, value: Array) -> None:
+            for tap in self.taps:
+                if (tap.site, tap.layer) == (site, layer) and tap not in self._kept:
+                    self._kept[tap] = self.keep(tap, _row(value, tap))
+
+        return look
+
+    def put(self, taps: Sequence[Tap], kept: Sequence[Any]) -> None:
+        """What these taps gave elsewhere."""
+        self._kept.update(zip(taps, kept, strict=True))
+
+    def all(self, groups: Sequence[Sequence[int]] | None = None) -> tuple[Any, ...]:
+        """In the order of the taps, or of groups of them, each under the name of its first."""
+        chosen = self.taps if groups is None else [self.taps[group[0]] for group in groups]
+        return tuple(self._kept[tap] for tap in chosen)
+
+
+def _row(value: Array, tap: Tap) -> Array:
+    """A site's value as the tap's rows: of heads the chosen ones, side by side."""
+    if value.ndim == 3:
+        return value
+    chosen = value if tap.heads is None else value[:, :, jnp.asarray(tap.heads)]
+    return chosen.reshape(*value.shape[:2], -1)
+
+
+def head_needed(taps: tuple[Tap, ...]) -> bool:
+    """Whether the final norm and the LM head must be loaded for these taps."""
+    return any(tap.site in _AFTER_LAYERS for tap in taps)
+
+
+def layers_needed(taps: tuple[Tap, ...], n_layers: int) -> int:
+    """How many layers of ``n_layers`` must be computed, and loaded, for these taps: at least one."""
+    depths = (tap.layer if tap.layer is not None else 0 if tap.site == "embed" else n_layers - 1 for tap in taps)
+    return max(depths) + 1
+
+
+def forward(
+    params: Params,
+    tokens: Int[Array, "rows seq"],
+    positions: Int[Array, "rows seq"] | None = None,
+    segments: Int[Array, "rows seq"] | None = None,
+    *,
+    config: ModelConfig,
+    taps: tuple[Tap, ...],
+    attention: str | Attention = "xla",
+    mixture: str | Mixture = "blocks",
+    keep: Keep = as_it_is,
+    runs: Sequence[LayerRun] | None = None,
+) -> tuple[Any, ...]:
+    """The taps' activations ``[rows, seq, width]`` in the order of ``taps``, each through ``keep`` once it exists.
+
+    ``positions`` are those within a token's own sample, ``segments`` say which tokens of a row are one sample. Without
+    them each row is one sample from position 0, padded on the right, where a causal mask hides the padding.
+
+    ``runs``: how the layers of ``params`` are stacked, if they are. Each is then a scan, and there is one result for
+    each of :func:`~spile.models.params.tap_groups`, with a dimension more in front where the group is a scan's.
+    """
+    runs = one_by_one(layers_needed(taps, config.n_layers)) if runs is None else runs
+    drawn = Drawn(taps, keep)
+    x = hidden(params, tokens, positions, segments, config, runs, attention, mixture, drawn)
+    if head_needed(taps):
+        look_after_layers(x, tokens, segments, params, config, taps, drawn.at(None))
+    return drawn.all(tap_groups(taps, runs))
+
+
+def hidden(
+    params: Params,
+    tokens: Int[Array, "rows seq"],
+    positions: Int[Array, "rows seq"] | None,
+    segments: Int[Array, "rows seq"] | None,
+    config: ModelConfig,
+    runs: Sequence[LayerRun],
+    attention: str | Attention,
+    mixture: str | Mixture,
+    drawn: Drawn,
+) -> Hidden:
+    """The residual stream after the last layer of these runs, and what was drawn on the way."""
+    places = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] if positions is None else positions
+    x = embed(params, tokens, places, config, drawn.at(None))
+    with jax.named_scope("rope"):
+        angles = rope.per_layer(config, places)
+    layers = _Layers(
+        config,
+        ATTENTIONS[attention] if isinstance(attention, str) else attention,
+        MIXTURES[mixture] if isinstance(mixture, str) else mixture,
+        angles,
+        segments,
+    )
+    stacks = iter(params.layers)
+    for run in runs:
+        weights = tuple(next(stacks) for _ in range(run.period))
+        x = layers.scan(x, run, weights, drawn) if run.steps > 1 else layers.one(x, run.first, weights[0], drawn)
+    return x
+
+
+class _Layers:
+    """The layers of one forward, and what all of them need besides their weights."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        attention: Attention,
+        mixture: Mixture,
+        angles: Sequence[Angles | None],
+        segments: Array | None,
+    ) -> None:
+        self._config, self._attention, self._mixture = config, attention, mixture
+        self._angles, self._segments = angles, segments
+        self._traced = functools.cache(self._trace)
+
+    def _trace(self, window: int | None, sites: frozenset[Site]) -> Any:
+        """A layer of this kind, traced once whatever their number: tracing is the interpreter's time, and long."""
+
+        def run(x: Hidden, layer: Layer, angles: Angles | None, segments: Array | None) -> Any:
+            found: dict[Site, Array] = {}
+
+            def attend(q: Array, k: Array, v: Array) -> Array:
+                return self._attention(q, k, v, segments, window=window, softcap=self._config.attention_softcap)
+
+            def look(site: Site, value: Array) -> None:
+                if site in sites:
+                    found[site] = value
+
+            return block(x, layer, angles, self._config, attend, look, self._mixture), found
+
+        return jax.jit(run)
+
+    def one(self, x: Hidden, index: int, weights: Layer, drawn: Drawn) -> Hidden:
+        """One layer."""
+        window = self._config.windows[index]
+        narrow = window if window is not None and window < x.shape[1] else None
+        sites = frozenset(tap.site for tap in drawn.taps if tap.layer == index)
+        with jax.named_scope(f"layer.{index}"):
+            x, found = self._traced(narrow, sites)(x, weights, self._angles[index], self._segments)
+            for site, value in found.items():
+                drawn.at(index)(site, value)
+        return x
+
+    def scan(self, x: Hidden, run: LayerRun, weights: tuple[Layer, ...], drawn: Drawn) -> Hidden:
+        """A run of them, a turn per step. Its first turn's taps stand for those of every step."""
+        turn = tuple(tap for tap in drawn.taps if tap.layer in range(run.first, run.first + run.period))
+
+        def step(x: Hidden, weights: tuple[Layer, ...]) -> tuple[Hidden, tuple[Any, ...]]:
+            here = Drawn(turn, drawn.keep)
+            for index, layer in enumerate(weights, run.first):
+                x = self.one(x, index, layer, here)
+            return x, here.all()
+
+        x, kept = jax.lax.scan(step, x, weights)
+        drawn.put(turn, kept)
+        return x
+
+
+def embed(params: Params, tokens: Int[Array, "rows seq"], positions: Array, config: ModelConfig, look: Look) -> Hidden:
+    """What the first layer reads."""
+    with jax.named_scope("embed"):
+        x = jnp.take(params.embed, tokens, axis=0, mode="clip")
+        if config.embedding_scale is not None:
+            x = x * jnp.asarray(config.embedding_scale, x.dtype)
+        look("embed", x)
+        if params.positions is not None:
+            x = x + jnp.take(params.positions, positions, axis=0, mode="clip")
+    return x
+
+
+def block(
+    x: Hidden,
+    layer: Layer,
+    angles: Angles | None,
+    config: ModelConfig,
+    attend: Attend,
+    look: Look,
+    mixture: Mixture = MIXTURES["blocks"],
+) -> Hidden:
+    """One layer. What nobody looks at is dropped by the compiler, the last layer's MLP too."""
+    look("resid_pre", x)
+    with jax.named_scope("attn"):
+        normed = norm(x, layer.attn_norm, layer.attn_norm_bias, config)
+        look("attn_in", normed)
+        added = norm(_attention(normed, layer, angles, config, attend, look), layer.attn_post_norm, None, config)
+    look("attn", added)
+    with jax.named_scope("mlp"):
+        middle = x + added
+        look("resid_mid", middle)
+        normed = norm(x if config.parallel else middle, layer.mlp_norm, layer.mlp_norm_bias, config)
+        look("mlp_in", normed)
+        if layer.router is None:
+            out = mlp(normed, layer, config, look)
+        else:
+            out = routed_mlp(normed, layer, config, look, mixture)
+        added = norm(out, layer.mlp_post_norm, None, config)
+    look("mlp", added)
+    with jax.named_scope("residual"):
+        x = middle + added
+    look("residual", x)
+    return x
+
+
+def _attention(
+    x: Hidden, layer: Layer, angles: Angles | None, config: ModelConfig, attend: Attend, look: Look
+) -> Hidden:
+    """Project, norm the heads if the family does, rotate, attend, project back."""
+    rows, length, _ = x.shape
+
+    def heads(site: Site, weight: Array, bias: Array | None, count: int) -> Array:
+        out = linear(x, weight, bias).reshape(rows, length, count, config.head_dim)
+        look(site, out)
+        return out
+
+    q = heads("q", layer.q, layer.q_bias, config.n_heads)
+    k = heads("k", layer.k, layer.k_bias, config.n_kv_heads)
+    v = heads("v", layer.v, layer.v_bias, config.n_kv_heads)
+    if layer.q_norm is not None:
+        q, k = _head_norm(q, layer.q_norm, config), _head_norm(k, layer.k_norm, config)
+    if config.attention_scale is not None:  # attention itself divides by √head_dim
+        q = q * jnp.asarray(config.attention_scale * config.head_dim**0.5, q.dtype)
+    if angles is not None:
+        q, k = rope.rotate(q, *angles), rope.rotate(k, *angles)
+    out = attend(q, k, v)
+    look("z", out)
+    return linear(out.reshape(rows, length, config.n_heads * config.head_dim), layer.o, layer.o_bias)
+
+
+def _head_norm(x: Array, weight: Array, config: ModelConfig) -> Array:
+    """Over each head, or over all of them together."""
+    if not config.flat_qk_norm:
+        return rms_norm(x, weight, config)
+    return rms_norm(x.reshape(*x.shape[:2], -1), weight, config).reshape(x.shape)

@@ -1,0 +1,151 @@
+"""Routed experts: each token through the few that its router chose, none dropped, whatever the router does.
+
+Tokens are sorted by expert and cut into blocks of one expert each; an expert's last block is filled up with zeros. The
+number of blocks is bounded beforehand, so shapes are fixed and there is no capacity to run over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from spile.models.architecture import Experts, ModelConfig
+from spile.models.attention import precision
+from spile.models.layers import Hidden, Look, activate, linear
+from spile.models.params import Layer
+
+__all__ = ["MIXTURES", "Mixture", "choose_mixture", "mixture_over_mesh", "route", "routed_mlp"]
+
+Chosen = Int[Array, "tokens chosen"]
+Matrices = tuple[
+    Float[Array, "experts d_ff d_model"], Float[Array, "experts d_ff d_model"], Float[Array, "experts d_model d_ff"]
+]
+Mixture = Callable[[Array, Array, Array, Matrices, ModelConfig], Array]
+"""Tokens, the experts chosen for each, their weights, gate, up and down of all experts → what the experts add."""
+
+
+def routed_mlp(x: Hidden, layer: Layer, config: ModelConfig, look: Look, mixture: Mixture) -> Hidden:
+    """Route each token, and add up what its experts make of it."""
+    about = config.experts
+    if about is None:
+        raise ValueError("a router in a model without experts")
+    logits = linear(x, layer.router)
+    look("router", logits)
+    chosen, weights = route(logits, about)
+    return mixture(x, chosen, weights, (layer.gate, layer.up, layer.down), config)
+
+
+def route(
+    logits: Float[Array, "rows seq experts"], about: Experts
+) -> tuple[Int[Array, "rows seq chosen"], Float[Array, "rows seq chosen"]]:
+    """The experts of each token and their weights: the likeliest, by a softmax over all in float32."""
+    likely = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
+    weights, chosen = jax.lax.top_k(likely, about.per_token)
+    if about.normalized:
+        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    return chosen, weights.astype(logits.dtype)
+
+
+class _Sorted(NamedTuple):
+    """Token–expert pairs, by expert."""
+
+    pair: Int[Array, " pairs"]
+    """Which pair, of tokens × chosen."""
+    expert: Int[Array, " pairs"]
+    sizes: Int[Array, " experts"]
+    """Pairs of each expert."""
+
+
+def _sorted(chosen: Chosen, count: int) -> _Sorted:
+    flat = chosen.reshape(-1)
+    pair = jnp.argsort(flat, stable=True).astype(jnp.int32)
+    return _Sorted(pair, flat[pair], jnp.bincount(flat, length=count).astype(jnp.int32))
+
+
+def _combined(out: Array, pair: Array, weights: Array, like: Array) -> Array:
+    """Sorted pairs' outputs back to their tokens, weighted and added."""
+    tokens, chosen = weights.shape
+    back = jnp.argsort(pair)
+    parts = out[back].reshape(tokens, chosen, -1) * weights[..., None]
+    return jnp.sum(parts, axis=1).astype(like.dtype)
+
+
+def blocks(x: Hidden, chosen: Array, weights: Array, matrices: Matrices, config: ModelConfig) -> Hidden:
+    """A loop over blocks of one expert's tokens: the fewest products on a CPU."""
+    gate, up, down = matrices
+    experts, per_token = gate.shape[0], chosen.shape[-1]
+    flat, pairs = x.reshape(-1, x.shape[-1]), chosen.size
+    size = max(8, min(128, 1 << (pairs // experts).bit_length()))
+    count = pairs // size + min(experts, pairs)
+    order = _sorted(chosen.reshape(-1, per_token), experts)
+    of_expert = -(-order.sizes // size)
+    last = jnp.cumsum(of_expert)
+    begin = jnp.cumsum(order.sizes) - order.sizes
+    slot = (last - of_expert)[order.expert] * size + jnp.arange(pairs, dtype=jnp.int32) - begin[order.expert]
+    nobody = flat.shape[0]
+    source = jnp.full((count * size,), nobody, jnp.int32).at[slot].set(order.pair // per_token)
+    filled = jnp.concatenate([flat, jnp.zeros((1, flat.shape[1]), flat.dtype)])[source].reshape(count, size, -1)
+    expert = jnp.clip(jnp.searchsorted(last, jnp.arange(count, dtype=jnp.int32), side="right"), 0, experts - 1)
+    used = jnp.arange(count, dtype=jnp.int32) < last[-1]
+
+    def block(part: tuple[Array, Array, Array]) -> Array:
+        tokens, number, is_used = part
+
+        def compute(tokens: Array) -> Array:
+            own = [jax.lax.dynamic_index_in_dim(each, number, keepdims=False) for each in (gate, up, down)]
+            return linear(activate(linear(tokens, own[0]), config) * linear(tokens, own[1]), own[2])
+
+        out: Array = jax.lax.cond(is_used, compute, jnp.zeros_like, tokens)
+        return out
+
+    out = jax.lax.map(block, (filled, expert, used)).reshape(count * size, -1)[slot]
+    return _combined(out, order.pair, weights.reshape(-1, per_token), x).reshape(x.shape)
+
+
+def ragged(x: Hidden, chosen: Array, weights: Array, matrices: Matrices, config: ModelConfig) -> Hidden:
+    """The accelerators' grouped product: one call for all experts' tokens."""
+    gate, up, down = matrices
+    per_token = chosen.shape[-1]
+    order = _sorted(chosen.reshape(-1, per_token), gate.shape[0])
+    rows = x.reshape(-1, x.shape[-1])[order.pair // per_token]
+
+    def grouped(x: Array, weight: Array) -> Array:
+        turned = weight.transpose(0, 2, 1)
+        return jax.lax.ragged_dot(x, turned, order.sizes, precision=precision(x.dtype))
+
+    out = grouped(activate(grouped(rows, gate), config) * grouped(rows, up), down)
+    return _combined(out, order.pair, weights.reshape(-1, per_token), x).reshape(x.shape)
+
+
+MIXTURES: Mapping[str, Mixture] = {"blocks": blocks, "ragged": ragged}
+
+
+def choose_mixture(platform: str) -> str:
+    """The faster one: on a CPU the grouped product computes every expert for every token."""
+    return "blocks" if platform == "cpu" else "ragged"
+
+
+def mixture_over_mesh(name: str, mesh: Mesh, *, whole: bool) -> Mixture:
+    """Each device sorts its own rows and computes its own part of each expert; parts are added over the model axis.
+
+    ``whole``: the experts' width does not divide, and every device has all of it.
+    """
+    model = None if whole else "model"
+    rows = PartitionSpec("data", None, None)
+    parts = (PartitionSpec(None, model, None), PartitionSpec(None, model, None), PartitionSpec(None, None, model))
+
+    def mixture(x: Array, chosen: Array, weights: Array, matrices: Matrices, config: ModelConfig) -> Array:
+        def own(x: Array, chosen: Array, weights: Array, matrices: Any) -> Array:
+            out = MIXTURES[name](x, chosen, weights, matrices, config)
+            return out if whole else jax.lax.psum(out, "model")
+
+        spread = jax.shard_map(own, mesh=mesh, in_specs=(rows, rows, rows, parts), out_specs=rows, check_vma=False)
+        out: Array = spread(x, chosen, weights, matrices)
+        return out
+
+    return mixture

@@ -1,0 +1,330 @@
+"""Generation over slots: a cache of keys and values, one program that reads prompts and one that makes tokens.
+
+A slot holds one sample from its first token to its last. Prompts are read in pieces, many at once, of one prompt too;
+then all slots whose prompt was read go on a token at a time, a stride of tokens per call. A slot's key ``j`` is that of
+position ``j``, prompt or answer, so a window is a distance. What a slot held before is overwritten before it is seen.
+
+Every token is fed once, the last one too: its activations come from the very step in which it was fed, and the token
+after it from the same step's logits.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from spile.models import rope
+from spile.models.architecture import ModelConfig
+from spile.models.attention import MASKED, precision, scaled
+from spile.models.decoder import Drawn, Keep, as_it_is, block, embed, logits
+from spile.models.experts import MIXTURES, Mixture
+from spile.models.params import Params
+from spile.spec.taps import Tap
+
+__all__ = ["Choices", "Chunk", "Sampling", "Slots", "empty_slots", "read_prompts", "slot_bytes", "take_steps"]
+
+IDLE, MAKING, CLOSING = 0, 1, 2
+"""A slot without a sample, or whose prompt is being read; one that makes tokens; one whose last token is to be fed."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen. Constants of the program."""
+
+    stop: tuple[int, ...]
+    max_new: int
+    temperature: float = 0.0
+    """0: the likeliest, always."""
+    top_p: float = 1.0
+    seed: int = 0
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Slots:
+    """What lies on the devices between two calls; ``groups`` is the data-parallel width."""
+
+    keys: tuple[Any, ...]
+    """One array per layer, ``[groups, kv_heads, slots, capacity, head_dim]``.
+
+    Slots and positions, which are written to, lie behind the axes that devices share and before what is written: in
+    another order the compiler turns the whole cache over for each write.
+    """
+    values: tuple[Any, ...]
+    token: Any
+    """``[groups, slots]``: the token that is fed next."""
+    position: Any
+    made: Any
+    """How many tokens of the answer there are."""
+    status: Any
+    sample: Any
+    """Its number in the stream, which with the seed and ``made`` decides what is drawn."""
+
+
+class Chunk(NamedTuple):
+    """Pieces of prompts to read, ``[groups, rows, …]``."""
+
+    tokens: Any
+    """``[groups, rows, chunk]``."""
+    slot: Any
+    """``[groups, rows]``; the number of slots where a row is empty."""
+    start: Any
+    """The position of the piece's first token."""
+    length: Any
+    """Its tokens; padding stands behind them."""
+    last: Any
+    """Whether the prompt ends here: then the answer's first token is chosen."""
+    sample: Any
+
+
+class Choices(NamedTuple):
+    """Tokens and the model's own log-probability of each, at temperature 1."""
+
+    tokens: Any
+    logprobs: Any
+
+
+def slot_bytes(config: ModelConfig, capacity: int, dtype: DTypeLike) -> int:
+    """What one slot's cache takes, over all layers."""
+    return 2 * config.n_layers * capacity * config.n_kv_heads * config.head_dim * np.dtype(dtype).itemsize
+
+
+def empty_slots(config: ModelConfig, groups: int, slots: int, capacity: int, dtype: DTypeLike) -> Slots:
+    """All idle."""
+    shape = (groups, config.n_kv_heads, slots, capacity, config.head_dim)
+    caches = [tuple(jnp.zeros(shape, dtype) for _ in range(config.n_layers)) for _ in range(2)]
+    numbers = [jnp.zeros((groups, slots), jnp.int32) for _ in range(5)]
+    return Slots(*caches, *numbers)
+
+
+def read_prompts(
+    params: Params,
+    slots: Slots,
+    chunk: Chunk,
+    *,
+    config: ModelConfig,
+    taps: tuple[Tap, ...],
+    sampling: Sampling,
+    mixture: Mixture = MIXTURES["blocks"],
+    attention: str = "xla",
+    keep: Keep = as_it_is,
+) -> tuple[Slots, Choices, tuple[Any, ...]]:
+    """Read a piece of each row's prompt; where it is the last, choose the first token of the answer.
+
+    Rows may be pieces of one prompt: at each layer all keys are written before any is looked at. ``attention`` is one
+    of :data:`spile.models.attention.MASKED`. The kept activations are ``[groups × rows, chunk, …]``.
+    """
+    groups, _, size = chunk.tokens.shape
+    place = chunk.start[..., None] + jnp.arange(size, dtype=jnp.int32)
+    keys, values = list(slots.keys), list(slots.values)
+
+    def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+        keys[layer] = _written(keys[layer], _by_head(k, groups), chunk.slot, place)
+        values[layer] = _written(values[layer], _by_head(v, groups), chunk.slot, place)
+        own = (_rows(cache[layer], chunk.slot) for cache in (keys, values))
+        seen = _within(place, jnp.arange(keys[layer].shape[3], dtype=jnp.int32), config.windows[layer])
+        return MASKED[attention](q, *own, seen.reshape(len(q), size, -1), config.attention_softcap)
+
+    x, kept = _through(params, chunk.tokens, place, attend, config, mixture, Drawn(taps, keep))
+    end = jnp.clip(chunk.length - 1, 0, size - 1).reshape(-1)
+    last = jnp.take_along_axis(x, end[:, None, None], axis=1)[:, 0]
+    zero = jnp.zeros_like(chunk.sample)
+    chosen = _choose(logits(params, last, config), chunk.sample, zero, sampling)
+    status = _status(chosen.tokens, zero + 1, sampling)
+    at = jnp.where(chunk.last, chunk.slot, slots.token.shape[1])  # beyond the end: dropped
+    fresh = {
+        "token": chosen.tokens,
+        "position": chunk.start + chunk.length,
+        "made": zero + 1,
+        "status": status,
+        "sample": chunk.sample,
+    }
+    group = jnp.arange(groups)[:, None]
+    changed = {name: getattr(slots, name).at[group, at].set(new, mode="drop") for name, new in fresh.items()}
+    return replace(slots, keys=tuple(keys), values=tuple(values), **changed), chosen, kept
+
+
+def take_steps(
+    params: Params,
+    slots: Slots,
+    *,
+    stride: int,
+    config: ModelConfig,
+    taps: tuple[Tap, ...],
+    sampling: Sampling,
+    mixture: Mixture = MIXTURES["blocks"],
+    keep: Keep = as_it_is,
+) -> tuple[Slots, Choices, tuple[Any, ...]]:
+    """Feed ``stride`` tokens of each slot one after another, and choose the one after each.
+
+    Tokens are ``[stride, groups, slots]``, the kept activations ``[stride, groups × slots, 1, …]``. What a slot gives
+    after its last token is noise.
+    """
+    groups, count = slots.token.shape
+    begun = slots.position[..., None]
+    shape = (groups, config.n_kv_heads, count, stride, config.head_dim)
+    blank = tuple(jnp.zeros(shape, cache.dtype) for cache in slots.keys)
+
+    def step(carry: tuple[Slots, _Fresh], number: Array) -> tuple[tuple[Slots, _Fresh], tuple[Choices, Any]]:
+        now, (keys, values) = carry[0], (list(carry[1].keys), list(carry[1].values))
+        place = begun + number
+
+        def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+            for fresh, new in ((keys, k), (values, v)):
+                new = _by_head(new, groups).astype(fresh[layer].dtype)
+                fresh[layer] = jax.lax.dynamic_update_slice_in_dim(fresh[layer], new, number, axis=3)
+            past = jnp.arange(slots.keys[layer].shape[3], dtype=jnp.int32)
+            window = config.windows[layer]
+            old = _within(place, past, window) & (past < begun[..., None])
+            here = jnp.arange(stride, dtype=jnp.int32)
+            new = jnp.broadcast_to(_within(jnp.reshape(number, (1, 1, 1)), here, window), (*old.shape[:3], stride))
+            pairs = ((slots.keys[layer], slots.values[layer], old), (keys[layer], values[layer], new))
+            return _recalled(q, pairs, config)
+
+        x, kept = _through(params, now.token[..., None], place, attend, config, mixture, Drawn(taps, keep))
+        chosen = _choose(logits(params, x[:, 0], config), now.sample, now.made, sampling)
+        making = now.status == MAKING
+        made = now.made + making
+        after = replace(
+            now,
+            token=jnp.where(making, chosen.tokens, now.token),
+            position=now.position + (now.status != IDLE),
+            made=made,
+            status=jnp.where(making, _status(chosen.tokens, made, sampling), IDLE),
+        )
+        return (after, _Fresh(tuple(keys), tuple(values))), (chosen, kept)
+
+    # The cache stays as it is meanwhile: the stride's own keys are written to it once, behind its last step.
+    numbers = jnp.arange(stride, dtype=jnp.int32)
+    start = (replace(slots, keys=(), values=()), _Fresh(blank, blank))
+    (after, fresh), (chosen, kept) = jax.lax.scan(step, start, numbers)
+    # An idle slot may be in the middle of a prompt: nothing is written there.
+    busy = jnp.where(slots.status == IDLE, count, jnp.arange(count, dtype=jnp.int32))
+    write = functools.partial(_written, slot=busy, place=begun + numbers)
+    keys, values = (tuple(map(write, *pair)) for pair in ((slots.keys, fresh.keys), (slots.values, fresh.values)))
+    return replace(after, keys=keys, values=values), chosen, kept
+
+
+class _Fresh(NamedTuple):
+    """A stride's own keys and values, one array per layer: ``[groups, kv_heads, slots, stride, head_dim]``."""
+
+    keys: tuple[Any, ...]
+    values: tuple[Any, ...]
+
+
+# -- parts ------------------------------------------------------------------------------------------------------------
+
+
+def _through(
+    params: Params,
+    tokens: Int[Array, "groups rows seq"],
+    place: Int[Array, "groups rows seq"],
+    attend: Callable[[int, Array, Array, Array], Array],
+    config: ModelConfig,
+    mixture: Mixture,
+    drawn: Drawn,
+) -> tuple[Float[Array, "all seq d_model"], tuple[Any, ...]]:
+    """All layers, whatever is tapped: the next token needs the last one."""
+    flat = (-1, tokens.shape[-1])
+    positions = place.reshape(flat)
+    x = embed(params, tokens.reshape(flat), positions, config, drawn.at(None))
+    angles = rope.per_layer(config, positions)
+    for index, layer in enumerate(params.layers):
+
+        def attend_here(q: Array, k: Array, v: Array, index: int = index) -> Array:
+            return attend(index, q, k, v)
+
+        with jax.named_scope(f"layer.{index}"):
+            x = block(x, layer, angles[index], config, attend_here, drawn.at(index), mixture)
+    return x, drawn.all()
+
+
+def _by_head(new: Array, groups: int) -> Array:
+    """Keys or values ``[groups × rows, seq, kv_heads, head_dim]`` as the cache has them: heads, then rows."""
+    return new.reshape(groups, -1, *new.shape[1:]).transpose(0, 3, 1, 2, 4)
+
+
+def _written(cache: Array, new: Array, slot: Array, place: Array) -> Array:
+    """New keys or values ``[groups, kv_heads, rows, seq, head_dim]`` at their slots and positions; beyond, dropped."""
+
+    def write(old: Array, x: Array, at: Array, where: Array) -> Array:
+        return old.at[at[:, None], where].set(x.astype(old.dtype), mode="drop")
+
+    by_head = jax.vmap(write, in_axes=(0, 0, None, None))
+    out: Array = jax.vmap(by_head)(cache, new, slot, place)
+    return out
+
+
+def _rows(cache: Array, slot: Array) -> Array:
+    """The caches of some slots, ``[groups × rows, capacity, kv_heads, head_dim]``."""
+    rows: Array = jax.vmap(lambda old, at: jnp.take(old, at, axis=1, mode="clip"))(cache, slot)
+    return rows.transpose(0, 2, 3, 1, 4).reshape(-1, *rows.shape[3:4], rows.shape[1], rows.shape[4])
+
+
+def _within(place: Array, keys: Array, window: int | None) -> Array:
+    """Which keys, by their positions, a token at ``place`` sees; one more axis than ``place``."""
+    ahead = place[..., None] - keys
+    return (ahead >= 0) if window is None else (ahead >= 0) & (ahead < window)
+
+
+def _recalled(q: Array, pairs: Sequence[tuple[Array, Array, Array]], config: ModelConfig) -> Array:
+    """Attention of one query per slot over keys and values that lie in several arrays, with what it sees of each.
+
+    Softmax in float32; keys are not repeated for their groups of heads (see :func:`spile.models.attention.masked`).
+    """
+    groups, kv_heads, count, _, head_dim = pairs[0][0].shape
+    shape = (groups, count, kv_heads, config.n_heads // kv_heads, head_dim)
+    grouped = q.reshape(shape).transpose(0, 2, 1, 3, 4)
+    product = functools.partial(jnp.matmul, precision=precision(q.dtype), preferred_element_type=jnp.float32)
+    every = [scaled(product(grouped, keys.swapaxes(3, 4)), head_dim, config.attention_softcap) for keys, _, _ in pairs]
+    scores = [jnp.where(seen[:, None], each, -jnp.inf) for each, (_, _, seen) in zip(every, pairs, strict=True)]
+    highest = functools.reduce(jnp.maximum, (each.max(axis=-1, keepdims=True) for each in scores))
+    weights = [jnp.exp(each - highest) for each in scores]
+    total = functools.reduce(jnp.add, (each.sum(axis=-1, keepdims=True) for each in weights))
+    parts = (product(each.astype(q.dtype), values) for each, (_, values, _) in zip(weights, pairs, strict=True))
+    return (functools.reduce(jnp.add, parts) / total).astype(q.dtype).transpose(0, 2, 1, 3, 4).reshape(q.shape)
+
+
+def _status(token: Array, made: Array, sampling: Sampling) -> Array:
+    """Of a slot that has just made this token, its ``made``-th."""
+    ends = made >= sampling.max_new
+    for stop in sampling.stop:
+        ends |= token == stop
+    return jnp.where(ends, CLOSING, MAKING).astype(jnp.int32)
+
+
+def _choose(
+    scores: Float[Array, "all vocab"], sample: Int[Array, "groups rows"], made: Int[Array, "groups rows"], how: Sampling
+) -> Choices:
+    """The next token of each row, by its sample's own random numbers: neighbours and batches do not matter."""
+    likely = jax.nn.log_softmax(scores, axis=-1)
+    if how.temperature == 0:
+        token = jnp.argmax(scores, axis=-1)
+    else:
+        shaped = _nucleus(scores / how.temperature, how.top_p)
+
+        def noise(sample: Array, made: Array) -> Array:
+            key = jax.random.fold_in(jax.random.fold_in(jax.random.key(how.seed % (1 << 32)), sample), made)
+            return jax.random.gumbel(key, scores.shape[-1:], jnp.float32)
+
+        token = jnp.argmax(shaped + jax.vmap(noise)(sample.reshape(-1), made.reshape(-1)), axis=-1)
+    each = jnp.take_along_axis(likely, token[:, None], axis=-1)[:, 0]
+    return Choices(token.astype(jnp.int32).reshape(sample.shape), each.reshape(sample.shape))
+
+
+def _nucleus(scores: Float[Array, "all vocab"], top_p: float) -> Float[Array, "all vocab"]:
+    """Without the tail: the likeliest tokens, until they reach ``top_p`` together, and all as likely as the last."""
+    if top_p >= 1:
+        return scores
+    ordered = jnp.sort(jax.nn.softmax(scores, axis=-1), axis=-1)[:, ::-1]
+    before = jnp.cumsum(ordered, axis=-1) - ordered
+    least = jnp.min(jnp.where(before < top_p, ordered, jnp.inf), axis=-1, keepdims=True)
+    return jnp.where(jax.nn.softmax(scores, axis=-1) >= least, scores, -jnp.inf)

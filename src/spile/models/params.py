@@ -1,0 +1,261 @@
+"""Runs of layers of one kind: a scan over their stacked weights, compiled once however many layers there are.
+
+Where kinds take turns, as windows do in some families, a step of the scan is one such turn of several layers.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from spile.models.architecture import ModelConfig
+from spile.models.tensors import Axes, Tensor, layer_tensors, model_tensors
+from spile.spec.taps import Tap
+
+__all__ = [
+    "Layer",
+    "LayerRun",
+    "Params",
+    "abstract",
+    "axes",
+    "build",
+    "choose_runs",
+    "layer_runs",
+    "one_by_one",
+    "placed",
+    "random",
+    "stacked",
+    "tap_groups",
+]
+
+
+_FEWEST = 3
+"""Steps that are worth a scan."""
+_LONGEST_TURN = 8
+_STACK_BYTES = 4 << 30
+"""What the layers' tensors of one name may take together: a host holds some of them while they are read."""
+
+
+@dataclass(frozen=True)
+class LayerRun:
+    """Consecutive layers: ``steps`` turns of ``period`` layers each, the same kinds in each turn."""
+
+    first: int
+    period: int = 1
+    steps: int = 1
+
+    @property
+    def stop(self) -> int:
+        """The layer after its last."""
+        return self.first + self.period * self.steps
+
+    def at(self, place: int) -> range:
+        """The layers at one place of the turn, in order."""
+        return range(self.first + place, self.stop, self.period)
+
+
+def one_by_one(n_layers: int) -> tuple[LayerRun, ...]:
+    """No scan."""
+    return tuple(LayerRun(layer) for layer in range(n_layers))
+
+
+def choose_runs(config: ModelConfig, taps: Sequence[Tap], n_layers: int, itemsize: int) -> tuple[LayerRun, ...]:
+    """What is compiled soonest for these taps, and is no slower: docs/performance.md has what was measured."""
+    sizes = [tensor.size for layer in range(n_layers) for tensor in layer_tensors(config, layer).values()]
+    return layer_runs(config, taps, n_layers, max(1, _STACK_BYTES // (max(sizes) * itemsize)))
+
+
+def layer_runs(config: ModelConfig, taps: Sequence[Tap], n_layers: int, most: int) -> tuple[LayerRun, ...]:
+    """The layers in as few runs as a look ahead from each run's first layer finds, of at most ``most`` steps."""
+    kinds = [_kind(config, taps, layer) for layer in range(n_layers)]
+    runs: list[LayerRun] = []
+    first = 0
+    while first < n_layers:
+        every = (LayerRun(first, period, _repeats(kinds[first:], period)) for period in range(1, _LONGEST_TURN + 1))
+        found = max((run for run in every if run.steps >= _FEWEST), key=lambda run: run.stop, default=LayerRun(first))
+        run = replace(found, steps=min(found.steps, most))
+        runs.append(run if run.steps >= _FEWEST else LayerRun(first))
+        first = runs[-1].stop
+    return tuple(runs)
+
+
+def _kind(config: ModelConfig, taps: Sequence[Tap], layer: int) -> object:
+    """What must be equal in all steps of a scan, besides the weights."""
+    tapped = frozenset((tap.site, tap.heads) for tap in taps if tap.layer == layer)
+    return config.windows[layer], tuple(layer_tensors(config, layer).items()), tapped
+
+
+def _repeats(kinds: Sequence[object], period: int) -> int:
+    """How often the first ``period`` kinds come, one turn right after the other."""
+    steps = 1
+    while kinds[steps * period : (steps + 1) * period] == kinds[:period]:
+        steps += 1
+    return steps
+
+
+def tap_groups(taps: Sequence[Tap], runs: Sequence[LayerRun]) -> tuple[tuple[int, ...], ...]:
+    """The taps by number, in groups that one array holds: what the steps of a scan give, in order, or one alone."""
+    scanned = {layer: run for run in runs if run.steps > 1 for layer in range(run.first, run.stop)}
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for number, tap in enumerate(taps):
+        run = None if tap.layer is None else scanned.get(tap.layer)
+        if run is None or tap.layer is None:
+            groups[(number,)] = [number]
+        else:
+            groups.setdefault((run.first, (tap.layer - run.first) % run.period, tap.site, tap.heads), []).append(number)
+    return tuple(tuple(sorted(group, key=lambda number: taps[number].layer or 0)) for group in groups.values())
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Layer:
+    """One layer's weights (or whatever a tree of them holds); None where the architecture has no such tensor."""
+
+    attn_norm: Any = None
+    attn_norm_bias: Any = None
+    q: Any = None
+    k: Any = None
+    v: Any = None
+    o: Any = None
+    q_bias: Any = None
+    k_bias: Any = None
+    v_bias: Any = None
+    o_bias: Any = None
+    q_norm: Any = None
+    k_norm: Any = None
+    attn_post_norm: Any = None
+    mlp_norm: Any = None
+    mlp_norm_bias: Any = None
+    gate: Any = None
+    up: Any = None
+    down: Any = None
+    gate_bias: Any = None
+    up_bias: Any = None
+    down_bias: Any = None
+    mlp_post_norm: Any = None
+    router: Any = None
+    """Where a layer has one, gate, up and down are those of all experts, stacked."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Params:
+    """The weights up to the last layer that is needed; the final norm and the LM head where somebody needs logits."""
+
+    embed: Any
+    layers: tuple[Layer, ...]
+    """One for each layer; of layers that are scanned, one for each place of a run's turn, all its steps stacked."""
+    positions: Any = None
+    final_norm: Any = None
+    final_norm_bias: Any = None
+    head: Any = None
+    """None, with a final norm: the head is the embedding."""
+
+
+T = TypeVar("T")
+
+
+def build(config: ModelConfig, n_layers: int | None, make: Callable[[str, Tensor], T], *, head: bool = False) -> Params:
+    """A tree whose leaves are ``make(name, tensor)``; names are ``embed``, ``3.q_bias``, ``final_norm`` and ``head``.
+
+    ``head``: with what logits need, the final norm and, unless it is the embedding, the LM head.
+    """
+    count = config.n_layers if n_layers is None else n_layers
+    if not 0 < count <= config.n_layers:
+        raise ValueError(f"n_layers: expected 1 to {config.n_layers}, found {count}")
+    layers = tuple(
+        Layer(**{name: make(f"{index}.{name}", tensor) for name, tensor in layer_tensors(config, index).items()})
+        for index in range(count)
+    )
+    once = {name: make(name, tensor) for name, tensor in model_tensors(config, head=head).items()}
+    return Params(layers=layers, **once)
+
+
+def stacked(params: Params, runs: Sequence[LayerRun], join: Callable[[Sequence[T]], T]) -> Params:
+    """The tree with the layers of each run joined, leaf by leaf, into one layer for each place of its turn."""
+    layers: list[Layer] = []
+    for run in runs:
+        for place in range(run.period):
+            members = [params.layers[layer] for layer in run.at(place)]
+            layers.append(members[0] if run.steps == 1 else jax.tree.map(lambda *leaves: join(leaves), *members))
+    return replace(params, layers=tuple(layers))
+
+
+def placed(
+    config: ModelConfig,
+    dtype: DTypeLike,
+    runs: Sequence[LayerRun],
+    place: Callable[[Axes, tuple[int, ...]], jax.sharding.Sharding],
+    *,
+    head: bool = False,
+) -> Params:
+    """Shapes, dtypes and places of the weights without memory, those of runs stacked."""
+    tensors: Params = build(config, runs[-1].stop, lambda _, tensor: tensor, head=head)
+    together = stacked(tensors, runs, lambda many: many[0].stacked(len(many)))
+
+    def leaf(tensor: Tensor) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(tensor.shape, jnp.dtype(dtype), sharding=place(tensor.axes, tensor.shape))
+
+    shapes: Params = jax.tree.map(leaf, together)
+    return shapes
+
+
+def abstract(config: ModelConfig, dtype: DTypeLike, n_layers: int | None = None, *, head: bool = False) -> Params:
+    """Shapes and dtypes without memory: what ``jax.eval_shape`` and ahead-of-time compilation want."""
+    return build(config, n_layers, lambda _, tensor: jax.ShapeDtypeStruct(tensor.shape, dtype), head=head)
+
+
+def axes(config: ModelConfig, n_layers: int | None = None, *, head: bool = False) -> Params:
+    """The same tree with each tensor's logical axes."""
+    return build(config, n_layers, lambda _, tensor: tensor.axes, head=head)
+
+
+def random(
+    config: ModelConfig,
+    key: jax.Array,
+    dtype: DTypeLike = jnp.float32,
+    n_layers: int | None = None,
+    sharding: Callable[[Axes, tuple[int, ...]], jax.sharding.Sharding] | None = None,
+    *,
+    head: bool = False,
+) -> Params:
+    """Seeded, well-scaled weights, made on the device: for benchmarks and tests.
+
+    A tensor's values depend on the key and on its own name only, not on how many layers are made.
+    """
+
+    def make(name: str, tensor: Tensor) -> jax.Array:
+        kind = name.rpartition(".")[2]
+        mean = 1.0 if kind.endswith("norm") and config.norm != "rms_plus_one" else 0.0
+        std = 0.1 if kind.endswith("norm") else _std(kind, tensor)
+        place = None if sharding is None else sharding(tensor.axes, tensor.shape)
+        draw = _draw(tensor.shape, np.dtype(dtype), place)
+        own = jax.random.fold_in(key, zlib.crc32(name.encode()))
+        drawn: jax.Array = draw(own, jnp.float32(mean), jnp.float32(std))
+        return drawn
+
+    return build(config, n_layers, make, head=head)
+
+
+def _std(kind: str, tensor: Tensor) -> float:
+    if kind in ("embed", "positions"):
+        return 1.0
+    return 0.1 if kind.endswith("bias") else float(tensor.shape[-1]) ** -0.5
+
+
+@functools.cache
+def _draw(shape: tuple[int, ...], dtype: np.dtype[Any], place: jax.sharding.Sharding | None) -> Any:
+    """One compiled sampler a shape, shared by all layers."""
+
+    def sample(key: jax.Array, mean: jax.Array, std: jax.Array) -> jax.Array:
+        return (mean + std * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+
+    return jax.jit(sample, out_shardings=place)

@@ -1,0 +1,277 @@
+"""Every tensor of a model's files against its config: unknown, doubled, missing or misshapen ones are errors."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from jax.sharding import Sharding
+from jax.typing import DTypeLike
+
+from spile.errors import ModelError
+from spile.models.model_files import ModelFiles
+from spile.models.params import LayerRun, Params, build, stacked
+from spile.models.safetensors_files import DTYPES, ByteSource, Change, Entry, Piece, PieceStack, read_header
+from spile.models.tensors import Tensor, layer_tensors, model_tensors
+from spile.models.weight_names import NAMES, Match
+
+__all__ = [
+    "Place",
+    "catalogue",
+    "load",
+]
+
+
+_THREADS = 8
+_COMPARED = 64 << 20
+"""Bytes of two tensors that are compared at a time."""
+
+
+def catalogue(files: ModelFiles, *, head: bool = False) -> Mapping[str, Piece]:
+    """Tree name → where it lies, for the whole model; without ``head`` the LM head may be missing."""
+    names, wanted = NAMES[files.config.architecture], _wanted(files)
+    found: dict[str, dict[int, Piece]] = {}
+    copy: Entry | None = None
+    entries = list(_entries(files))
+    changes: Mapping[str, Change] = {}
+    if files.adapter is not None:
+        shapes = {entry.name: entry.shape for entry in entries}
+        changes = files.adapter.changes(shapes | ({names.head: wanted["head"].shape} if files.untied else {}))
+    for entry in entries:
+        match = names.match(entry.name)
+        if match is not None and not match.names:
+            continue
+        if match is not None and _is_copy(files, match):
+            copy = entry
+            continue
+        if match is None or any(name not in wanted for name in match.names):
+            raise ModelError(
+                f"{entry.file} of {files.name} has a tensor that {files.config.architecture} does not",
+                found=entry.name,
+                fix="this is another model than its config.json says",
+            )
+        for name, piece in _pieces(files, entry, match, wanted, changes.get(entry.name)):
+            stacked = found.setdefault(name, {})
+            if (match.expert or 0) in stacked:
+                twice = f"{stacked[match.expert or 0].entries[0].name} and {entry.name}"
+                raise ModelError(f"{files.name} has a tensor twice", found=twice)
+            stacked[match.expert or 0] = piece
+    if files.untied and "embed" in found:
+        found["head"] = {0: replace(found["embed"][0], changes=(changes[names.head],))}
+    missing = [
+        name
+        for name, tensor in wanted.items()
+        if set(found.get(name, ())) != set(range(_stack(tensor))) and (head or name != "head")
+    ]
+    if missing:
+        raise ModelError(
+            f"{files.name} lacks {len(missing)} of its {len(wanted)} tensors",
+            found=f"no {names.file_name(missing[0])}",
+        )
+    if head and copy is not None:
+        _refuse_another_head(files, copy, found["embed"][0].entries[0])
+    return {name: _joined(stacked, wanted[name]) for name, stacked in found.items()}
+
+
+def _wanted(files: ModelFiles) -> dict[str, Tensor]:
+    config = files.config
+    layers = {
+        f"{layer}.{name}": tensor
+        for layer in range(config.n_layers)
+        for name, tensor in layer_tensors(config, layer).items()
+    }
+    return {**model_tensors(config, head=True), **layers}
+
+
+def _entries(files: ModelFiles) -> Iterator[Entry]:
+    seen: dict[str, Entry] = {}
+    with ThreadPoolExecutor(_THREADS) as threads:
+        headers = list(threads.map(lambda file: read_header(files.source, file), files.weight_files))
+    for entry in (entry for header in headers for entry in header):
+        if entry.name in seen:
+            both = f"{seen[entry.name].file} and {entry.file}"
+            raise ModelError(f"{files.name} has the tensor {entry.name} twice", found=both)
+        seen[entry.name] = entry
+        yield entry
+
+
+def _is_copy(files: ModelFiles, match: Match) -> bool:
+    """A head that is the embedding may be written all the same."""
+    return match.names == ("head",) and (files.config.tied or files.untied)
+
+
+def _refuse_another_head(files: ModelFiles, copy: Entry, embedding: Entry) -> None:
+    """Which of the two counts, config.json says one way and transformers 5 the other: logits of neither are made."""
+    if (copy.shape, copy.dtype) == (embedding.shape, embedding.dtype) and all(
+        np.array_equal(
+            files.source.read(copy.file, copy.start + at, length),
+            files.source.read(embedding.file, embedding.start + at, length),
+        )
+        for at, length in _ranges(copy.length)
+    ):
+        return
+    raise ModelError(
+        f"{files.name} has a head of its own, though config.json says tie_word_embeddings",
+        expected=f"{copy.name} equal to {embedding.name}",
+        found="other numbers",
+        fix="say tie_word_embeddings: false in config.json where the head counts, or take the tensor out where not",
+    )
+
+
+def _ranges(length: int) -> Iterator[tuple[int, int]]:
+    for at in range(0, length, _COMPARED):
+        yield at, min(_COMPARED, length - at)
+
+
+def _stack(tensor: Tensor) -> int:
+    return tensor.shape[0] if len(tensor.shape) == 3 else 1
+
+
+def _pieces(
+    files: ModelFiles, entry: Entry, match: Match, wanted: Mapping[str, Tensor], change: Change | None
+) -> Iterator[tuple[str, Piece]]:
+    """The tree's tensors that a file's tensor holds, its shape and dtype checked."""
+    shapes = [wanted[name].shape[1:] if match.expert is not None else wanted[name].shape for name in match.names]
+    outer = [shape[0] for shape in shapes]
+    expected = (sum(outer), *shapes[0][1:])
+    expected = expected[::-1] if match.order == "columns" else expected
+    if match.expert is not None and len(wanted[match.names[0]].shape) != 3:
+        expected = ()
+    if entry.shape != expected:
+        raise ModelError(
+            f"the tensor {entry.name} of {files.name}", expected=f"shape {expected}", found=f"{entry.shape}"
+        )
+    if entry.dtype not in DTYPES:
+        raise ModelError(
+            f"the tensor {entry.name} of {files.name}", expected=f"one of {', '.join(DTYPES)}", found=entry.dtype
+        )
+    firsts = accumulate(outer, initial=0)
+    for place, (name, first, shape) in enumerate(zip(match.names, firsts, shapes, strict=False)):
+        groups = (files.config.n_heads, len(shapes), place)
+        yield name, Piece((entry,), shape, match.order, first, groups, (change,))
+
+
+def _joined(stacked: Mapping[int, Piece], tensor: Tensor) -> Piece:
+    parts = [stacked[place] for place in sorted(stacked)]
+    if len(tensor.shape) != 3:
+        return parts[0]
+    entries = tuple(entry for part in parts for entry in part.entries)
+    changes = tuple(change for part in parts for change in part.changes)
+    return Piece(entries, tensor.shape, parts[0].order, changes=changes)
+
+
+Place = Callable[[tuple[str | None, ...], tuple[int, ...]], Sharding]
+"""From a tensor's logical axes and shape to where it goes."""
+
+_THREADS_loading = 8
+_MOST_WAITING = 2 << 30
+"""Numbers that are read and not yet on their devices, beyond the tensor that is read last."""
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """A leaf of the tree: the tensor it will be, and what it is made of."""
+
+    names: tuple[str, ...]
+    tensor: Tensor
+
+    @classmethod
+    def joined(cls, leaves: Sequence[_Leaf]) -> _Leaf:
+        """The same leaf of several layers."""
+        names = tuple(name for leaf in leaves for name in leaf.names)
+        return cls(names, leaves[0].tensor.stacked(len(leaves)))
+
+    def piece(self, pieces: Mapping[str, Piece]) -> Piece | PieceStack:
+        """Where it lies in the files."""
+        own = tuple(pieces[name] for name in self.names)
+        return own[0] if len(own) == 1 else PieceStack(own)
+
+
+def load(
+    files: ModelFiles,
+    dtype: DTypeLike = jnp.float32,
+    n_layers: int | None = None,
+    sharding: Place | None = None,
+    *,
+    head: bool = False,
+    runs: Sequence[LayerRun] = (),
+) -> Params:
+    """The weights up to layer ``n_layers`` in ``dtype``; ``sharding`` says where each goes (None: the first device).
+
+    ``head``: the final norm and the LM head too. ``runs``: how layers are stacked, if they are. Every tensor of every
+    file is checked against the config before any is read, those past ``n_layers`` too.
+    """
+    pieces = catalogue(files, head=head)
+    tree = build(files.config, n_layers, lambda name, tensor: _Leaf((name,), tensor), head=head)
+    if runs:
+        tree = stacked(tree, runs, _Leaf.joined)
+    leaves, structure = jax.tree.flatten(tree)
+    arrays: list[jax.Array] = []
+    waiting: deque[tuple[int, Future[jax.Array]]] = deque()
+
+    def settle() -> None:
+        # In order and not in the threads: on a pod all hosts must run the same programs in the same order.
+        array = waiting.popleft()[1].result()
+        arrays.append(array if array.dtype == np.dtype(dtype) else _cast(array, np.dtype(dtype)))
+
+    with ThreadPoolExecutor(_THREADS_loading) as threads:
+        try:
+            for leaf in leaves:
+                place = None if sharding is None else sharding(leaf.tensor.axes, leaf.tensor.shape)
+                piece = leaf.piece(pieces)
+                waiting.append((leaf.tensor.size, threads.submit(_place, files.source, piece, place)))
+                # no more of the unconverted at once
+                while len(waiting) > 2 * _THREADS_loading or sum(size for size, _ in waiting) > _MOST_WAITING:
+                    settle()
+            while waiting:
+                settle()
+        except BaseException:
+            threads.shutdown(wait=False, cancel_futures=True)
+            raise
+    loaded: Params = jax.tree.unflatten(structure, arrays)
+    return loaded
+
+
+def _place(source: ByteSource, piece: Piece | PieceStack, place: Sharding | None) -> jax.Array:
+    """Onto the devices as stored, to be converted there if need be: the host never holds a second copy.
+
+    On a CPU a mapped file must not become the array itself, or a change on disk would change the model.
+    """
+    if place is None:
+        whole: jax.Array = jax.device_put(piece.read(source), may_alias=False)
+        return whole
+    devices: set[Any] = place.device_set
+    on_cpu = any(device.platform == "cpu" for device in devices)
+    return jax.make_array_from_callback(piece.shape, place, _Slices(source, piece, copy=on_cpu))
+
+
+class _Slices:
+    """Reads a slice once for all devices that want the same."""
+
+    def __init__(self, source: ByteSource, piece: Piece | PieceStack, *, copy: bool) -> None:
+        self.source, self.piece, self.copy = source, piece, copy
+        self.lock = threading.Lock()
+        self.read: dict[tuple[tuple[int, int], ...], npt.NDArray[Any]] = {}
+
+    def __call__(self, index: tuple[slice, ...] | None) -> npt.NDArray[Any]:
+        bounds = tuple(part.indices(size)[:2] for part, size in zip(index or (), self.piece.shape, strict=False))
+        with self.lock:
+            if bounds not in self.read:
+                part = self.piece.read(self.source, bounds)
+                self.read[bounds] = np.array(part) if self.copy and not part.flags.owndata else part
+            return self.read[bounds]
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _cast(array: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
+    return array.astype(dtype)

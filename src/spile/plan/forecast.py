@@ -1,0 +1,131 @@
+"""What a run will be, before anyone pays for it: the model and the data looked at, a part of the tokens counted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from spile.data.stream import SampleStream, open_stream
+from spile.data.tokens import load_tokenizer
+from spile.models import model_files
+from spile.models.architecture import ModelConfig
+from spile.models.decoder import head_needed, layers_needed
+from spile.models.tensors import flops_per_token, parameter_count
+from spile.plan.cost import Estimate, Lengths, Rates, Volume, estimate
+from spile.plan.machines import Machine, Prices
+from spile.plan.tpu_compiler import Program
+from spile.spec.positions import ALL
+from spile.spec.ranges import Ranges
+from spile.spec.run import ExtractSpec
+from spile.spec.sample import Sample
+from spile.spec.taps import Tap, select_taps, tap_rows
+from spile.worker.batches import row_bytes
+from spile.worker.producer import refuse_no_answers, with_positions
+
+__all__ = ["Forecast", "plan"]
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A run's sizes, on no machine yet."""
+
+    spec: ExtractSpec
+    model: str
+    config: ModelConfig
+    taps: tuple[Tap, ...]
+    location: str
+    lengths: Lengths
+    skipped: int
+    """Of the counted samples, those without rows."""
+    rows: Lengths | None = None
+    """Tokens whose rows are stored, of the same samples; None: all."""
+
+    @property
+    def volume(self) -> Volume:
+        """What will be stored."""
+        return Volume(
+            samples=self.lengths.samples,
+            tokens=self.lengths.tokens,
+            bytes_per_token=row_bytes(
+                tap_rows(tap, self.config.sizes(tap.layer), self.spec.store_dtype) for tap in self.taps
+            ),
+            shard_bytes=self.spec.shard_size_gb * 1e9,
+            rows=None if self.rows is None else self.rows.tokens,
+        )
+
+    @property
+    def flops_per_token(self) -> float:
+        """At the mean length, through the last layer that is tapped."""
+        mean = max(1, round(self.lengths.mean))
+        last, head = layers_needed(self.taps, self.config.n_layers) - 1, head_needed(self.taps)
+        return flops_per_token(self.config, mean, last, head=head)
+
+    def on(self, machine: Machine, prices: Prices, *, rates: Rates, workers: int) -> Estimate:
+        """On so many of a machine."""
+        return estimate(
+            self.volume,
+            machine,
+            flops_per_token=self.flops_per_token,
+            rates=rates,
+            workers=workers,
+            storage_gb_month=prices.storage_gb_month,
+        )
+
+    def program(self, machine: Machine) -> Program:
+        """What the TPU compiler is asked for: the longest samples, which take the most memory."""
+        dtype = "bfloat16" if self.spec.dtype == "auto" else self.spec.dtype
+        longest = min(self.spec.data.max_seq_length, max(self.lengths.counted, default=1))
+        length = -(-longest // 128) * 128
+        return Program(self.config, self.taps, machine.name, length, dtype, self.spec.store_dtype, self.spec.mesh_shape)
+
+    def record(self) -> dict[str, Any]:
+        """For ``--json``."""
+        volume = self.volume
+        return {
+            "model": self.model,
+            "architecture": self.config.architecture,
+            "parameters": parameter_count(self.config),
+            "taps": [str(tap) for tap in self.taps],
+            "data": self.location,
+            "samples": volume.samples,
+            "samples_counted": len(self.lengths.counted),
+            "samples_skipped_of_counted": self.skipped,
+            "tokens": volume.tokens,
+            "tokens_standard_error": self.lengths.error,
+            "tokens_per_sample": self.lengths.mean,
+            "rows": volume.tokens if volume.rows is None else volume.rows,
+            "bytes_per_token": volume.bytes_per_token,
+            "bytes": volume.bytes,
+            "shards": volume.shards,
+            "flops_per_token": self.flops_per_token,
+        }
+
+
+def plan(spec: ExtractSpec, count: int = 1000) -> Forecast:
+    """Find the model and the data; tokenize ``count`` samples, spread evenly over the stream, and count."""
+    files = model_files.find(spec.model, spec.revision, weights=False)
+    taps = select_taps(spec.sites, spec.layers, files.config.n_layers, spec.heads, spec.top_k)
+    stream = open_stream(spec.data, load_tokenizer(files.tokenizer_folder, optional=True), files.config.vocab_size)
+    refuse_no_answers(spec, stream.prompt.kind)
+    lengths, rows = _count(stream, spec, count)
+    skipped = sum(not length for length in lengths.counted)
+    stored = None if spec.positions == ALL else rows
+    return Forecast(spec, files.name, files.config, taps, stream.location, lengths, skipped, stored)
+
+
+def _count(stream: SampleStream, spec: ExtractSpec, count: int) -> tuple[Lengths, Lengths]:
+    """Tokens, and tokens whose rows are stored."""
+    most = spec.data.max_samples
+    total = stream.samples if most is None or stream.samples is None else min(most, stream.samples)
+    done = Ranges() if total is None else _all_but(total, count)
+    items = with_positions(stream.read(done), spec)
+    found = [(len(item), item.rows) if isinstance(item, Sample) else (0, 0) for item in items]
+    samples = len(found) if total is None else total
+    return Lengths([tokens for tokens, _ in found], samples), Lengths([rows for _, rows in found], samples)
+
+
+def _all_but(total: int, count: int) -> Ranges:
+    """Every sample but ``count`` of them, evenly spread."""
+    kept: Sequence[int] = range(total) if count >= total else [place * total // count for place in range(count)]
+    return Ranges([(0, total)]) - Ranges.of(kept)

@@ -1,0 +1,393 @@
+"""The machine types: one table that knows every spelling of a topology, with its chips, hosts, memory and price.
+
+``v5litepod-64``, ``v5e-64``, ``v5e:8x8`` and ``V5LITE_POD:8x8`` are one machine. In a name with a dash the number
+counts chips for v5e and v6e and TensorCores (two per chip) for v2, v3, v4 and v5p; a colon precedes the chips' grid.
+
+Prices are list prices of a US region, per chip and hour, as of :data:`PRICES_AS_OF`. They change, and spot prices
+change monthly: a TOML file overrides them (:mod:`spile.plan.machines`, ``spile plan --prices prices.toml``).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from spile.errors import SpecError
+
+__all__ = [
+    "BY_SPELLING",
+    "GENERATIONS",
+    "GIB",
+    "PRICES_AS_OF",
+    "Generation",
+    "Machine",
+    "Price",
+    "Prices",
+    "known_machines",
+    "list_prices",
+    "parse_machine",
+    "parse_mesh_shape",
+    "prices_from",
+]
+
+
+PRICES_AS_OF = "2025-11"
+
+GIB = 1 << 30
+
+Shape = tuple[int, ...]
+
+_FLAT: tuple[Shape, ...] = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
+_CORES: tuple[Shape, ...] = ((2, 2), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16), (16, 32), (32, 32))
+_CUBES: tuple[Shape, ...] = (
+    (2, 2, 1),
+    (2, 2, 2),
+    (2, 2, 4),
+    (2, 4, 4),
+    (4, 4, 4),
+    (4, 4, 8),
+    (4, 8, 8),
+    (8, 8, 8),
+    (8, 8, 12),
+    (8, 8, 16),
+    (8, 16, 16),
+    (16, 16, 16),
+)
+
+
+@dataclass(frozen=True)
+class Price:
+    """Dollars per chip and hour."""
+
+    on_demand: float
+    preemptible: float
+
+    def __post_init__(self) -> None:
+        if not (self.preemptible >= 0 and self.on_demand >= 0 and math.isfinite(self.on_demand + self.preemptible)):
+            raise SpecError(
+                "a price", expected="dollars, 0 or more", found=f"{self.on_demand:g} and {self.preemptible:g}"
+            )
+
+    def times(self, factor: float) -> Price:
+        """The price of so many."""
+        return Price(self.on_demand * factor, self.preemptible * factor)
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One generation of TPU: a row of the table."""
+
+    name: str
+    """As JAX's compiler spells it before the colon: ``v5e``."""
+    accelerator: str
+    """As Cloud TPU's API spells it before the dash: ``v5litepod``."""
+    cores_per_chip: int
+    counts_cores: bool
+    """Whether the number after the dash counts cores."""
+    devices_per_chip: int
+    """How many devices JAX sees: both cores of a v2 or v3 chip, one for all later chips."""
+    chips_per_host: int
+    """On a slice of many hosts."""
+    one_host_chips: tuple[int, ...]
+    """The sizes, in chips, that are a single host whatever ``chips_per_host`` says."""
+    shapes: tuple[Shape, ...]
+    """The grids on offer, smallest first."""
+    hbm_gib: float
+    """A chip."""
+    tflops: float
+    """bf16, per chip, at peak."""
+    gke: str
+    """The value of ``cloud.google.com/gke-tpu-accelerator``."""
+    price: Price
+
+
+# Sources: Cloud TPU's system-architecture and pricing pages. v5e-8 and v6e-8 are one host of eight chips; every larger
+# slice of them has hosts of four. The guides' $4.00 and $1.35 for a v3-8 are not its list price: override to taste.
+# fmt: off
+GENERATIONS: tuple[Generation, ...] = (
+    Generation("v2", "v2", 2, True, 2, 4, (4,), _CORES[:6], 16, 46, "tpu-v2-podslice", Price(1.125, 0.3375)),
+    Generation("v3", "v3", 2, True, 2, 4, (4,), _CORES, 32, 123, "tpu-v3-slice", Price(2.00, 0.60)),
+    Generation("v4", "v4", 2, True, 1, 4, (4,), _CUBES, 32, 275, "tpu-v4-podslice", Price(3.22, 0.966)),
+    Generation("v5e", "v5litepod", 1, False, 1, 4, (1, 4, 8), _FLAT, 16, 197, "tpu-v5-lite-podslice", Price(1.2, 0.6)),
+    Generation("v5p", "v5p", 2, True, 1, 4, (4,), _CUBES, 95, 459, "tpu-v5p-slice", Price(4.20, 2.10)),
+    Generation("v6e", "v6e", 1, False, 1, 4, (1, 4, 8), _FLAT, 32, 918, "tpu-v6e-slice", Price(2.70, 1.35)),
+)
+# fmt: on
+
+_OTHER_SPELLINGS = {
+    "v2": ("tpu-v2",),
+    "v3": ("tpu-v3",),
+    "v4": ("tpu-v4", "v4pod", "v4_pod"),
+    "v5e": ("v5lite", "v5lite_pod", "v5litepodslice", "tpu-v5e", "tpu-v5-lite-podslice"),
+    "v5p": ("v5", "v5p_pod", "tpu-v5p"),
+    "v6e": ("v6lite", "v6lite_pod", "trillium", "tpu-v6e", "tpu-v6e-slice"),
+}
+
+BY_SPELLING = {
+    spelling: generation
+    for generation in GENERATIONS
+    for spelling in (generation.name, generation.accelerator, *_OTHER_SPELLINGS[generation.name])
+}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A slice of a generation, or a machine that a user's price file names."""
+
+    name: str
+    """As Cloud TPU's API spells it: ``v5litepod-64``."""
+    topology: str
+    """As JAX's compiler spells it: ``v5e:8x8``."""
+    generation: str
+    shape: Shape
+    chips: int
+    cores: int
+    devices: int
+    """As JAX counts them."""
+    hosts: int
+    hbm_bytes: int
+    """A chip."""
+    tflops: float
+    """A chip, bf16, at peak."""
+    price: Price
+    """The whole machine, an hour."""
+    gke: str = ""
+
+    @property
+    def chips_per_host(self) -> int:
+        """Chips of one host."""
+        return self.chips // self.hosts
+
+    @property
+    def hbm_per_device(self) -> int:
+        """Bytes of memory that one JAX device can use."""
+        return self.hbm_bytes * self.chips // self.devices
+
+    @property
+    def grid(self) -> str:
+        """The chips' grid: ``8x8``."""
+        return "x".join(map(str, self.shape))
+
+    def __str__(self) -> str:
+        hosts = "1 host" if self.hosts == 1 else f"{self.hosts} hosts"
+        return f"{self.name} ({self.chips} chips of {self.hbm_bytes / GIB:g} GiB on {hosts})"
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What things cost: the list's prices, or a user's, and from when they are."""
+
+    as_of: str
+    source: str
+    chip_hour: Mapping[str, Price]
+    """By generation."""
+    machine_hour: Mapping[str, Price] = field(default_factory=dict)
+    """By a machine's own name; wins over its generation's."""
+    machines: Mapping[str, Machine] = field(default_factory=dict)
+    """Machines that only the user knows, GPUs for one."""
+    storage_gb_month: float = 0.020
+    """Dollars per GB (10⁹ bytes) and month: standard storage in one region."""
+
+    def of(self, machine: Machine) -> Price:
+        """The price of the whole machine, an hour."""
+        own = self.machine_hour.get(machine.name)
+        return own or self.chip_hour[machine.generation].times(machine.chips)
+
+
+def list_prices() -> Prices:
+    """The dated list."""
+    return Prices(PRICES_AS_OF, "list prices, US", {generation.name: generation.price for generation in GENERATIONS})
+
+
+def parse_machine(text: str, prices: Prices | None = None) -> Machine:
+    """Any spelling of a topology → the machine, priced."""
+    prices = prices or list_prices()
+    word = text.strip().lower()
+    if word in prices.machines:
+        return prices.machines[word]
+    family, mark, size = _split(word)
+    generation = BY_SPELLING.get(family)
+    if generation is None or not mark:
+        raise SpecError(
+            "--topology",
+            expected=f"a machine such as {', '.join(_examples(prices))}",
+            found=repr(text),
+        )
+    shape = _grid(generation, size, text) if mark == ":" else _counted(generation, size, text)
+    machine = _slice(generation, shape)
+    return replace(machine, price=prices.of(machine))
+
+
+def parse_mesh_shape(text: str) -> tuple[int, int]:
+    """``16,16`` or ``16x16`` → (data, model); ``8`` → (8, 1)."""
+    words = [word for word in re.split(r"[,x×\s()\[\]]+", text.strip().lower()) if word]
+    if not 1 <= len(words) <= 2 or not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise SpecError("--mesh-shape", expected="DATA,MODEL such as 16,16", found=repr(text))
+    data, model = (*map(int, words), 1)[:2]
+    return data, model
+
+
+def _split(word: str) -> tuple[str, str, str]:
+    """``v5litepod-64`` → its family, the mark and its size; the families hold dashes themselves."""
+    match = re.fullmatch(r"(?P<family>.+?)(?P<mark>[:-])(?P<size>\d+(?:x\d+)*)", word)
+    return (match["family"], match["mark"], match["size"]) if match else (word, "", "")
+
+
+def _examples(prices: Prices) -> Iterable[str]:
+    return ["v3-8", "v4-8", "v5litepod-64", "v5e:8x8", "v5p-8", "v6e-8", *sorted(prices.machines)]
+
+
+def _offered(generation: Generation) -> str:
+    return ", ".join(
+        f"{generation.accelerator}-{_count(generation, shape)} ({'x'.join(map(str, shape))})"
+        for shape in generation.shapes
+    )
+
+
+def _count(generation: Generation, shape: Shape) -> int:
+    return math.prod(shape) * (generation.cores_per_chip if generation.counts_cores else 1)
+
+
+def _counted(generation: Generation, size: str, text: str) -> Shape:
+    if "x" in size:  # v5e-8x8, as some tools write it
+        return _grid(generation, size, text)
+    for shape in generation.shapes:
+        if _count(generation, shape) == int(size):
+            return shape
+    unit = "cores" if generation.counts_cores else "chips"
+    raise SpecError(
+        f"--topology {text}: {generation.name} has no slice of {size} {unit}", expected=f"one of {_offered(generation)}"
+    )
+
+
+def _grid(generation: Generation, size: str, text: str) -> Shape:
+    asked = tuple(int(part) for part in size.split("x"))
+    flat = len(generation.shapes[0]) == 2
+    # JAX's compiler wants three numbers for a v3 (v3:2x2x1) where Cloud TPU says 2x2.
+    trimmed = asked[:2] if flat and len(asked) == 3 and asked[2] == 1 else asked
+    for shape in generation.shapes:
+        if sorted(shape) == sorted(trimmed):
+            return shape
+    raise SpecError(
+        f"--topology {text}: {generation.name} has no grid {size}", expected=f"one of {_offered(generation)}"
+    )
+
+
+def _slice(generation: Generation, shape: Shape) -> Machine:
+    chips = math.prod(shape)
+    one_host = chips in generation.one_host_chips
+    grid = (*shape, 1) if generation.name in ("v2", "v3") else shape
+    return Machine(
+        name=f"{generation.accelerator}-{_count(generation, shape)}",
+        topology=f"{generation.name}:{'x'.join(map(str, grid))}",
+        generation=generation.name,
+        shape=shape,
+        chips=chips,
+        cores=chips * generation.cores_per_chip,
+        devices=chips * generation.devices_per_chip,
+        hosts=1 if one_host else chips // generation.chips_per_host,
+        hbm_bytes=int(generation.hbm_gib * GIB),
+        tflops=generation.tflops,
+        price=generation.price.times(chips),
+        gke=generation.gke,
+    )
+
+
+def known_machines(prices: Prices | None = None) -> tuple[Machine, ...]:
+    """Every machine of the table, for a listing."""
+    prices = prices or list_prices()
+    slices = [_slice(generation, shape) for generation in GENERATIONS for shape in generation.shapes]
+    return (*(replace(machine, price=prices.of(machine)) for machine in slices), *prices.machines.values())
+
+
+def prices_from(raw: Mapping[str, Any], source: str) -> Prices:
+    """The list's prices with a parsed TOML file's on top.
+
+    ::
+
+        as_of = "2026-11-01"
+        storage_gb_month = 0.020
+        [chip_hour]                    # by generation
+        v5e = { on_demand = 1.20, preemptible = 0.30 }
+        [machine_hour]                 # a whole machine, by any spelling
+        v3-8 = { on_demand = 4.00, preemptible = 1.35 }
+        [machines.h100-8]              # one that the table does not know
+        chips = 8
+        hbm_gib = 80
+        tflops = 989
+        on_demand = 24.0
+        preemptible = 12.0
+    """
+    base = list_prices()
+    unknown = sorted(set(raw) - {"as_of", "storage_gb_month", "chip_hour", "machine_hour", "machines"})
+    if unknown:
+        raise SpecError(
+            source,
+            expected="as_of, storage_gb_month, chip_hour, machine_hour, machines",
+            found=", ".join(map(repr, unknown)),
+        )
+    chip_hour = dict(base.chip_hour)
+    for word, value in raw.get("chip_hour", {}).items():
+        generation = BY_SPELLING.get(word.lower())
+        if generation is None:
+            known = ", ".join(row.name for row in GENERATIONS)
+            raise SpecError(f"{source}: chip_hour", expected=f"one of {known}", found=repr(word))
+        chip_hour[generation.name] = _price(value, f"{source}: chip_hour.{word}")
+    return Prices(
+        as_of=str(raw.get("as_of", base.as_of)),
+        source=source,
+        chip_hour=chip_hour,
+        machine_hour={
+            parse_machine(word).name: _price(value, f"{source}: machine_hour.{word}")
+            for word, value in raw.get("machine_hour", {}).items()
+        },
+        machines={word.lower(): _own(word, value, source) for word, value in raw.get("machines", {}).items()},
+        storage_gb_month=_number(raw.get("storage_gb_month", base.storage_gb_month), f"{source}: storage_gb_month"),
+    )
+
+
+def _number(value: object, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not (0 <= value < math.inf):
+        raise SpecError(where, expected="a number, 0 or more", found=repr(value))
+    return float(value)
+
+
+def _whole(value: object, where: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise SpecError(where, expected="a whole number, 1 or more", found=repr(value))
+    return value
+
+
+def _price(value: object, where: str) -> Price:
+    if not isinstance(value, Mapping) or "on_demand" not in value:
+        raise SpecError(where, expected="{ on_demand = …, preemptible = … }", found=repr(value))
+    on_demand = _number(value["on_demand"], where)
+    return Price(on_demand, _number(value.get("preemptible", on_demand), where))
+
+
+def _own(name: str, value: object, source: str) -> Machine:
+    where = f"{source}: machines.{name}"
+    if not isinstance(value, Mapping) or not {"chips", "hbm_gib", "tflops"} <= set(value):
+        raise SpecError(where, expected="chips, hbm_gib, tflops, on_demand and, if not 1, hosts", found=repr(value))
+    chips, hosts = (_whole(value.get(key, 1), f"{where}.{key}") for key in ("chips", "hosts"))
+    if chips % hosts:
+        raise SpecError(where, expected="chips that divide over the hosts", found=f"{chips} chips, {hosts} hosts")
+    tflops = _number(value["tflops"], where)
+    if not tflops:
+        raise SpecError(f"{where}.tflops", expected="more than 0", found=0)
+    return Machine(
+        name=name,
+        topology="",
+        generation="",
+        shape=(chips,),
+        chips=chips,
+        cores=chips,
+        devices=chips,
+        hosts=hosts,
+        hbm_bytes=int(_number(value["hbm_gib"], where) * GIB),
+        tflops=tflops,
+        price=_price(value, where),
+    )

@@ -1,0 +1,301 @@
+"""The actual program, compiled ahead of time by the real TPU compiler for a topology that nobody has paid for yet.
+
+``libtpu`` (``pip install 'spile[tpu]'``) compiles on a machine without a TPU. It runs in a process of its own: it wants
+its own environment, writes much to the standard error, and would otherwise take the lock of a running worker.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from spile.errors import Failure, SpecError
+from spile.models.architecture import Experts, ModelConfig, Rope
+from spile.models.tensors import flops_per_token
+from spile.plan.machines import parse_machine
+from spile.spec.taps import Tap
+
+__all__ = ["Fit", "Program", "available", "compile_rows", "largest", "search"]
+
+_ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",  # where the host's own arrays live; the compiler is asked by name
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+}
+_TRIES = 6
+_FULL = 0.9
+"""The part of the memory from which on a batch is large enough."""
+_NEAR = 1.15
+"""A batch within this factor of one that does not fit is large enough."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """What would run: a model, its taps, a padded length, on a machine."""
+
+    config: ModelConfig
+    taps: tuple[Tap, ...]
+    machine: str
+    length: int
+    dtype: str = "bfloat16"
+    store_dtype: str = "bfloat16"
+    mesh_shape: tuple[int, int] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """For the compiler's process."""
+        return {**dataclasses.asdict(self), "taps": [str(tap) for tap in self.taps]}
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Program:
+        """The inverse."""
+        config = dict(fields["config"])
+        for name, kind in (("rope", Rope), ("local_rope", Rope), ("experts", Experts)):
+            config[name] = None if config[name] is None else kind(**config[name])
+        config["windows"] = tuple(config["windows"])
+        shape = fields["mesh_shape"]
+        return cls(
+            **{
+                **fields,
+                "config": ModelConfig(**config),
+                "taps": tuple(Tap.parse(tap) for tap in fields["taps"]),
+                "mesh_shape": None if shape is None else (int(shape[0]), int(shape[1])),
+            }
+        )
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What the compiler said of one batch size. Bytes are a device's."""
+
+    rows: int
+    """Sequences per device."""
+    length: int
+    mesh: tuple[int, int]
+    memory: int
+    """What the device has."""
+    fits: bool
+    weights: int = 0
+    peak: int = 0
+    """At most at once, weights included, and the rows of the batches before that are still on their way."""
+    temporary: int = 0
+    host: int = 0
+    """Rows on their way home, in the host's memory."""
+    flops: float = 0.0
+    """The model's, per step and device."""
+    seconds: float = 0.0
+    """The compiler took."""
+    why: str = ""
+    """Where it does not fit: the compiler's words."""
+
+    @property
+    def tokens(self) -> int:
+        """A step and device: what ``--batch-tokens`` counts."""
+        return self.rows * self.length
+
+
+def available() -> bool:
+    """Whether the compiler is installed."""
+    return importlib.util.find_spec("libtpu") is not None
+
+
+def search(program: Program, rows: int, *, find_largest: bool = True) -> Iterator[Fit]:
+    """Compile for ``rows`` sequences per device; then, if asked, for others until the largest that fits is known."""
+    if not available():
+        raise SpecError("the TPU compiler", expected="libtpu", found="none", fix="pip install 'spile[tpu]'")
+    with _compiler(program) as ask:
+        if not find_largest:
+            yield ask(rows)
+            return
+        yield from _bisect(ask, rows)
+
+
+def _bisect(ask: Callable[[int], Fit], rows: int) -> Iterator[Fit]:
+    """By what the last one used and left free, then by halves, between one that fits and one that does not."""
+    low: Fit | None = None
+    too_many: int | None = None
+    for _ in range(_TRIES):
+        fit = ask(rows)
+        yield fit
+        if fit.fits:
+            low = fit
+            if fit.peak >= _FULL * fit.memory:
+                return
+        else:
+            too_many = rows
+        if low is not None and too_many is not None:
+            if too_many <= low.rows + 1 or too_many <= low.rows * _NEAR:
+                return
+            rows = max(low.rows + 1, round((low.rows * too_many) ** 0.5))
+        elif low is not None:
+            grown = low.rows * (low.memory - low.weights) / max(low.peak - low.weights, 1)
+            rows = max(low.rows + 1, int(min(grown * 0.97, low.rows * 16)))
+        elif rows == 1:
+            return
+        else:
+            rows = max(1, rows // 4)
+
+
+def largest(fits: list[Fit]) -> Fit | None:
+    """The largest batch that fits, of those tried."""
+    return max((fit for fit in fits if fit.fits), key=lambda fit: fit.rows, default=None)
+
+
+class _compiler:  # noqa: N801 - reads as a verb: with _compiler(program) as ask
+    """The process that compiles: a line of JSON in, a line of JSON out."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+
+    def __enter__(self) -> Callable[[int], Fit]:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("TPU_", "XLA_"))}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "spile.plan.tpu_compiler"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**environment, **_ENVIRONMENT},
+        )
+        self._errors = _Tail(self._process)
+        self._write(self._program.to_json())
+        return self._ask
+
+    def _write(self, message: object) -> None:
+        assert self._process.stdin is not None  # noqa: S101 - opened with a pipe
+        self._process.stdin.write(json.dumps(message) + "\n")
+        self._process.stdin.flush()
+
+    def _ask(self, rows: int) -> Fit:
+        assert self._process.stdout is not None  # noqa: S101 - opened with a pipe
+        try:
+            self._write(rows)
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            raise Failure("the TPU compiler ended", found=self._errors.last())
+        answer = json.loads(line)
+        return Fit(**{**answer, "mesh": tuple(answer["mesh"])})
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+class _Tail:
+    """The last lines of a process's standard error, read as they come so that it never waits."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        import threading
+        from collections import deque
+
+        self._lines: deque[str] = deque(maxlen=20)
+        source = process.stderr
+
+        def read() -> None:
+            for line in source or ():
+                if line.strip():
+                    self._lines.append(line.strip())
+
+        self._thread = threading.Thread(target=read, daemon=True)
+        self._thread.start()
+
+    def last(self) -> str:
+        self._thread.join(2)
+        return self._lines[-1][:300] if self._lines else "no word"
+
+
+# -- in the compiler's process ----------------------------------------------------------------------------------------
+
+
+def compile_rows(program: Program, rows: int) -> Fit:
+    """Compile the worker's own program for this many rows per device."""
+    import jax
+    import jax.numpy as jnp
+
+    from spile.models.attention import choose
+    from spile.models.decoder import head_needed, layers_needed
+    from spile.models.params import choose_runs, placed
+    from spile.worker.device import DeviceProducer
+    from spile.worker.mesh import default_shape, make_mesh, plan_mesh
+    from spile.worker.pipeline import AHEAD
+
+    machine, config = parse_machine(program.machine), program.config
+    devices = _topology_devices(program.machine)
+    memory = machine.hbm_bytes * machine.chips // len(devices)
+    layers, head = layers_needed(program.taps, config.n_layers), head_needed(program.taps)
+    itemsize = jnp.dtype(program.dtype).itemsize
+    shape = program.mesh_shape or default_shape(config, len(devices), itemsize, memory, layers, head=head)
+    mesh, plan = make_mesh(shape, devices), plan_mesh(config, shape)
+    runs = choose_runs(config, program.taps, layers, itemsize)
+    producer = DeviceProducer(
+        placed(config, program.dtype, runs, plan.place(mesh), head=head),
+        config,
+        program.taps,
+        store_dtype=program.store_dtype,
+        mesh=mesh,
+        attention=choose(config, "tpu", program.dtype),
+        dtype=program.dtype,
+        runs=runs,
+    )
+    known = Fit(rows, program.length, shape, memory, False, plan.weight_bytes(config, itemsize, layers, head=head))
+    began = time.perf_counter()
+    try:
+        compiled = producer.compile((rows, program.length))
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        why = " ".join(str(error).split())[:300]
+        return dataclasses.replace(known, seconds=time.perf_counter() - began, why=why)
+    used: Any = compiled.memory_analysis()
+    leaving = (
+        used.output_size_in_bytes
+    )  # what the program leaves on the device, and the worker sends under the next ones
+    peak = used.peak_memory_in_bytes + used.generated_code_size_in_bytes + (AHEAD - 1) * leaving
+    return dataclasses.replace(
+        known,
+        fits=peak <= memory,
+        peak=peak,
+        temporary=used.temp_size_in_bytes,
+        host=used.host_output_size_in_bytes + leaving,
+        flops=flops_per_token(config, program.length, layers - 1, head=head) * known.tokens,
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _topology_devices(machine: str) -> list[Any]:
+    from jax.experimental import topologies
+
+    kind = parse_machine(machine)
+    if not kind.topology:
+        raise SpecError("--topology", expected="a TPU", found=machine)
+    more: dict[str, Any] = {"chip_config_name": "megacore"} if kind.generation == "v4" else {}
+    if kind.hosts == 1 and kind.chips in (1, 8):
+        # The compiler takes a host for 2 × 2 chips; these are one host of another shape.
+        more["chips_per_host_bounds"] = (*kind.shape, 1)
+    description = topologies.get_topology_desc(platform="tpu", topology_name=kind.topology, **more)
+    return list(description.devices)
+
+
+def _serve() -> None:
+    # Whatever the compiler prints goes elsewhere: the standard output is for answers.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    program = Program.from_json(json.loads(sys.stdin.readline()))
+    for line in sys.stdin:
+        fit = compile_rows(program, int(line))
+        answers.write(json.dumps(dataclasses.asdict(fit)) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    _serve()

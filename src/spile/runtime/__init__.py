@@ -1,1 +1,0 @@
-"""The worker's one loop, its device-to-host pipeline, the pod and the mesh."""

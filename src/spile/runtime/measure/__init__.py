@@ -1,1 +1,0 @@
-"""What measures and forecasts: benchmarks, limits, the TPU compiler for ``spile plan``. No worker comes here."""

@@ -1,1 +1,0 @@
-"""Heartbeats, and the snapshot made from them and the ledger."""

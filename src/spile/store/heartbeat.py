@@ -1,0 +1,232 @@
+"""A worker's heartbeat, the content of ``progress.json``, as a noun. ``status.heartbeat`` writes and reads it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Any
+
+from spile.errors import Damaged, Fenced, Interrupted, SpileError
+from spile.objects.folder import Folder, NotFound
+from spile.spec.hiding import secret_values, struck_out
+from spile.spec.phase import Phase
+from spile.spec.records import known_fields
+from spile.store.layout import PROGRESS
+from spile.version import __version__
+
+__all__ = [
+    "Beat",
+    "Heartbeat",
+    "Reading",
+    "read_beat",
+]
+
+
+_COUNTS = ("samples", "samples_committed", "tokens", "shards_written", "shards_committed", "retries")
+
+
+def _count(value: Any) -> int:
+    number = int(value)
+    if not 0 <= number < 1 << 63:
+        raise ValueError(f"{number} is no count")
+    return number
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the worker knows of itself at one moment. Counts are of this attempt."""
+
+    phase: Phase
+    samples: int = 0
+    samples_committed: int = 0
+    tokens: int = 0
+    shards_written: int = 0
+    shards_committed: int = 0
+    tokens_per_second: float = 0.0
+    retries: int = 0
+    expected: int | None = None
+    """Samples that the stream will have when this worker is done with it (``--max-samples`` counted in)."""
+
+    def got_no_further_than(self, before: Reading) -> bool:
+        """Whether nothing was done in between: a rate that falls and a retry are no progress."""
+        return replace(self, tokens_per_second=0.0, retries=0) == replace(before, tokens_per_second=0.0, retries=0)
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A reading with its author and its time."""
+
+    attempt: str
+    host: str
+    phase: Phase
+    samples: int
+    samples_committed: int
+    tokens: int
+    shards_written: int
+    shards_committed: int
+    tokens_per_second: float
+    retries: int
+    expected: int | None
+    started: str
+    updated: str
+    version: str
+    log_tail: tuple[str, ...] = ()
+    last_error: str | None = None
+    missed: int = 0
+    """Heartbeats that could not be written."""
+    progressed: str | None = None
+    """When its counts or its phase last changed: a worker can be alive and get no further."""
+
+    def age(self, now: float) -> float:
+        """Seconds since it was written."""
+        return now - datetime.fromisoformat(self.updated).timestamp()
+
+    def idle(self, now: float) -> float | None:
+        """Seconds since it last got further, where it says so."""
+        return None if self.progressed is None else now - datetime.fromisoformat(self.progressed).timestamp()
+
+    def to_json(self) -> dict[str, Any]:
+        """As stored."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Beat:
+        """As stored, every field of its type; an exception of any kind where it is none."""
+        known = known_fields(cls, found)
+        for name in _COUNTS:
+            known[name] = _count(known[name])
+        rate = float(known["tokens_per_second"])
+        known["tokens_per_second"] = rate if math.isfinite(rate) else 0.0
+        known["expected"] = None if known["expected"] is None else _count(known["expected"])
+        for name in ("attempt", "host", "version", "started", "updated"):
+            known[name] = str(known[name])
+        known["log_tail"] = tuple(str(line) for line in known.get("log_tail", ()))
+        known["last_error"] = None if known.get("last_error") is None else str(known["last_error"])
+        beat = cls(**{**known, "phase": Phase.read(known["phase"])})
+        beat.age(0.0), beat.idle(0.0)  # a time that cannot be read is no heartbeat
+        return beat
+
+
+EVERY = 30.0
+_TAIL = 20
+_LINE = 400
+_MOST = 1 << 20
+"""Bytes of a heartbeat; ours have 10,000 at most."""
+_PATIENCE = 10.0
+"""Seconds that the end of a run waits for the last heartbeat."""
+
+
+class Heartbeat:
+    """Writes the heartbeat in a thread of its own. It never raises: a run is worth more than its pulse."""
+
+    def __init__(
+        self,
+        folder: Folder,
+        attempt: str,
+        read: Callable[[], Reading],
+        *,
+        every: float = EVERY,
+        clock: Callable[[], float] = time.time,
+        host: str | None = None,
+        log: Callable[[str], None] = lambda _line: None,
+    ) -> None:
+        self._folder, self._attempt, self._read = folder, attempt, read
+        self._every, self._clock, self._log = every, clock, log
+        self._host = host or socket.gethostname()
+        self._started = self._progressed = _iso(clock())
+        self._last: Reading | None = None
+        self._hidden = secret_values({}, os.environ)
+        self._tail: deque[str] = deque(maxlen=_TAIL)
+        self._error: str | None = None
+        self._ended: Phase | None = None
+        self._handed_over = False
+        self._wake = threading.Event()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self.missed = 0
+
+    def __enter__(self) -> Heartbeat:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if error is not None:
+            self.note_error(error)
+            asked = isinstance(error, Interrupted) or not isinstance(error, Exception)
+            self._ended = Phase.STOPPED if asked else Phase.FAILED
+            self._handed_over = isinstance(error, Fenced)  # the heartbeat is its successor's now
+        self._over.set()
+        self._wake.set()
+        self._thread.join(_PATIENCE)
+
+    def beat(self) -> None:
+        """Write one soon: after a commit. Returns at once."""
+        self._wake.set()
+
+    def note(self, line: str) -> None:
+        """A line of the log; the last few are part of the heartbeat, without the values of secret variables."""
+        self._tail.append(struck_out(line, self._hidden)[:_LINE])
+
+    def note_error(self, error: BaseException | str) -> None:
+        """The last error."""
+        text = str(error) if isinstance(error, str | SpileError) else f"{type(error).__name__}: {error}"
+        if isinstance(error, KeyboardInterrupt):
+            text = "interrupted"
+        self._error = struck_out(text, self._hidden)[:_LINE]
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            self._write()
+            self._wake.wait(self._every)
+            self._wake.clear()
+        if not self._handed_over:
+            self._write()
+
+    def _write(self) -> None:
+        try:
+            now = self._read()
+            if self._last is None or not now.got_no_further_than(self._last):
+                self._last, self._progressed = now, _iso(self._clock())
+            beat = Beat(
+                attempt=self._attempt,
+                host=self._host,
+                started=self._started,
+                updated=_iso(self._clock()),
+                version=__version__,
+                log_tail=tuple(self._tail),
+                last_error=self._error,
+                missed=self.missed,
+                progressed=self._progressed,
+                **{**asdict(now), "phase": self._ended or now.phase},
+            )
+            self._folder.put(PROGRESS, json.dumps(beat.to_json(), indent=1).encode() + b"\n")
+        except Exception as error:  # noqa: BLE001  whatever it was, the run goes on
+            self.missed += 1
+            self._log(f"heartbeat not written ({self.missed} so far): {error}")
+
+
+def read_beat(folder: Folder) -> Beat | None:
+    """The heartbeat in a stream's folder; None where there is none, or none that can be read."""
+    try:
+        data = folder.get(PROGRESS)
+    except (NotFound, Damaged):
+        return None
+    if len(data) > _MOST:
+        return None
+    try:
+        return Beat.from_json(json.loads(data))
+    except Exception:  # noqa: BLE001 - anybody can write it; one that makes no sense is none, and stops no monitor
+        return None
+
+
+def _iso(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")

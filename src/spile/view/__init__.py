@@ -1,0 +1,1 @@
+"""Terminal displays and reports."""

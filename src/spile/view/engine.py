@@ -1,0 +1,120 @@
+"""A run of many workers at the prompt: one table in a terminal, plain lines elsewhere, signals counted for all."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from spile.errors import SpileError
+from spile.launch.supervisor import EngineOutcome, Scheduler
+from spile.spec.amounts import counted
+from spile.store.snapshot import Snapshot, SnapshotReader, StreamView
+from spile.view.streams import render
+from spile.view.table import Lasting, headline, totals_line
+
+__all__ = ["EngineView", "watched_engine"]
+
+_LINE_EVERY = 10.0
+
+
+@dataclass
+class EngineView:
+    """What a user sees of the run, and what they ask of it."""
+
+    console: Console
+    reader: SnapshotReader
+    live: Live | None = None
+    clock: Callable[[], float] = time.monotonic
+    asked: int = 0
+    """How many times Ctrl+C or SIGTERM came."""
+    _line_due: float = field(default=0.0)
+    _last: str = ""
+
+    def log(self, line: str) -> None:
+        """An event: above the table, or in the log."""
+        self.console.print(Text.assemble(("· ", "dim"), line), soft_wrap=True)
+
+    def observe(self, scheduler: Scheduler) -> Mapping[int, StreamView]:
+        """Look at the dataset and show it."""
+        try:
+            snapshot = self.reader.take()
+        except SpileError as error:  # the store has hiccups; workers tell when it is serious
+            self.log(f"not seen: {error}")
+            return {}
+        state = _state(scheduler)
+        if self.live is not None:
+            self.live.update(Group(render(snapshot), Text(state)), refresh=True)
+        elif self.clock() >= self._line_due:
+            self._line_due = self.clock() + _LINE_EVERY
+            line = f"{state}; {_totals(snapshot)}"
+            if line != self._last:
+                self.console.print(line, markup=False, soft_wrap=True)
+            self._last = line
+        return {view.number: view for view in snapshot.streams}
+
+    def finish(self, outcome: EngineOutcome, streams: int, root: str, max_samples: int | None) -> None:
+        """The last lines: what came of it, and what to type next."""
+        try:
+            totals = _totals(self.reader.take())
+        except SpileError as error:
+            totals = f"not seen: {error}"
+        again = outcome.attempts - streams
+        more = f", {counted(again, 'attempt')} more than streams" if again > 0 else ""
+        self._print("activations", root)
+        self._print("streams", f"{outcome.done} of {streams} done{more}")
+        self._print("dataset", totals)
+        for number, problem in outcome.failed.items():
+            self._print("given up", f"stream {number}: {problem}")
+        bound = "" if max_samples is None else f" --max-samples {max_samples}"
+        whole = outcome.done == streams
+        self._print("next", f"spile verify {root}{bound}" if whole else "the same command again resumes")
+
+    def _print(self, name: str, text: str) -> None:
+        self.console.print(f"{name:<11}  {text}", markup=False, soft_wrap=True)
+
+
+def _state(scheduler: Scheduler) -> str:
+    parts = [f"{scheduler.count('done')} done", f"{scheduler.count('running')} running"]
+    parts += [f"{count} {word}" for word in ("waiting", "failed") if (count := scheduler.count(word))]
+    return f"streams on {scheduler.engine.name}: {', '.join(parts)}"
+
+
+def _totals(snapshot: Snapshot) -> str:
+    return ", ".join([totals_line(snapshot), *headline(None, snapshot.seconds_left)])
+
+
+@contextmanager
+def watched_engine(reader: SnapshotReader, console: Console | None = None) -> Iterator[EngineView]:
+    """While this lasts, one display and one Ctrl+C for all workers."""
+    view = EngineView(console or Lasting(highlight=False), reader)
+    with ExitStack() as stack:
+        stack.enter_context(_counting(view))
+        if view.console.is_terminal:
+            view.live = stack.enter_context(Live(console=view.console, auto_refresh=False, transient=True))
+        yield view
+
+
+@contextmanager
+def _counting(view: EngineView) -> Iterator[None]:
+    """A signal is counted; the scheduler acts on the count."""
+
+    def handle(number: int, _frame: FrameType | None) -> None:
+        view.asked += 1
+        name = signal.Signals(number).name
+        what = "all workers commit and stop (again: end at once)" if view.asked == 1 else "ending at once"
+        view.log(f"{name}: {what}")
+
+    before = {kind: signal.signal(kind, handle) for kind in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for kind, old in before.items():
+            signal.signal(kind, old)

@@ -1,0 +1,237 @@
+"""A fleet's status as the guides' table, and as plain lines where there is no terminal."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
+from functools import partial
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from spile.fleet.monitor import FleetStatus, WorkerStatus
+from spile.fleet.provider import Life
+from spile.spec.amounts import amount, counted
+from spile.store.snapshot import Snapshot, State, StreamView
+from spile.view import watching
+from spile.view.table import (
+    COUNTS,
+    Column,
+    Fitting,
+    ago,
+    counts_line,
+    draw,
+    headline,
+    keep_rows,
+    one_line_each,
+    share_height,
+    totals_line,
+)
+from spile.view.watching import footer, health_line
+
+__all__ = ["plain_lines", "render", "watch"]
+
+_NEWS = 6
+_STYLE = {Life.ALIVE: "green", Life.COMING: "cyan", Life.LEAVING: "yellow", Life.DEAD: "red", Life.ABSENT: "red"}
+
+
+def render(status: FleetStatus, *, interval: float | None = None, height: int | None = None) -> RenderableType:
+    """The whole dashboard. With ``height`` never taller: texts are cut to a line, workers that are well left out."""
+    status = _told_once(status)
+    zones = len(status.fleet.zones)
+    head = [
+        Text("ACTIVATION EXTRACTION - LIVE MONITORING", style="bold"),
+        Text(f"Bucket: {status.fleet.root}    Fleet: {status.fleet.name}"),
+        Text(f"Total workers: {len(status.workers)} across {zones} zone{'s' * (zones != 1)}"),
+    ]
+    if interval is not None:
+        head.append(Text(f"Check interval: {interval:g} s"))
+    news, foot, room = _news(status), partial(footer, status, status.taken, interval), None
+    if height is not None:
+        log = "all are in the fleet's log"
+        news, room = share_height(height, len(head) + len(foot()), news, len(status.workers), log)
+    lines = [*head, *foot(news)]
+    if height is not None:
+        one_line_each(lines)
+    table = Fitting(partial(_table, status, room), _SPARE, [column.title for column in _COLUMNS if column.cut])
+    return Group(*lines[: len(head)], Text(""), table, Text(""), *lines[len(head) :])
+
+
+def _told_once(status: FleetStatus) -> FleetStatus:
+    """With a zone's quota text, which is long, in one line of its own, and in neither rows nor actions."""
+    blocks = {zone: block.why.strip() for zone, block in status.history.blocks.items() if block.why.strip()}
+    blocked = [each for each in status.workers if _waits_for_quota(each) and each.past.zone in blocks]
+    counts = Counter(each.past.zone for each in blocked)
+    workers = tuple(
+        replace(each, note=f"no quota in {each.past.zone}") if each in blocked else each for each in status.workers
+    )
+    told = [blocks[zone] for zone in counts]
+    actions = tuple(line for line in status.actions if not any(why in line for why in told))
+    lines = (f"no quota in {zone} for {counted(count, 'worker')}: {blocks[zone]}" for zone, count in counts.items())
+    return replace(status, workers=workers, problems=(*lines, *status.problems), actions=actions)
+
+
+def _waits_for_quota(each: WorkerStatus) -> bool:
+    return each.machine.life is Life.ABSENT and not each.past.gave_up and not each.past.finished
+
+
+def _rank(each: WorkerStatus) -> tuple[bool, bool, bool]:
+    """Those in trouble before all others."""
+    return not each.past.gave_up, not each.needs_recovery, each.healthy
+
+
+def _view(each: WorkerStatus) -> StreamView:
+    """Its stream; an empty one where its worker has not begun it."""
+    return each.view or StreamView(each.worker.id, each.worker.name, State.WAITING)
+
+
+def _begun_by_all(status: FleetStatus) -> Snapshot:
+    """The snapshot, with an empty stream for each worker that has not begun its own."""
+    return replace(status.snapshot, streams=tuple(map(_view, status.workers)))
+
+
+def _of_view(column: Column[StreamView, Snapshot]) -> Column[WorkerStatus, FleetStatus]:
+    """A stream's column in a fleet's table."""
+    return Column(
+        column.title,
+        lambda each: column.cell(_view(each)),
+        lambda status: column.total(_begun_by_all(status)),
+        column.justify,
+    )
+
+
+_COLUMNS: tuple[Column[WorkerStatus, FleetStatus], ...] = (
+    Column("NAME", lambda each: each.worker.name, lambda _: "TOTALS", "left"),
+    Column(
+        "MACHINE",
+        lambda each: Text(_status_word(each), style="green" if each.past.finished else _STYLE[each.machine.life]),
+        justify="left",
+    ),
+    *(_of_view(column) for column in COUNTS if column.title != "HEARD"),
+    Column(
+        "WORKER",
+        lambda each: Text(_story(each), style="red" if each.past.gave_up else "dim", no_wrap=True, overflow="ellipsis"),
+        justify="left",
+        cut=True,
+    ),
+)
+_SPARE = ("SIZE", "SHARDS", "COMMITTED", "TOKENS/S")
+"""What goes first where the terminal is narrow."""
+
+
+def _table(status: FleetStatus, room: int | None, without: Collection[str]) -> Table:
+    shown, more = keep_rows(status.workers, room, _rank)
+    table = draw([column for column in _COLUMNS if column.title not in without], shown, status)
+    if more:
+        table.add_row(f"… and {more} more")
+    return table
+
+
+def _status_word(each: WorkerStatus) -> str:
+    if each.past.finished and each.machine.life is Life.ABSENT:
+        return "DONE"
+    return "GIVEN UP" if each.past.gave_up else each.machine.value
+
+
+def _story(each: WorkerStatus) -> str:
+    """What it is at, where, and what it has been through."""
+    parts = []
+    if each.past.finished:
+        parts.append("finished")
+    elif each.view is not None and each.view.phase and each.machine.life is Life.ALIVE:
+        age = "" if each.view.age is None else f" ({ago(each.view.age)})"
+        parts.append(f"{each.view.phase}{age}")
+    if each.zone != each.worker.zone:
+        parts.append(f"moved to {each.zone}")
+    for count, word in ((each.past.preemptions, "preempted"), (each.past.crashes, "crashed")):
+        if count:
+            parts.append(f"{word} {count}×")
+    if each.note and not each.past.finished and each.machine.life is not Life.ALIVE:
+        parts.append(each.note.partition("\n")[0])
+    return ", ".join(parts)
+
+
+def _news(status: FleetStatus) -> list[Text]:
+    """What to know beside the table, what needs somebody before the rest."""
+    lines = [Text(_summary(status))]
+    if status.history.stopped:
+        lines.append(Text(f"Stopped: {status.history.stopped}", style="red"))
+    if status.holder is not None:
+        lines.append(Text(_watched_by(status), style="yellow"))
+    lines += [Text(f"{names}: {reason}", style="red") for reason, names in _given_up(status)]
+    news = (*status.problems, *status.actions)
+    lines += [Text(line, style="yellow") for line in news[:_NEWS]]
+    if len(news) > _NEWS:
+        lines.append(Text(f"… and {len(news) - _NEWS} more actions; all are in the fleet's log", style="yellow"))
+    return lines
+
+
+def _given_up(status: FleetStatus) -> Iterator[tuple[str, str]]:
+    """Each reason once, with the workers that were given up for it."""
+    reasons: dict[str, list[str]] = {}
+    for each in status.workers:
+        if each.past.gave_up:
+            reasons.setdefault(each.past.gave_up, []).append(each.worker.name)
+    for reason, names in reasons.items():
+        yield reason, names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
+def _watched_by(status: FleetStatus) -> str:
+    holder = "" if status.holder is None else status.holder.owner
+    return f"{holder} monitors this fleet; this one only watches"
+
+
+def _summary(status: FleetStatus) -> str:
+    parts = [f"{amount(status.snapshot.total('tokens_per_second'))} tokens/s"]
+    parts += headline(status.percent, status.snapshot.seconds_left)
+    return ", ".join([*parts, _spent(status)])
+
+
+def _spent(status: FleetStatus) -> str:
+    budget = status.fleet.policy.budget
+    return f"${status.history.dollars:.2f} so far" + (f" of ${budget:.2f}" if budget is not None else "")
+
+
+def plain_lines(status: FleetStatus) -> list[str]:
+    """One line per worker and one for all: for a log."""
+    status = _told_once(status)
+    lines = [
+        f"{each.worker.name} {_status_word(each)}: {counts_line(_view(each))}"
+        + (f"; {_story(each)}" if _story(each) else "")
+        for each in status.workers
+    ]
+    parts = [
+        f"total: {totals_line(status.snapshot)}; {health_line(status)}",
+        *headline(status.percent, status.snapshot.seconds_left),
+        _spent(status),
+    ]
+    lines.append(", ".join(parts))
+    if status.holder is not None:
+        lines.append(_watched_by(status))
+    return [*lines, *status.problems, *status.actions]
+
+
+def watch(
+    look: Callable[[], FleetStatus],
+    console: Console,
+    *,
+    interval: float,
+    sleep: Callable[[float], None] = time.sleep,
+) -> FleetStatus:
+    """Show a fleet until its work is over, then what came of it and what to type next."""
+
+    def draws(status: FleetStatus) -> RenderableType:
+        return render(status, interval=interval, height=console.height)  # which may be another one at each look
+
+    with watching.showing(console, draws, plain_lines) as show:
+        status = watching.watch(look, show, lambda seen: seen.over, console, interval=interval, sleep=sleep)
+    ended = "the work is finished"  # also where a budget was reached on the way: nothing was left to stop
+    if status.failed:
+        ended = status.history.stopped or "some workers were given up"
+    bound = "" if status.fleet.max_samples is None else f" --max-samples {status.fleet.max_samples}"
+    following = f"spile verify {status.fleet.root}{bound}"
+    console.print(f"{ended}; ${status.history.dollars:.2f} spent; next: {following}", markup=False, soft_wrap=True)
+    return status

@@ -1,0 +1,162 @@
+"""What comes from the hosts, shown: every line with its host's coloured name, every byte in its host's file."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from spile.errors import Failure
+from spile.hosts.hosts import Host
+from spile.hosts.run import HostOutcome
+
+__all__ = ["Logs", "outcome_table", "print_outcomes"]
+
+COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_red", "bright_cyan", "bright_green")
+LONGEST = 1 << 16
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+class Logs:
+    """The hosts' logs: a file each, and lines for the terminal."""
+
+    def __init__(
+        self, hosts: Sequence[Host], folder: Path | None, console: Console | None, *, bare: bool = False
+    ) -> None:
+        self.folder = folder
+        self._console, self._bare = console, bare
+        self._width = max((len(host.label) for host in hosts), default=0)
+        self._styles = {host: COLOURS[number % len(COLOURS)] for number, host in enumerate(hosts)}
+        self._rest = dict.fromkeys(hosts, b"")
+        self._files: dict[Host, BinaryIO] = {}
+        self._prefixes: dict[Host, str] = {}
+
+    def open(self) -> None:
+        """Make every host's file; nothing is made for hosts that were never reached."""
+        if self.folder is not None and not self._files:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._files = {
+                host: (self.folder / f"{host.file_name}.log").open("wb", buffering=0) for host in self._styles
+            }
+
+    def path(self, host: Host) -> Path | None:
+        """A host's file."""
+        return None if self.folder is None else self.folder / f"{host.file_name}.log"
+
+    def write(self, host: Host, data: bytes) -> None:
+        """Bytes as they came; the terminal gets whole lines."""
+        try:
+            self.open()
+            if host in self._files:
+                self._files[host].write(data)
+        except OSError as error:
+            raise Failure(f"cannot write the log of {host.label}", found=str(error)) from error
+        *lines, rest = (self._rest[host] + data).split(b"\n")
+        if len(rest) > LONGEST:
+            lines, rest = [*lines, rest], b""
+        self._rest[host] = rest
+        self._print(host, lines)
+
+    def close(self) -> None:
+        """The last line may have no end."""
+        for host, rest in self._rest.items():
+            if rest:
+                self._print(host, [rest])
+        for file in self._files.values():
+            file.close()
+
+    def __enter__(self) -> Logs:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _print(self, host: Host, lines: Sequence[bytes]) -> None:
+        if self._console is None or not lines:
+            return
+        prefix = self._prefixes.setdefault(host, self._render(self._prefix(host)))
+        self._console.file.write("".join(f"{prefix}{self._plain(line)}\n" for line in lines))
+        self._console.file.flush()
+
+    def _prefix(self, host: Host) -> Text:
+        return Text("" if self._bare else f"{host.label:<{self._width}} │ ", style=self._styles[host])
+
+    def _plain(self, line: bytes) -> str:
+        """A line that is safe to show: colours stay, what would move the cursor goes."""
+        # A progress bar redraws its line with carriage returns: what is left standing is its last state.
+        text = line.decode("utf-8", "replace").rstrip("\r").rpartition("\r")[2]
+        return self._render(Text.from_ansi(text)) if _CONTROL.search(text) else text
+
+    def _render(self, text: Text) -> str:
+        # Rich is slow by the line: it draws each host's prefix once, and only lines that have codes of their own.
+        assert self._console is not None  # noqa: S101
+        with self._console.capture() as drawn:
+            self._console.print(text, end="", soft_wrap=True)
+        return drawn.get()
+
+
+def outcome_table(outcomes: Sequence[HostOutcome], logs: Logs) -> Table:
+    """Host, code, what happened, seconds, log."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading, justify in (("host", "left"), ("code", "right"), ("", "left"), ("seconds", "right"), ("log", "left")):
+        # A host's number is the end of its name: it and the code are whole where the others fold.
+        whole = heading in ("host", "code", "seconds")
+        width = max((len(outcome.host.label) for outcome in outcomes), default=4) if heading == "host" else None
+        table.add_column(heading, justify=justify, no_wrap=whole, overflow="fold", min_width=width)  # type: ignore[arg-type]
+    for outcome in outcomes:
+        style = "dim" if outcome.stopped else "green" if outcome.code == 0 else "red"
+        path = logs.path(outcome.host)
+        table.add_row(
+            outcome.host.label,
+            str(outcome.code),
+            _story(outcome),
+            f"{outcome.seconds:.1f}",
+            str(path or ""),
+            style=style,
+        )
+    return table
+
+
+def print_outcomes(outcomes: Sequence[HostOutcome], logs: Logs, console: Console) -> None:
+    """The table, here and as ``outcome.json`` beside the logs."""
+    if console.is_terminal:
+        console.print(outcome_table(outcomes, logs))
+    else:  # whole lines, for grep and for a log
+        console.print("host  code  seconds  log", markup=False)
+        for outcome in outcomes:
+            story = _story(outcome)
+            words = [
+                outcome.host.label,
+                str(outcome.code),
+                f"{outcome.seconds:.1f}",
+                str(logs.path(outcome.host) or ""),
+            ]
+            console.print("  ".join([*words, *([story] if story else [])]), markup=False, soft_wrap=True)
+    if logs.folder is None:
+        return
+    rows = [
+        {
+            "host": outcome.host.label,
+            "address": outcome.host.address,
+            "code": outcome.code,
+            "cause": outcome.cause,
+            "seconds": outcome.seconds,
+            "left": list(outcome.left),
+            "log": os.fspath(logs.path(outcome.host) or ""),
+        }
+        for outcome in outcomes
+    ]
+    (logs.folder / "outcome.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+def _story(outcome: HostOutcome) -> str:
+    if outcome.left:
+        return f"{outcome.cause}; still running: {', '.join(map(str, outcome.left))}"
+    return "" if outcome.cause == "ended" else outcome.cause

@@ -1,0 +1,212 @@
+"""Where commands print: a terminal's width counts, a pipe or a file has none; brackets in a name are no markup."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from spile.spec.amounts import amount, counted, duration, size
+from spile.store.snapshot import Snapshot, StreamView
+
+__all__ = [
+    "COUNTS",
+    "Column",
+    "Fitting",
+    "Lasting",
+    "ago",
+    "counts_line",
+    "draw",
+    "first_lines",
+    "headline",
+    "keep_rows",
+    "of",
+    "one_line_each",
+    "output",
+    "share_height",
+    "totals_line",
+]
+
+
+_NO_WIDTH = 10_000
+"""For what is no terminal: no table is cut short there, and no line is broken."""
+
+
+def output(**more: Any) -> Console:
+    """Standard output, as it is now."""
+    console = Console(highlight=False, markup=False, **more)
+    if not console.is_terminal:
+        console.width = _NO_WIDTH
+    return console
+
+
+class Lasting(Console):
+    """Outlives its reader: Ctrl+C in ``spile extract | tee log`` ends tee first, and work and exit code still count."""
+
+    def __init__(self, **more: Any) -> None:
+        super().__init__(**{"highlight": False, "markup": False, **more})
+
+    def on_broken_pipe(self) -> None:
+        """Be quiet from now on, the interpreter's last flush too."""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+
+
+_ANY = 10_000
+"""Wider than any table."""
+_CUT = 24
+"""What a column whose cells may be cut short should have at the least."""
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """The table that ``build`` makes without some columns: as few of ``spare`` as the width allows, the first first."""
+
+    build: Callable[[Collection[str]], Table]
+    spare: Sequence[str]
+    cut: Collection[str] = ()
+    """Columns whose cells may be cut short, so that fewer are left out."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
+        for count in range(len(self.spare) + 1):
+            table = self.build(self.spare[:count])
+            if self._width(table, console, options) <= options.max_width:
+                break
+        yield table
+
+    def _width(self, table: Table, console: Console, options: ConsoleOptions) -> int:
+        """What it takes for every cell to be whole that is not to be cut short."""
+        cut = [column for column in table.columns if column.header in self.cut]
+        for column in cut:
+            column.max_width = _CUT
+        width = Measurement.get(console, options.update_width(_ANY), table).maximum
+        for column in cut:
+            column.max_width = None
+        return width
+
+
+Row = TypeVar("Row")
+_AROUND = 5
+"""Lines beside rows and texts: two empty ones, the table's titles and totals, and the cursor's."""
+_ROWS = 6
+"""Rows of the table that news leave room for."""
+
+
+def share_height(height: int, fixed: int, news: list[Text], rows: int, elsewhere: str) -> tuple[list[Text], int]:
+    """The news that there is room for beside ``fixed`` lines, and how many rows the table may have."""
+    free = height - fixed - _AROUND
+    news = first_lines(news, max(1, free - min(rows, _ROWS)), elsewhere)
+    return news, max(2, free - len(news))
+
+
+def first_lines(lines: list[Text], room: int, elsewhere: str) -> list[Text]:
+    """The first lines, the last of them saying how many more there are, and ``elsewhere`` where all are."""
+    if len(lines) <= room:
+        return lines
+    return [*lines[: room - 1], Text(f"… and {len(lines) - room + 1} more; {elsewhere}", style="yellow")]
+
+
+def keep_rows(rows: Sequence[Row], room: int | None, rank: Callable[[Row], Any]) -> tuple[list[Row], int]:
+    """The rows that there is room for, in their order, those of the lowest rank; and how many are left out."""
+    if room is None or len(rows) <= room:
+        return list(rows), 0
+    kept = set(sorted(range(len(rows)), key=lambda place: rank(rows[place]))[: room - 1])
+    return [row for place, row in enumerate(rows) if place in kept], len(rows) - len(kept)
+
+
+def one_line_each(lines: Iterable[Text]) -> None:
+    """Texts that would wrap are cut to the terminal's width."""
+    for line in lines:
+        line.no_wrap, line.overflow = True, "ellipsis"
+
+
+Row_table = TypeVar("Row_table")
+Whole = TypeVar("Whole")
+
+
+@dataclass(frozen=True)
+class Column(Generic[Row_table, Whole]):
+    """One column: its title, a row's cell, and what the last row says of the whole."""
+
+    title: str
+    cell: Callable[[Row_table], RenderableType]
+    total: Callable[[Whole], str] = lambda _: ""
+    justify: Literal["left", "right"] = "right"
+    cut: bool = False
+    """Whether long cells are cut short, so that the others have room: texts that do not wrap."""
+
+
+def draw(columns: Sequence[Column[Row_table, Whole]], rows: Iterable[Row_table], whole: Whole) -> Table:
+    """The table, with totals below."""
+    table = Table(box=None, show_footer=True, footer_style="bold", header_style="bold", padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column.title, column.total(whole), justify=column.justify, no_wrap=not column.cut)
+    for row in rows:
+        table.add_row(*(column.cell(row) for column in columns))
+    return table
+
+
+def _samples(snapshot: Snapshot) -> str:
+    return of(snapshot.total("samples"), None if snapshot.percent is None else snapshot.total("expected"))
+
+
+def _rate(value: float) -> str:
+    return amount(value) if value else ""
+
+
+COUNTS: tuple[Column[StreamView, Snapshot], ...] = (
+    Column("SAMPLES", lambda stream: of(stream.samples, stream.expected), _samples),
+    Column("SHARDS", lambda stream: f"{stream.shards:,}", lambda whole: f"{whole.total('shards'):,.0f}"),
+    Column("COMMITTED", lambda stream: f"{stream.committed:,}", lambda whole: f"{whole.total('committed'):,.0f}"),
+    Column("SIZE", lambda stream: size(stream.bytes), lambda whole: size(whole.total("bytes"))),
+    Column(
+        "TOKENS/S",
+        lambda stream: _rate(stream.tokens_per_second),
+        lambda whole: _rate(whole.total("tokens_per_second")),
+    ),
+    Column("HEARD", lambda stream: ago(stream.age)),
+)
+"""What is counted of a stream, under the same names wherever a stream is shown."""
+
+
+def of(count: float, expected: float | None) -> str:
+    """``1,250/2,000``."""
+    return f"{count:,.0f}/{'?' if expected is None else f'{expected:,.0f}'}"
+
+
+def ago(age: float | None) -> str:
+    """One unit is enough to tell a heartbeat from a silence."""
+    if age is None:
+        return "never"
+    for seconds, unit in ((172_800, "d"), (7200, "h"), (120, "min")):
+        if age >= seconds:
+            return f"{age / (seconds / 2):.0f} {unit} ago"
+    return f"{age:.0f} s ago"
+
+
+def counts_line(stream: StreamView) -> str:
+    """A stream's counts where there is no table."""
+    return (
+        f"{of(stream.samples, stream.expected)} samples, {counted(stream.shards, 'shard')}, "
+        f"{stream.committed:,} committed, {size(stream.bytes)}, {amount(stream.tokens_per_second)} tokens/s"
+    )
+
+
+def totals_line(snapshot: Snapshot) -> str:
+    """All streams' counts."""
+    rate = snapshot.total("tokens_per_second")
+    committed = counted(round(snapshot.total("committed")), "shard")
+    line = f"{snapshot.total('samples'):,.0f} samples, {committed} committed, {size(snapshot.total('bytes'))}"
+    return f"{line}, {amount(rate)} tokens/s" if rate else line
+
+
+def headline(percent: float | None, seconds_left: float | None) -> list[str]:
+    """How far it is and how long it will take, as far as that is known."""
+    parts = [] if percent is None else [f"{percent:.1f} % done"]
+    return [*parts, f"about {duration(seconds_left)} left"] if seconds_left else parts

@@ -1,0 +1,212 @@
+"""What a running worker looks like: a bar in a terminal, plain lines elsewhere, signals that end it well."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from rich.cells import cell_len
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from spile.spec.amounts import amount, counted, duration, size
+from spile.view.table import Lasting
+from spile.worker.progress import Progress, ProgressSnapshot, Summary, Timeline
+from spile.worker.signals import handling_signals
+
+__all__ = ["WatchedWorker", "bar", "facts", "line", "report", "watched"]
+
+_LINE_EVERY = 10.0
+"""Seconds between plain lines where there is no terminal."""
+_BAR = 24
+
+
+@dataclass
+class WatchedWorker:
+    """A worker being watched."""
+
+    console: Console
+    progress: Progress
+    stop: threading.Event
+
+    def finish(self, summary: Summary, max_samples: int | None = None) -> None:
+        """Say what it came to."""
+        rows = facts(summary, max_samples)
+        if self.console.is_terminal:
+            self.console.print(report(rows))
+        else:  # whole lines, for grep
+            for name, text in rows:
+                self.console.print(f"{name:<11}  {text}", markup=False, soft_wrap=True)
+
+
+@contextmanager
+def watched(verbose: bool = False, console: Console | None = None) -> Iterator[WatchedWorker]:
+    """Show progress while this lasts. One Ctrl+C or SIGTERM commits what is done and stops; a second ends at once."""
+    console = console or Lasting(highlight=False)
+    stop = threading.Event()
+
+    def log(text: str) -> None:
+        console.print(Text.assemble(("· ", "dim"), text), soft_wrap=True)
+
+    progress = Progress(log=log, log_detail=log if verbose else lambda _line: None, timeline=Timeline.of_process())
+    with ExitStack() as stack:
+        stack.enter_context(handling_signals(stop, progress))
+        if console.is_terminal:
+            view = _View(progress, console)
+            live = stack.enter_context(Live(get_renderable=view, console=console, refresh_per_second=4, transient=True))
+            yield WatchedWorker(console, progress, stop)
+            live.stop()
+        else:
+            stack.enter_context(_lines(progress, console, 1.0 if verbose else _LINE_EVERY))
+            yield WatchedWorker(console, progress, stop)
+
+
+@contextmanager
+def _lines(progress: Progress, console: Console, every: float) -> Iterator[None]:
+    over = threading.Event()
+
+    def write() -> None:
+        last = ""
+        while not over.wait(every):
+            text = line(progress.snapshot(), progress.total_samples)
+            if text != last:
+                console.print(text, soft_wrap=True)
+            last = text
+
+    thread = threading.Thread(target=write, name="spile-lines", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+class _View:
+    """The bar, drawn anew from the counters at each refresh."""
+
+    def __init__(self, progress: Progress, console: Console) -> None:
+        self._progress, self._console = progress, console
+        self._spinner = Spinner("dots")
+
+    def __call__(self) -> Table:
+        return bar(self._progress.snapshot(), self._progress.total_samples, self._console.width, self._spinner)
+
+
+def bar(now: ProgressSnapshot, total: int | None, width: int, spinner: Spinner | None = None) -> Table:
+    """One line of a terminal: what goes on, how far, how fast, how long still; what has no room is left out."""
+    cells: list[tuple[int, RenderableType, int]] = [(0, spinner or "", 1)]  # what goes first has the largest number
+
+    def add(rank: int, text: str, style: str = "") -> None:
+        if text:
+            cells.append((rank, Text(text, style), cell_len(text)))
+
+    add(0, now.doing)
+    if now.samples or now.computed_tokens:
+        if total:
+            cells.append((3, ProgressBar(total=total, completed=now.samples, width=_BAR), _BAR))
+        add(0, f"{now.samples:,}{f'/{total:,}' if total else ''} samples")
+        add(1, f"{amount(now.tokens_per_second)} tokens/s", "green")
+        add(4, f"{counted(now.shards_committed, 'shard')}, {size(now.bytes)}")
+        add(2, _left(now, total))
+        add(5, f"limited by: {now.limit}" if now.limit else "", "dim")
+    while sum(wide + 1 for _, _, wide in cells) > width and max(cells, key=_rank)[0]:
+        cells.remove(max(cells, key=_rank))
+    row = Table.grid(padding=(0, 1))
+    for _ in cells:
+        row.add_column(no_wrap=True)
+    row.add_row(*(cell for _, cell, _ in cells))
+    return row
+
+
+def _rank(cell: tuple[int, RenderableType, int]) -> int:
+    return cell[0]
+
+
+def line(now: ProgressSnapshot, total: int | None) -> str:
+    """The same where there is no terminal."""
+    if not now.samples:
+        return now.doing
+    parts = [
+        f"{now.samples:,}{f'/{total:,}' if total else ''} samples",
+        f"{now.tokens:,} tokens",
+        f"{amount(now.tokens_per_second)} tokens/s",
+        counted(now.shards_committed, "shard"),
+        size(now.bytes),
+        _left(now, total),
+        f"limited by: {now.limit}" if now.limit else "",
+    ]
+    return f"{now.doing}: " + ", ".join(part for part in parts if part)
+
+
+def _left(now: ProgressSnapshot, total: int | None) -> str:
+    working = now.seconds - now.compile_seconds
+    if not total or not now.samples or working <= 0:
+        return ""
+    return f"{duration((total - now.samples) * working / now.samples)} left"
+
+
+def facts(summary: Summary, max_samples: int | None = None) -> list[tuple[str, str]]:
+    """The last lines: where, how much, how fast, what next."""
+    rows = [
+        ("activations", summary.stream),
+        ("samples", _samples(summary)),
+        ("tokens", f"{summary.tokens:,}"),
+        ("bytes", f"{size(summary.bytes)} in {counted(summary.shards, 'shard')}"),
+        ("speed", _speed(summary.visit)),
+        ("limited by", summary.limited_by or ""),
+        ("wall time", _wall(summary.visit)),
+        ("device", summary.device),
+        ("memory", f"{size(summary.peak_memory)} of the host's at most"),
+        ("retries", f"{summary.retries}" if summary.retries else ""),
+        ("next", _next(summary, max_samples)),
+    ]
+    return [(name, text) for name, text in rows if text]
+
+
+def report(rows: list[tuple[str, str]]) -> Table:
+    """The last lines in a terminal."""
+    table = Table.grid(padding=(0, 2))
+    for name, text in rows:
+        table.add_row(Text(name, style="bold"), Text(text))
+    return table
+
+
+def _samples(summary: Summary) -> str:
+    visit = summary.visit
+    parts = [f"{summary.samples:,} stored"]
+    if visit.samples != summary.samples:
+        parts.append(f"{visit.samples:,} of them now")
+    parts += [f"{count:,} {reason}: skipped" for reason, count in sorted(visit.skipped.items())]
+    if visit.truncated:
+        parts.append(f"{visit.truncated:,} cut to the maximum length")
+    return ", ".join(parts)
+
+
+def _speed(visit: ProgressSnapshot) -> str:
+    if not visit.tokens:
+        return ""
+    return (
+        f"{amount(visit.tokens_per_second)} tokens/s over {duration(visit.seconds)}, "
+        f"{duration(visit.compile_seconds)} of it waiting for {counted(visit.shapes, 'program')} to compile; "
+        f"{visit.padding:.1%} padding"
+    )
+
+
+def _wall(visit: ProgressSnapshot) -> str:
+    wall = visit.wall
+    parts = (("start", wall.start), ("compile", wall.compile), ("run", wall.run), ("end", wall.end))
+    return f"{duration(wall.whole)}: " + ", ".join(f"{name} {duration(max(0.0, spent))}" for name, spent in parts)
+
+
+def _next(summary: Summary, max_samples: int | None) -> str:
+    if summary.interrupted or not summary.complete:
+        return "the same command again resumes"
+    bound = "" if max_samples is None else f" --max-samples {max_samples}"
+    return f"spile verify {summary.root}{bound}"

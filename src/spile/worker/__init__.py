@@ -1,0 +1,1 @@
+"""The worker: one pipeline from samples to committed shards."""

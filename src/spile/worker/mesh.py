@@ -1,0 +1,184 @@
+"""The mesh: devices in a rectangle of ``data × model``, and one table from a tensor's logical axes to it.
+
+An axis that the mesh does not divide evenly is replicated, and said: 14 heads cannot be cut into 16 whole parts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from spile.errors import SpecError
+from spile.models.architecture import ModelConfig
+from spile.models.attention import Attention, over_mesh
+from spile.models.experts import Mixture, choose_mixture, mixture_over_mesh
+from spile.models.params import build
+from spile.models.tensors import Tensor
+
+__all__ = ["AXES", "RULES", "MeshPlan", "default_shape", "device_memory", "make_mesh", "plan_mesh"]
+
+AXES = ("data", "model")
+
+RULES: Mapping[str, str | None] = {
+    "vocab": "model",
+    "heads": "model",
+    "kv_heads": "model",
+    "d_ff": "model",
+    "d_model": None,
+    "head_dim": None,
+    "experts": None,
+    "positions": None,
+    "layers": None,
+}
+"""Logical axis → mesh axis; None: every device has all of it."""
+
+_WEIGHTS_PART = 0.4
+"""The part of a device's memory that weights may take; the rest is for activations."""
+
+
+@dataclass(frozen=True)
+class MeshPlan:
+    """How a model lies on ``data × model`` devices. Known before any device is."""
+
+    data: int
+    model: int
+    units: Mapping[str, int] = field(default_factory=dict)
+    """How many whole parts a logical axis has where that is not its size: heads, not heads × head_dim."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(data, model)."""
+        return self.data, self.model
+
+    def spec(self, axes: Sequence[str | None], shape: Sequence[int]) -> PartitionSpec:
+        """Where a tensor's dimensions go; each mesh axis once, and only where it divides."""
+        taken: set[str] = set()
+        parts: list[str | None] = []
+        for axis, size in zip(axes, shape, strict=True):
+            target = RULES[axis] if axis is not None else None
+            fits = target is not None and target not in taken and self._divides(axis, size)
+            parts.append(target if fits else None)
+            taken |= {target} if fits and target is not None else set()
+        return PartitionSpec(*parts)
+
+    def _divides(self, axis: str | None, size: int) -> bool:
+        return self.units.get(axis or "", size) % self.model == 0 and size % self.model == 0
+
+    def place(self, mesh: Mesh) -> Any:
+        """For ``weights.load``: from a tensor's axes and shape to its sharding."""
+
+        def sharding(axes: tuple[str | None, ...], shape: tuple[int, ...]) -> Sharding:
+            return NamedSharding(mesh, self.spec(axes, shape))
+
+        return sharding
+
+    def notes(self, config: ModelConfig) -> list[str]:
+        """What is replicated because it does not divide, for the user."""
+        if self.model == 1:
+            return []
+        sizes = {
+            "heads": config.n_heads,
+            "kv_heads": config.n_kv_heads,
+            "d_ff": config.d_ff,
+            "vocab": config.vocab_size,
+        }
+        names = {"heads": "heads", "kv_heads": "key/value heads", "d_ff": "MLP columns", "vocab": "vocabulary rows"}
+        return [
+            f"{size} {names[axis]} do not divide over {self.model} devices (model axis): replicated on each"
+            for axis, size in sizes.items()
+            if size % self.model
+        ]
+
+    def attention(self, name: str, mesh: Mesh, config: ModelConfig) -> str | Attention:
+        """The implementation, run on each device's part where the compiler cannot partition it by itself."""
+        if name == "xla" or mesh.size == 1:
+            return name
+        whole_heads = config.n_heads % self.model == 0 and config.n_kv_heads % self.model == 0
+        if self.model == 1 or not whole_heads:
+            # Heads that do not divide are computed by rows: each device of a model-parallel set takes a part of them.
+            return over_mesh(name, mesh, AXES, None)
+        return over_mesh(name, mesh, "data", "model")
+
+    def mixture(self, platform: str, mesh: Mesh, config: ModelConfig) -> str | Mixture:
+        """How tokens reach their experts: on each device its own rows, through its own part of every expert."""
+        name = choose_mixture(platform)
+        if config.experts is None or mesh.size == 1:
+            return name
+        return mixture_over_mesh(name, mesh, whole=config.experts.d_ff % self.model != 0)
+
+    def weight_bytes(
+        self, config: ModelConfig, itemsize: int, n_layers: int | None = None, *, head: bool = False
+    ) -> int:
+        """Bytes of weights on each device."""
+        sizes: list[int] = []
+
+        def count(_: str, tensor: Tensor) -> None:
+            split = sum(part is not None for part in self.spec(tensor.axes, tensor.shape))
+            sizes.append(math.prod(tensor.shape) * itemsize // (self.model if split else 1))
+
+        build(config, n_layers, count, head=head)
+        return sum(sizes)
+
+
+def plan_mesh(config: ModelConfig, shape: tuple[int, int]) -> MeshPlan:
+    """The plan for a model on a mesh of this shape."""
+    return MeshPlan(*shape, units={"heads": config.n_heads, "kv_heads": config.n_kv_heads})
+
+
+def default_shape(
+    config: ModelConfig,
+    devices: int,
+    itemsize: int,
+    memory: int | None,
+    n_layers: int | None = None,
+    *,
+    head: bool = False,
+) -> tuple[int, int]:
+    """All data parallel if the weights leave room on a device; else the least model parallelism that makes room.
+
+    ``memory`` is a device's, in bytes; None: unknown, taken for enough.
+    """
+    if memory is None:
+        return devices, 1
+    widths = [width for width in range(1, devices + 1) if devices % width == 0]
+    for width in widths:
+        plan = plan_mesh(config, (devices // width, width))
+        if plan.weight_bytes(config, itemsize, n_layers, head=head) <= _WEIGHTS_PART * memory:
+            return plan.shape
+    return devices // widths[-1], widths[-1]
+
+
+def device_memory() -> int | None:
+    """What one device has, in bytes; None where it does not say, as a CPU."""
+    statistics = jax.local_devices()[0].memory_stats() or {}
+    limit = statistics.get("bytes_limit")
+    return None if limit is None else int(limit)
+
+
+def make_mesh(shape: tuple[int, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The devices in that rectangle, neighbours on the chips' own network along ``model``."""
+    from jax.experimental import mesh_utils
+
+    devices = list(jax.devices()) if devices is None else list(devices)
+    if math.prod(shape) != len(devices):
+        raise SpecError(
+            "--mesh-shape",
+            expected=f"DATA,MODEL whose product is the {len(devices)} devices there are",
+            found=f"{shape[0]},{shape[1]} ({math.prod(shape)})",
+        )
+    if devices[0].platform != "tpu":
+        # By process, so that a model-parallel set stays on one host where it fits.
+        ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
+        return Mesh(np.array(ordered).reshape(shape), AXES)
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    if slices > 1 and shape[0] % slices == 0:
+        inner = (shape[0] // slices, shape[1])
+        hybrid = mesh_utils.create_hybrid_device_mesh(inner, (slices, 1), devices, allow_split_physical_axes=True)
+        return Mesh(hybrid, AXES)
+    return Mesh(mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True), AXES)

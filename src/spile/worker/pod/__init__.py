@@ -1,0 +1,1 @@
+"""Many hosts that act as one worker."""

@@ -1,0 +1,413 @@
+"""The VM's metadata server: what it says, that it has no such thing, or that it does not answer.
+
+The three are different answers to "am I alone?": a host of a slice that takes silence for a no would do the whole
+slice's work by itself, and so would every other one.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from spile.errors import PodError, SpecError
+from spile.objects.cloud.metadata import google_metadata_url
+
+__all__ = [
+    "ROLL_CALL_PORT",
+    "Identity",
+    "Metadata",
+    "NoMetadata",
+    "Patience",
+    "find_identity",
+    "gce_metadata",
+    "this_process",
+]
+
+
+Metadata = Callable[[str], str | None]
+"""An attribute of the VM by its name; None where it has none; :class:`NoMetadata` where nobody answered."""
+
+_GCE_NAMES = ("Google", "Google Compute Engine")
+_CHIPS = ("accel[0-9]*", "vfio/[0-9]*")
+"""The devices' files of a TPU VM's chips: up to v4, and since v5e."""
+_PAUSE, _LONGEST_PAUSE = 0.25, 5.0
+
+
+class NoMetadata(PodError):
+    """A TPU VM's metadata server did not answer."""
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long to wait for an answer, in seconds."""
+
+    whole: float
+    """With one attribute, all tries together."""
+    one: float
+    """With the first try; each later one gets twice as long."""
+
+
+_OF_A_TPU = Patience(60.0, 4.0)
+_OF_ANOTHER = Patience(4.0, 2.0)
+"""Of a VM without TPUs, which cannot be part of a slice: the answer does not matter much."""
+
+
+def gce_metadata(
+    environment: Mapping[str, str],
+    *,
+    product: Path = Path("/sys/class/dmi/id/product_name"),
+    devices: Path = Path("/dev"),
+    patience: Patience | None = None,
+) -> Metadata | None:
+    """The metadata server of this VM; None where this is no Google VM, found out without asking the network."""
+    named = environment.get("GCE_METADATA_IP") or environment.get("GCE_METADATA_HOST")
+    if not named and not (product.is_file() and product.read_text(errors="replace").strip() in _GCE_NAMES):
+        return None
+    base = google_metadata_url("instance/attributes/", environment)
+    tpu = any(next(devices.glob(name), None) is not None for name in _CHIPS)
+    return _MetadataServer(base, patience or (_OF_A_TPU if tpu else _OF_ANOTHER), tpu=tpu)
+
+
+@dataclass
+class _Tried:
+    """One request: an answer, or why there is none."""
+
+    answer: str | None = None
+    trouble: str = "no answer"
+    final: bool = False
+    """Whether asking again is of no use."""
+    slow: bool = False
+    """Whether time ran out."""
+
+
+class _MetadataServer:
+    """Asks, and asks again while there is patience."""
+
+    def __init__(self, base: str, patience: Patience, *, tpu: bool) -> None:
+        self._base, self._patience, self._tpu = base, patience, tpu
+        self._one = patience.one
+
+    def __call__(self, key: str) -> str | None:
+        began = time.monotonic()
+        pause = _PAUSE
+        while True:
+            left = max(0.01, began + self._patience.whole - time.monotonic())
+            tried = _within(min(self._one, left), self._base + key)
+            if tried.final:
+                break
+            if time.monotonic() - began + pause >= self._patience.whole:
+                break
+            if tried.slow:
+                self._one *= 2  # for the next attribute too
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        if tried.trouble and self._tpu:
+            raise _silence(key, tried.trouble, time.monotonic() - began)
+        return tried.answer
+
+
+def _silence(key: str, trouble: str, waited: float) -> NoMetadata:
+    return NoMetadata(
+        f"this TPU VM's metadata server does not say which host of which slice this is ({waited:.0f} s)",
+        expected=f"an answer to {key}",
+        found=trouble,
+        fix="run it again, or say it: --process-id, --num-processes and --coordinator-address "
+        "(--num-processes 1: this host works alone)",
+    )
+
+
+def _within(seconds: float, url: str) -> _Tried:
+    """A request that is left to itself when time is up: finding the name, or a body in drips, has no timeout."""
+    tried: list[_Tried] = []
+    thread = threading.Thread(target=lambda: tried.append(_get(url, seconds)), name="spile-metadata", daemon=True)
+    thread.start()
+    thread.join(seconds * 1.1)
+    return tried[0] if tried else _Tried(trouble=f"no answer within {seconds:.2g} s", slow=True)
+
+
+def _get(url: str, seconds: float) -> _Tried:
+    import requests
+
+    try:
+        with requests.Session() as session:
+            session.trust_env = False  # it lives beside this machine, behind no proxy
+            answer = session.get(url, headers={"Metadata-Flavor": "Google"}, timeout=seconds)
+    except requests.Timeout:
+        return _Tried(trouble=f"no answer within {seconds:.2g} s", slow=True)
+    except requests.ConnectionError as error:
+        return _Tried(trouble=_reason(error))
+    except requests.RequestException as error:
+        return _Tried(trouble=str(error))
+    if answer.status_code == 404:
+        return _Tried(trouble="", final=True)
+    if answer.ok:
+        return _Tried(answer.text, trouble="", final=True)
+    again = answer.status_code >= 500 or answer.status_code == 429
+    return _Tried(trouble=f"status {answer.status_code}", final=not again)
+
+
+def _reason(error: BaseException) -> str:
+    """What the operating system said, at the root of what requests made of it."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, OSError) and seen.strerror:
+            return seen.strerror.lower()
+        seen = getattr(seen, "reason", None) or seen.__cause__ or seen.__context__
+    return "no connection"
+
+
+ROLL_CALL_PORT = 5555
+
+
+@dataclass(frozen=True)
+class Identity:
+    """One process of a pod."""
+
+    process: int
+    count: int
+    coordinator: str = ""
+    """Worker 0's host, as the others reach it; empty where there is one process."""
+    port: int = ROLL_CALL_PORT
+    """The roll call's, on that host."""
+    hosts: tuple[str, ...] = ()
+    """All hosts in order, where known."""
+    source: str = "one process"
+    """What said so."""
+    name: str = ""
+    """This machine's own name, for people."""
+    secret: str = field(default="", repr=False)
+    """What the hosts of a slice share and nobody else knows, where there is such a thing. A caller without it is a
+    stranger, whatever it says."""
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the one that commits."""
+        return self.process == 0
+
+    def host(self, process: int) -> str:
+        """A process for people: ``worker 3 (10.0.0.5)``."""
+        known = self.hosts[process] if process < len(self.hosts) else ""
+        return f"worker {process} ({known})" if known else f"worker {process}"
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What one source knows; None where it does not."""
+
+    process: int | None = None
+    count: int | None = None
+    hosts: tuple[str, ...] = ()
+    coordinator: str | None = None
+    source: str = ""
+    secret: str = field(default="", repr=False)
+
+
+def find_identity(
+    environment: Mapping[str, str],
+    *,
+    coordinator_address: str | None = None,
+    process_id: int | None = None,
+    num_processes: int | None = None,
+    hosts: int | None = None,
+    metadata: Metadata | None = None,
+    detect: Callable[[], tuple[str, int, int] | None] | None = None,
+    name: str | None = None,
+) -> Identity:
+    """Where this process stands. ``hosts`` is how many the ``--topology`` has, where one was given.
+
+    ``metadata`` None: this machine has none. ``detect`` is JAX's own detection: coordinator, count, number.
+    """
+    found = _from_flags(coordinator_address, process_id, num_processes)
+    silence: NoMetadata | None = None
+    if num_processes != 1 and None in (coordinator_address, process_id, num_processes):
+        described, silence = _from_metadata(metadata, environment)
+        found = _merged(found, described, _from_variables(environment), _from_jax(detect, environment))
+    count = found.count if found.count is not None else hosts
+    name = name or socket.gethostname()
+    if silence is not None and (count in (None, 1) or found.process is None):
+        raise silence
+    if count is None or count == 1:
+        _refuse_half(found, count)
+        if hosts is not None and hosts > 1:
+            raise _disagreement(hosts, 1, found.source or "this host")
+        return Identity(0, 1, source=found.source or "one process", name=name)
+    if found.process is None:
+        raise SpecError(
+            f"{count} processes, and nothing says which one this is",
+            expected="CLOUD_TPU_TASK_ID, TPU_WORKER_ID or a TPU VM's metadata",
+            fix="give --process-id, or leave --topology out for a single host",
+        )
+    if not 0 <= found.process < count:
+        raise SpecError(
+            f"this process's number ({found.source})", expected=f"from 0 to {count - 1}", found=found.process
+        )
+    if hosts is not None and hosts != count:
+        raise _disagreement(hosts, count, found.source)
+    return replace(_placed(found, count, name), secret=environment.get("SPILE_POD_SECRET") or found.secret)
+
+
+def _placed(found: _Found, count: int, name: str) -> Identity:
+    address = found.coordinator or (found.hosts[0] if found.hosts else "")
+    if not address:
+        raise SpecError(
+            f"process {found.process} of {count} does not know where worker 0 is ({found.source})",
+            fix="give --coordinator-address HOST",
+        )
+    host, port = _split(address)
+    return Identity(
+        process=found.process or 0,
+        count=count,
+        coordinator=host,
+        port=port or ROLL_CALL_PORT,
+        hosts=found.hosts if len(found.hosts) == count else (),
+        source=found.source,
+        name=name,
+    )
+
+
+def _disagreement(wanted: int, found: int, source: str) -> SpecError:
+    return SpecError(
+        "the topology's hosts",
+        expected=f"{wanted} (--topology)",
+        found=f"{found} ({source})",
+        fix="give this slice's own --topology, or leave it out",
+    )
+
+
+def _refuse_half(found: _Found, count: int | None) -> None:
+    """A number without a count: of a pod nobody described."""
+    if count is None and found.process:
+        raise SpecError(
+            f"{found.source} says that this is worker {found.process}, and nothing says of how many",
+            fix="give --num-processes or --topology, or unset the variable if an earlier launch left it",
+        )
+
+
+def _merged(*sources: _Found) -> _Found:
+    """Each fact from the first source that has it."""
+    whole = _Found()
+    names: list[str] = []
+    for found in sources:
+        before = whole
+        whole = replace(
+            whole,
+            process=found.process if whole.process is None else whole.process,
+            count=found.count if whole.count is None else whole.count,
+            hosts=whole.hosts or found.hosts,
+            coordinator=whole.coordinator or found.coordinator,
+            secret=whole.secret or found.secret,
+        )
+        if whole != before:
+            names.append(found.source)
+    return replace(whole, source=", ".join(names))
+
+
+def _from_flags(coordinator: str | None, process: int | None, count: int | None) -> _Found:
+    return _Found(process, count, (), coordinator, "flags")
+
+
+def _from_metadata(metadata: Metadata | None, environment: Mapping[str, str]) -> tuple[_Found, NoMetadata | None]:
+    """What it says, and its silence, for when nothing else says what slice this is part of."""
+    if metadata is None or "TPU_SKIP_MDS_QUERY" in environment:
+        return _Found(), None
+    try:
+        number, endpoints = metadata("agent-worker-number"), metadata("worker-network-endpoints")
+    except NoMetadata as silence:
+        return _Found(), silence
+    if not number and not endpoints:
+        return _Found(), None
+    if not number or not endpoints:
+        raise PodError(
+            "the VM's metadata has half of what says which host of which slice this is",
+            expected="agent-worker-number and worker-network-endpoints",
+            found="only the " + ("first" if number else "second"),
+            fix="wait until the TPU is READY and run it again, or give --process-id and --num-processes",
+        )
+    # Each endpoint is a bare address or name:id:address.
+    hosts = tuple(part.rpartition(":")[2] for part in endpoints.split(","))
+    variables = {**_tpu_env(metadata("tpu-env") or ""), **environment}
+    found = _slices(_number(number, "agent-worker-number"), hosts, variables, "the VM's metadata")
+    # What spile tpu create and spile deploy give a slice.
+    return replace(found, secret=(metadata("spile-secret") or "") if found.count != 1 else ""), None
+
+
+def _tpu_env(text: str) -> dict[str, str]:
+    """Lines such as ``MEGASCALE_NUM_SLICES: '2'``."""
+    pairs = (line.partition(":") for line in text.splitlines() if ":" in line)
+    return {key.strip(): value.strip().strip("'") for key, _, value in pairs}
+
+
+def _from_variables(environment: Mapping[str, str]) -> _Found:
+    listed = environment.get("TPU_PROCESS_ADDRESSES") or environment.get("TPU_WORKER_HOSTNAMES") or ""
+    hosts = tuple(host.strip() for host in listed.split(",") if host.strip())
+    number = environment.get("CLOUD_TPU_TASK_ID")
+    source = "CLOUD_TPU_TASK_ID"
+    # TPU_WORKER_ID alone names a stream, not a host: it says who we are only among listed hosts.
+    if number is None and len(hosts) > 1:
+        number, source = environment.get("TPU_WORKER_ID"), "TPU_WORKER_ID"
+    if number is None or not number.strip():
+        return _Found()
+    if len(hosts) <= 1:
+        return _Found(_number(number, source), 1 if hosts else None, hosts, None, source)
+    return _slices(_number(number, source), hosts, environment, f"{source} among {len(hosts)} TPU_WORKER_HOSTNAMES")
+
+
+def _slices(number: int, hosts: tuple[str, ...], variables: Mapping[str, str], source: str) -> _Found:
+    """One slice, or one of several that act together (multislice)."""
+    slices = _number(variables.get("MEGASCALE_NUM_SLICES") or "1", "MEGASCALE_NUM_SLICES")
+    mine = _number(variables.get("MEGASCALE_SLICE_ID") or "0", "MEGASCALE_SLICE_ID")
+    coordinator = variables.get("MEGASCALE_COORDINATOR_ADDRESS")
+    if slices <= 1 or not coordinator:
+        return _Found(number, len(hosts), hosts, None, source)
+    # Its port is JAX's business, not the roll call's.
+    where = coordinator.partition(":")[0]
+    return _Found(number + mine * len(hosts), slices * len(hosts), (), where, f"{source}, slice {mine} of {slices}")
+
+
+def _from_jax(detect: Callable[[], tuple[str, int, int] | None] | None, environment: Mapping[str, str]) -> _Found:
+    own = tuple(environment.get(f"JAX_{name}") for name in ("COORDINATOR_ADDRESS", "NUM_PROCESSES", "PROCESS_ID"))
+    if all(own):
+        address, count, number = own
+        return _Found(
+            _number(number or "", "JAX_PROCESS_ID"),
+            _number(count or "", "JAX_NUM_PROCESSES"),
+            (),
+            (address or "").partition(":")[0],
+            "JAX_PROCESS_ID",
+        )
+    detected = detect() if detect is not None else None
+    if detected is None:
+        return _Found()
+    coordinator, processes, mine = detected
+    return _Found(mine, processes, (), coordinator.partition(":")[0], "JAX's cluster detection")
+
+
+def _number(text: str, name: str) -> int:
+    if not text.strip().isdecimal():
+        raise SpecError(name, expected="a number", found=repr(text))
+    return int(text)
+
+
+def _split(address: str) -> tuple[str, int | None]:
+    """``HOST`` or ``HOST:PORT``."""
+    host, colon, port = address.rpartition(":")
+    if not colon or host.endswith(":"):
+        return address, None
+    return host, _number(port, "--coordinator-address's port")
+
+
+def this_process(**flags: object) -> Identity:
+    """:func:`find_identity` with this process's environment, metadata and JAX's detection."""
+    from spile.worker.pod.barriers import detect_cluster
+
+    return find_identity(
+        os.environ,
+        metadata=gce_metadata(os.environ),
+        detect=detect_cluster,
+        **flags,  # type: ignore[arg-type]
+    )

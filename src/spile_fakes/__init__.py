@@ -1,0 +1,1 @@
+"""Fake GCS and fake Cloud TPU, for tests and demonstrations. Not part of the wheel."""

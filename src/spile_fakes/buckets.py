@@ -1,0 +1,285 @@
+"""What the fake GCS holds: buckets, objects with generations and checksums, unfinished uploads. All in memory."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import itertools
+import random
+import threading
+import time
+from bisect import bisect_left
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from typing import Literal, get_args
+
+from spile.objects.crc import crc32c, to_base64
+
+__all__ = [
+    "Buckets",
+    "FakeBucket",
+    "Fault",
+    "FaultKind",
+    "Faults",
+    "Stored",
+    "Throttle",
+    "Upload",
+    "crc32c_base64",
+    "random_faults",
+]
+
+
+def crc32c_base64(*pieces: bytes) -> str:
+    """As GCS writes it."""
+    value = 0
+    for piece in pieces:
+        value = crc32c(piece, value)
+    return to_base64(value)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One object."""
+
+    pieces: tuple[bytes, ...]
+    """As it was sent; put together when it is first read, which a benchmark of writing never pays for."""
+    generation: int
+    updated: float
+    crc32c: str
+    md5: str | None
+    """None for what was put together from parts, as on GCS."""
+    content_type: str = "application/octet-stream"
+    metadata: dict[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def data(self) -> bytes:
+        """All of it."""
+        return b"".join(self.pieces)
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return sum(map(len, self.pieces))
+
+    @property
+    def etag(self) -> str:
+        """The MD5 in hexadecimal where there is one."""
+        return f'"{base64.b64decode(self.md5).hex()}"' if self.md5 else f'"-{self.generation}"'
+
+
+@dataclass
+class Upload:
+    """A multipart (XML) or resumable (JSON) upload under way."""
+
+    bucket: str
+    key: str
+    started: float
+    options: dict[str, str]
+    parts: dict[int, tuple[str, bytes]] = field(default_factory=dict)
+    received: bytearray = field(default_factory=bytearray)
+
+
+@dataclass
+class FakeBucket:
+    """Objects by key."""
+
+    location: str = "US-CENTRAL1"
+    objects: dict[str, Stored] = field(default_factory=dict)
+    refused: set[str] = field(default_factory=set)
+    """Permissions that whoever asks does not have."""
+    bindings: list[dict[str, object]] | None = field(default_factory=list)
+    """The IAM policy's; None: it may not be read."""
+    _sorted: list[str] | None = None
+
+    def keys(self) -> list[str]:
+        """Sorted; remembered until a key comes or goes."""
+        if self._sorted is None:
+            self._sorted = sorted(self.objects)
+        return self._sorted
+
+    def page(self, prefix: str, delimiter: str, after: str, limit: int) -> tuple[list[str], list[str], str | None]:
+        """Keys, folded prefixes, and where the next page begins."""
+        keys = self.keys()
+        last = after
+        found: list[str] = []
+        folded: list[str] = []
+        for key in itertools.islice(keys, bisect_left(keys, max(prefix, after)), None):
+            if not key.startswith(prefix):
+                break
+            if key <= after:
+                continue
+            if len(found) + len(folded) == limit:
+                return found, folded, last
+            rest = key[len(prefix) :]
+            if delimiter and delimiter in rest:
+                name = prefix + rest.partition(delimiter)[0] + delimiter
+                if name not in folded and not after.startswith(name):
+                    folded.append(name)
+            else:
+                found.append(key)
+            last = key
+        return found, folded, None
+
+
+class Buckets:
+    """All of them, behind one lock: what a request does is atomic."""
+
+    def __init__(self, base: str = "") -> None:
+        self.base = base
+        """The server's URL, for the links in its replies."""
+        self.lock = threading.RLock()
+        self.buckets: dict[str, FakeBucket] = {}
+        self.uploads: dict[str, Upload] = {}
+        self._generations = itertools.count(time.time_ns() // 1000)
+        self._ids = itertools.count(1)
+
+    def store(
+        self, bucket: str, key: str, *pieces: bytes, parted: bool = False, options: dict[str, str] | None = None
+    ) -> Stored:
+        """Create or replace."""
+        options = dict(options or {})
+        content_type = options.pop("contentType", "") or "application/octet-stream"
+        digest = hashlib.md5(pieces[0] if pieces else b"", usedforsecurity=False).digest() if not parted else b""
+        md5 = base64.b64encode(digest).decode() or None
+        with self.lock:
+            home = self.buckets[bucket]
+            stored = Stored(
+                pieces, next(self._generations), time.time(), crc32c_base64(*pieces), md5, content_type, options
+            )
+            if key not in home.objects:
+                home._sorted = None
+            home.objects[key] = stored
+        return stored
+
+    def remove(self, bucket: str, key: str) -> bool:
+        """False when there is none."""
+        with self.lock:
+            home = self.buckets[bucket]
+            home._sorted = None
+            return home.objects.pop(key, None) is not None
+
+    def damage(self, bucket: str, key: str, at: int = 0) -> None:
+        """Flip a byte at rest; the checksums stay as they were."""
+        with self.lock:
+            stored = self.buckets[bucket].objects[key]
+            data = bytearray(stored.data)
+            data[at] ^= 0x20
+            self.buckets[bucket].objects[key] = replace(stored, pieces=(bytes(data),))
+
+    def begin(self, bucket: str, key: str, options: dict[str, str] | None = None) -> str:
+        """A new upload's id."""
+        with self.lock:
+            name = f"upload-{next(self._ids)}"
+            self.uploads[name] = Upload(bucket, key, time.time(), options or {})
+            return name
+
+
+FaultKind = Literal["status", "status_after", "reset", "reset_after", "truncate", "corrupt", "slow", "hang"]
+
+
+@dataclass
+class Fault:
+    """One rule. It matches requests by method and by a part of their target, and wears out after ``count``."""
+
+    kind: FaultKind
+    status: int = 503
+    method: str | None = None
+    target: str = ""
+    """Found anywhere in the path and query."""
+    skip: int = 0
+    """Matching requests to let through first."""
+    count: int = 1
+    """Matching requests to spoil; -1: all of them."""
+    seconds: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(FaultKind):
+            raise ValueError(f"unknown fault {self.kind}, expected one of {', '.join(get_args(FaultKind))}")
+
+    def matches(self, method: str, target: str) -> bool:
+        """Whether this request is one of its kind."""
+        return self.count != 0 and self.method in (None, method) and self.target in target
+
+
+@dataclass
+class Faults:
+    """The rules in force, and what they did."""
+
+    rules: list[Fault] = field(default_factory=list)
+    spoiled: dict[str, int] = field(default_factory=dict)
+    requests: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def add(self, kind: FaultKind, **options: object) -> None:
+        """Put a rule in force."""
+        self.extend([Fault(kind, **options)])  # type: ignore[arg-type]
+
+    def extend(self, rules: list[Fault]) -> None:
+        """Put rules in force, after those that are."""
+        with self._lock:
+            self.rules.extend(rules)
+
+    def clear(self) -> None:
+        """Every request succeeds again."""
+        with self._lock:
+            self.rules.clear()
+
+    def strike(self, method: str, target: str) -> Fault | None:
+        """What goes wrong with this request, if anything; counts it."""
+        with self._lock:
+            self.requests += 1
+            for rule in self.rules:
+                if rule.matches(method, target):
+                    if rule.skip > 0:
+                        rule.skip -= 1
+                        continue
+                    rule.count -= rule.count > 0
+                    self.spoiled[rule.kind] = self.spoiled.get(rule.kind, 0) + 1
+                    return rule
+        return None
+
+    def report(self) -> dict[str, object]:
+        """For the admin endpoint."""
+        with self._lock:
+            rules = [asdict(rule) for rule in self.rules]
+            return {"requests": self.requests, "spoiled": dict(self.spoiled), "rules": rules}
+
+
+def random_faults(seed: int, count: int, requests: int = 40) -> list[Fault]:
+    """A schedule of faults that pass, spread over about so many requests; the same for the same seed."""
+    dice = random.Random(seed)
+    kinds: list[FaultKind] = ["status", "status_after", "reset", "reset_after", "truncate", "corrupt", "slow"]
+    rules = []
+    for _ in range(count):
+        kind = dice.choice(kinds)
+        status = dice.choice([408, 429, 500, 502, 503, 504])
+        method = dice.choice([None, None, "PUT", "POST", "GET"])
+        rules.append(
+            Fault(kind, status, method, skip=dice.randrange(requests), count=dice.choice([1, 1, 2]), seconds=0.02)
+        )
+    return rules
+
+
+class Throttle:
+    """A cap on the bytes per second that all connections share. Unlimited until it is set."""
+
+    def __init__(self) -> None:
+        self.rate: float | None = None
+        self._free = 0.0
+        self._lock = threading.Lock()
+
+    def take(self, count: int, since: float | None = None) -> float:
+        """Wait until so many bytes may pass; when that was.
+
+        ``since``: when the bytes before these, of the same body, passed. These were waiting behind them, so that a
+        thread that wakes up late on a busy machine does not count as a line that was idle.
+        """
+        now = time.monotonic()
+        rate = self.rate
+        if not rate:
+            return now
+        with self._lock:
+            self._free = end = max(self._free, now if since is None else since) + count / rate
+        if end > now:
+            time.sleep(end - now)
+        return end

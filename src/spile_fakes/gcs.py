@@ -1,0 +1,834 @@
+"""The JSON half of the fake GCS: what Google's own client and ``gcloud storage`` speak."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import hashlib
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import socketserver
+import ssl
+import struct
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from email.utils import formatdate
+from pathlib import Path
+from types import TracebackType
+from typing import Self, cast
+from urllib.parse import parse_qs, parse_qsl, quote, unquote, urlsplit
+from xml.etree import ElementTree
+from xml.sax.saxutils import escape
+
+from spile_fakes.buckets import Buckets, FakeBucket, Fault, Faults, Stored, Throttle, crc32c_base64
+from spile_fakes.certificates import loopback_context
+
+__all__ = [
+    "FakeGcs",
+    "FakeReply",
+    "FaultyProxy",
+    "FaultyServer",
+    "Request",
+    "answer_json",
+    "answer_xml",
+    "main",
+    "range_of",
+    "read_headers",
+]
+
+
+_PAGE = 1000
+
+
+def answer_json(buckets: Buckets, request: Request) -> FakeReply:
+    """One request below ``/storage/v1``, ``/upload/storage/v1`` or ``/download/storage/v1``."""
+    upload = request.path.startswith(("/upload/", "/resumable/upload/"))
+    parts = [unquote(part) for part in request.path.partition("/storage/v1/")[2].split("/")]
+    with buckets.lock:
+        match parts:
+            case ["b"]:
+                return _buckets(buckets, request)
+            case ["b", name, *rest]:
+                bucket = buckets.buckets.get(name)
+                if bucket is None:
+                    return _error(404, "The specified bucket does not exist.")
+                if upload:
+                    return _upload(buckets, name, request)
+                return _in_bucket(buckets, name, bucket, rest, request)
+    return _error(404, "Not Found")
+
+
+def _reply(value: dict[str, object], status: int = 200, headers: dict[str, str] | None = None) -> FakeReply:
+    return FakeReply(status, json.dumps(value).encode(), {"Content-Type": "application/json", **(headers or {})})
+
+
+def _error(status: int, message: str) -> FakeReply:
+    detail = {"message": message, "domain": "global", "reason": "fake"}
+    return _reply({"error": {"code": status, "message": message, "errors": [detail]}}, status)
+
+
+def _when(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+def _bucket_resource(name: str, bucket: FakeBucket) -> dict[str, object]:
+    return {
+        "kind": "storage#bucket",
+        "id": name,
+        "name": name,
+        "location": bucket.location,
+        "locationType": "region" if "-" in bucket.location else "multi-region",
+        "storageClass": "STANDARD",
+        "metageneration": "1",
+        "timeCreated": _when(0),
+        "updated": _when(0),
+        "projectNumber": "1",
+    }
+
+
+def _object_resource(bucket: str, key: str, stored: Stored, base: str) -> dict[str, object]:
+    where = f"storage/v1/b/{bucket}/o/{quote(key, safe='')}"
+    return {
+        "selfLink": f"{base}/{where}",
+        "mediaLink": f"{base}/download/{where}?generation={stored.generation}&alt=media",
+        "kind": "storage#object",
+        "id": f"{bucket}/{key}/{stored.generation}",
+        "bucket": bucket,
+        "name": key,
+        "generation": str(stored.generation),
+        "metageneration": "1",
+        "contentType": stored.content_type,
+        "storageClass": "STANDARD",
+        "size": str(stored.size),
+        "crc32c": stored.crc32c,
+        "etag": stored.etag.strip('"'),
+        "timeCreated": _when(stored.updated),
+        "updated": _when(stored.updated),
+        **({"md5Hash": stored.md5} if stored.md5 else {}),
+        **({"metadata": stored.metadata} if stored.metadata else {}),
+    }
+
+
+def _buckets(buckets: Buckets, request: Request) -> FakeReply:
+    if request.method == "POST":
+        wanted = json.loads(request.body)
+        if wanted["name"] in buckets.buckets:
+            return _error(409, "Your previous request to create the named bucket succeeded and you already own it.")
+        bucket = buckets.buckets[wanted["name"]] = FakeBucket(wanted.get("location", "US").upper())
+        return _reply(_bucket_resource(wanted["name"], bucket))
+    items = [_bucket_resource(name, bucket) for name, bucket in sorted(buckets.buckets.items())]
+    return _reply({"kind": "storage#buckets", "items": items})
+
+
+def _in_bucket(buckets: Buckets, name: str, bucket: FakeBucket, rest: list[str], request: Request) -> FakeReply:
+    match request.method, rest:
+        case "GET", []:
+            return _reply(_bucket_resource(name, bucket))
+        case "DELETE", []:
+            if bucket.objects:
+                return _error(409, "The bucket you tried to delete is not empty.")
+            del buckets.buckets[name]
+            return FakeReply(204)
+        case "GET", ["storageLayout"]:
+            layout = {"kind": "storage#storageLayout", "bucket": name, "location": bucket.location}
+            return _reply({**layout, "hierarchicalNamespace": {"enabled": False}})
+        case "GET", ["iam", "testPermissions"]:
+            asked = parse_qs(request.target.partition("?")[2]).get("permissions", [])
+            held = [permission for permission in asked if permission not in bucket.refused]
+            kind: dict[str, object] = {"kind": "storage#testIamPermissionsResponse"}
+            return _reply(kind | ({"permissions": held} if held else {}))
+        case "GET", ["iam"]:
+            if bucket.bindings is None:
+                return _error(403, "does not have storage.buckets.getIamPolicy access")
+            return _reply({"kind": "storage#policy", "version": 1, "etag": "CAE=", "bindings": bucket.bindings})
+        case "GET", ["o"]:
+            return _listing(buckets, name, request.query)
+        case method, ["o", key]:
+            return _object(buckets, name, bucket, key, method, request)
+    return _error(404, "Not Found")
+
+
+def _listing(buckets: Buckets, name: str, query: dict[str, str]) -> FakeReply:
+    bucket = buckets.buckets[name]
+    limit = int(query.get("maxResults", _PAGE))
+    after = query.get("pageToken", "")
+    keys, folded, token = bucket.page(query.get("prefix", ""), query.get("delimiter", ""), after, limit)
+    items = [_object_resource(name, key, bucket.objects[key], buckets.base) for key in keys]
+    page: dict[str, object] = {"kind": "storage#objects", "items": items, "prefixes": folded}
+    return _reply(page | ({"nextPageToken": token} if token else {}))
+
+
+def _refused(there: Stored | None, query: dict[str, str]) -> bool:
+    wanted = query.get("ifGenerationMatch")
+    return wanted is not None and int(wanted) != (there.generation if there else 0)
+
+
+def _object(buckets: Buckets, name: str, bucket: FakeBucket, key: str, method: str, request: Request) -> FakeReply:
+    stored = bucket.objects.get(key)
+    if stored is None:
+        return _error(404, f"No such object: {name}/{key}")
+    if _refused(stored, request.query):
+        return _error(412, "At least one of the pre-conditions you specified did not hold.")
+    match method:
+        case "DELETE":
+            buckets.remove(name, key)
+            return FakeReply(204)
+        case "GET" if request.query.get("alt") == "media":
+            span = range_of(request.headers.get("range"), stored.size)
+            if span is None:
+                return FakeReply(200, b"", read_headers(stored)) if not stored.data else _error(416, "no such range")
+            headers = read_headers(stored)
+            if "range" in request.headers:
+                headers["Content-Range"] = f"bytes {span[0]}-{span[1] - 1}/{stored.size}"
+            return FakeReply(206 if "range" in request.headers else 200, stored.data[slice(*span)], headers)
+        case "GET":
+            return _reply(_object_resource(name, key, stored, buckets.base))
+    return _error(405, method)
+
+
+def _upload(buckets: Buckets, name: str, request: Request) -> FakeReply:
+    query = request.query
+    if "upload_id" in query:
+        return _resume(buckets, name, request)
+    there = buckets.buckets[name].objects
+    match query.get("uploadType"):
+        case "media":
+            return _insert(
+                buckets,
+                name,
+                query["name"],
+                request.body,
+                query,
+                {"contentType": request.headers.get("content-type", "")},
+            )
+        case "multipart":
+            resource, data = _related(request)
+            return _insert(buckets, name, str(resource.get("name") or query["name"]), data, query, resource)
+        case "resumable":
+            resource = json.loads(request.body or b"{}")
+            key = str(resource.get("name") or query["name"])
+            if _refused(there.get(key), query):
+                return _error(412, "At least one of the pre-conditions you specified did not hold.")
+            kept = {**_options(resource), **{k: v for k, v in query.items() if k == "ifGenerationMatch"}}
+            handle = buckets.begin(name, key, kept)
+            location = f"{buckets.base}/upload/storage/v1/b/{name}/o?uploadType=resumable&upload_id={handle}"
+            return FakeReply(200, b"", {"Location": location, "X-GUploader-UploadID": handle})
+    return _error(400, "unknown uploadType")
+
+
+def _options(resource: dict[str, object]) -> dict[str, str]:
+    return {k: str(resource[k]) for k in ("contentType", "crc32c") if resource.get(k)}
+
+
+def _insert(
+    buckets: Buckets,
+    name: str,
+    key: str,
+    data: bytes,
+    query: dict[str, str],
+    resource: dict[str, object] | dict[str, str],
+) -> FakeReply:
+    if _refused(buckets.buckets[name].objects.get(key), query):
+        return _error(412, "At least one of the pre-conditions you specified did not hold.")
+    if resource.get("crc32c") and resource["crc32c"] != crc32c_base64(data):
+        return _error(400, "Provided CRC32C does not match calculated CRC32C.")
+    stored = buckets.store(name, key, data, options={"contentType": str(resource.get("contentType") or "")})
+    return _reply(_object_resource(name, key, stored, buckets.base))
+
+
+def _related(request: Request) -> tuple[dict[str, object], bytes]:
+    """The two parts of a multipart/related body: the resource and the data."""
+    found = re.search(r"boundary=[\"']?([^\"';]+)", request.headers.get("content-type", ""))
+    mark = b"--" + (found.group(1) if found else "").encode()
+    _, resource, data = (piece for piece in request.body.split(mark)[:3])
+    body = re.split(rb"\r?\n\r?\n", data, maxsplit=1)[1]
+    if body.endswith(b"\r\n"):
+        body = body[:-2]
+    elif body.endswith(b"\n"):
+        body = body[:-1]
+    return json.loads(re.split(rb"\r?\n\r?\n", resource, maxsplit=1)[1]), body
+
+
+def _resume(buckets: Buckets, name: str, request: Request) -> FakeReply:
+    handle = request.query["upload_id"]
+    upload = buckets.uploads.get(handle)
+    if upload is None:
+        return _error(404, "no such upload")
+    if request.method == "DELETE":
+        del buckets.uploads[handle]
+        return FakeReply(499)
+    found = re.fullmatch(r"bytes (?:(\d+)-(\d+)|\*)/(\d+|\*)", request.headers.get("content-range", ""))
+    first, _, total = found.groups() if found else ("0", None, str(len(request.body)))
+    if first is not None:
+        if int(first) > len(upload.received):
+            return _error(400, "a gap")
+        upload.received[int(first) :] = request.body
+    if total == "*" or int(total) != len(upload.received):
+        held = {"Range": f"bytes=0-{len(upload.received) - 1}"} if upload.received else {}
+        return FakeReply(308, b"", {**held, "X-GUploader-UploadID": handle})
+    del buckets.uploads[handle]
+    return _insert(buckets, name, upload.key, bytes(upload.received), upload.options, upload.options)
+
+
+_PAGE_xml_api = 1000
+
+
+def answer_xml(buckets: Buckets, request: Request) -> FakeReply:
+    """One request to ``/bucket`` or ``/bucket/key``."""
+    name, _, key = unquote(request.path).lstrip("/").partition("/")
+    digest = crc32c_base64(request.body)  # before the lock: large parts are many
+    with buckets.lock:
+        bucket = buckets.buckets.get(name)
+        if bucket is None:
+            return _error_xml_api(404, "NoSuchBucket", "The specified bucket does not exist.")
+        if not key:
+            return _bucket(buckets, name, bucket, request)
+        if "uploads" in request.query or "uploadId" in request.query:
+            return _multipart(buckets, name, key, request, digest)
+        match request.method:
+            case "GET" | "HEAD":
+                return _read(bucket, key, request)
+            case "PUT":
+                return _write(buckets, name, key, request, digest)
+            case "DELETE":
+                return FakeReply(204) if buckets.remove(name, key) else _no_key()
+    return _error_xml_api(405, "MethodNotAllowed", request.method)
+
+
+def _error_xml_api(status: int, code: str, message: str) -> FakeReply:
+    return _xml(f"<Error><Code>{code}</Code><Message>{escape(message)}</Message></Error>", status)
+
+
+def _no_key() -> FakeReply:
+    return _error_xml_api(404, "NoSuchKey", "The specified key does not exist.")
+
+
+def _xml(text: str, status: int = 200, headers: dict[str, str] | None = None) -> FakeReply:
+    body = f"<?xml version='1.0' encoding='UTF-8'?>{text}".encode()
+    return FakeReply(status, body, {"Content-Type": "application/xml", **(headers or {})})
+
+
+def _when_xml_api(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+def read_headers(stored: Stored) -> dict[str, str]:
+    """What comes with an object's bytes."""
+    hashes = f"crc32c={stored.crc32c}" + (f",md5={stored.md5}" if stored.md5 else "")
+    return {
+        "Content-Type": stored.content_type,
+        "ETag": stored.etag,
+        "Last-Modified": formatdate(stored.updated, usegmt=True),
+        "x-goog-generation": str(stored.generation),
+        "x-goog-metageneration": "1",
+        "x-goog-hash": hashes,
+        "x-goog-stored-content-length": str(stored.size),
+        "x-goog-stored-content-encoding": "identity",
+        "Accept-Ranges": "bytes",
+    }
+
+
+def range_of(header: str | None, size: int) -> tuple[int, int] | None:
+    """First byte and one past the last of a ``Range`` header; None: there is nothing there."""
+    found = re.fullmatch(r"bytes=(\d*)-(\d*)", header or "bytes=0-")
+    if found is None:
+        return 0, size
+    first, last = found.groups()
+    start, stop = (int(first), int(last) + 1 if last else size) if first else (max(0, size - int(last)), size)
+    return (start, min(stop, size)) if start < size else None
+
+
+def _read(bucket: FakeBucket, key: str, request: Request) -> FakeReply:
+    stored = bucket.objects.get(key)
+    if stored is None:
+        return _no_key()
+    headers = read_headers(stored)
+    if request.method == "HEAD":
+        return FakeReply(200, b"", {**headers, "Content-Length": str(stored.size)})
+    if "range" not in request.headers:
+        return FakeReply(200, stored.data, headers)
+    span = range_of(request.headers["range"], stored.size)
+    if span is None:
+        return _error_xml_api(416, "InvalidRange", "The requested range cannot be satisfied.")
+    headers["Content-Range"] = f"bytes {span[0]}-{span[1] - 1}/{stored.size}"
+    return FakeReply(206, stored.data[slice(*span)], headers)
+
+
+def _bad_digest(request: Request, digest: str) -> bool:
+    """Whether the body differs from the checksum that was sent with it."""
+    wanted = dict(
+        part.strip().partition("=")[::2] for part in request.headers.get("x-goog-hash", "").split(",") if part
+    )
+    md5 = wanted.get("md5", request.headers.get("content-md5"))
+    if "crc32c" in wanted and wanted["crc32c"] != digest:
+        return True
+    return bool(md5) and md5 != base64.b64encode(hashlib.md5(request.body, usedforsecurity=False).digest()).decode()
+
+
+def _write(buckets: Buckets, name: str, key: str, request: Request, digest: str) -> FakeReply:
+    if _bad_digest(request, digest):
+        return _error_xml_api(400, "BadDigest", "The checksum you specified did not match what we received.")
+    there = buckets.buckets[name].objects.get(key)
+    wanted = request.headers.get("x-goog-if-generation-match")
+    if wanted is not None and int(wanted) != (there.generation if there else 0):
+        return _error_xml_api(
+            412, "PreconditionFailed", "At least one of the pre-conditions you specified did not hold."
+        )
+    options = {"contentType": request.headers.get("content-type", "")}
+    stored = buckets.store(name, key, request.body, options=options)
+    headers = read_headers(stored)
+    headers.pop("Content-Type")
+    return FakeReply(200, b"", headers)
+
+
+def _bucket(buckets: Buckets, name: str, bucket: FakeBucket, request: Request) -> FakeReply:
+    query = request.query
+    if request.method == "HEAD":
+        return FakeReply(200)
+    if request.method != "GET":
+        return _error_xml_api(405, "MethodNotAllowed", request.method)
+    if "location" in query:
+        return _xml(f"<LocationConstraint>{bucket.location}</LocationConstraint>")
+    if "uploads" in query:
+        return _uploads(buckets, name, query)
+    after = max(query.get("continuation-token", ""), query.get("start-after", ""))
+    limit = int(query.get("max-keys", _PAGE_xml_api))
+    keys, folded, token = bucket.page(query.get("prefix", ""), query.get("delimiter", ""), after, limit)
+    pieces = [f"<Name>{name}</Name><IsTruncated>{'true' if token else 'false'}</IsTruncated>"]
+    if token:
+        pieces.append(f"<NextContinuationToken>{escape(token)}</NextContinuationToken>")
+    for key in keys:
+        stored = bucket.objects[key]
+        pieces.append(
+            f"<Contents><Key>{escape(key)}</Key><Generation>{stored.generation}</Generation><MetaGeneration>1"
+            f"</MetaGeneration><LastModified>{_when_xml_api(stored.updated)}</LastModified><ETag>{escape(stored.etag)}</ETag>"
+            f"<Size>{stored.size}</Size></Contents>"
+        )
+    pieces += [f"<CommonPrefixes><Prefix>{escape(prefix)}</Prefix></CommonPrefixes>" for prefix in folded]
+    return _xml(f"<ListBucketResult>{''.join(pieces)}</ListBucketResult>")
+
+
+def _uploads(buckets: Buckets, name: str, query: dict[str, str]) -> FakeReply:
+    found = [(u.key, handle, u) for handle, u in buckets.uploads.items() if u.bucket == name]
+    after = (query.get("key-marker", ""), query.get("upload-id-marker", ""))
+    found = sorted(
+        (f for f in found if f[0].startswith(query.get("prefix", "")) and (f[0], f[1]) > after), key=lambda f: f[:2]
+    )
+    limit = int(query.get("max-uploads", _PAGE_xml_api))
+    page = found[:limit]
+    pieces = [f"<FakeBucket>{name}</FakeBucket><IsTruncated>{'true' if len(found) > limit else 'false'}</IsTruncated>"]
+    if page:
+        pieces.append(f"<NextKeyMarker>{escape(page[-1][0])}</NextKeyMarker>")
+        pieces.append(f"<NextUploadIdMarker>{page[-1][1]}</NextUploadIdMarker>")
+    for key, handle, upload in page:
+        pieces.append(
+            f"<Upload><Key>{escape(key)}</Key><UploadId>{handle}</UploadId>"
+            f"<Initiated>{_when_xml_api(upload.started)}</Initiated></Upload>"
+        )
+    return _xml(f"<ListMultipartUploadsResult>{''.join(pieces)}</ListMultipartUploadsResult>")
+
+
+def _multipart(buckets: Buckets, name: str, key: str, request: Request, digest: str) -> FakeReply:
+    query = request.query
+    if request.method == "POST" and "uploads" in query:
+        handle = buckets.begin(name, key, {"contentType": request.headers.get("content-type", "")})
+        head = f"<FakeBucket>{name}</FakeBucket><Key>{escape(key)}</Key><UploadId>{handle}</UploadId>"
+        return _xml(f"<InitiateMultipartUploadResult>{head}</InitiateMultipartUploadResult>")
+    upload = buckets.uploads.get(query["uploadId"])
+    if upload is None or (upload.bucket, upload.key) != (name, key):
+        return _error_xml_api(404, "NoSuchUpload", "The specified upload does not exist.")
+    match request.method:
+        case "PUT":
+            if _bad_digest(request, digest):
+                return _error_xml_api(400, "BadDigest", "The checksum you specified did not match what we received.")
+            upload.parts[int(query["partNumber"])] = (digest, request.body)
+            return FakeReply(200, b"", {"ETag": f'"{digest}"', "x-goog-hash": f"crc32c={digest}"})
+        case "DELETE":
+            del buckets.uploads[query["uploadId"]]
+            return FakeReply(204)
+        case "POST":
+            return _complete(buckets, name, key, request)
+    return _error_xml_api(405, "MethodNotAllowed", request.method)
+
+
+def _complete(buckets: Buckets, name: str, key: str, request: Request) -> FakeReply:
+    upload = buckets.uploads[request.query["uploadId"]]
+    try:
+        pieces = []
+        for part in ElementTree.fromstring(request.body):  # noqa: S314 - a test's own request
+            number = int(_text(part, "PartNumber"))
+            tag, data = upload.parts[number]
+            if _text(part, "ETag").strip('"') != tag:
+                raise KeyError(number)
+            pieces.append(data)
+    except (KeyError, ElementTree.ParseError):
+        return _error_xml_api(400, "InvalidPart", "One or more of the specified parts could not be found.")
+    if any(len(piece) < 5 << 20 for piece in pieces[:-1]):
+        return _error_xml_api(400, "EntityTooSmall", "A part other than the last is smaller than 5 MiB.")
+    del buckets.uploads[request.query["uploadId"]]
+    stored = buckets.store(name, key, *pieces, parted=True, options=upload.options)
+    body = f"<FakeBucket>{name}</FakeBucket><Key>{escape(key)}</Key><ETag>{escape(stored.etag)}</ETag>"
+    headers = {k: v for k, v in read_headers(stored).items() if k.startswith("x-goog")}
+    return _xml(f"<CompleteMultipartUploadResult>{body}</CompleteMultipartUploadResult>", headers=headers)
+
+
+def _text(part: ElementTree.Element, name: str) -> str:
+    return next((child.text or "" for child in part if child.tag.rpartition("}")[2] == name), "")
+
+
+_PIECE = 1 << 19
+_CHECKSUMS = ("x-goog-hash", "x-amz-checksum-crc32c")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request, its body read."""
+
+    method: str
+    target: str
+    """As it came: path and query, quoted."""
+    headers: dict[str, str]
+    """Names in lower case."""
+    body: bytes = b""
+
+    @property
+    def path(self) -> str:
+        """Still quoted: a key may hold a quoted slash."""
+        return self.target.partition("?")[0]
+
+    @property
+    def query(self) -> dict[str, str]:
+        """Unquoted; a flag such as ``?uploads`` has an empty value."""
+        return dict(parse_qsl(self.target.partition("?")[2], keep_blank_values=True))
+
+
+@dataclass(frozen=True)
+class FakeReply:
+    """One reply."""
+
+    status: int
+    body: bytes = b""
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+class FaultyServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
+    """Serves in a thread of its own between ``with`` and its end."""
+
+    daemon_threads = True
+    allow_reuse_address = True
+    request_queue_size = 128
+
+    def __init__(self, port: int = 0, host: str = "127.0.0.1", tls: ssl.SSLContext | None = None) -> None:
+        super().__init__((host, port), _Connection)
+        self.tls = tls
+        self.faults = Faults()
+        self.throttle = Throttle()
+        self.stopping = threading.Event()
+        self._thread = threading.Thread(target=self.serve_forever, args=(0.05,), name="fake-server", daemon=True)
+
+    @property
+    def url(self) -> str:
+        """``http://127.0.0.1:port``."""
+        host, port = self.server_address[:2]
+        return f"http{'s' if self.tls else ''}://{host!s}:{port}"
+
+    def answer(self, request: Request) -> FakeReply:
+        """What the server says. Subclasses know."""
+        raise NotImplementedError
+
+    def administer(self, request: Request) -> FakeReply:
+        """The admin endpoint."""
+        match request.method, request.path:
+            case "POST", "/_fake/faults":
+                self.faults.extend([Fault(**rule) for rule in json.loads(request.body)])
+            case "DELETE", "/_fake/faults":
+                self.faults.clear()
+            case "POST", "/_fake/bandwidth":
+                self.throttle.rate = json.loads(request.body)["bytes_per_second"]
+            case "GET", "/_fake/stats":
+                return FakeReply(200, json.dumps(self.faults.report()).encode())
+            case _:
+                return FakeReply(404)
+        return FakeReply(200)
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that hangs up is no news; a bug in the fake is."""
+        if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError | ssl.SSLError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stopping.set()
+        self.shutdown()
+        self._thread.join()
+        self.server_close()
+
+
+class _Connection(socketserver.StreamRequestHandler):
+    """Reads requests from one connection until it closes. Parsed by hand: the library's parser is most of the time."""
+
+    rbufsize = 1 << 16
+    disable_nagle_algorithm = True
+
+    @property
+    def _server(self) -> FaultyServer:
+        return cast("FaultyServer", self.server)
+
+    def setup(self) -> None:
+        if self._server.tls is not None:
+            self.request = self._server.tls.wrap_socket(self.request, server_side=True)
+        super().setup()
+
+    def finish(self) -> None:
+        super().finish()
+        if self._server.tls is not None:  # the server closes the socket below it, which has been let go
+            self.connection.close()
+
+    def handle(self) -> None:
+        with suppress(ConnectionError):
+            while (request := self._read()) is not None:
+                if not self._serve(request) or request.headers.get("connection") == "close":
+                    return
+
+    def _read(self) -> Request | None:
+        line = self.rfile.readline()
+        if not line.strip():
+            return None
+        method, target, _ = line.decode("latin-1").split(" ", 2)
+        headers: dict[str, str] = {}
+        while (line := self.rfile.readline()).strip():
+            name, _, value = line.decode("latin-1").partition(":")
+            headers[name.strip().lower()] = value.strip()
+        if headers.get("expect", "").lower() == "100-continue":
+            self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        return Request(method, target, headers, self._read_body(headers))
+
+    def _read_body(self, headers: dict[str, str]) -> bytes:
+        if headers.get("transfer-encoding", "").lower() == "chunked":
+            body = bytearray()
+            while length := int(self.rfile.readline().partition(b";")[0], 16):
+                body += self._read_exactly(length)
+                self.rfile.readline()
+            while self.rfile.readline().strip():
+                pass
+            return bytes(body)
+        return self._read_exactly(int(headers.get("content-length", 0)))
+
+    def _read_exactly(self, length: int) -> bytes:
+        throttle = self._server.throttle
+        step = _PIECE if throttle.rate else length  # at once where nothing holds it back: fresh memory is dear
+        pieces, since = [], None
+        for start in range(0, length, step or 1):
+            pieces.append(self.rfile.read(min(step, length - start)))
+            since = throttle.take(len(pieces[-1]), since)
+        body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        if len(body) < length:
+            raise ConnectionResetError("the client hung up within a body")
+        return body
+
+    def _serve(self, request: Request) -> bool:
+        """Answer, spoiled or not; False when the connection is over."""
+        server = self._server
+        if request.path.startswith("/_fake/"):
+            self._send(request, server.administer(request))
+            return True
+        fault = server.faults.strike(request.method, request.target)
+        match fault:
+            case None:
+                self._send(request, server.answer(request))
+            case Fault(kind="status"):
+                self._send(request, _refusal(fault.status))
+            case Fault(kind="status_after"):
+                server.answer(request)
+                self._send(request, _refusal(fault.status))
+            case Fault(kind="slow"):
+                server.stopping.wait(fault.seconds)
+                self._send(request, server.answer(request))
+            case Fault(kind="corrupt"):
+                self._send(request, _corrupted(server.answer(request)))
+            case Fault(kind="truncate"):
+                self._send(request, server.answer(request), cut=True)
+                self._reset()
+                return False
+            case Fault(kind="hang"):
+                server.stopping.wait(fault.seconds)
+                self._reset()
+                return False
+            case _:
+                if fault.kind == "reset_after":
+                    server.answer(request)
+                self._reset()
+                return False
+        return True
+
+    def _send(self, request: Request, reply: FakeReply, *, cut: bool = False) -> None:
+        headers = {"Content-Length": str(len(reply.body)), **reply.headers}
+        lines = [f"HTTP/1.1 {reply.status} {http.client.responses.get(reply.status, '-')}"]
+        lines += [f"{name}: {value}" for name, value in headers.items()]
+        head = ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
+        body = memoryview(b"" if request.method == "HEAD" or reply.status in (204, 304) else reply.body)
+        if cut:
+            body = body[: len(body) // 2]
+        if len(body) <= _PIECE:
+            self._server.throttle.take(len(body))
+            self.wfile.write(head + body)
+            return
+        self.wfile.write(head)
+        since = None
+        for start in range(0, len(body), _PIECE):
+            piece = body[start : start + _PIECE]
+            since = self._server.throttle.take(len(piece), since)
+            self.wfile.write(piece)
+
+    def _reset(self) -> None:
+        """RST, not FIN: as a machine that vanished would look."""
+        with suppress(OSError):
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+def _refusal(status: int) -> FakeReply:
+    name = http.client.responses.get(status, "Error").replace(" ", "")
+    body = f"<?xml version='1.0' encoding='UTF-8'?><Error><Code>{name}</Code><Message>injected</Message></Error>"
+    return FakeReply(status, body.encode(), {"Content-Type": "application/xml"})
+
+
+def _corrupted(reply: FakeReply) -> FakeReply:
+    kind = next((v for k, v in reply.headers.items() if k.lower() == "content-type"), "")
+    if reply.body and not any(word in kind for word in ("xml", "json", "html")):  # data, not the server's own words
+        middle = len(reply.body) // 2
+        flipped = bytes([reply.body[middle] ^ 0x20])
+        return FakeReply(reply.status, reply.body[:middle] + flipped + reply.body[middle + 1 :], reply.headers)
+    headers = {k: ("crc32c=AAAAAA==" if k.lower() in _CHECKSUMS else v) for k, v in reply.headers.items()}
+    return FakeReply(reply.status, reply.body, headers)
+
+
+class FaultyProxy(FaultyServer):
+    """Passes every request on to another server, and spoils what it is told to."""
+
+    _HOP = ("connection", "transfer-encoding", "expect", "content-length", "date", "server")
+    _CONDITIONS = ("if-match", "if-none-match")
+
+    def __init__(self, upstream: str, port: int = 0) -> None:
+        super().__init__(port)
+        self._upstream = urlsplit(upstream)
+        self._one_at_a_time = threading.Lock()
+
+    def answer(self, request: Request) -> FakeReply:
+        """What the other server answers, made as strict as Amazon is where moto is not.
+
+        A body that is not its checksum's is refused. Conditional writes go one at a time: moto looks whether an object
+        exists and then writes it, so that two creators can both win.
+        """
+        said = request.headers.get("x-amz-checksum-crc32c")
+        if said is not None and request.method == "PUT" and said != crc32c_base64(request.body or b""):
+            return FakeReply(400, b"<Error><Code>BadDigest</Code></Error>")
+        if request.method in ("PUT", "POST") and any(name in request.headers for name in self._CONDITIONS):
+            with self._one_at_a_time:
+                return self._pass_on(request)
+        return self._pass_on(request)
+
+    def _pass_on(self, request: Request) -> FakeReply:
+        connection = http.client.HTTPConnection(self._upstream.hostname or "", self._upstream.port, timeout=60)
+        try:
+            headers = {k: v for k, v in request.headers.items() if k not in self._HOP}
+            connection.request(request.method, request.target, request.body or None, headers)
+            found = connection.getresponse()
+            body = found.read()
+            kept = {k: v for k, v in found.getheaders() if k.lower() not in self._HOP}
+            if request.method == "HEAD":
+                kept["Content-Length"] = found.getheader("content-length") or "0"
+            return FakeReply(found.status, body, kept)
+        finally:
+            connection.close()
+
+
+class FakeGcs(FaultyServer):
+    """The server. Its buckets live as long as it does."""
+
+    def __init__(
+        self,
+        port: int = 0,
+        host: str = "127.0.0.1",
+        known_as: str | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """``known_as``: its URL as clients elsewhere reach it, where that is not ``host``."""
+        super().__init__(port, host, tls)
+        self.buckets = Buckets(known_as or self.url)
+
+    def add_bucket(self, name: str, location: str = "US-CENTRAL1") -> None:
+        """Create it, empty."""
+        with self.buckets.lock:
+            self.buckets.buckets[name] = FakeBucket(location)
+
+    def delete_bucket(self, name: str) -> None:
+        """With all that is in it."""
+        with self.buckets.lock:
+            self.buckets.buckets.pop(name, None)
+
+    def damage(self, bucket: str, key: str, at: int = 0) -> None:
+        """Flip a byte at rest; the reported checksums stay as they were."""
+        self.buckets.damage(bucket, key, at)
+
+    def answer(self, request: Request) -> FakeReply:
+        """JSON below ``/storage/v1``, XML elsewhere."""
+        if "/storage/v1/" in request.path:
+            return answer_json(self.buckets, request)
+        return answer_xml(self.buckets, request)
+
+    def administer(self, request: Request) -> FakeReply:
+        """The admin endpoint, with the buckets' part."""
+        match request.method, request.path.split("/")[2:]:
+            case "POST", ["buckets"]:
+                self.add_bucket(**json.loads(request.body))
+            case "DELETE", ["buckets", name]:
+                self.delete_bucket(name)
+            case "POST", ["damage"]:
+                self.damage(**json.loads(request.body))
+            case _:
+                return super().administer(request)
+        return FakeReply(200)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Serve until told to stop."""
+    parser = argparse.ArgumentParser(prog="python -m spile_fakes.gcs", description="a fake GCS for tests")
+    parser.add_argument("--port", type=int, default=0, help="0: any free one")
+    parser.add_argument("--host", default="127.0.0.1", help="the address to listen on")
+    parser.add_argument("--url", help="how others reach it, where that is another name")
+    parser.add_argument("--bucket", action="append", default=[], help="a bucket to begin with; may be repeated")
+    parser.add_argument("--location", default="US-CENTRAL1", help="where those buckets say they are")
+    parser.add_argument("--tls", type=Path, help="speak TLS; the authority to trust is put into this folder")
+    parser.add_argument("--with-parent", action="store_true", help="end when the process that started this one ends")
+    options = parser.parse_args(arguments)
+    asked: list[int] = []  # no event: its lock is not for handlers
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: asked.append(number))
+    tls = None if options.tls is None else loopback_context(options.tls)[0]
+    with FakeGcs(options.port, options.host, options.url, tls) as fake:
+        for name in options.bucket:
+            fake.add_bucket(name, options.location)
+        print(fake.url, flush=True)
+        parent = os.getppid()
+        while not asked:
+            time.sleep(0.1)
+            if options.with_parent and os.getppid() != parent:
+                break
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

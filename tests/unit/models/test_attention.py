@@ -1,0 +1,153 @@
+"""The implementations agree with a plain one and with each other."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from spile.models import attention
+from spile.models.architecture import ModelConfig
+
+CONFIG = ModelConfig("qwen2", 64, 2, 4, 2, 64, 64, 100)
+
+
+def plain(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, window: int | None, segments: np.ndarray | None = None
+) -> np.ndarray:
+    """Written the long way, in float64, a query at a time."""
+    out = np.zeros(q.shape)
+    groups = q.shape[2] // k.shape[2]
+    for row, place, head in np.ndindex(*q.shape[:3]):
+        seen = np.arange(place + 1) > place - (window or q.shape[1])
+        if segments is not None:
+            seen &= segments[row, : place + 1] == segments[row, place]
+        keys = k[row, : place + 1, head // groups].astype(np.float64)[seen]
+        scores = keys @ q[row, place, head] / np.sqrt(q.shape[-1])
+        weights = np.exp(scores - scores.max())
+        out[row, place, head] = weights / weights.sum() @ v[row, : place + 1, head // groups][seen]
+    return out
+
+
+def inputs(length: int, heads: int = 4, kv_heads: int = 2, head_dim: int = 16, batch: int = 2) -> list[jax.Array]:
+    draw = np.random.default_rng(length)
+    sizes = (heads, kv_heads, kv_heads)
+    return [jnp.asarray(draw.standard_normal((batch, length, size, head_dim)), jnp.float32) for size in sizes]
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 300])
+@pytest.mark.parametrize("length", [1, 5, 256, 700])
+@pytest.mark.parametrize("name", ["xla", "blocked"])
+def test_plain_attention_whatever_the_chunks(name: str, length: int, window: int | None) -> None:
+    q, k, v = inputs(length, batch=1)
+    found = jax.jit(functools.partial(attention.ATTENTIONS[name], window=window))(q, k, v)
+    np.testing.assert_allclose(found, plain(*map(np.asarray, (q, k, v)), window), atol=2e-6)
+
+
+def pieces(length: int, rows: int, seed: int = 0) -> jax.Array:
+    """Segments of every size, single tokens and a boundary at a chunk's among them; zeros, which are padding, last."""
+    draw = np.random.default_rng(seed + length)
+    ids = np.zeros((rows, length), np.int32)
+    for row in range(rows):
+        cuts = sorted({0, 1, 2, min(256, length), *draw.integers(0, length, 4).tolist(), length - length // 8})
+        for number, (start, stop) in enumerate(itertools.pairwise(cuts), 1):
+            ids[row, start:stop] = number
+    return jnp.asarray(ids)
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 300])
+@pytest.mark.parametrize("length", [5, 256, 600])
+@pytest.mark.parametrize("name", ["xla", "blocked"])
+def test_stays_within_a_segment(name: str, length: int, window: int | None) -> None:
+    q, k, v = inputs(length, batch=2)
+    segments = pieces(length, 2)
+    found = jax.jit(functools.partial(attention.ATTENTIONS[name], window=window))(q, k, v, segments)
+    np.testing.assert_allclose(found, plain(*map(np.asarray, (q, k, v)), window, np.asarray(segments)), atol=2e-6)
+
+
+def test_one_segment_per_row_is_what_no_segments_mean() -> None:
+    q, k, v = inputs(300, batch=2)
+    run = jax.jit(functools.partial(attention.xla, window=9))
+    np.testing.assert_allclose(run(q, k, v, jnp.ones((2, 300), jnp.int32)), run(q, k, v), atol=1e-6)
+
+
+@pytest.mark.parametrize(("length", "window"), [(128, None), (130, 40), (300, 1), (520, None)])
+def test_flash_stays_within_a_segment(length: int, window: int | None) -> None:
+    q, k, v = inputs(length, head_dim=64, batch=2)
+    segments = pieces(length, 2)
+    found = jax.jit(functools.partial(attention.flash, window=window, interpret=True))(q, k, v, segments)
+    np.testing.assert_allclose(found, attention.xla(q, k, v, segments, window=window), atol=3e-6)
+
+
+def test_blocks_with_a_soft_cap_and_in_bfloat16_are_what_whole_rows_of_scores_are() -> None:
+    q, k, v = inputs(400, heads=6, kv_heads=3, batch=2)
+    segments = pieces(400, 2)
+    for dtype, off in ((jnp.float32, 2e-5), (jnp.bfloat16, 0.03)):
+        cast = [x.astype(dtype) for x in (q * 30, k, v)]
+        found = attention.blocked(*cast, segments, window=50, softcap=20.0)
+        assert found.dtype == dtype
+        exact = attention.xla(*(x.astype(jnp.float32) for x in cast), segments, window=50, softcap=20.0)
+        np.testing.assert_allclose(found.astype(jnp.float32), exact, atol=off)
+
+
+def test_scores_beyond_what_an_exponential_holds_stay_finite() -> None:
+    q, k, v = inputs(300, batch=1)
+    found = attention.blocked(q * 1e4, k * 1e4, v, pieces(300, 1), window=None)
+    np.testing.assert_allclose(found, attention.xla(q * 1e4, k * 1e4, v, pieces(300, 1), window=None), atol=1e-5)
+
+
+def test_chunks_are_few_and_bounded() -> None:
+    for length in (1, 255, 256, 257, 1024, 2048, 4096, 32768):
+        size = attention._chunk(length)
+        assert 1 <= size <= 1024
+        assert -(-length // size) <= max(8, length // 1024)
+
+
+@pytest.mark.parametrize(("length", "window"), [(128, None), (100, None), (130, 40), (384, 200), (300, 1)])
+def test_flash_equals_xla(length: int, window: int | None) -> None:
+    q, k, v = inputs(length, head_dim=64, batch=2)
+    found = jax.jit(functools.partial(attention.flash, window=window, interpret=True))(q, k, v)
+    assert found.shape == q.shape
+    np.testing.assert_allclose(found, attention.xla(q, k, v, window=window), atol=3e-6)
+
+
+def test_flash_in_bfloat16() -> None:
+    q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in inputs(200, head_dim=128, heads=4, kv_heads=1, batch=1))
+    found = attention.flash(q, k, v, window=None, interpret=True)
+    assert found.dtype == jnp.bfloat16
+    exact = attention.xla(*(x.astype(jnp.float32) for x in (q, k, v)), window=None)
+    np.testing.assert_allclose(found.astype(jnp.float32), exact, atol=0.03)
+
+
+def test_over_mesh_is_the_same() -> None:
+    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "model"))
+    q, k, v = inputs(40)
+    attend = attention.over_mesh("xla", mesh, "data", "model")
+    for segments in (None, pieces(40, 2)):
+        np.testing.assert_array_equal(
+            jax.jit(functools.partial(attend, window=5))(q, k, v, segments),
+            jax.jit(functools.partial(attention.xla, window=5))(q, k, v, segments),
+        )
+
+
+@pytest.mark.parametrize(
+    ("platform", "dtype", "expected"),
+    [
+        ("cpu", jnp.float32, "blocked"),
+        ("cpu", jnp.bfloat16, "blocked"),
+        ("gpu", jnp.bfloat16, "cudnn"),
+        ("cuda", jnp.bfloat16, "cudnn"),
+        ("gpu", jnp.float32, "xla"),
+        ("tpu", jnp.bfloat16, "flash"),
+        ("tpu", jnp.float32, "xla"),
+    ],
+)
+def test_choose(platform: str, dtype: Any, expected: str) -> None:
+    assert attention.choose(CONFIG, platform, dtype) == expected
+    assert expected in attention.ATTENTIONS

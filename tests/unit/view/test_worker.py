@@ -1,0 +1,120 @@
+"""What a run shows: a bar that keeps to its one line, plain lines elsewhere, and last lines that can be acted upon."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from spile.spec.phase import Phase
+from spile.view.worker import bar, facts, line, watched
+from spile.worker.progress import ProgressSnapshot, Summary, WallTime
+
+NOW = ProgressSnapshot(
+    phase=Phase.COMPILING,
+    detail="for 4 × 960 tokens",
+    samples=21,
+    tokens=33_072,
+    bytes=17_000_000,
+    shards_written=1,
+    shards_committed=1,
+    samples_committed=20,
+    computed_tokens=36_000,
+    skipped={},
+    truncated=0,
+    compile_seconds=9.0,
+    shapes=1,
+    seconds=40.0,
+    busy={"model": 20.0, "sink": 1.0},
+    wall=WallTime(0.5, 1.0, 31.0, 0.5),
+)
+DONE = Summary(
+    root="./activations",
+    stream="./activations/tpu_0",
+    complete=True,
+    interrupted=False,
+    visit=NOW,
+    samples=21,
+    tokens=33_072,
+    bytes=17_000_000,
+    shards=1,
+    skipped=0,
+    device="1 × cpu, float32, xla attention",
+    sink="disk",
+    peak_memory=862_000_000,
+)
+
+
+def drawn(width: int, **changes: Any) -> str:
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, no_color=True, highlight=False)
+    with console.capture() as capture:
+        console.print(bar(replace(NOW, **changes), 48, width))
+    return capture.get()
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 100, 120, 160])
+def test_the_bar_is_one_line_at_any_width(width: int) -> None:
+    assert drawn(width).count("\n") == 1
+
+
+def test_what_matters_least_goes_first() -> None:
+    everything = drawn(160)
+    for part in ("compiling", "21/48 samples", "1,067 tokens/s", "1 shard, 17 MB", "40 s left", "limited by: model"):
+        assert part in everything
+    some = drawn(80, phase=Phase.RUNNING, detail="")
+    assert "limited by" not in some
+    assert "shard" not in some
+    for part in ("running", "21/48 samples", "1,067 tokens/s", "40 s left"):
+        assert part in some
+    assert "21/48 samples" in drawn(40, phase=Phase.RUNNING, detail="")
+
+
+def test_the_plain_line_counts_in_grammar() -> None:
+    text = line(NOW, 48)
+    assert text.endswith("21/48 samples, 33,072 tokens, 1,067 tokens/s, 1 shard, 17 MB, 40 s left, limited by: model")
+
+
+def test_the_last_lines() -> None:
+    rows = dict(facts(DONE))
+    assert rows["bytes"] == "17 MB in 1 shard"
+    assert rows["speed"].startswith("1,067 tokens/s over 40 s, 9.0 s of it waiting for 1 program to compile; ")
+    assert rows["limited by"] == "model, 1,654 tokens/s"
+    assert rows["next"] == "spile verify ./activations"
+    assert "retries" not in rows
+
+
+def test_a_slow_store_is_told_in_units_that_show_it() -> None:
+    slow = replace(DONE, visit=replace(NOW, bytes=70_300, compile_seconds=1.0, busy={"sink": 2.0}))
+    assert dict(facts(slow))["limited by"] == "disk, 35.1 kB/s"
+
+
+def test_what_comes_next_depends_on_how_it_ended() -> None:
+    assert dict(facts(DONE, 21))["next"] == "spile verify ./activations --max-samples 21"
+    assert dict(facts(replace(DONE, interrupted=True), 21))["next"] == "the same command again resumes"
+    assert dict(facts(replace(DONE, complete=False)))["next"] == "the same command again resumes"
+
+
+def shown(terminal: bool, width: int) -> str:
+    console = Console(file=io.StringIO(), width=width, force_terminal=terminal, no_color=True, highlight=False)
+    with watched(console=console) as watch:
+        watch.progress.log("a line with [/brackets]")
+        watch.finish(DONE)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_without_a_terminal_every_fact_is_one_whole_line() -> None:
+    text = shown(terminal=False, width=40)
+    assert "· a line with [/brackets]\n" in text
+    assert "speed        1,067 tokens/s over 40 s, 9.0 s of it waiting for 1 program to compile; 8.1% padding\n" in text
+    assert not any(each.endswith(" ") for each in text.splitlines())
+
+
+def test_in_a_terminal_long_facts_go_on_below_their_first_word() -> None:
+    text = shown(terminal=True, width=60)
+    assert "a line with [/brackets]" in text
+    assert "speed" in text
+    assert all(len(each.rstrip()) <= 60 for each in text.splitlines() if each.startswith("speed"))

@@ -1,0 +1,152 @@
+"""Other versions of Ray, Python or spile are told before the run starts, node by node.
+
+What nodes answer is given here, at the edge: Ray's own calls. Real ones of two versions are in
+``tests/fleet/test_ray_versions.py``, where a second interpreter is.
+"""
+
+from __future__ import annotations
+
+import platform
+import socket
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from spile.errors import UserError
+from spile.launch.ray_engine import RayEngine
+from spile.launch.supervisor import ClusterCheck, StreamTask
+from spile.version import __version__
+
+ASKED = ClusterCheck("gs://b/out", "token", ("gs://b/streams",))
+WELL = {"python": platform.python_version(), "ray": "2.60.0", "spile": __version__, "problem": ""}
+
+
+class StandInRay(ModuleType):
+    """A cluster of nodes that answer what they are told to."""
+
+    __version__ = "2.60.0"
+
+    def __init__(
+        self,
+        answers: dict[str, dict[str, Any] | None],
+        refuses: Exception | None = None,
+        resources: dict[str, float] | None = None,
+    ) -> None:
+        super().__init__("ray")
+        self.answers, self.refuses, self.resources = answers, refuses, resources or {"CPU": 1.0}
+        self.exceptions = SimpleNamespace(RayError=RuntimeError)
+        self.cloudpickle = SimpleNamespace(
+            register_pickle_by_value=lambda _: None, unregister_pickle_by_value=lambda _: None
+        )
+
+    def init(self, **_: object) -> None:
+        if self.refuses:
+            raise self.refuses
+
+    def shutdown(self) -> None:
+        pass
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [{"Alive": True, "NodeID": name, "NodeName": name, "Resources": self.resources} for name in self.answers]
+
+    def remote(self, **_: object) -> Any:
+        look = SimpleNamespace(remote=None)
+        look.options = lambda scheduling_strategy: SimpleNamespace(remote=lambda *_: scheduling_strategy)
+        return lambda _function: look
+
+    def wait(self, refs: list[str], **_: object) -> tuple[list[str], list[str]]:
+        late = [ref for ref in refs if self.answers[ref] is None]
+        return [ref for ref in refs if ref not in late], late
+
+    def get(self, ref: str) -> dict[str, Any] | None:
+        return self.answers[ref]
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def engine(
+    monkeypatch: pytest.MonkeyPatch, ray: StandInRay, address: str, workers: int | None = None, **needs: float
+) -> RayEngine:
+    strategies = ModuleType("ray.util.scheduling_strategies")
+    strategies.NodeAffinitySchedulingStrategy = lambda node, soft: node  # type: ignore[attr-defined]
+    for name, module in {
+        "ray": ray, "ray.exceptions": ModuleType("x"), "ray.util": ModuleType("u"),
+        "ray.util.scheduling_strategies": strategies,
+    }.items():  # fmt: skip
+        monkeypatch.setitem(sys.modules, name, module)
+    return RayEngine(workers, needs or {"CPU": 1.0}, address)
+
+
+@pytest.mark.parametrize(
+    ("workers", "needs", "threads"),
+    [(None, {}, "1"), (2, {}, "8"), (4, {"CPU": 8.0}, "8"), (16, {"CPU": 0.5}, "1"), (1, {"GPU": 1.0}, None)],
+)
+def test_workers_share_the_cores_of_the_cluster(
+    workers: int | None,
+    needs: dict[str, float],
+    threads: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    address: str,
+) -> None:
+    """As many threads as were asked for, or an even share of all where fewer workers than would fit are wanted."""
+    ray = StandInRay({"node1": WELL, "node2": WELL}, resources={"CPU": 8.0, "GPU": 1.0})
+    seen: list[dict[str, str]] = []
+    ray.remote = lambda **_: lambda _f: SimpleNamespace(remote=lambda _w, env, _n: seen.append(env))  # type: ignore[method-assign]
+    engine(monkeypatch, ray, address, workers, **needs).start(StreamTask(0, ("extract",), env={"A": "b"}))
+    limits = {} if threads is None else dict.fromkeys(("OMP_NUM_THREADS", "RAYON_NUM_THREADS", "NPROC"), threads)
+    assert seen == [{**limits, "A": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("other", "line"),
+    [
+        ({"ray": "2.49.1"}, "node2: expected ray 2.60.0, found 2.49.1"),
+        ({"python": "3.99.1"}, f"node2: expected python {platform.python_version()}, found 3.99.1"),
+        ({"spile": "0.0.1"}, f"node2: expected spile {__version__}, found 0.0.1"),
+        ({"spile": None, "problem": "No module named 'spile'"}, "node2: no spile there (No module named 'spile')"),
+        ({"problem": "cannot reach gs://b/out"}, "node2: cannot reach gs://b/out"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_node_with_another_version_is_named_before_the_run_starts(
+    other: dict[str, Any], line: str, monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    ray = StandInRay({"node1": WELL, "node2": {**WELL, **other}, "node3": WELL})
+    with pytest.raises(UserError) as caught:
+        engine(monkeypatch, ray, address).check(ASKED)
+    assert str(caught.value).startswith(f"1 of 3 nodes cannot work: found {line}")
+
+
+def test_nodes_that_differ_in_the_last_number_of_python_may_work(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    python = platform.python_version().rpartition(".")[0] + ".99"
+    engine(monkeypatch, StandInRay({"node1": {**WELL, "python": python}}), address).check(ASKED)
+
+
+def test_every_node_is_told_of_and_one_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    ray = StandInRay({"node1": {**WELL, "spile": "0.0.1"}, "node2": None, "node3": {**WELL, "ray": "2.49.1"}})
+    with pytest.raises(UserError, match="3 of 3 nodes cannot work") as caught:
+        engine(monkeypatch, ray, address).check(ASKED)
+    for word in ("node1: expected spile", "node2: no answer in 60 s", "node3: expected ray"):
+        assert word in str(caught.value)
+
+
+def test_a_cluster_of_another_ray_is_told_with_both_versions(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    said = RuntimeError(
+        "Version mismatch: The cluster was started with:\n    Ray: 2.49.1\n    Python: 3.12.1\nThis process on node "
+        "127.0.0.1 was started with:\n    Ray: 2.60.0\n    Python: 3.11.7\n"
+    )
+    with pytest.raises(UserError) as caught:
+        engine(monkeypatch, StandInRay({}, said), address)
+    here = platform.python_version()
+    assert str(caught.value) == (
+        f"the Ray cluster at {address} is of another version: expected Ray 2.60.0 and Python {here}, as here, "
+        "found Ray 2.49.1 and Python 3.12.1; install the cluster's versions here, or start the command on one of its "
+        "nodes"
+    )

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import pytest
+
+from spile.plan.bench import BenchResult, _growth, _steady, _tenths, bench
+from spile.spec.run import DataSpec, ExtractSpec
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> BenchResult:
+    folder = tmp_path_factory.mktemp("bench")
+    spec = ExtractSpec(model="embedded", data=DataSpec(dataset="embedded"), output=str(folder), batch_tokens=2048)
+    found = bench(spec, tokens=8000, compare=False, limit_bytes=8 << 20)
+    assert list(folder.iterdir()) == []  # nothing is left behind
+    return found
+
+
+def test_the_run_is_set_against_the_slowest_of_its_limits(result: BenchResult) -> None:
+    assert result.tokens >= 8000
+    assert result.slowest == min(result.limit_tokens, key=result.limit_tokens.__getitem__)
+    assert result.tokens_per_second == pytest.approx(result.tokens / result.seconds)
+    assert result.fraction == pytest.approx(result.tokens_per_second / result.limit_tokens[result.slowest])
+    assert result.limits.device_to_host is None  # on a CPU rows are on the host already
+    assert 0 < result.forward_of_matmul < 1
+    assert 0 < result.padding < 0.5
+
+
+def test_programs_are_compiled_before_the_clock_runs(result: BenchResult) -> None:
+    assert result.shapes > 0
+    assert result.compile_seconds > 0
+    assert result.naive_tokens_per_second is None
+
+
+def test_the_command_is_measured_as_people_start_it(result: BenchResult) -> None:
+    assert result.cold is not None
+    assert result.warm is not None
+    for run in (result.cold, result.warm):
+        assert run.tokens >= 8000
+        assert 0 < run.wall.whole <= run.seconds
+        assert 0 < run.first_batch < run.seconds
+        assert 1 <= run.programs <= 2
+
+
+def test_the_record_is_plain_json(result: BenchResult) -> None:
+    record = result.record()
+    assert record["limits"]["host_copy"] == result.limits.host_copy
+    assert record["limit_tokens"] == result.limit_tokens
+
+
+MB = 1 << 20
+SLOW_START = [(0.1 * t, 0 if t < 20 else 1000 * (t - 20), 50 * MB + (t // 50) * MB) for t in range(100)]
+"""Ten seconds: nothing for two, then 10,000 tokens a second, and a MiB of memory more in the second half."""
+
+
+def test_a_slow_start_shows() -> None:
+    whole = SLOW_START[-1][1] / SLOW_START[-1][0]
+    assert _tenths(SLOW_START)[:3] == [0, 0, 10_000]
+    assert _steady(SLOW_START, whole) == 0  # nothing was written before it was steady
+    assert _growth(SLOW_START) == 0
+
+
+def test_a_late_steady_state_shows_in_tokens() -> None:
+    slow = [(0.1 * t, 100 * t, 0) for t in range(50)]
+    fast = [(5 + 0.1 * t, 5000 + 1000 * t, 0) for t in range(50)]
+    assert 3000 < _steady([*slow, *fast], 5500) <= 5000
+
+
+def test_growth_is_what_the_end_holds_above_the_middle() -> None:
+    growing = [(0.1 * t, t, t * MB) for t in range(100)]
+    assert _growth(growing) == 40 * MB

@@ -1,0 +1,143 @@
+"""How the worker's loop ends: one error of many, an interrupt at any moment, skips without end."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from spile.errors import Fenced, StoreError
+from spile.spec.sample import Skip
+from spile.worker.pipeline import Crew, Pipeline
+from spile.worker.progress import Progress
+from spile.worker.worker import Sizes, StreamSink, run_worker, shard_tasks
+from unit.worker.test_pipeline import Script, check, open_stream
+from world import NumpyProducer, lengths, sample_of
+
+
+class _Contested(StreamSink):
+    """The first commit is refused; those that waited for it are told something less useful."""
+
+    refused = False
+
+    def commit(self, record, skipped, end) -> None:
+        if self.refused:
+            raise StoreError("may or may not have landed")
+        self.refused = True
+        time.sleep(0.2)  # the others come to the lock
+        raise Fenced("another worker owns this stream")
+
+
+@pytest.mark.parametrize("turn", range(3))
+def test_the_refusal_is_told_and_not_what_followed_from_it(tmp_path: Path, turn: int) -> None:
+    items = [sample_of(i, length=n) for i, n in enumerate(lengths(60, seed=turn))]
+    sizes = Sizes(128, None, 64, 1500, lanes=3)
+    sink = _Contested(open_stream(tmp_path, 60))
+    pipeline = Pipeline(NumpyProducer(), sink, Script(), Progress(), lanes=3)
+    with pytest.raises(Fenced):
+        pipeline.run(shard_tasks(items, sizes, 1, 101, lambda: None))
+    assert not list(tmp_path.glob("**/.tmp-*"))
+
+
+def test_an_interrupt_while_the_crew_is_waited_for_ends_it() -> None:
+    crew, over = Crew(), threading.Event()
+
+    def run_worker() -> None:
+        while not crew.failed:
+            time.sleep(0.01)
+        over.set()
+
+    def interrupted_join() -> None:
+        threading.Timer(0.2, lambda: signal.raise_signal(signal.SIGINT)).start()
+        crew.join()
+
+    crew.start("stage", run_worker)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_join()
+    assert over.is_set()
+    assert crew.ended
+
+
+def test_an_interrupt_counts_more_than_what_it_broke() -> None:
+    crew = Crew()
+    crew.fail(StoreError("cut off"))
+    crew.fail(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        crew.join()
+
+
+def test_skips_without_end_are_committed_on_the_way(tmp_path: Path) -> None:
+    """A stream of nothing but samples that are too long needs the memory of a few of them."""
+    alive: list[int] = []
+    sizes = Sizes(128, None, 64, 10**9)
+
+    def items() -> Iterator[Skip]:
+        for index in range(100_000):
+            alive.append(index)
+            yield Skip(index, f"task-{index}", "too long")
+
+    made = shard_tasks(items(), sizes, 1, 101, lambda: None)
+    first = next(made)
+    assert len(first.skipped) == len(alive) < 20_000
+    assert sum(len(task.skipped) for task in made) + len(first.skipped) == 100_000
+
+
+def test_samples_before_many_skips_are_stored_once(tmp_path: Path) -> None:
+    items = [sample_of(i, length=n) if i % 7000 < 3 else Skip(i, "t", "empty") for i, n in enumerate(lengths(40_000))]
+    stream = open_stream(tmp_path, len(items))
+    sizes = Sizes(128, None, 64, 10**9)
+    assert run_worker(items, NumpyProducer(), stream, sizes, progress=Progress(), control=Script())
+    assert stream.ledger.done.pairs() == [(0, 40_000)]
+    assert stream.ledger.commits == 3
+    check(tmp_path, [item for item in items if not isinstance(item, Skip)])
+
+
+_READER_GONE = """
+import os, signal, sys, threading
+from spile.view.worker import watched
+with watched() as watch:
+    sys.stdin.readline()
+    os.kill(os.getpid(), signal.SIGTERM)
+    watch.progress.log("one more line")
+    watch.stop.wait(100)
+    sys.stderr.write(f"stopped {watch.stop.is_set()}")
+"""
+
+
+def test_output_that_nobody_reads_any_more_does_not_end_a_run() -> None:
+    """Ctrl+C in ``spile extract | tee log`` reaches tee as well: what is in flight must be committed all the same."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _READER_GONE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    process.stdout = None
+    _, errors = process.communicate(b"\n", timeout=120)
+    assert errors.decode() == "stopped True"
+    assert process.returncode == 0
+
+
+_HANGS_AT_EXIT = """
+import os, signal, sys, time
+from concurrent.futures import ThreadPoolExecutor
+from spile.view.worker import watched
+ThreadPoolExecutor(1).submit(time.sleep, 3600)  # an upload that hangs: the interpreter would wait for it
+try:
+    with watched() as watch:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+def test_a_second_signal_ends_a_process_whose_threads_hang() -> None:
+    done = subprocess.run([sys.executable, "-c", _HANGS_AT_EXIT], capture_output=True, timeout=120)
+    assert done.returncode == 130

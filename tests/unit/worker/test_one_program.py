@@ -1,0 +1,51 @@
+"""A run over ARC prompts compiles one program, or two where its tail differs, beside the reading of the weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from spile.spec.run import DataSpec, ExtractSpec
+from spile.worker.device import DeviceProducer
+from spile.worker.extract import extract
+from spile.worker.progress import Progress, Timeline
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The shapes that programs were compiled for."""
+    shapes: list[tuple[int, int]] = []
+    real = DeviceProducer.compile
+
+    def counting(self: DeviceProducer, shape: tuple[int, int]) -> object:
+        shapes.append(shape)
+        return real(self, shape)
+
+    monkeypatch.setattr(DeviceProducer, "compile", counting)
+    return shapes
+
+
+def test_programs_are_one_or_two_and_the_wall_time_is_told(tmp_path: Path, compiled: list[tuple[int, int]]) -> None:
+    spec = ExtractSpec(
+        model="embedded", data=DataSpec(dataset="embedded", max_samples=14), output=str(tmp_path), layers=(0,)
+    )
+    progress = Progress(timeline=Timeline.of_process())
+    visit = extract(spec, progress=progress).visit
+    assert 1 <= len(compiled) <= 2
+    assert compiled[0] == (1, 4096)  # the tail's row is shorter
+    assert visit.shapes == len(compiled)
+    names = {span.name.split(" ")[0] for span in progress.timeline.spans()}
+    assert {"interpreter", "devices", "weights", "compile"} <= names
+    assert min(visit.wall.start, visit.wall.run) > 0
+    assert visit.wall.whole == pytest.approx(visit.wall.start + visit.seconds)
+
+
+def test_a_wait_for_programs_is_not_called_the_model() -> None:
+    progress = Progress()
+    progress.start()
+    progress.busy_for("model", 2.0)
+    progress.compiled(1.0)
+    assert progress.snapshot().limit == "model"
+    progress.compiled(1.5)
+    assert progress.snapshot().limit == "compiling"

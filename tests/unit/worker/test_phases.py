@@ -1,0 +1,75 @@
+"""The phases a worker really goes through, on the screen and in its heartbeat."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from spile.errors import ModelError
+from spile.objects import open_folder
+from spile.spec.phase import Phase
+from spile.spec.run import DataSpec, ExtractSpec
+from spile.store.heartbeat import read_beat
+from spile.worker import extract as module
+from spile.worker.extract import extract
+from spile.worker.progress import Progress
+
+
+class Recorded(Progress):
+    def phase(self, phase: Phase, detail: str = "") -> None:
+        super().phase(phase, detail)
+        self.__dict__.setdefault("seen", []).append(phase)
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> ExtractSpec:
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"text": f"{n} a b"}) + "\n" for n in range(4)))
+    return ExtractSpec(data=DataSpec(dataset=str(data), max_seq_length=64), output=str(tmp_path / "out"), layers=(0,))
+
+
+def test_every_phase_of_a_worker_is_set_and_in_order(spec: ExtractSpec) -> None:
+    progress = Recorded()
+    extract(spec, progress=progress)
+    order = [Phase.LOOKING, Phase.LOADING, Phase.COMPILING, Phase.RUNNING, Phase.UPLOADING, Phase.DONE]
+    seen = list(dict.fromkeys(progress.__dict__["seen"]))
+    # The program is compiled beside the loading: where that took longer, nobody waits for the compiler.
+    assert seen in (order, [phase for phase in order if phase is not Phase.COMPILING])
+
+
+def test_a_stream_begun_before_says_that_it_is_loading_and_why_it_could_not(
+    spec: ExtractSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loading takes minutes: without this a resumed stream's heartbeat would be the dead worker's for as long."""
+    extract(replace(spec, data=replace(spec.data, max_samples=2)))
+    stream = open_folder(spec.output).child("tpu_0")
+
+    def loads(*_: object) -> None:
+        deadline = time.monotonic() + 120
+        while (beat := read_beat(stream)) is None or beat.phase is not Phase.LOADING:
+            assert time.monotonic() < deadline, beat
+            time.sleep(0.01)
+        raise ModelError("no such weights")
+
+    monkeypatch.setattr(module, "make_producer", loads)
+    with pytest.raises(ModelError, match="no such weights"):
+        extract(spec)
+    beat = read_beat(stream)
+    assert beat is not None
+    assert (beat.phase, beat.last_error) == (Phase.FAILED, "no such weights")
+
+
+def test_a_new_stream_leaves_nothing_where_its_model_cannot_be_loaded(
+    spec: ExtractSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loads(*_: object) -> None:
+        raise ModelError("no such weights")
+
+    monkeypatch.setattr(module, "make_producer", loads)
+    with pytest.raises(ModelError):
+        extract(spec)
+    assert not Path(spec.output).exists()
