@@ -2,41 +2,53 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-# More than cores: most tests wait for processes and servers.
+# More than the number of cores: most tests wait for processes and servers.
 JOBS   ?= 5
-# The image's target for image-check: cpu, cuda or tpu.
+# The image target for image-check: cpu, cuda or tpu.
 IMAGE  ?= cpu
+PYTEST := $(BIN)/pytest -n $(JOBS) --dist worksteal
 
-.PHONY: help demo test check bench soak peers-install peers docs image-check release-check requirements clean
-help:            ## what there is
+.PHONY: help demo test test-all check bench soak peers-install peers docs docs-serve image-check release-check requirements clean
+help:            ## list the targets
 	@grep -hE '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
-$(VENV)/.ready: requirements.txt pyproject.toml
+# Only what spile itself needs: enough for the demo.
+$(VENV)/.runtime: requirements.txt pyproject.toml scripts/runtime_requirements.py
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --require-hashes -r requirements.txt
-	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e .
+	$(PYTHON) scripts/runtime_requirements.py > $(VENV)/runtime.txt
+	$(PYTHON) scripts/runtime_requirements.py hatchling editables > $(VENV)/build.txt
+	$(BIN)/pip install --disable-pip-version-check --require-hashes -r $(VENV)/runtime.txt
+	$(BIN)/pip install --disable-pip-version-check --quiet --require-hashes -r $(VENV)/build.txt
+	$(BIN)/pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation -e .
 	@touch $@
 
-demo: $(VENV)/.ready  ## extract the embedded model's activations over the embedded ARC tasks
+$(VENV)/.ready: $(VENV)/.runtime
+	$(BIN)/pip install --disable-pip-version-check --quiet --require-hashes -r requirements.txt
+	@touch $@
+
+demo: $(VENV)/.runtime  ## extract the embedded model's activations over the embedded ARC tasks
 	$(BIN)/spile extract
 
-test: $(VENV)/.ready  ## the tests, in minutes
-	$(BIN)/pytest -n $(JOBS) --dist worksteal -m "not slow and not soak" tests
+test: $(VENV)/.ready  ## the tests that every change runs; at most six minutes on two cores
+	$(PYTEST) -m "not slow and not soak and not torch" tests
 
-check: $(VENV)/.ready  ## format, lint, types, rooms
+test-all: $(VENV)/.ready  ## the above, live comparisons with transformers (needs torch) and the slow tests
+	$(PYTEST) -m "not soak" tests
+
+check: $(VENV)/.ready  ## format, lint, types, import layers
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	@$(BIN)/python scripts/audit.py
 
-bench: $(VENV)/.ready  ## what this machine reaches, beside the alternatives
+bench: $(VENV)/.ready  ## measure this machine and the alternatives
 	$(BIN)/python -m bench
 
-soak: $(VENV)/.ready  ## every randomized and slow case
-	$(BIN)/pytest -n $(JOBS) --dist worksteal tests
+soak: $(VENV)/.ready  ## the randomized suites at full length
+	$(PYTEST) -m soak tests
 
-# Over what .venv has: torch, jax, datasets and pandas are not installed twice.
+# On top of .venv, so that torch, jax, datasets and pandas are not installed twice.
 .venv-peers/.ready: $(VENV)/.ready
 	$(PYTHON) -m venv .venv-peers
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"), "$(CURDIR)/src", sep="\n")' \
@@ -46,22 +58,25 @@ soak: $(VENV)/.ready  ## every randomized and slow case
 
 peers-install: .venv-peers/.ready
 
-peers: peers-install  ## other people's programs read what we write, in an environment of their own
+peers: peers-install  ## read our output with SAELens, torchdata, PEFT and others, in an environment of their own
 	.venv-peers/bin/python -m pytest -p no:cacheprovider tests/peers
 
-docs: $(VENV)/.ready  ## the documentation as a site in build/site; every link and reference must resolve
+docs: $(VENV)/.ready  ## build the documentation site in build/site; every link must resolve
 	$(BIN)/python scripts/make_cli_reference.py
 	$(BIN)/python scripts/make_api_reference.py
 	test -x build/docs-venv/bin/mkdocs || { $(PYTHON) -m venv build/docs-venv && build/docs-venv/bin/pip install --quiet 'mkdocs==1.6.1' 'mkdocs-material==9.8.1'; }
 	NO_MKDOCS_2_WARNING=1 build/docs-venv/bin/mkdocs build --strict --quiet
 
-release-check:   ## sdist and wheel, built, installed into an empty environment, and the demo run from there
+docs-serve: docs  ## serve the documentation on a loopback port and rebuild it on changes
+	NO_MKDOCS_2_WARNING=1 build/docs-venv/bin/mkdocs serve
+
+release-check:   ## build sdist and wheel, install them into an empty environment and run the demo
 	PYTHON=$(PYTHON) scripts/release_check.sh
 
-image-check:     ## build the container image for real, without a container engine (root, buildah, debootstrap), and try it
+image-check:     ## build the container image without a container engine (root, buildah, debootstrap) and run it
 	scripts/image_check.sh $(IMAGE)
 
-requirements: $(VENV)/.ready  ## pin every dependency anew, with hashes
+requirements: $(VENV)/.ready  ## pin every dependency again, with hashes
 	$(BIN)/pip-compile --quiet --strip-extras --generate-hashes --allow-unsafe --no-header --no-emit-index-url \
 	  --no-emit-find-links --no-emit-trusted-host --extra data --extra dev -o requirements.txt pyproject.toml
 	if command -v uv > /dev/null; then lock="uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
@@ -69,7 +84,7 @@ requirements: $(VENV)/.ready  ## pin every dependency anew, with hashes
 	  echo uv | $$lock --extra tpu -c requirements.txt pyproject.toml - -o src/spile/fleet/requirements.txt && \
 	  $$lock --extra cuda -c src/spile/fleet/requirements.txt pyproject.toml | \
 	  sed -n '/^\(jax-cuda\|nvidia-\)/,/[^\\]$$/p' > src/spile/fleet/requirements-cuda.txt; \
-	else echo "no uv: what machines of a fleet install stays as it was"; fi
+	else echo "uv is not installed: the requirements of fleet machines are unchanged"; fi
 
-clean:           ## remove what the targets made
+clean:           ## remove everything that the targets made
 	rm -rf $(VENV) .venv-peers activations .bench build dist
