@@ -35,7 +35,7 @@ def verify(
     root: Annotated[str, Parameter(help="A folder, gs://bucket/prefix or s3://bucket/prefix.")] = "./activations",
     *,
     streams: Annotated[str | None, Parameter(help="Only these: 0-3,7. [default: all that the data has]")] = None,
-    recompute: Annotated[int, Parameter(help="Run so many random samples through the model again and compare.")] = 0,
+    recompute: Annotated[int, Parameter(help="Compute this many random samples again and compare.")] = 0,
     seed: Annotated[int, Parameter(help="Which samples are recomputed.")] = 0,
     max_samples: Annotated[int | None, Parameter(help="The bound that the run was given, if it was.")] = None,
     gc: Annotated[bool, Parameter(negative="", help="Look for orphaned shards and unfinished uploads.")] = False,
@@ -151,14 +151,32 @@ _SPARE = ("TOKENS", "SIZE", "SHARDS", "SKIPPED")
 
 
 def _show_recomputed(report: Report, console: Console) -> None:
-    if report.recomputed is not None and report.recomputed.worst:
-        tap, off = max(report.recomputed.worst.items(), key=lambda item: item[1])
-        taps = counted(len(report.recomputed.worst), "tap")
-        console.print(
-            f"recomputed {counted(report.recomputed.samples, 'sample')} at {taps}: "
-            f"furthest off {off:.2g} of what rounding allows, at {tap}",
-            soft_wrap=True,
-        )
+    """Print the measured noise, and what the check can and cannot find with it."""
+    found = report.recomputed
+    if found is None or not found.taps:
+        return
+    by_noise = sorted(found.taps.values(), key=lambda noise: noise.fresh)
+    middle, noisiest = by_noise[len(by_noise) // 2], by_noise[-1]
+    lines = [
+        f"recomputed {counted(found.samples, 'sample')} ({counted(middle.rows, 'row')}) at "
+        f"{counted(len(found.taps), 'tap')}: {found.dtype} rows of this model differ from float32 by "
+        f"{_percent(middle.fresh)} of their norm at {middle.tap}, stored rows by {_percent(middle.stored)}",
+        f"noisiest tap: {noisiest.tap}, {_percent(noisiest.fresh)}, stored rows {_percent(noisiest.stored)}",
+        f"finds, at {middle.tap}: a row that is off by {_percent(middle.row_limit)} of its norm or more, and a sample "
+        f"whose rows are off by {_percent(middle.sample_limit)} or more (at {noisiest.tap}: "
+        f"{_percent(noisiest.row_limit)} and {_percent(noisiest.sample_limit)})",
+        "does not find: smaller errors, and errors in samples that were not chosen",
+    ]
+    unjudged = sum(noise.unjudged for noise in found.taps.values())
+    if unjudged:
+        rows = sum(noise.rows for noise in found.taps.values())
+        lines.append(f"{unjudged:,} of {rows:,} rows are too noisy to be judged alone; --json lists them by tap")
+    for line in lines:
+        console.print(line, soft_wrap=True)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g} %"
 
 
 def _show_garbage(report: Report, console: Console) -> None:

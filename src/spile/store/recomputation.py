@@ -1,73 +1,278 @@
-"""Stored rows against rows computed again: random samples of a dataset, each tap within what rounding allows."""
+"""Compare stored activations with a new computation, calibrated by the noise of that computation.
+
+Each chosen sample is computed twice: in float32 at the highest precision (the reference), and again in the run's own
+dtype and stored the same way (the fresh rows). The distance between fresh rows and the reference is the noise that a
+correct run has. A stored row is right if its distance from the reference is explained by that noise. All distances are
+relative to the norm of the reference row, so rows with large norms (attention sinks) do not hide errors in others.
+
+Two rules judge a sample at a tap:
+
+- one row: its distance is at most ``ROW`` times the tap's median noise, or ``OWN`` times the row's own noise;
+- all rows: the median distance is at most ``1 + (ROW - 1) / sqrt(rows)`` times the median noise, at least ``SAMPLE``.
+
+Noise has a heavy tail: a few rows are twenty times noisier than the median, and not in every computation. Therefore a
+sample that breaks a rule is computed several times more with embeddings that are changed by one rounding error, and a
+row's own noise is the largest that any of these computations shows.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from spile.errors import Failure
 from spile.spec.identity import RunIdentity
-from spile.store.encoding import rounding
-from spile.store.report import Problem, Recomputed
+from spile.spec.sample import Sample
+from spile.spec.taps import TapRows
+from spile.store.encoding import as_stored, decode, split
+from spile.store.report import Problem, Recomputed, TapNoise
 from spile.store.shard_reader import ShardReader
 from spile.store.streams import Stream
 
-__all__ = ["Recompute", "compare"]
+__all__ = ["OWN", "ROW", "SAMPLE", "VARIANTS", "Recompute", "StoredRows", "compare", "distances"]
 
-Recompute = Callable[[npt.NDArray[np.int32], tuple[str, ...]], Sequence[npt.NDArray[np.float32]]]
-"""One sample's rows at these taps, from its tokens: ``[tokens, d]`` each, in the taps' order, before rounding."""
+ROW, OWN, SAMPLE = 16.0, 4.0, 1.5
+VARIANTS = 8
+"""Additional computations of a sample that breaks a rule."""
+FLOOR = {"float32": 2.0**-16, "float16": 2.0**-12, "bfloat16": 2.0**-9}
+"""The least noise that is assumed for a compute dtype: 256 units in the last place of float32, which is what other
+devices and batch shapes differ by, and half a unit of the 16-bit dtypes."""
+_IDS_FLOOR = 1 / 6
+"""The same for a tap of ids, as a share of them. Near ties change places, so only whole samples are judged."""
+_NARROW = 8
+"""A row of fewer numbers, such as a loss, may be almost 0: its distance is relative to the tap's median norm."""
 
-# Beside the rounding of the stored dtype, what another batch, device or kernel may change, relative to the tap's RMS.
-_SLACK = {"float32": 1e-3, "bfloat16": 2.0**-3}
+_Array = npt.NDArray[Any]
+StoredRows = Callable[[Sample], Sequence[_Array]]
+"""Return the stored rows of a sample, ``[rows, width]`` for each tap."""
+
+
+class Recompute(Protocol):
+    """Computes samples again and measures their distances from a reference."""
+
+    def __call__(
+        self, samples: Sequence[Sample], taps: Sequence[TapRows], stored: StoredRows, variant: int = 0
+    ) -> Iterator[tuple[int, _Array]]:
+        """Yield the index of each sample, in any order, with ``[taps, 3, rows]`` as :func:`distances` returns it.
+
+        ``variant`` 0 is the run's own computation. Each other number changes the embeddings by one rounding error of
+        the run's dtype, differently for each number.
+        """
+
+
+def distances(reference: _Array, fresh: _Array, stored: _Array, kind: TapRows) -> npt.NDArray[np.float32]:
+    """Return ``[3, rows]``: the norm of the reference rows, and how far fresh and stored rows are from them.
+
+    For a tap of integers (the ids of the largest logits) the norm is 1 and the distance is the share of ids that are
+    not in the reference row.
+    """
+    if kind.dtype == "int32":
+        missing = [[np.setdiff1d(a, b).size / max(1, b.size) for a, b in zip(x, reference, strict=True)]
+                   for x in (fresh, stored)]  # fmt: skip
+        return np.array([np.ones(len(reference)), *missing], np.float32)
+    again = as_stored(fresh, kind.dtype)
+    again = decode(*split(again, kind.dtype)) if kind.scaled else again
+    wide = reference.astype(np.float64)
+    with np.errstate(invalid="ignore", over="ignore"):
+        away = [np.linalg.norm(x.astype(np.float64) - wide, axis=1) for x in (again, stored)]
+        return np.array([np.linalg.norm(wide, axis=1), *away], np.float32)
+
+
+@dataclass
+class _Judged:
+    """One sample and what was measured of it, relative to the norms of its reference rows."""
+
+    stream: Stream
+    sample: Sample
+    fresh: npt.NDArray[np.float64]
+    """``[taps, rows]``: the largest noise of any computation so far."""
+    stored: npt.NDArray[np.float64]
+    middle: npt.NDArray[np.float64]
+    """``[taps]``: the largest median noise of any computation so far."""
+
+    def add(self, fresh: npt.NDArray[np.float64]) -> None:
+        self.fresh = np.fmax(self.fresh, fresh)
+        self.middle = np.fmax(self.middle, _median(fresh))
+
+
+def _relative(values: _Array, least: _Array) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Return the distances of fresh and of stored rows in units of the reference rows' norms."""
+    norm = np.maximum(values[:, 0].astype(np.float64), least)
+    return values[:, 1] / norm, values[:, 2] / norm
+
+
+def _median(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    return np.median(values, axis=1) if values.shape[1] else np.zeros(len(values))
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """A stored sample; its rows are read when they are compared."""
+
+    stream: Stream
+    shard: ShardReader
+    sample: Sample
+    rows: slice
+
+    def read(self) -> Sequence[_Array]:
+        return [self.shard.rows(tap, self.rows.start, self.rows.stop) for tap in self.stream.taps]
 
 
 def compare(
     run: RunIdentity, streams: Sequence[Stream], recompute: Recompute, k: int, seed: int
 ) -> tuple[Recomputed, list[Problem]]:
     """Compute ``k`` random samples again and compare them with what is stored."""
+    chosen, problems = _choose(streams, k, seed)
+    taps: dict[str, list[TapNoise]] = {}
+    for names in dict.fromkeys(each.stream.taps for each in chosen):
+        some = [each for each in chosen if each.stream.taps == names]
+        judge = _Judge(some[0].stream.kinds(run), run.dtype)
+        judge.measure(some, recompute)
+        problems += judge.problems
+        for noise in judge.report():
+            taps.setdefault(noise.tap, []).append(noise)
+    return Recomputed(len(chosen), run.dtype, {tap: TapNoise.merged(parts) for tap, parts in taps.items()}), problems
+
+
+def _choose(streams: Sequence[Stream], k: int, seed: int) -> tuple[list[_Chosen], list[Problem]]:
+    """Choose samples at random over all streams, and read their tokens."""
     shards = [(stream, record) for stream in streams for record in stream.shards]
     ends = list(accumulate(record.count for _, record in shards))
     places = np.random.default_rng(seed).permutation(ends[-1] if ends else 0)[:k]
+    chosen: list[_Chosen] = []
     problems: list[Problem] = []
-    worst: dict[str, float] = {}
+    opened: dict[int, ShardReader] = {}
     for place in sorted(places.tolist()):
         which = bisect_right(ends, place)
         stream, record = shards[which]
         try:
-            index, tokens, chosen, stored = _read(stream, stream.open(record), place - ends[which] + record.count)
+            if which not in opened:
+                opened[which] = stream.open(record)
+            chosen.append(_read_tokens(stream, opened[which], place - ends[which] + record.count))
         except Failure as error:
             problems.append(Problem("damaged", stream.folder.url, str(error)))
-            continue
-        kinds = stream.kinds(run)
-        for kind, fresh, rows in zip(kinds, recompute(tokens, stream.taps), stored, strict=True):
-            again = fresh[chosen] if len(fresh) == len(tokens) else fresh
-            tap, off = kind.name, _distance(again, rows, kind.dtype, run.dtype)
-            worst[tap] = max(worst.get(tap, 0.0), off)
-            if not off <= 1.0:
-                text = f"sample {index} at {tap} differs from its recomputation by {off:.3g} × what rounding allows"
-                problems.append(Problem("wrong", stream.folder.url, text))
-    return Recomputed(len(places), worst), problems
+    return chosen, problems
 
 
-def _read(
-    stream: Stream, shard: ShardReader, place: int
-) -> tuple[int, npt.NDArray[np.int32], npt.NDArray[np.int64], list[npt.NDArray[np.generic]]]:
-    """A sample's index, all of its tokens, the positions that have rows, and those at every tap."""
+def _read_tokens(stream: Stream, shard: ShardReader, place: int) -> _Chosen:
     start, stop = shard.bounds(place)
-    index = int(shard.whole("sample_index")[place])
-    stored = [shard.rows(tap, start, stop) for tap in stream.taps]
-    return index, shard.context(place), shard.positions(start, stop), stored
+    index, tokens = int(shard.whole("sample_index")[place]), shard.context(place)
+    positions = None if stop - start == len(tokens) else shard.positions(start, stop).astype(np.int32)
+    sample = Sample(index, "", tokens, np.zeros(len(tokens), np.uint8), positions=positions)
+    return _Chosen(stream, shard, sample, slice(start, stop))
 
 
-def _distance(fresh: npt.NDArray[np.float32], stored: npt.NDArray[np.generic], kind: str, computed: str) -> float:
-    """The largest |Δ| in units of what is allowed: 1 and below is the same row."""
-    if fresh.shape != stored.shape:
-        return float("inf")
-    wanted, found = fresh.astype(np.float64), stored.astype(np.float64)
-    scale = float(np.sqrt(np.mean(wanted**2))) if wanted.size else 1.0
-    allowed = rounding(wanted, kind) + _SLACK[computed] * scale + 1e-30
-    return float(np.max(np.abs(wanted - found) / allowed, initial=0.0))
+class _Judge:
+    """Judges the samples of streams that have the same taps."""
+
+    def __init__(self, kinds: Sequence[TapRows], dtype: str) -> None:
+        self.kinds, self.dtype = kinds, dtype
+        floor = [_IDS_FLOOR if kind.dtype == "int32" else FLOOR[dtype] for kind in kinds]
+        self.floor = np.array(floor)[:, None]
+        self.samples: dict[int, _Judged] = {}
+        self.problems: list[Problem] = []
+        self.typical = self.floor
+
+    def measure(self, chosen: Sequence[_Chosen], recompute: Recompute) -> None:
+        """Measure all samples once, and those that break a rule ``VARIANTS`` times more."""
+        damaged: dict[int, Failure] = {}
+
+        def stored(sample: Sample) -> Sequence[_Array]:
+            try:
+                return chosen[sample.index].read()
+            except Failure as error:
+                damaged[sample.index] = error
+                return [np.zeros((sample.rows, kind.width), np.float32) for kind in self.kinds]
+
+        numbered = [replace(each.sample, index=number) for number, each in enumerate(chosen)]
+        found = dict(recompute(numbered, self.kinds, stored, 0))
+        norms = np.concatenate([values[:, 0] for values in found.values()], axis=1)
+        share = np.array([1.0 if kind.width < _NARROW else 2.0**-20 for kind in self.kinds])
+        least = np.maximum(_median(np.nan_to_num(norms.astype(np.float64))) * share, 1e-30)[:, None]
+        for number, each in enumerate(chosen):
+            if number in damaged:
+                self.problems.append(Problem("damaged", each.stream.folder.url, str(damaged[number])))
+                continue
+            fresh, away = _relative(found[number], least)
+            self.samples[number] = _Judged(each.stream, each.sample, fresh, away, _median(fresh))
+        every = [each.fresh for each in self.samples.values()]
+        self.typical = np.fmax(self.floor, _median(np.concatenate(every, axis=1))[:, None]) if every else self.floor
+        for variant in range(1, VARIANTS + 1):
+            again = [number for number, each in self.samples.items() if self._wrong(each).any()]
+            for number, values in recompute([numbered[n] for n in again], self.kinds, stored, variant):
+                self.samples[number].add(_relative(values, least)[0])
+        self.problems += self._wrong_samples()
+
+    def _row_limits(self, each: _Judged) -> npt.NDArray[np.float64]:
+        return np.asarray(np.maximum(ROW * self.typical, OWN * each.fresh))
+
+    def _sample_limits(self, each: _Judged) -> npt.NDArray[np.float64]:
+        factor = max(SAMPLE, 1 + (ROW - 1) / max(1, each.stored.shape[1]) ** 0.5)
+        return np.asarray(factor * np.fmax(self.floor[:, 0], each.middle))
+
+    def _wrong(self, each: _Judged) -> npt.NDArray[np.bool_]:
+        """``[taps]``: whether one of the rules is broken; a distance that is not a number breaks them."""
+        rows = ~(each.stored <= self._row_limits(each))
+        return np.asarray(rows.any(axis=1) | ~(_median(each.stored) <= self._sample_limits(each)))
+
+    def _wrong_samples(self) -> list[Problem]:
+        """Return one problem for each sample and tap that is wrong."""
+        found = []
+        for each in self.samples.values():
+            for tap in np.flatnonzero(self._wrong(each)).tolist():
+                text = f"sample {each.sample.index} at {self.kinds[tap].name}: {self._why(each, tap)}"
+                found.append(Problem("wrong", each.stream.folder.url, text))
+        return found
+
+    def _why(self, each: _Judged, tap: int) -> str:
+        own, limits = each.stored[tap], self._row_limits(each)[tap]
+        middle, limit = _median(each.stored)[tap], self._sample_limits(each)[tap]
+        fresh = f"a new {self.dtype} computation"
+        bad = np.flatnonzero(~(own <= limits))
+        if len(bad):
+            worst = bad[np.argmax(np.nan_to_num(own[bad] / limits[bad], nan=np.inf))]
+            at = int(worst) if each.sample.positions is None else int(each.sample.positions[worst])
+            more = f" and {len(bad) - 1} more rows" if len(bad) > 1 else ""
+            return (
+                f"the row of token {at}{more} is {_percent(own[worst])} of its norm away from the float32 reference; "
+                f"{fresh} is {_percent(each.fresh[tap, worst])} away, "
+                f"and noise explains up to {_percent(limits[worst])}"
+            )
+        return (
+            f"its rows are {_percent(middle)} (median) of their norm away from the float32 reference; {fresh} is "
+            f"{_percent(each.middle[tap])} away, and noise explains up to {_percent(limit)}"
+        )
+
+    def report(self) -> list[TapNoise]:
+        """Return what was measured at each tap."""
+        if not self.samples:
+            return []
+        samples = self.samples.values()
+        fresh = np.concatenate([each.fresh for each in samples], axis=1)
+        stored = np.concatenate([each.stored for each in samples], axis=1)
+        limits = np.concatenate([self._row_limits(each) for each in samples], axis=1)
+        whole = np.stack([self._sample_limits(each) for each in samples])
+        medians = np.stack([_median(each.stored) for each in samples])
+        return [
+            TapNoise(
+                tap=kind.name,
+                rows=fresh.shape[1],
+                fresh=float(_median(fresh)[tap]),
+                stored=float(_median(stored)[tap]),
+                worst=float(np.max([*(stored[tap] / limits[tap]), *(medians[:, tap] / whole[:, tap])], initial=0.0)),
+                row_limit=float(ROW * self.typical[tap, 0]),
+                sample_limit=float(np.median(whole[:, tap])),
+                unjudged=int(np.count_nonzero(limits[tap] >= 1.0)),
+            )
+            for tap, kind in enumerate(self.kinds)
+        ]
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.2g} %" if np.isfinite(value) else "not a number"

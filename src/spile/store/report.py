@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from spile.spec.ranges import Ranges
 
-__all__ = ["Garbage", "Kind", "Problem", "Recomputed", "Report", "StreamReport"]
+__all__ = ["Garbage", "Kind", "Problem", "Recomputed", "Report", "StreamReport", "TapNoise"]
 
 Kind = Literal["missing", "doubled", "damaged", "wrong"]
 """``damaged``: bytes or records are not what was committed. ``wrong``: a recomputed row differs, splits are mixed."""
@@ -42,12 +43,57 @@ class Garbage:
 
 
 @dataclass(frozen=True)
+class TapNoise:
+    """What recomputation measured at one tap. Distances are relative to the norms of the reference rows."""
+
+    tap: str
+    rows: int
+    fresh: float
+    """The median distance of a new computation in the run's dtype: the noise."""
+    stored: float
+    """The median distance of the stored rows."""
+    worst: float
+    """The largest distance in units of what noise explains: above 1 is wrong."""
+    row_limit: float
+    """The smallest error of a single row that is found, unless the row itself is noisier than others."""
+    sample_limit: float
+    """The smallest median distance of a whole sample that is found, for a sample of median length."""
+    unjudged: int
+    """Rows that are too noisy to be judged alone: replacing them by zeros would not be found."""
+
+    @staticmethod
+    def merged(parts: Sequence[TapNoise]) -> TapNoise:
+        """Return one entry for several groups of streams: the largest of each figure, and the sum of the counts."""
+        largest = {name: max(getattr(part, name) for part in parts) for name in _MERGED_BY_MAXIMUM}
+        rows, unjudged = (sum(getattr(part, name) for part in parts) for name in ("rows", "unjudged"))
+        return TapNoise(tap=parts[0].tap, rows=rows, unjudged=unjudged, **largest)
+
+
+_MERGED_BY_MAXIMUM = ("fresh", "stored", "worst", "row_limit", "sample_limit")
+
+
+@dataclass(frozen=True)
 class Recomputed:
-    """How far recomputed rows were from the stored ones: |Δ| over what rounding allows, at most, by tap."""
+    """How far stored rows are from a recomputation, tap by tap."""
 
     samples: int
-    worst: dict[str, float]
-    """By tap: 1.0 is the most that is allowed."""
+    dtype: str
+    """The run's own, in which the noise was measured."""
+    taps: dict[str, TapNoise]
+
+    @property
+    def worst(self) -> dict[str, float]:
+        """The largest distance at each tap in units of what noise explains."""
+        return {tap: noise.worst for tap, noise in self.taps.items()}
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values for ``--json``."""
+        return {
+            "samples": self.samples,
+            "dtype": self.dtype,
+            "worst": self.worst,
+            "taps": {tap: vars(noise) for tap, noise in self.taps.items()},
+        }
 
 
 @dataclass(frozen=True)
@@ -117,7 +163,7 @@ class Report:
             "never_begun": self.never_begun.pairs(),
             "problems": [vars(problem) for problem in self.all_problems],
             "garbage": [vars(item) for item in self.garbage],
-            "recomputed": None if self.recomputed is None else vars(self.recomputed),
+            "recomputed": None if self.recomputed is None else self.recomputed.to_json(),
         }
 
 

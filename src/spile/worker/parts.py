@@ -11,8 +11,6 @@ from itertools import islice
 from typing import Literal, TypeVar
 
 import jax
-import numpy as np
-import numpy.typing as npt
 
 from spile.data.stream import SampleStream, open_stream
 from spile.data.tokens import Tokenizer, load_tokenizer
@@ -47,7 +45,6 @@ __all__ = [
     "rows_of",
     "sizes_for",
     "torch_producer",
-    "torch_recompute",
     "wants_statistics",
     "with_stops",
 ]
@@ -142,20 +139,6 @@ def torch_producer(
     progress.log(f"{name} runs in PyTorch with forward hooks: slower than what spile computes itself (spile models)")
     model = load_model(files, spec.dtype)
     return TorchProducer(model, taps, store_dtype=spec.store_dtype, dtype=spec.dtype, most_tokens=batch_tokens)
-
-
-def torch_recompute(files: model_files.ModelFiles, dtype: str) -> Callable[..., Sequence[npt.NDArray[np.float32]]]:
-    """For ``verify --recompute``: one sample at a time."""
-    model = load_model(files, dtype)
-
-    def recompute(tokens: npt.NDArray[np.int32], taps: tuple[str, ...]) -> Sequence[npt.NDArray[np.float32]]:
-        chosen = [Tap.parse(tap) for tap in taps]
-        producer = TorchProducer(model, chosen, store_dtype="float32", dtype=dtype, most_tokens=len(tokens))
-        sample = Sample(0, "again", tokens, np.zeros(len(tokens), np.uint8))
-        ((_, rows),) = producer.rows([sample])
-        return [array.astype(np.float32) for array in rows]
-
-    return recompute
 
 
 def wants_statistics(asked: bool | None) -> bool:

@@ -26,6 +26,7 @@ __all__ = [
     "Hooks",
     "Place",
     "TorchProducer",
+    "alike",
     "find_layers",
     "find_place",
     "installed",
@@ -388,7 +389,7 @@ class TorchProducer:
         """Compute a batch: by sample's index, each tap's rows."""
         check_tokens(batch.samples, self._vocabulary)
         found: dict[int, Sequence[Rows]] = {}
-        for some in _alike(batch.samples, self._most):
+        for some in alike(batch.samples, self._most):
             found.update(self.rows(some))
         return {sample.index: found[sample.index] for sample in batch.samples}
 
@@ -437,7 +438,7 @@ def _finite(block: Rows) -> bool:
     return block.dtype.kind in "iu" or bool(np.isfinite(block.astype(np.float32)).all())
 
 
-def _alike(samples: Sequence[Sample], most_tokens: int) -> Iterator[list[Sample]]:
+def alike(samples: Sequence[Sample], most_tokens: int) -> Iterator[list[Sample]]:
     """Samples of like lengths, the longest first, as many as the token budget allows when padded."""
     some: list[Sample] = []
     for sample in sorted(samples, key=len, reverse=True):

@@ -16,6 +16,7 @@ from hypothesis.extra import numpy as hnp
 from safetensors import deserialize
 
 import spile
+from recomputing import Rows, recompute_with
 from spile.errors import Damaged, RunMismatch
 from spile.models import encoding as on_device
 from spile.objects import open_folder
@@ -182,23 +183,22 @@ def test_a_scale_or_number_that_is_none_is_found(tmp_path: Path, dtype: str) -> 
 
 
 @pytest.mark.parametrize("dtype", SCALED)
-def test_recompute_accepts_the_error_of_the_docs_and_no_more(tmp_path: Path, dtype: str) -> None:
+def test_recompute_allows_for_the_error_of_the_encoding_and_no_more(tmp_path: Path, dtype: str) -> None:
     store_of(tmp_path, dtype)
 
-    def again(push: float):
-        def recompute(tokens: np.ndarray, taps: tuple[str, ...]) -> list[np.ndarray]:
+    def again(push: float) -> Rows:
+        def rows(tokens: np.ndarray, taps: tuple[str, ...]) -> list[np.ndarray]:
             sample = Sample(0, "", tokens, np.zeros(len(tokens), np.uint8))
-            fresh = [rows_of(sample, tap, dtype="float32") for tap in range(len(taps))]
-            stored = [decode(*split(as_stored(rows, dtype), dtype)) for rows in fresh]
-            # As far from what is stored as is allowed, and then by `push` of it.
-            slack = [1e-3 * float(np.sqrt(np.mean(rows.astype(np.float64) ** 2))) for rows in fresh]
-            return [
-                (rows + push * (0.9 * rounding(rows.astype(np.float64), dtype) + near)).astype(np.float32)
-                for rows, near in zip(stored, slack, strict=True)
-            ]
+            return [push * rows_of(sample, tap, dtype="float32") for tap in range(len(taps))]
 
-        return recompute
+        return rows
 
-    assert verify(str(tmp_path), recompute=again(0.9), k=6).ok
-    report = verify(str(tmp_path), recompute=again(1.35), k=6)
+    report = verify(str(tmp_path), recompute=recompute_with(again(1.0)), k=6)
+    assert not report.all_problems
+    assert report.recomputed is not None
+    for noise in report.recomputed.taps.values():
+        assert noise.fresh == noise.stored
+        assert {"int8": 0.002, "float8_e4m3": 0.01}[dtype] < noise.fresh < {"int8": 0.02, "float8_e4m3": 0.04}[dtype]
+    push = {"int8": 1.05, "float8_e4m3": 1.25}[dtype]
+    report = verify(str(tmp_path), recompute=recompute_with(again(push)), k=6)
     assert {problem.kind for problem in report.all_problems} == {"wrong"}

@@ -11,7 +11,11 @@ import pytest
 
 import spile
 from spile.errors import DataError, ModelError
+from spile.models.model_files import ModelFiles
+from spile.objects import open_folder
 from spile.spec.run import DataSpec, ExtractSpec
+from spile.spec.sample import Sample
+from spile.store.streams import open_streams
 from spile.store.verification import verify
 from spile.worker.extract import extract
 from spile.worker.recompute import recomputer
@@ -47,22 +51,63 @@ def test_a_run_is_recomputed(made: Path) -> None:
     assert max(report.recomputed.worst.values()) <= 1
 
 
+def measured(out: str, taps: tuple[str, ...], **options: int) -> dict[int, np.ndarray]:
+    """The distances of all samples, with the rows that are stored."""
+    dataset = spile.open(out)
+    (stream,) = open_streams(open_folder(out), dataset.run)
+    kinds = [kind for kind in stream.kinds(dataset.run) if kind.name in taps]
+    samples = {ref.index: dataset.sample(0, ref.index) for ref in dataset.samples}
+    given = [Sample(n, "", np.asarray(s.tokens), np.zeros(len(s.tokens), np.uint8)) for n, s in samples.items()]
+    rows = {n: [np.asarray(s.rows(kind.name)) for kind in kinds] for n, s in samples.items()}
+    return dict(recomputer(out)(given, kinds, lambda sample: rows[sample.index], **options))
+
+
 def test_rows_are_those_of_the_store(made: Path) -> None:
-    dataset = spile.open(str(made / "out"))
-    sample = dataset.sample(0, 3)
-    (rows,) = recomputer(str(made / "out"))(sample.tokens, ("residual.2",))
-    stored = np.asarray(sample.rows("residual.2"), np.float32)
-    assert rows.shape == stored.shape
-    np.testing.assert_allclose(rows, stored, rtol=2**-7, atol=1e-3)
+    for index, values in measured(str(made / "out"), ("residual.2",)).items():
+        norm, fresh, stored = values[0]
+        dataset = spile.open(str(made / "out")).sample(0, index)
+        np.testing.assert_allclose(norm, np.linalg.norm(dataset.rows("residual.2").astype(float), axis=1), rtol=2**-7)
+        # The run computes in float32 and stores bfloat16: all of the distance is the rounding.
+        assert (fresh / norm > 0).all()
+        assert (fresh / norm < 2**-8).all()
+        np.testing.assert_allclose(stored, fresh, rtol=0.02)
 
 
-def test_rows_of_another_model_are_told(made: Path) -> None:
-    """Right checksums over wrong numbers: only the model itself can tell."""
-    out = str(made / "out")
-    real = recomputer(out)
-    report = verify(out, recompute=lambda tokens, taps: [rows * 1.1 for rows in real(tokens, taps)], k=2)
-    assert not report.ok
+def test_a_bfloat16_run_is_judged_by_the_noise_of_bfloat16(made: Path, tmp_path: Path) -> None:
+    spec = ExtractSpec(
+        model=str(made / "model"),
+        data=DataSpec(dataset=str(made / "data.jsonl"), max_seq_length=64),
+        output=str(tmp_path / "out"),
+        layers=(2,),
+        dtype="bfloat16",
+    )
+    extract(spec)
+    report = verify(spec.output, recompute=recomputer(spec.output), k=6)
+    assert not report.all_problems
+    assert report.recomputed is not None
+    noise = report.recomputed.taps["residual.2"]
+    assert 2.0**-9 < noise.fresh < 2.0**-4
+    assert noise.fresh / 1.5 < noise.stored < noise.fresh * 1.5
+    plain, other = (measured(spec.output, ("residual.2",), variant=variant) for variant in (0, 1))
+    assert any((plain[index][0, 1] != other[index][0, 1]).any() for index in plain)
+    for index in plain:
+        np.testing.assert_array_equal(plain[index][0, [0, 2]], other[index][0, [0, 2]])
+
+
+def test_rows_of_other_weights_are_found(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checksums and records are right, the numbers are wrong: only the model itself can tell."""
+    run = spile.open(str(made / "out")).run
+    model = Path(run.model)
+    kept = (model / "model.safetensors").read_bytes()
+    name = "model.layers.0.mlp.down_proj.weight"
+    try:
+        edit_tensors(model, **{name.replace(".", "__"): tensors(model)[name] * 1.1})
+        monkeypatch.setattr(ModelFiles, "weights_hash", lambda _: run.weights)
+        report = verify(str(made / "out"), recompute=recomputer(str(made / "out")), k=2)
+    finally:
+        (model / "model.safetensors").write_bytes(kept)
     assert {problem.kind for problem in report.all_problems} == {"wrong"}
+    assert all("float32 reference" in problem.text for problem in report.all_problems)
 
 
 def test_another_model_under_the_same_name_is_refused(made: Path, tmp_path: Path) -> None:
