@@ -19,20 +19,19 @@ import requests
 from spile.data.split import StreamEntry, StreamsManifest, stream_name
 from spile.errors import RunMismatch
 from spile.fleet.agent import worker_command
-from spile.fleet.checks import changes, check_stored
 from spile.fleet.cloud_tpu import CloudSettings, CloudTpu
+from spile.fleet.deploy import StreamsPlan, changes, check_stored, place_of
 from spile.fleet.history import History, Pulse
 from spile.fleet.home import FleetHome
 from spile.fleet.lease import Lease
+from spile.fleet.monitor import tick
 from spile.fleet.provider import NodeRequest
 from spile.fleet.reconcile import past_of
-from spile.fleet.round import tick
 from spile.fleet.spec import FLEET_LABEL, WORKER_LABEL, FleetSpec, Policy, plan_workers
-from spile.fleet.streams import StreamsPlan, place_of
 from spile.objects.folder import NotFound, ObjectInfo
 from spile.spec.phase import Phase
 from spile_fakes.cloud import ApiError, Cloud, CloudTimes
-from spile_fakes.cloud_api import Api, ApiFault, Lost
+from spile_fakes.cloud_server import Api, ApiFault, Lost
 
 ZONES = ("us-central1-a", "us-central1-b", "europe-west4-a", "us-east1-d")
 LIVE = ("CREATING", "READY")

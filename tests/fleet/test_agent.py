@@ -20,7 +20,7 @@ from spile.fleet.agent import AGAIN, Agent, worker_command
 from spile.fleet.cloud_tpu import CloudTpu
 from spile.fleet.home import FleetHome
 from spile.fleet.manage import settle
-from spile.fleet.pins import vouch
+from spile.fleet.pins import pin_machines
 from spile.fleet.provider import NodeRequest
 from spile.fleet.spec import FleetSpec, plan_workers
 from spile.fleet.worker_logs import LogKeeper, read_log
@@ -156,7 +156,7 @@ def test_a_deployment_that_the_machines_metadata_does_not_name_is_not_taken(
     time.sleep(0.3)
     assert codes == [], "the worker goes on with what was deployed"
     assert said.count("it is not used") + capfd.readouterr().out.count("it is not used") == 1, "said once"
-    assert vouch(client, new, home.folder.url) == []
+    assert pin_machines(client, new, home.folder.url) == []
     thread.join(120)
     assert codes == [AGAIN]
 

@@ -13,10 +13,9 @@ from fleet.cloud_world import A
 from fleet.prompt import Prompt
 from spile.errors import Damaged, SpecError, UserError
 from spile.fleet.cloud_tpu import CloudTpu
-from spile.fleet.deployed import NotDeployed, known_here, parse_deployment, told
 from spile.fleet.home import FLEET, FleetHome
 from spile.fleet.monitor import FleetMonitor, FleetStatus
-from spile.fleet.pins import PIN, sha256, vouch
+from spile.fleet.pins import PIN, NotDeployed, known_here, parse_deployment, pin_machines, remember_deployment, sha256
 from spile.fleet.provider import NodeRequest
 from spile.fleet.spec import FleetSpec, Policy, plan_workers
 from spile_fakes.cloud_server import FakeCloud
@@ -109,7 +108,7 @@ def test_a_colleagues_deploy_under_a_running_monitor_counts_by_the_machines_it_t
     new = replace(home.read_fleet(), deployment="e")
     home.folder.put(FLEET, new.to_json())
     assert "nor to a machine" in monitor.step().problems[0], "not yet told"
-    assert vouch(client, new, home.folder.url) == []
+    assert pin_machines(client, new, home.folder.url) == []
     assert monitor.step().problems == ()
     assert monitor.fleet.deployment == "e"
     home.folder.put(FLEET, before)
@@ -122,8 +121,8 @@ def test_another_computer_has_to_be_told(home: FleetHome, client: CloudTpu) -> N
     with pytest.raises(NotDeployed, match="expected one that is known outside of the bucket"):
         FleetMonitor(home, client)
     with pytest.raises(NotDeployed, match="is not that deployment"):
-        told(home.folder.url, found, "sha256:" + "0" * 64)
-    told(home.folder.url, found, f"sha256:{found}")
+        remember_deployment(home.folder.url, found, "sha256:" + "0" * 64)
+    remember_deployment(home.folder.url, found, f"sha256:{found}")
     until(FleetMonitor(home, client), ready)
     forged(home)
     with pytest.raises(NotDeployed):

@@ -20,8 +20,7 @@ from spile.cli.shell.healing import watch_fleet
 from spile.errors import SpecError
 from spile.fleet.cloud_tpu import CloudSettings, CloudTpu
 from spile.fleet.home import FleetHome, WorkerReport
-from spile.fleet.monitor import FleetMonitor, FleetStatus
-from spile.fleet.notify import check_url
+from spile.fleet.monitor import FleetMonitor, FleetStatus, check_url
 from spile.fleet.provider import NodeRequest, NotAllowed
 from spile.fleet.spec import FleetSpec, Policy, plan_workers
 from spile.objects import open_folder
@@ -31,8 +30,7 @@ from spile.store.layout import PROGRESS, STREAM, stream_folder
 from spile.store.sealed import FORMAT, seal
 from spile.view.fleet import plain_lines, render, watch
 from spile_fakes.cloud import Cloud, CloudTimes
-from spile_fakes.cloud_api import Api
-from spile_fakes.cloud_server import FakeCloud
+from spile_fakes.cloud_server import Api, FakeCloud
 
 A, B = "us-central1-a", "us-central1-b"
 

@@ -181,7 +181,7 @@ def test_a_second_deploy_keeps_variables_webhooks_and_names(world: World, prompt
 
 
 def test_flags_that_nobody_outside_of_the_bucket_knows_are_not_taken_unasked(world: World, prompt: Prompt) -> None:
-    """Who may write the bucket would say what the next deployment runs, and it would be vouched for."""
+    """Who may write the bucket would say what the next deployment runs, and it would be check_pinned for."""
     assert prompt(*PREPARE, *TASK, "--layers", "1")[0] == 0
     home = open_folder("gs://b/fleet/default")
     stored = home.get("fleet.json")

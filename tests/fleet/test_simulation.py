@@ -10,12 +10,12 @@ import pytest
 from fleet_simulation import DirectSession, Simulation
 from spile.fleet.cloud_tpu import CloudSettings, CloudTpu
 from spile.fleet.history import History, Pulse
+from spile.fleet.monitor import tick
 from spile.fleet.provider import NodeRequest
-from spile.fleet.round import tick
 from spile.fleet.spec import FleetSpec, plan_workers
 from spile.spec.phase import Phase
 from spile_fakes.cloud import Cloud, CloudTimes
-from spile_fakes.cloud_api import Api
+from spile_fakes.cloud_server import Api
 
 ORDERS = ("redeployed", "is refused", "another fleet", "the budget of", "stopped by", "the hub is out")
 """What owners and the world do, as a history's log has it."""

@@ -20,7 +20,7 @@ from spile.fleet.deploy import publish
 from spile.fleet.home import FleetHome
 from spile.fleet.install import build_wheel
 from spile.fleet.monitor import machine_metadata, startup_script
-from spile.fleet.pins import machine_requirements, sha256, vouch
+from spile.fleet.pins import machine_requirements, pin_machines, sha256
 from spile.fleet.provider import NodeRequest
 from spile.fleet.spec import FleetSpec, plan_workers
 from spile_fakes.cloud import CloudTimes
@@ -313,7 +313,7 @@ def test_a_deploy_tells_the_machines_what_they_may_run(home: FleetHome, pinned: 
     fleet = publish(home, replace(home.read_fleet(), deployment="d2"), lambda _: None)
     assert pinned.boot().returncode == 1, "the bucket alone is not believed"
     assert json.loads((pinned.folder / "opt" / "fleet.json").read_text())["deployment"] == "d1"
-    assert vouch(client, fleet, home.folder.url) == []
+    assert pin_machines(client, fleet, home.folder.url) == []
     assert client.node(ZONE, NAME).metadata["spile-node"] == NAME, "the rest of its metadata stays"
     done = pinned.boot()
     assert done.returncode == 0, done.stdout

@@ -17,8 +17,8 @@ from fleet.cloud_world import a_home
 from spile.cli.main import main
 from spile.fleet import manage
 from spile.fleet.cloud_tpu import CloudTpu
+from spile.fleet.manage import wait_for_queued
 from spile.fleet.provider import NodeRequest, QueuedRequest
-from spile.fleet.queueing import wait_for_queued
 from spile_fakes.cloud_server import FakeCloud
 
 A, B = "us-central1-a", "us-central1-b"

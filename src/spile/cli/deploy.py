@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from spile.fleet.cloud_tpu import CloudTpu
+    from spile.fleet.deploy import StreamsPlan
     from spile.fleet.home import FleetHome
     from spile.fleet.manage import NodeResult
     from spile.fleet.spec import FleetSpec, Policy
-    from spile.fleet.streams import StreamsPlan
 
 __all__ = ["DeployFlags", "deploy", "extract_words"]
 
@@ -124,10 +124,9 @@ def deploy(
     is asked about first.
     """
     from spile.cli.shell.dry_run import show
-    from spile.fleet.checks import changes, check_access, check_root
-    from spile.fleet.deploy import fleet_bucket, publish
+    from spile.fleet.deploy import changes, check_access, check_root, fleet_bucket, publish
     from spile.fleet.home import FleetHome, fleet_url
-    from spile.fleet.pins import vouch
+    from spile.fleet.pins import pin_machines
 
     if not flags.gcs_bucket:
         raise SpecError("no bucket", expected="--gcs-bucket NAME, with or without gs://")
@@ -157,7 +156,7 @@ def deploy(
     _clear(fleet, cleared)
     fleet = publish(home, fleet, lambda line: console.print(line, markup=False))
     if steps.skip_launch:
-        code = print_results(console, vouch(client, fleet, home.folder.url) if before is not None else [])
+        code = print_results(console, pin_machines(client, fleet, home.folder.url) if before is not None else [])
         console.print(redeploying.prepared(place, steps, bucket, again=before is not None), markup=False)
         return code
     return _launch(client, home, fleet, asked.steps, console)
@@ -238,9 +237,9 @@ class _Asked:
 
 def _check(client: CloudTpu, fleet: FleetSpec, asked: _Asked) -> None:
     """Every mistake that can be known now."""
-    from spile.fleet.checks import check_model
     from spile.fleet.cloud_tpu import check_place
-    from spile.fleet.notify import check_url
+    from spile.fleet.deploy import check_model
+    from spile.fleet.monitor import check_url
 
     flags = asked.flags
     asked.root("gs://b")
@@ -257,7 +256,7 @@ def _streams(
     fleet: FleetSpec, asked: _Asked, bucket: str, before: FleetSpec | None, console: Console
 ) -> Iterator[StreamsPlan]:
     """The streams that the workers will read: those that are there, a folder's, or a dataset split now."""
-    from spile.fleet.streams import existing_streams, local_streams, split_streams
+    from spile.fleet.deploy import existing_streams, local_streams, split_streams
 
     def log(line: str) -> None:
         console.print(line, markup=False)
@@ -285,7 +284,7 @@ def _streams(
 
 def _to_clear(fleet: FleetSpec, flags: ExtractFlags) -> list[int]:
     """The streams that ``--no-checkpointing --overwrite`` removes: once, now, and never by a worker."""
-    from spile.fleet.checks import begun, refuse_at_work
+    from spile.fleet.deploy import begun, refuse_at_work
 
     if flags.checkpointing:
         return []
@@ -323,14 +322,14 @@ def _launch(client: CloudTpu, home: FleetHome, fleet: FleetSpec, steps: DeployFl
     from spile.cli.shell.healing import adjusted, watch_fleet
     from spile.fleet import manage
     from spile.fleet.deploy import launch_over_ssh, launch_waiting
-    from spile.fleet.pins import vouch
+    from spile.fleet.pins import pin_machines
     from spile.hosts.hosts import Access
 
     results: list[NodeResult] = []
     ssh = steps.launch == "ssh" or bool(steps.adopt)
     if steps.adopt:
         results = manage.adopt(client, fleet, steps.adopt)
-    untold = vouch(client, fleet, home.folder.url)
+    untold = pin_machines(client, fleet, home.folder.url)
     made_here = ssh or not steps.monitor  # else the monitor makes them, and heals meanwhile
     if steps.create_tpus and not steps.adopt and made_here:
         results = create_machines(client, home, fleet, console)

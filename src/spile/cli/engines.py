@@ -115,7 +115,7 @@ def _absolute(name: str) -> str:
 def _split(flags: ExtractFlags, spec: ExtractSpec, workers: int, asked: int | None) -> str:
     """The streams of ``--dataset``, kept beside the activations: made once, and the same ever after."""
     from spile.data.split import MANIFEST, StreamsManifest
-    from spile.fleet.streams import prepare_streams, refuse_other_rows
+    from spile.fleet.deploy import prepare_streams, refuse_other_rows
     from spile.objects import open_folder
     from spile.objects.folder import NotFound
 

@@ -53,11 +53,11 @@ def monitor(
 
         from spile.cli.shell.healing import adjusted, watch_fleet
         from spile.fleet.cloud_tpu import CloudTpu, read_settings
-        from spile.fleet.deployed import told
+        from spile.fleet.pins import remember_deployment
 
         deployed, found = home.read_pinned()
         if deployment is not None:
-            told(home.folder.url, found, deployment)
+            remember_deployment(home.folder.url, found, deployment)
         client = CloudTpu(read_settings(os.environ, project=project or deployed.project))
         if budget is not None:  # for every monitor from now on, not for this one alone
             home.order_budget(replace(deployed, policy=replace(deployed.policy, budget=budget)), budget)

@@ -48,9 +48,9 @@ def create(
     wait: Annotated[bool, _WAIT] = True,
 ) -> int:
     """Make ``tpu-{zone}-{n}`` in every zone, in parallel. What is there already stays."""
-    from spile.fleet import manage, queueing
+    from spile.fleet import manage
     from spile.fleet.cloud_tpu import check_place
-    from spile.fleet.pins import slice_secret
+    from spile.fleet.manage import slice_secret
 
     client = place.client()
     fleet = machines.fleet(place, client.project)
@@ -62,10 +62,10 @@ def create(
         check_place(client, zone, fleet.machine.accelerator_type)
     console = _console()
     if node_prefix:
-        results = queueing.queue(client, fleet, node_prefix, node_count, name=queued_id)
+        results = manage.queue(client, fleet, node_prefix, node_count, name=queued_id)
         code = print_results(console, results)
         for result in [each for each in results if wait and not each.bad]:
-            queueing.wait_for_queued(client, result.zone, result.name)
+            manage.wait_for_queued(client, result.zone, result.name)
             console.print(f"{result.name} in {result.zone}: ACTIVE", markup=False)
         return code
     if adopt:
@@ -83,7 +83,7 @@ def create(
     )
     if machines.queued and wait:
         for result in [each for each in results if not each.bad]:
-            queueing.wait_for_queued(client, result.zone, result.name)
+            manage.wait_for_queued(client, result.zone, result.name)
             console.print(f"{result.name} in {result.zone}: ACTIVE", markup=False)
     return int(any(result.bad for result in results))
 
@@ -100,7 +100,7 @@ def delete(
     yes: Annotated[bool, _YES] = False,
 ) -> int:
     """Delete the fleet's machines. Machines without its label are never touched."""
-    from spile.fleet import manage, queueing
+    from spile.fleet import manage
     from spile.fleet.lease import refuse_monitored
     from spile.fleet.manage import NodeResult
     from spile.fleet.spec import owns, plan_workers
@@ -109,7 +109,7 @@ def delete(
     zones = place.zone_list()
     if queued := queued_id or node_prefix:
         confirm(f"Delete the queued resource {queued} and its nodes?", yes=yes, console=console)
-        return print_results(console, queueing.unqueue(client, zones, queued, place.fleet, wait=wait))
+        return print_results(console, manage.unqueue(client, zones, queued, place.fleet, wait=wait))
     nodes = manage.list_nodes(client, zones)
     mine, foreign = [node for node in nodes if owns(place.fleet, node)], []
     if workers_per_zone is not None:

@@ -51,7 +51,7 @@ def upload(local_dir: Path, folder: Folder, progress: Callable[[str, bool, int, 
         for future in as_completed(waiting):
             known[waiting[future].path.name] = future.result()
         if listed and not all(known.values()):
-            # What is about to change must not be vouched for while it does.
+            # What is about to change must not be check_pinned for while it does.
             folder.delete(MANIFEST)
         changed = [file for file in streams if not known[file.path.name]]
         _tell(progress, (file.path.name for file in streams if known[file.path.name]), False, 0, len(files))

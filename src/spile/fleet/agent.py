@@ -12,27 +12,62 @@
 from __future__ import annotations
 
 import argparse
+import base64
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from spile.errors import CloudError, SpecError, SpileError, UserError
+from spile.errors import CloudError, SpecError, SpileError, UserError, untrusted
 from spile.fleet.home import FleetHome, WorkerReport
 from spile.fleet.pins import own_pin
-from spile.fleet.secrets import resolve
 from spile.fleet.spec import FleetSpec, Worker
 from spile.fleet.worker_logs import LogKeeper
-from spile.spec.hiding import secret_values, struck_out
+from spile.spec.hiding import REFERENCE, secret_values, struck_out
 from spile.spec.phase import Phase
 from spile.version import __version__
 
-__all__ = ["AGAIN", "Agent", "main", "worker_command"]
+__all__ = ["AGAIN", "Agent", "main", "resolve", "worker_command"]
+
+
+_NAME = re.compile(r"projects/[A-Za-z0-9._:-]+/secrets/[A-Za-z0-9_-]+(/versions/[A-Za-z0-9_-]+)?")
+_ENDPOINT = "https://secretmanager.googleapis.com"
+
+
+def resolve(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables, with what they refer to in the place of references."""
+    return {
+        name: _fetch(name, value.removeprefix(REFERENCE)) if value.startswith(REFERENCE) else value
+        for name, value in environment.items()
+    }
+
+
+def _fetch(variable: str, name: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise SpecError(f"--env {variable}", expected=f"{REFERENCE}projects/P/secrets/S", found=REFERENCE + name)
+    where = name if "/versions/" in name else f"{name}/versions/latest"
+    endpoint = os.environ.get("SPILE_SECRETS_ENDPOINT", _ENDPOINT).rstrip("/")
+    import google.auth
+    import requests
+    from google.auth.transport.requests import AuthorizedSession
+
+    with untrusted(CloudError, f"the secret {name} for {variable} cannot be read", fix="see the machine's account"):
+        if endpoint.startswith("http://"):  # never Google: a token must not travel over it
+            session: requests.Session = requests.Session()
+        else:
+            credentials, _ = google.auth.default(scopes=["https://www.googleapis.com/auth/cloud-platform"])
+            session = AuthorizedSession(credentials)
+        reply = session.get(f"{endpoint}/v1/{where}:access", timeout=30)
+        if reply.status_code != 200:
+            raise CloudError(f"the secret {name} for {variable} cannot be read", found=f"status {reply.status_code}")
+        return base64.b64decode(reply.json()["payload"]["data"]).decode().rstrip("\n")
+
 
 AGAIN = 75
 """The exit code that asks the launch script to look at ``fleet.json`` again: there is a new deployment."""
@@ -117,12 +152,12 @@ class Agent:
     def _renewed(self, fleet: FleetSpec) -> bool:
         try:
             new, found = self.home.read_pinned()
-            return new.deployment != fleet.deployment and self._vouched(fleet, found)
+            return new.deployment != fleet.deployment and self._is_pinned(fleet, found)
         except SpileError as error:  # the bucket has hiccups; the worker's own writes tell when it is serious
             print(f"spile agent: {error}", flush=True)
             return False
 
-    def _vouched(self, fleet: FleetSpec, found: str) -> bool:
+    def _is_pinned(self, fleet: FleetSpec, found: str) -> bool:
         """Whether this machine's own metadata names that ``fleet.json``: who writes the bucket is not who deploys."""
         if not self.pin or own_pin(self.zone, self.node, fleet.project, found) == found:
             return True
@@ -200,7 +235,7 @@ class Agent:
         if self.host != 0 or not fleet.policy.delete_finished or not self.zone:
             return
         from spile.fleet.cloud_tpu import CloudTpu, read_settings
-        from spile.fleet.round import delete_queued_of
+        from spile.fleet.manage import delete_queued_of
         from spile.fleet.spec import owns
 
         try:

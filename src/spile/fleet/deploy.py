@@ -1,35 +1,327 @@
-"""A deployment: streams, code and assignments into the bucket, then workers onto machines."""
+"""Deploy a fleet: check the request, prepare the streams, publish code and assignment, launch workers."""
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import shlex
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from spile.errors import SpecError
-from spile.fleet.home import STARTUP, FleetHome
+from spile.data.convert import RowSelection
+from spile.data.sources import RowRange
+from spile.data.split import MANIFEST, STREAM, StreamsManifest, make_streams, stream_name
+from spile.data.upload import read_manifest, upload
+from spile.errors import DataError, ModelError, RunMismatch, SpecError, SpileError, UserError
+from spile.fleet.cloud_tpu import CloudTpu, check_roles
+from spile.fleet.home import STARTUP, FleetHome, fleets_of
 from spile.fleet.install import build_wheel
-from spile.fleet.manage import NodeResult, list_nodes
+from spile.fleet.manage import NodeResult, hosts_of, list_nodes, slice_secret
 from spile.fleet.monitor import machine_metadata, startup_script
-from spile.fleet.pins import REQUIREMENTS, machine_requirements, sha256, slice_secret
+from spile.fleet.pins import REQUIREMENTS, machine_requirements, sha256
 from spile.fleet.provider import NodeState, Provider
 from spile.fleet.spec import FleetSpec, owns
-from spile.fleet.tpu_hosts import hosts_of
 from spile.hosts.hosts import Access, Host
 from spile.hosts.run import launch
-from spile.objects import bucket_url
+from spile.models import model_files
+from spile.models.architecture import ModelConfig
+from spile.objects import bucket_url, is_remote, open_folder
+from spile.objects.cloud import access
+from spile.objects.preflight import preflight
+from spile.spec.amounts import counted
+from spile.spec.run import EMBEDDED, DataSpec, ExtractSpec, PromptSpec
+from spile.spec.taps import select_taps
+from spile.store.clearing import stream_has_commits
+from spile.store.layout import stream_folder
+from spile.store.snapshot import SnapshotReader
+from spile.store.stream import read_stream
+from spile.store.streams import find_streams
 from spile.version import __version__
 
 __all__ = [
     "Deployment",
+    "StreamsPlan",
+    "begun",
+    "changes",
+    "check_access",
+    "check_model",
+    "check_root",
+    "check_stored",
+    "existing_streams",
     "fleet_bucket",
     "launch_over_ssh",
     "launch_waiting",
+    "local_streams",
+    "place_of",
+    "prepare_streams",
     "publish",
+    "refuse_at_work",
+    "refuse_other_rows",
+    "split_streams",
 ]
+
+
+_NAME = 16
+"""Digits of a split's digest in its folder's name."""
+
+
+@dataclass(frozen=True)
+class StreamsPlan:
+    """Streams, and where workers will read them."""
+
+    url: str
+    manifest: StreamsManifest | None
+    """None: nothing describes them, and only their names can be checked."""
+    local: Path | None = None
+    """What has to be put there first; None: it is there."""
+
+    @property
+    def split(self) -> str | None:
+        """What workers check their stream against."""
+        return None if self.manifest is None else self.manifest.digest()
+
+    def check(self, workers: int) -> None:
+        """Each worker its stream, each stream its worker: one that nobody works on would never be done."""
+        found = len(self.manifest.streams) if self.manifest is not None else _count(self.url, self.local, workers)
+        if found != workers:
+            raise DataError(
+                f"the streams of {self.local or self.url} are not the workers'",
+                expected=f"{workers}, one per worker",
+                found=f"{found}, up to {stream_name(found - 1)}" if found else f"no {stream_name(0)}",
+                fix="leave --skip-dataset out to split the dataset anew, or take as many workers",
+            )
+
+    def put(self, log: Callable[[str], None]) -> None:
+        """Put them where workers read them, skipping what is there already."""
+        if self.local is None:
+            return
+        sent = upload(self.local, open_folder(self.url))
+        log(f"{len(sent.uploaded)} files uploaded to {sent.url}, {len(sent.skipped)} there already")
+
+
+def existing_streams(url: str) -> StreamsPlan:
+    """Streams that are in a bucket already."""
+    return StreamsPlan(url.rstrip("/"), read_manifest(open_folder(url)))
+
+
+def local_streams(folder: Path, below: str) -> StreamsPlan:
+    """A folder of streams on this computer, which goes to the bucket below ``below``, under a name of its content."""
+    if not folder.is_dir():
+        raise DataError(f"no such folder: {folder}", fix="make streams first: spile data streams")
+    file = folder / MANIFEST
+    manifest = StreamsManifest.from_json(file.read_bytes(), str(file)) if file.is_file() else None
+    name = manifest.digest() if manifest is not None else _digest(folder)
+    return StreamsPlan(place_of(below, name), manifest, folder)
+
+
+def place_of(below: str, digest: str) -> str:
+    """Where streams of this content lie: another content lies elsewhere, so that nothing is ever replaced."""
+    return f"{below}/{digest[:_NAME]}"
+
+
+@contextmanager
+def split_streams(
+    dataset: str,
+    below: str,
+    count: int,
+    *,
+    data: DataSpec,
+    log: Callable[[str], None],
+    begun: str | None = None,
+) -> Iterator[StreamsPlan]:
+    """Split a dataset into one stream per worker, here; they can be put in the bucket as long as this lasts.
+
+    ``data`` says what is taken of it and in which order.
+    ``begun``: where the streams of the deployment before are; the same split is made as it was made then.
+    """
+    there = read_manifest(open_folder(begun)) if begun is not None else None
+    with tempfile.TemporaryDirectory(prefix="spile-streams-") as folder:
+        made = make_streams(
+            dataset,
+            Path(folder),
+            count,
+            selection=_selection(data),
+            split=RowRange.parse(data.split).split,
+            config_name=data.config_name,
+            seed=data.seed,
+            begun=there,
+        )
+        log(f"{made.tally.samples:,} samples of {dataset} in {counted(count, 'stream')}")
+        yield local_streams(Path(folder), below)
+
+
+def _selection(data: DataSpec) -> RowSelection:
+    part = RowRange.parse(data.split)
+    column = RowSelection.column if data.prompt.column == PromptSpec.column else data.prompt.column
+    return RowSelection(column, part.start, part.stop, keep=data.keep)
+
+
+def refuse_other_rows(manifest: StreamsManifest, data: DataSpec, place: str) -> None:
+    """Streams that were made earlier are of the rows that are asked for now: --split would be without effect."""
+    part, source = RowRange.parse(data.split), manifest.source
+    asked = {"split": part.split or "train", "config_name": data.config_name}
+    facts = {name: (source[name], value) for name, value in asked.items() if name in source}
+    facts["rows"] = _rows(source.get("start_index"), source.get("end_index")), _rows(part.start, part.stop)
+    for name, (made, wanted) in facts.items():
+        if made != wanted:
+            raise DataError(
+                f"{place} holds streams of another selection: {name}",
+                expected=str(made),
+                found=str(wanted),
+                fix="give --split and --config-name as before, or another --output",
+            )
+
+
+def _rows(start: object, stop: object) -> str:
+    return f"{start or 0} to {'the last' if stop is None else stop}"
+
+
+def prepare_streams(dataset: str, url: str, count: int, *, data: DataSpec, log: Callable[[str], None]) -> None:
+    """Split a dataset and put its streams at this very place, skipping what is there already."""
+    with split_streams(dataset, url, count, data=data, log=log, begun=url) as made:
+        replace(made, url=url).put(log)
+
+
+def _count(url: str, local: Path | None, workers: int) -> int:
+    """How many streams there are, from 0 up, where no ``streams.json`` says it."""
+    listed = [path.name for path in local.iterdir()] if local is not None else [i.key for i in open_folder(url).list()]
+    numbers = {int(found[1]) for name in listed if (found := STREAM.fullmatch(name))}
+    return next((number for number in range(max(numbers, default=0) + 2) if number not in numbers), workers)
+
+
+def _digest(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.jsonl")):
+        with path.open("rb") as file:
+            digest.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return digest.hexdigest()
+
+
+def check_model(spec: ExtractSpec) -> ModelConfig:
+    """The model is one that machines can read, and has the layers that are asked for. No weights are fetched."""
+    if spec.model != EMBEDDED and not is_remote(spec.model) and Path(spec.model).expanduser().exists():
+        raise ModelError(
+            f"{spec.model} is on this computer, where machines cannot read it",
+            expected="a name on the hub, or gs://…",
+            fix=f"copy it: gcloud storage cp -r {spec.model} gs://BUCKET/models/",
+        )
+    config = model_files.find(spec.model, spec.revision, weights=False).config
+    select_taps(spec.sites, spec.layers, config.n_layers, spec.heads, spec.top_k)
+    return config
+
+
+def check_access(urls: Iterable[str], account: str | None, client: CloudTpu | None = None) -> Iterator[str]:
+    """A line for each finding about who may write these buckets, and with a ``client`` who may make machines.
+
+    :class:`Unwritable` or :class:`NotAllowed` where the operator may not.
+    """
+    for bucket in dict.fromkeys("/".join(url.split("/", 3)[:3]) for url in urls):
+        name = bucket.partition("://")[2]
+        if bucket.startswith("gs://"):
+            yield access.check_own(name)
+            yield access.check_machines(name, account)
+        else:  # S3 has nobody to ask: an object is made and removed
+            preflight(open_folder(bucket))
+            yield f"{bucket}: your account may write it; machines may where --env gives them keys of S3 that may"
+    if client is not None:
+        yield from check_roles(client, account)
+
+
+def check_root(bucket: str, fleet: FleetSpec, streams: StreamsPlan, *, cleared: bool) -> None:
+    """Nobody else's rows are where this fleet will write. ``cleared``: what its own workers made will be removed."""
+    for other in fleets_of(bucket):
+        if other.name != fleet.name and other.root == fleet.root and not _over(bucket, other):
+            raise UserError(
+                f"fleet {other.name} writes to {fleet.root}",
+                expected="a place of its own for each fleet",
+                fix="give another --gcs-prefix, or stop that one: spile fleet stop",
+            )
+    root = open_folder(fleet.root)
+    mine = {worker.id for worker in fleet.workers}
+    for number in find_streams(root):
+        record = read_stream(root.child(stream_folder(number)))
+        if record is None or (cleared and number in mine):
+            continue
+        where = f"{root.url}/{stream_folder(number)}"
+        check_stored(number, record.identity.sha256, where, streams, mine=number in mine)
+
+
+def check_stored(number: int, sha256: str, where: str, streams: StreamsPlan, *, mine: bool) -> None:
+    """Rows that are stored already must be of the very stream that their worker will be given."""
+    entries = streams.manifest.streams if streams.manifest is not None else None
+    if entries is None:
+        return
+    wanted = entries[number].sha256 if mine else None
+    if wanted != sha256:
+        raise RunMismatch(
+            f"{where} holds rows of another dataset or of another split",
+            expected=f"stream sha256 {wanted}" if wanted else f"{len(entries)} streams, this one not among them",
+            found=f"sha256 {sha256}",
+            fix="give another --gcs-prefix, so that nothing of it is lost",
+        )
+
+
+def begun(root: str, fleet: FleetSpec) -> list[int]:
+    """The fleet's streams of which something is stored."""
+    folder = open_folder(root)
+    return [worker.id for worker in fleet.workers if stream_has_commits(folder, worker.id)]
+
+
+def refuse_at_work(root: str, numbers: list[int]) -> None:
+    """Nothing is removed under a worker that writes."""
+    for view in SnapshotReader(open_folder(root), time.time).take().streams:
+        if view.number in numbers and view.age is not None and view.age < 300 and not view.phase.ended:
+            raise DataError(
+                f"{root}/{stream_folder(view.number)} is being written",
+                found=f"a worker's sign of life {view.age:.0f} s ago",
+                fix="end it first: spile fleet stop",
+            )
+
+
+def _over(bucket: str, fleet: FleetSpec) -> bool:
+    """Whether a fleet is done or was stopped: as far as its bucket tells."""
+    home = FleetHome.open(f"{bucket}/fleet/{fleet.name}")
+    try:
+        if home.read_stop(fleet):
+            return True
+        reports = home.read_reports()
+    except SpileError:
+        return False
+    mine = [reports.get(worker.name) for worker in fleet.workers]
+    return all(each is not None and each.deployment == fleet.deployment and each.verdict == "finished" for each in mine)
+
+
+def changes(before: FleetSpec, now: FleetSpec) -> list[str]:
+    """What a deployment would change of the one that is there: ``root: A → B``, one each; empty: nothing."""
+    return list(_changes(before, now))
+
+
+def _changes(before: FleetSpec, now: FleetSpec) -> Iterator[str]:
+    facts = {
+        "output": (before.root, now.root),
+        "streams": (before.streams, now.streams),
+        "split": (before.split, now.split),
+        "flags": (" ".join(before.arguments), " ".join(now.arguments)),
+        "max-samples": (before.max_samples, now.max_samples),
+        "workers": (_places(before), _places(now)),
+        "machines": (before.machine.accelerator_type, now.machine.accelerator_type),
+    }
+    for name, (old, new) in facts.items():
+        if old != new and not (name == "split" and not before.split):
+            yield f"{name}: {old or 'none'} → {new or 'none'}"
+    names = {**before.environment, **now.environment}  # values may be secrets
+    if others := [name for name in names if before.environment.get(name) != now.environment.get(name)]:
+        yield f"variables: {', '.join(others)}"
+
+
+def _places(fleet: FleetSpec) -> str:
+    names = [worker.name for worker in fleet.workers]
+    return f"{len(names)} ({names[0]} … {names[-1]})"
 
 
 def fleet_bucket(flag: str, text: str) -> str:

@@ -23,9 +23,9 @@ from datetime import UTC, datetime
 from typing import Any, get_args
 
 from spile.errors import Damaged, UserError, untrusted
-from spile.fleet.deployed import remember
 from spile.fleet.history import History, Verdict
 from spile.fleet.lease import this_person
+from spile.fleet.pins import remember
 from spile.fleet.reconcile import Action, ActionOutcome
 from spile.fleet.spec import FleetSpec
 from spile.objects import open_folder

@@ -1,14 +1,18 @@
-"""Machines by hand: create, adopt, delete, recreate. Zones in parallel; one dry zone never holds another up."""
+"""Create, adopt, delete, recreate and find machines. Zones are handled in parallel: a failing zone delays no other."""
 
 from __future__ import annotations
 
+import os
+import re
+import secrets
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from spile.errors import CloudError, Interrupted, SpileError, UserError
+from spile.fleet.cloud_tpu import CloudTpu, read_settings
 from spile.fleet.provider import (
     Life,
     LostReply,
@@ -16,22 +20,47 @@ from spile.fleet.provider import (
     NameTaken,
     Node,
     NodeRequest,
+    NodeState,
     Operation,
     Provider,
     QueuedRequest,
     QueuedResource,
+    QueuedState,
     Quota,
     Unavailable,
 )
-from spile.fleet.round import Metadata, delete_queued_of, request_for
 from spile.fleet.spec import FLEET_LABEL, WORKER_LABEL, FleetSpec, Worker, owns
+from spile.hosts.hosts import Host
 
 __all__ = [
-    "NodeResult", "adopt", "by_zone", "create", "delete", "list_nodes", "list_waiting", "named_workers", "pause",
-    "recreate", "settle",
-]  # fmt: skip
+    "Metadata",
+    "NodeResult",
+    "adopt",
+    "by_zone",
+    "create",
+    "delete",
+    "delete_queued_of",
+    "find_hosts",
+    "hosts_of",
+    "list_nodes",
+    "list_waiting",
+    "named_workers",
+    "pause",
+    "queue",
+    "recreate",
+    "request_for",
+    "settle",
+    "slice_secret",
+    "slices_named",
+    "unqueue",
+    "wait_for_queued",
+]
+
 
 ReportResult = Callable[["NodeResult"], None]
+
+Metadata = Callable[[int], Mapping[str, str]]
+"""Return the metadata of the machine of a worker, given the worker's number."""
 
 EVERY = 2.0
 """Seconds between two looks at an operation."""
@@ -52,6 +81,36 @@ class NodeResult:
     def bad(self) -> bool:
         """Whether it is not as it was asked for."""
         return self.what in ("failed", "skipped")
+
+
+def slice_secret() -> dict[str, str]:
+    """For the metadata of a machine that is being made: what its hosts know each other by at the roll call."""
+    return {"spile-secret": secrets.token_hex(32)}
+
+
+def request_for(fleet: FleetSpec, worker: int, metadata: Mapping[str, str]) -> NodeRequest:
+    """The machine that a worker gets."""
+    labels = {**fleet.machine.labels, **fleet.labels, WORKER_LABEL: str(worker)}
+    return replace(fleet.machine, labels=labels, metadata={**fleet.machine.metadata, **metadata})
+
+
+def delete_queued_of(provider: Provider, fleet: str, zone: str, name: str) -> Operation:
+    """Delete a fleet's queued resource with its nodes, as it is now: one that is, or holds, somebody else's stays."""
+    found = next((each for each in provider.queued(zone) if each.name == name), None)
+    if found is None:
+        raise Missing(f"queued resource {name} is not in {zone} any more")
+    if found.labels.get(FLEET_LABEL, fleet) != fleet:
+        raise Missing(f"queued resource {name} in {zone} is another fleet's now")
+    if found.labels.get(FLEET_LABEL) is None:  # a machine of it was adopted: the others may be anybody's
+        others = {node.name for node in provider.nodes(zone) if not owns(fleet, node)}.intersection(found.nodes)
+        if others:
+            raise CloudError(
+                f"queued resource {name} in {zone} is not deleted",
+                expected=f"machines of fleet {fleet} alone",
+                found=f"{', '.join(sorted(others))} beside them",
+                fix=f"delete it by hand: gcloud compute tpus queued-resources delete {name} --zone {zone} --force",
+            )
+    return provider.delete_queued(zone, name, force=True)
 
 
 def list_nodes(provider: Provider, zones: Sequence[str]) -> list[Node]:
@@ -341,3 +400,126 @@ def _ask_again(provider: Provider, node: Node, request: NodeRequest, queued: Que
         request, node_count=len(queued.nodes) or 1, node_prefix=queued.prefix, best_effort=queued.best_effort
     )
     return provider.create_queued(node.zone, queued.name, whole)
+
+
+def queue(
+    provider: Provider, fleet: FleetSpec, prefix: str, count: int, *, name: str | None = None
+) -> list[NodeResult]:
+    """One queued resource in each zone, of ``count`` nodes that act together: multislice."""
+    request = QueuedRequest(
+        replace(
+            fleet.machine,
+            labels={**fleet.machine.labels, **fleet.labels},
+            metadata={**fleet.machine.metadata, **slice_secret()},  # one for all: they hold one roll call
+        ),
+        node_count=count,
+        node_prefix=prefix,
+        best_effort=fleet.best_effort,
+    )
+
+    def zone_work(zone: str) -> list[NodeResult]:
+        provider.create_queued(zone, name or prefix, request)
+        return [NodeResult(name or prefix, zone, "asked for", f"{count} nodes {prefix}-0 …")]
+
+    return by_zone(fleet.zones, zone_work)
+
+
+def wait_for_queued(provider: Provider, zone: str, name: str, *, every: float | None = None) -> QueuedResource:
+    """Wait until a queued resource is ACTIVE; one that failed or was suspended never will be."""
+    while True:
+        found = next((each for each in provider.queued(zone) if each.name == name), None)
+        if found is None:
+            raise Missing(f"queued resource {name} is not in {zone} any more")
+        if found.state is QueuedState.ACTIVE:
+            return found
+        if found.state in (QueuedState.FAILED, QueuedState.SUSPENDED, QueuedState.SUSPENDING):
+            detail = found.detail or found.state.meaning
+            raise CloudError(f"queued resource {name} in {zone} is {found.state.value}", found=detail)
+        pause(every)
+
+
+def unqueue(provider: Provider, zones: Sequence[str], name: str, fleet: str, *, wait: bool = True) -> list[NodeResult]:
+    """Delete a queued resource of the fleet and its nodes, in each of these zones where it is."""
+
+    def zone_work(zone: str) -> list[NodeResult]:
+        found = [each for each in provider.queued(zone) if each.name == name]
+        if not found:
+            return []
+        if found[0].labels.get(FLEET_LABEL) != fleet:
+            return [NodeResult(name, zone, "skipped", f"it is not of fleet {fleet}")]
+        operation = provider.delete_queued(zone, name, force=True)
+        if wait:
+            settle(provider, operation)
+        return [NodeResult(name, zone, "deleted" if wait else "deleting")]
+
+    return by_zone(zones, zone_work)
+
+
+def slices_named(prefix: str, names: Iterable[str]) -> list[str]:
+    """The node of just that name, or all named ``prefix-0``, ``prefix-1``, … in the order of their numbers."""
+    known = set(names)
+    if prefix in known:
+        return [prefix]
+    numbered = {name: re.fullmatch(re.escape(prefix) + r"-(\d+)", name) for name in known}
+    return sorted((name for name, match in numbered.items() if match), key=lambda name: int(name.rpartition("-")[2]))
+
+
+def hosts_of(nodes: Iterable[Node], prefix: str, *, internal_ip: bool = False, zone: str | None = None) -> list[Host]:
+    """Every host of every slice that the prefix names; among nodes of one name, ``zone`` decides."""
+    by_name: dict[str, list[Node]] = {}
+    for node in nodes:
+        by_name.setdefault(node.name, []).append(node)
+    names = slices_named(prefix, by_name)
+    if not names:
+        found = ", ".join(sorted(by_name)[:8]) + (" …" if len(by_name) > 8 else "") if by_name else "no TPU VM at all"
+        raise UserError(
+            f"no TPU VM named {prefix}, nor {prefix}-0, {prefix}-1, …",
+            found=found,
+            fix="look at spile tpu list, or name --zone and --project",
+        )
+    chosen = [_only(by_name[name], zone) for name in names]
+    unready = [f"{node.name} is {node.state}" for node in chosen if node.state != NodeState.READY]
+    if unready:
+        raise CloudError(
+            "not every slice is READY", found=", ".join(unready), fix="wait, or spile tpu recreate-preempted"
+        )
+    return [host for number, node in enumerate(chosen) for host in _hosts_of_node(node, number, internal_ip)]
+
+
+def _only(nodes: Sequence[Node], zone: str | None) -> Node:
+    here = [node for node in nodes if node.zone == zone] or list(nodes)
+    if len(here) > 1:
+        zones = ", ".join(sorted(node.zone for node in here))
+        raise UserError(f"{here[0].name} is in {len(here)} zones", found=zones, fix="choose one with --zone")
+    return here[0]
+
+
+def _hosts_of_node(node: Node, number: int, internal_ip: bool) -> list[Host]:
+    hosts = []
+    for worker, end in enumerate(node.endpoints):
+        address = end.internal if internal_ip else end.external or end.internal
+        if not address:
+            raise CloudError(f"{node.name} has no address for worker {worker}", fix="wait until it is READY")
+        alone = len(node.endpoints) == 1
+        hosts.append(
+            Host(node.name, node.uid or node.name, worker, address, number, end.internal or address, alone=alone)
+        )
+    if not hosts:
+        raise CloudError(f"{node.name} has no network endpoint", fix="wait until it is READY")
+    return hosts
+
+
+def find_hosts(
+    prefix: str,
+    provider: Provider | None = None,
+    *,
+    project: str | None = None,
+    zone: str | None = None,
+    internal_ip: bool = False,
+) -> list[Host]:
+    """Ask the cloud for the hosts that a prefix names: in one zone, or in all."""
+    preferred = zone
+    if provider is None:
+        settings = read_settings(os.environ, project=project)
+        provider, preferred = CloudTpu(settings), zone or settings.zone
+    return hosts_of(provider.nodes(zone or "-"), prefix, internal_ip=internal_ip, zone=preferred)

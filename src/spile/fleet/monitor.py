@@ -1,31 +1,232 @@
-"""The monitor: round after round, what the bucket and the cloud say of a fleet, and what is done about it."""
+"""Watch a fleet and keep its machines running: one round after another."""
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Mapping
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from importlib import resources
-from typing import Any
+from typing import Any, Literal, TypeVar
+from urllib.parse import urlsplit
 
-from spile.errors import UserError
-from spile.fleet.deployed import vouched
-from spile.fleet.history import History, Pulse, WorkerHistory
+from spile.errors import CloudError, SpecError, SpileError, UserError
+from spile.fleet.history import History, Observed, Pulse, WorkerHistory, spec_zones
 from spile.fleet.home import FleetHome, WorkerReport
 from spile.fleet.lease import Holder, Lease
-from spile.fleet.notify import events_between, send
-from spile.fleet.pins import PIN, slice_secret
-from spile.fleet.provider import Life, Node, NodeState, Provider
-from spile.fleet.reconcile import WorkerCase, begin, health_of, past_of
-from spile.fleet.round import Round, tick
-from spile.fleet.spec import FleetSpec, Worker
+from spile.fleet.manage import Metadata, delete_queued_of, request_for, slice_secret
+from spile.fleet.pins import PIN, check_pinned
+from spile.fleet.provider import (
+    Life,
+    Missing,
+    Node,
+    NodeState,
+    Operation,
+    Provider,
+    QueuedRequest,
+    QueuedResource,
+    Quota,
+)
+from spile.fleet.reconcile import (
+    Action,
+    ActionOutcome,
+    FleetCase,
+    WorkerCase,
+    begin,
+    decide,
+    health_of,
+    intend,
+    past_of,
+    record,
+    update_history,
+)
+from spile.fleet.spec import FleetSpec, Worker, owns
 from spile.objects import open_folder
 from spile.spec.amounts import duration
 from spile.spec.phase import Phase
 from spile.store.snapshot import Snapshot, SnapshotReader, StreamView
 
-__all__ = ["FleetMonitor", "FleetStatus", "WorkerStatus", "machine_metadata", "pulses_of", "startup_script"]
+__all__ = [
+    "Event",
+    "FleetMonitor",
+    "FleetStatus",
+    "Round",
+    "WorkerStatus",
+    "act",
+    "check_url",
+    "events_between",
+    "look",
+    "machine_metadata",
+    "pulses_of",
+    "send",
+    "startup_script",
+    "tick",
+]
+
+
+In = TypeVar("In")
+Out = TypeVar("Out")
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one round saw and did."""
+
+    observed: Observed
+    history: History
+    done: tuple[tuple[Action, ActionOutcome], ...] = ()
+    problems: tuple[SpileError, ...] = ()
+    """What went wrong while looking: an error for each zone that did not answer."""
+
+
+def _each(pool: Executor | None, function: Callable[[In], Out], items: Iterable[In]) -> list[Out]:
+    return list(pool.map(function, items) if pool is not None else map(function, items))
+
+
+def _zone_nodes(fleet: FleetSpec, provider: Provider, zone: str) -> list[Node]:
+    nodes = provider.nodes(zone)
+    if not fleet.queued:
+        return nodes
+    # A queued resource without its node stands for it: it waits, or it is dead and holds quota.
+    named = {node.queued for node in nodes}
+    return [*nodes, *(_stand_in(each) for each in provider.queued(zone) if each.name not in named)]
+
+
+def _stand_in(queued: QueuedResource) -> Node:
+    return Node(
+        name=queued.nodes[0] if queued.nodes else queued.name,
+        zone=queued.zone,
+        state=queued.state.node,
+        accelerator_type=queued.accelerator_type,
+        uid=f"queued-{queued.name}-{queued.created}",
+        created=queued.created,
+        labels=queued.labels,
+        queued=queued.name,
+    )
+
+
+def look(
+    fleet: FleetSpec,
+    provider: Provider,
+    history: History,
+    pulses: Mapping[int, Pulse],
+    pool: Executor | None = None,
+) -> tuple[Observed, tuple[SpileError, ...]]:
+    """List every zone, and ask for every operation that the history waits for. A zone that fails holds up no other."""
+
+    def listed(zone: str) -> tuple[str, list[Node] | SpileError]:
+        try:
+            return zone, _zone_nodes(fleet, provider, zone)
+        except (CloudError, UserError) as error:
+            return zone, error
+
+    def asked(place: tuple[str, str]) -> Operation | None:
+        try:
+            return provider.operation(*place)
+        except (CloudError, UserError):  # the listing tells in the end
+            return None
+
+    zones = _each(pool, listed, spec_zones(fleet))
+    waiting = [past.pending for past in history.workers.values() if past.pending is not None]
+    places = [(each.zone, each.operation) for each in waiting if each.operation]
+    operations = [each for each in _each(pool, asked, places) if each is not None]
+    errors = [found for _, found in zones if isinstance(found, SpileError)]
+    observed = Observed(
+        fleet=fleet.name,
+        nodes=tuple(node for _, found in zones if isinstance(found, list) for node in found),
+        unanswered=frozenset(zone for zone, found in zones if isinstance(found, SpileError)),
+        operations={each.name: each for each in operations},
+        pulses=pulses,
+    )
+    return observed, tuple(errors)
+
+
+def act(
+    fleet: FleetSpec,
+    provider: Provider,
+    actions: Iterable[Action],
+    metadata: Metadata,
+    held: Callable[[], bool],
+    pool: Executor | None = None,
+) -> list[tuple[Action, ActionOutcome]]:
+    """Carry actions out, zones in parallel; a zone's creates end at its first refusal for quota."""
+    zones: dict[str, list[Action]] = {}
+    for action in actions:
+        zones.setdefault(action.zone, []).append(action)
+
+    def one_zone(mine: list[Action]) -> list[tuple[Action, ActionOutcome]]:
+        done: list[tuple[Action, ActionOutcome]] = []
+        full = False
+        for action in mine:
+            if not held():
+                break
+            if full and action.verb == "create":
+                continue
+            outcome = _perform(fleet, provider, action, metadata)
+            full = full or isinstance(outcome.error, Quota)
+            done.append((action, outcome))
+        return done
+
+    return [pair for done in _each(pool, one_zone, zones.values()) for pair in done]
+
+
+def _perform(fleet: FleetSpec, provider: Provider, action: Action, metadata: Metadata) -> ActionOutcome:
+    try:
+        if action.verb == "create":
+            request = request_for(fleet, action.worker, metadata(action.worker))
+            if fleet.queued:
+                queued = QueuedRequest(request, best_effort=fleet.best_effort)
+                return ActionOutcome(provider.create_queued(action.zone, action.name, queued))
+            return ActionOutcome(provider.create_node(action.zone, action.name, request))
+        if action.verb == "delete":
+            return ActionOutcome(_delete(fleet, provider, action))
+        return ActionOutcome()
+    except (CloudError, UserError) as error:
+        return ActionOutcome(error=error)
+
+
+def _delete(fleet: FleetSpec, provider: Provider, action: Action) -> Operation:
+    """Delete the very machine that was decided about: one that has replaced it, or is not ours, stays."""
+    if action.queued is not None:
+        return delete_queued_of(provider, fleet.name, action.zone, action.queued)
+    node = provider.node(action.zone, action.name)
+    if node.uid != action.uid or not owns(fleet.name, node):
+        raise Missing(f"{action.name} in {action.zone} is another machine now")
+    return provider.delete_node(action.zone, action.name)
+
+
+def tick(
+    fleet: FleetSpec,
+    provider: Provider,
+    history: History,
+    pulses: Mapping[int, Pulse],
+    *,
+    clock: Callable[[], float],
+    held: Callable[[], bool],
+    metadata: Metadata,
+    save: Callable[[History], None],
+    making: bool = True,
+    pool: Executor | None = None,
+) -> Round:
+    """One round. Without the lease it only looks; with it, what it is about to ask for is saved before it asks.
+
+    Not ``making``: machines go, and none is made.
+    """
+    observed, problems = look(fleet, provider, history, pulses, pool)
+    history = update_history(FleetCase(fleet, observed, history, clock()))
+    if not held():
+        return Round(observed, history, (), problems)
+    actions = [each for each in decide(FleetCase(fleet, observed, history, clock())) if making or each.verb != "create"]
+    if any(action.verb == "create" for action in actions):
+        save(intend(fleet, history, actions, clock()))
+    done = act(fleet, provider, actions, metadata, held, pool)
+    history = record(fleet, history, done, clock())
+    if held():
+        save(history)
+    return Round(observed, history, tuple(done), problems)
 
 
 def startup_script() -> str:
@@ -205,7 +406,7 @@ class FleetMonitor:
         self._home, self._provider, self._clock, self._pool = home, provider, clock, pool
         self._adjust, self._watch_only, self._makes = adjust, watch_only, makes and not watch_only
         self._deployed, self._pin = home.read_pinned()
-        self._foreign = vouched(provider, home.folder.url, self._deployed, self._pin) if self._makes else None
+        self._foreign = check_pinned(provider, home.folder.url, self._deployed, self._pin) if self._makes else None
         if self._foreign is not None:
             raise self._foreign
         self.fleet = self._adjust(home.ordered(self._deployed))
@@ -257,7 +458,7 @@ class FleetMonitor:
         fleet, pin = self._home.read_pinned()
         if pin != self._pin or self._foreign is not None:
             url = self._home.folder.url
-            self._foreign = vouched(self._provider, url, fleet, pin) if self._makes else None
+            self._foreign = check_pinned(self._provider, url, fleet, pin) if self._makes else None
             if self._foreign is None:
                 self._deployed, self._pin = fleet, pin
         return self._adjust(self._home.ordered(self._deployed))
@@ -343,3 +544,51 @@ def _refusal(done: Round) -> UserError | None:
 
 def _best(nodes: list[Node]) -> Node | None:
     return min(nodes, key=lambda node: (node.state.life is not Life.ALIVE, node.created), default=None)
+
+
+Kind = Literal["given up", "budget", "stopped", "finished", "silent"]
+Event = tuple[Kind, str]
+_SECONDS = 10.0
+
+
+def check_url(url: str) -> str:
+    """A webhook's address."""
+    if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
+        raise SpecError("--notify", expected="https://…", found=repr(url))
+    return url
+
+
+def events_between(fleet: FleetSpec, before: History, after: History) -> Iterator[Event]:
+    """What is new: each thing once, for the next monitor goes on from the stored history."""
+    for worker in fleet.workers:
+        old, new = past_of(before, worker), past_of(after, worker)
+        if new.gave_up and not old.gave_up:
+            yield "given up", f"{worker.name} is given up: {new.gave_up}"
+        if new.silences > old.silences:
+            yield "silent", f"{worker.name} is silent and is replaced: {new.lost}"
+    if after.stopped and not before.stopped:
+        yield ("stopped" if fleet.policy.stop else "budget"), after.stopped
+    if _done(fleet, after) and not _done(fleet, before):
+        yield "finished", f"all {len(fleet.workers)} workers are done; ${after.dollars:.2f} spent"
+
+
+def _done(fleet: FleetSpec, history: History) -> bool:
+    return history.deployment == fleet.deployment and all(past_of(history, each).finished for each in fleet.workers)
+
+
+def send(fleet: FleetSpec, events: Sequence[Event], now: float) -> list[str]:
+    """Tell every webhook; what could not be told, a line each: the fleet goes on without it."""
+    troubles = []
+    for kind, text in events:
+        moment = datetime.fromtimestamp(now, UTC).isoformat(timespec="seconds")
+        line = f"spile fleet {fleet.name}: {text}"[:2000]
+        whole = {"event": kind, "fleet": fleet.name, "text": line, "output": fleet.root, "time": moment}
+        for url in fleet.notify:
+            slack = urlsplit(url).hostname == "hooks.slack.com"
+            body = json.dumps({"text": line} if slack else whole).encode()
+            request = urllib.request.Request(url, body, {"Content-Type": "application/json"}, method="POST")  # noqa: S310
+            try:
+                urllib.request.urlopen(request, timeout=_SECONDS).close()  # noqa: S310  (checked at deploy)
+            except (OSError, ValueError) as error:
+                troubles.append(f"nobody was told at {urlsplit(url).hostname}: {error}")
+    return troubles

@@ -1,43 +1,52 @@
-"""What a machine may run: its own metadata names the sha256 of ``fleet.json``, and that file names those of all else.
+"""Decide what a machine may run, independently of who may write the bucket.
 
-Who may write the bucket may not write a machine's metadata: that takes the TPU API. A deploy writes the pin into every
-machine of its fleet, and the startup script and the agent use nothing of the bucket that it does not cover.
+A deploy records the sha256 of its ``fleet.json`` in two places outside the bucket: in the metadata of the fleet's
+machines (which takes the TPU API to change) and on the computer that ran ``spile deploy``, one file per fleet in
+``~/.local/state/spile/deployed`` (``$XDG_STATE_HOME``). ``fleet.json`` in turn holds the sha256 of every other file.
+Machines run, and monitors create machines for, only a ``fleet.json`` that one of the two places names.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
-import secrets
+import re
+from collections.abc import Mapping
 from importlib import resources
+from pathlib import Path
 
-from spile.errors import SpileError
+from spile.errors import CloudError, SpecError, SpileError, UserError
+from spile.fleet.history import spec_zones
 from spile.fleet.manage import NodeResult, by_zone
 from spile.fleet.provider import Provider
 from spile.fleet.spec import FleetSpec, owns
+from spile.objects import open_folder
 from spile.objects.cloud.metadata import ask_metadata, google_metadata_url
+from spile.objects.folder import Folder, NotFound
 
 __all__ = [
     "PIN",
     "REQUIREMENTS",
     "REQUIREMENTS_CUDA",
+    "NotDeployed",
+    "check_pinned",
+    "known_here",
     "machine_requirements",
     "own_pin",
+    "parse_deployment",
+    "pin_machines",
+    "remember",
+    "remember_deployment",
     "sha256",
-    "slice_secret",
-    "vouch",
 ]
+
 
 PIN = "spile-sha256"
 """The metadata that holds it."""
 _PATIENCE = 10.0
 """Seconds for the machine's own answer; the API knows it too."""
 REQUIREMENTS, REQUIREMENTS_CUDA = "requirements.txt", "requirements-cuda.txt"
-
-
-def slice_secret() -> dict[str, str]:
-    """For the metadata of a machine that is being made: what its hosts know each other by at the roll call."""
-    return {"spile-secret": secrets.token_hex(32)}
 
 
 def sha256(data: bytes) -> str:
@@ -50,7 +59,7 @@ def machine_requirements(name: str = REQUIREMENTS) -> bytes:
     return resources.files("spile.fleet").joinpath(name).read_bytes()
 
 
-def vouch(provider: Provider, fleet: FleetSpec, home: str) -> list[NodeResult]:
+def pin_machines(provider: Provider, fleet: FleetSpec, home: str) -> list[NodeResult]:
     """Tell every machine of the fleet that this deployment is to be run; those that could not be told."""
     pin = sha256(fleet.to_json())
 
@@ -83,3 +92,80 @@ def own_pin(zone: str, node: str, project: str, wanted: str) -> str:
     except SpileError as error:
         print(f"spile agent: {error}", flush=True)
         return said
+
+
+class NotDeployed(UserError):
+    """The bucket holds a deployment that nobody is known to have made."""
+
+
+def _state() -> Folder:
+    base = os.environ.get("XDG_STATE_HOME")
+    return open_folder(str((Path(base) if base else Path.home() / ".local" / "state") / "spile" / "deployed"))
+
+
+def _key(home: str) -> str:
+    return f"{hashlib.sha256(home.encode()).hexdigest()[:32]}.json"
+
+
+def remember(home: str, pin: str) -> None:
+    """From now on that is what the fleet at ``home`` runs, and nothing that was deployed before."""
+    _state().put(_key(home), json.dumps({"home": home, "sha256": pin}, indent=1).encode())
+
+
+def known_here(home: str) -> str:
+    """The sha256 that this computer remembers; empty where it deployed nothing there and was told of nothing."""
+    try:
+        found = json.loads(_state().get(_key(home)))
+        return str(found["sha256"]) if found["home"] == home else ""
+    except (NotFound, ValueError, KeyError, TypeError):
+        return ""
+
+
+def parse_deployment(text: str) -> str:
+    """``sha256:…``, as ``spile deploy`` prints it."""
+    digits = text.strip().lower().removeprefix("sha256:")
+    if not re.fullmatch(r"[0-9a-f]{64}", digits):
+        raise SpecError("--deployment", expected="sha256: and 64 digits, as spile deploy printed it", found=repr(text))
+    return digits
+
+
+def remember_deployment(home: str, found: str, deployment: str) -> None:
+    """Somebody who knows says what was deployed: remembered, if it is what the bucket holds."""
+    wanted = parse_deployment(deployment)
+    if wanted != found:
+        raise NotDeployed(
+            f"{home}/fleet.json is not that deployment",
+            expected=f"sha256:{wanted}",
+            found=f"sha256:{found}",
+            fix="where nobody deployed since, somebody else wrote the bucket: deploy again, and see who may write it",
+        )
+    remember(home, wanted)
+
+
+def check_pinned(provider: Provider, home: str, fleet: FleetSpec, found: str) -> NotDeployed | None:
+    """None where this computer, or the metadata of a machine of the fleet, names that ``fleet.json``; else why not.
+
+    What a machine named is remembered, so that an older one, put back, is none that this computer knows.
+    """
+    known = known_here(home)
+    if known == found:
+        return None
+    for zone in spec_zones(fleet):
+        try:
+            nodes = provider.nodes(zone)
+        except (CloudError, UserError):  # a zone that does not answer names nothing; the round's own look tells of it
+            continue
+        if any(_names(node.metadata, home, found) for node in nodes if owns(fleet.name, node)):
+            remember(home, found)
+            return None
+    return NotDeployed(
+        f"{home}/fleet.json was deployed neither from this computer nor to a machine of the fleet",
+        expected=f"sha256:{known}" if known else "one that is known outside of the bucket",
+        found=f"sha256:{found}",
+        fix="if that is what spile deploy printed elsewhere: spile monitor "
+        f"{home} --deployment sha256:{found}; if not, see who may write the bucket, and deploy again",
+    )
+
+
+def _names(metadata: Mapping[str, str], home: str, pin: str) -> bool:
+    return metadata.get("spile-home") == home and metadata.get(PIN) == pin

@@ -116,7 +116,7 @@ pin_of_api() {
 }
 # SHA256 of fleet.json: whether the machine's own metadata, or whoever started this by hand, names it. Sets pinned to it,
 # and to nothing where nothing is pinned.
-vouched() {
+check_pinned() {
   local said
   pinned=''
   [ "$pin" != none ] || return 0
@@ -150,7 +150,7 @@ fetch_named() { # FILE: as fleet.json says that it is
 for ((try = 1; ; try++)); do
   fetch "$home/fleet.json" "$place/fleet.new" || fail "cannot read $home/fleet.json"
   found="$(sha256 "$place/fleet.new")"
-  ! vouched "$found" || break
+  ! check_pinned "$found" || break
   if [ "$try" -ge "${SPILE_TRIES:-10}" ]; then
     assignment="$place/fleet.new"
     fail "$home/fleet.json is not what was deployed: expected the sha256 in this machine's metadata (spile-sha256), found $found; deploy again, and see who may write the bucket"

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from spile.errors import SpecError, SpileError, UserError
+from spile.fleet.manage import hosts_of
 from spile.fleet.provider import Node, NodeState
 from spile.fleet.spec import owns, worker_of
-from spile.fleet.tpu_hosts import hosts_of
 from spile.hosts.hosts import Host
 from spile.objects.folder import Folder, NotFound
 from spile.objects.removal import Removal

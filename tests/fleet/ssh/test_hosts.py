@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from spile.errors import CloudError, SpileError, UserError
+from spile.fleet.manage import hosts_of, slices_named
 from spile.fleet.provider import Endpoint, Node, NodeState
-from spile.fleet.tpu_hosts import hosts_of, slices_named
 from spile.hosts.hosts import Access, Host, ensure_key, parse_hosts
 from spile.hosts.run import HostOutcome, environment_of, explain, together, worst
 

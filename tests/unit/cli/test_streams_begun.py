@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spile.fleet.streams import prepare_streams
+from spile.fleet.deploy import prepare_streams
 from spile.spec.run import DataSpec
 from unit.cli.refusals import SMALL, lines, spile
 

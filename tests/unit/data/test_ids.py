@@ -15,7 +15,7 @@ from spile.data.stream import open_stream
 from spile.data.tokens import Tokenizer
 from spile.data.upload import read_manifest, upload
 from spile.errors import DataError
-from spile.fleet.streams import prepare_streams
+from spile.fleet.deploy import prepare_streams
 from spile.objects import open_folder
 from spile.spec.ranges import Ranges
 from spile.spec.run import DataSpec, PromptSpec

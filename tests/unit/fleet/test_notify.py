@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from spile.fleet.notify import send
+from spile.fleet.monitor import send
 from spile.fleet.provider import NodeRequest
 from spile.fleet.spec import FleetSpec, plan_workers
 

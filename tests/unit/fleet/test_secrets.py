@@ -11,7 +11,7 @@ import pytest
 
 import spile.fleet
 from spile.errors import CloudError, SpecError
-from spile.fleet.secrets import resolve
+from spile.fleet.agent import resolve
 from spile.spec.hiding import secret_values, struck_out
 from spile_fakes.gcs import FakeReply, FaultyServer, Request
 

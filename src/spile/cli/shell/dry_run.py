@@ -13,8 +13,8 @@ from spile.spec.amounts import counted, duration, size
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from spile.fleet.deploy import StreamsPlan
     from spile.fleet.spec import FleetSpec
-    from spile.fleet.streams import StreamsPlan
 
 __all__ = ["show"]
 

@@ -48,7 +48,7 @@ class HostFlags:
 
     def find(self) -> list[Host]:
         """The hosts that the prefix names in the cloud, or those named directly."""
-        from spile.fleet.tpu_hosts import find_hosts
+        from spile.fleet.manage import find_hosts
         from spile.hosts.hosts import parse_hosts
 
         if bool(self.tpu_prefix) == bool(self.hosts):

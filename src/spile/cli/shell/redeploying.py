@@ -22,10 +22,10 @@ __all__ = ["known_fleet", "place_as_before", "prepared", "steps_as_before", "tol
 
 def known_fleet(provider: Provider, home: FleetHome, console: Console, *, yes: bool) -> FleetSpec:
     """What the bucket says was deployed. What nobody outside of it knows is asked about: it becomes the user's word."""
-    from spile.fleet.deployed import vouched
+    from spile.fleet.pins import check_pinned
 
     fleet, pin = home.read_pinned()
-    doubt = vouched(provider, home.folder.url, fleet, pin)
+    doubt = check_pinned(provider, home.folder.url, fleet, pin)
     if doubt is not None:
         confirm(f"{doubt.problem}. Take its flags and machines as yours all the same?", yes=yes, console=console)
     return fleet
