@@ -36,8 +36,7 @@ _PLACED = frozenset(
 
 def extract_on_engine(flags: ExtractFlags, engine: EngineFlags) -> int:
     """Work off every stream; the exit code of all."""
-    from spile.launch.supervisor import Scheduler
-    from spile.launch.tasks import cluster_check, stream_tasks
+    from spile.launch.supervisor import Supervisor, cluster_check, stream_tasks
     from spile.objects import open_folder
     from spile.store.snapshot import SnapshotReader
     from spile.view.engine import watched_engine
@@ -61,8 +60,8 @@ def extract_on_engine(flags: ExtractFlags, engine: EngineFlags) -> int:
             log(f"the cluster has room for {runner.room} of {runner.workers} workers now; the others wait for nodes")
         root = open_folder(spec.output)
         with watched_engine(SnapshotReader(root)) as view:
-            scheduler = Scheduler(runner, tasks, log=view.log, observe=view.observe)
-            outcome = scheduler.run(lambda: view.asked)
+            supervisor = Supervisor(runner, tasks, log=view.log, observe=view.observe)
+            outcome = supervisor.run(lambda: view.asked)
         view.finish(outcome, len(tasks), root.url, spec.data.max_samples)
         return outcome.exit_code
     finally:

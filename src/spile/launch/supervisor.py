@@ -1,43 +1,176 @@
-"""What an engine is: something that runs one worker per stream, somewhere, and says how each ended."""
+"""The supervisor: run every stream of a dataset on an engine, and decide what to do when a worker ends.
+
+The module has two parts.
+
+The policy, :meth:`RestartPolicy.decide`, is a pure function: exit code and history in, decision out. Every place that
+restarts workers uses it: :class:`Supervisor` for the engines that this command schedules (local and Ray), and the
+agent on each machine of a fleet. A caller with a loop of its own uses it like this::
+
+    policy, history = RestartPolicy(), AttemptHistory()
+    while True:
+        began = clock()
+        code = run_worker()
+        decision = policy.decide(history, code, seconds=clock() - began)
+        history = decision.history
+        if decision.action is not RestartAction.RESTART:
+            break  # DONE, REFUSED or GIVE_UP; decision.reason says why
+        sleep(decision.pause)
+
+The supervisor is the loop around it for many streams: it starts the longest stream first, keeps ``engine.workers``
+streams running, moves streams away from silent and slow machines, and passes on the user's request to stop.
+"""
 
 from __future__ import annotations
 
+import re
+import secrets
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Protocol
 
-from spile.errors import Failure, Fenced, Interrupted, UserError
+from spile.errors import DataError, Failure, Fenced, Interrupted, UserError
+from spile.objects import open_folder
+from spile.objects.preflight import preflight
 from spile.store.snapshot import SILENCE, State, StreamView
 
 __all__ = [
+    "AttemptHistory",
     "ClusterCheck",
+    "Decision",
     "Engine",
     "EngineOutcome",
-    "Scheduler",
-    "SchedulerPolicy",
+    "RestartAction",
+    "RestartPolicy",
     "StreamTask",
+    "Supervisor",
     "WorkerEnd",
+    "cluster_check",
     "slow_stream",
+    "stream_tasks",
 ]
+
+# -- the policy -------------------------------------------------------------------------------------------------------
+
+_STOPPED = (Interrupted.exit_code, 143)
+"""Exit codes of a worker that was asked to stop: 130, and 143 if SIGTERM came before it could answer."""
+_LONGEST_DOUBLING = 5
+
+
+class RestartAction(Enum):
+    """What to do with a stream after its worker has ended."""
+
+    DONE = "done"
+    """The stream is complete."""
+    RESTART = "restart"
+    """Start a worker again after :attr:`Decision.pause` seconds. It continues where the ledger ends."""
+    REFUSED = "refused"
+    """The command or the data is wrong (exit code 2). Another attempt would fail in the same way."""
+    GIVE_UP = "give up"
+    """The limits of the policy are used up."""
+
+
+@dataclass(frozen=True)
+class AttemptHistory:
+    """What has happened to a stream so far. Start with ``AttemptHistory()`` and keep :attr:`Decision.history`."""
+
+    errors: int = 0
+    """Attempts that ended with an error, since the last long attempt."""
+    fences: int = 0
+    """Attempts that found the stream owned by another worker, since the last long attempt."""
+    losses: int = 0
+    """Attempts in a row whose machine was lost, or that were stopped, before anything was committed."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The policy's answer."""
+
+    action: RestartAction
+    reason: str
+    """Why, as a clause for a log line: ``exit code 137``, ``another worker owns it``."""
+    history: AttemptHistory
+    """The history to pass to the next call."""
+    pause: float = 0.0
+    """Seconds to wait before a restart."""
+    fenced: bool = False
+    """Whether another worker owns the stream."""
+
+
+@dataclass(frozen=True)
+class RestartPolicy:
+    """How often a worker is restarted. Times are in seconds."""
+
+    retries: int = 3
+    """Restarts after errors."""
+    fence_retries: int = 30
+    """Restarts while another worker owns the stream."""
+    loss_retries: int = 5
+    """Restarts after losses in a row without a commit between them. A loss after a commit is always retried."""
+    pause: float = 5.0
+    """Wait before the first restart after an error. It doubles with each further error, five times at most."""
+    long_attempt: float = 900.0
+    """An attempt of this length made progress: earlier errors no longer count."""
+
+    def decide(self, history: AttemptHistory, code: int | None, *, seconds: float, committed: bool = False) -> Decision:
+        """Decide what happens after a worker has ended.
+
+        Args:
+            history: The stream's history, from the previous decision.
+            code: The worker's exit code, 128 + n for signal n; None if its machine was lost.
+            seconds: How long the attempt lasted.
+            committed: Whether the stream gained a commit during the attempt. A long attempt counts as if it had.
+
+        Returns:
+            The decision. For a restart it contains the pause and the new history.
+        """
+        if seconds >= self.long_attempt:
+            history = AttemptHistory()
+        if code == 0:
+            return Decision(RestartAction.DONE, "done", history)
+        if code == UserError.exit_code:
+            return Decision(RestartAction.REFUSED, f"exit code {code}", history)
+        if code is None or code in _STOPPED:
+            lost = 0 if committed or seconds >= self.long_attempt else history.losses + 1
+            history = replace(history, losses=lost)
+            reason = "its machine was lost" if code is None else "it was stopped"
+            if lost > self.loss_retries:
+                return Decision(
+                    RestartAction.GIVE_UP, f"{reason} {lost} times in a row and nothing was committed", history
+                )
+            return Decision(RestartAction.RESTART, reason, history)
+        history = replace(history, losses=0)
+        if code == Fenced.exit_code:
+            history = replace(history, fences=history.fences + 1)
+            action = RestartAction.RESTART if history.fences <= self.fence_retries else RestartAction.GIVE_UP
+            return Decision(action, "another worker owns it", history, self.pause, fenced=True)
+        history = replace(history, errors=history.errors + 1)
+        action = RestartAction.RESTART if history.errors <= self.retries else RestartAction.GIVE_UP
+        pause = self.pause * 2.0 ** min(history.errors - 1, _LONGEST_DOUBLING)
+        return Decision(action, f"exit code {code}", history, pause)
+
+
+# -- engines ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class StreamTask:
-    """One stream's work: the words of ``spile extract`` that do it, wherever it runs."""
+    """The work of one stream: the arguments of ``spile`` that do it, on any machine."""
 
     stream: int
     words: tuple[str, ...]
     size: int = 0
-    """Bytes of the stream's file: the longest is started first."""
+    """Bytes of the stream's file. The longest stream is started first."""
     env: Mapping[str, str] = field(default_factory=dict)
     without: tuple[str, ...] = ()
-    """Variables of the one who started it that are not the worker's: the words say it all."""
+    """Environment variables that the worker must not inherit, because the arguments already say everything."""
 
     @property
     def alone(self) -> tuple[str, ...]:
-        """The words for a worker that is one process, whatever its machine is part of."""
+        """The arguments for a worker of one process, even on a machine that is part of a slice."""
         return (*self.words, "--num-processes", "1")
 
 
@@ -47,15 +180,17 @@ class WorkerEnd:
 
     stream: int
     code: int | None
-    """Its exit code; None: its machine was lost, and nobody knows how far it came but the ledger."""
+    """Its exit code; None if its machine was lost, so that only the ledger says how far it came."""
     where: str = ""
     """The machine."""
     said: str = ""
-    """Its last lines."""
+    """Its last lines of output."""
+    cause: str = ""
+    """Why the engine lost it, in the engine's words."""
 
     @property
     def last_line(self) -> str:
-        """What it said last: of an error, the error."""
+        """The last line of output, which is the error if there was one."""
         return self.said.strip().rpartition("\n")[2]
 
 
@@ -64,34 +199,34 @@ class ClusterCheck:
     """What every machine is asked before the run starts."""
 
     output: str
-    """The dataset's home, which it must be able to write."""
+    """The output folder, which the machine must be able to write."""
     token: str
-    """An object there that only a machine with the same home can see."""
+    """An object in the output folder that only a machine with the same folder can see."""
     inputs: tuple[str, ...] = ()
-    """Folders and files that it must be able to read."""
+    """Folders and files that the machine must be able to read."""
 
 
 class Engine(Protocol):
-    """Runs workers. All calls come from one thread."""
+    """Runs workers. All calls come from one thread. See docs/guides/add-an-engine.md."""
 
     name: str
     workers: int
-    """How many at once."""
+    """How many workers run at once."""
     room: int
-    """For how many there is room now; more wait for machines that join."""
+    """How many workers fit now. The others wait for machines that join later."""
     elsewhere: bool
-    """Whether another worker may be on another machine, so that moving a slow one's stream can help."""
+    """Whether a restarted worker may run on a different machine, so that moving a stream can help."""
 
     def check(self, asked: ClusterCheck) -> None:
-        """Tell what would fail, on every machine, before anything starts."""
+        """Raise an error that names everything that would fail on any machine, before anything starts."""
         ...
 
     def start(self, task: StreamTask, avoid: Collection[str] = ()) -> None:
-        """Start a worker; it may wait for a machine. ``avoid``: machines where this stream did badly."""
+        """Start a worker, now or when a machine is free; not on a machine in ``avoid`` if another one fits."""
         ...
 
     def wait(self, seconds: float) -> Sequence[WorkerEnd]:
-        """Those that ended; returns early when one does."""
+        """Wait until a worker ends, at most ``seconds``, and return those that have ended."""
         ...
 
     def stop(self, stream: int) -> None:
@@ -99,7 +234,7 @@ class Engine(Protocol):
         ...
 
     def abandon(self, stream: int) -> None:
-        """Ask so, and hear of it no more: the ledger keeps what it still does harmless."""
+        """Ask a worker to end and report nothing more about it. Fencing keeps a late worker harmless."""
         ...
 
     def kill(self) -> None:
@@ -107,29 +242,61 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """Leave nothing running."""
+        """Release everything; leave nothing running."""
         ...
 
 
-_STOPPED = (Interrupted.exit_code, 143)
-_SAME_MISTAKE = 2
-"""Streams that are refused, with none done, before the command itself is taken for the mistake."""
+_STREAM_FILE = re.compile(r"stream_(\d{3,})\.jsonl", re.ASCII)
 
 
-@dataclass(frozen=True)
-class SchedulerPolicy:
-    """How patient the scheduler is. Times are in seconds."""
+def stream_tasks(
+    dataset_dir: str, words: Callable[[int], tuple[str, ...]], without: tuple[str, ...] = ()
+) -> list[StreamTask]:
+    """Return one task per ``stream_NNN.jsonl`` in a folder or bucket.
 
-    tries: int = 3
-    """Attempts more after a worker's own errors."""
-    pause: float = 5.0
-    """Before the first of them; doubled each time."""
-    long_attempt: float = 900.0
-    """An attempt that lasted so long got somewhere: its errors do not add up with those before."""
-    look: float = 5.0
-    """Between looks at the dataset."""
-    worth_moving: float = 120.0
-    """A slow worker's stream is moved only if it would take so much longer."""
+    Args:
+        dataset_dir: The folder of streams.
+        words: Returns the worker's arguments for a stream number.
+        without: Environment variables that workers must not inherit.
+
+    Raises:
+        DataError: The folder contains no stream.
+    """
+    found = []
+    for info in open_folder(dataset_dir).list("stream_"):
+        named = _STREAM_FILE.fullmatch(info.key)
+        if named is not None:
+            found.append(StreamTask(int(named[1]), words(int(named[1])), info.size, without=without))
+    if not found:
+        raise DataError(
+            f"no stream in {dataset_dir}",
+            expected="stream_000.jsonl, stream_001.jsonl, …",
+            fix="make them: spile data streams --output-dir DIR; or name one file with --dataset",
+        )
+    return found
+
+
+@contextmanager
+def cluster_check(output: str, inputs: tuple[str, ...]) -> Iterator[ClusterCheck]:
+    """Create the question for :meth:`Engine.check`; the token object exists inside the ``with`` block only."""
+    home = open_folder(output)
+    preflight(home)
+    token = f".spile-home-{secrets.token_hex(8)}"
+    home.put(token, b"spile\n")
+    try:
+        yield ClusterCheck(output, token, inputs)
+    finally:
+        home.delete(token)
+
+
+# -- the supervisor ---------------------------------------------------------------------------------------------------
+
+_SAME_CAUSE = 2
+"""If this many streams fail for one cause and no stream makes progress, the whole run is stopped."""
+_LOOK_EVERY = 5.0
+"""Seconds between looks at the dataset."""
+_WORTH_MOVING = 120.0
+"""A slow worker's stream is moved only if that saves this many seconds."""
 
 
 @dataclass
@@ -137,14 +304,19 @@ class _Stream:
     task: StreamTask
     state: str = "waiting"
     """``waiting``, ``running``, ``done`` or ``failed``."""
-    errors: int = 0
+    history: AttemptHistory = field(default_factory=AttemptHistory)
     attempts: int = 0
     began: float = 0.0
     not_before: float = 0.0
     moving: bool = False
     avoid: set[str] = field(default_factory=set)
+    committed: int = 0
+    """Shards in its ledger, as last seen."""
+    committed_at_start: int = 0
+    """The same when the current attempt started."""
+    action: RestartAction | None = None
+    """Why it failed."""
     problem: str = ""
-    refused: bool = False
 
 
 @dataclass(frozen=True)
@@ -153,41 +325,50 @@ class EngineOutcome:
 
     done: int
     failed: Mapping[int, str]
-    """Streams that were given up, and why."""
+    """Streams that were given up, with the reason."""
     refused: bool
-    """They were all mistakes of the command or the data."""
+    """Whether all of them were mistakes in the command or the data."""
     interrupted: bool
     attempts: int
 
     @property
     def exit_code(self) -> int:
-        """One for all."""
+        """The exit code of the command."""
         if self.failed:
             return UserError.exit_code if self.refused else Failure.exit_code
         return Interrupted.exit_code if self.interrupted else 0
 
 
-class Scheduler:
-    """Works off tasks on an engine. ``observe`` shows and returns the dataset's streams as they are now."""
+class Supervisor:
+    """Runs the tasks on an engine until each is done or given up.
+
+    Args:
+        engine: Where workers run.
+        tasks: One per stream.
+        policy: When a worker is restarted.
+        log: Receives one line per event.
+        observe: Shows the dataset to the user and returns its streams by number, as they are now.
+        clock: Seconds from any starting point.
+    """
 
     def __init__(
         self,
         engine: Engine,
         tasks: Iterable[StreamTask],
         *,
-        policy: SchedulerPolicy | None = None,
+        policy: RestartPolicy | None = None,
         log: Callable[[str], None] = lambda _line: None,
-        observe: Callable[[Scheduler], Mapping[int, StreamView]] = lambda _: {},
+        observe: Callable[[Supervisor], Mapping[int, StreamView]] = lambda _: {},
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.engine = engine
-        self._policy, self._log, self._observe, self._clock = policy or SchedulerPolicy(), log, observe, clock
+        self._policy, self._log, self._observe, self._clock = policy or RestartPolicy(), log, observe, clock
         longest_first = sorted(tasks, key=lambda task: (-task.size, task.stream))
         self._streams = {task.stream: _Stream(task) for task in longest_first}
         self._stopping = False
 
     def count(self, state: str) -> int:
-        """Streams in a state."""
+        """Return the number of streams in a state."""
         return sum(stream.state == state for stream in self._streams.values())
 
     def stop(self) -> None:
@@ -200,24 +381,34 @@ class Scheduler:
             self.engine.stop(stream.task.stream)
 
     def run(self, asked_to_stop: Callable[[], int]) -> EngineOutcome:
-        """To the end. ``asked_to_stop``: how many times the user has asked."""
+        """Run to the end.
+
+        Args:
+            asked_to_stop: Returns how many times the user has asked to stop.
+        """
         heard, next_look = 0, 0.0
+        self._look()
+        at_first = self._total_committed()
         while self._unfinished():
             while heard < asked_to_stop():
                 heard += 1
                 self.stop()
             self._start_some()
-            for end in self.engine.wait(0.2):
+            ends = self.engine.wait(0.2)
+            if any(_is_loss(end) for end in ends):  # whether a lost worker had committed decides what follows
+                self._look()
+            for end in ends:
                 self._ended(end)
+                self._stop_if_hopeless(self._total_committed() > at_first)
             if self._clock() >= next_look:
-                self._take_over(self._observe(self))
-                next_look = self._clock() + self._policy.look
-        self._observe(self)
+                self._move_streams(self._look())
+                next_look = self._clock() + _LOOK_EVERY
+        self._look()
         failed = {number: stream.problem for number, stream in sorted(self._streams.items()) if stream.problem}
         return EngineOutcome(
             done=self.count("done"),
             failed=failed,
-            refused=all(stream.refused for stream in self._streams.values() if stream.problem),
+            refused=all(stream.action is RestartAction.REFUSED for stream in self._streams.values() if stream.problem),
             interrupted=self._stopping and self.count("done") < len(self._streams),
             attempts=sum(stream.attempts for stream in self._streams.values()),
         )
@@ -228,6 +419,16 @@ class Scheduler:
     def _unfinished(self) -> bool:
         return bool(self._running()) or (not self._stopping and self.count("waiting") > 0)
 
+    def _look(self) -> Mapping[int, StreamView]:
+        views = self._observe(self)
+        for number, view in views.items():
+            if number in self._streams:
+                self._streams[number].committed = view.committed
+        return views
+
+    def _total_committed(self) -> int:
+        return sum(stream.committed for stream in self._streams.values())
+
     def _start_some(self) -> None:
         if self._stopping:
             return
@@ -235,6 +436,7 @@ class Scheduler:
         ready = [s for s in self._streams.values() if s.state == "waiting" and s.not_before <= self._clock()]
         for stream in ready[: max(0, room)]:
             stream.state, stream.began, stream.moving = "running", self._clock(), False
+            stream.committed_at_start = stream.committed
             stream.attempts += 1
             self.engine.start(stream.task, stream.avoid)
 
@@ -242,45 +444,51 @@ class Scheduler:
         stream = self._streams[end.stream]
         if stream.state != "running":
             return
-        stream.state = "waiting"
-        where = f" on {end.where}" if end.where else ""
-        if end.code == 0:
-            stream.state = "done"
-        elif end.code is None:
-            self._log(f"stream {end.stream}: its machine{where} was lost; it continues on another")
-        elif end.code in _STOPPED:
-            if stream.moving and end.where:
-                stream.avoid.add(end.where)
-        elif end.code == UserError.exit_code:
-            self._give_up(stream, end, refused=True)
-            if self.count("done") == 0 and self.count("failed") >= _SAME_MISTAKE and not self._stopping:
-                self._log("a second stream was refused: the command is at fault, so all are stopped")
-                self.stop()
-        else:
-            self._failed(stream, end, where)
-
-    def _failed(self, stream: _Stream, end: WorkerEnd, where: str) -> None:
-        policy = self._policy
-        if self._clock() - stream.began >= policy.long_attempt:
-            stream.errors = 0
-        stream.errors += 1
-        fenced = end.code == Fenced.exit_code
-        if stream.errors > policy.tries * (10 if fenced else 1):
-            self._give_up(stream, end, refused=False)
+        if self._stopping and _is_loss(end):
+            stream.state = "waiting"
             return
-        pause = policy.pause if fenced else policy.pause * 2.0 ** (stream.errors - 1)
-        stream.not_before = self._clock() + pause
-        if not self._stopping:
-            how = "another worker owns it" if fenced else f"its worker{where} ended with {_told(end)}"
-            self._log(f"stream {end.stream}: {how}; it continues in {pause:g} s")
+        if stream.moving and end.where and end.code in _STOPPED:
+            stream.avoid.add(end.where)
+        decision = self._policy.decide(
+            stream.history,
+            end.code,
+            seconds=self._clock() - stream.began,
+            committed=stream.moving or stream.committed > stream.committed_at_start,
+        )
+        stream.history, stream.not_before = decision.history, self._clock() + decision.pause
+        if decision.action is RestartAction.RESTART:
+            stream.state = "waiting"
+            self._log_restart(end, decision)
+        elif decision.action is RestartAction.DONE:
+            stream.state = "done"
+        else:
+            stream.state, stream.action = "failed", decision.action
+            stream.problem = _problem(end, decision)
+            self._log(f"stream {end.stream}: given up: {stream.problem}")
 
-    def _give_up(self, stream: _Stream, end: WorkerEnd, *, refused: bool) -> None:
-        stream.state, stream.refused = "failed", refused
-        stream.problem = _told(end)
-        self._log(f"stream {end.stream}: given up: {stream.problem}")
+    def _log_restart(self, end: WorkerEnd, decision: Decision) -> None:
+        where = f" on {end.where}" if end.where else ""
+        if end.code is None:
+            cause = f" ({end.cause})" if end.cause else ""
+            self._log(f"stream {end.stream}: its machine{where} was lost{cause}; it continues on another")
+        elif end.code not in _STOPPED and not self._stopping:
+            how = decision.reason if decision.fenced else f"its worker{where} ended with {_problem(end, decision)}"
+            self._log(f"stream {end.stream}: {how}; it continues in {decision.pause:g} s")
 
-    def _take_over(self, views: Mapping[int, StreamView]) -> None:
-        """A lost worker's stream at once; a slow one's when there is somebody free to take it."""
+    def _stop_if_hopeless(self, progress: bool) -> None:
+        """Stop the run if streams fail for one cause that will make all others fail too."""
+        if self._stopping or progress or self.count("done"):
+            return
+        failed = [stream for stream in self._streams.values() if stream.state == "failed"]
+        if sum(stream.action is RestartAction.REFUSED for stream in failed) >= _SAME_CAUSE:
+            self._log("a second stream was refused: the command is at fault, so all are stopped")
+            self.stop()
+        elif sum(stream.history.losses > 0 for stream in failed) >= _SAME_CAUSE:
+            self._log("machines are lost before anything is committed, so the run is stopped")
+            self.stop()
+
+    def _move_streams(self, views: Mapping[int, StreamView]) -> None:
+        """Move the stream of a silent worker at once, and that of a slow worker if another worker is free."""
         if self._stopping or not self.engine.elsewhere:
             return
         running = {stream.task.stream: stream for stream in self._running()}
@@ -294,7 +502,7 @@ class Scheduler:
                 stream.avoid.update(filter(None, [view.host if view else ""]))
         free = self.engine.workers > len(self._running()) and not self.count("waiting")
         movable = [views[n] for n, s in running.items() if n in views and s.state == "running" and not s.avoid]
-        slow = slow_stream(movable, views.values(), self._policy.worth_moving) if free else None
+        slow = slow_stream(movable, views.values(), _WORTH_MOVING) if free else None
         if slow is not None and not running[slow.number].moving:
             self._log(f"stream {slow.number}: its worker on {slow.host} is slow; a free one takes the rest")
             running[slow.number].moving = True
@@ -302,7 +510,15 @@ class Scheduler:
 
 
 def slow_stream(movable: Iterable[StreamView], views: Iterable[StreamView], worth: float) -> StreamView | None:
-    """The running stream that would gain most by another worker: one a third as fast as is usual, far from its end."""
+    """Return the running stream that would gain most from another worker, or None.
+
+    A stream qualifies if its rate is below a third of the median and moving it saves more than ``worth`` seconds.
+
+    Args:
+        movable: The streams to choose from.
+        views: All streams, for the median rate.
+        worth: The least gain in seconds.
+    """
     rates = [view.tokens_per_second for view in views if view.tokens_per_second]
     usual = statistics.median(rates) if rates else 0.0
 
@@ -314,7 +530,14 @@ def slow_stream(movable: Iterable[StreamView], views: Iterable[StreamView], wort
     return best if best is not None and gain(best) > worth else None
 
 
-def _told(end: WorkerEnd) -> str:
-    """An exit code and the last line, which is the error's."""
+def _is_loss(end: WorkerEnd) -> bool:
+    return end.code is None or end.code in _STOPPED
+
+
+def _problem(end: WorkerEnd, decision: Decision) -> str:
+    """Return the reason and the worker's last line, which is the error."""
+    if _is_loss(end):
+        cause = f": {end.cause}" if end.cause else ""
+        return f"{decision.reason}{cause}. Let workers commit earlier (--commit-every), or look at the machines' logs"
     line = end.last_line.removeprefix("spile: ")
     return f"exit code {end.code}" + (f": {line}" if line else "")

@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.text import Text
 
 from spile.errors import SpileError
-from spile.launch.supervisor import EngineOutcome, Scheduler
+from spile.launch.supervisor import EngineOutcome, Supervisor
 from spile.spec.amounts import counted
 from spile.store.snapshot import Snapshot, SnapshotReader, StreamView
 from spile.view.streams import render
@@ -42,14 +42,14 @@ class EngineView:
         """An event: above the table, or in the log."""
         self.console.print(Text.assemble(("· ", "dim"), line), soft_wrap=True)
 
-    def observe(self, scheduler: Scheduler) -> Mapping[int, StreamView]:
+    def observe(self, supervisor: Supervisor) -> Mapping[int, StreamView]:
         """Look at the dataset and show it."""
         try:
             snapshot = self.reader.take()
         except SpileError as error:  # the store has hiccups; workers tell when it is serious
             self.log(f"not seen: {error}")
             return {}
-        state = _state(scheduler)
+        state = _state(supervisor)
         if self.live is not None:
             self.live.update(Group(render(snapshot), Text(state)), refresh=True)
         elif self.clock() >= self._line_due:
@@ -81,10 +81,10 @@ class EngineView:
         self.console.print(f"{name:<11}  {text}", markup=False, soft_wrap=True)
 
 
-def _state(scheduler: Scheduler) -> str:
-    parts = [f"{scheduler.count('done')} done", f"{scheduler.count('running')} running"]
-    parts += [f"{count} {word}" for word in ("waiting", "failed") if (count := scheduler.count(word))]
-    return f"streams on {scheduler.engine.name}: {', '.join(parts)}"
+def _state(supervisor: Supervisor) -> str:
+    parts = [f"{supervisor.count('done')} done", f"{supervisor.count('running')} running"]
+    parts += [f"{count} {word}" for word in ("waiting", "failed") if (count := supervisor.count(word))]
+    return f"streams on {supervisor.engine.name}: {', '.join(parts)}"
 
 
 def _totals(snapshot: Snapshot) -> str:
@@ -104,7 +104,7 @@ def watched_engine(reader: SnapshotReader, console: Console | None = None) -> It
 
 @contextmanager
 def _counting(view: EngineView) -> Iterator[None]:
-    """A signal is counted; the scheduler acts on the count."""
+    """A signal is counted; the supervisor acts on the count."""
 
     def handle(number: int, _frame: FrameType | None) -> None:
         view.asked += 1

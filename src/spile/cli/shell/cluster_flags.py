@@ -73,6 +73,6 @@ class ClusterFlags:
     def _streams(self, dataset_dir: str) -> tuple[int, ...]:
         if self.num_streams is not None:
             return tuple(range(self.num_streams))
-        from spile.launch.tasks import stream_tasks
+        from spile.launch.supervisor import stream_tasks
 
         return tuple(sorted(task.stream for task in stream_tasks(dataset_dir, lambda _: ())))

@@ -1,4 +1,4 @@
-"""Which stream next, and what becomes of a worker that ended: on an engine that is a script."""
+"""The restart policy, and the supervisor on an engine that follows a script."""
 
 from __future__ import annotations
 
@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spile.launch.supervisor import ClusterCheck, Scheduler, SchedulerPolicy, StreamTask, WorkerEnd, slow_stream
+from spile.launch.supervisor import (
+    AttemptHistory,
+    ClusterCheck,
+    RestartAction,
+    RestartPolicy,
+    StreamTask,
+    Supervisor,
+    WorkerEnd,
+    slow_stream,
+)
 from spile.store.snapshot import State, StreamView
 
 
@@ -65,34 +74,85 @@ def tasks(count: int) -> list[StreamTask]:
     return [StreamTask(n, ("extract", str(n)), size=100 - n) for n in range(count)]
 
 
-def scheduler(engine: Script, count: int, said: list[str] | None = None, **more: object) -> Scheduler:
-    policy = more.pop("policy", SchedulerPolicy())
+def supervisor(engine: Script, count: int, said: list[str] | None = None, **more: object) -> Supervisor:
+    policy = more.pop("policy", RestartPolicy())
     say = (said if said is not None else []).append
-    return Scheduler(engine, tasks(count), policy=policy, log=say, clock=lambda: engine.now, **more)  # type: ignore[arg-type]
+    return Supervisor(engine, tasks(count), policy=policy, log=say, clock=lambda: engine.now, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("code", "history", "action", "pause", "after"),
+    [
+        (0, AttemptHistory(3, 3, 3), RestartAction.DONE, 0.0, AttemptHistory(3, 3, 3)),
+        (2, AttemptHistory(), RestartAction.REFUSED, 0.0, AttemptHistory()),
+        (1, AttemptHistory(), RestartAction.RESTART, 5.0, AttemptHistory(errors=1)),
+        (137, AttemptHistory(errors=2), RestartAction.RESTART, 20.0, AttemptHistory(errors=3)),
+        (1, AttemptHistory(errors=3), RestartAction.GIVE_UP, 40.0, AttemptHistory(errors=4)),
+        (3, AttemptHistory(errors=3), RestartAction.RESTART, 5.0, AttemptHistory(errors=3, fences=1)),
+        (3, AttemptHistory(fences=30), RestartAction.GIVE_UP, 5.0, AttemptHistory(fences=31)),
+        (None, AttemptHistory(errors=3), RestartAction.RESTART, 0.0, AttemptHistory(errors=3, losses=1)),
+        (143, AttemptHistory(losses=4), RestartAction.RESTART, 0.0, AttemptHistory(losses=5)),
+        (None, AttemptHistory(losses=5), RestartAction.GIVE_UP, 0.0, AttemptHistory(losses=6)),
+        (1, AttemptHistory(losses=5), RestartAction.RESTART, 5.0, AttemptHistory(errors=1)),
+    ],
+)
+def test_the_policy(
+    code: int | None, history: AttemptHistory, action: RestartAction, pause: float, after: AttemptHistory
+) -> None:
+    decision = RestartPolicy().decide(history, code, seconds=10.0)
+    assert (decision.action, decision.pause, decision.history) == (action, pause, after)
+    assert decision.fenced == (code == 3)
+    if code not in (0, 2):
+        fresh = RestartPolicy().decide(history, code, seconds=900.0)
+        assert fresh.action is RestartAction.RESTART, "a long attempt clears the history"
+    if code is None:
+        assert RestartPolicy().decide(history, code, seconds=10.0, committed=True).history.losses == 0
 
 
 def test_the_longest_are_first_and_never_more_than_there_are_workers() -> None:
     engine = Script({}, workers=3)
     shuffled = [StreamTask(n, (), size) for n, size in enumerate([5, 50, 7, 90, 6])]
-    outcome = Scheduler(engine, shuffled, clock=lambda: engine.now).run(lambda: 0)
+    outcome = Supervisor(engine, shuffled, clock=lambda: engine.now).run(lambda: 0)
     assert engine.started == [3, 1, 2, 4, 0]
     assert engine.most == 3
     assert (outcome.done, outcome.exit_code, outcome.attempts) == (5, 0, 5)
 
 
-def test_a_lost_machine_is_no_error_however_often() -> None:
+def growing(engine: Script) -> dict[int, StreamView]:
+    """Every look at the dataset finds one commit more."""
+    engine.looks = getattr(engine, "looks", 0) + 1  # type: ignore[attr-defined]
+    return {0: replace(VIEW, committed=engine.looks, age=None)}  # type: ignore[attr-defined]
+
+
+def test_a_machine_lost_after_a_commit_is_no_error_however_often() -> None:
     engine = Script({0: [None] * 40})
     said: list[str] = []
-    outcome = scheduler(engine, 2, said).run(lambda: 0)
+    outcome = supervisor(engine, 2, said, observe=lambda _: growing(engine)).run(lambda: 0)
     assert (outcome.exit_code, outcome.done) == (0, 2)
     assert engine.started.count(0) == 41
     assert said[0] == "stream 0: its machine on host0 was lost; it continues on another"
 
 
+def test_a_stream_that_is_lost_again_and_again_without_a_commit_is_given_up() -> None:
+    engine = Script({1: [None] * 40})
+    outcome = supervisor(engine, 4).run(lambda: 0)
+    assert (outcome.exit_code, outcome.done, engine.started.count(1)) == (1, 3, 6)
+    assert outcome.failed[1].startswith("its machine was lost 6 times in a row and nothing was committed. Let workers")
+
+
+def test_a_cluster_that_loses_every_worker_ends_the_run() -> None:
+    engine = Script({number: [None] * 40 for number in range(16)}, workers=4)
+    said: list[str] = []
+    outcome = supervisor(engine, 16, said).run(lambda: 0)
+    assert (outcome.exit_code, outcome.done) == (1, 0)
+    assert said[-1] == "machines are lost before anything is committed, so the run is stopped"
+    assert set(engine.started) <= set(range(5)), "the other streams are not tried"
+
+
 def test_errors_of_its_own_are_counted_and_the_others_go_on() -> None:
     engine = Script({1: [1, 137, 1, 1, 1]})
     said: list[str] = []
-    outcome = scheduler(engine, 4, said).run(lambda: 0)
+    outcome = supervisor(engine, 4, said).run(lambda: 0)
     assert (outcome.exit_code, outcome.done) == (1, 3)
     assert engine.started.count(1) == 4, "one, and three more"
     assert outcome.failed == {1: "exit code 1: the last line"}
@@ -101,17 +161,17 @@ def test_errors_of_its_own_are_counted_and_the_others_go_on() -> None:
 
 def test_an_attempt_that_lasted_starts_the_count_anew() -> None:
     engine = Script({0: [1] * 10})
-    outcome = scheduler(engine, 1, policy=SchedulerPolicy(tries=1, pause=1.0, long_attempt=0.5)).run(lambda: 0)
+    outcome = supervisor(engine, 1, policy=RestartPolicy(retries=1, pause=1.0, long_attempt=0.5)).run(lambda: 0)
     assert outcome.exit_code == 0
 
 
 def test_one_refused_stream_is_given_up_and_two_end_the_run() -> None:
     one = Script({3: [2]})
-    outcome = scheduler(one, 4).run(lambda: 0)
+    outcome = supervisor(one, 4).run(lambda: 0)
     assert (outcome.exit_code, outcome.done, one.started.count(3)) == (2, 3, 1)
     all_of_them = Script({number: [2] for number in range(8)}, workers=2)
     said: list[str] = []
-    outcome = scheduler(all_of_them, 8, said).run(lambda: 0)
+    outcome = supervisor(all_of_them, 8, said).run(lambda: 0)
     assert (outcome.exit_code, outcome.done) == (2, 0)
     assert len(all_of_them.started) <= 3
     assert any("the command is at fault" in line for line in said)
@@ -119,27 +179,27 @@ def test_one_refused_stream_is_given_up_and_two_end_the_run() -> None:
 
 def test_a_stream_of_somebody_elses_is_asked_for_again_later() -> None:
     engine = Script({0: [3] * 12})
-    outcome = scheduler(engine, 1).run(lambda: 0)
+    outcome = supervisor(engine, 1).run(lambda: 0)
     assert (outcome.exit_code, engine.started.count(0)) == (0, 13)
 
 
 def test_one_request_stops_all_and_a_second_kills() -> None:
     engine = Script({})
     engine.stuck = {0, 1}
-    outcome = scheduler(engine, 5).run(lambda: int(engine.now >= 3))
+    outcome = supervisor(engine, 5).run(lambda: int(engine.now >= 3))
     assert (outcome.exit_code, outcome.interrupted, outcome.done) == (130, True, 0)
     assert sorted(engine.stopped) == [0, 1]
     assert engine.started == [0, 1], "nothing more was started"
     deaf = Script({})
     deaf.stuck = {0, 1}
     deaf.stop = lambda stream: None  # type: ignore[method-assign]
-    assert scheduler(deaf, 5).run(lambda: int(deaf.now >= 3) + int(deaf.now >= 6)).interrupted
+    assert supervisor(deaf, 5).run(lambda: int(deaf.now >= 3) + int(deaf.now >= 6)).interrupted
     assert deaf.killed == 1
 
 
 def test_a_request_that_comes_when_all_is_done_changes_nothing() -> None:
     engine = Script({}, workers=1)
-    assert scheduler(engine, 1).run(lambda: int(engine.now >= 1)).exit_code == 0
+    assert supervisor(engine, 1).run(lambda: int(engine.now >= 1)).exit_code == 0
 
 
 VIEW = StreamView(0, "tpu_0", State.WORKING, tokens_per_second=1000.0, seconds_left=600.0, host="a", age=1.0)
@@ -149,7 +209,7 @@ def test_a_silent_workers_stream_goes_to_another() -> None:
     engine = Script({})
     engine.stuck = {0}
     silent = replace(VIEW, age=200.0, host="lost")
-    outcome = scheduler(engine, 1, observe=lambda _: {0: silent} if engine.now > 250 else {}).run(lambda: 0)
+    outcome = supervisor(engine, 1, observe=lambda _: {0: silent} if engine.now > 250 else {}).run(lambda: 0)
     assert (outcome.exit_code, engine.abandoned, engine.started) == (0, [0], [0, 0])
     assert engine.avoided[0] == {"lost"}
 
@@ -157,7 +217,7 @@ def test_a_silent_workers_stream_goes_to_another() -> None:
 def test_a_heartbeat_from_before_this_attempt_is_no_silence() -> None:
     engine = Script({}, workers=1)
     old = replace(VIEW, age=5000.0)
-    scheduler(engine, 1, observe=lambda _: {0: old}).run(lambda: 0)
+    supervisor(engine, 1, observe=lambda _: {0: old}).run(lambda: 0)
     assert engine.abandoned == []
 
 
@@ -173,7 +233,7 @@ def test_a_slow_workers_rest_goes_to_a_free_one(elsewhere: bool) -> None:
     engine = Script({}, workers=4, elsewhere=elsewhere)
     engine.stuck = {2}
     asked = 0 if elsewhere else 1
-    outcome = scheduler(engine, 3, observe=lambda _: views(1000.0, 1000.0, 100.0)).run(
+    outcome = supervisor(engine, 3, observe=lambda _: views(1000.0, 1000.0, 100.0)).run(
         lambda: asked * int(engine.now > 30)
     )
     assert outcome.exit_code == (0 if elsewhere else 130)
@@ -198,7 +258,7 @@ def test_nobody_is_moved_while_others_wait_or_for_little() -> None:
 )
 def test_whatever_happens_every_stream_ends_once(ends: dict[int, list[int | None]], workers: int, ask: int) -> None:
     engine = Script(ends, workers)
-    outcome = scheduler(engine, 8).run(lambda: int(bool(ask) and engine.now >= ask))
+    outcome = supervisor(engine, 8).run(lambda: int(bool(ask) and engine.now >= ask))
     assert engine.running == {}
     assert engine.most <= workers
     assert outcome.attempts == len(engine.started)
