@@ -22,8 +22,7 @@ from spile.plan import bench as naive
 from spile.spec.ranges import Ranges
 from spile.spec.run import EMBEDDED, ComputeDtype, DataSpec, ExtractSpec
 from spile.spec.sample import Sample
-from spile.store.run import join_run
-from spile.store.stream import join_stream
+from spile.store.stream import join_run, join_stream
 from spile.worker.device import DeviceProducer
 from spile.worker.parts import find, sizes_for
 from spile.worker.progress import Progress

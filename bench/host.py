@@ -26,8 +26,7 @@ from spile.plan.bench import emptied
 from spile.plan.limits import host_copy
 from spile.spec.identity import StreamIdentity
 from spile.spec.sample import Sample
-from spile.store.run import join_run
-from spile.store.stream import join_stream
+from spile.store.stream import join_run, join_stream
 from spile.worker.batches import Batch
 from spile.worker.producer import RowBlock
 from spile.worker.progress import Progress

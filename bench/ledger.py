@@ -21,8 +21,7 @@ from rich.console import Console
 from spile.objects import Folder, open_folder
 from spile.spec.ranges import Ranges
 from spile.store.layout import commit_key
-from spile.store.ledger import read_ledger
-from spile.store.record import Commit, ShardRecord
+from spile.store.ledger import Commit, ShardRecord, read_ledger
 
 __all__ = ["LedgerTimes", "fake_gcs", "main", "measure"]
 

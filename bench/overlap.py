@@ -30,8 +30,7 @@ from spile.spec.identity import RunIdentity, StreamIdentity
 from spile.spec.run import PromptSpec
 from spile.spec.sample import Sample
 from spile.spec.taps import Tap, TapRows
-from spile.store.run import join_run
-from spile.store.stream import join_stream
+from spile.store.stream import join_run, join_stream
 from spile.worker.batches import Batch, row_bytes
 from spile.worker.producer import RowBlock
 from spile.worker.progress import Progress

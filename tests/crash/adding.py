@@ -15,10 +15,8 @@ from killing import Switch, _paths
 from spile.errors import SpileError
 from spile.objects import Folder, open_folder
 from spile.spec.taps import Tap
-from spile.store.additions import join_addition
-from spile.store.run import read_run
-from spile.store.stream import StreamStore
-from spile.store.streams import Stream, open_streams
+from spile.store.stream import StreamStore, read_run
+from spile.store.streams import Stream, join_addition, open_streams
 from spile.worker.backfill import add_beside
 from spile.worker.pipeline import Verdict
 from spile.worker.progress import Progress

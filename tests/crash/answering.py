@@ -17,8 +17,7 @@ from spile.data.tokens import Tokenizer
 from spile.objects import open_folder
 from spile.spec.run import GenerationSpec
 from spile.spec.sample import Prediction, Role, Sample, Skip
-from spile.store.run import join_run
-from spile.store.stream import StreamStore, join_stream
+from spile.store.stream import StreamStore, join_run, join_stream
 from spile.worker.batches import row_bytes
 from spile.worker.generator import Answer, AnswerRows
 from spile.worker.infer import Shelf

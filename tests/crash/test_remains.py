@@ -9,7 +9,7 @@ from pathlib import Path
 
 from spile.objects import open_folder
 from spile.spec.run import ExtractSpec
-from spile.store.clearing import remove_remains
+from spile.store.cleanup import remove_remains
 from spile.store.stream import join_stream
 from world import produce, run_identity, sample_of, stream_identity
 

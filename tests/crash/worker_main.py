@@ -26,8 +26,7 @@ from spile.spec.ranges import Ranges
 from spile.spec.run import ExtractSpec
 from spile.spec.sample import Sample
 from spile.store.ledger import read_ledger
-from spile.store.run import join_run
-from spile.store.stream import StreamStore, join_stream
+from spile.store.stream import StreamStore, join_run, join_stream
 from spile.worker.batches import Batch
 from spile.worker.producer import RowBlock
 from spile.worker.progress import Progress, StatusFiles

@@ -27,7 +27,7 @@ from spile.objects import open_folder
 from spile.spec.phase import Phase
 from spile.store.heartbeat import Beat
 from spile.store.layout import PROGRESS, STREAM, stream_folder
-from spile.store.sealed import FORMAT, seal
+from spile.store.ledger import FORMAT, seal
 from spile.view.fleet import plain_lines, render, watch
 from spile_fakes.cloud import Cloud, CloudTimes
 from spile_fakes.cloud_server import Api, FakeCloud

@@ -35,13 +35,10 @@ from spile.objects import open_folder
 from spile.objects.cloud.failures import RequestFailure
 from spile.objects.cloud.listing import parse_objects, parse_uploads
 from spile.reading.dataset import open as open_dataset
-from spile.store.codec import parse_shard_header
-from spile.store.heartbeat import read_beat
-from spile.store.record import Commit
-from spile.store.run import join_run, read_run
-from spile.store.sealed import seal, unseal
-from spile.store.snapshot import SnapshotReader
-from spile.store.stream import read_stream
+from spile.store.heartbeat import SnapshotReader, read_beat
+from spile.store.ledger import Commit, seal, unseal
+from spile.store.shard_format import parse_shard_header
+from spile.store.stream import join_run, read_run, read_stream
 from spile.store.verification import verify
 from spile.worker.pod.identity import Identity
 from spile.worker.pod.rollcall import _Caller, _Roll

@@ -311,7 +311,7 @@ def _ask(console: Console, fleet: FleetSpec, changed: list[str], cleared: list[i
 
 def _clear(fleet: FleetSpec, cleared: list[int]) -> None:
     from spile.objects import open_folder
-    from spile.store.clearing import clear_stream
+    from spile.store.cleanup import clear_stream
 
     for number in cleared:
         clear_stream(open_folder(fleet.root), number)

@@ -38,7 +38,7 @@ def extract_on_engine(flags: ExtractFlags, engine: EngineFlags) -> int:
     """Work off every stream; the exit code of all."""
     from spile.launch.supervisor import Supervisor, cluster_check, stream_tasks
     from spile.objects import open_folder
-    from spile.store.snapshot import SnapshotReader
+    from spile.store.heartbeat import SnapshotReader
     from spile.view.engine import watched_engine
 
     engine.check()

@@ -320,7 +320,7 @@ def _log_lacking(spec: ExtractSpec, home: str) -> None:
     if spec.local_copy is None or spec.delete_local_after_upload:
         return
     from spile.objects import open_folder
-    from spile.store.copies import lacking
+    from spile.store.streams import lacking
 
     if found := lacking(open_folder(spec.local_copy), spec.data.worker_id):
         log(found.line(home))

@@ -91,9 +91,9 @@ def fleet_home(root: str, fleet: str | None) -> FleetHome | None:
 
 def _watch_root(root: str, console: Console, interval: float, once: bool, as_json: bool) -> int:
     from spile.objects import open_folder
+    from spile.store.heartbeat import SnapshotReader
     from spile.store.layout import RUN
-    from spile.store.run import read_run
-    from spile.store.snapshot import SnapshotReader
+    from spile.store.stream import read_run
     from spile.view.streams import watch
 
     folder = open_folder(root)

@@ -56,7 +56,7 @@ def _scored(folder: Folder, reference: str | None, dataset: str | None) -> Score
     from spile.data.arc.answers import by_task, read_references, score_answers
     from spile.data.arc.encoders import parse_encoder
     from spile.store.predictions import merged
-    from spile.store.run import read_run
+    from spile.store.stream import read_run
     from spile.store.streams import open_streams
 
     run = read_run(folder)

@@ -36,9 +36,9 @@ from spile.objects.preflight import preflight
 from spile.spec.amounts import counted
 from spile.spec.run import EMBEDDED, DataSpec, ExtractSpec, PromptSpec
 from spile.spec.taps import select_taps
-from spile.store.clearing import stream_has_commits
+from spile.store.cleanup import stream_has_commits
+from spile.store.heartbeat import SnapshotReader
 from spile.store.layout import stream_folder
-from spile.store.snapshot import SnapshotReader
 from spile.store.stream import read_stream
 from spile.store.streams import find_streams
 from spile.version import __version__

@@ -47,7 +47,7 @@ from spile.fleet.spec import FleetSpec, Worker, owns
 from spile.objects import open_folder
 from spile.spec.amounts import duration
 from spile.spec.phase import Phase
-from spile.store.snapshot import Snapshot, SnapshotReader, StreamView
+from spile.store.heartbeat import Snapshot, SnapshotReader, StreamView
 
 __all__ = [
     "Event",

@@ -35,7 +35,7 @@ from typing import Protocol
 from spile.errors import DataError, Failure, Fenced, Interrupted, UserError
 from spile.objects import open_folder
 from spile.objects.preflight import preflight
-from spile.store.snapshot import SILENCE, State, StreamView
+from spile.store.heartbeat import SILENCE, State, StreamView
 
 __all__ = [
     "AttemptHistory",

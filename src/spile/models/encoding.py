@@ -1,4 +1,4 @@
-"""Rows in one byte per number, as a device makes them: :mod:`spile.store.encoding` says what they mean."""
+"""Rows in one byte per number, as a device makes them: :mod:`spile.store.shard_format` says what they mean."""
 
 from __future__ import annotations
 

@@ -28,8 +28,7 @@ from spile.plan.whole import WholeRun, cold_and_warm
 from spile.spec.ranges import Ranges
 from spile.spec.run import ExtractSpec
 from spile.spec.sample import Sample
-from spile.store.run import join_run
-from spile.store.stream import join_stream
+from spile.store.stream import join_run, join_stream
 from spile.worker.batches import Batch, batches
 from spile.worker.device import DeviceProducer
 from spile.worker.parts import Parts, bytes_per_token, find, sizes_for

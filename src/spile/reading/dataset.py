@@ -29,9 +29,9 @@ from spile.reading.source import ShardCache, TapSource
 from spile.spec.identity import RunIdentity
 from spile.spec.taps import Tap
 from spile.store.layout import RUN
-from spile.store.record import ShardRecord
-from spile.store.run import read_run
+from spile.store.ledger import ShardRecord
 from spile.store.shard_reader import ShardReader
+from spile.store.stream import read_run
 from spile.store.streams import Stream, open_streams, read_ledgers
 
 if TYPE_CHECKING:

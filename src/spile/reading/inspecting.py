@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from spile.reading.dataset import Dataset
 from spile.spec.sample import Role
-from spile.store.run import parse_iso
 from spile.store.statistics import TapStatistics
+from spile.store.stream import parse_iso
 
 __all__ = ["HeatMap", "Inspection", "inspect_dataset", "known_stats"]
 

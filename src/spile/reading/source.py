@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from spile.store.record import ShardRecord
+from spile.store.ledger import ShardRecord
 from spile.store.shard_reader import SMALL_SHARD, ShardReader
 from spile.store.streams import Stream
 

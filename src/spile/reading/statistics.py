@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from spile.reading.read_pool import ReadPool
 from spile.reading.rows import context_of
-from spile.store.record import ShardRecord
+from spile.store.ledger import ShardRecord
 from spile.store.statistics import SUMS, TapAccumulator, TapStatistics
 from spile.store.streams import Stream
 

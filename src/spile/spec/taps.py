@@ -215,7 +215,7 @@ _WITH_LOGITS = ("loss", "logits_ids")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "int8": 1, "float8_e4m3": 1}
 SCALED = ("int8", "float8_e4m3")
-"""Dtypes of one byte whose rows have a scale each: see :mod:`spile.store.encoding`."""
+"""Dtypes of one byte whose rows have a scale each: see :mod:`spile.store.shard_format`."""
 SCALE_BYTES = 4
 _SCALED_BY = 8
 """A row of a scaled dtype has a multiple of so many numbers, so that every tensor behind it in a shard is aligned."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import math
 import os
@@ -10,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from types import TracebackType
@@ -19,17 +21,15 @@ from spile.errors import Damaged, Fenced, Interrupted, SpileError
 from spile.objects.folder import Folder, NotFound
 from spile.spec.hiding import secret_values, struck_out
 from spile.spec.phase import Phase
+from spile.spec.ranges import Ranges
 from spile.spec.records import known_fields
-from spile.store.layout import PROGRESS
+from spile.store.layout import PROGRESS, stream_folder
+from spile.store.ledger import Ledger, read_commits
+from spile.store.stream import StreamRecord, parse_iso, read_stream
+from spile.store.streams import find_streams
 from spile.version import __version__
 
-__all__ = [
-    "Beat",
-    "Heartbeat",
-    "Reading",
-    "read_beat",
-]
-
+__all__ = ["SILENCE", "Beat", "Heartbeat", "Reading", "Snapshot", "SnapshotReader", "State", "StreamView", "read_beat"]
 
 _COUNTS = ("samples", "samples_committed", "tokens", "shards_written", "shards_committed", "retries")
 
@@ -230,3 +230,239 @@ def read_beat(folder: Folder) -> Beat | None:
 
 def _iso(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+SILENCE = 150.0
+"""Seconds without a heartbeat, which comes every 30, after which a worker counts as gone."""
+
+
+class State(enum.Enum):
+    """What a stream is doing. ``silent``, ``stopped``, ``failed`` and ``damaged`` need somebody, or a fleet, to act."""
+
+    DONE = "done"
+    """Every sample is stored or skipped."""
+    WORKING = "working"
+    """A worker's heartbeat is recent."""
+    WAITING = "waiting"
+    """Begun a moment ago, not heard of yet: its worker may be starting."""
+    SILENT = "silent"
+    """Unfinished, and its worker has not been heard of for a while: preempted, or killed."""
+    STOPPED = "stopped"
+    """Unfinished, and its worker ended as it should: interrupted, or told to do a part only."""
+    FAILED = "failed"
+    """Its worker ended with an error."""
+    DAMAGED = "damaged"
+    """Its ledger cannot be read."""
+
+
+_NEEDS_RECOVERY = {State.SILENT, State.STOPPED, State.FAILED, State.DAMAGED}
+_HEALTHY = {State.DONE, State.WORKING, State.WAITING}
+
+
+@dataclass(frozen=True)
+class StreamView:
+    """One stream at one moment."""
+
+    number: int
+    name: str
+    """The machine's name where there is a fleet, else the stream's folder."""
+    state: State
+    samples: int = 0
+    """Done, and those that its worker has computed and not yet committed."""
+    expected: int | None = None
+    shards: int = 0
+    """Written, committed or not."""
+    committed: int = 0
+    """In the dataset: what the guides call GCS."""
+    tokens: int = 0
+    bytes: int = 0
+    tokens_per_second: float = 0.0
+    seconds_left: float | None = None
+    phase: Phase = Phase.UNKNOWN
+    host: str = ""
+    age: float | None = None
+    """Seconds since the heartbeat."""
+    idle: float | None = None
+    """Seconds since its worker last got further."""
+    retries: int = 0
+    last_error: str | None = None
+    log_tail: tuple[str, ...] = ()
+    machine: str | None = None
+    """The machine's own status (READY, PREEMPTED …), where there is a fleet."""
+    streams: int | None = None
+    """How many streams the data was split into, this one among them; None where its record does not say."""
+
+    @property
+    def percent(self) -> float | None:
+        """Of its samples."""
+        return None if not self.expected else min(100.0, 100.0 * self.samples / self.expected)
+
+    @property
+    def status(self) -> str:
+        """What the table says: what the worker is at, or what has become of it."""
+        return self.phase if self.state is State.WORKING and self.phase else self.state.value
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A root at one moment."""
+
+    root: str
+    taken: float
+    """Seconds since the epoch."""
+    streams: tuple[StreamView, ...]
+
+    def total(self, field: str) -> float:
+        """The sum of a field over all streams, unknown ones left out."""
+        return sum(getattr(stream, field) or 0 for stream in self.streams)
+
+    @property
+    def percent(self) -> float | None:
+        """Of all samples; None where a stream's number of samples is not known, or a stream is not begun."""
+        if not self.streams or self.never_begun or any(stream.expected is None for stream in self.streams):
+            return None
+        expected = self.total("expected")
+        return min(100.0, 100.0 * self.total("samples") / expected) if expected else 100.0
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Until the slowest stream is done; None where one is not known or is not being worked on."""
+        if self.never_begun:
+            return None
+        left = [stream.seconds_left for stream in self.streams if stream.state is not State.DONE]
+        known = [seconds for seconds in left if seconds is not None]
+        return None if not left or len(known) < len(left) else max(known)
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is left to do."""
+        return (
+            bool(self.streams) and not self.never_begun and all(stream.state is State.DONE for stream in self.streams)
+        )
+
+    @property
+    def never_begun(self) -> int:
+        """Streams that the data was split into and no worker has begun."""
+        return max(0, max((stream.streams or 0 for stream in self.streams), default=0) - len(self.streams))
+
+    def count(self, *states: State) -> int:
+        """Streams in these states."""
+        return sum(stream.state in states for stream in self.streams)
+
+    @property
+    def healthy(self) -> int:
+        """Done, working, or about to."""
+        return self.count(*_HEALTHY)
+
+    @property
+    def working(self) -> int:
+        """With a recent heartbeat."""
+        return self.count(State.WORKING)
+
+    @property
+    def needs_recovery(self) -> int:
+        """Unfinished with nobody at work."""
+        return self.count(*_NEEDS_RECOVERY)
+
+    def to_json(self) -> dict[str, Any]:
+        """For programs."""
+        totals = {name: self.total(name) for name in ("samples", "shards", "committed", "tokens", "bytes")}
+        return {
+            "root": self.root,
+            "taken": self.taken,
+            "streams": [
+                {**vars(stream), "state": stream.state.value, "percent": stream.percent} for stream in self.streams
+            ],
+            "totals": {**totals, "tokens_per_second": self.total("tokens_per_second")},
+            "percent": self.percent,
+            "seconds_left": self.seconds_left,
+            "healthy": self.healthy,
+            "working": self.working,
+            "needs_recovery": self.needs_recovery,
+            "never_begun": self.never_begun,
+            "done": self.done,
+        }
+
+
+class SnapshotReader:
+    """Takes snapshots of a root again and again, reading only the commits that are new."""
+
+    def __init__(self, root: Folder, clock: Callable[[], float] = time.time) -> None:
+        self._root, self._clock = root, clock
+        self._ledgers: dict[int, tuple[str, Ledger]] = {}
+
+    def take(self) -> Snapshot:
+        """The root now."""
+        numbers = find_streams(self._root)
+        with ThreadPoolExecutor(16, thread_name_prefix="snapshot") as pool:
+            views = tuple(pool.map(self._view, numbers))
+        return Snapshot(self._root.url, self._clock(), views)
+
+    def _view(self, number: int) -> StreamView:
+        folder = self._root.child(stream_folder(number))
+        try:
+            record = read_stream(folder)
+            ledger = self._ledger(number, folder, record)
+        except Damaged as error:  # a store that does not answer is no stream's fault, and nobody's to replace
+            return StreamView(number, stream_folder(number), State.DAMAGED, last_error=str(error))
+        return view_of(number, record, ledger, read_beat(folder), self._clock())
+
+    def _ledger(self, number: int, folder: Folder, record: StreamRecord | None) -> Ledger:
+        if record is None:
+            return Ledger()
+        known_id, known = self._ledgers.get(number, (record.id, Ledger()))
+        if known_id != record.id:  # the stream was cleared and begun again
+            known = Ledger()
+        ledger = known.plus(read_commits(folder, record.id, after=known.commits))
+        self._ledgers[number] = record.id, ledger
+        return ledger
+
+
+def view_of(number: int, record: StreamRecord | None, ledger: Ledger, beat: Beat | None, now: float) -> StreamView:
+    """One stream from its ledger, which is the truth, and its heartbeat, which is news."""
+    total = ledger.end if record is None or record.identity.samples is None else record.identity.samples
+    expected = beat.expected if beat is not None and beat.expected is not None else total
+    done = expected is not None and not Ranges([(0, expected)]) - ledger.done
+    state = State.DONE if done else _state(beat, ledger, now)
+    working = state is State.WORKING and beat is not None
+    rate = beat.tokens_per_second if beat is not None and working else 0.0
+    under_way = max(0, beat.samples - beat.samples_committed) if beat is not None and working else 0
+    samples = len(ledger.done) + under_way
+    per_sample = ledger.tokens / ledger.samples if ledger.samples else None
+    if per_sample is None and beat is not None and beat.samples:
+        per_sample = beat.tokens / beat.samples
+    left = None
+    if done:
+        left = 0.0
+    elif expected is not None and rate and per_sample:
+        left = max(0, expected - samples) * per_sample / rate
+    return StreamView(
+        number=number,
+        name=stream_folder(number),
+        state=state,
+        samples=samples,
+        expected=expected,
+        shards=ledger.shards + (max(0, beat.shards_written - beat.shards_committed) if beat and working else 0),
+        committed=ledger.shards,
+        tokens=ledger.tokens,
+        bytes=ledger.bytes,
+        tokens_per_second=rate,
+        seconds_left=left,
+        phase=beat.phase if beat is not None else Phase.UNKNOWN,
+        host=beat.host if beat is not None else "",
+        age=None if beat is None else max(0.0, beat.age(now)),
+        idle=None if beat is None else beat.idle(now),
+        retries=beat.retries if beat is not None else 0,
+        last_error=beat.last_error if beat is not None else None,
+        log_tail=beat.log_tail if beat is not None else (),
+        streams=record.identity.streams if record is not None else None,
+    )
+
+
+def _state(beat: Beat | None, ledger: Ledger, now: float) -> State:
+    if beat is None:
+        quiet = ledger.created is not None and now - parse_iso(ledger.created) > SILENCE
+        return State.SILENT if quiet else State.WAITING
+    if beat.phase.ended:  # a worker may be done with its part, and the stream not
+        return State.FAILED if beat.phase is Phase.FAILED else State.STOPPED
+    return State.WORKING if beat.age(now) <= SILENCE else State.SILENT

@@ -12,9 +12,9 @@ from spile.objects.crc import crc32c, to_hex
 from spile.objects.folder import Folder
 from spile.spec.ranges import Ranges
 from spile.spec.sample import Prediction, Role
-from spile.store.codec import POSITIONS
 from spile.store.layout import predictions_name
-from spile.store.record import Commit, PredictionsRecord, ShardRecord
+from spile.store.ledger import Commit, PredictionsRecord, ShardRecord
+from spile.store.shard_format import POSITIONS
 from spile.store.shard_reader import ShardReader
 
 __all__ = ["answers_problem", "merged", "put_predictions", "read_predictions"]

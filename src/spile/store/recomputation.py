@@ -30,8 +30,8 @@ from spile.errors import Failure
 from spile.spec.identity import RunIdentity
 from spile.spec.sample import Sample
 from spile.spec.taps import TapRows
-from spile.store.encoding import as_stored, decode, split
 from spile.store.report import Problem, Recomputed, TapNoise
+from spile.store.shard_format import as_stored, decode, split
 from spile.store.shard_reader import ShardReader
 from spile.store.streams import Stream
 

@@ -13,18 +13,20 @@ from spile.objects.crc import ChunkedCrc, crc32c, fold, fold_chunks
 from spile.objects.folder import Folder, Writer
 from spile.spec.ranges import Ranges
 from spile.spec.sample import Sample
-from spile.store.codec import (
+from spile.store.ledger import ShardRecord
+from spile.store.shard_format import (
     CHUNKS,
     CONTEXT,
     CONTEXT_OFFSETS,
     POSITIONS,
+    SCALE,
     ShardLayout,
     ShardSchema,
+    decode,
     notes_of,
     plan_shard,
+    split,
 )
-from spile.store.encoding import SCALE, decode, split
-from spile.store.record import ShardRecord
 from spile.store.statistics import SUMS, TapAccumulator
 
 __all__ = ["ShardBuilder"]

@@ -8,7 +8,7 @@ touches.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
@@ -22,18 +22,25 @@ from spile.objects.disk import MappedFile, read_into
 from spile.objects.folder import Folder
 from spile.objects.staging import Staging
 from spile.spec.safetensors import TensorPlace
-from spile.store.codec import CHUNKS, CONTEXT, CONTEXT_OFFSETS, POSITIONS, ShardHeader, parse_shard_header
-from spile.store.encoding import SCALE, decode
-from spile.store.record import ShardRecord
+from spile.store.ledger import ShardRecord
+from spile.store.shard_format import (
+    CHUNKS,
+    CONTEXT,
+    CONTEXT_OFFSETS,
+    POSITIONS,
+    SCALE,
+    ShardHeader,
+    decode,
+    parse_shard_header,
+)
+from spile.store.statistics import SUMS
 
-__all__ = ["SMALL_SHARD", "ShardReader"]
+__all__ = ["SMALL_SHARD", "JoinedShard", "ShardReader"]
 
 _Numbers = npt.NDArray[np.int64]
-
 _LARGE = 64 << 20
 _SMALL = 4 << 20
 """A tail (all that is no tap) up to this many bytes comes in one read."""
-
 SMALL_SHARD = 256 << 10
 """A shard up to this many bytes comes whole, in one read, and is kept as long as it is open."""
 
@@ -306,3 +313,62 @@ class ShardReader:
             if self._map is None:
                 self._map = MappedFile.of(path / self.record.name, self.record.size) or False
             return self._map or None
+
+
+_Array = npt.NDArray[Any]
+
+
+class JoinedShard(ShardReader):
+    """The stream's own shard, which gives what is asked of an added tap to the shard that has it."""
+
+    def __init__(self, own: ShardReader, added: Mapping[str, ShardReader]) -> None:
+        super().__init__(own.folder, own.record, **own.belongs)
+        self._added = added
+        """By tap."""
+
+    def _beside(self, name: str) -> ShardReader | None:
+        return self._added.get(name.removesuffix(SUMS).removesuffix(SCALE))
+
+    def of(self, name: str) -> ShardReader:
+        """The shard whose file has a tensor."""
+        return self._beside(name) or self
+
+    def place(self, name: str) -> TensorPlace:
+        """Where a tensor lies, in the file that has it."""
+        other = self._beside(name)
+        return super().place(name) if other is None else other.place(name)
+
+    def whole(self, name: str) -> _Array:
+        """A whole tensor that is no tap."""
+        other = self._beside(name)
+        return super().whole(name) if other is None else other.whole(name)
+
+    def rows(self, name: str, start: int, stop: int, staging: Staging | None = None) -> _Array:
+        """Rows ``start`` to ``stop`` of a tensor."""
+        other = self._beside(name)
+        return super().rows(name, start, stop, staging) if other is None else other.rows(name, start, stop, staging)
+
+    def row_type(self, name: str) -> tuple[np.dtype[Any], int]:
+        """The dtype that a tap's rows are given in, and how many numbers each has."""
+        other = self._beside(name)
+        return super().row_type(name) if other is None else other.row_type(name)
+
+    def decoded(self, name: str, start: int, rows: _Array) -> _Array:
+        """Stored rows as the numbers that they stand for."""
+        other = self._beside(name)
+        return super().decoded(name, start, rows) if other is None else other.decoded(name, start, rows)
+
+    def chunk_bytes(self, name: str) -> int:
+        """The length of a tensor's chunks, in the file that has it."""
+        other = self._beside(name)
+        return super().chunk_bytes(name) if other is None else other.chunk_bytes(name)
+
+    def chunk_rows(self, name: str) -> int | None:
+        """Rows in each of them; None where a tensor is cut in bytes."""
+        other = self._beside(name)
+        return super().chunk_rows(name) if other is None else other.chunk_rows(name)
+
+    def chunks(self, name: str, begin: int, end: int, staging: Staging | None = None) -> memoryview:
+        """The bytes of chunks ``begin`` to ``end`` of a tensor, checked."""
+        other = self._beside(name)
+        return super().chunks(name, begin, end, staging) if other is None else other.chunks(name, begin, end, staging)

@@ -1,32 +1,200 @@
-"""The streams of a dataset as their ledgers tell them: which there are, their committed shards, who holds a sample.
-
-What says that a stream belongs to its dataset is asked here, for the reader and for the proof.
-"""
+"""The streams of a dataset, their committed shards, the taps that were added to them, and their local copies."""
 
 from __future__ import annotations
 
+import secrets
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import itemgetter
 
 from spile.errors import Damaged
-from spile.objects import Folder
-from spile.spec.identity import RunIdentity
+from spile.objects.folder import Folder, NotFound
+from spile.objects.mirror import home_of
+from spile.spec.amounts import size
+from spile.spec.identity import RunIdentity, StreamIdentity
 from spile.spec.ranges import Ranges
 from spile.spec.taps import TapRows
-from spile.store.additions import Addition, find_additions
-from spile.store.joined import JoinedShard
-from spile.store.layout import STREAM, is_addition, stream_folder, stream_number
-from spile.store.ledger import read_commits
-from spile.store.record import Commit, ShardRecord
-from spile.store.shard_reader import ShardReader
-from spile.store.splits import mixed_splits
-from spile.store.stream import StreamRecord, read_stream
+from spile.store.cleanup import clear_folder
+from spile.store.layout import STREAM, addition_folder, is_addition, new_attempt, stream_folder, stream_number
+from spile.store.ledger import Commit, ShardRecord, read_commits, read_ledger
+from spile.store.report import Problem
+from spile.store.shard_format import CONTEXT, CONTEXT_OFFSETS, POSITIONS
+from spile.store.shard_reader import JoinedShard, ShardReader
+from spile.store.stream import StreamRecord, StreamStore, read_stream, stream_bytes
 
-__all__ = ["AT_ONCE", "Stream", "find_streams", "open_streams", "read_ledgers", "stranger"]
+__all__ = [
+    "AT_ONCE",
+    "Addition",
+    "Alignment",
+    "Lacking",
+    "Stream",
+    "alignment",
+    "expected_streams",
+    "find_additions",
+    "find_streams",
+    "join_addition",
+    "judge_split",
+    "lacking",
+    "mixed_splits",
+    "open_streams",
+    "read_ledgers",
+    "stranger",
+]
+
+
+def expected_streams(records: Sequence[StreamRecord]) -> int | None:
+    """How many streams there must be, as the streams themselves say; None where none does."""
+    return max((r.identity.streams for r in records if r.identity.streams is not None), default=None)
+
+
+def judge_split(
+    root: str, begun: Collection[int], records: Sequence[StreamRecord], chosen: Collection[int] | None = None
+) -> tuple[Ranges, list[Problem]]:
+    """Streams that were never begun, and what is wrong with the split as a whole. ``chosen``: those that must be."""
+    total = expected_streams(records)
+    wanted = Ranges.of(chosen) if chosen is not None else Ranges([(0, total or 0)])
+    absent = wanted - Ranges.of(begun)
+    problems = []
+    if absent:
+        noun, verb = ("stream", "was") if len(absent) == 1 else ("streams", "were")
+        text = f"{noun} {absent.text()} {verb} never begun ({len(absent)} of {len(wanted)})"
+        problems.append(Problem("missing", root, text))
+    elif not wanted and not begun:
+        problems.append(Problem("missing", root, "the dataset has no stream"))
+    return absent, problems + mixed_splits(root, records)
+
+
+def mixed_splits(root: str, records: Sequence[StreamRecord]) -> list[Problem]:
+    """Streams of two splits, or beside a split of none, have samples in common, and lack others."""
+    groups: dict[tuple[int, str | None] | None, list[int]] = {}
+    for record in records:
+        known = record.identity.streams is not None
+        groups.setdefault((record.identity.streams or 0, record.identity.split) if known else None, []).append(
+            record.worker_id
+        )
+    if len(groups) < 2:
+        return []
+    told = "; ".join(_told(group, numbers) for group, numbers in sorted(groups.items(), key=lambda item: item[1]))
+    return [Problem("wrong", root, f"its streams are of different splits of the data: {told}")]
+
+
+def _told(group: tuple[int, str | None] | None, numbers: list[int]) -> str:
+    names = f"{stream_folder(numbers[0])}{f' and {len(numbers) - 1} more' if len(numbers) > 1 else ''}"
+    return f"{names} of no split" if group is None else f"{names} of {group[0]} streams (split {group[1] or 'unknown'})"
+
+
+_ALIGNED = ("offsets", "sample_index", "tokens", "roles", POSITIONS, CONTEXT, CONTEXT_OFFSETS)
+Alignment = tuple[int | None, ...]
+
+
+def alignment(shard: ShardRecord) -> Alignment:
+    """What two shards have in common whose rows are of the same tokens in the same order."""
+    return tuple(shard.tensors.get(name) for name in _ALIGNED)
+
+
+class Addition:
+    """Some taps added to one stream, as far as its ledger goes."""
+
+    def __init__(self, folder: Folder, record: StreamRecord) -> None:
+        self.folder, self.record = folder, record
+        self.taps = tuple(str(tap) for tap in record.identity.taps)
+
+    @cached_property
+    def commits(self) -> tuple[Commit, ...]:
+        """Its ledger, read once."""
+        return tuple(read_commits(self.folder, self.record.id))
+
+    @cached_property
+    def shards(self) -> tuple[ShardRecord, ...]:
+        """In the order they were committed."""
+        return tuple(shard for commit in self.commits for shard in commit.shards)
+
+    def beside(self, shards: Iterable[ShardRecord]) -> dict[str, ShardRecord]:
+        """By the names of a stream's shards, the one that holds the same rows; those without one are absent."""
+        known = {alignment(shard): shard for shard in self.shards}
+        return {shard.name: known[alignment(shard)] for shard in shards if alignment(shard) in known}
+
+    def left(self, shards: Iterable[ShardRecord]) -> list[ShardRecord]:
+        """Of a stream's shards, those to which nothing was added yet."""
+        every = list(shards)
+        done = self.beside(every)
+        return [shard for shard in every if shard.name not in done]
+
+
+def find_additions(stream: Folder, record: StreamRecord, names: Iterable[str]) -> list[Addition]:
+    """What was added to this life of a stream, finished or not. ``names`` are the folders in the stream's own."""
+    found = []
+    for name in sorted(filter(is_addition, names)):
+        folder = stream.child(name)
+        added = read_stream(folder)
+        if added is None or added.base != record.id:
+            continue  # being removed, or of a life of the stream that was overwritten
+        if (added.fingerprint, added.worker_id) != (record.fingerprint, record.worker_id):
+            raise Damaged(
+                f"{folder.url}/{STREAM} belongs to another run or stream",
+                expected=f"fingerprint {record.fingerprint}, stream {record.worker_id}",
+                found=f"fingerprint {added.fingerprint}, stream {added.worker_id}",
+            )
+        found.append(Addition(folder, added))
+    return found
+
+
+def join_addition(stream: Folder, base: StreamRecord, identity: StreamIdentity, run: RunIdentity) -> StreamStore:
+    """Begin to add taps to a stream, or go on with it: what a worker writes them through."""
+    folder = stream.child(addition_folder(str(tap) for tap in identity.taps))
+    stored = read_stream(folder)
+    if stored is not None and stored.base != base.id:
+        clear_folder(home_of(folder))  # added to what was there before the stream was begun again
+        stored = None
+    if stored is None:
+        whole = replace(base.identity, taps=identity.taps, shapes=identity.shapes)
+        fresh = StreamRecord(secrets.token_hex(8), base.worker_id, base.fingerprint, whole, base.id)
+        stored = fresh if folder.create(STREAM, stream_bytes(fresh)) else read_stream(folder)
+    if stored is None or stored.base != base.id:
+        raise Damaged(f"{folder.url}/{STREAM} changed while it was being read", fix="run the same command again")
+    return StreamStore(folder, stored, run, new_attempt(), read_ledger(folder, stored.id))
+
+
+_BRINGS = {"gs": "gcloud storage rsync --recursive", "s3": "aws s3 sync"}
+
+
+@dataclass(frozen=True)
+class Lacking:
+    """Shards of a stream that are committed at home, and not in the copy."""
+
+    copy: str
+    """The stream's folder."""
+    shards: int
+    of: int
+    bytes: int
+
+    def line(self, home: str) -> str:
+        """For people, with the command that brings them from the stream's folder at ``home``."""
+        brings = _BRINGS.get(home.partition("://")[0], "cp -rn")
+        return (
+            f"the local copy {self.copy} has {self.of - self.shards} of {self.of} shards: {self.shards} "
+            f"({size(self.bytes)}) were stored before it was there, or by other machines; "
+            f"{brings} {home} {self.copy} brings them"
+        )
+
+
+def lacking(copy: Folder, worker_id: int) -> Lacking | None:
+    """What a copy lacks of the shards that its own commits name; None where it has them all."""
+    folder = copy.child(stream_folder(worker_id))
+    files = read_ledger(folder, None).files
+    absent = [file.size for file in files if _size(folder, file.name) != file.size]
+    return Lacking(folder.url, len(absent), len(files), sum(absent)) if absent else None
+
+
+def _size(folder: Folder, name: str) -> int | None:
+    try:
+        return folder.info(name).size
+    except NotFound:
+        return None
+
 
 AT_ONCE = 32
 """Streams or shards that are asked for side by side: a bucket answers each after tens of milliseconds."""

@@ -16,7 +16,7 @@ from rich.text import Text
 from spile.errors import SpileError
 from spile.launch.supervisor import EngineOutcome, Supervisor
 from spile.spec.amounts import counted
-from spile.store.snapshot import Snapshot, SnapshotReader, StreamView
+from spile.store.heartbeat import Snapshot, SnapshotReader, StreamView
 from spile.view.streams import render
 from spile.view.table import Lasting, headline, totals_line
 

@@ -15,7 +15,7 @@ from rich.text import Text
 from spile.fleet.monitor import FleetStatus, WorkerStatus
 from spile.fleet.provider import Life
 from spile.spec.amounts import amount, counted
-from spile.store.snapshot import Snapshot, State, StreamView
+from spile.store.heartbeat import Snapshot, State, StreamView
 from spile.view import watching
 from spile.view.table import (
     COUNTS,

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from spile.spec.amounts import amount, counted, duration, size
-from spile.store.snapshot import Snapshot, StreamView
+from spile.store.heartbeat import Snapshot, StreamView
 
 __all__ = [
     "COUNTS",

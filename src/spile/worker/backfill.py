@@ -22,17 +22,21 @@ from spile.spec.records import known_fields
 from spile.spec.run import BackfillSpec, DataSpec, ExtractSpec
 from spile.spec.sample import Sample, Skip
 from spile.spec.taps import Tap, TapRows
-from spile.store.additions import Alignment, alignment, join_addition
-from spile.store.clearing import remove_remains
-from spile.store.codec import CONTEXT, CONTEXT_OFFSETS, POSITIONS
+from spile.store.cleanup import remove_remains
 from spile.store.layout import RUN
-from spile.store.ledger import Ledger
-from spile.store.record import ShardRecord
-from spile.store.run import differences, mismatch, read_run
+from spile.store.ledger import Ledger, ShardRecord
+from spile.store.shard_format import CONTEXT, CONTEXT_OFFSETS, POSITIONS
 from spile.store.shard_reader import ShardReader
-from spile.store.splits import expected_streams
-from spile.store.stream import StreamStore
-from spile.store.streams import Stream, open_streams, read_ledgers
+from spile.store.stream import StreamStore, differences, mismatch, read_run
+from spile.store.streams import (
+    Alignment,
+    Stream,
+    alignment,
+    expected_streams,
+    join_addition,
+    open_streams,
+    read_ledgers,
+)
 from spile.worker.batches import ShardBatches, batches_in_order, row_bytes
 from spile.worker.device import DeviceProducer, configure_jax
 from spile.worker.parts import find_model, rows_of, torch_producer, wants_statistics

@@ -15,10 +15,9 @@ from spile.spec.amounts import counted, size
 from spile.spec.phase import Phase
 from spile.spec.ranges import Ranges
 from spile.spec.run import ExtractSpec
-from spile.store.clearing import clear_stream, remove_remains, stream_has_commits, stream_is_begun
+from spile.store.cleanup import clear_stream, remove_remains, stream_has_commits, stream_is_begun
 from spile.store.layout import stream_folder
-from spile.store.run import join_run
-from spile.store.stream import StreamStore, join_stream, read_stream
+from spile.store.stream import StreamStore, join_run, join_stream, read_stream
 from spile.worker.device import configure_jax
 from spile.worker.parts import Parts, find, sizes_for, torch_producer, wants_statistics
 from spile.worker.pipeline import Control, Sink

@@ -33,9 +33,8 @@ from spile.spec.run import Capture, ExtractSpec, GenerationSpec
 from spile.spec.sample import Prediction, Role, Sample, Skip
 from spile.spec.taps import MODULE, Tap
 from spile.store.layout import PREDICTIONS, SUBMISSION
-from spile.store.ledger import read_commits
+from spile.store.ledger import ShardRecord, read_commits
 from spile.store.predictions import merged, put_predictions
-from spile.store.record import ShardRecord
 from spile.store.stream import StreamStore
 from spile.worker.extract import Visit, VisitKind, stream_end, visit
 from spile.worker.generator import Answer, Generator, plan_slots, tokens_kept

@@ -27,7 +27,7 @@ from spile.spec.ranges import Ranges
 from spile.spec.run import ExtractSpec, GenerationSpec
 from spile.spec.sample import Sample
 from spile.spec.taps import Tap, TapRows, select_taps, tap_rows
-from spile.store.run import join_run, read_run
+from spile.store.stream import join_run, read_run
 from spile.worker.batches import row_bytes
 from spile.worker.producer import check_tokens, refuse_no_answers
 from spile.worker.progress import Progress, Timeline

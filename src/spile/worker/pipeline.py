@@ -12,7 +12,7 @@ from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from spile.spec.phase import Phase
 from spile.spec.sample import Sample, Skip
-from spile.store.record import ShardRecord
+from spile.store.ledger import ShardRecord
 from spile.store.shard import ShardBuilder
 from spile.worker.batches import Batch, ShardBatches
 from spile.worker.producer import OutOfDeviceMemory, Producer, RowBlock

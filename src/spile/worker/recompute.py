@@ -30,7 +30,7 @@ from spile.spec.run import ExtractSpec
 from spile.spec.sample import Sample
 from spile.spec.taps import SCALE_BYTES, Tap, TapRows
 from spile.store.recomputation import Recompute, StoredRows, distances
-from spile.store.run import read_run
+from spile.store.stream import read_run
 from spile.worker.batches import Batch, BatchPlan, batches
 from spile.worker.device import configure_jax
 from spile.worker.parts import find_model

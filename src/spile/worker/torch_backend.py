@@ -18,7 +18,7 @@ from spile.models.model_files import ModelFiles
 from spile.models.safetensors_files import LocalSource
 from spile.spec.sample import Sample
 from spile.spec.taps import MODULE, SCALED, Tap, TapRows
-from spile.store.encoding import as_stored
+from spile.store.shard_format import as_stored
 from spile.worker.batches import Batch
 from spile.worker.producer import OutOfDeviceMemory, RowBlock, check_tokens
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from spile.spec.sample import Sample, Skip
-from spile.store.record import ShardRecord
+from spile.store.ledger import ShardRecord
 from spile.store.shard import ShardBuilder
 from spile.store.stream import StreamStore
 from spile.worker.batches import BatchPlan, ShardBatches, batches, row_bytes, shards

@@ -11,10 +11,9 @@ from spile.objects import Folder, open_folder
 from spile.objects.folder import Unwritable
 from spile.objects.local import LocalFolder, LocalWriter
 from spile.objects.mirror import MirrorFolder
-from spile.store.clearing import clear_stream
-from spile.store.copies import lacking
-from spile.store.run import join_run
-from spile.store.stream import StreamStore, join_stream
+from spile.store.cleanup import clear_stream
+from spile.store.stream import StreamStore, join_run, join_stream
+from spile.store.streams import lacking
 from spile.store.verification import verify
 from world import produce, run_identity, sample_of, stream_identity, write_shard
 

@@ -26,13 +26,10 @@ from spile.spec.safetensors import encode_header
 from spile.spec.sample import Sample
 from spile.spec.taps import TapRows
 from spile.store.blocks import read_blocks
-from spile.store.chunking import Chunking
-from spile.store.codec import CHUNKS, ShardSchema, parse_shard_header, plan_shard
-from spile.store.encoding import as_stored
-from spile.store.joined import JoinedShard
-from spile.store.record import ShardRecord
+from spile.store.ledger import ShardRecord
 from spile.store.shard import ShardBuilder
-from spile.store.shard_reader import ShardReader
+from spile.store.shard_format import CHUNKS, Chunking, ShardSchema, as_stored, parse_shard_header, plan_shard
+from spile.store.shard_reader import JoinedShard, ShardReader
 from spile.store.verification import verify
 from world import TAPS, items, produce, rows_of
 

@@ -13,13 +13,10 @@ import spile
 from spile.objects import open_folder
 from spile.spec.sample import Role, Sample
 from spile.spec.taps import SCALED, TapRows
-from spile.store.codec import ShardSchema
-from spile.store.encoding import as_stored
-from spile.store.record import Commit
-from spile.store.run import join_run
-from spile.store.sealed import seal
+from spile.store.ledger import Commit, seal
 from spile.store.shard import ShardBuilder
-from spile.store.stream import join_stream
+from spile.store.shard_format import ShardSchema, as_stored
+from spile.store.stream import join_run, join_stream
 from world import TAPS, items, produce, rows_of, run_identity, sample_of, stream_identity
 
 PAGE = (Path(__file__).parents[3] / "docs" / "format.md").read_text()

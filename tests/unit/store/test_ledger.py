@@ -13,7 +13,7 @@ from spile.objects import Folder, open_folder
 from spile.spec.ranges import Ranges
 from spile.spec.sample import Skip
 from spile.spec.taps import Tap
-from spile.store.clearing import clear_stream, stream_has_commits
+from spile.store.cleanup import clear_stream, stream_has_commits
 from spile.store.layout import (
     commit_key,
     commit_number,
@@ -22,11 +22,8 @@ from spile.store.layout import (
     stream_folder,
     stream_number,
 )
-from spile.store.ledger import Ledger, read_commits, read_ledger
-from spile.store.record import Commit, ShardRecord
-from spile.store.run import join_run, read_run
-from spile.store.sealed import seal, unseal
-from spile.store.stream import StreamStore, join_stream, read_stream
+from spile.store.ledger import Commit, Ledger, ShardRecord, read_commits, read_ledger, seal, unseal
+from spile.store.stream import StreamStore, join_run, join_stream, read_run, read_stream
 from spile.store.verification import verify
 from world import produce, run_identity, sample_of, stream_identity, write_shard
 

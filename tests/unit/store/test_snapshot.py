@@ -8,10 +8,9 @@ import pytest
 
 from spile.errors import StoreError
 from spile.objects import Folder
-from spile.store.clearing import clear_stream
-from spile.store.run import join_run
-from spile.store.snapshot import SnapshotReader, State
-from spile.store.stream import StreamStore, join_stream
+from spile.store.cleanup import clear_stream
+from spile.store.heartbeat import SnapshotReader, State
+from spile.store.stream import StreamStore, join_run, join_stream
 from world import produce, run_identity, sample_of, stream_identity, write_shard
 
 NOW = 1_800_000_000.0
@@ -162,6 +161,6 @@ def test_a_store_that_does_not_answer_is_no_damage(folder: Folder, monkeypatch: 
     def out_of_reach(*_: object, **__: object) -> None:
         raise StoreError("the bucket is out of reach")
 
-    monkeypatch.setattr("spile.store.snapshot.read_commits", out_of_reach)
+    monkeypatch.setattr("spile.store.heartbeat.read_commits", out_of_reach)
     with pytest.raises(StoreError, match="out of reach"):
         take(folder)

@@ -24,9 +24,8 @@ from spile.reading.dataset import open as open_dataset
 from spile.spec.ranges import Ranges
 from spile.spec.sample import Sample, Skip
 from spile.store.layout import commit_key
-from spile.store.record import Commit, ShardRecord
-from spile.store.run import join_run
-from spile.store.stream import StreamStore, join_stream
+from spile.store.ledger import Commit, ShardRecord
+from spile.store.stream import StreamStore, join_run, join_stream
 from spile.store.verification import verify
 from world import TAPS, D, items, produce, rows_of, run_identity, sample_of, stream_identity, write_shard
 
@@ -338,7 +337,7 @@ def test_a_commit_between_the_search_and_the_removal_holds_it_back(
 ) -> None:
     store = joined(folder, 4)
     record = shard(store, 1)
-    from spile.store import garbage as module
+    from spile.store import cleanup as module
 
     real = module.fence
 

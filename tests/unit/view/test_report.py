@@ -14,8 +14,7 @@ import pytest
 
 from spile.cli.main import main
 from spile.objects import open_folder
-from spile.store.run import join_run
-from spile.store.stream import join_stream
+from spile.store.stream import join_run, join_stream
 from world import TAPS, rows_of, run_identity, sample_of, stream_identity
 
 HOSTILE = "<script>document.title='ran'</script><img src=x onerror=\"document.title='ran'\">\"'></svg></p>&amp;"

@@ -10,8 +10,7 @@ import spile
 from spile.errors import StoreError
 from spile.objects import open_folder
 from spile.spec.sample import Skip
-from spile.store.run import join_run
-from spile.store.stream import StreamStore, join_stream
+from spile.store.stream import StreamStore, join_run, join_stream
 from spile.worker.pipeline import Pipeline, Verdict
 from spile.worker.producer import OutOfDeviceMemory, RowBlock
 from spile.worker.progress import Progress

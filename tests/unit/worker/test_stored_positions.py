@@ -18,8 +18,7 @@ from spile.plan.forecast import plan
 from spile.spec.positions import choose_positions
 from spile.spec.run import DataSpec, ExtractSpec, GenerationSpec
 from spile.spec.sample import Role, Sample
-from spile.store.run import join_run
-from spile.store.stream import join_stream
+from spile.store.stream import join_run, join_stream
 from spile.store.verification import verify
 from spile.worker.extract import extract
 from spile.worker.infer import infer

@@ -19,9 +19,8 @@ from spile.spec.ranges import Ranges
 from spile.spec.run import PromptSpec, StoreDtype
 from spile.spec.sample import Role, Sample, Skip
 from spile.spec.taps import Tap
-from spile.store.encoding import as_stored
-from spile.store.run import join_run
-from spile.store.stream import StreamStore, join_stream
+from spile.store.shard_format import as_stored
+from spile.store.stream import StreamStore, join_run, join_stream
 
 __all__ = ["import_pickles", "pickle_files"]
 

@@ -18,7 +18,7 @@ from typing import NoReturn, TypeVar
 
 from spile.errors import PodError, SpileError
 from spile.spec.sample import Sample, Skip
-from spile.store.record import ShardRecord
+from spile.store.ledger import ShardRecord
 from spile.store.shard import ShardBuilder
 from spile.store.stream import StreamStore
 from spile.worker.pipeline import Control, Verdict

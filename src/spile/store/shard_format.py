@@ -1,36 +1,27 @@
-"""The bytes of a shard: a safetensors file whose whole layout follows from its samples' lengths.
+"""Rows in one byte per number: int8, or float8 (e4m3), with one float32 scale per row. The only place that decodes.
 
-    8 bytes   N, the length of the header, little-endian
-    N bytes   the header: JSON, padded with spaces so that 8 + N is a multiple of 4096
-    taps      one block each, [tokens, width], in the order of the stream's taps
-    offsets   [samples + 1] int64      sample_index  [samples] int64
-    chunk_crc32c  [chunks] uint32      one for every started chunk of each other tensor, in the file's order
-    scales    [tokens] float32, one for each tap whose numbers have one byte
-    tokens    [tokens] int32           roles         [tokens] uint8
-
-Where only some tokens' rows are stored, ``tokens`` are those, and ``context_offsets``, ``positions`` and ``context``
-lead back to all of a sample's tokens.
-
-The samples' notes are the header's ``samples``: a JSON list in a string, because safetensors allows strings only.
+Between what makes rows and the shard an encoded row is one array of bytes, its numbers and then its scale, so that
+one transfer carries both. In the shard they are two tensors: the tap's own, and its name with ``.scale``.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import ml_dtypes
 import numpy as np
+import numpy.typing as npt
 
 from spile.errors import Damaged, untrusted
 from spile.objects.crc import CHUNK
 from spile.spec.safetensors import DTYPES, SafetensorsHeader, TensorPlace, encode_header, parse_header
 from spile.spec.sample import Sample
-from spile.spec.taps import TapRows
-from spile.store.chunking import Chunking
-from spile.store.encoding import SCALE
-from spile.store.sealed import FORMAT
+from spile.spec.taps import SCALE_BYTES, SCALED, TapRows
+from spile.store.ledger import FORMAT
 from spile.store.statistics import SUMS
 
 __all__ = [
@@ -39,14 +30,151 @@ __all__ = [
     "CONTEXT",
     "CONTEXT_OFFSETS",
     "POSITIONS",
+    "SCALE",
     "TAIL",
+    "Chunking",
     "ShardHeader",
     "ShardLayout",
     "ShardSchema",
+    "as_stored",
+    "decode",
+    "encode",
     "notes_of",
     "parse_shard_header",
     "plan_shard",
+    "rounding",
+    "split",
 ]
+
+SCALE = ".scale"
+"""What a shard calls a tap's scales, after the tap's own name."""
+_LARGEST = {"int8": 127.0, "float8_e4m3": 448.0}
+_NUMBERS: dict[str, np.dtype[Any]] = {"int8": np.dtype(np.int8), "float8_e4m3": np.dtype(ml_dtypes.float8_e4m3fn)}
+_FLOAT8 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+_RELATIVE = {"float32": 0.0, "int32": 0.0, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+_Array = npt.NDArray[Any]
+
+
+def as_stored(rows: _Array, dtype: str) -> _Array:
+    """Numbers as a shard's builder takes them."""
+    return encode(rows, dtype) if dtype in SCALED else rows.astype(dtype, copy=False)
+
+
+def encode(rows: _Array, dtype: str) -> npt.NDArray[np.int8]:
+    """``[n, width]`` numbers → ``[n, width + 4]`` bytes. A row that is not finite gets a scale that is not.
+
+    The same arithmetic as :func:`spile.models.encoding.encode`, which devices do.
+    """
+    wide = rows.astype(np.float32)
+    largest = np.abs(wide).max(axis=1, initial=0.0, keepdims=True)
+    scale = _scale(largest, dtype)
+    with np.errstate(all="ignore"):
+        part = np.where(scale > 0, wide / scale, np.float32(0))
+        if dtype == "int8":
+            part = np.clip(np.rint(part), -127, 127)
+        numbers = part.astype(_NUMBERS[dtype])
+    return np.concatenate([numbers.view(np.int8), scale.astype("<f4").view(np.int8)], axis=1)
+
+
+def _scale(largest: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[np.float32]:
+    with np.errstate(all="ignore"):
+        scale = largest / np.float32(_LARGEST[dtype])
+    if dtype == "float8_e4m3":  # the next power of two: dividing by it loses nothing
+        exponent = np.maximum((scale.view(np.int32) + 0x7FFFFF) >> 23, 1)
+        scale = (exponent << 23).astype(np.int32).view(np.float32)
+    scale = np.where(scale < np.finfo(np.float32).tiny, np.float32(0), scale)
+    return np.where(np.isfinite(largest), scale, np.float32(np.nan))
+
+
+def split(rows: npt.NDArray[np.int8], dtype: str) -> tuple[_Array, npt.NDArray[np.float32]]:
+    """What :func:`encode` gave as a shard's two tensors: numbers ``[n, width]`` and scales ``[n]``."""
+    numbers = np.ascontiguousarray(rows[:, :-SCALE_BYTES]).view(_NUMBERS[dtype])
+    return numbers, np.ascontiguousarray(rows[:, -SCALE_BYTES:]).view("<f4")[:, 0]
+
+
+def decode(
+    numbers: _Array, scales: npt.NDArray[np.float32], out: npt.NDArray[np.float32] | None = None
+) -> npt.NDArray[np.float32]:
+    """A shard's two tensors as the rows that they stand for."""
+    wide = np.empty(numbers.shape, np.float32) if out is None else out
+    if numbers.dtype == np.int8:
+        wide[:] = numbers
+    else:
+        np.take(_FLOAT8, numbers.view(np.uint8), out=wide, mode="clip")
+    wide *= scales[:, None]
+    return wide
+
+
+def rounding(rows: npt.NDArray[np.float64], dtype: str) -> npt.NDArray[np.float64]:
+    """By how much each number may differ when it is stored: what ``docs/format.md`` promises, and no more."""
+    if dtype not in SCALED:
+        return np.asarray(_RELATIVE[dtype] * np.abs(rows))
+    largest = np.abs(rows).max(axis=-1, initial=0.0, keepdims=True)
+    if dtype == "int8":  # half a step, and float32's own rounding of the quotient and the product
+        return np.broadcast_to(largest / 254 * (1 + 2.0**-15), rows.shape)
+    # Half of a last bit of four, at the worst just above a power of two; below 2^-6 of the scale, half of 2^-9 of it.
+    return np.asarray(np.maximum(np.abs(rows) / 17, largest / 224 / 1024) * (1 + 2.0**-40))
+
+
+_BYTES, _ROWS = "chunk_bytes", "chunk_rows"
+_MOST = 64 << 20
+"""Bytes of a chunk, unless it is one row: nobody should have to read more to be given a row."""
+_SHOWN = 80
+"""Characters of a forged value that an error shows."""
+
+
+@dataclass(frozen=True)
+class Chunking:
+    """The length of the chunks of each tensor; the last one of a tensor is shorter."""
+
+    bytes: int
+    """Of the chunks of a tensor that ``rows`` does not name."""
+    rows: Mapping[str, int] = field(default_factory=dict)
+    """Tensor → rows in a chunk."""
+
+    def length(self, name: str, code: str, shape: Sequence[int]) -> int:
+        """Bytes of a chunk of this tensor."""
+        rows = self.rows.get(name)
+        return self.bytes if rows is None else rows * _row_bytes(code, shape)
+
+    def count(self, name: str, code: str, shape: Sequence[int]) -> int:
+        """Chunks of this tensor; none of an empty one."""
+        return -(-DTYPES[code].itemsize * math.prod(shape) // self.length(name, code, shape))
+
+    def metadata(self) -> dict[str, str]:
+        """What a header says of it."""
+        rows = {_ROWS: json.dumps(dict(self.rows), separators=(",", ":"), ensure_ascii=False)} if self.rows else {}
+        return {_BYTES: str(self.bytes), **rows}
+
+    @classmethod
+    def of(cls, metadata: Mapping[str, str], places: Mapping[str, TensorPlace], where: str) -> Chunking:
+        """What a header says, which may be anything; :class:`Damaged` where no shard can be cut so."""
+        with untrusted(Damaged, f"{where} has a header that does not say how it is cut into chunks"):
+            size, rows = int(metadata[_BYTES]), dict(json.loads(metadata.get(_ROWS, "{}")))
+        if not 1 <= size <= _MOST:
+            found = metadata[_BYTES][:_SHOWN]
+            raise Damaged(f"{where} has a header of impossible {_BYTES}", expected=f"1 to {_MOST}", found=found)
+        for name, count in rows.items():
+            if expected := _wanted(count, places.get(name)):
+                found = f"{name[:_SHOWN]!r}: {str(count)[:_SHOWN]}"
+                raise Damaged(f"{where} has a header of impossible {_ROWS}", expected=expected, found=found)
+        return cls(size, rows)
+
+
+def _row_bytes(code: str, shape: Sequence[int]) -> int:
+    return DTYPES[code].itemsize * shape[1]
+
+
+def _wanted(count: object, place: TensorPlace | None) -> str | None:
+    """What is expected instead, where a tensor cannot have so many rows in a chunk."""
+    if place is None or len(place.shape) != 2 or not place.shape[1]:
+        return "a tensor of rows"
+    if type(count) is not int or count < 1:
+        return "a positive number of rows"
+    if count > 1 and count * _row_bytes(place.code, place.shape) > _MOST:
+        return f"one row, or rows of at most {_MOST} bytes together"
+    return None
+
 
 ALIGN = 4096
 CHUNKS = "chunk_crc32c"

@@ -1,0 +1,274 @@
+"""Remove what a stream no longer needs: all of it, garbage that no commit names, or commits of an earlier life.
+
+Before anything is removed, an empty commit is created under the next free number (the fence). Every worker that joined
+earlier then loses its next commit, however long it was asleep, and stops. If the fence cannot be created, a worker has
+just committed: the stream is in use, and nothing is removed. A worker that joins later writes under new names.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from spile.errors import Damaged, StoreError
+from spile.objects.disk import is_abandoned
+from spile.objects.folder import Folder, NotFound
+from spile.objects.mirror import home_of
+from spile.objects.removal import Removal
+from spile.spec.phase import Phase
+from spile.store.layout import (
+    METADATA,
+    PREDICTIONS,
+    PROGRESS,
+    STREAM,
+    SUBMISSION,
+    commit_key,
+    commit_number,
+    is_addition,
+    is_data,
+    new_attempt,
+    stray_key,
+    stream_folder,
+    stream_number,
+)
+from spile.store.ledger import Commit, commit_numbers, has_commits
+from spile.store.report import Garbage
+from spile.store.stream import now_iso, parse_iso, read_stream
+from spile.version import __version__
+
+__all__ = [
+    "HOUR",
+    "clear_folder",
+    "clear_stream",
+    "empty_commit",
+    "fence",
+    "find_garbage",
+    "free_number",
+    "is_alive",
+    "is_ours",
+    "remove_garbage",
+    "remove_remains",
+    "repair_ledger",
+    "stream_has_commits",
+    "stream_is_begun",
+]
+
+_RECORDS = (METADATA, PREDICTIONS, SUBMISSION, PROGRESS, STREAM)
+
+
+def is_ours(name: str) -> bool:
+    """Whether a name in a stream's folder is exactly one that a worker gives."""
+    return name in _RECORDS or commit_number(name) is not None or is_data(name)
+
+
+def remove_remains(folder: Folder) -> tuple[int, int]:
+    """Remove the unfinished shards that killed workers left in a stream's folder on a disk: how many, and their bytes.
+
+    A live writer holds its file locked. What is left of uploads to a bucket is garbage collection's, which waits an
+    hour: nobody can tell whether their writer lives.
+    """
+    home = home_of(folder)
+    if home.local_path is None:
+        return 0, 0
+    left = [item for item in home.unfinished() if is_data(item.key) and is_abandoned(home.local_path / item.handle)]
+    for item in left:
+        home.discard(item)
+    return len(left), sum(item.size or 0 for item in left)
+
+
+def empty_commit(number: int, stream: str, purpose: str) -> Commit:
+    """An entry of the ledger that stands for nothing but its number."""
+    return Commit(
+        number=number,
+        attempt=new_attempt(),
+        stream=stream,
+        shards=(),
+        skipped=(),
+        end=None,
+        statistics={"purpose": purpose},
+        created=now_iso(),
+        version=__version__,
+    )
+
+
+def fence(folder: Folder, stream: str, number: int, before: str) -> bool:
+    """Keep every worker that joined before from committing; False: one has just committed."""
+    commit = empty_commit(number, stream, f"fences workers that joined before {before}")
+    return folder.create(commit_key(number), commit.to_bytes())
+
+
+def stream_has_commits(root: Folder, worker_id: int) -> bool:
+    """Whether anything of this stream is done: where ``--no-checkpointing`` alone is refused."""
+    return has_commits(root.child(stream_folder(worker_id)))
+
+
+def stream_is_begun(root: Folder, worker_id: int) -> bool:
+    """Whether a worker has ever joined it, whatever is left of its records."""
+    return any(is_ours(info.key) for info in root.child(stream_folder(worker_id)).list())
+
+
+def clear_stream(root: Folder, worker_id: int) -> None:
+    """Remove a stream, so that it can be begun again. Killed at any moment, it leaves a shorter ledger, never a mix.
+
+    First the claim that it is finished; then the commits, newest first, so that what is left is always 1 to n; then
+    the shards, which no commit names any more; ``stream.json`` last. A worker that still writes to the old life cannot
+    mix into the next: its commits carry the old id. Taps that were added to it go first.
+    """
+    folder = root.child(stream_folder(worker_id))
+    for name in sorted({info.key.partition("/")[0] for info in folder.list("added_")}):
+        if is_addition(name):
+            clear_folder(folder.child(name))
+    clear_folder(folder)
+
+
+def clear_folder(folder: Folder) -> None:
+    """One ledger with its shards, as :func:`clear_stream` does it."""
+    removal = Removal(folder.url, ours=is_ours, remove=folder.delete, fence=lambda: _fence(folder))
+    merged = [info.key for info in folder.list() if info.key in (PREDICTIONS, SUBMISSION)]
+    if not removal.in_order([METADATA, *merged]):
+        raise StoreError(
+            f"{folder.url} is not begun again",
+            expected="a stream that nobody is working on",
+            found="a worker that has just committed",
+            fix="stop it, then run the same command again",
+        )
+    removal.in_order(commit_key(number) for number in reversed(commit_numbers(folder)))
+    removal.in_parallel(info.key for info in folder.list() if is_data(info.key))
+    removal.in_order([PROGRESS, STREAM])
+
+
+def _fence(folder: Folder) -> bool:
+    """Where no record tells the stream's id, no worker of it can commit either: each looks there first."""
+    try:
+        record = read_stream(home_of(folder))
+    except Damaged:
+        record = None
+    last = max(commit_numbers(folder), default=0)
+    return record is None or fence(folder, record.id, last + 1, "the stream was begun again")
+
+
+HOUR = 3600.0
+_SILENCE = 600.0
+"""Seconds without a heartbeat after which a worker is not counted as alive; one comes every 30."""
+
+
+def is_alive(folder: Folder, now: float) -> bool:
+    """Whether a worker's heartbeat is recent. Only ever used to hold back, never to go ahead."""
+    try:
+        beat = json.loads(folder.get(PROGRESS))
+        return bool(not Phase.read(beat["phase"]).ended and now - parse_iso(beat["updated"]) < _SILENCE)
+    except NotFound:
+        return False
+    except Exception:  # noqa: BLE001 - what cannot be read holds back
+        return True
+
+
+def find_garbage(root: Folder, named: dict[str, set[str]], *, now: float, older_than: float = HOUR) -> list[Garbage]:
+    """What no commit names, of exactly our names. ``named``: by folder, the committed shards of each stream, and of
+    taps added to one, whose ledger could be read; nothing outside those folders is ever looked at.
+    """
+    found = [
+        Garbage("shard", _number(folder), info.key, info.size, now - info.updated, info.key)
+        for info in root.list("tpu_")
+        for folder, name in [_split(info.key)]
+        if folder in named and is_data(name) and name not in named[folder]
+    ]
+    found += [
+        Garbage("upload", _number(folder), left.key, left.size, now - left.started, left.handle)
+        for left in root.unfinished("tpu_")
+        for folder, name in [_split(left.key)]
+        if folder in named and is_ours(name)
+    ]
+    alive = {folder: is_alive(root.child(folder), now) for folder in {_split(item.key)[0] for item in found}}
+    return [replace(item, state=_state(item, alive, older_than)) for item in found]
+
+
+def _split(key: str) -> tuple[str, str]:
+    """The folder of a stream, or of taps added to it, and the name in it."""
+    stream, _, rest = key.partition("/")
+    added, _, name = rest.partition("/")
+    return (f"{stream}/{added}", name) if is_addition(added) else (stream, rest)
+
+
+def _number(folder: str) -> int:
+    number = stream_number(folder.partition("/")[0])
+    return -1 if number is None else number
+
+
+def _state(item: Garbage, alive: dict[str, bool], older_than: float) -> str:
+    if alive[_split(item.key)[0]]:
+        return "a worker is alive"
+    return "too young" if item.age < older_than else "found"
+
+
+def remove_garbage(root: Folder, garbage: Iterable[Garbage], ids: dict[str, tuple[str, int]]) -> list[Garbage]:
+    """Remove what is in the state ``found``. ``ids``: by folder, each id and next number, as read before the search."""
+    items = list(garbage)
+    left = {item.handle: item for item in root.unfinished("tpu_")}
+    removals = {folder: _removal(root, folder, *of) for folder, of in ids.items()}
+
+    def removed(item: Garbage) -> bool:
+        removal = removals[_split(item.key)[0]]
+        if item.kind == "shard":
+            return removal.in_order([item.key])
+        if not removal.fenced():
+            return False
+        if item.handle in left:
+            root.discard(left[item.handle])
+        return True
+
+    for place, item in enumerate(items):
+        if item.state == "found":
+            items[place] = replace(item, state="removed" if removed(item) else "a worker is alive")
+    return items
+
+
+def _removal(root: Folder, folder: str, stream: str, free: int) -> Removal:
+    return Removal(
+        root.url,
+        ours=lambda key: _split(key)[0] == folder and is_data(_split(key)[1]),
+        remove=root.delete,
+        fence=lambda: fence(root.child(folder), stream, free, "garbage was removed"),
+    )
+
+
+_MOST_FILLED = 1000
+"""Absent numbers before a stranger's that are filled; beyond a wider gap no worker has come, and it is removed."""
+
+
+def free_number(commits: Sequence[Commit], strangers: Sequence[Commit]) -> int:
+    """The number that the next commit of this life takes."""
+    taken = {commit.number for commit in strangers}
+    number = commits[-1].number + 1 if commits else 1
+    while number in taken:
+        number += 1
+    return number
+
+
+def repair_ledger(
+    folder: Folder, stream: str, commits: Sequence[Commit], strangers: Sequence[Commit]
+) -> tuple[str, ...] | None:
+    """Take the strangers' commits out of a ledger. Where their copies are; None: a worker is alive, nothing changed."""
+    removal = Removal(
+        folder.url,
+        ours=lambda key: commit_number(key) in {commit.number for commit in strangers},
+        remove=folder.delete,
+        fence=lambda: fence(folder, stream, free_number(commits, strangers), "the ledger was mended"),
+    )
+    if not removal.fenced():
+        return None
+    kept: list[str] = []
+    filled = max([free_number(commits, strangers), *(commit.number for commit in commits)])
+    for commit in strangers:
+        copy = stray_key(commit.number, commit.stream)
+        folder.create(copy, folder.get(commit_key(commit.number)))
+        kept.append(f"{folder.url}/{copy}")
+        if commit.number - filled > _MOST_FILLED:
+            removal.in_order([commit_key(commit.number)])
+            continue
+        for number in range(filled + 1, commit.number):
+            fence(folder, stream, number, "the ledger was mended")
+        folder.put(commit_key(commit.number), empty_commit(commit.number, stream, "in a stranger's place").to_bytes())
+        filled = max(filled, commit.number)
+    return tuple(kept)
