@@ -26,7 +26,7 @@ import spile
 from bench.buckets import BUCKETS, read_bucket
 from bench.rates import BATCH, SHARD_ROWS, D, Read, Twice, in_turns, make, rate, show
 from spile.objects import open_folder
-from spile.planning.shuffle import MEMORY
+from spile.reading.shuffle import MEMORY
 
 
 def forget(folder: Path) -> None:
@@ -114,7 +114,7 @@ def local(rows: int, peers: str | None, turns: int) -> None:
             "spile, full permutation": {"memory": 2 * size},
             "spile, as it is (two levels, 2 GiB)": {},
             "spile, two levels, a quarter in memory": {"memory": size // 4},
-            "the same, pieces of 4 MiB": {"memory": size // 4, "piece": 4 << 20},
+            "the same, blocks of 4 MiB": {"memory": size // 4, "piece": 4 << 20},
         }
         if size <= MEMORY:
             del modes["spile, as it is (two levels, 2 GiB)"]  # it is a full permutation

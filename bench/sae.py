@@ -1,11 +1,11 @@
 """What the order of rows does to a sparse autoencoder: ``python -m bench.sae [--steps 255] [--seeds 3]``.
 
 The same top-k autoencoder (``examples/train_sae.py``) on the same rows, once each: in the order they are stored,
-through the two-level shuffle with memory for a quarter and for half of them, with pieces that leave documents whole,
+through the two-level shuffle with memory for a quarter and for half of them, with blocks of four whole documents,
 and through a full permutation. Rows are synthetic documents: each speaks of a few topics of its own, and so uses a few
 of the features that rows are made of.
 ``--figure PATH`` draws what is unexplained on the way. ``--parts 1024,4096`` instead: the two-level shuffle with
-memory for a quarter, and for an eighth, where that memory holds so many pieces.
+memory for a quarter, and for an eighth, where the buffer holds that many blocks.
 """
 
 from __future__ import annotations
@@ -94,20 +94,20 @@ def orders(dataset: Dataset, seed: int, steps: int) -> dict[str, Iterator[Any]]:
         "in the order they are stored": in_order(),
         "shuffled, memory for a quarter": dataset.shuffled("residual.0", BATCH, memory=size // 4, **how),
         "shuffled, memory for half": dataset.shuffled("residual.0", BATCH, memory=size // 2, **how),
-        "the same, pieces of a MiB": dataset.shuffled("residual.0", BATCH, memory=size // 2, piece=1 << 20, **how),
+        "the same, blocks of a MiB": dataset.shuffled("residual.0", BATCH, memory=size // 2, piece=1 << 20, **how),
         "shuffled as it is (all fits)": dataset.shuffled("residual.0", BATCH, **how),
         REFERENCE: in_memory(),
     }
 
 
 def in_parts(dataset: Dataset, seed: int, steps: int, parts: list[int]) -> dict[str, Iterator[Any]]:
-    """The two-level shuffle with as many pieces in memory, and what it is measured by."""
+    """Return the two-level shuffle with different numbers of blocks in the buffer, and the reference."""
     size = sum(record.tokens for stream in dataset.streams for record in stream.shards) * D * 2
     how: dict[str, Any] = {"seed": seed, "epochs": None}
     return {
         REFERENCE: orders(dataset, seed, steps)[REFERENCE],
         **{
-            f"{words} in memory, {count} pieces": dataset.shuffled(
+            f"{words} in memory, {count} blocks": dataset.shuffled(
                 "residual.0", BATCH, memory=size // share, piece=size // share // count, **how
             )
             for count in parts
@@ -149,7 +149,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=255)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--figure", help="an .svg or .png to draw; needs matplotlib")
-    parser.add_argument("--parts", help="numbers of pieces in memory to compare, such as 1024,4096")
+    parser.add_argument("--parts", help="numbers of blocks in the buffer to compare, such as 1024,4096")
     words = parser.parse_args()
     parts = [int(each) for each in words.parts.split(",")] if words.parts else None
     sae = example()

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 import spile
-from spile.reading.selection import SampleRef
+from spile.reading.rows import SampleRef
 from spile.spec.sample import Role
 
 

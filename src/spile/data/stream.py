@@ -12,7 +12,6 @@ import numpy.typing as npt
 
 from spile.data.arc.encoders import parse_encoder
 from spile.data.arc.grids import passes_fast_check
-from spile.data.background import ahead
 from spile.data.lines import BlockHashes, StreamFile
 from spile.data.prompts import Document, Draft, Drafter, pack
 from spile.data.rows import parse_row, resolve
@@ -20,6 +19,7 @@ from spile.data.sources import open_input
 from spile.data.split import MANIFEST, check_stream, stream_name
 from spile.data.tokens import Encoded, Tokenizer
 from spile.errors import DataError, SpileError
+from spile.objects.ahead import iterate_ahead
 from spile.spec.ranges import Ranges
 from spile.spec.run import DataSpec, PromptSpec
 from spile.spec.sample import Sample, Skip
@@ -75,7 +75,7 @@ class SampleReader:
 def _read_ahead(
     chunks: Iterator[list[Sample | Skip]], counted: list[int], end: list[int]
 ) -> Generator[Sample | Skip, None, None]:
-    for chunk in ahead(chunks, _AHEAD):
+    for chunk in iterate_ahead(chunks, _AHEAD):
         yield from chunk
     end.extend(counted)  # not by the thread that reads ahead: whoever asked may have stopped before
 

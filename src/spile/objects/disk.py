@@ -173,6 +173,17 @@ class MappedFile:
             return False
         return True
 
+    def forget(self, path: Path, start: int, length: int) -> None:
+        """Ask the system to drop these bytes from the page cache. Reading them again is slower, and as correct."""
+        page = mmap.PAGESIZE
+        begin, end = -(-start // page) * page, (start + length) // page * page
+        if begin >= end or not hasattr(os, "posix_fadvise"):
+            return
+        with suppress(OSError, ValueError):
+            self._map.madvise(mmap.MADV_DONTNEED, begin, end - begin)  # mapped pages cannot be dropped
+            with open_plain(path) as file:
+                os.posix_fadvise(file.fileno(), begin, end - begin, os.POSIX_FADV_DONTNEED)
+
 
 def read_into(path: Path, offset: int, target: memoryview) -> int:
     """Fill ``target`` from a file; how many bytes there were."""

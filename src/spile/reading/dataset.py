@@ -5,13 +5,12 @@ Only committed shards are seen, and only checked bytes are given: a damaged obje
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any, overload
 
@@ -20,13 +19,12 @@ import numpy.typing as npt
 
 from spile.errors import UserError
 from spile.objects import Folder, open_folder
-from spile.planning.shuffle import MEMORY, ShuffleSpec, small_piece
-from spile.reading.order import ShuffleOrder
-from spile.reading.rows import RowBatch, iterate
-from spile.reading.selection import SampleRef, ref_of, selection_of
-from spile.reading.shuffled import Shuffled
-from spile.reading.source import ShardCache, TapSource
+from spile.objects.ahead import read_ahead
+from spile.reading.blocks import StoredBlocks
+from spile.reading.rows import RowBatch, SampleRef, iterate, ref_of, selection_of
+from spile.reading.shuffle import MEMORY, Shuffled, ShuffleOrder, ShufflePlan, ShuffleSpec
 from spile.spec.identity import RunIdentity
+from spile.spec.ranges import Ranges
 from spile.spec.taps import Tap
 from spile.store.layout import RUN
 from spile.store.ledger import ShardRecord
@@ -83,8 +81,8 @@ class StoredSample:
     def all_rows(self, taps: Iterable[str | Tap] | None = None) -> dict[str, npt.NDArray[Any]]:
         """``[length, d]`` at every tap, or at these, read side by side."""
         names = self.taps if taps is None else tuple(str(tap) for tap in taps)
-        with ThreadPoolExecutor(min(_PARALLEL, max(1, len(names)))) as pool:
-            return dict(zip(names, pool.map(self.rows, names), strict=True))
+        calls = (partial(self.rows, name) for name in names)
+        return dict(zip(names, read_ahead(calls, _PARALLEL), strict=True))
 
 
 class Dataset:
@@ -192,6 +190,7 @@ class Dataset:
         seed: int = 0,
         epochs: int | None = 1,
         memory: int = MEMORY,
+        buffer_rows: int | None = None,
         scratch: str | None = None,
         piece: int | None = None,
         part: tuple[int, int] = (0, 1),
@@ -204,42 +203,89 @@ class Dataset:
         page_cache: bool | None = None,
         **wanted: Any,
     ) -> Shuffled:
-        """A tap's rows in random order, or several taps' row-aligned, prefetched and resumable: see :class:`Shuffled`.
+        """Return the rows of a tap, or the rows of several taps that belong together, in random order.
 
-        Each epoch gives every selected row once. ``part`` (k, n) makes this reader one of n whose rows are disjoint.
-        A full permutation where all rows fit in ``memory`` bytes, or in the folder ``scratch``; else two levels, see
-        :mod:`spile.planning.shuffle`, which ``piece`` (bytes) makes finer.
-        ``wanted`` are the fields of :class:`~spile.reading.selection.Selection`:
-        ``include``, ``exclude``, ``positions``, ``tokens``, ``without_tokens``, ``min_norm``, ``max_norm`` and
-        ``samples``. ``state`` goes on where a reader's ``state()`` was asked for, ``after`` after so many batches.
-        ``page_cache``: whether the system keeps what is read from a local disk; None: where this reader comes back to
-        it and half of the machine's memory can hold it.
+        Each epoch gives every selected row once. If all rows fit in the shuffle buffer, the order is a full
+        permutation; otherwise it is a two-level shuffle, see :mod:`spile.reading.shuffle`.
+
+        Args:
+            tap: A tap, or a sequence of taps.
+            batch_rows: Rows of a batch.
+            seed: Chooses the order.
+            epochs: Passes over the rows. None: no end, and all batches are full.
+            memory: Size of the shuffle buffer in bytes.
+            buffer_rows: Size of the shuffle buffer in rows, instead of ``memory``. Two datasets of the same samples
+                then have the same order, even if the width or the dtype of their rows differs.
+            scratch: A folder on a local disk for rows that do not fit in memory: a full permutation of any number.
+            piece: Size of a shuffle block in bytes. None: derived from the buffer and the length of the samples.
+            part: (k, n) makes this reader number k of n readers, whose rows are disjoint and together complete.
+            drop_last: Leave out rows that do not fill a batch; each of n readers gives the same number of batches.
+            dtype: Convert batches to this dtype.
+            context: Give each batch as a :class:`~spile.reading.rows.RowBatch` with tokens, roles and positions.
+            streams: Read only these streams.
+            state: Continue where this result of ``state()`` was taken.
+            after: Continue after this many batches.
+            page_cache: False: drop what was read from the page cache of a local disk.
+            wanted: Fields of :class:`~spile.reading.rows.Selection`: ``include``, ``exclude``, ``positions``,
+                ``tokens``, ``without_tokens``, ``min_norm``, ``max_norm`` and ``samples``.
         """
         names = (str(tap),) if isinstance(tap, str | Tap) else tuple(map(str, tap))
-        spec = ShuffleSpec(batch_rows, seed, memory, *part, drop_last, scratch, piece)
-        selection = selection_of(**wanted)
-        if drop_last and spec.parts > 1 and selection.by_norm:
+        shards = self._shards(self.having(names, streams))
+        cached = page_cache is not False
+        source = StoredBlocks(names, shards, selection_of(**wanted), context=context, keep_cached=cached)
+        sizes = {"memory": memory, "buffer_rows": buffer_rows, "piece": piece}
+        spec = {"batch_rows": batch_rows, "seed": seed, "drop_last": drop_last, "permute_all": scratch is not None}
+        order = self._order(source, part, sizes, spec)
+        start = order.position(state, epochs) if state is not None else order.after(after, endless=epochs is None)
+        single = isinstance(tap, str | Tap)
+        return Shuffled(order, epochs=epochs, dtype=dtype, single=single, start=start, scratch=scratch)
+
+    def _shards(self, streams: Sequence[Stream]) -> list[tuple[Stream, ShardRecord]]:
+        read_ledgers(streams)
+        return [(stream, record) for stream in streams for record in stream.shards]
+
+    def _order(
+        self, source: StoredBlocks, part: tuple[int, int], sizes: dict[str, int | None], spec: dict[str, Any]
+    ) -> ShuffleOrder:
+        """Convert sizes in bytes to rows and return the order of a shuffled reader."""
+        for name, value in sizes.items():
+            if value is not None and value < 1:
+                raise UserError(name, expected="at least 1", found=value)
+        if spec["drop_last"] and part[1] > 1 and source.selection.by_norm:
             raise UserError(
                 "drop_last with a bound on norms",
                 expected="one reader, since only reading tells how many rows each of several has",
-                found=f"{spec.parts} readers",
+                found=f"{part[1]} readers",
                 fix="use epochs=None, whose batches are all full, and count steps",
             )
-        having = self.having(names, streams)
-        read_ledgers(having)
-        shards = [(stream, record) for stream in having for record in stream.shards]
-        source = TapSource(names, ShardCache(shards))
-        if shards and source.local:
-            size = source.width * sum(record.tokens for _, record in shards)
-            samples = sum(record.count for _, record in shards)
-            spec = replace(spec, piece=small_piece(size, size // max(1, samples), spec))
-        named = tuple((f"{stream.number}/{record.name}", record.tokens) for stream, record in shards)
-        order = ShuffleOrder(source, spec, selection, named)
-        single = isinstance(tap, str | Tap)
-        start = order.place(state) if state is not None else order.after(after, endless=epochs is None)
-        return Shuffled(
-            order, epochs=epochs, dtype=dtype, context=context, single=single, start=start, page_cache=page_cache
+        width, piece = max(1, source.row_bytes), sizes["piece"]
+        plan = ShufflePlan(
+            ShuffleSpec(
+                buffer_rows=sizes["buffer_rows"] or max(1, (sizes["memory"] or MEMORY) // width),
+                block_rows=None if piece is None else max(1, piece // width),
+                part=part[0],
+                parts=part[1],
+                **spec,
+            ),
+            source.samples,
+            source.rows,
+            source.remote,
         )
+        identity = {
+            "dataset": self._identity(source.streams),
+            "taps": list(source.taps),
+            "selection": source.selection.describe(),
+        }
+        return ShuffleOrder(plan, source, identity, source.selection.by_norm)
+
+    def _identity(self, streams: Iterable[Stream]) -> str:
+        """Return a hash of the run and of the samples of some streams, however they are divided into shards."""
+        samples = [
+            (stream.number, stream.tokens, Ranges(pair for shard in stream.shards for pair in shard.samples.pairs()))
+            for stream in streams
+        ]
+        text = "\n".join(f"{number} {tokens} {ranges.pairs()}" for number, tokens, ranges in samples)
+        return hashlib.sha256(f"{self.run.fingerprint()}\n{text}".encode()).hexdigest()[:16]
 
     def torch(self, tap: str | Tap | Sequence[str | Tap], **how: Any) -> TorchRows:
         """:meth:`shuffled` as a torch ``IterableDataset``, for ``DataLoader(…, batch_size=None)`` and DDP.

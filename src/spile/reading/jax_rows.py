@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from spile.reading.rows import RowBatch
-from spile.reading.shuffled import Shuffled
+from spile.reading.shuffle import Shuffled
 
 __all__ = ["DeviceBatches", "process_part"]
 

@@ -1,73 +1,275 @@
-"""A tap's rows, batch by batch: chunk-aligned pieces read ahead, checked, cut into rows, filtered, gathered."""
+"""Rows of a tap: what is known of them, which of them are selected, and reading them in order."""
 
 from __future__ import annotations
 
-from collections import deque
+import functools
+import hashlib
+import pickle
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from spile.reading.opening import ShardOpener
-from spile.reading.read_pool import ReadPool
-from spile.reading.selection import Selection, kept_fields, positions_of
+from spile.errors import UserError
+from spile.objects.ahead import read_ahead
 from spile.store.shard_reader import ShardReader
 
-__all__ = ["RowBatch", "context_of", "iterate"]
+__all__ = ["RowBatch", "SampleRef", "Selection", "context_of", "iterate", "ref_of", "selection_of"]
 
 _PIECE = 8 << 20
-"""Bytes of one read, in whole chunks: at least one."""
-_AHEAD = 6
-"""Reads under way while one piece is consumed: bounds what is held to (1 + _AHEAD) × 8 MiB, and a batch."""
+"""Bytes of one read, approximately."""
+_DEPTH = 8
+"""Reads that run, or wait with their rows, while one piece is consumed."""
 
 _Array = npt.NDArray[Any]
+_Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class SampleRef:
+    """What a listing knows of a sample."""
+
+    stream: int
+    index: int
+    task_id: str
+    length: int
+    """Rows at every tap: the number of tokens, unless the run stored only some of them."""
+    preview: str
+    augmentation: dict[str, Any] | None = None
+    truncated: int = 0
+    kept: Mapping[str, Any] = field(default_factory=dict)
+    """The fields of the sample's input row that ``--keep`` named."""
+
+
+def ref_of(stream: int, shard: ShardReader, place: int) -> SampleRef:
+    """Return the reference of the sample at this place of a shard."""
+    note = shard.notes[place]
+    offsets = shard.whole("offsets")
+    return SampleRef(
+        stream=stream,
+        index=int(shard.whole("sample_index")[place]),
+        task_id=note["task_id"],
+        length=int(offsets[place + 1] - offsets[place]),
+        preview=note["preview"],
+        augmentation=note.get("augmentation"),
+        truncated=note.get("truncated", 0),
+        kept=note.get("kept", {}),
+    )
 
 
 @dataclass(frozen=True, eq=False)
 class RowBatch:
-    """Rows of one tap. The other fields are None where they were not asked for."""
+    """Rows of one tap. The other fields are None unless they were requested."""
 
     rows: _Array
     tokens: _Array | None = None
     roles: _Array | None = None
     streams: _Array | None = None
     samples: _Array | None = None
-    """Each row's sample, by its index in its stream."""
+    """Index of each row's sample in its stream."""
     positions: _Array | None = None
-    """Each row's place in its sample, from 0."""
+    """Position of each row in its sample, from 0."""
     kept: Mapping[str, _Array] | None = None
-    """What ``--keep`` named of each row's sample: an array of numbers where all are, else of objects."""
+    """The fields that ``--keep`` named, of each row's sample: numbers if all values are numbers, otherwise objects."""
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def take(self, which: Any) -> RowBatch:
-        """These rows, with all that is known of them."""
+        """Return these rows with everything that is known of them."""
         parts = ((field.name, getattr(self, field.name)) for field in fields(self))
-        return RowBatch(**{name: _mapped(lambda part: part[which], part) for name, part in parts if part is not None})
+        return RowBatch(**{name: _each(lambda part: part[which], part) for name, part in parts if part is not None})
 
     @staticmethod
     def join(parts: list[RowBatch]) -> RowBatch:
-        """One batch after the other; one alone is not copied."""
+        """Concatenate batches; a single one is not copied."""
         if len(parts) == 1:
             return parts[0]
         names = [field.name for field in fields(RowBatch) if getattr(parts[0], field.name) is not None]
-        return RowBatch(**{name: _concatenated([getattr(part, name) for part in parts]) for name in names})
+        return RowBatch(**{name: _concatenate([getattr(part, name) for part in parts]) for name in names})
 
 
-def _mapped(change: Callable[[_Array], _Array], part: Any) -> Any:
-    """Of an array, or of each array by its name."""
+def _each(change: Callable[[_Array], _Array], part: Any) -> Any:
     return {name: change(array) for name, array in part.items()} if isinstance(part, Mapping) else change(part)
 
 
-def _concatenated(parts: list[Any]) -> Any:
+def _concatenate(parts: list[Any]) -> Any:
     if isinstance(parts[0], Mapping):
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     return np.concatenate(parts)
+
+
+def context_of(stream: int, shard: ShardReader, first: int, last: int) -> RowBatch:
+    """Return what is known of rows ``first`` to ``last`` of a shard, without the rows themselves."""
+    numbers = np.arange(first, last)
+    sample = np.searchsorted(shard.whole("offsets"), numbers, side="right") - 1
+    begin, end = (int(sample[0]), int(sample[-1]) + 1) if len(sample) else (0, 0)
+    return RowBatch(
+        rows=np.empty((len(numbers), 0), np.float32),
+        tokens=shard.whole("tokens")[first:last],
+        roles=shard.whole("roles")[first:last],
+        streams=np.full(len(numbers), stream),
+        samples=shard.whole("sample_index")[sample],
+        positions=shard.positions(first, last),
+        kept={name: values[sample - begin] for name, values in _kept_fields(shard, begin, end).items()} or None,
+    )
+
+
+def _kept_fields(shard: ShardReader, first: int, last: int) -> dict[str, _Array]:
+    """Return each field that ``--keep`` named, of the samples from ``first`` to before ``last`` of a shard."""
+    kept = [note.get("kept", {}) for note in shard.notes[first:last]]
+    return {name: _column([each[name] for each in kept]) for name in kept[0]} if kept else {}
+
+
+def _column(values: list[Any]) -> _Array:
+    """Return numbers as an array of numbers, anything else as objects, so that no text is cut to a common length."""
+    if {type(value) for value in values} in ({bool}, {int}, {float}, {int, float}):
+        return np.array(values)
+    column = np.empty(len(values), object)
+    for place, value in enumerate(values):
+        column[place] = value
+    return column
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Rows that meet every given condition; a field that is None is no condition."""
+
+    include: int | None = None
+    """Rows with any of these :class:`~spile.spec.sample.Role` bits."""
+    exclude: int | None = None
+    """Rows with none of these bits."""
+    positions: tuple[int, int | None] | None = None
+    """Positions in the sample, from the first to before the second."""
+    tokens: frozenset[int] | None = None
+    """Rows of these token ids."""
+    without_tokens: frozenset[int] | None = None
+    """Rows of any other token id."""
+    min_norm: float | None = None
+    max_norm: float | None = None
+    """Norms of the first tap's rows. Attention sinks have very large norms: ``dataset.stats(tap).sink_norm``."""
+    samples: Callable[[SampleRef], bool] | None = None
+    """Rows of the samples for which this function returns True."""
+
+    @property
+    def by_norm(self) -> bool:
+        """Whether rows must be read to decide which are selected."""
+        return self.min_norm is not None or self.max_norm is not None
+
+    @property
+    def by_tail(self) -> bool:
+        """Whether there is a condition other than norms; the end of a shard's file decides it without its rows."""
+        return any(value is not None for name, value in vars(self).items() if not name.endswith("_norm"))
+
+    def mask(self, stream: int, shard: ShardReader, start: int, stop: int) -> _Mask:
+        """Return which of the rows ``start`` to ``stop`` of a shard meet all conditions but those on norms."""
+        wanted = np.ones(stop - start, np.bool_)
+        if self.include is not None or self.exclude is not None:
+            roles = shard.whole("roles")[start:stop]
+            if self.include is not None:
+                wanted &= (roles & self.include) != 0
+            if self.exclude is not None:
+                wanted &= (roles & self.exclude) == 0
+        if self.tokens is not None:
+            wanted &= np.isin(shard.whole("tokens")[start:stop], list(self.tokens))
+        if self.without_tokens is not None:
+            wanted &= ~np.isin(shard.whole("tokens")[start:stop], list(self.without_tokens))
+        if self.positions is not None:
+            first, last = self.positions
+            position = shard.positions(start, stop)
+            wanted &= (position >= first) & (position < (last if last is not None else np.iinfo(np.int64).max))
+        if self.samples is not None:
+            wanted &= self._of_samples(stream, shard, start, stop)
+        return wanted
+
+    def _of_samples(self, stream: int, shard: ShardReader, start: int, stop: int) -> _Mask:
+        assert self.samples is not None  # noqa: S101  for the type checker
+        if start == stop:
+            return np.zeros(0, np.bool_)
+        place = np.searchsorted(shard.whole("offsets"), np.arange(start, stop), side="right") - 1
+        first, last = int(place[0]), int(place[-1])
+        chosen = [bool(self.samples(ref_of(stream, shard, number))) for number in range(first, last + 1)]
+        return np.array(chosen, np.bool_)[place - first]
+
+    def of_norm(self, norms: npt.NDArray[np.float32]) -> _Mask:
+        """Return which norms are within the bounds."""
+        return np.asarray(
+            (norms >= (-np.inf if self.min_norm is None else self.min_norm))
+            & (norms <= (np.inf if self.max_norm is None else self.max_norm))
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """Return the conditions as plain JSON, for a reader's state; a function by its name and content."""
+        plain = {name: value for name, value in asdict(self).items() if value is not None and name != "samples"}
+        found = {name: sorted(value) if isinstance(value, frozenset) else value for name, value in plain.items()}
+        if self.samples is not None:
+            name = getattr(self.samples, "__qualname__", type(self.samples).__qualname__)
+            found["samples"] = f"{name} {hashlib.sha256(_content(self.samples).encode()).hexdigest()[:16]}"
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
+
+
+def _content(value: Any, depth: int = 8) -> str:
+    """Return text that differs for functions, or values that functions use, with different content.
+
+    The name of a function does not identify it: all lambdas in one function share a name. ``depth`` bounds how far
+    values that contain each other are followed.
+    """
+    if not depth:
+        return type(value).__qualname__
+    inner = functools.partial(_content, depth=depth - 1)
+    if isinstance(value, types.CodeType):
+        return repr((value.co_code.hex(), value.co_names, [inner(each) for each in value.co_consts]))
+    if isinstance(value, types.FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        uses = (value.__code__, value.__defaults__, value.__kwdefaults__, *cells)
+        return f"{value.__module__}.{value.__qualname__}{[inner(each) for each in uses]}"
+    if isinstance(value, types.MethodType):
+        return f"{inner(value.__func__)}{inner(value.__self__)}"
+    if isinstance(value, functools.partial):
+        return f"partial{[inner(each) for each in (value.func, value.args, value.keywords)]}"
+    if isinstance(value, dict):
+        return f"dict{[(inner(name), inner(each)) for name, each in value.items()]}"
+    if isinstance(value, set | frozenset):
+        return f"set{sorted(map(inner, value))}"
+    if isinstance(value, list | tuple):
+        return f"{type(value).__name__}{[inner(each) for each in value]}"
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes | range):
+        return f"{type(value).__name__} {value!r}"
+    try:
+        return f"{type(value).__qualname__} {hashlib.sha256(pickle.dumps(value, 4)).hexdigest()}"
+    except Exception:  # noqa: BLE001  any object may be captured, and any may refuse
+        return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def selection_of(
+    include: int | None = None,
+    exclude: int | None = None,
+    positions: tuple[int, int | None] | range | None = None,
+    tokens: Iterable[int] | None = None,
+    without_tokens: Iterable[int] | None = None,
+    min_norm: float | None = None,
+    max_norm: float | None = None,
+    samples: Callable[[SampleRef], bool] | None = None,
+) -> Selection:
+    """Return a selection from the forms in which callers give it."""
+    if isinstance(positions, range):
+        if positions.step != 1:
+            raise UserError("positions", expected="a range without a step", found=positions)
+        positions = (positions.start, positions.stop)
+    return Selection(
+        include=None if include is None else int(include),
+        exclude=None if exclude is None else int(exclude),
+        positions=positions,
+        tokens=None if tokens is None else frozenset(map(int, tokens)),
+        without_tokens=None if without_tokens is None else frozenset(map(int, without_tokens)),
+        min_norm=min_norm,
+        max_norm=max_norm,
+        samples=samples,
+    )
 
 
 def iterate(
@@ -79,15 +281,18 @@ def iterate(
     exclude: int | None,
     context: bool,
 ) -> Iterator[RowBatch]:
-    """Batches of ``batch_rows`` rows, over the shards' borders; the last is shorter."""
+    """Yield batches of ``batch_rows`` rows over all shards; the last batch may be shorter."""
     waiting: list[RowBatch] = []
     held = 0
-    for part in _parts(shards, tap, include, exclude, context):
+    calls = _reads(shards, tap, Selection(include, exclude), context)
+    for part in read_ahead(calls, _DEPTH):
+        if not len(part):
+            continue
         waiting.append(part)
         held += len(part)
         while held >= batch_rows:
             joined = RowBatch.join(waiting)
-            # Many batches may lie in one part: slice it, copy nothing.
+            # Many batches may be in one part: slice it, copy nothing.
             yield joined.take(slice(0, batch_rows))
             rest = joined.take(slice(batch_rows, None))
             waiting, held = ([rest], len(rest)) if len(rest) else ([], 0)
@@ -95,78 +300,29 @@ def iterate(
         yield RowBatch.join(waiting)
 
 
-def _parts(
-    shards: Iterable[tuple[int, ShardReader]], tap: str, include: int | None, exclude: int | None, context: bool
-) -> Iterator[RowBatch]:
-    selection = Selection(include, exclude)
-    filtered = selection.by_tail
-    for stream, shard, first, rows in _row_pieces(shards, tap):
-        last = first + len(rows)
-        keep: Any = slice(None)
-        if filtered:
-            keep = selection.mask(stream, shard, first, last)
-            if not keep.any():
-                continue
-        part = replace(context_of(stream, shard, first, last), rows=rows) if context else RowBatch(rows)
-        yield part.take(keep) if filtered else part
+def _reads(
+    shards: Iterable[tuple[int, ShardReader]], tap: str, selection: Selection, context: bool
+) -> Iterator[Callable[[], RowBatch]]:
+    """Yield one call for each piece of each shard. Shards are opened by the calls, so several at the same time."""
+    step = 0
+    for stream, shard in shards:
+        if not step:
+            # The rows of a chunk are checked together, so pieces of whole chunks are read once.
+            dtype, columns = shard.row_type(tap)
+            chunk = shard.chunk_rows(tap) or 1
+            step = max(1, _PIECE // (chunk * max(1, dtype.itemsize * columns))) * chunk
+        for first in range(0, shard.record.tokens, step):
+            last = min(first + step, shard.record.tokens)
+            yield partial(_read, stream, shard, tap, first, last, selection, context)
 
 
-def context_of(stream: int, shard: ShardReader, first: int, last: int) -> RowBatch:
-    """What is known of rows ``first`` to ``last`` of a shard; no rows are read."""
-    place = np.arange(first, last)
-    offsets = shard.whole("offsets")
-    sample = np.searchsorted(offsets, place, side="right") - 1
-    begin, end = (int(sample[0]), int(sample[-1]) + 1) if len(sample) else (0, 0)
-    return RowBatch(
-        rows=np.empty((len(place), 0), np.float32),
-        tokens=shard.whole("tokens")[first:last],
-        roles=shard.whole("roles")[first:last],
-        streams=np.full(len(place), stream),
-        samples=shard.whole("sample_index")[sample],
-        positions=positions_of(shard, first, last),
-        kept={name: values[sample - begin] for name, values in kept_fields(shard, begin, end).items()} or None,
-    )
-
-
-def _row_pieces(shards: Iterable[tuple[int, ShardReader]], tap: str) -> Iterator[tuple[int, ShardReader, int, _Array]]:
-    """(stream, shard, number of the first row, rows): a row that two pieces share comes by itself."""
-    rest = b""
-    row = 0
-    for stream, shard, begin, data in _read_ahead(shards, tap):
-        place = shard.place(tap)
-        width = place.length // place.shape[0]
-        if begin == 0:
-            rest, row = b"", 0
-        at = 0
-        if rest:
-            at = width - len(rest)
-            shared = np.frombuffer(rest + bytes(data[:at]), place.dtype).reshape(1, -1)
-            yield stream, shard, row, shard.decoded(tap, row, shared)
-            row += 1
-        count = (len(data) - at) // width
-        if count:
-            whole = data[at : at + count * width]
-            yield stream, shard, row, shard.decoded(tap, row, np.frombuffer(whole, place.dtype).reshape(count, -1))
-            row += count
-        rest = bytes(data[at + count * width :])
-
-
-def _read_ahead(
-    shards: Iterable[tuple[int, ShardReader]], tap: str
-) -> Iterator[tuple[int, ShardReader, int, memoryview]]:
-    """(stream, shard, number of the first chunk, bytes) in order, with the next pieces already on their way."""
-    pool, opener = ReadPool(_AHEAD), ShardOpener([tap])
-    waiting: deque[tuple[int, ShardReader, int, Future[memoryview]]] = deque()
-    try:
-        for stream, shard in opener.in_turn(shards):
-            for begin, end in shard.pieces(tap, _PIECE):
-                waiting.append((stream, shard, begin, pool.submit(partial(shard.chunks, tap, begin, end))))
-                if len(waiting) > _AHEAD:
-                    number, source, at, future = waiting.popleft()
-                    yield number, source, at, future.result()
-        while waiting:
-            number, source, at, future = waiting.popleft()
-            yield number, source, at, future.result()
-    finally:
-        opener.close()
-        pool.close()
+def _read(
+    stream: int, shard: ShardReader, tap: str, first: int, last: int, selection: Selection, context: bool
+) -> RowBatch:
+    if selection.by_tail:
+        wanted = selection.mask(stream, shard, first, last)
+        if not wanted.any():
+            return RowBatch(np.empty((0, 0), np.float32))
+    rows = shard.rows(tap, first, last)
+    part = replace(context_of(stream, shard, first, last), rows=rows) if context else RowBatch(rows)
+    return part.take(wanted) if selection.by_tail else part

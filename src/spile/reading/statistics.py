@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from spile.reading.read_pool import ReadPool
+from spile.objects.ahead import read_ahead
 from spile.reading.rows import context_of
 from spile.store.ledger import ShardRecord
 from spile.store.statistics import SUMS, TapAccumulator, TapStatistics
@@ -25,12 +25,8 @@ _THREADS = 4
 def tap_statistics(dataset: Dataset, tap: str, streams: Iterable[int] | None = None) -> TapStatistics:
     """Of all stored rows of a tap."""
     shards = [(stream, record) for stream in dataset.having((tap,), streams) for record in stream.shards]
-    pool = ReadPool(_THREADS)
-    try:
-        parts = [pool.submit(partial(_of_shard, stream, record, tap)) for stream, record in shards]
-        return TapStatistics.merged(part.result() for part in parts)
-    finally:
-        pool.close()
+    calls = (partial(_of_shard, stream, record, tap) for stream, record in shards)
+    return TapStatistics.merged(read_ahead(calls, _THREADS))
 
 
 def _of_shard(stream: Stream, record: ShardRecord, tap: str) -> TapStatistics:

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from spile.reading.rows import RowBatch
-from spile.reading.shuffled import Shuffled
+from spile.reading.shuffle import Shuffled
 
 if TYPE_CHECKING:
     from spile.reading.dataset import Dataset

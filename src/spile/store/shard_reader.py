@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
@@ -20,7 +19,6 @@ from spile.errors import Damaged
 from spile.objects.crc import crc32c, fold_chunks, to_hex
 from spile.objects.disk import MappedFile, read_into
 from spile.objects.folder import Folder
-from spile.objects.staging import Staging
 from spile.spec.safetensors import TensorPlace
 from spile.store.ledger import ShardRecord
 from spile.store.shard_format import (
@@ -37,7 +35,6 @@ from spile.store.statistics import SUMS
 
 __all__ = ["SMALL_SHARD", "JoinedShard", "ShardReader"]
 
-_Numbers = npt.NDArray[np.int64]
 _LARGE = 64 << 20
 _SMALL = 4 << 20
 """A tail (all that is no tap) up to this many bytes comes in one read."""
@@ -128,11 +125,8 @@ class ShardReader:
         rows, offsets = np.arange(start, stop), self.whole("offsets")
         return np.asarray(rows - offsets[np.searchsorted(offsets, rows, side="right") - 1])
 
-    def rows(self, name: str, start: int, stop: int, staging: Staging | None = None) -> npt.NDArray[Any]:
-        """Rows ``start`` to ``stop`` of a tensor: one range read, of whole chunks.
-
-        With ``staging`` those of a local file lie there, until it is used again.
-        """
+    def rows(self, name: str, start: int, stop: int) -> npt.NDArray[Any]:
+        """Rows ``start`` to ``stop`` of a tensor: one range read, of whole chunks."""
         place = self.place(name)
         width = place.length // place.shape[0] if place.shape[0] else 0
         first, last = start * width, stop * width
@@ -143,9 +137,9 @@ class ShardReader:
         chunk = self.chunk_bytes(name)
         begin, end = first // chunk, -(-last // chunk)
         if self._known_good(name, begin, end):
-            part = self._bytes(place.start + first, last - first, staging)
+            part = self._bytes(place.start + first, last - first)
         else:
-            part = self.chunks(name, begin, end, staging)[first - begin * chunk : last - begin * chunk]
+            part = self.chunks(name, begin, end)[first - begin * chunk : last - begin * chunk]
         return self.decoded(name, start, np.frombuffer(part, place.dtype).reshape(stop - start, *place.shape[1:]))
 
     def row_type(self, name: str) -> tuple[np.dtype[Any], int]:
@@ -158,13 +152,6 @@ class ShardReader:
         if not self._encoded(name):
             return rows
         return decode(rows, self.whole(name + SCALE)[start : start + len(rows)])
-
-    def decoded_blocks(self, name: str, starts: _Numbers, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """The same of blocks ``[starts, rows, …]`` of stored rows, of which ``starts`` are the first."""
-        if not self._encoded(name):
-            return rows
-        numbers = starts[:, None] + np.arange(rows.shape[1])
-        return decode(rows.reshape(numbers.size, -1), self.whole(name + SCALE)[numbers.reshape(-1)]).reshape(rows.shape)
 
     def _encoded(self, name: str) -> bool:
         return name + SCALE in self.header.places
@@ -183,15 +170,22 @@ class ShardReader:
         count, step = -(-self.place(name).length // chunk), max(1, size // chunk)
         return [(begin, min(begin + step, count)) for begin in range(0, count, step)]
 
-    def chunks(self, name: str, begin: int, end: int, staging: Staging | None = None) -> memoryview:
+    def drop_cached(self, name: str, start: int, stop: int) -> None:
+        """Ask the system to drop rows ``start`` to ``stop`` of a local file from the page cache."""
+        path, place = self.folder.local_path, self.place(name)
+        mapped = None if path is None else self._mapping(path)
+        if path is not None and mapped is not None and place.shape[0]:
+            width = place.length // place.shape[0]
+            mapped.forget(path / self.record.name, place.start + start * width, (stop - start) * width)
+
+    def chunks(self, name: str, begin: int, end: int) -> memoryview:
         """The bytes of chunks ``begin`` to ``end`` of a tensor, checked. On a local disk: of the file itself, once."""
         place, chunk = self.place(name), self.chunk_bytes(name)
         sums = self.sums(name)
         start, length = place.start + begin * chunk, min(end * chunk, place.length) - begin * chunk
         if self._known_good(name, begin, end):
-            return self._bytes(start, length, staging)
-        read = partial(self._bytes, staging=staging)
-        data = self._checked(f"{name}, chunk {{}}", start, length, sums.crcs[begin:end].tolist(), chunk, begin, read)
+            return self._bytes(start, length)
+        data = self._checked(f"{name}, chunk {{}}", start, length, sums.crcs[begin:end].tolist(), chunk, begin)
         sums.trusted[begin:end] = True
         return data
 
@@ -260,14 +254,11 @@ class ShardReader:
             self._tail = begin, self._read(begin, self.record.size - begin)
         return self._tail[1][place.start - begin : place.stop - begin]
 
-    def _bytes(self, start: int, length: int, staging: Staging | None = None) -> memoryview:
-        """Of a local file: what is read into ``staging``, or the file itself, where it can be."""
+    def _bytes(self, start: int, length: int) -> memoryview:
+        """Return bytes of the object; those of a local file are mapped, not copied, if they can be."""
         path = self.folder.local_path
         if self.record.size <= SMALL_SHARD or path is None or not length:
             return self._read(start, length)
-        if staging is not None:
-            data = staging.read(path / self.record.name, start, length)
-            return data if len(data) == length else self.was_cut()
         mapped = self._mapping(path)
         if mapped is not None and mapped.is_there(start, length):
             return mapped.view[start : start + length]
@@ -343,10 +334,18 @@ class JoinedShard(ShardReader):
         other = self._beside(name)
         return super().whole(name) if other is None else other.whole(name)
 
-    def rows(self, name: str, start: int, stop: int, staging: Staging | None = None) -> _Array:
+    def rows(self, name: str, start: int, stop: int) -> _Array:
         """Rows ``start`` to ``stop`` of a tensor."""
         other = self._beside(name)
-        return super().rows(name, start, stop, staging) if other is None else other.rows(name, start, stop, staging)
+        return super().rows(name, start, stop) if other is None else other.rows(name, start, stop)
+
+    def drop_cached(self, name: str, start: int, stop: int) -> None:
+        """Ask the system to drop rows from the page cache, in the file that has them."""
+        other = self._beside(name)
+        if other is None:
+            super().drop_cached(name, start, stop)
+        else:
+            other.drop_cached(name, start, stop)
 
     def row_type(self, name: str) -> tuple[np.dtype[Any], int]:
         """The dtype that a tap's rows are given in, and how many numbers each has."""
@@ -368,7 +367,7 @@ class JoinedShard(ShardReader):
         other = self._beside(name)
         return super().chunk_rows(name) if other is None else other.chunk_rows(name)
 
-    def chunks(self, name: str, begin: int, end: int, staging: Staging | None = None) -> memoryview:
+    def chunks(self, name: str, begin: int, end: int) -> memoryview:
         """The bytes of chunks ``begin`` to ``end`` of a tensor, checked."""
         other = self._beside(name)
-        return super().chunks(name, begin, end, staging) if other is None else other.chunks(name, begin, end, staging)
+        return super().chunks(name, begin, end) if other is None else other.chunks(name, begin, end)

@@ -194,7 +194,7 @@ def test_blank_lines_a_byte_order_mark_and_no_newline_at_the_end(tmp_path: Path,
 
 
 def alive() -> int:
-    return sum(thread.name == "spile-tokens" for thread in threading.enumerate())
+    return sum(thread.name.startswith("spile-ahead") for thread in threading.enumerate())
 
 
 def test_a_reader_that_stops_early_leaves_no_thread(jsonl: Write, chatml: Tokenizer) -> None:

@@ -1,4 +1,4 @@
-"""A bucket's shards are opened ahead of their rows, once each, and what fails there is told by who reads."""
+"""Shards of a bucket are opened several at a time, once each, and a failure to open one names it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,6 @@ from spile.errors import SpileError
 from spile.objects import Folder
 from spile.reading.dataset import Dataset
 from spile.reading.dataset import open as open_dataset
-from spile.reading.opening import OpeningGroup, ShardOpener
 from spile.store import shard_reader
 from spile.store.shard_reader import ShardReader
 from world import produce
@@ -69,7 +67,10 @@ def test_each_shard_takes_two_requests_beside_its_rows(
     before = stream.folder.stats.requests
     for _ in read(dataset):
         pass
-    assert stream.folder.stats.requests - before == 3 * count
+    # A block of the two-level shuffle is one sample, and neighbours are read together.
+    most = len(dataset.samples) if read is in_two_levels else count
+    requests = stream.folder.stats.requests - before
+    assert 3 * count <= requests <= 2 * count + most
 
 
 @pytest.mark.parametrize("read", [in_order, permuted])
@@ -77,20 +78,15 @@ def test_many_are_open_before_rows_of_the_first_come(
     dataset: Dataset, read: Callable[[Dataset], Iterator[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened, enough = set[str](), threading.Event()
-    sums, chunks = ShardReader.sums, ShardReader.chunks
-
-    def noted(self: ShardReader, name: str) -> Any:
-        found = sums(self, name)
-        opened.add(self.record.name)
-        if len(opened) >= 12:
-            enough.set()
-        return found
+    chunks = ShardReader.chunks
 
     def held_back(self: ShardReader, *words: Any) -> Any:
+        opened.add(self.record.name)
+        if len(opened) >= 8:
+            enough.set()
         assert enough.wait(30), f"{len(opened)} shards were opened while rows of the first were waited for"
         return chunks(self, *words)
 
-    monkeypatch.setattr(ShardReader, "sums", noted)
     monkeypatch.setattr(ShardReader, "chunks", held_back)
     assert len(next(read(dataset))) > 0
 
@@ -105,14 +101,6 @@ def test_a_shard_that_cannot_be_opened_is_named(
     with pytest.raises(SpileError, match=name):
         for _ in read(dataset):
             pass
-
-
-def test_what_follows_is_looked_at_only_so_far(dataset: Dataset) -> None:
-    (stream,) = dataset.streams
-    shards = [(0, stream.open(record)) for record in stream.shards]
-    opener = ShardOpener([TAP])
-    OpeningGroup(opener, shards, [0, 1, 0], repeat(1))  # of few shards there may be millions of pieces
-    opener.close()
 
 
 _ENDLESS = """

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import spile.planning.shuffle
 from spile.errors import Damaged, UserError
 from spile.objects import Folder, open_folder
-from spile.planning.shuffle import ShuffleSpec, small_piece
 from spile.reading.dataset import Dataset
 from spile.reading.dataset import open as open_dataset
-from spile.reading.ring import RowRing
-from spile.reading.selection import SampleRef
+from spile.reading.rows import SampleRef
+from spile.reading.shuffle import Position, ShuffleBuffer
 from spile.spec.sample import Role, Sample
 from spile.store.stream import join_run, join_stream
 from world import TAPS, produce, rows_of, run_identity, sample_of, stream_identity
@@ -208,10 +206,8 @@ def test_it_reads_from_disks_and_buckets_alike(folder: Folder) -> None:
 
 
 @pytest.mark.parametrize(("d", "piece"), [(64, None), (48, None), (48, 5000)])
-def test_pieces_of_large_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, d: int, piece: int | None) -> None:
-    """Pieces that end with chunks, such as cannot, and small ones; read straight into memory, and checked."""
-    monkeypatch.setattr(spile.planning.shuffle, "_LARGEST_PIECE", 2 << 20)
-    monkeypatch.setattr(spile.planning.shuffle, "_PIECE", 1 << 20)
+def test_blocks_of_large_shards(tmp_path: Path, d: int, piece: int | None) -> None:
+    """Blocks that end with chunks, blocks that do not, and small ones; all are checked."""
     root, run = open_folder(str(tmp_path)), run_identity(d_model=d)
     join_run(root, run)
     store = join_stream(root, 0, stream_identity(9), run)
@@ -252,17 +248,18 @@ def test_what_a_caller_gets_wrong() -> None:
 
 def test_a_scratch_disk_is_written_from_front_to_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And gives the rows in the order of a permutation in memory."""
-    dataset, put = made(cut=4), RowRing.put
+    dataset, put = made(cut=4), ShuffleBuffer.put
     seen: list[int] = []
 
-    def watched(ring: RowRing, tap: str, at: Any, rows: Any) -> None:
-        assert (np.diff(at.reshape(-1)) == 1).all()
-        seen.append(len(at))
-        put(ring, tap, at, rows)
+    def watched(buffer: ShuffleBuffer, rows: Any, count: int) -> Any:
+        slots = put(buffer, rows, count)
+        assert (np.diff(slots) == 1).all()
+        seen.append(count)
+        return slots
 
     wanted = rows(dataset.shuffled("attn.1", 64, epochs=2))
     parts = [rows(dataset.shuffled("attn.1", 64, part=(k, 2))) for k in range(2)]
-    monkeypatch.setattr(RowRing, "put", watched)
+    monkeypatch.setattr(ShuffleBuffer, "put", watched)
     assert rows(dataset.shuffled("attn.1", 64, epochs=2, memory=4000, scratch=str(tmp_path))) == wanted
     assert seen
     seconds = [rows(dataset.shuffled("attn.1", 64, part=(k, 2), memory=4000, scratch=str(tmp_path))) for k in range(2)]
@@ -273,8 +270,9 @@ def test_its_quality_is_said() -> None:
     dataset = made(cut=4)
     assert dataset.shuffled("attn.1").quality == "a full permutation"
     assert "one of 3" in dataset.shuffled("attn.1", part=(0, 3)).quality
-    assert "two levels: 13 pieces" in dataset.shuffled("attn.1", memory=4000).quality
-    assert "drawn from 21 of them" in dataset.shuffled("attn.1", memory=4000, piece=300).quality
+    samples = len(dataset.samples)
+    assert f"two levels: {samples} blocks of one sample" in dataset.shuffled("attn.1", memory=4000).quality
+    assert f"{2 * samples} blocks of 1/2 of a sample" in dataset.shuffled("attn.1", memory=4000, piece=200).quality
 
 
 def test_small_pieces_take_documents_apart() -> None:
@@ -288,42 +286,143 @@ def test_small_pieces_take_documents_apart() -> None:
         assert least < seen <= most, (piece, seen)
 
 
-def test_samples_are_taken_apart_where_memory_holds_few_of_them() -> None:
-    gib = 1 << 30
-    for total, sample, memory, wanted in (
-        (4 * gib, 1 << 20, gib, 256 << 10),
-        (4 * gib, 256 << 10, gib, None),  # 4,096 whole samples fit
-        (4 * gib, 1 << 20, 8 * gib, None),  # everything fits
-        (9 * gib, 8 << 20, 4 * gib, None),  # pieces of whole MiBs are as small
-        (4 * gib, 1 << 20, 1 << 20, 16 << 10),
+def test_the_order_does_not_depend_on_width_dtype_or_shards(tmp_path: Path) -> None:
+    """Two datasets of the same samples, as two models would make them, stay aligned in every batch."""
+    samples = [sample_of(index) for index in range(60)]
+    for name, d, dtype, per in (("one", 8, "bfloat16", 7), ("two", 24, "float32", 60)):
+        run = run_identity(d_model=d, store_dtype=dtype)
+        root = open_folder(str(tmp_path / name))
+        join_run(root, run)
+        store = join_stream(root, 0, stream_identity(60), run)
+        # The samples of a shard are stored in different orders, too.
+        order = samples if name == "one" else sorted(samples, key=lambda sample: (-len(sample), sample.index))
+        for first in range(0, 60, per):
+            mine = order[first : first + per]
+            builder = store.begin(mine)
+            for tap in range(len(TAPS)):
+                builder.write(tap, 0, np.concatenate([rows_of(sample, tap, d=d, dtype=dtype) for sample in mine]))
+            store.commit([builder.finish()], [])
+    one, two = (open_dataset(str(tmp_path / name)) for name in ("one", "two"))
+    hows: list[dict[str, Any]] = [{}, {"buffer_rows": 200}, {"buffer_rows": 500, "part": (1, 3)}]
+    hows += [{"buffer_rows": 300, "epochs": 3, "exclude": Role.FIRST}, {"buffer_rows": 100, "seed": 5}]
+    for how in hows:
+        pairs = zip(
+            one.shuffled("attn.1", 50, context=True, **how),
+            two.shuffled(["residual.0", "attn.1"], 50, context=True, **how),
+            strict=True,
+        )
+        for left, right in pairs:
+            assert left.samples.tolist() == right.samples.tolist()
+            assert left.positions.tolist() == right.positions.tolist()
+            assert left.tokens.tolist() == right.tokens.tolist()
+    assert one.shuffled("attn.1").state()["dataset"] != two.shuffled("attn.1").state()["dataset"]
+
+
+EDITS: list[tuple[str, Any]] = [
+    ("window", 10**6),
+    ("window", 1),
+    ("window", -1),
+    ("window", 2**80),
+    ("taken", 10**9),
+    ("taken", 7),
+    ("epoch", 1),
+    ("epoch", 10**30),
+    ("epoch", "0"),
+    ("epoch", None),
+    ("batches", 2.5),
+    ("batches", True),
+    ("check", "00000000"),
+    ("check", None),
+    ("seed", [0]),
+    ("dataset", "0" * 16),
+    ("block", [1, 2]),
+    ("part", [1, 2]),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), EDITS)
+def test_an_edited_state_ends_in_one_line(field: str, value: Any) -> None:
+    dataset = made(cut=4)
+    how: dict[str, Any] = {"memory": 4000, "epochs": 3}
+    reader = dataset.shuffled("attn.1", 64, **how)
+    next(reader), next(reader)
+    state = reader.state()
+    reader.close()
+    assert state[field] != value
+    with pytest.raises(UserError, match="state"):
+        dataset.shuffled("attn.1", 64, **how, state={**state, field: value})
+    with pytest.raises(UserError, match="state"):
+        dataset.shuffled("attn.1", 64, **how, state={name: each for name, each in state.items() if name != field})
+
+
+@pytest.mark.parametrize("state", [{}, [], "state", 7, {"epoch": float("nan")}, {"check": {}}])
+def test_what_is_no_state_ends_in_one_line(state: Any) -> None:
+    with pytest.raises(UserError, match=r"state: expected what state\(\) returned"):
+        made().shuffled("attn.1", 64, state=state)
+
+
+def test_a_state_with_a_correct_checksum_is_still_bounded() -> None:
+    dataset = made(cut=4)
+    reader = dataset.shuffled("attn.1", 64, memory=4000)
+    order = reader._order
+    for position, text in (
+        (Position(0, 1, 10**6, 0), "expected a window below"),
+        (Position(2, 0, 0, 0), "expected at most 1 epochs, found 2 complete ones"),
+        (Position(0, 1, 1, 10**6), "rows of its window"),
     ):
-        assert small_piece(total, sample, ShuffleSpec(memory=memory)) == wanted
-    assert small_piece(4 * gib, 1 << 20, ShuffleSpec(memory=gib, piece=77)) == 77
-    assert small_piece(4 * gib, 1 << 20, ShuffleSpec(memory=gib, parts=4)) is None
-    assert small_piece(4 * gib, 1 << 20, ShuffleSpec(memory=gib, scratch="here")) is None
+        with pytest.raises(UserError, match=text):
+            list(dataset.shuffled("attn.1", 64, memory=4000, state=order.state(position)))
 
 
-def test_a_state_of_other_pieces_is_refused() -> None:
+def test_a_state_of_another_dataset_is_refused() -> None:
+    state = made(45, cut=4).shuffled("attn.1", 64).state()
+    with pytest.raises(UserError, match="a state of another reader: expected dataset = "):
+        made(40, cut=4).shuffled("attn.1", 64, state=state)
+
+
+def test_predicates_with_one_name_are_not_equal() -> None:
     dataset = made(cut=4)
-    state = dataset.shuffled("attn.1", 64, memory=4000).state()
-    assert state["piece"] == 16 << 10
-    del state["piece"]  # as it was when pieces were of MiBs
-    with pytest.raises(UserError, match="another reader: expected piece = None, found piece = 16384"):
-        dataset.shuffled("attn.1", 64, memory=4000, state=state)
+
+    def later(than: int) -> Any:
+        return lambda ref: ref.index > than
+
+    def one_of(*chosen: int) -> Any:
+        return partial(lambda allowed, ref: ref.index in allowed, set(chosen))
+
+    for first, same, other in (
+        (lambda ref: ref.index > 3, lambda ref: ref.index > 3, lambda ref: ref.index > 4),
+        (lambda ref: ref.index > 3, lambda ref: ref.index > 3, lambda ref: ref.index < 3),
+        (later(3), later(3), later(4)),
+        (one_of(1, 2), one_of(2, 1), one_of(1, 3)),
+    ):
+        state = dataset.shuffled("attn.1", 64, samples=first).state()
+        dataset.shuffled("attn.1", 64, samples=same, state=state).close()
+        with pytest.raises(UserError, match="a state of another reader: expected selection"):
+            dataset.shuffled("attn.1", 64, samples=other, state=state)
 
 
-def test_a_state_of_the_older_order_is_refused_unless_all_rows_are_permuted() -> None:
-    dataset = made(cut=4)
-    for memory, refused in ((4000, True), (1 << 30, False)):
-        reader = dataset.shuffled("attn.1", 64, memory=memory)
-        next(reader)
-        state = {name: value for name, value in reader.state().items() if name != "order"}
-        rest = rows(reader)
-        if refused:
-            with pytest.raises(UserError, match="a state of another reader: expected order = 1, found order = 3"):
-                dataset.shuffled("attn.1", 64, memory=memory, state=state)
-        else:
-            assert rows(dataset.shuffled("attn.1", 64, memory=memory, state=state)) == rest
+def test_two_levels_are_as_random_as_a_permutation_within_the_buffer() -> None:
+    """Each batch has rows of many samples, and the place of a row in the epoch hardly depends on its neighbour's."""
+    dataset = made(400)
+    total = sum(stream.tokens for stream in dataset.streams)
+    places: list[dict[tuple[int, int, int], int]] = []
+    for how in ({"buffer_rows": total // 4}, {}):
+        found: dict[tuple[int, int, int], int] = {}
+        different = []
+        for batch in dataset.shuffled("attn.1", 64, context=True, **how):
+            different.append(len(set(zip(batch.streams.tolist(), batch.samples.tolist(), strict=True))) / len(batch))
+            for key in zip(batch.streams.tolist(), batch.samples.tolist(), batch.positions.tolist(), strict=True):
+                found[key] = len(found)
+        assert len(found) == total
+        assert np.median(different) > 0.7  # the first windows have rows of few groups
+        places.append(found)
+    windowed, permuted = places
+    for found, most in ((permuted, 0.05), (windowed, 0.9)):
+        pairs = [(at, found[s, n, p + 1]) for (s, n, p), at in found.items() if (s, n, p + 1) in found]
+        assert abs(np.corrcoef(np.array(pairs).T)[0, 1]) < most
+    # Neighbours of one sample come apart by a large part of the epoch, as far as the buffer allows.
+    apart = [abs(at - windowed[s, n, p + 1]) for (s, n, p), at in windowed.items() if (s, n, p + 1) in windowed]
+    assert np.median(apart) > total / 20
 
 
 @pytest.mark.parametrize("how", ["shuffled('attn.1', 16, epochs=None)", "rows('attn.1', 16)"])

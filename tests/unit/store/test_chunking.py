@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from counting import Counting
 from spile.errors import Damaged
 from spile.objects import Folder, open_folder
-from spile.objects.staging import StagedFiles, Staging
 from spile.reading.dataset import open as open_dataset
 from spile.reading.export.blocks import Export
 from spile.reading.export.tables import write_npy
@@ -25,7 +24,6 @@ from spile.reading.rows import RowBatch, iterate
 from spile.spec.safetensors import encode_header
 from spile.spec.sample import Sample
 from spile.spec.taps import TapRows
-from spile.store.blocks import read_blocks
 from spile.store.ledger import ShardRecord
 from spile.store.shard import ShardBuilder
 from spile.store.shard_format import CHUNKS, Chunking, ShardSchema, as_stored, parse_shard_header, plan_shard
@@ -36,10 +34,6 @@ from world import TAPS, items, produce, rows_of
 OLDER = Path(__file__).parent / "data" / "cut_in_bytes.zip"
 """Two shards of three of a run that was killed, written by an earlier version: one checksum for each MiB."""
 NAME = "shard_0001-abcd.safetensors"
-
-
-def staging() -> Staging:
-    return Staging(StagedFiles(past_cache=False))
 
 
 @contextmanager
@@ -147,29 +141,6 @@ def test_an_empty_shard_has_no_chunks_of_rows(tmp_path: Path) -> None:
     assert shard.rows("residual.0", 0, 0).shape == (0, 8)
     assert shard.pieces("residual.0", 1 << 20) == []
     assert shard.folded("residual.0") == record.tensors["residual.0"] == 0
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-@pytest.mark.parametrize("rows", [1, 2, 4])
-def test_blocks_are_read_together_and_checked(tmp_path: Path, dtype: str, rows: int) -> None:
-    """Chunks of four rows, and equal parts of them; a flipped byte anywhere in a chunk is noticed."""
-    folder, tap = open_folder(str(tmp_path)), TapRows("residual.0", (8,), dtype)
-    with cut(Chunking(64, {"residual.0": 4})), patch("spile.store.blocks.SMALL_SHARD", 0):
-        record, _ = write(folder, tap, 21)
-        shard = ShardReader(folder, record)
-        for starts in ([0], [4, 8, 12], [0, 16], [0, rows, 8 + rows, 16], [8, 12]):
-            together = read_blocks(shard, "residual.0", np.array(starts), rows, staging())
-            assert together is not None
-            one_by_one = [ShardReader(folder, record).rows("residual.0", start, start + rows) for start in starts]
-            np.testing.assert_array_equal(together, np.stack(one_by_one))
-        refused = [([20], rows), ([0], 8), ([0], 3), ([3], 2), ([4, 0], rows), ([4, 4], rows)]
-        assert [read_blocks(shard, "residual.0", np.array(at), count, staging()) for at, count in refused] == [None] * 6
-        flip(tmp_path / NAME, record.header[0] + 13 * tap.number_bytes + 1)
-        with pytest.raises(Damaged, match=r"residual\.0, chunk 3:"):
-            read_blocks(ShardReader(folder, record), "residual.0", np.array([8, 12]), rows, staging())
-        (tmp_path / NAME).write_bytes((tmp_path / NAME).read_bytes()[: record.header[0] + 9 * tap.number_bytes])
-        with pytest.raises(Damaged, match="another size"):
-            read_blocks(ShardReader(folder, record), "residual.0", np.array([8, 12]), rows, staging())
 
 
 def test_added_taps_may_be_cut_otherwise(tmp_path: Path) -> None:

@@ -1,1 +1,0 @@
-"""Pure arithmetic: what is left to do, batches, shards, bytes, hours, dollars."""
