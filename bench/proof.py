@@ -1,0 +1,211 @@
+"""What ``spile verify --recompute`` finds: ``python -m bench.proof [--model FOLDER] [--samples N]``.
+
+Runs a model over texts once for each stored dtype, recomputes every sample, and prints three tables: false alarms on
+the correct rows, the smallest error that is found at each tap, and how many errors of each kind are found. With
+``--sinks`` the same for models in which one frequent token has an embedding that is 10 to 10,000 times as long.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import spile
+from spile.objects import open_folder
+from spile.spec.run import DataSpec, ExtractSpec
+from spile.spec.sample import Sample
+from spile.store.recomputation import Recompute, compare
+from spile.store.report import Problem, Recomputed
+from spile.store.streams import open_streams
+from spile.worker.recompute import recomputer
+
+DTYPES = ("bfloat16", "float16", "int8", "float8_e4m3")
+ROW_ERRORS = ("zeroed row", "negated row", "noise", "neighbour's row", "other sample's row")
+SAMPLE_ERRORS = ("scaled by 0.97", "layer below", "other weights")
+Rows = Callable[[Sample], Sequence[np.ndarray]]
+
+
+def write_texts(file: Path, count: int, characters: int) -> None:
+    """Write paragraphs of this repository's documentation as a JSONL file."""
+    texts: list[str] = []
+    for page in sorted(Path(__file__).parents[1].glob("docs/**/*.md")):
+        texts += [part for part in re.split(r"\n(?=## )|\n\n(?=\S)", page.read_text()) if len(part) > 80]
+    texts = [texts[n] for n in np.random.default_rng(0).permutation(len(texts))[:count]]
+    lines = [json.dumps({"task_id": str(n), "text": text[:characters]}) for n, text in enumerate(texts)]
+    file.write_text("\n".join(lines) + "\n")
+
+
+def extract(model: str, texts: Path, output: Path, dtype: str, store_dtype: str) -> str:
+    """Store all taps of the residual stream, and return the dataset's root."""
+    data = DataSpec(dataset=str(texts), max_seq_length=512)
+    spec = ExtractSpec(model=model, data=data, output=str(output), dtype=dtype, store_dtype=store_dtype)  # type: ignore[arg-type]
+    spile.extract(spec)
+    return spec.output
+
+
+def with_errors(recompute: Recompute, others: dict[bytes, list[np.ndarray]], kinds: dict[bytes, str]) -> Recompute:
+    """Return a recomputation that reads stored rows with one error per sample.
+
+    ``others`` are the rows of the same samples, computed with other weights. Both tables are by the samples' tokens.
+    """
+
+    def wrapped(samples: Sequence[Sample], taps: Any, stored: Rows, variant: int = 0) -> Any:
+        def broken(sample: Sample) -> list[np.ndarray]:
+            key = sample.tokens.tobytes()
+            rows = [np.array(each, np.float32) for each in stored(sample)]
+            random = np.random.default_rng(np.frombuffer(key, np.uint32))
+            other = next(theirs for theirs in others if theirs != key)
+            return break_rows(rows, kinds[key], random, others[other], others[key])
+
+        return recompute(samples, taps, broken, variant)
+
+    return wrapped
+
+
+def break_rows(
+    rows: list[np.ndarray], kind: str, random: Any, other: Sequence[np.ndarray], weights: list[np.ndarray]
+) -> list[np.ndarray]:
+    """Put one error of this kind into the rows of each tap."""
+    if kind == "scaled by 0.97":
+        return [each * np.float32(0.97) for each in rows]
+    if kind == "layer below":
+        return [rows[1], *rows[:-1]]
+    if kind == "other weights":
+        return weights
+    for each, theirs in zip(rows, other, strict=True):
+        row = int(random.integers(1, len(each)))
+        noise = random.standard_normal(each.shape[1])
+        each[row] = {
+            "zeroed row": np.zeros_like(each[row]),
+            "negated row": -each[row],
+            "noise": noise * np.linalg.norm(each[row]) / np.linalg.norm(noise),
+            "neighbour's row": each[row - 1],
+            "other sample's row": np.asarray(theirs[min(row, len(theirs) - 1)], np.float32),
+        }[kind]
+    return rows
+
+
+def judge(root: str, recompute: Recompute, samples: int) -> tuple[Recomputed, list[Problem], float]:
+    """Recompute samples of a dataset; return the measured noise, the problems and the seconds."""
+    run = spile.open(root).run
+    began = time.perf_counter()
+    found, problems = compare(run, open_streams(open_folder(root), run), recompute, samples, 0)
+    return found, problems, time.perf_counter() - began
+
+
+def changed_model(model: str, folder: Path, change: Callable[[dict[str, np.ndarray]], None]) -> str:
+    """Copy a model in one safetensors file and change its weights."""
+    from safetensors.numpy import load_file, save_file
+
+    shutil.copytree(model, folder)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    (folder / "model.safetensors").unlink()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
+
+
+def scale_down_projection(tensors: dict[str, np.ndarray]) -> None:
+    """Change the weights of one layer by 10 %."""
+    name = "model.layers.0.mlp.down_proj.weight"
+    tensors[name] = tensors[name] * tensors[name].dtype.type(1.1)
+
+
+def lengthen_embedding(token: int, ratio: float) -> Callable[[dict[str, np.ndarray]], None]:
+    """Return a change that makes the embedding of one token longer."""
+
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        table = np.array(tensors["model.embed_tokens.weight"])
+        table[token] = table[token] * table.dtype.type(ratio)
+        tensors["model.embed_tokens.weight"] = table
+
+    return change
+
+
+def measure(model: str, other: str, texts: Path, scratch: Path, dtype: str, store_dtype: str, samples: int) -> None:
+    """Print the tables of one model and one stored dtype."""
+    root = extract(model, texts, scratch / "run", dtype, store_dtype)
+    recompute = recomputer(root)
+    found, problems, seconds = judge(root, recompute, samples)
+    pairs = found.samples * len(found.taps)
+    print(f"\n{dtype} stored as {store_dtype}: {len(problems)} false alarms in {pairs:,} pairs ({seconds:.0f} s)")
+    for problem in problems:
+        print("  FALSE ALARM", problem.line())
+    print(f"  {'tap':14}{'noise':>9}{'stored':>9}{'row':>9}{'sample':>9}{'worst':>8}")
+    chosen = list(found.taps)[:: max(1, len(found.taps) // 6)]
+    for tap in dict.fromkeys([*chosen, list(found.taps)[-1]]):
+        noise = found.taps[tap]
+        figures = (noise.fresh, noise.stored, noise.row_limit, noise.sample_limit)
+        print(f"  {tap:14}" + "".join(f"{100 * x:8.3g}%" for x in figures) + f"{noise.worst:8.2f}")
+    theirs = spile.open(extract(other, texts, scratch / "other", dtype, store_dtype))
+    others: dict[bytes, list[np.ndarray]] = {}
+    kinds: dict[bytes, str] = {}
+    by_index: dict[int, str] = {}
+    for number, ref in enumerate(theirs.samples):
+        sample = theirs.sample(0, ref.index)
+        key = np.asarray(sample.tokens, np.int32).tobytes()
+        others[key] = [np.asarray(sample.rows(tap), np.float32) for tap in theirs.taps]
+        kinds[key] = by_index[ref.index] = [*ROW_ERRORS, *SAMPLE_ERRORS][number % 8]
+    _, problems, _ = judge(root, with_errors(recompute, others, kinds), samples)
+    show_found(problems, by_index, list(found.taps))
+    for name in ("run", "other"):
+        shutil.rmtree(scratch / name)
+
+
+def show_found(problems: Sequence[Problem], kinds: dict[int, str], taps: Sequence[str]) -> None:
+    """Print how many of the errors of each kind were found."""
+    pattern = re.compile(r"sample (\d+) at ([^:]+):")
+    matches = [pattern.search(problem.text) for problem in problems]
+    found = {(int(match[1]), match[2]) for match in matches if match}
+    hits, totals, missed = Counter[str](), Counter[str](), Counter[str]()
+    for sample, kind in kinds.items():
+        for tap in taps:
+            totals[kind] += 1
+            hits[kind] += (sample, tap) in found
+            if (sample, tap) not in found:
+                missed[f"{kind} at {tap}"] += 1
+    print("  found: " + ", ".join(f"{kind} {hits[kind]} of {totals[kind]}" for kind in totals))
+    if missed:
+        print("  missed: " + ", ".join(f"{name} {count}" for name, count in missed.most_common(8)))
+
+
+def main() -> None:
+    """Measure each stored dtype, and each ratio of artificial sinks."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="build/real/smollm2", help="a folder with one model.safetensors")
+    parser.add_argument("--samples", type=int, default=48)
+    parser.add_argument("--characters", type=int, default=1200, help="of each text")
+    parser.add_argument("--compute", nargs="*", default=["bfloat16"])
+    parser.add_argument("--dtypes", nargs="*", default=list(DTYPES))
+    parser.add_argument("--sinks", nargs="*", type=float, default=[])
+    parser.add_argument("--sink-token", type=int, default=198, help="the id of a frequent token")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        texts = scratch / "texts.jsonl"
+        write_texts(texts, args.samples, args.characters)
+        for ratio in (1.0, *args.sinks):
+            model, other = args.model, scratch / f"other-{ratio:g}"
+            if ratio != 1.0:
+                model = changed_model(
+                    args.model, scratch / f"sink-{ratio:g}", lengthen_embedding(args.sink_token, ratio)
+                )
+                print(f"\n== the embedding of token {args.sink_token} is {ratio:g} times as long")
+            changed_model(model, other, scale_down_projection)
+            for dtype in args.compute:
+                for store_dtype in args.dtypes:
+                    measure(model, str(other), texts, scratch, dtype, store_dtype, args.samples)
+
+
+if __name__ == "__main__":
+    main()
