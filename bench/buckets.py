@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import ssl
 import subprocess
 import sys
 import tempfile
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import urllib3
 
 import spile
 from bench.rates import BATCH, SHARD_ROWS, D, Read, in_turns, make, show
@@ -68,7 +68,8 @@ def _read(case: BucketCase, url: str, turns: int) -> None:
     make(open_folder(f"{address}/root"), case.rows, case.shard_rows)
     if case.later:
         rule = {"kind": "slow", "method": "GET", "count": -1, "seconds": case.later}
-        urllib3.request("POST", f"{url}/_fake/faults", json=[rule])
+        context = ssl.create_default_context(cafile=os.environ.get("SSL_CERT_FILE"))
+        urllib.request.urlopen(f"{url}/_fake/faults", json.dumps([rule]).encode(), context=context).close()
     found = in_turns(_ways(address, store), turns)
     show(found, next(iter(found.values())))
 

@@ -1,10 +1,10 @@
-"""Clients of an object store against each other, on loopback: ``python -m bench.clients [--tls] [--later SECONDS]``.
+"""Compare clients of an object store on loopback: ``python -m bench.clients [--tls] [--later SECONDS]``.
 
-The server is as plain as can be (``sendfile`` out, ``recv`` in) and a process of its own, so that what is compared is
-what each client costs: large ranges read and large parts written, many at a time, as a run reads and writes them. The
-ways take turns, several rounds each; the best round counts, and the CPU seconds of this process beside it. Real buckets
-speak TLS and answer after tens of milliseconds: ``--tls``, ``--later 0.03``. (With TLS this server takes what is
-written as slowly as Python reads; what it costs the client is told right.)
+The server is as simple as possible (``sendfile`` out, ``recv`` in) and runs in its own process, so the comparison shows
+what each client costs: large ranges read and large objects written, many at a time, as a run does. The clients take
+turns for several rounds; the best round counts, with the CPU seconds of this process. Real buckets use TLS and answer
+after tens of milliseconds: ``--tls``, ``--later 0.03``. With TLS this server receives only as fast as Python reads, but
+the client's CPU seconds are right.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import urllib3
 
+from spile.objects import Folder, open_folder
 from spile_fakes.certificates import loopback_context
 
 SIZE = 8 << 20
 Transfer = Callable[[int], int]
-"""One transfer; gives its bytes."""
+"""One transfer; returns its bytes."""
 
 
 def serve(path: str, later: float, certificates: str | None) -> None:
@@ -83,31 +83,14 @@ def _answer(connection: socket.socket, file: int, later: float, context: ssl.SSL
 
 
 def readers(url: str) -> dict[str, Transfer]:
-    """The ways to read a range, those whose package is here."""
-    pool = urllib3.PoolManager(maxsize=64)
+    """Ways to read a range, those whose package is installed."""
+    import obstore
 
-    def with_urllib3(number: int) -> int:
-        start = number % 4 * SIZE
-        headers = {"range": f"bytes={start}-{start + SIZE - 1}"}
-        reply = pool.request("GET", f"{url}/bucket/key", headers=headers, preload_content=False, decode_content=False)
-        data = bytearray(SIZE)
-        view, at = memoryview(data), 0
-        while at < SIZE and (count := reply.readinto(view[at:])):
-            at += count
-        reply.release_conn()
-        return at
-
-    def with_urllib3_whole(number: int) -> int:
-        start = number % 4 * SIZE
-        headers = {"range": f"bytes={start}-{start + SIZE - 1}"}
-        return len(pool.request("GET", f"{url}/bucket/key", headers=headers, decode_content=False).data)
-
-    found: dict[str, Transfer] = {"urllib3, into place": with_urllib3, "urllib3, as bytes": with_urllib3_whole}
-    if importlib.util.find_spec("obstore"):
-        import obstore
-
-        store = _obstore(url)
-        found["obstore"] = lambda n: len(obstore.get_range(store, "key", start=n % 4 * SIZE, length=SIZE))
+    folder, store = _spile(url), _obstore(url)
+    found: dict[str, Transfer] = {
+        "spile": lambda n: len(folder.get_range("key", n % 4 * SIZE, SIZE)),
+        "obstore": lambda n: len(obstore.get_range(store, "key", start=n % 4 * SIZE, length=SIZE)),
+    }
     if importlib.util.find_spec("boto3"):
         client = _boto(url)
 
@@ -121,38 +104,38 @@ def readers(url: str) -> dict[str, Transfer]:
 
 
 def writers(url: str) -> dict[str, Transfer]:
-    """The ways to write a part of an upload, its checksum sent along where the client can."""
+    """Ways to write an object, with a checksum that the server compares."""
+    import obstore
+
     from spile.objects.crc import crc32c, to_base64
 
     data = np.random.default_rng(0).integers(0, 256, SIZE, np.uint8).tobytes()
-    pool = urllib3.PoolManager(maxsize=64)
+    folder, store = _spile(url), _obstore(url)
 
-    def with_urllib3(number: int) -> int:
-        headers = {"x-amz-checksum-crc32c": to_base64(crc32c(data))}
-        pool.request("PUT", f"{url}/bucket/key?partNumber={number}&uploadId=x", body=data, headers=headers)
+    def with_spile(_: int) -> int:
+        folder.put("key", data)
         return SIZE
 
-    found: dict[str, Transfer] = {"urllib3, crc32c": with_urllib3}
-    if importlib.util.find_spec("obstore"):
-        import obstore
+    def with_obstore(_: int) -> int:
+        obstore.put(store, "key", data, use_multipart=False)
+        return SIZE
 
-        store = _obstore(url)
-
-        def with_obstore(_: int) -> int:
-            obstore.put(store, "key", data, use_multipart=False)
-            return SIZE
-
-        found["obstore, no checksum"] = with_obstore
+    found: dict[str, Transfer] = {"spile, sha256": with_spile, "obstore, sha256": with_obstore}
     if importlib.util.find_spec("boto3"):
         client = _boto(url)
 
-        def with_boto(number: int) -> int:
-            extra: dict[str, Any] = {"ChecksumCRC32C": to_base64(crc32c(data))}
-            client.upload_part(Bucket="bucket", Key="key", PartNumber=number + 1, UploadId="x", Body=data, **extra)
+        def with_boto(_: int) -> int:
+            client.put_object(Bucket="bucket", Key="key", Body=data, ChecksumCRC32C=to_base64(crc32c(data)))
             return SIZE
 
         found["boto3, crc32c"] = with_boto
     return found
+
+
+def _spile(url: str) -> Folder:
+    keys = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_REGION": "us-east-1"}
+    os.environ.update(keys, AWS_ENDPOINT_URL=url)
+    return open_folder("s3://bucket")
 
 
 def _obstore(url: str) -> Any:

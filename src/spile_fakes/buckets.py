@@ -12,6 +12,7 @@ from bisect import bisect_left
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Literal, get_args
+from urllib.parse import unquote
 
 from spile.objects.crc import crc32c, to_base64
 
@@ -185,7 +186,7 @@ class Fault:
     status: int = 503
     method: str | None = None
     target: str = ""
-    """Found anywhere in the path and query."""
+    """Found anywhere in the path and query, unquoted."""
     skip: int = 0
     """Matching requests to let through first."""
     count: int = 1
@@ -198,7 +199,7 @@ class Fault:
 
     def matches(self, method: str, target: str) -> bool:
         """Whether this request is one of its kind."""
-        return self.count != 0 and self.method in (None, method) and self.target in target
+        return self.count != 0 and self.method in (None, method) and self.target in unquote(target)
 
 
 @dataclass
@@ -248,7 +249,8 @@ class Faults:
 def random_faults(seed: int, count: int, requests: int = 40) -> list[Fault]:
     """A schedule of faults that pass, spread over about so many requests; the same for the same seed."""
     dice = random.Random(seed)
-    kinds: list[FaultKind] = ["status", "status_after", "reset", "reset_after", "truncate", "corrupt", "slow"]
+    # Without "corrupt": obstore does not compare checksums of replies, because TLS protects them.
+    kinds: list[FaultKind] = ["status", "status_after", "reset", "reset_after", "truncate", "slow"]
     rules = []
     for _ in range(count):
         kind = dice.choice(kinds)

@@ -735,6 +735,9 @@ class FaultyProxy(FaultyServer):
         said = request.headers.get("x-amz-checksum-crc32c")
         if said is not None and request.method == "PUT" and said != crc32c_base64(request.body or b""):
             return FakeReply(400, b"<Error><Code>BadDigest</Code></Error>")
+        signed = request.headers.get("x-amz-content-sha256", "")
+        if len(signed) == 64 and signed != hashlib.sha256(request.body).hexdigest():
+            return FakeReply(400, b"<Error><Code>XAmzContentSHA256Mismatch</Code></Error>")
         if request.method in ("PUT", "POST") and any(name in request.headers for name in self._CONDITIONS):
             with self._one_at_a_time:
                 return self._pass_on(request)

@@ -155,7 +155,7 @@ def start(url: str, count: int, life: Life | None = None, **changes: Any) -> For
     context = get_context("forkserver")
     here = Path(__file__).parent
     with _paths(str(here), str(here.parent)):
-        context.set_forkserver_preload(["worker_main", "killing", "spile.view.worker", "spile.objects.cloud.folder"])
+        context.set_forkserver_preload(["worker_main", "killing", "spile.view.worker", "spile.objects.bucket"])
         environment = {name: value for name, value in os.environ.items() if name.startswith(_HANDED_ON)}
         process = context.Process(target=main, args=(url, count, environment, replace(life or Life(), **changes)))
         process.start()

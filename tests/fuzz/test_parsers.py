@@ -32,8 +32,8 @@ from spile.models.families import read_config
 from spile.models.model_files import describe
 from spile.models.safetensors_files import LocalSource, read_index
 from spile.objects import open_folder
-from spile.objects.cloud.failures import RequestFailure
-from spile.objects.cloud.listing import parse_objects, parse_uploads
+from spile.objects.clouds import parse_uploads
+from spile.objects.retry import RequestFailure, from_obstore, from_status
 from spile.reading.dataset import open as open_dataset
 from spile.store.heartbeat import SnapshotReader, read_beat
 from spile.store.ledger import Commit, seal, unseal
@@ -275,11 +275,12 @@ class Targets:
 
     def listings(self) -> tuple[bytes, Callable[[bytes], object]]:
         def read(data: bytes) -> None:
-            with_ours(lambda: parse_objects(data))
             with_ours(lambda: parse_uploads(data))
+            assert from_status(500, data).transient
+            assert "\n" not in from_obstore(ValueError(data.decode("latin-1"))).cause
 
-        row = "<Contents><Key>k</Key><Size>1</Size><LastModified>2026-01-01T00:00:00Z</LastModified></Contents>"
-        return f"<ListBucketResult>{row}</ListBucketResult>".encode(), read
+        row = "<Upload><Key>k</Key><UploadId>1</UploadId><Initiated>2026-01-01T00:00:00Z</Initiated></Upload>"
+        return f"<ListMultipartUploadsResult>{row}</ListMultipartUploadsResult>".encode(), read
 
 
 def load_embedded() -> Path:

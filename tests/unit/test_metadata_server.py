@@ -11,7 +11,7 @@ import pytest
 
 import spile
 from spile.fleet.pins import own_pin
-from spile.objects.cloud.regions import machine_place
+from spile.objects.machine import machine_region
 from spile.worker.pod.identity import Patience, gce_metadata
 
 NAME = "metadata.google.internal"
@@ -25,7 +25,7 @@ def _attribute(folder: Path) -> str | None:
 
 
 @pytest.mark.parametrize(
-    "ask", [lambda _: machine_place({}), lambda _: own_pin("", "node", "project", "pin") or None, _attribute]
+    "ask", [lambda _: machine_region({}), lambda _: own_pin("", "node", "project", "pin") or None, _attribute]
 )
 def test_no_name_server_is_asked(
     ask: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

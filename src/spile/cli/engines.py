@@ -75,7 +75,7 @@ def make_engine(flags: EngineFlags) -> Engine:
 
         return RayEngine(flags.num_workers, flags.needs(), flags.ray_address, flags.hosts_per_worker)
     from spile.launch.local import LocalEngine
-    from spile.objects.environment import this_machines_cores
+    from spile.objects.machine import this_machines_cores
 
     if flags.log_dir is not None:
         flags.log_dir.mkdir(parents=True, exist_ok=True)

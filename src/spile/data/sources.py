@@ -21,9 +21,8 @@ from spile.data.arc.grids import passes_fast_check
 from spile.data.lines import StreamFile, embedded_tasks, fetched
 from spile.data.rows import MASK, TOKENS
 from spile.errors import DataError, SpecError, SpileError, StoreError
-from spile.objects.cloud.failures import RequestFailure, from_status
 from spile.objects.opening import is_remote
-from spile.objects.retry import Retry, while_out
+from spile.objects.retry import RequestFailure, Retry, from_status, retry_while_unavailable
 from spile.spec.run import EMBEDDED, DataSpec
 
 __all__ = [
@@ -98,7 +97,7 @@ class Hub:
 
     def _while_out(self, attempt: Callable[[], Result]) -> Result:
         try:
-            return while_out(self.name, attempt, Retry.from_environment())
+            return retry_while_unavailable(self.name, attempt, Retry.from_environment())
         except RequestFailure as outage:
             raise _unreachable(self.name, outage.cause) from outage
 

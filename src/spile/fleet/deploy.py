@@ -31,7 +31,7 @@ from spile.hosts.run import launch
 from spile.models import model_files
 from spile.models.architecture import ModelConfig
 from spile.objects import bucket_url, is_remote, open_folder
-from spile.objects.cloud import access
+from spile.objects.clouds import check_machines, check_own
 from spile.objects.preflight import preflight
 from spile.spec.amounts import counted
 from spile.spec.run import EMBEDDED, DataSpec, ExtractSpec, PromptSpec
@@ -223,8 +223,8 @@ def check_access(urls: Iterable[str], account: str | None, client: CloudTpu | No
     for bucket in dict.fromkeys("/".join(url.split("/", 3)[:3]) for url in urls):
         name = bucket.partition("://")[2]
         if bucket.startswith("gs://"):
-            yield access.check_own(name)
-            yield access.check_machines(name, account)
+            yield check_own(name)
+            yield check_machines(name, account)
         else:  # S3 has nobody to ask: an object is made and removed
             preflight(open_folder(bucket))
             yield f"{bucket}: your account may write it; machines may where --env gives them keys of S3 that may"

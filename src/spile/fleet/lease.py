@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from spile.errors import Damaged, UserError, untrusted
 from spile.fleet.provider import Node
 from spile.objects import open_folder
-from spile.objects.folder import Folder, NotFound
-from spile.objects.removal import Removal
+from spile.objects.folder import Folder, NotFound, Removal
 from spile.spec.records import typed_fields
 
 __all__ = ["Holder", "Lease", "refuse_monitored", "this_person"]

@@ -22,8 +22,8 @@ from spile.fleet.manage import NodeResult, by_zone
 from spile.fleet.provider import Provider
 from spile.fleet.spec import FleetSpec, owns
 from spile.objects import open_folder
-from spile.objects.cloud.metadata import ask_metadata, google_metadata_url
 from spile.objects.folder import Folder, NotFound
+from spile.objects.machine import ask_metadata, google_metadata_url
 
 __all__ = [
     "PIN",

@@ -13,8 +13,7 @@ from spile.fleet.manage import hosts_of
 from spile.fleet.provider import Node, NodeState
 from spile.fleet.spec import owns, worker_of
 from spile.hosts.hosts import Host
-from spile.objects.folder import Folder, NotFound
-from spile.objects.removal import Removal
+from spile.objects.folder import Folder, NotFound, Removal
 from spile.store.heartbeat import Beat, read_beat
 from spile.store.layout import PROGRESS
 

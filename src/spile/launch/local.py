@@ -18,7 +18,7 @@ from pathlib import Path
 from spile.errors import SpecError
 from spile.launch.supervisor import ClusterCheck, StreamTask, WorkerEnd
 from spile.objects import open_folder
-from spile.objects.environment import this_machines_cores
+from spile.objects.machine import this_machines_cores
 from spile.objects.preflight import preflight
 
 __all__ = [

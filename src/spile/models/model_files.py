@@ -25,7 +25,7 @@ from spile.objects.opening import is_remote
 from spile.spec.run import EMBEDDED
 
 if TYPE_CHECKING:
-    from spile.objects.cloud.failures import RequestFailure
+    from spile.objects.retry import RequestFailure
 
 __all__ = [
     "GENERATION",
@@ -79,13 +79,12 @@ def download(name: str, revision: str | None, *, weights: bool = True, files: Se
     A hub that is out (503, 429, no network) is tried again as a bucket is, for ``SPILE_RETRY_SECONDS``; then it is a
     failure, not the user's mistake: a worker that is started again tries again.
     """
-    from spile.objects.cloud.failures import RequestFailure
-    from spile.objects.retry import Retry, while_out
+    from spile.objects.retry import RequestFailure, Retry, retry_while_unavailable
 
     retry = Retry.from_environment()
     wanted = files or [*SMALL_FILES, *(["model*.safetensors"] if weights else [])]
     try:
-        return while_out(name, lambda: _download(name, revision, wanted), retry)
+        return retry_while_unavailable(name, lambda: _download(name, revision, wanted), retry)
     except RequestFailure as outage:
         raise Failure(
             f"no folder {name} here, and the hub does not give a model of that name",
@@ -130,7 +129,7 @@ def _outage(name: str, error: BaseException) -> RequestFailure | ModelError:
     """What may pass, with the status or the connection's trouble that lies at its bottom; or a refusal."""
     from huggingface_hub.errors import OfflineModeIsEnabled
 
-    from spile.objects.cloud.failures import RequestFailure, from_status
+    from spile.objects.retry import RequestFailure, from_status
 
     for cause in _causes(error):
         if isinstance(cause, OfflineModeIsEnabled):

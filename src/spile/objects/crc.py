@@ -1,8 +1,8 @@
-"""crc32c (Castagnoli), and the crc of a whole from the crcs of its parts.
+"""CRC32C checksums, and the checksum of a whole computed from the checksums of its parts.
 
-The ``crc32c`` package is used because it releases the interpreter's lock over any buffer: with 1 MiB pieces two threads
-reach 48.9 GiB/s where one reaches 24.8. ``google_crc32c`` releases it for ``bytes`` alone, so two threads over arrays
-stay at the 24 GiB/s of one (both measured on one machine, in cache); the tests use it as the judge.
+The ``crc32c`` package is used because it releases the interpreter lock for any buffer: with pieces of 1 MiB, one thread
+reaches 24.8 GiB/s and two reach 48.9. ``google_crc32c`` releases it for ``bytes`` only, so two threads over arrays stay
+at 24 GiB/s. The tests compare with it.
 """
 
 from __future__ import annotations
@@ -28,58 +28,58 @@ __all__ = [
 ]
 
 CHUNK = 512 << 10
-"""Bytes of a tensor that share one checksum, at most: what a partial read must fetch whole to be verified.
+"""Bytes of a tensor that share one checksum. A partial read fetches whole chunks, so that it can check them.
 
-Shorter ones cost writers: after each call a thread waits for its turn in the interpreter (``bench.chunks``)."""
+Smaller chunks slow writers down, because a thread waits for the interpreter lock after each (``bench.chunks``)."""
 
 _POLYNOMIAL = 0x82F63B78
 
 
 def crc32c(data: Buffer, value: int = 0) -> int:
-    """The checksum of ``data``, or of what ``value`` covers followed by ``data``."""
+    """Return the checksum of ``data``, or, given the checksum of earlier bytes, of those followed by ``data``."""
     return int(_crc32c(data, value))
 
 
 def brief_crc32c(data: Buffer, value: int = 0) -> int:
-    """The same for some 100 KiB: to give the interpreter's lock away and wait for it again would take longer."""
+    """Return the checksum of up to about 100 KiB, without releasing the interpreter lock, which would take longer."""
     return int(_crc32c(data, value, 0))
 
 
 def to_hex(value: int) -> str:
-    """Eight lower-case hexadecimal digits: how checksums are written in JSON."""
+    """Return eight lower-case hexadecimal digits, the form used in JSON."""
     return f"{value:08x}"
 
 
 def to_base64(value: int) -> str:
-    """How both clouds write checksums in headers."""
+    """Return the form that clouds use in headers."""
     return base64.b64encode(value.to_bytes(4, "big")).decode()
 
 
 def from_hex(text: object) -> int:
-    """The inverse of :func:`to_hex`; ValueError for anything else."""
+    """Return the checksum that :func:`to_hex` wrote; raise ValueError for any other text."""
     if not isinstance(text, str) or len(text) != 8:
         raise ValueError(f"not a checksum: {text!r}")
     return int(text, 16)
 
 
 def _times(a: int, b: int) -> int:
-    """The product of two polynomials modulo the crc's, bits reflected."""
+    """Multiply two polynomials modulo the CRC polynomial, with reflected bits."""
     product = 0
-    place = 1 << 31
+    bit = 1 << 31
     while True:
-        if a & place:
+        if a & bit:
             product ^= b
-            if not a & (place - 1):
+            if not a & (bit - 1):
                 return product
-        place >>= 1
-        if not place:
+        bit >>= 1
+        if not bit:
             return product
         b = (b >> 1) ^ _POLYNOMIAL if b & 1 else b >> 1
 
 
 @lru_cache(maxsize=4096)
 def _shift(length: int) -> int:
-    """What ``length`` more bytes do to a crc: x to the power of ``8 × length``."""
+    """Return the factor by which ``length`` more bytes change a checksum: x to the power of ``8 × length``."""
     power, result, square = length, 1 << 31, 1 << 23  # 1 and x^8
     while power:
         if power & 1:
@@ -91,7 +91,7 @@ def _shift(length: int) -> int:
 
 @lru_cache(maxsize=16)
 def _shift_tables(length: int) -> list[list[int]]:
-    """What ``length`` more bytes do to each byte of a crc, whatever its value: the shift is linear."""
+    """Return tables that apply ``length`` more bytes to a checksum byte by byte; the operation is linear."""
     bits = [_times(_shift(length), 1 << bit) for bit in range(32)]
     tables = []
     for byte in range(4):
@@ -103,12 +103,12 @@ def _shift_tables(length: int) -> list[list[int]]:
 
 
 def combine(first: int, second: int, second_length: int) -> int:
-    """The crc of A‖B from the crc of A, the crc of B and the length of B."""
+    """Return the checksum of A followed by B from their checksums and the length of B."""
     return _times(_shift(second_length), first) ^ second if second_length else first
 
 
 def fold(parts: Iterable[tuple[int, int]]) -> int:
-    """The crc of a concatenation from (crc, length) of each of its parts."""
+    """Return the checksum of a concatenation from the (checksum, length) of each part."""
     value = 0
     for crc, length in parts:
         value = combine(value, crc, length)
@@ -116,8 +116,8 @@ def fold(parts: Iterable[tuple[int, int]]) -> int:
 
 
 def fold_chunks(chunks: Sequence[int], length: int, chunk: int = CHUNK) -> int:
-    """The crc of ``length`` bytes from those of their chunks. All but the last are alike, so tables do the shifts."""
-    if len(chunks) == 1:  # tables take a millisecond to make, for each length that there is
+    """Return the checksum of ``length`` bytes from those of their chunks, which have equal lengths except the last."""
+    if len(chunks) == 1:  # making the tables takes a millisecond per chunk length
         return chunks[0]
     low, second, third, high = _shift_tables(chunk)
     whole, rest = divmod(length, chunk)
@@ -128,7 +128,7 @@ def fold_chunks(chunks: Sequence[int], length: int, chunk: int = CHUNK) -> int:
 
 
 class ChunkedCrc:
-    """The crcs of a tensor's chunks, extended as its bytes come, with the places where it may be cut."""
+    """Checksums of a tensor's chunks, extended as bytes arrive. The tensor may later be cut where a write ended."""
 
     __slots__ = ("_marks", "_open", "_whole", "chunk", "length")
 
@@ -140,13 +140,13 @@ class ChunkedCrc:
         self.length = 0
 
     def extend(self, data: memoryview) -> None:
-        """Take the next bytes. Their end becomes a place where :meth:`chunks` may cut."""
+        """Add the next bytes. :meth:`chunks` may cut at their end."""
         chunk, begun = self.chunk, self.length % self.chunk
         place = min(chunk - begun, len(data)) if begun else 0
         if place:
             self._take(data[:place])
         end = place + (len(data) - place) // chunk * chunk
-        # Most bytes are of whole chunks: nothing but the calls, between which a thread waits for its turn.
+        # Most bytes belong to whole chunks. Little else is done here, because threads contend for the lock.
         self._whole += [_crc32c(data[at : at + chunk]) for at in range(place, end, chunk)]
         self.length += end - place
         if end < len(data):
@@ -154,7 +154,7 @@ class ChunkedCrc:
         self._marks[self.length] = self._open
 
     def _take(self, part: memoryview) -> None:
-        """A part of a chunk, up to its end at most."""
+        """Add part of a chunk, at most up to its end."""
         self._open = _crc32c(part, self._open)
         self.length += len(part)
         if self.length % self.chunk == 0:
@@ -162,7 +162,7 @@ class ChunkedCrc:
             self._open = 0
 
     def chunks(self, length: int) -> list[int]:
-        """The crcs of the chunks of the first ``length`` bytes; KeyError if no write ended there."""
+        """Return the chunks' checksums of the first ``length`` bytes; raise KeyError if no write ended there."""
         remainder = self._marks[length]
         whole = self._whole[: length // self.chunk]
         return [*whole, remainder] if length % self.chunk else whole

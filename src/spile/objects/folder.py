@@ -1,144 +1,259 @@
-"""The seam between the store and where bytes live: a folder of named, immutable-by-habit objects.
+"""The interface between spile and the places that hold its files: local folders and buckets.
 
-Three backends stand behind it: a local folder, Google Cloud Storage and S3. Keys are relative, with ``/`` between
-their parts, and never start with one. Every method raises :class:`~spile.errors.StoreError` when the
-backend fails for good (retries are the backend's business), with the object's address and the cause in the line.
+A folder holds objects under relative keys such as ``commits/0001.json``. There are two implementations:
+:mod:`~spile.objects.local` for disks and :mod:`~spile.objects.bucket` for ``gs://``, ``s3://`` and ``az://``. Each
+retries by itself; a method that raises :class:`~spile.errors.StoreError` has failed for good, and the error names the
+object and the cause.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from typing_extensions import Buffer
 
 from spile.errors import SpecError, StoreError, UserError
-from spile.objects.stats import Stats
+from spile.objects.ahead import read_ahead
 
-__all__ = ["Folder", "NotFound", "ObjectInfo", "Unfinished", "Unwritable", "Writer", "checked_key", "possible_prefix"]
+__all__ = [
+    "Folder",
+    "NotFound",
+    "ObjectInfo",
+    "Removal",
+    "Stats",
+    "Unfinished",
+    "Unwritable",
+    "Writer",
+    "checked_key",
+    "possible_prefix",
+    "read_chunks",
+]
+
+_READ_AHEAD = 3
+_PARALLEL_REMOVALS = 32
+_FORBIDDEN_PARTS = ("", ".", "..")
 
 
 class NotFound(StoreError):
-    """There is no such object."""
+    """The object does not exist."""
 
 
 class Unwritable(StoreError, UserError):
-    """The place cannot take what is written, and its owner can change that: read-only, forbidden, full, missing."""
+    """The folder cannot be written for a reason that the user can change: read-only, forbidden, full or missing."""
 
     exit_code = 2
 
 
-_NO_PART = ("", ".", "..")
-
-
 def possible_prefix(prefix: str) -> bool:
-    """Whether any key could start so; a backend is not asked otherwise: ``/`` and ``..`` would lead out of a folder."""
-    return not any(part in _NO_PART for part in prefix.split("/")[:-1])
+    """Return whether a valid key can start with ``prefix``. Prefixes with empty parts, ``.`` or ``..`` cannot."""
+    return not any(part in _FORBIDDEN_PARTS for part in prefix.split("/")[:-1])
 
 
 def checked_key(key: str) -> str:
-    """The key itself, or an error: relative, no empty part, no way up."""
-    if any(part in _NO_PART for part in key.split("/")) or "\0" in key:
+    """Return ``key`` if it is a valid relative key.
+
+    Raises:
+        SpecError: The key is absolute, or has an empty part, ``.``, ``..`` or a NUL character.
+
+    """
+    if any(part in _FORBIDDEN_PARTS for part in key.split("/")) or "\0" in key:
         raise SpecError("not an object's name", expected="a relative path such as commits/0001.json", found=repr(key))
     return key
 
 
+@dataclass
+class Stats:
+    """Traffic counters of a folder. Many threads add to them; read them at any time."""
+
+    requests: int = 0
+    retries: int = 0
+    """Requests sent again after a temporary failure."""
+    waited: float = 0.0
+    """Seconds slept before retries, summed over threads."""
+    bytes_written: int = 0
+    bytes_read: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def add(
+        self, *, requests: int = 0, retries: int = 0, waited: float = 0.0, bytes_written: int = 0, bytes_read: int = 0
+    ) -> None:
+        """Add to the counters atomically."""
+        with self._lock:
+            self.requests += requests
+            self.retries += retries
+            self.waited += waited
+            self.bytes_written += bytes_written
+            self.bytes_read += bytes_read
+
+
 @dataclass(frozen=True)
 class ObjectInfo:
-    """What a listing knows of an object."""
+    """An entry of a listing."""
 
     key: str
     size: int
     updated: float
-    """Seconds since the epoch."""
+    """Modification time, in seconds since the epoch."""
     etag: str | None = None
 
 
 @dataclass(frozen=True)
 class Unfinished:
-    """The remains of a writer that neither finished nor aborted: a temporary file, a multipart upload."""
+    """What an interrupted writer left behind: a temporary file or a multipart upload."""
 
     key: str
-    """The object it would have become."""
+    """The object that was being written."""
     handle: str
-    """What the backend calls it."""
+    """The backend's name for the temporary file or upload."""
     started: float
-    """Seconds since the epoch."""
+    """Start time, in seconds since the epoch."""
     size: int | None = None
-    """Bytes it holds, where that is known without asking for each part."""
+    """Bytes stored so far, if the backend reports them with the listing."""
 
 
 @runtime_checkable
 class Writer(Protocol):
-    """One large object, written at any offset, by any thread, then made visible at once."""
+    """A large object that is written at any offset by any thread and becomes visible in one step."""
 
     def write_at(self, offset: int, data: Buffer) -> None:
-        """Put bytes at an offset. Calls from several threads may overlap in time, not in range."""
+        """Write bytes at an offset. Several threads may call this at once for ranges that do not overlap."""
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Move bytes already written down to a lower offset, when a shard ends up shorter than planned."""
+        """Move bytes that were already written to a lower offset. Used when a shard becomes shorter than planned."""
 
     def finish(self, size: int) -> None:
-        """Make the object durable and visible with exactly this size. Blocks until it is."""
+        """Make the object durable and visible with exactly ``size`` bytes. Blocks until that is done."""
 
     def abort(self) -> None:
-        """Leave no trace. Safe to call at any time, twice, and after ``finish`` (then it does nothing)."""
+        """Discard everything. May be called at any time and more than once; does nothing after ``finish``."""
 
 
 @runtime_checkable
 class Folder(Protocol):
-    """A place that holds objects: a directory, or a prefix of a bucket."""
+    """A directory, or a prefix of a bucket."""
 
     @property
     def url(self) -> str:
-        """Where it is, as a user would type it."""
+        """The folder's address as a user would type it."""
 
     @property
     def local_path(self) -> Path | None:
-        """Its directory, where it is one of this machine's: what may be mapped, watched or named to other programs."""
+        """The directory, or None for a bucket."""
 
     @property
     def stats(self) -> Stats:
-        """Requests, retries and bytes of this folder and its children, since it was opened."""
+        """Traffic counters of this folder and its children."""
 
     def child(self, path: str) -> Folder:
-        """The folder below this one. Nothing is created."""
+        """Return the folder below this one. Creates nothing."""
 
     def get(self, key: str) -> bytes:
-        """The whole object, or :class:`NotFound`."""
+        """Return the whole object; raise :class:`NotFound` if it does not exist."""
 
     def get_many(self, keys: Iterable[str]) -> Iterator[bytes]:
-        """Whole objects, in the order of their keys, fetched many at a time; bounded in what it holds."""
+        """Yield whole objects in the order of ``keys``, fetched in parallel with a bounded read-ahead."""
 
     def get_range(self, key: str, start: int, length: int) -> bytes | memoryview:
-        """Exactly ``length`` bytes from ``start``; fewer is a :class:`StoreError`."""
+        """Return exactly ``length`` bytes from ``start``; raise :class:`StoreError` if the object is shorter."""
 
     def info(self, key: str) -> ObjectInfo:
-        """Size and age of one object, or :class:`NotFound`."""
+        """Return the size and modification time of an object; raise :class:`NotFound` if it does not exist."""
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """All objects whose key starts with ``prefix``, at any depth, sorted by key."""
+        """Yield all objects whose key starts with ``prefix``, at any depth, sorted by key."""
 
     def put(self, key: str, data: bytes) -> None:
-        """Create or replace, atomically and durably."""
+        """Create or replace an object, atomically and durably."""
 
     def create(self, key: str, data: bytes) -> bool:
-        """Create only if absent, atomically and durably. False: somebody else's object is there.
+        """Create an object only if it does not exist, atomically and durably; return whether this call created it.
 
-        After a reply that was lost the object is read back: the same bytes are taken for ours. So what must have one
-        author (a commit) carries something that no other author writes.
+        If a reply is lost, the object is read back and equal bytes count as created by this call. An object that
+        must have a single author, such as a commit, therefore has to contain something unique to that author.
         """
 
     def delete(self, key: str) -> None:
-        """Remove; no error where there is none."""
+        """Remove an object. Does nothing if it does not exist."""
 
     def writer(self, key: str, size: int) -> Writer:
-        """Begin a large object of about ``size`` bytes (its capacity). Blocks while too much is in flight."""
+        """Start a large object of at most ``size`` bytes. Blocks while open writers hold too much memory."""
 
     def unfinished(self, prefix: str = "") -> Iterator[Unfinished]:
-        """What interrupted writers left behind; live writers' too. No reader ever sees it, but it takes room."""
+        """Yield what interrupted writers left behind, including the state of writers that are still running."""
 
     def discard(self, remains: Unfinished) -> None:
-        """Remove what ``unfinished`` named; no error where it is gone."""
+        """Remove an entry of :meth:`unfinished`. Does nothing if it no longer exists."""
+
+
+def read_chunks(folder: Folder, key: str, chunk: int = 8 << 20) -> Iterator[bytes]:
+    """Yield an object's bytes in order, in pieces of ``chunk`` bytes, while the next three pieces are fetched."""
+    size = folder.info(key).size
+    pieces = (partial(folder.get_range, key, start, min(chunk, size - start)) for start in range(0, size, chunk))
+    for piece in read_ahead(pieces, _READ_AHEAD):
+        yield bytes(piece)
+
+
+class Removal:
+    """A request to remove objects or machines by exact name. All code that removes anything uses this class.
+
+    Args:
+        where: The place that the names belong to, for error messages.
+        ours: Returns whether a name has exactly the form that spile gives. If any name does not, nothing is removed.
+        remove: Removes one name.
+        fence: Stops other users of the names. It is called once, before the first removal; if it returns False,
+            something is still in use and nothing is removed.
+
+    """
+
+    def __init__(
+        self,
+        where: str,
+        *,
+        ours: Callable[[str], bool],
+        remove: Callable[[str], None],
+        fence: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._where, self._ours, self._remove, self._fence = where, ours, remove, fence
+        self._fenced: bool | None = None
+
+    def fenced(self) -> bool:
+        """Return whether nothing uses the names any more. The fence is called only the first time."""
+        if self._fenced is None:
+            self._fenced = self._fence()
+        return self._fenced
+
+    def in_order(self, names: Iterable[str]) -> bool:
+        """Remove the names one after the other; return False, with nothing removed, if the fence failed."""
+        wanted = self._checked(names)
+        if wanted and not self.fenced():
+            return False
+        for name in wanted:
+            self._remove(name)
+        return True
+
+    def in_parallel(self, names: Iterable[str]) -> bool:
+        """Remove the names in parallel, in any order; return False, with nothing removed, if the fence failed."""
+        wanted = self._checked(names)
+        if wanted and not self.fenced():
+            return False
+        with ThreadPoolExecutor(_PARALLEL_REMOVALS, thread_name_prefix="remove") as pool:
+            for _ in pool.map(self._remove, wanted):
+                pass
+        return True
+
+    def _checked(self, names: Iterable[str]) -> list[str]:
+        wanted = list(names)
+        for name in wanted:
+            if not self._ours(name):
+                raise StoreError(
+                    f"refused to remove {self._where}/{name}",
+                    expected="a name of the form that spile gives",
+                    found="a different name",
+                )
+        return wanted

@@ -1,86 +1,281 @@
-"""A folder on a local disk (or a mounted one): durable before it is visible, and never half there.
+"""Folders on a local or mounted disk: files are durable before they are visible, and never half written.
 
-Everything is written under a temporary name (``.tmp-…``, which no listing shows), synced, and only then linked or
-renamed to its own name, with the directory synced after. A process that dies leaves a temporary file at most.
+Everything is written under a temporary name (``.tmp-…``, which listings leave out), synced, and then linked or renamed
+to its own name, after which the directory is synced. A process that is killed leaves at most a temporary file.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import fcntl
+import io
+import mmap
 import os
+import re
+import secrets
 import stat
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from typing_extensions import Buffer
 
-from spile.errors import StoreError
-from spile.objects.disk import (
-    ABSENT,
-    TEMPORARY,
-    becomes,
-    hold,
-    make_folder,
-    open_plain,
-    reading,
-    reserve,
-    sync_folder,
-    temporary_name,
-    write_all,
-    writing,
-)
-from spile.objects.folder import NotFound, ObjectInfo, Unfinished, checked_key, possible_prefix
-from spile.objects.stats import Stats
+from spile.errors import Damaged, StoreError
+from spile.objects.folder import NotFound, ObjectInfo, Stats, Unfinished, Unwritable, checked_key, possible_prefix
 
-__all__ = ["LocalFolder", "LocalWriter"]
+__all__ = [
+    "LocalFolder",
+    "LocalWriter",
+    "MappedFile",
+    "is_abandoned",
+    "open_plain",
+    "read_errors",
+    "read_into",
+    "write_errors",
+]
 
+_TEMPORARY = ".tmp-"
+_TEMPORARY_NAME = re.compile(r"\.tmp-[0-9a-f]{16}-(.+)")
 _MOVE_CHUNK = 8 << 20
+_MADV_POPULATE_READ = 22
+"""Not named by the standard library."""
+_RAM_DISKS = (0x01021994, 0x858458F6)
+"""tmpfs and ramfs, as numbered by statfs."""
+_ABSENT = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+# Errors that the user can fix, with cause and fix. All others are failures of the disk.
+_USER_ERRORS = {
+    errno.ENOSPC: ("a full disk", "free some room or choose another --output, then run the same command again"),
+    errno.EDQUOT: ("a used up quota", "free some room or choose another --output, then run the same command again"),
+    errno.EROFS: ("a read-only file system", "choose another --output"),
+    errno.EACCES: ("permission denied", "change its permissions or choose another --output"),
+    errno.EPERM: ("permission denied", "change its permissions or choose another --output"),
+    errno.ENOTDIR: ("a file where a folder should be", "choose another --output"),
+    errno.EISDIR: ("a folder where a file should be", "choose another --output"),
+    errno.EFBIG: ("a file larger than this file system allows", "choose a smaller --shard-size-gb"),
+}
+
+
+class _NotPlain(OSError):
+    """A pipe or a device in place of a file."""
+
+
+@contextmanager
+def read_errors(path: Path) -> Iterator[None]:
+    """Turn the file system's errors into :class:`NotFound`, :class:`Damaged` or :class:`StoreError`."""
+    try:
+        yield
+    except _ABSENT as error:
+        raise NotFound(f"no such file {path}") from error
+    except _NotPlain as error:
+        raise Damaged(f"{path} cannot be read", expected="a file", found=error.strerror) from error
+    except OSError as error:
+        if error.errno == errno.EIO:
+            raise Damaged(f"{path} cannot be read", found="a block that the disk cannot return") from error
+        raise StoreError(f"cannot read {path}", found=error.strerror or str(error)) from error
+
+
+@contextmanager
+def write_errors(path: Path, *, full: type[StoreError] = StoreError) -> Iterator[None]:
+    """Turn the file system's errors into :class:`Unwritable` or :class:`StoreError`.
+
+    Args:
+        path: The file, for the error message.
+        full: The error for a full disk. A disk that fills up during a run is not the user's mistake.
+
+    """
+    try:
+        yield
+    except OSError as error:
+        found, fix = _USER_ERRORS.get(error.errno or 0, (None, None))
+        if found is not None:
+            kind = full if error.errno in _FULL else Unwritable
+            raise kind(f"cannot write {path}", expected="a folder with room", found=found, fix=fix) from error
+        raise StoreError(f"cannot write {path}", found=error.strerror or str(error)) from error
+
+
+def open_plain(path: Path, flags: int = 0) -> io.FileIO:
+    """Open a regular file for reading. A pipe or a device is an error, because reading it could block for ever."""
+    file = io.FileIO(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags))
+    kind = os.fstat(file.fileno()).st_mode
+    if not stat.S_ISREG(kind):
+        file.close()
+        if stat.S_ISDIR(kind):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        raise _NotPlain(errno.EINVAL, "a pipe or a device")
+    return file
+
+
+def read_into(path: Path, offset: int, target: memoryview) -> int:
+    """Fill ``target`` from a file; return the number of bytes read."""
+    done = 0
+    with read_errors(path), open_plain(path) as file:
+        while done < len(target) and (count := os.preadv(file.fileno(), [target[done:]], offset + done)):
+            done += count
+    return done
+
+
+class MappedFile:
+    """A file mapped into memory.
+
+    Touching a page that the disk cannot return, or that is past the end of a truncated file, kills the process. Callers
+    therefore ask :meth:`can_read` first, which makes the system load the pages, and read the file otherwise.
+    """
+
+    def __init__(self, mapped: mmap.mmap) -> None:
+        self._map = mapped
+        self.view = memoryview(mapped)
+
+    @classmethod
+    def of(cls, path: Path, size: int) -> MappedFile | None:
+        """Map a file of ``size`` bytes; return None if it has another size or cannot be mapped."""
+        try:
+            with open_plain(path) as file:
+                mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        except (OSError, ValueError):
+            return None
+        return cls(mapped) if len(mapped) == size else None
+
+    def can_read(self, start: int, length: int) -> bool:
+        """Load these bytes; return False if that fails or the system cannot tell (Linux before 5.14, others)."""
+        begin = start - start % mmap.PAGESIZE
+        try:
+            self._map.madvise(_MADV_POPULATE_READ, begin, start + length - begin)
+        except (OSError, ValueError, AttributeError):
+            return False
+        return True
+
+    def forget(self, path: Path, start: int, length: int) -> None:
+        """Ask the system to drop these bytes from the page cache. Reading them again is slower but still correct."""
+        page = mmap.PAGESIZE
+        begin, end = -(-start // page) * page, (start + length) // page * page
+        if begin >= end or not hasattr(os, "posix_fadvise"):
+            return
+        with suppress(OSError, ValueError):
+            self._map.madvise(mmap.MADV_DONTNEED, begin, end - begin)  # mapped pages cannot be dropped
+            with open_plain(path) as file:
+                os.posix_fadvise(file.fileno(), begin, end - begin, os.POSIX_FADV_DONTNEED)
+
+
+def is_abandoned(path: Path) -> bool:
+    """Return whether the process that wrote a temporary file has ended. A running writer holds a lock on the file."""
+    try:
+        handle = os.open(path, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
+    return True
+
+
+def _sync_folder(path: Path) -> None:
+    """Make a directory's entries durable."""
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    except OSError as error:  # some network file systems cannot sync a directory
+        if error.errno != errno.EINVAL:
+            raise
+    finally:
+        os.close(handle)
+
+
+def _make_folder(path: Path) -> None:
+    """Create a directory and its parents, each durably."""
+    if path.is_dir():
+        return
+    _make_folder(path.parent)
+    with suppress(FileExistsError):
+        path.mkdir()
+    _sync_folder(path.parent)
+
+
+def _temporary_path(path: Path) -> Path:
+    return path.with_name(f"{_TEMPORARY}{secrets.token_hex(8)}-{path.name}")
+
+
+def _write_all(handle: int, view: memoryview, offset: int) -> None:
+    while view:
+        count = os.pwrite(handle, view, offset)
+        view, offset = view[count:], offset + count
+
+
+def _reserve(handle: int, size: int) -> None:
+    """Allocate the file's space now, so that a full disk is noticed before the work and not after it."""
+    if size and sys.platform == "linux" and not _on_ram_disk(handle):
+        # Not os.posix_fallocate: on file systems without support, the C library writes every block.
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.fallocate(handle, 0, ctypes.c_int64(0), ctypes.c_int64(size)) == 0:
+            return
+        number = ctypes.get_errno()
+        if number not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINTR):
+            raise OSError(number, os.strerror(number))
+    status = os.fstatvfs(handle)
+    if status.f_bavail * status.f_frsize < size:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    os.ftruncate(handle, size)
+
+
+def _on_ram_disk(handle: int) -> bool:
+    """Return whether a file is on a RAM disk, where allocation fills it with zeros at 4 GB/s."""
+    answer = ctypes.create_string_buffer(512)
+    if ctypes.CDLL(None).fstatfs(handle, answer) != 0:
+        return False
+    kind = int.from_bytes(answer.raw[: ctypes.sizeof(ctypes.c_long)], sys.byteorder)
+    return kind in _RAM_DISKS
 
 
 class LocalWriter:
-    """A temporary file that becomes the object when it is finished."""
+    """A temporary file that gets its own name when it is finished."""
 
     def __init__(self, path: Path, size: int, stats: Stats) -> None:
         self._path = path
         self._stats = stats
         self._handle: int | None = None
-        with writing(path):
-            make_folder(path.parent)
-            self._temporary = temporary_name(path)
+        with write_errors(path):
+            _make_folder(path.parent)
+            self._temporary = _temporary_path(path)
             self._handle = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-            hold(self._handle)
+            with suppress(OSError):  # a file system without locks leaves its temporary files to verify --gc
+                fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             try:
-                reserve(self._handle, size)
+                _reserve(self._handle, size)
             except OSError:
                 self.abort()
                 raise
 
     def write_at(self, offset: int, data: Buffer) -> None:
-        """Put bytes at an offset."""
+        """Write bytes at an offset."""
         view = memoryview(data).cast("B")
-        with writing(self._path):
-            write_all(self._open(), view, offset)
+        with write_errors(self._path):
+            _write_all(self._open(), view, offset)
         self._stats.add(bytes_written=view.nbytes)
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Move bytes down, from the front, so that ranges may overlap."""
+        """Move bytes to a lower offset, from the front, so that the ranges may overlap."""
         if target > source:
-            raise ValueError("a move goes down")
+            raise ValueError("bytes can only be moved to a lower offset")
         handle = self._open()
-        with writing(self._path):
+        with write_errors(self._path):
             for done in range(0, length, _MOVE_CHUNK):
                 chunk = os.pread(handle, min(_MOVE_CHUNK, length - done), source + done)
-                write_all(handle, memoryview(chunk), target + done)
+                _write_all(handle, memoryview(chunk), target + done)
 
     def finish(self, size: int) -> None:
-        """Cut, sync once, rename, sync the folder."""
+        """Truncate, sync once, rename, and sync the directory."""
         handle = self._open()
-        with writing(self._path):
+        with write_errors(self._path):
             os.ftruncate(handle, size)
             os.fsync(handle)
             self._temporary.rename(self._path)
             self._close()
-            sync_folder(self._path.parent)
+            _sync_folder(self._path.parent)
 
     def abort(self) -> None:
         """Remove the temporary file, unless it was finished."""
@@ -100,7 +295,7 @@ class LocalWriter:
 
 
 class LocalFolder:
-    """A directory. It need not exist until something is written."""
+    """A directory. It is created by the first write."""
 
     def __init__(self, path: Path, url: str | None = None, stats: Stats | None = None) -> None:
         self.path = path
@@ -109,7 +304,7 @@ class LocalFolder:
 
     @property
     def url(self) -> str:
-        """The path, as it was typed."""
+        """The path as the user typed it."""
         return self._url
 
     @property
@@ -123,26 +318,26 @@ class LocalFolder:
         return self._stats
 
     def child(self, path: str) -> LocalFolder:
-        """The folder below this one."""
+        """Return the folder below this one."""
         checked_key(path)
         return LocalFolder(self.path / path, f"{self._url.rstrip('/')}/{path}", self._stats)
 
     def get(self, key: str) -> bytes:
-        """The whole file."""
+        """Return the whole file."""
         path = self._at(key)
-        with reading(path), open_plain(path) as file:
+        with read_errors(path), open_plain(path) as file:
             data = file.readall()
         self._stats.add(requests=1, bytes_read=len(data))
         return data
 
     def get_many(self, keys: Iterable[str]) -> Iterator[bytes]:
-        """One after the other: a disk gains nothing from threads here."""
+        """Yield whole files one after the other; threads would not make a disk faster here."""
         return map(self.get, keys)
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
-        """Exactly these bytes."""
+        """Return exactly these bytes."""
         path = self._at(key)
-        with reading(path), open_plain(path) as file:
+        with read_errors(path), open_plain(path) as file:
             pieces: list[bytes] = []
             missing, offset = length, start
             while missing and (piece := os.pread(file.fileno(), missing, offset)):
@@ -154,33 +349,33 @@ class LocalFolder:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def info(self, key: str) -> ObjectInfo:
-        """Size and time of one file."""
+        """Return size and time of one file."""
         path = self._at(key)
-        with reading(path):
+        with read_errors(path):
             found = path.stat()
             if not path.is_file():
                 raise NotFound(f"no such file {path}")
         return ObjectInfo(key, found.st_size, found.st_mtime)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """All files below, sorted by key, without temporary ones."""
+        """Yield all files below, sorted by key, without temporary ones."""
         for key, entry in self._walk(prefix):
-            if not entry.name.startswith(TEMPORARY):
-                with suppress(FileNotFoundError):  # deleted while we look
+            if not entry.name.startswith(_TEMPORARY):
+                with suppress(FileNotFoundError):  # deleted in the meantime
                     found = entry.stat()
                     yield ObjectInfo(key, found.st_size, found.st_mtime)
 
     def put(self, key: str, data: bytes) -> None:
-        """Write aside, sync, rename."""
+        """Write a temporary file, sync it and rename it."""
         path = self._at(key)
-        with writing(path), self._aside(path, data) as temporary:
+        with write_errors(path), self._temporary_file(path, data) as temporary:
             temporary.rename(path)
         self._stats.add(requests=1, bytes_written=len(data))
 
     def create(self, key: str, data: bytes) -> bool:
-        """Write aside, sync, link: the file system lets one of many through."""
+        """Write a temporary file, sync it and link it: the file system lets one of several creators succeed."""
         path = self._at(key)
-        with writing(path), self._aside(path, data) as temporary:
+        with write_errors(path), self._temporary_file(path, data) as temporary:
             try:
                 os.link(temporary, path)
             except FileExistsError:
@@ -193,21 +388,21 @@ class LocalFolder:
     def delete(self, key: str) -> None:
         """Remove a file."""
         path = self._at(key)
-        with writing(path), suppress(FileNotFoundError, NotADirectoryError):
+        with write_errors(path), suppress(FileNotFoundError, NotADirectoryError):
             path.unlink()
-            sync_folder(path.parent)
+            _sync_folder(path.parent)
 
     def writer(self, key: str, size: int) -> LocalWriter:
-        """A file of about this size; its room is taken now."""
+        """Return a writer for a file of at most ``size`` bytes; its space is allocated now."""
         return LocalWriter(self._at(key), size, self._stats)
 
     def unfinished(self, prefix: str = "") -> Iterator[Unfinished]:
-        """Temporary files of exactly our names, a live writer's too."""
+        """Yield temporary files with exactly our form of name, including those of running writers."""
         above, slash, _ = prefix.rpartition("/")
         for found, entry in self._walk(above + slash):
-            name = becomes(entry.name)
+            name = _TEMPORARY_NAME.fullmatch(entry.name)
             if name is not None:
-                key = found.removesuffix(entry.name) + name
+                key = found.removesuffix(entry.name) + name[1]
                 if key.startswith(prefix):
                     with suppress(FileNotFoundError):
                         status = entry.stat()
@@ -221,14 +416,14 @@ class LocalFolder:
         return self.path / checked_key(key)
 
     @contextmanager
-    def _aside(self, path: Path, data: bytes) -> Iterator[Path]:
-        """The bytes, durable under a temporary name; the folder is synced after the caller has named them."""
-        make_folder(path.parent)
-        temporary = temporary_name(path)
+    def _temporary_file(self, path: Path, data: bytes) -> Iterator[Path]:
+        """Yield a durable temporary file with these bytes for the caller to rename or link, then sync the directory."""
+        _make_folder(path.parent)
+        temporary = _temporary_path(path)
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             try:
-                write_all(handle, memoryview(data), 0)
+                _write_all(handle, memoryview(data), 0)
                 os.fsync(handle)
             finally:
                 os.close(handle)
@@ -236,27 +431,27 @@ class LocalFolder:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-        sync_folder(path.parent)
+        _sync_folder(path.parent)
 
     def _walk(self, prefix: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
-        """Files whose key starts with the prefix, in the order of their keys."""
+        """Yield the files whose key starts with the prefix, in the order of their keys."""
         above = prefix.rpartition("/")[0]
         if not possible_prefix(prefix):
             return
+        # A stack of keys to visit, smallest on top. A directory's key ends with "/", so it sorts like its files.
         stack = [above + "/" if above else ""]
         files: dict[str, os.DirEntry[str]] = {}
         links: set[tuple[int, int]] = set()
-        # A stack of keys still to visit, smallest on top; a folder's key ends with "/", which sorts as its files do.
         while stack:
             key = stack.pop()
             if key in files:
                 yield key, files.pop(key)
                 continue
-            with reading(self.path / key), suppress(*ABSENT), os.scandir(self.path / key) as entries:
+            with read_errors(self.path / key), suppress(*_ABSENT), os.scandir(self.path / key) as entries:
                 found: list[str] = []
                 for entry in entries:
                     name = f"{key}{entry.name}/"
-                    if not name.startswith(prefix) or not _leads_on(entry, links):
+                    if not name.startswith(prefix) or not _is_new(entry, links):
                         continue
                     if not entry.is_dir():
                         name = name[:-1]
@@ -266,16 +461,16 @@ class LocalFolder:
                 stack.extend(sorted(found, reverse=True))
 
 
-def _leads_on(entry: os.DirEntry[str], links: set[tuple[int, int]]) -> bool:
-    """Whether there is something behind a name. A folder that links lead to is there once: links can go in circles."""
+def _is_new(entry: os.DirEntry[str], links: set[tuple[int, int]]) -> bool:
+    """Return False for a broken link, and for a second link to the same directory, because links can form a circle."""
     if not entry.is_symlink():
         return True
     try:
         found = entry.stat()
-    except OSError:  # it leads nowhere, or to itself
+    except OSError:
         return False
-    place = (found.st_dev, found.st_ino)
-    if stat.S_ISDIR(found.st_mode) and place in links:
+    identity = (found.st_dev, found.st_ino)
+    if stat.S_ISDIR(found.st_mode) and identity in links:
         return False
-    links.add(place)
+    links.add(identity)
     return True

@@ -1,8 +1,8 @@
-"""A folder with a copy: what is written to its home is written to a second folder too. Reads come from the home.
+"""A folder with a copy: everything written to the first folder is written to a second one as well.
 
-A home that is older than its copy has objects that the copy lacks. Small ones, which are read whole (records), are
-copied when they are read; large ones are not: a worker that resumes a terabyte must not fetch it first.
-``store.copies`` tells which those are.
+Reads come from the first folder only. If it already has objects that the copy does not have, small records are copied
+when they are read. Large objects are not: a worker that resumes a run of a terabyte must not download it first.
+``store.copies`` reports which are missing.
 """
 
 from __future__ import annotations
@@ -13,39 +13,38 @@ from pathlib import Path
 
 from typing_extensions import Buffer
 
-from spile.objects.folder import Folder, NotFound, ObjectInfo, Unfinished, Unwritable, Writer
-from spile.objects.stats import Stats
+from spile.objects.folder import Folder, NotFound, ObjectInfo, Stats, Unfinished, Unwritable, Writer
 
 __all__ = ["MirrorFolder", "home_of"]
 
 
 class _BothWriters:
-    """The copy first: when the home's object is visible, its copy is there."""
+    """Writes an object and its copy. The copy is finished first, so it exists when the object becomes visible."""
 
-    def __init__(self, home: Writer, copy: Writer, forget: Callable[[], None]) -> None:
-        self._home, self._copy, self._forget = home, copy, forget
+    def __init__(self, home: Writer, copy: Writer, remove_copy: Callable[[], None]) -> None:
+        self._home, self._copy, self._remove_copy = home, copy, remove_copy
 
     def write_at(self, offset: int, data: Buffer) -> None:
-        """To both."""
+        """Write to both."""
         self._copy.write_at(offset, data)
         self._home.write_at(offset, data)
 
     def move(self, source: int, target: int, length: int) -> None:
-        """In both."""
+        """Move in both."""
         self._copy.move(source, target, length)
         self._home.move(source, target, length)
 
     def finish(self, size: int) -> None:
-        """The copy, then the home; a copy of what never came to be at home goes again."""
+        """Finish the copy, then the object; remove the copy if the object fails."""
         self._copy.finish(size)
         try:
             self._home.finish(size)
         except BaseException:
-            self._forget()
+            self._remove_copy()
             raise
 
     def abort(self) -> None:
-        """Both."""
+        """Abort both."""
         try:
             self._copy.abort()
         finally:
@@ -53,9 +52,9 @@ class _BothWriters:
 
 
 class MirrorFolder:
-    """``home``, where the dataset lives, and ``copy``, which is never believed: the ledger at home is the only truth.
+    """``home``, which holds the dataset, and ``copy``, which is only written.
 
-    What is read whole or created through it never changes, so a copy that has other bytes is another dataset's.
+    Objects that are read whole or created here never change, so a copy with other bytes belongs to another dataset.
     """
 
     def __init__(self, home: Folder, copy: Folder) -> None:
@@ -63,62 +62,62 @@ class MirrorFolder:
 
     @property
     def url(self) -> str:
-        """The home's."""
+        """The address of the home."""
         return self.home.url
 
     @property
     def local_path(self) -> Path | None:
-        """The home's: the copy is never read."""
+        """The home's directory; the copy is never read."""
         return self.home.local_path
 
     @property
     def stats(self) -> Stats:
-        """The home's."""
+        """The home's counters."""
         return self.home.stats
 
     def child(self, path: str) -> MirrorFolder:
-        """Both folders below."""
+        """Return the mirror of both folders below."""
         return MirrorFolder(self.home.child(path), self.copy.child(path))
 
     def get(self, key: str) -> bytes:
-        """From the home; the copy gets it too."""
+        """Read from the home and complete the copy."""
         data = self.home.get(key)
-        self._follow(key, data)
+        self._complete_copy(key, data)
         return data
 
     def get_range(self, key: str, start: int, length: int) -> bytes | memoryview:
-        """From the home."""
+        """Read from the home."""
         return self.home.get_range(key, start, length)
 
     def get_many(self, keys: Iterable[str]) -> Iterator[bytes]:
-        """From the home; the copy gets them too."""
+        """Read from the home and complete the copy."""
         wanted, names = tee(keys)
         for key, data in zip(names, self.home.get_many(wanted), strict=True):
-            self._follow(key, data)
+            self._complete_copy(key, data)
             yield data
 
     def info(self, key: str) -> ObjectInfo:
-        """The home's."""
+        """Ask the home."""
         return self.home.info(key)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """The home's."""
+        """List the home."""
         return self.home.list(prefix)
 
     def put(self, key: str, data: bytes) -> None:
-        """To both."""
+        """Write to both."""
         self.home.put(key, data)
         self.copy.put(key, data)
 
     def create(self, key: str, data: bytes) -> bool:
-        """At home if absent; what was created there is copied, also where the reply that says so was lost."""
+        """Create in the home if absent, and copy what was created there, also if the reply to it was lost."""
         created = self.home.create(key, data)
         if created or self.home.get(key) == data:
-            self._follow(key, data)
+            self._complete_copy(key, data)
         return created
 
-    def _follow(self, key: str, data: bytes) -> None:
-        """The copy gets what the home has; never in the place of somebody's other dataset."""
+    def _complete_copy(self, key: str, data: bytes) -> None:
+        """Write an object of the home to the copy, unless another dataset's object is there."""
         try:
             found = self.copy.get(key)
         except NotFound:
@@ -126,27 +125,27 @@ class MirrorFolder:
             return
         if found != data:
             raise Unwritable(
-                f"{self.copy.url} is no copy of {self.home.url}",
+                f"{self.copy.url} is not a copy of {self.home.url}",
                 expected=f"an empty folder, or one with the same {key}",
-                found="another",
-                fix="give an --output-dir of its own, or remove what is there; the dataset itself is whole",
+                found=f"a different {key}",
+                fix="choose another --output-dir, or remove what is there; the dataset itself is complete",
             )
 
     def delete(self, key: str) -> None:
-        """From both."""
+        """Delete from both."""
         self.home.delete(key)
         self.copy.delete(key)
 
     def unfinished(self, prefix: str = "") -> Iterator[Unfinished]:
-        """The home's."""
+        """List the home's unfinished writes."""
         return self.home.unfinished(prefix)
 
     def discard(self, remains: Unfinished) -> None:
-        """The home's."""
+        """Discard one of the home's unfinished writes."""
         self.home.discard(remains)
 
     def writer(self, key: str, size: int) -> Writer:
-        """To both."""
+        """Return a writer to both."""
         home = self.home.writer(key, size)
         try:
             return _BothWriters(home, self.copy.writer(key, size), lambda: self.copy.delete(key))
@@ -156,5 +155,5 @@ class MirrorFolder:
 
 
 def home_of(folder: Folder) -> Folder:
-    """Where the dataset lives, past its copy: for a record that is compared and not followed."""
+    """Return the folder that holds the dataset, without its copy."""
     return folder.home if isinstance(folder, MirrorFolder) else folder

@@ -1,4 +1,4 @@
-"""From what a user types to a folder: a path, ``gs://bucket/prefix`` or ``s3://bucket/prefix``."""
+"""Open the folder that a path or URL names."""
 
 from __future__ import annotations
 
@@ -11,21 +11,31 @@ from spile.objects.local import LocalFolder
 
 __all__ = ["bucket_url", "is_remote", "open_folder", "split"]
 
-_CLOUDS = ("gs", "s3")
+_CLOUDS = ("gs", "s3", "az")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def open_folder(url: str) -> Folder:
-    """The folder at a path or a URL. Nothing is asked of it and nothing created."""
+    """Return the folder at a path, ``gs://bucket/prefix``, ``s3://bucket/prefix`` or ``az://container/prefix``.
+
+    Sends no request and creates nothing.
+
+    Raises:
+        SpecError: The text names no folder.
+
+    """
     scheme, separator, rest = url.partition("://")
     if not separator:
         if not url:
-            raise SpecError("no folder was named", expected="a path, gs://bucket/prefix or s3://bucket/prefix")
+            raise SpecError(
+                "no folder was named",
+                expected="a path, gs://bucket/prefix, s3://bucket/prefix or az://container/prefix",
+            )
         return LocalFolder(Path(url).expanduser(), url)
     if scheme == "file":
         return LocalFolder(Path(rest), rest)
     if scheme not in _CLOUDS:
-        raise SpecError(f"unknown kind of folder {url}", expected="a path, gs:// or s3://", found=f"{scheme}://")
+        raise SpecError(f"unknown kind of folder {url}", expected="a path, gs://, s3:// or az://", found=f"{scheme}://")
     bucket, _, prefix = rest.partition("/")
     if not bucket:
         raise SpecError(f"no bucket in {url}", expected=f"{scheme}://bucket/prefix")
@@ -36,25 +46,25 @@ def open_folder(url: str) -> Folder:
             expected=f"{scheme}://bucket/prefix, with no empty part, . or .. in it",
             found=url,
         )
-    from spile.objects.cloud.folder import open_cloud  # disks need no HTTP client
+    from spile.objects.bucket import open_bucket  # imported here because local folders need no bucket client
 
-    return open_cloud(scheme, bucket, prefix)
+    return open_bucket(scheme, bucket, prefix)
 
 
 def is_remote(url: str) -> bool:
-    """Whether what a user typed is a bucket's place rather than this machine's."""
+    """Return whether a path or URL names a bucket rather than this machine's disk."""
     scheme, separator, _ = url.partition("://")
     return bool(separator) and scheme != "file"
 
 
 def bucket_url(text: str) -> str:
-    """A bucket as users name it, ``name``, ``gs://name`` or ``s3://name``, as a URL; a path stays a path."""
+    """Return the URL of a bucket given as ``name`` or as a URL. A plain name means ``gs://``; a path is unchanged."""
     text = text.rstrip("/")
     return text if "://" in text or text.startswith(("/", ".")) else f"gs://{text}"
 
 
 def split(url: str) -> tuple[str, str]:
-    """An object's URL or path as its folder's and its key: ``gs://b/data/x.jsonl`` → (``gs://b/data``, ``x.jsonl``)."""
+    """Split an object's URL or path into folder and key: ``gs://b/data/x.jsonl`` → (``gs://b/data``, ``x.jsonl``)."""
     scheme, separator, rest = url.partition("://")
     above, slash, key = rest.rpartition("/") if separator else url.rpartition("/")
     if not key or (separator and scheme in _CLOUDS and not above):

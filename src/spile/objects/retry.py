@@ -1,74 +1,196 @@
-"""Trying again: exponential backoff with full jitter, capped, counted, and over after a bounded time."""
+"""Failed requests and retries: exponential backoff with jitter, counted, for a bounded time."""
 
 from __future__ import annotations
 
 import logging
 import random
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from spile.objects.cloud.failures import RequestFailure
-from spile.objects.environment import positive_number
-from spile.objects.stats import Stats
+from spile.objects.folder import Stats
+from spile.objects.machine import positive_number
 
-__all__ = ["Retry", "while_out"]
+__all__ = ["RequestFailure", "Retry", "from_obstore", "from_status", "retry_while_unavailable"]
 
 _log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
+_TEMPORARY = {408, 409, 425, 429, 500, 502, 503, 504}
+_TEMPORARY_CODES = {
+    *("BadDigest", "XAmzContentSHA256Mismatch", "Md5Mismatch"),  # the body was damaged on its way to the server
+    *("InternalError", "OperationTimedOut", "RequestTimeout", "ServerBusy", "SlowDown"),
+    "NoSuchUpload",  # the reply to the request that completed an upload was lost
+}
+_STATUS_WORDS = {
+    401: "no valid credentials",
+    403: "permission denied",
+    404: "no such object",
+    409: "a conflict with another write",
+    412: "it exists already",
+    429: "too many requests",
+}
+_CODE_WORDS = {
+    "NoSuchBucket": "no such bucket",
+    "ContainerNotFound": "no such container",
+    "AccountProblem": "the account is suspended",
+    "AccountIsDisabled": "the account is disabled",
+    "QuotaExceeded": "the quota is used up",
+    "UserProjectAccountProblem": "billing is disabled",
+    "SignatureDoesNotMatch": "a wrong secret key",
+    "InvalidAccessKeyId": "an unknown access key",
+    "AuthenticationFailed": "a wrong or expired account key or token",
+    "ExpiredToken": "expired credentials",
+    "RequestTimeTooSkewed": "this machine's clock is wrong by more than 15 minutes",
+    "PermanentRedirect": "the bucket is in another region",
+    "AuthorizationHeaderMalformed": "the bucket is in another region",
+    "EntityTooLarge": "the object is too large",
+    "BadDigest": "damaged on the way",
+    "XAmzContentSHA256Mismatch": "damaged on the way",
+}
+# Patterns in obstore's description of a connection error. The first match gives the words.
+_CONNECTION_WORDS = (
+    (r"dns error|failed to lookup", "the host's name does not resolve"),
+    (r"certificate|tls|handshake", "no secure connection: the certificate was refused"),
+    (r"connectionrefused", "connection refused"),
+    (r"timedout|timeout", "no answer in time"),
+    (r"incompletebody|unexpectedeof", "a reply cut short"),
+    (r"httperror|reqwest|hyper", "the connection broke"),
+    (r"", "an unreadable reply"),
+)
+_PERMANENT = "no secure connection"
+
+
+class RequestFailure(Exception):
+    """One failed request.
+
+    ``cause`` contains only words from this module. The server's own text is never shown, because S3 quotes access
+    keys and signatures in its replies.
+    """
+
+    def __init__(self, cause: str, *, status: int | None = None, code: str = "", transient: bool = False) -> None:
+        super().__init__(cause)
+        self.cause = cause
+        self.status = status
+        self.code = code
+        self.transient = transient
+        self.exhausted = False
+        """The request was retried for the whole allowed time, so an enclosing operation does not start over."""
+
+    @property
+    def no_bucket(self) -> bool:
+        """Whether the bucket does not exist."""
+        return self.code in ("NoSuchBucket", "ContainerNotFound")
+
+    @property
+    def absent(self) -> bool:
+        """Whether the object does not exist."""
+        return self.status == 404 and not self.no_bucket
+
+    @property
+    def exists(self) -> bool:
+        """Whether a conditional write found another object in place. Azure answers 409 where the others answer 412."""
+        return self.status == 412 or self.code == "BlobAlreadyExists"
+
+    @property
+    def wrong_region(self) -> bool:
+        """Whether the request went to a region that does not hold the bucket."""
+        return self.code in ("PermanentRedirect", "AuthorizationHeaderMalformed")
+
+
+def from_status(status: int, body: bytes | str = b"") -> RequestFailure:
+    """Return the failure that an HTTP status and the error code in the reply's XML body describe."""
+    text = body.decode("utf-8", "replace") if isinstance(body, bytes) else body
+    found = re.search(r"<Code>(\w{1,64})</Code>", text)
+    code = found.group(1) if found else ""
+    words = _CODE_WORDS.get(code) or _STATUS_WORDS.get(status) or code
+    transient = (status in _TEMPORARY and code != "BlobAlreadyExists") or code in _TEMPORARY_CODES
+    return RequestFailure(f"{status} {words}".strip(), status=status, code=code, transient=transient)
+
+
+def from_obstore(error: Exception) -> RequestFailure:
+    """Return the failure that one of obstore's exceptions describes.
+
+    obstore puts the status and the reply into the exception's text and nowhere else.
+    """
+    text = str(error)
+    if found := re.search(r"(?:non-2xx status code: |\(code: )(\d{3})(.*)", text, re.DOTALL):
+        return from_status(int(found[1]), found[2])
+    if "redirect without LOCATION" in text:
+        return RequestFailure("301 the bucket is in another region", status=301, code="PermanentRedirect")
+    if found := re.search(r"object with invalid path: Error parsing Path (\".*?\"):", text):
+        return RequestFailure(f"an object whose name cannot be used: {found[1]}", code="InvalidPath")
+    # What precedes "HttpError" can contain the object's key, which could be mistaken for a cause.
+    cause = text[max(0, text.find("HttpError")) :].lower()
+    words = next(words for pattern, words in _CONNECTION_WORDS if re.search(pattern, cause))
+    return RequestFailure(words, transient=not words.startswith(_PERMANENT))
+
 
 @dataclass(frozen=True)
 class Retry:
-    """How long and how often."""
+    """How often and how long a failed request is retried."""
 
     first: float = 0.2
-    """The first wait is at most so many seconds; each next one at most twice as many."""
+    """Upper bound of the first wait in seconds; it doubles with each retry."""
     cap: float = 15.0
+    """Upper bound of every wait."""
     total: float = 180.0
-    """No new attempt after so many seconds."""
+    """No attempt starts later than this many seconds after the first."""
     sleep: Callable[[float], None] = time.sleep
     clock: Callable[[], float] = time.monotonic
 
     @classmethod
     def from_environment(cls) -> Retry:
-        """``SPILE_RETRY_SECONDS`` bounds the whole."""
+        """Return the defaults, with ``total`` taken from ``SPILE_RETRY_SECONDS`` if that is set."""
         total = positive_number("SPILE_RETRY_SECONDS", cls.total)
         return cls(first=min(cls.first, total / 10), total=total)
 
     def call(self, attempt: Callable[[], Result], stats: Stats) -> Result:
-        """The attempt's result, or the last trouble."""
+        """Call ``attempt`` until it succeeds, and count the retries in ``stats``.
+
+        Raises:
+            RequestFailure: The failure is permanent, or the time is used up.
+
+        """
         began = self.clock()
         tries = 0
         while True:
             try:
                 stats.add(requests=1)
                 return attempt()
-            except RequestFailure as trouble:
-                # Full jitter: many workers that failed together do not come back together.
+            except RequestFailure as failure:
+                # Full jitter: workers that failed together do not retry together.
                 wait = random.uniform(0, min(self.cap, self.first * 2**tries))
-                trouble.exhausted |= self.clock() - began + wait > self.total
-                if not trouble.transient or trouble.exhausted:
+                failure.exhausted |= self.clock() - began + wait > self.total
+                if not failure.transient or failure.exhausted:
                     raise
                 tries += 1
                 stats.add(retries=1, waited=wait)
                 self.sleep(wait)
 
 
-def while_out(name: str, attempt: Callable[[], Result], retry: Retry) -> Result:
-    """What the hub gives, tried again as a bucket is while it is out (503, 429, no network), said aloud once."""
-    told = False
+def retry_while_unavailable(name: str, attempt: Callable[[], Result], retry: Retry) -> Result:
+    """Call ``attempt``, which reads ``name`` from the Hugging Face hub, until the hub is available.
+
+    Logs one warning when the first temporary failure occurs.
+
+    Raises:
+        RequestFailure: The failure is permanent, or the time is used up.
+
+    """
+    warned = False
 
     def one() -> Result:
-        nonlocal told
+        nonlocal warned
         try:
             return attempt()
         except RequestFailure as outage:
-            if outage.transient and not told:
-                told = True
-                _log.warning("the hub does not give %s (%s); trying for %.0f s", name, outage.cause, retry.total)
+            if outage.transient and not warned:
+                warned = True
+                _log.warning("the hub does not give %s (%s); retrying for %.0f s", name, outage.cause, retry.total)
             raise
 
     return retry.call(one, Stats())

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spile.objects.ahead import read_ahead
-from spile.objects.environment import this_machines_cores
+from spile.objects.machine import this_machines_cores
 from spile.reading.rows import RowBatch, Selection, context_of
 from spile.reading.shuffle import RowChunk
 from spile.store.ledger import ShardRecord

@@ -12,10 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from spile.errors import Damaged, StoreError
-from spile.objects.disk import is_abandoned
-from spile.objects.folder import Folder, NotFound
+from spile.objects.folder import Folder, NotFound, Removal
+from spile.objects.local import is_abandoned
 from spile.objects.mirror import home_of
-from spile.objects.removal import Removal
 from spile.spec.phase import Phase
 from spile.store.layout import (
     METADATA,

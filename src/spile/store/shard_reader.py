@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from spile.errors import Damaged
 from spile.objects.crc import crc32c, fold_chunks, to_hex
-from spile.objects.disk import MappedFile, read_into
 from spile.objects.folder import Folder
+from spile.objects.local import MappedFile, read_into
 from spile.spec.safetensors import TensorPlace
 from spile.store.ledger import ShardRecord
 from spile.store.shard_format import (
@@ -260,7 +260,7 @@ class ShardReader:
         if self.record.size <= SMALL_SHARD or path is None or not length:
             return self._read(start, length)
         mapped = self._mapping(path)
-        if mapped is not None and mapped.is_there(start, length):
+        if mapped is not None and mapped.can_read(start, length):
             return mapped.view[start : start + length]
         return self._read(start, length)
 

@@ -88,6 +88,6 @@ def test_a_copy_of_another_run_is_refused(
     )
     assert spile(*words) == 2
     (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith(f"spile: {tmp_path}/copy is no copy of {bucket}: expected an empty folder, or one with the")
+    assert line.startswith(f"spile: {tmp_path}/copy is not a copy of {bucket}: expected an empty folder, or one with")
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     assert not [info.key for info in open_folder(bucket).list() if "tpu_" in info.key]

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 from spile.errors import StoreError
-from spile.objects import open_folder
-from spile.objects.cloud import rest
+from spile.objects import clouds, open_folder
 from spile_fakes.gcs import FakeReply, FaultyServer, Request
 
+OBJECT = {"ETag": '"x"', "Last-Modified": "Mon, 16 Nov 2026 12:00:00 GMT"}
 HOME = {"x-amz-bucket-region": "eu-west-1"}
 
 
@@ -30,7 +30,7 @@ class _Amazon(FaultyServer):
             return FakeReply(503) if self.silent else FakeReply(403, headers=HOME)
         if region != "eu-west-1":
             return FakeReply(301, b"<Error><Code>PermanentRedirect</Code></Error>", HOME)
-        return FakeReply(403, headers=HOME) if self.closed else FakeReply(200, b"here")
+        return FakeReply(403, headers=HOME) if self.closed else FakeReply(200, b"here", OBJECT)
 
 
 @pytest.fixture
@@ -41,9 +41,9 @@ def amazon(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Amazon]:
         monkeypatch.setenv(name, "test")
     monkeypatch.setenv("AWS_REGION", "us-west-2")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(rest, "_REGIONS", {})
+    monkeypatch.setattr(clouds, "_REGIONS", {})
     with _Amazon() as server:
-        monkeypatch.setattr(rest, "_amazon", lambda region=None: f"{server.url}/{region or 'all'}")
+        monkeypatch.setattr(clouds, "_amazon_url", lambda region=None: f"{server.url}/{region or 'all'}")
         yield server
 
 
@@ -52,12 +52,14 @@ def test_it_is_asked_once_for_all_folders(amazon: _Amazon) -> None:
     assert amazon.seen == ["HEAD all", "GET eu-west-1", "GET eu-west-1"]
 
 
-def test_no_answer_to_the_question_lasts_until_the_bucket_says_it_itself(amazon: _Amazon) -> None:
+def test_a_region_that_could_not_be_found_out_is_an_error_with_a_fix(amazon: _Amazon) -> None:
     amazon.silent = True
-    early, other = open_folder("s3://bucket/a"), open_folder("s3://bucket/b")
-    assert early.get("x") == b"here"
-    assert other.get("x") == open_folder("s3://bucket/c").get("x") == b"here"
-    assert amazon.seen == ["HEAD all", "GET us-west-2", *["GET eu-west-1"] * 3]
+    for name in "ab":
+        with pytest.raises(
+            StoreError, match=r"the bucket is in another region; set AWS_REGION to the region of s3://buc"
+        ):
+            open_folder(f"s3://bucket/{name}").get("x")
+    assert amazon.seen == ["HEAD all", "GET us-west-2", "GET us-west-2"]
 
 
 def test_a_refusal_at_home_is_one(amazon: _Amazon) -> None:

@@ -1,49 +1,28 @@
-"""The parts of the cloud backends by themselves: signatures, backoff, memory in flight, secrets, regions."""
+"""The parts of the bucket backend by themselves: backoff, memory in flight, secrets, TLS, forks, signals."""
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import threading
-from datetime import UTC, datetime
+import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from backends import Clouds
+from backends import BUCKET, Clouds
 from spile.errors import StoreError, UserError
-from spile.objects import Folder, open_folder
-from spile.objects.cloud import upload
-from spile.objects.cloud.aws import AwsKeys
-from spile.objects.cloud.credentials import GoogleToken, sign_v4
-from spile.objects.cloud.failures import RequestFailure, from_status
-from spile.objects.cloud.upload import Buffers
-from spile.objects.retry import Retry
-from spile.objects.stats import Stats
+from spile.objects import Folder, Stats, bucket, open_folder
+from spile.objects.bucket import BucketFolder, Buffers
+from spile.objects.clouds import GoogleBucket, GoogleToken
+from spile.objects.retry import RequestFailure, Retry, from_status
 from spile_fakes.buckets import Throttle
-
-
-@pytest.mark.parametrize("token", [None, "session-token"])
-@pytest.mark.parametrize(
-    "url",
-    [
-        "https://s3.eu-west-1.amazonaws.com/b/a%20dir/x%23~1.json",
-        "https://s3.eu-west-1.amazonaws.com/b?uploads=&prefix=a%2Fb&key-marker=x%20y",
-        "http://127.0.0.1:5000/b/k?partNumber=12&uploadId=abc",
-    ],
-)
-def test_signature_equals_botocores(url: str, token: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    import botocore.auth
-    from botocore.awsrequest import AWSRequest
-    from botocore.credentials import Credentials
-
-    now = datetime(2026, 11, 1, 12, 30, tzinfo=UTC)
-    ours = sign_v4("PUT", url, {"x-amz-checksum-crc32c": "AAAA"}, AwsKeys("id", "secret", token), "eu-west-1", now)
-    monkeypatch.setattr(botocore.auth, "get_current_datetime", lambda *_, **__: now.replace(tzinfo=None))
-    request = AWSRequest("PUT", url, headers={"x-amz-checksum-crc32c": "AAAA"})
-    signer = botocore.auth.S3SigV4Auth(Credentials("id", "secret", token), "s3", "eu-west-1")
-    monkeypatch.setattr(signer, "payload", lambda _: "UNSIGNED-PAYLOAD")
-    signer.add_auth(request)
-    assert request.headers["X-Amz-Date"] == "20261101T123000Z"  # its clock was set
-    assert ours["authorization"] == request.headers["Authorization"]
+from spile_fakes.certificates import loopback_context
+from spile_fakes.gcs import FakeGcs, FakeReply, Request
 
 
 def test_backoff_grows_is_capped_and_ends() -> None:
@@ -102,11 +81,11 @@ def test_memory_in_flight_is_bounded() -> None:
     thread.join(0.2)
     assert thread.is_alive()  # waits
     assert buffers.in_flight == 8 << 20
-    buffers.give(first, 4 << 20)
+    buffers.give_back(first, 4 << 20)
     thread.join(120)
     assert not thread.is_alive()
     assert got[0] is first  # reused
-    buffers.give(second, 4 << 20)
+    buffers.give_back(second, 4 << 20)
 
 
 def test_two_writers_fit_whatever_the_budget() -> None:
@@ -140,7 +119,7 @@ def test_a_writer_holds_what_it_was_planned_for(cloud_folder: Folder) -> None:
 
 
 def test_parts_arrive_in_order(cloud_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upload, "PART", 5 << 20)
+    monkeypatch.setattr(bucket, "PART", 5 << 20)
     data = np.random.default_rng(0).integers(0, 256, (5 << 20) * 4 + 17, np.uint8)
     writer = cloud_folder.writer("shard", data.nbytes + 1000)
     writer.write_at(0, data)
@@ -151,10 +130,6 @@ def test_parts_arrive_in_order(cloud_folder: Folder, monkeypatch: pytest.MonkeyP
 
 
 def test_no_secret_in_any_word(clouds: Clouds, monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = AwsKeys("AKIAVERYSECRET", "hush-hush", "token-token")
-    assert "hush" not in repr(keys)
-    assert "AKIA" not in repr(keys)
-    assert "token" not in repr(keys).lower().replace("awskeys", "")
     assert repr(GoogleToken()) == "GoogleToken(…)"
     body = b"<Error><Code>SignatureDoesNotMatch</Code><AWSAccessKeyId>AKIAX</AWSAccessKeyId></Error>"
     assert str(from_status(403, body)) == "403 a wrong secret key"
@@ -188,3 +163,93 @@ def test_a_throttled_byte_passes_after_all_that_were_before_it() -> None:
     second = throttle.take(2, since=first)
     of_another_body = throttle.take(4, since=0.0)
     assert (first, second - first, of_another_body - second) == pytest.approx((0.001, 0.002, 0.004))
+
+
+class Noting(FakeGcs):
+    """Remembers the headers of the last request."""
+
+    def answer(self, request: Request) -> FakeReply:
+        self.asked = request.headers
+        return super().answer(request)
+
+
+@pytest.fixture
+def encrypted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Noting]:
+    context, trusted = loopback_context(tmp_path)
+    with Noting(tls=context) as fake:
+        fake.add_bucket(BUCKET)
+        for name, value in {"STORAGE_EMULATOR_HOST": fake.url, "SSL_CERT_FILE": str(trusted)}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        yield fake
+
+
+def test_tls_with_a_private_authority_and_a_bearer_token(encrypted: Noting, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = open_folder(f"gs://{BUCKET}/r")
+    assert isinstance(folder, BucketFolder)
+    cloud = folder.bucket.cloud
+    assert isinstance(cloud, GoogleBucket)
+    monkeypatch.setattr(cloud, "emulated", False)
+    monkeypatch.setattr(cloud.credentials, "token", lambda: "of-this-minute")
+    folder.put("x", b"data")
+    assert encrypted.asked["authorization"] == "Bearer of-this-minute"
+    assert folder.get("x") == b"data"
+    assert encrypted.asked["authorization"] == "Bearer of-this-minute"
+
+
+def test_an_unknown_certificate_is_refused_at_once(encrypted: Noting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SSL_CERT_FILE")
+    with pytest.raises(StoreError, match="no secure connection: the certificate was refused"):
+        open_folder(f"gs://{BUCKET}/r").get("x")
+
+
+_FORKED = """
+import os, sys
+from spile.objects import open_folder
+folder = open_folder(sys.argv[1])
+mine = folder.get("x")
+assert list(folder.get_many(["x", "x"])) == [mine, mine]
+child = os.fork()
+if child == 0:
+    folder.put("from-the-child", mine)
+    same = list(folder.get_many(["x", "from-the-child"])) == [mine, mine]
+    os._exit(0 if same and open_folder(sys.argv[1]).get("x") == mine else 1)
+status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+sys.exit(status or folder.get("from-the-child") != mine)
+"""
+
+
+def test_a_forked_process_reads_and_writes(cloud_folder: Folder) -> None:
+    cloud_folder.put("x", b"data")
+    command = [sys.executable, "-W", "error", "-c", _FORKED, cloud_folder.url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_ctrl_c_does_not_wait_for_a_server_that_hangs(cloud_folder: Folder, clouds: Clouds) -> None:
+    cloud_folder.put("x", b"data")
+    clouds.faults(cloud_folder.url).add("hang", method="GET", seconds=100)
+    code = "import sys; from spile.objects import open_folder; print(1, flush=True); open_folder(sys.argv[1]).get('x')"
+    command = [sys.executable, "-c", code, cloud_folder.url]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        while not clouds.faults(cloud_folder.url).spoiled.get("hang"):
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        try:
+            assert process.wait(30) == -signal.SIGINT
+        finally:
+            process.kill()
+            clouds.faults(cloud_folder.url).spoiled.clear()
+
+
+def test_a_proxy_of_the_environment_is_used(cloud_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.setenv("SPILE_RETRY_SECONDS", "0.1")
+    with pytest.raises(StoreError, match="connection refused"):
+        open_folder(cloud_folder.url).get("x")
+    assert os.environ["HTTP_PROXY"]

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import count
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from backends import BUCKET, Clouds
-from spile.errors import Damaged, StoreError
-from spile.objects import Folder, open_folder
-from spile.objects.cloud import upload
-from spile.objects.cloud.folder import CloudFolder
-from spile.objects.cloud.rest import Reply
+from spile.errors import StoreError
+from spile.objects import Folder, bucket, open_folder
 from spile.objects.retry import Retry
+from spile_fakes import gcs
 from spile_fakes.buckets import FaultKind, random_faults
+from spile_fakes.gcs import FakeReply, Request
 
 PASSING: list[tuple[FaultKind, int]] = [
     ("status", 429),
@@ -35,7 +34,7 @@ SIZE = 11 << 20
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPILE_RETRY_SECONDS", "5")
     monkeypatch.setattr(Retry, "first", 0.01)
-    monkeypatch.setattr(upload, "PART", 5 << 20)
+    monkeypatch.setattr(bucket, "PART", 5 << 20)
 
 
 @pytest.fixture(scope="module")
@@ -210,49 +209,26 @@ def test_an_abandoned_upload_is_found_and_removed(cloud_folder: Folder, clouds: 
     assert list(cloud_folder.unfinished()) == []
 
 
-def test_damaged_replies_are_never_data(cloud_folder: Folder, clouds: Clouds) -> None:
-    cloud_folder.put("x", b"important")
-    faults = clouds.faults(cloud_folder.url)
-    faults.add("corrupt", method="GET", count=2)
-    assert cloud_folder.get("x") == b"important"
-    assert cloud_folder.stats.retries == 2
-
-
-def test_damage_at_rest_is_an_error(clouds: Clouds, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STORAGE_EMULATOR_HOST", clouds.gcs.url)
-    monkeypatch.setenv("SPILE_RETRY_SECONDS", "0.1")
-    folder = open_folder(f"gs://{BUCKET}/damaged")
-    folder.put("x", b"important")
-    clouds.gcs.damage(BUCKET, "damaged/x", 3)
-    with pytest.raises(Damaged, match=r"damaged/x.*checksum") as caught:
-        folder.get("x")
-    assert caught.value.exit_code == 1
-
-
-def test_damage_on_the_way_up_is_refused_and_sent_again(
-    cloud_folder: Folder, monkeypatch: pytest.MonkeyPatch, payload: np.ndarray
+@pytest.mark.parametrize("cloud_url", ["s3"], indirect=True)
+@pytest.mark.parametrize("size", [1000, SIZE])
+def test_s3_refuses_an_upload_that_was_damaged_on_the_way(
+    cloud_folder: Folder, clouds: Clouds, monkeypatch: pytest.MonkeyPatch, payload: np.ndarray, size: int
 ) -> None:
-    """The store compares what it received with the checksum sent along (moto does not, so only on the fake)."""
-    if not cloud_folder.url.startswith("gs:"):
-        pytest.skip("moto does not compare")
-    from spile.objects.cloud.rest import RestClient
+    """obstore signs the SHA-256 of each body. The proxy compares it, as Amazon does and moto does not."""
+    answer = clouds.s3.answer
+    damaged: list[str] = []
 
-    request = RestClient.request
-    spoiled, puts = [], count()  # parts go up side by side: one of them is the first
+    def damage_first(request: Request) -> FakeReply:
+        if request.method == "PUT" and not damaged:
+            damaged.append(request.target)
+            return answer(replace(request, body=bytes([request.body[0] ^ 1]) + request.body[1:]))
+        return answer(request)
 
-    def spoil(self: RestClient, method: str, key: str = "", **options: object) -> object:
-        if method == "PUT" and next(puts) == 0:
-            body = bytearray(options["body"])  # type: ignore[arg-type]
-            body[len(body) // 2] ^= 1
-            options["body"] = bytes(body)
-            spoiled.append(key)
-        return request(self, method, key, **options)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(RestClient, "request", spoil)
-    write(cloud_folder, "shard", payload)
-    assert spoiled
+    monkeypatch.setattr(clouds.s3, "answer", damage_first)
+    write(cloud_folder, "shard", payload[:size])
+    assert len(damaged) == 1
     assert cloud_folder.stats.retries == 1
-    assert cloud_folder.get("shard") == payload.tobytes()
+    assert cloud_folder.get("shard") == payload[:size].tobytes()
 
 
 def test_no_bucket(clouds: Clouds, monkeypatch: pytest.MonkeyPatch, payload: np.ndarray) -> None:
@@ -315,34 +291,45 @@ def test_a_thousand_schedules(cloud_folder: Folder, clouds: Clouds, payload: np.
         _schedule(cloud_folder, clouds, seed, payload)
 
 
-def test_an_object_that_arrived_damaged_is_sent_again(
-    cloud_folder: Folder, clouds: Clouds, payload: np.ndarray
+@pytest.mark.parametrize("ask", [lambda folder: list(folder.list()), lambda folder: list(folder.unfinished())])
+@pytest.mark.parametrize("cloud_url", ["gs"], indirect=True)
+def test_a_page_in_place_of_a_listing_is_requested_again(
+    cloud_folder: Folder, clouds: Clouds, monkeypatch: pytest.MonkeyPatch, ask: Callable[[Folder], object]
 ) -> None:
-    """S3's checksum of parts is compared by S3 itself; GCS reports the whole object's, and we compare it."""
-    faults = clouds.faults(cloud_folder.url)
-    faults.add("corrupt", method="POST", target="uploadId=")
-    write(cloud_folder, "shard", payload)
-    assert faults.rules[0].count == 0
-    assert cloud_folder.stats.retries == (1 if cloud_folder.url.startswith("gs:") else 0)
-    assert cloud_folder.get("shard") == payload.tobytes()
-    assert list(cloud_folder.unfinished()) == []
+    """A captive portal answers every request with a page and status 200."""
+    answer, asked = clouds.gcs.answer, []
 
+    def portal(request: Request) -> FakeReply:
+        asked.append(request)
+        return FakeReply(200, b"<html>log in") if len(asked) == 1 else answer(request)
 
-@pytest.mark.parametrize(
-    "ask",
-    [lambda folder: list(folder.list()), lambda folder: list(folder.unfinished()), lambda folder: folder.location()],
-)
-def test_a_page_in_the_place_of_a_listing_is_asked_for_again(
-    cloud_folder: CloudFolder, monkeypatch: pytest.MonkeyPatch, ask: Callable[[CloudFolder], object]
-) -> None:
-    """A portal's, with status 200."""
-    rest, asked = cloud_folder._bucket.rest, []
-    real = rest.request
-
-    def request(*args: object, **options: object) -> Reply:
-        asked.append(args)
-        return Reply({}, b"<html>log in") if len(asked) == 1 else real(*args, **options)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(rest, "request", request)
+    monkeypatch.setattr(clouds.gcs, "answer", portal)
     ask(cloud_folder)
     assert len(asked) == 2
+
+
+@pytest.mark.parametrize("cloud_url", ["gs"], indirect=True)
+def test_a_listing_continues_after_a_page_that_failed(
+    cloud_folder: Folder, clouds: Clouds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gcs, "_PAGE_xml_api", 3)
+    monkeypatch.setattr(bucket, "_PAGE", 3)
+    names = [f"x/{number:02d}" for number in range(8)]
+    for name in names:
+        cloud_folder.put(name, b"")
+    found = []
+    for number, item in enumerate(cloud_folder.list("x/")):
+        found.append(item.key)
+        if number in (2, 5):
+            clouds.faults(cloud_folder.url).add("status", method="GET")
+    assert found == names
+    assert cloud_folder.stats.retries == 2
+
+
+@pytest.mark.parametrize("cloud_url", ["s3"], indirect=True)
+def test_a_name_that_obstore_cannot_list_is_reported(cloud_folder: Folder, clouds: Clouds) -> None:
+    prefix = cloud_folder.url.removeprefix(f"s3://{BUCKET}/")
+    cloud_folder.put("good", b"")
+    clouds.s3_client(clouds.s3.url).put_object(Bucket=BUCKET, Key=f"{prefix}/a/../b", Body=b"")
+    with pytest.raises(StoreError, match=r"cannot list .*a/\.\./b.*; rename or remove that object"):
+        list(cloud_folder.list())

@@ -88,7 +88,7 @@ except Exception as error:
 def test_no_room_shows_when_the_writer_begins(tmp_path: Path) -> None:
     result = subprocess.run([sys.executable, "-c", _LIMITED, str(tmp_path)], capture_output=True, text=True, check=True)
     assert "Unwritable" in result.stdout, result
-    assert "larger than this file system takes" in result.stdout
+    assert "larger than this file system allows" in result.stdout
     assert list(tmp_path.iterdir()) == []
 
 
@@ -186,7 +186,7 @@ def test_unreadable_file(tmp_path: Path) -> None:
     ("url", "words"),
     [
         ("", "no folder was named"),
-        ("http://x/y", "expected a path, gs:// or s3://, found http://"),
+        ("http://x/y", "expected a path, gs://, s3:// or az://, found http://"),
         ("gs://", "no bucket in gs://"),
         ("s3:///x", "no bucket"),
     ],

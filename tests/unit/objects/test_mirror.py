@@ -59,9 +59,9 @@ def test_a_copy_of_another_dataset_is_refused_and_left_alone(mirror: MirrorFolde
         with pytest.raises(Unwritable) as refused:
             produce(mirror, 30)
         assert str(refused.value) == (
-            f"{mirror.copy.url}/tpu_0 is no copy of {mirror.url}/tpu_0: expected an empty folder, or one with the same "
-            "stream.json, found another; give an --output-dir of its own, or remove what is there; "
-            "the dataset itself is whole"
+            f"{mirror.copy.url}/tpu_0 is not a copy of {mirror.url}/tpu_0: expected an empty folder, or one with the "
+            "same stream.json, found a different stream.json; choose another --output-dir, or remove what is there; "
+            "the dataset itself is complete"
         )
         assert refused.value.exit_code == 2
     assert {key: mirror.copy.get(key) for key in keys(mirror.copy)} == before
@@ -112,7 +112,7 @@ def test_a_copy_of_an_earlier_life_is_not_mixed_with_the_next(mirror: MirrorFold
     produce(mirror, 30)
     clear_stream(mirror.home, 0)  # from another machine, which has no such copy
     produce(mirror.home, 12)
-    with pytest.raises(Unwritable, match=r"is no copy of .*the same stream.json, found another"):
+    with pytest.raises(Unwritable, match=r"is not a copy of .*the same stream.json, found a different"):
         produce(mirror, 30)
 
 

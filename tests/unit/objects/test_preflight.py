@@ -11,7 +11,7 @@ import pytest
 from backends import BUCKET, Clouds
 from spile.errors import StoreError, UserError
 from spile.objects import Folder, open_folder
-from spile.objects.cloud.regions import Region, egress_price, machine_place
+from spile.objects.machine import Region, egress_price, machine_region
 from spile.objects.preflight import preflight
 from spile_fakes.gcs import FakeReply, FaultyServer, Request
 
@@ -79,17 +79,18 @@ def test_another_region_is_warned_about_with_its_price(cloud_folder: Folder, clo
     (warning,) = preflight(cloud_folder, environment={"SPILE_MACHINE_REGION": "gs/europe-west4"})
     if cloud_folder.url.startswith("gs:"):
         assert warning == (
-            "gs://bucket lies in us-central1 and this machine in europe-west4: every TiB written costs about $51 of "
-            "egress ($0.05 per GiB, list prices of 2025); a bucket beside it costs nothing: "
+            "gs://bucket is in us-central1 and this machine in europe-west4: every TiB written costs about $51 of "
+            "egress ($0.05 per GiB, list prices of 2025); a bucket in the same region costs nothing: "
             "gcloud storage buckets create gs://NAME --location=europe-west4"
         )
     else:
-        assert "s3://bucket lies in us-east-1 and this machine in europe-west4" in warning
+        assert "s3://bucket is in us-east-1 and this machine in europe-west4" in warning
         assert "$0.12 per GiB" in warning
     home = "gs/us-central1" if cloud_folder.url.startswith("gs:") else "s3/us-east-1"
     assert preflight(cloud_folder, environment={"SPILE_MACHINE_REGION": home}) == []
 
 
+@pytest.mark.parametrize("cloud_url", ["gs"], indirect=True)
 def test_a_location_that_may_not_be_read_is_no_error(cloud_folder: Folder, clouds: Clouds) -> None:
     clouds.faults(cloud_folder.url).add("status", status=403, target="location")
     assert preflight(cloud_folder, environment={"SPILE_MACHINE_REGION": "gs/europe-west4"}) == []
@@ -134,11 +135,11 @@ class _Metadata(FaultyServer):
 def test_machines_know_where_they_are() -> None:
     with _Metadata() as server:
         google = {"GCE_METADATA_HOST": server.url.removeprefix("http://")}
-        assert machine_place(google) == Region("gs", "us-central1")
+        assert machine_region(google) == Region("gs", "us-central1")
         amazon = {"NO_GCE_CHECK": "true", "AWS_EC2_METADATA_SERVICE_ENDPOINT": server.url}
-        assert machine_place(amazon) == Region("s3", "eu-west-1")
-    assert machine_place(NOWHERE) is None
-    assert machine_place({**google, "AWS_EC2_METADATA_DISABLED": "true"}) is None  # nobody answers any more
+        assert machine_region(amazon) == Region("s3", "eu-west-1")
+    assert machine_region(NOWHERE) is None
+    assert machine_region({**google, "AWS_EC2_METADATA_DISABLED": "true"}) is None  # nobody answers any more
 
 
 class _Careless(FaultyServer):

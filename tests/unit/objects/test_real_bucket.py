@@ -10,8 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from spile.objects import Folder, NotFound, open_folder, read_chunks
-from spile.objects.cloud import upload
+from spile.objects import Folder, NotFound, bucket, open_folder, read_chunks
 from spile.objects.preflight import preflight
 
 BUCKET = os.environ.get("SPILE_TEST_BUCKET", "")
@@ -43,7 +42,7 @@ def test_the_real_thing(real: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     assert won.count(True) == 1
     assert real.get("commits/0001.json") == f"author {won.index(True)}".encode()
 
-    monkeypatch.setattr(upload, "PART", 5 << 20)
+    monkeypatch.setattr(bucket, "PART", 5 << 20)
     data = np.random.default_rng(0).integers(0, 256, (11 << 20) + 7, np.uint8)
     writer = real.writer("shard", data.nbytes)
     writer.write_at(0, data)

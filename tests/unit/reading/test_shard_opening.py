@@ -106,9 +106,8 @@ def test_a_shard_that_cannot_be_opened_is_named(
 _ENDLESS = """
 import sys
 import spile
-import spile.objects.cloud.ranges as ranges
 import spile.store.shard_reader as shard_reader
-ranges._FEW_CORES, ranges.LARGE, shard_reader.SMALL_SHARD = 0, 1, 0
+shard_reader.SMALL_SHARD = 0
 rows = spile.open(sys.argv[1]).shuffled(sys.argv[2], 8, epochs=None, memory=16 << 10)
 for _ in range(int(sys.argv[3])):
     next(rows)

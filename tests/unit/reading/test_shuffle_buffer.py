@@ -138,7 +138,7 @@ def test_a_closed_reader_stops_loading(dataset: Dataset) -> None:
 
 
 def test_pages_are_dropped_if_the_cache_is_not_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import spile.objects.disk as disk
+    import spile.objects.local as disk
     import spile.store.shard_reader as shard_reader
 
     produce(open_folder(str(tmp_path)), 45, cut=4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -14,12 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from backends import Clouds
 from counting import Counting
 from recomputing import Rows, recompute_with
 from spile.errors import Fenced, UserError
 from spile.objects import Folder, open_folder
-from spile.objects.cloud.folder import CloudFolder
-from spile.objects.disk import MappedFile
+from spile.objects.clouds import GoogleBucket
+from spile.objects.local import MappedFile
 from spile.reading.dataset import open as open_dataset
 from spile.spec.ranges import Ranges
 from spile.spec.sample import Sample, Skip
@@ -388,8 +390,13 @@ def test_another_datasets_uploads_and_files_below_the_root_are_no_garbage(cloud_
 
 
 def begin_upload(folder: Folder, key: str) -> str:
-    assert isinstance(folder, CloudFolder)
-    return folder._bucket.uploader._begin(folder._name(key))
+    """Start a multipart upload as a worker that is then killed does."""
+    bucket, _, prefix = folder.url.partition("://")[2].partition("/")
+    if folder.url.startswith("gs:"):
+        reply = GoogleBucket(bucket).request("POST", f"{bucket}/{prefix}/{key}", {"uploads": ""})
+        return re.findall(r"<UploadId>(.*)</UploadId>", reply.decode())[0]
+    client = Clouds.s3_client(os.environ["AWS_ENDPOINT_URL"])
+    return str(client.create_multipart_upload(Bucket=bucket, Key=f"{prefix}/{key}")["UploadId"])
 
 
 def test_a_file_that_is_cut_while_it_is_open_is_damage(tmp_path: Path) -> None:
@@ -436,12 +443,12 @@ def test_a_block_that_the_disk_cannot_read_is_damage_of_that_shard_alone(
             raise OSError(errno.EIO, "Input/output error")
         return real_open(path, *args, **options)
 
-    monkeypatch.setattr(MappedFile, "is_there", lambda *_: False)  # as the system says of such a block
+    monkeypatch.setattr(MappedFile, "can_read", lambda *_: False)  # as the system says of such a block
     monkeypatch.setattr(os, "preadv", read)
     monkeypatch.setattr(os, "open", opened)
     (line,) = lines(root)
     assert line.startswith(f"damaged: ROOT/tpu_0/{names[1]}: ")
-    assert "cannot be read: found a block that the disk does not give back" in line
+    assert "cannot be read: found a block that the disk cannot return" in line
 
 
 def test_where_there_is_no_room_to_map_a_shard_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -451,6 +458,6 @@ def test_where_there_is_no_room_to_map_a_shard_it_is_read(tmp_path: Path, monkey
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr("spile.objects.disk.mmap.mmap", full)
+    monkeypatch.setattr("spile.objects.local.mmap.mmap", full)
     assert verify(root).ok
     assert open_dataset(root).sample(0, 1).rows("attn.1").shape[1] == D

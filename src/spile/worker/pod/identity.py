@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from spile.errors import PodError, SpecError
-from spile.objects.cloud.metadata import google_metadata_url
+from spile.objects.machine import google_metadata_url
 
 __all__ = [
     "ROLL_CALL_PORT",

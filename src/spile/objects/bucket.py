@@ -1,0 +1,476 @@
+"""Folders in buckets: ``gs://``, ``s3://`` and ``az://``, through obstore.
+
+obstore sends single requests; this module decides which failures are retried, counts the retries, and finds out
+whether a write whose reply was lost took place. See ``docs/design/0009-object-store-client.md``.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import mmap
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import Buffer
+
+from spile.errors import StoreError
+from spile.objects.clouds import Cloud, cloud_of, http_timeout
+from spile.objects.folder import NotFound, ObjectInfo, Stats, Unfinished, checked_key, possible_prefix
+from spile.objects.machine import positive_number
+from spile.objects.retry import RequestFailure, Retry, from_obstore
+
+__all__ = ["BucketFolder", "open_bucket"]
+
+PART = 16 << 20
+"""Bytes of each part of a multipart upload."""
+_PARALLEL_PARTS = 8
+_PART_RETRIES = 5
+"""How often obstore retries a part. Longer outages fail the upload, which is then started again and counted."""
+_PART_PATIENCE = 5
+"""A part may take this many times ``SPILE_HTTP_TIMEOUT``, because the answer arrives after the whole part was sent."""
+_READERS = 48
+"""Small objects read in parallel from one bucket."""
+_PAGE = 1000
+_BLOCK = 2 << 20
+_KEEP_FREE = 2
+
+Result = TypeVar("Result")
+Bytes = NDArray[np.uint8]
+
+_first_process: int | None = None
+"""The process in which obstore was first used."""
+_copies: dict[int, Any] = {}
+"""obstore's copies, by process."""
+
+
+def _load_obstore() -> tuple[Any, Any]:
+    """Return obstore's functions and its store classes for this process.
+
+    obstore sends requests on threads of its own. A forked child, such as a worker of torch's DataLoader, does not have
+    these threads, and its requests would wait for ever. A child therefore loads a second copy of the library, which
+    starts its own. The system loads a file only once, so the copy is made in memory.
+    """
+    global _first_process
+    import obstore.exceptions
+    import obstore.store
+
+    process = os.getpid()
+    if _first_process in (None, process):
+        _first_process = process
+        return obstore, obstore.store
+    if process not in _copies:
+        source = Path(obstore._obstore.__file__)
+        handle = os.memfd_create("obstore")
+        with source.open("rb") as file:
+            os.sendfile(handle, file.fileno(), 0, source.stat().st_size)
+        path = f"/proc/self/fd/{handle}"
+        loader = importlib.machinery.ExtensionFileLoader("_obstore", path)
+        spec = importlib.machinery.ModuleSpec("_obstore", loader, origin=path)
+        _copies[process] = importlib.util.module_from_spec(spec)
+        loader.exec_module(_copies[process])
+    return _copies[process], _copies[process]._store
+
+
+class _Connection:
+    """What one process uses to reach a bucket: obstore's stores and the threads that wait for small objects."""
+
+    def __init__(self, cloud: Cloud) -> None:
+        self.process = os.getpid()
+        self.obstore, stores = _load_obstore()
+        seconds = http_timeout()
+        self.store = cloud.open(stores, seconds, 0)
+        self.upload_store = cloud.open(stores, _PART_PATIENCE * seconds, _PART_RETRIES)
+        self.readers = ThreadPoolExecutor(_READERS, thread_name_prefix="get")
+        self.errors = (self.obstore.exceptions.BaseError, OSError, ValueError)
+
+
+def _run_interruptibly(call: Callable[[], Result]) -> Result:
+    """Run a call in another thread if this is the main thread, so that signals are handled while it waits.
+
+    The thread is a daemon: after Ctrl+C the program does not wait for the request.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return call()
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - raised again by the thread that waits
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="request", daemon=True).start()
+    return future.result()
+
+
+class Bucket:
+    """What all folders of one bucket share: connections, memory for uploads, counters and the retry policy."""
+
+    def __init__(self, cloud: Cloud, retry: Retry | None = None) -> None:
+        self.cloud = cloud
+        self.url = f"{cloud.scheme}://{cloud.bucket}"
+        self.stats = Stats()
+        self.retry = retry if retry is not None else Retry.from_environment()
+        self.buffers = Buffers()
+        self._lock = threading.Lock()
+        self._connection: _Connection | None = None
+
+    @property
+    def connection(self) -> _Connection:
+        """The connection of this process."""
+        with self._lock:
+            if self._connection is None or self._connection.process != os.getpid():
+                self._connection = _Connection(self.cloud)
+            return self._connection
+
+    def once(self, call: Callable[[_Connection], Result]) -> Result:
+        """Make one attempt; raise :class:`RequestFailure` if it fails."""
+        # obstore calls for credentials too, but would bury an error about them in one of its own.
+        self.cloud.check_credentials()
+        connection = self.connection
+        try:
+            return _run_interruptibly(lambda: call(connection))
+        except connection.errors as error:
+            raise from_obstore(error) from error
+
+    def again(self, attempt: Callable[[], Result]) -> Result:
+        """Retry until the attempt succeeds; raise the last :class:`RequestFailure` if it cannot."""
+        return self.retry.call(attempt, self.stats)
+
+
+def open_bucket(scheme: str, bucket: str, prefix: str) -> BucketFolder:
+    """Return a folder in a bucket. Sends no request."""
+    return BucketFolder(Bucket(cloud_of(scheme, bucket)), prefix)
+
+
+class BucketFolder:
+    """A prefix of a bucket."""
+
+    def __init__(self, bucket: Bucket, prefix: str) -> None:
+        self.bucket = bucket
+        self._prefix = f"{prefix}/" if prefix else ""
+
+    @property
+    def url(self) -> str:
+        """``gs://bucket/prefix``."""
+        return f"{self.bucket.url}/{self._prefix}".rstrip("/")
+
+    @property
+    def local_path(self) -> None:
+        """None: this is not a directory."""
+        return None
+
+    @property
+    def stats(self) -> Stats:
+        """Counters shared by all folders that were opened from this one."""
+        return self.bucket.stats
+
+    def child(self, path: str) -> BucketFolder:
+        """Return the folder below this one."""
+        return BucketFolder(self.bucket, self._prefix + checked_key(path))
+
+    def get(self, key: str) -> bytes:
+        """Return the whole object."""
+        name = self._name(key)
+        data = self._run("read", key, lambda: self._get(name))
+        self.stats.add(bytes_read=len(data))
+        return data
+
+    def _get(self, name: str) -> bytes:
+        return self.bucket.once(lambda c: bytes(c.obstore.get(c.store, name).bytes()))
+
+    def get_many(self, keys: Iterable[str]) -> Iterator[bytes]:
+        """Yield whole objects, many at a time because each waits for the network, at most 192 ahead of the caller."""
+        pending: deque[Future[bytes]] = deque()
+        try:
+            for key in keys:
+                pending.append(self.bucket.connection.readers.submit(self.get, key))
+                if len(pending) >= 4 * _READERS:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            for future in pending:
+                future.cancel()
+
+    def get_range(self, key: str, start: int, length: int) -> bytes | memoryview:
+        """Return exactly these bytes."""
+        name = self._name(key)
+        if length == 0:
+            return b""
+
+        def attempt() -> memoryview:
+            data = self.bucket.once(lambda c: c.obstore.get_range(c.store, name, start=start, length=length))
+            if len(data) != length:
+                raise RequestFailure(f"cut short: expected {start + length} bytes, found {start + len(data)}")
+            return memoryview(data)
+
+        data = self._run("read", key, attempt)
+        self.stats.add(bytes_read=length)
+        return data
+
+    def info(self, key: str) -> ObjectInfo:
+        """Return size and time of one object."""
+        name = self._name(key)
+        return self._info(self._run("read", key, lambda: self.bucket.once(lambda c: c.obstore.head(c.store, name))))
+
+    def _info(self, found: Any) -> ObjectInfo:
+        key = found["path"].removeprefix(self._prefix)
+        return ObjectInfo(key, found["size"], found["last_modified"].timestamp(), found["e_tag"])
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """Yield objects page by page. A page that fails is requested again by itself.
+
+        obstore lists whole folders, so a prefix that ends within a name becomes an offset and an early end.
+        """
+        if not possible_prefix(prefix):
+            return
+        wanted = self._prefix + prefix
+        folder, _, rest = wanted.rpartition("/")
+        after = wanted[:-1] if len(rest) > 1 else None
+        stream: Any = None
+
+        def page() -> Any:
+            nonlocal stream
+            try:
+                return self.bucket.once(next_page)
+            except RequestFailure:
+                stream = None
+                raise
+
+        def next_page(c: _Connection) -> Any:
+            nonlocal stream
+            if stream is None:
+                stream = iter(c.obstore.list(c.store, folder or None, offset=after, chunk_size=_PAGE))
+            return next(stream, None)
+
+        while found := self._run("list", prefix, page):
+            for each in found:
+                after = each["path"]
+                if after.startswith(wanted):
+                    yield self._info(each)
+                elif after > wanted:
+                    return
+
+    def put(self, key: str, data: bytes) -> None:
+        """Create or replace an object."""
+        name = self._name(key)
+        self._run("write", key, lambda: self._put(name, data, "overwrite"))
+        self.stats.add(bytes_written=len(data))
+
+    def _put(self, name: str, data: bytes, mode: Any) -> None:
+        self.bucket.once(lambda c: c.obstore.put(c.store, name, data, mode=mode, use_multipart=False))
+
+    def create(self, key: str, data: bytes) -> bool:
+        """Create an object only if it does not exist."""
+        created = self._put_if(key, data, "create")
+        self.stats.add(bytes_written=len(data) * created)
+        return created
+
+    def _put_if(self, key: str, data: bytes, mode: Any) -> bool:
+        """Write under a condition. If an earlier reply was lost, compare the object in place with ours."""
+        name = self._name(key)
+        reply_lost = False
+
+        def attempt() -> bool:
+            nonlocal reply_lost
+            try:
+                self._put(name, data, mode)
+            except RequestFailure as failure:
+                if failure.exists:
+                    return reply_lost and self._get(name) == data
+                reply_lost |= failure.transient
+                raise
+            return True
+
+        return self._run("write", key, attempt)
+
+    def delete(self, key: str) -> None:
+        """Remove an object."""
+        name = self._name(key)
+        self._remove(key, lambda: self.bucket.once(lambda c: c.obstore.delete(c.store, name)))
+
+    def writer(self, key: str, size: int) -> BucketWriter:
+        """Return a writer with memory for ``size`` bytes; wait while open writers hold too much."""
+        name = self._name(key)
+
+        def send(data: Bytes) -> None:
+            self._run("write", key, lambda: self.bucket.once(lambda c: upload(c, data)))
+            self.stats.add(bytes_written=data.nbytes)
+
+        def upload(c: _Connection, data: Bytes) -> None:
+            if data.nbytes <= PART:
+                c.obstore.put(c.store, name, data, use_multipart=False)
+            else:
+                c.obstore.put(c.upload_store, name, data, chunk_size=PART, max_concurrency=_PARALLEL_PARTS)
+
+        return BucketWriter(f"{self.url}/{key}", size, self.bucket.buffers, send)
+
+    def unfinished(self, prefix: str = "") -> Iterator[Unfinished]:
+        """Yield multipart uploads that were neither completed nor aborted."""
+        cloud, wanted = self.bucket.cloud, self._prefix + prefix
+        for upload in self._run("list", prefix, lambda: [*cloud.unfinished(wanted)]):
+            yield Unfinished(upload.key.removeprefix(self._prefix), upload.handle, upload.started)
+
+    def discard(self, remains: Unfinished) -> None:
+        """Abort a multipart upload."""
+        name = self._name(remains.key)
+        self._remove(remains.key, lambda: self.bucket.cloud.discard(name, remains.handle))
+
+    def _remove(self, key: str, attempt: Callable[[], None]) -> None:
+        def tolerant() -> None:
+            try:
+                attempt()
+            except RequestFailure as failure:
+                if not failure.absent:
+                    raise
+
+        self._run("delete", key, tolerant)
+
+    def region(self) -> str | None:
+        """Return the bucket's region, or None if the cloud does not tell."""
+        return self._run("read", "", self.bucket.cloud.region)
+
+    def _name(self, key: str) -> str:
+        return self._prefix + checked_key(key)
+
+    def _run(self, verb: str, key: str, attempt: Callable[[], Result]) -> Result:
+        """Retry an attempt; turn its last failure into one line that names the object, the cause and the fix."""
+        try:
+            return self.bucket.again(attempt)
+        except RequestFailure as failure:
+            address = f"{self.url}/{key}".rstrip("/")
+            if failure.absent and verb == "read":
+                raise NotFound(f"no such object {address}") from failure
+            fix = _fix(self.bucket.url, failure)
+            raise StoreError(f"cannot {verb} {address}", found=failure.cause, fix=fix) from failure
+
+
+_MAKE = {
+    "gs": "gcloud storage buckets create {url}",
+    "s3": "aws s3 mb {url}",
+    "az": "az storage container create --name {name}",
+}
+
+
+def _fix(url: str, failure: RequestFailure) -> str | None:
+    if failure.no_bucket:
+        scheme, _, name = url.partition("://")
+        return f"make it ({_MAKE[scheme].format(url=url, name=name)}) and run the same command again"
+    if failure.status in (401, 403):
+        return f"let this account read and write {url}, then run the same command again"
+    if failure.wrong_region:
+        return f"set AWS_REGION to the region of {url}"
+    if failure.code == "InvalidPath":
+        return "rename or remove that object: a name must not contain an empty part, . or .."
+    return "run the same command again: what is committed stays" if failure.transient else None
+
+
+class Buffers:
+    """Reused blocks of memory for uploads, within a budget (``SPILE_UPLOAD_GB``, 3). Two writers are always allowed.
+
+    The budget is what lets a slow bucket slow the model down instead of filling the host's memory.
+    """
+
+    def __init__(self, budget: int | None = None) -> None:
+        self.budget = int(positive_number("SPILE_UPLOAD_GB", 3) * 2**30) if budget is None else budget
+        self._changed = threading.Condition()
+        self._free: list[Bytes] = []
+        self._taken: list[int] = []
+
+    def take(self, size: int) -> Bytes:
+        """Return a block of at least ``size`` bytes. Waits while the budget is used up."""
+        room = _round_up(size)
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._taken) < 2 or sum(self._taken) + room <= self.budget)
+            self._taken.append(room)
+            fitting = [index for index, buffer in enumerate(self._free) if room <= buffer.nbytes <= 2 * room]
+            if fitting:
+                return self._free.pop(min(fitting, key=lambda index: self._free[index].nbytes))
+        return np.frombuffer(mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+
+    def give_back(self, buffer: Bytes | None, size: int) -> None:
+        """End the use of ``size`` bytes. The block is reused, unless it is None."""
+        with self._changed:
+            self._taken.remove(_round_up(size))
+            if buffer is not None:  # reused because the first write to each new page costs a page fault
+                self._free = [*self._free, buffer][-_KEEP_FREE:]
+            self._changed.notify_all()
+
+    @property
+    def in_flight(self) -> int:
+        """Bytes that open writers hold."""
+        with self._changed:
+            return sum(self._taken)
+
+
+def _round_up(size: int) -> int:
+    return max(1, -(-size // _BLOCK)) * _BLOCK
+
+
+class BucketWriter:
+    """A block of memory that is uploaded when it is finished."""
+
+    def __init__(self, address: str, size: int, buffers: Buffers, send: Callable[[Bytes], None]) -> None:
+        self._address = address
+        self._size = size
+        self._buffers = buffers
+        self._send = send
+        self._lock = threading.Lock()
+        self._finishing = False
+        self._buffer: Bytes | None = buffers.take(size)
+
+    def write_at(self, offset: int, data: Buffer) -> None:
+        """Copy bytes to an offset."""
+        piece = np.asarray(memoryview(data).cast("B"))
+        self._room(offset + piece.nbytes)[offset : offset + piece.nbytes] = piece
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Move bytes to a lower offset. NumPy copies overlapping ranges correctly."""
+        if target > source:
+            raise ValueError("bytes can only be moved to a lower offset")
+        buffer = self._room(source + length)
+        buffer[target : target + length] = buffer[source : source + length]
+
+    def finish(self, size: int) -> None:
+        """Upload the object and release the memory."""
+        with self._lock:
+            data = self._room(size)[:size]
+            self._finishing = True
+        sent = False
+        try:
+            self._send(data)
+            sent = True
+        finally:
+            del data
+            # After a failure obstore's threads may still be sending from this block, so it is not reused.
+            self._release(reuse=sent)
+
+    def abort(self) -> None:
+        """Release the memory. Does nothing while another thread is in ``finish``."""
+        with self._lock:
+            if self._finishing:
+                return
+        self._release(reuse=True)
+
+    def _room(self, end: int) -> Bytes:
+        buffer = self._buffer
+        if buffer is None:
+            raise StoreError(f"cannot write {self._address}", found="a writer that was finished or aborted")
+        if end > self._size:
+            raise StoreError(f"cannot write {self._address}", expected=f"at most {self._size} bytes", found=end)
+        return buffer
+
+    def _release(self, *, reuse: bool) -> None:
+        with self._lock:
+            buffer, self._buffer = self._buffer, None
+        if buffer is not None:
+            self._buffers.give_back(buffer if reuse else None, self._size)

@@ -1,1 +1,0 @@
-"""Buckets: ``gs://`` and ``s3://``. Requests, credentials, uploads in parts, what failures mean."""
