@@ -14,10 +14,11 @@ import numpy as np
 from safetensors.numpy import save_file
 
 import spile.models
+from spile.models import families
 from spile.models.architecture import ModelConfig
 from spile.models.families import read_config
+from spile.models.families.weight_names import Fused
 from spile.models.tensors import layer_tensors, model_tensors
-from spile.models.weight_names import NAMES, Fused
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen2.5-0.5b": {
@@ -105,7 +106,7 @@ def make_model(shape: str, folder: Path) -> Path:
 
 def _file_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """What a family's files hold, by its own names."""
-    names, shapes = NAMES[config.architecture], {}
+    names, shapes = families.FAMILIES[config.architecture].names, {}
     for name, tensor in model_tensors(config, head=True).items():
         shapes[names.file_name(name)] = tensor.shape
     for layer in range(config.n_layers):

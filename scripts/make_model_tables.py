@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from spile.models.families import ARCHITECTURES
+from spile.models.families import FAMILIES
 from spile.spec.taps import SITES
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -33,7 +33,7 @@ def tap_table() -> str:
 
 def family_table() -> str:
     """One row per family."""
-    rows = [f"| `{name}` | {row.models} | {row.differs} |" for name, row in ARCHITECTURES.items()]
+    rows = [f"| `{name}` | {row.models} | {row.differs} |" for name, row in FAMILIES.items()]
     return "\n".join(["| family | models | what it does where others do not |", "|---|---|---|", *rows])
 
 

@@ -6,8 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from spile.models.families import ARCHITECTURES, EXAMPLES
-from spile.models.weight_names import NAMES
+import pytest
+
+from spile.models.families import FAMILIES, read_config
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,5 +19,6 @@ def test_they_are_as_the_script_writes_them() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_every_family_has_names_and_an_example() -> None:
-    assert set(ARCHITECTURES) == set(NAMES) == set(EXAMPLES)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_example_of_every_family_is_a_config_of_it(name: str) -> None:
+    assert read_config({"model_type": name, **FAMILIES[name].example[1]}).architecture == name

@@ -125,6 +125,57 @@ def _olmo2(raw: dict[str, Any], about: ModelConfig) -> Shapes:
     return found
 
 
+def _phi(_raw: dict[str, Any], about: ModelConfig) -> Shapes:
+    d, ff = about.d_model, about.d_ff
+    q, kv = about.n_heads * about.head_dim, about.n_kv_heads * about.head_dim
+    found: Shapes = {
+        "model.embed_tokens.weight": (about.vocab_size, d),
+        "model.final_layernorm.weight": (d,),
+        "model.final_layernorm.bias": (d,),
+        "lm_head.weight": (about.vocab_size, d),
+        "lm_head.bias": (about.vocab_size,),
+    }
+    matrices = {
+        "self_attn.q_proj": (q, d), "self_attn.k_proj": (kv, d), "self_attn.v_proj": (kv, d),
+        "self_attn.dense": (d, q), "mlp.fc1": (ff, d), "mlp.fc2": (d, ff),
+    }  # fmt: skip
+    for at in (f"model.layers.{layer}" for layer in range(about.n_layers)):
+        found |= {f"{at}.input_layernorm.weight": (d,), f"{at}.input_layernorm.bias": (d,)}
+        for name, shape in matrices.items():
+            found |= {f"{at}.{name}.weight": shape, f"{at}.{name}.bias": shape[:1]}
+    return found
+
+
+def _glm(raw: dict[str, Any], about: ModelConfig) -> Shapes:
+    found = _plain(raw, about)
+    for at in (f"model.layers.{layer}" for layer in range(about.n_layers)):
+        del found[f"{at}.self_attn.o_proj.bias"], found[f"{at}.mlp.gate_proj.weight"], found[f"{at}.mlp.up_proj.weight"]
+        found[f"{at}.mlp.gate_up_proj.weight"] = (2 * about.d_ff, about.d_model)
+        if raw["model_type"] == "glm4":
+            found[f"{at}.post_self_attn_layernorm.weight"] = (about.d_model,)
+            found[f"{at}.post_mlp_layernorm.weight"] = (about.d_model,)
+    return found
+
+
+def _gpt_oss(raw: dict[str, Any], about: ModelConfig) -> Shapes:
+    found = _plain({**raw, "attention_bias": True}, about)
+    assert about.experts is not None
+    count, d, ff = about.experts.count, about.d_model, about.experts.d_ff
+    for at in (f"model.layers.{layer}" for layer in range(about.n_layers)):
+        for name in ("gate", "up", "down"):
+            del found[f"{at}.mlp.{name}_proj.weight"]
+        found |= {
+            f"{at}.self_attn.sinks": (about.n_heads,),
+            f"{at}.mlp.router.weight": (count, d),
+            f"{at}.mlp.router.bias": (count,),
+            f"{at}.mlp.experts.gate_up_proj": (count, d, 2 * ff),
+            f"{at}.mlp.experts.gate_up_proj_bias": (count, 2 * ff),
+            f"{at}.mlp.experts.down_proj": (count, ff, d),
+            f"{at}.mlp.experts.down_proj_bias": (count, d),
+        }
+    return found
+
+
 def _moe(raw: dict[str, Any], about: ModelConfig) -> Shapes:
     found = _plain(raw, about)
     mixtral = raw["model_type"] == "mixtral"
@@ -151,6 +202,11 @@ _FAMILIES: dict[str, Callable[[dict[str, Any], ModelConfig], Shapes]] = {
     "gpt2": _gpt2,
     "gpt_neox": _gpt_neox,
     "olmo2": _olmo2,
+    "olmo3": _olmo2,
+    "phi": _phi,
+    "glm": _glm,
+    "glm4": _glm,
+    "gpt_oss": _gpt_oss,
     "qwen3_moe": _moe,
     "mixtral": _moe,
 }

@@ -10,7 +10,8 @@ from transformers import AutoConfig
 
 from numerics import cases
 from spile.errors import ModelError
-from spile.models.families import _ACTIVATIONS, ARCHITECTURES, read_config
+from spile.models.families import FAMILIES, read_config
+from spile.models.families.base import ACTIVATIONS
 
 _BARE = {
     "hidden_size": 256,
@@ -25,7 +26,7 @@ _GPT2_BARE = {"n_embd": 256, "n_layer": 30, "n_head": 32, "vocab_size": 50}
 
 RAW: dict[str, dict[str, Any]] = {
     **cases.CASES,
-    **{f"bare {name}": {**_BARE, "model_type": name} for name in ARCHITECTURES if name not in ("gpt2", "gemma3")},
+    **{f"bare {name}": {**_BARE, "model_type": name} for name in FAMILIES if name not in ("gpt2", "gemma3")},
     "bare gpt2": {**_GPT2_BARE, "model_type": "gpt2"},
     **{f"windows of {name}": {**_BARE, "model_type": name, "use_sliding_window": True} for name in ("qwen2", "qwen3")},
     "null window": {**_BARE, "model_type": "qwen2", "use_sliding_window": True, "sliding_window": None},
@@ -34,11 +35,10 @@ RAW: dict[str, dict[str, Any]] = {
 
 
 def windows(config: Any) -> tuple[int | None, ...]:
-    if config.model_type in ("llama", "gemma", "gpt2", "gpt_neox", "olmo2"):
-        return (None,) * config.num_hidden_layers
-    if config.model_type in ("mistral", "phi3", "qwen3_moe", "mixtral"):
-        return (config.sliding_window,) * config.num_hidden_layers
-    return tuple(config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types)
+    if types := getattr(config, "layer_types", None):
+        return tuple(config.sliding_window if kind == "sliding_attention" else None for kind in types)
+    everywhere = config.model_type in ("mistral", "phi3", "qwen3_moe", "mixtral")
+    return (config.sliding_window if everywhere else None,) * config.num_hidden_layers
 
 
 def either(config: Any, *names: str) -> Any:
@@ -66,10 +66,10 @@ def test_the_same_model(name: str) -> None:
         assert (ours.rotary_dim or head_dim) == int(head_dim * full.get("partial_rotary_factor", 1.0))
         assert (ours.local_rope and ours.local_rope.theta) == (local and local["rope_theta"])
     activation = either(theirs, "hidden_activation", "hidden_act", "activation_function")
-    assert ours.activation == _ACTIVATIONS[activation]
+    assert ours.activation == ACTIVATIONS[activation]
     caps = either(theirs, "attn_logit_softcapping"), either(theirs, "final_logit_softcapping")
     assert (ours.attention_softcap, ours.final_softcap) == caps
-    assert ours.parallel == bool(either(theirs, "use_parallel_residual"))
+    assert ours.parallel == (theirs.model_type == "phi" or bool(either(theirs, "use_parallel_residual")))
     assert read_config(theirs.to_dict()) == ours  # as transformers writes it today
     if ours.experts is not None:
         wanted = either(theirs, "num_experts", "num_local_experts"), theirs.num_experts_per_tok
@@ -80,19 +80,17 @@ def test_the_same_model(name: str) -> None:
 
 REFUSED = {
     "an unknown rope": ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope scaling.*dynamic"),
-    "longrope": ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "rope scaling.*longrope"),
-    "a rope's own field": ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "alpha": 3}}, "alpha"),
+    "longrope without factors": ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "long_factor"),
     "gptq": ("llama", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantized.*gptq.*16-bit original"),
     "awq": ("qwen2", {"quantization_config": {"quant_method": "awq"}}, "quantized.*awq"),
     "bitsandbytes": ("gemma2", {"quantization_config": {"quant_method": "bitsandbytes"}}, "quantized.*bitsandbytes"),
-    "a field of tomorrow": ("llama", {"attention_sinks": 4}, "attention_sinks.*--backend torch"),
-    "both ways": ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
-    "mrope": ("qwen2", {"use_mrope": True}, "use_mrope"),
+    "both ways": ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention.*--backend torch"),
+    "norms of queries and keys": ("phi", {"qk_layernorm": True}, "qk_layernorm"),
+    "a part of each head": ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     "layers of another kind": ("qwen3", {"layer_types": ["linear_attention"] * 30}, "linear_attention"),
     "inverse layer scale": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
-    "shared experts": ("mixtral", {"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size"),
     "more experts than there are": ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok"),
-    "an unknown activation": ("gpt2", {"activation_function": "mish"}, "hidden_act.*mish"),
+    "an unknown activation": ("gpt2", {"activation_function": "mish"}, "activation_function.*mish"),
 }
 
 
@@ -104,9 +102,13 @@ def test_what_is_not_honoured_is_refused_by_name(name: str) -> None:
         read_config({**bare, "model_type": family, **more})
 
 
-def test_switches_that_are_off_and_bookkeeping_are_not() -> None:
-    more = {"use_mrope": False, "clip_qkv": None, "torch_dtype": "bfloat16", "transformers_version": "4.1", "alibi": 0}
-    assert read_config({**_BARE, "model_type": "llama", **more}) == read_config({**_BARE, "model_type": "llama"})
+def test_fields_that_the_class_does_not_declare_are_ignored_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    more = {"is_llama_config": True, "rope_interleaved": False, "alibi": 1, "torch_dtype": "bfloat16", "mlp_bias": None}
+    with caplog.at_level("INFO", logger="spile.models"):
+        assert read_config({**_BARE, "model_type": "llama", **more}) == read_config({**_BARE, "model_type": "llama"})
+    assert [record.message for record in caplog.records] == [
+        "config.json: ignored fields that do not change the model: alibi, is_llama_config, rope_interleaved"
+    ]
 
 
 def test_a_decoder_beside_a_vision_tower() -> None:

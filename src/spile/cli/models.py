@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from spile.models.families import ARCHITECTURES, read_config
+from spile.models.families import FAMILIES, read_config
 from spile.plan.machines import Machine, list_prices, parse_machine
 
 __all__ = ["models"]
@@ -31,7 +31,7 @@ def models(
 
     console = Lasting(highlight=False)
     prices = list_prices()
-    rows = [_worked(family, parse_machine(_MACHINE, prices)) for family in ARCHITECTURES]
+    rows = [_worked(family, parse_machine(_MACHINE, prices)) for family in FAMILIES]
     if json:
         from json import dumps
 
@@ -57,23 +57,22 @@ def models(
 
 
 def _worked(family: str, machine: Machine) -> dict[str, Any]:
-    from spile.models.families import EXAMPLES
     from spile.models.tensors import flops_per_token, parameter_count
     from spile.plan.cost import Volume, estimate
     from spile.spec.taps import Tap, tap_rows
     from spile.worker.batches import row_bytes
 
-    example = EXAMPLES[family]
-    config = read_config({"model_type": family, **example.config})
+    name, fields = FAMILIES[family].example
+    config = read_config({"model_type": family, **fields})
     rows = [tap_rows(Tap("residual", layer), config.sizes(layer), "bfloat16") for layer in range(config.n_layers)]
     volume = Volume(_TOKENS // _LENGTH, _TOKENS, row_bytes(rows), 1e9)
     flops = flops_per_token(config, _LENGTH)
     found = estimate(volume, machine, flops_per_token=flops)
     return {
         "family": family,
-        "models": ARCHITECTURES[family].models,
-        "differs": ARCHITECTURES[family].differs,
-        "example": example.name,
+        "models": FAMILIES[family].models,
+        "differs": FAMILIES[family].differs,
+        "example": name,
         "parameters": parameter_count(config),
         "bytes_per_token": volume.bytes_per_token,
         "flops_per_token": flops,

@@ -6,7 +6,8 @@ All take queries ``[rows, seq, heads, head_dim]``, keys and values with fewer he
   A segment's tokens stand side by side at rising positions, so a distance in the row is one in the sample. None: each
   row is one segment, and its padding stands on the right, where no real token looks;
 - a window: how many positions a token sees, itself included (None: all of its segment before it);
-- a soft cap: what tanh bounds the scores by (None: nothing does).
+- a soft cap: what tanh bounds the scores by (None: nothing does);
+- sinks ``[heads]``: a score for each head that takes part in the softmax and belongs to no token (None: none).
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ __all__ = [
 Queries = Float[Array, "rows seq heads head_dim"]
 Keys = Float[Array, "rows seq kv_heads head_dim"]
 Segments = Int[Array, "rows seq"] | None
+Sinks = Float[Array, " heads"] | None
 
 
 @runtime_checkable
@@ -58,6 +60,7 @@ class Attention(Protocol):
         *,
         window: int | None,
         softcap: float | None = None,
+        sinks: Array | None = None,
     ) -> Array:
         """Softmax(q·k / √head_dim)·v over what a token sees."""
 
@@ -73,7 +76,14 @@ def _chunk(length: int) -> int:
 
 
 def xla(
-    q: Queries, k: Keys, v: Keys, segments: Segments = None, *, window: int | None, softcap: float | None = None
+    q: Queries,
+    k: Keys,
+    v: Keys,
+    segments: Segments = None,
+    *,
+    window: int | None,
+    softcap: float | None = None,
+    sinks: Sinks = None,
 ) -> Queries:
     """Plain XLA, chunk by chunk of the queries, each over the keys that its window reaches."""
     length = q.shape[1]
@@ -86,7 +96,7 @@ def xla(
         seen = jnp.asarray((ahead >= 0) if window is None else (ahead >= 0) & (ahead < window))[None]
         if segments is not None:
             seen &= segments[:, start:stop, None] == segments[:, None, first:stop]
-        chunks.append(masked(q[:, start:stop], k[:, first:stop], v[:, first:stop], seen, softcap))
+        chunks.append(masked(q[:, start:stop], k[:, first:stop], v[:, first:stop], seen, softcap, sinks))
     return chunks[0] if len(chunks) == 1 else jnp.concatenate(chunks, axis=1)
 
 
@@ -96,6 +106,7 @@ def masked(
     v: Float[Array, "rows keys kv_heads head_dim"],
     seen: Bool[Array, "#rows queries keys"],
     softcap: float | None = None,
+    sinks: Sinks = None,
 ) -> Float[Array, "rows queries heads head_dim"]:
     """Attention over the keys that each query is said to see, at least one; softmax in float32.
 
@@ -110,8 +121,12 @@ def masked(
     grouped = q.reshape(rows, length, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4).reshape(flat)
     scores = scaled(product(grouped, k.transpose(0, 2, 3, 1)).reshape(*shape[:4], -1), head_dim, softcap)
     scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
-    weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
+    highest = jnp.max(scores, axis=-1, keepdims=True)
+    sink = None if sinks is None else sinks.astype(jnp.float32).reshape(1, kv_heads, heads // kv_heads, 1, 1)
+    highest = highest if sink is None else jnp.maximum(highest, sink)
+    weights = jnp.exp(scores - highest)
     total = jnp.sum(weights, axis=-1, keepdims=True)
+    total = total if sink is None else total + jnp.exp(sink - highest)
     out = product(weights.astype(q.dtype).reshape(flat), v.transpose(0, 2, 1, 3)).reshape(shape)
     return (out / total).astype(q.dtype).transpose(0, 3, 1, 2, 4).reshape(q.shape)
 
@@ -122,10 +137,11 @@ def scaled(scores: Float[Array, "..."], head_dim: int, softcap: float | None) ->
     return scores if softcap is None else jnp.tanh(scores / jnp.float32(softcap)) * jnp.float32(softcap)
 
 
-def cudnn_masked(q: Array, k: Array, v: Array, seen: Array, softcap: float | None = None) -> Array:
+def cudnn_masked(
+    q: Array, k: Array, v: Array, seen: Array, softcap: float | None = None, sinks: Array | None = None
+) -> Array:
     """:func:`masked` by the fused kernel of cuDNN."""
-    if softcap is not None:
-        raise ValueError("cuDNN's attention has no soft cap")
+    _refuse("cuDNN", softcap, sinks)
     return jax.nn.dot_product_attention(q, k, v, mask=seen[:, None], implementation="cudnn")
 
 
@@ -142,7 +158,14 @@ _NOTHING_YET, _UNSEEN = np.float32(-1e29), np.float32(-1e30)
 
 
 def blocked(
-    q: Queries, k: Keys, v: Keys, segments: Segments = None, *, window: int | None, softcap: float | None = None
+    q: Queries,
+    k: Keys,
+    v: Keys,
+    segments: Segments = None,
+    *,
+    window: int | None,
+    softcap: float | None = None,
+    sinks: Sinks = None,
 ) -> Queries:
     """For a CPU: a block of scores at a time, from the block in which the queries' first segment begins.
 
@@ -161,10 +184,11 @@ def blocked(
     queries = queries.transpose(0, 1, 3, 4, 2, 5).reshape(rows * chunks, kv_heads, -1, head_dim)
     keys = k.transpose(0, 2, 3, 1)
     values = jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1).transpose(0, 2, 1, 3)
+    sink = None if sinks is None else jnp.repeat(sinks.astype(jnp.float32).reshape(kv_heads, -1), half, axis=1)
 
     def chunk(one: tuple[Array, Array, Array]) -> Array:
         number, block, begin = one
-        return _attend(block, keys, values, number // chunks, number % chunks * half, begin, size, softcap)
+        return _attend(block, keys, values, number // chunks, number % chunks * half, begin, size, softcap, sink)
 
     out = jax.lax.map(chunk, (jnp.arange(rows * chunks), queries, first.reshape(rows * chunks, half)))
     out = (
@@ -196,6 +220,7 @@ def _attend(
     first: Int[Array, " chunk"],
     size: int,
     softcap: float | None,
+    sink: Float[Array, "kv_heads queries"] | None,
 ) -> Float[Array, "kv_heads queries head_dim"]:
     """A chunk of one row's queries, a group's one behind another, over the blocks of keys that any of them sees."""
     product = functools.partial(jnp.matmul, precision=precision(block.dtype), preferred_element_type=jnp.float32)
@@ -215,20 +240,35 @@ def _attend(
         weights = jnp.exp(scores - higher).astype(block.dtype)
         return higher, total * jnp.exp(highest - higher) + product(weights, seen_values)
 
-    nothing = jnp.full((kv_heads, count, 1), _NOTHING_YET), jnp.zeros((kv_heads, count, head_dim + 1), jnp.float32)
+    begun = jnp.full((kv_heads, count, 1), _NOTHING_YET), jnp.zeros((kv_heads, count, head_dim + 1), jnp.float32)
+    if sink is not None:  # a score with the weight 1 and no value
+        begun = sink[..., None], begun[1].at[..., -1].set(1.0)
     blocks = jnp.min(first) // size, (start + len(first) + size - 1) // size
-    total = jax.lax.fori_loop(*blocks, step, nothing)[1]
+    total = jax.lax.fori_loop(*blocks, step, begun)[1]
     # Only padding behind a row sees nothing: its zeros stay zeros.
     out: Array = total[..., :-1] / jnp.maximum(total[..., -1:], np.finfo(np.float32).tiny)
     return out
 
 
+def _refuse(kernel: str, softcap: float | None, sinks: Array | None) -> None:
+    if softcap is not None:
+        raise ValueError(f"{kernel}'s attention has no soft cap")
+    if sinks is not None:
+        raise ValueError(f"{kernel}'s attention has no sinks")
+
+
 def cudnn(
-    q: Queries, k: Keys, v: Keys, segments: Segments = None, *, window: int | None, softcap: float | None = None
+    q: Queries,
+    k: Keys,
+    v: Keys,
+    segments: Segments = None,
+    *,
+    window: int | None,
+    softcap: float | None = None,
+    sinks: Sinks = None,
 ) -> Queries:
     """The fused kernel of cuDNN: 16-bit floats on an NVIDIA GPU. Segments are a mask that it adds to the scores."""
-    if softcap is not None:
-        raise ValueError("cuDNN's attention has no soft cap")
+    _refuse("cuDNN", softcap, sinks)
     attend = functools.partial(jax.nn.dot_product_attention, q, k, v, is_causal=True, implementation="cudnn")
     if segments is None:
         local: Any = None if window is None else (window - 1, 0)
@@ -251,9 +291,11 @@ def flash(
     *,
     window: int | None,
     softcap: float | None = None,
+    sinks: Sinks = None,
     interpret: bool = False,
 ) -> Queries:
     """The Pallas splash kernel for TPUs: scores exist a block at a time. Pads the sequence to a block inside."""
+    _refuse("splash", None, sinks)
     length = q.shape[1]
     scale = jnp.asarray(q.shape[-1] ** -0.5, jnp.float32)  # the kernel has no scale of its own
     q = (q.astype(jnp.float32) * scale).astype(q.dtype)
@@ -314,11 +356,16 @@ def over_mesh(attention: Attention | str, mesh: Mesh, batch: str | tuple[str, ..
         *,
         window: int | None,
         softcap: float | None = None,
+        sinks: Array | None = None,
     ) -> Array:
-        part = functools.partial(inner, window=window, softcap=softcap)
-        specs = (spec, spec, spec, None if segments is None else PartitionSpec(batch, None))
+        def part(q: Array, k: Array, v: Array, segments: Array | None, sinks: Array | None) -> Array:
+            more = {} if sinks is None else {"sinks": sinks}
+            return inner(q, k, v, segments, window=window, softcap=softcap, **more)
+
+        rows = None if segments is None else PartitionSpec(batch, None)
+        specs = (spec, spec, spec, rows, None if sinks is None else PartitionSpec(heads))
         spread = jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=spec, check_vma=False)
-        out: Array = spread(q, k, v, segments)
+        out: Array = spread(q, k, v, segments, sinks)
         return out
 
     return attend
@@ -331,6 +378,8 @@ def choose(config: ModelConfig, platform: str, dtype: DTypeLike) -> str:
     """
     if platform == "cpu":
         return "blocked"
+    if config.sinks:
+        return "xla"
     sixteen = np.dtype(dtype).itemsize == 2
     fits = config.head_dim % 8 == 0 and config.head_dim <= 128 and config.attention_softcap is None
     if platform in ("gpu", "cuda") and sixteen and fits:

@@ -57,6 +57,10 @@ def _head(params: Params, normed: Float[Array, "rows d_model"], config: ModelCon
     out = jax.lax.dot_general(
         normed, head, dimensions, precision=precision(normed.dtype), preferred_element_type=jnp.float32
     )
+    if params.head_bias is not None:
+        out = out + params.head_bias.astype(jnp.float32)
+    if config.logits_divisor is not None:
+        out = out / jnp.float32(config.logits_divisor)
     return softcap(out, config.final_softcap)
 
 
@@ -215,7 +219,8 @@ def hidden(
     places = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] if positions is None else positions
     x = embed(params, tokens, places, config, drawn.at(None))
     with jax.named_scope("rope"):
-        angles = rope.per_layer(config, places)
+        lengths = rope.sample_lengths(places, segments) if config.rope.kind == "longrope" else None
+        angles = rope.per_layer(config, places, lengths)
     layers = _Layers(
         config,
         ATTENTIONS[attention] if isinstance(attention, str) else attention,
@@ -252,7 +257,8 @@ class _Layers:
             found: dict[Site, Array] = {}
 
             def attend(q: Array, k: Array, v: Array) -> Array:
-                return self._attention(q, k, v, segments, window=window, softcap=self._config.attention_softcap)
+                more = {} if layer.sinks is None else {"sinks": layer.sinks}
+                return self._attention(q, k, v, segments, window=window, softcap=self._config.attention_softcap, **more)
 
             def look(site: Site, value: Array) -> None:
                 if site in sites:
@@ -295,6 +301,8 @@ def embed(params: Params, tokens: Int[Array, "rows seq"], positions: Array, conf
         if config.embedding_scale is not None:
             x = x * jnp.asarray(config.embedding_scale, x.dtype)
         look("embed", x)
+        if config.input_scale is not None:
+            x = x * jnp.asarray(config.input_scale, x.dtype)
         if params.positions is not None:
             x = x + jnp.take(params.positions, positions, axis=0, mode="clip")
     return x
@@ -317,9 +325,10 @@ def block(
         added = norm(_attention(normed, layer, angles, config, attend, look), layer.attn_post_norm, None, config)
     look("attn", added)
     with jax.named_scope("mlp"):
-        middle = x + added
+        middle = x + _scaled(added, config)
         look("resid_mid", middle)
-        normed = norm(x if config.parallel else middle, layer.mlp_norm, layer.mlp_norm_bias, config)
+        if not config.shared_norm:
+            normed = norm(x if config.parallel else middle, layer.mlp_norm, layer.mlp_norm_bias, config)
         look("mlp_in", normed)
         if layer.router is None:
             out = mlp(normed, layer, config, look)
@@ -328,9 +337,13 @@ def block(
         added = norm(out, layer.mlp_post_norm, None, config)
     look("mlp", added)
     with jax.named_scope("residual"):
-        x = middle + added
+        x = middle + _scaled(added, config)
     look("residual", x)
     return x
+
+
+def _scaled(added: Hidden, config: ModelConfig) -> Hidden:
+    return added if config.residual_scale is None else added * jnp.asarray(config.residual_scale, added.dtype)
 
 
 def _attention(
@@ -352,7 +365,7 @@ def _attention(
     if config.attention_scale is not None:  # attention itself divides by √head_dim
         q = q * jnp.asarray(config.attention_scale * config.head_dim**0.5, q.dtype)
     if angles is not None:
-        q, k = rope.rotate(q, *angles), rope.rotate(k, *angles)
+        q, k = (rope.rotate(each, *angles, interleaved=config.rope_interleaved) for each in (q, k))
     out = attend(q, k, v)
     look("z", out)
     return linear(out.reshape(rows, length, config.n_heads * config.head_dim), layer.o, layer.o_bias)

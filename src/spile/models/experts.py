@@ -16,17 +16,27 @@ from jaxtyping import Array, Float, Int
 
 from spile.models.architecture import Experts, ModelConfig
 from spile.models.attention import precision
-from spile.models.layers import Hidden, Look, activate, linear
+from spile.models.layers import Hidden, Look, gate, linear
 from spile.models.params import Layer
 
 __all__ = ["MIXTURES", "Mixture", "choose_mixture", "mixture_over_mesh", "route", "routed_mlp"]
 
 Chosen = Int[Array, "tokens chosen"]
-Matrices = tuple[
-    Float[Array, "experts d_ff d_model"], Float[Array, "experts d_ff d_model"], Float[Array, "experts d_model d_ff"]
-]
+
+
+class Matrices(NamedTuple):
+    """The weights of all experts."""
+
+    gate: Float[Array, "experts d_ff d_model"]
+    up: Float[Array, "experts d_ff d_model"]
+    down: Float[Array, "experts d_model d_ff"]
+    gate_bias: Float[Array, "experts d_ff"] | None = None
+    up_bias: Float[Array, "experts d_ff"] | None = None
+    down_bias: Float[Array, "experts d_model"] | None = None
+
+
 Mixture = Callable[[Array, Array, Array, Matrices, ModelConfig], Array]
-"""Tokens, the experts chosen for each, their weights, gate, up and down of all experts → what the experts add."""
+"""Tokens, the experts selected for each, their weights, the weights of all experts → what the experts add."""
 
 
 def routed_mlp(x: Hidden, layer: Layer, config: ModelConfig, look: Look, mixture: Mixture) -> Hidden:
@@ -34,10 +44,11 @@ def routed_mlp(x: Hidden, layer: Layer, config: ModelConfig, look: Look, mixture
     about = config.experts
     if about is None:
         raise ValueError("a router in a model without experts")
-    logits = linear(x, layer.router)
+    logits = linear(x, layer.router, layer.router_bias)
     look("router", logits)
     chosen, weights = route(logits, about)
-    return mixture(x, chosen, weights, (layer.gate, layer.up, layer.down), config)
+    matrices = Matrices(layer.gate, layer.up, layer.down, layer.gate_bias, layer.up_bias, layer.down_bias)
+    return mixture(x, chosen, weights, matrices, config)
 
 
 def route(
@@ -77,8 +88,7 @@ def _combined(out: Array, pair: Array, weights: Array, like: Array) -> Array:
 
 def blocks(x: Hidden, chosen: Array, weights: Array, matrices: Matrices, config: ModelConfig) -> Hidden:
     """A loop over blocks of one expert's tokens: the fewest products on a CPU."""
-    gate, up, down = matrices
-    experts, per_token = gate.shape[0], chosen.shape[-1]
+    experts, per_token = matrices.gate.shape[0], chosen.shape[-1]
     flat, pairs = x.reshape(-1, x.shape[-1]), chosen.size
     size = max(8, min(128, 1 << (pairs // experts).bit_length()))
     count = pairs // size + min(experts, pairs)
@@ -97,8 +107,9 @@ def blocks(x: Hidden, chosen: Array, weights: Array, matrices: Matrices, config:
         tokens, number, is_used = part
 
         def compute(tokens: Array) -> Array:
-            own = [jax.lax.dynamic_index_in_dim(each, number, keepdims=False) for each in (gate, up, down)]
-            return linear(activate(linear(tokens, own[0]), config) * linear(tokens, own[1]), own[2])
+            own = jax.tree.map(lambda each: jax.lax.dynamic_index_in_dim(each, number, keepdims=False), matrices)
+            hidden = gate(linear(tokens, own.gate, own.gate_bias), linear(tokens, own.up, own.up_bias), config)
+            return linear(hidden, own.down, own.down_bias)
 
         out: Array = jax.lax.cond(is_used, compute, jnp.zeros_like, tokens)
         return out
@@ -109,16 +120,18 @@ def blocks(x: Hidden, chosen: Array, weights: Array, matrices: Matrices, config:
 
 def ragged(x: Hidden, chosen: Array, weights: Array, matrices: Matrices, config: ModelConfig) -> Hidden:
     """The accelerators' grouped product: one call for all experts' tokens."""
-    gate, up, down = matrices
     per_token = chosen.shape[-1]
-    order = _sorted(chosen.reshape(-1, per_token), gate.shape[0])
+    order = _sorted(chosen.reshape(-1, per_token), matrices.gate.shape[0])
     rows = x.reshape(-1, x.shape[-1])[order.pair // per_token]
 
-    def grouped(x: Array, weight: Array) -> Array:
-        turned = weight.transpose(0, 2, 1)
-        return jax.lax.ragged_dot(x, turned, order.sizes, precision=precision(x.dtype))
+    def grouped(x: Array, weight: Array, bias: Array | None) -> Array:
+        out = jax.lax.ragged_dot(x, weight.transpose(0, 2, 1), order.sizes, precision=precision(x.dtype))
+        return out if bias is None else out + bias[order.expert]
 
-    out = grouped(activate(grouped(rows, gate), config) * grouped(rows, up), down)
+    hidden = gate(
+        grouped(rows, matrices.gate, matrices.gate_bias), grouped(rows, matrices.up, matrices.up_bias), config
+    )
+    out = grouped(hidden, matrices.down, matrices.down_bias)
     return _combined(out, order.pair, weights.reshape(-1, per_token), x).reshape(x.shape)
 
 
@@ -137,13 +150,19 @@ def mixture_over_mesh(name: str, mesh: Mesh, *, whole: bool) -> Mixture:
     """
     model = None if whole else "model"
     rows = PartitionSpec("data", None, None)
-    parts = (PartitionSpec(None, model, None), PartitionSpec(None, model, None), PartitionSpec(None, None, model))
+    outer, biases = PartitionSpec(None, model, None), PartitionSpec(None, model)
+    every = [outer, outer, PartitionSpec(None, None, model), biases, biases, PartitionSpec(None, None)]
 
     def mixture(x: Array, chosen: Array, weights: Array, matrices: Matrices, config: ModelConfig) -> Array:
-        def own(x: Array, chosen: Array, weights: Array, matrices: Any) -> Array:
+        def own(x: Array, chosen: Array, weights: Array, matrices: Matrices) -> Array:
+            if not whole and matrices.down_bias is not None:  # the parts are added, so one device has the bias
+                first = (jax.lax.axis_index("model") == 0).astype(matrices.down_bias.dtype)
+                matrices = matrices._replace(down_bias=matrices.down_bias * first)
             out = MIXTURES[name](x, chosen, weights, matrices, config)
             return out if whole else jax.lax.psum(out, "model")
 
+        specs: list[Any] = [None if each is None else spec for spec, each in zip(every, matrices, strict=True)]
+        parts = Matrices(*specs)
         spread = jax.shard_map(own, mesh=mesh, in_specs=(rows, rows, rows, parts), out_specs=rows, check_vma=False)
         out: Array = spread(x, chosen, weights, matrices)
         return out

@@ -21,6 +21,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from spile.errors import ModelError
 from spile.models import rope
 from spile.models.architecture import ModelConfig
 from spile.models.attention import MASKED, precision, scaled
@@ -98,7 +99,18 @@ def slot_bytes(config: ModelConfig, capacity: int, dtype: DTypeLike) -> int:
 
 
 def empty_slots(config: ModelConfig, groups: int, slots: int, capacity: int, dtype: DTypeLike) -> Slots:
-    """All idle."""
+    """Return slots without samples.
+
+    Raises:
+        ModelError: The model's positions depend on the length of a sample, and a slot could exceed the switching point.
+    """
+    if config.rope.kind == "longrope" and capacity > config.rope.original_length:
+        raise ModelError(
+            "spile infer with longrope",
+            expected=f"at most {config.rope.original_length} tokens of prompt and answer",
+            found=f"{capacity}",
+            fix="use a smaller --max-seq-length or --max-new-tokens: beyond that length all positions would change",
+        )
     shape = (groups, config.n_kv_heads, slots, capacity, config.head_dim)
     caches = [tuple(jnp.zeros(shape, dtype) for _ in range(config.n_layers)) for _ in range(2)]
     numbers = [jnp.zeros((groups, slots), jnp.int32) for _ in range(5)]
@@ -131,7 +143,8 @@ def read_prompts(
         values[layer] = _written(values[layer], _by_head(v, groups), chunk.slot, place)
         own = (_rows(cache[layer], chunk.slot) for cache in (keys, values))
         seen = _within(place, jnp.arange(keys[layer].shape[3], dtype=jnp.int32), config.windows[layer])
-        return MASKED[attention](q, *own, seen.reshape(len(q), size, -1), config.attention_softcap)
+        sinks = params.layers[layer].sinks
+        return MASKED[attention](q, *own, seen.reshape(len(q), size, -1), config.attention_softcap, sinks)
 
     x, kept = _through(params, chunk.tokens, place, attend, config, mixture, Drawn(taps, keep))
     end = jnp.clip(chunk.length - 1, 0, size - 1).reshape(-1)
@@ -187,7 +200,7 @@ def take_steps(
             here = jnp.arange(stride, dtype=jnp.int32)
             new = jnp.broadcast_to(_within(jnp.reshape(number, (1, 1, 1)), here, window), (*old.shape[:3], stride))
             pairs = ((slots.keys[layer], slots.values[layer], old), (keys[layer], values[layer], new))
-            return _recalled(q, pairs, config)
+            return _recalled(q, pairs, config, params.layers[layer].sinks)
 
         x, kept = _through(params, now.token[..., None], place, attend, config, mixture, Drawn(taps, keep))
         chosen = _choose(logits(params, x[:, 0], config), now.sample, now.made, sampling)
@@ -275,7 +288,7 @@ def _within(place: Array, keys: Array, window: int | None) -> Array:
     return (ahead >= 0) if window is None else (ahead >= 0) & (ahead < window)
 
 
-def _recalled(q: Array, pairs: Sequence[tuple[Array, Array, Array]], config: ModelConfig) -> Array:
+def _recalled(q: Array, pairs: Sequence[tuple[Array, Array, Array]], config: ModelConfig, sinks: Array | None) -> Array:
     """Attention of one query per slot over keys and values that lie in several arrays, with what it sees of each.
 
     Softmax in float32; keys are not repeated for their groups of heads (see :func:`spile.models.attention.masked`).
@@ -287,8 +300,12 @@ def _recalled(q: Array, pairs: Sequence[tuple[Array, Array, Array]], config: Mod
     every = [scaled(product(grouped, keys.swapaxes(3, 4)), head_dim, config.attention_softcap) for keys, _, _ in pairs]
     scores = [jnp.where(seen[:, None], each, -jnp.inf) for each, (_, _, seen) in zip(every, pairs, strict=True)]
     highest = functools.reduce(jnp.maximum, (each.max(axis=-1, keepdims=True) for each in scores))
+    if sinks is not None:
+        sink = sinks.astype(jnp.float32).reshape(1, kv_heads, 1, -1, 1)
+        highest = jnp.maximum(highest, sink)
     weights = [jnp.exp(each - highest) for each in scores]
     total = functools.reduce(jnp.add, (each.sum(axis=-1, keepdims=True) for each in weights))
+    total = total if sinks is None else total + jnp.exp(sink - highest)
     parts = (product(each.astype(q.dtype), values) for each, (_, values, _) in zip(weights, pairs, strict=True))
     return (functools.reduce(jnp.add, parts) / total).astype(q.dtype).transpose(0, 2, 1, 3, 4).reshape(q.shape)
 

@@ -13,7 +13,7 @@ from spile.models.attention import precision
 from spile.models.params import Layer
 from spile.spec.taps import Site
 
-__all__ = ["Hidden", "Look", "activate", "linear", "mlp", "norm", "rms_norm", "softcap"]
+__all__ = ["Hidden", "Look", "activate", "gate", "linear", "mlp", "norm", "rms_norm", "softcap"]
 
 Hidden = Float[Array, "rows seq d_model"]
 Look = Callable[[Site, Array], None]
@@ -65,6 +65,16 @@ def activate(x: Array, config: ModelConfig) -> Array:
     return _ACTIVATIONS[config.activation](x)
 
 
+def gate(gate: Array, up: Array, config: ModelConfig) -> Array:
+    """Combine the two branches of a gated MLP."""
+    if config.swiglu_limit is None:
+        return activate(gate, config) * up
+    limit = jnp.asarray(config.swiglu_limit, gate.dtype)
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    one = jnp.asarray(1.0, up.dtype)
+    return (up + one) * (gate * jax.nn.sigmoid(gate * jnp.asarray(config.swiglu_alpha, gate.dtype)))
+
+
 def softcap(x: Array, cap: float | None) -> Array:
     """Bounded by ±cap, smoothly."""
     return x if cap is None else jnp.tanh(x / jnp.asarray(cap, x.dtype)) * jnp.asarray(cap, x.dtype)
@@ -73,6 +83,6 @@ def softcap(x: Array, cap: float | None) -> Array:
 def mlp(x: Hidden, layer: Layer, config: ModelConfig, look: Look) -> Hidden:
     """Gated: down(activation(gate·x) · (up·x)); plain: down(activation(up·x))."""
     up = linear(x, layer.up, layer.up_bias)
-    hidden = activate(linear(x, layer.gate, layer.gate_bias), config) * up if config.gated else activate(up, config)
+    hidden = gate(linear(x, layer.gate, layer.gate_bias), up, config) if config.gated else activate(up, config)
     look("mlp_hidden", hidden)
     return linear(hidden, layer.down, layer.down_bias)

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 from spile.errors import Failure, ModelError, untrusted
 from spile.models.adapters import Adapter
 from spile.models.architecture import ModelConfig
-from spile.models.families import read_any_config, read_config
+from spile.models.families import FAMILIES, read_any_config, read_config
 from spile.models.safetensors_files import BucketSource, ByteSource, LocalSource, read_index
-from spile.models.weight_names import NAMES
 from spile.objects import open_folder
 from spile.objects.crc import crc32c
 from spile.objects.opening import is_remote
@@ -198,7 +197,7 @@ class ModelFiles:
 
     def adapted(self, adapter: Adapter) -> ModelFiles:
         """With the adapter merged. One of a head that is the embedding changes the head alone, as PEFT runs it."""
-        head = NAMES[self.config.architecture].head.removesuffix(".weight")
+        head = FAMILIES[self.config.architecture].names.head.removesuffix(".weight")
         if not self.config.tied or head not in adapter.modules():
             return replace(self, adapter=adapter)
         return replace(self, adapter=adapter, config=replace(self.config, tied=False), untied=True)

@@ -90,7 +90,7 @@ def layer_runs(config: ModelConfig, taps: Sequence[Tap], n_layers: int, most: in
 def _kind(config: ModelConfig, taps: Sequence[Tap], layer: int) -> object:
     """What must be equal in all steps of a scan, besides the weights."""
     tapped = frozenset((tap.site, tap.heads) for tap in taps if tap.layer == layer)
-    return config.windows[layer], tuple(layer_tensors(config, layer).items()), tapped
+    return config.windows[layer], layer in config.no_rope, tuple(layer_tensors(config, layer).items()), tapped
 
 
 def _repeats(kinds: Sequence[object], period: int) -> int:
@@ -131,6 +131,7 @@ class Layer:
     o_bias: Any = None
     q_norm: Any = None
     k_norm: Any = None
+    sinks: Any = None
     attn_post_norm: Any = None
     mlp_norm: Any = None
     mlp_norm_bias: Any = None
@@ -142,7 +143,8 @@ class Layer:
     down_bias: Any = None
     mlp_post_norm: Any = None
     router: Any = None
-    """Where a layer has one, gate, up and down are those of all experts, stacked."""
+    """If a layer has a router, gate, up and down are those of all experts, stacked."""
+    router_bias: Any = None
 
 
 @jax.tree_util.register_dataclass
@@ -158,6 +160,7 @@ class Params:
     final_norm_bias: Any = None
     head: Any = None
     """None, with a final norm: the head is the embedding."""
+    head_bias: Any = None
 
 
 T = TypeVar("T")

@@ -1,10 +1,11 @@
-"""Rotary positions: a table from the config's kind to wavelengths, and the rotation."""
+"""Rotary positions: the frequencies of each kind of scaling, and the rotation of queries and keys."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +13,7 @@ from jaxtyping import Array, Float, Float32, Int
 
 from spile.models.architecture import ModelConfig, Rope
 
-__all__ = ["Angles", "angles", "frequencies", "per_layer", "rotate"]
+__all__ = ["Angles", "angles", "frequencies", "per_layer", "rotate", "sample_lengths"]
 
 Vector = npt.NDArray[np.float32]
 Angles = tuple[Float32[Array, "#rows seq half"], Float32[Array, "#rows seq half"]]
@@ -27,7 +28,7 @@ def _linear(rope: Rope, freq: Vector) -> Vector:
 
 
 def _llama3(rope: Rope, freq: Vector) -> Vector:
-    """Long wavelengths are stretched, short ones kept, those between blended."""
+    """Stretch long wavelengths, keep short ones, and blend those in between."""
     wavelength = np.float32(2 * math.pi) / freq
     low, high = rope.low_freq_factor, rope.high_freq_factor
     blend = (np.float32(rope.original_length) / wavelength - np.float32(low)) / np.float32(high - low)
@@ -37,7 +38,7 @@ def _llama3(rope: Rope, freq: Vector) -> Vector:
 
 
 def _yarn(rope: Rope, freq: Vector) -> Vector:
-    """A ramp over the dimensions, between the one that turns ``beta_fast`` times in a context and ``beta_slow``."""
+    """Blend over the dimensions between those that turn ``beta_fast`` and ``beta_slow`` times in the context."""
     half = len(freq)
 
     def dimension(turns: float) -> float:
@@ -61,41 +62,92 @@ _KINDS: Mapping[str, Callable[[Rope, Vector], Vector]] = {
 }
 
 
-def frequencies(config: ModelConfig, rope: Rope | None = None) -> Vector:
-    """Radians per position, for each pair of dimensions. In float32 throughout, as the reference computes them."""
+def frequencies(config: ModelConfig, rope: Rope | None = None, *, long: bool = False) -> Vector:
+    """Return the radians per position for each rotated pair, computed in float32 as the reference does.
+
+    ``long``: those of samples beyond the original length (longrope).
+    """
     rope = rope or config.rope
-    turned = config.rotary_dim or config.head_dim
-    exponent = np.arange(0, turned, 2, dtype=np.float32) / np.float32(turned)
-    freq = (1.0 / np.power(np.float32(rope.theta), exponent)).astype(np.float32)
-    return _KINDS[rope.kind](rope, freq)
+    rotated = config.rotary_dim or config.head_dim
+    exponent = np.arange(0, rotated, 2, dtype=np.float32) / np.float32(rotated)
+    power = np.power(np.float32(rope.theta), exponent)
+    if rope.kind == "longrope":  # rounded in the reference's order
+        factors = np.asarray(rope.long_factors if long else rope.short_factors, np.float32)
+        scaled: Vector = (1.0 / (factors * power)).astype(np.float32)
+        return scaled
+    return _KINDS[rope.kind](rope, (1.0 / power).astype(np.float32))
 
 
-def angles(config: ModelConfig, positions: Int[Array, "rows seq"], rope: Rope | None = None) -> Angles:
-    """Cosines and sines of these positions, with the rope's amplitude in them."""
+def angles(
+    config: ModelConfig,
+    positions: Int[Array, "rows seq"],
+    rope: Rope | None = None,
+    lengths: Int[Array, "#rows seq"] | None = None,
+) -> Angles:
+    """Return the cosines and sines of these positions, times the rope's amplitude.
+
+    Args:
+        config: The model.
+        positions: The position of each token in its sample.
+        rope: The rope; None: the config's.
+        lengths: For longrope, the length of each token's sample; None: no sample is longer than the original context.
+
+    """
     rope = rope or config.rope
-    turned = positions.astype(jnp.float32)[..., None] * jnp.asarray(frequencies(config, rope))
+    freq = jnp.asarray(frequencies(config, rope))
+    if rope.kind == "longrope" and lengths is not None:
+        long = jnp.asarray(frequencies(config, rope, long=True))
+        freq = jnp.where(lengths[..., None] > rope.original_length, long, freq)
+    radians = positions.astype(jnp.float32)[..., None] * freq
     amplitude = jnp.float32(rope.amplitude)
-    return jnp.cos(turned) * amplitude, jnp.sin(turned) * amplitude
+    return jnp.cos(radians) * amplitude, jnp.sin(radians) * amplitude
 
 
-def per_layer(config: ModelConfig, positions: Int[Array, "rows seq"]) -> tuple[Angles | None, ...]:
-    """Each layer's angles: a layer with a window may have a rope of its own; with learned positions there are none."""
+def sample_lengths(
+    positions: Int[Array, "#rows seq"], segments: Int[Array, "rows seq"] | None
+) -> Int[Array, "#rows seq"]:
+    """Return the length of the sample that each token belongs to."""
+    seq = positions.shape[1]
+    if segments is None:
+        return jnp.broadcast_to(positions[:, -1:] + 1, positions.shape)
+    last = jnp.concatenate([segments[:, 1:] != segments[:, :-1], jnp.ones_like(segments[:, :1], bool)], axis=1)
+    place = jnp.arange(seq, dtype=jnp.int32)[None]
+    end = jax.lax.cummin(jnp.where(last, place, jnp.int32(seq)), axis=1, reverse=True)
+    lengths: Array = jnp.take_along_axis(jnp.broadcast_to(positions, segments.shape), end, axis=1) + 1
+    return lengths
+
+
+def per_layer(
+    config: ModelConfig, positions: Int[Array, "rows seq"], lengths: Int[Array, "#rows seq"] | None = None
+) -> tuple[Angles | None, ...]:
+    """Return the angles of each layer; None for a layer without rotary positions.
+
+    Layers with an attention window may have a rope of their own. ``lengths``: see :func:`angles`.
+    """
     if config.learned_positions is not None:
         return (None,) * config.n_layers
-    everywhere = angles(config, positions)
-    local = everywhere if config.local_rope is None else angles(config, positions, config.local_rope)
-    return tuple(everywhere if window is None else local for window in config.windows)
+    everywhere = angles(config, positions, lengths=lengths)
+    local = everywhere if config.local_rope is None else angles(config, positions, config.local_rope, lengths)
+    chosen = (everywhere if window is None else local for window in config.windows)
+    return tuple(None if layer in config.no_rope else each for layer, each in enumerate(chosen))
 
 
 def rotate(
     x: Float[Array, "rows seq heads head_dim"],
     cos: Float32[Array, "#rows seq half"],
     sin: Float32[Array, "#rows seq half"],
+    *,
+    interleaved: bool = False,
 ) -> Float[Array, "rows seq heads head_dim"]:
-    """Turn each pair (i, i + half) of the part that is rotated by its position's angle, in float32."""
+    """Rotate the first dimensions of each head by its position's angle, in float32.
+
+    The pairs are (i, i + half), or (2i, 2i + 1) if ``interleaved``.
+    """
     half = cos.shape[-1]
     wide = x.astype(jnp.float32)
-    first, second, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
+    part, rest = wide[..., : 2 * half], wide[..., 2 * half :]
+    first, second = (part[..., 0::2], part[..., 1::2]) if interleaved else (part[..., :half], part[..., half:])
     cos, sin = cos[:, :, None, :], sin[:, :, None, :]
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
-    return turned.astype(x.dtype)
+    pair = first * cos - second * sin, second * cos + first * sin
+    rotated = jnp.stack(pair, axis=-1).reshape(part.shape) if interleaved else jnp.concatenate(pair, axis=-1)
+    return jnp.concatenate([rotated, rest], axis=-1).astype(x.dtype)

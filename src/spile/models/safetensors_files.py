@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spile.errors import ModelError, untrusted
-from spile.models.weight_names import Order
+from spile.models.families.weight_names import Order
 from spile.spec.safetensors import DTYPES as ALL_DTYPES
 from spile.spec.safetensors import header_length, parse_header
 
@@ -165,7 +165,7 @@ class Piece:
     first: int = 0
     """Its first row (or column) in a file's tensor that holds several."""
     groups: tuple[int, int, int] = (1, 1, 0)
-    """Order ``heads``: heads, tensors for each head, which of them this is."""
+    """Orders ``heads`` and ``interleaved``: the heads, the tensors in turn, and which of them this is."""
     changes: tuple[Change | None, ...] = (None,)
     """For each entry, what is added to it."""
 
@@ -176,7 +176,7 @@ class Piece:
 
     def read(self, source: ByteSource, bounds: Bounds = ()) -> Values:
         """A slice of it; of a tensor that lies as the tree's does, only the rows it spans are touched."""
-        if len(self.shape) == 3 and len(self.entries) == self.shape[0]:
+        if len(self.shape) == 3 and len(self.entries[0].shape) == 2:
             chosen = range(self.shape[0])[slice(*bounds[0])] if bounds else range(self.shape[0])
             return np.stack([self._one(source, place, self.shape[1:], bounds[1:]) for place in chosen])
         return self._one(source, 0, self.shape, bounds)
@@ -197,7 +197,11 @@ class Piece:
             return whole.reshape(heads, parts, outer // heads, *whole.shape[1:])[:, place].reshape(
                 outer, *whole.shape[1:]
             )
-        turned = whole.T if self.order == "columns" else whole
+        if self.order == "interleaved":
+            _, parts, place = self.groups
+            own = whole[..., place::parts]
+            return np.swapaxes(own, -1, -2) if own.ndim == 3 else own
+        turned = np.swapaxes(whole, -1, -2) if self.order == "columns" else whole
         return turned[self.first : self.first + outer]
 
 

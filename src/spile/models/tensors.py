@@ -1,6 +1,6 @@
-"""The weights before any memory is: names, shapes and logical axes of each, and what follows from their sizes.
+"""The names, shapes and logical axes of all weights, known before any is read.
 
-Matrices keep the layout ``[out, in]``; experts' have one more dimension before it.
+Matrices have the layout ``[out, in]``; those of experts have one more dimension in front.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from spile.models.architecture import ModelConfig
 __all__ = ["Axes", "Tensor", "flops_per_token", "layer_tensors", "model_tensors", "parameter_count"]
 
 Axes = tuple[str, ...]
-"""Logical names of a tensor's dimensions; a table of the runtime maps them to the mesh."""
+"""Logical names of a tensor's dimensions; the worker maps them to the mesh."""
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """What is known of a weight before it is read."""
+    """The shape of a weight."""
 
     shape: tuple[int, ...]
     axes: Axes
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     def stacked(self, count: int) -> Tensor:
-        """So many of it, one for each of some layers."""
+        """Return the tensor that holds ``count`` of these, one per layer."""
         return Tensor((count, *self.shape), ("layers", *self.axes))
 
 
 def model_tensors(config: ModelConfig, *, head: bool) -> Mapping[str, Tensor]:
-    """What the model has once; ``head``: with its final norm, and the LM head where it is not the embedding."""
+    """Return the tensors that the model has once; with ``head``, the final norm and the LM head too."""
     d = config.d_model
     table = Tensor((config.vocab_size, d), ("vocab", "d_model"))
     tensors = {"embed": table}
@@ -45,14 +45,16 @@ def model_tensors(config: ModelConfig, *, head: bool) -> Mapping[str, Tensor]:
         tensors |= _norm("final_norm", config)
         if not config.tied:
             tensors["head"] = table
+        if config.head_bias:
+            tensors["head_bias"] = Tensor((config.vocab_size,), ("vocab",))
     return tensors
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> Mapping[str, Tensor]:
-    """One layer's, by field name; those that the architecture lacks are absent."""
+    """Return the tensors of one layer by field name, as far as the model has them."""
     tensors: dict[str, Tensor] = {}
     if config.norm_place != "post":
-        tensors |= _norm("attn_norm", config) | _norm("mlp_norm", config)
+        tensors |= _norm("attn_norm", config) | ({} if config.shared_norm else _norm("mlp_norm", config))
     if config.norm_place != "pre":
         tensors |= _norm("attn_post_norm", config) | _norm("mlp_post_norm", config)
     return {**tensors, **_attention(config), **_mlp(config, layer)}
@@ -80,6 +82,8 @@ def _attention(config: ModelConfig) -> dict[str, Tensor]:
         tensors["q_norm"], tensors["k_norm"] = Tensor((heads,), ("heads",)), Tensor((keys,), ("kv_heads",))
     elif config.qk_norm:
         tensors["q_norm"] = tensors["k_norm"] = Tensor((config.head_dim,), ("head_dim",))
+    if config.sinks:
+        tensors["sinks"] = Tensor((config.n_heads,), ("heads",))
     return tensors
 
 
@@ -88,12 +92,17 @@ def _mlp(config: ModelConfig, layer: int) -> dict[str, Tensor]:
     if config.experts is not None and config.has_experts(layer):
         count, ff = config.experts.count, config.experts.d_ff
         inner = Tensor((count, ff, d), ("experts", "d_ff", "d_model"))
-        return {
+        routed = {
             "router": Tensor((count, d), ("experts", "d_model")),
             "gate": inner,
             "up": inner,
             "down": Tensor((count, d, ff), ("experts", "d_model", "d_ff")),
         }
+        if config.expert_biases:
+            routed["router_bias"] = Tensor((count,), ("experts",))
+            routed["gate_bias"] = routed["up_bias"] = Tensor((count, ff), ("experts", "d_ff"))
+            routed["down_bias"] = Tensor((count, d), ("experts", "d_model"))
+        return routed
     inner = Tensor((config.d_ff, d), ("d_ff", "d_model"))
     tensors = {"gate": inner} if config.gated else {}
     tensors |= {"up": inner, "down": Tensor((d, config.d_ff), ("d_model", "d_ff"))}
@@ -104,23 +113,24 @@ def _mlp(config: ModelConfig, layer: int) -> dict[str, Tensor]:
 
 
 def parameter_count(config: ModelConfig) -> int:
-    """Every weight of the model, LM head included unless it is tied."""
+    """Return the number of weights of the model, with the LM head unless it is the embedding."""
     layers = (layer_tensors(config, layer) for layer in range(config.n_layers))
     once = model_tensors(config, head=True)
     return sum(tensor.size for tensors in (once, *layers) for tensor in tensors.values())
 
 
 def _layer_matmuls(config: ModelConfig, layer: int) -> float:
-    """Weights of one layer's matrices that a token meets: two FLOPs each. Of the experts, those it is sent to."""
+    """Return how many weights of one layer's matrices a token is multiplied with; of the experts, the selected ones."""
     part = config.experts.per_token / config.experts.count if config.experts is not None else 1.0
     parts = {1: 0.0, 2: 1.0, 3: part}
-    return sum(parts[len(tensor.shape)] * tensor.size for tensor in layer_tensors(config, layer).values())
+    tensors = layer_tensors(config, layer).items()
+    return sum(parts[len(tensor.shape)] * tensor.size for name, tensor in tensors if not name.endswith("_bias"))
 
 
 def flops_per_token(config: ModelConfig, seq_len: int, last_layer: int | None = None, *, head: bool = False) -> float:
-    """Model FLOPs a token of a sequence of this length needs through ``last_layer`` (None: all), and the LM head's.
+    """Return the FLOPs per token of a sequence of this length through ``last_layer`` (None: all), and the LM head's.
 
-    Attention counts the positions a token really sees: half of them on average under a causal mask.
+    Attention counts the positions that a token attends to: half of them on average under a causal mask.
     """
     layers = config.n_layers if last_layer is None else last_layer + 1
     flops = 2.0 * config.vocab_size * config.d_model if head else 0.0

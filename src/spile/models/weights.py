@@ -19,11 +19,12 @@ from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
 from spile.errors import ModelError
+from spile.models.families import FAMILIES
+from spile.models.families.weight_names import Match, Order
 from spile.models.model_files import ModelFiles
 from spile.models.params import LayerRun, Params, build, stacked
 from spile.models.safetensors_files import DTYPES, ByteSource, Change, Entry, Piece, PieceStack, read_header
 from spile.models.tensors import Tensor, layer_tensors, model_tensors
-from spile.models.weight_names import NAMES, Match
 
 __all__ = [
     "Place",
@@ -35,11 +36,13 @@ __all__ = [
 _THREADS = 8
 _COMPARED = 64 << 20
 """Bytes of two tensors that are compared at a time."""
+_ALL_EXPERTS = -1
+"""The place of a file's tensor that holds all of a tensor of the model, instead of one expert's part."""
 
 
 def catalogue(files: ModelFiles, *, head: bool = False) -> Mapping[str, Piece]:
     """Tree name → where it lies, for the whole model; without ``head`` the LM head may be missing."""
-    names, wanted = NAMES[files.config.architecture], _wanted(files)
+    names, wanted = FAMILIES[files.config.architecture].names, _wanted(files)
     found: dict[str, dict[int, Piece]] = {}
     copy: Entry | None = None
     entries = list(_entries(files))
@@ -62,16 +65,17 @@ def catalogue(files: ModelFiles, *, head: bool = False) -> Mapping[str, Piece]:
             )
         for name, piece in _pieces(files, entry, match, wanted, changes.get(entry.name)):
             stacked = found.setdefault(name, {})
-            if (match.expert or 0) in stacked:
-                twice = f"{stacked[match.expert or 0].entries[0].name} and {entry.name}"
+            place = _ALL_EXPERTS if match.expert is None else match.expert
+            if place in stacked:
+                twice = f"{stacked[place].entries[0].name} and {entry.name}"
                 raise ModelError(f"{files.name} has a tensor twice", found=twice)
-            stacked[match.expert or 0] = piece
+            stacked[place] = piece
     if files.untied and "embed" in found:
-        found["head"] = {0: replace(found["embed"][0], changes=(changes[names.head],))}
+        found["head"] = {_ALL_EXPERTS: replace(found["embed"][_ALL_EXPERTS], changes=(changes[names.head],))}
     missing = [
         name
         for name, tensor in wanted.items()
-        if set(found.get(name, ())) != set(range(_stack(tensor))) and (head or name != "head")
+        if not _complete(found.get(name, {}), tensor) and (head or name not in ("head", "head_bias"))
     ]
     if missing:
         raise ModelError(
@@ -79,7 +83,7 @@ def catalogue(files: ModelFiles, *, head: bool = False) -> Mapping[str, Piece]:
             found=f"no {names.file_name(missing[0])}",
         )
     if head and copy is not None:
-        _refuse_another_head(files, copy, found["embed"][0].entries[0])
+        _refuse_another_head(files, copy, found["embed"][_ALL_EXPERTS].entries[0])
     return {name: _joined(stacked, wanted[name]) for name, stacked in found.items()}
 
 
@@ -133,8 +137,20 @@ def _ranges(length: int) -> Iterator[tuple[int, int]]:
         yield at, min(_COMPARED, length - at)
 
 
-def _stack(tensor: Tensor) -> int:
-    return tensor.shape[0] if len(tensor.shape) == 3 else 1
+def _complete(stacked: Mapping[int, Piece], tensor: Tensor) -> bool:
+    """Return whether all parts of a tensor were found: it as a whole, or one part per expert."""
+    return set(stacked) == {_ALL_EXPERTS} or (len(tensor.shape) == 3 and set(stacked) == set(range(tensor.shape[0])))
+
+
+def _file_shape(shapes: Sequence[tuple[int, ...]], order: Order) -> tuple[int, ...]:
+    """Return the shape of a file's tensor that holds tensors of these shapes."""
+    first, *inner = shapes[0]
+    if order == "interleaved":
+        return (first, *inner[1:], len(shapes) * inner[0])
+    if order == "columns" and len(inner) == 2:
+        return (first, *inner[::-1])
+    rows = (sum(shape[0] for shape in shapes), *inner)
+    return rows[::-1] if order == "columns" else rows
 
 
 def _pieces(
@@ -142,9 +158,7 @@ def _pieces(
 ) -> Iterator[tuple[str, Piece]]:
     """The tree's tensors that a file's tensor holds, its shape and dtype checked."""
     shapes = [wanted[name].shape[1:] if match.expert is not None else wanted[name].shape for name in match.names]
-    outer = [shape[0] for shape in shapes]
-    expected = (sum(outer), *shapes[0][1:])
-    expected = expected[::-1] if match.order == "columns" else expected
+    expected = _file_shape(shapes, match.order)
     if match.expert is not None and len(wanted[match.names[0]].shape) != 3:
         expected = ()
     if entry.shape != expected:
@@ -155,16 +169,16 @@ def _pieces(
         raise ModelError(
             f"the tensor {entry.name} of {files.name}", expected=f"one of {', '.join(DTYPES)}", found=entry.dtype
         )
-    firsts = accumulate(outer, initial=0)
+    firsts = accumulate((shape[0] for shape in shapes), initial=0)
     for place, (name, first, shape) in enumerate(zip(match.names, firsts, shapes, strict=False)):
         groups = (files.config.n_heads, len(shapes), place)
         yield name, Piece((entry,), shape, match.order, first, groups, (change,))
 
 
 def _joined(stacked: Mapping[int, Piece], tensor: Tensor) -> Piece:
+    if _ALL_EXPERTS in stacked:
+        return stacked[_ALL_EXPERTS]
     parts = [stacked[place] for place in sorted(stacked)]
-    if len(tensor.shape) != 3:
-        return parts[0]
     entries = tuple(entry for part in parts for entry in part.entries)
     changes = tuple(change for part in parts for change in part.changes)
     return Piece(entries, tensor.shape, parts[0].order, changes=changes)

@@ -90,7 +90,7 @@ SITES: Mapping[str, SiteSpec] = MappingProxyType(
         ),
         "embed": SiteSpec(
             ("d_model",),
-            "The token's embedding, scaled where the family scales it; learned positions are not added yet.",
+            "The output of the embedding module: scaled in Gemma, not in Granite; learned positions are not added yet.",
             "hook_embed",
             "model.embed_tokens.output",
             "model.embed_tokens (output)",

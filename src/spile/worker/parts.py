@@ -17,7 +17,7 @@ from spile.data.tokens import Tokenizer, load_tokenizer
 from spile.errors import ModelError, RunMismatch, SpecError, untrusted
 from spile.models import model_files
 from spile.models.adapters import find_adapter
-from spile.models.families import ARCHITECTURES
+from spile.models.families import FAMILIES
 from spile.models.model_files import GENERATION
 from spile.objects import open_folder
 from spile.objects.folder import Folder
@@ -103,7 +103,7 @@ def find_model(
     if backend != "jax":
         files = model_files.find(spec.model, spec.revision, any_family=True)
         others = backend is None and find_spec("torch") is not None  # without it the refusal names the families
-        if backend == "torch" or (others and files.config.architecture not in ARCHITECTURES):
+        if backend == "torch" or (others and files.config.architecture not in FAMILIES):
             if spec.generation is not None:
                 said = "a family that spile computes itself (spile models)"
                 raise SpecError("spile infer", expected=said, found=files.config.architecture)

@@ -117,7 +117,10 @@ def _attention(_model: Any, layer: Any) -> Any:
 
 
 def _added(layer: Any, after: str, inner: Any) -> Place | None:
-    """What a part adds: its output, or that of the norm that stands behind it."""
+    """Return what a part adds to the residual stream: its output, or the output of the norm behind it."""
+    own = _child(layer, (after.replace("attention", "self_attn").replace("feedforward", "mlp"),))
+    if own is not None:  # GLM-4
+        return _at(own, "output")
     behind = hasattr(layer, "pre_feedforward_layernorm") or not (
         hasattr(layer, "input_layernorm") or not hasattr(layer, "post_feedforward_layernorm")
     )

@@ -1,0 +1,120 @@
+"""The model families that spile computes itself: one module each, and the table of all of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from spile.errors import ModelError
+from spile.models.architecture import ModelConfig
+from spile.models.families import (
+    gemma,
+    gemma2,
+    gemma3,
+    glm4,
+    gpt2,
+    gpt_neox,
+    gpt_oss,
+    granite,
+    llama,
+    mistral,
+    mixtral,
+    olmo2,
+    olmo3,
+    phi,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    smollm3,
+)
+from spile.models.families.base import ConfigFields, Family, declared_fields
+
+__all__ = ["FAMILIES", "Family", "read_any_config", "read_config", "refuse_quantized"]
+
+_log = logging.getLogger("spile.models")
+
+_ALL = (
+    qwen2.FAMILY,
+    qwen3.FAMILY,
+    llama.FAMILY,
+    mistral.FAMILY,
+    gemma.FAMILY,
+    gemma2.FAMILY,
+    gemma3.FAMILY,
+    phi3.FAMILY,
+    phi.FAMILY,
+    gpt2.FAMILY,
+    gpt_neox.FAMILY,
+    olmo2.FAMILY,
+    olmo3.FAMILY,
+    smollm3.FAMILY,
+    granite.FAMILY,
+    glm4.GLM,
+    glm4.FAMILY,
+    qwen3_moe.FAMILY,
+    mixtral.FAMILY,
+    gpt_oss.FAMILY,
+)
+
+FAMILIES: Mapping[str, Family] = {name: family for family in _ALL for name in family.model_types}
+"""By the ``model_type`` of config.json."""
+
+_QUANTIZED_FIX = "give the model's 16-bit original: its name is usually this one without -GPTQ, -AWQ, -bnb-4bit or -FP8"
+_TOWERS = ("text_config", "vision_config", "audio_config")
+
+
+def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """Read the content of a ``config.json``.
+
+    Raises:
+        ModelError: The family is unknown, or a field changes the numbers in a way that spile does not implement.
+
+    """
+    name = raw.get("model_type")
+    if not isinstance(name, str) or name not in FAMILIES:
+        found = repr(name) if name is not None else "a config.json without model_type"
+        fix = "use --backend torch, which runs any Hugging Face causal model" if name is not None else None
+        raise ModelError("unknown architecture", expected=f"one of {', '.join(FAMILIES)}", found=found, fix=fix)
+    refuse_quantized(raw)
+    family = FAMILIES[name]
+    if isinstance(nested := raw.get("text_config"), Mapping):  # the decoder of a model with a vision tower
+        outer = {key: value for key, value in raw.items() if key not in _TOWERS}
+        raw = {**outer, **nested, "model_type": name}
+    fields = ConfigFields(raw, declared_fields()[family.declared])
+    config = family.read(fields)
+    if ignored := fields.ignored(name):
+        _log.info("config.json: ignored fields that do not change the model: %s", ", ".join(ignored))
+    return config
+
+
+def refuse_quantized(raw: Mapping[str, Any]) -> None:
+    """Raise a ModelError that names the quantization method, if the weights are quantized."""
+    if quantized := raw.get("quantization_config"):
+        method = quantized.get("quant_method", "unnamed") if isinstance(quantized, Mapping) else "unnamed"
+        raise ModelError(
+            "quantized weights", expected="float32, float16 or bfloat16", found=f"{method}", fix=_QUANTIZED_FIX
+        )
+
+
+def read_any_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """Read the sizes of a model of any family, for a backend that runs the model's own code."""
+    name = raw.get("model_type")
+    if not isinstance(name, str):
+        raise ModelError("config.json has no model_type", fix="check that the folder holds a whole model")
+    refuse_quantized(raw)
+    with suppress(ModelError):  # The same config, and therefore the same hash, as for the JAX backend.
+        return read_config(raw)
+    nested = raw.get("text_config")
+    fields = ConfigFields({**raw, **nested} if isinstance(nested, Mapping) else raw)
+
+    def first(*names: str) -> int:
+        return fields.integer(next((each for each in names if fields.has(each)), names[0]))
+
+    heads = first("num_attention_heads", "n_head", "n_heads", "num_heads")
+    d_model = first("hidden_size", "n_embd", "d_model", "dim")
+    n_layers = first("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    head_dim = max(2, 2 * (d_model // max(heads, 1) // 2))
+    return ModelConfig(name, d_model, n_layers, heads, heads, head_dim, 4 * d_model, first("vocab_size"))

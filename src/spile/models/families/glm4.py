@@ -1,0 +1,49 @@
+"""GLM-4: rotated pairs that lie side by side, and in the 0414 models norms after attention and MLP too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from spile.models.architecture import ModelConfig
+from spile.models.families.base import ConfigFields, Family, decoder
+from spile.models.families.weight_names import Fused, extend
+
+__all__ = ["FAMILY", "GLM"]
+
+
+def _read_glm(fields: ConfigFields, **options: Any) -> ModelConfig:
+    return decoder(
+        fields, partial_rotary=True, qkv_bias=fields.flag("attention_bias"), rope_interleaved=True, **options
+    )
+
+
+def _read_glm4(fields: ConfigFields) -> ModelConfig:
+    return _read_glm(fields, norm_place="sandwich")
+
+
+_FUSED = extend({"mlp.gate_up_proj.weight": Fused(("gate", "up"))})
+
+GLM = Family(
+    model_types=("glm",),
+    models="GLM-4-9B, GLM-Edge",
+    differs="as `llama`; half of each head rotated, in pairs that lie side by side; biases on queries, keys and "
+    "values; gate and up in one matrix",
+    example=("zai-org/glm-4-9b-hf", {}),
+    read=_read_glm,
+    names=_FUSED,
+)
+
+FAMILY = Family(
+    model_types=("glm4",),
+    models="GLM-4-0414, GLM-Z1",
+    differs="as `glm`, with norms after attention and MLP too",
+    example=("zai-org/GLM-4-9B-0414", {}),
+    read=_read_glm4,
+    names=extend(
+        {
+            "post_self_attn_layernorm.weight": "attn_post_norm",
+            "post_mlp_layernorm.weight": "mlp_post_norm",
+        },
+        _FUSED,
+    ),
+)

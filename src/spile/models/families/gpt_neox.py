@@ -1,0 +1,77 @@
+"""GPT-NeoX and Pythia: a plain MLP beside attention, and a part of each head rotated."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+from spile.models.architecture import ModelConfig
+from spile.models.families.base import ConfigFields, Family, decoder, read_rope
+from spile.models.families.weight_names import Fused, Names
+
+__all__ = ["FAMILY"]
+
+
+def _read(fields: ConfigFields) -> ModelConfig:
+    for name in ("rope_theta", "partial_rotary_factor"):
+        fields.get(name)  # transformers does not read them for this family
+    bias = fields.flag("attention_bias")
+    return decoder(
+        fields,
+        eps="layer_norm_eps",
+        rope=read_rope(fields, theta="rotary_emb_base", part="rotary_pct"),
+        partial_rotary=True,
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=True,
+        norm="layer",
+        gated=False,
+        parallel=fields.flag("use_parallel_residual"),
+    )
+
+
+FAMILY = Family(
+    model_types=("gpt_neox",),
+    models="Pythia, GPT-NeoX",
+    differs="LayerNorm, a plain MLP beside attention (`use_parallel_residual`), a part of each head rotated "
+    "(`rotary_pct`)",
+    example=(
+        "EleutherAI/pythia-1.4b",
+        {
+            "hidden_size": 2048,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "intermediate_size": 8192,
+            "vocab_size": 50_304,
+        },
+    ),
+    read=_read,
+    names=Names(
+        prefix=r"(?:gpt_neox\.)?",
+        written="gpt_neox.",
+        once=MappingProxyType(
+            {
+                "embed": "embed_in.weight",
+                "final_norm": "final_layer_norm.weight",
+                "final_norm_bias": "final_layer_norm.bias",
+            }
+        ),
+        head="embed_out.weight",
+        layer=MappingProxyType(
+            {
+                "input_layernorm.weight": "attn_norm",
+                "input_layernorm.bias": "attn_norm_bias",
+                "attention.query_key_value.weight": Fused(("q", "k", "v"), "heads"),
+                "attention.query_key_value.bias": Fused(("q_bias", "k_bias", "v_bias"), "heads"),
+                "attention.dense.weight": "o",
+                "attention.dense.bias": "o_bias",
+                "post_attention_layernorm.weight": "mlp_norm",
+                "post_attention_layernorm.bias": "mlp_norm_bias",
+                "mlp.dense_h_to_4h.weight": "up",
+                "mlp.dense_h_to_4h.bias": "up_bias",
+                "mlp.dense_4h_to_h.weight": "down",
+                "mlp.dense_4h_to_h.bias": "down_bias",
+            }
+        ),
+        unused=(r"layers\.\d+\.attention\.(?:rotary_emb\.inv_freq|bias|masked_bias)",),
+    ),
+)

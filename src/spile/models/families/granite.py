@@ -1,0 +1,42 @@
+"""Granite 3 and 4 (dense): Llama with scaled embeddings, residuals, scores and logits."""
+
+from __future__ import annotations
+
+from spile.models.architecture import ModelConfig
+from spile.models.families.base import ConfigFields, Family, decoder
+
+__all__ = ["FAMILY"]
+
+
+def _read(fields: ConfigFields) -> ModelConfig:
+    bias = fields.flag("attention_bias")
+    return decoder(
+        fields,
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=fields.flag("mlp_bias"),
+        input_scale=fields.number("embedding_multiplier"),
+        attention_scale=fields.number("attention_multiplier"),
+        residual_scale=fields.number("residual_multiplier"),
+        logits_divisor=fields.number("logits_scaling"),
+    )
+
+
+FAMILY = Family(
+    model_types=("granite",),
+    models="Granite 3 and 4 (dense)",
+    differs="as `llama`, with factors on embeddings, scores, what attention and MLP add, and logits",
+    example=(
+        "ibm-granite/granite-3.3-2b-base",
+        {
+            "hidden_size": 2048,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "intermediate_size": 8192,
+            "vocab_size": 49_152,
+            "tie_word_embeddings": True,
+        },
+    ),
+    read=_read,
+)

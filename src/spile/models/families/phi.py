@@ -1,0 +1,64 @@
+"""Phi-1, Phi-1.5 and Phi-2: attention and MLP read the same normed residual stream."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+from spile.models.architecture import ModelConfig
+from spile.models.families.base import ConfigFields, Family, decoder
+from spile.models.families.weight_names import Names
+
+__all__ = ["FAMILY"]
+
+
+def _read(fields: ConfigFields) -> ModelConfig:
+    return decoder(
+        fields,
+        eps="layer_norm_eps",
+        partial_rotary=True,
+        qkv_bias=True,
+        o_bias=True,
+        mlp_bias=True,
+        head_bias=True,
+        norm="layer",
+        gated=False,
+        parallel=True,
+        shared_norm=True,
+    )
+
+
+FAMILY = Family(
+    model_types=("phi",),
+    models="Phi-1, Phi-1.5, Phi-2",
+    differs="LayerNorm, one for attention and MLP together, which both read the same residual stream; a plain MLP; a "
+    "bias on the LM head; a part of each head rotated",
+    example=("microsoft/phi-2", {"hidden_size": 2560, "num_hidden_layers": 32, "intermediate_size": 10_240}),
+    read=_read,
+    names=Names(
+        once=MappingProxyType(
+            {
+                "embed": "embed_tokens.weight",
+                "final_norm": "final_layernorm.weight",
+                "final_norm_bias": "final_layernorm.bias",
+            }
+        ),
+        layer=MappingProxyType(
+            {
+                "input_layernorm.weight": "attn_norm",
+                "input_layernorm.bias": "attn_norm_bias",
+                "self_attn.q_proj.weight": "q",
+                "self_attn.k_proj.weight": "k",
+                "self_attn.v_proj.weight": "v",
+                "self_attn.dense.weight": "o",
+                "self_attn.q_proj.bias": "q_bias",
+                "self_attn.k_proj.bias": "k_bias",
+                "self_attn.v_proj.bias": "v_bias",
+                "self_attn.dense.bias": "o_bias",
+                "mlp.fc1.weight": "up",
+                "mlp.fc1.bias": "up_bias",
+                "mlp.fc2.weight": "down",
+                "mlp.fc2.bias": "down_bias",
+            }
+        ),
+    ),
+)
