@@ -18,6 +18,7 @@ Extract, prove, read::
 What is here:
 
 - ``extract(spec)``, ``ExtractSpec``, ``DataSpec``, ``PromptSpec``: run a model and store what its layers compute.
+- ``RunSpec``: the same class as ``ExtractSpec``; ``spec.to_json()`` is the content of ``spec.json``.
 - ``add_taps(spec)``, ``BackfillSpec``: more taps of a finished dataset, row for row beside what is there.
 - ``infer(spec)``, ``GenerationSpec``: the same with answers, which ``spec.generation`` asks for.
 - ``plan(spec)``: tokens, bytes, hours and dollars of a run before it starts.
@@ -40,7 +41,7 @@ from spile.version import __version__
 if TYPE_CHECKING:
     from spile.plan.forecast import plan
     from spile.reading.dataset import Dataset, open  # noqa: A004
-    from spile.spec.run import BackfillSpec, DataSpec, ExtractSpec, GenerationSpec, PromptSpec
+    from spile.spec.run import BackfillSpec, DataSpec, ExtractSpec, GenerationSpec, PromptSpec, RunSpec
     from spile.spec.sample import Role
     from spile.store.verification import verify
     from spile.worker.backfill import add_taps
@@ -55,6 +56,7 @@ __all__ = [
     "GenerationSpec",
     "PromptSpec",
     "Role",
+    "RunSpec",
     "__version__",
     "add_taps",
     "errors",
@@ -74,6 +76,7 @@ _LAZY = {
     "GenerationSpec": "spile.spec.run",
     "PromptSpec": "spile.spec.run",
     "Role": "spile.spec.sample",
+    "RunSpec": "spile.spec.run",
     "add_taps": "spile.worker.backfill",
     "extract": "spile.worker.extract",
     "infer": "spile.worker.infer",

@@ -14,7 +14,7 @@ HEAVY = ("jax", "jaxlib", "transformers", "torch", "numpy", "obstore", "datasets
 
 def test_the_public_names_are_these() -> None:
     """A change here is a change for every user: say so in CHANGELOG.md."""
-    classes = ["BackfillSpec", "DataSpec", "Dataset", "ExtractSpec", "GenerationSpec", "PromptSpec", "Role"]
+    classes = ["BackfillSpec", "DataSpec", "Dataset", "ExtractSpec", "GenerationSpec", "PromptSpec", "Role", "RunSpec"]
     functions = ["extract", "infer", "open", "plan", "verify"]
     assert sorted(spile.__all__) == [*classes, "__version__", "add_taps", "errors", *functions]
     assert dir(spile) == sorted(spile.__all__)

@@ -16,7 +16,7 @@ from numerics.shapes import shapes as family_shapes
 from spile.errors import SpecError
 from spile.models.architecture import ModelConfig
 from spile.models.families import read_config
-from spile.spec.taps import SITES, Tap, parse_sites, select_taps, tap_rows
+from spile.spec.taps import SITES, Tap, parse_tap_words, select_taps, tap_rows
 
 __all__ = ["CASES", "FIRST_SITES", "GOLDENS", "LIVE", "error", "golden_path", "taps", "tokens", "write_model"]
 
@@ -269,7 +269,7 @@ def taps(case: str) -> tuple[Tap, ...]:
     """Every site at every layer, where a model has it."""
     about = config(case)
     every = select_taps(
-        parse_sites(SITES if case in _EVERY_SITE else ("residual", "attn", "mlp")), None, about.n_layers, top=5
+        parse_tap_words(SITES if case in _EVERY_SITE else ("residual", "attn", "mlp")), None, about.n_layers, top=5
     )
     return tuple(tap for tap in every if _exists(tap, about))
 

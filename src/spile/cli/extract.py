@@ -3,6 +3,7 @@
 # No deferred annotations: they are the flags, which ``spile infer`` inherits.
 
 import os
+import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Self
 
@@ -16,7 +17,6 @@ from spile.cli.shell.flag import flag
 from spile.cli.shell.log import log
 from spile.errors import SpecError
 from spile.objects.opening import is_remote
-from spile.plan.machines import parse_mesh_shape
 from spile.spec.phase import Phase
 from spile.spec.positions import ALL
 from spile.spec.run import (
@@ -25,20 +25,20 @@ from spile.spec.run import (
     Backend,
     ComputeDtype,
     DataSpec,
-    ExtractSpec,
     LongPolicy,
     PromptKind,
     PromptSpec,
+    RunSpec,
     StoreDtype,
+    parse_mesh_shape,
 )
-from spile.spec.taps import TOP, parse_heads, parse_layers, parse_sites
+from spile.spec.taps import TOP, parse_heads, parse_layers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
+    from spile.worker.pod.identity import Identity
     from spile.worker.progress import Summary
 
-__all__ = ["GCS_PREFIX", "HOW", "PROMPTS", "WHAT", "WHERE", "ExtractFlags", "extract", "visited"]
+__all__ = ["GCS_PREFIX", "HOW", "PROMPTS", "WHAT", "WHERE", "ExtractFlags", "extract", "run_flags", "worker"]
 
 GCS_PREFIX = "activations"
 """The folder in a bucket that is named alone."""
@@ -118,7 +118,7 @@ class ExtractFlags:
     column: Annotated[str, flag(PROMPTS, "The field with the text, or with the token ids.")] = "text"
     pack: Annotated[bool, flag(PROMPTS, "Cut documents into full windows.", negative="")] = False
     max_seq_length: Annotated[int, flag(PROMPTS, "Longer samples are cut or skipped.")] = 2048
-    long: Annotated[LongPolicy, flag(PROMPTS, "What happens to samples that are longer.")] = "truncate"
+    long: Annotated[LongPolicy, flag(PROMPTS, "What happens to samples that are longer.")] = "auto"
     seed: Annotated[int, flag(PROMPTS, "The seed of the augmentations.")] = 0
 
     output: Annotated[
@@ -160,7 +160,7 @@ class ExtractFlags:
     batch_tokens: Annotated[int | None, flag(HOW, "Tokens per device, padding included.")] = None
     mesh_shape: Annotated[str | None, flag(HOW, "Devices as DATA,MODEL such as 16,16.")] = None
 
-    def spec(self) -> ExtractSpec:
+    def spec(self) -> RunSpec:
         """The run that these flags ask for."""
         if self.dataset_dir is not None and self.dataset is not None:
             raise SpecError("two datasets", expected="--dataset or --dataset-dir", found="both")
@@ -187,7 +187,7 @@ class ExtractFlags:
             keep=tuple(" ".join(self.keep or []).replace(",", " ").split()),
         )
         output, local_copy = self._places()
-        return ExtractSpec(
+        return RunSpec(
             model=self.model or EMBEDDED,
             revision=self.revision,
             adapter=self.adapter,
@@ -198,7 +198,7 @@ class ExtractFlags:
             local_copy=local_copy,
             delete_local_after_upload=self.delete_local_after_upload,
             layers=parse_layers(" ".join(self.layers or ["all"])),
-            sites=parse_sites(self.taps or ["residual"]),
+            taps=tuple(self.taps or ["residual"]),
             heads=parse_heads(" ".join(self.heads or ["all"])),
             top_k=self.top_k,
             dtype=self.dtype,
@@ -228,7 +228,7 @@ class ExtractFlags:
 
     def _places(self) -> tuple[str, str | None]:
         """The dataset's home, and the folder of its local copy where the home is a bucket."""
-        return self._home_and_copy("--output-dir", self.output_dir, ExtractSpec.output)
+        return self._home_and_copy("--output-dir", self.output_dir, "./activations")
 
     def _home_and_copy(self, flag: str, folder: str | None, default: str) -> tuple[str, str | None]:
         """``folder``, as ``flag`` gives it, is the home where no other is given, else the local copy of a bucket."""
@@ -276,26 +276,56 @@ def extract(
         from spile.cli.engines import extract_on_engine
 
         return extract_on_engine(settled(flags, os.environ, log, every_stream=True), engine)
-    from spile.worker.extract import extract as run
-
-    return visited(run, flags, pod, verbose)
+    return run_flags(flags, pod, verbose)
 
 
-def visited(
-    run: "Callable[..., Summary]",
-    flags: ExtractFlags,
-    pod: PodFlags,
-    verbose: bool,
-    after: "Callable[[ExtractSpec, Summary], None]" = lambda _spec, _summary: None,
+def worker(
+    *,
+    spec: Annotated[
+        str,
+        Parameter(
+            help="The run spec: a file, or an object of a bucket. - reads standard input.", allow_leading_hyphen=True
+        ),
+    ],
+    stream: Annotated[int, Parameter(help="The number of the stream.")],
+    pod: PodFlags | None = None,
+    verbose: Annotated[bool, Parameter(negative="", help="Log more: devices, shapes, each commit.")] = False,
 ) -> int:
-    """Visit a stream while a person watches; the exit code. ``after`` says more when the summary was told."""
+    """Run one stream of a run spec, as spile extract or spile infer wrote it to spec.json. Launchers start this.
+
+    The spec says everything else. Exit codes: 0 success, 1 failure, 2 a mistake in the spec, 3 fenced by another
+    worker, 130 interrupted; what was done is committed, and the same command resumes.
+    """
+    pod = pod or PodFlags()
+    return run_stream(_read_spec(spec).for_stream(stream), pod, pod.identity(), verbose)
+
+
+def _read_spec(location: str) -> RunSpec:
+    from spile.store.stream import read_spec
+
+    if location == "-":
+        return RunSpec.from_json(sys.stdin.read(), "the spec on standard input")
+    return read_spec(location)
+
+
+def run_flags(flags: ExtractFlags, pod: PodFlags, verbose: bool) -> int:
+    """Run the stream that the flags of extract or infer name, and return the exit code."""
+    flags.spec()  # Report a mistake before looking for a pod or waiting for its other hosts.
+    identity = pod.identity()
+    spec = settled(flags, os.environ, log, pod=identity.count > 1).spec()
+    return run_stream(spec, pod, identity, verbose)
+
+
+def run_stream(spec: RunSpec, pod: PodFlags, identity: "Identity", verbose: bool) -> int:
+    """Run one stream with a progress display, and return the exit code."""
     from spile.view.worker import watched
     from spile.worker.pod.check import log_devices
     from spile.worker.signals import end_soon
 
-    flags.spec()  # a mistake is told before anybody looks for a pod, or waits for its other hosts
-    identity = pod.identity()
-    spec = settled(flags, os.environ, log, pod=identity.count > 1).spec()
+    if spec.generation is None:
+        from spile.worker.extract import extract as run
+    else:
+        from spile.worker.infer import infer as run
     with pod.joined(log, identity) as hosts, watched(verbose) as watch:
         if verbose:
             watch.progress.phase(Phase.LOOKING, "at the devices")
@@ -307,15 +337,22 @@ def visited(
                     log(str(span))
             watch.finish(summary, spec.data.max_samples)
             _log_lacking(spec, summary.stream)
-            after(spec, summary)
+            _log_answers(spec, summary)
         else:
             log(f"{hosts.name}: done; worker 0 has the summary")
     if summary.interrupted:
-        end_soon(summary.exit_code)  # no end waits for programs still being compiled, which nobody will run
+        end_soon(summary.exit_code)  # Do not wait for programs that are still being compiled.
     return summary.exit_code
 
 
-def _log_lacking(spec: ExtractSpec, home: str) -> None:
+def _log_answers(spec: RunSpec, summary: "Summary") -> None:
+    """Print where the answers are, if all of them are there."""
+    if spec.generation is not None and summary.complete and not summary.interrupted:
+        log(f"{'answers':<11}  {spec.answers_dir or summary.stream}/predictions.jsonl")
+        log(f"{'score':<11}  spile score {summary.root}")
+
+
+def _log_lacking(spec: RunSpec, home: str) -> None:
     """A copy that began later than its dataset is said to be no whole one."""
     if spec.local_copy is None or spec.delete_local_after_upload:
         return

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from cyclopts import Group, Parameter
 
-from spile.cli.extract import HOW, PROMPTS, WHAT, WHERE, ExtractFlags, visited
+from spile.cli.extract import HOW, PROMPTS, WHAT, WHERE, ExtractFlags, run_flags
 from spile.cli.pod import PodFlags
 from spile.cli.shell.flag import flag
-from spile.cli.shell.log import log
 from spile.errors import SpecError
 from spile.spec.run import Capture, ExtractSpec, GenerationSpec, LongPolicy
-
-if TYPE_CHECKING:
-    from spile.worker.progress import Summary
 
 __all__ = ["InferFlags", "infer"]
 
@@ -33,7 +29,7 @@ class InferFlags(ExtractFlags):
         flag(WHAT, "JSONL or JSON of ARC tasks, JSONL of {text} or of {messages}. [default: as for extract]"),
     ] = None
     n_tasks: Annotated[int | None, flag(WHAT, "Only the first so many tasks, with all their variants.")] = None
-    long: Annotated[LongPolicy, flag(PROMPTS, "A prompt longer than --max-seq-length is skipped, or cut.")] = "skip"
+    long: Annotated[LongPolicy, flag(PROMPTS, "A prompt longer than --max-seq-length is skipped, or cut.")] = "auto"
     max_seq_length: Annotated[int, flag(PROMPTS, "The longest prompt; an answer comes on top of it.")] = (
         ExtractFlags.max_seq_length
     )
@@ -77,7 +73,9 @@ class InferFlags(ExtractFlags):
             stop=tuple(self.stop or ()),
             capture=self.capture,
         )
-        spec = replace(super().spec(), generation=generation, answers_dir=self.output_dir)
+        spec = super().spec()
+        long = "skip" if self.long == "auto" else self.long
+        spec = replace(spec, data=replace(spec.data, long=long), generation=generation, answers_dir=self.output_dir)
         if self.n_tasks is None:
             return spec
         return replace(spec, data=replace(spec.data, max_samples=self.n_tasks * self.predictions_per_task))
@@ -98,13 +96,4 @@ def infer(
     an earlier one left. spile score tells how many answers are right. Every flag can also come from --config run.toml
     or a SPILE_* variable.
     """
-    from spile.worker.infer import infer as run
-
-    return visited(run, flags or InferFlags(), pod or PodFlags(), verbose, _log_answers)
-
-
-def _log_answers(spec: ExtractSpec, summary: Summary) -> None:
-    """Where the answers are, once there are all of them."""
-    if summary.complete and not summary.interrupted:
-        log(f"{'answers':<11}  {spec.answers_dir or summary.stream}/predictions.jsonl")
-        log(f"{'score':<11}  spile score {summary.root}")
+    return run_flags(flags or InferFlags(), pod or PodFlags(), verbose)

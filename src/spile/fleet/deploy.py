@@ -211,7 +211,7 @@ def check_model(spec: ExtractSpec) -> ModelConfig:
             fix=f"copy it: gcloud storage cp -r {spec.model} gs://BUCKET/models/",
         )
     config = model_files.find(spec.model, spec.revision, weights=False).config
-    select_taps(spec.sites, spec.layers, config.n_layers, spec.heads, spec.top_k)
+    select_taps(spec.taps, spec.layers, config.n_layers, spec.heads, spec.top_k)
     return config
 
 

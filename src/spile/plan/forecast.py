@@ -105,7 +105,7 @@ class Forecast:
 def plan(spec: ExtractSpec, count: int = 1000) -> Forecast:
     """Find the model and the data; tokenize ``count`` samples, spread evenly over the stream, and count."""
     files = model_files.find(spec.model, spec.revision, weights=False)
-    taps = select_taps(spec.sites, spec.layers, files.config.n_layers, spec.heads, spec.top_k)
+    taps = select_taps(spec.taps, spec.layers, files.config.n_layers, spec.heads, spec.top_k)
     stream = open_stream(spec.data, load_tokenizer(files.tokenizer_folder, optional=True), files.config.vocab_size)
     refuse_no_answers(spec, stream.prompt.kind)
     lengths, rows = _count(stream, spec, count)

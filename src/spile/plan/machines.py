@@ -29,7 +29,6 @@ __all__ = [
     "known_machines",
     "list_prices",
     "parse_machine",
-    "parse_mesh_shape",
     "prices_from",
 ]
 
@@ -219,15 +218,6 @@ def parse_machine(text: str, prices: Prices | None = None) -> Machine:
     shape = _grid(generation, size, text) if mark == ":" else _counted(generation, size, text)
     machine = _slice(generation, shape)
     return replace(machine, price=prices.of(machine))
-
-
-def parse_mesh_shape(text: str) -> tuple[int, int]:
-    """``16,16`` or ``16x16`` → (data, model); ``8`` → (8, 1)."""
-    words = [word for word in re.split(r"[,x×\s()\[\]]+", text.strip().lower()) if word]
-    if not 1 <= len(words) <= 2 or not all(word.isdecimal() and int(word) > 0 for word in words):
-        raise SpecError("--mesh-shape", expected="DATA,MODEL such as 16,16", found=repr(text))
-    data, model = (*map(int, words), 1)[:2]
-    return data, model
 
 
 def _split(word: str) -> tuple[str, str, str]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any
 
 from spile.errors import SpecError
 from spile.spec.sample import Role
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 __all__ = [
     "ALL",
@@ -50,6 +51,8 @@ def choose_positions(
     """
     if text == ALL:
         return None
+    import numpy as np
+
     there = np.arange(first, len(roles) if stop is None else stop, dtype=np.int32)
     if text == LAST:
         return there[-1:]
@@ -61,11 +64,15 @@ def choose_positions(
 
 def _ranks(seed: int, index: int, positions: npt.NDArray[np.int32]) -> npt.NDArray[np.uint64]:
     """A number for each position that looks random: splitmix64, which docs/format.md spells out."""
+    import numpy as np
+
     key = _mixed(_mixed(np.uint64(seed)) ^ np.uint64(index))
     return np.asarray(_mixed(positions.astype(np.uint64) ^ key), np.uint64)
 
 
 def _mixed(value: Any) -> Any:
+    import numpy as np
+
     with np.errstate(over="ignore"):
         value = value + np.uint64(0x9E3779B97F4A7C15)
         value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

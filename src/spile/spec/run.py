@@ -1,21 +1,36 @@
-"""The run: what a user asks for, as one frozen noun that validates itself."""
+"""The run spec: everything that a user asks for, as one frozen, validated and serialisable tree of dataclasses.
+
+Each field is defined once, with its type, default, help text, flag group and role. Command-line flags, Python keyword
+arguments, ``--config`` files, ``SPILE_*`` variables, ``spec.json`` and ``docs/cli.md`` all derive from these fields and
+use the same flat names: the field ``spec.data.prompt.kind`` is ``--prompt``, ``prompt=`` and ``"prompt"``. A secret is
+never a field.
+"""
+
+# ruff: noqa: RUF009  (_option returns a dataclass field)
 
 from __future__ import annotations
 
+import difflib
+import json
 import math
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Literal, get_args
+import tomllib
+import types
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
+from functools import cache
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from spile.errors import SpecError
 from spile.spec.positions import ALL, ANSWER, check_positions
-from spile.spec.taps import TOP, Site, Tap, parse_sites
+from spile.spec.taps import TOP, Tap, layers_text, parse_heads, parse_layers, parse_tap_words
 
 __all__ = [
     "DEFAULT_ENCODER",
     "EMBEDDED",
     "PROMPT_VERSIONS",
+    "SPEC_VERSION",
+    "STREAM_FILE",
     "Backend",
     "BackfillSpec",
     "Capture",
@@ -24,15 +39,24 @@ __all__ = [
     "ExtractSpec",
     "GenerationSpec",
     "LongPolicy",
+    "Option",
     "PromptKind",
     "PromptSpec",
+    "RunSpec",
+    "SpecField",
     "StoreDtype",
+    "make_spec",
+    "parse_mesh_shape",
     "parse_taps",
+    "spec_fields",
 ]
 
 
+SPEC_VERSION = 1
+"""The version of the serialised form. A spec of a newer version is refused."""
+
 EMBEDDED = "embedded"
-"""The name of the model and of the dataset that ship inside the package."""
+"""The name of the model and of the dataset that are part of the package."""
 
 DEFAULT_ENCODER = "GridShapeEncoder(RowNumberEncoder(MinimalGridEncoder()))"
 
@@ -42,15 +66,73 @@ PROMPT_VERSIONS = (
     "input-from-inputs-v0",
     "output-from-outputs-v0",
 )
-"""The ARC prompts; ``docs/prompts.md`` shows their words."""
+"""The ARC prompts; ``docs/prompts.md`` shows their texts."""
+
+STREAM_FILE = re.compile(r"(?:.*/)?stream_(\d{3,})\.jsonl", re.ASCII)
+"""The file name of one stream of a split dataset."""
 
 PromptKind = Literal["auto", "arc", "chat", "text", "tokens"]
-LongPolicy = Literal["truncate", "skip"]
+LongPolicy = Literal["auto", "truncate", "skip"]
 ComputeDtype = Literal["auto", "float32", "bfloat16"]
 StoreDtype = Literal["bfloat16", "float32", "float16", "int8", "float8_e4m3"]
 Capture = Literal["both", "prompt", "answer", "none"]
-"""Whose tokens' activations are kept where answers are generated."""
+"""Which tokens' activations are stored if answers are generated."""
 Backend = Literal["auto", "jax", "torch"]
+
+Group = Literal["Model", "Data", "Taps", "Prompts", "Answers", "Output", "Batching (does not change the numbers)"]
+_BATCHING: Group = "Batching (does not change the numbers)"
+
+
+@dataclass(frozen=True)
+class Option:
+    """What is known about a field of the run spec besides its type and default.
+
+    Attributes:
+        help: What the field does, then its values.
+        group: The heading under which ``--help`` lists the flag.
+        name: The flat name, if it differs from the attribute's name.
+        identity: Whether the field is part of the run's identity: another value cannot append to the run.
+        basic: Whether most users need the flag.
+        default: How the default is described, if its value alone does not say it.
+        parse: Converts text (flags, variables, TOML) to the field's value, if the field is not a plain value.
+        format: The inverse of ``parse``.
+        flag: Whether the field can be given as a flag.
+
+    """
+
+    help: str
+    group: Group
+    name: str = ""
+    identity: bool = False
+    basic: bool = False
+    default: str = ""
+    parse: Callable[[str], Any] | None = None
+    format: Callable[[Any], str] | None = None
+    flag: bool = True
+
+
+_OPTION = "option"
+
+
+def _option(value: Any, text: str, group: Group, **more: Any) -> Any:
+    return field(default=value, metadata={_OPTION: Option(text, group, **more)})
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.replace(",", " ").split())
+
+
+def parse_mesh_shape(text: str) -> tuple[int, int]:
+    """Parse ``16,16`` or ``16x16`` as (data, model); ``8`` is (8, 1)."""
+    words = [word for word in re.split(r"[,x×\s()\[\]]+", text.strip().lower()) if word]
+    if not 1 <= len(words) <= 2 or not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise SpecError("--mesh-shape", expected="DATA,MODEL such as 16,16", found=repr(text))
+    data, model = (*map(int, words), 1)[:2]
+    return data, model
+
+
+def _mesh_text(shape: tuple[int, int]) -> str:
+    return f"{shape[0]},{shape[1]}"
 
 
 def _one_of(flag: str, value: str, choices: object) -> None:
@@ -66,19 +148,30 @@ def _within(flag: str, value: float | None, low: float, high: float) -> None:
 
 @dataclass(frozen=True)
 class PromptSpec:
-    """How a line of the dataset becomes text and tokens. All of it changes the numbers."""
+    """How a row of the dataset becomes text and tokens. Every field is part of the run's identity."""
 
-    kind: PromptKind = "auto"
-    encoder: str = DEFAULT_ENCODER
-    """How a grid is written, for ARC tasks."""
-    version: str = "output-from-examples-v1"
-    """Which ARC prompt."""
-    predictions_per_task: int = 1
-    """How many augmented variants of each task; variant 0 is the task itself."""
-    column: str = "text"
-    """The field that holds the text, or the token ids."""
-    pack: bool = False
-    """Cut documents into full windows instead of one sample a document."""
+    kind: PromptKind = _option(
+        "auto", "What a row of the dataset is. auto decides by the first row.", "Prompts", name="prompt", identity=True
+    )
+    encoder: str = _option(
+        DEFAULT_ENCODER, "How ARC grids are written as text.", "Prompts", name="grid_encoder", identity=True
+    )
+    version: str = _option(
+        "output-from-examples-v1",
+        f"The ARC prompt: {', '.join(PROMPT_VERSIONS)}.",
+        "Prompts",
+        name="prompt_version",
+        identity=True,
+    )
+    predictions_per_task: int = _option(
+        1, "Augmented variants of each ARC task. Variant 0 is the task itself.", "Prompts", identity=True
+    )
+    column: str = _option(
+        "text", "The field of a row that holds the text or the token ids.", "Prompts", identity=True, basic=True
+    )
+    pack: bool = _option(
+        False, "Cut documents into full sequences instead of one sample per document.", "Prompts", identity=True
+    )
 
     def __post_init__(self) -> None:
         _one_of("--prompt", self.kind, PromptKind)
@@ -92,34 +185,56 @@ class PromptSpec:
         if self.predictions_per_task > 1 and self.kind in ("chat", "text", "tokens"):
             raise SpecError("--predictions-per-task above 1", expected="--prompt arc", found=f"--prompt {self.kind}")
         if not self.column:
-            raise SpecError("--column", expected="a field's name", found="an empty one")
+            raise SpecError("--column", expected="the name of a field", found="an empty name")
 
 
 @dataclass(frozen=True)
 class DataSpec:
-    """Which samples, and how long they may be."""
+    """Which samples are processed, and how long they may be."""
 
-    dataset: str = EMBEDDED
-    """A file, a bucket's object, a dataset of the hub, or ``embedded``."""
-    dataset_dir: str | None = None
-    """A folder of streams; with ``worker_id`` 5 the dataset is its ``stream_005.jsonl``."""
-    worker_id: int = 0
-    """The stream's number: names the input in ``dataset_dir`` and the output ``tpu_5/``."""
+    dataset: str = _option(
+        EMBEDDED,
+        "A JSONL or Parquet file of ARC tasks, {text}, {messages} or {input_ids}, a dataset on the Hugging Face hub, "
+        "or embedded.",
+        "Data",
+        basic=True,
+    )
+    dataset_dir: str | None = _option(
+        None, "A folder of streams. --worker-id 5 reads its stream_005.jsonl.", "Data", basic=True
+    )
+    worker_id: int = _option(
+        0,
+        "The number of the stream: reads stream_005.jsonl, writes tpu_5/.",
+        "Data",
+        default="the number in the name of --dataset stream_005.jsonl; else TPU_WORKER_ID; else 0",
+    )
     prompt: PromptSpec = field(default_factory=PromptSpec)
-    max_seq_length: int = 2048
-    long: LongPolicy = "truncate"
-    """What happens to a sample longer than that."""
-    max_samples: int | None = None
-    """Stop after the stream's first so many samples; never part of the run's identity."""
-    seed: int = 0
-    expect_split: str | None = None
-    """The split that the stream must be of, as its ``streams.json`` digests to; None: any. Not part of the identity."""
-    split: str | None = None
-    """Of a dataset of the hub: ``train``, or some of its rows, ``train[:1000]``; None: train."""
-    config_name: str | None = None
-    """The hub dataset's configuration."""
-    keep: tuple[str, ...] = ()
-    """Fields of each row that are stored with its sample."""
+    max_seq_length: int = _option(2048, "The longest sample, in tokens.", "Prompts", identity=True, basic=True)
+    long: LongPolicy = _option(
+        "auto",
+        "Whether a longer sample is cut or skipped.",
+        "Prompts",
+        identity=True,
+        default="truncate; skip if answers are generated",
+    )
+    max_samples: int | None = _option(None, "Stop after this many samples of the stream.", "Data", basic=True)
+    seed: int = _option(
+        0, "The seed of augmentations, of sampling and of --positions random.", "Prompts", identity=True
+    )
+    expect_split: str | None = _option(
+        None, "Refuse streams that belong to another split than this one; spile deploy passes it to workers.", "Data"
+    )
+    split: str | None = _option(
+        None, "The split of a hub dataset, or a part of it: train[:1000].", "Data", default="train"
+    )
+    config_name: str | None = _option(None, "The configuration of a hub dataset.", "Data")
+    keep: tuple[str, ...] = _option(
+        (),
+        "Fields of each row to store with its sample, such as label,source.",
+        "Data",
+        identity=True,
+        parse=_names,
+    )
 
     def __post_init__(self) -> None:
         _within("--worker-id", self.worker_id, 0, 99_999)
@@ -131,12 +246,12 @@ class DataSpec:
             raise SpecError("--keep", expected="names of fields, each once", found=",".join(self.keep))
         if self.keep and self.prompt.pack:
             raise SpecError(
-                "--keep", expected="a sample for each row", found="--pack, whose windows hold parts of many"
+                "--keep", expected="one sample per row", found="--pack, which joins parts of many rows to one sample"
             )
 
     @property
     def location(self) -> str:
-        """Where the stream's file is."""
+        """The location of the stream's file."""
         if self.dataset_dir is None:
             return self.dataset
         return f"{self.dataset_dir.rstrip('/')}/stream_{self.worker_id:03d}.jsonl"
@@ -144,17 +259,24 @@ class DataSpec:
 
 @dataclass(frozen=True)
 class GenerationSpec:
-    """How prompts are answered, and whose activations are kept. All of it changes the numbers."""
+    """How prompts are answered, and which activations are stored. Every field is part of the run's identity."""
 
-    max_new_tokens: int = 512
-    temperature: float = 0.0
-    """0: greedy."""
-    top_p: float = 1.0
-    stop: tuple[str, ...] = ()
-    """Texts of tokens that end an answer, beside the model's own end of a turn."""
-    stop_tokens: tuple[int, ...] = ()
-    """All of them as numbers, found when the model is."""
-    capture: Capture = "both"
+    max_new_tokens: int = _option(
+        1100, "The longest answer, in tokens; a 30×30 ARC grid takes 1,030.", "Answers", identity=True, basic=True
+    )
+    temperature: float = _option(
+        0.0, "The sampling temperature. 0 always takes the most likely token.", "Answers", identity=True, basic=True
+    )
+    top_p: float = _option(
+        1.0, "Sample from the most likely tokens whose probabilities add up to this.", "Answers", identity=True
+    )
+    stop: tuple[str, ...] = _option(
+        (), "Tokens that end an answer, in addition to the model's own.", "Answers", identity=True
+    )
+    stop_tokens: tuple[int, ...] = _option(
+        (), "All tokens that end an answer, by number; filled in when the model is loaded.", "Answers", flag=False
+    )
+    capture: Capture = _option("both", "Which tokens' activations are stored.", "Answers", identity=True, basic=True)
 
     def __post_init__(self) -> None:
         _within("--max-new-tokens", self.max_new_tokens, 1, 1 << 17)
@@ -164,60 +286,123 @@ class GenerationSpec:
 
 
 @dataclass(frozen=True)
-class ExtractSpec:
-    """One extraction: a model, a dataset, taps, an output."""
+class RunSpec:
+    """One run: a model, a dataset, taps and an output."""
 
-    model: str = EMBEDDED
-    """A name on the Hugging Face hub, a folder, a bucket's folder, or ``embedded``."""
-    revision: str | None = None
-    adapter: str | None = None
-    """A LoRA adapter that is merged into the weights: a folder, or a name on the hub."""
-    backend: Backend = "auto"
-    """``auto``: what the run already uses; else jax for the families of the table, torch for all others."""
-    same_numbers: bool = False
-    """The user declares another backend's numbers equal, so that it may continue a run."""
+    model: str = _option(
+        EMBEDDED,
+        "A model on the Hugging Face hub, a folder, a folder in a bucket, or embedded.",
+        "Model",
+        identity=True,
+        basic=True,
+    )
+    revision: str | None = _option(None, "The branch, tag or commit of a hub model.", "Model")
+    adapter: str | None = _option(
+        None, "A LoRA adapter to merge into the weights: a folder, or a name on the hub.", "Model", identity=True
+    )
+    backend: Backend = _option(
+        "auto",
+        "The framework that runs the model. auto: the one that the run already uses; otherwise jax for the families "
+        "that spile models lists, torch for all others.",
+        "Model",
+        identity=True,
+    )
+    same_numbers: bool = _option(
+        False, "Continue a run of another backend: you declare that their numbers are equal.", "Model"
+    )
     data: DataSpec = field(default_factory=DataSpec)
-    output: str = "./activations"
-    local_copy: str | None = None
-    """Beside a bucket: a folder that gets each shard too."""
-    delete_local_after_upload: bool = False
-    """Remove each local copy once its commit stands."""
-    layers: tuple[int, ...] | None = None
-    """None: every layer."""
-    sites: tuple[Site, ...] = ("residual",)
-    heads: tuple[int, ...] | None = None
-    """Of the sites with heads, only these; None: all."""
-    top_k: int = TOP
-    """Logits kept of each token, where ``logits`` is tapped."""
-    dtype: ComputeDtype = "auto"
-    """``auto``: what the run already uses; else float32 on a CPU, bfloat16 elsewhere."""
-    store_dtype: StoreDtype = "bfloat16"
-    positions: str = ALL
-    """Which tokens' rows are stored: ``all``, ``last``, ``answer`` or ``random:32``."""
-    batch_size: int | None = None
-    """Rows per device in one step at most; None: the token budget decides alone."""
-    batch_tokens: int | None = None
-    """Tokens per device in one step, padding included; None: chosen for the device."""
-    mesh_shape: tuple[int, int] | None = None
-    """Devices as data × model; None: the least model parallelism that leaves room for a batch."""
-    shard_size_gb: float = 1.0
-    commit_every: float | None = 60.0
-    """Seconds after which a short shard is committed; None: only full shards."""
-    statistics: bool | None = None
-    """Take count, mean, variance and norms of each tap's rows as they go by; None: where the model runs on a CPU."""
-    checkpointing: bool = True
-    """False: the ledger is ignored and every sample is computed; refused where commits exist."""
-    overwrite: bool = False
-    checkpoint_dir: str | None = None
-    """Gets ``checkpoint_worker_N.json``, for people; never read."""
+    output: str = _option(
+        "",
+        "Where the activations are stored: a folder, gs://… or s3://…",
+        "Output",
+        default="./activations; ./inference if answers are generated",
+        basic=True,
+    )
+    local_copy: str | None = _option(None, "If the output is a bucket: a folder that also gets each shard.", "Output")
+    delete_local_after_upload: bool = _option(False, "Remove each local copy after its commit.", "Output")
+    layers: tuple[int, ...] | None = _option(
+        None,
+        "The layers of the taps that are named without one: all, or 0-11,20, or 0 1 2.",
+        "Taps",
+        default="all",
+        parse=parse_layers,
+        format=layers_text,
+        basic=True,
+    )
+    taps: tuple[str, ...] = _option(
+        ("residual",),
+        "What to store: residual.12, mlp.3-5, z.12.0-3, embed, …; a kind without a layer, such as residual, is taken "
+        "at each of --layers. docs/taps.md lists all kinds.",
+        "Taps",
+        default="residual",
+        parse=lambda text: parse_tap_words([text]),
+        basic=True,
+    )
+    heads: tuple[int, ...] | None = _option(
+        None,
+        "The heads of q, k, v and z taps that are named without them, such as 0-3,7.",
+        "Taps",
+        default="all",
+        parse=parse_heads,
+        format=layers_text,
+    )
+    top_k: int = _option(TOP, "The number of logits of each token that --taps logits stores.", "Taps")
+    dtype: ComputeDtype = _option(
+        "auto",
+        "The precision of the computation. auto: what the run already uses; otherwise float32 on a CPU, bfloat16 on "
+        "accelerators.",
+        "Model",
+        identity=True,
+        basic=True,
+    )
+    store_dtype: StoreDtype = _option("bfloat16", "The data type of stored activations.", "Output", identity=True)
+    positions: str = _option(
+        ALL, "The tokens whose activations are stored: all, last, answer, or random:32.", "Output", identity=True
+    )
+    batch_size: int | None = _option(
+        None,
+        "The largest number of batch rows per device; a batch row holds one long sample or several short ones. When "
+        "answers are generated: answers at a time.",
+        _BATCHING,
+    )
+    batch_tokens: int | None = _option(
+        None, "The number of tokens per device and batch, padding included.", _BATCHING, default="chosen for the device"
+    )
+    mesh_shape: tuple[int, int] | None = _option(
+        None,
+        "The devices as DATA,MODEL, such as 16,16.",
+        _BATCHING,
+        default="the least model parallelism that leaves room for a batch",
+        parse=parse_mesh_shape,
+        format=_mesh_text,
+    )
+    shard_size_gb: float = _option(1.0, "The approximate size of a shard.", "Output")
+    commit_every: float | None = _option(
+        60.0, "Commit finished samples at least this often, in seconds. Full shards are committed at once.", "Output"
+    )
+    statistics: bool | None = _option(
+        None, "Compute mean, variance and norms of each tap during the run.", "Output", default="only on a CPU"
+    )
+    checkpointing: bool = _option(
+        True, "Resume from the ledger. --no-checkpointing starts again, and is refused if commits exist.", "Output"
+    )
+    overwrite: bool = _option(False, "With --no-checkpointing: remove the existing commits of the stream.", "Output")
+    checkpoint_dir: str | None = _option(
+        None, "A folder that gets checkpoint_worker_N.json for people to read. It is never read back.", "Output"
+    )
     generation: GenerationSpec | None = None
-    """Answers are generated too; None: the prompts' activations alone."""
-    answers_dir: str | None = None
-    """A folder that gets ``predictions.jsonl`` and ``submission.json``; None: the stream's own."""
+    """How answers are generated; None stores the activations of the prompts only."""
+    answers_dir: str | None = _option(
+        None,
+        "A folder that gets predictions.jsonl and submission.json.",
+        "Answers",
+        default="the folder of the stream",
+    )
 
     def __post_init__(self) -> None:
-        if not self.model or not self.output:
-            raise SpecError("--model and --output", expected="a name or a path", found="an empty one")
+        self._resolve_defaults()
+        if not self.model:
+            raise SpecError("--model", expected="a name or a path", found="an empty text")
         _one_of("--dtype", self.dtype, ComputeDtype)
         _one_of("--store-dtype", self.store_dtype, StoreDtype)
         _one_of("--backend", self.backend, Backend)
@@ -226,29 +411,228 @@ class ExtractSpec:
         _within("--batch-tokens", self.batch_tokens, 1, 1 << 28)
         _within("--shard-size-gb", self.shard_size_gb, 1e-6, 64)
         _within("--commit-every", self.commit_every, 0.01, 1e9)
-        parse_sites(self.sites)
         _within("--top-k", self.top_k, 1, 1 << 16)
         if self.layers is not None and (not self.layers or min(self.layers) < 0):
             raise SpecError("--layers", expected="layers from 0 up", found=str(list(self.layers)))
         self._check_captured()
         if self.overwrite and self.checkpointing:
-            raise SpecError("--overwrite", expected="--no-checkpointing beside it", found="--overwrite alone")
+            raise SpecError("--overwrite", expected="--no-checkpointing as well", found="--overwrite alone")
+
+    def _resolve_defaults(self) -> None:
+        """Fill in the defaults that depend on whether answers are generated, and normalise the taps."""
+        answers = self.generation is not None
+        object.__setattr__(self, "taps", parse_tap_words(self.taps))
+        if not self.output:
+            object.__setattr__(self, "output", "./inference" if answers else "./activations")
+        if self.data.long == "auto":
+            object.__setattr__(self, "data", replace(self.data, long="skip" if answers else "truncate"))
 
     def _check_captured(self) -> None:
-        """Positions among tokens whose rows there are."""
-        lacking = {"none": True, "prompt": self.positions == ANSWER}
-        if self.positions != ALL and self.generation is not None and lacking.get(self.generation.capture):
+        missing = {"none": True, "prompt": self.positions == ANSWER}
+        if self.positions != ALL and self.generation is not None and missing.get(self.generation.capture):
             raise SpecError(
                 f"--positions {self.positions}",
                 expected="--capture both or answer",
                 found=f"--capture {self.generation.capture}",
             )
 
+    def for_stream(self, stream: int) -> RunSpec:
+        """Return this spec for one stream of the dataset."""
+        return replace(self, data=replace(self.data, worker_id=stream))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the spec as a flat mapping of JSON values, by the names of the flags."""
+        values: dict[str, Any] = {"version": SPEC_VERSION, "command": "extract" if self.generation is None else "infer"}
+        for each in spec_fields():
+            if each.path[0] == "generation" and self.generation is None:
+                continue
+            value = each.get(self)
+            if value is not None and each.option.format is not None:
+                value = each.option.format(value)
+            values[each.name] = list(value) if isinstance(value, tuple) else value
+        return values
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], source: str = "the run spec") -> RunSpec:
+        """Return the spec that :meth:`to_dict` described.
+
+        Args:
+            values: The mapping. A missing field has its default value.
+            source: Where the mapping was read from, for error messages.
+
+        Raises:
+            SpecError: If a field is unknown or has a value of the wrong type, or if the version is newer.
+
+        """
+        rest = dict(values)
+        version, command = rest.pop("version", SPEC_VERSION), rest.pop("command", "extract")
+        if type(version) is not int or not 1 <= version <= SPEC_VERSION:
+            raise SpecError(
+                f"{source} has version {version!r}",
+                expected=f"at most {SPEC_VERSION}",
+                fix="read it with the version of spile that wrote it",
+            )
+        if command not in ("extract", "infer"):
+            raise SpecError(f"{source}: command", expected="extract or infer", found=repr(command))
+        return make_spec(rest, infer=command == "infer", source=source)
+
+    def to_json(self) -> bytes:
+        """Return the spec as the content of ``spec.json``."""
+        return (json.dumps(self.to_dict(), indent=1, ensure_ascii=False) + "\n").encode()
+
+    @classmethod
+    def from_json(cls, content: bytes | str, source: str = "the run spec") -> RunSpec:
+        """Return the spec that :meth:`to_json` or :meth:`to_toml` wrote."""
+        text = content.decode(errors="replace") if isinstance(content, bytes) else content
+        try:
+            values = json.loads(text) if text.lstrip().startswith("{") else tomllib.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise SpecError(f"{source} is neither JSON nor TOML", found=str(error)[:200]) from error
+        return cls.from_dict(values, source)
+
+    def to_toml(self) -> str:
+        """Return the spec as TOML, which ``--config`` accepts as well. Fields without a value are left out."""
+        lines = []
+        for name, value in self.to_dict().items():
+            if value is None and name == "commit_every":
+                value = "never"
+            if value is not None:
+                lines.append(f"{name} = {_toml(value)}")
+        return "\n".join(lines) + "\n"
+
+    @classmethod
+    def from_toml(cls, text: str, source: str = "the run spec") -> RunSpec:
+        """Return the spec that :meth:`to_toml` wrote."""
+        return cls.from_json(text, source)
+
+
+ExtractSpec = RunSpec
+"""The documented name of :class:`RunSpec` in the public API."""
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, str):  # A JSON string is a TOML string, except for the delete character.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return json.dumps(value)
+
+
+class SpecField(NamedTuple):
+    """One field of the run spec, with its place in the tree."""
+
+    name: str
+    """The flat name: the flag without dashes, and the keyword argument."""
+    path: tuple[str, ...]
+    """The attributes from the spec to the value: ``("data", "prompt", "kind")``."""
+    hint: Any
+    default: Any
+    option: Option
+
+    def get(self, spec: RunSpec) -> Any:
+        """Return the value of this field."""
+        value: Any = spec
+        for name in self.path:
+            value = getattr(value, name)
+        return value
+
+    def convert(self, value: Any, source: str) -> Any:
+        """Return a value as this field has it: text is parsed, lists become tuples, the type is checked."""
+        if self.name == "commit_every" and value == "never":  # TOML has no null.
+            return None
+        if self.option.parse is not None and value is not None and not isinstance(value, tuple):
+            words = value if isinstance(value, list) else [value]
+            return self.option.parse(" ".join(map(str, words)))
+        return _checked(self.hint, value, f"{source}: {self.name}")
+
+
+@cache
+def spec_fields() -> tuple[SpecField, ...]:
+    """Return every field of the run spec, in the order of the definition."""
+    return tuple(_walk(RunSpec, ()))
+
+
+def _walk(kind: type, path: tuple[str, ...]) -> Iterable[SpecField]:
+    hints = get_type_hints(kind)
+    for each in fields(kind):
+        nested = next((part for part in (hints[each.name], *get_args(hints[each.name])) if is_dataclass(part)), None)
+        if isinstance(nested, type):
+            yield from _walk(nested, (*path, each.name))
+            continue
+        option: Option = each.metadata[_OPTION]
+        yield SpecField(option.name or each.name, (*path, each.name), hints[each.name], _default(each), option)
+
+
+def _default(each: Field[Any]) -> Any:
+    return None if each.default is MISSING else each.default
+
+
+def make_spec(values: Mapping[str, Any], *, infer: bool = False, source: str = "the run spec") -> RunSpec:
+    """Return the run spec with these fields, by their flat names; all others have their defaults.
+
+    Args:
+        values: Values by flat name, such as ``{"model": "…", "prompt": "text", "layers": "0-11"}``.
+        infer: Whether answers are generated.
+        source: Where the values come from, for error messages.
+
+    Raises:
+        SpecError: If a name is unknown or a value has the wrong type.
+
+    """
+    known = {each.name: each for each in spec_fields() if infer or each.path[0] != "generation"}
+    parts: dict[tuple[str, ...], dict[str, Any]] = {("data",): {}, ("data", "prompt"): {}, ("generation",): {}, (): {}}
+    for name, value in values.items():
+        each = known.get(name)
+        if each is None:
+            raise _unknown(name, known, source)
+        if value == "" and each.hint is str:
+            raise SpecError(f"--{name.replace('_', '-')}", expected="a name or a path", found="an empty text")
+        parts[each.path[:-1]][each.path[-1]] = each.convert(value, source)
+    own = parts[("data",)]
+    if "worker_id" not in own and "dataset_dir" not in own and (named := STREAM_FILE.fullmatch(own.get("dataset", ""))):
+        own["worker_id"] = int(named[1])
+    data = DataSpec(**own, prompt=PromptSpec(**parts[("data", "prompt")]))
+    generation = GenerationSpec(**parts[("generation",)]) if infer else None
+    return RunSpec(**parts[()], data=data, generation=generation)
+
+
+def _unknown(name: str, known: Iterable[str], source: str) -> SpecError:
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.75)
+    if not near and any(each.name == name for each in spec_fields()):
+        return SpecError(f"{source}: {name} is a field of infer", fix="remove it, or use infer")
+    fix = f"did you mean {near[0]}?" if near else "remove it; docs/cli.md lists the fields"
+    return SpecError(f"{source} has an unknown field {name!r}", fix=fix)
+
+
+def _checked(hint: Any, value: Any, problem: str) -> Any:
+    """Return a value whose type is the hint's; integers are accepted for floats, and lists for tuples."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        if value is None and type(None) in arguments:
+            return None
+        (hint,) = (each for each in arguments if each is not type(None))
+        return _checked(hint, value, problem)
+    if origin is Literal:
+        if value in arguments:
+            return value
+        raise SpecError(problem, expected=f"one of {', '.join(map(str, arguments))}", found=repr(value))
+    if origin is tuple and isinstance(value, list | tuple):
+        return tuple(_checked(arguments[0], each, problem) for each in value)
+    if hint is float and type(value) is int:
+        return float(value)
+    if origin is None and type(value) is hint:
+        return value
+    expected = "a list" if origin is tuple else _KINDS.get(hint, str(hint))
+    raise SpecError(problem, expected=expected, found=repr(value))
+
+
+_KINDS = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
+
 
 def parse_taps(words: Iterable[str]) -> tuple[Tap, ...]:
-    """``mlp.12 z.3.0-3,7`` → taps, each once, in an order of their own, so that the same taps are the same addition.
+    """Parse ``mlp.12 z.3.0-3,7`` into taps, each once, in an order that does not depend on the order of the words.
 
-    Those with a dtype of their own, which has four bytes, come first: every tensor of a shard is aligned.
+    Taps with a four-byte data type of their own come first, so that every tensor of a shard is aligned.
     """
     texts = [text for word in words for text in re.split(r"\s+|,(?=[a-z])", word) if text]
     taps = {Tap.parse(text) for text in texts}
@@ -260,20 +644,20 @@ def parse_taps(words: Iterable[str]) -> tuple[Tap, ...]:
 
 @dataclass(frozen=True)
 class BackfillSpec:
-    """Taps added to a dataset that is there. What is None is as the dataset has it; else it must be the same."""
+    """Taps to add to an existing dataset. None stands for the dataset's own value; any other value must equal it."""
 
     root: str
     taps: tuple[Tap, ...]
     model: str | None = None
-    """Where the dataset's model is now, if not where ``run.json`` says."""
+    """The location of the dataset's model, if it is not the one in ``run.json``."""
     revision: str | None = None
     worker_id: int | None = None
-    """One stream; None: all of them."""
+    """One stream; None: all streams."""
     dtype: ComputeDtype = "auto"
     store_dtype: StoreDtype | None = None
     positions: str | None = None
     max_samples: int | None = None
-    """The bound that the dataset was made with, if it was."""
+    """The limit that the dataset was created with, if any."""
     statistics: bool | None = None
     batch_size: int | None = None
     batch_tokens: int | None = None

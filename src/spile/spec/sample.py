@@ -1,4 +1,4 @@
-"""Samples: what the data room makes, the model reads and the store keeps."""
+"""Samples: what the data package creates, the model reads and the store keeps."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import enum
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-import numpy.typing as npt
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 __all__ = [
     "Prediction",

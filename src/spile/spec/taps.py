@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 from spile.errors import SpecError
 
@@ -28,8 +28,9 @@ __all__ = [
     "layers_text",
     "parse_heads",
     "parse_layers",
-    "parse_sites",
+    "parse_tap_words",
     "select_taps",
+    "tap_kinds",
     "tap_rows",
 ]
 
@@ -211,7 +212,6 @@ Site = str
 TOP = 10
 """How many logits are kept of each token unless told."""
 
-_WITH_LOGITS = ("loss", "logits_ids")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "int8": 1, "float8_e4m3": 1}
 SCALED = ("int8", "float8_e4m3")
@@ -331,57 +331,123 @@ def layers_text(layers: Sequence[int] | None) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
-def parse_sites(words: Iterable[str]) -> tuple[Site, ...]:
-    """Site names in the order of :data:`SITES`, each once; what comes with ``logits`` with it; modules' paths last."""
-    found = {part for word in words for part in word.replace(",", " ").split()}
-    modules = {site for site in found if site.startswith(MODULE) and len(site) > len(MODULE)}
-    unknown = sorted(found - set(SITES) - modules)
-    if unknown or not found:
-        known = f"{', '.join(SITES)}, or {MODULE}PATH"
-        raise SpecError("--taps", expected=f"some of {known}", found=", ".join(unknown) or "none")
-    if "logits" in found:
-        found |= set(_WITH_LOGITS)
-    return tuple(site for site in SITES if site in found) + tuple(sorted(modules))
+class _TapWord(NamedTuple):
+    """One word of ``--taps``: a kind, and the layers, heads or number of logits that it names itself."""
+
+    kind: str
+    layers: tuple[int, ...] | None = None
+    heads: tuple[int, ...] | None = None
+    top: int | None = None
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """The place among other words: kinds in the order of the table, module paths last."""
+        known = list(SITES)
+        place = known.index(self.kind) if self.kind in SITES else len(known)
+        return place, self.kind, self.layers or (), self.heads or (), self.top or 0
+
+    def __str__(self) -> str:
+        parts = [self.kind, *(layers_text(part) for part in (self.layers, self.heads) if part is not None)]
+        return ".".join(parts + ([f"top{self.top}"] if self.top is not None else []))
+
+
+def _parse_tap_word(text: str) -> _TapWord:
+    """Parse ``residual``, ``residual.12``, ``mlp.3-5,7``, ``z.12.0-3``, ``logits.top5`` or ``module:PATH``."""
+    if text.startswith(MODULE) and len(text) > len(MODULE):
+        return _TapWord(text)
+    kind, *parts = text.split(".")
+    spec = SITES.get(kind)
+    if spec is None:
+        expected = f"some of {', '.join(SITES)}, or {MODULE}PATH"
+        raise SpecError("--taps", expected=expected, found=text)
+    layers = parse_layers(parts.pop(0), f"--taps {text}") if spec.layered and parts else None
+    heads = parse_layers(parts.pop(0), f"--taps {text}") if spec.per_head and parts else None
+    top = int(parts.pop(0)[3:]) if "top" in spec.shape and parts and re.fullmatch(r"top\d{1,5}", parts[0]) else None
+    if parts:
+        expected = "a kind and its layers, such as residual.12 or mlp.3-5"
+        raise SpecError("--taps", expected=expected, found=repr(text))
+    return _TapWord(kind, layers, heads, top)
+
+
+def parse_tap_words(words: Iterable[str]) -> tuple[str, ...]:
+    """Return the words of ``--taps`` in a fixed order, each once.
+
+    A word names a kind (``residual``: at every layer that ``--layers`` selects) or taps (``residual.12``, ``mlp.3-5``).
+    ``logits`` adds the kinds that are stored with it.
+
+    Raises:
+        SpecError: If a word names no tap.
+
+    """
+    texts = [text for word in words for text in re.split(r"\s+|,(?=[a-z])", word.strip(" ,")) if text]
+    found = {_parse_tap_word(text) for text in texts}
+    if not found:
+        raise SpecError("--taps", expected=f"some of {', '.join(SITES)}, or {MODULE}PATH", found="none")
+    for word in [word for word in found if word.kind == "logits"]:
+        found |= {_TapWord("loss"), _TapWord("logits_ids", top=word.top)}
+    return tuple(str(word) for word in sorted(found, key=lambda word: word.order))
+
+
+def tap_kinds(taps: Iterable[str]) -> tuple[Site, ...]:
+    """Return the kinds of these words of ``--taps``, each once, in their order."""
+    return tuple(dict.fromkeys(_parse_tap_word(text).kind for text in taps))
 
 
 def select_taps(
-    sites: Sequence[Site],
+    taps: Sequence[str],
     layers: Sequence[int] | None,
     n_layers: int,
     heads: tuple[int, ...] | None = None,
     top: int = TOP,
 ) -> tuple[Tap, ...]:
-    """Every site at every layer asked for, layer by layer, checked against the model's depth.
+    """Return the taps of a model with ``n_layers`` layers, layer by layer.
 
-    What the model has once comes where it is computed; four-byte rows first, so that all rows are aligned.
+    Taps that a model has only once come where they are computed. Taps with four-byte values come first, so that all
+    tensors of a shard are aligned.
+
+    Args:
+        taps: Words of ``--taps``.
+        layers: The layers of the words that name none; None: every layer.
+        n_layers: The number of layers of the model.
+        heads: The heads of the words that name none; None: all heads.
+        top: The number of logits, for the words that name none.
+
+    Raises:
+        SpecError: If the model does not have one of the layers, or ``heads`` applies to no tap.
+
     """
-    chosen = range(n_layers) if layers is None else layers
-    beyond = [layer for layer in chosen if layer >= n_layers]
-    if beyond:
-        raise SpecError(
-            "--layers",
-            expected=f"layers 0 to {n_layers - 1} (the model has {n_layers})",
-            found=layers_text(beyond),
-        )
-    specs = {site: SITES.get(site) for site in sites}
-    if heads is not None and not any(spec and spec.per_head for spec in specs.values()):
-        raise SpecError("--heads", expected="q, k, v or z among --taps", found=f"--taps {' '.join(sites)}")
-    once = {site: spec for site, spec in specs.items() if spec is None or not spec.layered}
-    early = [site for site, spec in once.items() if site == "embed" or (spec and spec.dtype)]
+    words = [_parse_tap_word(text) for text in parse_tap_words(taps)]
+    _check_layers(words, layers, n_layers)
+    found: dict[Tap, None] = {}
+    for word in words:
+        spec = SITES.get(word.kind)
+        if spec is None or not spec.layered:
+            count = (word.top or top) if spec and "top" in spec.shape else None
+            found[Tap(word.kind, top=count)] = None
+            continue
+        chosen = word.layers or (range(n_layers) if layers is None else layers)
+        own = (heads if word.heads is None else word.heads) if spec.per_head else None
+        found.update({Tap(word.kind, layer, own): None for layer in chosen})
+    if heads is not None and not any(tap.heads for tap in found):
+        raise SpecError("--heads", expected="q, k, v or z among --taps", found=f"--taps {' '.join(taps)}")
+    return tuple(sorted(found, key=_stored_order))
 
-    def single(site: Site) -> Tap:
-        spec = specs[site]
-        return Tap(site, top=top if spec and "top" in spec.shape else None)
 
-    def layered(site: Site, layer: int) -> Tap:
-        spec = specs[site]
-        return Tap(site, layer, heads if spec and spec.per_head else None)
+def _check_layers(words: Sequence[_TapWord], layers: Sequence[int] | None, n_layers: int) -> None:
+    for flag, chosen in (("--layers", layers), *((f"--taps {word}", word.layers) for word in words)):
+        beyond = [layer for layer in chosen or () if layer >= n_layers]
+        if beyond:
+            expected = f"layers 0 to {n_layers - 1} (the model has {n_layers})"
+            raise SpecError(flag, expected=expected, found=layers_text(beyond))
 
-    return (
-        *(single(site) for site in sorted(early, key=lambda site: site == "embed")),
-        *(layered(site, layer) for layer in chosen for site in sites if site not in once),
-        *(single(site) for site in once if site not in early),
-    )
+
+def _stored_order(tap: Tap) -> tuple[Any, ...]:
+    """The place of a tap's tensor in a shard: four-byte values, the embedding, layer by layer, then the rest."""
+    spec = tap.spec
+    if spec is not None and spec.layered:
+        return 2, tap.layer, *_TapWord(tap.site, heads=tap.heads).order
+    stage = 0 if spec and spec.dtype else 1 if tap.site == "embed" else 3
+    return stage, 0, *_TapWord(tap.site, top=tap.top).order
 
 
 _NEEDS = {

@@ -15,6 +15,7 @@ __all__ = [
     "PREDICTIONS",
     "PROGRESS",
     "RUN",
+    "SPEC",
     "STREAM",
     "SUBMISSION",
     "addition_folder",
@@ -34,6 +35,7 @@ __all__ = [
 ]
 
 RUN = "run.json"
+SPEC = "spec.json"
 STREAM = "stream.json"
 PROGRESS = "progress.json"
 METADATA = "metadata.json"

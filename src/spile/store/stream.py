@@ -10,19 +10,21 @@ from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from spile.errors import Damaged, Fenced, RunMismatch, StoreError, untrusted
+from spile.errors import Damaged, Fenced, RunMismatch, SpecError, StoreError, untrusted
+from spile.objects import open_folder, split
 from spile.objects.folder import Folder, NotFound
 from spile.objects.mirror import home_of
 from spile.objects.opening import is_remote
 from spile.spec.identity import RunIdentity, StreamIdentity
 from spile.spec.positions import ALL
 from spile.spec.ranges import Ranges
-from spile.spec.run import GenerationSpec, PromptSpec
+from spile.spec.run import GenerationSpec, PromptSpec, RunSpec
 from spile.spec.sample import Sample, Skip
 from spile.spec.taps import Tap
 from spile.store.layout import (
     METADATA,
     RUN,
+    SPEC,
     STREAM,
     commit_key,
     new_attempt,
@@ -47,8 +49,10 @@ __all__ = [
     "now_iso",
     "parse_iso",
     "read_run",
+    "read_spec",
     "read_stream",
     "stream_bytes",
+    "write_spec",
 ]
 
 _ABSENT = "nothing"
@@ -111,6 +115,36 @@ def join_run(root: Folder, identity: RunIdentity) -> None:
             differing,
             "give the same settings, or another --output",
         )
+
+
+def write_spec(root: Folder, spec: RunSpec) -> str:
+    """Write ``spec.json`` next to ``run.json``, unless it holds this spec already, and return its location.
+
+    The number of the stream is not stored: every worker of the run starts from the same file.
+    """
+    content = spec.for_stream(0).to_json()
+    try:
+        stored = root.get(SPEC)
+    except NotFound:
+        stored = b""
+    if stored != content:
+        root.put(SPEC, content)
+    return f"{root.url}/{SPEC}"
+
+
+def read_spec(location: str) -> RunSpec:
+    """Read a run spec from a file or an object of a bucket.
+
+    Raises:
+        SpecError: If there is no such file, or if it is not a run spec.
+
+    """
+    folder, key = split(location)
+    try:
+        content = open_folder(folder).get(key)
+    except NotFound as error:
+        raise SpecError(f"--spec {location}", expected="a run spec", found="no such file") from error
+    return RunSpec.from_json(content, location)
 
 
 def read_run(root: Folder) -> RunIdentity | None:

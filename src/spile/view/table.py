@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.measure import Measurement
@@ -13,7 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from spile.spec.amounts import amount, counted, duration, size
-from spile.store.heartbeat import Snapshot, StreamView
+
+if TYPE_CHECKING:
+    from spile.store.heartbeat import Snapshot, StreamView
 
 __all__ = [
     "COUNTS",

@@ -17,7 +17,7 @@ from spile.spec.ranges import Ranges
 from spile.spec.run import ExtractSpec
 from spile.store.cleanup import clear_stream, remove_remains, stream_has_commits, stream_is_begun
 from spile.store.layout import stream_folder
-from spile.store.stream import StreamStore, join_run, join_stream, read_stream
+from spile.store.stream import StreamStore, join_run, join_stream, read_stream, write_spec
 from spile.worker.device import configure_jax
 from spile.worker.parts import Parts, find, sizes_for, torch_producer, wants_statistics
 from spile.worker.pipeline import Control, Sink
@@ -137,6 +137,7 @@ def visit(
             reader.close()
             done, reader = agreed, parts.samples.read(agreed)
         if hosts.first:
+            write_spec(parts.root, spec)
             _tidy(stream, progress)
         hosts.barrier("extraction_start")
         status = status or stack.enter_context(_status_files(parts, stream, progress, hosts))

@@ -31,7 +31,7 @@ from spile.spec.phase import Phase
 from spile.spec.positions import ALL, ANSWER, choose_positions
 from spile.spec.run import Capture, ExtractSpec, GenerationSpec
 from spile.spec.sample import Prediction, Role, Sample, Skip
-from spile.spec.taps import MODULE, Tap
+from spile.spec.taps import MODULE, Tap, tap_kinds
 from spile.store.layout import PREDICTIONS, SUBMISSION
 from spile.store.ledger import ShardRecord, read_commits
 from spile.store.predictions import merged, put_predictions
@@ -241,7 +241,7 @@ def infer(
         raise SpecError("infer", expected="a spec with generation settings", found="none")
     if spec.data.prompt.pack:
         raise SpecError("--pack", expected="prompts, each a sample", found="documents in windows")
-    strange = [site for site in spec.sites if site.startswith(MODULE) or head_needed((Tap(site),))]
+    strange = [site for site in tap_kinds(spec.taps) if site.startswith(MODULE) or head_needed((Tap(site),))]
     if strange:
         raise SpecError(
             "--taps",

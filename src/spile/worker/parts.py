@@ -203,7 +203,7 @@ def _found(
     platform: Future[str],
     summed: Future[str],
 ) -> Parts:
-    taps = select_taps(spec.sites, spec.layers, files.config.n_layers, spec.heads, spec.top_k)
+    taps = select_taps(spec.taps, spec.layers, files.config.n_layers, spec.heads, spec.top_k)
     generation = spec.generation
     taps = () if generation is not None and generation.capture == "none" else taps
     rows = rows_of(files, taps, spec.store_dtype, spec.backend)

@@ -19,10 +19,11 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from spile.errors import Interrupted, SpileError
-from spile.worker.progress import Progress
 
 if TYPE_CHECKING:
     from sys import UnraisableHookArgs
+
+    from spile.worker.progress import Progress
 
 __all__ = [
     "INTERRUPTED",

@@ -32,7 +32,7 @@ from unit.cli.refusals import Refuse
         (["--seed", "-1"], "--seed: expected from 0 to"),
         (["--worker-id", "-2"], "--worker-id: expected from 0 to 99,999, found -2"),
         (["--predictions-per-task", "0"], "--predictions-per-task: expected from 1 to 4,096, found 0"),
-        (["--overwrite"], "--overwrite: expected --no-checkpointing beside it, found --overwrite alone"),
+        (["--overwrite"], "--overwrite: expected --no-checkpointing as well, found --overwrite alone"),
         (["--upload-to-gcs"], "--upload-to-gcs: expected --gcs-bucket B beside it, found no bucket"),
         (["--mesh-shape", "3"], "--mesh-shape"),
         (["--mesh-shape", "7,9"], "mesh"),

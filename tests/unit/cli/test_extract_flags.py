@@ -61,7 +61,7 @@ def test_where_it_goes(given: dict[str, Any], home: str, copy: str | None) -> No
         ),
         ({"worker_id": -1}, "--worker-id: expected from 0 to 99,999, found -1"),
         ({"layers": ["x"]}, "--layers"),
-        ({"overwrite": True}, "--overwrite: expected --no-checkpointing beside it, found --overwrite alone"),
+        ({"overwrite": True}, "--overwrite: expected --no-checkpointing as well, found --overwrite alone"),
     ],
     ids=str,
 )
@@ -119,7 +119,7 @@ def test_the_rest_arrives() -> None:
         checkpoint_dir="c",
         delete_local_after_upload=True,
     ).spec()
-    assert (spec.model, spec.revision, spec.layers, spec.sites) == ("m", "r", (0, 1, 2, 5), ("residual", "mlp"))
+    assert (spec.model, spec.revision, spec.layers, spec.taps) == ("m", "r", (0, 1, 2, 5), ("residual", "mlp"))
     assert (spec.data.max_samples, spec.data.prompt.kind, spec.data.max_seq_length) == (9, "chat", 77)
     assert (spec.data.long, spec.data.seed, spec.store_dtype, spec.dtype) == ("skip", 3, "float32", "bfloat16")
     assert (spec.batch_size, spec.batch_tokens, spec.mesh_shape, spec.shard_size_gb) == (4, 512, (2, 4), 0.5)

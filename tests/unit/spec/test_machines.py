@@ -16,9 +16,9 @@ from spile.plan.machines import (
     known_machines,
     list_prices,
     parse_machine,
-    parse_mesh_shape,
     prices_from,
 )
+from spile.spec.run import parse_mesh_shape
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spile.errors import SpecError
-from spile.spec.taps import Tap, layers_text, parse_layers, parse_sites, select_taps
+from spile.spec.taps import Tap, layers_text, parse_layers, parse_tap_words, select_taps
 
 
 def test_a_tap_is_written_as_site_and_layer():
@@ -37,9 +37,9 @@ def test_layers_text_reverses(layers):
 
 
 def test_sites_come_in_a_fixed_order():
-    assert parse_sites(["mlp,attn", "residual"]) == ("residual", "attn", "mlp")
+    assert parse_tap_words(["mlp,attn", "residual"]) == ("residual", "attn", "mlp")
     with pytest.raises(SpecError, match=r"expected some of residual, attn, mlp, embed, .*, found foo"):
-        parse_sites(["foo"])
+        parse_tap_words(["foo"])
 
 
 def test_a_layer_beyond_the_model_is_named():

@@ -38,7 +38,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows.append({"text": " ", "label": 8})  # which is skipped
     (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     extract(spec(folder, "base"))
-    extract(spec(folder, "whole", sites=("residual", "mlp", "z"), layers=(0, 1, 2)))
+    extract(spec(folder, "whole", taps=("residual", "mlp", "z"), layers=(0, 1, 2)))
     return folder
 
 

@@ -35,7 +35,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
             data=DataSpec(dataset=str(data), max_seq_length=64),
             output=str(folder / "out"),
             layers=(0, 2),
-            sites=("residual", "mlp"),
+            taps=("residual", "mlp"),
         )
     )
     return folder

@@ -21,7 +21,7 @@ from spile.errors import RunMismatch, SpecError
 from spile.objects import open_folder
 from spile.reading import dataset
 from spile.spec.run import DataSpec, ExtractSpec
-from spile.spec.taps import parse_sites
+from spile.spec.taps import parse_tap_words
 from spile.store.verification import verify
 from spile.worker.extract import extract
 from spile.worker.recompute import recomputer
@@ -52,9 +52,9 @@ def opt(tmp_path_factory: Any) -> str:
 
 def spec(model: str, output: Path, samples: int = 6, **more: Any) -> ExtractSpec:
     data = DataSpec(max_seq_length=96, max_samples=samples)
-    sites = parse_sites(more.pop("taps", ["residual", "z", "logits"]))
+    taps = parse_tap_words(more.pop("taps", ["residual", "z", "logits"]))
     return ExtractSpec(
-        model=model, output=str(output), data=data, sites=sites, store_dtype="float32", shard_size_gb=1e-5, **more
+        model=model, output=str(output), data=data, taps=taps, store_dtype="float32", shard_size_gb=1e-5, **more
     )
 
 

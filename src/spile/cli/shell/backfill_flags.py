@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Group, Parameter
 
 from spile.errors import SpecError
-from spile.plan.machines import parse_mesh_shape
-from spile.spec.run import BackfillSpec, parse_taps
+from spile.spec.run import BackfillSpec, parse_mesh_shape, parse_taps
 
 if TYPE_CHECKING:
     from spile.cli.extract import ExtractFlags

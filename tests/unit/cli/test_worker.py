@@ -1,0 +1,98 @@
+"""``spile worker --spec``: one stream of a run spec, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from spile.objects import open_folder
+from spile.reading.dataset import open as open_dataset
+from spile.spec.run import DataSpec, GenerationSpec, RunSpec
+from spile.store.stream import read_spec, write_spec
+from spile_fakes.gcs import FakeGcs
+from unit.cli.refusals import lines, spile
+
+
+def worker(*words: object, text: str | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "spile.cli.main", "worker", *map(str, words)]
+    return subprocess.run(command, env=os.environ, capture_output=True, text=True, input=text, check=False)
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    with FakeGcs() as fake:
+        fake.add_bucket("bucket")
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", fake.url)
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        monkeypatch.setenv("NO_GCE_CHECK", "true")
+        monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        yield "gs://bucket/run"
+
+
+@pytest.fixture
+def streams(tmp_path: Path) -> Path:
+    (tmp_path / "streams").mkdir()
+    for number, text in enumerate(("1 2 3", "a b c d")):
+        lines(tmp_path / "streams" / f"stream_00{number}.jsonl", {"text": text})
+    return tmp_path / "streams"
+
+
+def small(streams: Path, output: object) -> RunSpec:
+    return RunSpec(data=DataSpec(dataset_dir=str(streams)), taps=("residual.0-1",), output=str(output))
+
+
+@pytest.mark.parametrize("place", ["disk", "gcs"])
+def test_a_worker_runs_the_stream_that_it_is_given(
+    place: str, tmp_path: Path, streams: Path, request: pytest.FixtureRequest
+) -> None:
+    output = str(tmp_path / "out") if place == "disk" else request.getfixturevalue("bucket")
+    url = write_spec(open_folder(output), small(streams, output))
+    for stream in (1, 0):
+        done = worker("--spec", url, "--stream", stream)
+        assert done.returncode == 0, done.stderr
+    dataset = open_dataset(output)
+    assert len(dataset.samples) == 2
+    assert {str(tap) for tap in dataset.taps} == {"residual.0", "residual.1"}
+    assert read_spec(url) == small(streams, output)  # Workers leave the launcher's spec as it is.
+
+
+def test_a_spec_from_standard_input(tmp_path: Path, streams: Path) -> None:
+    spec = small(streams, tmp_path / "out")
+    done = worker("--spec", "-", "--stream", 1, text=spec.to_json().decode())
+    assert done.returncode == 0, done.stderr
+    assert read_spec(str(tmp_path / "out" / "spec.json")) == spec
+
+
+def test_a_spec_with_answers_runs_infer(tmp_path: Path, streams: Path) -> None:
+    answers = GenerationSpec(max_new_tokens=3)
+    spec = replace(small(streams, tmp_path / "out"), generation=answers)
+    url = write_spec(open_folder(str(tmp_path)), spec)
+    assert spile("worker", "--spec", url, "--stream", 0) == 0
+    assert (tmp_path / "out" / "tpu_0" / "predictions.jsonl").is_file()
+
+
+def test_mistakes_have_their_exit_code(tmp_path: Path, streams: Path) -> None:
+    missing = worker("--spec", tmp_path / "none.json", "--stream", 0)
+    assert (missing.returncode, missing.stderr) == (
+        2,
+        f"spile: --spec {tmp_path}/none.json: expected a run spec, found no such file\n",
+    )
+    url = write_spec(open_folder(str(tmp_path)), small(streams, tmp_path / "out"))
+    beyond = worker("--spec", url, "--stream", 7)
+    assert beyond.returncode == 2
+    assert "stream_007.jsonl" in beyond.stderr
+
+
+def test_extract_writes_its_spec(tmp_path: Path, streams: Path) -> None:
+    output = tmp_path / "out"
+    words = ("--dataset-dir", streams, "--worker-id", 1, "--taps", "residual.1", "mlp.0", "--output", output)
+    assert spile("extract", "--model", "embedded", *words) == 0
+    spec = read_spec(str(output / "spec.json"))
+    assert (spec.taps, spec.data.dataset_dir, spec.data.worker_id) == (("residual.1", "mlp.0"), str(streams), 0)
+    assert spile("worker", "--spec", output / "spec.json", "--stream", 0) == 0
