@@ -3,8 +3,11 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 for version in 3.12 3.13; do
-  python=$(command -v "python$version" || ls -d "$HOME"/.pyenv/versions/"$version".*/bin/python 2>/dev/null | tail -n 1 || true)
-  if [ -z "$python" ] || ! "$python" -c 'import venv, ensurepip' 2>/dev/null; then echo "Python $version: not on this machine"; continue; fi
+  python=""
+  for candidate in "python$version" "$HOME"/.pyenv/versions/"$version".*/bin/python; do
+    if "$candidate" -c 'import ensurepip, venv' 2>/dev/null; then python=$candidate; break; fi
+  done
+  if [ -z "$python" ]; then echo "Python $version: not on this machine"; continue; fi
   folder=$(mktemp -d); trap 'rm -rf "$folder"' EXIT
   "$python" -m venv "$folder/venv"
   "$python" scripts/runtime_requirements.py > "$folder/runtime.txt"
