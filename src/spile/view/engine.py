@@ -1,4 +1,4 @@
-"""A run of many workers at the prompt: one table in a terminal, plain lines elsewhere, signals counted for all."""
+"""The display of a run with many workers: one table in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ _LINE_EVERY = 10.0
 
 @dataclass
 class EngineView:
-    """What a user sees of the run, and what they ask of it."""
+    """The display of the run, and the number of stop requests received."""
 
     console: Console
     reader: SnapshotReader
     live: Live | None = None
     clock: Callable[[], float] = time.monotonic
     asked: int = 0
-    """How many times Ctrl+C or SIGTERM came."""
+    """Number of Ctrl+C or SIGTERM signals received."""
     _line_due: float = field(default=0.0)
     _last: str = ""
 
     def log(self, line: str) -> None:
-        """An event: above the table, or in the log."""
+        """Print an event above the table, or as a line of the log."""
         self.console.print(Text.assemble(("· ", "dim"), line), soft_wrap=True)
 
     def observe(self, supervisor: Supervisor) -> Mapping[int, StreamView]:
-        """Look at the dataset and show it."""
+        """Read the state of the dataset and show it."""
         try:
             snapshot = self.reader.take()
-        except SpileError as error:  # the store has hiccups; workers tell when it is serious
-            self.log(f"not seen: {error}")
+        except SpileError as error:  # transient storage errors are reported by the workers if they persist
+            self.log(f"Could not read the state of the dataset: {error}")
             return {}
         state = _state(supervisor)
         if self.live is not None:
@@ -61,7 +61,7 @@ class EngineView:
         return {view.number: view for view in snapshot.streams}
 
     def finish(self, outcome: EngineOutcome, streams: int, root: str, max_samples: int | None) -> None:
-        """The last lines: what came of it, and what to type next."""
+        """Print the result and the next command to type."""
         try:
             totals = _totals(self.reader.take())
         except SpileError as error:
@@ -93,7 +93,7 @@ def _totals(snapshot: Snapshot) -> str:
 
 @contextmanager
 def watched_engine(reader: SnapshotReader, console: Console | None = None) -> Iterator[EngineView]:
-    """While this lasts, one display and one Ctrl+C for all workers."""
+    """Show one display for all workers and count the signals that arrive."""
     view = EngineView(console or Lasting(highlight=False), reader)
     with ExitStack() as stack:
         stack.enter_context(_counting(view))
@@ -104,7 +104,7 @@ def watched_engine(reader: SnapshotReader, console: Console | None = None) -> It
 
 @contextmanager
 def _counting(view: EngineView) -> Iterator[None]:
-    """A signal is counted; the supervisor acts on the count."""
+    """Count signals while the context is open; the supervisor acts on the count."""
 
     def handle(number: int, _frame: FrameType | None) -> None:
         view.asked += 1

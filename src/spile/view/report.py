@@ -1,7 +1,12 @@
-"""An inspection as one page: drawn here in SVG, no script, nothing fetched, light and dark, every text escaped."""
+"""HTML reports of ``spile inspect`` and ``spile score``: one self-contained page each, light and dark.
+
+The inspection page is static SVG without scripts. All text from datasets is escaped.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
@@ -53,7 +58,7 @@ _Array = npt.NDArray[Any]
 
 
 def report_page(dataset: Dataset, found: Inspection) -> str:
-    """The whole page."""
+    """Return the inspection page as HTML."""
     sections = [
         _section("What it is", _facts(dataset)),
         _section("Norms by tap", _norms(found)),
@@ -107,7 +112,7 @@ def _facts(dataset: Dataset) -> str:
 
 
 def _norms(found: Inspection) -> str:
-    """For each tap a bar from the 1 % to the 99 % quantile, and a mark at the median."""
+    """Draw a bar from the 1 % to the 99 % quantile and a mark at the median for each tap."""
     quantiles = {tap: [found.stats[tap].norm_quantile(q) for q in (0.01, 0.5, 0.99)] for tap in found.taps}
     most = max((each[2] for each in quantiles.values()), default=1.0) or 1.0
     step = (_WIDE - 60) / max(1, len(found.taps))
@@ -167,12 +172,12 @@ def _heat(heat: HeatMap, taps: Sequence[str]) -> str:
         _text(95, row * high + high * 0.75, tap, "end") for row, tap in enumerate(taps) if count <= 24 or row % 4 == 0
     ]
     picture = _svg(parts, height=int(count * high) + 6, label="norms of one sample")
-    told = "Norm of each token (across) at each tap (down), logarithmic."
-    return f'{picture}<p>{told}</p><p class="preview">{escape(heat.preview)}</p>'
+    caption = "Norm of each token (across) at each tap (down), on a logarithmic scale."
+    return f'{picture}<p>{caption}</p><p class="preview">{escape(heat.preview)}</p>'
 
 
 def _shade(part: float) -> str:
-    """From dark blue through green to yellow, readable on light and dark."""
+    """Map a value to a colour from dark blue through green to yellow, readable on light and dark backgrounds."""
     stops = np.array([[48, 40, 110], [45, 130, 140], [120, 200, 90], [250, 225, 70]])
     place = min(max(part, 0.0), 1.0) * (len(stops) - 1)
     first = min(int(place), len(stops) - 2)
@@ -220,7 +225,7 @@ def _plane(found: Inspection) -> str:
 def _timeline(found: Inspection) -> str:
     times = [when for commits in found.timeline.values() for when, _ in commits]
     if not times:
-        return "<p>No commit says when.</p>"
+        return "<p>No commit records a time.</p>"
     first, spread = min(times), max(max(times) - min(times), 1.0)
     parts = []
     for row, (stream, commits) in enumerate(sorted(found.timeline.items())):
@@ -242,12 +247,22 @@ _TEMPLATE = "score_page.html"
 
 
 def score_page(score: Score, title: str) -> str:
-    """The page: every task with its examples, what was expected and what was answered."""
+    """Return the score page: each task with its examples, the expected and the predicted grids."""
     summary = {name: value for name, value in score.record().items() if name != "by_task"}
     data = {"title": title, "summary": summary, "tasks": [_task(task) for task in score.tasks]}
-    text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")  # no text of a task ends the script
     template = (resources.files("spile.view") / _TEMPLATE).read_text(encoding="utf-8")
-    return template.replace("__DATA__", text)
+    script = template.partition("<script>")[2].partition("</script>")[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    return template.replace("__POLICY__", policy).replace("__DATA__", embedded_json(data))
+
+
+def embedded_json(data: object) -> str:
+    """Return JSON that is safe inside a ``<script>`` element: no character of it can end the element or a comment."""
+    text = json.dumps(data, separators=(",", ":"))
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
 
 
 def _task(task: TaskScore) -> dict[str, object]:

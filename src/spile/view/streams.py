@@ -1,4 +1,4 @@
-"""Snapshot → terminal: the table that the guides show, drawn from a :class:`Snapshot` alone."""
+"""The table of streams in ``spile monitor``, drawn from a :class:`Snapshot`."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ _COLUMNS: tuple[Column[StreamView, Snapshot], ...] = (
     *COUNTS,
 )
 _SPARE = ("COMMITTED", "SIZE", "SHARDS", "HEARD", "TOKENS/S", "MACHINE")
-"""What goes first where the terminal is narrow."""
+"""Columns to omit first in a narrow terminal."""
 
 
 _RANK = (State.FAILED, State.DAMAGED, State.SILENT, State.STOPPED, State.WAITING, State.WORKING, State.DONE)
-"""Which rows stay where the terminal is short: what needs somebody before what is well."""
+"""The order in which rows are kept in a short terminal: streams that need attention first."""
 
 
 def render(snapshot: Snapshot, *, interval: float | None = None, height: int | None = None) -> RenderableType:
-    """The whole dashboard. With ``height`` never taller: texts are cut to a line, streams that are well left out."""
+    """Return the whole display. With ``height``, truncate texts and omit healthy streams so that it fits."""
     parts = [_workers(snapshot)]
     if interval is not None:
         parts.append(f"check interval: {interval:g} s")
@@ -63,7 +63,7 @@ def render(snapshot: Snapshot, *, interval: float | None = None, height: int | N
     head = [Text("ACTIVATION EXTRACTION", style="bold"), Text(snapshot.root), Text(" · ".join(parts))]
     errors, foot, room = _errors(snapshot), footer(snapshot, snapshot.taken, interval), None
     if height is not None:
-        fixed, once = len(head) + len(foot), "spile monitor --once has all"
+        fixed, once = len(head) + len(foot), "spile monitor --once shows all"
         errors, room = share_height(height, fixed, errors, len(snapshot.streams), once)
         one_line_each([*head, *errors, *foot])
     table = Fitting(partial(_table, snapshot, room), _SPARE)
@@ -94,7 +94,7 @@ def _errors(snapshot: Snapshot) -> list[Text]:
 
 
 def plain_lines(snapshot: Snapshot) -> list[str]:
-    """One line per stream and one for all: for a log, where there is no terminal."""
+    """Return one line per stream and one for the total, for output that is not a terminal."""
     lines = [
         f"{stream.name} {stream.status}: {counts_line(stream)}"
         + (f", last error: {stream.last_error}" if stream.last_error else "")
@@ -114,13 +114,13 @@ def watch(
     once: bool = False,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Show snapshots until all is done, or Ctrl+C, which stops the view and nothing else."""
+    """Show snapshots until all streams are done. Ctrl+C stops only the display."""
     if once:
         console.print(render(take()))
         return
 
     def draws(snapshot: Snapshot) -> RenderableType:
-        return render(snapshot, interval=interval, height=console.height)  # which may be another one at each look
+        return render(snapshot, interval=interval, height=console.height)  # the terminal may have been resized
 
     with suppress(KeyboardInterrupt), watching.showing(console, draws, plain_lines) as show:
         watching.watch(take, show, lambda snapshot: snapshot.done, console, interval=interval, sleep=sleep)

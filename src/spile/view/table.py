@@ -1,4 +1,4 @@
-"""Where commands print: a terminal's width counts, a pipe or a file has none; brackets in a name are no markup."""
+"""Consoles and tables that all terminal displays share: column names, number formats, fitting into the terminal."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ __all__ = [
 
 
 _NO_WIDTH = 10_000
-"""For what is no terminal: no table is cut short there, and no line is broken."""
+"""The width for pipes and files: tables are not truncated and lines are not wrapped there."""
 
 
 def output(**more: Any) -> Console:
-    """Standard output, as it is now."""
+    """Return a console on the current standard output. Brackets in names are not interpreted as markup."""
     console = Console(highlight=False, markup=False, **more)
     if not console.is_terminal:
         console.width = _NO_WIDTH
@@ -49,13 +49,16 @@ def output(**more: Any) -> Console:
 
 
 class Lasting(Console):
-    """Outlives its reader: Ctrl+C in ``spile extract | tee log`` ends tee first, and work and exit code still count."""
+    """A console that survives a broken pipe.
+
+    Ctrl+C in ``spile extract | tee log`` ends tee first; the work and the exit code still count.
+    """
 
     def __init__(self, **more: Any) -> None:
         super().__init__(**{"highlight": False, "markup": False, **more})
 
     def on_broken_pipe(self) -> None:
-        """Be quiet from now on, the interpreter's last flush too."""
+        """Discard all further output, including the interpreter's final flush."""
         self.quiet = True
         os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
 
@@ -63,17 +66,17 @@ class Lasting(Console):
 _ANY = 10_000
 """Wider than any table."""
 _CUT = 24
-"""What a column whose cells may be cut short should have at the least."""
+"""The minimum width of a column whose cells may be truncated."""
 
 
 @dataclass(frozen=True)
 class Fitting:
-    """The table that ``build`` makes without some columns: as few of ``spare`` as the width allows, the first first."""
+    """A table that omits columns of ``spare``, in order, until it fits the terminal's width."""
 
     build: Callable[[Collection[str]], Table]
     spare: Sequence[str]
     cut: Collection[str] = ()
-    """Columns whose cells may be cut short, so that fewer are left out."""
+    """Columns whose cells may be truncated so that fewer columns are omitted."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
         for count in range(len(self.spare) + 1):
@@ -83,7 +86,7 @@ class Fitting:
         yield table
 
     def _width(self, table: Table, console: Console, options: ConsoleOptions) -> int:
-        """What it takes for every cell to be whole that is not to be cut short."""
+        """Return the width at which no cell is truncated, except in the columns of ``cut``."""
         cut = [column for column in table.columns if column.header in self.cut]
         for column in cut:
             column.max_width = _CUT
@@ -95,27 +98,27 @@ class Fitting:
 
 Row = TypeVar("Row")
 _AROUND = 5
-"""Lines beside rows and texts: two empty ones, the table's titles and totals, and the cursor's."""
+"""Lines besides rows and texts: two empty lines, the table's header and footer, and the cursor's line."""
 _ROWS = 6
-"""Rows of the table that news leave room for."""
+"""Table rows for which the messages leave room."""
 
 
 def share_height(height: int, fixed: int, news: list[Text], rows: int, elsewhere: str) -> tuple[list[Text], int]:
-    """The news that there is room for beside ``fixed`` lines, and how many rows the table may have."""
+    """Return the messages that fit next to ``fixed`` lines, and the number of rows left for the table."""
     free = height - fixed - _AROUND
     news = first_lines(news, max(1, free - min(rows, _ROWS)), elsewhere)
     return news, max(2, free - len(news))
 
 
 def first_lines(lines: list[Text], room: int, elsewhere: str) -> list[Text]:
-    """The first lines, the last of them saying how many more there are, and ``elsewhere`` where all are."""
+    """Return the first lines; the last one counts the omitted lines and says where to find them (``elsewhere``)."""
     if len(lines) <= room:
         return lines
     return [*lines[: room - 1], Text(f"… and {len(lines) - room + 1} more; {elsewhere}", style="yellow")]
 
 
 def keep_rows(rows: Sequence[Row], room: int | None, rank: Callable[[Row], Any]) -> tuple[list[Row], int]:
-    """The rows that there is room for, in their order, those of the lowest rank; and how many are left out."""
+    """Return the ``room`` rows of lowest rank in their original order, and the number of omitted rows."""
     if room is None or len(rows) <= room:
         return list(rows), 0
     kept = set(sorted(range(len(rows)), key=lambda place: rank(rows[place]))[: room - 1])
@@ -123,29 +126,28 @@ def keep_rows(rows: Sequence[Row], room: int | None, rank: Callable[[Row], Any])
 
 
 def one_line_each(lines: Iterable[Text]) -> None:
-    """Texts that would wrap are cut to the terminal's width."""
+    """Truncate texts at the terminal's width instead of wrapping them."""
     for line in lines:
         line.no_wrap, line.overflow = True, "ellipsis"
 
 
-Row_table = TypeVar("Row_table")
 Whole = TypeVar("Whole")
 
 
 @dataclass(frozen=True)
-class Column(Generic[Row_table, Whole]):
-    """One column: its title, a row's cell, and what the last row says of the whole."""
+class Column(Generic[Row, Whole]):
+    """One column: its title, the cell of a row, and the total below."""
 
     title: str
-    cell: Callable[[Row_table], RenderableType]
+    cell: Callable[[Row], RenderableType]
     total: Callable[[Whole], str] = lambda _: ""
     justify: Literal["left", "right"] = "right"
     cut: bool = False
-    """Whether long cells are cut short, so that the others have room: texts that do not wrap."""
+    """Whether long cells are truncated to leave room for other columns."""
 
 
-def draw(columns: Sequence[Column[Row_table, Whole]], rows: Iterable[Row_table], whole: Whole) -> Table:
-    """The table, with totals below."""
+def draw(columns: Sequence[Column[Row, Whole]], rows: Iterable[Row], whole: Whole) -> Table:
+    """Return the table with a row of totals."""
     table = Table(box=None, show_footer=True, footer_style="bold", header_style="bold", padding=(0, 2, 0, 0))
     for column in columns:
         table.add_column(column.title, column.total(whole), justify=column.justify, no_wrap=not column.cut)
@@ -174,16 +176,16 @@ COUNTS: tuple[Column[StreamView, Snapshot], ...] = (
     ),
     Column("HEARD", lambda stream: ago(stream.age)),
 )
-"""What is counted of a stream, under the same names wherever a stream is shown."""
+"""The counts of a stream, with the same column names in every display."""
 
 
 def of(count: float, expected: float | None) -> str:
-    """``1,250/2,000``."""
+    """Format a count and its total: ``1,250/2,000``."""
     return f"{count:,.0f}/{'?' if expected is None else f'{expected:,.0f}'}"
 
 
 def ago(age: float | None) -> str:
-    """One unit is enough to tell a heartbeat from a silence."""
+    """Format an age in one unit: ``5 s ago``, ``3 h ago``."""
     if age is None:
         return "never"
     for seconds, unit in ((172_800, "d"), (7200, "h"), (120, "min")):
@@ -193,7 +195,7 @@ def ago(age: float | None) -> str:
 
 
 def counts_line(stream: StreamView) -> str:
-    """A stream's counts where there is no table."""
+    """Return a stream's counts as one line of text."""
     return (
         f"{of(stream.samples, stream.expected)} samples, {counted(stream.shards, 'shard')}, "
         f"{stream.committed:,} committed, {size(stream.bytes)}, {amount(stream.tokens_per_second)} tokens/s"
@@ -201,7 +203,7 @@ def counts_line(stream: StreamView) -> str:
 
 
 def totals_line(snapshot: Snapshot) -> str:
-    """All streams' counts."""
+    """Return the counts of all streams as one line of text."""
     rate = snapshot.total("tokens_per_second")
     committed = counted(round(snapshot.total("committed")), "shard")
     line = f"{snapshot.total('samples'):,.0f} samples, {committed} committed, {size(snapshot.total('bytes'))}"
@@ -209,6 +211,6 @@ def totals_line(snapshot: Snapshot) -> str:
 
 
 def headline(percent: float | None, seconds_left: float | None) -> list[str]:
-    """How far it is and how long it will take, as far as that is known."""
+    """Return the percentage done and the remaining time, if they are known."""
     parts = [] if percent is None else [f"{percent:.1f} % done"]
     return [*parts, f"about {duration(seconds_left)} left"] if seconds_left else parts

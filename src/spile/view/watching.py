@@ -1,4 +1,4 @@
-"""Looking again and again: one loop, one footer, one way to show what was seen, for streams and for fleets."""
+"""The refresh loop, the footer and the live display that streams and fleets share."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ Seen = TypeVar("Seen")
 
 
 class HealthCounts(Protocol):
-    """What the footer counts."""
+    """The counts in the footer."""
 
     @property
     def healthy(self) -> int:
-        """Done, working, or about to."""
+        """Streams or workers that are done, working or starting."""
 
     @property
     def working(self) -> int:
-        """With a recent heartbeat."""
+        """Those with a recent heartbeat."""
 
     @property
     def needs_recovery(self) -> int:
-        """Unfinished with nobody at work."""
+        """Those that are unfinished and have no worker."""
 
 
 def footer(health: HealthCounts, taken: float, interval: float | None, news: Sequence[Text] = ()) -> list[Text]:
-    """What stands below every table; ``news`` between the counts and the time."""
+    """Return the lines below every table, with ``news`` between the counts and the time."""
     needs = health.needs_recovery
     lines = [
         Text("Status summary:"),
@@ -47,12 +47,12 @@ def footer(health: HealthCounts, taken: float, interval: float | None, news: Seq
         Text(f"Last update: {datetime.fromtimestamp(taken, UTC):%Y-%m-%d %H:%M:%S} UTC", style="dim"),
     ]
     if interval is not None:
-        lines.append(Text("Press Ctrl+C to stop monitoring; everything goes on without it", style="dim"))
+        lines.append(Text("Press Ctrl+C to stop monitoring; the workers continue", style="dim"))
     return lines
 
 
 def health_line(health: HealthCounts) -> str:
-    """The same counts where there is no table."""
+    """Return the same counts as one line of text."""
     return f"healthy {health.healthy}, working {health.working}, needs recovery {health.needs_recovery}"
 
 
@@ -60,7 +60,7 @@ def health_line(health: HealthCounts) -> str:
 def showing(
     console: Console, render: Callable[[Seen], RenderableType], lines: Callable[[Seen], Sequence[str]]
 ) -> Iterator[Callable[[Seen], None]]:
-    """How what is seen is shown: drawn over the last look in a terminal, as lines elsewhere."""
+    """Yield a function that shows a state: in place in a terminal, as appended lines elsewhere."""
     if console.is_terminal:
         with Live(console=console, auto_refresh=False) as live:
             yield lambda seen: live.update(render(seen), refresh=True)
@@ -82,15 +82,18 @@ def watch(
     interval: float,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Seen:
-    """Look and show until it is over; gives the last look. Only the first may fail: later ones may be hiccups."""
+    """Look and show until ``over``; return the last state.
+
+    An error at the first look is raised. A later one is reported and the look is repeated.
+    """
     seen = look()
     show(seen)
     while not over(seen):
         sleep(interval)
         try:
             seen = look()
-        except SpileError as error:  # what was seen stays, and is looked at again
-            notice = Text(f"not seen: {error}; looking again in {interval:g} s", style="yellow")
+        except SpileError as error:
+            notice = Text(f"Could not refresh: {error} Retrying in {interval:g} s.", style="yellow")
             console.print(notice, soft_wrap=True)
         else:
             show(seen)

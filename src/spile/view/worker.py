@@ -1,4 +1,4 @@
-"""What a running worker looks like: a bar in a terminal, plain lines elsewhere, signals that end it well."""
+"""The display of a running worker: a progress bar in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ from spile.worker.signals import handling_signals
 __all__ = ["WatchedWorker", "bar", "facts", "line", "report", "watched"]
 
 _LINE_EVERY = 10.0
-"""Seconds between plain lines where there is no terminal."""
+"""Seconds between plain lines if the output is not a terminal."""
 _BAR = 24
 
 
 @dataclass
 class WatchedWorker:
-    """A worker being watched."""
+    """The display of one worker, its progress counters and its stop event."""
 
     console: Console
     progress: Progress
     stop: threading.Event
 
     def finish(self, summary: Summary, max_samples: int | None = None) -> None:
-        """Say what it came to."""
+        """Print the summary."""
         rows = facts(summary, max_samples)
         if self.console.is_terminal:
             self.console.print(report(rows))
-        else:  # whole lines, for grep
+        else:  # unwrapped lines are easier to search
             for name, text in rows:
                 self.console.print(f"{name:<11}  {text}", markup=False, soft_wrap=True)
 
 
 @contextmanager
 def watched(verbose: bool = False, console: Console | None = None) -> Iterator[WatchedWorker]:
-    """Show progress while this lasts. One Ctrl+C or SIGTERM commits what is done and stops; a second ends at once."""
+    """Show progress. The first Ctrl+C or SIGTERM commits what is done and stops; a second one ends at once."""
     console = console or Lasting(highlight=False)
     stop = threading.Event()
 
@@ -89,7 +89,7 @@ def _lines(progress: Progress, console: Console, every: float) -> Iterator[None]
 
 
 class _View:
-    """The bar, drawn anew from the counters at each refresh."""
+    """The progress bar, redrawn from the counters at each refresh."""
 
     def __init__(self, progress: Progress, console: Console) -> None:
         self._progress, self._console = progress, console
@@ -100,8 +100,8 @@ class _View:
 
 
 def bar(now: ProgressSnapshot, total: int | None, width: int, spinner: Spinner | None = None) -> Table:
-    """One line of a terminal: what goes on, how far, how fast, how long still; what has no room is left out."""
-    cells: list[tuple[int, RenderableType, int]] = [(0, spinner or "", 1)]  # what goes first has the largest number
+    """Return the progress line; cells of high rank are omitted first if the terminal is narrow."""
+    cells: list[tuple[int, RenderableType, int]] = [(0, spinner or "", 1)]
 
     def add(rank: int, text: str, style: str = "") -> None:
         if text:
@@ -130,7 +130,7 @@ def _rank(cell: tuple[int, RenderableType, int]) -> int:
 
 
 def line(now: ProgressSnapshot, total: int | None) -> str:
-    """The same where there is no terminal."""
+    """Return the progress as one line of text."""
     if not now.samples:
         return now.doing
     parts = [
@@ -153,7 +153,7 @@ def _left(now: ProgressSnapshot, total: int | None) -> str:
 
 
 def facts(summary: Summary, max_samples: int | None = None) -> list[tuple[str, str]]:
-    """The last lines: where, how much, how fast, what next."""
+    """Return the rows of the summary: location, amounts, rates and the next command."""
     rows = [
         ("activations", summary.stream),
         ("samples", _samples(summary)),
@@ -171,7 +171,7 @@ def facts(summary: Summary, max_samples: int | None = None) -> list[tuple[str, s
 
 
 def report(rows: list[tuple[str, str]]) -> Table:
-    """The last lines in a terminal."""
+    """Return the summary as a table for a terminal."""
     table = Table.grid(padding=(0, 2))
     for name, text in rows:
         table.add_row(Text(name, style="bold"), Text(text))

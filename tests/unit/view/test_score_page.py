@@ -31,6 +31,23 @@ def test_it_holds_everything() -> None:
     assert page.count("</script>") == 2  # no text of a task ends the data early
 
 
+def test_an_id_that_opens_a_script_comment_hides_nothing(tmp_path: Path) -> None:
+    (right, *_) = a_score().tasks
+    hostile = TaskScore(TaskAnswers("<!--<script>\u2028", ([[5, 4]],), (3,), 3, 0), [[5, 4]], right.task)
+    page = score_page(Score((hostile, right)), "<!--<script>")
+    assert page.count("<script>") == 1
+    assert "<!--" not in page
+    assert "\u2028" not in page
+    assert drawn(page, tmp_path).count("<article") == 2
+
+
+def test_the_content_security_policy_names_the_script_by_its_hash(tmp_path: Path) -> None:
+    page = score_page(a_score(), "runs")
+    assert "default-src 'none'" in page
+    injected = page.replace("</body>", "<script>document.title = 'injected'</script></body>")
+    assert "<title>injected</title>" not in drawn(injected, tmp_path)
+
+
 def drawn(page: str, folder: Path) -> str:
     """The document once the page's own script has run: no frame is waited for, a busy machine may have none."""
     if BROWSER is None:
@@ -63,5 +80,8 @@ def test_grids_are_drawn_when_their_task_comes_near(tmp_path: Path) -> None:
     page = score_page(Score((right,) * 200), "runs")
     above = drawn(page, tmp_path).count("<canvas")
     assert 0 < above < 200
-    scrolled = page.replace("</body>", "<script>scrollTo(0, 1e6); dispatchEvent(new Event('scroll'));</script></body>")
+    without_policy = re.sub(r"<meta http-equiv[^>]*>", "", page)
+    scrolled = without_policy.replace(
+        "</body>", "<script>scrollTo(0, 1e6); dispatchEvent(new Event('scroll'));</script></body>"
+    )
     assert above < drawn(scrolled, tmp_path).count("<canvas") < 200 * 7
