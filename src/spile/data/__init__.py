@@ -1,1 +1,1 @@
-"""Where samples come from: ARC tasks, chats and plain text; Hugging Face, JSONL and Parquet; streams; tokens."""
+"""Inputs and how they become samples: sources, rows, prompts, tokens, and splitting into streams."""

@@ -1,4 +1,7 @@
-"""Files that appear whole or not at all."""
+"""Convert rows of any source to ARC JSONL or to the challenge's pair of JSON files.
+
+Also holds what conversion and splitting share: which rows of a source are usable, and files that are written atomically.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ __all__ = [
 
 @contextmanager
 def workspace(folder: Path) -> Iterator[Path]:
-    """A temporary folder inside this one, on the same disk. It goes afterwards, and so does a new folder left empty."""
+    """Yield a temporary folder inside ``folder``, on the same disk; remove it afterwards."""
     fresh = not folder.exists()
     with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -58,9 +61,9 @@ def workspace(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing(*files: Path) -> Iterator[Sequence[IO[bytes]]]:
-    """Files to write in place of these, all of one folder. They take their names, in order, when the block ends well.
+    """Yield temporary files to write instead of ``paths``, which must be in one folder.
 
-    When it does not, nothing has changed and nothing is left behind.
+    The files are renamed, in order, when the block ends without an error. Otherwise nothing changes.
     """
     with workspace(files[0].parent) as work, _writing(files[0]):
         made = [work / file.name for file in files]
@@ -90,20 +93,20 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class RowSelection:
-    """Which rows of a source, and how they are taken."""
+    """Which rows of a source are used, and how."""
 
     column: str = "examples"
-    """The field that holds a list of pairs, or the text."""
+    """The field with a list of pairs, or with the text."""
     start_index: int = 0
     end_index: int | None = None
-    """Rows from ``start_index`` up to, not including, ``end_index``."""
+    """Use rows from ``start_index`` up to, but not including, ``end_index``."""
     max_samples: int | None = None
-    """At most so many that can be used."""
+    """The maximum number of usable rows."""
     max_train_examples: int | None = None
-    """A task's first so many train pairs."""
+    """The maximum number of train pairs of a task."""
     ids: IdRule = "content"
     keep: tuple[str, ...] = ()
-    """Fields that a row's line keeps, whatever else it is made of."""
+    """Additional fields of a row to keep in its line."""
 
     def __post_init__(self) -> None:
         for flag, value, least in (
@@ -127,16 +130,16 @@ class RowSelection:
 
 @dataclass
 class ItemTally:
-    """What was read, what could be used, and why the rest could not."""
+    """Counts of the rows read, used and rejected, by reason."""
 
     rows: int = 0
     samples: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
     shown: list[str] = field(default_factory=list)
-    """The first few rows that could not be used: where, and why."""
+    """The place and reason of the first rejected rows."""
 
     def reject(self, row: SourceRow, reason: str) -> None:
-        """Count a row that cannot be used."""
+        """Count a rejected row."""
         self.rejected[reason] += 1
         if len(self.shown) < _SHOWN:
             self.shown.append(f"{row.place}: {reason}")
@@ -144,41 +147,41 @@ class ItemTally:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A row that can be used, in the form that streams hold."""
+    """A usable row, in the form in which streams store it."""
 
     task_id: str
     data: dict[str, Any] | None
-    """What it holds; None where the line was not parsed."""
+    """The parsed row; None if the line was not parsed."""
     raw: bytes | None
-    """Its line, where that is already what a stream would hold."""
+    """The original line, if a stream stores it unchanged."""
     row: int
     own_id: bool = True
-    """Whether the row brought its id. Of two equal rows that did not, both are the same task."""
+    """Whether the row has an id of its own. Equal rows without an id are the same task."""
 
     def line(self) -> bytes:
-        """The line of a stream, without its newline."""
+        """Return the line to store, without a newline."""
         return orjson.dumps(self.data) if self.raw is None else self.raw
 
     def content(self) -> dict[str, Any]:
-        """What it holds."""
+        """Return the row's content."""
         return dict(orjson.loads(self.raw or b"{}")) if self.data is None else self.data
 
 
 class Unique:
-    """Notices a name used twice: 24 bytes per name, whatever its length, compared when all are known."""
+    """Detects duplicate names with 24 bytes per name; they are compared at the end."""
 
     def __init__(self) -> None:
         self._digests, self._rows = bytearray(), array("Q")
 
     def add(self, name: str, row: int) -> None:
-        """Remember that this row has this name."""
+        """Record the name of a row."""
         self._digests += hashlib.blake2b(name.encode(), digest_size=16).digest()
         self._rows.append(row)
 
     def first_repeat(self) -> tuple[int, int] | None:
-        """The numbers of two rows with one name, those that come first; None if all names differ."""
+        """Return the numbers of the first two rows with the same name, or None if all names differ."""
         halves = np.frombuffer(bytes(self._digests), dtype=np.uint64).reshape(-1, 2)
-        order = np.lexsort((halves[:, 1], halves[:, 0]))  # stable: equal names stay in the order they came in
+        order = np.lexsort((halves[:, 1], halves[:, 0]))  # stable, so that equal names keep their order
         ranked = halves[order]
         same = np.flatnonzero((ranked[1:] == ranked[:-1]).all(axis=1))
         if not len(same):
@@ -188,7 +191,7 @@ class Unique:
 
 
 def usable(source: RowSource, selection: RowSelection, tally: ItemTally, *, arc_only: bool = False) -> Iterator[Item]:
-    """The rows that can be used. All are of the first one's kind: tasks, chats or texts."""
+    """Yield the usable rows. All must be of the first row's kind: tasks, chats or texts."""
     kind: Kind | None = "arc" if arc_only else None
     for row in source.rows(selection.start_index, selection.end_index):
         if selection.max_samples is not None and tally.samples >= selection.max_samples:
@@ -213,19 +216,19 @@ def usable(source: RowSource, selection: RowSelection, tally: ItemTally, *, arc_
 
 
 def _parsed(row: SourceRow) -> SourceRow:
-    """A row that was proven but must be looked into after all."""
+    """Parse a row that passed the fast check but whose content is needed."""
     if row.proven is None or row.raw is None:
         return row
     return SourceRow(row.number, orjson.loads(row.raw), row.place, row.raw)
 
 
 def _numbered(number: int) -> str:
-    """A row's name where it brings none: its place in the source, which another selection does not change."""
+    """Return the name of a row without an id: its row number, which does not depend on the selection."""
     return f"task_{number:08d}"
 
 
 def _kind(data: dict[str, Any], column: str) -> Kind | None:
-    """What a row is, by its fields; None if it is nothing we know, and the next may tell."""
+    """Return the kind of a row by its fields, or None if it is not recognised."""
     value = data.get(column)
     if (
         isinstance(value, list)
@@ -241,7 +244,7 @@ def _kind(data: dict[str, Any], column: str) -> Kind | None:
 
 
 def _plain(row: SourceRow, kind: Kind | None, column: str) -> Item | str:
-    """A chat or a text: carried over as it is, with a name."""
+    """Return a chat or a text unchanged, with a name."""
     if kind is None:
         return f"no {column!r}, train, messages, text or {TOKENS}"
     named = {"chat": "messages", "tokens": TOKENS}.get(kind)
@@ -259,7 +262,7 @@ def _plain(row: SourceRow, kind: Kind | None, column: str) -> Item | str:
 
 
 def _task(row: SourceRow, selection: RowSelection) -> Item | str:
-    """A task: a row that is one already, or a column of pairs whose last one is the test."""
+    """Return an ARC task: the row itself, or a column of pairs of which the last is the test."""
     data, kept = row.data, {name: row.data[name] for name in selection.keep if name in row.data}
     booleans = row.raw is None or b"true" in row.raw or b"false" in row.raw
     if selection.column in data and "train" not in data:
@@ -311,7 +314,7 @@ _EVERY = 256
 
 @dataclass(frozen=True)
 class Converted:
-    """What came of it."""
+    """The result of a conversion."""
 
     files: tuple[Path, ...]
     tally: ItemTally
@@ -330,8 +333,8 @@ def convert(
 ) -> Converted:
     """Write a dataset's tasks to ``output``: a JSONL file, or with ``arc-json`` a folder for the challenge pair.
 
-    ``test_outputs`` keeps the held-back outputs in the JSONL. Nothing is there until all is, and nothing at all if a
-    task id stands twice or no row can be used.
+    ``test_outputs`` keeps the test outputs in the JSONL. The output appears only when it is complete, and not at all
+    if a task id occurs twice or no row is usable.
     """
     selection = selection or RowSelection()
     source = open_source(dataset, column=selection.column, split=split, config_name=config_name)
@@ -347,7 +350,7 @@ def convert_source(
     test_outputs: bool = False,
     progress: Progress | None = None,
 ) -> Converted:
-    """:func:`convert`, from a source that is open already."""
+    """Convert an open source; see :func:`convert`."""
     files = (output,) if format == "arc-jsonl" else (output / CHALLENGES, output / ANSWERS)
     tally, names = ItemTally(), Unique()
     written: set[str] = set()
@@ -356,7 +359,7 @@ def convert_source(
         for item in usable(source, selection, tally, arc_only=True):
             if item.own_id:
                 names.add(item.task_id, item.row)
-            elif format == "arc-json" and item.task_id in written:  # in an object by ids equal tasks are one
+            elif format == "arc-json" and item.task_id in written:  # equal tasks are one entry of an object
                 tally.samples -= 1
                 tally.rejected["the same task as an earlier row"] += 1
                 continue
@@ -374,7 +377,7 @@ def convert_source(
 
 
 def check_names(names: Unique, source: RowSource, selection: RowSelection) -> None:
-    """Refuse a task id that stands twice, and say where."""
+    """Raise an error that names both rows if a task id occurs twice."""
     repeat = names.first_repeat()
     if repeat is not None:
         one = replace(selection, start_index=repeat[0], end_index=repeat[0] + 1, max_samples=None)
@@ -388,7 +391,7 @@ def check_names(names: Unique, source: RowSource, selection: RowSelection) -> No
 
 
 def check_some(tally: ItemTally, source: RowSource) -> None:
-    """Refuse a source of which nothing could be used."""
+    """Raise an error if no row of the source is usable."""
     if tally.samples == 0:
         why = "; ".join(f"{count} × {reason}" for reason, count in tally.rejected.most_common(3))
         raise DataError(
@@ -410,11 +413,11 @@ class _JsonlWriter:
         self._file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
 
     def end(self) -> None:
-        """A JSONL file has no end."""
+        """Write nothing: a JSONL file has no footer."""
 
 
 class _PairWriter:
-    """Two JSON objects by task id, a task at a time."""
+    """Writes two JSON objects keyed by task id, one task at a time."""
 
     def __init__(self, challenges: IO[bytes], answers: IO[bytes]) -> None:
         self._files, self._between = (challenges, answers), b"{\n"

@@ -1,8 +1,8 @@
-"""Lines of a stream's file, wherever it lies, hashed as they pass and never all in memory.
+"""Read the lines of a stream's file from a folder or a bucket, hashing them block by block in constant memory.
 
-The first pass keeps the file's sha256 up to the end of each block. A later pass compares them before it gives out a
-line, so that nothing is ever made of bytes that the stream's identity does not cover: the hash of the whole would show
-an edit only after the last line, behind the commits.
+The first pass records the sha256 of the file up to the end of each block. A later pass compares these hashes before it
+yields a line, so that no sample is made of bytes that the stream's identity does not cover. A hash of the whole file
+would reveal an edit only after the last line, when samples are already committed.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ __all__ = ["BlockHashes", "Line", "StreamFile", "embedded_tasks", "fetched"]
 _CHUNK = 1 << 20
 _LONGEST = 256 << 20
 _MOST_COPIED = 8 << 30
-"""A larger object is read from its bucket again: the disk is for activations."""
+"""Objects above this size are not copied to the local disk but read from the bucket again."""
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line that is not blank."""
+    """One non-blank line."""
 
     index: int
-    """Its number among such lines, from 0: what samples are numbered by."""
+    """Its index among the non-blank lines, from 0. Samples are numbered by it."""
     number: int
-    """Its number in the file, from 1: what an editor shows."""
+    """Its line number in the file, from 1, as editors show it."""
     raw: bytes
 
 
 class BlockHashes:
-    """The sha256 of a file up to the end of each of its blocks: one hash, looked at on the way."""
+    """The sha256 of a file up to the end of each of its blocks."""
 
     def __init__(self, location: str, known: tuple[bytes, ...] | None = None) -> None:
         self._location, self._known = location, known
@@ -52,16 +52,16 @@ class BlockHashes:
 
     @property
     def hexdigest(self) -> str:
-        """Of all that has passed."""
+        """The hash of all blocks so far."""
         return self._digest.hexdigest()
 
     @property
     def blocks(self) -> tuple[bytes, ...]:
-        """What a later pass compares with."""
+        """The recorded hashes, for a later pass to compare with."""
         return tuple(self._seen)
 
     def add(self, block: bytes) -> None:
-        """The next block; :class:`DataError` where an earlier pass saw other bytes."""
+        """Add the next block; raise :class:`DataError` if an earlier pass saw other bytes."""
         self._digest.update(block)
         self._seen.append(self._digest.digest())
         place = len(self._seen) - 1
@@ -69,30 +69,30 @@ class BlockHashes:
             self._refuse()
 
     def end(self) -> None:
-        """Nothing follows; :class:`DataError` where more did in an earlier pass."""
+        """Finish; raise :class:`DataError` if an earlier pass saw more blocks."""
         if self._known is not None and len(self._seen) != len(self._known):
             self._refuse()
 
     def again(self) -> BlockHashes:
-        """For a pass that must see the same bytes."""
+        """Return hashes for a pass that must see the same bytes."""
         return BlockHashes(self._location, self.blocks)
 
     def _refuse(self) -> None:
         raise DataError(
             f"{self._location} changed while it was read",
             expected="the bytes that were hashed when the run began",
-            found="others",
-            fix="put the file back as it was, then run the same command again",
+            found="different bytes",
+            fix="restore the file, then run the same command again",
         )
 
 
 def embedded_tasks() -> Path:
-    """The tasks that ship inside the package."""
+    """Return the path of the tasks that ship with the package."""
     return Path(str(resources.files("spile.data") / "embedded" / "tasks.jsonl"))
 
 
 class _Copy:
-    """What was fetched, on this machine's disk, in the pieces that it came in: a file without a name, gone with us."""
+    """A local copy of fetched chunks in an unnamed temporary file that disappears with the process."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as its stream
@@ -101,25 +101,25 @@ class _Copy:
         self._whole = True
 
     def add(self, chunk: bytes) -> None:
-        """The next piece, unless there is no room for it: then there is no copy."""
+        """Append a chunk. If the disk is full or the copy would be too large, discard the copy."""
         if not self._whole:
             return
         self._sizes.append(len(chunk))
         try:
             self._whole = self._file.tell() + len(chunk) <= _MOST_COPIED and self._file.write(chunk) == len(chunk)
-        except OSError:  # a full disk costs a second reading and not the run
+        except OSError:  # a full disk only means that the object is fetched again
             self._whole = False
         if not self._whole:
             self._file.close()
 
     def ended(self) -> _Copy | None:
-        """The copy, once all of it has come; None where it was not kept."""
+        """Return the complete copy, or None if it was discarded."""
         if self._whole:
             self._file.flush()
         return self if self._whole else None
 
     def chunks(self) -> Iterator[bytes]:
-        """The same pieces. By their place, so that several may read at once."""
+        """Yield the same chunks, by positional reads, so that several readers can work at once."""
         place = 0
         for size in self._sizes:
             yield os.pread(self._file.fileno(), size, place)
@@ -127,9 +127,9 @@ class _Copy:
 
 
 class StreamFile:
-    """A file of lines: a path, ``embedded``, or an object of a bucket, fetched once and then read from a copy.
+    """A file of lines: a path, ``embedded``, or an object in a bucket, which is fetched once and then read from a copy.
 
-    ``rows``: lines made of something else, a table's rows; likewise made once.
+    ``rows`` makes the lines of other sources, such as the rows of a table; they are also made only once.
     """
 
     def __init__(self, location: str, rows: Callable[[], Iterator[bytes]] | None = None) -> None:
@@ -142,7 +142,7 @@ class StreamFile:
             _check(self._path, location)
 
     def chunks(self) -> Iterator[bytes]:
-        """The file's bytes, a piece at a time."""
+        """Yield the file's bytes in chunks."""
         if self._copy is not None:
             yield from self._copy.chunks()
             return
@@ -161,7 +161,7 @@ class StreamFile:
             raise StoreError(f"{self.location} cannot be read", found=error.strerror or str(error)) from error
 
     def beside(self, name: str) -> bytes | None:
-        """The small file of that name in the same folder, if there is one."""
+        """Return the content of the file ``name`` in the same folder, or None."""
         if self._rows is not None:
             return None
         if self._remote:
@@ -177,13 +177,13 @@ class StreamFile:
 
     @property
     def name(self) -> str:
-        """The file's own name."""
+        """The file's name without its folder."""
         return self.location.rsplit("/", 1)[-1] if self._remote or self._rows is not None else self._path.name
 
     def lines(self, hashes: BlockHashes | None = None) -> Iterator[Line]:
-        """The lines that are not blank. With ``hashes``, a line comes after every block that it lies in was hashed.
+        """Yield the non-blank lines. With ``hashes``, each line follows after all of its blocks have been checked.
 
-        A ``.json`` file that is one object of tasks by their ids, as the challenge has it, gives a line for each task.
+        A ``.json`` file with one object of tasks by id, as in the ARC challenge, gives one line per task.
         """
         if self.name.endswith(".json"):
             yield from self._tasks(hashes)
@@ -191,7 +191,7 @@ class StreamFile:
         yield from self._split(self._hashed(hashes))
 
     def _tasks(self, hashes: BlockHashes | None) -> Iterator[Line]:
-        """Tasks by their ids; anything else as it stands."""
+        """Yield one line per task of an object of tasks by id; split any other content at line breaks."""
         content = b""
         for chunk in self._hashed(hashes):
             content += chunk
@@ -246,7 +246,7 @@ class StreamFile:
 
 
 def fetched(location: str) -> Iterator[bytes]:
-    """The bytes of a bucket's object, a piece at a time."""
+    """Yield the bytes of an object in a bucket in chunks."""
     from spile import objects
 
     folder, key = objects.split(location)

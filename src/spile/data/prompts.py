@@ -1,4 +1,4 @@
-"""Rows to prompts: the text of each sample before it is tokenized, and whose words its characters are."""
+"""Turn rows into prompts: the text of each sample before it is tokenized, and the roles of its characters."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ _log = logging.getLogger("spile.data")
 
 @dataclass(frozen=True)
 class Draft:
-    """A sample's text."""
+    """A sample before it is tokenized."""
 
     index: int
     task_id: str
     text: str
     place: str
     spans: tuple[Span, ...] | None = None
-    """None: plain text, with no parts."""
+    """The characters of each role; None for plain text."""
     rendered: bool = False
-    """True: a chat template has put the special tokens there."""
+    """Whether a chat template has already added the special tokens."""
     augmentation: dict[str, object] | None = None
     tokens: npt.NDArray[np.int32] | None = None
-    """Where the row has its tokens, and no text."""
+    """The tokens, if the row has token ids instead of text."""
     kept: dict[str, object] | None = None
-    """The fields of its row that the run keeps."""
+    """The fields of the row that are stored with the sample."""
 
 
 def plain_text(messages: list[dict[str, str]]) -> Rendered:
-    """Messages for a model without a chat template: their contents, a blank line between them, a newline at the end."""
+    """Render messages for a model without a chat template: contents separated by blank lines."""
     text, spans = "", []
     for message in messages:
         text += "\n\n" if text else ""
@@ -61,20 +61,20 @@ def plain_text(messages: list[dict[str, str]]) -> Rendered:
 
 
 def _folded(messages: list[dict[str, str]]) -> list[dict[str, str]]:
-    """One user's message of all, for templates that know no system."""
+    """Join all messages into one user message, for templates that do not accept a system message."""
     return [{"role": "user", "content": "\n\n".join(message["content"] for message in messages)}]
 
 
 @dataclass(eq=False)
 class Drafter:
-    """Makes the samples of a row, as a resolved prompt says."""
+    """Makes the drafts of a row, as the resolved prompt says."""
 
     prompt: PromptSpec
     seed: int
     template: ChatTemplate | None
     keep: tuple[str, ...] = ()
     vocabulary: int | None = None
-    """How many tokens the model knows, where rows bring their own."""
+    """The size of the model's vocabulary, to check rows of token ids."""
     _told: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -84,7 +84,7 @@ class Drafter:
 
     @classmethod
     def of(cls, prompt: PromptSpec, data: DataSpec, tokenizer: Tokenizer, vocabulary: int | None = None) -> Drafter:
-        """For this model's tokenizer; a chat needs one with a chat template, and rows of tokens need none."""
+        """Return a drafter for this tokenizer; chats need a chat template, rows of token ids need no tokenizer."""
         if prompt.kind != "tokens":
             tokenizer.refuse_none()
         template = ChatTemplate.of(tokenizer)
@@ -98,7 +98,7 @@ class Drafter:
         return cls(prompt, data.seed, template, data.keep, vocabulary)
 
     def check(self, row: Mapping[str, Any], place: str) -> None:
-        """Raise :class:`DataError` where the row cannot become samples; cheaper than making them."""
+        """Raise :class:`DataError` if the row cannot become samples; cheaper than making the drafts."""
         kind, column = self.prompt.kind, self.prompt.column
         kept_of(row, self.keep, place)
         if kind == "arc":
@@ -111,7 +111,7 @@ class Drafter:
             text_of(row, column, place)
 
     def drafts(self, row: Mapping[str, Any], line: int, place: str, wanted: Callable[[int], bool]) -> Iterator[Draft]:
-        """The row's samples, in order, without those not wanted."""
+        """Yield the row's drafts in order, except those that are not ``wanted``."""
         if self.prompt.kind == "arc":
             yield from self._arc(row, line, place, wanted)
             return
@@ -156,7 +156,7 @@ class Drafter:
 
 @dataclass(frozen=True, eq=False)
 class Document:
-    """A text's tokens, without special ones around them."""
+    """The tokens of a text, without special tokens around them."""
 
     name: str
     tokens: npt.NDArray[np.int32]
@@ -164,16 +164,16 @@ class Document:
 
 @dataclass(frozen=True, eq=False)
 class PackedWindow:
-    """A full window of tokens, or the last one."""
+    """A full sequence of tokens from one or more documents; the last one may be shorter."""
 
     index: int
     name: str
-    """``document@offset``: which document it begins in, and at which of its tokens."""
+    """``document@offset``: the document and token at which it begins."""
     tokens: npt.NDArray[np.int32]
 
 
 def pack(documents: Iterable[Document], length: int, tokenizer: Tokenizer) -> Iterator[PackedWindow]:
-    """The windows of all documents, one after another. A document without a token is no document."""
+    """Concatenate documents and cut them into sequences of ``length`` tokens. Empty documents are ignored."""
     before = [] if tokenizer.bos is None else [tokenizer.bos]
     after = [] if before or tokenizer.eos is None else [tokenizer.eos]
     index, held, name = 0, 0, ""

@@ -1,4 +1,4 @@
-"""What a line of a stream says: an ARC task, a chat, a text or tokens; and which of them a dataset holds."""
+"""Parse the rows of a stream: ARC tasks, chats, texts or token ids, and detect which of them a dataset has."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ __all__ = [
 ]
 
 TOKENS, MASK = "input_ids", "attention_mask"
-"""Where a row has its tokens, and which of them count, as transformers' tokenizers name them."""
+"""The fields with token ids and the attention mask, named as in transformers."""
 _MOST_KEPT = 1024
-"""Bytes of JSON, so that the header of a shard of many samples stays small beside its rows."""
+"""Maximum size of the JSON of kept fields, so that the header of a shard stays small."""
 
 _FIELDS = 8
-"""How many fields of a strange row are named."""
+"""Number of fields of an unrecognised row that an error lists."""
 
 
 def parse_row(raw: bytes, place: str) -> dict[str, Any]:
-    """A line as a JSON object."""
+    """Parse a line as a JSON object."""
     try:
         row = orjson.loads(raw)
     except ValueError as error:
@@ -51,7 +51,7 @@ def parse_row(raw: bytes, place: str) -> dict[str, Any]:
 
 
 def row_id(row: Mapping[str, Any]) -> str | None:
-    """The row's own name, under ``task_id`` or ``id``."""
+    """Return the row's ``task_id`` or ``id``, or None."""
     for name in ("task_id", "id"):
         value = row.get(name)
         if (isinstance(value, str) and value) or type(value) is int:
@@ -60,10 +60,10 @@ def row_id(row: Mapping[str, Any]) -> str | None:
 
 
 def arc_task_id(row: Mapping[str, Any]) -> str:
-    """The id of an ARC row, wherever it is read: its own, else one made of its content.
+    """Return the id of an ARC row: its own, else a hash of its content.
 
-    A task's variants are drawn by its id, so this is part of what a sample's tokens are. Its content, unlike its
-    number, is the same in the source, in every split of it and in a file of its own.
+    A task's augmentations are derived from its id, so the id affects the tokens. The content, unlike the row number, is
+    the same in the source and in every split of it.
     """
     name = row_id(row)
     if name is None:
@@ -73,9 +73,9 @@ def arc_task_id(row: Mapping[str, Any]) -> str:
 
 
 def resolve(prompt: PromptSpec, row: Mapping[str, Any], place: str) -> PromptSpec:
-    """The prompt with its kind decided by a row's shape, and what does not touch that kind back at its default.
+    """Decide the kind of prompt from a row, and reset options that do not affect this kind to their defaults.
 
-    So two runs that differ only in what neither of them uses are one run.
+    Two runs that differ only in unused options are therefore the same run.
     """
     kind = prompt.kind
     if kind == "auto":
@@ -98,7 +98,7 @@ def resolve(prompt: PromptSpec, row: Mapping[str, Any], place: str) -> PromptSpe
 
 
 def _unknown(prompt: PromptSpec, row: Mapping[str, Any], place: str) -> DataError:
-    """A row that is none of what we know; it may be the challenge's file, all its tasks in one object."""
+    """Return the error for an unrecognised row, with advice for the challenge's file of all tasks in one object."""
     if row and all(isinstance(value, dict) and "train" in value for value in row.values()):
         return DataError(
             f"{place} is all tasks in one object, by their ids",
@@ -116,7 +116,7 @@ def _unknown(prompt: PromptSpec, row: Mapping[str, Any], place: str) -> DataErro
 
 
 def task_of(row: Mapping[str, Any], place: str) -> Task:
-    """The row's ARC task."""
+    """Return the row's ARC task."""
     name = arc_task_id(row)
     task = parse_task(row, name)
     if isinstance(task, str):
@@ -125,7 +125,7 @@ def task_of(row: Mapping[str, Any], place: str) -> Task:
 
 
 def chat_of(row: Mapping[str, Any], place: str) -> list[dict[str, Any]]:
-    """The row's messages."""
+    """Return the row's messages."""
     messages = row.get("messages")
     if not isinstance(messages, list) or not messages:
         raise DataError(place, expected="a list of messages", found=_kind(messages))
@@ -138,7 +138,7 @@ def chat_of(row: Mapping[str, Any], place: str) -> list[dict[str, Any]]:
 
 
 def text_of(row: Mapping[str, Any], column: str, place: str) -> str:
-    """The row's text."""
+    """Return the row's text."""
     text = row.get(column)
     if not isinstance(text, str):
         found = f"{_kind(text)} there" if column in row else f"the fields {', '.join(row)}"
@@ -147,7 +147,7 @@ def text_of(row: Mapping[str, Any], column: str, place: str) -> str:
 
 
 def tokens_of(row: Mapping[str, Any], column: str, vocabulary: int | None, place: str) -> npt.NDArray[np.int32]:
-    """The row's token ids, as they are; without those that its attention mask leaves out, which are padding."""
+    """Return the row's token ids without those that its attention mask excludes (padding)."""
     found = row.get(column)
     tokens = _integers(found)
     if tokens is None:
@@ -170,18 +170,18 @@ def tokens_of(row: Mapping[str, Any], column: str, vocabulary: int | None, place
 
 
 def _integers(value: object) -> npt.NDArray[np.int64] | None:
-    """A list of integers; None for anything else."""
+    """Return a list of integers as an array, or None for any other value."""
     if not isinstance(value, list):
         return None
     try:
         found = np.array(value) if value else np.empty(0, np.int64)
-    except ValueError:  # lists of several lengths
+    except ValueError:  # nested lists of different lengths
         return None
     return found if found.dtype == np.int64 and found.ndim == 1 else None
 
 
 def kept_of(row: Mapping[str, Any], names: Sequence[str], place: str) -> dict[str, object] | None:
-    """The fields of a row that a run keeps; None where it keeps none."""
+    """Return the fields of a row that the run keeps, or None if it keeps none."""
     if not names:
         return None
     missing = [name for name in names if name not in row]

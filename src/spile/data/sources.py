@@ -1,4 +1,4 @@
-"""Datasets of the Hugging Face hub, streamed: a row at a time, never the whole of it."""
+"""Sources of rows: JSONL, Parquet, ARC folders, challenge files and datasets of the Hugging Face hub (streamed)."""
 
 from __future__ import annotations
 
@@ -45,25 +45,25 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Hub:
-    """One split of a dataset, by its name on the hub or by a folder in the same layout."""
+    """One split of a dataset on the hub, or of a local folder in the same layout."""
 
     name: str
     split: str
     config_name: str | None
     columns: frozenset[str] = field(default_factory=frozenset)
     location: str | None = None
-    """As the user named it, where that was a folder."""
+    """The local folder that the user named, if any."""
     keep: tuple[str, ...] = ()
 
     @property
     def origin(self) -> dict[str, object]:
-        """Its name, split and configuration."""
+        """The dataset's name, split and configuration."""
         return {"dataset": self.location or self.name, "split": self.split, "config_name": self.config_name}
 
     def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
-        """One per row; what lies before ``start`` is skipped by the library, shard by shard where it can.
+        """Yield rows from ``start``; the library skips earlier rows, by whole shards if it can.
 
-        A hub that goes out in the middle is tried again, from the row that it did not give.
+        If the hub becomes unreachable, retry from the first row that was not received.
         """
         rows, number = _between(self._open(), start, stop), start
         while True:
@@ -81,7 +81,7 @@ class Hub:
                 number += 1
 
     def _again(self, number: int, stop: int | None) -> Iterator[Any]:
-        """The rows from ``number`` on, once the hub gives that one."""
+        """Return the rows from ``number`` on, retrying until the hub gives the first of them."""
         from datasets import load_dataset
 
         def attempt() -> Iterator[Any]:
@@ -102,7 +102,7 @@ class Hub:
             raise _unreachable(self.name, outage.cause) from outage
 
     def _passing(self, error: Exception) -> Exception:
-        """A :class:`RequestFailure` where the hub is out; else what it is."""
+        """Return a :class:`RequestFailure` if the hub is temporarily unavailable, else the permanent error."""
         failure = self._failed(error)
         failure.__cause__ = error
         out = isinstance(failure, StoreError) and _may_pass(failure)
@@ -118,7 +118,7 @@ class Hub:
         return self._while_out(lambda: self._reached(load_dataset))
 
     def _reached(self, load: Callable[..., Any]) -> Any:
-        """One attempt at the hub; a :class:`RequestFailure` where it is out."""
+        """Try once to open the dataset; raise :class:`RequestFailure` if the hub is temporarily unavailable."""
         try:
             _reach(self.name)
             return self._load(load)
@@ -141,7 +141,7 @@ class Hub:
         return dataset
 
     def _failed(self, error: Exception) -> SpileError:
-        """One line for what the library raised, and what to do about it."""
+        """Translate an exception of the library to one of ours, with a way to fix it."""
         from datasets.exceptions import DatasetNotFoundError
 
         name, said = self.location or self.name, f"{type(error).__name__}: {error}".splitlines()[0][:300]
@@ -172,7 +172,7 @@ def _unreachable(name: str, said: str) -> StoreError:
 
 
 def _reach(name: str) -> None:
-    """Fail at once where there is no network: the library would retry by itself, line by line."""
+    """Fail at once without a network; the library would retry by itself and print each attempt."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE or getproxies():
@@ -183,15 +183,15 @@ def _reach(name: str) -> None:
             (url.hostname or "", url.port or (80 if url.scheme == "http" else 443)), timeout=10
         ).close()
     except OSError as error:
-        trouble = ConnectionError(str(error))  # a name that does not resolve is none by its type
+        trouble = ConnectionError(str(error))  # the error of a failed name resolution is not a ConnectionError
         raise _unreachable(name, f"{constants.ENDPOINT}: {error.strerror or error}") from trouble
 
 
 def _may_pass(error: StoreError) -> bool:
-    """Whether no network, or a status such as 503 or 429, is at the bottom of this."""
+    """Return whether the cause is a missing network or a transient status such as 503 or 429."""
     from huggingface_hub import constants
 
-    if constants.HF_HUB_OFFLINE:  # the user's own setting, which does not pass
+    if constants.HF_HUB_OFFLINE:  # the user's own setting
         return False
     seen = error.__cause__
     while seen is not None:
@@ -203,7 +203,7 @@ def _may_pass(error: StoreError) -> bool:
 
 
 def _no_network(error: BaseException) -> bool:
-    """Whether a missing network is at the bottom of this."""
+    """Return whether the cause is a missing network."""
     seen: BaseException | None = error
     words = ("Connect", "Timeout", "Offline", "NameResolution", "Resolve", "LocalEntryNotFound")
     while seen is not None:
@@ -221,42 +221,42 @@ class SourceRow:
     """One row of a source."""
 
     number: int
-    """Its place in the source, from 0."""
+    """Its row number in the source, from 0."""
     data: Any
-    """What it holds; None with a ``problem``."""
+    """The parsed row; None if there is a ``problem``."""
     place: str
-    """Where it stands, for people."""
+    """Its location for error messages, such as ``line 12``."""
     raw: bytes | None = None
-    """The JSON it was parsed from, where it was one line."""
+    """The line of JSON it was parsed from, if any."""
     problem: str | None = None
     proven: str | None = None
-    """The id of a task proven sound without parsing it: ``data`` is None, all is in ``raw``."""
+    """The id of a task that passed the fast check and was not parsed: ``data`` is None, the content is in ``raw``."""
 
 
 class RowSource(Protocol):
-    """Rows, as often as asked for, always the same and in the same order."""
+    """A source of rows that can be read repeatedly, always in the same order."""
 
     @property
     def origin(self) -> dict[str, object]:
-        """What ``streams.json`` says of it."""
+        """The description of the source in ``streams.json``."""
 
     def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
-        """Rows from number ``start`` up to, not including, ``stop``."""
+        """Yield rows from number ``start`` up to, but not including, ``stop``."""
 
 
 @dataclass(frozen=True)
 class Jsonl:
-    """A JSON object per line, in a file or a bucket."""
+    """A file with one JSON object per line, local or in a bucket."""
 
     location: str
 
     @property
     def origin(self) -> dict[str, object]:
-        """Its address."""
+        """The location of the dataset."""
         return {"dataset": self.location}
 
     def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
-        """One per line; a line that is no JSON is a row with a problem."""
+        """Yield one row per line; a line that is not JSON becomes a row with a problem."""
         file = StreamFile(self.location)
         for line in islice(file.lines(), start, stop):
             place, proven = f"line {line.number}", passes_fast_check(line.raw)
@@ -264,23 +264,23 @@ class Jsonl:
                 data = None if proven is not None else orjson.loads(line.raw)
                 yield SourceRow(line.index, data, place, line.raw, proven=proven)
             except orjson.JSONDecodeError:
-                yield SourceRow(line.index, None, place, problem="a line that is no JSON")
+                yield SourceRow(line.index, None, place, problem="a line that is not JSON")
 
 
 @dataclass(frozen=True)
 class ArcJson:
-    """Tasks by id in one JSON file, as ``arc_format_train.json``. This one format is read whole."""
+    """Tasks by id in one JSON file, such as ``arc_format_train.json``. The file is read into memory."""
 
     path: Path
     location: str
 
     @property
     def origin(self) -> dict[str, object]:
-        """Its address."""
+        """The location of the dataset."""
         return {"dataset": self.location}
 
     def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
-        """One per task, in the file's order."""
+        """Yield one row per task, in the file's order."""
         tasks = _json(self.path)
         if not isinstance(tasks, dict):
             raise DataError(self.location, expected="an object of tasks by id", found=type(tasks).__name__)
@@ -292,44 +292,44 @@ class ArcJson:
 
 @dataclass(frozen=True)
 class ArcFolder:
-    """A folder of JSON files, one per task, whose name is its id: ARC-AGI's own layout."""
+    """A folder with one JSON file per task, named by the task's id, as in ARC-AGI."""
 
     files: tuple[Path, ...]
     location: str
 
     @property
     def origin(self) -> dict[str, object]:
-        """Its address."""
+        """The location of the dataset."""
         return {"dataset": self.location}
 
     def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
-        """One per file, sorted by name."""
+        """Yield one row per file, sorted by name."""
         for number, path in enumerate(self.files[start:stop], start):
             try:
                 yield _named(number, orjson.loads(path.read_bytes()), path.stem, path.name)
             except orjson.JSONDecodeError:
-                yield SourceRow(number, None, path.name, problem="a file that is no JSON")
+                yield SourceRow(number, None, path.name, problem="a file that is not JSON")
             except OSError as error:
                 raise StoreError(f"{path} cannot be read", found=error.strerror or str(error)) from error
 
 
 @dataclass(frozen=True)
 class Parquet:
-    """A Parquet file, a batch of rows at a time and only the columns that may be of use."""
+    """A Parquet file, read in batches of rows and only the columns that are needed."""
 
     path: Path | None
-    """None: a bucket's object, which is fetched whole."""
+    """None for an object in a bucket, which is fetched first."""
     location: str
     columns: frozenset[str] = field(default_factory=frozenset)
     keep: tuple[str, ...] = ()
 
     @property
     def origin(self) -> dict[str, object]:
-        """Its address."""
+        """The location of the dataset."""
         return {"dataset": self.location}
 
     def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
-        """One per row."""
+        """Yield one row per row of the table."""
         return (SourceRow(n, data, f"row {n}") for n, data in islice(enumerate(self._records()), start, stop))
 
     def _records(self) -> Iterator[dict[str, Any]]:
@@ -355,12 +355,12 @@ class Parquet:
             for chunk in fetched(self.location):
                 file.write(chunk)
             file.seek(0)
-            stack.pop_all()  # whoever asked closes it
+            stack.pop_all()  # the caller closes the file
             return file
 
 
 def check_columns(names: list[str], wanted: frozenset[str], keep: tuple[str, ...], location: str) -> list[str]:
-    """Those of the columns that may be of use; none, or one to keep that is not there, is an error that lists them."""
+    """Return the columns to read; raise an error that lists the columns if none is usable or one of ``keep`` is missing."""
     chosen = [name for name in names if name in wanted]
     missing = [name for name in keep if name not in names]
     if missing:
@@ -378,7 +378,7 @@ def check_columns(names: list[str], wanted: frozenset[str], keep: tuple[str, ...
 
 @dataclass(frozen=True)
 class RowRange:
-    """A split, and which of its rows."""
+    """A split and a range of its rows."""
 
     split: str | None
     start: int = 0
@@ -386,7 +386,7 @@ class RowRange:
 
     @classmethod
     def parse(cls, text: str | None) -> RowRange:
-        """``train``, ``train[:1000]``, ``train[500:1000]``."""
+        """Parse ``train``, ``train[:1000]`` or ``train[500:1000]``."""
         if text is None:
             return cls(None)
         found = _SLICE.fullmatch(text)
@@ -396,7 +396,7 @@ class RowRange:
 
 
 def is_hub_name(dataset: str) -> bool:
-    """Whether this can be the name of a dataset on the hub."""
+    """Return whether this can be the name of a dataset on the hub."""
     known = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", dataset, re.ASCII)
     return known is not None and not dataset.endswith((".jsonl", ".ndjson", ".json", ".parquet"))
 
@@ -409,9 +409,9 @@ def open_source(
     config_name: str | None = None,
     keep: tuple[str, ...] = (),
 ) -> RowSource:
-    """What a user named: ``embedded``, a file, a folder, a bucket's object, or a dataset of the hub.
+    """Open a source by name: ``embedded``, a file, a folder, an object in a bucket, or a dataset of the hub.
 
-    ``keep``: columns that a table must have, beside those that samples are made of.
+    ``keep``: columns that a table must have in addition to those of the samples.
     """
     columns = frozenset({column, "train", "test", "messages", "text", "task_id", "id", TOKENS, MASK})
     if dataset == EMBEDDED:
@@ -450,7 +450,7 @@ def _open_folder(
     split: str | None,
     config_name: str | None,
 ) -> RowSource:
-    """ARC files here or one level below (``--split`` names the subfolder); else a dataset as the hub lays it out."""
+    """Open a folder: ARC files in it or one level below (``--split`` names the subfolder), else a dataset in hub layout."""
     data = next((file for kind in ("parquet", "jsonl") for file in path.rglob(f"*.{kind}")), None)
     if data is not None:
         from spile.data.sources import Hub
@@ -477,11 +477,11 @@ def _json(path: Path) -> Any:
 
 
 _BLOCK = 1 << 20
-"""Bytes of lines that are hashed at a time."""
+"""Bytes of lines that are hashed at once."""
 
 
 def open_input(spec: DataSpec) -> StreamFile:
-    """The lines of a stream's data, wherever they come from."""
+    """Open the data of a stream as lines."""
     if spec.dataset_dir is not None or not _is_table(spec.dataset):
         if spec.split is not None or spec.config_name is not None:
             flag = "--split" if spec.split is not None else "--config-name"
@@ -498,7 +498,7 @@ def open_input(spec: DataSpec) -> StreamFile:
 
 
 def _is_table(dataset: str) -> bool:
-    """Whether the dataset is no file of lines: Parquet, a folder of it, or a name that is none of this machine's."""
+    """Return whether the dataset is a table: a Parquet file, a folder of them, or a dataset of the hub."""
     if dataset == EMBEDDED:
         return False
     if is_remote(dataset) or dataset.startswith("file://"):
@@ -508,7 +508,7 @@ def _is_table(dataset: str) -> bool:
         return next(path.rglob("*.parquet"), None) is not None
     if path.exists():
         return path.suffix == ".parquet"
-    # What would lie in a folder that is here was meant as a file.
+    # A name inside an existing local folder is a mistyped file, not a dataset of the hub.
     return is_hub_name(dataset) and (path.parent == Path() or not path.parent.is_dir())
 
 

@@ -1,4 +1,7 @@
-"""``streams.json``: what a folder of streams holds, so that a stream that changed is noticed and named."""
+"""Split a source into streams of equal size, and describe them in ``streams.json``.
+
+The same input and seed give the same bytes. Memory does not depend on the size of the source.
+"""
 
 from __future__ import annotations
 
@@ -40,13 +43,13 @@ STREAM = re.compile(r"stream_(\d{3,})\.jsonl", re.ASCII)
 
 
 def stream_name(number: int) -> str:
-    """``stream_005.jsonl``."""
+    """Return the file name of a stream, such as ``stream_005.jsonl``."""
     return f"stream_{number:03d}.jsonl"
 
 
 @dataclass(frozen=True)
 class StreamEntry:
-    """One stream's file."""
+    """The entry of one stream in ``streams.json``."""
 
     name: str
     samples: int
@@ -56,29 +59,29 @@ class StreamEntry:
 
 @dataclass(frozen=True)
 class StreamsManifest:
-    """All streams of a folder and where they came from."""
+    """The content of ``streams.json``: all streams of a folder and their source."""
 
     source: dict[str, object]
-    """The dataset's name and what was taken of it."""
+    """The dataset's name and the selection of rows."""
     seed: int
     samples: int
     streams: tuple[StreamEntry, ...]
     rejected: dict[str, int]
-    """Rows that could not be used, by reason."""
+    """The number of rejected rows by reason."""
     version: int = VERSION
 
     def digest(self) -> str:
-        """A short name for this split: the same streams, the same name."""
+        """Return a short hash that identifies this split."""
         listed = "".join(f"{entry.name} {entry.sha256}\n" for entry in self.streams)
         return hashlib.sha256(listed.encode()).hexdigest()[:32]
 
     def to_json(self) -> bytes:
-        """As the file holds it; the same for the same content."""
+        """Serialise; equal content gives equal bytes."""
         return orjson.dumps(asdict(self), option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
 
     @classmethod
     def from_json(cls, raw: bytes, place: str) -> StreamsManifest:
-        """A file's content, checked."""
+        """Parse and check the content of the file."""
         with untrusted(DataError, f"{place} is damaged", fix="make the streams again: spile data streams"):
             value: dict[str, Any] = orjson.loads(raw)
             if value["version"] != VERSION:
@@ -90,9 +93,11 @@ class StreamsManifest:
 def check_stream(
     name: str, raw: bytes | None, sha256: str, location: str, split: str | None = None
 ) -> StreamsManifest | None:
-    """The ``streams.json`` that lists a file, if one does. A stream that is not of the split it describes is refused.
+    """Return the ``streams.json`` that lists a file, if there is one.
 
-    ``split``: the one that was given out, by its :meth:`StreamsManifest.digest`; any other is refused too.
+    Raises:
+        DataError: The file differs from its entry, is not listed, or belongs to another split than ``split``, which is
+            the :meth:`StreamsManifest.digest` that the worker was given.
     """
     place = f"{location.removesuffix(name)}{MANIFEST}"
     manifest = None if raw is None else StreamsManifest.from_json(raw, place)
@@ -106,7 +111,7 @@ def check_stream(
         )
     listed = {entry.name: entry for entry in manifest.streams} if manifest is not None else {}
     if name not in listed:
-        if listed and STREAM.fullmatch(name):  # its samples are in the others too, or in none
+        if listed and STREAM.fullmatch(name):  # its samples may be in other streams too
             raise DataError(
                 f"{location} is not of the split that {MANIFEST} describes",
                 expected=f"one of its {len(listed)} streams",
@@ -140,10 +145,7 @@ class Streams:
 
 
 class _Writer:
-    """One stream: its count and hash, and its file, which is open only while a full buffer goes out.
-
-    A thousand streams need no thousand open files.
-    """
+    """The count, hash and file of one stream. The file is open only while a full buffer is written."""
 
     def __init__(self, path: Path | None, buffer: int) -> None:
         self._path, self._limit, self._buffer = path, buffer, bytearray()
@@ -188,10 +190,10 @@ def make_streams(
     begun: StreamsManifest | None = None,
     progress: Callable[[ItemTally], None] | None = None,
 ) -> Streams:
-    """Split a dataset into ``stream_000.jsonl`` … and describe them in ``streams.json``.
+    """Split a dataset into ``stream_000.jsonl``, … and describe them in ``streams.json``.
 
-    ``only`` remakes some of them, byte for byte as ``streams.json`` lists them. Files take their names when all are
-    whole, ``streams.json`` last. ``begun``: streams that these will replace elsewhere (see :func:`as_begun`).
+    ``only`` writes some streams again, byte for byte as ``streams.json`` lists them. The files are renamed when all are
+    complete, ``streams.json`` last. ``begun``: existing streams that these will replace (see :func:`as_begun`).
     """
     selection = selection or RowSelection()
     source = open_source(dataset, column=selection.column, split=split, config_name=config_name, keep=selection.keep)
@@ -212,7 +214,7 @@ def split_source(
     overwrite: bool = False,
     progress: Callable[[ItemTally], None] | None = None,
 ) -> Streams:
-    """:func:`make_streams`, from a source that is open already."""
+    """Split an open source; see :func:`make_streams`."""
     chosen = _chosen(num_streams, only)
     if not overwrite:
         selection = as_begun(_manifest(output_dir), source, num_streams, selection, seed)
@@ -266,7 +268,7 @@ def _write(
     seed: int,
     progress: Callable[[ItemTally], None] | None,
 ) -> tuple[StreamsManifest, ItemTally]:
-    """All streams are counted and hashed, the chosen ones written."""
+    """Count and hash all streams, and write the chosen ones."""
     buffer = max(1 << 14, min(1 << 20, _BUFFERS // num_streams))
     writers = [_Writer(work / stream_name(n) if n in chosen else None, buffer) for n in range(num_streams)]
     tally, names, order = ItemTally(), Unique(), list[int]()
@@ -295,7 +297,7 @@ def _write(
 
 
 def _check_folder(folder: Path, num_streams: int, overwrite: bool) -> None:
-    """Streams of another split must not stay beside these: their samples would be there twice."""
+    """Refuse a folder with streams of another split, whose samples would exist twice."""
     if overwrite or not folder.is_dir():
         return
     stale = sorted(f.name for f in folder.iterdir() if (m := STREAM.fullmatch(f.name)) and int(m[1]) >= num_streams)
@@ -309,7 +311,7 @@ def _check_folder(folder: Path, num_streams: int, overwrite: bool) -> None:
 
 
 def _compare(folder: Path, manifest: StreamsManifest, overwrite: bool) -> None:
-    """What is there already must be the same streams."""
+    """Refuse to replace streams of another split."""
     if overwrite:
         return
     there = _manifest(folder)
@@ -320,7 +322,7 @@ def _compare(folder: Path, manifest: StreamsManifest, overwrite: bool) -> None:
 
 
 def refuse_others(there: StreamsManifest, manifest: StreamsManifest, file: str) -> None:
-    """Streams that ``file`` lists are replaced by none but the same."""
+    """Raise an error unless the streams that ``file`` lists are the same as the new ones."""
     if there.streams == manifest.streams:
         return
     fix = "use another --output-dir, or --overwrite to replace them all"
@@ -343,7 +345,7 @@ def refuse_others(there: StreamsManifest, manifest: StreamsManifest, file: str) 
 
 
 def _compare_files(folder: Path, manifest: StreamsManifest) -> None:
-    """Streams that nothing describes: left by a split that was cut off, and then the same; or somebody's own."""
+    """Check streams without a ``streams.json``: accept those of an interrupted split, refuse any others."""
     for entry in manifest.streams:
         path = folder / entry.name
         if path.is_file() and _sha256(path) != entry.sha256:

@@ -1,4 +1,4 @@
-"""A stream: the samples of one file, in order, tokenized ahead of whoever reads them, in constant memory."""
+"""A stream: the samples of one file, in order, tokenized ahead of the reader in constant memory."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from spile.spec.sample import Sample, Skip
 __all__ = ["SampleReader", "SampleStream", "open_stream"]
 
 _CHARACTERS, _SAMPLES, _AHEAD = 1 << 18, 2048, 16
-"""A chunk's size, which is also what is tokenized in parallel, and how many chunks may wait: about two million tokens,
-which are made while the model is loaded, and which a device that is faster than the tokenizer then has in hand."""
+"""The size of a chunk, which is tokenized in parallel, and the number of chunks in the queue: about two million tokens,
+made while the model is being loaded, so that a device faster than the tokenizer has a reserve."""
 _PREVIEW = 96
 
 
 class SampleReader:
-    """One pass over a stream, tokenized ahead of its reader from the first look at it on."""
+    """One pass over a stream, tokenized ahead of the consumer."""
 
     def __init__(self, chunks: Iterator[list[Sample | Skip]], counted: list[int], total: int | None) -> None:
         self._total, self._end = total, list[int]()
         self._items = _read_ahead(chunks, counted, self._end)
         self._seen: deque[Sample | Skip | SpileError] = deque()
-        """Looked at, and not given yet."""
+        """Items that were peeked at and not yet returned."""
 
     @property
     def total(self) -> int | None:
-        """The stream's samples, all of them; for packed documents None until this pass has come to its end."""
+        """The number of samples of the stream; None for packed documents until this pass has ended."""
         return self._end[0] if self._end else self._total
 
     def __iter__(self) -> Iterator[Sample | Skip]:
@@ -58,7 +58,7 @@ class SampleReader:
         return item
 
     def look(self) -> Iterator[Sample | Skip]:
-        """What comes next, which is given all the same. Ends before an error, which whoever reads will meet."""
+        """Peek at the next items, which are still returned later. Stop before an error, which is raised on reading."""
         try:
             for item in self._items:
                 self._seen.append(item)
@@ -67,8 +67,8 @@ class SampleReader:
             self._seen.append(error)
 
     def close(self) -> None:
-        """Read no further."""
-        if inspect.getgeneratorstate(self._items) != inspect.GEN_RUNNING:  # a thread that hangs in it is beyond help
+        """Stop reading."""
+        if inspect.getgeneratorstate(self._items) != inspect.GEN_RUNNING:  # a running generator cannot be closed
             self._items.close()
 
 
@@ -77,23 +77,23 @@ def _read_ahead(
 ) -> Generator[Sample | Skip, None, None]:
     for chunk in iterate_ahead(chunks, _AHEAD):
         yield from chunk
-    end.extend(counted)  # not by the thread that reads ahead: whoever asked may have stopped before
+    end.extend(counted)  # only here: the thread may reach the end although the consumer stops earlier
 
 
 @dataclass(frozen=True, eq=False)
 class SampleStream:
-    """One stream's identity, and its samples."""
+    """The identity of a stream and its samples."""
 
     location: str
     sha256: str
-    """Of the file's bytes."""
+    """The hash of the file."""
     lines: int
     prompt: PromptSpec
-    """With its kind resolved."""
+    """The prompt options, with the kind resolved."""
     streams: int | None
-    """How many streams the dataset was split into; None where no ``streams.json`` lists this one under its number."""
+    """The number of streams of the split; None if no ``streams.json`` lists this stream under its number."""
     split: str | None
-    """The name of that split, from the same file."""
+    """The digest of that split."""
     _spec: DataSpec
     _tokenizer: Tokenizer
     _file: StreamFile
@@ -101,11 +101,11 @@ class SampleStream:
 
     @property
     def samples(self) -> int | None:
-        """All of them, whatever ``max_samples`` says; None for packed documents, which only reading them counts."""
+        """The number of samples regardless of ``max_samples``; None for packed documents, which must be read first."""
         return None if self.prompt.pack else self.lines * self.prompt.predictions_per_task
 
     def read(self, done: Ranges) -> SampleReader:
-        """Every sample that is not done, in index order. What a sample is never depends on what is done."""
+        """Read the samples that are not done, in index order. A sample does not depend on which others are done."""
         counted: list[int] = []
         return SampleReader(self._chunks(done, counted), counted, self.samples)
 
@@ -148,7 +148,7 @@ class SampleStream:
         return self._tokenizer.decode(tokens[: _PREVIEW // 2].tolist())
 
     def _documents(self, drafter: Drafter) -> Iterator[Document]:
-        """Every document from the first: where a window begins depends on all tokens before it."""
+        """Yield all documents from the first: the start of a packed sequence depends on all tokens before it."""
         for drafts in _chunked(self._drafts(Ranges(), None, drafter)):
             texts = [draft.text for draft in drafts]
             for draft, encoded in zip(drafts, self._tokenizer.encode(texts, add_special=False), strict=True):
@@ -163,7 +163,7 @@ class SampleStream:
         return Sample(
             index=draft.index,
             task_id=draft.task_id,
-            tokens=encoded.tokens if count <= most else encoded.tokens[:most],  # a view is as large as a short sample
+            tokens=encoded.tokens if count <= most else encoded.tokens[:most],
             roles=encoded.roles if count <= most else encoded.roles[:most],
             preview=(draft.text if draft.tokens is None else self._preview(draft.tokens))[:_PREVIEW],
             augmentation=draft.augmentation,
@@ -173,9 +173,9 @@ class SampleStream:
 
 
 def open_stream(spec: DataSpec, tokenizer: Tokenizer, vocabulary: int | None = None) -> SampleStream:
-    """Read a stream once: hash it, count it, and refuse it here, before anything is made of it, where a line is bad.
+    """Read a stream once to hash, count and check its rows before any sample is made.
 
-    ``vocabulary``: how many tokens the model knows, which rows of tokens are held against.
+    ``vocabulary``: the size of the model's vocabulary, to check rows of token ids.
     """
     parse_encoder(spec.prompt.encoder)
     file = open_input(spec)
@@ -197,7 +197,7 @@ def open_stream(spec: DataSpec, tokenizer: Tokenizer, vocabulary: int | None = N
         raise DataError(f"{file.location} is empty", expected="one JSON object per line", found="no line")
     split = check_stream(file.name, file.beside(MANIFEST), hashes.hexdigest, file.location, spec.expect_split)
     if file.name != stream_name(spec.worker_id):
-        split = None  # under another number its folder says nothing of the split's other streams
+        split = None  # the file is used under another number, so the split's other streams are unknown
     prompt = drafter.prompt
     return SampleStream(
         location=file.location,
@@ -214,14 +214,14 @@ def open_stream(spec: DataSpec, tokenizer: Tokenizer, vocabulary: int | None = N
 
 
 def _last_line(spec: DataSpec, prompt: PromptSpec) -> int | None:
-    """The line from which on nothing is read; None: all are."""
+    """Return the index of the first line that is not needed, or None if all are."""
     if spec.max_samples is None or prompt.pack:
         return None
     return -(-spec.max_samples // prompt.predictions_per_task)
 
 
 def _chunked(drafts: Iterator[Draft]) -> Iterator[list[Draft]]:
-    """Drafts in lists of bounded size."""
+    """Group drafts into lists of bounded size."""
     chunk: list[Draft] = []
     size = 0
     for draft in drafts:
@@ -235,7 +235,7 @@ def _chunked(drafts: Iterator[Draft]) -> Iterator[list[Draft]]:
 
 
 def _encode(drafts: list[Draft], tokenizer: Tokenizer) -> list[Encoded]:
-    """All of a chunk at once; every draft of a stream is of one kind."""
+    """Tokenize a chunk; all drafts of a stream are of the same kind."""
     given = [draft.tokens for draft in drafts if draft.tokens is not None]
     if given:
         return [Encoded(tokens, tokenizer.roles(tokens)) for tokens in given]

@@ -1,7 +1,6 @@
-"""Text to tokens, exactly as transformers' fast tokenizer does it, without loading transformers' models.
+"""Tokenize text exactly as the fast tokenizers of transformers do, without importing transformers.
 
-Built from ``tokenizer.json`` alone, with ``tokenizer_config.json`` for the special tokens and the chat template: the
-file's own pre-tokenizer always counts, whatever class the config names.
+The tokenizer is built from ``tokenizer.json``; ``tokenizer_config.json`` adds the special tokens and the chat template.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 
 @dataclass(frozen=True)
 class Span:
-    """Characters ``[start, stop)`` of a text that are one role's words."""
+    """Characters ``[start, stop)`` of a text that belong to one role."""
 
     start: int
     stop: int
@@ -40,7 +39,7 @@ class Span:
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-    """One text's tokens and what each of them is."""
+    """The tokens of a text and the role of each."""
 
     tokens: npt.NDArray[np.int32]
     roles: npt.NDArray[np.uint8]
@@ -48,21 +47,21 @@ class Encoded:
 
 @dataclass(frozen=True, eq=False)
 class Tokenizer:
-    """A model's tokenizer: plain text or rendered chats in, tokens and roles out."""
+    """A model's tokenizer: turns plain text or rendered chats into tokens and roles."""
 
     backend: Backend
     bos: int | None
     eos: int | None
     template: str | None
-    """The chat template's Jinja source, or None."""
+    """The Jinja source of the chat template, or None."""
     named: Mapping[str, str]
-    """The special tokens by their names, ``bos_token`` and so on, as a template sees them."""
+    """The special tokens by name (``bos_token``, …), as a template sees them."""
     specials: frozenset[int] = field(default_factory=frozenset)
     missing: Path | None = None
-    """The model's folder, where it has no tokenizer: enough for rows that bring their tokens."""
+    """The model's folder if it has no tokenizer, which is enough for rows of token ids."""
 
     def refuse_none(self) -> None:
-        """Raise :class:`ModelError` where there is no tokenizer."""
+        """Raise :class:`ModelError` if there is no tokenizer."""
         if self.missing is not None:
             raise ModelError(
                 f"no tokenizer in {self.missing}",
@@ -74,10 +73,12 @@ class Tokenizer:
     def encode(
         self, texts: Sequence[str], *, add_special: bool, spans: Sequence[Sequence[Span]] | None = None
     ) -> list[Encoded]:
-        """All texts at once, on all cores. ``spans`` name, text by text, the characters that belong to a role.
+        """Tokenize all texts at once, on all cores.
 
-        ``add_special``: put the tokenizer's own BOS and the like around each, as for plain text. A rendered
-        chat has them already.
+        Args:
+            texts: The texts.
+            add_special: Whether to add the tokenizer's own BOS and EOS, as for plain text. A rendered chat has them.
+            spans: For each text the characters that belong to a role.
         """
         if spans is None:
             plain = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special)
@@ -86,25 +87,25 @@ class Tokenizer:
         return [self._encoded(encoding, parts) for encoding, parts in zip(batch, spans, strict=True)]
 
     def roles(self, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.uint8]:
-        """What the tokens alone tell: special, BOS, and the first position."""
-        known = tokens < len(self._table)  # a model may know more than its tokenizer
+        """Return the roles that follow from the tokens alone: special, BOS and the first position."""
+        known = tokens < len(self._table)  # the model's vocabulary may be larger
         roles = np.zeros(len(tokens), np.uint8)
         roles[known] = self._table[tokens[known]]
         roles[:1] |= np.uint8(Role.FIRST)
         return roles
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of these tokens, special ones included."""
+        """Return the text of tokens, including special ones."""
         return str(self.backend.decode([int(token) for token in tokens], skip_special_tokens=False))
 
     @property
     def size(self) -> int:
-        """One more than the highest token."""
+        """Return the highest token id plus one."""
         return len(self._table)
 
     @cached_property
     def _table(self) -> npt.NDArray[np.uint8]:
-        """What each token of the vocabulary is by itself."""
+        """Return the role of each token of the vocabulary by itself."""
         vocabulary = self.backend.get_vocab(with_added_tokens=True)
         table = np.zeros(max(vocabulary.values(), default=-1) + 1, dtype=np.uint8)
         table[sorted(self.specials)] = Role.SPECIAL
@@ -124,10 +125,10 @@ class Tokenizer:
 
 
 def _first_from(encoding: Encoding, count: int) -> Callable[[int], int]:
-    """Which token is the first that begins at a character or after it: a token belongs to the part in which it begins.
+    """Return the first token that begins at or after a character; a token belongs to the span in which it begins.
 
-    Looked up where a part begins or ends, and not made a list of for all tokens, which took most of a tokenizer's time
-    with the interpreter's lock held. What a post-processor put at either end has no width and belongs to no part.
+    Only span boundaries are looked up: a list of the offsets of all tokens took most of the tokenizer's time. Tokens
+    that a post-processor added at the ends have no width and belong to no span.
     """
 
     def chars(token: int) -> tuple[int, int]:
@@ -147,13 +148,12 @@ def _first_from(encoding: Encoding, count: int) -> Callable[[int], int]:
 
 
 def load_tokenizer(folder: Path, *, optional: bool = False) -> Tokenizer:
-    """The tokenizer of a model's folder: its ``tokenizer.json`` and, where they are, the configs beside it.
+    """Load the tokenizer of a model's folder from ``tokenizer.json`` and the config files next to it.
 
-    ``optional``: where it has none, one that knows no word; what needs words then refuses it.
-
-    BOS comes from the file's own post-processor; a config's ``add_bos_token`` says nothing, as in transformers.
+    BOS is added by the post-processor of ``tokenizer.json``. With ``optional``, a model without a tokenizer gets one
+    that only accepts token ids.
     """
-    # Rust's threads are ours to use; said aloud, so that a later fork neither warns nor turns them off.
+    # Set explicitly, so that a later fork neither warns nor turns the tokenizer's threads off.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     file = folder / "tokenizer.json"
     if not file.is_file():
@@ -199,7 +199,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _named(config: Mapping[str, Any]) -> dict[str, str]:
-    """Special tokens by name; a config writes each as a string or as an object with its ``content``."""
+    """Return the special tokens by name; a config has each as a string or as an object with ``content``."""
     found: dict[str, str] = {}
     for name in _NAMED:
         token = config.get(name)
@@ -210,7 +210,7 @@ def _named(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _complete(backend: Backend, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
-    """Add the tokens that the config knows and ``tokenizer.json`` does not, in the order of their numbers."""
+    """Add tokens of the config that ``tokenizer.json`` does not have, ordered by id."""
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     listed = config.get("added_tokens_decoder") or {}
     for _, entry in sorted(listed.items(), key=lambda item: int(item[0])):
@@ -226,7 +226,7 @@ def _complete(backend: Backend, config: Mapping[str, Any], named: Mapping[str, s
 
 
 def _template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """The chat template: its own file first, as transformers reads it, else the config's ``default`` one."""
+    """Return the chat template: from its own file if there is one, else the config's ``default`` template."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")

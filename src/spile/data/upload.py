@@ -1,4 +1,4 @@
-"""Streams to a bucket, skipping what is there already and identical, by checksum."""
+"""Upload streams to a bucket, skipping files that are already there with the same checksum."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _AT_ONCE = 8
 
 @dataclass(frozen=True)
 class Uploaded:
-    """What came of it."""
+    """The result of an upload."""
 
     url: str
     uploaded: tuple[str, ...]
     skipped: tuple[str, ...]
     bytes: int
-    """Of what was uploaded."""
+    """The size of the uploaded files."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class _File:
 
 
 def upload(local_dir: Path, folder: Folder, progress: Callable[[str, bool, int, int], None] | None = None) -> Uploaded:
-    """Put a folder's streams, and its ``streams.json`` last, so that a bucket that has it has all it lists.
+    """Upload the streams of a folder, ``streams.json`` last, so that a bucket that has it has all streams it lists.
 
-    ``progress`` hears of each file: its name, whether it went up, how many are done, of how many.
+    ``progress`` is called for each file with its name, whether it was uploaded, the number done and the total.
     """
     files = _local(local_dir)
     listed = _listed(folder)
@@ -85,7 +85,7 @@ def _tell(
 
 
 def _local(folder: Path) -> list[_File]:
-    """What there is to upload. A stream that is not the one ``streams.json`` lists is refused."""
+    """Return the files to upload; refuse a stream that differs from its entry in ``streams.json``."""
     if not folder.is_dir():
         raise DataError(f"no such folder: {folder}", fix="make streams first: spile data streams")
     manifest = folder / MANIFEST
@@ -110,13 +110,13 @@ def _local(folder: Path) -> list[_File]:
 
 
 def _listed(folder: Folder) -> dict[str, str]:
-    """The hashes that the bucket's own ``streams.json`` gives."""
+    """Return the hashes in the bucket's ``streams.json``."""
     manifest = read_manifest(folder)
     return {} if manifest is None else {entry.name: entry.sha256 for entry in manifest.streams}
 
 
 def read_manifest(folder: Folder) -> StreamsManifest | None:
-    """A folder's own ``streams.json``, if it has one."""
+    """Return the folder's ``streams.json``, or None."""
     try:
         return StreamsManifest.from_json(folder.get(MANIFEST), f"{folder.url}/{MANIFEST}")
     except NotFound:
@@ -124,7 +124,7 @@ def read_manifest(folder: Folder) -> StreamsManifest | None:
 
 
 def _same(folder: Folder, file: _File, listed: str | None) -> bool:
-    """Whether the bucket holds this very file: by the hash it lists, else by reading it."""
+    """Return whether the bucket has this file, by its listed hash or by reading it."""
     try:
         if folder.info(file.path.name).size != file.size:
             return False

@@ -145,51 +145,38 @@ def test_a_template_cannot_reach_out_of_its_sandbox() -> None:
             template(attack).render([{"role": "user", "content": "x"}])
 
 
-DOUBLED = "{% set ns = namespace(s='xxxx') %}{% for i in range(40) %}{% set ns.s = ns.s OPERATOR ns.s %}{% endfor %}"
-
-
-KEPT = "{% set a = 'x' * 16000000 %}{% set ns = namespace(l=[]) %}{% for i in range(1000) %}KEEP{% endfor %}"
+DOUBLED = "{% set ns = namespace(s=START) %}{% for i in range(60) %}{% set ns.s = ns.s OPERATOR ns.s %}{% endfor %}"
 DEEP = "{% set ns = namespace(l=[1]) %}{% for i in range(60) %}{% set ns.l = [ns.l, ns.l] %}{% endfor %}"
-LONG, MANY, WIDE = "a text that is too long", "too many texts", "formats text to a width"
+BOMBS = {
+    "doubled text": DOUBLED.replace("START", "'xxxx'").replace("OPERATOR", "~"),
+    "doubled list": DOUBLED.replace("START", "[1]").replace("OPERATOR", "+"),
+    "squared integer": DOUBLED.replace("START", "2").replace("OPERATOR", "*") + "{{ ns.s }}",
+    "nested lists": DEEP + "{{ ns.l }}",
+    "long output": "{% set s = 'x' * 16000000 %}{% for i in range(1000) %}{{ s }}{% endfor %}",
+    "kept texts": "{% set ns = namespace(l=[]) %}{% for i in range(1000) %}"
+    "{% set ns.l = ns.l + ['y' * 16000000 ~ i] %}{% endfor %}",
+    "recursive macro": "{% macro m(n) %}{{ m(n + 1) }}{{ m(n + 1) }}{% endmacro %}{{ m(0) }}",
+    "nested loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}"
+    "{% endfor %}{% endfor %}{% endfor %}",
+    "membership in a long list": "{% set l = [1] * 9999999 %}{% for i in range(99999) %}{{ 2 in l }}{% endfor %}",
+    "length of a generator": "{% for i in range(99999) %}"
+    "{{ range(99999) | map('string') | list | length }}{% endfor %}",
+    "wide field": "{{ '{:>4000000000}'.format(1) }}",
+    "replacement": "{% set a = 'x' * 16000000 %}{{ a.replace('x', 'y' * 1000) }}",
+    "quadratic regular expression": "{% set s = '<' * 400000 %}{% for i in range(99) %}{{ s | striptags | length }}"
+    "{{ s | urlize | length }}{% endfor %}",
+}
 
 
-def kept(expression: str) -> str:
-    return KEPT.replace("KEEP", "{% set ns.l = ns.l + [EXPRESSION] %}".replace("EXPRESSION", expression))
-
-
-@pytest.mark.parametrize(
-    ("bomb", "said"),
-    [
-        (DOUBLED.replace("OPERATOR", "~"), LONG),
-        (DOUBLED.replace("OPERATOR", "+"), LONG),
-        ("{% set s = 'x' * 16000000 %}{% for i in range(1000) %}{{ s }}{% endfor %}", LONG),
-        *((kept(each), MANY) for each in ("'y' * 16000000", "a ~ i", "a[1:]", "a | upper", "a.lower()", "a | list")),
-        (KEPT.replace("KEEP", "{% set b %}{{ a[:4000000] }}{{ i }}{% endset %}{% set ns.l = ns.l + [b] %}"), MANY),
-        ("{% macro m(a) %}{{ a }}{{ a }}{% endmacro %}" + kept("m(a)"), LONG),
-        ("{% set a = 'x' * 16000000 %}{{ a.replace('x', 'y' * 1000) }}", LONG),
-        ("{% set a = 'x' * 16000000 %}{{ a | replace('x', 'y' * 1000) }}", LONG),
-        ("{% set a = 'x' * 16000000 %}{{ a | join('y' * 1000) }}", LONG),
-        ("{% set a = ['x' * 16000000] * 1000 %}{{ ', '.join(a) }}", LONG),
-        ("{% set a = ['x' * 16000000] * 1000 %}{{ a | map('lower') | join }}", MANY),
-        ("{% set a = 'x' * 16000000 %}{{ ('%s' * 1000) % ((a,) * 1000) }}", LONG),
-        ("{% set a = 'x' * 16000000 %}{{ ('{0}' * 1000).format(a) }}", LONG),
-        ("{{ '{:>4000000000}'.format(1) }}", WIDE),
-        ("{{ '{:{}}'.format(1, 4000000000) }}", WIDE),
-        ("{{ 'x' | center(4000000000) }}", WIDE),
-        ("{{ 'x'.ljust(4000000000) }}", WIDE),
-        ("{{ [1] | tojson(indent=4000000000) }}", WIDE),
-        *(
-            (DEEP + end, LONG)
-            for end in ("{{ ns.l }}", "{{ ns.l | tojson }}", "{{ 'a' ~ ns.l }}", "{{ ns.l | string }}")
-        ),
-    ],
-)
-def test_a_template_cannot_fill_the_memory(bomb: str, said: str) -> None:
-    """Neither with one text nor with many: what is made is counted, and what would be is reckoned before."""
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_template_that_exceeds_the_limits_ends_in_one_line(name: str) -> None:
+    """A template runs in a process of its own, so that neither time nor memory of this one is at stake."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(DataError, match=f"refuses these messages: found it (makes )?{said}"):
-        template(bomb).render([{"role": "user", "content": "x"}])
+    with pytest.raises(DataError, match=r"the model's chat template (refuses|fails on) these messages") as error:
+        template(BOMBS[name]).render([{"role": "user", "content": "x"}])
+    assert "\n" not in str(error.value)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20, "KiB"
+    assert template(CHATML).render([{"role": "user", "content": "x"}]).text  # the next template is not affected
 
 
 def test_what_long_chats_need_is_not_refused() -> None:

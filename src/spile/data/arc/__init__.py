@@ -1,1 +1,1 @@
-"""ARC: grids, their encodings as text, variants, prompts, and the fast check of a line."""
+"""ARC tasks: grids, encodings as text, augmentations, prompts, answers and scores."""
