@@ -387,7 +387,7 @@ def test_a_right_seal_lets_nonsense_through_to_the_parser() -> None:
     [
         "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3,
         "{{ 'a' * 10000000000 }}",
-        "{{ 10 ** 10 ** 10 }}",
+        "{{ 10 ** (10 ** 10) }}",
         "{{ '%09999999999d' % 1 }}",
         "{{ 1 / 0 }}",
         "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",

@@ -49,10 +49,6 @@ class SourceFlags:
     end_index: Annotated[int | None, Parameter(help="The row to stop before.")] = None
     max_samples: Annotated[int | None, Parameter(help="At most so many samples.")] = None
     max_train_examples: Annotated[int | None, Parameter(help="Keep a task's first so many train pairs.")] = None
-    ids: Annotated[
-        Literal["content", "number"],
-        Parameter(help="What a task without an id is named after; older versions' streams: number."),
-    ] = "content"
 
     def selection(self, keep: tuple[str, ...] = ()) -> RowSelection:
         """What is taken of the dataset."""
@@ -64,7 +60,6 @@ class SourceFlags:
             self.end_index,
             self.max_samples,
             self.max_train_examples,
-            self.ids,
             keep,
         )
 
@@ -153,7 +148,6 @@ def streams(
             seed=seed,
             only=None if streams is None else parse_numbers("--streams", streams),
             overwrite=overwrite,
-            begun=there,
             progress=tell,
         )
         if there is not None:

@@ -278,7 +278,7 @@ def _streams(
             log(f"no dataset was named: {GUIDES_DATASET}, as in the guides")
         dataset = flags.dataset or GUIDES_DATASET
         data = flags.stored_in(bucket).spec().data
-        with split_streams(dataset, below, len(fleet.workers), data=data, log=log, begun=there) as made:
+        with split_streams(dataset, below, len(fleet.workers), data=data, log=log) as made:
             yield made
 
 

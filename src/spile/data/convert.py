@@ -1,6 +1,6 @@
 """Convert rows of any source to ARC JSONL or to the challenge's pair of JSON files.
 
-Also holds what conversion and splitting share: which rows of a source are usable, and files that are written atomically.
+Also holds what conversion and splitting share: the selection of usable rows, and files that are written atomically.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ __all__ = [
     "CHALLENGES",
     "Converted",
     "Format",
-    "IdRule",
     "Item",
     "ItemTally",
     "RowSelection",
@@ -86,8 +85,6 @@ def _writing(place: Path) -> Iterator[None]:
 
 
 Kind = Literal["arc", "chat", "text", "tokens"]
-IdRule = Literal["content", "number"]
-"""What a task without an id is named after: its content, as in an extraction; or, in older splits, its number."""
 _SHOWN = 5
 
 
@@ -104,7 +101,6 @@ class RowSelection:
     """The maximum number of usable rows."""
     max_train_examples: int | None = None
     """The maximum number of train pairs of a task."""
-    ids: IdRule = "content"
     keep: tuple[str, ...] = ()
     """Additional fields of a row to keep in its line."""
 
@@ -123,9 +119,8 @@ class RowSelection:
             )
 
     def record(self) -> dict[str, object]:
-        """As ``streams.json`` says it; older ones, whose tasks were named by their number, have no ``ids``."""
-        absent = {"ids": "number", "keep": ()}
-        return {name: value for name, value in vars(self).items() if name not in absent or absent[name] != value}
+        """Return the selection as ``streams.json`` records it."""
+        return {name: value for name, value in vars(self).items() if name != "keep" or value}
 
 
 @dataclass
@@ -279,11 +274,11 @@ def _task(row: SourceRow, selection: RowSelection) -> Item | str:
     if problem is not None:
         return problem
     own = row_id(data)
-    name = own or (arc_task_id(data) if selection.ids == "content" else _numbered(row.number))
+    name = own or arc_task_id(data)
     most = selection.max_train_examples
     if raw is None or (most is not None and len(data["train"]) > most):
         raw, data = None, {"task_id": name, "train": data["train"][:most], "test": data["test"], **kept}
-    return Item(name, data, raw, row.number, own is not None or selection.ids == "number")
+    return Item(name, data, raw, row.number, own is not None)
 
 
 def _from_pairs(pairs: Any) -> dict[str, Any] | str:

@@ -360,7 +360,7 @@ class Parquet:
 
 
 def check_columns(names: list[str], wanted: frozenset[str], keep: tuple[str, ...], location: str) -> list[str]:
-    """Return the columns to read; raise an error that lists the columns if none is usable or one of ``keep`` is missing."""
+    """Return the columns to read; raise an error if none is usable or one of ``keep`` is missing."""
     chosen = [name for name in names if name in wanted]
     missing = [name for name in keep if name not in names]
     if missing:
@@ -450,7 +450,7 @@ def _open_folder(
     split: str | None,
     config_name: str | None,
 ) -> RowSource:
-    """Open a folder: ARC files in it or one level below (``--split`` names the subfolder), else a dataset in hub layout."""
+    """Open a folder of ARC files (``--split`` may name a subfolder), else a dataset in the layout of the hub."""
     data = next((file for kind in ("parquet", "jsonl") for file in path.rglob(f"*.{kind}")), None)
     if data is not None:
         from spile.data.sources import Hub

@@ -9,7 +9,7 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ __all__ = [
     "StreamEntry",
     "Streams",
     "StreamsManifest",
-    "as_begun",
     "check_stream",
     "make_streams",
     "refuse_others",
@@ -187,17 +186,15 @@ def make_streams(
     seed: int = 0,
     only: Collection[int] | None = None,
     overwrite: bool = False,
-    begun: StreamsManifest | None = None,
     progress: Callable[[ItemTally], None] | None = None,
 ) -> Streams:
     """Split a dataset into ``stream_000.jsonl``, … and describe them in ``streams.json``.
 
     ``only`` writes some streams again, byte for byte as ``streams.json`` lists them. The files are renamed when all are
-    complete, ``streams.json`` last. ``begun``: existing streams that these will replace (see :func:`as_begun`).
+    complete, ``streams.json`` last.
     """
     selection = selection or RowSelection()
     source = open_source(dataset, column=selection.column, split=split, config_name=config_name, keep=selection.keep)
-    selection = as_begun(begun, source, num_streams, selection, seed)
     return split_source(
         source, output_dir, num_streams, selection, seed=seed, only=only, overwrite=overwrite, progress=progress
     )
@@ -216,8 +213,6 @@ def split_source(
 ) -> Streams:
     """Split an open source; see :func:`make_streams`."""
     chosen = _chosen(num_streams, only)
-    if not overwrite:
-        selection = as_begun(_manifest(output_dir), source, num_streams, selection, seed)
     if only is not None and overwrite:
         raise SpecError("--overwrite", expected="all streams made again", found="--streams beside it")
     _check_folder(output_dir, num_streams, overwrite)
@@ -226,22 +221,6 @@ def split_source(
         _compare(output_dir, manifest, overwrite)
         _settle(work, output_dir, manifest, sorted(chosen), overwrite)
     return Streams(output_dir, manifest, tuple(stream_name(number) for number in sorted(chosen)), tally)
-
-
-def as_begun(
-    there: StreamsManifest | None, source: RowSource, num_streams: int, selection: RowSelection, seed: int
-) -> RowSelection:
-    """The selection, with tasks named as in the streams that are there already, if it is that very split.
-
-    A run that an older version's streams began goes on with the same bytes when they are made again.
-    """
-    older = replace(selection, ids="number")
-    same = there is not None and (there.source, there.seed, len(there.streams)) == (
-        orjson.loads(orjson.dumps({**source.origin, **older.record()})),
-        seed,
-        num_streams,
-    )
-    return older if same else selection
 
 
 def _manifest(folder: Path) -> StreamsManifest | None:
@@ -326,8 +305,6 @@ def refuse_others(there: StreamsManifest, manifest: StreamsManifest, file: str) 
     if there.streams == manifest.streams:
         return
     fix = "use another --output-dir, or --overwrite to replace them all"
-    if "ids" not in there.source:
-        fix += "; --ids number names tasks as they were when these were made"
     if len(there.streams) != len(manifest.streams) or there.seed != manifest.seed:
         raise DataError(
             f"{file} lists other streams",

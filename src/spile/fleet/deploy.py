@@ -132,14 +132,11 @@ def split_streams(
     *,
     data: DataSpec,
     log: Callable[[str], None],
-    begun: str | None = None,
 ) -> Iterator[StreamsPlan]:
     """Split a dataset into one stream per worker, here; they can be put in the bucket as long as this lasts.
 
     ``data`` says what is taken of it and in which order.
-    ``begun``: where the streams of the deployment before are; the same split is made as it was made then.
     """
-    there = read_manifest(open_folder(begun)) if begun is not None else None
     with tempfile.TemporaryDirectory(prefix="spile-streams-") as folder:
         made = make_streams(
             dataset,
@@ -149,7 +146,6 @@ def split_streams(
             split=RowRange.parse(data.split).split,
             config_name=data.config_name,
             seed=data.seed,
-            begun=there,
         )
         log(f"{made.tally.samples:,} samples of {dataset} in {counted(count, 'stream')}")
         yield local_streams(Path(folder), below)
@@ -183,7 +179,7 @@ def _rows(start: object, stop: object) -> str:
 
 def prepare_streams(dataset: str, url: str, count: int, *, data: DataSpec, log: Callable[[str], None]) -> None:
     """Split a dataset and put its streams at this very place, skipping what is there already."""
-    with split_streams(dataset, url, count, data=data, log=log, begun=url) as made:
+    with split_streams(dataset, url, count, data=data, log=log) as made:
         replace(made, url=url).put(log)
 
 

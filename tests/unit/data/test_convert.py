@@ -106,13 +106,13 @@ def test_a_folder_of_arc_tasks(below: str, tmp_path: Path, task: Task) -> None:
     assert [row["task_id"] for row in read(tmp_path / "t.jsonl")] == ["a", "b", "c"]
     (folder / "broken.json").write_text("{")
     done = convert(str(folder.parent if below else folder), tmp_path / "t.jsonl", split=below or None)
-    assert done.tally.shown == ["broken.json: a file that is no JSON"]
+    assert done.tally.shown == ["broken.json: a file that is not JSON"]
     with pytest.raises(DataError, match=r"nope holds no dataset: expected \*.json tasks"):
         convert(str(folder), tmp_path / "t.jsonl", split="nope")
 
 
 BAD: list[tuple[object, str]] = [
-    ("{oops", "a line that is no JSON"),
+    ("{oops", "a line that is not JSON"),
     ([1], "a row that is no object"),
     ({"other": 1}, "no column 'examples'"),
     ({"examples": "nonsense"}, "pairs that are no JSON"),

@@ -1,4 +1,4 @@
-"""ARC answers: text back to a grid, variants back to their task, votes over them, and the challenge's submission."""
+"""ARC answers: parse grids from text, undo augmentations, vote over variants, score, and write the submission."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ __all__ = [
 
 
 _ATTEMPTS = 2
-"""How many grids the challenge takes for a test input."""
+"""The number of attempts that the challenge accepts for a test input."""
 _NO_GRID: Grid = [[0]]
-"""What a submission has where no answer could be read: the form wants a grid."""
+"""The attempt for a task without a readable answer: the format requires a grid."""
 
 
 @dataclass(frozen=True)
 class TaskAnswers:
-    """What the variants of a task came to."""
+    """The answers to all variants of a task."""
 
     task_id: str
     grids: tuple[Grid, ...]
-    """Different ones, best first: by votes, then by the likeliest of those who voted for it."""
+    """Distinct grids, best first: by votes, then by the highest likelihood of an answer with this grid."""
     votes: tuple[int, ...]
     predictions: int
     unreadable: int
-    """Answers that hold no grid of 1×1 to 30×30. They are kept, and count as wrong."""
+    """The number of answers without a valid grid. They count as wrong."""
 
 
 def parse_answer(text: str, encoder: GridEncoder) -> Grid | None:
-    """The grid that a text holds: all of it, or its last paragraph that is one; None where there is none."""
+    """Return the grid in a text: the whole text, or the last paragraph that is a grid; None if there is none."""
     whole = text.strip()
     for part in (whole, *reversed([part.strip() for part in whole.split("\n\n")])):
         try:
@@ -60,7 +60,7 @@ def parse_answer(text: str, encoder: GridEncoder) -> Grid | None:
 
 
 def by_task(predictions: Iterable[Prediction], encoder: GridEncoder) -> dict[str, TaskAnswers]:
-    """Every task's answers, its variants' changes undone."""
+    """Group answers by task and undo the augmentations of the variants."""
     tasks: dict[str, list[Prediction]] = defaultdict(list)
     for prediction in sorted(predictions, key=lambda each: each.sample):
         tasks[prediction.task_id].append(prediction)
@@ -87,7 +87,7 @@ def _counted(task_id: str, predictions: list[Prediction], encoder: GridEncoder) 
 
 
 def submission(answers: Iterable[TaskAnswers]) -> dict[str, list[dict[str, Grid]]]:
-    """In the challenge's form: two attempts for the one test input that is asked, the best first."""
+    """Return the submission in the challenge's format: two attempts per test input, the best first."""
     made = {}
     for answer in answers:
         grids = [*answer.grids, *[answer.grids[0] if answer.grids else _NO_GRID] * _ATTEMPTS]
@@ -97,43 +97,43 @@ def submission(answers: Iterable[TaskAnswers]) -> dict[str, list[dict[str, Grid]
 
 @dataclass(frozen=True)
 class TaskScore:
-    """One task."""
+    """The score of one task."""
 
     answers: TaskAnswers
     expected: Grid | None
-    """None: no reference has it, and it is not scored."""
+    """The expected grid; None if there is no reference, so that the task is not scored."""
     task: Task | None = None
-    """Its examples, where the dataset could be read."""
+    """The task with its examples, if the dataset could be read."""
 
     @property
     def right(self) -> bool:
-        """The first attempt is right."""
+        """Whether the first attempt is right."""
         return self.expected is not None and self.answers.grids[:1] == (self.expected,)
 
     @property
     def right_in_two(self) -> bool:
-        """One of the challenge's two attempts is."""
+        """Whether one of the two attempts is right."""
         return self.expected is not None and self.expected in self.answers.grids[:2]
 
 
 @dataclass(frozen=True)
 class Score:
-    """All tasks that were asked."""
+    """The scores of all tasks."""
 
     tasks: tuple[TaskScore, ...]
 
     @property
     def scored(self) -> tuple[TaskScore, ...]:
-        """Those with a reference."""
+        """The tasks with a reference."""
         return tuple(task for task in self.tasks if task.expected is not None)
 
     @property
     def right(self) -> int:
-        """Tasks whose first attempt is right."""
+        """The number of tasks whose first attempt is right."""
         return sum(task.right for task in self.tasks)
 
     def record(self) -> dict[str, object]:
-        """For programs."""
+        """Return the score as JSON-serialisable data."""
         scored = self.scored
         return {
             "tasks": len(self.tasks),
@@ -153,20 +153,20 @@ class Score:
 def score_answers(
     answers: Mapping[str, TaskAnswers], skipped: Iterable[str], expected: Mapping[str, Grid], tasks: Mapping[str, Task]
 ) -> Score:
-    """Every task that was asked; one whose prompt was skipped has no answer, and is wrong."""
+    """Score every task; a task whose prompt was skipped has no answer and counts as wrong."""
     asked = {**{name: TaskAnswers(name, (), (), 0, 0) for name in skipped}, **answers}
     return Score(tuple(TaskScore(asked[name], expected.get(name), tasks.get(name)) for name in sorted(asked)))
 
 
 def read_tasks(location: str) -> dict[str, Task]:
-    """The tasks of a dataset by their ids."""
+    """Return the tasks of a dataset by id."""
     file = StreamFile(location)
     places = ((line, f"{location} line {line.number}") for line in file.lines())
     return {task.task_id: task for task in (task_of(parse_row(line.raw, place), place) for line, place in places)}
 
 
 def read_references(location: str) -> dict[str, Grid]:
-    """The first output of each task, from a file such as ``test_outputs_train.json`` or from tasks with outputs."""
+    """Read the first output of each task, from a file such as ``test_outputs_train.json`` or from the tasks."""
     content = b"".join(StreamFile(location).chunks())
     try:
         found = orjson.loads(content)

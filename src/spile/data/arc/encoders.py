@@ -1,8 +1,9 @@
-r"""The grammar of encoder expressions. A parser of its own: a spec's string is never evaluated.
+r"""Grid encoders: grids as text and back, composed by expressions that are parsed and never evaluated.
 
+The grammar of an expression:
 call = NAME "(" [ argument { "," argument } ] ")"; argument = [ NAME "=" ] value;
 value = call | STRING | NUMBER | "[" [ STRING { "," STRING } ] "]";
-a STRING stands in single or double quotes, and \\, \' and \" are its only escapes.
+a STRING is in single or double quotes; \\, \' and \" are its only escapes.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _TOKEN = re.compile(
 
 @dataclass(frozen=True)
 class Call:
-    """``Name(arguments)``, with the arguments' names where they were given."""
+    """``Name(arguments)``, with the names of keyword arguments."""
 
     name: str
     arguments: tuple[tuple[str | None, Value], ...]
@@ -51,7 +52,7 @@ Value: TypeAlias = "Call | str | int | list[str]"
 
 
 def parse_call(text: str) -> Call:
-    """The expression as a tree."""
+    """Parse an expression."""
     if len(text) > _LONGEST:
         raise SpecError("--grid-encoder", expected=f"at most {_LONGEST} characters", found=str(len(text)))
     return _Parser(text).whole()
@@ -139,13 +140,13 @@ _DIGITS = bytes.maketrans(bytes(range(10)), b"0123456789")
 
 
 class GridEncoder(Protocol):
-    """Writes grids and reads them back. ``str(encoder)`` is the expression that makes it."""
+    """Converts grids to text and back. ``str(encoder)`` is the expression that creates it."""
 
     def to_text(self, grid: Grid) -> str:
-        """The grid as text, without a newline at its end."""
+        """Return the grid as text, without a trailing newline."""
 
     def to_grid(self, text: str) -> Grid:
-        """The grid of such a text, or a :class:`DataError`."""
+        """Return the grid of such a text; raise :class:`DataError` if it is malformed."""
 
 
 def _unreadable(encoder: object, text: str) -> DataError:
@@ -208,7 +209,7 @@ class GridWithSeparationEncoder:
 
 @dataclass(frozen=True)
 class RepeatNumberEncoder:
-    """Each digit ``n`` times."""
+    """Repeats each digit ``n`` times."""
 
     n: int = 3
 
@@ -233,7 +234,7 @@ class RepeatNumberEncoder:
 
 @dataclass(frozen=True)
 class ReplaceNumberEncoder:
-    """Ten symbols of one's own instead of the digits: a string of ten characters or a list of ten strings."""
+    """Ten custom symbols instead of the digits: a string of ten characters or a list of ten strings."""
 
     symbols: tuple[str, ...] = tuple("abcdefghij")
     _numbers: dict[str, int] = field(init=False, repr=False, compare=False)
@@ -272,7 +273,7 @@ class ReplaceNumberEncoder:
 
 @dataclass(frozen=True)
 class RowNumberEncoder:
-    """Each line of the base's text after its number, from 1."""
+    """Prefixes each line of the base encoder's text with its number, from 1."""
 
     base: GridEncoder
 
@@ -293,7 +294,7 @@ class RowNumberEncoder:
 
 @dataclass(frozen=True)
 class GridShapeEncoder:
-    """The grid's rows and columns in a line above it."""
+    """Adds a line with the numbers of rows and columns above the grid."""
 
     base: GridEncoder
 
@@ -315,7 +316,7 @@ class GridShapeEncoder:
 
 @dataclass(frozen=True)
 class GridCodeBlockEncoder:
-    """The base's text fenced as a block of code."""
+    """The base encoder's text in a fenced code block."""
 
     base: GridEncoder
 
@@ -350,13 +351,13 @@ ENCODERS: dict[str, _Entry] = {
     "RepeatNumberEncoder": _Entry(RepeatNumberEncoder, "n", (int,)),
     "ReplaceNumberEncoder": _Entry(ReplaceNumberEncoder, "symbols", (str, list)),
 }
-"""Every encoder's name, what makes it, and the one argument that it takes."""
+"""The encoders by name, with their factory and their one argument."""
 
 _KIND = {str: "a string", int: "a number", Call: "an encoder", list: "a list of strings"}
 
 
 def parse_encoder(text: str) -> GridEncoder:
-    """An expression as an encoder, or a :class:`SpecError` that says what was wrong and which encoders there are."""
+    """Return the encoder of an expression; raise :class:`SpecError` that lists the encoders if it is invalid."""
     return _build(parse_call(text))
 
 

@@ -1,4 +1,4 @@
-"""ARC grids and tasks: what one is, and what is wrong with one that is not."""
+"""ARC grids and tasks: types, checks, and a fast check of a line that does not parse it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = [
 
 
 Grid = list[list[int]]
-"""Rows of cells 0 to 9: 1×1 to 30×30, all rows of one length."""
+"""Rows of cells with values 0 to 9; 1×1 to 30×30, all rows of the same length."""
 
 MAX_SIDE = 30
 _CELLS = bytes(range(10))
@@ -37,7 +37,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Task:
-    """A puzzle: worked examples, and test inputs whose outputs are held back (or known, for scoring)."""
+    """A task: training pairs, and test inputs whose outputs may be known for scoring."""
 
     task_id: str
     train: tuple[Pair, ...]
@@ -46,9 +46,9 @@ class Task:
 
 
 def grid_problem(grid: object, *, booleans: bool = True) -> str | None:
-    """Why this is no grid, in a few words that group like with like; None when it is one.
+    """Return why a value is not a grid, in a few words that group similar problems, or None if it is one.
 
-    ``booleans``: there may be some, which Python takes for numbers; False where the text it was parsed from has none.
+    ``booleans``: whether the value may contain booleans, which Python counts as integers.
     """
     if type(grid) is not list or not grid or set(map(type, grid)) != {list}:
         return "a grid that is no list of rows"
@@ -70,7 +70,7 @@ def grid_problem(grid: object, *, booleans: bool = True) -> str | None:
 
 
 def task_problem(row: Mapping[str, Any], *, booleans: bool = True) -> str | None:
-    """Why a row with ``train`` and ``test`` is no task; None when it is one."""
+    """Return why a row with ``train`` and ``test`` is not a task, or None if it is one."""
     train, test = row.get("train"), row.get("test")
     if not isinstance(train, list) or not train:
         return "no train pairs"
@@ -95,7 +95,7 @@ def task_problem(row: Mapping[str, Any], *, booleans: bool = True) -> str | None
 
 
 def parse_task(row: Mapping[str, Any], task_id: str, *, booleans: bool = True) -> Task | str:
-    """A row with ``train`` and ``test`` as a task, or why it is none."""
+    """Return a row with ``train`` and ``test`` as a task, or the reason why it is not one."""
     problem = task_problem(row, booleans=booleans)
     if problem is not None:
         return problem
@@ -115,20 +115,21 @@ _AFTER = {
     "test input": ((b",", "test output"), (b"}]}", "end"), (b"},{", "test input")),
     "test output": ((b"}]}", "end"), (b"},{", "test input")),
 }
-"""What a grid of each kind may be followed by, and what comes then."""
+"""What may follow a grid of each kind, and the kind that comes next."""
 
 
 @cache
 def _grids() -> frozenset[bytes]:
-    """Every size of grid, all cells 0, as compact JSON writes it."""
+    """Return the compact JSON of a grid of zeros for every size."""
     rows = [b"[" + b",".join([b"0"] * width) + b"]" for width in range(1, 31)]
     return frozenset(b"[" + b",".join([row] * height) + b"]" for row in rows for height in range(1, 31))
 
 
 def passes_fast_check(raw: bytes) -> str | None:
-    """The task's id if the line is exactly an id, sound train pairs and sound tests; None if that is not certain.
+    """Return the task's id if the line consists of an id, valid training pairs and valid tests, else None.
 
-    Written compactly, or with a blank after each comma and colon, as ``json.dumps`` does.
+    None means "not certain": the caller then parses the line. Lines may be compact or formatted as by ``json.dumps``.
+    This check is several times faster than parsing.
     """
     spaced = raw.startswith(b'{"task_id": ')
     compact = raw.replace(b", ", b",").replace(b": ", b":") if spaced else raw

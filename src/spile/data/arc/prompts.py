@@ -1,7 +1,7 @@
-"""Variants of ARC tasks: rotated, mirrored, recoloured, with the examples in another order.
+"""ARC prompts and augmented variants of tasks: rotated, mirrored, recoloured, with the examples reordered.
 
-A variant depends on the seed, the task's id and the variant's number alone, through a keyed hash, so that another
-split, another machine or a resumed run makes the same one. Variant 0 is the task itself.
+A variant depends only on the seed, the task's id and the variant's number, through a keyed hash, so that another split,
+another machine or a resumed run makes the same variant. Variant 0 is the task itself.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = [
 
 
 def shuffled(count: int, *key: object) -> list[int]:
-    """A permutation of ``range(count)`` that the key alone decides, on every machine and Python."""
+    """Return a permutation of ``range(count)`` that depends only on the key."""
     numbers, words = list(range(count)), _words(key)
     for last in range(count - 1, 0, -1):
         other = next(words) % (last + 1)
@@ -36,7 +36,7 @@ def shuffled(count: int, *key: object) -> list[int]:
 
 
 def _words(key: Sequence[object]) -> Iterator[int]:
-    """An endless row of 64-bit numbers from a key."""
+    """Yield 64-bit numbers derived from a key, without end."""
     seed = hashlib.blake2b("\0".join(map(str, key)).encode(), digest_size=32).digest()
     block = 0
     while True:
@@ -47,7 +47,7 @@ def _words(key: Sequence[object]) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class Augmentation:
-    """What was done to a task, in this order: quarter turns, a mirror, new colours; and the examples' order."""
+    """An augmentation of a task, applied in this order: rotation, mirroring, recolouring; and the examples' order."""
 
     rotation: int
     """Quarter turns counter-clockwise, 0 to 3."""
@@ -56,15 +56,15 @@ class Augmentation:
     colors: tuple[int, ...]
     """``colors[old]`` is the new colour."""
     order: tuple[int, ...]
-    """``order[place]`` is the train pair that stands there now."""
+    """``order[i]`` is the index of the original training pair at position ``i``."""
 
     def record(self) -> dict[str, object]:
-        """As a sample carries it."""
+        """Return the augmentation as it is stored with a sample."""
         return {"rotation": self.rotation, "flip": self.flip, "colors": list(self.colors), "order": list(self.order)}
 
 
 def draw(seed: int, task_id: str, variant: int, pairs: int) -> Augmentation:
-    """The augmentation of one variant."""
+    """Return the augmentation of one variant."""
     if variant == 0:
         return Augmentation(0, False, tuple(range(10)), tuple(range(pairs)))
     key = ("augment", seed, task_id, variant)
@@ -78,7 +78,7 @@ def draw(seed: int, task_id: str, variant: int, pairs: int) -> Augmentation:
 
 
 def augment(task: Task, seed: int, variant: int) -> tuple[Task, Augmentation]:
-    """A variant of the task and how it was made."""
+    """Return a variant of the task and its augmentation."""
     drawn = draw(seed, task.task_id, variant, len(task.train))
     if variant == 0:
         return task, drawn
@@ -93,7 +93,7 @@ def augment(task: Task, seed: int, variant: int) -> tuple[Task, Augmentation]:
 
 
 def apply(grid: Grid, augmentation: Augmentation) -> Grid:
-    """One grid, turned, mirrored and recoloured."""
+    """Apply the augmentation to one grid."""
     for _ in range(augmentation.rotation):
         grid = _turned(grid)
     rows = [row[::-1] for row in grid] if augmentation.flip else grid
@@ -101,7 +101,7 @@ def apply(grid: Grid, augmentation: Augmentation) -> Grid:
 
 
 def revert(grid: Grid, augmentation: Augmentation | Mapping[str, object] | None) -> Grid:
-    """A grid of a variant, as it would be in the task itself; takes what a sample carries too."""
+    """Undo the augmentation of a grid; accepts the stored form of the augmentation too."""
     if augmentation is None:
         return grid
     record = augmentation.record() if isinstance(augmentation, Augmentation) else augmentation
@@ -117,7 +117,7 @@ def revert(grid: Grid, augmentation: Augmentation | Mapping[str, object] | None)
 
 
 def _turned(grid: Grid) -> Grid:
-    """A quarter turn counter-clockwise."""
+    """Rotate a grid by a quarter turn counter-clockwise."""
     return [list(column) for column in zip(*grid, strict=True)][::-1]
 
 
@@ -176,5 +176,5 @@ VERSIONS: dict[str, Callable[[Task, GridEncoder], Messages]] = dict(
 
 
 def arc_messages(task: Task, encoder: GridEncoder, version: str) -> Messages:
-    """The task as the messages of a chat that the model is to answer. Of several test inputs the first is asked."""
+    """Return the task as chat messages. If there are several test inputs, the prompt asks for the first."""
     return VERSIONS[version](task, encoder)
