@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import json
 import mmap
 import os
 import threading
@@ -154,38 +155,28 @@ def open_bucket(scheme: str, bucket: str, prefix: str) -> BucketFolder:
 class BucketFolder:
     """A prefix of a bucket."""
 
+    local_path = None
+
     def __init__(self, bucket: Bucket, prefix: str) -> None:
-        self.bucket = bucket
+        self.bucket, self.stats = bucket, bucket.stats
+        self.url = f"{bucket.url}/{prefix}".rstrip("/")
         self._prefix = f"{prefix}/" if prefix else ""
 
-    @property
-    def url(self) -> str:
-        """``gs://bucket/prefix``."""
-        return f"{self.bucket.url}/{self._prefix}".rstrip("/")
-
-    @property
-    def local_path(self) -> None:
-        """None: this is not a directory."""
-        return None
-
-    @property
-    def stats(self) -> Stats:
-        """Counters shared by all folders that were opened from this one."""
-        return self.bucket.stats
-
     def child(self, path: str) -> BucketFolder:
-        """Return the folder below this one."""
         return BucketFolder(self.bucket, self._prefix + checked_key(path))
 
     def get(self, key: str) -> bytes:
-        """Return the whole object."""
         name = self._name(key)
-        data = self._run("read", key, lambda: self._get(name))
+        data, _ = self._run("read", key, lambda: self._get(name))
         self.stats.add(bytes_read=len(data))
         return data
 
-    def _get(self, name: str) -> bytes:
-        return self.bucket.once(lambda c: bytes(c.obstore.get(c.store, name).bytes()))
+    def _get(self, name: str) -> tuple[bytes, str]:
+        def get(c: _Connection) -> tuple[bytes, str]:
+            reply = c.obstore.get(c.store, name)
+            return bytes(reply.bytes()), _version(reply.meta)
+
+        return self.bucket.once(get)
 
     def get_many(self, keys: Iterable[str]) -> Iterator[bytes]:
         """Yield whole objects, many at a time because each waits for the network, at most 192 ahead of the caller."""
@@ -202,7 +193,6 @@ class BucketFolder:
                 future.cancel()
 
     def get_range(self, key: str, start: int, length: int) -> bytes | memoryview:
-        """Return exactly these bytes."""
         name = self._name(key)
         if length == 0:
             return b""
@@ -218,7 +208,6 @@ class BucketFolder:
         return data
 
     def info(self, key: str) -> ObjectInfo:
-        """Return size and time of one object."""
         name = self._name(key)
         return self._info(self._run("read", key, lambda: self.bucket.once(lambda c: c.obstore.head(c.store, name))))
 
@@ -261,40 +250,54 @@ class BucketFolder:
                     return
 
     def put(self, key: str, data: bytes) -> None:
-        """Create or replace an object."""
         name = self._name(key)
         self._run("write", key, lambda: self._put(name, data, "overwrite"))
         self.stats.add(bytes_written=len(data))
 
-    def _put(self, name: str, data: bytes, mode: Any) -> None:
-        self.bucket.once(lambda c: c.obstore.put(c.store, name, data, mode=mode, use_multipart=False))
+    def _put(self, name: str, data: bytes, mode: Any) -> str:
+        found = self.bucket.once(lambda c: c.obstore.put(c.store, name, data, mode=mode, use_multipart=False))
+        return _version(found)
 
     def create(self, key: str, data: bytes) -> bool:
-        """Create an object only if it does not exist."""
-        created = self._put_if(key, data, "create")
-        self.stats.add(bytes_written=len(data) * created)
-        return created
+        return self._put_if(key, data, "create") is not None
 
-    def _put_if(self, key: str, data: bytes, mode: Any) -> bool:
+    def get_version(self, key: str) -> tuple[bytes, str]:
+        name = self._name(key)
+        return self._run("read", key, lambda: self._get(name))
+
+    def replace(self, key: str, data: bytes, version: str) -> str | None:
+        return self._put_if(key, data, json.loads(version))
+
+    def _put_if(self, key: str, data: bytes, mode: Any) -> str | None:
         """Write under a condition. If an earlier reply was lost, compare the object in place with ours."""
         name = self._name(key)
         reply_lost = False
 
-        def attempt() -> bool:
+        def attempt() -> str | None:
             nonlocal reply_lost
             try:
-                self._put(name, data, mode)
+                return self._put(name, data, mode)
             except RequestFailure as failure:
-                if failure.exists:
-                    return reply_lost and self._get(name) == data
+                if failure.exists or (failure.absent and mode != "create"):
+                    return self._version_of(name, data) if reply_lost else None
                 reply_lost |= failure.transient
                 raise
-            return True
 
-        return self._run("write", key, attempt)
+        written = self._run("write", key, attempt)
+        self.stats.add(bytes_written=len(data) * (written is not None))
+        return written
+
+    def _version_of(self, name: str, data: bytes) -> str | None:
+        """Return the object's version if it consists of these bytes."""
+        try:
+            found, version = self._get(name)
+        except RequestFailure as failure:
+            if failure.absent:
+                return None
+            raise
+        return version if found == data else None
 
     def delete(self, key: str) -> None:
-        """Remove an object."""
         name = self._name(key)
         self._remove(key, lambda: self.bucket.once(lambda c: c.obstore.delete(c.store, name)))
 
@@ -321,7 +324,6 @@ class BucketFolder:
             yield Unfinished(upload.key.removeprefix(self._prefix), upload.handle, upload.started)
 
     def discard(self, remains: Unfinished) -> None:
-        """Abort a multipart upload."""
         name = self._name(remains.key)
         self._remove(remains.key, lambda: self.bucket.cloud.discard(name, remains.handle))
 
@@ -352,6 +354,11 @@ class BucketFolder:
                 raise NotFound(f"no such object {address}") from failure
             fix = _fix(self.bucket.url, failure)
             raise StoreError(f"cannot {verb} {address}", found=failure.cause, fix=fix) from failure
+
+
+def _version(found: Any) -> str:
+    """Return what :meth:`BucketFolder.replace` needs to know: S3 and Azure compare the ETag, GCS the generation."""
+    return json.dumps({name: found[name] for name in ("e_tag", "version") if found[name] is not None})
 
 
 _MAKE = {
@@ -429,7 +436,6 @@ class BucketWriter:
         self._buffer: Bytes | None = buffers.take(size)
 
     def write_at(self, offset: int, data: Buffer) -> None:
-        """Copy bytes to an offset."""
         piece = np.asarray(memoryview(data).cast("B"))
         self._room(offset + piece.nbytes)[offset : offset + piece.nbytes] = piece
 

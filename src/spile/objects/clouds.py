@@ -153,13 +153,10 @@ class GoogleBucket:
         self.credentials = GoogleToken()
 
     def check_credentials(self) -> None:
-        """Find and renew the credentials."""
         if not self.emulated:
             self.credentials.token()
 
     def open(self, stores: Any, seconds: float, retries: int) -> Store:
-        """Return obstore's store."""
-
         def token() -> dict[str, Any]:
             return {"token": self.credentials.token(), "expires_at": datetime.now(UTC) + _VALID}
 
@@ -187,7 +184,6 @@ class GoogleBucket:
         return reply.content
 
     def unfinished(self, prefix: str) -> Iterator[PendingUpload]:
-        """Yield unfinished uploads, page by page."""
         query = {"uploads": "", "prefix": prefix}
         while True:
             uploads, markers = parse_uploads(self.request("GET", self.bucket, query))
@@ -197,11 +193,9 @@ class GoogleBucket:
             query["key-marker"], query["upload-id-marker"] = markers
 
     def discard(self, key: str, handle: str) -> None:
-        """Abort an upload."""
         self.request("DELETE", f"{self.bucket}/{key}", {"uploadId": handle})
 
     def region(self) -> str | None:
-        """Ask for the bucket's location."""
         return (_parse_xml(self.request("GET", self.bucket, {"location": ""})).text or "us").lower()
 
 
@@ -466,7 +460,6 @@ class AmazonBucket:
         return (self._endpoint or _amazon_url(self.region())).rstrip("/")
 
     def check_credentials(self) -> None:
-        """Find and renew the keys."""
         aws_keys()
 
     def open(self, stores: Any, seconds: float, retries: int) -> Store:
@@ -486,7 +479,6 @@ class AmazonBucket:
         )
 
     def unfinished(self, prefix: str) -> Iterator[PendingUpload]:
-        """Yield unfinished uploads, as botocore lists them."""
 
         def pages(client: Any) -> list[Any]:
             found = client.get_paginator("list_multipart_uploads").paginate(Bucket=self.bucket, Prefix=prefix)
@@ -505,7 +497,6 @@ class AmazonBucket:
             yield PendingUpload(upload["Key"], upload["UploadId"], upload["Initiated"].timestamp())
 
     def discard(self, key: str, handle: str) -> None:
-        """Abort an upload."""
         self._with_botocore(lambda c: c.abort_multipart_upload(Bucket=self.bucket, Key=key, UploadId=handle))
 
     def _with_botocore(self, use: Callable[[Any], Answer]) -> Answer:
@@ -578,7 +569,6 @@ class AzureContainer:
         return os.environ.get("AZURE_STORAGE_ACCOUNT_NAME") or os.environ.get("AZURE_STORAGE_ACCOUNT")
 
     def open(self, stores: Any, seconds: float, retries: int) -> Store:
-        """Return obstore's store."""
         names = ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
         endpoint = next((value for name in names if (value := os.environ.get(name))), "")
         emulated = "http:" if os.environ.get("AZURE_STORAGE_USE_EMULATOR") else endpoint

@@ -178,6 +178,16 @@ class Folder(Protocol):
         must have a single author, such as a commit, therefore has to contain something unique to that author.
         """
 
+    def get_version(self, key: str) -> tuple[bytes, str]:
+        """Return the whole object and its version, for :meth:`replace`."""
+
+    def replace(self, key: str, data: bytes, version: str) -> str | None:
+        """Replace an object only if it still has this version, atomically and durably.
+
+        Returns the new version, or None if the object has changed or is gone. A lost reply is handled as in
+        :meth:`create`, so no two authors may write the same bytes, and no author the same bytes twice.
+        """
+
     def delete(self, key: str) -> None:
         """Remove an object. Does nothing if it does not exist."""
 

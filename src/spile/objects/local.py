@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import hashlib
 import io
 import mmap
 import os
@@ -251,7 +252,6 @@ class LocalWriter:
                 raise
 
     def write_at(self, offset: int, data: Buffer) -> None:
-        """Write bytes at an offset."""
         view = memoryview(data).cast("B")
         with write_errors(self._path):
             _write_all(self._open(), view, offset)
@@ -298,36 +298,19 @@ class LocalFolder:
     """A directory. It is created by the first write."""
 
     def __init__(self, path: Path, url: str | None = None, stats: Stats | None = None) -> None:
-        self.path = path
-        self._url = url if url is not None else str(path)
-        self._stats = stats if stats is not None else Stats()
-
-    @property
-    def url(self) -> str:
-        """The path as the user typed it."""
-        return self._url
-
-    @property
-    def local_path(self) -> Path:
-        """The directory."""
-        return self.path
-
-    @property
-    def stats(self) -> Stats:
-        """Counters shared with the folders above and below."""
-        return self._stats
+        self.path = self.local_path = path
+        self.url = url if url is not None else str(path)
+        self.stats = stats if stats is not None else Stats()
 
     def child(self, path: str) -> LocalFolder:
-        """Return the folder below this one."""
         checked_key(path)
-        return LocalFolder(self.path / path, f"{self._url.rstrip('/')}/{path}", self._stats)
+        return LocalFolder(self.path / path, f"{self.url.rstrip('/')}/{path}", self.stats)
 
     def get(self, key: str) -> bytes:
-        """Return the whole file."""
         path = self._at(key)
         with read_errors(path), open_plain(path) as file:
             data = file.readall()
-        self._stats.add(requests=1, bytes_read=len(data))
+        self.stats.add(requests=1, bytes_read=len(data))
         return data
 
     def get_many(self, keys: Iterable[str]) -> Iterator[bytes]:
@@ -335,7 +318,6 @@ class LocalFolder:
         return map(self.get, keys)
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
-        """Return exactly these bytes."""
         path = self._at(key)
         with read_errors(path), open_plain(path) as file:
             pieces: list[bytes] = []
@@ -345,11 +327,10 @@ class LocalFolder:
                 missing, offset = missing - len(piece), offset + len(piece)
         if missing:
             raise StoreError(f"{path} is cut short", expected=f"{start + length} bytes", found=start + length - missing)
-        self._stats.add(requests=1, bytes_read=length)
+        self.stats.add(requests=1, bytes_read=length)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def info(self, key: str) -> ObjectInfo:
-        """Return size and time of one file."""
         path = self._at(key)
         with read_errors(path):
             found = path.stat()
@@ -370,7 +351,7 @@ class LocalFolder:
         path = self._at(key)
         with write_errors(path), self._temporary_file(path, data) as temporary:
             temporary.rename(path)
-        self._stats.add(requests=1, bytes_written=len(data))
+        self.stats.add(requests=1, bytes_written=len(data))
 
     def create(self, key: str, data: bytes) -> bool:
         """Write a temporary file, sync it and link it: the file system lets one of several creators succeed."""
@@ -382,19 +363,37 @@ class LocalFolder:
                 return False
             finally:
                 temporary.unlink(missing_ok=True)
-        self._stats.add(requests=1, bytes_written=len(data))
+        self.stats.add(requests=1, bytes_written=len(data))
         return True
 
+    def get_version(self, key: str) -> tuple[bytes, str]:
+        data = self.get(key)
+        return data, hashlib.sha256(data).hexdigest()
+
+    def replace(self, key: str, data: bytes, version: str) -> str | None:
+        """Compare and rename while the directory is locked, so that one of several authors succeeds."""
+        path = self._at(key)
+        with write_errors(path), suppress(FileNotFoundError, NotADirectoryError):
+            folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX)
+                if hashlib.sha256(path.read_bytes()).hexdigest() == version:
+                    with self._temporary_file(path, data) as temporary:
+                        temporary.rename(path)
+                    self.stats.add(requests=1, bytes_written=len(data))
+                    return hashlib.sha256(data).hexdigest()
+            finally:
+                os.close(folder)
+        return None
+
     def delete(self, key: str) -> None:
-        """Remove a file."""
         path = self._at(key)
         with write_errors(path), suppress(FileNotFoundError, NotADirectoryError):
             path.unlink()
             _sync_folder(path.parent)
 
     def writer(self, key: str, size: int) -> LocalWriter:
-        """Return a writer for a file of at most ``size`` bytes; its space is allocated now."""
-        return LocalWriter(self._at(key), size, self._stats)
+        return LocalWriter(self._at(key), size, self.stats)
 
     def unfinished(self, prefix: str = "") -> Iterator[Unfinished]:
         """Yield temporary files with exactly our form of name, including those of running writers."""
@@ -409,7 +408,6 @@ class LocalFolder:
                         yield Unfinished(key, found, status.st_mtime, status.st_size)
 
     def discard(self, remains: Unfinished) -> None:
-        """Remove a temporary file."""
         self.delete(remains.handle)
 
     def _at(self, key: str) -> Path:

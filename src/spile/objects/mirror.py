@@ -25,12 +25,10 @@ class _BothWriters:
         self._home, self._copy, self._remove_copy = home, copy, remove_copy
 
     def write_at(self, offset: int, data: Buffer) -> None:
-        """Write to both."""
         self._copy.write_at(offset, data)
         self._home.write_at(offset, data)
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Move in both."""
         self._copy.move(source, target, length)
         self._home.move(source, target, length)
 
@@ -44,7 +42,6 @@ class _BothWriters:
             raise
 
     def abort(self) -> None:
-        """Abort both."""
         try:
             self._copy.abort()
         finally:
@@ -62,21 +59,17 @@ class MirrorFolder:
 
     @property
     def url(self) -> str:
-        """The address of the home."""
         return self.home.url
 
     @property
     def local_path(self) -> Path | None:
-        """The home's directory; the copy is never read."""
         return self.home.local_path
 
     @property
     def stats(self) -> Stats:
-        """The home's counters."""
         return self.home.stats
 
     def child(self, path: str) -> MirrorFolder:
-        """Return the mirror of both folders below."""
         return MirrorFolder(self.home.child(path), self.copy.child(path))
 
     def get(self, key: str) -> bytes:
@@ -86,7 +79,6 @@ class MirrorFolder:
         return data
 
     def get_range(self, key: str, start: int, length: int) -> bytes | memoryview:
-        """Read from the home."""
         return self.home.get_range(key, start, length)
 
     def get_many(self, keys: Iterable[str]) -> Iterator[bytes]:
@@ -97,15 +89,12 @@ class MirrorFolder:
             yield data
 
     def info(self, key: str) -> ObjectInfo:
-        """Ask the home."""
         return self.home.info(key)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """List the home."""
         return self.home.list(prefix)
 
     def put(self, key: str, data: bytes) -> None:
-        """Write to both."""
         self.home.put(key, data)
         self.copy.put(key, data)
 
@@ -131,21 +120,26 @@ class MirrorFolder:
                 fix="choose another --output-dir, or remove what is there; the dataset itself is complete",
             )
 
+    def get_version(self, key: str) -> tuple[bytes, str]:
+        return self.home.get_version(key)
+
+    def replace(self, key: str, data: bytes, version: str) -> str | None:
+        replaced = self.home.replace(key, data, version)
+        if replaced is not None:
+            self.copy.put(key, data)
+        return replaced
+
     def delete(self, key: str) -> None:
-        """Delete from both."""
         self.home.delete(key)
         self.copy.delete(key)
 
     def unfinished(self, prefix: str = "") -> Iterator[Unfinished]:
-        """List the home's unfinished writes."""
         return self.home.unfinished(prefix)
 
     def discard(self, remains: Unfinished) -> None:
-        """Discard one of the home's unfinished writes."""
         self.home.discard(remains)
 
     def writer(self, key: str, size: int) -> Writer:
-        """Return a writer to both."""
         home = self.home.writer(key, size)
         try:
             return _BothWriters(home, self.copy.writer(key, size), lambda: self.copy.delete(key))

@@ -158,7 +158,7 @@ def join_addition(stream: Folder, base: StreamRecord, identity: StreamIdentity, 
     return StreamStore(folder, stored, run, new_attempt(), read_ledger(folder, stored.id))
 
 
-_BRINGS = {"gs": "gcloud storage rsync --recursive", "s3": "aws s3 sync"}
+_BRINGS = {"gs": "gcloud storage rsync --recursive", "s3": "aws s3 sync", "az": "azcopy sync"}
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ class Lacking:
         return (
             f"the local copy {self.copy} has {self.of - self.shards} of {self.of} shards: {self.shards} "
             f"({size(self.bytes)}) were stored before it was there, or by other machines; "
-            f"{brings} {home} {self.copy} brings them"
+            f"{brings} {home.replace('az://', 'https://ACCOUNT.blob.core.windows.net/')} {self.copy} brings them"
         )
 
 
