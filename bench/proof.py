@@ -83,7 +83,7 @@ def break_rows(
     if kind == "other weights":
         return weights
     for each, theirs in zip(rows, other, strict=True):
-        row = int(random.integers(1, len(each)))
+        row = int(random.integers(len(each) // 2, len(each)))
         noise = random.standard_normal(each.shape[1])
         each[row] = {
             "zeroed row": np.zeros_like(each[row]),
@@ -116,9 +116,9 @@ def changed_model(model: str, folder: Path, change: Callable[[dict[str, np.ndarr
 
 
 def scale_down_projection(tensors: dict[str, np.ndarray]) -> None:
-    """Change the weights of one layer by 10 %."""
+    """Change the weights of one layer by 30 %."""
     name = "model.layers.0.mlp.down_proj.weight"
-    tensors[name] = tensors[name] * tensors[name].dtype.type(1.1)
+    tensors[name] = tensors[name] * tensors[name].dtype.type(1.3)
 
 
 def lengthen_embedding(token: int, ratio: float) -> Callable[[dict[str, np.ndarray]], None]:
@@ -141,11 +141,11 @@ def measure(model: str, other: str, texts: Path, scratch: Path, dtype: str, stor
     print(f"\n{dtype} stored as {store_dtype}: {len(problems)} false alarms in {pairs:,} pairs ({seconds:.0f} s)")
     for problem in problems:
         print("  FALSE ALARM", problem.line())
-    print(f"  {'tap':14}{'noise':>9}{'stored':>9}{'row':>9}{'sample':>9}{'worst':>8}")
+    print(f"  {'tap':14}{'noise':>9}{'stored':>9}{'row':>9}{'sample':>9}{'factor':>9}{'worst':>8}")
     chosen = list(found.taps)[:: max(1, len(found.taps) // 6)]
     for tap in dict.fromkeys([*chosen, list(found.taps)[-1]]):
         noise = found.taps[tap]
-        figures = (noise.fresh, noise.stored, noise.row_limit, noise.sample_limit)
+        figures = (noise.fresh, noise.stored, noise.row_limit, noise.sample_limit, noise.gain_limit)
         print(f"  {tap:14}" + "".join(f"{100 * x:8.3g}%" for x in figures) + f"{noise.worst:8.2f}")
     theirs = spile.open(extract(other, texts, scratch / "other", dtype, store_dtype))
     others: dict[bytes, list[np.ndarray]] = {}

@@ -162,9 +162,10 @@ def _show_recomputed(report: Report, console: Console) -> None:
         f"{counted(len(found.taps), 'tap')}: {found.dtype} rows of this model differ from float32 by "
         f"{_percent(middle.fresh)} of their norm at {middle.tap}, stored rows by {_percent(middle.stored)}",
         f"noisiest tap: {noisiest.tap}, {_percent(noisiest.fresh)}, stored rows {_percent(noisiest.stored)}",
-        f"finds, at {middle.tap}: a row that is off by {_percent(middle.row_limit)} of its norm or more, and a sample "
-        f"whose rows are off by {_percent(middle.sample_limit)} or more (at {noisiest.tap}: "
-        f"{_percent(noisiest.row_limit)} and {_percent(noisiest.sample_limit)})",
+        f"finds, at {middle.tap}: one row that is off by {_percent(middle.row_limit)} of its norm, a sample whose rows "
+        f"are off by {_percent(middle.sample_limit)}, a sample that is scaled by {1 - middle.gain_limit:.3g}; "
+        f"at {noisiest.tap}: {_percent(noisiest.row_limit)}, {_percent(noisiest.sample_limit)}, "
+        f"{1 - noisiest.gain_limit:.3g}",
         "does not find: smaller errors, and errors in samples that were not chosen",
     ]
     unjudged = sum(noise.unjudged for noise in found.taps.values())

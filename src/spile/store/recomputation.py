@@ -5,10 +5,12 @@ dtype and stored the same way (the fresh rows). The distance between fresh rows 
 correct run has. A stored row is right if its distance from the reference is explained by that noise. All distances are
 relative to the norm of the reference row, so rows with large norms (attention sinks) do not hide errors in others.
 
-Two rules judge a sample at a tap:
+Three rules judge a sample at a tap:
 
 - one row: its distance is at most ``ROW`` times the tap's median noise, or ``OWN`` times the row's own noise;
-- all rows: the median distance is at most ``1 + (ROW - 1) / sqrt(rows)`` times the median noise, at least ``SAMPLE``.
+- all rows: the median distance is at most ``1 + (ROW - 1) / rows`` times the median noise, at least ``SAMPLE`` times;
+- the gain: the median change of the rows' length, in the direction of the reference, is as small as that of the fresh
+  rows. Noise has no preferred direction, so this finds a wrong factor that is smaller than the noise of a row.
 
 Noise has a heavy tail: a few rows are twenty times noisier than the median, and not in every computation. Therefore a
 sample that breaks a rule is computed several times more with embeddings that are changed by one rounding error, and a
@@ -37,7 +39,7 @@ from spile.store.streams import Stream
 
 __all__ = ["OWN", "ROW", "SAMPLE", "VARIANTS", "Recompute", "StoredRows", "compare", "distances"]
 
-ROW, OWN, SAMPLE = 16.0, 4.0, 1.5
+ROW, OWN, SAMPLE, GAIN = 16.0, 4.0, 1.5, 8.0
 VARIANTS = 8
 """Additional computations of a sample that breaks a rule."""
 FLOOR = {"float32": 2.0**-16, "float16": 2.0**-12, "bfloat16": 2.0**-9}
@@ -47,6 +49,9 @@ _IDS_FLOOR = 1 / 6
 """The same for a tap of ids, as a share of them. Near ties change places, so only whole samples are judged."""
 _NARROW = 8
 """A row of fewer numbers, such as a loss, may be almost 0: its distance is relative to the tap's median norm."""
+
+_FEWEST = 4
+"""A sample of fewer rows is not judged by its gain: the variation from row to row is not known."""
 
 _Array = npt.NDArray[Any]
 StoredRows = Callable[[Sample], Sequence[_Array]]
@@ -59,7 +64,7 @@ class Recompute(Protocol):
     def __call__(
         self, samples: Sequence[Sample], taps: Sequence[TapRows], stored: StoredRows, variant: int = 0
     ) -> Iterator[tuple[int, _Array]]:
-        """Yield the index of each sample, in any order, with ``[taps, 3, rows]`` as :func:`distances` returns it.
+        """Yield the index of each sample, in any order, with ``[taps, 5, rows]`` as :func:`distances` returns it.
 
         ``variant`` 0 is the run's own computation. Each other number changes the embeddings by one rounding error of
         the run's dtype, differently for each number.
@@ -67,7 +72,8 @@ class Recompute(Protocol):
 
 
 def distances(reference: _Array, fresh: _Array, stored: _Array, kind: TapRows) -> npt.NDArray[np.float32]:
-    """Return ``[3, rows]``: the norm of the reference rows, and how far fresh and stored rows are from them.
+    """Return ``[5, rows]``: the norm of the reference rows, how far fresh and stored rows are from them, and how much
+    longer fresh and stored rows are in the direction of the reference.
 
     For a tap of integers (the ids of the largest logits) the norm is 1 and the distance is the share of ids that are
     not in the reference row.
@@ -75,36 +81,54 @@ def distances(reference: _Array, fresh: _Array, stored: _Array, kind: TapRows) -
     if kind.dtype == "int32":
         missing = [[np.setdiff1d(a, b).size / max(1, b.size) for a, b in zip(x, reference, strict=True)]
                    for x in (fresh, stored)]  # fmt: skip
-        return np.array([np.ones(len(reference)), *missing], np.float32)
+        return np.array([np.ones(len(reference)), *missing, *np.zeros((2, len(reference)))], np.float32)
     again = as_stored(fresh, kind.dtype)
     again = decode(*split(again, kind.dtype)) if kind.scaled else again
     wide = reference.astype(np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
-        away = [np.linalg.norm(x.astype(np.float64) - wide, axis=1) for x in (again, stored)]
-        return np.array([np.linalg.norm(wide, axis=1), *away], np.float32)
+        norm = np.linalg.norm(wide, axis=1)
+        changes = [x.astype(np.float64) - wide for x in (again, stored)]
+        along = [(change * wide).sum(axis=1) / np.maximum(norm, 1e-30) for change in changes]
+        return np.array([norm, *(np.linalg.norm(change, axis=1) for change in changes), *along], np.float32)
 
 
 @dataclass
 class _Judged:
-    """One sample and what was measured of it, relative to the norms of its reference rows."""
+    """One sample and what was measured of it. All is relative to the norms of its reference rows."""
 
     stream: Stream
     sample: Sample
     fresh: npt.NDArray[np.float64]
     """``[taps, rows]``: the largest noise of any computation so far."""
     stored: npt.NDArray[np.float64]
+    gain: npt.NDArray[np.float64]
+    """``[taps]``: the median change of length of the stored rows."""
     middle: npt.NDArray[np.float64]
     """``[taps]``: the largest median noise of any computation so far."""
+    bias: npt.NDArray[np.float64]
+    """``[taps]``: the largest median change of length of any computation so far."""
+    spread: npt.NDArray[np.float64]
+    """``[taps]``: how much the change of length varies from row to row, as a standard deviation."""
 
-    def add(self, fresh: npt.NDArray[np.float64]) -> None:
+    @classmethod
+    def measured(cls, stream: Stream, sample: Sample, values: _Array, least: _Array) -> _Judged:
+        """Return what the first computation measured: ``[taps, 5, rows]`` as :func:`distances` returns it."""
+        fresh, stored, along, gain = np.moveaxis(_relative(values, least), 1, 0)
+        bias = _median(along)
+        spread = 1.48 * _median(np.abs(along - bias[:, None]))
+        return cls(stream, sample, fresh, stored, _median(gain), _median(fresh), np.abs(bias), spread)
+
+    def add(self, values: _Array, least: _Array) -> None:
+        """Take in the noise of another computation."""
+        fresh, _, along, _ = np.moveaxis(_relative(values, least), 1, 0)
         self.fresh = np.fmax(self.fresh, fresh)
         self.middle = np.fmax(self.middle, _median(fresh))
+        self.bias = np.fmax(self.bias, np.abs(_median(along)))
 
 
-def _relative(values: _Array, least: _Array) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Return the distances of fresh and of stored rows in units of the reference rows' norms."""
-    norm = np.maximum(values[:, 0].astype(np.float64), least)
-    return values[:, 1] / norm, values[:, 2] / norm
+def _relative(values: _Array, least: _Array) -> npt.NDArray[np.float64]:
+    """Return all but the norms, ``[taps, 4, rows]``, in units of the norms."""
+    return np.asarray(values[:, 1:] / np.maximum(values[:, :1].astype(np.float64), least[:, None]))
 
 
 def _median(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -199,27 +223,33 @@ class _Judge:
             if number in damaged:
                 self.problems.append(Problem("damaged", each.stream.folder.url, str(damaged[number])))
                 continue
-            fresh, away = _relative(found[number], least)
-            self.samples[number] = _Judged(each.stream, each.sample, fresh, away, _median(fresh))
+            self.samples[number] = _Judged.measured(each.stream, each.sample, found[number], least)
         every = [each.fresh for each in self.samples.values()]
         self.typical = np.fmax(self.floor, _median(np.concatenate(every, axis=1))[:, None]) if every else self.floor
         for variant in range(1, VARIANTS + 1):
             again = [number for number, each in self.samples.items() if self._wrong(each).any()]
             for number, values in recompute([numbered[n] for n in again], self.kinds, stored, variant):
-                self.samples[number].add(_relative(values, least)[0])
+                self.samples[number].add(values, least)
         self.problems += self._wrong_samples()
 
     def _row_limits(self, each: _Judged) -> npt.NDArray[np.float64]:
         return np.asarray(np.maximum(ROW * self.typical, OWN * each.fresh))
 
     def _sample_limits(self, each: _Judged) -> npt.NDArray[np.float64]:
-        factor = max(SAMPLE, 1 + (ROW - 1) / max(1, each.stored.shape[1]) ** 0.5)
+        factor = max(SAMPLE, 1 + (ROW - 1) / max(1, each.stored.shape[1]))
         return np.asarray(factor * np.fmax(self.floor[:, 0], each.middle))
+
+    def _gain_limits(self, each: _Judged) -> npt.NDArray[np.float64]:
+        deviation = each.spread / max(1, each.stored.shape[1]) ** 0.5
+        return np.asarray(2 * self.floor[:, 0] + SAMPLE * each.bias + GAIN * deviation)
 
     def _wrong(self, each: _Judged) -> npt.NDArray[np.bool_]:
         """``[taps]``: whether one of the rules is broken; a distance that is not a number breaks them."""
-        rows = ~(each.stored <= self._row_limits(each))
-        return np.asarray(rows.any(axis=1) | ~(_median(each.stored) <= self._sample_limits(each)))
+        right = (each.stored <= self._row_limits(each)).all(axis=1)
+        right &= _median(each.stored) <= self._sample_limits(each)
+        if each.stored.shape[1] >= _FEWEST:
+            right &= np.abs(each.gain) <= self._gain_limits(each)
+        return np.asarray(~right)
 
     def _wrong_samples(self) -> list[Problem]:
         """Return one problem for each sample and tap that is wrong."""
@@ -244,9 +274,15 @@ class _Judge:
                 f"{fresh} is {_percent(each.fresh[tap, worst])} away, "
                 f"and noise explains up to {_percent(limits[worst])}"
             )
+        if not middle <= limit:
+            return (
+                f"its rows are {_percent(middle)} (median) of their norm away from the float32 reference; {fresh} is "
+                f"{_percent(each.middle[tap])} away, and noise explains up to {_percent(limit)}"
+            )
         return (
-            f"its rows are {_percent(middle)} (median) of their norm away from the float32 reference; {fresh} is "
-            f"{_percent(each.middle[tap])} away, and noise explains up to {_percent(limit)}"
+            f"its rows are {_percent(each.gain[tap])} (median) longer than those of the float32 reference; those of "
+            f"{fresh} are {_percent(each.bias[tap])} longer, and noise explains up to "
+            f"{_percent(self._gain_limits(each)[tap])}"
         )
 
     def report(self) -> list[TapNoise]:
@@ -258,16 +294,22 @@ class _Judge:
         stored = np.concatenate([each.stored for each in samples], axis=1)
         limits = np.concatenate([self._row_limits(each) for each in samples], axis=1)
         whole = np.stack([self._sample_limits(each) for each in samples])
-        medians = np.stack([_median(each.stored) for each in samples])
+        gains = np.stack([self._gain_limits(each) for each in samples])
+        shares = [
+            np.concatenate([each.stored / self._row_limits(each) for each in samples], axis=1).max(axis=1, initial=0.0),
+            (np.stack([_median(each.stored) for each in samples]) / whole).max(axis=0),
+            (np.stack([np.abs(each.gain) * (each.stored.shape[1] >= _FEWEST) for each in samples]) / gains).max(axis=0),
+        ]
         return [
             TapNoise(
                 tap=kind.name,
                 rows=fresh.shape[1],
                 fresh=float(_median(fresh)[tap]),
                 stored=float(_median(stored)[tap]),
-                worst=float(np.max([*(stored[tap] / limits[tap]), *(medians[:, tap] / whole[:, tap])], initial=0.0)),
+                worst=float(np.max([share[tap] for share in shares])),
                 row_limit=float(ROW * self.typical[tap, 0]),
                 sample_limit=float(np.median(whole[:, tap])),
+                gain_limit=float(np.median(gains[:, tap])),
                 unjudged=int(np.count_nonzero(limits[tap] >= 1.0)),
             )
             for tap, kind in enumerate(self.kinds)

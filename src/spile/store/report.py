@@ -58,6 +58,8 @@ class TapNoise:
     """The smallest error of a single row that is found, unless the row itself is noisier than others."""
     sample_limit: float
     """The smallest median distance of a whole sample that is found, for a sample of median length."""
+    gain_limit: float
+    """The smallest factor that is found, as its distance from 1, when all rows of a sample have it."""
     unjudged: int
     """Rows that are too noisy to be judged alone: replacing them by zeros would not be found."""
 
@@ -69,7 +71,7 @@ class TapNoise:
         return TapNoise(tap=parts[0].tap, rows=rows, unjudged=unjudged, **largest)
 
 
-_MERGED_BY_MAXIMUM = ("fresh", "stored", "worst", "row_limit", "sample_limit")
+_MERGED_BY_MAXIMUM = ("fresh", "stored", "worst", "row_limit", "sample_limit", "gain_limit")
 
 
 @dataclass(frozen=True)

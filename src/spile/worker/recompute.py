@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -39,7 +38,7 @@ from spile.worker.torch_backend import TorchProducer, alike, load_model
 
 __all__ = ["recomputer"]
 
-_BATCH_TOKENS = {"cpu": 1024, "gpu": 16384, "tpu": 8192}
+_BATCH_TOKENS = {"cpu": 512, "gpu": 16384, "tpu": 8192}
 _BATCH_BYTES = {"cpu": 256 << 20, "gpu": 4 << 30, "tpu": 1 << 30}
 """What the rows of a batch may take at all taps, as float32."""
 _READERS = 4
@@ -69,22 +68,16 @@ def recomputer(root: str) -> Recompute:
 
 
 class _Recomputer:
-    """The JAX decoder in the run's dtype and in float32. Distances are computed on the device."""
+    """The JAX decoder in the run's dtype and in float32. Distances are computed on the device.
+
+    All batches have one shape, so that each program is compiled once.
+    """
 
     def __init__(self, files: ModelFiles, run: RunIdentity) -> None:
         self._files, self._dtype = files, run.dtype
         self._platform = jax.default_backend()
-        self._params = functools.lru_cache(maxsize=1)(self._load)
-        self._program = functools.lru_cache(maxsize=64)(self._make_program)
-
-    def _load(self, taps: tuple[Tap, ...]) -> Params:
-        return load(self._files, self._dtype, self._layers(taps), head=head_needed(taps), runs=self._runs(taps))
-
-    def _layers(self, taps: tuple[Tap, ...]) -> int:
-        return layers_needed(taps, self._files.config.n_layers)
-
-    def _runs(self, taps: tuple[Tap, ...]) -> Any:
-        return choose_runs(self._files.config, taps, self._layers(taps), 4)
+        self._model: _TappedModel | None = None
+        self._plan: BatchPlan | None = None
 
     def __call__(
         self, samples: Sequence[Sample], taps: Sequence[TapRows], stored: StoredRows, variant: int = 0
@@ -93,92 +86,130 @@ class _Recomputer:
         if not samples:
             return
         check_tokens(samples, self._files.config.vocab_size)
-        chosen = tuple(Tap.parse(tap.name) for tap in taps)
-        params = self._params(chosen)
-        embed = params.embed if variant == 0 else _changed(params.embed, variant, _CHANGE[self._dtype])
-        twice = variant != 0 or self._dtype != "float32"
+        if self._model is None or self._model.taps != tuple(taps):
+            self._model = _TappedModel(self._files, self._dtype, tuple(taps), self._platform)
+        self._plan = self._one_shape(samples, taps)
+        length = self._plan.row_length(self._plan.longest)
+        shape = self._plan.rows(length), length
         with ThreadPoolExecutor(_READERS, "recompute-read") as pool:
             waiting: tuple[Batch, Any] | None = None
-            for batch in batches(samples, self._plan(samples, taps)):
+            for batch in batches(samples, self._plan):
                 rows = list(pool.map(stored, batch.samples))
-                packed = pack(batch, batch.rows * batch.length)
-                blocks = tuple(_block(rows, tap, packed.places.shape[1]) for tap in range(len(taps)))
-                program = self._program(tuple(taps), twice)
-                measured = program(params, embed, packed.rows, packed.places[0], blocks)
-                # The device works on this batch while the rows of the next one are read.
+                # The device works on the last batch while the rows of this one are read.
                 if waiting is not None:
                     yield from _by_sample(*waiting)
-                waiting = batch, measured
+                waiting = batch, self._model.measure(replace(batch, rows=shape[0], length=length), rows, variant)
             if waiting is not None:
                 yield from _by_sample(*waiting)
 
-    def _plan(self, samples: Sequence[Sample], taps: Sequence[TapRows]) -> BatchPlan:
-        platform = "cpu" if self._platform == "cpu" else "tpu" if self._platform == "tpu" else "gpu"
-        width = sum(tap.width for tap in taps)
+    def _one_shape(self, samples: Sequence[Sample], taps: Sequence[TapRows]) -> BatchPlan:
+        """Return a plan whose batches all have the shape of the first call's, if that is long enough."""
         longest = max(map(len, samples))
-        tokens = max(longest, min(_BATCH_TOKENS[platform], _BATCH_BYTES[platform] // (4 * max(1, width))))
-        return BatchPlan(tokens, None, longest, short_tail=True)
+        if self._plan is not None and self._plan.longest >= longest:
+            return self._plan
+        width = sum(tap.width for tap in taps)
+        most = _BATCH_BYTES[self._platform] // (4 * max(1, width))
+        row = BatchPlan(longest, None, longest).row_length(longest)
+        tokens = max(row, min(_BATCH_TOKENS[self._platform], most))
+        return BatchPlan(tokens, None, longest, shortest_row=row)
 
-    def _make_program(self, taps: tuple[TapRows, ...], twice: bool) -> Any:
-        chosen = tuple(Tap.parse(tap.name) for tap in taps)
-        runs, config = self._runs(chosen), self._files.config
-        order = [number for group in tap_groups(chosen, runs) for number in group]
 
-        def rows_of(params: Params, dtype: str, batch: jax.Array, places: jax.Array) -> dict[int, jax.Array]:
-            kept = forward(
-                params, *(batch[:, part] for part in range(3)), config=config, taps=chosen,
-                attention=choose(config, self._platform, dtype), mixture=choose_mixture(self._platform),
-                keep=lambda _, x: x.reshape(-1, x.shape[-1])[places], runs=runs,
+class _TappedModel:
+    """A model's weights on the device and the programs that compute some taps with them."""
+
+    def __init__(self, files: ModelFiles, dtype: str, taps: tuple[TapRows, ...], platform: str) -> None:
+        self.taps, self._dtype, self._platform, self._config = taps, dtype, platform, files.config
+        self._chosen = tuple(Tap.parse(tap.name) for tap in taps)
+        layers = layers_needed(self._chosen, files.config.n_layers)
+        self._runs = choose_runs(files.config, self._chosen, layers, 4)
+        self._groups = tap_groups(self._chosen, self._runs)
+        self._params = load(files, dtype, layers, head=head_needed(self._chosen), runs=self._runs)
+        self._wide = jax.jit(lambda params: jax.tree.map(lambda x: x.astype(jnp.float32), params))(self._params)
+        self._programs: dict[str, Any] = {}
+        self._distances = jax.jit(self._measure_all)
+
+    def measure(self, batch: Batch, rows: Sequence[Sequence[npt.NDArray[Any]]], variant: int) -> jax.Array:
+        """Start the computation of a batch whose stored rows are ``rows``; return ``[taps, 5, rows]``."""
+        packed = pack(batch, batch.rows * batch.length)
+        inputs = packed.rows, packed.places[0]
+        twice = variant != 0 or self._dtype != "float32"
+        self._compile(inputs, ["float32", self._dtype] if twice else ["float32"])
+        reference = fresh = self._programs["float32"](self._wide, *inputs)
+        if twice:
+            params = self._params if variant == 0 else _changed(self._params, variant, _CHANGE[self._dtype])
+            fresh = self._programs[self._dtype](params, *inputs)
+        stored = [_block(rows, group, len(inputs[1])) for group in self._groups]
+        measured: jax.Array = self._distances(reference, fresh, stored)
+        return measured
+
+    def _compile(self, inputs: Any, dtypes: Sequence[str]) -> None:
+        """Compile the programs that are missing, at the same time."""
+        missing = [dtype for dtype in dict.fromkeys(dtypes) if dtype not in self._programs]
+        with ThreadPoolExecutor(2, "recompute-compile") as pool:
+            params = [self._wide if dtype == "float32" else self._params for dtype in missing]
+            found = pool.map(lambda dtype, given: self._lower(dtype, given, inputs).compile(), missing, params)
+            self._programs.update(zip(missing, found, strict=True))
+
+    def _lower(self, dtype: str, params: Params, inputs: Any) -> jax.stages.Lowered:
+        def rows_of(params: Params, batch: jax.Array, places: jax.Array) -> tuple[jax.Array, ...]:
+            return forward(
+                params, *(batch[:, part] for part in range(3)), config=self._config, taps=self._chosen,
+                attention=choose(self._config, self._platform, dtype), mixture=choose_mixture(self._platform),
+                keep=lambda _, x: x.reshape(-1, x.shape[-1])[places], runs=self._runs,
             )  # fmt: skip
-            arrays = [one for group in kept for one in (group if group.ndim == 3 else [group])]
-            return dict(zip(order, arrays, strict=True))
 
-        def step(params: Params, embed: jax.Array, batch: Any, places: Any, stored: Any) -> jax.Array:
-            wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
-            reference = rows_of(wide, "float32", batch, places)
-            fresh = rows_of(replace(params, embed=embed), self._dtype, batch, places) if twice else reference
-            return jnp.stack([_distances(reference[n], fresh[n], stored[n], kind) for n, kind in enumerate(taps)])
+        return jax.jit(rows_of).lower(params, *inputs)
 
-        return jax.jit(step)
-
-
-def _changed(embed: jax.Array, variant: int, size: float) -> jax.Array:
-    noise = jax.random.uniform(jax.random.key(variant), embed.shape, jnp.float32, -1.0, 1.0)
-    return (embed.astype(jnp.float32) * (1 + size * noise)).astype(embed.dtype)
+    def _measure_all(self, reference: Any, fresh: Any, stored: Any) -> jax.Array:
+        by_tap: dict[int, jax.Array] = {}
+        for group, *arrays in zip(self._groups, reference, fresh, stored, strict=True):
+            right, again, kept = (array if array.ndim == 3 else array[None] for array in arrays)
+            by_tap.update(zip(group, _distances(right, again, kept, self.taps[group[0]]), strict=True))
+        return jnp.stack([by_tap[number] for number in range(len(self.taps))])
 
 
-def _block(rows: Sequence[Sequence[npt.NDArray[Any]]], tap: int, length: int) -> npt.NDArray[Any]:
-    """Concatenate the stored rows of a batch's samples at one tap, padded to the length of the batch."""
-    parts = [each[tap] for each in rows]
-    block = np.zeros((length, parts[0].shape[1]), parts[0].dtype)
-    np.concatenate(parts, out=block[: sum(map(len, parts))])
+def _changed(params: Params, variant: int, size: float) -> Params:
+    """Change the embeddings by at most ``size`` of each value."""
+    noise = jax.random.uniform(jax.random.key(variant), params.embed.shape, jnp.float32, -1.0, 1.0)
+    return replace(params, embed=(params.embed.astype(jnp.float32) * (1 + size * noise)).astype(params.embed.dtype))
+
+
+def _block(rows: Sequence[Sequence[npt.NDArray[Any]]], taps: Sequence[int], length: int) -> npt.NDArray[Any]:
+    """Return ``[taps, length, width]``: the stored rows of a batch's samples one after another, then zeros."""
+    first = rows[0][taps[0]]
+    block = np.zeros((len(taps), length, first.shape[1]), first.dtype)
+    for place, tap in enumerate(taps):
+        parts = [each[tap] for each in rows]
+        np.concatenate(parts, out=block[place, : sum(map(len, parts))])
     return block
 
 
 def _distances(reference: jax.Array, fresh: jax.Array, stored: jax.Array, kind: TapRows) -> jax.Array:
-    """The same as :func:`spile.store.recomputation.distances`, on the device."""
+    """The same as :func:`spile.store.recomputation.distances`, on the device, for ``[taps, rows, width]``."""
     if kind.dtype == "int32":
-        known = jnp.sort(reference.astype(jnp.int32), axis=1)
+        known = jnp.sort(reference.astype(jnp.int32), axis=-1)
 
         def missing(ids: jax.Array) -> jax.Array:
-            at = jax.vmap(jnp.searchsorted)(known, ids)
-            found = jnp.take_along_axis(known, jnp.minimum(at, known.shape[1] - 1), axis=1) == ids
-            return 1.0 - found.mean(axis=1, dtype=jnp.float32)
+            at = jnp.minimum(jax.vmap(jax.vmap(jnp.searchsorted))(known, ids), known.shape[-1] - 1)
+            return 1.0 - (jnp.take_along_axis(known, at, axis=-1) == ids).mean(axis=-1, dtype=jnp.float32)
 
-        return jnp.stack([jnp.ones(len(reference)), missing(fresh.astype(jnp.int32)), missing(stored)])
+        away = missing(fresh.astype(jnp.int32)), missing(stored)
+        return jnp.stack([jnp.ones_like(away[0]), *away, *(jnp.zeros_like(away[0]),) * 2], axis=1)
     if kind.dtype in _BITS:
         # No cast there and back: the compiler may leave it out.
         again = jax.lax.reduce_precision(fresh.astype(jnp.float32), *_BITS[kind.dtype])
     elif kind.scaled:
         again = as_stored(fresh, kind.dtype)
-        scale = jax.lax.bitcast_convert_type(again[:, -SCALE_BYTES:], jnp.float32)[:, None]
-        numbers = again[:, :-SCALE_BYTES]
+        scale = jax.lax.bitcast_convert_type(again[..., -SCALE_BYTES:], jnp.float32)[..., None]
+        numbers = again[..., :-SCALE_BYTES]
         numbers = numbers if kind.dtype == "int8" else jax.lax.bitcast_convert_type(numbers, jnp.float8_e4m3fn)
         again = numbers.astype(jnp.float32) * scale
     else:
         again = fresh
-    away = [jnp.linalg.norm(x.astype(jnp.float32) - reference, axis=1) for x in (again, stored)]
-    return jnp.stack([jnp.linalg.norm(reference, axis=1), *away])
+    changes = [x.astype(jnp.float32) - reference for x in (again, stored)]
+    norm = jnp.linalg.norm(reference, axis=-1)
+    along = [(change * reference).sum(axis=-1) / jnp.maximum(norm, 1e-30) for change in changes]
+    return jnp.stack([norm, *(jnp.linalg.norm(change, axis=-1) for change in changes), *along], axis=1)
 
 
 class _TorchRecomputer:
