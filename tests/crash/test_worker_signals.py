@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -60,11 +61,25 @@ def test_a_second_signal_does_not_wait_for_a_device_that_hangs(tmp_path: Path, n
     until(mark, process)
     os.kill(process.pid or 0, numbers[0])
     until(stopping, process)
+    time.sleep(0.6)  # a SIGTERM at once is the same request
     os.kill(process.pid or 0, numbers[1])
     process.join(120)
     assert process.exitcode == 130
     assert visit(url, COUNT, Life(lanes=3))[0]
     assert_whole(url, COUNT)
+
+
+def test_a_sigterm_that_comes_twice_is_one_request(tmp_path: Path) -> None:
+    """As Slurm sends it when it preempts a job."""
+    url, mark = str(tmp_path / "root"), tmp_path / "mark"
+    process = start(url, COUNT, Life(shard_bytes=ENDLESS, seconds=0.3, mark=(str(mark), 4)))
+    until(mark, process)
+    os.kill(process.pid or 0, signal.SIGTERM)
+    time.sleep(0.02)
+    os.kill(process.pid or 0, signal.SIGTERM)
+    process.join(120)
+    assert process.exitcode == 130
+    assert 4 <= len(committed(open_folder(url))) < COUNT
 
 
 def test_a_second_signal_takes_the_unfinished_shard_away(tmp_path: Path) -> None:

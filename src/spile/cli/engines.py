@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from spile.cli.extract import ExtractFlags
     from spile.cli.shell.engine_flags import EngineFlags
-    from spile.launch.supervisor import Engine
     from spile.spec.run import ExtractSpec
 
 __all__ = ["extract_on_engine"]
@@ -36,6 +35,7 @@ _PLACED = frozenset(
 
 def extract_on_engine(flags: ExtractFlags, engine: EngineFlags) -> int:
     """Work off every stream; the exit code of all."""
+    from spile.launch.engines import make_engine
     from spile.launch.supervisor import Supervisor, cluster_check, stream_tasks
     from spile.objects import open_folder
     from spile.store.heartbeat import SnapshotReader
@@ -48,7 +48,7 @@ def extract_on_engine(flags: ExtractFlags, engine: EngineFlags) -> int:
     if flags.dataset is None and flags.dataset_dir is None and flags.model != EMBEDDED:
         raise SpecError(f"no dataset, with --engine {engine.name}", expected="--dataset FILE or --dataset-dir DIR")
     spec = flags.spec()
-    runner = make_engine(engine)
+    runner = make_engine(engine.name, engine.request())
     try:
         streams = flags.dataset_dir or _split(flags, spec, runner.workers, engine.num_streams)
         words = _words(flags, spec, streams)
@@ -66,20 +66,6 @@ def extract_on_engine(flags: ExtractFlags, engine: EngineFlags) -> int:
         return outcome.exit_code
     finally:
         runner.close()
-
-
-def make_engine(flags: EngineFlags) -> Engine:
-    """The engine that was asked for."""
-    if flags.name == "ray":
-        from spile.launch.ray_engine import RayEngine
-
-        return RayEngine(flags.num_workers, flags.needs(), flags.ray_address, flags.hosts_per_worker)
-    from spile.launch.local import LocalEngine
-    from spile.objects.machine import this_machines_cores
-
-    if flags.log_dir is not None:
-        flags.log_dir.mkdir(parents=True, exist_ok=True)
-    return LocalEngine(flags.num_workers or len(this_machines_cores()), flags.needs(), flags.log_dir)
 
 
 def _words(flags: ExtractFlags, spec: ExtractSpec, streams: str) -> Callable[[int], tuple[str, ...]]:

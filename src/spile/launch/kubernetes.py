@@ -1,4 +1,4 @@
-"""A run as a cluster's job: what Kubernetes and Slurm are told alike."""
+"""The run as Kubernetes manifests: an Indexed Job, or a Job or JobSet for each slice of several hosts."""
 
 from __future__ import annotations
 
@@ -10,71 +10,16 @@ from typing import Any
 import yaml
 
 from spile.errors import Fenced, SpecError, UserError
+from spile.launch.engines import ClusterJob
 from spile.plan.machines import Machine
 
 __all__ = [
     "INDEX",
-    "ClusterJob",
     "KubernetesJob",
     "SecretKey",
     "manifests",
     "to_yaml",
 ]
-
-
-_NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
-_LONGEST = 48
-"""A label has 63 characters, and a pod's name adds the stream's and the host's number."""
-
-
-@dataclass(frozen=True)
-class ClusterJob:
-    """One worker per stream, each one process or a slice of many hosts."""
-
-    name: str
-    words: tuple[str, ...]
-    """``spile extract`` and its flags, without those that say which stream and which host."""
-    streams: tuple[int, ...]
-    root: str
-    """The dataset's home."""
-    workers: int | None = None
-    """Streams worked on at once; None: all."""
-    hosts: int = 1
-    env: Mapping[str, str] = field(default_factory=dict)
-    grace: int = 120
-    """Seconds from the request to end until the kill: a worker commits its shard in them."""
-    tries: int = 6
-    """Attempts more after a worker's own errors."""
-    cpus: int | None = None
-    memory_gb: int | None = None
-
-    def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.name) or len(self.name) > _LONGEST:
-            expected = f"small letters, digits and dashes, {_LONGEST} at most"
-            raise SpecError("--name", expected=expected, found=repr(self.name))
-        if not self.streams:
-            raise SpecError("no streams", expected="--num-streams N, or a --dataset-dir that holds some")
-        for flag, value, least in (
-            ("--num-workers", self.workers, 1),
-            ("--hosts-per-worker", self.hosts, 1),
-            ("--cpus", self.cpus, 1),
-            ("--memory-gb", self.memory_gb, 1),
-            ("--retries", self.tries, 0),
-        ):
-            if value is not None and value < least:
-                raise SpecError(flag, expected=f"{least} or more", found=str(value))
-        if not 10 <= self.grace <= 3600:
-            raise SpecError("--grace", expected="from 10 to 3,600 seconds", found=str(self.grace))
-
-    @property
-    def at_once(self) -> int:
-        """Streams worked on at once."""
-        return min(self.workers or len(self.streams), len(self.streams))
-
-    @property
-    def indexed(self) -> bool:
-        """Whether the streams are 0, 1, 2, … as a job's own indexes are."""
-        return self.streams == tuple(range(len(self.streams)))
 
 
 INDEX = "JOB_COMPLETION_INDEX"
@@ -83,7 +28,7 @@ CONTAINER = "spile"
 _GPU = "nvidia.com/gpu"
 _TPU = "google.com/tpu"
 _GKE = "cloud.google.com"
-_NAME_kubernetes = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
+_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 
 
 @dataclass(frozen=True)
@@ -141,7 +86,7 @@ class KubernetesJob:
                 raise SpecError("--volume", expected="/path=claim", found=repr(path))
         names = [("--namespace", self.namespace), ("--service-account", self.service_account), ("--queue", self.queue)]
         for flag, name in [*names, *(("--volume", claim) for claim in self.volumes.values())]:
-            if name is not None and not _NAME_kubernetes.fullmatch(name):
+            if name is not None and not _NAME.fullmatch(name):
                 expected = "a name of the cluster's: small letters, digits, dots and dashes"
                 raise SpecError(flag, expected=expected, found=repr(name))
 
@@ -204,7 +149,7 @@ def _codes(*codes: int) -> dict[str, Any]:
 
 def _indexed_job(job: KubernetesJob) -> dict[str, Any]:
     run = job.job
-    if not run.indexed:
+    if run.streams != tuple(range(len(run.streams))):
         raise SpecError(
             "streams of a Kubernetes job", expected="0, 1, 2, … without a gap", found=f"{len(run.streams)} others"
         )
@@ -217,7 +162,7 @@ def _indexed_job(job: KubernetesJob) -> dict[str, Any]:
             "completionMode": "Indexed",
             "completions": len(run.streams),
             "parallelism": run.at_once,
-            "backoffLimitPerIndex": run.tries,
+            "backoffLimitPerIndex": run.retries,
             "podReplacementPolicy": "Failed",
             "podFailurePolicy": _failure_policy(),
             "template": _template(job, words),
@@ -234,7 +179,7 @@ def _slice_spec(job: KubernetesJob, stream: int, coordinator: str, subdomain: st
         "completionMode": "Indexed",
         "completions": run.hosts,
         "parallelism": run.hosts,
-        "backoffLimit": run.tries * run.hosts,
+        "backoffLimit": run.retries * run.hosts,
         "podReplacementPolicy": "Failed",
         "podFailurePolicy": {
             "rules": [
@@ -266,7 +211,7 @@ def _jobset(job: KubernetesJob, stream: int) -> dict[str, Any]:
         "kind": "JobSet",
         "metadata": _metadata(job, name, **together),
         "spec": {
-            "failurePolicy": {"maxRestarts": job.job.tries * 10},
+            "failurePolicy": {"maxRestarts": job.job.retries * 10},
             "replicatedJobs": [{"name": "slice", "replicas": 1, "template": {"spec": spec}}],
         },
     }

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from spile.errors import SpecError
+from spile.launch.engines import EngineRequest
 from spile.launch.supervisor import ClusterCheck, StreamTask, WorkerEnd
 from spile.objects import open_folder
 from spile.objects.machine import this_machines_cores
@@ -199,12 +200,17 @@ class LocalEngine:
     name = "local"
     elsewhere = False
 
-    def __init__(self, workers: int, resources: Mapping[str, float] | None = None, log_dir: Path | None = None) -> None:
-        if workers < 1:
-            raise SpecError("--num-workers", expected="1 or more", found=str(workers))
+    def __init__(self, request: EngineRequest) -> None:
+        for flag, given in (("--ray-address", request.address), ("--hosts-per-worker", request.hosts_per_worker > 1)):
+            if given:
+                raise SpecError(flag, expected="--engine ray beside it", found="--engine local")
+        cores = this_machines_cores()
+        workers = request.workers or len(cores)
         self.workers = self.room = workers
-        self._log_dir = log_dir
-        self._free = shares(workers, this_machines_cores(), this_machines_chips(os.environ), resources or {})
+        self._log_dir = request.log_dir
+        if self._log_dir is not None:
+            self._log_dir.mkdir(parents=True, exist_ok=True)
+        self._free = shares(workers, cores, this_machines_chips(os.environ), request.resources)
         self._running: dict[int, tuple[WorkerProcess, WorkerShare]] = {}
 
     def check(self, asked: ClusterCheck) -> None:

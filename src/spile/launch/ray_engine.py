@@ -12,6 +12,7 @@ from typing import Any
 
 from spile.errors import SpecError, UserError
 from spile.launch import ray_node
+from spile.launch.engines import EngineRequest
 from spile.launch.local import thread_limits
 from spile.launch.supervisor import ClusterCheck, StreamTask, WorkerEnd
 from spile.version import __version__
@@ -112,18 +113,18 @@ class RayEngine:
     name = "ray"
     elsewhere = True
 
-    def __init__(
-        self, workers: int | None, needs: Mapping[str, float], address: str | None = None, hosts_per_worker: int = 1
-    ) -> None:
-        self._ray = _connect(address)
-        self._needs = dict(needs) or {"CPU": 1.0}
-        self._hosts_per_worker = hosts_per_worker
+    def __init__(self, request: EngineRequest) -> None:
+        if request.log_dir is not None:
+            raise SpecError("--log-dir", expected="--engine local", found="--engine ray, which keeps logs itself")
+        self._ray = _connect(request.address)
+        self._needs = dict(request.resources) or {"CPU": 1.0}
+        self._hosts_per_worker = request.hosts_per_worker
         try:
             room = self._room()
         except UserError:
             self._ray.shutdown()
             raise
-        self.workers, self.room = workers or room, room
+        self.workers, self.room = request.workers or room, room
         self._threads = self._thread_limits()
         self._refs: dict[Any, int] = {}
         self._gangs: dict[int, Gang] = {}

@@ -1,4 +1,18 @@
-"""The run as a Slurm array: a task per stream, requeued when it is preempted, never when its command is a mistake."""
+"""The run as a Slurm array: one task per stream.
+
+What Slurm does with a job's processes, as seen on slurmctld 22.05, decides the shape of the script:
+
+    event                        who gets a signal                          what the script does
+    scancel                      SIGTERM to the steps and the script        waits for the worker, exits
+    preemption without grace     the same; Slurm requeues the job           waits for the worker, exits
+    preemption with GraceTime    SIGTERM to the steps only                  waits for the worker, requeues the job
+    time limit                   SIGUSR1 to the script (--signal=B:USR1)    sends SIGTERM to the steps, requeues the job
+    a lost node                  none; Slurm requeues the job               –
+
+So every worker runs in a step (``srun``), also on one host: the batch script's own children hear of a preemption only
+when its grace time is over. SIGTERM is never passed on, because the worker takes a second one as a request to end
+at once.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +21,29 @@ import shlex
 from dataclasses import dataclass, field
 
 from spile.errors import SpecError
-from spile.launch.kubernetes import ClusterJob
+from spile.launch.engines import ClusterJob, refuse_control_characters
 
 __all__ = ["SlurmJob", "to_script"]
+
+_PAUSE = 10
+"""Seconds before a worker that failed is started again; a multiple of it for each further error."""
 
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """The job, and what the cluster calls things."""
+    """The job with the options of the cluster."""
 
     job: ClusterJob
     partition: str | None = None
     account: str | None = None
     time: str | None = None
     gpus: int = 0
-    """On each host."""
+    """GPUs of each host."""
     log_dir: str = "slurm-logs"
     setup: str | None = None
-    """A line before the worker: ``module load …``, or a virtual environment."""
+    """A shell command that runs before the worker: ``module load …``, or a virtual environment."""
     options: tuple[str, ...] = field(default=())
-    """More of sbatch's own, ``--constraint=a100``."""
+    """Further options of sbatch, such as ``--constraint=a100``."""
 
     def __post_init__(self) -> None:
         if self.time is not None and not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", self.time):
@@ -38,36 +55,54 @@ class SlurmJob:
             if word is not None and not re.fullmatch(r"\S+", word):
                 raise SpecError(flag, expected="a word without blanks", found=repr(word))
         for option in self.options:
-            if not option.startswith("-") or "\n" in option:
+            if not option.startswith("-"):
                 raise SpecError("--sbatch", expected="an option such as --constraint=a100", found=repr(option))
+        for flag, text in (*words, ("--setup", self.setup), *(("--sbatch", option) for option in self.options)):
+            refuse_control_characters(flag, text or "")
 
 
 def to_script(slurm: SlurmJob) -> str:
-    """The script that sbatch takes; the same for the same flags."""
+    """Return the script for sbatch. The same flags give the same text."""
     job = slurm.job
-    lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in _options(slurm)), "", "set -u", *_setup(slurm)]
-    lines += [
-        f"# {len(job.streams)} streams; watch with: spile monitor {job.root}",
-        "# Slurm asks the script, not the worker: it passes the request on, and the worker commits what it has.",
-        'mistake() { echo "spile: stream $SLURM_ARRAY_TASK_ID was refused; not tried again" >&2; exit 2; }',
-        "trap 'kill -TERM $(jobs -p) 2> /dev/null' TERM INT",
-        f"{_worker(job)} &",
-        "worker=$!",
-        "while true; do",
-        "  wait $worker",
-        "  code=$?",
-        "  kill -0 $worker 2> /dev/null || break  # else a signal ended the wait, not the worker",
-        "done",
-        "case $code in",
-        "  0) exit 0 ;;",
-        "  2) mistake ;;",
-        "esac",
-        f'if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {job.tries * 10} ]; then',
-        '  scontrol requeue "${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"  # goes on where the ledger ends',
-        "fi",
-        "exit $code",
-    ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *(f"#SBATCH {option}" for option in _options(slurm)),
+            "",
+            f"# {len(job.streams)} streams. Watch them with: spile monitor {shlex.quote(job.root)}",
+            "set -u",
+            *(f"export {name}={shlex.quote(value)}" for name, value in job.env.items()),
+            *([slurm.setup] if slurm.setup else []),
+            'first="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"',
+            "export first",
+            "",
+            "# When Slurm cancels or preempts the job, it sends SIGTERM to the worker itself, which commits and ends.",
+            "trap : TERM",
+            "# Before the time limit it sends SIGUSR1 to this script only.",
+            "trap 'scancel --signal=TERM \"$SLURM_JOB_ID\"' USR1",
+            "",
+            f"for attempt in $(seq 0 {job.retries}); do",
+            f"  {_worker(slurm)} &",
+            "  while kill -0 $! 2> /dev/null; do wait $!; done  # a signal ends one wait, not the worker",
+            "  wait $!",
+            "  code=$?",
+            "  case $code in",
+            "    0) exit 0 ;;",
+            '    2) echo "spile: stream $SLURM_ARRAY_TASK_ID was refused; it is not tried again" >&2; exit 2 ;;',
+            "  esac",
+            '  if [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" != RUNNING ]; then',
+            "    exit $code  # cancelled, or Slurm requeues the job itself",
+            "  fi",
+            "  case $code in",
+            '    130 | 143) scontrol requeue "$SLURM_JOB_ID"; exit $code ;;  # continues where the ledger ends',
+            "  esac",
+            f'  echo "spile: attempt $((attempt + 1)) of {job.retries + 1} ended with exit code $code" >&2',
+            f"  [ $attempt -lt {job.retries} ] && sleep $(({_PAUSE} * (attempt + 1)))",
+            "done",
+            "exit $code",
+            "",
+        ]
+    )
 
 
 def _options(slurm: SlurmJob) -> list[str]:
@@ -80,7 +115,7 @@ def _options(slurm: SlurmJob) -> list[str]:
         "--requeue",
         "--open-mode=append",
         f"--output={slurm.log_dir}/%x-%a.log",
-        f"--signal=B:TERM@{job.grace}",
+        f"--signal=B:USR1@{job.grace}",
     ]
     for name, value in (
         ("partition", slurm.partition),
@@ -94,23 +129,22 @@ def _options(slurm: SlurmJob) -> list[str]:
     return [*found, *slurm.options]
 
 
-def _setup(slurm: SlurmJob) -> list[str]:
-    exports = [f"export {name}={shlex.quote(value)}" for name, value in slurm.job.env.items()]
-    return [*exports, *([slurm.setup] if slurm.setup else [])]
-
-
-def _worker(job: ClusterJob) -> str:
-    words = f'{shlex.join(job.words)} --worker-id "$SLURM_ARRAY_TASK_ID"'
-    if job.hosts == 1:
-        return f"{words} --num-processes 1"
-    # One line for each host's own shell, where Slurm says which host it is.
-    first = 'first="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"'
-    place = f'--num-processes {job.hosts} --process-id "$SLURM_PROCID" --coordinator-address "$first"'
-    return f"{first}\nexport first\nsrun --kill-on-bad-exit=1 bash -c {shlex.quote(f'{words} {place}')}"
+def _worker(slurm: SlurmJob) -> str:
+    """Return the step that runs the worker, one task on each host."""
+    job = slurm.job
+    place = "--num-processes 1"
+    if job.hosts > 1:
+        place = f'--num-processes {job.hosts} --process-id "$SLURM_PROCID" --coordinator-address "$first"'
+    command = f'exec {shlex.join(job.words)} --worker-id "$SLURM_ARRAY_TASK_ID" {place}'
+    # One host's end must not kill the others before they have committed: they notice it and end by themselves.
+    step = ["srun", f"--nodes={job.hosts}", f"--ntasks={job.hosts}", "--kill-on-bad-exit=0", f"--wait={job.grace}"]
+    if job.cpus is not None:  # since 22.05 a step does not inherit it
+        step.append(f"--cpus-per-task={job.cpus}")
+    return f"{shlex.join(step)} bash -c {shlex.quote(command)}"
 
 
 def _ranges(numbers: tuple[int, ...]) -> str:
-    """``0-31``, ``0,3-5``."""
+    """Return numbers as sbatch writes them: ``0-31``, ``0,3-5``."""
     parts: list[list[int]] = []
     for number in sorted(numbers):
         if parts and number == parts[-1][-1] + 1:

@@ -125,6 +125,8 @@ _PATIENCE = 3.0
 _NOTICE = 0.5
 """Seconds that the main thread has to handle a signal by itself, and the other hosts of a pod to take last words."""
 _KINDS = (signal.SIGINT, signal.SIGTERM)
+_SAME_REQUEST = 0.5
+"""A SIGTERM within this many seconds of another is the same request: Slurm sends two when it preempts a job."""
 
 
 _last_words: list[Callable[[], None]] = []
@@ -174,12 +176,27 @@ def interrupting() -> Iterator[None]:
         yield
 
 
+class _Repeats:
+    """Recognizes a SIGTERM that repeats the previous one."""
+
+    def __init__(self) -> None:
+        self._last = float("-inf")
+
+    def includes(self, number: int) -> bool:
+        now, last = time.monotonic(), self._last
+        if number != signal.SIGTERM:
+            return False
+        self._last = now
+        return now - last < _SAME_REQUEST
+
+
 class _SignalReceiver:
     """The two ways by which a signal is noticed: its handler, and a byte in a pipe."""
 
     def __init__(self, stop: threading.Event, progress: Progress) -> None:
         self._stop, self._progress = stop, progress
         self._handled = self._arrived = 0
+        self._repeats = {"handled": _Repeats(), "arrived": _Repeats()}
 
     def _at_once(self, number: int) -> bool:
         now = self._progress.snapshot()
@@ -187,6 +204,8 @@ class _SignalReceiver:
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
         """In the main thread, when it comes to it."""
+        if self._repeats["handled"].includes(number):
+            return
         self._handled += 1
         name = signal.Signals(number).name
         if self._at_once(self._handled):
@@ -197,15 +216,17 @@ class _SignalReceiver:
         self._stop.set()
         self._progress.log(f"{name}: finishing the batches in flight and committing them (again: end at once)")
 
-    def woken(self, over: threading.Event) -> None:
+    def woken(self, number: int, over: threading.Event) -> None:
         """In a thread, at once."""
+        if self._repeats["arrived"].includes(number):
+            return
         self._arrived += 1
         if not over.wait(_NOTICE) and self._handled < self._arrived and self._at_once(self._arrived):
             end_soon()
 
 
 @contextmanager
-def _woken(call: Callable[[threading.Event], None]) -> Iterator[None]:
+def _woken(call: Callable[[int, threading.Event], None]) -> Iterator[None]:
     """Call for each signal from a thread, even while the main thread is inside a library."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -214,7 +235,7 @@ def _woken(call: Callable[[threading.Event], None]) -> Iterator[None]:
     def listen() -> None:
         while (byte := os.read(reader, 1)) and not over.is_set():
             if byte[0] in _KINDS:
-                call(over)
+                call(byte[0], over)
 
     before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     thread = threading.Thread(target=listen, name="spile-signals", daemon=True)

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from ports import free_port
 from spile.cli.main import main
 from spile.data.split import make_streams
-from spile.launch.kubernetes import INDEX, ClusterJob, KubernetesJob, SecretKey, manifests, to_yaml
+from spile.launch.engines import ClusterJob
+from spile.launch.kubernetes import INDEX, KubernetesJob, SecretKey, manifests, to_yaml
 from spile.objects import open_folder
 from spile.plan.machines import parse_machine
 from spile.store.verification import verify

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from spile.errors import UserError
+from spile.launch.engines import EngineRequest
 from spile.launch.ray_engine import RayEngine
 from spile.launch.supervisor import ClusterCheck, StreamTask
 from spile.version import __version__
@@ -81,7 +82,7 @@ def engine(
         "ray.util.scheduling_strategies": strategies,
     }.items():  # fmt: skip
         monkeypatch.setitem(sys.modules, name, module)
-    return RayEngine(workers, needs or {"CPU": 1.0}, address)
+    return RayEngine(EngineRequest(workers, needs or {"CPU": 1.0}, address))
 
 
 @pytest.mark.parametrize(

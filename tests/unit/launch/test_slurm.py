@@ -1,43 +1,18 @@
-"""The Slurm script's body, run by bash under the variables that Slurm sets, with stand-ins for its own commands."""
+"""The text of the Slurm script. tests/fleet/test_slurm_cluster.py runs it on a real cluster."""
 
 from __future__ import annotations
 
 import os
-import signal
+import shlex
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from fleet.ssh.loopback import wait_until
 from spile.cli.main import main
 from spile.errors import SpecError
-from spile.launch.kubernetes import ClusterJob
+from spile.launch.engines import ClusterJob
 from spile.launch.slurm import SlurmJob, to_script
-
-WORKER = """#!/bin/bash
-trap 'echo committed >> "$HOME/worker"; exit 130' TERM
-echo "$*" >> "$HOME/worker"
-if [ -f "$HOME/long" ]; then echo up; while :; do sleep 0.1; done; fi
-exit ${CODE:-0}
-"""
-SCONTROL = """#!/bin/bash
-if [ "$1" = show ]; then printf 'node-a\\nnode-b\\n'; else echo "$*" >> "$HOME/scontrol"; fi
-"""
-SRUN = """#!/bin/bash
-shift
-for SLURM_PROCID in 0 1; do export SLURM_PROCID; "$@" & done; wait
-"""
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Path:
-    for name, text in (("spile", WORKER), ("scontrol", SCONTROL), ("srun", SRUN)):
-        path = tmp_path / "bin" / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text)
-        path.chmod(0o755)
-    return tmp_path
 
 
 def job(hosts: int = 1, streams: tuple[int, ...] = (0, 1, 2, 7), **more: object) -> SlurmJob:
@@ -45,79 +20,46 @@ def job(hosts: int = 1, streams: tuple[int, ...] = (0, 1, 2, 7), **more: object)
     return SlurmJob(ClusterJob("run", words, streams, "gs://b/out", hosts=hosts, workers=2), **more)  # type: ignore[arg-type]
 
 
-def start(home: Path, slurm: SlurmJob, task: int = 2, **more: str) -> subprocess.Popen[str]:
-    (home / "job.sh").write_text(to_script(slurm))
-    variables = {
-        "HOME": str(home),
-        "PATH": f"{home}/bin:/usr/bin:/bin",
-        "SLURM_ARRAY_JOB_ID": "900",
-        "SLURM_ARRAY_TASK_ID": str(task),
-        "SLURM_JOB_ID": "907",
-        "SLURM_JOB_NODELIST": "node-[a-b]",
-        "SLURM_NTASKS": "1",
-    }
-    return subprocess.Popen(
-        ["/bin/bash", str(home / "job.sh")],
-        env={**variables, **more},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def read(path: Path) -> list[str]:
-    return path.read_text().splitlines() if path.exists() else []
-
-
-def test_the_header_says_how_many_and_which(home: Path) -> None:
+def test_the_header_says_how_many_and_which() -> None:
     lines = to_script(job(partition="tpu", time="1-00:00:00", gpus=2, options=("--constraint=a100",))).splitlines()
     options = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")]
     assert "--array=0-2,7%2" in options
     assert {"--partition=tpu", "--time=1-00:00:00", "--gpus-per-node=2", "--constraint=a100"} <= set(options)
-    assert {"--requeue", "--signal=B:TERM@120", "--nodes=1"} <= set(options)
+    assert {"--requeue", "--signal=B:USR1@120", "--nodes=1"} <= set(options)
     assert lines[0] == "#!/bin/bash"
 
 
-def test_a_task_works_on_its_stream(home: Path) -> None:
-    run = start(home, job(setup='echo "hello" > "$HOME/setup"'))
-    _, err = run.communicate(timeout=120)
-    assert (run.returncode, err) == (0, "")
-    assert read(home / "worker") == ["extract --model a model --output gs://b/out --worker-id 2 --num-processes 1"]
-    assert read(home / "setup") == ["hello"]
-    assert read(home / "scontrol") == []
+def test_each_host_is_told_its_place() -> None:
+    (step,) = [line.strip() for line in to_script(job(hosts=2)).splitlines() if "srun" in line]
+    words = shlex.split(step.removesuffix(" &"))
+    assert words[:4] == ["srun", "--nodes=2", "--ntasks=2", "--kill-on-bad-exit=0"]
+    assert words[-1] == (
+        "exec spile extract --model 'a model' --output gs://b/out --worker-id \"$SLURM_ARRAY_TASK_ID\" "
+        '--num-processes 2 --process-id "$SLURM_PROCID" --coordinator-address "$first"'
+    )
 
 
-@pytest.mark.parametrize(("code", "again"), [("1", True), ("3", True), ("2", False)])
-def test_what_is_worth_another_try_is_requeued(home: Path, code: str, again: bool) -> None:
-    run = start(home, job(), CODE=code)
-    _, err = run.communicate(timeout=120)
-    assert run.returncode == int(code)
-    assert read(home / "scontrol") == (["requeue 900_2"] if again else [])
-    assert ("was refused; not tried again" in err) is not again
-    (home / "scontrol").unlink(missing_ok=True)
-    last = start(home, job(), CODE=code, SLURM_RESTART_COUNT="60")
-    last.communicate(timeout=120)
-    assert read(home / "scontrol") == [], "not for ever"
+@pytest.mark.parametrize("text", ["gs://b/out\nrm -rf /", "gs://b/\x1b[2J", "gs://b/\u2028"])
+def test_no_text_becomes_a_line_of_the_script(text: str) -> None:
+    with pytest.raises(SpecError, match=r"--output contains the control character U\+"):
+        ClusterJob("run", ("spile", "extract", "--output", text), (0,), "gs://b/out")
+    with pytest.raises(SpecError, match=r"--output contains"):
+        ClusterJob("run", ("spile",), (0,), text)
+    with pytest.raises(SpecError, match=r"--env A contains"):
+        ClusterJob("run", ("spile",), (0,), "gs://b/out", env={"A": text})
+    with pytest.raises(SpecError, match=r"--setup contains"):
+        job(setup=text)
+    with pytest.raises(SpecError, match=r"--sbatch contains"):
+        job(options=(f"--comment={text}",))
 
 
-def test_a_preempted_task_commits_and_is_requeued(home: Path) -> None:
-    (home / "long").touch()
-    run = start(home, job())
-    assert wait_until(lambda: read(home / "worker"))
-    run.send_signal(signal.SIGTERM)  # to the script alone, as --signal=B: does
-    run.communicate(timeout=120)
-    assert run.returncode == 130
-    assert read(home / "worker")[1:] == ["committed"]
-    assert read(home / "scontrol") == ["requeue 900_2"]
-
-
-def test_many_hosts_are_one_worker(home: Path) -> None:
-    run = start(home, job(hosts=2))
-    _, err = run.communicate(timeout=120)
-    assert (run.returncode, err) == (0, "")
-    tail = "--worker-id 2 --num-processes 2 --process-id {} --coordinator-address node-a"
-    whole = [f"extract --model a model --output gs://b/out {tail.format(host)}" for host in (0, 1)]
-    assert sorted(read(home / "worker")) == whole
+def test_what_a_shell_would_expand_is_quoted() -> None:
+    words = ("spile", "extract", "--output", "/o/$(reboot)`id`")
+    script = to_script(SlurmJob(ClusterJob("run", words, (0,), "/o/$(reboot)`id`", env={"A": "$HOME;id"})))
+    assert "# 1 streams. Watch them with: spile monitor '/o/$(reboot)`id`'" in script
+    assert "export A='$HOME;id'" in script
+    inner = shlex.split(next(line for line in script.splitlines() if "srun" in line).removesuffix(" &"))[-1]
+    assert shlex.split(inner)[4] == "/o/$(reboot)`id`"
 
 
 def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,6 +77,6 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--output out: expected a bucket, or a folder that all hosts share" in capsys.readouterr().err
 
 
-def test_the_script_is_what_bash_reads(home: Path) -> None:
-    (home / "job.sh").write_text(to_script(job(hosts=2)))
-    assert subprocess.run(["/bin/bash", "-n", str(home / "job.sh")], check=False, env=os.environ).returncode == 0
+def test_the_script_is_what_bash_reads(tmp_path: Path) -> None:
+    (tmp_path / "job.sh").write_text(to_script(job(hosts=2)))
+    assert subprocess.run(["/bin/bash", "-n", str(tmp_path / "job.sh")], check=False, env=os.environ).returncode == 0

@@ -16,7 +16,7 @@ from spile.objects.opening import is_remote
 
 if TYPE_CHECKING:
     from spile.cli.extract import ExtractFlags
-    from spile.launch.kubernetes import ClusterJob
+    from spile.launch.engines import ClusterJob
 
 __all__ = ["ClusterFlags"]
 
@@ -41,7 +41,7 @@ class ClusterFlags:
     def job(self, flags: ExtractFlags, *, hosts: int, shared: Sequence[str] = ()) -> ClusterJob:
         """The job that these flags ask for. ``shared``: folders that every host sees."""
         from spile.cli.deploy import extract_words
-        from spile.launch.kubernetes import ClusterJob
+        from spile.launch.engines import ClusterJob
 
         if flags.worker_id is not None:
             raise SpecError("--worker-id", expected="none: the cluster numbers the workers", found=str(flags.worker_id))
@@ -65,7 +65,7 @@ class ClusterFlags:
             hosts=hosts,
             env=variables(self.env),
             grace=self.grace,
-            tries=self.retries,
+            retries=self.retries,
             cpus=self.cpus,
             memory_gb=self.memory_gb,
         )

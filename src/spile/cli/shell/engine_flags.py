@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Group, Parameter
 
 from spile.cli.shell.flag import flag
 from spile.errors import SpecError
+
+if TYPE_CHECKING:
+    from spile.launch.engines import EngineRequest
 
 __all__ = ["EngineFlags"]
 
@@ -22,10 +25,10 @@ class EngineFlags:
     """Which engine, how many workers, and what each of them needs."""
 
     engine: Annotated[
-        Literal["local", "ray"] | None,
+        str | None,
         flag(
             _ENGINE,
-            "Work off all streams: local, with N processes here, or ray, on a cluster. [default: one stream, here]",
+            "Run all streams: local, with N processes on this machine, or ray, on a cluster. [default: one stream]",
         ),
     ] = None
     num_workers: Annotated[int | None, flag(_ENGINE, "Streams worked on at once. Alone it means --engine local.")] = (
@@ -80,10 +83,10 @@ class EngineFlags:
         ):
             if value is not None and not 1 <= value <= 10_000:
                 raise SpecError(name, expected="1 to 10,000", found=f"{value:,}")
-        only_ray = {"--ray-address": self.ray_address is not None, "--hosts-per-worker": self.hosts_per_worker > 1}
-        for name, given in only_ray.items():
-            if given and self.name != "ray":
-                raise SpecError(name, expected="--engine ray beside it", found=f"--engine {self.name}")
-        if self.log_dir is not None and self.name != "local":
-            raise SpecError("--log-dir", expected="--engine local", found="--engine ray, which keeps logs itself")
         self.needs()
+
+    def request(self) -> EngineRequest:
+        """Return what the engine is asked for."""
+        from spile.launch.engines import EngineRequest
+
+        return EngineRequest(self.num_workers, self.needs(), self.ray_address, self.hosts_per_worker, self.log_dir)

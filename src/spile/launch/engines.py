@@ -1,0 +1,125 @@
+"""The registry of engines, and the job description that engines with a scheduler of their own share.
+
+``SUPERVISED`` lists the engines that :class:`spile.launch.supervisor.Supervisor` schedules (``spile extract --engine
+NAME``). Kubernetes and Slurm schedule by themselves: they get a :class:`ClusterJob` and print it in their own language.
+docs/guides/add-an-engine.md describes how to add one of either kind.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+
+from spile.errors import SpecError
+from spile.launch.supervisor import Engine
+
+__all__ = ["SUPERVISED", "ClusterJob", "EngineRequest", "make_engine", "refuse_control_characters"]
+
+SUPERVISED: dict[str, str] = {
+    "local": "spile.launch.local:LocalEngine",
+    "ray": "spile.launch.ray_engine:RayEngine",
+}
+"""Engine classes by name, as import paths, so that only the chosen engine is imported."""
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """What the user asks of an engine. An engine raises :class:`SpecError` for what it cannot do."""
+
+    workers: int | None = None
+    """Workers at once; None: as many as fit."""
+    resources: Mapping[str, float] = field(default_factory=dict)
+    """What each worker needs, by name: CPU, GPU, TPU or a resource of the cluster."""
+    address: str | None = None
+    """Where the cluster is."""
+    hosts_per_worker: int = 1
+    log_dir: Path | None = None
+    """A folder for each stream's output."""
+
+
+def make_engine(name: str, request: EngineRequest) -> Engine:
+    """Create an engine.
+
+    Args:
+        name: A key of ``SUPERVISED``.
+        request: What the user asks of it.
+
+    Raises:
+        SpecError: No engine has this name, or it cannot do what is asked.
+    """
+    if name not in SUPERVISED:
+        raise SpecError("--engine", expected=" or ".join(SUPERVISED), found=name, fix="see spile extract --help")
+    module, _, attribute = SUPERVISED[name].partition(":")
+    engine: Engine = getattr(import_module(module), attribute)(request)
+    return engine
+
+
+_JOB_NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
+_LONGEST_NAME = 48
+"""A label has at most 63 characters, and a pod's name adds the numbers of the stream and the host."""
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+
+
+def refuse_control_characters(flag: str, text: str) -> None:
+    """Raise if text that goes into a generated script or manifest contains a line break or a control character."""
+    found = _CONTROL.search(text)
+    if found is not None:
+        raise SpecError(
+            f"{flag} contains the control character U+{ord(found[0]):04X}", fix="remove it and run the command again"
+        )
+
+
+@dataclass(frozen=True)
+class ClusterJob:
+    """A run for a cluster that schedules by itself: one worker per stream, of one or several hosts."""
+
+    name: str
+    words: tuple[str, ...]
+    """The worker's command, without the flags that name its stream and its host."""
+    streams: tuple[int, ...]
+    root: str
+    """The output folder or bucket."""
+    workers: int | None = None
+    """Streams worked on at once; None: all."""
+    hosts: int = 1
+    """Hosts that act as one worker."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    grace: int = 120
+    """Seconds between the request to end and the kill, in which a worker commits its shard."""
+    retries: int = 6
+    """Restarts after a worker's own errors."""
+    cpus: int | None = None
+    memory_gb: int | None = None
+
+    def __post_init__(self) -> None:
+        if not _JOB_NAME.fullmatch(self.name) or len(self.name) > _LONGEST_NAME:
+            expected = f"small letters, digits and dashes, {_LONGEST_NAME} at most"
+            raise SpecError("--name", expected=expected, found=repr(self.name))
+        if not self.streams:
+            raise SpecError("no streams", expected="--num-streams N, or a --dataset-dir that holds some")
+        for flag, value, least in (
+            ("--num-workers", self.workers, 1),
+            ("--hosts-per-worker", self.hosts, 1),
+            ("--cpus", self.cpus, 1),
+            ("--memory-gb", self.memory_gb, 1),
+            ("--retries", self.retries, 0),
+        ):
+            if value is not None and value < least:
+                raise SpecError(flag, expected=f"{least} or more", found=str(value))
+        if not 10 <= self.grace <= 3600:
+            raise SpecError("--grace", expected="from 10 to 3,600 seconds", found=str(self.grace))
+        flag = "the command"
+        for word in self.words:
+            refuse_control_characters(flag, word)
+            flag = word if word.startswith("--") else flag
+        refuse_control_characters("--output", self.root)
+        for name, text in self.env.items():
+            refuse_control_characters(f"--env {name}", text)
+
+    @property
+    def at_once(self) -> int:
+        """Streams worked on at once."""
+        return min(self.workers or len(self.streams), len(self.streams))
