@@ -156,16 +156,14 @@ def _hf(home: Path) -> dict[str, tuple[Path, Read]]:
         import datasets  # noqa: F401
     except ImportError:
         return {}
-    from spile.reading.export.blocks import Export
-    from spile.reading.export.tables import write_hf
+    from spile.reading.export import Export, write_hf
 
     write_hf(Export(spile.open(str(home / "root")), ("residual.0",)), str(home / "hf"))
     return {"datasets, in order, float32": (home / "hf", partial(hf, home / "hf"))}
 
 
 def _saelens(home: Path, rows: int, peers: str) -> None:
-    from spile.reading.export.blocks import Export
-    from spile.reading.export.tables import write_saelens
+    from spile.reading.export import Export, write_saelens
 
     write_saelens(Export(spile.open(str(home / "root")), ("residual.0",)), str(home / "sae"))
     command = [peers, "-c", _SAELENS, str(home / "sae"), str(D), str(rows // 2)]

@@ -17,8 +17,7 @@ pytestmark = pytest.mark.filterwarnings("default")  # its own imports warn
 from spile.objects import open_folder  # noqa: E402
 from spile.reading.dataset import Dataset  # noqa: E402
 from spile.reading.dataset import open as open_dataset  # noqa: E402
-from spile.reading.export.blocks import Export  # noqa: E402
-from spile.reading.export.tables import write_saelens  # noqa: E402
+from spile.reading.export import Export, write_saelens  # noqa: E402
 from world import produce  # noqa: E402
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "saelens.py"

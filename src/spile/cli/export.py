@@ -39,9 +39,7 @@ def export(
 ) -> int:
     """Write a dataset in a form that another program reads. The dataset is left as it is."""
     from spile.reading.dataset import open as open_dataset
-    from spile.reading.export.blocks import Export
-    from spile.reading.export.pickles import write_pickles
-    from spile.reading.export.tables import write_hf, write_npy, write_parquet, write_saelens
+    from spile.reading.export import Export, write_hf, write_npy, write_parquet, write_pickles, write_saelens
 
     dataset = open_dataset(root)
     chosen = _taps(dataset, taps)
@@ -87,7 +85,7 @@ def import_(
 ) -> int:
     """Make a dataset of the old guides' pickles. Nothing in them is run; what they do not hold (tokens) is -1."""
     from spile.objects import open_folder
-    from spile.reading.export.importing import import_pickles
+    from spile.reading.importing import import_pickles
 
     with _watched("importing", "files") as seen:
         store = import_pickles(

@@ -34,6 +34,7 @@ __all__ = [
     "open_plain",
     "read_errors",
     "read_into",
+    "sync_folder",
     "write_errors",
 ]
 
@@ -175,7 +176,7 @@ def is_abandoned(path: Path) -> bool:
     return True
 
 
-def _sync_folder(path: Path) -> None:
+def sync_folder(path: Path) -> None:
     """Make a directory's entries durable."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -194,7 +195,7 @@ def _make_folder(path: Path) -> None:
     _make_folder(path.parent)
     with suppress(FileExistsError):
         path.mkdir()
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
 def _temporary_path(path: Path) -> Path:
@@ -275,7 +276,7 @@ class LocalWriter:
             os.fsync(handle)
             self._temporary.rename(self._path)
             self._close()
-            _sync_folder(self._path.parent)
+            sync_folder(self._path.parent)
 
     def abort(self) -> None:
         """Remove the temporary file, unless it was finished."""
@@ -390,7 +391,7 @@ class LocalFolder:
         path = self._at(key)
         with write_errors(path), suppress(FileNotFoundError, NotADirectoryError):
             path.unlink()
-            _sync_folder(path.parent)
+            sync_folder(path.parent)
 
     def writer(self, key: str, size: int) -> LocalWriter:
         return LocalWriter(self._at(key), size, self.stats)
@@ -429,7 +430,7 @@ class LocalFolder:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
 
     def _walk(self, prefix: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
         """Yield the files whose key starts with the prefix, in the order of their keys."""

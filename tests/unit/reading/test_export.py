@@ -8,6 +8,7 @@ import os
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,18 @@ from spile.errors import DataError, UserError
 from spile.objects import open_folder
 from spile.reading.dataset import Dataset
 from spile.reading.dataset import open as open_dataset
-from spile.reading.export.blocks import Export
-from spile.reading.export.importing import import_pickles
-from spile.reading.export.pickles import read_pickle, write_pickles
-from spile.reading.export.tables import hook_name, write_hf, write_npy, write_parquet, write_saelens
+from spile.reading.export import (
+    Block,
+    Export,
+    hook_name,
+    new_folder,
+    write_hf,
+    write_npy,
+    write_parquet,
+    write_pickles,
+    write_saelens,
+)
+from spile.reading.importing import import_pickles, read_pickle
 from spile.store.verification import verify
 from world import produce
 
@@ -126,7 +135,7 @@ def test_every_protocol_of_an_honest_pickle_is_read(tmp_path: Path, protocol: in
     ("content", "text"),
     [
         ([], "found list"),
-        ({"a": []}, "'a': list"),
+        ({"a": []}, "a str for a list"),
         ({0: [{"sample_idx": 0}]}, "a sample"),
         ({0: [{"sample_idx": 0, "activation": np.array([object()])}]}, "refused|floats"),
         ({0: [{"sample_idx": 0, "activation": np.ones(3)}]}, "an activation"),
@@ -140,6 +149,199 @@ def test_a_strange_pickle_is_refused(tmp_path: Path, content: Any, text: str) ->
     path.write_bytes(pickle.dumps(content)[:-3])
     with pytest.raises(DataError, match=r"a\.pkl"):
         read_pickle(path)
+
+
+class _Call:
+    """Pickled as the call of a function, with a state if there is one."""
+
+    def __init__(self, *parts: Any) -> None:
+        self.parts = parts
+
+    def __reduce__(self) -> Any:
+        return self.parts
+
+
+def _with(activation: Any, protocol: int = 2) -> bytes:
+    return pickle.dumps({0: [{"sample_idx": 0, "activation": activation}]}, protocol)
+
+
+_NEW = np.ones(1, np.float32).__reduce__()[0]
+_POINTERS = _Call(np.dtype, ("V8", False, True), (3, "|", None, None, None, 8, 1, 0x11))
+_FLOATS = _Call(np.dtype, ("f4", False, True), (3, "<", None, None, None, -1, -1, 0))
+HOSTILE: dict[str, bytes] = {
+    # Crashes, memory that was never written, or all memory and time: these were possible with NumPy's own functions.
+    "object pointers": _with(_Call(_NEW, (np.ndarray, (0,), b"b"), (1, (4, 2), _POINTERS, False, b"\x41" * 64))),
+    "ndarray as a function": _with(_Call(np.ndarray, ((1000, 4), _FLOATS))),
+    "an array that was never filled": _with(_Call(_NEW, (np.ndarray, (1000, 4), b"f"))),
+    "a memo of a thousand million": b"\x80\x02]r\x00\x00\x00\x10.",
+    "ten million lists": b"\x80\x02" + b"]" * 10_000_000 + b"\x80\x02].",
+    "a key that is nested a million times": b"\x80\x02})" + b"\x85" * 1_000_000 + b"K\x01s.",
+    # And other ways to be no such file.
+    "objects": _with(np.array([object], object)),
+    "a structured dtype": _with(np.zeros((2, 2), "f4,f4")),
+    "other bytes than the shape": _with(_Call(_NEW, (np.ndarray, (0,), b"b"), (1, (4, 2), _FLOATS, False, b"\x41"))),
+    "a negative shape": _with(_Call(_NEW, (np.ndarray, (0,), b"b"), (1, (-1, -2), _FLOATS, False, b"\x41" * 8))),
+    "a new object of ndarray": b"\x80\x02cnumpy\nndarray\n(I1000\nI4\ntt\x81.",
+    "state of a list": b"\x80\x02](K\x01K\x02tb.",
+    "state of a name": b"\x80\x02cnumpy\nndarray\n}(X\x01\x00\x00\x00aK\x01ub.",
+    "a string of two thousand million": b"\x80\x04\x8d\x00\x00\x00\x80\x00\x00\x00\x00x.",
+    "an extension": b"\x80\x02\x82\x01.",
+    "a persistent object": b"P1\n.",
+    "an instance": b"(ios\nsystem\n.",
+    "a number of a million digits": b"L" + b"9" * 1_000_000 + b"L\n.",
+    "nothing on the stack": b"\x80\x02R.",
+    "a mark alone": b"(.",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_pickle_that_attacks_numpy_or_memory_is_refused(tmp_path: Path, name: str) -> None:
+    """In a process with a limit on memory: the test fails if it crashes, or takes more."""
+    (tmp_path / "evil.pkl").write_bytes(HOSTILE[name])
+    code = """
+import resource, sys
+from pathlib import Path
+from spile.errors import DataError
+from spile.reading.importing import read_pickle
+resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
+resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))
+try:
+    read_pickle(Path("evil.pkl"))
+except DataError as error:
+    print(error)
+    sys.exit(2 if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 1 << 20 else 3)
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (2, "")
+    assert len(ended.stdout.splitlines()) == 1
+    assert len(ended.stdout) < 400
+
+
+def test_a_bomb_is_refused_before_it_unpacks(tmp_path: Path) -> None:
+    """Four gigabytes of zeros in four megabytes, as one string."""
+    import zlib
+
+    size = 4 << 30
+    packer = zlib.compressobj(1, wbits=31)
+    with (tmp_path / "bomb.pkl.gz").open("wb") as file:
+        file.write(packer.compress(b"\x80\x04\x8e" + size.to_bytes(8, "little")))
+        for _ in range(64):
+            file.write(packer.compress(bytes(1 << 20)))
+        file.write(packer.flush())
+    with pytest.raises(DataError, match="unpacks to much more than activations do"):
+        read_pickle(tmp_path / "bomb.pkl.gz")
+
+
+def pickled(path: Path, index: int = 0, *, rows: Any = None, layer: int = 0) -> Path:
+    array = np.ones((2, 3), np.float32) if rows is None else rows
+    sample = {"sample_idx": index, "activation": array, "shape": array.shape, "text_preview": "secret text"}
+    path.write_bytes(pickle.dumps({layer: [sample]}))
+    return path
+
+
+def test_an_absurd_sample_index_is_refused(tmp_path: Path) -> None:
+    path = pickled(tmp_path / "a.pkl", 10**8)
+    with pytest.raises(DataError, match=r"sample_idx 100000000 in .*a\.pkl: expected indices near"):
+        import_pickles(str(path), open_folder(str(tmp_path / "out")))
+    assert not (tmp_path / "out").exists()
+    import_pickles(str(pickled(tmp_path / "b.pkl", 60_000)), open_folder(str(tmp_path / "out")))
+    assert verify(open_folder(str(tmp_path / "out"))).ok
+
+
+@pytest.mark.parametrize("store_dtype", ["bfloat16", "float16", "float32", "int8"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e300])
+def test_numbers_that_cannot_be_stored_are_refused(tmp_path: Path, value: float, store_dtype: Any) -> None:
+    path = pickled(tmp_path / "a.pkl", rows=np.array([[1.0, value, 2.0]]))
+    with pytest.raises(DataError, match=r"NaN or infinite|too large for"):
+        import_pickles(str(path), open_folder(str(tmp_path / "out")), store_dtype=store_dtype)
+    assert not (tmp_path / "out").exists()
+
+
+def test_imports_of_two_models_are_two_runs(tmp_path: Path) -> None:
+    one, two = pickled(tmp_path / "one.pkl"), pickled(tmp_path / "two.pkl", rows=np.zeros((2, 3), np.float32))
+    root = open_folder(str(tmp_path / "out"))
+    import_pickles(str(one), root, model="first/model")
+    with pytest.raises(UserError, match="another run"):
+        import_pickles(str(two), root, model="second/model", worker_id=1)
+    import_pickles(str(two), root, model="first/model", worker_id=1)
+    assert len(open_dataset(root).samples) == 2
+
+
+def test_no_error_shows_a_sample(tmp_path: Path) -> None:
+    for content in ({0: [{"sample_idx": "x", "text_preview": "secret"}]}, {0: ["secret"]}, {"secret": 1}, ["secret"]):
+        path = tmp_path / "a.pkl"
+        path.write_bytes(pickle.dumps(content))
+        with pytest.raises(DataError) as caught:
+            read_pickle(path)
+        assert "secret" not in str(caught.value)
+
+
+WRITERS: dict[str, Any] = {
+    "npy": write_npy,
+    "pickle": write_pickles,
+    "parquet": write_parquet,
+    "hf": write_hf,
+    "saelens": lambda export, output: write_saelens(replace(export, taps=export.taps[:1]), output, context_size=4),
+}
+
+
+@pytest.mark.parametrize("form", WRITERS)
+def test_an_export_that_fails_leaves_nothing(
+    dataset: Dataset, tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever shard it fails at; and the same export then starts clean."""
+    if form in ("parquet", "hf", "saelens"):
+        pytest.importorskip("datasets")
+    real, calls = Block.rows, []
+
+    def failing(block: Block, *words: Any) -> Any:
+        calls.append(block.number)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return real(block, *words)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Block, "rows", failing)
+        with pytest.raises(KeyboardInterrupt):
+            WRITERS[form](Export(dataset, TAPS), str(tmp_path / "out"))
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["root"]
+    WRITERS[form](Export(dataset, TAPS), str(tmp_path / "out"))
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "root"]
+
+
+def test_one_export_at_a_time_writes_an_output(dataset: Dataset, tmp_path: Path) -> None:
+    with new_folder(str(tmp_path / "out")) as folder:
+        (folder / "file").write_text("mine")
+        with pytest.raises(UserError, match="another one that is writing it"):
+            write_npy(Export(dataset, TAPS), str(tmp_path / "out"))
+        assert (folder / "file").exists()
+    assert (tmp_path / "out" / "file").read_text() == "mine"
+
+
+def test_a_folder_that_cannot_be_replaced_is_filled(dataset: Dataset, tmp_path: Path) -> None:
+    """As a mount point: here a link to an empty folder."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "real")
+    write_npy(Export(dataset, TAPS), str(tmp_path / "out"))
+    assert (tmp_path / "out").is_symlink()
+    assert np.array_equal(np.load(tmp_path / "real/residual.0.npy"), rows(dataset, "residual.0"))
+    assert not list((tmp_path / "real").glob(".*"))
+
+
+@pytest.mark.parametrize("form", ["npy", "pickle", "parquet", "hf"])
+def test_values_too_large_for_float16_are_refused(tmp_path: Path, form: str) -> None:
+    if form in ("parquet", "hf"):
+        pytest.importorskip("datasets")
+    large = np.array([[1.0, 65504.0, -70000.0]], np.float32)
+    source = pickled(tmp_path / "a.pkl", rows=large)
+    import_pickles(str(source), open_folder(str(tmp_path / "root")), store_dtype="float32")
+    stored = open_dataset(str(tmp_path / "root"))
+    with pytest.raises(DataError, match=r"--dtype float16: 1 values of residual\.0 in .*found up to 7e\+04"):
+        WRITERS[form](Export(stored, ("residual.0",), "float16"), str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+    WRITERS[form](Export(stored, ("residual.0",), "float32"), str(tmp_path / "out"))
 
 
 def test_npy(dataset: Dataset, tmp_path: Path) -> None:

@@ -18,8 +18,7 @@ from counting import Counting
 from spile.errors import Damaged
 from spile.objects import Folder, open_folder
 from spile.reading.dataset import open as open_dataset
-from spile.reading.export.blocks import Export
-from spile.reading.export.tables import write_npy
+from spile.reading.export import Export, write_npy
 from spile.reading.rows import RowBatch, iterate
 from spile.spec.safetensors import encode_header
 from spile.spec.sample import Sample

@@ -1,0 +1,416 @@
+"""``spile export``: a dataset in the formats of other programs.
+
+Every export is written to a hidden folder beside its output and renamed at the end. So an output folder is complete or
+does not exist, however the export ends; the next export to the same output removes what a killed one left behind.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import gzip
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from spile.errors import DataError, UserError
+from spile.objects.local import sync_folder, write_errors
+from spile.reading.dataset import Dataset
+from spile.reading.rows import context_of
+from spile.spec.taps import Tap
+from spile.store.shard_reader import ShardReader
+
+__all__ = [
+    "Export",
+    "Exported",
+    "Seen",
+    "hook_name",
+    "new_folder",
+    "nobody",
+    "write_hf",
+    "write_npy",
+    "write_parquet",
+    "write_pickles",
+    "write_saelens",
+]
+
+_HOOKS = {"residual": "hook_resid_post", "attn": "hook_attn_out", "mlp": "hook_mlp_out"}
+_SLICE = 16_384
+"""Rows that are converted at a time."""
+_UNFINISHED = ".spile-export"
+
+_Array = npt.NDArray[Any]
+Seen = Callable[[int, int], None]
+"""A function that is told how much is done, and of how much."""
+
+
+def nobody(_done: int, _total: int) -> None:
+    """Ignore progress."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """One shard of an export."""
+
+    stream: int
+    number: int
+    """Number of the shard in its stream, from 1."""
+    shard: ShardReader
+    taps: tuple[str, ...]
+    dtype: str
+    """The dtype to convert rows to."""
+
+    @property
+    def length(self) -> int:
+        """Number of rows."""
+        return self.shard.record.tokens
+
+    def rows(self, tap: str, start: int = 0, stop: int | None = None) -> _Array:
+        """Return rows of a tap in the dtype of the export.
+
+        Raises:
+            DataError: A value is too large for the dtype.
+        """
+        rows = self.shard.rows(tap, start, self.length if stop is None else stop)
+        with np.errstate(over="ignore"):
+            converted = rows.astype(self.dtype)
+        if self.dtype == "float16":
+            lost = int(np.count_nonzero(np.isinf(converted) & np.isfinite(rows)))
+            if lost:
+                raise DataError(
+                    f"--dtype float16: {lost} values of {tap} in {self.shard.where}",
+                    expected=f"at most {np.finfo(np.float16).max:g}",
+                    found=f"up to {np.abs(rows.astype(np.float32)).max():.4g}",
+                    fix="use --dtype float32",
+                )
+        return converted
+
+    def columns(self) -> dict[str, _Array]:
+        """Return stream, sample, position, token and role of each row."""
+        known = context_of(self.stream, self.shard, 0, self.length)
+        found = {
+            "stream": known.streams,
+            "sample": known.samples,
+            "position": known.positions,
+            "token": known.tokens,
+            "role": known.roles,
+        }
+        return {name: np.asarray(column) for name, column in found.items()}
+
+    def task_ids(self) -> list[str]:
+        """Return the task id of each row."""
+        lengths = np.diff(self.shard.whole("offsets"))
+        return [note["task_id"] for note, count in zip(self.shard.notes, lengths, strict=True) for _ in range(count)]
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written."""
+
+    files: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Export:
+    """What is exported: taps of a dataset, and the dtype of the numbers."""
+
+    dataset: Dataset
+    taps: tuple[str, ...]
+    dtype: str = "float32"
+    streams: Sequence[int] | None = None
+    """None: all streams that have these taps."""
+    seen: Seen = nobody
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of all streams that have these taps."""
+        return sum(stream.tokens for stream in self.dataset.having(self.taps, self.streams))
+
+    def blocks(self) -> Iterator[Block]:
+        """Yield the shards that have these taps, in the order of streams and commits."""
+        total, done = self.rows, 0
+        for stream in self.dataset.having(self.taps, self.streams):
+            for number, record in enumerate(stream.shards, 1):
+                yield Block(stream.number, number, stream.open(record), self.taps, self.dtype)
+                done += record.tokens
+                self.seen(done, total)
+
+
+@contextmanager
+def new_folder(path: str) -> Iterator[Path]:
+    """Give a folder to write to, which becomes ``path`` at the end; after an error it is removed.
+
+    Raises:
+        UserError: ``path`` exists and is not an empty folder, or another export is writing it.
+    """
+    final = Path(path).expanduser().absolute()
+    if final.exists() and (not final.is_dir() or any(each.name != _UNFINISHED for each in final.iterdir())):
+        raise UserError(f"--output {path}", expected="a new or an empty folder", found="something there already")
+    with write_errors(final):
+        final.parent.mkdir(parents=True, exist_ok=True)
+        inside = final.is_dir() and (final.is_symlink() or final.is_mount())  # such a folder cannot be replaced
+        folder = final / _UNFINISHED if inside else final.with_name(f".{final.name}{_UNFINISHED}")
+        lock = _locked(folder, path)
+    try:
+        _clear(folder)
+        yield folder
+        with write_errors(final):
+            _publish(folder, final, inside=inside)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    finally:
+        os.close(lock)
+
+
+def _locked(folder: Path, path: str) -> int:
+    """Create a folder and lock it for as long as this process lives; the system releases the lock of a killed one."""
+    for _ in range(10):
+        folder.mkdir(exist_ok=True)
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if folder.exists() and os.path.samestat(os.fstat(handle), folder.stat()):
+                return handle  # otherwise another export has just published or removed the folder
+        except BlockingIOError:
+            os.close(handle)
+            break
+        os.close(handle)
+    raise UserError(f"--output {path}", expected="one export at a time", found="another one that is writing it")
+
+
+def _clear(folder: Path) -> None:
+    """Remove what a killed export left behind."""
+    for each in folder.iterdir():
+        if each.is_dir() and not each.is_symlink():
+            shutil.rmtree(each)
+        else:
+            each.unlink()
+
+
+def _publish(folder: Path, final: Path, *, inside: bool) -> None:
+    """Make every file durable, then give the folder its name."""
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with (Path(parent) / name).open("rb") as file:
+                os.fsync(file.fileno())
+        sync_folder(Path(parent))
+    if inside:
+        for each in sorted(folder.iterdir()):
+            each.rename(final / each.name)
+        folder.rmdir()
+        sync_folder(final)
+    else:
+        folder.rename(final)
+        sync_folder(final.parent)
+
+
+def _per_shard(export: Export, write: Callable[[Block], None]) -> Exported:
+    files = rows = 0
+    for block in export.blocks():
+        write(block)
+        files, rows = files + 1, rows + block.length
+    return Exported(files, rows)
+
+
+def write_pickles(export: Export, output: str) -> Exported:
+    """Write one ``tpu_N/shard_NNNN.pkl.gz`` for each stored shard, as the loaders of earlier scripts read them.
+
+    Each is ``{layer: [{"sample_idx", "activation", "shape", "text_preview"}, …]}``.
+    """
+    parsed = [Tap.parse(tap) for tap in export.taps]
+    if len({tap.layer for tap in parsed}) != len(parsed):
+        raise UserError(
+            "--to pickle", expected="one tap per layer, since it has one list per layer", found=", ".join(export.taps)
+        )
+    with new_folder(output) as folder:
+
+        def write(block: Block) -> None:
+            path = folder / f"tpu_{block.stream}" / f"shard_{block.number:04d}.pkl.gz"
+            path.parent.mkdir(exist_ok=True)
+            with gzip.open(path, "wb", compresslevel=1) as file:
+                pickle.dump({tap.layer: _pickled_samples(block, str(tap)) for tap in parsed}, file, protocol=4)
+
+        return _per_shard(export, write)
+
+
+def _pickled_samples(block: Block, tap: str) -> list[dict[str, Any]]:
+    offsets, found = block.shard.whole("offsets").tolist(), []
+    for place, note in enumerate(block.shard.notes):
+        rows = block.rows(tap, offsets[place], offsets[place + 1])
+        known = {"sample_idx": int(note["index"]), "activation": rows, "shape": rows.shape}
+        found.append({**known, "text_preview": note["preview"]})
+    return found
+
+
+def write_npy(export: Export, output: str) -> Exported:
+    """Write ``<tap>.npy`` [rows, d]; stream, sample, position, token and role of each row; and ``samples.jsonl``."""
+    at, total = 0, export.rows
+    files: dict[str, Any] = {}
+    with new_folder(output) as folder:
+        with (folder / "samples.jsonl").open("w", encoding="utf-8") as notes:
+            for block in export.blocks():
+                columns: dict[str, Any] = block.columns()
+                columns.update({tap: block.rows(tap) for tap in export.taps})
+                for name, column in columns.items():
+                    if name not in files:
+                        shape = (total, *column.shape[1:])
+                        files[name] = np.lib.format.open_memmap(folder / f"{name}.npy", "w+", column.dtype, shape)
+                    files[name][at : at + block.length] = column
+                for note in block.shard.notes:
+                    notes.write(json.dumps({"stream": block.stream, **note}, ensure_ascii=False) + "\n")
+                at += block.length
+        for file in files.values():
+            file.flush()
+    return Exported(len(files) + 1, total)
+
+
+def _arrow() -> Any:
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise UserError("this export needs pyarrow", fix="pip install 'spile[data]'") from error
+    return pyarrow
+
+
+def _hub_datasets() -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError("this export needs datasets", fix="pip install 'spile[data]'") from error
+    return datasets
+
+
+def _record_batches(block: Block) -> Iterator[Any]:
+    """Yield a shard as Arrow record batches: what is known of each row, then a list of fixed size for each tap."""
+    arrow = _arrow()
+    columns, task_ids = block.columns(), block.task_ids()
+    for start in range(0, block.length, _SLICE):
+        stop = min(start + _SLICE, block.length)
+        arrays = {name: arrow.array(column[start:stop]) for name, column in columns.items()}
+        arrays["task_id"] = arrow.array(task_ids[start:stop], arrow.string())
+        for tap in block.taps:
+            rows = block.rows(tap, start, stop)
+            arrays[tap] = arrow.FixedSizeListArray.from_arrays(arrow.array(rows.reshape(-1)), rows.shape[1])
+        yield arrow.record_batch(list(arrays.values()), names=list(arrays))
+
+
+def write_parquet(export: Export, output: str) -> Exported:
+    """Write ``tpu_N-NNNN.parquet`` for each stored shard, one row per token."""
+    _arrow()
+    from pyarrow import parquet
+
+    with new_folder(output) as folder:
+
+        def write(block: Block) -> None:
+            writer = None
+            for batch in _record_batches(block):
+                path = folder / f"tpu_{block.stream}-{block.number:04d}.parquet"
+                # Activations do not compress, and trying costs more than writing them.
+                writer = writer or parquet.ParquetWriter(
+                    path, batch.schema, compression="none", use_dictionary=["task_id"]
+                )
+                writer.write_batch(batch)
+            if writer is not None:
+                writer.close()
+
+        return _per_shard(export, write)
+
+
+def write_hf(export: Export, output: str) -> Exported:
+    """Write a folder that ``datasets.load_from_disk`` opens, one row per token."""
+    found = (batch for block in export.blocks() for batch in _record_batches(block))
+    return _save_dataset(found, None, output)
+
+
+def write_saelens(export: Export, output: str, *, context_size: int = 128, name: str | None = None) -> Exported:
+    """Write a cache that SAELens' ``cached_activations_path`` opens: rows in order, divided into contexts.
+
+    SAELens has one hook in a cache, in float32, and contexts of one length: last rows that fill no context are left
+    out.
+    """
+    hub, (tap,) = _hub_datasets(), export.taps
+    source = replace(export, dtype="float32").blocks()
+    first = next(source, None)
+    if first is None:
+        raise UserError(f"{export.dataset.root.url} has no rows", expected="a dataset with samples")
+    width = first.shard.place(tap).shape[1]
+    features = hub.Features(
+        {
+            name or hook_name(tap): hub.Array2D(shape=(context_size, width), dtype="float32"),
+            "token_ids": hub.Sequence(hub.Value("int32"), length=context_size),
+        }
+    )
+
+    def all_blocks() -> Iterator[Block]:
+        yield first
+        yield from source
+
+    return _save_dataset(_contexts(all_blocks(), tap, context_size, features.arrow_schema), features, output)
+
+
+def _contexts(source: Iterator[Block], tap: str, size: int, schema: Any) -> Iterator[Any]:
+    arrow = _arrow()
+    rest, rest_tokens = None, None
+    for block in source:
+        tokens = block.shard.whole("tokens")
+        for start in range(0, block.length, _SLICE):
+            stop = min(start + _SLICE, block.length)
+            rows, ids = block.rows(tap, start, stop), tokens[start:stop]
+            rows = rows if rest is None else np.concatenate([rest, rows])
+            ids = ids if rest_tokens is None else np.concatenate([rest_tokens, ids])
+            count = len(rows) // size
+            rest, rest_tokens = rows[count * size :], ids[count * size :]
+            if count:
+                # Array2D is stored as lists of lists, with offsets that say where each begins.
+                inner = arrow.ListArray.from_arrays(
+                    np.arange(0, (count * size + 1) * rows.shape[1], rows.shape[1], dtype=np.int32),
+                    arrow.array(rows[: count * size].reshape(-1)),
+                )
+                outer = arrow.ListArray.from_arrays(np.arange(0, count * size + 1, size, dtype=np.int32), inner)
+                activations = arrow.ExtensionArray.from_storage(schema.types[0], outer)
+                ids_column = arrow.FixedSizeListArray.from_arrays(arrow.array(ids[: count * size]), size)
+                yield arrow.record_batch([activations, ids_column.cast(schema.types[1])], schema=schema)
+
+
+def _save_dataset(batches: Iterator[Any], features: Any, output: str) -> Exported:
+    """Write one Arrow file, which ``datasets`` maps and saves, so that nothing is held in memory."""
+    hub, arrow = _hub_datasets(), _arrow()
+    rows = 0
+    with new_folder(output) as folder:
+        path = folder / "unsaved" / "rows.arrow"  # datasets refuses to save a dataset to the folder it was read from
+        path.parent.mkdir()
+        writer = None
+        with path.open("wb") as file:
+            for batch in batches:
+                writer = writer or arrow.ipc.new_stream(file, batch.schema)
+                writer.write_batch(batch)
+                rows += batch.num_rows
+            if writer is None:
+                raise UserError("nothing to export", expected="a dataset with rows", found="none")
+            writer.close()
+        hub.disable_progress_bars()
+        found = hub.Dataset.from_file(str(path))
+        found.save_to_disk(str(folder))
+        if features is not None and found.features != features:
+            raise AssertionError(f"datasets read other features: {found.features}")
+        shutil.rmtree(path.parent)
+        files = len(list(folder.iterdir()))
+    return Exported(files, rows)
+
+
+def hook_name(tap: str) -> str:
+    """Return what TransformerLens calls a tap: ``residual.12`` is ``blocks.12.hook_resid_post``."""
+    parsed = Tap.parse(tap)
+    if parsed.site not in _HOOKS:
+        raise UserError(f"no hook's name is known for {tap}", fix="give one with --hook-name")
+    return f"blocks.{parsed.layer}.{_HOOKS[parsed.site]}"

@@ -1,0 +1,520 @@
+"""``spile import``: pickles of earlier extraction scripts become a dataset.
+
+A file is ``shard_0001.pkl.gz`` with ``{layer: [{"sample_idx", "activation", "shape", "text_preview"}, …]}``. A pickle
+is a program, and these files may come from anyone. So no unpickler runs it: :func:`read_pickle` interprets the few
+instructions that such a file needs and builds every array itself. Size, number of instructions and sample indices are
+bounded.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import pickletools
+import re
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from io import BufferedIOBase
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from spile.errors import DataError
+from spile.objects import Folder
+from spile.reading.export import Seen, nobody
+from spile.spec.identity import RunIdentity, StreamIdentity
+from spile.spec.ranges import Ranges
+from spile.spec.run import PromptSpec, StoreDtype
+from spile.spec.sample import Role, Sample, Skip
+from spile.spec.taps import SCALED, Tap
+from spile.store.shard_format import as_stored
+from spile.store.stream import StreamStore, join_run, join_stream
+
+__all__ = ["import_pickles", "pickle_files", "read_pickle"]
+
+UNKNOWN_TOKEN = -1
+"""Stored in place of token ids, which the pickles do not contain."""
+_MOST_EXPANSION = 10
+"""Bytes that a compressed byte may become. Activations compress by a factor of 1.1 to 3."""
+_ALWAYS_ALLOWED = 256 << 20
+"""Unpacked bytes that are accepted whatever the size of the compressed file."""
+_MOST_INSTRUCTIONS = 4_000_000
+"""Instructions of one pickle. A sample takes about fifty."""
+_MOST_LAYERS = 100_000
+_MOST_MISSING = 100_000
+"""Sample indices without a sample, beside twenty for each sample that there is."""
+
+_Array = npt.NDArray[Any]
+_Content = dict[int, list[dict[str, Any]]]
+
+
+class _Refused(Exception):
+    """Why a pickle is not read."""
+
+
+class _Name(NamedTuple):
+    """A global name of a pickle: a marker, never the object that has this name."""
+
+    module: str
+    name: str
+
+
+@dataclass
+class _Dtype:
+    """A dtype that a pickle describes."""
+
+    value: np.dtype[Any]
+
+    def build(self, state: Any) -> None:
+        """Apply the byte order. Anything else that a state can set, such as fields or flags, is refused."""
+        plain = isinstance(state, tuple) and len(state) >= 5 and state[2:5] == (None, None, None)
+        if not plain or state[1] not in ("<", ">", "|", "="):
+            raise _Refused("it has a dtype with fields or objects")
+        self.value = self.value.newbyteorder(state[1]) if state[1] in ("<", ">") else self.value
+
+
+@dataclass
+class _PickledArray:
+    """An array of a pickle; None until its content follows."""
+
+    value: _Array | None = None
+
+    def build(self, state: Any) -> None:
+        """Make the array from (version, shape, dtype, Fortran order, bytes)."""
+        if not isinstance(state, tuple) or len(state) != 5:
+            raise _Refused("it has an array without content")
+        self.value = _array(state[4], state[2], state[1], "F" if state[3] is True else "C")
+
+
+def _array(data: Any, dtype: Any, shape: Any, order: Any) -> _Array:
+    if not isinstance(data, bytes | bytearray) or not isinstance(dtype, _Dtype) or order not in ("C", "F"):
+        raise _Refused("it has an array that does not consist of bytes and a dtype")
+    if not isinstance(shape, tuple) or not all(type(size) is int and 0 <= size < 1 << 48 for size in shape):
+        raise _Refused("it has an array with an impossible shape")
+    if len(shape) > 8 or prod(shape) * dtype.value.itemsize != len(data):
+        raise _Refused("it has an array whose shape does not match its bytes")
+    return np.frombuffer(data, dtype.value).reshape(shape, order=order)
+
+
+def _reconstruct(kind: Any, _shape: Any, _code: Any) -> _PickledArray:
+    if kind != _Name("numpy", "ndarray"):
+        raise _Refused("it has an array of another type")
+    return _PickledArray()
+
+
+def _from_buffer(data: Any, dtype: Any, shape: Any, order: Any) -> _PickledArray:
+    return _PickledArray(_array(data, dtype, shape, order))
+
+
+def _dtype(kind: Any, *_: Any) -> _Dtype:
+    if kind == _Name("ml_dtypes", "bfloat16"):
+        return _Dtype(np.dtype(ml_dtypes.bfloat16))
+    if not isinstance(kind, str) or not re.fullmatch(r"[<>|=]?(f[248]|[iu][1248]|b1)", kind):
+        raise _Refused("it has a dtype that is no number")
+    return _Dtype(np.dtype(kind))
+
+
+def _scalar(dtype: Any, data: Any) -> int | float:
+    value = _array(data, dtype, (1,), "C")[0]
+    return int(value) if dtype.value.kind in "iub" else float(value)
+
+
+def _latin1(text: Any, encoding: Any) -> bytes:
+    """Old protocols write bytes as text."""
+    if not isinstance(text, str) or encoding not in ("latin1", "latin-1"):
+        raise _Refused("it encodes text")
+    try:
+        return text.encode("latin1")
+    except UnicodeEncodeError as error:
+        raise _Refused("it has bytes that are none") from error
+
+
+_CALLS: dict[_Name, Callable[..., Any]] = {
+    _Name("numpy", "dtype"): _dtype,
+    _Name("_codecs", "encode"): _latin1,
+    **{_Name(f"numpy.{core}.multiarray", "_reconstruct"): _reconstruct for core in ("core", "_core")},
+    **{_Name(f"numpy.{core}.multiarray", "scalar"): _scalar for core in ("core", "_core")},
+    **{_Name(f"numpy.{core}.numeric", "_frombuffer"): _from_buffer for core in ("core", "_core")},
+}
+_NAMES = {*_CALLS, _Name("numpy", "ndarray"), _Name("ml_dtypes", "bfloat16")}
+_MARK: Any = object()
+_CONSTANTS: dict[str, Callable[[], Any]] = {
+    "NONE": lambda: None,
+    "NEWTRUE": lambda: True,
+    "NEWFALSE": lambda: False,
+    "EMPTY_LIST": list,
+    "EMPTY_DICT": dict,
+    "EMPTY_TUPLE": tuple,
+    "MARK": lambda: _MARK,
+}
+_VALUES = {
+    *("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
+    *("STRING", "BINSTRING", "SHORT_BINSTRING", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
+    *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8"),
+}
+"""Instructions whose argument is the value."""
+
+
+class _Machine:
+    """Interprets the instructions of a pickle that consists of plain containers, numbers, strings and arrays."""
+
+    def __init__(self) -> None:
+        self._stack: list[Any] = []
+        self._memo: dict[int, Any] = {}
+
+    def run(self, file: Any) -> Any:
+        """Return what the pickle describes."""
+        for count, (opcode, argument, _) in enumerate(pickletools.genops(file)):
+            if count > _MOST_INSTRUCTIONS:
+                raise _Refused(f"it has more than {_MOST_INSTRUCTIONS:,} instructions")
+            name = opcode.name
+            if name in _VALUES:
+                self._stack.append(argument)
+            elif name in _CONSTANTS:
+                self._stack.append(_CONSTANTS[name]())
+            elif name == "STOP":
+                return self._pop()
+            elif (method := _METHODS.get(name)) is not None:
+                method(self, argument)
+            else:
+                raise _Refused(f"it has the instruction {name}")
+        raise _Refused("it has no end")
+
+    def _pop(self) -> Any:
+        if not self._stack or self._stack[-1] is _MARK:
+            raise _Refused("it takes a value that is not there")
+        return self._stack.pop()
+
+    def _to_mark(self) -> list[Any]:
+        found: list[Any] = []
+        while self._stack and self._stack[-1] is not _MARK:
+            found.append(self._stack.pop())
+        if not self._stack:
+            raise _Refused("it takes a value that is not there")
+        self._stack.pop()
+        return found[::-1]
+
+    def _drop(self) -> None:
+        if self._stack:
+            self._stack.pop()
+
+    def _drop_to_mark(self) -> None:
+        self._to_mark()
+
+    def _top(self, kind: type) -> Any:
+        if not self._stack or type(self._stack[-1]) is not kind:
+            raise _Refused(f"it adds to something that is no {kind.__name__}")
+        return self._stack[-1]
+
+    def _tuple(self, count: int) -> None:
+        values = [self._pop() for _ in range(count)]
+        self._stack.append(tuple(values[::-1]))
+
+    def _append(self, values: list[Any]) -> None:
+        self._top(list).extend(values)
+
+    def _set(self, values: list[Any]) -> None:
+        target, names = self._top(dict), values[::2]
+        # Only plain keys: the hash of a deeply nested tuple overflows the C stack.
+        if len(values) % 2 or not all(type(name) in (int, str) for name in names):
+            raise _Refused("it has a dict with keys other than numbers and strings")
+        target.update(zip(names, values[1::2], strict=True))
+
+    def _new_dict(self) -> None:
+        values = self._to_mark()
+        self._stack.append({})
+        self._set(values)
+
+    def _get(self, number: Any) -> None:
+        if number not in self._memo:
+            raise _Refused("it takes a value that is not there")
+        self._stack.append(self._memo[number])
+
+    def _put(self, number: Any) -> None:
+        self._memo[len(self._memo) if number is None else number] = self._stack[-1] if self._stack else None
+
+    def _name(self, module: Any, name: Any) -> None:
+        found = _Name(module, name) if isinstance(module, str) and isinstance(name, str) else None
+        if found not in _NAMES:
+            raise _Refused(f"it names {str(module)[:40]}.{str(name)[:40]}")
+        self._stack.append(found)
+
+    def _global(self, argument: Any) -> None:
+        module, _, name = str(argument).partition(" ")
+        self._name(module, name)
+
+    def _stack_global(self) -> None:
+        name, module = self._pop(), self._pop()
+        self._name(module, name)
+
+    def _reduce(self) -> None:
+        arguments, function = self._pop(), self._pop()
+        if not isinstance(function, _Name) or function not in _CALLS or not isinstance(arguments, tuple):
+            raise _Refused("it calls something that is no array, number or dtype")
+        try:
+            self._stack.append(_CALLS[function](*arguments))
+        except (TypeError, ValueError) as error:
+            raise _Refused(f"it calls {function.name} with other arguments than NumPy writes") from error
+
+    def _build(self) -> None:
+        state, target = self._pop(), self._stack[-1] if self._stack else None
+        if not isinstance(target, _Dtype | _PickledArray):
+            raise _Refused("it sets the state of something that is no array or dtype")
+        target.build(state)
+
+
+_METHODS: dict[str, Callable[[_Machine, Any], None]] = {
+    "PROTO": lambda _machine, _: None,
+    "FRAME": lambda _machine, _: None,
+    "POP": lambda machine, _: machine._drop(),
+    "POP_MARK": lambda machine, _: machine._drop_to_mark(),
+    "LIST": lambda machine, _: machine._stack.append(machine._to_mark()),
+    "TUPLE": lambda machine, _: machine._stack.append(tuple(machine._to_mark())),
+    "TUPLE1": lambda machine, _: machine._tuple(1),
+    "TUPLE2": lambda machine, _: machine._tuple(2),
+    "TUPLE3": lambda machine, _: machine._tuple(3),
+    "APPEND": lambda machine, _: machine._append([machine._pop()]),
+    "APPENDS": lambda machine, _: machine._append(machine._to_mark()),
+    "DICT": lambda machine, _: machine._new_dict(),
+    "SETITEM": lambda machine, _: machine._set([machine._pop(), machine._pop()][::-1]),
+    "SETITEMS": lambda machine, _: machine._set(machine._to_mark()),
+    **{name: lambda machine, number: machine._get(number) for name in ("GET", "BINGET", "LONG_BINGET")},
+    **{name: lambda machine, number: machine._put(number) for name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE")},
+    "GLOBAL": lambda machine, argument: machine._global(argument),
+    "STACK_GLOBAL": lambda machine, _: machine._stack_global(),
+    "REDUCE": lambda machine, _: machine._reduce(),
+    "BUILD": lambda machine, _: machine._build(),
+}
+
+
+class _Bounded:
+    """A file that refuses to give more than a number of bytes."""
+
+    def __init__(self, file: BufferedIOBase, most: int) -> None:
+        self._file, self._left = file, most
+
+    def read(self, size: int) -> bytes:
+        if size > self._left:
+            raise _Refused("it unpacks to much more than activations do, or is cut off")
+        data = self._file.read(size)
+        self._left -= len(data)
+        return data
+
+    def readline(self) -> bytes:
+        data = self._file.readline(self._left + 1)
+        if len(data) > self._left:
+            raise _Refused("it unpacks to much more than activations do, or is cut off")
+        self._left -= len(data)
+        return data
+
+
+def read_pickle(path: Path) -> _Content:
+    """Return the content of one file: for each layer its samples, each with ``sample_idx`` and ``activation``.
+
+    Raises:
+        DataError: The file is anything else. Nothing in it was executed.
+    """
+    where = str(path)
+    try:
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            packed = file.read(2) == b"\x1f\x8b"
+            file.seek(0)
+            most = max(_ALWAYS_ALLOWED, _MOST_EXPANSION * size) if packed else size
+            source = gzip.GzipFile(fileobj=file) if packed else file
+            with closing(source):
+                content = _Machine().run(_Bounded(source, most))
+    except _Refused as error:
+        raise DataError(
+            f"{where} is refused",
+            expected="a pickle of dicts, lists, tuples, strings, numbers and arrays",
+            found=str(error),
+        ) from error
+    except (OSError, EOFError) as error:
+        raise DataError(f"{where} cannot be read", found=str(error)) from error
+    except Exception as error:  # pickletools and zlib raise many types for damaged files
+        raise DataError(f"{where} is no pickle", found=f"{type(error).__name__}: {str(error)[:80]}") from error
+    return _checked(content, where)
+
+
+def _checked(content: Any, where: str) -> _Content:
+    expected = "{layer: [{sample_idx, activation, shape, text_preview}, …]}"
+    if not isinstance(content, dict) or not content:
+        raise DataError(where, expected=expected, found=f"{type(content).__name__}, or nothing")
+    for layer, samples in content.items():
+        if type(layer) is not int or not 0 <= layer < _MOST_LAYERS or not isinstance(samples, list):
+            raise DataError(where, expected=expected, found=f"a {type(layer).__name__} for a {type(samples).__name__}")
+        for place, sample in enumerate(samples):
+            at = f"{where}, layer {layer}, sample number {place}"
+            rows = sample.get("activation") if isinstance(sample, dict) else None
+            index = sample.get("sample_idx") if isinstance(sample, dict) else None
+            if isinstance(rows, _PickledArray):
+                rows = sample["activation"] = rows.value
+            if not isinstance(rows, np.ndarray) or type(index) is not int or not 0 <= index < 1 << 48:
+                raise DataError(at, expected=expected, found="a sample without sample_idx or activation")
+            flat = rows[0] if rows.ndim == 3 and len(rows) == 1 else rows
+            if flat.ndim != 2 or not (flat.dtype.kind == "f" or flat.dtype == ml_dtypes.bfloat16):
+                found = f"{rows.dtype} {rows.shape}"
+                raise DataError(at, expected="an activation [tokens, d] of floats", found=found)
+            sample["activation"] = flat
+    return content
+
+
+def pickle_files(source: str) -> list[Path]:
+    """Return the pickles that a user means: a file, or all files of a folder in their order."""
+    path = Path(source).expanduser()
+    found = [path] if path.is_file() else sorted(path.glob("**/*.pkl.gz")) + sorted(path.glob("**/*.pkl"))
+    if not found:
+        raise DataError(f"no pickle at {source}", expected="shard_0001.pkl.gz or a folder of such files")
+    return found
+
+
+class _Survey(NamedTuple):
+    """What a first pass over all files finds."""
+
+    sha256: str
+    layers: tuple[int, ...]
+    width: int
+    samples: int
+    """One more than the largest sample index."""
+
+
+def import_pickles(
+    source: str,
+    root: Folder,
+    *,
+    worker_id: int = 0,
+    site: str = "residual",
+    model: str = "unknown",
+    store_dtype: StoreDtype = "bfloat16",
+    seen: Seen = nobody,
+) -> StreamStore:
+    """Store pickles as one stream of a dataset. Files that an earlier import committed are not stored again.
+
+    The first of two passes checks every file, so that nothing is stored of a source with a bad file; the second stores
+    one shard per file.
+
+    Args:
+        source: A file, or a folder.
+        root: Where the dataset is stored.
+        worker_id: Number of the stream.
+        site: Tap kind of the rows.
+        model: Name of the model. Imports of different models are different runs.
+        store_dtype: What rows are stored as.
+        seen: Called with the number of stored files and of all files.
+    """
+    files = pickle_files(source)
+    survey = _survey(files, store_dtype)
+    run = _identity(model, survey, store_dtype)
+    taps = tuple(Tap(site, layer) for layer in survey.layers)
+    join_run(root, run)
+    total = survey.samples
+    store = join_stream(root, worker_id, StreamIdentity(source, survey.sha256, total, total, taps), run)
+    for done, path in enumerate(files, 1):
+        _store(store, read_pickle(path), path, survey.layers)
+        seen(done, len(files))
+    left = Ranges([(0, total)]) - store.ledger.done
+    if left:
+        store.commit([], [Skip(index, str(index), "not in the pickles") for index in left])
+    store.finish()
+    return store
+
+
+def _survey(files: list[Path], store_dtype: StoreDtype) -> _Survey:
+    digest, layers, width = hashlib.sha256(), None, None
+    indices: dict[int, str] = {}
+    for path in files:
+        content = read_pickle(path)
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+        layers = tuple(sorted(content)) if layers is None else layers
+        if tuple(sorted(content)) != layers:
+            raise DataError(
+                str(path), expected=f"the {len(layers)} layers of {files[0]}", found=f"{len(content)} layers"
+            )
+        for index, rows in _samples(content, path):
+            if index in indices:
+                raise DataError(f"sample {index} is there twice", found=f"{indices[index]} and {path}")
+            indices[index] = str(path)
+            width = rows.shape[1] if width is None else width
+            if rows.shape[1] != width:
+                raise DataError(f"{path}, sample {index}", expected=f"rows of {width}", found=rows.shape[1])
+        _check_numbers(content, path, store_dtype)
+    total = max(indices, default=-1) + 1
+    if total - len(indices) > _MOST_MISSING + 20 * len(indices):
+        raise DataError(
+            f"sample_idx {total - 1} in {indices[total - 1]}",
+            expected=f"indices near the number of samples, {len(indices)}",
+            found=f"{total - len(indices)} indices without a sample",
+        )
+    return _Survey(digest.hexdigest(), layers or (), width or 0, total)
+
+
+def _samples(content: _Content, path: Path) -> Iterator[tuple[int, _Array]]:
+    """Yield index and rows of the first layer's samples, after a check that all layers have the same samples."""
+    first, *others = content.values()
+    wanted = [(sample["sample_idx"], sample["activation"].shape) for sample in first]
+    for layer, samples in zip(list(content)[1:], others, strict=True):
+        if [(sample["sample_idx"], sample["activation"].shape) for sample in samples] != wanted:
+            raise DataError(f"{path}, layer {layer}", expected=f"the samples of layer {next(iter(content))}")
+    for sample in first:
+        yield sample["sample_idx"], sample["activation"]
+
+
+def _check_numbers(content: _Content, path: Path, store_dtype: StoreDtype) -> None:
+    """Refuse values that are NaN or infinite, or that ``store_dtype`` cannot represent."""
+    for layer, samples in content.items():
+        for sample in samples:
+            rows, at = sample["activation"], f"{path}, layer {layer}, sample {sample['sample_idx']}"
+            if not np.isfinite(rows).all():
+                raise DataError(f"{at} has values that are NaN or infinite", fix="remove the sample from the pickle")
+            with np.errstate(over="ignore"):
+                stored = rows.astype(np.float32 if store_dtype in SCALED else store_dtype)
+            if not np.isfinite(stored).all():
+                largest = f"{np.abs(rows).max():.3g}"
+                raise DataError(f"{at} has values too large for {store_dtype}", found=largest, fix="use --store-dtype")
+
+
+def _store(store: StreamStore, content: _Content, path: Path, layers: tuple[int, ...]) -> None:
+    """Store the samples of one file that are not committed yet as one shard."""
+    chosen = [place for place, (index, _) in enumerate(_samples(content, path)) if index not in store.ledger.done]
+    if not chosen:
+        return
+    builder = store.begin([_sample(content[layers[0]][place]) for place in chosen])
+    kinds = store.record.identity.rows(store.run)
+    for tap, layer in enumerate(layers):
+        rows = np.concatenate([content[layer][place]["activation"] for place in chosen])
+        builder.write(tap, 0, as_stored(rows, kinds[tap].dtype))
+    store.commit([builder.finish()])
+
+
+def _sample(source: dict[str, Any]) -> Sample:
+    length, index = len(source["activation"]), source["sample_idx"]
+    roles = np.zeros(length, np.uint8)
+    roles[:1] = Role.FIRST
+    preview = source.get("text_preview")
+    text = preview if isinstance(preview, str) else ""
+    return Sample(index, str(index), np.full(length, UNKNOWN_TOKEN, np.int32), roles, text)
+
+
+def _identity(model: str, survey: _Survey, store_dtype: str) -> RunIdentity:
+    return RunIdentity(
+        model=model,
+        revision=None,
+        architecture="unknown",
+        d_model=survey.width,
+        n_layers=max(survey.layers) + 1,
+        weights=f"imported: {model}",  # names are not compared, hashes of weights are
+        tokenizer="unknown",
+        prompt=PromptSpec(kind="text"),
+        seed=0,
+        max_seq_length=1 << 20,
+        long="truncate",
+        dtype="float32",
+        store_dtype=store_dtype,
+    )
