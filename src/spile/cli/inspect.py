@@ -33,7 +33,7 @@ def inspect(
 ) -> int:
     """Show what a dataset is: its model, streams, samples, taps, and each tap's norms and attention sinks."""
     from spile.reading.dataset import open as open_dataset
-    from spile.reading.inspecting import known_stats
+    from spile.reading.inspection import known_stats
 
     dataset = open_dataset(root)
     if tap is not None and tap not in dataset.taps:
@@ -96,7 +96,7 @@ def _show(dataset: Dataset, found: dict[str, TapStatistics | None]) -> None:
 
 
 def _write_page(dataset: Dataset, html: Path, tap: str | None, samples: int) -> None:
-    from spile.reading.inspecting import inspect_dataset
+    from spile.reading.inspection import inspect_dataset
     from spile.view.report import report_page
 
     page = report_page(dataset, inspect_dataset(dataset, tap=tap, samples=max(0, samples)))

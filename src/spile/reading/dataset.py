@@ -316,7 +316,7 @@ class Dataset:
 
     def stats(self, tap: str | Tap, streams: Iterable[int] | None = None) -> TapStatistics:
         """Count, mean, variance, norm quantiles and sinks of a tap: read from the commits, or in one pass over rows."""
-        from spile.reading.statistics import tap_statistics
+        from spile.reading.inspection import tap_statistics
 
         return tap_statistics(self, str(tap), streams)
 

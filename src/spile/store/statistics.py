@@ -25,6 +25,9 @@ SINK = 10.0
 """A row whose norm is this many times the median is an attention sink's."""
 _GROWTH = math.log(1.04)
 _ZERO = -1_000_000
+_MOST_BIN = int(math.log(1.7e308) / _GROWTH)
+"""Bins beyond this one have norms that are no finite number."""
+_MOST_ROWS = 1 << 53
 _TOP = 8
 _BLOCK = 1 << 17
 """Numbers that are widened at a time: a core's own cache holds them until they are added up."""
@@ -80,13 +83,14 @@ class TapStatistics:
         return np.asarray(np.maximum(total[1] / max(self.count, 1) - (total[0] / max(self.count, 1)) ** 2, 0.0))
 
     def norm_quantile(self, q: float) -> float:
-        """The norm below which this part of the rows lies, within 2 %."""
-        left = q * self.count
+        """Return the norm below which this part of the rows lies, within 2 %, and never above the largest norm."""
+        left, found = q * self.count, max(self.norms, default=_ZERO)
         for place, count in sorted(self.norms.items()):
             left -= count
             if left <= 0:
-                return _middle(place)
-        return _middle(max(self.norms, default=_ZERO))
+                found = place
+                break
+        return min([_middle(found), *(row.norm for row in self.top[:1])])
 
     @property
     def sink_norm(self) -> float:
@@ -112,16 +116,25 @@ class TapStatistics:
         }
 
     @classmethod
-    def from_json(cls, fields: Mapping[str, Any], stream: int = 0) -> TapStatistics:
-        """The inverse of :meth:`to_json`; ValueError, KeyError or TypeError where it is none."""
-        return cls(
-            count=int(fields["count"]),
-            norms={int(place): int(count) for place, count in fields["norms"].items()},
-            top=tuple(
-                TopRow(float(norm), int(token), int(sample), int(position), stream)
-                for norm, token, sample, position in fields["top"]
-            ),
-        )
+    def from_json(cls, fields: Any, stream: int = 0) -> TapStatistics | None:
+        """Return the inverse of :meth:`to_json`, or None if the fields are malformed: a commit may contain anything."""
+        try:
+            found = cls(
+                count=int(fields["count"]),
+                norms={int(place): int(count) for place, count in fields["norms"].items()},
+                top=tuple(
+                    TopRow(float(norm), int(token), int(sample), int(position), stream)
+                    for norm, token, sample, position in fields["top"]
+                ),
+            )
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+            return None
+        places = [place for place in found.norms if place != _ZERO]
+        counts = [found.count, *found.norms.values()]
+        known = min(counts) >= 0 and max(counts) < _MOST_ROWS and sum(found.norms.values()) <= found.count
+        finite = all(0 <= row.norm < math.inf for row in found.top)
+        ordered = [row.norm for row in found.top] == sorted((row.norm for row in found.top), reverse=True)
+        return found if known and finite and ordered and all(abs(place) <= _MOST_BIN for place in places) else None
 
     def summary(self) -> dict[str, Any]:
         """For people, as ``metadata.json`` holds it."""

@@ -358,12 +358,13 @@ class StreamStore:
         """Of each tap, over all shards whose statistics were taken."""
         shards = [shard for commit in read_commits(self.folder, self.record.id) for shard in commit.shards]
         taps = [str(tap) for tap in self.record.identity.taps]
-        known = {tap: [shard.statistics[tap] for shard in shards if tap in shard.statistics] for tap in taps}
-        return {
-            tap: TapStatistics.merged(map(TapStatistics.from_json, parts)).summary()
-            for tap, parts in known.items()
-            if parts
-        }
+        merged: dict[str, Any] = {}
+        for tap in taps:
+            parts = [TapStatistics.from_json(shard.statistics[tap]) for shard in shards if tap in shard.statistics]
+            known = [part for part in parts if part is not None]
+            if known:
+                merged[tap] = TapStatistics.merged(known).summary()
+        return merged
 
     def finish(self, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Write ``metadata.json`` from the ledger as it is stored, and give its content."""

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from spile.data.arc.answers import Score, TaskScore
 from spile.reading.dataset import Dataset
-from spile.reading.inspecting import HeatMap, Inspection
+from spile.reading.inspection import HeatMap, Inspection
 from spile.spec.amounts import amount, size
 from spile.spec.sample import Role
 

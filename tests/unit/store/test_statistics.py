@@ -63,7 +63,9 @@ def test_merging_in_any_order_and_grouping_gives_the_same(order: list[int], cut:
     assert np.array_equal(whole.mean, again.mean)
     assert np.array_equal(whole.variance, again.variance)
     assert (whole.count, whole.norms, whole.top) == (again.count, again.norms, again.top)
-    assert TapStatistics.from_json(json.loads(json.dumps(whole.to_json()))).norms == whole.norms
+    again = TapStatistics.from_json(json.loads(json.dumps(whole.to_json())))
+    assert again is not None
+    assert again.norms == whole.norms
 
 
 def test_sinks_are_found() -> None:

@@ -1,31 +1,64 @@
-"""What a dataset holds, as numbers for a page: norms, sinks, taps beside each other, main directions, its past."""
+"""Statistics of a tap, and what ``spile inspect`` shows of a dataset."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from spile.reading.dataset import Dataset
+from spile.objects.ahead import read_ahead
+from spile.reading.rows import context_of
 from spile.spec.sample import Role
-from spile.store.statistics import TapStatistics
+from spile.store.ledger import ShardRecord
+from spile.store.statistics import SUMS, TapAccumulator, TapStatistics
 from spile.store.stream import parse_iso
+from spile.store.streams import Stream
 
-__all__ = ["HeatMap", "Inspection", "inspect_dataset", "known_stats"]
+if TYPE_CHECKING:
+    from spile.reading.dataset import Dataset
+
+__all__ = ["HeatMap", "Inspection", "inspect_dataset", "known_stats", "tap_statistics"]
 
 _ROWS = 1024
-"""Random rows that the comparison of layers and the main directions are made of."""
+"""Random rows for the comparison of layers and the main directions."""
 _POSITIONS = 96
 """Tokens of a sample that a heat map shows."""
+_READ_ROWS = 16_384
+_THREADS = 4
 
 _Array = npt.NDArray[Any]
 
 
+def tap_statistics(dataset: Dataset, tap: str, streams: Iterable[int] | None = None) -> TapStatistics:
+    """Return the statistics of a tap: from the commits if they have them, otherwise from the rows."""
+    shards = [(stream, record) for stream in dataset.having((tap,), streams) for record in stream.shards]
+    calls = (partial(_shard_statistics, stream, record, tap) for stream, record in shards)
+    return TapStatistics.merged(read_ahead(calls, _THREADS))
+
+
+def _shard_statistics(stream: Stream, record: ShardRecord, tap: str) -> TapStatistics:
+    shard = stream.open(record)
+    known = TapStatistics.from_json(record.statistics[tap], stream.number) if tap in record.statistics else None
+    if known is not None and tap + SUMS in shard.of(tap).header.places:
+        return replace(known, sums=(shard.whole(tap + SUMS),))
+    taken = TapAccumulator(shard.place(tap).shape[1])
+    for start in range(0, record.tokens, _READ_ROWS):
+        stop = min(start + _READ_ROWS, record.tokens)
+        rows = context_of(stream.number, shard, start, stop)
+        assert rows.tokens is not None and rows.samples is not None  # noqa: S101, PT018
+        assert rows.positions is not None  # noqa: S101  for the type checker
+        taken.add(shard.rows(tap, start, stop), rows.tokens, rows.samples, rows.positions)
+    found = taken.result()
+    return replace(found, top=tuple(row._replace(stream=stream.number) for row in found.top))
+
+
 @dataclass(frozen=True)
 class HeatMap:
-    """The norms of one sample's rows at every tap."""
+    """Norms of one sample's rows at every tap."""
 
     title: str
     preview: str
@@ -35,30 +68,30 @@ class HeatMap:
 
 @dataclass(frozen=True)
 class Inspection:
-    """All that a page shows."""
+    """Everything that the page of ``spile inspect --html`` shows."""
 
     taps: tuple[str, ...]
     stats: dict[str, TapStatistics]
     heat: tuple[HeatMap, ...] = ()
     cosine: _Array = field(default_factory=lambda: np.zeros((0, 0)))
-    """Mean cosine of the same token's rows at two taps."""
+    """Mean cosine similarity of the same token's rows at two taps."""
     chosen: str = ""
-    """The tap of the main directions."""
+    """The tap whose main directions are shown."""
     plane: _Array = field(default_factory=lambda: np.zeros((0, 2)))
     roles: _Array = field(default_factory=lambda: np.zeros(0, np.uint8))
     explained: tuple[float, float] = (0.0, 0.0)
     timeline: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
-    """Of each stream: when it committed, and how many samples it had then."""
+    """Stream → when it committed, and how many samples it had then."""
 
 
 def known_stats(dataset: Dataset, tap: str) -> bool:
-    """Whether a tap's statistics were taken while extracting, in every shard."""
+    """Return whether the statistics of a tap were computed while extracting, in every shard."""
     shards = [shard for stream in dataset.having((tap,), None) for shard in stream.shards]
-    return bool(shards) and all(tap in shard.statistics for shard in shards)
+    return bool(shards) and all(TapStatistics.from_json(shard.statistics.get(tap)) is not None for shard in shards)
 
 
 def inspect_dataset(dataset: Dataset, *, samples: int = 3, tap: str | None = None, seed: int = 0) -> Inspection:
-    """Read what a page needs: statistics, a few samples, and some random rows."""
+    """Read what the page needs: statistics, a few samples, and some random rows."""
     numbers = [name for name in dataset.taps if _is_float(dataset, name)]
     stats = {name: dataset.stats(name) for name in numbers}
     chosen = tap or numbers[len(numbers) // 2]
@@ -91,18 +124,21 @@ def _heat(dataset: Dataset, number: int, taps: list[str]) -> HeatMap:
     ref = dataset.samples[number]
     stored = dataset.sample(ref.stream, ref.index)
     having = [tap for tap in taps if tap in stored.taps]
-    norms = [np.linalg.norm(stored.rows(tap)[:_POSITIONS].astype(np.float32), axis=1) for tap in having]
+    norms = [np.linalg.norm(stored.rows(tap)[:_POSITIONS].astype(np.float64), axis=1) for tap in having]
     return HeatMap(f"stream {ref.stream}, sample {ref.index} ({ref.task_id})", ref.preview, np.stack(norms))
 
 
 def _cosine(taps: list[_Array]) -> _Array:
-    unit = [rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12) for rows in taps]
+    wide = [rows.astype(np.float64) for rows in taps]  # the square of a large float32 is infinite
+    unit = [rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12) for rows in wide]
     return np.array([[float(np.mean(np.sum(a * b, axis=1))) for b in unit] for a in unit])
 
 
 def _main_plane(rows: _Array) -> tuple[_Array, tuple[float, float]]:
-    """Rows on their first two principal directions, and what part of the variance those hold."""
-    centered = rows - rows.mean(0)
+    """Return rows on their first two principal directions, and the parts of the variance that these explain."""
+    centered = rows.astype(np.float64)
+    centered -= centered.mean(0)
+    centered /= max(float(np.abs(centered).max(initial=0.0)), 1e-300)  # only relative sizes are shown
     _, values, directions = np.linalg.svd(centered, full_matrices=False)
     part = values**2 / max(float(np.sum(values**2)), 1e-30)
     second = float(part[1]) if len(part) > 1 else 0.0
