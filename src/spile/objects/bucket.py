@@ -224,7 +224,7 @@ class BucketFolder:
             return
         wanted = self._prefix + prefix
         folder, _, rest = wanted.rpartition("/")
-        after = wanted[:-1] if len(rest) > 1 else None
+        after = wanted[:-1] if rest[:-1] not in ("", ".", "..") else None  # obstore refuses these as offsets
         stream: Any = None
 
         def page() -> Any:

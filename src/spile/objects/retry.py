@@ -126,7 +126,8 @@ def from_obstore(error: Exception) -> RequestFailure:
     # What precedes "HttpError" can contain the object's key, which could be mistaken for a cause.
     cause = text[max(0, text.find("HttpError")) :].lower()
     words = next(words for pattern, words in _CONNECTION_WORDS if re.search(pattern, cause))
-    return RequestFailure(words, transient=not words.startswith(_PERMANENT))
+    permanent = words.startswith(_PERMANENT) or isinstance(error, ValueError)  # a ValueError is about our arguments
+    return RequestFailure(words, transient=not permanent)
 
 
 @dataclass(frozen=True)

@@ -150,6 +150,10 @@ def test_list_is_sorted_and_exact(folder: Folder) -> None:
     assert keys(folder, "commits/0002") == ["commits/0002.json"]
     assert keys(folder.child("a"), "") == ["1", "2/3"]
     assert keys(folder, "zzz") == []
+    folder.put(".-x/1", b"")
+    folder.put("..y", b"")
+    assert keys(folder, ".-") == [".-x/1"]
+    assert keys(folder, "..y") == ["..y"]
     assert [item.size for item in folder.list("a")] == [len(n) for n in sorted(names) if n.startswith("a")]
 
 
