@@ -15,6 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -321,7 +322,7 @@ class BucketFolder:
         """Yield multipart uploads that were neither completed nor aborted."""
         cloud, wanted = self.bucket.cloud, self._prefix + prefix
         for upload in self._run("list", prefix, lambda: [*cloud.unfinished(wanted)]):
-            yield Unfinished(upload.key.removeprefix(self._prefix), upload.handle, upload.started)
+            yield replace(upload, key=upload.key.removeprefix(self._prefix))
 
     def discard(self, remains: Unfinished) -> None:
         name = self._name(remains.key)
@@ -352,7 +353,7 @@ class BucketFolder:
             address = f"{self.url}/{key}".rstrip("/")
             if failure.absent and verb == "read":
                 raise NotFound(f"no such object {address}") from failure
-            fix = _fix(self.bucket.url, failure)
+            fix = _fix(self.bucket.cloud, failure)
             raise StoreError(f"cannot {verb} {address}", found=failure.cause, fix=fix) from failure
 
 
@@ -361,17 +362,11 @@ def _version(found: Any) -> str:
     return json.dumps({name: found[name] for name in ("e_tag", "version") if found[name] is not None})
 
 
-_MAKE = {
-    "gs": "gcloud storage buckets create {url}",
-    "s3": "aws s3 mb {url}",
-    "az": "az storage container create --name {name}",
-}
-
-
-def _fix(url: str, failure: RequestFailure) -> str | None:
+def _fix(cloud: Cloud, failure: RequestFailure) -> str | None:
+    url = f"{cloud.scheme}://{cloud.bucket}"
     if failure.no_bucket:
-        scheme, _, name = url.partition("://")
-        return f"make it ({_MAKE[scheme].format(url=url, name=name)}) and run the same command again"
+        make = cloud.make.format(name=cloud.bucket, region="REGION")
+        return f"create it ({make}) and run the same command again"
     if failure.status in (401, 403):
         return f"let this account read and write {url}, then run the same command again"
     if failure.wrong_region:

@@ -15,16 +15,16 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 from urllib.parse import quote
 from xml.etree import ElementTree
 
 from spile.errors import UserError
-from spile.objects.folder import Unwritable
+from spile.objects.folder import Unfinished, Unwritable
 from spile.objects.machine import METADATA_SERVER, ask_metadata, positive_number
 from spile.objects.retry import RequestFailure, from_status
 
-__all__ = ["Cloud", "PendingUpload", "check_machines", "check_own", "cloud_of", "http_timeout"]
+__all__ = ["Cloud", "check_machines", "check_own", "cloud_of", "http_timeout"]
 
 _log = logging.getLogger(__name__)
 
@@ -42,19 +42,13 @@ def http_timeout() -> float:
     return positive_number("SPILE_HTTP_TIMEOUT", 60)
 
 
-class PendingUpload(NamedTuple):
-    """An unfinished multipart upload."""
-
-    key: str
-    handle: str
-    started: float
-
-
 class Cloud(Protocol):
     """One bucket of one cloud."""
 
     scheme: str
     bucket: str
+    make: str
+    """The command that creates the bucket, with places for its name and region."""
 
     def check_credentials(self) -> None:
         """Raise :class:`UserError` if there are no credentials, :class:`RequestFailure` if they cannot be renewed."""
@@ -62,8 +56,8 @@ class Cloud(Protocol):
     def open(self, stores: Any, seconds: float, retries: int) -> Store:
         """Return a store of obstore. ``seconds`` limits the wait for an answer, ``retries`` obstore's own retries."""
 
-    def unfinished(self, prefix: str) -> Iterator[PendingUpload]:
-        """Yield the multipart uploads that were neither completed nor aborted."""
+    def unfinished(self, prefix: str) -> Iterator[Unfinished]:
+        """Yield the multipart uploads that were neither completed nor aborted, by their full names."""
 
     def discard(self, key: str, handle: str) -> None:
         """Abort a multipart upload."""
@@ -142,6 +136,7 @@ class GoogleBucket:
     """A bucket of Google Cloud Storage, or of an emulator (``STORAGE_EMULATOR_HOST``), which needs no credentials."""
 
     scheme = "gs"
+    make = "gcloud storage buckets create gs://{name} --location={region}"
 
     def __init__(self, bucket: str) -> None:
         self.bucket = bucket
@@ -183,7 +178,7 @@ class GoogleBucket:
             raise from_status(reply.status_code, reply.content)
         return reply.content
 
-    def unfinished(self, prefix: str) -> Iterator[PendingUpload]:
+    def unfinished(self, prefix: str) -> Iterator[Unfinished]:
         query = {"uploads": "", "prefix": prefix}
         while True:
             uploads, markers = parse_uploads(self.request("GET", self.bucket, query))
@@ -199,7 +194,7 @@ class GoogleBucket:
         return (_parse_xml(self.request("GET", self.bucket, {"location": ""})).text or "us").lower()
 
 
-def parse_uploads(body: bytes) -> tuple[list[PendingUpload], tuple[str, str] | None]:
+def parse_uploads(body: bytes) -> tuple[list[Unfinished], tuple[str, str] | None]:
     """Return a page of unfinished uploads, and the markers of the next page if there is one."""
     page = _parse_xml(body)
     uploads = []
@@ -209,7 +204,7 @@ def parse_uploads(body: bytes) -> tuple[list[PendingUpload], tuple[str, str] | N
             seconds = datetime.fromisoformat(started.replace("Z", "+00:00")).timestamp()
         except (ValueError, OverflowError) as error:
             raise RequestFailure("an unreadable reply", transient=True) from error
-        uploads.append(PendingUpload(key, handle, seconds))
+        uploads.append(Unfinished(key, handle, seconds))
     if page.findtext("{*}IsTruncated") != "true":
         return uploads, None
     return uploads, (page.findtext("{*}NextKeyMarker", ""), page.findtext("{*}NextUploadIdMarker", ""))
@@ -235,12 +230,12 @@ def check_own(bucket: str) -> str:
         Unwritable: It may not.
 
     """
+    path = "/testPermissions"
     try:
-        query = [("permissions", name) for name in _NEEDED]
-        held = [name for pair in query for name in _iam(bucket, "/testPermissions", dict([pair]), "permissions")]
+        missing = [name for name in _NEEDED if name not in _iam(bucket, path, {"permissions": name}, "permissions")]
     except RequestFailure as failure:
         return f"gs://{bucket}: cannot tell whether your account may write it ({failure.cause})"
-    if missing := [name for name in _NEEDED if name not in held]:
+    if missing:
         raise Unwritable(
             f"your account may not write gs://{bucket}",
             expected=", ".join(_NEEDED),
@@ -445,6 +440,7 @@ class AmazonBucket:
     """A bucket of S3 or of a server that speaks its protocol (``AWS_ENDPOINT_URL``, or the profile's)."""
 
     scheme = "s3"
+    make = "aws s3 mb s3://{name} --region {region}"
 
     def __init__(self, bucket: str) -> None:
         self.bucket = bucket
@@ -478,7 +474,7 @@ class AmazonBucket:
             **_connection(self._url(), seconds, retries),
         )
 
-    def unfinished(self, prefix: str) -> Iterator[PendingUpload]:
+    def unfinished(self, prefix: str) -> Iterator[Unfinished]:
 
         def pages(client: Any) -> list[Any]:
             found = client.get_paginator("list_multipart_uploads").paginate(Bucket=self.bucket, Prefix=prefix)
@@ -494,7 +490,7 @@ class AmazonBucket:
             )
             return
         for upload in uploads:
-            yield PendingUpload(upload["Key"], upload["UploadId"], upload["Initiated"].timestamp())
+            yield Unfinished(upload["Key"], upload["UploadId"], upload["Initiated"].timestamp())
 
     def discard(self, key: str, handle: str) -> None:
         self._with_botocore(lambda c: c.abort_multipart_upload(Bucket=self.bucket, Key=key, UploadId=handle))
@@ -541,6 +537,7 @@ class AzureContainer:
     """A container of Azure Blob Storage. obstore finds the credentials itself."""
 
     scheme = "az"
+    make = "az storage container create --name {name}"
 
     def __init__(self, bucket: str) -> None:
         self.bucket = bucket
@@ -575,7 +572,7 @@ class AzureContainer:
         account = {"account_name": name} if (name := self._account()) else {}
         return stores.AzureStore(self.bucket, **account, **_connection(emulated, seconds, retries))
 
-    def unfinished(self, prefix: str) -> Iterator[PendingUpload]:  # noqa: ARG002
+    def unfinished(self, prefix: str) -> Iterator[Unfinished]:  # noqa: ARG002
         """Yield nothing: Azure removes the blocks of unfinished uploads itself after a week."""
         return iter(())
 

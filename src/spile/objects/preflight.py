@@ -20,11 +20,6 @@ from spile.objects.retry import RequestFailure
 
 __all__ = ["preflight"]
 
-_MAKE = {
-    "gs": "gcloud storage buckets create {url} --location={region}",
-    "s3": "aws s3 mb {url} --region {region}",
-    "az": "az storage container create --name {name}",
-}
 _DEFAULT_REGION = {"gs": "us-central1", "s3": "us-east-1", "az": ""}
 
 
@@ -86,10 +81,9 @@ def _try_bucket(folder: BucketFolder, find_machine: Callable[[], Region | None])
         if not isinstance(failure, RequestFailure) or failure.transient:
             raise
         if failure.no_bucket:
-            cloud, _, name = url.partition("://")
-            machine = find_machine()
-            region = machine.region if machine and machine.cloud == cloud else _DEFAULT_REGION[cloud]
-            fix = "make it: " + _MAKE[cloud].format(url=url, name=name, region=region)
+            cloud, machine = folder.bucket.cloud, find_machine()
+            region = machine.region if machine and machine.cloud == cloud.scheme else _DEFAULT_REGION[cloud.scheme]
+            fix = "create it: " + cloud.make.format(name=cloud.bucket, region=region)
             raise Unwritable(f"there is no bucket {url}", fix=fix) from error
         expected = "an account that may create and delete objects"
         raise Unwritable(f"cannot write {folder.url}", expected=expected, found=failure.cause, fix=error.fix) from error
@@ -104,7 +98,7 @@ def _try_bucket(folder: BucketFolder, find_machine: Callable[[], Region | None])
 
 def _compare_regions(folder: BucketFolder, machine: Region | None) -> list[str]:
     """Return a warning if writing to the bucket from this machine costs money."""
-    cloud = folder.bucket.cloud.scheme
+    cloud = folder.bucket.cloud
     if machine is None:
         return []
     try:
@@ -115,11 +109,11 @@ def _compare_regions(folder: BucketFolder, machine: Region | None) -> list[str]:
         raise
     if name is None:
         return []
-    price = egress_price(machine, Region(cloud, name))
+    price = egress_price(machine, Region(cloud.scheme, name))
     if not price:
         return []
-    make = _MAKE[cloud].format(url=f"{cloud}://NAME", name="NAME", region=machine.region)
-    advice = f"; a bucket in the same region costs nothing: {make}" if machine.cloud == cloud else ""
+    make = cloud.make.format(name="NAME", region=machine.region)
+    advice = f"; a bucket in the same region costs nothing: {make}" if machine.cloud == cloud.scheme else ""
     return [
         f"{folder.bucket.url} is in {name} and this machine in {machine.region}: "
         f"every TiB written costs about ${price * 1024:.0f} of egress "

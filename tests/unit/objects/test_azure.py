@@ -146,7 +146,7 @@ def test_a_run_is_stored_and_proven(folder: Folder) -> None:
 
 
 def test_errors_name_the_container_and_the_fix(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    missing = r"there is no bucket az://nothing; make it: az storage container create --name nothing$"
+    missing = r"there is no bucket az://nothing; create it: az storage container create --name nothing$"
     with pytest.raises(UserError, match=missing):
         preflight(open_folder("az://nothing/x"), environment={"SPILE_MACHINE_REGION": "none"})
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", base64.b64encode(b"wrong").decode())

@@ -244,7 +244,7 @@ def test_no_bucket(clouds: Clouds, monkeypatch: pytest.MonkeyPatch, payload: np.
     folder = open_folder("gs://short-lived/run")
     folder.put("x", b"1")
     clouds.gcs.delete_bucket("short-lived")
-    words = r"404 no such bucket; make it \(gcloud storage buckets create gs://short-lived\)"
+    words = r"404 no such bucket; create it \(gcloud storage buckets create gs://short-lived --location=REGION\)"
     for verb in (check_put, check_create, check_list, lambda f: write(f, "shard", payload), check_get):
         with pytest.raises(StoreError, match=words):
             verb(folder)

@@ -50,7 +50,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 def test_no_bucket_says_what_to_type(cloud_url: str) -> None:
     folder = open_folder(cloud_url.replace(BUCKET, "not-there"))
-    with pytest.raises(UserError, match=r"there is no bucket .*://not-there; make it: ") as caught:
+    with pytest.raises(UserError, match=r"there is no bucket .*://not-there; create it: ") as caught:
         preflight(folder, environment={"SPILE_MACHINE_REGION": "gs/europe-west4"})
     expected = {
         "gs": "gcloud storage buckets create gs://not-there --location=europe-west4",
