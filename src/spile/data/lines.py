@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
-import orjson
-
 from spile.errors import DataError, StoreError
 from spile.objects.opening import is_remote
 from spile.spec.run import EMBEDDED
@@ -176,38 +174,18 @@ class StreamFile:
         return file.read_bytes() if file.is_file() else None
 
     @property
+    def unit(self) -> str:
+        """What the file consists of, for messages: lines of a file, or rows of a table."""
+        return "line" if self._rows is None else "row"
+
+    @property
     def name(self) -> str:
         """The file's name without its folder."""
         return self.location.rsplit("/", 1)[-1] if self._remote or self._rows is not None else self._path.name
 
     def lines(self, hashes: BlockHashes | None = None) -> Iterator[Line]:
-        """Yield the non-blank lines. With ``hashes``, each line follows after all of its blocks have been checked.
-
-        A ``.json`` file with one object of tasks by id, as in the ARC challenge, gives one line per task.
-        """
-        if self.name.endswith(".json"):
-            yield from self._tasks(hashes)
-            return
+        """Yield the non-blank lines. With ``hashes``, each line follows after all of its blocks have been checked."""
         yield from self._split(self._hashed(hashes))
-
-    def _tasks(self, hashes: BlockHashes | None) -> Iterator[Line]:
-        """Yield one line per task of an object of tasks by id; split any other content at line breaks."""
-        content = b""
-        for chunk in self._hashed(hashes):
-            content += chunk
-            if len(content) > _LONGEST:
-                raise DataError(self.location, expected=f"at most {_LONGEST >> 20} MiB of JSON", found="more")
-        try:
-            tasks = orjson.loads(content)
-        except orjson.JSONDecodeError:
-            tasks = None
-        if not isinstance(tasks, dict) or not all(
-            isinstance(task, dict) and "train" in task for task in tasks.values()
-        ):
-            yield from self._split(iter([content]))
-            return
-        for index, (name, task) in enumerate(tasks.items()):
-            yield Line(index, index + 1, orjson.dumps({"task_id": name, **task}))
 
     def _split(self, chunks: Iterator[bytes]) -> Iterator[Line]:
         index = number = held = 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import csv
 import re
 import socket
 import tempfile
@@ -27,13 +29,16 @@ from spile.spec.run import EMBEDDED, DataSpec
 
 __all__ = [
     "ArcFolder",
-    "ArcJson",
+    "Csv",
     "Hub",
+    "JsonFile",
     "Jsonl",
     "Parquet",
     "RowRange",
     "RowSource",
     "SourceRow",
+    "TextFile",
+    "TextFolder",
     "is_hub_name",
     "open_input",
     "open_source",
@@ -213,6 +218,10 @@ def _no_network(error: BaseException) -> bool:
     return "Couldn't reach" in str(error) or "offline" in str(error).lower()
 
 
+_LARGEST_DOCUMENT = 256 << 20
+"""Bytes of a JSON document, or characters of a line or a cell."""
+_LINES = (".jsonl", ".ndjson")
+_TABLES = (".parquet", ".csv", ".tsv", ".tab", ".txt", ".json")
 _SLICE = re.compile(r"([\w.-]+)(?:\[(\d*):(\d*)\])?", re.ASCII)
 
 
@@ -268,11 +277,14 @@ class Jsonl:
 
 
 @dataclass(frozen=True)
-class ArcJson:
-    """Tasks by id in one JSON file, such as ``arc_format_train.json``. The file is read into memory."""
+class JsonFile:
+    """One JSON document: a list of rows, or ARC tasks by id as in ``arc_format_train.json``. It is read into memory.
 
-    path: Path
+    A file with this suffix that holds one JSON object per line is read as such.
+    """
+
     location: str
+    column: str
 
     @property
     def origin(self) -> dict[str, object]:
@@ -280,14 +292,149 @@ class ArcJson:
         return {"dataset": self.location}
 
     def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
-        """Yield one row per task, in the file's order."""
-        tasks = _json(self.path)
-        if not isinstance(tasks, dict):
-            raise DataError(self.location, expected="an object of tasks by id", found=type(tasks).__name__)
-        if "train" in tasks and "test" in tasks:
-            tasks = {self.path.stem: tasks}
-        for number, (name, task) in enumerate(islice(tasks.items(), start, stop), start):
+        """Yield one row per element, in the file's order."""
+        content = bytearray()
+        for chunk in StreamFile(self.location).chunks():
+            content += chunk
+            if len(content) > _LARGEST_DOCUMENT:
+                limit = f"at most {_LARGEST_DOCUMENT >> 20} MiB"
+                raise DataError(
+                    self.location, expected=limit, found="a larger JSON document", fix="convert it to JSONL"
+                )
+        try:
+            document = orjson.loads(bytes(content).removeprefix(b"\xef\xbb\xbf"))
+        except orjson.JSONDecodeError:
+            yield from Jsonl(self.location).rows(start, stop)
+            return
+        if isinstance(document, list):
+            for number, element in enumerate(document[start:stop], start):
+                yield _element(number, element, self.column)
+            return
+        if not isinstance(document, dict):
+            raise DataError(
+                self.location, expected="a list of rows or an object of tasks by id", found="a single value"
+            )
+        if "train" in document and "test" in document:
+            document = {Path(self.location).stem: document}
+        elif not all(isinstance(task, dict) and "train" in task for task in document.values()):
+            yield SourceRow(0, document, "row 0")
+            return
+        for number, (name, task) in enumerate(islice(document.items(), start, stop), start):
             yield _named(number, task, name, f"task {name}")
+
+
+@dataclass(frozen=True)
+class Csv:
+    """A CSV or TSV file with a header, local or in a bucket. Values are strings."""
+
+    location: str
+    columns: frozenset[str] = field(default_factory=frozenset)
+    keep: tuple[str, ...] = ()
+
+    @property
+    def origin(self) -> dict[str, object]:
+        """The location of the dataset."""
+        return {"dataset": self.location}
+
+    def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
+        """Yield one row per record; a record with missing or additional cells becomes a row with a problem."""
+        delimiter = "\t" if self.location.endswith((".tsv", ".tab")) else ","
+        csv.field_size_limit(_LARGEST_DOCUMENT)
+        reader = csv.reader(_text_lines(self.location), delimiter=delimiter)
+        try:
+            header = next(reader, [])
+            names = check_columns(header, self.columns, self.keep, self.location)
+            for number, cells in islice(enumerate(record for record in reader if record), start, stop):
+                place = f"line {reader.line_num}"
+                if len(cells) == len(header):
+                    row = dict(zip(header, cells, strict=True))
+                    yield SourceRow(number, {name: row[name] for name in names}, place)
+                else:
+                    yield SourceRow(
+                        number, None, place, problem="a record with another number of cells than the header"
+                    )
+        except csv.Error as error:
+            raise DataError(f"{self.location} line {reader.line_num}", expected="CSV", found=str(error)) from error
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """A text file with one prompt per line, local or in a bucket."""
+
+    location: str
+    column: str
+
+    @property
+    def origin(self) -> dict[str, object]:
+        """The location of the dataset."""
+        return {"dataset": self.location}
+
+    def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
+        """Yield one row per non-blank line."""
+        lines = ((number, line.strip()) for number, line in enumerate(_text_lines(self.location), 1))
+        for index, (number, text) in islice(enumerate(line for line in lines if line[1]), start, stop):
+            yield SourceRow(index, {self.column: text}, f"line {number}")
+
+
+@dataclass(frozen=True)
+class TextFolder:
+    """A folder of text files, one prompt per file, whose id is its path within the folder."""
+
+    folder: Path
+    location: str
+    column: str
+
+    @property
+    def origin(self) -> dict[str, object]:
+        """The location of the dataset."""
+        return {"dataset": self.location}
+
+    def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
+        """Yield one row per file, sorted by path."""
+        for number, path in enumerate(text_files(self.folder)[start:stop], start):
+            name = path.relative_to(self.folder).as_posix()
+            try:
+                yield SourceRow(number, {"id": name, self.column: path.read_text(encoding="utf-8-sig")}, name)
+            except UnicodeDecodeError:
+                yield SourceRow(number, None, name, problem="a file that is not UTF-8 text")
+            except OSError as error:
+                raise StoreError(f"{path} cannot be read", found=error.strerror or str(error)) from error
+
+
+def text_files(folder: Path) -> list[Path]:
+    """Return the text files below a folder, sorted by path."""
+    return sorted(path for path in folder.rglob("*") if path.suffix in (".txt", ".md") and path.is_file())
+
+
+def _element(number: int, element: object, column: str) -> SourceRow:
+    """Return an element of a JSON list as a row: an object, or a string as its text."""
+    place = f"row {number}"
+    if isinstance(element, str):
+        return SourceRow(number, {column: element}, place)
+    if isinstance(element, dict):
+        return SourceRow(number, element, place)
+    return SourceRow(number, None, place, problem="an element that is neither an object nor a string")
+
+
+def _text_lines(location: str) -> Iterator[str]:
+    """Yield the lines of a UTF-8 file with their line ends."""
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    rest, number = "", 1
+    try:
+        for chunk in chain(StreamFile(location).chunks(), [None]):
+            text = rest + (decoder.decode(chunk) if chunk is not None else decoder.decode(b"", final=True))
+            lines = text.splitlines(keepends=True) if chunk is None else text.split("\n")
+            if chunk is not None:
+                rest = lines.pop()
+                lines = [f"{line}\n" for line in lines]
+                if len(rest) > _LARGEST_DOCUMENT:
+                    raise DataError(
+                        f"{location} line {number}", expected=f"at most {_LARGEST_DOCUMENT >> 20} MiB a line"
+                    )
+            number += len(lines)
+            yield from lines
+    except UnicodeDecodeError as error:
+        raise DataError(f"{location} near line {number}", expected="UTF-8 text", found=str(error.reason)) from error
 
 
 @dataclass(frozen=True)
@@ -398,7 +545,7 @@ class RowRange:
 def is_hub_name(dataset: str) -> bool:
     """Return whether this can be the name of a dataset on the hub."""
     known = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", dataset, re.ASCII)
-    return known is not None and not dataset.endswith((".jsonl", ".ndjson", ".json", ".parquet"))
+    return known is not None and not dataset.endswith((*_LINES, *_TABLES))
 
 
 def open_source(
@@ -416,64 +563,66 @@ def open_source(
     columns = frozenset({column, "train", "test", "messages", "text", "task_id", "id", TOKENS, MASK})
     if dataset == EMBEDDED:
         return Jsonl(str(embedded_tasks()))
-    if "://" in dataset:
-        return Parquet(None, dataset, columns, keep) if dataset.endswith(".parquet") else Jsonl(dataset)
     path = Path(dataset).expanduser()
-    if path.is_dir():
-        return _open_folder(path, dataset, columns, keep, split, config_name)
-    if path.is_file():
-        return _open_file(path, dataset, columns, keep)
+    if "://" not in dataset and path.is_dir():
+        return _open_folder(path, dataset, column, columns, keep, split, config_name)
+    if "://" in dataset or path.is_file():
+        return _open_file(dataset, column, columns, keep)
     if not is_hub_name(dataset):
         raise DataError(f"no such dataset: {dataset}", expected="a file, a folder, or owner/name on the hub")
-    from spile.data.sources import Hub
-
     return Hub(dataset, split or "train", config_name, columns, keep=keep)
 
 
-def _open_file(path: Path, dataset: str, columns: frozenset[str], keep: tuple[str, ...]) -> RowSource:
-    if path.suffix == ".parquet":
-        return Parquet(path, dataset, columns, keep)
-    if path.suffix == ".json":
-        return ArcJson(path, dataset)
-    if path.suffix in (".jsonl", ".ndjson"):
-        return Jsonl(dataset)
-    raise DataError(
-        f"{dataset} is of no known kind", expected=".jsonl, .json or .parquet", found=path.suffix or "no suffix"
-    )
+def _open_file(dataset: str, column: str, columns: frozenset[str], keep: tuple[str, ...]) -> RowSource:
+    match Path(dataset).suffix:
+        case ".parquet":
+            return Parquet(None if "://" in dataset else Path(dataset).expanduser(), dataset, columns, keep)
+        case ".json":
+            return JsonFile(dataset, column)
+        case ".csv" | ".tsv" | ".tab":
+            return Csv(dataset, columns, keep)
+        case ".txt":
+            return TextFile(dataset, column)
+        case ".jsonl" | ".ndjson":
+            return Jsonl(dataset)
+        case suffix if "://" in dataset:
+            return Jsonl(dataset)
+        case suffix:
+            raise DataError(
+                f"{dataset} has an unknown suffix",
+                expected=", ".join((*_LINES, *_TABLES)),
+                found=suffix or "no suffix",
+                fix="rename the file",
+            )
 
 
 def _open_folder(
     path: Path,
     dataset: str,
+    column: str,
     columns: frozenset[str],
     keep: tuple[str, ...],
     split: str | None,
     config_name: str | None,
 ) -> RowSource:
-    """Open a folder of ARC files (``--split`` may name a subfolder), else a dataset in the layout of the hub."""
+    """Open a folder: a dataset in the hub's layout, ARC files (``--split`` may name a subfolder), or text files."""
     data = next((file for kind in ("parquet", "jsonl") for file in path.rglob(f"*.{kind}")), None)
     if data is not None:
-        from spile.data.sources import Hub
-
         return Hub(str(path), split or "train", config_name, columns, location=dataset, keep=keep)
     within = path if split is None else path / split
     files = sorted(within.glob("*.json")) or (sorted(path.glob("*/*.json")) if split is None else [])
+    if not files and text_files(path):
+        return TextFolder(path, dataset, column)
     if not files:
-        raise DataError(f"{within} holds no dataset", expected="*.json tasks, *.jsonl or *.parquet", found="none")
+        expected = "*.json tasks, *.jsonl, *.parquet or *.txt files"
+        raise DataError(f"{within} contains no dataset", expected=expected, found="none")
     return ArcFolder(tuple(files), dataset if split is None else f"{dataset.rstrip('/')}/{split}")
 
 
 def _named(number: int, data: Any, name: str, place: str) -> SourceRow:
     if not isinstance(data, dict):
-        return SourceRow(number, None, place, problem="a task that is no object")
+        return SourceRow(number, None, place, problem="a task that is not an object")
     return SourceRow(number, {"task_id": name, **data}, place)
-
-
-def _json(path: Path) -> Any:
-    try:
-        return orjson.loads(path.read_bytes())
-    except orjson.JSONDecodeError as error:
-        raise DataError(f"{path} is no JSON", found=str(error), fix="JSON lines end in .jsonl") from error
 
 
 _BLOCK = 1 << 20
@@ -491,23 +640,21 @@ def open_input(spec: DataSpec) -> StreamFile:
     source = open_source(
         spec.dataset, column=spec.prompt.column, split=part.split, config_name=spec.config_name, keep=spec.keep
     )
-    if isinstance(source, Parquet) and part.split not in (None, "train"):
-        raise SpecError("--split", expected="train, all that one file is", found=spec.split)
+    if not isinstance(source, Hub | ArcFolder) and part.split not in (None, "train"):
+        raise SpecError("--split", expected="train, the only split of a file", found=spec.split)
     named = spec.dataset if spec.split is None else f"{spec.dataset}:{spec.split}"
     return StreamFile(named, partial(_json_lines, source, part, spec.dataset))
 
 
 def _is_table(dataset: str) -> bool:
-    """Return whether the dataset is a table: a Parquet file, a folder of them, or a dataset of the hub."""
+    """Return whether the dataset is not a file of JSON lines: another format, a folder, or a dataset of the hub."""
     if dataset == EMBEDDED:
         return False
     if is_remote(dataset) or dataset.startswith("file://"):
-        return is_remote(dataset) and dataset.endswith(".parquet")
+        return dataset.endswith(_TABLES)
     path = Path(dataset).expanduser()
-    if path.is_dir():
-        return next(path.rglob("*.parquet"), None) is not None
     if path.exists():
-        return path.suffix == ".parquet"
+        return path.is_dir() or path.suffix in _TABLES
     # A name inside an existing local folder is a mistyped file, not a dataset of the hub.
     return is_hub_name(dataset) and (path.parent == Path() or not path.parent.is_dir())
 
@@ -515,6 +662,8 @@ def _is_table(dataset: str) -> bool:
 def _json_lines(source: RowSource, part: RowRange, location: str) -> Iterator[bytes]:
     block = bytearray()
     for row in source.rows(part.start, part.stop):
+        if row.problem is not None:
+            raise DataError(f"{location} {row.place}", expected="a usable row", found=row.problem)
         block += _line(row, location)
         if len(block) >= _BLOCK:
             yield bytes(block)
@@ -524,6 +673,8 @@ def _json_lines(source: RowSource, part: RowRange, location: str) -> Iterator[by
 
 
 def _line(row: SourceRow, location: str) -> bytes:
+    if row.raw is not None:
+        return row.raw + b"\n"
     try:
         return orjson.dumps(row.data, option=orjson.OPT_APPEND_NEWLINE)
     except TypeError as error:

@@ -129,7 +129,7 @@ class SampleStream:
             if limit is not None and first >= limit:
                 return
             if any(map(wanted, range(first, first + count))):
-                place = f"{self.location} line {line.number}"
+                place = f"{self.location} {self._file.unit} {line.number}"
                 yield from drafter.drafts(parse_row(line.raw, place), line.index, place, wanted)
 
     def _windows(self, done: Ranges, drafter: Drafter, counted: list[int]) -> Iterator[list[Sample | Skip]]:
@@ -183,7 +183,7 @@ def open_stream(spec: DataSpec, tokenizer: Tokenizer, vocabulary: int | None = N
     lines, drafter = 0, None
     for line in file.lines(hashes):
         lines += 1
-        place = f"{file.location} line {line.number}"
+        place = f"{file.location} {file.unit} {line.number}"
         if drafter is None:
             row = parse_row(line.raw, place)
             drafter = Drafter.of(resolve(spec.prompt, row, place), spec, tokenizer, vocabulary)

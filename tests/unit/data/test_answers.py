@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from spile.data.arc.answers import by_task, parse_answer, read_references, read_tasks, score_answers, submission
 from spile.data.arc.encoders import parse_encoder
 from spile.data.arc.prompts import apply, draw
-from spile.data.lines import StreamFile
-from spile.spec.run import DEFAULT_ENCODER
+from spile.data.sources import open_input
+from spile.spec.run import DEFAULT_ENCODER, DataSpec
 from spile.spec.sample import Prediction
 
 ENCODER = parse_encoder(DEFAULT_ENCODER)
@@ -67,7 +67,7 @@ def test_tasks_by_their_ids_are_a_line_each(tmp_path: Path) -> None:
     task = {"train": [{"input": [[1]], "output": [[2]]}], "test": [{"input": [[3]]}]}
     file = tmp_path / "arc_format_train.json"
     file.write_text(json.dumps({"a": task, "b": task}, indent=1))
-    assert [json.loads(line.raw)["task_id"] for line in StreamFile(str(file)).lines()] == ["a", "b"]
+    assert [json.loads(line.raw)["task_id"] for line in open_input(DataSpec(dataset=str(file))).lines()] == ["a", "b"]
     assert list(read_tasks(str(file))) == ["a", "b"]
     assert read_references(str(file)) == {}
     answers = by_task([said(0, "size 1x1\n1 4", "a")], ENCODER)

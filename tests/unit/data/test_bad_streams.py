@@ -80,7 +80,7 @@ def test_a_bad_line_beyond_max_samples_is_not_looked_at(jsonl: Write, chatml: To
 def test_bad_requests(tmp_path: Path, jsonl: Write, task: Task, chatml: Tokenizer, with_bos: Tokenizer) -> None:
     with pytest.raises(DataError, match=r"no such dataset: .*missing.jsonl; check --dataset"):
         open_stream(DataSpec(dataset=str(tmp_path / "missing.jsonl")), chatml)
-    with pytest.raises(DataError, match=r"is a folder: expected a JSONL file"):
+    with pytest.raises(DataError, match=r"contains no dataset: expected"):
         open_stream(DataSpec(dataset=str(tmp_path)), chatml)
     with pytest.raises(SpecError, match=r"--grid-encoder: expected one of Minimal.*found Bad"):
         open_stream(DataSpec(dataset="none", prompt=PromptSpec(encoder="Bad()")), chatml)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -62,6 +63,66 @@ def test_parquet_gives_what_lines_give(tmp_path: Path, jsonl: Write, chatml: Tok
     assert len(list(one.read(Ranges()))) == 7
 
 
+TEXTS = ["The cat sat, on the mat.", 'She said "no"\nand left.', "Zwölf Boxkämpfer"]
+
+
+def written(kind: str, folder: Path) -> str:
+    """The same three texts in a file of each kind that users have."""
+    file = folder / f"prompts.{kind}"
+    match kind:
+        case "csv" | "tsv":
+            with file.open("w", newline="", encoding="utf-8-sig") as target:  # as spreadsheets write it
+                table = csv.writer(target, delimiter="," if kind == "csv" else "\t")
+                table.writerows([["n", "prompt"], *([n, text] for n, text in enumerate(TEXTS))])
+        case "json":
+            file.write_text(json.dumps(TEXTS))
+        case "objects.json":
+            file.write_text(json.dumps([{"prompt": text, "n": n} for n, text in enumerate(TEXTS)], indent=1))
+        case "txt":
+            file.write_bytes("\r\n\r\n".join(text.replace("\n", " ") for text in TEXTS).encode())
+        case "folder":
+            for number, text in enumerate(TEXTS):
+                (file / f"part{number}").mkdir(parents=True)
+                (file / f"part{number}" / "a.txt").write_text(text)
+    return str(file)
+
+
+@pytest.mark.parametrize("kind", ["csv", "tsv", "json", "objects.json", "txt", "folder"])
+def test_files_as_users_have_them(kind: str, tmp_path: Path, jsonl: Write, chatml: Tokenizer) -> None:
+    texts = [text.replace("\n", " ") for text in TEXTS] if kind == "txt" else TEXTS
+    prompt = PromptSpec(column="prompt")
+    lines = read(DataSpec(dataset=jsonl([{"prompt": text} for text in texts]), prompt=prompt), chatml)
+    found = read(DataSpec(dataset=written(kind, tmp_path), prompt=prompt), chatml)
+    assert [sample.tokens.tolist() for sample in found] == [sample.tokens.tolist() for sample in lines]
+    assert len({sample.task_id for sample in found}) == 3
+
+
+def test_a_column_of_a_csv_file_is_kept_beside_the_text(tmp_path: Path, chatml: Tokenizer) -> None:
+    spec = DataSpec(dataset=written("csv", tmp_path), prompt=PromptSpec(column="prompt"), keep=("n",))
+    assert [sample.kept for sample in read(spec, chatml)] == [{"n": "0"}, {"n": "1"}, {"n": "2"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("x.csv", "text,label\na,1\nb\n", "line 3: expected a usable row, found a record with another number of cells"),
+        ("x.csv", "prompt\na\n", "has no column that could be used.*found prompt.*--column"),
+        ("x.csv", "", "has no column that could be used"),
+        ("x.json", "[1, 2]", "row 0: expected a usable row, found an element that is neither"),
+        ("x.json", "3", "expected a list of rows"),
+        ("x.txt", b"good\n\xff\xfe\n", "expected UTF-8 text"),
+        ("x.xlsx", "", "x.xlsx"),
+    ],
+)
+def test_files_that_cannot_be_read_are_one_line(
+    name: str, content: str | bytes, said: str, tmp_path: Path, chatml: Tokenizer
+) -> None:
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(DataError, match=said) as error:
+        read(DataSpec(dataset=str(tmp_path / name)), chatml)
+    assert "\n" not in str(error.value)
+
+
 def test_rows_of_a_split_in_a_folder_as_the_hub_lays_it_out(tmp_path: Path, chatml: Tokenizer) -> None:
     pytest.importorskip("datasets")
     for split, rows in (("train", ROWS), ("test", ROWS[:2])):
@@ -110,7 +171,7 @@ def test_the_hub_is_read_once_and_tried_again_while_it_is_out(
 
 
 BAD_TABLES = [
-    ({"split": "test"}, SpecError, r"--split: expected train, all that one file is, found test"),
+    ({"split": "test"}, SpecError, r"--split: expected train, the only split of a file, found test"),
     ({"split": "train[:10%]"}, SpecError, r"--split: expected a split, or rows of one: train, train\[:1000\]"),
     ({"keep": ("nope",)}, DataError, r"expected the columns of --keep: nope, found no nope, but id, text"),
 ]
@@ -258,7 +319,7 @@ def test_a_task_without_its_kept_field_is_found_though_tasks_are_checked_fast(
 def test_absurd_keeps() -> None:
     with pytest.raises(SpecError, match="--keep: expected names of fields, each once, found a,a"):
         DataSpec(keep=("a", "a"))
-    with pytest.raises(SpecError, match="--keep: expected a sample for each row, found --pack"):
+    with pytest.raises(SpecError, match="--keep: expected one sample per row, found --pack"):
         DataSpec(keep=("a",), prompt=PromptSpec(pack=True))
 
 

@@ -13,7 +13,9 @@ from spile.data.arc.grids import Grid, Task, grid_problem
 from spile.data.arc.prompts import revert
 from spile.data.lines import StreamFile
 from spile.data.rows import parse_row, task_of
+from spile.data.sources import open_input
 from spile.errors import DataError
+from spile.spec.run import DataSpec
 from spile.spec.sample import Prediction
 
 __all__ = [
@@ -160,8 +162,8 @@ def score_answers(
 
 def read_tasks(location: str) -> dict[str, Task]:
     """Return the tasks of a dataset by id."""
-    file = StreamFile(location)
-    places = ((line, f"{location} line {line.number}") for line in file.lines())
+    file = open_input(DataSpec(dataset=location))
+    places = ((line, f"{location} {file.unit} {line.number}") for line in file.lines())
     return {task.task_id: task for task in (task_of(parse_row(line.raw, place), place) for line, place in places)}
 
 
