@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from spile.errors import SpecError
 
 if TYPE_CHECKING:
-    from spile.cli.extract import ExtractFlags
+    from spile.cli.flags import ExtractFlags
     from spile.cli.pod import PodFlags
     from spile.cli.shell.backfill_flags import BackfillFlags
 

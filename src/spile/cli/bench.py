@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
 
-from spile.cli.extract import ExtractFlags
+from spile.cli.flags import ExtractFlags
 from spile.errors import SpecError
 from spile.spec.amounts import amount, counted, duration, size
 from spile.view.table import output
@@ -51,7 +50,7 @@ def bench(
 def _at_home(flags: ExtractFlags) -> ExtractFlags:
     """Where no place is named, one of its own: not beside the activations of somebody's run."""
     named = flags.output or flags.output_dir or flags.gcs_bucket
-    return flags if named else replace(flags, output=_HOME)
+    return flags if named else flags.replaced(output=_HOME)
 
 
 def _show(result: BenchResult, console: Console) -> None:

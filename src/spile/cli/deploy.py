@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Group, Parameter
 
-from spile.cli.extract import GCS_PREFIX, ExtractFlags
+from spile.cli.flags import GCS_PREFIX, ExtractFlags, RunFlags
 from spile.cli.shell import redeploying
 from spile.cli.shell.creating import create_machines
 from spile.cli.shell.defaults import GUIDES_DATASET, GUIDES_STREAMS, with_model
@@ -105,7 +105,7 @@ class DeployFlags:
         return Policy(interval=self.interval, budget=chosen, delete_finished=not self.keep_finished)
 
 
-def extract_words(flags: ExtractFlags, *, without: Collection[str] = _OURS) -> tuple[str, ...]:
+def extract_words(flags: RunFlags, *, without: Collection[str] = _OURS) -> tuple[str, ...]:
     """The flags that differ from their defaults, as ``spile extract`` on a machine will read them."""
     return tuple(words_of(flags, without))
 
@@ -168,7 +168,7 @@ class _Asked:
 
     place: PlaceFlags
     machines: MachineFlags
-    flags: ExtractFlags
+    flags: RunFlags
     steps: DeployFlags
 
     def settled(self, before: FleetSpec | None, console: Console) -> _Asked:
@@ -246,7 +246,7 @@ def _check(client: CloudTpu, fleet: FleetSpec, asked: _Asked) -> None:
     variables(asked.steps.env)
     for url in asked.steps.notify or ():
         check_url(url)
-    check_model(replace(flags.stored_in("gs://b/x"), dataset=None, dataset_dir="gs://b/datasets").spec())
+    check_model(flags.stored_in("gs://b/x").replaced(dataset=None, dataset_dir="gs://b/datasets").spec())
     for zone in () if asked.steps.skip_launch else fleet.zones:
         check_place(client, zone, fleet.machine.accelerator_type)
 
@@ -282,11 +282,11 @@ def _streams(
             yield made
 
 
-def _to_clear(fleet: FleetSpec, flags: ExtractFlags) -> list[int]:
+def _to_clear(fleet: FleetSpec, flags: RunFlags) -> list[int]:
     """The streams that ``--no-checkpointing --overwrite`` removes: once, now, and never by a worker."""
     from spile.fleet.deploy import begun, refuse_at_work
 
-    if flags.checkpointing:
+    if flags.checkpointing is not False:
         return []
     found = begun(fleet.root, fleet)
     if found and not flags.overwrite:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spile.cli.deploy import extract_words
-from spile.cli.shell.defaults import with_model
 from spile.cli.shell.log import log
 from spile.errors import DataError, SpecError
 from spile.spec.amounts import counted
 from spile.spec.run import EMBEDDED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from spile.cli.extract import ExtractFlags
+    from spile.cli.flags import RunFlags
     from spile.cli.shell.engine_flags import EngineFlags
-    from spile.spec.run import ExtractSpec
+    from spile.spec.run import RunSpec
 
 __all__ = ["extract_on_engine"]
 
@@ -26,39 +22,33 @@ _STREAMS = "streams"
 """The folder of a dataset's own streams, where ``--dataset`` was split for it."""
 _STREAMS_PER_WORKER = 4
 """More streams than workers: what a slow or lost one leaves is shared by all."""
-_PLACED = frozenset(
-    {"dataset", "dataset_dir", "split", "config_name", "worker_id", "output", "output_dir", "gcs_bucket", "gcs_prefix",
-     "upload_to_gcs"}
-)  # fmt: skip
-"""What is said anew for each worker."""
 
 
-def extract_on_engine(flags: ExtractFlags, engine: EngineFlags) -> int:
+def extract_on_engine(flags: RunFlags, engine: EngineFlags) -> int:
     """Work off every stream; the exit code of all."""
     from spile.launch.engines import make_engine
     from spile.launch.supervisor import Supervisor, cluster_check, stream_tasks
     from spile.objects import open_folder
     from spile.store.heartbeat import SnapshotReader
+    from spile.store.stream import write_spec
     from spile.view.engine import watched_engine
 
     engine.check()
     if flags.worker_id is not None:
         raise SpecError("--worker-id with an engine", expected="all streams", fix="leave it out, or --engine")
-    flags = with_model(flags, f"--engine {engine.name}", log)
-    if flags.dataset is None and flags.dataset_dir is None and flags.model != EMBEDDED:
-        raise SpecError(f"no dataset, with --engine {engine.name}", expected="--dataset FILE or --dataset-dir DIR")
     spec = flags.spec()
     runner = make_engine(engine.name, engine.request())
     try:
         streams = flags.dataset_dir or _split(flags, spec, runner.workers, engine.num_streams)
-        words = _words(flags, spec, streams)
-        tasks = stream_tasks(streams, words, _said_here(flags, engine))
+        spec = _placed(spec, streams)
         inputs = tuple(map(_absolute, filter(_is_place, (streams, spec.model))))
-        with cluster_check(_absolute_folder(spec.output), inputs) as asked:
+        with cluster_check(spec.output, inputs) as asked:
             runner.check(asked)
+        root = open_folder(spec.output)
+        url = write_spec(root, spec)
+        tasks = stream_tasks(streams, lambda stream: ("worker", "--spec", url, "--stream", str(stream)))
         if runner.room < runner.workers:
             log(f"the cluster has room for {runner.room} of {runner.workers} workers now; the others wait for nodes")
-        root = open_folder(spec.output)
         with watched_engine(SnapshotReader(root)) as view:
             supervisor = Supervisor(runner, tasks, log=view.log, observe=view.observe)
             outcome = supervisor.run(lambda: view.asked)
@@ -68,18 +58,11 @@ def extract_on_engine(flags: ExtractFlags, engine: EngineFlags) -> int:
         runner.close()
 
 
-def _words(flags: ExtractFlags, spec: ExtractSpec, streams: str) -> Callable[[int], tuple[str, ...]]:
-    """The command of each stream's worker. Paths are made absolute: a cluster's workers start elsewhere."""
-    own = extract_words(replace(flags, model=_absolute(spec.model)), without=_PLACED)
-    place = ["--dataset-dir", _absolute_folder(streams), "--output", _absolute_folder(spec.output)]
-    if spec.local_copy is not None:
-        place += ["--output-dir", _absolute_folder(spec.local_copy)]
-    return lambda stream: ("extract", "--worker-id", str(stream), *place, *own)
-
-
-def _said_here(*flags: ExtractFlags | EngineFlags) -> tuple[str, ...]:
-    """The variables of this command's flags, SPILE_ENGINE among them: a worker that had them would start workers."""
-    return tuple(f"SPILE_{field.name.upper()}" for each in flags for field in fields(each))
+def _placed(spec: RunSpec, streams: str) -> RunSpec:
+    """Return the spec that every worker gets. Paths are absolute, because workers start in other folders."""
+    data = replace(spec.data, dataset=EMBEDDED, dataset_dir=_absolute_folder(streams), split=None, config_name=None)
+    copy = None if spec.local_copy is None else _absolute_folder(spec.local_copy)
+    return replace(spec, model=_absolute(spec.model), data=data, output=_absolute_folder(spec.output), local_copy=copy)
 
 
 def _is_place(name: str) -> bool:
@@ -97,7 +80,7 @@ def _absolute(name: str) -> str:
     return _absolute_folder(name) if _is_place(name) else name
 
 
-def _split(flags: ExtractFlags, spec: ExtractSpec, workers: int, asked: int | None) -> str:
+def _split(flags: RunFlags, spec: RunSpec, workers: int, asked: int | None) -> str:
     """The streams of ``--dataset``, kept beside the activations: made once, and the same ever after."""
     from spile.data.split import MANIFEST, StreamsManifest
     from spile.fleet.deploy import prepare_streams, refuse_other_rows

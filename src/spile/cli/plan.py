@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from spile.cli.extract import ExtractFlags
+from spile.cli.flags import ExtractFlags
 from spile.cli.shell.defaults import settled
 from spile.cli.shell.flag import flag
 from spile.errors import SpecError

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from cyclopts import Group, Parameter
 
-from spile.cli.extract import ExtractFlags
+from spile.cli.flags import ExtractFlags
 from spile.cli.shell.cluster_flags import ClusterFlags
 from spile.cli.shell.flag import flag
 

@@ -153,7 +153,7 @@ def _indexed_job(job: KubernetesJob) -> dict[str, Any]:
         raise SpecError(
             "streams of a Kubernetes job", expected="0, 1, 2, … without a gap", found=f"{len(run.streams)} others"
         )
-    words = [*run.words, "--worker-id", f"$({INDEX})", "--num-processes", "1"]
+    words = [*run.words, "--stream", f"$({INDEX})", "--num-processes", "1"]
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
@@ -173,7 +173,7 @@ def _indexed_job(job: KubernetesJob) -> dict[str, Any]:
 def _slice_spec(job: KubernetesJob, stream: int, coordinator: str, subdomain: str | None) -> dict[str, Any]:
     """All hosts of a slice: they start together, and one's failure ends the others by itself."""
     run = job.job
-    words = [*run.words, "--worker-id", str(stream), "--num-processes", str(run.hosts)]
+    words = [*run.words, "--stream", str(stream), "--num-processes", str(run.hosts)]
     words += ["--process-id", f"$({INDEX})", "--coordinator-address", coordinator]
     return {
         "completionMode": "Indexed",

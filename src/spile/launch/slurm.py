@@ -135,7 +135,7 @@ def _worker(slurm: SlurmJob) -> str:
     place = "--num-processes 1"
     if job.hosts > 1:
         place = f'--num-processes {job.hosts} --process-id "$SLURM_PROCID" --coordinator-address "$first"'
-    command = f'exec {shlex.join(job.words)} --worker-id "$SLURM_ARRAY_TASK_ID" {place}'
+    command = f'exec {shlex.join(job.words)} --stream "$SLURM_ARRAY_TASK_ID" {place}'
     # One host's end must not kill the others before they have committed: they notice it and end by themselves.
     step = ["srun", f"--nodes={job.hosts}", f"--ntasks={job.hosts}", "--kill-on-bad-exit=0", f"--wait={job.grace}"]
     if job.cpus is not None:  # since 22.05 a step does not inherit it

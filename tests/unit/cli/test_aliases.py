@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from spile.cli.extract import ExtractFlags
+from spile.cli.flags import ExtractFlags
 from spile.cli.program import build
 from spile.cli.shell.aliases import ALWAYS, FLAGS, SWITCHES, VARIABLES, modern
 from spile.cli.shell.commands import COMMANDS

@@ -33,7 +33,7 @@ from unit.cli.refusals import Refuse
         (["--worker-id", "-2"], "--worker-id: expected from 0 to 99,999, found -2"),
         (["--predictions-per-task", "0"], "--predictions-per-task: expected from 1 to 4,096, found 0"),
         (["--overwrite"], "--overwrite: expected --no-checkpointing as well, found --overwrite alone"),
-        (["--upload-to-gcs"], "--upload-to-gcs: expected --gcs-bucket B beside it, found no bucket"),
+        (["--upload-to-gcs"], "--upload-to-gcs: expected --gcs-bucket as well, found no bucket"),
         (["--mesh-shape", "3"], "--mesh-shape"),
         (["--mesh-shape", "7,9"], "mesh"),
         (["--revision", "main"], "--revision: expected a name on the Hugging Face hub beside it, found embedded"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from spile.cli.extract import ExtractFlags
+from spile.cli.flags import ExtractFlags
 from spile.errors import SpecError
 from spile.spec.run import ExtractSpec
 
@@ -46,14 +46,14 @@ def test_where_it_goes(given: dict[str, Any], home: str, copy: str | None) -> No
 @pytest.mark.parametrize(
     ("given", "line"),
     [
-        ({"upload_to_gcs": True}, "--upload-to-gcs: expected --gcs-bucket B beside it, found no bucket"),
+        ({"upload_to_gcs": True}, "--upload-to-gcs: expected --gcs-bucket as well, found no bucket"),
         (
             {"output": "./a", "gcs_bucket": "b"},
             "--output and --gcs-bucket both given: expected one of them, found ./a, gs://b/activations",
         ),
         (
             {"output": "./a", "output_dir": "./b"},
-            "--output-dir beside --output: expected a bucket, of which it is the local copy, found ./a",
+            "--output-dir with --output: expected a bucket, of which it is the local copy, found ./a",
         ),
         (
             {"dataset": "t.jsonl", "dataset_dir": "d"},

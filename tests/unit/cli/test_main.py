@@ -15,7 +15,7 @@ import pytest
 
 from spile import errors
 from spile.cli import main as program
-from spile.cli.extract import ExtractFlags
+from spile.cli.flags import ExtractFlags
 from spile.cli.shell.commands import COMMANDS, SECTIONS
 from spile.errors import SpecError, UserError
 from spile.spec.run import ExtractSpec
@@ -39,7 +39,7 @@ def spile(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, st
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[ExtractFlags]:
     """What ``spile extract`` was asked for, without a model being run."""
-    from spile.cli import extract
+    from spile.cli import flags as extract
 
     seen: list[ExtractFlags] = []
 

@@ -43,4 +43,4 @@ def test_every_flag_of_extract_reaches_the_workers() -> None:
     line = "deploy --gcs-bucket b --model M --layers_to_extract 0 1 2 --batch_size 8 --no-checkpointing --pack"
     _, bound, _ = build().parse_args(modern(shlex.split(line), {}), exit_on_error=False, print_error=False)
     words = extract_words(bound.arguments["flags"])
-    assert words == ("--model", "M", "--layers", "0", "1", "2", "--pack", "--batch-size", "8")
+    assert words == ("--model", "M", "--pack", "--layers", "0", "1", "2", "--batch-size", "8")

@@ -117,7 +117,7 @@ def test_names_are_hosts_and_coordinators_are_pods(case: str) -> None:
         inner = each["spec"]["replicatedJobs"][0]["template"] if each["kind"] == "JobSet" else each
         pod = inner["spec"]["template"]["spec"]
         words = pod["containers"][0]["command"]
-        assert words[words.index("--worker-id") + 1] == str(stream)
+        assert words[words.index("--stream") + 1] == str(stream)
         assert words[words.index("--process-id") + 1] == f"$({INDEX})"
         name = each["metadata"]["name"]
         if each["kind"] == "JobSet":

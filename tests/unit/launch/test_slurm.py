@@ -34,7 +34,7 @@ def test_each_host_is_told_its_place() -> None:
     words = shlex.split(step.removesuffix(" &"))
     assert words[:4] == ["srun", "--nodes=2", "--ntasks=2", "--kill-on-bad-exit=0"]
     assert words[-1] == (
-        "exec spile extract --model 'a model' --output gs://b/out --worker-id \"$SLURM_ARRAY_TASK_ID\" "
+        "exec spile extract --model 'a model' --output gs://b/out --stream \"$SLURM_ARRAY_TASK_ID\" "
         '--num-processes 2 --process-id "$SLURM_PROCID" --coordinator-address "$first"'
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Group, Parameter
@@ -11,7 +11,7 @@ from spile.errors import SpecError
 from spile.spec.run import BackfillSpec, parse_mesh_shape, parse_taps
 
 if TYPE_CHECKING:
-    from spile.cli.extract import ExtractFlags
+    from spile.cli.flags import ExtractFlags
 
 __all__ = ["BackfillFlags"]
 
@@ -49,27 +49,15 @@ class BackfillFlags:
         if self.to is None or self.add_taps is None:
             found = "one of them"
             raise SpecError("--add-taps and --to", expected="both: the taps, and the finished dataset", found=found)
-        defaults = type(flags)()
-        for each in fields(flags):
-            if each.name not in _TAKEN and getattr(flags, each.name) != getattr(defaults, each.name):
+        given = flags.given()
+        for name, value in given.items():
+            if name not in _TAKEN:
                 raise SpecError(
-                    f"--{each.name.replace('_', '-')} beside --add-taps",
-                    expected="what the dataset was made with, which it knows itself",
-                    found=getattr(flags, each.name),
+                    f"--{name.replace('_', '-')} cannot be used with --add-taps",
+                    expected="the value that the dataset was created with",
+                    found=value,
                     fix="leave it out",
                 )
-        return BackfillSpec(
-            root=self.to,
-            taps=parse_taps(self.add_taps),
-            model=flags.model,
-            revision=flags.revision,
-            worker_id=flags.worker_id,
-            dtype=flags.dtype,
-            store_dtype=flags.store_dtype,
-            positions=flags.positions,
-            max_samples=flags.max_samples,
-            statistics=flags.statistics,
-            batch_size=flags.batch_size,
-            batch_tokens=flags.batch_tokens,
-            mesh_shape=None if flags.mesh_shape is None else parse_mesh_shape(flags.mesh_shape),
-        )
+        if "mesh_shape" in given:
+            given["mesh_shape"] = parse_mesh_shape(given["mesh_shape"])
+        return BackfillSpec(root=self.to, taps=parse_taps(self.add_taps), **given)

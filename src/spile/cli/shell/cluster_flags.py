@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,13 +16,12 @@ from spile.errors import SpecError
 from spile.objects.opening import is_remote
 
 if TYPE_CHECKING:
-    from spile.cli.extract import ExtractFlags
+    from spile.cli.flags import ExtractFlags
     from spile.launch.engines import ClusterJob
 
 __all__ = ["ClusterFlags"]
 
 _JOB = Group("The job", sort_key=0)
-_PLACED = frozenset({"dataset", "dataset_dir", "worker_id", "output", "gcs_bucket", "gcs_prefix", "upload_to_gcs"})
 
 
 @Parameter(name="*")
@@ -40,7 +40,6 @@ class ClusterFlags:
 
     def job(self, flags: ExtractFlags, *, hosts: int, shared: Sequence[str] = ()) -> ClusterJob:
         """The job that these flags ask for. ``shared``: folders that every host sees."""
-        from spile.cli.deploy import extract_words
         from spile.launch.engines import ClusterJob
 
         if flags.worker_id is not None:
@@ -49,16 +48,16 @@ class ClusterFlags:
             raise SpecError("no streams", expected="--dataset-dir gs://…", fix="make them: spile data streams")
         if flags.model is None:
             raise SpecError("no model", expected="--model NAME", found="none", fix="--model embedded for a try-out")
-        spec = replace(flags, worker_id=0).spec()
+        spec = flags.replaced(worker_id=0).spec()
         for name, place in (("--output", spec.output), ("--dataset-dir", flags.dataset_dir)):
             if not is_remote(place) and not any(PurePosixPath(place).is_relative_to(folder) for folder in shared):
                 expected = "a bucket, or a folder that all hosts share"
                 raise SpecError(f"{name} {place}", expected=expected, found="a folder of this machine")
-        words = ["spile", "extract", *extract_words(flags, without=_PLACED)]
-        words += ["--dataset-dir", flags.dataset_dir, "--output", spec.output]
+        # The dollar sign is escaped: Kubernetes would expand $(NAME) in a command.
+        text = json.dumps(spec.to_dict()).replace("$", "\\u0024")
         return ClusterJob(
             name=self.name,
-            words=tuple(words),
+            words=("spile", "worker", "--spec", text),
             streams=self._streams(flags.dataset_dir),
             root=spec.output,
             workers=self.num_workers,

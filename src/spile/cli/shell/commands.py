@@ -63,7 +63,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 
 COMMANDS: tuple[Command, ...] = (
     Command("extract", "spile.cli.extract:extract", "Run a model over a dataset and store its activations."),
-    Command("infer", "spile.cli.infer:infer", "Answer prompts, and store the activations of prompts and answers."),
+    Command("infer", "spile.cli.extract:infer", "Answer prompts, and store the activations of prompts and answers."),
     Command("worker", "spile.cli.extract:worker", "Run one stream of a run spec; launchers start this."),
     Command("score", "spile.cli.score:score", "How many answers are right, as a table and as a page of grids."),
     Command("verify", "spile.cli.verify:verify", "Prove a dataset complete: every sample once, every checksum."),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from spile.cli.extract import ExtractFlags
+from spile.cli.flags import RunFlags
 from spile.plan.cost import START_SECONDS, Estimate, Rates
 from spile.plan.machines import list_prices, parse_machine
 from spile.spec.amounts import counted, duration, size
@@ -26,7 +26,7 @@ def show(
     console: Console,
     fleet: FleetSpec,
     streams: StreamsPlan,
-    flags: ExtractFlags,
+    flags: RunFlags,
     changed: list[str],
     cleared: list[int],
 ) -> int:
@@ -59,12 +59,12 @@ def show(
     return 0
 
 
-def _estimate(streams: StreamsPlan, flags: ExtractFlags, fleet: FleetSpec) -> Estimate:
+def _estimate(streams: StreamsPlan, flags: RunFlags, fleet: FleetSpec) -> Estimate:
     """From the first stream: the others are as long."""
     from spile.plan.forecast import plan as forecast
 
-    one = replace(
-        flags.stored_in("gs://b/x"), dataset=None, dataset_dir=str(streams.local or streams.url), worker_id=0,
+    one = flags.stored_in("gs://b/x").replaced(
+        dataset=None, dataset_dir=str(streams.local or streams.url), worker_id=0,
         checkpointing=True, overwrite=False,
     )  # fmt: skip
     found = forecast(one.spec(), _COUNTED)
