@@ -331,7 +331,7 @@ class Dataset:
         return GrainRows(self, tap, **how)
 
     def stats(self, tap: str | Tap, streams: Iterable[int] | None = None) -> TapStatistics:
-        """Return count, mean, variance, norm quantiles and sinks of a tap, from the commits or in one pass over rows."""
+        """Return count, mean, variance, norm quantiles and sinks of a tap, from the commits or from its rows."""
         from spile.reading.inspection import tap_statistics
 
         return tap_statistics(self, str(tap), streams)
