@@ -7,7 +7,8 @@ relative to the norm of the reference row, so rows with large norms (attention s
 
 Three rules judge a sample at a tap:
 
-- one row: its distance is at most ``ROW`` times the tap's median noise, or ``OWN`` times the row's own noise;
+- one row: its distance is at most ``ROW`` times the tap's median noise, or ``OWN`` times the row's own noise, plus
+  ``ENCODING`` times the error of its encoding, which has no heavy tail;
 - all rows: the median distance is at most ``1 + (ROW - 1) / rows`` times the median noise, at least ``SAMPLE`` times;
 - the gain: the median change of the rows' length, in the direction of the reference, is as small as that of the fresh
   rows. Noise has no preferred direction, so this finds a wrong factor that is smaller than the noise of a row.
@@ -39,7 +40,7 @@ from spile.store.streams import Stream
 
 __all__ = ["OWN", "ROW", "SAMPLE", "VARIANTS", "Recompute", "StoredRows", "compare", "distances"]
 
-ROW, OWN, SAMPLE, GAIN = 16.0, 4.0, 1.5, 8.0
+ROW, OWN, ENCODING, SAMPLE, GAIN = 16.0, 4.0, 2.0, 1.5, 8.0
 VARIANTS = 8
 """Additional computations of a sample that breaks a rule."""
 FLOOR = {"float32": 2.0**-16, "float16": 2.0**-12, "bfloat16": 2.0**-9}
@@ -53,6 +54,11 @@ _NARROW = 8
 _FEWEST = 4
 """A sample of fewer rows is not judged by its gain: the variation from row to row is not known."""
 
+FIGURES = ("norm", "noise", "encoding", "stored", "fresh_gain", "stored_gain")
+"""What is measured of each row: the norm of the reference row; the distances of the fresh row from it, of the fresh row
+before it is stored from after, and of the stored row from the reference; how much longer fresh and stored rows are in
+the direction of the reference."""
+
 _Array = npt.NDArray[Any]
 StoredRows = Callable[[Sample], Sequence[_Array]]
 """Return the stored rows of a sample, ``[rows, width]`` for each tap."""
@@ -64,7 +70,7 @@ class Recompute(Protocol):
     def __call__(
         self, samples: Sequence[Sample], taps: Sequence[TapRows], stored: StoredRows, variant: int = 0
     ) -> Iterator[tuple[int, _Array]]:
-        """Yield the index of each sample, in any order, with ``[taps, 5, rows]`` as :func:`distances` returns it.
+        """Yield the index of each sample, in any order, with ``[taps, 6, rows]`` as :func:`distances` returns it.
 
         ``variant`` 0 is the run's own computation. Each other number changes the embeddings by one rounding error of
         the run's dtype, differently for each number.
@@ -72,23 +78,25 @@ class Recompute(Protocol):
 
 
 def distances(reference: _Array, fresh: _Array, stored: _Array, kind: TapRows) -> npt.NDArray[np.float32]:
-    """Return ``[5, rows]``: the norm of the reference rows, how far fresh and stored rows are from them, and how much
-    longer fresh and stored rows are in the direction of the reference.
+    """Return ``[6, rows]``: what :data:`FIGURES` names, for each row.
 
     For a tap of integers (the ids of the largest logits) the norm is 1 and the distance is the share of ids that are
     not in the reference row.
     """
     if kind.dtype == "int32":
-        missing = [[np.setdiff1d(a, b).size / max(1, b.size) for a, b in zip(x, reference, strict=True)]
-                   for x in (fresh, stored)]  # fmt: skip
-        return np.array([np.ones(len(reference)), *missing, *np.zeros((2, len(reference)))], np.float32)
+        away = [
+            [np.setdiff1d(a, b).size / max(1, b.size) for a, b in zip(x, reference, strict=True)]
+            for x in (fresh, stored)
+        ]
+        nothing = np.zeros(len(reference))
+        return np.array([nothing + 1, away[0], nothing, away[1], nothing, nothing], np.float32)
     again = as_stored(fresh, kind.dtype)
     again = decode(*split(again, kind.dtype)) if kind.scaled else again
-    wide = reference.astype(np.float64)
+    wide, plain, again, kept = (each.astype(np.float64) for each in (reference, fresh, again, stored))
     with np.errstate(invalid="ignore", over="ignore"):
         norm = np.linalg.norm(wide, axis=1)
-        changes = [x.astype(np.float64) - wide for x in (again, stored)]
-        along = [(change * wide).sum(axis=1) / np.maximum(norm, 1e-30) for change in changes]
+        changes = plain - wide, again - plain, kept - wide
+        along = [(x * wide).sum(axis=1) / np.maximum(norm, 1e-30) for x in (again - wide, kept - wide)]
         return np.array([norm, *(np.linalg.norm(change, axis=1) for change in changes), *along], np.float32)
 
 
@@ -98,13 +106,14 @@ class _Judged:
 
     stream: Stream
     sample: Sample
-    fresh: npt.NDArray[np.float64]
-    """``[taps, rows]``: the largest noise of any computation so far."""
+    noise: npt.NDArray[np.float64]
+    """``[taps, rows]``: the largest noise of any computation so far, without the error of the encoding."""
+    encoding: npt.NDArray[np.float64]
     stored: npt.NDArray[np.float64]
     gain: npt.NDArray[np.float64]
     """``[taps]``: the median change of length of the stored rows."""
     middle: npt.NDArray[np.float64]
-    """``[taps]``: the largest median noise of any computation so far."""
+    """``[taps]``: the largest median distance of any computation so far, with the error of the encoding."""
     bias: npt.NDArray[np.float64]
     """``[taps]``: the largest median change of length of any computation so far."""
     spread: npt.NDArray[np.float64]
@@ -112,22 +121,26 @@ class _Judged:
 
     @classmethod
     def measured(cls, stream: Stream, sample: Sample, values: _Array, least: _Array) -> _Judged:
-        """Return what the first computation measured: ``[taps, 5, rows]`` as :func:`distances` returns it."""
-        fresh, stored, along, gain = np.moveaxis(_relative(values, least), 1, 0)
-        bias = _median(along)
+        """Return what the first computation measured: ``[taps, 6, rows]`` as :func:`distances` returns it."""
+        noise, encoding, stored, along, gain = np.moveaxis(_relative(values, least), 1, 0)
+        bias, middle = _median(along), _median(np.hypot(noise, encoding))
         spread = 1.48 * _median(np.abs(along - bias[:, None]))
-        return cls(stream, sample, fresh, stored, _median(gain), _median(fresh), np.abs(bias), spread)
+        return cls(stream, sample, noise, encoding, stored, _median(gain), middle, np.abs(bias), spread)
 
     def add(self, values: _Array, least: _Array) -> None:
         """Take in the noise of another computation."""
-        fresh, _, along, _ = np.moveaxis(_relative(values, least), 1, 0)
-        self.fresh = np.fmax(self.fresh, fresh)
-        self.middle = np.fmax(self.middle, _median(fresh))
+        noise, encoding, _, along, _ = np.moveaxis(_relative(values, least), 1, 0)
+        self.noise = np.fmax(self.noise, noise)
+        self.middle = np.fmax(self.middle, _median(np.hypot(noise, encoding)))
         self.bias = np.fmax(self.bias, np.abs(_median(along)))
+
+    @property
+    def rows(self) -> int:
+        return int(self.stored.shape[1])
 
 
 def _relative(values: _Array, least: _Array) -> npt.NDArray[np.float64]:
-    """Return all but the norms, ``[taps, 4, rows]``, in units of the norms."""
+    """Return all but the norms, ``[taps, 5, rows]``, in units of the norms."""
     return np.asarray(values[:, 1:] / np.maximum(values[:, :1].astype(np.float64), least[:, None]))
 
 
@@ -224,30 +237,32 @@ class _Judge:
                 self.problems.append(Problem("damaged", each.stream.folder.url, str(damaged[number])))
                 continue
             self.samples[number] = _Judged.measured(each.stream, each.sample, found[number], least)
-        every = [each.fresh for each in self.samples.values()]
+        every = [each.noise for each in self.samples.values()]
         self.typical = np.fmax(self.floor, _median(np.concatenate(every, axis=1))[:, None]) if every else self.floor
         for variant in range(1, VARIANTS + 1):
             again = [number for number, each in self.samples.items() if self._wrong(each).any()]
+            if not again:
+                break
             for number, values in recompute([numbered[n] for n in again], self.kinds, stored, variant):
                 self.samples[number].add(values, least)
         self.problems += self._wrong_samples()
 
     def _row_limits(self, each: _Judged) -> npt.NDArray[np.float64]:
-        return np.asarray(np.maximum(ROW * self.typical, OWN * each.fresh))
+        return np.asarray(np.maximum(ROW * self.typical, OWN * each.noise) + ENCODING * each.encoding)
 
     def _sample_limits(self, each: _Judged) -> npt.NDArray[np.float64]:
-        factor = max(SAMPLE, 1 + (ROW - 1) / max(1, each.stored.shape[1]))
+        factor = max(SAMPLE, 1 + (ROW - 1) / max(1, each.rows))
         return np.asarray(factor * np.fmax(self.floor[:, 0], each.middle))
 
     def _gain_limits(self, each: _Judged) -> npt.NDArray[np.float64]:
-        deviation = each.spread / max(1, each.stored.shape[1]) ** 0.5
+        deviation = each.spread / max(1, each.rows) ** 0.5
         return np.asarray(2 * self.floor[:, 0] + SAMPLE * each.bias + GAIN * deviation)
 
     def _wrong(self, each: _Judged) -> npt.NDArray[np.bool_]:
         """``[taps]``: whether one of the rules is broken; a distance that is not a number breaks them."""
         right = (each.stored <= self._row_limits(each)).all(axis=1)
         right &= _median(each.stored) <= self._sample_limits(each)
-        if each.stored.shape[1] >= _FEWEST:
+        if each.rows >= _FEWEST:
             right &= np.abs(each.gain) <= self._gain_limits(each)
         return np.asarray(~right)
 
@@ -271,7 +286,7 @@ class _Judge:
             more = f" and {len(bad) - 1} more rows" if len(bad) > 1 else ""
             return (
                 f"the row of token {at}{more} is {_percent(own[worst])} of its norm away from the float32 reference; "
-                f"{fresh} is {_percent(each.fresh[tap, worst])} away, "
+                f"{fresh} is {_percent(np.hypot(each.noise, each.encoding)[tap, worst])} away, "
                 f"and noise explains up to {_percent(limits[worst])}"
             )
         if not middle <= limit:
@@ -290,15 +305,15 @@ class _Judge:
         if not self.samples:
             return []
         samples = self.samples.values()
-        fresh = np.concatenate([each.fresh for each in samples], axis=1)
+        fresh = np.concatenate([np.hypot(each.noise, each.encoding) for each in samples], axis=1)
         stored = np.concatenate([each.stored for each in samples], axis=1)
         limits = np.concatenate([self._row_limits(each) for each in samples], axis=1)
         whole = np.stack([self._sample_limits(each) for each in samples])
         gains = np.stack([self._gain_limits(each) for each in samples])
         shares = [
-            np.concatenate([each.stored / self._row_limits(each) for each in samples], axis=1).max(axis=1, initial=0.0),
+            (stored / limits).max(axis=1, initial=0.0),
             (np.stack([_median(each.stored) for each in samples]) / whole).max(axis=0),
-            (np.stack([np.abs(each.gain) * (each.stored.shape[1] >= _FEWEST) for each in samples]) / gains).max(axis=0),
+            (np.stack([np.abs(each.gain) * (each.rows >= _FEWEST) for each in samples]) / gains).max(axis=0),
         ]
         return [
             TapNoise(
@@ -307,7 +322,7 @@ class _Judge:
                 fresh=float(_median(fresh)[tap]),
                 stored=float(_median(stored)[tap]),
                 worst=float(np.max([share[tap] for share in shares])),
-                row_limit=float(ROW * self.typical[tap, 0]),
+                row_limit=float(np.median(limits[tap])),
                 sample_limit=float(np.median(whole[:, tap])),
                 gain_limit=float(np.median(gains[:, tap])),
                 unjudged=int(np.count_nonzero(limits[tap] >= 1.0)),

@@ -41,6 +41,8 @@ __all__ = ["recomputer"]
 _BATCH_TOKENS = {"cpu": 512, "gpu": 16384, "tpu": 8192}
 _BATCH_BYTES = {"cpu": 256 << 20, "gpu": 4 << 30, "tpu": 1 << 30}
 """What the rows of a batch may take at all taps, as float32."""
+_GPU_OPTIONS: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": "0"}
+"""The search for the fastest float32 kernels takes 42 s on an H200; cuBLAS chooses well without it."""
 _READERS = 4
 """Threads that read stored rows for the next batch."""
 _CHANGE = {"float32": 2.0**-20, "float16": 2.0**-11, "bfloat16": 2.0**-8}
@@ -129,7 +131,7 @@ class _TappedModel:
         self._distances = jax.jit(self._measure_all)
 
     def measure(self, batch: Batch, rows: Sequence[Sequence[npt.NDArray[Any]]], variant: int) -> jax.Array:
-        """Start the computation of a batch whose stored rows are ``rows``; return ``[taps, 5, rows]``."""
+        """Start the computation of a batch whose stored rows are ``rows``; return ``[taps, 6, rows]``."""
         packed = pack(batch, batch.rows * batch.length)
         inputs = packed.rows, packed.places[0]
         twice = variant != 0 or self._dtype != "float32"
@@ -147,7 +149,8 @@ class _TappedModel:
         missing = [dtype for dtype in dict.fromkeys(dtypes) if dtype not in self._programs]
         with ThreadPoolExecutor(2, "recompute-compile") as pool:
             params = [self._wide if dtype == "float32" else self._params for dtype in missing]
-            found = pool.map(lambda dtype, given: self._lower(dtype, given, inputs).compile(), missing, params)
+            options = _GPU_OPTIONS if self._platform == "gpu" else None
+            found = pool.map(lambda dtype, given: self._lower(dtype, given, inputs).compile(options), missing, params)
             self._programs.update(zip(missing, found, strict=True))
 
     def _lower(self, dtype: str, params: Params, inputs: Any) -> jax.stages.Lowered:
@@ -193,11 +196,12 @@ def _distances(reference: jax.Array, fresh: jax.Array, stored: jax.Array, kind: 
             at = jnp.minimum(jax.vmap(jax.vmap(jnp.searchsorted))(known, ids), known.shape[-1] - 1)
             return 1.0 - (jnp.take_along_axis(known, at, axis=-1) == ids).mean(axis=-1, dtype=jnp.float32)
 
-        away = missing(fresh.astype(jnp.int32)), missing(stored)
-        return jnp.stack([jnp.ones_like(away[0]), *away, *(jnp.zeros_like(away[0]),) * 2], axis=1)
+        away, nothing = (missing(fresh.astype(jnp.int32)), missing(stored)), jnp.zeros(stored.shape[:2])
+        return jnp.stack([nothing + 1, away[0], nothing, away[1], nothing, nothing], axis=1)
+    fresh = fresh.astype(jnp.float32)
     if kind.dtype in _BITS:
         # No cast there and back: the compiler may leave it out.
-        again = jax.lax.reduce_precision(fresh.astype(jnp.float32), *_BITS[kind.dtype])
+        again = jax.lax.reduce_precision(fresh, *_BITS[kind.dtype])
     elif kind.scaled:
         again = as_stored(fresh, kind.dtype)
         scale = jax.lax.bitcast_convert_type(again[..., -SCALE_BYTES:], jnp.float32)[..., None]
@@ -206,9 +210,9 @@ def _distances(reference: jax.Array, fresh: jax.Array, stored: jax.Array, kind: 
         again = numbers.astype(jnp.float32) * scale
     else:
         again = fresh
-    changes = [x.astype(jnp.float32) - reference for x in (again, stored)]
     norm = jnp.linalg.norm(reference, axis=-1)
-    along = [(change * reference).sum(axis=-1) / jnp.maximum(norm, 1e-30) for change in changes]
+    changes = fresh - reference, again - fresh, stored.astype(jnp.float32) - reference
+    along = [(x * reference).sum(axis=-1) / jnp.maximum(norm, 1e-30) for x in (again - reference, changes[2])]
     return jnp.stack([norm, *(jnp.linalg.norm(change, axis=-1) for change in changes), *along], axis=1)
 
 
