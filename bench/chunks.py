@@ -1,6 +1,6 @@
 """What shorter checksummed chunks cost a writer: ``python -m bench.chunks DIR``.
 
-Threads checksum and write pieces of about 4 MiB, a file each, as a worker's lanes do. The files are written over again
+Threads checksum and write pieces of about 4 MiB, a file each, as a worker's writers do. The files are overwritten again
 and again, in a folder in memory: nothing is waited for but the interpreter, so this is the most that it can cost. With
 ``--busy`` another thread runs Python all the time. The lengths take turns; a figure is the median of its turns.
 """

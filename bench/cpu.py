@@ -24,10 +24,10 @@ from spile.spec.run import EMBEDDED, ComputeDtype, DataSpec, ExtractSpec
 from spile.spec.sample import Sample
 from spile.store.stream import join_run, join_stream
 from spile.worker.device import DeviceProducer
-from spile.worker.parts import find, sizes_for
+from spile.worker.extract import make_device_producer
+from spile.worker.pipeline import LocalControl, run_pipeline
 from spile.worker.progress import Progress
-from spile.worker.startup import make_producer
-from spile.worker.worker import LocalControl, run_worker
+from spile.worker.resolve import resolve
 
 _DTYPES: tuple[ComputeDtype, ...] = ("float32", "bfloat16")
 
@@ -41,13 +41,13 @@ class Turn(NamedTuple):
 
 def ours(spec: ExtractSpec, samples: Sequence[Sample], producer: DeviceProducer) -> Turn:
     """Extract these samples."""
-    parts = find(spec)
+    parts = resolve(spec)
     join_run(parts.root, parts.identity)
     stream = join_stream(parts.root, 0, parts.stream_identity, parts.identity)
-    sizes = sizes_for(parts)
+    sizes = parts.sizes
     progress = Progress()
     began = time.perf_counter()
-    run_worker(samples, producer, stream, sizes, progress=progress, control=LocalControl(threading.Event(), None))
+    run_pipeline(samples, producer, stream, sizes, progress=progress, control=LocalControl(threading.Event(), None))
     seconds = time.perf_counter() - began
     now = progress.snapshot()
     return Turn(now.tokens / seconds, now.padding)
@@ -79,11 +79,11 @@ def _compare(args: argparse.Namespace, folder: Path) -> None:
         output = str(folder / f"run-{dtype}-{turn}")
         return ExtractSpec(model=str(model), data=data, output=output, dtype=dtype)
 
-    samples = [item for item in find(spec("float32", 0)).samples.read(Ranges()) if isinstance(item, Sample)]
+    samples = [item for item in resolve(spec("float32", 0)).samples.read(Ranges()) if isinstance(item, Sample)]
     prompts = [sample.tokens for sample in samples]
-    found = {dtype: find(spec(dtype, 0)) for dtype in _DTYPES}
+    found = {dtype: resolve(spec(dtype, 0)) for dtype in _DTYPES}
     producers = {
-        dtype: make_producer(parts, Progress(), parts.samples.read(Ranges())) for dtype, parts in found.items()
+        dtype: make_device_producer(parts, Progress(), parts.samples.read(Ranges())) for dtype, parts in found.items()
     }
     mine: dict[ComputeDtype, list[Turn]] = {dtype: [] for dtype in _DTYPES}
     theirs = []

@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import shutil
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -37,14 +38,14 @@ from spile.spec.run import DataSpec, GenerationSpec
 from spile.spec.sample import Sample
 from spile.spec.taps import select_taps
 from spile.store.stream import join_run, join_stream
-from spile.worker.batches import row_bytes
+from spile.worker.batches import Sizes
 from spile.worker.device import configure_jax
 from spile.worker.generator import Answer, Generator, plan_slots
-from spile.worker.infer import Shelf
+from spile.worker.infer import AnswerProducer
 from spile.worker.mesh import device_memory, make_mesh
-from spile.worker.parts import compute_dtype_for
+from spile.worker.pipeline import LocalControl, run_pipeline
 from spile.worker.progress import Progress
-from spile.worker.worker import StreamSink
+from spile.worker.resolve import compute_dtype_for
 
 
 def prompts_of(model: Path, tasks: str, count: int, longest: int) -> list[Sample]:
@@ -102,22 +103,14 @@ def spile_seconds(
         root = open_folder(str(home))
         join_run(root, run)
         stream = join_stream(root, 0, StreamIdentity("-", "-", len(samples), len(samples), taps), run)
-        shelf = Shelf(
-            stream.folder, StreamSink(stream), load_tokenizer(model), progress, capture="both",
-            bytes_per_token=row_bytes(stream.record.identity.rows(run)), shard_bytes=1e9,
-            lanes=max(1, min(8, (os.cpu_count() or 2) // 2)),
-        )  # fmt: skip
+        producer = AnswerProducer(generator, load_tokenizer(model), generation, progress)
+        sizes = Sizes(4096, None, args.longest, 1e9, max(1, min(8, (os.cpu_count() or 2) // 2)))
         generator.prepare()
         calls = call_milliseconds(generator)
         began = time.perf_counter()
-        for ended in generator.answers(iter(samples)):
-            shelf.add(ended)
-            if shelf.full:
-                shelf.commit()
-        shelf.commit()
-        shelf.wait()
+        control = LocalControl(threading.Event(), None)
+        run_pipeline(samples, producer, stream, sizes, progress=progress, control=control)
         seconds.append(time.perf_counter() - began)
-        shelf.close()
         generator.close()
         shutil.rmtree(home, ignore_errors=True)
     busy = {stage: round(spent, 2) for stage, spent in progress.snapshot().busy.items()}

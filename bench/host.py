@@ -1,9 +1,9 @@
-"""The host's half of a run without a device: ``python -m bench.host [--folder /dev/shm] [--lanes 1,2,4,8]``.
+"""The host's half of a run without a device: ``python -m bench.host [--folder /dev/shm] [--writers 1,2,4,8]``.
 
 ``--statistics`` takes those of every tap too, beside the same without.
 
 Rows that are ready in memory go through the real pipeline and store into a folder, as many shards side by side as there
-are lanes; beside it, in the same run, what plain threads reach that checksum and write, a file each.
+are writers; beside it, in the same run, what plain threads reach that checksum and write, a file each.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import argparse
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import ml_dtypes
@@ -22,23 +22,22 @@ from rich.table import Table
 
 from bench.overlap import A_TOKEN, D_MODEL, TAPS, run_identity
 from spile.objects import open_folder
-from spile.plan.bench import emptied
-from spile.plan.limits import host_copy
+from spile.plan.bench import emptied, host_copy
 from spile.spec.identity import StreamIdentity
 from spile.spec.sample import Sample
 from spile.store.stream import join_run, join_stream
-from spile.worker.batches import Batch
-from spile.worker.producer import RowBlock
+from spile.worker.batches import Batch, Sizes
+from spile.worker.pipeline import LocalControl, run_pipeline
+from spile.worker.producer import BatchProducer, RowBlock
 from spile.worker.progress import Progress
-from spile.worker.sizing import in_flight
-from spile.worker.worker import LocalControl, Sizes, run_worker
+from spile.worker.sizes import in_flight
 
 _SETS = 6
 """Batches' worth of rows, used in turn: more than a processor's cache holds."""
 _LIMIT_BYTES = 1 << 28
 
 
-class ReadyProducer:
+class ReadyProducer(BatchProducer):
     """Rows that were made beforehand."""
 
     groups = 1
@@ -48,12 +47,6 @@ class ReadyProducer:
         one = np.random.default_rng(0).standard_normal((tokens, D_MODEL), np.float32).astype(ml_dtypes.bfloat16)
         self._sets = [np.stack([one] * len(TAPS)) for _ in range(_SETS)]
         self._next = 0
-
-    def prepare(self, shape: tuple[int, int]) -> None:
-        """Nothing is compiled."""
-
-    def await_program(self, batch: Batch, given_up: Callable[[], bool]) -> None:
-        """Nor waited for."""
 
     def start(self, batch: Batch) -> Sequence[Sequence[RowBlock]]:
         """The next set's first rows."""
@@ -77,7 +70,7 @@ def samples(tokens: int) -> Iterator[Sample]:
 
 
 def measure(
-    folder: Path, producer: ReadyProducer, lanes: int, size: float, batch_tokens: int, statistics: bool = False
+    folder: Path, producer: ReadyProducer, writers: int, size: float, batch_tokens: int, statistics: bool = False
 ) -> float:
     """Bytes/s through the worker's loop."""
     with tempfile.TemporaryDirectory(dir=folder) as name:
@@ -85,10 +78,10 @@ def measure(
         join_run(root, run)
         stream = join_stream(root, 0, StreamIdentity("bench", "", len(items), len(items), TAPS), run)
         stream.statistics = statistics
-        sizes = Sizes(batch_tokens, None, 2048, 1e9, lanes, in_flight=in_flight(lanes, 1, 1 << 60))
+        sizes = Sizes(batch_tokens, None, 2048, 1e9, writers, in_flight=in_flight(writers, 1, 1 << 60))
         with emptied(Path(stream.folder.url)):
             began = time.perf_counter()
-            run_worker(
+            run_pipeline(
                 items, producer, stream, sizes, progress=Progress(), control=LocalControl(threading.Event(), None)
             )
             return stream.ledger.bytes / (time.perf_counter() - began)
@@ -97,20 +90,20 @@ def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
-    parser.add_argument("--lanes", default="1,2,4,8")
+    parser.add_argument("--writers", default="1,2,4,8")
     parser.add_argument("--gigabytes", type=float, default=8)
     parser.add_argument("--batch-tokens", type=int, default=16_384)
     parser.add_argument("--statistics", action="store_true")
     args = parser.parse_args()
     producer = ReadyProducer(args.batch_tokens)
-    columns = ["lanes", "plain threads", "pipeline", "fraction", *(["with statistics"] if args.statistics else [])]
+    columns = ["writers", "plain threads", "pipeline", "fraction", *(["with statistics"] if args.statistics else [])]
     table = Table(*columns, title=f"checksum and write, {args.folder}")
-    for lanes in map(int, args.lanes.split(",")):
-        limit = host_copy(args.folder, lanes, _LIMIT_BYTES)
-        rate = measure(args.folder, producer, lanes, args.gigabytes * 1e9, args.batch_tokens)
-        row = [str(lanes), f"{limit / 1e9:.2f} GB/s", f"{rate / 1e9:.2f} GB/s", f"{rate / limit:.0%}"]
+    for writers in map(int, args.writers.split(",")):
+        limit = host_copy(args.folder, writers, _LIMIT_BYTES)
+        rate = measure(args.folder, producer, writers, args.gigabytes * 1e9, args.batch_tokens)
+        row = [str(writers), f"{limit / 1e9:.2f} GB/s", f"{rate / 1e9:.2f} GB/s", f"{rate / limit:.0%}"]
         if args.statistics:
-            taken = measure(args.folder, producer, lanes, args.gigabytes * 1e9, args.batch_tokens, statistics=True)
+            taken = measure(args.folder, producer, writers, args.gigabytes * 1e9, args.batch_tokens, statistics=True)
             row.append(f"{taken / 1e9:.2f} GB/s ({taken / rate:.2f})")
         table.add_row(*row)
     Console().print(table)

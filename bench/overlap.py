@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,10 +31,10 @@ from spile.spec.run import PromptSpec
 from spile.spec.sample import Sample
 from spile.spec.taps import Tap, TapRows
 from spile.store.stream import join_run, join_stream
-from spile.worker.batches import Batch, row_bytes
-from spile.worker.producer import RowBlock
+from spile.worker.batches import Batch, Sizes, row_bytes
+from spile.worker.pipeline import LocalControl, run_pipeline
+from spile.worker.producer import BatchProducer, RowBlock
 from spile.worker.progress import Progress
-from spile.worker.worker import LocalControl, Sizes, run_worker
 
 __all__ = ["A_TOKEN", "D_MODEL", "TAPS", "Overlap", "main", "measure", "run_identity"]
 
@@ -64,7 +64,7 @@ class Overlap:
         return self.bytes / self.rate / self.seconds
 
 
-class PacedProducer:
+class PacedProducer(BatchProducer):
     """Rows at a fixed rate, computed nowhere."""
 
     groups = 1
@@ -75,12 +75,6 @@ class PacedProducer:
         self._ready = 0.0
         source = np.random.default_rng(0)
         self._rows = source.standard_normal((16 * _LENGTH, D_MODEL), np.float32).astype(ml_dtypes.bfloat16)
-
-    def prepare(self, shape: tuple[int, int]) -> None:
-        """Nothing is compiled."""
-
-    def await_program(self, batch: Batch, given_up: Callable[[], bool]) -> None:
-        """Nor waited for."""
 
     def start(self, batch: Batch) -> tuple[float, Batch]:
         """Queued behind what was started before."""
@@ -130,7 +124,7 @@ def measure(url: str, size: float, rate: float) -> Overlap:
     )
     control = LocalControl(threading.Event(), None)
     began = time.perf_counter()
-    run_worker(_samples(count), PacedProducer(rate), stream, sizes, progress=Progress(), control=control)
+    run_pipeline(_samples(count), PacedProducer(rate), stream, sizes, progress=Progress(), control=control)
     seconds = time.perf_counter() - began
     return Overlap(url.partition("://")[0], stream.ledger.bytes, rate, seconds, root.stats.retries)
 

@@ -33,7 +33,7 @@ from spile.spec.taps import select_taps
 from spile.worker.batches import Batch
 from spile.worker.device import DeviceProducer
 from spile.worker.mesh import default_shape, make_mesh, plan_mesh
-from spile.worker.parts import compute_dtype_for
+from spile.worker.resolve import compute_dtype_for
 
 _DEPTH = 3
 """Batches on their way at once."""

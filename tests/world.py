@@ -7,7 +7,7 @@ chosen number of samples.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import ml_dtypes  # noqa: F401  (registers bfloat16)
@@ -22,7 +22,7 @@ from spile.spec.taps import Tap
 from spile.store.shard import ShardBuilder
 from spile.store.stream import StreamStore, join_run, join_stream
 from spile.worker.batches import Batch
-from spile.worker.producer import OutOfDeviceMemory, RowBlock, pack
+from spile.worker.producer import BatchProducer, OutOfDeviceMemory, RowBlock, pack
 
 __all__ = [
     "TAPS",
@@ -108,7 +108,7 @@ def items(samples: int, done: Ranges = Ranges()) -> Iterator[Sample | Skip]:  # 
             yield Skip(index, f"task-{index // 2}", "too long", {"tokens": 99}) if index % 17 == 5 else sample_of(index)
 
 
-class NumpyProducer:
+class NumpyProducer(BatchProducer):
     """A model of a few lines, in float32: groups, packing and poisoned padding as a device would have them."""
 
     def __init__(self, groups: int = 1, fits: int | None = None, seconds: float = 0.0) -> None:
@@ -122,12 +122,6 @@ class NumpyProducer:
 
     def describe(self) -> str:
         return "NumPy"
-
-    def prepare(self, shape: tuple[int, int]) -> None:
-        pass
-
-    def await_program(self, batch: Batch, given_up: Callable[[], bool]) -> None:
-        pass
 
     def start(self, batch: Batch) -> Batch:
         if self.fits is not None and batch.rows * batch.length > self.fits:

@@ -17,10 +17,11 @@ from spile.objects import Folder, open_folder
 from spile.spec.taps import Tap
 from spile.store.stream import StreamStore, read_run
 from spile.store.streams import Stream, join_addition, open_streams
-from spile.worker.backfill import add_beside
-from spile.worker.pipeline import Verdict
+from spile.worker.backfill import add_to_stream
+from spile.worker.batches import Sizes
+from spile.worker.pipeline import LocalControl
+from spile.worker.producer import Verdict
 from spile.worker.progress import Progress
-from spile.worker.worker import LocalControl, Sizes
 from world import NumpyProducer, stream_identity
 
 __all__ = ["ADDED", "add", "left", "start"]
@@ -56,15 +57,15 @@ class StopAfter(LocalControl):
 
 
 def add(
-    root: Folder, groups: int = 1, lanes: int = 1, fits: int | None = None, batches: int = 10**9
+    root: Folder, groups: int = 1, writers: int = 1, fits: int | None = None, batches: int = 10**9
 ) -> tuple[bool, StreamStore]:
     """One life: what is left, in batches of any size, or so many of them."""
     run = read_run(root)
     assert run is not None
     (stream,) = open_streams(root, run)
     store = join_addition(stream.folder, stream.record, stream_identity(None, ADDED), run)
-    sizes = Sizes(batch_tokens=128, batch_size=None, longest=64, shard_bytes=1, lanes=lanes)
-    finished = add_beside(
+    sizes = Sizes(batch_tokens=128, batch_size=None, longest=64, shard_bytes=1, writers=writers)
+    finished = add_to_stream(
         stream,
         store,
         left(stream),

@@ -1,12 +1,15 @@
-"""Answers without a model, through the real shelf and store, in a process that may be killed at any step."""
+"""Answers without a model, through the real pipeline and store, in a process that may be killed at any step."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import traceback
+from collections.abc import Iterator
+from itertools import islice
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from threading import Event
 
 import numpy as np
 from killing import Switch, _paths
@@ -16,13 +19,13 @@ from tokenizers import models
 from spile.data.tokens import Tokenizer
 from spile.objects import open_folder
 from spile.spec.run import GenerationSpec
-from spile.spec.sample import Prediction, Role, Sample, Skip
+from spile.spec.sample import Prediction, Role, Sample
 from spile.store.stream import StreamStore, join_run, join_stream
-from spile.worker.batches import row_bytes
+from spile.worker.batches import Sizes
 from spile.worker.generator import Answer, AnswerRows
-from spile.worker.infer import Shelf
+from spile.worker.infer import AnswerProducer
+from spile.worker.pipeline import LocalControl, run_pipeline
 from spile.worker.progress import Progress
-from spile.worker.worker import StreamSink
 from world import TAPS, items, rows_of, run_identity, stream_identity
 
 __all__ = ["answer", "expected", "start", "stored"]
@@ -65,33 +68,48 @@ def _made(sample: Sample) -> Answer:
     return Answer(sample, rows, list(said.tokens), list(said.logprobs), "stop")
 
 
+class Source:
+    """Answers so many samples at a time, which end in another order than they began."""
+
+    groups, owned = 1, (0,)
+
+    def __init__(self, shard: int) -> None:
+        self._shard = shard
+
+    def answers(self, samples: Iterator[Sample]) -> Iterator[list[Answer]]:
+        while some := [_made(sample) for sample in islice(samples, self._shard)]:
+            yield some[::-1]
+
+    def describe(self) -> str:
+        return "NumPy"
+
+    def close(self) -> None:
+        pass
+
+
+class CommitAlways(LocalControl):
+    """Commits after each step."""
+
+    def __init__(self) -> None:
+        super().__init__(Event(), 0.0)
+
+
 def answer(
-    url: str, count: int, shard: int, attempt: str | None = None, *, shard_bytes: float = 1e9, lanes: int = 1
+    url: str, count: int, shard: int, attempt: str | None = None, *, shard_bytes: float = 1e9, writers: int = 1
 ) -> StreamStore:
-    """One worker's life: answers what is left, ``shard`` samples at a time, ending in another order than they began."""
+    """One worker's life: answers what is left, ``shard`` samples at a time, and commits after each."""
     root = open_folder(url)
     join_run(root, RUN)
     stream = join_stream(root, 0, stream_identity(count), RUN, attempt)
-    bytes_per_token = row_bytes(stream.record.identity.rows(RUN))
-    shelf = Shelf(
-        stream.folder, StreamSink(stream), tokenizer(), Progress(),
-        capture="both", bytes_per_token=bytes_per_token, shard_bytes=shard_bytes, lanes=lanes,
-    )  # fmt: skip
-    waiting: list[Answer] = []
-    for item in items(count, stream.ledger.done):
-        if isinstance(item, Skip):
-            shelf.skip(item)
-            continue
-        waiting.append(_made(item))
-        if len(waiting) == shard:
-            shelf.add(waiting[::-1])
-            waiting = []
-            shelf.commit()
-    shelf.add(waiting)
-    if not shelf.empty:
-        shelf.commit()
-    shelf.wait()
-    shelf.close()
+    progress = Progress()
+    assert run_pipeline(
+        items(count, stream.ledger.done),
+        AnswerProducer(Source(shard), tokenizer(), GenerationSpec(), progress),
+        stream,
+        Sizes(128, None, 64, shard_bytes, writers),
+        progress=progress,
+        control=CommitAlways(),
+    )
     stream.finish()
     return stream
 

@@ -63,7 +63,7 @@ def test_many_that_end_at_once_are_several_shards(tmp_path: Path) -> None:
 
     answer(str(tmp_path / "one"), COUNT, COUNT)
     (whole,) = sizes(tmp_path / "one")
-    answer(str(tmp_path / "four"), COUNT, COUNT, shard_bytes=whole / 4, lanes=3)
+    answer(str(tmp_path / "four"), COUNT, COUNT, shard_bytes=whole / 4, writers=3)
     assert 3 <= len(sizes(tmp_path / "four")) <= 5
     assert max(sizes(tmp_path / "four")) < whole / 2
     assert_answered(str(tmp_path / "four"))

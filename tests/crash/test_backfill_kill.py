@@ -67,7 +67,7 @@ def test_a_kill_at_every_system_call(base: Path, tmp_path: Path, each: int) -> N
         seen.add(len(list(root.glob("tpu_0/added_*/commits/*.json"))))
         visible = spile.open(str(root)).taps
         assert visible == tuple(map(str, TAPS)) or report.ok  # never some of the rows of a tap
-        add(open_folder(str(root)), groups=2, lanes=2)
+        add(open_folder(str(root)), groups=2, writers=2)
         assert_added(root)
         now = files(root)
         assert {name: now[name] for name in before} == before  # what was there is as it was
@@ -79,13 +79,15 @@ def test_a_kill_at_every_system_call(base: Path, tmp_path: Path, each: int) -> N
 
 
 @pytest.mark.parametrize(
-    ("groups", "lanes", "fits"), [(1, 1, None), (3, 1, None), (2, 3, None), (1, 1, 64), (2, 1, 64)]
+    ("groups", "writers", "fits"), [(1, 1, None), (3, 1, None), (2, 3, None), (1, 1, 64), (2, 1, 64)]
 )
-def test_any_batch_gives_the_same_order(base: Path, tmp_path: Path, groups: int, lanes: int, fits: int | None) -> None:
+def test_any_batch_gives_the_same_order(
+    base: Path, tmp_path: Path, groups: int, writers: int, fits: int | None
+) -> None:
     """Also where the device's memory runs out and batches are halved: a shard is begun again, not divided."""
     root = tmp_path / "root"
     shutil.copytree(base, root)
-    finished, store = add(open_folder(str(root)), groups, lanes, fits)
+    finished, store = add(open_folder(str(root)), groups, writers, fits)
     assert finished
     assert store.ledger.shards == len(list(root.glob("tpu_0/shard_*")))
     assert_added(root)
@@ -93,15 +95,15 @@ def test_any_batch_gives_the_same_order(base: Path, tmp_path: Path, groups: int,
     assert add(open_folder(str(root)))[1].ledger.commits == commits  # nothing is left to do
 
 
-@pytest.mark.parametrize("lanes", [1, 2])
-def test_a_stop_at_every_batch(base: Path, tmp_path: Path, lanes: int) -> None:
+@pytest.mark.parametrize("writers", [1, 2])
+def test_a_stop_at_every_batch(base: Path, tmp_path: Path, writers: int) -> None:
     """A shard in the making is dropped, and a tap that is half there is not read; verify says how to finish it."""
     interrupted = 0
     for batches in range(12):
         root = tmp_path / str(batches)
         shutil.copytree(base, root)
         folder = open_folder(str(root))
-        finished, store = add(folder, lanes=lanes, batches=batches)
+        finished, store = add(folder, writers=writers, batches=batches)
         assert not list(root.rglob(".tmp-*"))
         shards = len(list(root.glob("tpu_0/added_*/shard_*")))
         assert shards == store.ledger.shards

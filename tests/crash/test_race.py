@@ -21,7 +21,7 @@ FENCED = 3
 
 def race(url: str, workers: int, samples: int) -> list[int | None]:
     processes = [
-        start(url, samples, shard_bytes=6000 + 2000 * (number % 5), lanes=1 + number % 2) for number in range(workers)
+        start(url, samples, shard_bytes=6000 + 2000 * (number % 5), writers=1 + number % 2) for number in range(workers)
     ]
     for process in processes:
         process.join(120)

@@ -18,14 +18,14 @@ COUNT = 150
 LIFE = Life(shard_bytes=12_000)
 
 
-@pytest.mark.parametrize(("status", "lanes"), [(403, 1), (404, 3), (507, 1)])
+@pytest.mark.parametrize(("status", "writers"), [(403, 1), (404, 3), (507, 1)])
 def test_an_upload_that_cannot_succeed(
-    clouds: Clouds, cloud_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, lanes: int
+    clouds: Clouds, cloud_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, writers: int
 ) -> None:
     monkeypatch.setenv("SPILE_RETRY_SECONDS", "0.5")
     faults = clouds.faults(cloud_url)
     faults.add("status", status=status, method="PUT", target="shard_0004", count=-1)
-    process = start(cloud_url, COUNT, LIFE, lanes=lanes, stderr=str(tmp_path / "errors"))
+    process = start(cloud_url, COUNT, LIFE, writers=writers, stderr=str(tmp_path / "errors"))
     process.join(120)
     assert process.exitcode == 1
     (line,) = (tmp_path / "errors").read_text().splitlines()
@@ -33,7 +33,7 @@ def test_an_upload_that_cannot_succeed(
     assert str(status) in line
     faults.clear()
     before = committed(open_folder(cloud_url))
-    finished, stream = visit(cloud_url, COUNT, Life(lanes=1, batch_tokens=300))
+    finished, stream = visit(cloud_url, COUNT, Life(writers=1, batch_tokens=300))
     assert finished
     assert not before - stream.ledger.done
     assert_whole(cloud_url, COUNT)
@@ -58,7 +58,7 @@ def test_a_second_signal_does_not_wait_for_a_bucket_that_hangs(clouds: Clouds, c
     process.join(120)
     assert process.exitcode == 130
     clouds.faults(cloud_url).clear()
-    assert visit(cloud_url, COUNT, Life(lanes=3))[0]
+    assert visit(cloud_url, COUNT, Life(writers=3))[0]
     assert_whole(cloud_url, COUNT)
 
 
@@ -67,7 +67,7 @@ def schedule(clouds: Clouds, url: str, seed: int) -> None:
     faults = clouds.faults(url)
     faults.extend(random_faults(seed, 4 + seed % 20, requests=10 + seed % 60))
     for life in range(30):
-        process = start(url, COUNT, Life(lanes=1 + 2 * (seed % 2), shard_bytes=8000 + 999 * life))
+        process = start(url, COUNT, Life(writers=1 + 2 * (seed % 2), shard_bytes=8000 + 999 * life))
         process.join(120)
         assert process.exitcode in (0, 1)
         if process.exitcode == 0:

@@ -19,7 +19,7 @@ COUNT = 150
 def any_life(dice: random.Random, seconds: float = 0.0) -> Life:
     """Sizes that have nothing to do with those of the life before."""
     return Life(
-        lanes=dice.choice([1, 3]),
+        writers=dice.choice([1, 3]),
         groups=dice.choice([1, 2, 3]),
         batch_tokens=dice.choice([64, 128, 300]),
         batch_size=dice.choice([None, 1, 5]),

@@ -37,7 +37,7 @@ def test_a_signal_commits_the_short_shard(folder_url: str, tmp_path: Path) -> No
     assert not list(folder.unfinished())
     beat = read_beat(folder.child("tpu_0"))
     assert beat is not None
-    assert visit(folder_url, COUNT, Life(lanes=3, batch_tokens=300, shard_bytes=3000))[0]
+    assert visit(folder_url, COUNT, Life(writers=3, batch_tokens=300, shard_bytes=3000))[0]
     assert_whole(folder_url, COUNT)
 
 
@@ -45,10 +45,10 @@ def test_a_signal_commits_the_short_shard(folder_url: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("groups", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_signal_commits_the_short_shard_of_every_lane(tmp_path: Path, groups: int) -> None:
     url = str(tmp_path / "root")
-    assert signalled(url, tmp_path, signal.SIGTERM, lanes=3, shard_bytes=20_000, groups=groups) == 130
+    assert signalled(url, tmp_path, signal.SIGTERM, writers=3, shard_bytes=20_000, groups=groups) == 130
     assert 0 < len(committed(open_folder(url))) < COUNT
     assert not list(tmp_path.rglob(".tmp-*"))
-    assert visit(url, COUNT, Life(lanes=1, batch_size=2, commit_every=0.02))[0]
+    assert visit(url, COUNT, Life(writers=1, batch_size=2, commit_every=0.02))[0]
     assert_whole(url, COUNT)
 
 
@@ -65,7 +65,7 @@ def test_a_second_signal_does_not_wait_for_a_device_that_hangs(tmp_path: Path, n
     os.kill(process.pid or 0, numbers[1])
     process.join(120)
     assert process.exitcode == 130
-    assert visit(url, COUNT, Life(lanes=3))[0]
+    assert visit(url, COUNT, Life(writers=3))[0]
     assert_whole(url, COUNT)
 
 
@@ -96,7 +96,7 @@ def test_a_second_signal_takes_the_unfinished_shard_away(tmp_path: Path) -> None
 
 
 def test_two_workers_one_wins(folder_url: str, tmp_path: Path) -> None:
-    life = Life(lanes=1 if folder_url.startswith("gs") else 3, shard_bytes=6000, seconds=0.02)
+    life = Life(writers=1 if folder_url.startswith("gs") else 3, shard_bytes=6000, seconds=0.02)
     errors = [tmp_path / "first", tmp_path / "second"]
     mark = tmp_path / "mark"
     first = start(folder_url, COUNT, life, stderr=str(errors[0]), mark=(str(mark), 3))

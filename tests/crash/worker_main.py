@@ -27,10 +27,10 @@ from spile.spec.run import ExtractSpec
 from spile.spec.sample import Sample
 from spile.store.ledger import read_ledger
 from spile.store.stream import StreamStore, join_run, join_stream
-from spile.worker.batches import Batch
+from spile.worker.batches import Batch, Sizes
+from spile.worker.pipeline import LocalControl, run_pipeline
 from spile.worker.producer import RowBlock
 from spile.worker.progress import Progress, StatusFiles
-from spile.worker.worker import LocalControl, Sizes, run_worker
 from world import TAPS, NumpyProducer, items, rows_of, run_identity, stream_identity
 
 __all__ = ["KILLED", "Life", "assert_whole", "committed", "start", "until", "visit"]
@@ -43,7 +43,7 @@ _HANDED_ON = ("STORAGE_EMULATOR_HOST", "AWS_", "SPILE_", "NO_PROXY", "no_proxy")
 class Life:
     """How a worker goes about it. Nothing of it may change a row."""
 
-    lanes: int = 1
+    writers: int = 1
     groups: int = 1
     batch_tokens: int = 128
     batch_size: int | None = None
@@ -94,9 +94,9 @@ def visit(
     join_run(root, run)
     stream = join_stream(root, 0, stream_identity(count), run)
     spec = ExtractSpec(output=url, commit_every=life.commit_every)
-    sizes = Sizes(life.batch_tokens, life.batch_size, 64, life.shard_bytes, life.lanes)
+    sizes = Sizes(life.batch_tokens, life.batch_size, 64, life.shard_bytes, life.writers)
     with StatusFiles(spec, stream, progress, pulse=True, expected=count) as status:
-        finished = run_worker(
+        finished = run_pipeline(
             items(count, stream.ledger.done),
             _Producer(life, stop),
             stream,

@@ -32,10 +32,9 @@ WHOLE = 48 * VARIANTS
 MANY = """
 import json
 from spile.worker.extract import extract
-from spile.worker.pod.group import PodProcess
 from spile.spec.run import DataSpec, ExtractSpec, PromptSpec
 with join(identity, times=PodTimes(120, 120, 60)) as pod:
-    hosts = PodProcess(pod)
+    hosts = pod
     for name, mesh, count in json.loads({cases!r}):
         data = DataSpec(max_seq_length={length}, max_samples=count, prompt=PromptSpec(predictions_per_task={variants}))
         spec = ExtractSpec(data=data, output={root!r} + "/" + name, store_dtype="float32", layers=(1, 3), batch_size=1,
@@ -43,7 +42,7 @@ with join(identity, times=PodTimes(120, 120, 60)) as pod:
         summary = extract(spec, hosts=hosts)
         assert summary.complete, name
         with open({root!r} + f"/{{name}}-{{me}}.txt", "w") as file:
-            file.write(f"{{summary.visit.samples}} {{summary.samples}}")
+            file.write(f"{{summary.progress.samples}} {{summary.samples}}")
 """
 
 
@@ -230,7 +229,6 @@ def test_a_signal_on_one_host_stops_all_at_the_same_batch(tmp_path: Path, refere
     body = """
 import threading
 from spile.worker.extract import extract
-from spile.worker.pod.group import PodProcess
 from spile.worker.progress import Progress
 from spile.spec.run import DataSpec, ExtractSpec, PromptSpec
 stop, progress = threading.Event(), Progress()
@@ -240,7 +238,7 @@ if me == 1:  # as a signal's handler does, once the second batch has come home
 with join(identity, times=PodTimes(120, 120, 60)) as pod:
     data = DataSpec(max_seq_length=64, prompt=PromptSpec(predictions_per_task=4))
     spec = ExtractSpec(data=data, output={root!r}, store_dtype="float32", layers=(1, 3), batch_size=1)
-    summary = extract(spec, stop=stop, progress=progress, hosts=PodProcess(pod))
+    summary = extract(spec, stop=stop, progress=progress, hosts=pod)
     with open({root!r} + f"/../ended-{{me}}", "w") as file:
         file.write(f"{{summary.exit_code}} {{summary.samples}}")
 """
@@ -261,7 +259,6 @@ def test_a_zombie_slice_is_fenced_as_a_whole(tmp_path: Path) -> None:
     body = """
 from spile.objects import open_folder
 from spile.worker import extract as module
-from spile.worker.pod.group import PodProcess
 from spile.spec.run import DataSpec, ExtractSpec
 with join(identity, times=PodTimes(120, 120, 60)) as pod:
     data = DataSpec(max_seq_length=64, max_samples=16)
@@ -276,7 +273,7 @@ with join(identity, times=PodTimes(120, 120, 60)) as pod:
             other.commit([], [Skip(0, "x", "taken by another")])
         return found
     module._agreed = agreed
-    module.extract(spec, hosts=PodProcess(pod))
+    module.extract(spec, hosts=pod)
 """
     with launch(tmp_path, body.format(root=str(tmp_path / "out")), 2) as group:
         ended = group.wait(280)

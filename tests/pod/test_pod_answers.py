@@ -20,10 +20,9 @@ COUNT = 11
 BODY = """
 import json
 from spile.worker.infer import infer
-from spile.worker.pod.group import PodProcess
 from spile.spec.run import DataSpec, ExtractSpec, GenerationSpec
 with join(identity, times=PodTimes(120, 120, 60)) as pod:
-    hosts = PodProcess(pod)
+    hosts = pod
     for name, mesh, drawing in json.loads({cases!r}):
         data = DataSpec(dataset={tasks!r}, max_seq_length=640, long="skip")
         spec = ExtractSpec(data=data, output={root!r} + "/" + name, store_dtype="float32", layers=(0, 5), batch_size=1,

@@ -14,7 +14,7 @@ import pytest
 from ports import free_port
 from spile.errors import PodError
 from spile.worker.pod.identity import Identity
-from spile.worker.pod.rollcall import RollAnswer, RollConnections, answer_roll_call, hold_roll_call, listen
+from spile.worker.pod.rollcall import RollAnswer, RollConnections, answer_roll_call, hold_roll_call, receive
 
 
 class Workers:
@@ -150,7 +150,7 @@ def test_a_stranger_does_not_end_it() -> None:
         assert stranger.recv(1) == b""
     (error,) = workers.join().values()
     assert "1 of 2 workers did not come" in str(error)
-    assert "worker 1 (1 that are no spile workers called)" in str(error)
+    assert "worker 1 (1 callers were not spile workers)" in str(error)
 
 
 def test_a_stranger_among_workers() -> None:
@@ -220,8 +220,8 @@ def test_lines_that_come_together_are_heard_one_by_one() -> None:
         theirs.sendall(b'{"service": "x:1", "na')
         theirs.sendall(b'mes": []}\n{"error": "worker 2 died"}\n')
         until = time.monotonic() + 120
-        assert listen(ours, identity, until) == {"service": "x:1", "names": []}
-        assert listen(ours, identity, until) == {"error": "worker 2 died"}
+        assert receive(ours, identity, until) == {"service": "x:1", "names": []}
+        assert receive(ours, identity, until) == {"error": "worker 2 died"}
 
 
 @pytest.mark.parametrize("said", [{}, {"secret": "guessed"}, {"secret": float("inf")}])

@@ -139,7 +139,7 @@ def test_in_the_roll_call(tmp_path: Path, present: int) -> None:
 SECOND_HANGS = """
 import json
 from spile.planning import batches
-from spile.worker import parts as sizing
+from spile.worker import sizes as sizing
 sizing._ROWS = {"cpu": (512, False)}
 batches._WINDOW_TOKENS, batches._FIRST_WINDOW, batches._WINDOW = 2000, 1, 1  # the long ones come in a later window
 texts = ["1 2 " * 20] * 120 + ["1 2 " * 350] * 6

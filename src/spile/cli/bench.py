@@ -16,7 +16,7 @@ from spile.view.table import output
 
 if TYPE_CHECKING:
     from spile.plan.bench import BenchResult
-    from spile.plan.whole import WholeRun
+    from spile.plan.timed_run import TimedRun
 
 __all__ = ["bench"]
 
@@ -87,7 +87,7 @@ def _show(result: BenchResult, console: Console) -> None:
         )
 
 
-def _whole(run: WholeRun) -> str:
+def _whole(run: TimedRun) -> str:
     end = run.seconds - run.first_batch - run.wall.run
     return (
         f"{duration(run.seconds)} for {amount(run.tokens)} tokens, {amount(run.tokens_per_second)} tokens/s of it all; "

@@ -13,8 +13,8 @@ from spile.cli.shell.flag import flag
 from spile.cli.shell.log import log
 
 if TYPE_CHECKING:
-    from spile.worker.pod.group import WorkerGroup
     from spile.worker.pod.identity import Identity
+    from spile.worker.pod.pod import WorkerGroup
 
 __all__ = ["PodFlags", "check"]
 
@@ -48,19 +48,16 @@ class PodFlags:
     @contextlib.contextmanager
     def joined(self, log: Callable[[str], None], identity: Identity | None = None) -> Iterator[WorkerGroup]:
         """Alone, or with the others, for as long as this lasts."""
-        from spile.worker.pod.group import PodProcess, joined_group
-        from spile.worker.pod.pod import PodTimes
-        from spile.worker.signals import interrupting, last_words
+        from spile.worker.pod.pod import PodTimes, joined_group
+        from spile.worker.signals import before_exit, interrupting
 
         times = PodTimes.of(self.barrier_timeout, self.heartbeat_timeout)
-        with interrupting(), joined_group(identity or self.identity(), times, log) as hosts:
-
-            def tell_why() -> None:
-                if isinstance(hosts, PodProcess):
-                    hosts.pod.tell_end(KeyboardInterrupt())
-
-            with last_words(tell_why):
-                yield hosts
+        with (
+            interrupting(),
+            joined_group(identity or self.identity(), times, log) as hosts,
+            before_exit(lambda: hosts.notify_end(KeyboardInterrupt())),
+        ):
+            yield hosts
 
 
 def check(*, flags: PodFlags | None = None) -> int:

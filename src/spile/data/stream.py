@@ -59,6 +59,10 @@ class SampleReader:
 
     def look(self) -> Iterator[Sample | Skip]:
         """Peek at the next items, which are still returned later. Stop before an error, which is raised on reading."""
+        seen = list(self._seen)
+        yield from (item for item in seen if not isinstance(item, SpileError))
+        if seen and isinstance(seen[-1], SpileError):
+            return
         try:
             for item in self._items:
                 self._seen.append(item)

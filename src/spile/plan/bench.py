@@ -1,6 +1,7 @@
-"""The loop that people write today: transformers, batches as they come, padded, every hidden state to the host, saved.
+"""``spile bench``: measure a run, the limits of this machine, and the usual loop around transformers.
 
-Run beside spile in the same process or machine, on the same weights, prompts and threads, counted in real tokens.
+A limit is what the hardware gives to a loop that does nothing else: matrix products, the bare forward pass, the copy
+from the device, checksum and write, and the disk. A run is compared with the slowest of them.
 """
 
 from __future__ import annotations
@@ -8,113 +9,62 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import itertools
+import os
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from spile.models.decoder import Drawn, as_it_is, hidden, layers_needed
 from spile.models.safetensors_files import LocalSource
+from spile.models.tensors import flops_per_token
 from spile.objects import open_folder
-from spile.plan.limits import Limits, bare_forward, device_to_host, host_copy, matmul, sequential_write
-from spile.plan.whole import WholeRun, cold_and_warm
+from spile.objects.crc import ChunkedCrc
+from spile.plan.timed_run import TimedRun, cold_and_warm
 from spile.spec.ranges import Ranges
 from spile.spec.run import ExtractSpec
 from spile.spec.sample import Sample
 from spile.store.stream import join_run, join_stream
 from spile.worker.batches import Batch, batches
 from spile.worker.device import DeviceProducer
-from spile.worker.parts import Parts, bytes_per_token, find, sizes_for
+from spile.worker.extract import make_device_producer
+from spile.worker.pipeline import LocalControl, run_pipeline
+from spile.worker.producer import pack
 from spile.worker.progress import Progress, peak_memory
-from spile.worker.startup import make_producer
-from spile.worker.worker import LocalControl, run_worker
+from spile.worker.resolve import ResolvedRun, resolve
 
 __all__ = [
     "BenchResult",
+    "Limits",
     "Naive",
     "bench",
     "emptied",
+    "host_copy",
     "run",
 ]
-
-
-class Naive(NamedTuple):
-    """What it came to."""
-
-    tokens: int
-    computed: int
-    seconds: float
-
-    @property
-    def rate(self) -> float:
-        """Real tokens per second."""
-        return self.tokens / self.seconds
-
-
-def run(
-    model_folder: Path,
-    prompts: Sequence[npt.NDArray[np.int32]],
-    *,
-    device: str,
-    dtype: str,
-    batch_size: int,
-    output: Path | None,
-    attention: str = "sdpa",
-    warm: int = 2,
-) -> Naive:
-    """``output_hidden_states`` over padded batches; ``.cpu()`` of each layer; ``torch.save`` of each batch."""
-    import torch
-    from transformers import AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(
-        model_folder, dtype=getattr(torch, dtype), attn_implementation=attention
-    ).to(device)
-    model.eval()
-    batches = [prompts[i : i + batch_size] for i in range(0, len(prompts), batch_size)]
-    with torch.inference_mode():
-        for batch in batches[:warm]:
-            _step(model, batch, device, output)
-        began = time.perf_counter()
-        computed = sum(_step(model, batch, device, output) for batch in batches)
-        seconds = time.perf_counter() - began  # each step ends with its rows on the host: nothing is left to wait for
-    return Naive(sum(map(len, prompts)), computed, seconds)
-
-
-def _step(model: Any, batch: Sequence[npt.NDArray[np.int32]], device: str, output: Path | None) -> int:
-    """One padded batch: how many tokens were computed."""
-    import torch
-
-    longest = max(map(len, batch))
-    ids = torch.zeros((len(batch), longest), dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(batch):
-        ids[row, : len(prompt)] = torch.from_numpy(prompt.astype(np.int64))
-        mask[row, : len(prompt)] = 1
-    result = model(input_ids=ids.to(device), attention_mask=mask.to(device), output_hidden_states=True, use_cache=False)
-    states = [state.cpu() for state in result.hidden_states[1:]]
-    if output is not None:
-        torch.save(states, output / "naive.pt")
-    return int(ids.numel())
-
 
 _MATMUL = {"cpu": 1024, "gpu": 8192, "tpu": 8192}
 _LIMIT_BATCHES = 48
 _SWEEPERS = 4
 _NAIVE_SAMPLES = {"cpu": 16, "gpu": 192, "tpu": 16}
+_PIECE = 4 << 20
+"""Bytes per write."""
+_COMPILERS = max(2, (os.cpu_count() or 2) // 4)
 
 
 @dataclass(frozen=True)
 class BenchResult:
-    """The limits, what was reached, and how much of the slowest limit that is."""
+    """The limits, the measured rate, and its fraction of the slowest limit."""
 
     device: str
     model: str
@@ -122,16 +72,16 @@ class BenchResult:
     bytes_per_token: int
     limits: Limits
     limit_tokens: dict[str, float]
-    """Each limit as tokens/s of this run."""
+    """Each limit in tokens/s of this run."""
     slowest: str
     tokens: int
     seconds: float
     tokens_per_second: float
     padding: float
     fraction: float
-    """Of the slowest limit."""
+    """Of the rate of the slowest limit."""
     of_forward: float
-    """Of the bare forward's rate."""
+    """Of the rate of the bare forward pass."""
     forward_of_matmul: float
     limited_by: str | None
     compile_seconds: float
@@ -139,49 +89,53 @@ class BenchResult:
     tenths: list[float]
     """Tokens/s of each tenth of the run's time."""
     steady_after: float
-    """Batches written before the rate was that of the whole run, or 90 % of it."""
+    """Batches written before the rate reached 90 % of the mean rate."""
     peak_memory: int
     grown_memory: int
-    """Host memory held at the end above that at half time."""
+    """Host memory at the end minus that at half time."""
     naive_tokens_per_second: float | None = None
-    """The loop that people write with transformers, on the same weights and prompts; None without torch."""
-    cold: WholeRun | None = None
-    """The command that people start, with no program cached."""
-    warm: WholeRun | None = None
-    """The same again."""
+    """The usual loop around transformers, on the same weights and prompts; None without torch."""
+    cold: TimedRun | None = None
+    """The whole command, with no program cached."""
+    warm: TimedRun | None = None
+    """The whole command again, with the programs of the first."""
 
     def record(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """Return the fields for ``--json``."""
         return asdict(self)
 
 
 def bench(
     spec: ExtractSpec, *, tokens: int, empty_behind: bool = True, compare: bool = True, limit_bytes: int = 1 << 30
 ) -> BenchResult:
-    """Measure the run as people start it, twice, each a process of its own; then the limits, and in this process what
-    is reached once everything is compiled, pinned and tokenized.
+    """Measure the whole command twice, the limits, and the steady rate once everything is compiled and tokenized.
 
-    ``empty_behind`` removes shards soon after their commit, so that a small RAM disk carries a long run;
-    ``limit_bytes`` are written into each file to learn what the sink takes.
+    Args:
+        spec: The run to measure.
+        tokens: How many tokens to compute; the samples are repeated.
+        empty_behind: Remove shards soon after their commit, so that a small RAM disk is enough for a long run.
+        compare: Also measure the usual loop around transformers.
+        limit_bytes: Bytes written to each file to measure the disk.
+
     """
     Path(spec.output).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=spec.output, prefix="bench-") as folder:
-        cold, warm = cold_and_warm(spec, tokens, Path(folder))  # first: this process has not taken the device yet
-        parts = find(replace(spec, output=folder))
+        cold, warm = cold_and_warm(spec, tokens, Path(folder))  # first: this process has not used the device yet
+        parts = resolve(replace(spec, output=folder))
         progress = Progress()
-        producer = make_producer(parts, progress, parts.samples.read(Ranges()))
+        producer = make_device_producer(parts, progress, parts.samples.read(Ranges()))
         samples = _samples(parts, tokens)
-        sizes = sizes_for(parts)
+        sizes = parts.sizes
         made = list(batches(samples, sizes.batch_plan(producer.groups)))
         some = made[:: max(1, len(made) // _LIMIT_BATCHES)]
-        limits = _limits(producer, some, Path(folder), sizes.lanes, limit_bytes)
+        limits = _limits(producer, some, Path(folder), sizes.writers, limit_bytes)
         _warm(producer, made, sizes.in_flight or 1)
         result = replace(_run(parts, producer, samples, limits, progress, empty_behind), cold=cold, warm=warm)
         return replace(result, naive_tokens_per_second=_naive(parts, Path(folder))) if compare else result
 
 
-def _samples(parts: Parts, tokens: int) -> list[Sample]:
-    """The stream's samples over and over, each with a number of its own, until there are enough tokens."""
+def _samples(parts: ResolvedRun, tokens: int) -> list[Sample]:
+    """Repeat the samples of the stream, with new numbers, until there are enough tokens."""
     once = [item for item in parts.samples.read(Ranges()) if isinstance(item, Sample)]
     many: list[Sample] = []
     total = 0
@@ -208,7 +162,7 @@ def _limits(producer: DeviceProducer, made: Sequence[Batch], folder: Path, lanes
 
 
 def _warm(producer: DeviceProducer, made: Sequence[Batch], in_flight: int) -> None:
-    """Compile and run each shape once, and take the pinned memory of a full pipeline: what a long run does but once."""
+    """Compile and run each shape once, and allocate the pinned memory of a full pipeline."""
     shapes = {(batch.rows, batch.length): batch for batch in made}
     for batch in shapes.values():
         producer.prepare(batch.shape)
@@ -220,14 +174,14 @@ def _warm(producer: DeviceProducer, made: Sequence[Batch], in_flight: int) -> No
 
 
 def _run(
-    parts: Parts,
+    parts: ResolvedRun,
     producer: DeviceProducer,
     samples: Sequence[Sample],
     limits: Limits,
     progress: Progress,
     empty_behind: bool,
 ) -> BenchResult:
-    spec, sizes = parts.spec, sizes_for(parts)
+    spec, sizes = parts.spec, parts.sizes
     compiled = progress.snapshot()
     root = open_folder(parts.root.url)
     join_run(root, parts.identity)
@@ -235,16 +189,16 @@ def _run(
     measured = Progress()
     with emptied(Path(stream.folder.url), empty_behind), _watched(measured) as series:
         control = LocalControl(threading.Event(), None)
-        run_worker(samples, producer, stream, sizes, progress=measured, control=control)
+        run_pipeline(samples, producer, stream, sizes, progress=measured, control=control)
         now = measured.snapshot()
-    rates = limits.tokens(bytes_per_token(parts))
+    rates = limits.tokens(parts.bytes_per_token)
     slowest = min(rates, key=rates.__getitem__)
     rate = now.tokens / now.seconds
     return BenchResult(
         device=producer.describe(),
         model=spec.model,
         taps=len(parts.taps),
-        bytes_per_token=bytes_per_token(parts),
+        bytes_per_token=parts.bytes_per_token,
         limits=limits,
         limit_tokens=rates,
         slowest=slowest,
@@ -265,10 +219,10 @@ def _run(
     )
 
 
-def _naive(parts: Parts, folder: Path) -> float | None:
-    """What transformers gives on the stream's first prompts, where it can run the model."""
-    lacking = any(importlib.util.find_spec(name) is None for name in ("torch", "transformers"))
-    if lacking or not isinstance(parts.files.source, LocalSource):
+def _naive(parts: ResolvedRun, folder: Path) -> float | None:
+    """Return the rate of transformers on the first prompts, or None if it cannot run the model."""
+    missing = any(importlib.util.find_spec(name) is None for name in ("torch", "transformers"))
+    if missing or not isinstance(parts.files.source, LocalSource):
         return None
     import torch
 
@@ -282,7 +236,7 @@ def _naive(parts: Parts, folder: Path) -> float | None:
 
 @contextlib.contextmanager
 def emptied(folder: Path, wanted: bool = True) -> Iterator[None]:
-    """Remove shards as they are finished, so that the folder never holds more than a few."""
+    """Remove finished shards while the context is open, so that the folder holds only a few."""
     over = threading.Event()
 
     def sweep(pool: ThreadPoolExecutor) -> None:
@@ -307,7 +261,7 @@ _Point = tuple[float, int, int]
 
 @contextlib.contextmanager
 def _watched(progress: Progress) -> Iterator[list[_Point]]:
-    """Tokens and host memory over time, ten times a second."""
+    """Record tokens and host memory ten times a second."""
     over = threading.Event()
     series: list[_Point] = []
 
@@ -325,7 +279,7 @@ def _watched(progress: Progress) -> Iterator[list[_Point]]:
 
 
 def _resident() -> int:
-    """Anonymous host memory that this process holds now: RAM disks and page cache are not its own."""
+    """Return the anonymous host memory of this process, without RAM disks and page cache."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
@@ -333,14 +287,14 @@ def _resident() -> int:
 
 
 def _tenths(series: Sequence[_Point]) -> list[float]:
-    """Tokens/s of each tenth of the time."""
+    """Return the tokens/s of each tenth of the time."""
     marks = [series[place] for place in range(0, len(series), max(1, len(series) // 10))]
     pairs = itertools.pairwise(marks)
     return [round((now[1] - before[1]) / (now[0] - before[0])) for before, now in pairs]
 
 
 def _steady(series: Sequence[_Point], rate: float) -> int:
-    """Tokens written before a tenth of the time began whose rate is that of the run, or 90 % of it."""
+    """Return the tokens written before the first tenth of the time that reached 90 % of the mean rate."""
     tenth = max(1, len(series) // 10)
     for before, after in zip(series, series[tenth:], strict=False):
         if after[1] - before[1] >= 0.9 * rate * (after[0] - before[0]):
@@ -349,9 +303,209 @@ def _steady(series: Sequence[_Point], rate: float) -> int:
 
 
 def _growth(series: Sequence[_Point]) -> int:
-    """Host memory of the last tenth above that of the tenth after half time."""
+    """Return the host memory of the last tenth minus that of the tenth after half time."""
     tenth = max(1, len(series) // 10)
     middle, end = series[len(series) // 2 :][:tenth], series[-tenth:]
     if not middle:
         return 0
     return max(point[2] for point in end) - max(point[2] for point in middle)
+
+
+# -- limits ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Rates in FLOP/s, tokens/s and bytes/s."""
+
+    matmul_flops: float
+    forward_flops: float
+    """Model FLOP/s of the bare forward pass, with attention and without the LM head."""
+    forward_tokens: float
+    device_to_host: float | None
+    """None if rows are on the host already."""
+    host_copy: float
+    """Copy, checksum and write together, in threads, because they share the memory bandwidth."""
+    sink: float
+    """Written and synced, as many files at once as the run has writers."""
+    one_file: float
+    """Written in sequence to one file and synced."""
+
+    def tokens(self, bytes_per_token: int) -> dict[str, float]:
+        """Return each limit in real tokens per second."""
+        rates = {
+            "model": self.forward_tokens,
+            "host copy": self.host_copy / bytes_per_token,
+            "sink": self.sink / bytes_per_token,
+        }
+        if self.device_to_host is not None:
+            rates["device to host"] = self.device_to_host / bytes_per_token
+        return rates
+
+
+def _best(run: Callable[[], object], repeat: int = 3) -> float:
+    """Return the shortest of several times, which other load disturbs least."""
+    times = []
+    for _ in range(repeat):
+        began = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+def matmul(size: int, dtype: str, times: int = 8) -> float:
+    """Return the FLOP/s of a chain of square matrix products, on all local devices together."""
+    key = jax.random.key(0)
+
+    def chain(a: jax.Array, b: jax.Array) -> jax.Array:
+        for _ in range(times):
+            a = jnp.matmul(a, b, precision=jax.lax.Precision.DEFAULT)
+        return a
+
+    a = jax.random.normal(key, (size, size), jnp.dtype(dtype)) / size**0.5
+    step = jax.jit(chain)
+    jax.block_until_ready(step(a, a))
+    seconds = _best(lambda: jax.block_until_ready(step(a, a)))
+    return jax.local_device_count() * times * 2 * size**3 / seconds
+
+
+def bare_forward(producer: DeviceProducer, batches: Sequence[Batch]) -> tuple[float, float]:
+    """Return real tokens/s and model FLOP/s of these batches up to the last tapped layer, storing nothing."""
+    config, layers = producer.config, layers_needed(producer.taps, producer.config.n_layers)
+
+    def step(params: Any, batch: jax.Array) -> jax.Array:
+        # The maximum: the compiler could move a sum inside the products and remove them.
+        tokens, positions, segments = (batch[:, part] for part in range(3))
+        nothing, attend, mix = Drawn((), as_it_is), producer.attend, producer.mixture
+        x = hidden(params, tokens, positions, segments, config, producer.runs, attend, mix, nothing)
+        return jnp.max(jnp.abs(x))
+
+    inputs = [jax.device_put(pack(batch).rows, producer.rows_sharding) for batch in batches]
+    shapes = {array.shape: array for array in inputs}
+    with ThreadPoolExecutor(_COMPILERS) as pool:
+        compiled = pool.map(lambda array: jax.jit(step).lower(producer.params, array).compile(), shapes.values())
+        programs = dict(zip(shapes, compiled, strict=True))
+
+    def run() -> None:
+        jax.block_until_ready([programs[array.shape](producer.params, array) for array in inputs])
+
+    run()
+    seconds = _best(run, 2)
+    lengths = [len(sample) for batch in batches for sample in batch.samples]
+    flops = sum(flops_per_token(config, length, layers - 1) * length for length in lengths)
+    return sum(lengths) / seconds, flops / seconds
+
+
+def device_to_host(producer: DeviceProducer, size: int = 1 << 29) -> float | None:
+    """Return the bytes/s into pinned host memory, from all local devices together."""
+    if producer.host_sharding.memory_kind != "pinned_host":
+        return None
+    rows = producer.groups
+    array = jax.device_put(jnp.ones((rows, size // 2), jnp.bfloat16), producer.rows_sharding)
+    pinned = producer.rows_sharding.with_memory_kind("pinned_host")
+    step = jax.jit(lambda x: jax.device_put(x * 1, pinned))
+    jax.block_until_ready(step(array))
+    seconds = _best(lambda: jax.block_until_ready([step(array) for _ in range(4)]))
+    return 4 * rows * size / seconds
+
+
+def host_copy(folder: Path, files: int, size: int) -> float:
+    """Return the bytes/s of checksum and write to new files, one thread each, from uncached memory."""
+    source = np.resize(np.random.default_rng(0).integers(0, 256, 16 * _PIECE, np.uint8), files * size)
+
+    def write(number: int, handle: int) -> None:
+        own, crc = source[number * size : (number + 1) * size].data, ChunkedCrc()
+        for start in range(0, size, _PIECE):
+            piece = own[start : start + _PIECE]
+            crc.extend(piece)
+            os.pwrite(handle, piece, start)
+
+    return files * size / _in_parallel(folder, files, write)
+
+
+def sequential_write(folder: Path, files: int, size: int) -> float:
+    """Return the bytes/s written in sequence to new files, one thread each, and synced at the end."""
+    source = np.random.default_rng(0).integers(0, 256, 4 * _PIECE, np.uint8)
+
+    def write(_: int, handle: int) -> None:
+        for start in range(0, size, source.nbytes):
+            os.pwrite(handle, source.data, start)
+        os.fsync(handle)
+
+    return files * size / _in_parallel(folder, files, write)
+
+
+def _in_parallel(folder: Path, files: int, write: Callable[[int, int], None], repeat: int = 3) -> float:
+    """Return the shortest of several times, without creating and removing the files."""
+    times = []
+    for _ in range(repeat):
+        with ExitStack() as stack, ThreadPoolExecutor(files) as pool:
+            handles = [stack.enter_context(tempfile.TemporaryFile(dir=folder)).fileno() for _ in range(files)]
+            began = time.perf_counter()
+            list(pool.map(write, range(files), handles))
+            times.append(time.perf_counter() - began)
+    return min(times)
+
+
+# -- the usual loop ----------------------------------------------------------------------------------------------------
+
+
+class Naive(NamedTuple):
+    """The result of the usual loop."""
+
+    tokens: int
+    computed: int
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Real tokens per second."""
+        return self.tokens / self.seconds
+
+
+def run(
+    model_folder: Path,
+    prompts: Sequence[npt.NDArray[np.int32]],
+    *,
+    device: str,
+    dtype: str,
+    batch_size: int,
+    output: Path | None,
+    attention: str = "sdpa",
+    warm: int = 2,
+) -> Naive:
+    """Run transformers over padded batches with ``output_hidden_states``; copy and save each batch."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(
+        model_folder, dtype=getattr(torch, dtype), attn_implementation=attention
+    ).to(device)
+    model.eval()
+    batches = [prompts[i : i + batch_size] for i in range(0, len(prompts), batch_size)]
+    with torch.inference_mode():
+        for batch in batches[:warm]:
+            _step(model, batch, device, output)
+        began = time.perf_counter()
+        computed = sum(_step(model, batch, device, output) for batch in batches)
+        seconds = time.perf_counter() - began  # each step ends with its rows on the host
+    return Naive(sum(map(len, prompts)), computed, seconds)
+
+
+def _step(model: Any, batch: Sequence[npt.NDArray[np.int32]], device: str, output: Path | None) -> int:
+    """Run one padded batch; return how many tokens were computed."""
+    import torch
+
+    longest = max(map(len, batch))
+    ids = torch.zeros((len(batch), longest), dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(batch):
+        ids[row, : len(prompt)] = torch.from_numpy(prompt.astype(np.int64))
+        mask[row, : len(prompt)] = 1
+    result = model(input_ids=ids.to(device), attention_mask=mask.to(device), output_hidden_states=True, use_cache=False)
+    states = [state.cpu() for state in result.hidden_states[1:]]
+    if output is not None:
+        torch.save(states, output / "naive.pt")
+    return int(ids.numel())

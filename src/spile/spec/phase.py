@@ -1,7 +1,7 @@
 """What a worker is doing: the word that heartbeats, agents' reports, signals and tables share.
 
 booting ▸ installing ▸ starting        a fleet's machine, before its worker runs: its startup script and its agent
-looking ▸ loading ▸ compiling ⇄ running ▸ uploading ▸ done | stopped | failed        the worker
+looking ▸ loading ▸ compiling ⇄ running ▸ writing | uploading ▸ done | stopped | failed        the worker
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ class Phase(enum.StrEnum):
     """The next batch waits for its program."""
     RUNNING = "running"
     """Batches are computed, and written and uploaded meanwhile."""
+    WRITING = "writing"
+    """No batch is left to start; the last ones are being written to a disk and committed."""
     UPLOADING = "uploading"
-    """No batch is left to start; the last ones are being written, uploaded and committed."""
+    """No batch is left to start; the last ones are being uploaded to a bucket and committed."""
     DONE = "done"
     """All that it was asked for is committed."""
     STOPPED = "stopped"
@@ -57,4 +59,4 @@ class Phase(enum.StrEnum):
     @property
     def slow(self) -> bool:
         """Whether a heartbeat may be long in coming: no worker runs yet, or it is inside a library for minutes."""
-        return not (self.ended or self in (Phase.RUNNING, Phase.UPLOADING))
+        return not (self.ended or self in (Phase.RUNNING, Phase.WRITING, Phase.UPLOADING))

@@ -112,7 +112,8 @@ def bar(now: ProgressSnapshot, total: int | None, width: int, spinner: Spinner |
         if total:
             cells.append((3, ProgressBar(total=total, completed=now.samples, width=_BAR), _BAR))
         add(0, f"{now.samples:,}{f'/{total:,}' if total else ''} samples")
-        add(1, f"{amount(now.tokens_per_second)} tokens/s", "green")
+        add(1, f"{amount(now.generated_tokens)} generated tokens" if now.generated_tokens else "")
+        add(1, f"{amount(now.recent_tokens_per_second)} tokens/s", "green")
         add(4, f"{counted(now.shards_committed, 'shard')}, {size(now.bytes)}")
         add(2, _left(now, total))
         add(5, f"limited by: {now.limit}" if now.limit else "", "dim")
@@ -131,12 +132,13 @@ def _rank(cell: tuple[int, RenderableType, int]) -> int:
 
 def line(now: ProgressSnapshot, total: int | None) -> str:
     """Return the progress as one line of text."""
-    if not now.samples:
+    if not now.samples and not now.computed_tokens:
         return now.doing
     parts = [
         f"{now.samples:,}{f'/{total:,}' if total else ''} samples",
         f"{now.tokens:,} tokens",
-        f"{amount(now.tokens_per_second)} tokens/s",
+        f"{now.generated_tokens:,} of them generated" if now.generated_tokens else "",
+        f"{amount(now.recent_tokens_per_second)} tokens/s",
         counted(now.shards_committed, "shard"),
         size(now.bytes),
         _left(now, total),
@@ -159,9 +161,9 @@ def facts(summary: Summary, max_samples: int | None = None) -> list[tuple[str, s
         ("samples", _samples(summary)),
         ("tokens", f"{summary.tokens:,}"),
         ("bytes", f"{size(summary.bytes)} in {counted(summary.shards, 'shard')}"),
-        ("speed", _speed(summary.visit)),
+        ("speed", _speed(summary.progress)),
         ("limited by", summary.limited_by or ""),
-        ("wall time", _wall(summary.visit)),
+        ("wall time", _wall(summary.progress)),
         ("device", summary.device),
         ("memory", f"{size(summary.peak_memory)} of the host's at most"),
         ("retries", f"{summary.retries}" if summary.retries else ""),
@@ -179,7 +181,7 @@ def report(rows: list[tuple[str, str]]) -> Table:
 
 
 def _samples(summary: Summary) -> str:
-    visit = summary.visit
+    visit = summary.progress
     parts = [f"{summary.samples:,} stored"]
     if visit.samples != summary.samples:
         parts.append(f"{visit.samples:,} of them now")
@@ -202,7 +204,7 @@ def _speed(visit: ProgressSnapshot) -> str:
 def _wall(visit: ProgressSnapshot) -> str:
     wall = visit.wall
     parts = (("start", wall.start), ("compile", wall.compile), ("run", wall.run), ("end", wall.end))
-    return f"{duration(wall.whole)}: " + ", ".join(f"{name} {duration(max(0.0, spent))}" for name, spent in parts)
+    return f"{duration(wall.total)}: " + ", ".join(f"{name} {duration(max(0.0, spent))}" for name, spent in parts)
 
 
 def _next(summary: Summary, max_samples: int | None) -> str:

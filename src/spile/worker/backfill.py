@@ -1,4 +1,8 @@
-"""Whether taps can be added to a dataset: it is finished, its model is the same, and they are not there yet."""
+"""``--add-taps``: compute more taps for a finished dataset and store them in shards parallel to its own.
+
+The same pipeline runs. A task is one shard of the dataset, with the same samples in the same order; it is committed
+with all its batches or not at all.
+"""
 
 from __future__ import annotations
 
@@ -37,30 +41,22 @@ from spile.store.streams import (
     open_streams,
     read_ledgers,
 )
-from spile.worker.batches import ShardBatches, batches_in_order, row_bytes
-from spile.worker.device import DeviceProducer, configure_jax
-from spile.worker.parts import find_model, rows_of, torch_producer, wants_statistics
-from spile.worker.pipeline import Control, Pipeline, ShardTask
-from spile.worker.producer import Producer
+from spile.worker.batches import Sizes, batches_in_order, row_bytes
+from spile.worker.device import DeviceProducer, configure_jax, place_model
+from spile.worker.pipeline import LocalControl, Pipeline, ShardTask, StreamSink
+from spile.worker.producer import Control, Producer
 from spile.worker.progress import Progress, StatusFiles, Summary, peak_memory
-from spile.worker.sizing import choose_sizes
-from spile.worker.startup import place_model
-from spile.worker.worker import LocalControl, Sizes, StreamSink
+from spile.worker.resolve import find_model, rows_of, torch_producer, wants_statistics
+from spile.worker.sizes import choose_sizes
 
 __all__ = [
-    "add_beside",
     "add_taps",
-    "dataset_model",
-    "finish_beside",
-    "finished_streams",
-    "refuse_other_numbers",
-    "refuse_taps_there",
-    "tasks_beside",
+    "add_to_stream",
 ]
 
 
 def refuse_other_numbers(spec: BackfillSpec, root: Folder) -> RunIdentity:
-    """The dataset's run, which what was asked for must not differ from."""
+    """Return the run of the dataset; refuse settings that differ from it."""
     run = read_run(root)
     if run is None:
         raise UserError(f"no dataset at {root.url}", expected=f"a folder with {RUN}", found="none")
@@ -91,7 +87,7 @@ def refuse_other_numbers(spec: BackfillSpec, root: Folder) -> RunIdentity:
 
 
 def finished_streams(spec: BackfillSpec, root: Folder, streams: Sequence[Stream]) -> list[Stream]:
-    """Those to add to, every sample of each done."""
+    """Return the streams to add to; refuse streams that are not finished."""
     chosen = [stream for stream in streams if spec.worker_id in (None, stream.number)]
     if not chosen:
         which = "" if spec.worker_id is None else f" {spec.worker_id}"
@@ -122,7 +118,7 @@ def _unfinished(root: Folder, found: str) -> SpecError:
 
 
 def refuse_taps_there(taps: Sequence[Tap], streams: Sequence[Stream]) -> None:
-    """A tap is there once; taps that somebody began to add are finished as they were begun."""
+    """Refuse taps that the dataset has, and taps of an unfinished addition with other taps."""
     names = tuple(map(str, taps))
     for stream in streams:
         own = set(names) & {str(tap) for tap in stream.record.identity.taps}
@@ -142,7 +138,7 @@ def _there(taps: set[str], found: str) -> SpecError:
 
 
 def dataset_model(spec: BackfillSpec, run: RunIdentity, root: Folder) -> tuple[ModelFiles, Literal["jax", "torch"]]:
-    """The model that made the dataset, proven to have the same weights and the same tokenizer."""
+    """Return the model of the dataset; refuse other weights or another tokenizer."""
     again = ExtractSpec(
         model=spec.model or run.model,
         revision=spec.revision or (run.revision if spec.model is None else None),
@@ -168,7 +164,7 @@ def dataset_model(spec: BackfillSpec, run: RunIdentity, root: Folder) -> tuple[M
     return files, backend
 
 
-def add_beside(
+def add_to_stream(
     stream: Stream,
     store: StreamStore,
     left: Sequence[ShardRecord],
@@ -179,25 +175,22 @@ def add_beside(
     progress: Progress,
     after_commit: Callable[[], None] = lambda: None,
 ) -> bool:
-    """Add what is ``left``. True: to the end; False: told to stop, the shards in the making dropped."""
-    pipeline = Pipeline(
-        producer,
-        _SinkBeside(store, left, after_commit),
-        control,
-        progress,
-        lanes=sizes.lanes,
-        finishers=sizes.finishers,
-        in_flight=sizes.in_flight,
-    )
-    some = store.run.positions != ALL
-    finished = pipeline.run(tasks_beside(stream, left, sizes, producer.groups, some=some))
+    """Compute the added taps for the shards that are ``left``.
+
+    Returns:
+        False if the control stopped it; incomplete shards are dropped.
+
+    """
+    sink = _AlignedSink(store, left, after_commit)
+    tasks = shard_tasks(stream, left, sizes, producer.groups, some=store.run.positions != ALL)
+    finished = Pipeline(producer, sink, control, progress, sizes).run(tasks)
     if finished:
-        finish_beside(stream, store)
+        finish_addition(stream, store)
     return finished
 
 
-def finish_beside(stream: Stream, store: StreamStore) -> None:
-    """What the stream skipped is done here too: both ledgers cover the same samples."""
+def finish_addition(stream: Stream, store: StreamStore) -> None:
+    """Commit the samples that the stream skipped, so that both ledgers cover the same samples."""
     skips = [skip for commit in stream.commits for skip in commit.skipped if skip.index not in store.ledger.done]
     ends = [commit.end for commit in stream.commits if commit.end is not None]
     end = ends[-1] if ends and store.ledger.end is None else None
@@ -206,22 +199,28 @@ def finish_beside(stream: Stream, store: StreamStore) -> None:
     store.finish()
 
 
-def tasks_beside(
+def shard_tasks(
     stream: Stream, left: Iterable[ShardRecord], sizes: Sizes, groups: int, *, some: bool
 ) -> Iterator[ShardTask]:
-    """A task for each of a stream's shards, of the same samples in the same order, committed whole or not at all.
+    """Yield a task for each shard that is ``left``, with the same samples in the same order.
 
-    ``some``: not all tokens have rows.
+    Args:
+        stream: The stream of the dataset.
+        left: Its shards without the added taps.
+        sizes: The limits of a batch.
+        groups: Groups per batch.
+        some: Whether only some tokens have rows (``--positions``).
+
     """
     known: list[int] = []
     plan = sizes.batch_plan(groups)
     for record in left:
         samples = _samples(stream.open(record), some)
-        yield ShardTask(ShardBatches(tuple(batches_in_order(samples, plan, known))), undivided=True)
+        yield ShardTask(tuple(batches_in_order(samples, plan, known)), undivided=True)
 
 
 def _samples(shard: ShardReader, some: bool) -> list[Sample]:
-    """A stored shard's samples, as they were when they were computed: from its tail, which is read once."""
+    """Read the samples of a stored shard as they were computed."""
     every, starts = (shard.whole(name) for name in ((CONTEXT, CONTEXT_OFFSETS) if some else ("tokens", "offsets")))
     found = []
     for place, note in enumerate(shard.notes):
@@ -235,8 +234,8 @@ def _samples(shard: ShardReader, some: bool) -> list[Sample]:
     return found
 
 
-class _SinkBeside(StreamSink):
-    """Commits a shard only where its rows are those of one of the stream's own, in the same order."""
+class _AlignedSink(StreamSink):
+    """A sink that commits a shard only if it holds the same rows, in the same order, as one of the dataset's."""
 
     def __init__(
         self, store: StreamStore, wanted: Iterable[ShardRecord], after_commit: Callable[[], None] = lambda: None
@@ -245,7 +244,7 @@ class _SinkBeside(StreamSink):
         self._wanted: set[Alignment] = {alignment(record) for record in wanted}
 
     def commit(self, record: ShardRecord | None, skipped: Sequence[Skip], end: int | None) -> None:
-        """As a stream's, checked."""
+        """Check the shard, then commit it."""
         if record is not None and alignment(record) not in self._wanted:
             raise Damaged(
                 f"{record.name} holds other rows than the dataset's own shard of the same samples",
@@ -255,7 +254,7 @@ class _SinkBeside(StreamSink):
 
 
 def add_taps(spec: BackfillSpec, *, progress: Progress | None = None, stop: threading.Event | None = None) -> Summary:
-    """Compute these taps for every row that a finished dataset holds, and store them beside it, shard for shard."""
+    """Compute taps for every row of a finished dataset, and store them next to it, shard for shard."""
     progress, stop = progress or Progress(), stop or threading.Event()
     configure_jax()
     progress.phase(Phase.LOOKING, "at the dataset and the model")
@@ -275,13 +274,13 @@ def add_taps(spec: BackfillSpec, *, progress: Progress | None = None, stop: thre
                 finished = finished and _add_to(stream, plan, producer, progress, stop)
     else:
         for stream in plan.streams:
-            finish_beside(stream, plan.join(stream))
+            finish_addition(stream, plan.join(stream))
     return _summary(plan, progress, interrupted=not finished, device=device)
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is added to what, by which model; nothing was written yet."""
+    """What is added to which streams, and by which model. Nothing is written yet."""
 
     spec: BackfillSpec
     root: Folder
@@ -297,7 +296,7 @@ class _Plan:
 
     @property
     def extraction(self) -> ExtractSpec:
-        """The same run again, as far as the machinery needs to know."""
+        """The run spec that the producer and the sizes are derived from."""
         run, asked = self.run, self.spec
         answer = 0 if run.generation is None else run.generation.max_new_tokens
         return ExtractSpec(
@@ -317,24 +316,24 @@ class _Plan:
         return choose_sizes(self.extraction, row_bytes(self.rows), config)
 
     def producer(self, progress: Progress) -> Any:
-        """The model on its devices."""
+        """Load the model onto its devices."""
         spec, taps = self.extraction, self.spec.taps
         if self.backend == "torch":
             return torch_producer(self.files, taps, spec, self.sizes.batch_tokens, progress)
 
         def prepare(producer: DeviceProducer) -> None:
             todo = (task for stream in self.streams for task in self.tasks(stream, producer.groups))
-            first = next((task for task in todo if task.plan.batches), None)
+            first = next((task for task in todo if task.batches), None)
             if first is not None:
-                producer.prepare(first.plan.batches[0].shape)
+                producer.prepare(first.batches[0].shape)
 
         return place_model(self.files, taps, spec, row_bytes(self.rows), progress, prepare)
 
     def tasks(self, stream: Stream, groups: int) -> Iterator[ShardTask]:
-        return tasks_beside(stream, _left(stream, self), self.sizes, groups, some=self.run.positions != ALL)
+        return shard_tasks(stream, _left(stream, self), self.sizes, groups, some=self.run.positions != ALL)
 
     def join(self, stream: Stream) -> StreamStore:
-        """Where the taps of one stream go."""
+        """Join the store of the added taps of a stream."""
         shapes = {row.name: row.shape for row in self.rows if row.shape != (self.run.d_model,)}
         identity = replace(stream.record.identity, taps=self.spec.taps, shapes=shapes)
         store = join_addition(stream.folder, stream.record, identity, self.run)
@@ -343,7 +342,7 @@ class _Plan:
 
 
 def _plan(spec: BackfillSpec, root: Folder) -> _Plan:
-    """Everything checked as far as it can be before the weights are loaded."""
+    """Check everything that can be checked before the weights are loaded."""
     run = refuse_other_numbers(spec, root)
     streams = finished_streams(spec, root, open_streams(root, run))
     refuse_taps_there(spec.taps, streams)
@@ -353,19 +352,19 @@ def _plan(spec: BackfillSpec, root: Folder) -> _Plan:
 
 
 def _left(stream: Stream, plan: _Plan) -> list[ShardRecord]:
-    """The stream's shards beside which these taps are not stored yet."""
+    """Return the shards of a stream for which these taps are not stored yet."""
     begun = next((added for added in stream.begun if added.taps == plan.names), None)
     return list(stream.shards) if begun is None else begun.left(stream.shards)
 
 
 def _add_to(stream: Stream, plan: _Plan, producer: Any, progress: Progress, stop: threading.Event) -> bool:
-    """One stream. True: to the end; False: told to stop, the shards in the making dropped."""
+    """Add the taps to one stream. Return False if stopped early."""
     store, left = plan.join(stream), _left(stream, plan)
     remove_remains(store.folder)
     expected = sum(shard.count for shard in left)
     progress.phase(Phase.RUNNING)
     with StatusFiles(plan.extraction, store, progress, pulse=True, expected=expected) as status:
-        finished = add_beside(
+        finished = add_to_stream(
             stream,
             store,
             left,
@@ -375,7 +374,7 @@ def _add_to(stream: Stream, plan: _Plan, producer: Any, progress: Progress, stop
             progress=progress,
             after_commit=status.committed,
         )
-        progress.phase(Phase.DONE if finished else Phase.STOPPED)  # which the last heartbeat tells
+        progress.phase(Phase.DONE if finished else Phase.STOPPED)  # for the last heartbeat
     return finished
 
 
@@ -388,7 +387,7 @@ def _summary(plan: _Plan, progress: Progress, *, interrupted: bool, device: str)
         stream=f"{one}: {', '.join(plan.names)}",
         complete=not interrupted,
         interrupted=interrupted,
-        visit=now,
+        progress=now,
         samples=sum(ledger.samples for ledger in ledgers) or now.samples_committed,
         tokens=sum(ledger.tokens for ledger in ledgers) or now.tokens,
         bytes=sum(ledger.bytes for ledger in ledgers) or now.bytes,

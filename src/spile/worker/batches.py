@@ -1,46 +1,51 @@
-"""Batches: rows of one length that hold one sample or several, under a token budget, in one shape or two.
+"""Batch planning: pack samples into batches of one or two shapes under a token budget.
 
-A batch is a rectangle of ``groups × rows`` rows. A group is what one device (or one model-parallel set of devices)
-computes: a single device has one group, eight data-parallel ones eight. Samples are taken in bounded windows and packed
-by best fit, the longest first; rows that do not fill a batch wait for the next window, so that a run has no padding but
-what packing leaves, and the part of its very last batch.
+A batch is a rectangle of ``groups × rows`` batch rows. A group is what one device or one model-parallel set of devices
+computes: one device has one group, eight data-parallel devices have eight. Samples are read in windows of bounded size
+and packed into batch rows by best fit, the longest first. Batch rows that do not fill a batch wait for the next window,
+so the only padding of a run is what packing leaves and a part of the last batch.
+
+This module is pure: no files, network, clock or threads.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
-from spile.spec.sample import Sample
+from spile.spec.sample import Prediction, Sample
 from spile.spec.taps import TapRows
 
 __all__ = [
     "Batch",
     "BatchPlan",
     "Row",
-    "ShardBatches",
+    "Sizes",
     "batches",
     "batches_in_order",
     "row_bytes",
-    "shards",
     "single_row",
 ]
 
 
 Row = tuple[Sample, ...]
-"""Samples one after another; padding behind the last."""
+"""A packed sequence: samples one after another, then padding."""
 
 _FIRST_WINDOW, _WINDOW = 4, 64
-"""Batches that a window holds: few at first, for the device waits; then more, which fill better."""
+"""Batches per window: few at first because the device is waiting, then more because larger windows pack better."""
 _WINDOW_TOKENS = 1 << 17
-"""Every window holds as many, which take a tenth of a second to tokenize: fewer would not fill rows well."""
+"""Least tokens per window. They take a tenth of a second to tokenize; fewer would not fill batch rows well."""
 _WINDOW_SAMPLES, _GROUP_SAMPLES = 8192, 2048
-"""No window holds more, or for many groups more per group, however short its samples: memory stays bounded."""
+"""Most samples per window, in total and per group, so that memory stays bounded for very short samples."""
 _FULL = 31 / 32
-"""A row less full than this waits for the next window's samples, once."""
+"""A batch row that is less full than this waits once for the samples of the next window."""
 _NEAR = 4
-"""A row may be this many times as long as the longest sample near by, where rows of that length have a program."""
+"""A batch row may be this many times as long as needed if a program for that length exists already."""
+_INDEX_BYTES = 5
+"""Bytes of a token's id and role."""
+_SMALL = 2
+"""A run whose samples fit into one part in so many of a batch gets a smaller batch."""
 
 
 def _power_of_two(number: int) -> int:
@@ -48,45 +53,56 @@ def _power_of_two(number: int) -> int:
 
 
 def single_row(length: int) -> int:
-    """The padded length of a sample that stands alone: at most an eighth over it, so that there are few."""
+    """Return the padded length of a batch row with one sample: at most an eighth longer, so few lengths occur."""
     step = max(64, (1 << max(length - 1, 1).bit_length() - 1) // 8)
     return -(-length // step) * step
 
 
+def row_bytes(taps: Iterable[TapRows]) -> int:
+    """Return the bytes that one token takes in a shard, over all taps."""
+    return sum(tap.bytes for tap in taps) + _INDEX_BYTES
+
+
 @dataclass(frozen=True)
 class BatchPlan:
-    """What bounds a batch. None of it changes a number that is stored."""
+    """The limits of a batch. No stored number depends on them."""
 
     batch_tokens: int
     """Computed tokens per group, padding included."""
     batch_size: int | None
-    """Rows per group at most."""
+    """Most batch rows per group."""
     longest: int
-    """The longest a sample can be."""
+    """The longest possible sample."""
     groups: int = 1
     shortest_row: int = 64
-    """Rows are no shorter: a few times the longest sample, they fill better."""
+    """Least length of a batch row. A row of several times the longest sample packs better."""
     short_tail: bool = False
-    """The last batch has no more rows than it needs, where another program costs less than rows of padding."""
+    """Whether the last batch gets a smaller shape. That needs another program but computes less padding."""
 
     def row_length(self, longest: int, known: Iterable[int] = ()) -> int:
-        """How long a row is whose longest sample is this long: one that has a program already, where one is near."""
+        """Return the length of batch rows whose longest sample has ``longest`` tokens.
+
+        Args:
+            longest: The longest sample.
+            known: Lengths that have a program already; one of them is used if it is not much longer than needed.
+
+        """
         power = min(_power_of_two(longest), -(-max(self.longest, longest) // 64) * 64)
         needed = max(power, min(self.shortest_row, self.batch_tokens))
         return min((length for length in known if longest <= length <= _NEAR * needed), default=needed)
 
     def rows(self, length: int) -> int:
-        """Rows of this length per group."""
+        """Return the number of batch rows of this length per group."""
         rows = max(1, self.batch_tokens // length)
         return rows if self.batch_size is None else min(rows, self.batch_size)
 
     @property
     def window_samples(self) -> int:
-        """Samples that are looked at, at most, before batches of them are formed."""
+        """Most samples that are read before batches are formed."""
         return max(_WINDOW_SAMPLES, _GROUP_SAMPLES * self.groups)
 
     def short_shape(self, length: int, tail: Sequence[Row]) -> tuple[int, int]:
-        """Rows per group, and their length, of a batch for these rows and no more: an eighth too many at most."""
+        """Return (rows per group, length) of a batch that holds just these batch rows, at most an eighth too many."""
         rows = self.rows(length)
         step = max(1, rows // 8)
         rows = min(rows, -(-len(tail) // (self.groups * step)) * step)
@@ -95,11 +111,40 @@ class BatchPlan:
 
 
 @dataclass(frozen=True)
+class Sizes:
+    """How much is computed, held and written at once. No stored number depends on it."""
+
+    batch_tokens: int
+    batch_size: int | None
+    longest: int
+    shard_bytes: float
+    writers: int = 1
+    """Shards that are filled in parallel, each by one thread: one file takes about 2 GB/s, a fast device gives more."""
+    finishers: int | None = None
+    """Shards that are made durable in parallel; by default as many as ``writers``."""
+    in_flight: int | None = None
+    """Batches that are started and not yet written. Their rows are what a worker holds in memory."""
+    shortest_row: int = 64
+    short_tail: bool = False
+
+    def batch_plan(self, groups: int) -> BatchPlan:
+        """Return the limits of a batch for so many groups."""
+        return BatchPlan(self.batch_tokens, self.batch_size, self.longest, groups, self.shortest_row, self.short_tail)
+
+    def for_samples(self, lengths: Sequence[int], groups: int) -> Sizes:
+        """Return sizes for a run of just these samples: a small run gets a batch that is not mostly padding."""
+        per_group = -(-sum(lengths) // groups) + (max(lengths, default=0) if groups > 1 else 0)
+        if _SMALL * per_group > self.batch_tokens:
+            return self
+        return replace(self, batch_tokens=single_row(max(1, per_group)))
+
+
+@dataclass(frozen=True)
 class Batch:
     """Samples that are computed together."""
 
     groups: tuple[tuple[Row, ...], ...]
-    """One tuple per group, each of at most ``rows`` rows; a group may be empty in a last batch."""
+    """The batch rows of each group, at most ``rows``; a group of the last batch may be empty."""
     rows: int
     length: int
 
@@ -109,22 +154,22 @@ class Batch:
         return self.rows, self.length
 
     def of(self, group: int) -> list[Sample]:
-        """A group's samples in the order of their rows in a shard."""
+        """Return the samples of a group in the order in which a shard stores them."""
         return [sample for row in self.groups[group] for sample in row]
 
     @property
     def samples(self) -> list[Sample]:
-        """All of them, group after group: the order of their rows in a shard."""
+        """All samples, group after group: the order in which a shard stores them."""
         return [sample for group in self.groups for row in group for sample in row]
 
     @property
     def real_tokens(self) -> int:
-        """Tokens of its samples."""
+        """Tokens of the samples, without padding."""
         return sum(map(len, self.samples))
 
     @property
     def stored_rows(self) -> int:
-        """Tokens whose rows will be stored."""
+        """Tokens whose activation rows are stored."""
         return sum(sample.rows for sample in self.samples)
 
     @property
@@ -132,17 +177,33 @@ class Batch:
         """Tokens that the model computes, padding included."""
         return len(self.groups) * self.rows * self.length
 
+    def stored_bytes(self, bytes_per_token: int) -> int:
+        """Return the bytes that the samples take in a shard."""
+        return self.stored_rows * bytes_per_token
+
+    def counts(self) -> dict[str, int]:
+        """Return what a progress display adds once the batch is written."""
+        return {
+            "samples": len(self.samples),
+            "tokens": self.real_tokens,
+            "computed_tokens": self.computed_tokens,
+            "truncated": sum(sample.truncated > 0 for sample in self.samples),
+        }
+
+    def predictions(self) -> list[Prediction]:
+        """Return the answers to the samples, if ``infer`` made any."""
+        return []
+
     def halves(self) -> tuple[Batch, Batch]:
-        """The same samples as two batches of half the rows, when the device has no room for the whole."""
+        """Return the same samples, in the same order, as two batches of half the rows."""
         rows, every = -(-self.rows // 2), [row for group in self.groups for row in group]
         middle = rows * len(self.groups)
-        halves = (every[:middle], every[middle:])  # the samples' order stays
-        first, rest = (_batch(half, rows, self.length, len(self.groups)) for half in halves)
+        first, rest = (_batch(half, rows, self.length, len(self.groups)) for half in (every[:middle], every[middle:]))
         return first, rest
 
 
 def batches(samples: Iterable[Sample], plan: BatchPlan) -> Iterator[Batch]:
-    """Batches of every sample once, window after window. The same samples give the same batches."""
+    """Yield batches that hold every sample once. The same samples always give the same batches."""
     known: list[int] = []
     waiting: list[Sample] = []
     for window, last in _windows(samples, plan):
@@ -150,16 +211,16 @@ def batches(samples: Iterable[Sample], plan: BatchPlan) -> Iterator[Batch]:
         pool = sorted(waiting + window, key=lambda sample: (-len(sample), sample.index))
         waiting = []
         for length, members in _by_row_length(pool, plan, known):
-            # What has waited once goes first, so that no sample waits for ever; then the fullest rows.
+            # Samples that have waited once go first, so that no sample waits for ever; then the fullest batch rows.
             rows = _packed(sorted(members, key=lambda sample: id(sample) not in old), length)
             rows.sort(key=lambda row: (not last and id(row[0]) not in old, -sum(map(len, row)), row[0].index))
             size = plan.rows(length) * plan.groups
             full = sum(1 for row in rows if id(row[0]) in old or sum(map(len, row)) >= _FULL * length)
-            whole = _whole(len(rows), len(rows) if last else full, size, keep_one=last and plan.short_tail)
-            for start in range(0, whole, size):
+            ready = _ready_rows(len(rows), len(rows) if last else full, size, keep_one=last and plan.short_tail)
+            for start in range(0, ready, size):
                 yield _batch(rows[start : start + size], plan.rows(length), length, plan.groups)
-            tail = rows[whole:]
-            many = sum(map(len, tail)) >= plan.window_samples  # so short that a whole window fills no batch
+            tail = rows[ready:]
+            many = sum(map(len, tail)) >= plan.window_samples  # samples so short that a window fills no batch
             if tail and (last or many):
                 short = plan.short_shape(length, tail) if many or plan.short_tail else (plan.rows(length), length)
                 yield _batch(tail, *short, plan.groups)
@@ -167,16 +228,20 @@ def batches(samples: Iterable[Sample], plan: BatchPlan) -> Iterator[Batch]:
                 waiting += [sample for row in tail for sample in row]
 
 
-def _whole(rows: int, ready: int, size: int, *, keep_one: bool) -> int:
-    """How many rows go in whole batches now: those that are ready, a batch at least so that the device has work."""
-    whole = min(rows - rows % size, max(size, -(-ready // size) * size))
-    return whole - size if keep_one and whole == rows else whole
+def _ready_rows(rows: int, full: int, size: int, *, keep_one: bool) -> int:
+    """Return how many batch rows go into full batches now: at least one batch, so that the device has work."""
+    ready = min(rows - rows % size, max(size, -(-full // size) * size))
+    return ready - size if keep_one and ready == rows else ready
 
 
 def batches_in_order(samples: Sequence[Sample], plan: BatchPlan, known: list[int]) -> Iterator[Batch]:
-    """Batches of these samples in just this order: rows are filled one after another, and so are batches.
+    """Yield batches of these samples in exactly this order.
 
-    ``known`` are the row lengths that have a program already; what is new is added.
+    Args:
+        samples: The samples of one shard.
+        plan: The limits of a batch.
+        known: Row lengths that have a program already; a new length is appended.
+
     """
     length = plan.row_length(max(map(len, samples), default=1), known)
     if length not in known:
@@ -197,7 +262,7 @@ def batches_in_order(samples: Sequence[Sample], plan: BatchPlan, known: list[int
 
 
 def _windows(samples: Iterable[Sample], plan: BatchPlan) -> Iterator[tuple[list[Sample], bool]]:
-    """Samples in lists of bounded size, each with whether it is the last one."""
+    """Yield lists of samples of bounded size, each with whether it is the last one."""
     window: list[Sample] = []
     tokens, size = 0, _FIRST_WINDOW
     batch = plan.batch_tokens * plan.groups
@@ -212,9 +277,9 @@ def _windows(samples: Iterable[Sample], plan: BatchPlan) -> Iterator[tuple[list[
 
 
 def _by_row_length(pool: Sequence[Sample], plan: BatchPlan, known: list[int]) -> Iterator[tuple[int, Sequence[Sample]]]:
-    """The pool, longest first, in parts of one row length; a part more only where its rows are far shorter.
+    """Split the pool, longest first, by row length. A part of its own is made only for far shorter samples.
 
-    Attention costs a row's whole length, so a document of 20,000 tokens has no room for a thousand short texts.
+    Attention costs the whole length of a row, so a document of 20,000 tokens shares no row with short texts.
     """
     while pool:
         length = plan.row_length(len(pool[0]), known)
@@ -227,7 +292,7 @@ def _by_row_length(pool: Sequence[Sample], plan: BatchPlan, known: list[int]) ->
 
 
 def _packed(samples: Sequence[Sample], length: int) -> list[Row]:
-    """Best fit: each sample in this order into the fullest row that has room for it."""
+    """Pack by best fit: each sample, in this order, into the fullest batch row that has room for it."""
     rows: list[list[Sample]] = []
     free: list[tuple[int, int]] = []
     for sample in samples:
@@ -245,45 +310,3 @@ def _packed(samples: Sequence[Sample], length: int) -> list[Row]:
 
 def _batch(rows: Sequence[Row], count: int, length: int, groups: int) -> Batch:
     return Batch(tuple(tuple(rows[g * count : (g + 1) * count]) for g in range(groups)), count, length)
-
-
-_INDEX_BYTES = 5
-"""A token's id and role."""
-_SHARD_SAMPLES, _GROUP_SAMPLES_shards = 16_384, 2_048
-"""No shard holds more samples, in all and for each group: its header, its index and what is planned ahead of the model
-stay small however short the samples are."""
-
-
-def row_bytes(taps: Iterable[TapRows]) -> int:
-    """Bytes that one token takes in a shard, over all taps."""
-    return sum(tap.bytes for tap in taps) + _INDEX_BYTES
-
-
-@dataclass(frozen=True)
-class ShardBatches:
-    """The batches of one shard, in the order in which their rows lie in it."""
-
-    batches: Sequence[Batch] = field(default_factory=tuple)
-
-    @property
-    def tokens(self) -> int:
-        """Rows per tap."""
-        return sum(batch.stored_rows for batch in self.batches)
-
-
-def shards(batches: Iterable[Batch], bytes_per_token: int, shard_bytes: float) -> Iterator[ShardBatches]:
-    """Whole batches until the next one would pass the size; at least one batch per shard."""
-    waiting: list[Batch] = []
-    size = samples = 0
-    for batch in batches:
-        more = batch.stored_rows * bytes_per_token
-        count = len(batch.samples)
-        most = min(_SHARD_SAMPLES, _GROUP_SAMPLES_shards * len(batch.groups))
-        if waiting and (size + more > shard_bytes or samples + count > most):
-            yield ShardBatches(tuple(waiting))
-            waiting, size, samples = [], 0, 0
-        waiting.append(batch)
-        size += more
-        samples += count
-    if waiting:
-        yield ShardBatches(tuple(waiting))

@@ -15,7 +15,7 @@ from spile.objects import open_folder
 from spile.spec.run import DataSpec
 from spile.store.claims import Claim, ClaimBook
 from spile.store.heartbeat import SnapshotReader, State
-from spile.worker.pod.group import SingleProcess, WorkerGroup
+from spile.worker.pod.pod import SingleProcess, WorkerGroup
 
 __all__ = ["default_worker_name", "work_on_claims"]
 

@@ -1,9 +1,9 @@
-"""A model on a mesh of devices, of this host or of all hosts of a pod, as a producer of rows.
+"""The JAX producer of ``extract``: a model on a mesh of devices, of this host or of all hosts of a pod.
 
-Each tapped array is packed (its real tokens moved to the front, padding behind), cast to the stored dtype, or encoded
-in one byte per number, and sent towards the host. On GPUs and TPUs it goes to pinned host memory, where NumPy sees it
-without another copy. What a scan over layers gives is one array, which leaves under the next batch's program; a layer's
-that stands alone leaves inside the compiled program, under the layers that follow.
+Each tapped array is packed (its stored tokens first, then padding), cast to the stored dtype or encoded in one byte per
+number, and sent to the host. On GPUs and TPUs it goes to pinned host memory, which NumPy sees without another copy. The
+rows of a scan over layers are one array, which is sent while the next batch is computed; the rows of a single layer are
+sent inside the compiled program, while the following layers are computed.
 """
 
 from __future__ import annotations
@@ -25,24 +25,27 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from spile.errors import Failure
 from spile.models.architecture import ModelConfig
-from spile.models.decoder import forward, layers_needed
+from spile.models.attention import choose
+from spile.models.decoder import forward, head_needed, layers_needed
 from spile.models.encoding import as_stored, finite_rows
-from spile.models.params import LayerRun, Params, one_by_one, tap_groups
+from spile.models.model_files import ModelFiles
+from spile.models.params import LayerRun, Params, choose_runs, one_by_one, placed, tap_groups
+from spile.models.weights import load
 from spile.spec.phase import Phase
+from spile.spec.run import ExtractSpec
 from spile.spec.taps import SCALED, Tap
 from spile.worker.batches import Batch
-from spile.worker.mesh import AXES, plan_mesh
-from spile.worker.producer import OutOfDeviceMemory, RowBlock, check_tokens, pack
+from spile.worker.mesh import AXES, default_shape, device_memory, make_mesh, plan_mesh
+from spile.worker.producer import BatchProducer, OutOfDeviceMemory, RowBlock, check_tokens, pack
 from spile.worker.progress import Progress
+from spile.worker.sizes import UNRELEASED, choose_sizes
 
-__all__ = ["DeviceProducer", "configure_jax", "put", "translated"]
+__all__ = ["DeviceProducer", "configure_jax", "place_model", "put", "translated"]
 
 _COMPILERS = max(2, (os.cpu_count() or 2) // 4)
-"""Programs compiled at once, ahead of need."""
-
-
-_LOOK_UP = 0.1
-"""Seconds between looks at whether a wait for a program is given up."""
+"""Programs that are compiled in parallel."""
+_POLL = 0.1
+"""Seconds between checks whether a wait for a program is given up."""
 
 
 class _Pending(NamedTuple):
@@ -51,10 +54,10 @@ class _Pending(NamedTuple):
 
 
 def configure_jax() -> None:
-    """What a run asks of JAX, where its environment does not say otherwise, before the devices are first used.
+    """Configure JAX before the devices are first used, unless the environment says otherwise.
 
-    Three quarters of a GPU's memory are not taken beforehand: on an H200 that is 1.7 s of every start. Compiled
-    programs are kept over runs: a resumed worker does not compile again.
+    GPU memory is not preallocated, which would take 1.7 s of every start on an H200. Compiled programs are cached on
+    disk, so that a resumed worker does not compile again.
     """
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     logging.getLogger("jax._src.xla_bridge").addFilter(_one_line)
@@ -62,7 +65,7 @@ def configure_jax() -> None:
 
 
 def _one_line(record: logging.LogRecord) -> bool:
-    """JAX's own logs without tracebacks: an image for GPUs on a machine without is worth a line."""
+    """Reduce a traceback in JAX's log to one line, such as for a GPU image on a machine without a GPU."""
     if record.exc_info and record.exc_info[1] is not None:
         record.msg, record.args = f"{record.getMessage()}: {record.exc_info[1]}", ()
         record.exc_info = record.exc_text = None
@@ -75,17 +78,17 @@ def _enable_compilation_cache() -> None:
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spile" / "xla"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError:  # a home that cannot be written to costs compilations, not the run
+    except OSError:  # a home folder that cannot be written to only costs compilations
         return
     if os.access(folder, os.W_OK):
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
-class DeviceProducer:
-    """A model, its weights in place, and one compiled program per batch shape.
+class DeviceProducer(BatchProducer):
+    """A model on its devices, and one compiled program per batch shape.
 
-    ``params`` may be shapes alone at first: programs are compiled from them beside the reading of the weights.
+    ``params`` may be shapes at first: programs are compiled from them while the weights are read.
     """
 
     def __init__(
@@ -116,66 +119,66 @@ class DeviceProducer:
         self._programs: dict[tuple[int, int], Future[Callable[..., Any]]] = {}
         self._proven: set[tuple[int, int]] = set()
         self._awaited: dict[tuple[int, int], float] = {}
-        """When the loop came to a shape's first batch."""
+        """When the pipeline came to the first batch of each shape."""
         self._pool: Future[None] = Future()
         self._pool.set_result(None)
         self._lock = threading.Lock()
-        # The devices of one model-parallel set compute the same sequences; each then keeps a group of its own of them.
+        # The devices of one model-parallel set compute the same batch rows; each then sends a group of its own.
         self.rows_sharding = NamedSharding(mesh, PartitionSpec("data"))
         self.groups_sharding = NamedSharding(mesh, PartitionSpec(AXES))
         platform = mesh.devices.flat[0].platform
-        self.away_sharding = NamedSharding(mesh, PartitionSpec(None, AXES))
-        """Of what leaves: ``[taps of a group, groups, rows, width]``."""
+        self.host_sharding = NamedSharding(mesh, PartitionSpec(None, AXES))
+        """The sharding of rows that are sent to the host: ``[taps of a group, groups, rows, width]``."""
         if platform in ("gpu", "tpu"):
-            self.away_sharding = self.away_sharding.with_memory_kind("pinned_host")
-        self._block = block if self.away_sharding.memory_kind == "pinned_host" else 0
+            self.host_sharding = self.host_sharding.with_memory_kind("pinned_host")
+        self._block = block if self.host_sharding.memory_kind == "pinned_host" else 0
 
     @property
     def groups(self) -> int:
-        """One per device, of all hosts."""
+        """One group per device of all hosts."""
         return self.mesh.size
 
     @property
     def owned(self) -> Sequence[int]:
-        """Those on this process's devices, by the sharding's own index map."""
+        """The groups on the devices of this process, from the index map of the sharding."""
         places = self.groups_sharding.addressable_devices_indices_map((self.groups,)).values()
         return sorted(index[0].start or 0 for index in places if index is not None)
 
     def describe(self) -> str:
-        """``8 × NVIDIA H200, mesh 4 × 2, bfloat16, cudnn attention``."""
+        """Return ``8 × NVIDIA H200, mesh 4 × 2, bfloat16, cudnn attention``."""
         devices = self.mesh.devices.flatten()
         data, model = self.mesh.devices.shape
         mesh = f"mesh {data} × {model}, " if model > 1 else ""
         return f"{len(devices)} × {devices[0].device_kind}, {mesh}{self.dtype}, {self.attention} attention"
 
     def close(self) -> None:
-        """Compile nothing more: who ends early does not wait for programs that nobody will run."""
+        """Stop compiling: a run that ends early does not wait for programs that are not needed."""
         self._compilers.shutdown(wait=False, cancel_futures=True)
 
     # -- programs -------------------------------------------------------------------------------------------------
 
     def prepare(self, shape: tuple[int, int]) -> None:
-        """Compile for this shape in the background, once."""
+        """Compile for this shape in the background, if that was not done before."""
         self._program(shape)
 
     def reserve(self, size: int) -> None:
-        """Take this much pinned memory per device in the background: no call that starts a batch waits for the pool.
+        """Allocate the pool of pinned memory per device in the background, so that no batch waits for it.
 
-        In one piece: the pool grows by doubling, and each growth stops whoever asks for a block. As a program's output:
-        a plain ``device_put`` keeps the interpreter's lock for as long as the system takes to pin the pages.
+        It is allocated in one piece, because the pool grows by doubling and each growth blocks the caller, and as the
+        output of a program, because ``device_put`` would hold the interpreter lock while pages are pinned.
         """
-        if self.away_sharding.memory_kind == "pinned_host":
-            self._pool = self._compilers.submit(self._take, size)
+        if self.host_sharding.memory_kind == "pinned_host":
+            self._pool = self._compilers.submit(self._reserve, size)
 
-    def _take(self, size: int) -> None:
+    def _reserve(self, size: int) -> None:
         with self._progress.timeline.span("pinned memory"):
             for device in self.mesh.local_devices:
-                away = SingleDeviceSharding(device, memory_kind="pinned_host")
+                pinned = SingleDeviceSharding(device, memory_kind="pinned_host")
                 try:
-                    take = jax.jit(lambda: jnp.zeros(size, jnp.uint8), out_shardings=away).lower().compile()
-                    jax.block_until_ready(take())
-                except jax.errors.JaxRuntimeError as error:  # a smaller pool costs speed and not the run
-                    self._progress.log(f"no {size:,} bytes of pinned memory at once: {str(error)[:100]}")
+                    program = jax.jit(lambda: jnp.zeros(size, jnp.uint8), out_shardings=pinned).lower().compile()
+                    jax.block_until_ready(program())
+                except jax.errors.JaxRuntimeError as error:  # a smaller pool only costs speed
+                    self._progress.log(f"could not allocate {size:,} bytes of pinned memory: {str(error)[:100]}")
 
     def _program(self, shape: tuple[int, int]) -> Future[Callable[..., Any]]:
         with self._lock:
@@ -184,7 +187,7 @@ class DeviceProducer:
             return self._programs[shape]
 
     def await_program(self, batch: Batch, given_up: Callable[[], bool]) -> None:
-        """A compilation takes up to minutes, and a signal must not wait for it."""
+        """Wait for the program of a batch. Compilation may take minutes, so a signal gives the wait up."""
         shape = batch.shape
         program = self._program(shape)
         waiting: list[Future[Any]] = [work for work in (program, self._pool) if not work.done()]
@@ -193,10 +196,10 @@ class DeviceProducer:
         self._awaited.setdefault(shape, time.perf_counter())
         self._progress.phase(Phase.COMPILING, f"for {shape[0]} × {shape[1]} tokens")
         while waiting and not given_up():
-            waiting = list(wait(waiting, timeout=_LOOK_UP).not_done)
+            waiting = list(wait(waiting, timeout=_POLL).not_done)
 
     def compile(self, shape: tuple[int, int]) -> jax.stages.Compiled:
-        """The program for a batch of this shape: rows per device, and their length."""
+        """Compile the program for batches of this shape: rows per device, and their length."""
         with self._progress.timeline.span(f"compile {shape[0]} × {shape[1]}"):
             return self._lower(shape).compile()
 
@@ -207,28 +210,28 @@ class DeviceProducer:
         return jax.jit(self._step).lower(self.params, batch, index)
 
     def _rows(self, shape: tuple[int, int]) -> int:
-        """Rows of a block as it leaves the device: the same for every shape, so that pinned memory is used again.
+        """Return the rows of a block that is sent to the host: the same for every shape, so that memory is reused.
 
         Blocks of many sizes fragment the pool of pinned memory, and growing it stops the device for seconds.
         """
         return max(self._block, shape[0] * shape[1])
 
     def _step(self, params: Params, batch: jax.Array, index: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
-        """The whole of what a device does with a batch."""
+        """Compute a batch: this is the compiled program."""
         alone = [self.taps[group[0]] for group in self._tap_groups if len(group) == 1]
         coming = set(alone)
 
         def keep(tap: Tap, x: jax.Array) -> tuple[jax.Array, jax.Array]:
             coming.discard(tap)
             kind = tap.stored_as(self._store_dtype, x.shape[-1])
-            x = x if kind in SCALED else x.astype(kind)  # before it is moved, where that makes it smaller
+            x = x if kind in SCALED else x.astype(kind)  # before it is moved, because that makes it smaller
             x = jax.lax.with_sharding_constraint(x.reshape(self.groups, -1, x.shape[-1]), self.groups_sharding)
             x = as_stored(jax.vmap(lambda rows, places: rows[places])(x, index), kind)
             finite = finite_rows(x).all(axis=1)
             if tap not in alone:
                 return x, finite
-            # Nothing of this program is left to hide the last transfer: start() sends it, under the next program.
-            return jax.device_put(x[None], self.away_sharding) if coming else x[None], finite[None]
+            # No computation of this program is left to overlap the last transfer: start() sends it during the next.
+            return jax.device_put(x[None], self.host_sharding) if coming else x[None], finite[None]
 
         rows = (batch[:, part] for part in range(3))
         kept = forward(
@@ -248,7 +251,7 @@ class DeviceProducer:
     # -- batches --------------------------------------------------------------------------------------------------
 
     def start(self, batch: Batch) -> _Pending:
-        """Send a batch to the devices. A shape's first batch is waited for, so that too little memory shows here."""
+        """Start a batch. The first batch of a shape is waited for, so that lack of memory is noticed here."""
         check_tokens(batch.samples, self.config.vocab_size)
         shape = batch.shape
         program = self._wait_for(shape)
@@ -257,7 +260,7 @@ class DeviceProducer:
             arrays, finite = program(
                 self.params, put(packed.rows, self.rows_sharding), put(packed.places, self.groups_sharding)
             )
-            arrays = [array if self._is_away(array) else jax.device_put(array, self.away_sharding) for array in arrays]
+            arrays = [array if self._is_sent(array) else jax.device_put(array, self.host_sharding) for array in arrays]
             if shape not in self._proven:
                 jax.block_until_ready(arrays)
                 self._proven.add(shape)
@@ -265,9 +268,9 @@ class DeviceProducer:
             raise self._translated(error, shape) from error
         return _Pending(arrays, finite)
 
-    def _is_away(self, array: jax.Array) -> bool:
-        """A device_put that has nothing to do costs 0.1 ms of the interpreter's time all the same."""
-        return array.sharding.is_equivalent_to(self.away_sharding, array.ndim)
+    def _is_sent(self, array: jax.Array) -> bool:
+        """Return whether no transfer is needed; a needless device_put would cost 0.1 ms."""
+        return array.sharding.is_equivalent_to(self.host_sharding, array.ndim)
 
     def _wait_for(self, shape: tuple[int, int]) -> Callable[..., Any]:
         if shape in self._proven:
@@ -282,30 +285,30 @@ class DeviceProducer:
         return program
 
     def fetch(self, pending: object) -> Sequence[Sequence[RowBlock]]:
-        """Wait, and look at the rows where they are. No copy is made of pinned memory, nor on a CPU."""
-        assert isinstance(pending, _Pending)  # noqa: S101 - the pipeline hands back what start gave it
+        """Wait for a batch and return views of its rows, without a copy."""
+        assert isinstance(pending, _Pending)  # noqa: S101 - start returned it
         try:
             finite = np.concatenate([np.asarray(part.data) for part in pending.finite.addressable_shards], axis=1)
             stacks = [_blocks(array) for array in pending.arrays]
         except jax.errors.JaxRuntimeError as error:
             raise translated(error) from error
         if not finite.all():
-            self._refuse(finite)
+            self._refuse_infinite(finite)
         blocks = dict(zip(self._arriving(), (blocks for stack in stacks for blocks in stack), strict=True))
         return [blocks[number] for number in range(len(self.taps))]
 
     def _arriving(self) -> list[int]:
-        """The taps' numbers, in the order in which they come from the device."""
+        """Return the numbers of the taps in the order in which they arrive from the device."""
         return [number for group in self._tap_groups for number in group]
 
-    def _refuse(self, finite: np.ndarray[Any, Any]) -> None:
+    def _refuse_infinite(self, finite: np.ndarray[Any, Any]) -> None:
         found = sorted(number for number, good in zip(self._arriving(), finite, strict=True) if not good.all())
         bad = ", ".join(str(self.taps[number]) for number in found)
         fix = "--store-dtype bfloat16 holds larger values" if self._store_dtype == "float16" else None
         raise Failure(f"NaN or infinity at {bad}", expected="finite activations", fix=fix)
 
     def _translated(self, error: jax.errors.JaxRuntimeError, shape: tuple[int, int]) -> Failure:
-        """Too little memory is the pipeline's to cope with, but not on a pod: the other hosts may not have seen it."""
+        """Convert an error. On a pod, lack of memory ends the run: the other hosts may not have noticed it."""
         failure = translated(error)
         if not isinstance(failure, OutOfDeviceMemory) or self.groups_sharding.is_fully_addressable:
             return failure
@@ -317,7 +320,7 @@ class DeviceProducer:
 
 
 def put(array: np.ndarray[Any, Any], sharding: NamedSharding) -> jax.Array:
-    """Onto the devices; on a pod, each process puts its own part of what all of them hold."""
+    """Put an array on the devices; on a pod, each process puts its own part."""
     if sharding.is_fully_addressable:
         placed: jax.Array = jax.device_put(array, sharding)
         return placed
@@ -325,7 +328,7 @@ def put(array: np.ndarray[Any, Any], sharding: NamedSharding) -> jax.Array:
 
 
 def _blocks(array: jax.Array) -> list[list[RowBlock]]:
-    """What this process holds of an array, by the array's own index map: for each of its taps, a block per group."""
+    """Return what this process holds of an array: for each of its taps, a block per group."""
     parts = [
         (part.index[1].start or 0, np.asarray(part.data)) for part in array.addressable_shards if not part.replica_id
     ]
@@ -340,8 +343,63 @@ def _blocks(array: jax.Array) -> list[list[RowBlock]]:
 
 
 def translated(error: jax.errors.JaxRuntimeError) -> Failure:
-    """An error of the device's runtime, as ours."""
+    """Convert an error of the JAX runtime."""
     text = " ".join(str(error).split())
     if "RESOURCE_EXHAUSTED" in text:
         return OutOfDeviceMemory("the device's memory ran out")
     return Failure(f"the device failed: {text[:300]}")
+
+
+def place_model(
+    files: ModelFiles,
+    taps: tuple[Tap, ...],
+    spec: ExtractSpec,
+    row_bytes: int,
+    progress: Progress,
+    prepare: Callable[[DeviceProducer], None],
+) -> DeviceProducer:
+    """Load a model onto all devices, including those of the other hosts of a pod.
+
+    While the weights are read, the first program is compiled and the pinned memory is allocated.
+
+    Args:
+        files: The files of the model.
+        taps: The taps to compute.
+        spec: The run spec, with backend and dtype chosen.
+        row_bytes: What one token takes in a shard.
+        progress: Counters, messages and the timeline.
+        prepare: Calls :meth:`DeviceProducer.prepare` for the shape of the first batch.
+
+    """
+    config, dtype = files.config, spec.dtype
+    layers, head = layers_needed(taps, config.n_layers), head_needed(taps)
+    itemsize = jnp.dtype(dtype).itemsize
+    shape = spec.mesh_shape or default_shape(config, jax.device_count(), itemsize, device_memory(), layers, head=head)
+    mesh, plan = make_mesh(shape), plan_mesh(config, shape)
+    for note in plan.notes(config):
+        progress.log(note)
+    place, sizes = plan.place(mesh), choose_sizes(spec, row_bytes)
+    runs = choose_runs(config, taps, layers, itemsize)
+    producer = DeviceProducer(
+        placed(config, dtype, runs, place, head=head),
+        config,
+        taps,
+        store_dtype=spec.store_dtype,
+        mesh=mesh,
+        attention=choose(config, mesh.devices.flat[0].platform, dtype),
+        dtype=dtype,
+        block=sizes.batch_tokens,
+        progress=progress,
+        runs=runs,
+    )
+    with progress.timeline.span("first samples"):
+        # Before the weights are read: their transfers hold the interpreter lock, which tokenizing needs.
+        prepare(producer)
+    producer.reserve(((sizes.in_flight or 1) + UNRELEASED) * sizes.batch_tokens * row_bytes)
+    try:
+        with progress.timeline.span("weights"):
+            producer.params = load(files, dtype, layers, place, head=head, runs=runs)
+    except BaseException:
+        producer.close()
+        raise
+    return producer

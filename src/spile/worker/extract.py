@@ -1,11 +1,14 @@
-"""What the visits to a stream have in common, and where they differ."""
+"""Run a stream: resolve the spec, load the model, join the ledger, run the pipeline, finish the stream.
+
+``extract`` and ``infer`` differ only in their producer and in what is written at the end.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from spile.data.stream import SampleReader
 from spile.errors import SpecError
@@ -15,70 +18,25 @@ from spile.spec.amounts import counted, size
 from spile.spec.phase import Phase
 from spile.spec.ranges import Ranges
 from spile.spec.run import ExtractSpec
+from spile.spec.sample import Sample
 from spile.store.cleanup import clear_stream, remove_remains, stream_has_commits, stream_is_begun
 from spile.store.layout import stream_folder
 from spile.store.stream import StreamStore, join_run, join_stream, read_stream, write_spec
-from spile.worker.device import configure_jax
-from spile.worker.parts import Parts, find, sizes_for, torch_producer, wants_statistics
-from spile.worker.pipeline import Control, Sink
-from spile.worker.pod.group import SingleProcess, WorkerGroup, same_command
+from spile.worker.batches import batches
+from spile.worker.device import DeviceProducer, configure_jax, place_model
+from spile.worker.pipeline import LocalControl, run_pipeline
+from spile.worker.pod.pod import SingleProcess, WorkerGroup, check_same_command
 from spile.worker.producer import Producer, with_positions
 from spile.worker.progress import Progress, StatusFiles, Summary, peak_memory, write_checkpoint_file
-from spile.worker.startup import make_producer
-from spile.worker.worker import LocalControl, run_worker
+from spile.worker.resolve import ResolvedRun, resolve, torch_producer, wants_statistics
+from spile.worker.sizes import sizes_for_stream
 
-__all__ = [
-    "OnDevices",
-    "Visit",
-    "VisitKind",
-    "expected_samples",
-    "extract",
-    "stream_end",
-    "visit",
-]
+__all__ = ["extract", "make_device_producer", "make_producer", "run_stream"]
 
-
-class OnDevices(Protocol):
-    """A model on its devices, whatever it does there."""
-
-    def describe(self) -> str:
-        """For people."""
-
-    def close(self) -> None:
-        """It is not needed any more."""
-
-
-class Visit(NamedTuple):
-    """What the work of one visit is done with."""
-
-    parts: Parts
-    stream: StreamStore
-    done: Ranges
-    """What earlier visits committed, the same on every process of a pod."""
-    reader: SampleReader
-    """Everything else."""
-    status: StatusFiles
-    stop: threading.Event
-    hosts: WorkerGroup
-
-    def control(self) -> Control:
-        """When to commit and when to stop, agreed with the pod's other processes."""
-        return self.hosts.control(LocalControl(self.stop, self.parts.spec.commit_every))
-
-    def sink(self) -> Sink:
-        """Where finished shards go."""
-        return self.hosts.sink(self.stream, self.status.committed)
-
-
-class VisitKind(NamedTuple):
-    """What one kind of visit to a stream does where others do something else."""
-
-    make: Callable[[Parts, Progress, SampleReader], Any]
-    """Puts the model on the devices, with a look at the samples that come: an :class:`OnDevices`."""
-    work: Callable[[Visit, Any], bool]
-    """Works off what is left; False: told to stop."""
-    finish: Callable[[Parts, StreamStore], None]
-    """What is written beside the ledger when nothing is left."""
+MakeProducer = Callable[[ResolvedRun, Progress, SampleReader], Producer]
+"""Loads the model onto its devices; may look at the samples that come next."""
+Finish = Callable[[ResolvedRun, StreamStore], None]
+"""Writes what is derived from the ledger once nothing is left to do."""
 
 
 def extract(
@@ -88,28 +46,77 @@ def extract(
     stop: threading.Event | None = None,
     hosts: WorkerGroup | None = None,
 ) -> Summary:
-    """Run a model over a stream and store its activations; what an earlier visit committed is not done again.
+    """Run a model over a stream and store its activations. Samples in the ledger are not done again.
 
-    ``hosts``: the pod that this process is part of, every one of whose processes makes this call.
+    Args:
+        spec: The run spec.
+        progress: Counters and messages for a display.
+        stop: Set it to commit what is done and return.
+        hosts: The pod that this process is part of. Every process of the pod makes this call.
+
+    Returns:
+        What the stream holds afterwards.
+
     """
-    kind = VisitKind(_make, _work, lambda _parts, _stream: None)
-    return visit(spec, kind, progress=progress, stop=stop, hosts=hosts)
+    return run_stream(spec, make_producer, progress=progress, stop=stop, hosts=hosts)
 
 
-def visit(
+def run_stream(
     spec: ExtractSpec,
-    kind: VisitKind,
+    make: MakeProducer,
     *,
+    finish: Finish = lambda _run, _stream: None,
     progress: Progress | None = None,
     stop: threading.Event | None = None,
     hosts: WorkerGroup | None = None,
 ) -> Summary:
-    """One visit to a stream: find everything, join the ledger, do what is left of it, say what it came to."""
-    progress, hosts = progress or Progress(), (hosts or SingleProcess()).visit()
+    """Do what is left of a stream with the producer that ``make`` returns."""
+    progress, hosts = progress or Progress(), (hosts or SingleProcess()).begin_run()
     configure_jax()
     progress.phase(Phase.LOOKING, "at the model and the data")
-    same_command(hosts, spec)
-    for place in filter(None, (spec.output, spec.local_copy)):  # first: find reads the run that is there
+    _check(spec, progress, hosts)
+    run = resolve(spec, progress.timeline)
+    start_over = hosts.first and _starts_over(run)
+    stream = _known_stream(run) if hosts.first and not start_over else None
+    if not hosts.agree("left", stream is None or _has_work(run, stream)):
+        stream = stream or _join(run)
+        return _finish(run, stream, finish, progress, hosts, device="none: nothing was left to do")
+    progress.phase(Phase.LOADING, "the model")
+    with ExitStack() as stack:
+        status = None if stream is None else stack.enter_context(_status_files(run, stream, progress, hosts))
+        done = Ranges() if stream is None else stream.ledger.done
+        reader = run.samples.read(done)
+        stack.callback(lambda: reader.close())
+        producer = make(run, progress, reader)
+        hosts.barrier("model_loaded")
+        if start_over:
+            clear_stream(run.root, spec.data.worker_id)  # only now: the model is known to be complete
+        stream, agreed = _agree_on_stream(run, stream, hosts)
+        if agreed != done:
+            reader.close()
+            done, reader = agreed, run.samples.read(agreed)
+        if hosts.first:
+            write_spec(run.root, spec)
+            _remove_remains(stream, progress)
+        hosts.barrier("extraction_start")
+        status = status or stack.enter_context(_status_files(run, stream, progress, hosts))
+        stack.enter_context(closing(producer))
+        expected = run.expected_samples(stream.ledger.end)
+        progress.total_samples = None if expected is None else len(Ranges([(0, expected)]) - done)
+        finished = _run_pipeline(run, stream, reader, producer, status, stop or threading.Event(), hosts)
+        progress.phase(Phase.DONE if finished else Phase.STOPPED)
+    hosts.barrier("final_checkpoint")
+    if not finished:
+        hosts.barrier("complete")
+        ledger = stream if hosts.first else _join(run)
+        return _summary(run, ledger, progress, interrupted=True, device=producer.describe())
+    return _finish(run, stream, finish, progress, hosts, device=producer.describe())
+
+
+def _check(spec: ExtractSpec, progress: Progress, hosts: WorkerGroup) -> None:
+    """Check the command and the output before anything is read."""
+    check_same_command(hosts, spec)
+    for place in filter(None, (spec.output, spec.local_copy)):  # before resolve, which reads the existing run
         for warning in preflight(open_folder(place)):
             progress.log(warning)
     if hosts.name and hosts.first and not is_remote(spec.output):
@@ -117,165 +124,152 @@ def visit(
             f"{spec.output} is on each host's own disk: each keeps its own part of the stream, unless they share it; "
             "spile collect brings the parts together, and spile verify proves them then"
         )
-    parts = find(spec, progress.timeline)
-    again = hosts.first and _starts_over(parts)
-    stream = _known_stream(parts) if hosts.first and not again else None
-    if not hosts.agree("left", stream is None or _left(parts, stream)):
-        return _nothing_left(parts, stream or _joined(parts), kind, progress, hosts)
-    progress.phase(Phase.LOADING, "the model")
-    with ExitStack() as stack:
-        status = None if stream is None else stack.enter_context(_status_files(parts, stream, progress, hosts))
-        done = Ranges() if stream is None else stream.ledger.done
-        reader = parts.samples.read(done)
-        stack.callback(lambda: reader.close())
-        worker: OnDevices = kind.make(parts, progress, reader)
-        hosts.barrier("model_loaded")
-        if again:
-            clear_stream(parts.root, spec.data.worker_id)  # not before the model is known to be whole
-        stream, agreed = _agreed(parts, stream, hosts)
-        if agreed != done:
-            reader.close()
-            done, reader = agreed, parts.samples.read(agreed)
-        if hosts.first:
-            write_spec(parts.root, spec)
-            _tidy(stream, progress)
-        hosts.barrier("extraction_start")
-        status = status or stack.enter_context(_status_files(parts, stream, progress, hosts))
-        stack.enter_context(closing(worker))
-        expected = expected_samples(parts, stream)
-        progress.total_samples = None if expected is None else len(Ranges([(0, expected)]) - done)
-        finished = kind.work(Visit(parts, stream, done, reader, status, stop or threading.Event(), hosts), worker)
-        progress.phase(Phase.DONE if finished else Phase.STOPPED)
-    hosts.barrier("final_checkpoint")
-    if finished and hosts.first:
-        stream.finish()
-        kind.finish(parts, stream)
-        write_checkpoint_file(spec, stream, "completed", progress.log)
-    hosts.barrier("complete")
-    ledger = stream if hosts.first else _joined(parts)
-    return _summary(parts, ledger, progress, interrupted=not finished, device=worker.describe())
 
 
-def _nothing_left(
-    parts: Parts, stream: StreamStore, kind: VisitKind, progress: Progress, hosts: WorkerGroup
+def _run_pipeline(
+    run: ResolvedRun,
+    stream: StreamStore,
+    reader: SampleReader,
+    producer: Producer,
+    status: StatusFiles,
+    stop: threading.Event,
+    hosts: WorkerGroup,
+) -> bool:
+    def end() -> int | None:
+        """Return the number of samples of a stream that only reading it tells, unless the ledger has it."""
+        known = run.stream_identity.samples is not None or stream.ledger.end is not None
+        return None if known else reader.total
+
+    infer = run.spec.generation is not None  # its samples get their positions once the answers are known
+    return run_pipeline(
+        reader if infer else with_positions(reader, run.spec),
+        producer,
+        stream,
+        run.sizes if infer else sizes_for_stream(run.sizes, run.spec, reader, producer.groups),
+        progress=status.progress,
+        control=hosts.control(LocalControl(stop, run.spec.commit_every)),
+        end=end,
+        sink=hosts.sink(stream, status.committed),
+    )
+
+
+def _finish(
+    run: ResolvedRun, stream: StreamStore, finish: Finish, progress: Progress, hosts: WorkerGroup, *, device: str
 ) -> Summary:
     if hosts.first:
         stream.finish()
-        kind.finish(parts, stream)
+        finish(run, stream)
+        write_checkpoint_file(run.spec, stream, "completed", progress.log)
     hosts.barrier("complete")
-    return _summary(parts, stream, progress, interrupted=False, device="none: nothing was left to do")
+    ledger = stream if hosts.first else _join(run)
+    return _summary(run, ledger, progress, interrupted=False, device=device)
 
 
-def _joined(parts: Parts, attempt: str | None = None, life: str | None = None) -> StreamStore:
-    stream = join_stream(parts.root, parts.spec.data.worker_id, parts.stream_identity, parts.identity, attempt, life)
-    stream.statistics = wants_statistics(parts.spec.statistics)
+# -- the producer of extract ------------------------------------------------------------------------------------------
+
+
+def make_producer(run: ResolvedRun, progress: Progress, reader: SampleReader) -> Producer:
+    """Load the model in JAX or in PyTorch."""
+    if run.spec.backend == "torch":
+        return torch_producer(run.files, run.taps, run.spec, run.sizes.batch_tokens, progress)
+    return make_device_producer(run, progress, reader)
+
+
+def make_device_producer(run: ResolvedRun, progress: Progress, reader: SampleReader) -> DeviceProducer:
+    """Load the model in JAX, and compile for the batch that the first samples will form."""
+
+    def prepare(producer: DeviceProducer) -> None:
+        plan = sizes_for_stream(run.sizes, run.spec, reader, producer.groups).batch_plan(producer.groups)
+        if run.samples.prompt.pack:  # every packed sample but the last is full
+            length = plan.row_length(plan.longest)
+            producer.prepare((plan.rows(length), length))
+            return
+        first = next(batches((item for item in reader.look() if isinstance(item, Sample)), plan), None)
+        if first is not None:
+            producer.prepare(first.shape)
+
+    return place_model(run.files, run.taps, run.spec, run.bytes_per_token, progress, prepare)
+
+
+# -- the stream -------------------------------------------------------------------------------------------------------
+
+
+def _join(run: ResolvedRun, attempt: str | None = None, stream_id: str | None = None) -> StreamStore:
+    stream = join_stream(run.root, run.spec.data.worker_id, run.stream_identity, run.identity, attempt, stream_id)
+    stream.statistics = wants_statistics(run.spec.statistics)
     return stream
 
 
-def _tidy(stream: StreamStore, progress: Progress) -> None:
-    """Take away what killed lives of this stream left on the disk, and say so."""
-    count, taken = remove_remains(stream.folder)
-    if count:
-        files = counted(count, "unfinished shard")
-        progress.log(f"removed {files} ({size(taken)}) that killed runs of this stream left behind")
+def _known_stream(run: ResolvedRun) -> StreamStore | None:
+    """Return the stream if an earlier worker began it."""
+    record = read_stream(run.root.child(stream_folder(run.spec.data.worker_id)))
+    return None if record is None else _join(run)
 
 
-def _agreed(parts: Parts, stream: StreamStore | None, hosts: WorkerGroup) -> tuple[StreamStore, Ranges]:
-    """The stream and what of it is done, the same on every process: the first one's ledger counts, and its attempt."""
-    plan: dict[str, Any] = {}
-    if hosts.first:
-        join_run(parts.root, parts.identity)
-        stream = stream or _joined(parts)
-        plan = {"attempt": stream.attempt, "stream": stream.record.id, "done": stream.ledger.done.pairs()}
-    plan = hosts.agree("plan", plan)
-    if stream is None:
-        join_run(parts.root, parts.identity)  # compares: a host with another model or data says so, and all end
-        stream = _joined(parts, plan["attempt"], plan["stream"])
-    return stream, Ranges((start, stop) for start, stop in plan["done"])
+def _has_work(run: ResolvedRun, stream: StreamStore) -> bool:
+    expected = run.expected_samples(stream.ledger.end)
+    return expected is None or bool(len(Ranges([(0, expected)]) - stream.ledger.done))
 
 
-def _starts_over(parts: Parts) -> bool:
-    """``--no-checkpointing``: as if nothing were there, but never over somebody's work unasked."""
-    worker_id = parts.spec.data.worker_id
-    if parts.spec.checkpointing or not stream_is_begun(parts.root, worker_id):
+def _starts_over(run: ResolvedRun) -> bool:
+    """Return whether ``--no-checkpointing`` discards an existing stream; commits need ``--overwrite`` too."""
+    worker_id = run.spec.data.worker_id
+    if run.spec.checkpointing or not stream_is_begun(run.root, worker_id):
         return False
-    if parts.spec.overwrite:
+    if run.spec.overwrite:
         return True
-    if stream_has_commits(parts.root, worker_id):
+    if stream_has_commits(run.root, worker_id):
         raise SpecError(
             "--no-checkpointing",
             expected="a stream without commits",
-            found=f"commits in {parts.root.url}/{stream_folder(worker_id)}",
+            found=f"commits in {run.root.url}/{stream_folder(worker_id)}",
             fix="add --overwrite to remove them, or leave --no-checkpointing out to resume",
         )
     return False
 
 
-def _known_stream(parts: Parts) -> StreamStore | None:
-    """The stream, if an earlier visit began it."""
-    worker_id = parts.spec.data.worker_id
-    return None if read_stream(parts.root.child(stream_folder(worker_id))) is None else _joined(parts)
+def _agree_on_stream(run: ResolvedRun, stream: StreamStore | None, hosts: WorkerGroup) -> tuple[StreamStore, Ranges]:
+    """Return the stream and what of it is done, the same on every process: process 0's ledger and attempt count."""
+    plan: dict[str, Any] = {}
+    if hosts.first:
+        join_run(run.root, run.identity)
+        stream = stream or _join(run)
+        plan = {"attempt": stream.attempt, "stream": stream.record.id, "done": stream.ledger.done.pairs()}
+    plan = hosts.agree("plan", plan)
+    if stream is None:
+        join_run(run.root, run.identity)  # compares: a host with another model or data fails, and all end
+        stream = _join(run, plan["attempt"], plan["stream"])
+    return stream, Ranges((start, stop) for start, stop in plan["done"])
 
 
-def expected_samples(parts: Parts, stream: StreamStore) -> int | None:
-    """How many samples there are to do, where that is known before all was read."""
-    total = parts.samples.samples if parts.samples.samples is not None else stream.ledger.end
-    limits = [count for count in (total, parts.spec.data.max_samples) if count is not None]
-    return min(limits) if limits else None
+def _remove_remains(stream: StreamStore, progress: Progress) -> None:
+    """Remove unfinished shards of killed workers from the disk, and log it."""
+    count, removed = remove_remains(stream.folder)
+    if count:
+        files = counted(count, "unfinished shard")
+        progress.log(f"removed {files} ({size(removed)}) that killed runs of this stream left behind")
 
 
-def stream_end(parts: Parts, stream: StreamStore, reader: SampleReader) -> int | None:
-    """For a stream whose number of samples only reading it all tells: that number, once, when it has been read."""
-    if parts.stream_identity.samples is not None or stream.ledger.end is not None:
-        return None
-    return reader.total
+def _status_files(run: ResolvedRun, stream: StreamStore, progress: Progress, hosts: WorkerGroup) -> StatusFiles:
+    expected = run.expected_samples(stream.ledger.end)
+    return StatusFiles(run.spec, stream, progress, pulse=hosts.first, expected=expected)
 
 
-def _left(parts: Parts, stream: StreamStore) -> bool:
-    expected = expected_samples(parts, stream)
-    return expected is None or bool(len(Ranges([(0, expected)]) - stream.ledger.done))
-
-
-def _make(parts: Parts, progress: Progress, reader: SampleReader) -> OnDevices:
-    """Whatever turns this run's batches into rows."""
-    if parts.spec.backend == "torch":
-        return torch_producer(parts.files, parts.taps, parts.spec, sizes_for(parts).batch_tokens, progress)
-    return make_producer(parts, progress, reader)
-
-
-def _status_files(parts: Parts, stream: StreamStore, progress: Progress, hosts: WorkerGroup) -> StatusFiles:
-    return StatusFiles(parts.spec, stream, progress, pulse=hosts.first, expected=expected_samples(parts, stream))
-
-
-def _work(visit: Visit, producer: Producer) -> bool:
-    parts, stream = visit.parts, visit.stream
-    return run_worker(
-        with_positions(visit.reader, parts.spec),
-        producer,
-        stream,
-        sizes_for(parts),
-        progress=visit.status.progress,
-        control=visit.control(),
-        end=lambda: stream_end(parts, stream, visit.reader),
-        sink=visit.sink(),
-    )
-
-
-def _summary(parts: Parts, stream: StreamStore, progress: Progress, *, interrupted: bool, device: str) -> Summary:
+def _summary(run: ResolvedRun, stream: StreamStore, progress: Progress, *, interrupted: bool, device: str) -> Summary:
     ledger = stream.ledger
     return Summary(
-        root=parts.root.url,
+        root=run.root.url,
         stream=stream.folder.url,
-        complete=not _left(parts, stream),
+        complete=not _has_work(run, stream),
         interrupted=interrupted,
-        visit=progress.snapshot(),
+        progress=progress.snapshot(),
         samples=ledger.samples,
         tokens=ledger.tokens,
         bytes=ledger.bytes,
         shards=ledger.shards,
         skipped=ledger.skipped,
         device=device,
-        sink="bucket" if parts.root.local_path is None else "disk",
+        sink="bucket" if run.root.local_path is None else "disk",
         peak_memory=peak_memory(),
-        retries=parts.root.stats.retries,
+        retries=run.root.stats.retries,
     )

@@ -1,4 +1,9 @@
-"""An answer in the making: what the generator fills and the shelf stores. No jax here."""
+"""The generator of ``infer``: continuous batching over slots, with the rows of each answer copied to the host.
+
+A slot holds the key/value cache of one answer. Two programs run on the devices: one reads pieces of prompts into their
+slots, the other makes a few tokens in every slot. An answer that ends leaves its slot to the next prompt. Each call's
+results are looked at one call late, so that the devices always have work.
+"""
 
 from __future__ import annotations
 
@@ -16,23 +21,35 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from spile.data.stream import SampleReader
 from spile.errors import Failure, SpecError
 from spile.models.architecture import ModelConfig
 from spile.models.attention import choose
 from spile.models.encoding import as_stored, finite_rows
 from spile.models.experts import MIXTURES
-from spile.models.generation import Choices, Chunk, Sampling, Slots, empty_slots, read_prompts, take_steps
+from spile.models.generation import (
+    Choices,
+    Chunk,
+    Sampling,
+    Slots,
+    empty_slots,
+    read_prompts,
+    slot_bytes,
+    take_steps,
+)
 from spile.models.params import Params
+from spile.models.weights import load
 from spile.spec.amounts import size
 from spile.spec.phase import Phase
 from spile.spec.run import Capture, GenerationSpec
 from spile.spec.sample import Sample, StopReason
 from spile.spec.taps import Tap
 from spile.worker.device import put, translated
-from spile.worker.mesh import plan_mesh
+from spile.worker.mesh import default_shape, device_memory, make_mesh, plan_mesh
 from spile.worker.producer import OutOfDeviceMemory, check_tokens
 from spile.worker.progress import Progress
-from spile.worker.sizing import host_memory
+from spile.worker.resolve import ResolvedRun
+from spile.worker.sizes import first_lengths, host_memory
 
 __all__ = [
     "Answer",
@@ -40,20 +57,21 @@ __all__ = [
     "GenerationPrograms",
     "Generator",
     "SlotPlan",
+    "captured_tokens",
+    "make_generator",
     "plan_slots",
-    "tokens_kept",
 ]
 
 
-def tokens_kept(capture: Capture, prompt: int, answer: int) -> int:
-    """Of so many tokens, those whose activations are kept."""
+def captured_tokens(capture: Capture, prompt: int, answer: int) -> int:
+    """Return how many of these prompt and answer tokens have their activations captured."""
     return prompt * (capture in ("prompt", "both")) + answer * (capture in ("answer", "both"))
 
 
 class AnswerRows:
-    """A sample's activations: one array per tap, as long as they may become. Untouched memory costs nothing.
+    """The captured activations of one answer: one array per tap, allocated for the longest answer.
 
-    In one piece, because each piece would be a call of its own to the writer, and its threads wait for one another.
+    Untouched memory costs nothing. The rows are one array because each piece would need a call to the writer.
     """
 
     def __init__(self, taps: int, room: int) -> None:
@@ -62,14 +80,14 @@ class AnswerRows:
 
     @property
     def taps(self) -> int:
-        """How many there are."""
+        """The number of taps."""
         return len(self._taps)
 
     def __len__(self) -> int:
         return self._filled
 
     def extend(self, count: int) -> int:
-        """Make ``count`` rows more part of it, at every tap; returns the number of the first."""
+        """Make room for ``count`` more rows at every tap; return the number of the first."""
         self._filled += count
         return self._filled - count
 
@@ -80,41 +98,42 @@ class AnswerRows:
             own = self._taps[tap] = np.empty((self._room, math.prod(rows.shape[1:])), rows.dtype)
         own[first : first + len(rows)] = rows.reshape(len(rows), own.shape[1])
 
-    def taken(self, tap: int) -> npt.NDArray[Any] | None:
-        """``[rows, width]``, not held any longer; None: nothing was kept."""
+    def take(self, tap: int) -> npt.NDArray[Any] | None:
+        """Return the rows of a tap, ``[rows, width]``, and forget them; None if there are none."""
         own, self._taps[tap] = self._taps[tap], None
         return None if own is None else own[: self._filled]
 
 
 @dataclass(eq=False)
 class Answer:
-    """A sample, what the model said to it, and the activations of its tokens where this process has them."""
+    """A sample, the tokens of its answer so far, and its captured activations if this process stores them."""
 
     sample: Sample
     rows: AnswerRows
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     reason: StopReason | None = None
-    """None while it is being made."""
-    owned: bool = True
+    """Why it ended; None until it has."""
+    group: int = 0
+    """The data-parallel group that computes it."""
     read: int = 0
-    """Prompt tokens sent to the devices."""
+    """Prompt tokens that were sent to the devices."""
     fed: int = 0
-    """Tokens of the answer whose step has been looked at."""
+    """Tokens of the answer whose own step was looked at."""
 
 
 @dataclass(frozen=True)
 class SlotPlan:
-    """How many answers at once, and in which pieces. No answer depends on it beyond rounding."""
+    """How many answers are made at once, and in which pieces. No answer depends on it beyond rounding."""
 
     slots: int
     """Answers per data-parallel group."""
     capacity: int
-    """Tokens of prompt and answer that a slot has room for."""
+    """Tokens of prompt and answer that a slot holds."""
     chunk: int
-    """Prompt tokens that one row of the reading program takes: of a prompt's last row half is padding."""
+    """Prompt tokens per row of the reading program. The last row of a prompt is padded."""
     rows: int
-    """Such pieces that it reads at once."""
+    """Rows of the reading program."""
     stride: int
     """Tokens of an answer per call."""
 
@@ -123,18 +142,34 @@ _SLOTS = {"cpu": 16, "gpu": 256, "tpu": 128}
 _CHUNK = {"cpu": 128, "gpu": 256, "tpu": 256}
 _READ_TOKENS = {"cpu": 512, "gpu": 8192, "tpu": 4096}
 _STRIDE = {"cpu": 8, "gpu": 16, "tpu": 16}
+_LOOK_TOKENS = 1 << 16
+"""Prompt tokens that are looked at to find out whether a run is small."""
 _ALIGNED = 64
-"""Tokens of capacity come in so many: fused kernels want whole blocks."""
+"""The capacity of a slot is a multiple of this: fused kernels need whole blocks."""
 _CACHE_PART = 0.6
-"""Of what the weights leave of a device's memory, the part that the cache may take; the rest is for a call's work."""
+"""The part of the device memory left by the weights that the cache may take; the rest is for temporary arrays."""
 
 
 def plan_slots(
-    longest: int, max_new: int, token_bytes: int, weight_bytes: int, memory: int | None, asked: int | None
+    longest: int,
+    max_new: int,
+    token_bytes: int,
+    weight_bytes: int,
+    memory: int | None,
+    asked: int | None,
+    answers: int | None = None,
 ) -> SlotPlan:
-    """As many answers at a time as asked for, or as are good for this device and its memory holds.
+    """Choose how many answers are made at once.
 
-    ``token_bytes``: what one token's keys and values take on a device. ``memory`` is a device's; None: half the host's.
+    Args:
+        longest: The longest prompt, in tokens.
+        max_new: The longest answer, in tokens.
+        token_bytes: What the keys and values of one token take on a device.
+        weight_bytes: What the weights take on a device.
+        memory: The memory of a device; None means half of the host's.
+        asked: ``--batch-size``, if given.
+        answers: The number of prompts per group, if known: no more slots are made.
+
     """
     platform = jax.default_backend()
     chunk = min(_CHUNK[platform], -(-longest // 16) * 16)
@@ -142,6 +177,7 @@ def plan_slots(
     room = (host_memory() // 2 if memory is None else memory) - weight_bytes
     fitting = int(room * _CACHE_PART) // (token_bytes * capacity)
     wanted = asked or min(_SLOTS[platform], max(fitting, 1))
+    wanted = wanted if answers is None else min(wanted, max(answers, 1))
     if wanted > fitting:
         fix = f"use --batch-size {fitting}" if fitting else "use a smaller --max-seq-length or --max-new-tokens"
         raise SpecError(
@@ -155,7 +191,7 @@ def plan_slots(
 
 
 class GenerationPrograms:
-    """Compiled beside each other while the first prompts are tokenized."""
+    """The two programs of the generator, compiled in parallel while the first prompts are tokenized."""
 
     def __init__(
         self,
@@ -182,7 +218,7 @@ class GenerationPrograms:
         self._groups = int(mesh.shape["data"])
         self.by_group = NamedSharding(mesh, PartitionSpec("data"))
         self._everywhere = NamedSharding(mesh, PartitionSpec())
-        self._away = self.by_group if platform == "cpu" else self.by_group.with_memory_kind("pinned_host")
+        self._host = self.by_group if platform == "cpu" else self.by_group.with_memory_kind("pinned_host")
         heads = "model" if config.n_kv_heads % mesh.shape["model"] == 0 else None
         cache = NamedSharding(mesh, PartitionSpec("data", heads))
         shapes = jax.eval_shape(self._make_empty)
@@ -195,11 +231,11 @@ class GenerationPrograms:
         self.stepper: Future[Any] = self._compilers.submit(self._stepper, params, given)
 
     def close(self) -> None:
-        """Compile nothing more."""
+        """Stop compiling."""
         self._compilers.shutdown(wait=False, cancel_futures=True)
 
     def empty(self) -> Slots:
-        """The cache, made where it will lie."""
+        """Allocate the empty cache on the devices."""
         placed: Slots = jax.block_until_ready(jax.jit(self._make_empty, out_shardings=self._places)())
         return placed
 
@@ -212,7 +248,7 @@ class GenerationPrograms:
                 params, slots, chunk, config=self._config, taps=self._prompt_taps, sampling=self._sampling,
                 mixture=self._mixture, attention=self._attention, keep=self._cast,
             )  # fmt: skip
-            return slots, chosen, *self._leaving(kept)
+            return slots, chosen, *self._send(kept)
 
         shape = (self._groups, self._plan.rows)
         one = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.by_group)
@@ -226,29 +262,31 @@ class GenerationPrograms:
                 params, slots, stride=self._plan.stride, config=self._config, taps=self._answer_taps,
                 sampling=self._sampling, mixture=self._mixture, keep=self._cast,
             )  # fmt: skip
-            # One slot's rows side by side: [groups × slots, stride, …].
-            return slots, chosen, *self._leaving(tuple(jnp.swapaxes(x[:, :, 0], 0, 1) for x in kept))
+            # Put the rows of one slot next to each other: [groups × slots, stride, …].
+            return slots, chosen, *self._send(tuple(jnp.swapaxes(x[:, :, 0], 0, 1) for x in kept))
 
         return self._compiled(program, len(self._answer_taps), params, slots)
 
     def _cast(self, tap: Tap, x: jax.Array) -> jax.Array:
         return as_stored(x, tap.stored_as(self._store_dtype, x.shape[-1]))
 
-    def _leaving(self, kept: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    def _send(self, kept: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], jax.Array]:
         finite = jnp.stack([finite_rows(x).all() for x in kept]) if kept else jnp.ones((0,), bool)
-        return tuple(jax.device_put(x, self._away) for x in kept), finite
+        return tuple(jax.device_put(x, self._host) for x in kept), finite
 
     def _compiled(self, program: Callable[..., Any], taps: int, *given: Any) -> Any:
         chosen = Choices(self._everywhere, self._everywhere)
-        out = (self._places, chosen, (self._away,) * taps, self._everywhere)
+        out = (self._places, chosen, (self._host,) * taps, self._everywhere)
         return jax.jit(program, donate_argnums=1, out_shardings=out).lower(*given).compile()
 
 
 _LATE = 1
-"""Calls on the devices while the one before is looked at."""
+"""Calls that are on the devices while the results of an earlier one are looked at."""
 
 
 class _Piece(NamedTuple):
+    """A piece of a prompt in the reading program."""
+
     answer: Answer
     group: int
     row: int
@@ -257,7 +295,7 @@ class _Piece(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Rows of a call's arrays that are an answer's."""
+    """Rows of an answer in the arrays of a call."""
 
     answer: Answer
     row: int
@@ -265,17 +303,17 @@ class _Part(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """A call whose results are on their way."""
+    """A call whose results have not been looked at."""
 
     pieces: tuple[_Piece, ...] | None
-    """None: a stride of tokens."""
+    """None if the call made tokens."""
     chosen: Choices
     kept: tuple[jax.Array, ...]
     finite: jax.Array
 
 
 class Generator:
-    """Answers samples, many at a time."""
+    """Answers samples, many at a time (an :class:`~spile.worker.infer.AnswerSource`)."""
 
     def __init__(
         self,
@@ -300,19 +338,19 @@ class Generator:
             dtype=dtype, store_dtype=store_dtype,
         )  # fmt: skip
         firsts: list[Any] = list(mesh.devices[:, 0])
-        self._owned = frozenset(g for g, device in enumerate(firsts) if device.process_index == jax.process_index())
-        """Groups whose rows this process stores: of a model-parallel set the first device's."""
+        self.owned = [g for g, device in enumerate(firsts) if device.process_index == jax.process_index()]
+        """Groups whose rows this process stores: those whose first device belongs to it."""
         try:
             self._slots = self._programs.empty()
         except jax.errors.JaxRuntimeError as error:
             raise self._no_room(error, plan.slots) from error
-        self._seats: list[list[Answer | None]] = [[None] * plan.slots for _ in range(self.groups)]
+        self._in_slots: list[list[Answer | None]] = [[None] * plan.slots for _ in range(self.groups)]
         self._pending: deque[_Call] = deque()
         self._copiers = ThreadPoolExecutor(max(1, min(8, (os.cpu_count() or 2) // 2)), "spile-copy")
 
     @property
     def groups(self) -> int:
-        """The data-parallel width."""
+        """The data-parallel width over all hosts."""
         return int(self._mesh.shape["data"])
 
     def describe(self) -> str:
@@ -324,7 +362,7 @@ class Generator:
         return f"{len(devices)} × {devices[0].device_kind}, {mesh}{self._dtype}, {at_once} answers at a time"
 
     def close(self) -> None:
-        """Compile and copy nothing more."""
+        """Stop compiling and copying."""
         self._programs.close()
         self._copiers.shutdown(wait=False, cancel_futures=True)
 
@@ -336,43 +374,49 @@ class Generator:
     # -- the loop -----------------------------------------------------------------------------------------------------
 
     def answers(self, samples: Iterator[Sample]) -> Iterator[list[Answer]]:
-        """Answers as they end, in the order of their ends; an empty list at each turn that ends none.
+        """Yield, after each call, the answers that ended with it, if any.
 
-        The samples are asked for as seats are free. Whoever stops asking leaves the unfinished ones unanswered.
+        Samples are read as slots become free. Closing the iterator leaves unfinished answers unanswered.
         """
         waiting = iter(samples)
         more = True
         while True:
-            more = more and self._seat(waiting)
-            unread = [seat for seat in self._taken() if seat[2].read < len(seat[2].sample)]
-            busy = bool(self._taken())
-            if busy:
+            more = more and self._fill_slots(waiting)
+            taken = self._taken()
+            unread = [slot for slot in taken if slot[2].read < len(slot[2].sample)]
+            if taken:
                 self._pending.append(self._read(unread) if unread else self._step())
             elif not self._pending:
                 return
             ended: list[Answer] = []
-            while len(self._pending) > (_LATE if busy else 0):
+            while len(self._pending) > (_LATE if taken else 0):
                 ended += self._look(self._pending.popleft())
             yield ended
 
     def _taken(self) -> list[tuple[int, int, Answer]]:
-        return [(g, s, seat) for g, seats in enumerate(self._seats) for s, seat in enumerate(seats) if seat is not None]
+        """Return (group, slot, answer) of each slot in use."""
+        return [
+            (group, slot, answer)
+            for group, slots in enumerate(self._in_slots)
+            for slot, answer in enumerate(slots)
+            if answer is not None
+        ]
 
-    def _seat(self, waiting: Iterator[Sample]) -> bool:
-        """Fill free slots, over the groups in turn. False: there is no sample left."""
+    def _fill_slots(self, waiting: Iterator[Sample]) -> bool:
+        """Give samples to free slots, over the groups in turn. Return False if no sample is left."""
         for slot in range(self._plan.slots):
-            for group, seats in enumerate(self._seats):
-                if seats[slot] is None:
+            for group, slots in enumerate(self._in_slots):
+                if slots[slot] is None:
                     sample = next(waiting, None)
                     if sample is None:
                         return False
                     check_tokens([sample], self._config.vocab_size)
-                    room = tokens_kept(self._capture, len(sample), self._sampling.max_new)
-                    seats[slot] = Answer(sample, AnswerRows(self._n_taps, room), owned=group in self._owned)
+                    room = captured_tokens(self._capture, len(sample), self._sampling.max_new)
+                    slots[slot] = Answer(sample, AnswerRows(self._n_taps, room), group=group)
         return True
 
     def _read(self, unread: Sequence[tuple[int, int, Answer]]) -> _Call:
-        """As many pieces of prompts as the program takes, of one prompt all that are left before the next one's."""
+        """Read as many pieces of prompts as the program takes: all that are left of one prompt before the next."""
         shape, plan = (self.groups, self._plan.rows), self._plan
         tokens = np.zeros((*shape, plan.chunk), np.int32)
         slot = np.full(shape, plan.slots, np.int32)
@@ -380,12 +424,12 @@ class Generator:
         last = np.zeros(shape, bool)
         filled = [0] * self.groups
         pieces: list[_Piece] = []
-        for group, seat, answer in unread:
+        for group, number, answer in unread:
             while filled[group] < plan.rows and answer.read < len(answer.sample):
                 at = (group, filled[group])
                 filled[group] += 1
                 piece = answer.sample.tokens[answer.read : answer.read + plan.chunk]
-                tokens[at][: len(piece)], slot[at], start[at], length[at] = piece, seat, answer.read, len(piece)
+                tokens[at][: len(piece)], slot[at], start[at], length[at] = piece, number, answer.read, len(piece)
                 answer.read += len(piece)
                 last[at], sample[at] = answer.read == len(answer.sample), answer.sample.index & 0x7FFFFFFF
                 pieces.append(_Piece(answer, *at, len(piece), bool(last[at])))
@@ -438,42 +482,53 @@ class Generator:
                 self._keep(self._pieces_read(call.pieces, tokens, logprobs), kept)
                 return []
             self._keep(self._stepped(tokens, logprobs), kept)
-            return self._leave()
+            return self._free_slots()
 
     def _pieces_read(self, pieces: tuple[_Piece, ...], tokens: Any, logprobs: Any) -> list[_Part]:
-        self._progress.add(computed_tokens=self._plan.chunk * len(pieces))
+        generated = 0
         for answer, group, row, _, last in pieces:
             if last:
                 self._append_token(answer, tokens[group][row], logprobs[group][row])
+                generated += 1
+        self._progress.add(
+            tokens=sum(piece.length for piece in pieces) + generated,
+            generated_tokens=generated,
+            computed_tokens=self.groups * self._plan.rows * self._plan.chunk,
+        )
         return [_Part(answer, group * self._plan.rows + row, length) for answer, group, row, length, _ in pieces]
 
     def _stepped(self, tokens: Any, logprobs: Any) -> list[_Part]:
-        parts = []
+        parts, generated = [], 0
         for group, slot, answer in self._taken():
             if not answer.tokens:
                 continue  # its prompt was still being read when this call began
-            begun = answer.fed
+            begun, known = answer.fed, len(answer.tokens)
             for step in range(self._plan.stride):
                 answer.fed += 1
                 if answer.reason is not None:
                     break  # that was its last token
                 self._append_token(answer, tokens[step][group][slot], logprobs[step][group][slot])
+            generated += len(answer.tokens) - known
             parts.append(_Part(answer, group * self._plan.slots + slot, answer.fed - begun))
-        self._progress.add(computed_tokens=self._plan.stride * len(parts))
+        self._progress.add(
+            tokens=generated,
+            generated_tokens=generated,
+            computed_tokens=self.groups * self._plan.slots * self._plan.stride,
+        )
         return parts
 
-    def _leave(self) -> list[Answer]:
-        """Those whose last token was fed; their slots are free."""
+    def _free_slots(self) -> list[Answer]:
+        """Return the answers whose last token was fed, and free their slots."""
         ended = []
         for group, slot, answer in self._taken():
             if answer.reason is not None and answer.fed == len(answer.tokens):
-                self._seats[group][slot] = None
+                self._in_slots[group][slot] = None
                 ended.append(answer)
         return ended
 
     def _keep(self, parts: list[_Part], kept: list[dict[int, npt.NDArray[np.generic]]]) -> None:
-        """Copies of the answers' rows, several taps at once: what the device wrote to is used again."""
-        own = [part for part in parts if part.answer.owned and kept]
+        """Copy the rows of the answers, several taps at once: the device reuses the memory that it wrote to."""
+        own = [part for part in parts if part.answer.group in self.owned and kept]
         places = [(answer.rows, row, length, answer.rows.extend(length)) for answer, row, length in own]
 
         def copy(tap: int) -> None:
@@ -493,10 +548,58 @@ class Generator:
 
 
 def _by_row(array: jax.Array) -> dict[int, npt.NDArray[np.generic]]:
-    """What this process stores of an array, by its number along the first axis."""
+    """Return what this process stores of an array, by index along the first axis."""
     found: dict[int, npt.NDArray[np.generic]] = {}
     for part in array.addressable_shards:
         if part.replica_id == 0:
             first, data = part.index[0].start or 0, np.asarray(part.data)
             found.update((first + n, data[n]) for n in range(len(data)))
     return found
+
+
+def make_generator(run: ResolvedRun, generation: GenerationSpec, progress: Progress, reader: SampleReader) -> Generator:
+    """Load the model onto all devices, with a cache whose memory is checked before it is allocated."""
+    spec, config, dtype = run.spec, run.files.config, run.spec.dtype
+    itemsize, memory = jnp.dtype(dtype).itemsize, device_memory()
+    shape = spec.mesh_shape or default_shape(config, jax.device_count(), itemsize, memory)
+    mesh, layout = make_mesh(shape), plan_mesh(config, shape)
+    for note in layout.notes(config):
+        progress.log(note)
+    split = shape[1] if config.n_kv_heads % shape[1] == 0 else 1
+    longest, answers = _prompts(run, reader)
+    plan = plan_slots(
+        longest,
+        generation.max_new_tokens,
+        -(-slot_bytes(config, 1, dtype) // split),
+        layout.weight_bytes(config, itemsize, head=True),
+        memory,
+        spec.batch_size,
+        None if answers is None else -(-answers // shape[0]),
+    )
+    return Generator(
+        load(run.files, dtype, None, layout.place(mesh), head=True),
+        config,
+        run.taps,
+        mesh=mesh,
+        plan=plan,
+        stop=generation.stop_tokens,
+        generation=generation,
+        seed=spec.data.seed,
+        dtype=dtype,
+        store_dtype=spec.store_dtype,
+        progress=progress,
+    )
+
+
+def _prompts(run: ResolvedRun, reader: SampleReader) -> tuple[int, int | None]:
+    """Return the longest prompt and the number of prompts, as far as a look at a short stream tells.
+
+    A pod always gets the longest possible prompt: its hosts must compile the same program, and look at their streams
+    before they have agreed on what is done.
+    """
+    if jax.process_count() > 1:
+        return run.spec.data.max_seq_length, run.expected_samples()
+    lengths = first_lengths(reader, _LOOK_TOKENS)
+    if lengths is None:
+        return run.spec.data.max_seq_length, None
+    return max(lengths, default=1), len(lengths)

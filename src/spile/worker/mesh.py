@@ -1,6 +1,6 @@
-"""The mesh: devices in a rectangle of ``data × model``, and one table from a tensor's logical axes to it.
+"""The device mesh ``data × model``, and one table that maps the logical axes of tensors to it.
 
-An axis that the mesh does not divide evenly is replicated, and said: 14 heads cannot be cut into 16 whole parts.
+An axis that the mesh does not divide evenly, such as 14 heads over 16 devices, is replicated, and a message says so.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ RULES: Mapping[str, str | None] = {
     "positions": None,
     "layers": None,
 }
-"""Logical axis → mesh axis; None: every device has all of it."""
+"""Logical axis → mesh axis; None means replicated."""
 
 _WEIGHTS_PART = 0.4
-"""The part of a device's memory that weights may take; the rest is for activations."""
+"""The fraction of device memory that weights may take; the rest is for activations."""
 
 
 @dataclass(frozen=True)
 class MeshPlan:
-    """How a model lies on ``data × model`` devices. Known before any device is."""
+    """How a model is distributed over ``data × model`` devices. No device is needed to make it."""
 
     data: int
     model: int
     units: Mapping[str, int] = field(default_factory=dict)
-    """How many whole parts a logical axis has where that is not its size: heads, not heads × head_dim."""
+    """The number of indivisible parts of a logical axis, if it is not its size: heads, not heads × head_dim."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -57,21 +57,21 @@ class MeshPlan:
         return self.data, self.model
 
     def spec(self, axes: Sequence[str | None], shape: Sequence[int]) -> PartitionSpec:
-        """Where a tensor's dimensions go; each mesh axis once, and only where it divides."""
-        taken: set[str] = set()
+        """Return the partition of a tensor: each mesh axis is used at most once, and only if it divides evenly."""
+        used: set[str] = set()
         parts: list[str | None] = []
         for axis, size in zip(axes, shape, strict=True):
             target = RULES[axis] if axis is not None else None
-            fits = target is not None and target not in taken and self._divides(axis, size)
+            fits = target is not None and target not in used and self._divides(axis, size)
             parts.append(target if fits else None)
-            taken |= {target} if fits and target is not None else set()
+            used |= {target} if fits and target is not None else set()
         return PartitionSpec(*parts)
 
     def _divides(self, axis: str | None, size: int) -> bool:
         return self.units.get(axis or "", size) % self.model == 0 and size % self.model == 0
 
     def place(self, mesh: Mesh) -> Any:
-        """For ``weights.load``: from a tensor's axes and shape to its sharding."""
+        """Return the function for ``weights.load`` that maps axes and shape of a tensor to its sharding."""
 
         def sharding(axes: tuple[str | None, ...], shape: tuple[int, ...]) -> Sharding:
             return NamedSharding(mesh, self.spec(axes, shape))
@@ -79,7 +79,7 @@ class MeshPlan:
         return sharding
 
     def notes(self, config: ModelConfig) -> list[str]:
-        """What is replicated because it does not divide, for the user."""
+        """Return messages about axes that are replicated because they do not divide evenly."""
         if self.model == 1:
             return []
         sizes = {
@@ -96,17 +96,17 @@ class MeshPlan:
         ]
 
     def attention(self, name: str, mesh: Mesh, config: ModelConfig) -> str | Attention:
-        """The implementation, run on each device's part where the compiler cannot partition it by itself."""
+        """Return the attention implementation, mapped over the mesh if the compiler cannot partition it."""
         if name == "xla" or mesh.size == 1:
             return name
         whole_heads = config.n_heads % self.model == 0 and config.n_kv_heads % self.model == 0
         if self.model == 1 or not whole_heads:
-            # Heads that do not divide are computed by rows: each device of a model-parallel set takes a part of them.
+            # Heads do not divide evenly: each device of a model-parallel set computes a part of the batch rows.
             return over_mesh(name, mesh, AXES, None)
         return over_mesh(name, mesh, "data", "model")
 
     def mixture(self, platform: str, mesh: Mesh, config: ModelConfig) -> str | Mixture:
-        """How tokens reach their experts: on each device its own rows, through its own part of every expert."""
+        """Return how tokens reach their experts: each device computes its batch rows with its part of every expert."""
         name = choose_mixture(platform)
         if config.experts is None or mesh.size == 1:
             return name
@@ -115,7 +115,7 @@ class MeshPlan:
     def weight_bytes(
         self, config: ModelConfig, itemsize: int, n_layers: int | None = None, *, head: bool = False
     ) -> int:
-        """Bytes of weights on each device."""
+        """Return the bytes of weights on each device."""
         sizes: list[int] = []
 
         def count(_: str, tensor: Tensor) -> None:
@@ -127,7 +127,7 @@ class MeshPlan:
 
 
 def plan_mesh(config: ModelConfig, shape: tuple[int, int]) -> MeshPlan:
-    """The plan for a model on a mesh of this shape."""
+    """Return the plan for a model on a mesh of this shape."""
     return MeshPlan(*shape, units={"heads": config.n_heads, "kv_heads": config.n_kv_heads})
 
 
@@ -140,9 +140,16 @@ def default_shape(
     *,
     head: bool = False,
 ) -> tuple[int, int]:
-    """All data parallel if the weights leave room on a device; else the least model parallelism that makes room.
+    """Return a data-parallel mesh if the weights leave room on a device; otherwise add model parallelism.
 
-    ``memory`` is a device's, in bytes; None: unknown, taken for enough.
+    Args:
+        config: The model.
+        devices: The number of devices.
+        itemsize: Bytes per weight.
+        memory: The memory of a device in bytes; None means unknown and is taken for enough.
+        n_layers: The number of layers to load; None means all.
+        head: Whether the LM head is loaded.
+
     """
     if memory is None:
         return devices, 1
@@ -155,14 +162,14 @@ def default_shape(
 
 
 def device_memory() -> int | None:
-    """What one device has, in bytes; None where it does not say, as a CPU."""
+    """Return the memory of a device in bytes; None if it is unknown, as for a CPU."""
     statistics = jax.local_devices()[0].memory_stats() or {}
     limit = statistics.get("bytes_limit")
     return None if limit is None else int(limit)
 
 
 def make_mesh(shape: tuple[int, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """The devices in that rectangle, neighbours on the chips' own network along ``model``."""
+    """Arrange the devices in this shape, with neighbours of the chip network along ``model``."""
     from jax.experimental import mesh_utils
 
     devices = list(jax.devices()) if devices is None else list(devices)
@@ -173,7 +180,7 @@ def make_mesh(shape: tuple[int, int], devices: Sequence[jax.Device] | None = Non
             found=f"{shape[0]},{shape[1]} ({math.prod(shape)})",
         )
     if devices[0].platform != "tpu":
-        # By process, so that a model-parallel set stays on one host where it fits.
+        # By process, so that a model-parallel set stays on one host if it fits.
         ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
         return Mesh(np.array(ordered).reshape(shape), AXES)
     slices = len({getattr(device, "slice_index", 0) for device in devices})

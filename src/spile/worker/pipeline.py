@@ -1,4 +1,16 @@
-"""Bounded queues between the threads of a worker, and one way for all of them to end when one fails."""
+"""The worker's pipeline: produce, copy, write, commit. ``extract``, ``infer`` and ``--add-taps`` all run through it.
+
+::
+
+    plan          samples ─► shards of batches          thread "plan"        plan_shards, Producer.batches
+    produce       batches ─► the device                 the calling thread   Producer.start
+    copy          the device ─► host memory             thread "copy"        Producer.fetch
+    write         rows ─► their place in the shard      threads "write-N"    ShardBuilder.write
+    commit        shard ─► durable ─► ledger            threads "commit-N"   ShardBuilder.finish, Sink.commit
+
+The queues between the threads are short, so a slow disk or bucket makes the device wait and memory stays bounded. The
+first error in any thread ends all of them. The pipeline never imports JAX.
+"""
 
 from __future__ import annotations
 
@@ -7,49 +19,59 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from spile.spec.phase import Phase
-from spile.spec.sample import Sample, Skip
+from spile.spec.sample import Prediction, Sample, Skip
 from spile.store.ledger import ShardRecord
+from spile.store.predictions import put_predictions
 from spile.store.shard import ShardBuilder
-from spile.worker.batches import Batch, ShardBatches
-from spile.worker.producer import OutOfDeviceMemory, Producer, RowBlock
+from spile.store.stream import StreamStore
+from spile.worker.batches import Batch, Sizes, row_bytes
+from spile.worker.producer import Control, OutOfDeviceMemory, Producer, RowBlock, Verdict
 from spile.worker.progress import Progress
 
 __all__ = [
     "AHEAD",
-    "Close",
-    "Control",
-    "Countdown",
-    "Crew",
-    "Flow",
-    "Pipe",
+    "Channel",
+    "LocalControl",
     "Pipeline",
-    "Rows",
-    "Shard",
     "ShardTask",
     "Sink",
-    "Step",
-    "Stopped",
-    "Verdict",
+    "StreamSink",
+    "ThreadGroup",
+    "ThreadsEnded",
+    "plan_shards",
+    "run_pipeline",
 ]
 
 
 T = TypeVar("T")
 
-_LOOK_UP = 0.1
-"""Seconds between looks at whether the crew was told to stop."""
-_PATIENCE = 2.0
-"""Seconds that an interrupted crew is waited for."""
+_POLL = 0.1
+"""Seconds between checks whether another thread failed."""
+_INTERRUPT_WAIT = 2.0
+"""Seconds that an interrupted run waits for its threads."""
+_PLANNED = 1
+"""Planned shards that wait in the queue; the planning thread holds one more."""
+AHEAD = 3
+"""Default number of batches in flight beyond one per writer: two on the device and one on its way to the host."""
+_SHARD_SAMPLES, _GROUP_SAMPLES = 16_384, 2_048
+"""Most samples per shard, in total and per group, so that headers, indexes and what is planned ahead stay small."""
+_SKIPS = 16_384
+"""Most skipped samples that are held before they are committed."""
 
 
-class Stopped(Exception):  # control flow between our own threads; never leaves them
-    """Another thread of the crew failed: drop what you hold and end."""
+# -- threads ----------------------------------------------------------------------------------------------------------
 
 
-class Crew:
+class ThreadsEnded(Exception):  # control flow between our own threads; never leaves them
+    """Another thread of the group failed: drop everything and return."""
+
+
+class ThreadGroup:
     """Threads that fail together: the first error ends all of them and is raised by :meth:`join`."""
 
     def __init__(self) -> None:
@@ -60,23 +82,23 @@ class Crew:
 
     @property
     def failed(self) -> bool:
-        """Whether to end."""
+        """Whether a thread failed and the others should end."""
         return self._failed.is_set()
 
     def fail(self, error: BaseException) -> None:
-        """End everybody; the first error is the one that counts, but for an interrupt, which is the user's word."""
+        """End all threads. The first error counts, except that a KeyboardInterrupt always counts."""
         with self._lock:
-            if isinstance(error, KeyboardInterrupt) or (self._error is None and not isinstance(error, Stopped)):
+            if isinstance(error, KeyboardInterrupt) or (self._error is None and not isinstance(error, ThreadsEnded)):
                 self._error = error
         self._failed.set()
 
     def start(self, name: str, work: Callable[[], None]) -> None:
-        """Run a stage in a thread of its own."""
+        """Run ``work`` in a thread of the group."""
 
         def guarded() -> None:
             try:
                 work()
-            except BaseException as error:  # noqa: BLE001 - kept, and raised again by join
+            except BaseException as error:  # noqa: BLE001 - stored, and raised again by join
                 self.fail(error)
 
         thread = threading.Thread(target=guarded, name=f"spile-{name}", daemon=True)
@@ -84,205 +106,297 @@ class Crew:
         thread.start()
 
     def join(self) -> None:
-        """Wait for all to end, then raise what ended them early, if anything.
+        """Wait for all threads, then raise the error that ended them, if any.
 
-        Who is interrupted does not wait long for a thread that waits itself, for a device or a network that hangs.
+        After an interrupt the wait is short: a thread may be waiting for a device or a network that hangs.
         """
         try:
-            while not self._interrupted and not self.ended:
-                time.sleep(_LOOK_UP / 10)  # a bare join would hold back Ctrl+C
+            while not isinstance(self._error, KeyboardInterrupt) and not self.ended:
+                time.sleep(_POLL / 10)  # Thread.join would delay Ctrl+C
         except KeyboardInterrupt as error:
             self.fail(error)
-        patience = time.monotonic() + _PATIENCE
-        while not self.ended and time.monotonic() < patience:
-            time.sleep(_LOOK_UP / 10)
+        deadline = time.monotonic() + _INTERRUPT_WAIT
+        while not self.ended and time.monotonic() < deadline:
+            time.sleep(_POLL / 10)
         if self._error is not None:
             raise self._error
 
     @property
     def ended(self) -> bool:
-        """Whether no thread is at work any more."""
+        """Whether no thread is running."""
         return not any(thread.is_alive() for thread in self._threads)
 
-    @property
-    def _interrupted(self) -> bool:
-        return isinstance(self._error, KeyboardInterrupt)
 
+class Channel(Generic[T]):
+    """A bounded queue between threads of a group. Both ends raise :class:`ThreadsEnded` once the group failed."""
 
-class Pipe(Generic[T]):
-    """A queue of bounded length that ends for good when its crew fails."""
-
-    def __init__(self, crew: Crew, most: int) -> None:
-        self._crew = crew
-        self._queue: queue.Queue[T | None] = queue.Queue(most)
+    def __init__(self, threads: ThreadGroup, length: int) -> None:
+        self._threads = threads
+        self._queue: queue.Queue[T | None] = queue.Queue(length)
 
     def put(self, item: T | None) -> None:
-        """Wait for room. None closes the pipe."""
-        while not self._crew.failed:
+        """Wait for room and add an item. None closes the channel for one reader."""
+        while not self._threads.failed:
             try:
-                self._queue.put(item, timeout=_LOOK_UP)
+                self._queue.put(item, timeout=_POLL)
             except queue.Full:
                 continue
             return
-        raise Stopped
+        raise ThreadsEnded
 
-    def close(self) -> None:
-        """Nothing more comes."""
-        self.put(None)
+    @property
+    def ready(self) -> bool:
+        """Whether an item is waiting."""
+        return not self._queue.empty()
 
     def __iter__(self) -> Iterator[T]:
-        while not self._crew.failed:
+        while not self._threads.failed:
             try:
-                item = self._queue.get(timeout=_LOOK_UP)
+                item = self._queue.get(timeout=_POLL)
             except queue.Empty:
                 continue
             if item is None:
                 return
             yield item
-        raise Stopped
+        raise ThreadsEnded
 
 
-_PLANS = 1
-"""Shards that wait with their samples; the feeder holds one more, and all are compiled for."""
-AHEAD = 3
-"""Batches beyond those being written, unless told: two on the device, and one on its way from it."""
-
-Verdict = Literal["go", "commit", "stop"]
-"""At a batch's boundary: go on; commit the shards as they are and go on; commit them and end."""
+# -- what the pipeline is given ---------------------------------------------------------------------------------------
 
 
-class Control(Protocol):
-    """Who decides when shards end early. On a pod, all hosts must hear the same answer at the same batch."""
+class LocalControl:
+    """The control of a single process: a signal stops it, a clock asks for commits."""
+
+    def __init__(
+        self, stop: threading.Event, commit_every: float | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._stop, self._every, self._clock = stop, commit_every, clock
+        self._since = clock()
 
     def verdict(self) -> Verdict:
-        """Asked before each batch."""
+        """Return ``stop`` after a signal, ``commit`` when ``--commit-every`` is due, else ``go``."""
+        if self._stop.is_set():
+            return "stop"
+        return "commit" if self._every is not None and self._clock() - self._since >= self._every else "go"
 
     def stopping(self) -> bool:
-        """Whether a wait before the next batch is of no use any more. The verdict alone decides."""
+        """Return whether a signal arrived."""
+        return self._stop.is_set()
 
     def committed(self) -> None:
-        """Shards were closed: the clock of ``--commit-every`` starts again."""
+        """Restart the clock of ``--commit-every``."""
+        self._since = self._clock()
 
 
 class Sink(Protocol):
-    """Where rows go: a stream's store, seen from the pipeline."""
+    """Where activation rows go: the store of a stream."""
+
+    remote: bool
+    """Whether the store is a bucket."""
 
     def begin(self, samples: Sequence[Sample]) -> ShardBuilder:
-        """Lay out a shard for these samples. May wait until an earlier one has left."""
+        """Lay out a shard for these samples."""
+
+    def add_predictions(self, record: ShardRecord, predictions: Sequence[Prediction]) -> ShardRecord:
+        """Store the answers of a shard, and return its record with their file."""
 
     def commit(self, record: ShardRecord | None, skipped: Sequence[Skip], end: int | None) -> None:
         """Make a shard and skipped samples part of the dataset."""
 
 
+class StreamSink:
+    """The sink of a single process: the store itself, and a callback after each commit."""
+
+    def __init__(self, stream: StreamStore, after_commit: Callable[[], None] = lambda: None) -> None:
+        self._stream, self._after = stream, after_commit
+        self.remote = stream.folder.local_path is None
+
+    def begin(self, samples: Sequence[Sample]) -> ShardBuilder:
+        """Lay out a shard for these samples."""
+        return self._stream.begin(samples)
+
+    def add_predictions(self, record: ShardRecord, predictions: Sequence[Prediction]) -> ShardRecord:
+        """Store the answers of a shard, and return its record with their file."""
+        return put_predictions(self._stream.folder, record, predictions)
+
+    def commit(self, record: ShardRecord | None, skipped: Sequence[Skip], end: int | None) -> None:
+        """Commit a shard and skipped samples as one record; do nothing if there is nothing to commit."""
+        if record is None and not skipped and end is None:
+            return
+        self._stream.commit([] if record is None else [record], skipped, end=end)
+        self._after()
+
+
 @dataclass(frozen=True)
 class ShardTask:
-    """A shard to make, and the samples skipped on the way to it."""
+    """One shard to make, and the samples that were skipped before it."""
 
-    plan: ShardBatches
+    batches: Sequence[Batch] = ()
     skipped: tuple[Skip, ...] = ()
     end: int | None = None
-    """With the last work of a stream: how many samples the stream has."""
+    """With the last task of a stream: the number of samples of the stream, if only reading it tells."""
     undivided: bool = False
-    """Committed whole or not at all."""
+    """Whether the shard is committed with all its batches or not at all."""
+    stop: bool = False
+    """Whether the producer was asked to stop: this task is the last one, and samples are left."""
+
+
+def plan_shards(
+    items: Iterable[Sample | Skip],
+    make_batches: Callable[[Iterator[Sample]], Iterable[Batch | Verdict]],
+    bytes_per_token: int,
+    shard_bytes: float,
+    end: Callable[[], int | None],
+) -> Iterator[ShardTask]:
+    """Group batches into shards of about ``shard_bytes``, each with the samples that were skipped before it.
+
+    A shard ends early if very many samples are skipped, so that they are committed and forgotten.
+
+    Args:
+        items: The samples of the stream that are left, and those to skip.
+        make_batches: Turns samples into batches; a verdict ``commit`` closes the shard, ``stop`` ends the run.
+        bytes_per_token: What one token takes in a shard.
+        shard_bytes: The size of a shard; a single batch may exceed it.
+        end: Returns the number of samples of the stream, to be called after all were read; None if known before.
+
+    """
+    waiting = iter(items)
+    skipped: list[Skip] = []
+    open_: list[Batch] = []
+    size = samples = 0
+    more, stop = True, False
+
+    def read() -> Iterator[Sample]:
+        nonlocal more
+        for item in waiting:
+            if isinstance(item, Skip):
+                skipped.append(item)
+                if len(skipped) >= _SKIPS:
+                    return
+            else:
+                yield item
+        more = False
+
+    def close(total: int | None = None, *, last: bool = False) -> ShardTask:
+        nonlocal size, samples
+        task = ShardTask(tuple(open_), tuple(skipped), total, stop=last and stop)
+        open_.clear()
+        skipped.clear()
+        size = samples = 0
+        return task
+
+    while more and not stop:
+        for batch in make_batches(read()):
+            if isinstance(batch, Batch):
+                added, count = batch.stored_bytes(bytes_per_token), len(batch.samples)
+                most = min(_SHARD_SAMPLES, _GROUP_SAMPLES * len(batch.groups))
+                if open_ and (size + added > shard_bytes or samples + count > most):
+                    yield close()
+                open_.append(batch)
+                size, samples = size + added, samples + count
+            elif batch == "stop":
+                stop = True
+                break
+            elif batch == "commit" and (open_ or skipped):
+                yield close()
+        if open_ or (more and skipped):
+            yield close()
+    total = None if stop else end()
+    if skipped or stop or total is not None:
+        yield close(total, last=True)
+
+
+def run_pipeline(
+    items: Iterable[Sample | Skip],
+    producer: Producer,
+    stream: StreamStore,
+    sizes: Sizes,
+    *,
+    progress: Progress,
+    control: Control,
+    end: Callable[[], int | None] = lambda: None,
+    after_commit: Callable[[], None] = lambda: None,
+    sink: Sink | None = None,
+) -> bool:
+    """Compute and store what is left of a stream.
+
+    Args:
+        items: The samples that are left, and those to skip.
+        producer: Turns samples into activation rows.
+        stream: The store of the stream.
+        sizes: How much is computed, held and written at once.
+        progress: The counters of the run.
+        control: Decides when to stop and when to commit early.
+        end: See :func:`plan_shards`.
+        after_commit: Called after each commit if no ``sink`` is given.
+        sink: Where rows go; by default the stream's own store.
+
+    Returns:
+        True if the stream was worked off, False if the control stopped it; then everything computed is committed.
+
+    """
+    bytes_per_token = row_bytes(stream.record.identity.rows(stream.run))
+    plan = sizes.batch_plan(producer.groups)
+    tasks = plan_shards(
+        items,
+        lambda samples: producer.batches(samples, plan, control),
+        bytes_per_token,
+        sizes.shard_bytes,
+        end,
+    )
+    return Pipeline(producer, sink or StreamSink(stream, after_commit), control, progress, sizes).run(tasks)
+
+
+# -- the pipeline -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
-class Shard:
-    """A shard being filled."""
+class _Shard:
+    """A shard that is being filled."""
 
     builder: ShardBuilder | None
-    """None where this process stores no row of it."""
-    lane: int
+    """None if this process stores no row of it."""
+    writer: int
     waiting: deque[Batch]
     skipped: tuple[Skip, ...]
     end: int | None
+    undivided: Sequence[Batch] = ()
+    """All of its batches if it is committed with all of them or not at all."""
+    predictions: list[Prediction] = field(default_factory=list)
+    """The answers that this process stores with it."""
     rows: int = 0
     samples: int = 0
     """Rows and samples that this process stores."""
-    undivided: tuple[Batch, ...] = ()
-    """All of its batches, where it is committed whole or not at all."""
     started: int = 0
-    """Batches: the same on every host of a pod, whatever each stores of them, so decisions are made on it."""
+    """Started batches: the same number on every host of a pod, so decisions depend on it."""
 
 
-class Step(NamedTuple):
-    """A batch on its way: started, then fetched, then written."""
+class _Started(NamedTuple):
+    """A batch on the device."""
 
-    shard: Shard
+    shard: _Shard
     batch: Batch
     pending: object
     first_row: int
-    started: float
+    began: float
 
 
-class Rows(NamedTuple):
-    """A batch that was fetched."""
+class _Fetched(NamedTuple):
+    """A batch in host memory."""
 
-    step: Step
-    blocks: Sequence[Sequence[RowBlock]]
-
-
-class Close(NamedTuple):
-    """The end of a shard; whole, or as far as it came."""
-
-    shard: Shard
-    whole: bool
+    step: _Started
+    blocks: Iterable[Sequence[RowBlock]]
 
 
-@dataclass
-class Flow:
-    """The queues of one run."""
+class _Close(NamedTuple):
+    """The end of a shard, complete or not."""
 
-    crew: Crew
-    lanes: int
-    in_flight: int
-    plans: Pipe[ShardTask] = field(init=False)
-    steps: Pipe[Step | Close] = field(init=False)
-    rows: list[Pipe[Rows | Close]] = field(init=False)
-    closes: Pipe[Close] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.plans = Pipe(self.crew, _PLANS)
-        most = 2 * self.in_flight + 1  # each batch may be the last of its shard; a full queue would hold up all lanes
-        self.steps = Pipe(self.crew, most)
-        self.rows = [Pipe(self.crew, most) for _ in range(self.lanes)]
-        self.closes = Pipe(self.crew, 1)
-        self.credits = threading.Semaphore(self.in_flight)
-        # Batches of each lane, counted by the dispatcher and by the lane: each number has one writer and needs no lock.
-        self.started = [0] * self.lanes
-        self.written = [0] * self.lanes
-
-    def waiting(self, lane: int) -> int:
-        """Batches on their way to a lane's file."""
-        return self.started[lane] - self.written[lane]
-
-    def wait_for_room(self) -> None:
-        """Wait until one more batch may be in flight. The dispatcher alone takes credits, so the room stays."""
-        while not self.credits.acquire(timeout=0.1):
-            if self.crew.failed:
-                raise Stopped
-        self.credits.release()
-
-
-class Countdown:
-    """Closes a pipe, once for each of its readers, when the last of its writers is done."""
-
-    def __init__(self, writers: int, pipe: Pipe[Close], readers: int) -> None:
-        self._left, self._pipe, self._readers = writers, pipe, readers
-        self._lock = threading.Lock()
-
-    def one_less(self) -> None:
-        """A writer is done."""
-        with self._lock:
-            self._left -= 1
-            if self._left:
-                return
-        for _ in range(self._readers):
-            self._pipe.close()
+    shard: _Shard
+    complete: bool
 
 
 class Pipeline:
-    """One visit to a stream: works off a sequence of :class:`ShardTask` until it ends or is told to stop."""
+    """One run over a sequence of :class:`ShardTask`. An object is used once."""
 
     def __init__(
         self,
@@ -290,165 +404,190 @@ class Pipeline:
         sink: Sink,
         control: Control,
         progress: Progress,
+        sizes: Sizes,
         *,
-        lanes: int = 1,
-        finishers: int | None = None,
-        in_flight: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._producer, self._sink, self._control, self._progress = producer, sink, control, progress
-        self._lanes, self._finishers, self._clock = lanes, finishers or lanes, clock
-        self._in_flight = in_flight or lanes + AHEAD
+        self._writers, self._clock = sizes.writers, clock
+        self._finishers = sizes.finishers or sizes.writers
+        in_flight = sizes.in_flight or sizes.writers + AHEAD
+        self._threads = ThreadGroup()
+        self._tasks: Channel[ShardTask] = Channel(self._threads, _PLANNED)
+        length = 2 * in_flight + 1  # each batch may end its shard; a full queue would hold up all writers
+        self._started: Channel[_Started | _Close] = Channel(self._threads, length)
+        self._fetched: list[Channel[_Fetched | _Close]] = [Channel(self._threads, length) for _ in range(self._writers)]
+        self._closed: Channel[_Close] = Channel(self._threads, 1)
+        self._credits = threading.Semaphore(in_flight)
+        # Batches of each writer. Each number is changed by one thread and needs no lock.
+        self._counts_started, self._counts_written = [0] * self._writers, [0] * self._writers
+        self._writers_left, self._lock = self._writers, threading.Lock()
         self._most_tokens: int | None = None
-        """Computed tokens per group that the device has room for, once it ran out."""
+        """Computed tokens per group that fit on the device, known once a batch did not fit."""
         self._stopped = False
-        self._unfinished: set[Shard] = set()
+        self._unfinished: set[_Shard] = set()
         self._commit_lock = threading.Lock()
-        self._refused = False
-        """A commit failed."""
+        self._commit_failed = False
 
     def run(self, tasks: Iterable[ShardTask]) -> bool:
-        """Work everything off. True: to the end; False: stopped early, with all that was computed committed."""
-        crew = Crew()
-        flow = Flow(crew, self._lanes, self._in_flight)
-        left = Countdown(self._lanes, flow.closes, self._finishers)
-        crew.start("feeder", lambda: self._feed(tasks, flow.plans))
-        crew.start("fetcher", lambda: self._fetch(flow))
-        for lane in range(self._lanes):
-            crew.start(f"lane-{lane}", lambda lane=lane: self._fill(flow, lane, left))  # type: ignore[misc]
+        """Make all shards. Return False if stopped early; then everything that was computed is committed."""
+        threads = self._threads
+        threads.start("plan", lambda: self._plan(tasks))
+        threads.start("copy", self._copy)
+        for number in range(self._writers):
+            threads.start(f"write-{number}", lambda number=number: self._write_batches(number))  # type: ignore[misc]
         for number in range(self._finishers):
-            crew.start(f"finisher-{number}", lambda: self._finish(flow.closes))
+            threads.start(f"commit-{number}", self._commit_shards)
         try:
-            self._dispatch(flow)
-        except BaseException as error:  # noqa: BLE001 - Ctrl+C too ends the crew first; join raises it again
-            crew.fail(error)
+            self._produce()
+        except BaseException as error:  # noqa: BLE001 - Ctrl+C ends the threads first; join raises it again
+            threads.fail(error)
         try:
-            crew.join()
+            threads.join()
         finally:
-            # Nothing half-written stays; but under a thread that hangs, an open file is left to the end of the process.
-            for shard in self._unfinished if crew.ended else ():
+            # Remove half-written files, unless a thread hangs that may still write to them.
+            for shard in self._unfinished if threads.ended else ():
                 if shard.builder is not None:
                     shard.builder.abort()
         return not self._stopped
 
-    # -- feeder ---------------------------------------------------------------------------------------------------
+    # -- plan ---------------------------------------------------------------------------------------------------------
 
-    def _feed(self, tasks: Iterable[ShardTask], plans: Pipe[ShardTask]) -> None:
+    def _plan(self, tasks: Iterable[ShardTask]) -> None:
         iterator = iter(tasks)
         while not self._stopped:
-            with self._progress.busy("tokenizer"):
+            # A producer that asks the control computes in here and measures its own stages.
+            with nullcontext() if self._producer.asks_control else self._progress.busy("tokenizer"):
                 task = next(iterator, None)
             if task is None:
                 break
-            for batch in task.plan.batches:
+            for batch in task.batches:
                 self._producer.prepare(batch.shape)
-            plans.put(task)
-        plans.close()
+            self._tasks.put(task)
+            del task  # it may hold the rows of finished answers
+        self._tasks.put(None)
 
-    # -- dispatcher -----------------------------------------------------------------------------------------------
+    # -- produce ------------------------------------------------------------------------------------------------------
 
-    def _dispatch(self, flow: Flow) -> None:
-        """Start batches, the idlest lane first, until the plans run out or the control says stop."""
-        plans = iter(flow.plans)
-        open_: list[Shard | None] = [None] * self._lanes
-        more = True
+    def _produce(self) -> None:
+        """Start batches, the least busy writer first, until the tasks are done or the control says stop."""
+        tasks = iter(self._tasks)
+        open_: list[_Shard | None] = [None] * self._writers
+        more, stop = True, False
         while more or any(open_):
-            flow.wait_for_room()  # before the choice: which lane is idle shows when there is room
-            lane = min((lane for lane in range(self._lanes) if more or open_[lane]), key=flow.waiting)
-            if open_[lane] is None:
-                task = next(plans, None)
+            self._wait_for_room()  # before the choice: only now is it known which writer is least busy
+            # Go on with an open shard rather than wait for the next one to be planned.
+            new = more and (self._tasks.ready or not any(open_))
+            writer = min((number for number in range(self._writers) if new or open_[number]), key=self._load)
+            if open_[writer] is None:
+                task = next(tasks, None)
                 more = task is not None
                 if task is not None:
-                    whole = tuple(task.plan.batches) if task.undivided else ()
-                    open_[lane] = self._begin(lane, task.plan.batches, task.skipped, task.end, whole)
-            shard = open_[lane]
+                    undivided = task.batches if task.undivided else ()
+                    open_[writer] = self._begin(writer, task.batches, task.skipped, task.end, undivided)
+                    stop = task.stop
+                del task
+            shard = open_[writer]
             if shard is not None:
-                open_[lane] = self._advance(flow, shard, open_)
+                open_[writer] = self._advance(shard, open_)
             if self._stopped:
-                self._close_all(flow, open_)
+                self._close_all(open_)
                 more = False
-        self._progress.phase(Phase.UPLOADING)
-        for _ in plans if self._stopped else ():
-            pass  # let the feeder find room, see the flag, and end
-        flow.steps.close()
+        self._progress.phase(Phase.UPLOADING if self._sink.remote else Phase.WRITING)
+        for _ in tasks if self._stopped else ():
+            pass  # let the planning thread find room, see the flag, and end
+        self._stopped = self._stopped or stop
+        self._started.put(None)
 
-    def _advance(self, flow: Flow, shard: Shard, open_: list[Shard | None]) -> Shard | None:
-        """Start a shard's next batch. What the lane goes on with: the shard, what is left of it, or nothing."""
-        if shard.waiting and self._fits(shard.waiting[0]):  # no wait for a program that will not be run
+    def _load(self, writer: int) -> int:
+        """Return the number of batches on their way to a writer."""
+        return self._counts_started[writer] - self._counts_written[writer]
+
+    def _wait_for_room(self) -> None:
+        """Wait until one more batch may be in flight. Only this thread takes credits, so the room stays."""
+        while not self._credits.acquire(timeout=_POLL):
+            if self._threads.failed:
+                raise ThreadsEnded
+        self._credits.release()
+
+    def _advance(self, shard: _Shard, open_: list[_Shard | None]) -> _Shard | None:
+        """Start the next batch of a shard; return the shard that its writer goes on with, if any."""
+        if shard.waiting and self._fits(shard.waiting[0]):  # no wait for a program that will not run
             self._progress.start()
-            self._producer.await_program(shard.waiting[0], lambda: flow.crew.failed or self._control.stopping())
-        verdict = self._control.verdict()
+            self._producer.await_program(shard.waiting[0], lambda: self._threads.failed or self._control.stopping())
+        verdict = "go" if self._producer.asks_control else self._control.verdict()
         if verdict == "stop":
             self._stopped = True
             return shard
         if verdict == "commit" and shard.started:
-            self._close_all(flow, open_, again=True)
-            shard = open_[shard.lane] or shard
+            self._close_all(open_, reopen=True)
+            shard = open_[shard.writer] or shard
         if shard.waiting:
             batch = shard.waiting[0]
             if not self._fits(batch):
-                return self._again(flow, shard)
-            flow.credits.acquire()
-            began = self._clock()  # before: a CPU computes in here
+                return self._reopen(shard)
+            self._credits.acquire()
+            began = self._clock()  # before start: a CPU computes inside it
             try:
                 pending = self._producer.start(batch)
             except OutOfDeviceMemory as error:
-                flow.credits.release()
+                self._credits.release()
                 self._shrink(batch, error)
-                return self._again(flow, shard)
-            flow.steps.put(Step(shard, batch, pending, shard.rows, began))
-            flow.started[shard.lane] += 1
+                return self._reopen(shard)
+            self._started.put(_Started(shard, batch, pending, shard.rows, began))
+            self._counts_started[shard.writer] += 1
             own = self._own(batch)
             shard.rows += sum(sample.rows for sample in own)
             shard.samples += len(own)
+            shard.predictions += batch.predictions() if own else []
             shard.started += 1
             shard.waiting.popleft()
         if shard.waiting:
             return shard
-        flow.steps.put(Close(shard, whole=True))
+        self._started.put(_Close(shard, complete=True))
         self._control.committed()
         return None
 
     def _begin(
         self,
-        lane: int,
+        writer: int,
         batches: Iterable[Batch],
         skipped: tuple[Skip, ...],
         end: int | None,
-        undivided: tuple[Batch, ...] = (),
-    ) -> Shard:
+        undivided: Sequence[Batch],
+    ) -> _Shard:
         waiting = deque(self._fitting(batches))
         samples = [sample for batch in waiting for sample in self._own(batch)]
         builder = self._sink.begin(samples) if samples else None
-        shard = Shard(builder, lane, waiting, skipped, end, undivided=undivided)
+        shard = _Shard(builder, writer, waiting, skipped, end, undivided)
         self._unfinished.add(shard)
         return shard
 
-    def _again(self, flow: Flow, shard: Shard) -> Shard:
-        """Close a shard as far as it came, and begin another with what is left of it: all, of an undivided one."""
+    def _reopen(self, shard: _Shard) -> _Shard:
+        """Close a shard early and begin another with the batches that are left: all of them if it is undivided."""
         waiting, skipped, end = shard.undivided or shard.waiting, shard.skipped, shard.end
-        if self._close_short(flow, shard) and not shard.undivided:
+        if self._close_early(shard) and not shard.undivided:
             skipped = ()
-        return self._begin(shard.lane, waiting, skipped, end, shard.undivided)
+        return self._begin(shard.writer, waiting, skipped, end, shard.undivided)
 
-    def _close_short(self, flow: Flow, shard: Shard) -> bool:
-        """Commit what a shard has, or drop it where it has nothing. True: it had something."""
+    def _close_early(self, shard: _Shard) -> bool:
+        """Commit what a shard has, or drop it if it has nothing. Return whether it had something."""
         shard.end = None
         if shard.started:
-            flow.steps.put(Close(shard, whole=False))
+            self._started.put(_Close(shard, complete=False))
             return True
         self._drop(shard)
         return False
 
-    def _close_all(self, flow: Flow, open_: list[Shard | None], again: bool = False) -> None:
-        for lane, shard in enumerate(open_):
+    def _close_all(self, open_: list[_Shard | None], reopen: bool = False) -> None:
+        for writer, shard in enumerate(open_):
             if shard is None:
                 continue
-            if again:
-                open_[lane] = self._again(flow, shard) if shard.started and not shard.undivided else shard
+            if reopen:
+                open_[writer] = self._reopen(shard) if shard.started and not shard.undivided else shard
             else:
-                self._close_short(flow, shard)
-                open_[lane] = None
+                self._close_early(shard)
+                open_[writer] = None
         self._control.committed()
 
     def _own(self, batch: Batch) -> list[Sample]:
@@ -458,7 +597,7 @@ class Pipeline:
         return self._most_tokens is None or batch.rows == 1 or batch.rows * batch.length <= self._most_tokens
 
     def _fitting(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """The same batches, those that the device has no room for in pieces."""
+        """Yield the same batches, split until each fits on the device."""
         for batch in batches:
             if self._fits(batch):
                 yield batch
@@ -466,7 +605,7 @@ class Pipeline:
                 yield from self._fitting(half for half in batch.halves() if half.samples)
 
     def _shrink(self, batch: Batch, error: OutOfDeviceMemory) -> None:
-        """Halve the batch, or give up where there is nothing left to halve."""
+        """Halve the batch size, or give up if a batch has one row."""
         if batch.rows == 1:
             raise OutOfDeviceMemory(
                 f"one row of {batch.length} tokens does not fit on the device",
@@ -479,37 +618,41 @@ class Pipeline:
             f"(--batch-tokens {self._most_tokens} from the start saves this detour)"
         )
 
-    # -- fetcher and lanes ----------------------------------------------------------------------------------------
+    # -- copy and write -----------------------------------------------------------------------------------------------
 
-    def _fetch(self, flow: Flow) -> None:
+    def _copy(self) -> None:
         last_ready = 0.0
-        for step in flow.steps:
-            if isinstance(step, Close):
-                flow.rows[step.shard.lane].put(step)
+        for step in self._started:
+            if isinstance(step, _Close):
+                self._fetched[step.shard.writer].put(step)
                 continue
             blocks = self._producer.fetch(step.pending)
             ready = self._clock()
-            self._progress.busy_for("model", ready - max(step.started, last_ready))
+            self._progress.busy_for("model", ready - max(step.began, last_ready))
             last_ready = ready
-            flow.rows[step.shard.lane].put(Rows(step, blocks))
-            del step, blocks  # or their memory would be held until the next batch is there
-        for pipe in flow.rows:
-            pipe.close()
+            self._fetched[step.shard.writer].put(_Fetched(step, blocks))
+            del step, blocks  # or their memory would be held until the next batch arrives
+        for channel in self._fetched:
+            channel.put(None)
 
-    def _fill(self, flow: Flow, lane: int, left: Countdown) -> None:
-        for item in flow.rows[lane]:
-            if isinstance(item, Close):
-                flow.closes.put(item)
+    def _write_batches(self, writer: int) -> None:
+        for item in self._fetched[writer]:
+            if isinstance(item, _Close):
+                self._closed.put(item)
                 continue
-            with self._progress.busy("host copy", self._lanes):
+            with self._progress.busy("host copy", self._writers):
                 self._write(item.step, item.blocks)
-            del item  # its memory is the next batch's
-            flow.written[lane] += 1
-            flow.credits.release()
-        left.one_less()
+            del item  # the next batch uses its memory
+            self._counts_written[writer] += 1
+            self._credits.release()
+        with self._lock:
+            self._writers_left -= 1
+            last = not self._writers_left
+        for _ in range(self._finishers if last else 0):
+            self._closed.put(None)
 
-    def _write(self, step: Step, blocks: Sequence[Sequence[RowBlock]]) -> None:
-        """Put a batch's rows where they belong, tap after tap."""
+    def _write(self, step: _Started, blocks: Iterable[Sequence[RowBlock]]) -> None:
+        """Write the rows of a batch to their places in the shard, tap after tap."""
         builder, batch = step.shard.builder, step.batch
         if builder is not None:
             sizes = {group: sum(sample.rows for sample in batch.of(group)) for group in self._producer.owned}
@@ -518,42 +661,39 @@ class Pipeline:
                 for group, rows in of_tap:
                     builder.write(tap, row, rows[: sizes[group]])
                     row += sizes[group]
-        self._progress.add(  # of the whole batch: on a pod too, progress is the worker's and not a host's
-            samples=len(batch.samples),
-            tokens=batch.real_tokens,
-            computed_tokens=batch.computed_tokens,
-            truncated=sum(sample.truncated > 0 for sample in batch.samples),
-        )
+        self._progress.add(**batch.counts())  # of all hosts of a pod: the progress is the worker's
 
-    # -- finishers ------------------------------------------------------------------------------------------------
+    # -- commit -------------------------------------------------------------------------------------------------------
 
-    def _finish(self, closes: Pipe[Close]) -> None:
-        for close in closes:
+    def _commit_shards(self) -> None:
+        for close in self._closed:
             with self._progress.busy("sink", self._finishers):
                 self._commit(close)
 
-    def _drop(self, shard: Shard) -> None:
+    def _drop(self, shard: _Shard) -> None:
         if shard.builder is not None:
             shard.builder.abort()
         self._unfinished.discard(shard)
 
-    def _commit(self, close: Close) -> None:
+    def _commit(self, close: _Close) -> None:
         shard = close.shard
         record = None
-        if shard.undivided and not close.whole:
+        if shard.undivided and not close.complete:
             self._drop(shard)
             return
         if shard.builder is not None and not shard.samples:
-            shard.builder.abort()  # closed early, before a batch with a row of this host's
+            shard.builder.abort()  # closed before a batch with a row of this host
         elif shard.builder is not None:
-            record = shard.builder.finish(None if close.whole else shard.samples)
+            record = shard.builder.finish(None if close.complete else shard.samples)
+            if shard.predictions:
+                record = self._sink.add_predictions(record, shard.predictions)
             self._progress.add(shards_written=1, bytes=record.size)
         with self._commit_lock:
-            if self._refused:
-                raise Stopped  # the first refusal is the one to tell: after it the store only says that it is unsure
-            self._refused = True
+            if self._commit_failed:
+                raise ThreadsEnded  # report the first failure: after it the store only says that it is not sure
+            self._commit_failed = True
             self._sink.commit(record, shard.skipped, shard.end)
-            self._refused = False
+            self._commit_failed = False
         self._unfinished.discard(shard)
         self._progress.add(
             shards_committed=int(record is not None), samples_committed=shard.samples + len(shard.skipped)

@@ -1,14 +1,15 @@
-"""What makes rows: the seam between the worker's loop and a model on devices.
+"""The producer interface: what turns samples into activation rows, seen from the pipeline.
 
-The loop plans batches, starts them, and drains what comes back, in the same order. It never sees jax: the crash
-tests drive the very same loop with a producer that is a few lines of NumPy.
+There are three producers: ``extract`` on JAX devices (:mod:`spile.worker.device`), ``infer`` on JAX devices
+(:mod:`spile.worker.infer`) and ``extract`` in PyTorch (:mod:`spile.worker.torch_backend`). The pipeline never imports
+JAX, so the crash tests run the same pipeline with a producer of a few lines of NumPy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,29 +18,113 @@ from spile.errors import Failure, ModelError, SpecError
 from spile.spec.positions import ALL, ANSWER, choose_positions
 from spile.spec.run import ExtractSpec
 from spile.spec.sample import Sample, Skip
-from spile.worker.batches import Batch
+from spile.worker.batches import Batch, BatchPlan, batches
 
 __all__ = [
+    "BatchProducer",
+    "Control",
     "OutOfDeviceMemory",
     "Packed",
     "Producer",
     "RowBlock",
+    "Verdict",
     "check_tokens",
     "pack",
     "refuse_no_answers",
     "with_positions",
 ]
 
+Verdict = Literal["go", "commit", "stop"]
+"""Go on; commit the open shards and go on; commit them and end."""
+
 
 class OutOfDeviceMemory(Failure):
     """A batch does not fit on the device; a smaller one may."""
 
 
+class Control(Protocol):
+    """Decides when shards end early. On a pod, every host gets the same verdict at the same step."""
+
+    def verdict(self) -> Verdict:
+        """Return what to do; asked before each step on the device."""
+
+    def stopping(self) -> bool:
+        """Return whether a wait before the next step is pointless. Only the verdict decides."""
+
+    def committed(self) -> None:
+        """Restart the clock of ``--commit-every``: the open shards were closed."""
+
+
 class RowBlock(NamedTuple):
-    """The rows of one group at one tap: its samples' stored rows one after another, then rows of no meaning."""
+    """The activation rows of one group at one tap: those that are stored, in order, then padding."""
 
     group: int
     rows: npt.NDArray[np.generic]
+
+
+class Producer(Protocol):
+    """Turns samples into batches, and batches into activation rows."""
+
+    asks_control: bool
+    """Whether :meth:`batches` computes and therefore asks the control itself; otherwise the pipeline asks."""
+
+    @property
+    def groups(self) -> int:
+        """Groups per batch: the data-parallel width over all hosts."""
+
+    @property
+    def owned(self) -> Sequence[int]:
+        """The groups whose rows this process stores, in order."""
+
+    def batches(self, samples: Iterator[Sample], plan: BatchPlan, control: Control) -> Iterator[Batch | Verdict]:
+        """Yield batches that hold every sample once, and the control's verdicts if this producer asks for them."""
+
+    def prepare(self, shape: tuple[int, int]) -> None:
+        """Compile for batches of this shape in the background. Never blocks."""
+
+    def await_program(self, batch: Batch, given_up: Callable[[], bool]) -> None:
+        """Wait, possibly for minutes, until a batch of this shape can start at once, or until ``given_up``."""
+
+    def start(self, batch: Batch) -> object:
+        """Start computing and return at once.
+
+        Raises:
+            OutOfDeviceMemory: The batch does not fit; nothing was kept.
+
+        """
+
+    def fetch(self, pending: object) -> Iterable[Sequence[RowBlock]]:
+        """Wait for a started batch; return, for each tap in order, a block for each owned group with samples."""
+
+    def describe(self) -> str:
+        """Return one line for people: ``8 × NVIDIA H200, bfloat16, cudnn attention``."""
+
+    def close(self) -> None:
+        """Stop background work such as compilation."""
+
+
+class BatchProducer:
+    """What producers have in common whose batches are planned from lengths before anything is computed."""
+
+    asks_control = False
+
+    def batches(
+        self,
+        samples: Iterator[Sample],
+        plan: BatchPlan,
+        control: Control,  # noqa: ARG002 - the pipeline asks it when it starts a batch
+    ) -> Iterator[Batch | Verdict]:
+        """Yield packed batches."""
+        return batches(samples, plan)
+
+    def prepare(self, shape: tuple[int, int]) -> None:
+        """Compile nothing."""
+
+    def await_program(self, batch: Batch, given_up: Callable[[], bool]) -> None:
+        """Return at once: no program is compiled."""
+
+    def close(self) -> None:
+        """Do nothing: there is no background work."""
 
 
 @dataclass(frozen=True)
@@ -47,46 +132,14 @@ class Packed:
     """A batch as two arrays."""
 
     rows: npt.NDArray[np.int32]
-    """``[groups × rows, 3, length]``: tokens, positions within their own sample, and which sample of its row each is
-    of, from 1; zeros for padding. One array, because sending one costs less than sending three."""
+    """``[groups × rows, 3, length]``: tokens, positions within the sample, segment numbers from 1; zeros for padding.
+    One array, because sending one costs less than sending three."""
     places: npt.NDArray[np.int32]
-    """``[groups, block]``: where a group's tokens lie in it whose rows are stored, one after another; then zeros."""
-
-    @property
-    def tokens(self) -> npt.NDArray[np.int32]:
-        """``[groups × rows, length]``."""
-        return self.rows[:, 0]
-
-
-class Producer(Protocol):
-    """Turns batches of tokens into rows of activations."""
-
-    @property
-    def groups(self) -> int:
-        """How many groups a batch has: the data-parallel width over all hosts."""
-
-    @property
-    def owned(self) -> Sequence[int]:
-        """The groups whose rows this process stores, in order."""
-
-    def prepare(self, shape: tuple[int, int]) -> None:
-        """A batch of this shape will come: compile for it in the background. Never blocks."""
-
-    def await_program(self, batch: Batch, given_up: Callable[[], bool]) -> None:
-        """Wait until a batch of this shape can start at once, unless the wait is given up: it may be minutes."""
-
-    def start(self, batch: Batch) -> object:
-        """Begin computing; returns at once. Raises :class:`OutOfDeviceMemory` before anything was kept."""
-
-    def fetch(self, pending: object) -> Sequence[Sequence[RowBlock]]:
-        """Wait for a started batch: for each tap, in order, a block for each owned group."""
-
-    def describe(self) -> str:
-        """For people: ``8 × NVIDIA H200, bfloat16, cudnn attention``."""
+    """``[groups, block]``: the places, in a group's flattened batch rows, of the tokens that are stored; then zeros."""
 
 
 def pack(batch: Batch, block: int | None = None) -> Packed:
-    """A batch in a rectangle, and where its real tokens lie, so that padding is dropped before rows leave a device."""
+    """Lay a batch out as a rectangle, and list where its stored tokens are so that a device can drop padding."""
     groups, rows, length = len(batch.groups), batch.rows, batch.length
     packed = np.zeros((groups, rows, 3, length), np.int32)
     places = np.zeros((groups, block or rows * length), np.int32)
@@ -108,7 +161,7 @@ def pack(batch: Batch, block: int | None = None) -> Packed:
 
 
 def check_tokens(samples: Iterable[Sample], vocabulary: int) -> None:
-    """Refuse tokens that the model has no row for: a device would silently take another row."""
+    """Refuse token ids beyond the model's vocabulary: a device would silently use another embedding."""
     for sample in samples:
         highest = int(sample.tokens.max(initial=0))
         if highest >= vocabulary:
@@ -121,11 +174,11 @@ def check_tokens(samples: Iterable[Sample], vocabulary: int) -> None:
 
 
 def with_positions(items: Iterable[Sample | Skip], spec: ExtractSpec) -> Iterable[Sample | Skip]:
-    """The same samples, each with its positions where not all are stored."""
-    return items if spec.positions == ALL else _chosen(items, spec)
+    """Set the stored positions of each sample if ``--positions`` selects some."""
+    return items if spec.positions == ALL else _choose(items, spec)
 
 
-def _chosen(items: Iterable[Sample | Skip], spec: ExtractSpec) -> Iterator[Sample | Skip]:
+def _choose(items: Iterable[Sample | Skip], spec: ExtractSpec) -> Iterator[Sample | Skip]:
     for item in items:
         if isinstance(item, Skip):
             yield item
@@ -135,7 +188,7 @@ def _chosen(items: Iterable[Sample | Skip], spec: ExtractSpec) -> Iterator[Sampl
 
 
 def refuse_no_answers(spec: ExtractSpec, kind: str) -> None:
-    """Prompts alone have no answers; of chats the assistant's words are."""
+    """Refuse ``--positions answer`` for prompts, which have no answers; in chats the assistant's words are."""
     if spec.positions == ANSWER and spec.generation is None and kind != "chat":
         raise SpecError(
             "--positions answer",

@@ -1,4 +1,4 @@
-"""Where a command's wall time goes: named spans since a command was typed, whichever threads they were in."""
+"""Progress of a run: counters that all threads share, a timeline of the start, the heartbeat and the final summary."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import resource
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -39,7 +40,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class TimelineSpan:
-    """A piece of work, in seconds since the timeline's origin."""
+    """A named piece of work, in seconds since the origin of the timeline."""
 
     name: str
     began: float
@@ -50,7 +51,7 @@ class TimelineSpan:
 
 
 def _age() -> float:
-    """Seconds since this process was started, imports included; 0 where the system does not say."""
+    """Return the seconds since this process was started, imports included; 0 if the system does not tell."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         up = float(Path("/proc/uptime").read_text().split()[0])
@@ -61,7 +62,7 @@ def _age() -> float:
 
 @dataclass
 class Timeline:
-    """Spans that threads add to as they end."""
+    """Spans of work since a command was started, added by any thread as they end."""
 
     origin: float = field(default_factory=time.perf_counter)
     """On the clock of ``time.perf_counter``."""
@@ -72,14 +73,14 @@ class Timeline:
 
     @classmethod
     def of_process(cls) -> Timeline:
-        """From when this process was started: what came before, imports first of all, is its first span."""
+        """Return a timeline that begins when this process was started; its first span is what came before this call."""
         made = cls(time.perf_counter() - _age())
         made.add("interpreter and imports", 0.0, _age())
         return made
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Name the work that goes on while this lasts."""
+        """Record the work inside the context as a span."""
         began = time.perf_counter() - self.origin
         try:
             yield
@@ -87,20 +88,20 @@ class Timeline:
             self.add(name, began, time.perf_counter() - self.origin)
 
     def add(self, name: str, began: float, ended: float) -> None:
-        """A span that is known."""
+        """Add a span."""
         with self._lock:
             self._spans.append(TimelineSpan(name, began, ended))
 
     def spans(self) -> list[TimelineSpan]:
-        """All that have ended, by when they began."""
+        """Return all ended spans, ordered by their begin."""
         with self._lock:
             return sorted(self._spans, key=lambda span: (span.began, span.ended))
 
 
 def peak_memory() -> int:
-    """The most host memory this process ever held, in bytes."""
+    """Return the most host memory that this process ever held, in bytes."""
     status = Path("/proc/self/status")
-    if status.exists():  # rusage would count what the process that started this one held then
+    if status.exists():  # rusage would count the memory of the process that forked this one
         fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
         return int(fields["VmHWM"].split()[0]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -109,17 +110,17 @@ def peak_memory() -> int:
 
 @dataclass(frozen=True)
 class Summary:
-    """One visit, and what the stream holds after it."""
+    """The result of a run, and what the stream holds after it."""
 
     root: str
     stream: str
     complete: bool
-    """Nothing of the stream is left (or of its first ``--max-samples``)."""
+    """Whether nothing of the stream (or of its first ``--max-samples``) is left to do."""
     interrupted: bool
-    visit: ProgressSnapshot
-    """What this visit did."""
+    progress: ProgressSnapshot
+    """What this run did."""
     samples: int
-    """What the stream holds now, earlier visits included."""
+    """What the stream holds now, earlier runs included."""
     tokens: int
     bytes: int
     shards: int
@@ -132,44 +133,47 @@ class Summary:
 
     @property
     def exit_code(self) -> int:
-        """0, or that of an interruption: what is left waits for the next visit."""
+        """0, or 130 if the run was interrupted."""
         return Interrupted.exit_code if self.interrupted else 0
 
     @property
     def limited_by(self) -> str | None:
-        """``disk, 1.31 GB/s`` or ``model, 12,345 tokens/s``: the stage that all others waited for."""
-        stage = self.visit.limit
-        if stage is None or not self.visit.tokens:
+        """The slowest stage: ``disk, 1.31 GB/s`` or ``model, 12,345 tokens/s``."""
+        stage = self.progress.limit
+        if stage is None or not self.progress.tokens:
             return None
         if stage == "compiling":
-            return f"compiling, {duration(self.visit.compile_seconds)}"
-        busy = self.visit.busy[stage]
+            return f"compiling, {duration(self.progress.compile_seconds)}"
+        busy = self.progress.busy[stage]
         if stage in ("host copy", "sink"):
             name = self.sink if stage == "sink" else stage
-            return f"{name}, {size(self.visit.bytes / busy)}/s"
-        return f"{stage}, {amount(self.visit.tokens / busy)} tokens/s"
+            return f"{name}, {size(self.progress.bytes / busy)}/s"
+        return f"{stage}, {amount(self.progress.tokens / busy)} tokens/s"
 
+
+_RECENT = 20.0
+"""Seconds over which the displayed rate is measured."""
 
 STAGES = ("tokenizer", "model", "host copy", "sink")
-"""The pipeline's stages. Each is busy or waits for another; the busiest is what limits the run."""
+"""The stages of the pipeline. The busiest one limits the run."""
 
 
 @dataclass(frozen=True)
 class WallTime:
-    """Where the seconds since the command was typed went."""
+    """How the seconds since the command was started were spent."""
 
     start: float = 0.0
-    """Until the first batch could be started, but for its program."""
+    """Until the first batch could be started, if its program had been compiled."""
     compile: float = 0.0
-    """Waiting for programs, and for the pinned memory that is taken beside them."""
+    """Waiting for programs and for pinned memory."""
     run: float = 0.0
     """From the first batch to the last row written."""
     end: float = 0.0
-    """Making it durable."""
+    """Making the last shards durable."""
 
     @property
-    def whole(self) -> float:
-        """All of it."""
+    def total(self) -> float:
+        """All seconds."""
         return self.start + self.compile + self.run + self.end
 
 
@@ -179,7 +183,7 @@ class ProgressSnapshot:
 
     phase: Phase
     detail: str
-    """What the phase is about: ``the model``, ``for 8 × 512 tokens``."""
+    """More about the phase: ``the model``, ``for 8 × 512 tokens``."""
     samples: int
     tokens: int
     bytes: int
@@ -192,30 +196,34 @@ class ProgressSnapshot:
     compile_seconds: float
     shapes: int
     seconds: float
-    """Since the first batch was started."""
+    """Seconds since the first batch was started."""
     busy: dict[str, float]
     """Seconds each stage was busy."""
     wall: WallTime
+    generated_tokens: int = 0
+    """Tokens of answers (``infer``)."""
+    recent_tokens_per_second: float = 0.0
+    """Tokens per second of the last seconds: what a display shows."""
 
     @property
     def doing(self) -> str:
-        """The phase for people."""
+        """The phase and its detail."""
         return f"{self.phase} {self.detail}".strip()
 
     @property
     def tokens_per_second(self) -> float:
-        """Real tokens per second since the first batch, time spent on waiting for compilation left out."""
+        """Real tokens per second since the first batch, without the time spent waiting for programs."""
         working = self.seconds - self.compile_seconds
         return self.tokens / working if working > 0 else 0.0
 
     @property
     def padding(self) -> float:
-        """The part of the computed tokens that was padding."""
+        """The fraction of the computed tokens that was padding."""
         return 1 - self.tokens / self.computed_tokens if self.computed_tokens else 0.0
 
     @property
     def limit(self) -> str | None:
-        """The stage that the others wait for; ``compiling`` where the wait for programs is longer than any works."""
+        """The stage that the others wait for, or ``compiling`` if waiting for programs took longest."""
         if not any(self.busy.values()):
             return None
         return max(times := {**self.busy, "compiling": self.compile_seconds}, key=times.__getitem__)
@@ -223,41 +231,45 @@ class ProgressSnapshot:
 
 @dataclass
 class Progress:
-    """The one mutable thing that all threads of a worker share."""
+    """The counters of a run, shared by all threads of a worker."""
 
     total_samples: int | None = None
-    """Samples that this visit will finish, where known."""
+    """Samples that this run will finish, if known."""
     clock: Callable[[], float] = time.perf_counter
     log: Callable[[str], None] = field(default=lambda _line: None)
-    """Where a line for the user goes: above the bar, or to the log."""
+    """Prints a line for the user."""
     log_detail: Callable[[str], None] = field(default=lambda _line: None)
-    """Where a line goes that only the log, or who asked for more, wants: each commit."""
+    """Prints a line that is shown only with ``--verbose``: each commit."""
     timeline: Timeline = field(default_factory=Timeline)
 
     def __post_init__(self) -> None:
-        self._lock = threading.RLock()  # a signal's handler looks at the counters in whatever the main thread is at
+        self._lock = (
+            threading.RLock()
+        )  # reentrant: a signal handler reads the counters while the main thread may hold the lock
         self._phase, self._detail = Phase.STARTING, ""
         self._counts = dict.fromkeys(
             ("samples", "tokens", "bytes", "shards_written", "shards_committed", "samples_committed",
-             "computed_tokens", "truncated", "shapes"), 0,
+             "computed_tokens", "generated_tokens", "truncated", "shapes"), 0,
         )  # fmt: skip
         self._skipped: dict[str, int] = {}
         self._busy = dict.fromkeys(STAGES, 0.0)
         self._compile = 0.0
         self._started: float | None = None
         self._written: float | None = None
+        self._recent: deque[tuple[float, int]] = deque()
+        """(time, tokens) of the last seconds."""
 
     @contextmanager
     def also_logged_to(self, listener: Callable[[str], None]) -> Iterator[None]:
-        """Lines for the user and for the log go to a listener too while this lasts."""
+        """Also pass all lines to ``listener`` while the context is open."""
         before = self.log, self.log_detail
 
         def both(first: Callable[[str], None]) -> Callable[[str], None]:
-            def tell(line: str) -> None:
+            def log(line: str) -> None:
                 first(line)
                 listener(line)
 
-            return tell
+            return log
 
         self.log, self.log_detail = both(self.log), both(self.log_detail)
         try:
@@ -266,42 +278,43 @@ class Progress:
             self.log, self.log_detail = before
 
     def phase(self, phase: Phase, detail: str = "") -> None:
-        """What is going on from now on."""
+        """Set the current phase."""
         with self._lock:
             self._phase, self._detail = phase, detail
 
     def start(self) -> None:
-        """The first batch begins now."""
+        """Record that the first batch starts now."""
         with self._lock:
             self._started = self._started or self.clock()
 
     def add(self, **counts: int) -> None:
-        """Add to counters by name."""
+        """Add to counters, by name."""
         with self._lock:
             for name, count in counts.items():
                 self._counts[name] += count
             if counts.get("tokens"):
                 self._written = self.clock()
+                self._remember(self._written)
 
     def skip(self, reason: str) -> None:
-        """A sample that is done without rows."""
+        """Count a skipped sample."""
         with self._lock:
             self._skipped[reason] = self._skipped.get(reason, 0) + 1
 
     def compiled(self, seconds: float) -> None:
-        """The loop waited this long for a program."""
+        """Count a program that was waited for."""
         with self._lock:
             self._compile += seconds
             self._counts["shapes"] += 1
 
     def busy_for(self, stage: str, seconds: float) -> None:
-        """A stage worked this long."""
+        """Add to the time that a stage worked."""
         with self._lock:
             self._busy[stage] += seconds
 
     @contextmanager
     def busy(self, stage: str, threads: int = 1) -> Iterator[None]:
-        """One of a stage's threads works while this lasts."""
+        """Measure the work of one of a stage's ``threads`` threads."""
         began = self.clock()
         try:
             yield
@@ -309,14 +322,31 @@ class Progress:
             self.busy_for(stage, (self.clock() - began) / threads)
 
     def snapshot(self) -> ProgressSnapshot:
-        """A consistent copy."""
+        """Return a consistent copy of the counters."""
         with self._lock:
             now = self.clock()
             seconds = now - self._started if self._started is not None else 0.0
             return ProgressSnapshot(
                 phase=self._phase, detail=self._detail, skipped=dict(self._skipped), compile_seconds=self._compile,
-                seconds=seconds, busy=dict(self._busy), wall=self._wall(now), **self._counts,
+                seconds=seconds, busy=dict(self._busy), wall=self._wall(now),
+                recent_tokens_per_second=self._recent_rate(now), **self._counts,
             )  # fmt: skip
+
+    def _remember(self, now: float) -> None:
+        if not self._recent or now - self._recent[-1][0] >= _RECENT / 64:
+            self._recent.append((now, self._counts["tokens"]))
+        while now - self._recent[0][0] > _RECENT:
+            self._recent.popleft()
+
+    def _recent_rate(self, now: float) -> float:
+        """Return the rate of the last seconds, or since the first batch if the run is younger."""
+        if self._started is None:
+            return 0.0
+        since, tokens = self._started + self._compile, 0
+        if now - since > _RECENT:
+            known = [point for point in self._recent if now - point[0] <= _RECENT]
+            since, tokens = known[0] if known else (now - _RECENT, self._counts["tokens"])
+        return (self._counts["tokens"] - tokens) / (now - since) if now > since else 0.0
 
     def _wall(self, now: float) -> WallTime:
         first = self._started if self._started is not None else now
@@ -325,21 +355,21 @@ class Progress:
 
 
 class StatusFiles:
-    """A pulse while it lasts, and a call for each commit."""
+    """The heartbeat and ``--checkpoint-dir`` files of a run."""
 
     def __init__(
         self, spec: ExtractSpec, stream: StreamStore, progress: Progress, *, pulse: bool, expected: int | None
     ) -> None:
         self._spec, self._stream, self.progress, self._expected = spec, stream, progress, expected
         self._heart = Heartbeat(stream.folder, stream.attempt, self._reading, log=progress.log) if pulse else None
-        self._tidied = 0
+        self._deleted = 0
         self._stack = ExitStack()
 
     def __enter__(self) -> StatusFiles:
         if self._heart is not None:
             self._stack.enter_context(self._heart)
             self._stack.enter_context(self.progress.also_logged_to(self._heart.note))
-            # Now, so that a folder that cannot be written is told before hours of work.
+            # Now, so that a folder that cannot be written to is reported before hours of work.
             write_checkpoint_file(self._spec, self._stream, "in_progress", self.progress.log)
         return self
 
@@ -349,9 +379,9 @@ class StatusFiles:
         self._stack.__exit__(kind, error, trace)
 
     def committed(self) -> None:
-        """After each commit."""
-        self._tidy()
-        if self._heart is not None:  # on a pod, the one process whose ledger is the stream's
+        """Update the files; called after each commit."""
+        self._delete_local_copies()
+        if self._heart is not None:  # on a pod, only process 0 has the whole ledger
             write_checkpoint_file(self._spec, self._stream, "in_progress", self.progress.log)
             ledger = self._stream.ledger
             self.progress.log_detail(
@@ -368,26 +398,26 @@ class StatusFiles:
             tokens=now.tokens,
             shards_written=now.shards_written,
             shards_committed=now.shards_committed,
-            tokens_per_second=now.tokens_per_second,
+            tokens_per_second=now.recent_tokens_per_second,
             retries=self._stream.folder.stats.retries,
             expected=self._expected,
         )
 
-    def _tidy(self) -> None:
-        """``--delete-local-after-upload``: a copy whose commit stands is not needed any more."""
+    def _delete_local_copies(self) -> None:
+        """Delete the local copies of committed shards (``--delete-local-after-upload``)."""
         folder = self._stream.folder
         if not self._spec.delete_local_after_upload or not isinstance(folder, MirrorFolder):
             return
         files = self._stream.ledger.files
-        for file in files[self._tidied :]:
+        for file in files[self._deleted :]:
             folder.copy.delete(file.name)
-        self._tidied = len(files)
+        self._deleted = len(files)
 
 
 def write_checkpoint_file(
     spec: ExtractSpec, stream: StreamStore, status: str, log: Callable[[str], None] = lambda _: None
 ) -> None:
-    """``--checkpoint-dir``: the guides' file, for people. The ledger alone is read."""
+    """Write the file of ``--checkpoint-dir``. It is for people; spile reads only the ledger."""
     if spec.checkpoint_dir is None:
         return
     ledger, worker_id = stream.ledger, spec.data.worker_id
@@ -403,5 +433,5 @@ def write_checkpoint_file(
     text = json.dumps(record, indent=2).encode() + b"\n"
     try:
         open_folder(spec.checkpoint_dir).put(f"checkpoint_worker_{worker_id}.json", text)
-    except SpileError as error:  # it is for people and never read: no reason to lose a run
-        log(f"--checkpoint-dir is not written: {error}")
+    except SpileError as error:  # not worth losing a run
+        log(f"could not write to --checkpoint-dir: {error}")

@@ -32,8 +32,8 @@ from spile.store.recomputation import Recompute, StoredRows, distances
 from spile.store.stream import read_run
 from spile.worker.batches import Batch, BatchPlan, batches
 from spile.worker.device import configure_jax
-from spile.worker.parts import find_model
 from spile.worker.producer import check_tokens, pack
+from spile.worker.resolve import find_model
 from spile.worker.torch_backend import TorchProducer, alike, load_model
 
 __all__ = ["recomputer"]

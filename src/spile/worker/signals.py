@@ -1,8 +1,8 @@
-"""A Ctrl+C that nothing swallows.
+"""Signals: the first Ctrl+C or SIGTERM commits what is done and stops, the second ends at once.
 
-Python raises KeyboardInterrupt between any two steps of the main thread, and so also where exceptions are thrown away
-(jax has a callback of the garbage collector) or made into another error (the import of an extension module). Here what
-was thrown away comes again, and what an interrupt broke is told as the interrupt.
+Python raises KeyboardInterrupt between any two steps of the main thread, so also where exceptions are ignored (JAX has
+a callback of the garbage collector) or converted to another error (the import of an extension module). This module
+sends an ignored interrupt again, and reports a converted one as an interrupt.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ if TYPE_CHECKING:
 
 __all__ = [
     "INTERRUPTED",
+    "before_exit",
     "end_soon",
     "handled",
     "handling_signals",
     "interruptible",
     "interrupting",
-    "last_words",
     "leaving",
 ]
 
 
 INTERRUPTED = "spile: interrupted"
-_AGAIN = 0.01
-"""Seconds after which a signal comes again: the callback that it was lost in is over by then, or it is lost again."""
+_RESEND_AFTER = 0.01
+"""Seconds after which a lost signal is sent again; by then the callback that lost it has probably returned."""
 
 Handler = Callable[[int, FrameType | None], None]
 
 
 @contextmanager
 def handled(handler: Handler, *kinds: signal.Signals) -> Iterator[None]:
-    """While this lasts ``handler`` answers these signals. A KeyboardInterrupt that it raises leaves this as one."""
+    """Handle these signals with ``handler`` inside the context. A KeyboardInterrupt that it raises is never lost."""
     raised = False
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -58,7 +58,7 @@ def handled(handler: Handler, *kinds: signal.Signals) -> Iterator[None]:
             raise
 
     before = {kind: signal.signal(kind, handle) for kind in kinds}
-    hook, sys.unraisablehook = sys.unraisablehook, lambda lost: _again(lost) or hook(lost)
+    hook, sys.unraisablehook = sys.unraisablehook, lambda lost: _resend(lost) or hook(lost)
     try:
         yield
     except SpileError:
@@ -73,24 +73,24 @@ def handled(handler: Handler, *kinds: signal.Signals) -> Iterator[None]:
             signal.signal(kind, old)
 
 
-def _again(lost: UnraisableHookArgs) -> bool:
-    """Send the signal again whose exception Python is about to throw away; whether there was one."""
+def _resend(lost: UnraisableHookArgs) -> bool:
+    """Send SIGINT again if Python is about to ignore a KeyboardInterrupt; return whether it was one."""
     if lost.exc_type is not KeyboardInterrupt:
         return False
 
     def send() -> None:
-        time.sleep(_AGAIN)
+        time.sleep(_RESEND_AFTER)
         os.kill(os.getpid(), signal.SIGINT)
 
-    start_new_thread(send, ())  # not threading's: its locks may be held by the very code that was interrupted
+    start_new_thread(send, ())  # not threading.Thread: its locks may be held by the interrupted code
     return True
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """In the program: Ctrl+C is a KeyboardInterrupt, and the end at once while jax is being loaded.
+    """Raise KeyboardInterrupt on Ctrl+C inside the context; exit at once while JAX is being imported.
 
-    What jax does then is full of ``except:``, and no command has begun anything.
+    The import of JAX has many bare ``except:`` clauses, and no command has begun anything by then.
     """
 
     def handle(_number: int, frame: FrameType | None) -> None:
@@ -112,7 +112,7 @@ def _loads_jax(frame: FrameType | None) -> bool:
 
 
 def leaving(code: int) -> Handler:
-    """The answer once all is told and only the interpreter is left to end: the process ends with its own exit code."""
+    """Return a handler that exits at once with ``code``, for when only the interpreter is left to shut down."""
 
     def handle(_number: int, _frame: FrameType | None) -> None:
         os._exit(code)
@@ -120,46 +120,46 @@ def leaving(code: int) -> Handler:
     return handle
 
 
-_PATIENCE = 3.0
-"""Seconds from the signal that ends at once to the end of the process, whatever its threads wait for."""
+_EXIT_AFTER = 3.0
+"""Seconds from the second signal to the end of the process, even if its threads hang."""
 _NOTICE = 0.5
-"""Seconds that the main thread has to handle a signal by itself, and the other hosts of a pod to take last words."""
+"""Seconds that the main thread has to handle a signal, and that each call before an exit may take."""
 _KINDS = (signal.SIGINT, signal.SIGTERM)
 _SAME_REQUEST = 0.5
 """A SIGTERM within this many seconds of another is the same request: Slurm sends two when it preempts a job."""
 
 
-_last_words: list[Callable[[], None]] = []
+_exit_calls: list[Callable[[], None]] = []
 
 
 def end_soon(code: int = Interrupted.exit_code) -> None:
-    """End the process unless it has ended by itself soon: what its threads leave is what a kill leaves."""
-    timer = threading.Timer(_PATIENCE, _end, [code])
+    """End the process in a few seconds unless it ends by itself. What its threads leave is what a kill leaves."""
+    timer = threading.Timer(_EXIT_AFTER, _end, [code])
     timer.daemon = True
     timer.start()
 
 
 def _end(code: int) -> None:
-    for word in _last_words:
-        thread = threading.Thread(target=word, daemon=True)
+    for call in _exit_calls:
+        thread = threading.Thread(target=call, daemon=True)
         thread.start()
-        thread.join(_NOTICE)  # a host that does not answer is not waited for
+        thread.join(_NOTICE)  # do not wait for a host that does not answer
     os._exit(code)
 
 
 @contextmanager
-def last_words(tell: Callable[[], None]) -> Iterator[None]:
-    """While this lasts a process that is ended by its timer says this first."""
-    _last_words.append(tell)
+def before_exit(call: Callable[[], None]) -> Iterator[None]:
+    """Make this call before :func:`end_soon` ends the process, while the context is open."""
+    _exit_calls.append(call)
     try:
         yield
     finally:
-        _last_words.remove(tell)
+        _exit_calls.remove(call)
 
 
 @contextmanager
 def handling_signals(stop: threading.Event, progress: Progress) -> Iterator[None]:
-    """While this lasts a signal asks for the end: through ``stop``, or by KeyboardInterrupt where that is at once."""
+    """Set ``stop`` on the first signal; raise KeyboardInterrupt on the second, or if nothing was computed yet."""
     receiver = _SignalReceiver(stop, progress)
     with handled(receiver.handle, *_KINDS), _woken(receiver.woken):
         yield
@@ -167,7 +167,7 @@ def handling_signals(stop: threading.Event, progress: Progress) -> Iterator[None
 
 @contextmanager
 def interrupting() -> Iterator[None]:
-    """While this lasts SIGTERM is a Ctrl+C: there is nothing to commit yet, and the others of a pod are to be told."""
+    """Treat SIGTERM as Ctrl+C inside the context: nothing is to be committed yet."""
 
     def handle(_number: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -191,7 +191,7 @@ class _Repeats:
 
 
 class _SignalReceiver:
-    """The two ways by which a signal is noticed: its handler, and a byte in a pipe."""
+    """Notices a signal in two ways: by its handler, and by a byte in a pipe while the main thread is busy."""
 
     def __init__(self, stop: threading.Event, progress: Progress) -> None:
         self._stop, self._progress = stop, progress
@@ -203,7 +203,7 @@ class _SignalReceiver:
         return number > 1 or (not now.samples and now.phase.early)
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
-        """In the main thread, when it comes to it."""
+        """Handle a signal in the main thread."""
         if self._repeats["handled"].includes(number):
             return
         self._handled += 1
@@ -217,7 +217,7 @@ class _SignalReceiver:
         self._progress.log(f"{name}: finishing the batches in flight and committing them (again: end at once)")
 
     def woken(self, number: int, over: threading.Event) -> None:
-        """In a thread, at once."""
+        """Notice a signal in another thread, at once."""
         if self._repeats["arrived"].includes(number):
             return
         self._arrived += 1
@@ -227,7 +227,7 @@ class _SignalReceiver:
 
 @contextmanager
 def _woken(call: Callable[[int, threading.Event], None]) -> Iterator[None]:
-    """Call for each signal from a thread, even while the main thread is inside a library."""
+    """Make this call from a thread for each signal, even while the main thread is inside a library."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     over = threading.Event()

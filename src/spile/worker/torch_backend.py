@@ -1,4 +1,7 @@
-"""Where the taps of a Hugging Face model are: modules found by the names that families give them."""
+"""The PyTorch producer of ``extract``: any Hugging Face model, with forward hooks at its taps.
+
+Modules are found by the names that model families give them.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from spile.spec.sample import Sample
 from spile.spec.taps import MODULE, SCALED, Tap, TapRows
 from spile.store.shard_format import as_stored
 from spile.worker.batches import Batch
-from spile.worker.producer import OutOfDeviceMemory, RowBlock, check_tokens
+from spile.worker.producer import BatchProducer, OutOfDeviceMemory, RowBlock, check_tokens
 
 __all__ = [
     "Hooks",
@@ -38,7 +41,7 @@ __all__ = [
 
 Side = Literal["input", "output"]
 Part = Callable[[Any], Any]
-"""From a module's value ``[rows, seq, …]`` to the site's."""
+"""Maps the value of a module, ``[rows, seq, …]``, to the value of the tap."""
 
 _ATTENTION = ("self_attn", "attn", "attention", "self_attention", "mixer")
 _MLP = ("mlp", "block_sparse_moe", "feed_forward", "ffn", "moe")
@@ -52,7 +55,7 @@ _MIDDLE = ("pre_feedforward_layernorm", "post_attention_layernorm", "ln_2", "nor
 
 @dataclass(frozen=True)
 class Place:
-    """One hook: a module, which side of it, and what part of the value."""
+    """Where to put a hook: a module, its input or output, and the part of the value that is the tap's."""
 
     module: Any
     side: Side
@@ -60,7 +63,7 @@ class Place:
 
 
 def find_layers(model: Any) -> Sequence[Any]:
-    """The decoder's layers: the list of modules that is as long as the config says."""
+    """Return the decoder layers: the module list that is as long as the config says."""
     from torch import nn
 
     count = model.config.get_text_config().num_hidden_layers
@@ -71,7 +74,7 @@ def find_layers(model: Any) -> Sequence[Any]:
 
 
 def find_place(model: Any, layers: Sequence[Any], tap: Tap) -> Place:
-    """Where a tap is drawn, or an error that says how to name the module instead."""
+    """Return where a tap is hooked; the error says how to name the module instead."""
     if tap.site.startswith(MODULE):
         return _named(model, tap.site.removeprefix(MODULE))
     finder = _FINDERS.get(tap.site)
@@ -117,7 +120,7 @@ def _attention(_model: Any, layer: Any) -> Any:
 
 
 def _added(layer: Any, after: str, inner: Any) -> Place | None:
-    """Return what a part adds to the residual stream: its output, or the output of the norm behind it."""
+    """Hook what a part adds to the residual stream: its output, or the output of the norm after it."""
     own = _child(layer, (after.replace("attention", "self_attn").replace("feedforward", "mlp"),))
     if own is not None:  # GLM-4
         return _at(own, "output")
@@ -145,7 +148,7 @@ def _resid_mid(model: Any, layer: Any) -> Place | None:
 
 
 def _heads(site: str) -> Callable[[Any, Any], Place | None]:
-    """Queries, keys or values: of a matrix of their own, or of one that is all three."""
+    """Return a finder for queries, keys or values, whether their matrices are separate or fused."""
 
     def find(model: Any, layer: Any) -> Place | None:
         attention = _attention(model, layer)
@@ -201,7 +204,7 @@ _OF_LOGITS = frozenset({"logits", "logits_ids", "loss"})
 
 
 class Hooks:
-    """The taps of a model, and what is kept of them. Values are ``[rows, seq, …]``."""
+    """Hooks at the taps of a model. Values are ``[rows, seq, …]``."""
 
     def __init__(self, model: Any, taps: Sequence[Tap]) -> None:
         self.model, self.taps = model, tuple(taps)
@@ -210,7 +213,7 @@ class Hooks:
 
     @contextmanager
     def drawing(self, keep: Callable[[Tap, Any], None]) -> Iterator[None]:
-        """While it is open, each tap's value goes to ``keep`` as it comes to be."""
+        """Pass the value of each tap to ``keep`` as it is computed, while the context is open."""
         handles = [_hook(place, functools.partial(keep, tap)) for tap, place in self._places.items()]
         try:
             yield
@@ -219,7 +222,7 @@ class Hooks:
                 handle.remove()
 
     def run(self, tokens: Any, mask: Any, follows: Any) -> Mapping[Tap, Any]:
-        """One forward over padded rows: every tap's values. ``follows``: whether a token of the same row comes next."""
+        """Run padded rows; return the values of every tap. ``follows``: whether a token of the same row comes next."""
         import torch
 
         kept: dict[Tap, Any] = {}
@@ -237,7 +240,7 @@ class Hooks:
         return {tap: value.reshape(rows, length, -1) for tap, value in kept.items()}
 
     def _body(self) -> Any:
-        """The model without its LM head, which nobody asked for."""
+        """Return the model without its LM head."""
         return getattr(self.model, self.model.base_model_prefix, self.model)
 
 
@@ -285,7 +288,7 @@ Rows = npt.NDArray[Any]
 
 
 def installed() -> None:
-    """Refuse to go on without torch and transformers."""
+    """Refuse if torch or transformers is not installed."""
     try:
         import torch  # noqa: F401
         import transformers  # noqa: F401
@@ -296,14 +299,14 @@ def installed() -> None:
 
 
 def torch_device() -> str:
-    """Where models run."""
+    """Return ``cuda`` or ``cpu``: where models run."""
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def load_model(files: ModelFiles, dtype: str, *, weights: bool = True) -> Any:
-    """The model in evaluation mode; without ``weights`` only its shapes, which take no memory."""
+    """Load a model in evaluation mode; without ``weights`` only its shapes, which take no memory."""
     installed()
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -337,12 +340,12 @@ def _merge(model: Any, adapter: Adapter) -> None:
     for name, change in adapter.changes({name: tuple(value.shape) for name, value in named.items()}).items():
         merged = torch.from_numpy(change.apply(named[name].detach().float().numpy())).to(named[name].dtype)
         module, _, leaf = name.rpartition(".")
-        # Another parameter, not another value: a head that is the embedding is changed alone.
+        # Replace the parameter, not its value: a head that is tied to the embedding must change alone.
         setattr(model.get_submodule(module), leaf, torch.nn.Parameter(merged, requires_grad=False))
 
 
 def torch_rows(files: ModelFiles, taps: Sequence[Tap], store_dtype: str) -> tuple[TapRows, ...]:
-    """What the taps' rows are, from a forward of shapes alone."""
+    """Return name, shape and dtype of the stored rows of each tap, from a forward pass of shapes."""
     import torch
 
     def found(weights: bool) -> Mapping[Tap, Any]:
@@ -353,14 +356,14 @@ def torch_rows(files: ModelFiles, taps: Sequence[Tap], store_dtype: str) -> tupl
 
     try:
         values = found(weights=False)
-    except RuntimeError:  # it looks at values on the way, which shapes alone do not have
+    except RuntimeError:  # the model depends on values, which shapes do not have
         values = found(weights=True)
     widths = {tap: values[tap].shape[-1] for tap in taps}
     return tuple(TapRows(str(tap), (width,), tap.stored_as(store_dtype, width)) for tap, width in widths.items())
 
 
-class TorchProducer:
-    """One device; the samples of a batch sorted by length, so that little is padded, and put back in their order."""
+class TorchProducer(BatchProducer):
+    """A model on one device. Samples of a batch are computed sorted by length, which avoids padding."""
 
     groups = 1
     owned = (0,)
@@ -371,17 +374,8 @@ class TorchProducer:
         self._store_dtype, self._most = store_dtype, most_tokens
         self._vocabulary = model.get_input_embeddings().num_embeddings
 
-    def prepare(self, *_: object) -> None:
-        """Nothing is compiled."""
-
-    def await_program(self, _batch: Batch, _given_up: Callable[[], bool]) -> None:
-        """Nothing to wait for."""
-
-    def close(self) -> None:
-        """Nothing to end."""
-
     def describe(self) -> str:
-        """For people."""
+        """Return ``PyTorch on NVIDIA H200, bfloat16, sdpa attention``."""
         import torch
 
         where = torch.cuda.get_device_name() if torch_device() == "cuda" else f"{torch.get_num_threads()} CPU threads"
@@ -389,7 +383,7 @@ class TorchProducer:
         return f"PyTorch on {where}, {self._dtype}, {attention} attention"
 
     def start(self, batch: Batch) -> Mapping[int, Sequence[Rows]]:
-        """Compute a batch: by sample's index, each tap's rows."""
+        """Compute a batch; return the rows of each tap by sample index."""
         check_tokens(batch.samples, self._vocabulary)
         found: dict[int, Sequence[Rows]] = {}
         for some in alike(batch.samples, self._most):
@@ -397,7 +391,7 @@ class TorchProducer:
         return {sample.index: found[sample.index] for sample in batch.samples}
 
     def rows(self, samples: Sequence[Sample]) -> Iterator[tuple[int, Sequence[Rows]]]:
-        """One forward over padded rows."""
+        """Run one forward pass over padded rows; yield the stored rows of each sample."""
         import torch
 
         longest = max(map(len, samples))
@@ -419,15 +413,15 @@ class TorchProducer:
         import torch
 
         kind = tap.stored_as(self._store_dtype, value.shape[-1])
-        if kind == "bfloat16":  # NumPy's view of the same bits
+        if kind == "bfloat16":  # reinterpret the same bits for NumPy
             halves: Rows = value.to(torch.bfloat16).contiguous().view(torch.int16).cpu().numpy()
             return halves.view(np.dtype("bfloat16"))
         rows: Rows = value.to(getattr(torch, "float32" if kind in SCALED else kind)).cpu().numpy()
         return rows
 
     def fetch(self, pending: object) -> Sequence[Sequence[RowBlock]]:
-        """The batch's rows, sample after sample, looked at for what is no number."""
-        assert isinstance(pending, dict)  # noqa: S101 - the pipeline hands back what start gave it
+        """Return the rows of a batch, sample after sample; refuse NaN and infinity."""
+        assert isinstance(pending, dict)  # noqa: S101 - start returned it
         blocks = [np.concatenate([rows[tap] for rows in pending.values()]) for tap in range(len(self._taps))]
         bad = [str(tap) for tap, block in zip(self._taps, blocks, strict=True) if not _finite(block)]
         if bad:
@@ -442,7 +436,7 @@ def _finite(block: Rows) -> bool:
 
 
 def alike(samples: Sequence[Sample], most_tokens: int) -> Iterator[list[Sample]]:
-    """Samples of like lengths, the longest first, as many as the token budget allows when padded."""
+    """Yield samples of similar lengths, the longest first, as many as the token budget allows when padded."""
     some: list[Sample] = []
     for sample in sorted(samples, key=len, reverse=True):
         if some and (len(some) + 1) * len(some[0]) > most_tokens:

@@ -142,8 +142,8 @@ def test_the_variable_is_a_streams_alone_and_a_hosts_on_a_pod(
 ) -> None:
     import spile.worker.extract
     from spile.cli.main import main
-    from spile.worker.pod.group import SingleProcess
     from spile.worker.pod.identity import Identity
+    from spile.worker.pod.pod import SingleProcess
 
     class Pod(SingleProcess):
         name = host

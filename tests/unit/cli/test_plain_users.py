@@ -39,7 +39,7 @@ def test_a_checkpoint_folder_that_cannot_be_written_ends_no_run(
     words = ("--dataset", data, "--output", tmp_path / "out", *SMALL, "--checkpoint-dir", tmp_path / "file")
     assert spile("extract", *words) == 0
     said = capfd.readouterr()
-    assert "--checkpoint-dir is not written" in said.out + said.err
+    assert "could not write to --checkpoint-dir" in said.out + said.err
     assert spile("verify", tmp_path / "out") == 0
 
 

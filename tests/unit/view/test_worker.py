@@ -30,13 +30,14 @@ NOW = ProgressSnapshot(
     seconds=40.0,
     busy={"model": 20.0, "sink": 1.0},
     wall=WallTime(0.5, 1.0, 31.0, 0.5),
+    recent_tokens_per_second=1_067,
 )
 DONE = Summary(
     root="./activations",
     stream="./activations/tpu_0",
     complete=True,
     interrupted=False,
-    visit=NOW,
+    progress=NOW,
     samples=21,
     tokens=33_072,
     bytes=17_000_000,
@@ -87,7 +88,7 @@ def test_the_last_lines() -> None:
 
 
 def test_a_slow_store_is_told_in_units_that_show_it() -> None:
-    slow = replace(DONE, visit=replace(NOW, bytes=70_300, compile_seconds=1.0, busy={"sink": 2.0}))
+    slow = replace(DONE, progress=replace(NOW, bytes=70_300, compile_seconds=1.0, busy={"sink": 2.0}))
     assert dict(facts(slow))["limited by"] == "disk, 35.1 kB/s"
 
 

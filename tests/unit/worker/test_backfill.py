@@ -105,7 +105,7 @@ def test_again_there_is_nothing_to_do(base: Path) -> None:
     add_taps(backfill(base))
     commits = sorted(base.glob("tpu_0/added_*/commits/*"))
     again = add_taps(backfill(base))
-    assert (again.complete, again.visit.samples, again.samples) == (True, 0, 8)
+    assert (again.complete, again.progress.samples, again.samples) == (True, 0, 8)
     assert "nothing was left to do" in again.device
     assert sorted(base.glob("tpu_0/added_*/commits/*")) == commits
 

@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 
 from spile.spec.sample import Sample
 from spile.spec.taps import TapRows
-from spile.worker.batches import Batch, BatchPlan, ShardBatches, batches, row_bytes, shards, single_row
+from spile.worker.batches import Batch, BatchPlan, batches, row_bytes, single_row
+from spile.worker.pipeline import plan_shards
 
 
 def make(lengths):
@@ -127,13 +128,18 @@ def test_a_window_is_bounded_whatever_the_stream():
     assert taken <= 8193
 
 
+def shards(made, bytes_per_token, shard_bytes):
+    """The shards that these batches become."""
+    return plan_shards([], lambda samples: [*samples, *made], bytes_per_token, shard_bytes, lambda: None)
+
+
 @given(lengths, st.integers(1, 10**6))
 def test_shards_take_whole_batches_in_order_up_to_their_size(sizes, limit):
     made = list(batches(make(sizes), BatchPlan(2048, None, 2048)))
     plans = list(shards(made, 100, limit))
     assert [batch for plan in plans for batch in plan.batches] == made
     for plan in plans:
-        assert len(plan.batches) == 1 or plan.tokens * 100 <= limit
+        assert len(plan.batches) == 1 or sum(batch.stored_rows for batch in plan.batches) * 100 <= limit
 
 
 def test_a_shard_of_tiny_rows_still_ends():
@@ -141,7 +147,6 @@ def test_a_shard_of_tiny_rows_still_ends():
     assert [len(plan.batches) for plan in shards([Batch(((one,),), 1024, 64)] * 5, 1, 1e12)] == [2, 2, 1]
     assert [len(plan.batches) for plan in shards([Batch(((one,),) * 2, 1024, 64)] * 5, 1, 1e12)] == [2, 2, 1]
     assert [len(plan.batches) for plan in shards([Batch(((one,),) * 16, 1024, 64)] * 3, 1, 1e12)] == [1, 1, 1]
-    assert ShardBatches().tokens == 0
 
 
 def test_what_is_computed_is_every_groups_rectangle():

@@ -25,8 +25,8 @@ from spile.worker import device
 from spile.worker.batches import Batch
 from spile.worker.device import DeviceProducer, configure_jax
 from spile.worker.mesh import make_mesh
-from spile.worker.parts import compute_dtype_for
 from spile.worker.producer import OutOfDeviceMemory, check_tokens
+from spile.worker.resolve import compute_dtype_for
 
 FILES = model_files.find("embedded")
 TAPS = (Tap("attn", 0), Tap("residual", 1))

@@ -14,10 +14,10 @@ import pytest
 
 from spile.errors import Fenced, StoreError
 from spile.spec.sample import Skip
-from spile.worker.pipeline import Crew, Pipeline
+from spile.worker.batches import Sizes
+from spile.worker.pipeline import Pipeline, StreamSink, ThreadGroup, run_pipeline
 from spile.worker.progress import Progress
-from spile.worker.worker import Sizes, StreamSink, run_worker, shard_tasks
-from unit.worker.test_pipeline import Script, check, open_stream
+from unit.worker.test_pipeline import Script, check, open_stream, planned
 from world import NumpyProducer, lengths, sample_of
 
 
@@ -37,18 +37,18 @@ class _Contested(StreamSink):
 @pytest.mark.parametrize("turn", range(3))
 def test_the_refusal_is_told_and_not_what_followed_from_it(tmp_path: Path, turn: int) -> None:
     items = [sample_of(i, length=n) for i, n in enumerate(lengths(60, seed=turn))]
-    sizes = Sizes(128, None, 64, 1500, lanes=3)
+    sizes = Sizes(128, None, 64, 1500, writers=3)
     sink = _Contested(open_stream(tmp_path, 60))
-    pipeline = Pipeline(NumpyProducer(), sink, Script(), Progress(), lanes=3)
+    pipeline = Pipeline(NumpyProducer(), sink, Script(), Progress(), sizes)
     with pytest.raises(Fenced):
-        pipeline.run(shard_tasks(items, sizes, 1, 101, lambda: None))
+        pipeline.run(planned(items, sizes))
     assert not list(tmp_path.glob("**/.tmp-*"))
 
 
 def test_an_interrupt_while_the_crew_is_waited_for_ends_it() -> None:
-    crew, over = Crew(), threading.Event()
+    crew, over = ThreadGroup(), threading.Event()
 
-    def run_worker() -> None:
+    def work() -> None:
         while not crew.failed:
             time.sleep(0.01)
         over.set()
@@ -57,7 +57,7 @@ def test_an_interrupt_while_the_crew_is_waited_for_ends_it() -> None:
         threading.Timer(0.2, lambda: signal.raise_signal(signal.SIGINT)).start()
         crew.join()
 
-    crew.start("stage", run_worker)
+    crew.start("stage", work)
     with pytest.raises(KeyboardInterrupt):
         interrupted_join()
     assert over.is_set()
@@ -65,7 +65,7 @@ def test_an_interrupt_while_the_crew_is_waited_for_ends_it() -> None:
 
 
 def test_an_interrupt_counts_more_than_what_it_broke() -> None:
-    crew = Crew()
+    crew = ThreadGroup()
     crew.fail(StoreError("cut off"))
     crew.fail(KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
@@ -82,7 +82,7 @@ def test_skips_without_end_are_committed_on_the_way(tmp_path: Path) -> None:
             alive.append(index)
             yield Skip(index, f"task-{index}", "too long")
 
-    made = shard_tasks(items(), sizes, 1, 101, lambda: None)
+    made = planned(items(), sizes)
     first = next(made)
     assert len(first.skipped) == len(alive) < 20_000
     assert sum(len(task.skipped) for task in made) + len(first.skipped) == 100_000
@@ -92,7 +92,7 @@ def test_samples_before_many_skips_are_stored_once(tmp_path: Path) -> None:
     items = [sample_of(i, length=n) if i % 7000 < 3 else Skip(i, "t", "empty") for i, n in enumerate(lengths(40_000))]
     stream = open_stream(tmp_path, len(items))
     sizes = Sizes(128, None, 64, 10**9)
-    assert run_worker(items, NumpyProducer(), stream, sizes, progress=Progress(), control=Script())
+    assert run_pipeline(items, NumpyProducer(), stream, sizes, progress=Progress(), control=Script())
     assert stream.ledger.done.pairs() == [(0, 40_000)]
     assert stream.ledger.commits == 3
     check(tmp_path, [item for item in items if not isinstance(item, Skip)])

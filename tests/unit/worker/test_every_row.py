@@ -11,8 +11,9 @@ import pytest
 from spile.objects import open_folder
 from spile.objects.local import LocalFolder, LocalWriter
 from spile.reading.dataset import open as open_dataset
+from spile.worker.batches import Sizes
+from spile.worker.pipeline import run_pipeline
 from spile.worker.progress import Progress
-from spile.worker.worker import Sizes, run_worker
 from unit.worker.test_pipeline import Script, check, open_stream
 from world import TAPS, NumpyProducer, lengths, sample_of
 
@@ -33,14 +34,14 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("lanes", [1, 3])
+@pytest.mark.parametrize("writers", [1, 3])
 @pytest.mark.parametrize("groups", [1, 2, 3])
 @pytest.mark.parametrize("verdicts", [(), ("go",) * 4 + ("commit",), ("go",) * 7 + ("stop",)])
-def test_nothing_is_left_of_what_was_there_before(tmp_path: Path, lanes: int, groups: int, verdicts: Any) -> None:
+def test_nothing_is_left_of_what_was_there_before(tmp_path: Path, writers: int, groups: int, verdicts: Any) -> None:
     items = [sample_of(i, length=n) for i, n in enumerate(lengths(70, seed=groups))]
     stream = open_stream(tmp_path, 70)
-    sizes = Sizes(128, None, 64, 9000, lanes)
-    run_worker(items, NumpyProducer(groups), stream, sizes, progress=Progress(), control=Script(*verdicts))
+    sizes = Sizes(128, None, 64, 9000, writers)
+    run_pipeline(items, NumpyProducer(groups), stream, sizes, progress=Progress(), control=Script(*verdicts))
     shards = list(tmp_path.glob("tpu_0/shard_*"))
     assert len(shards) == stream.ledger.shards > 0
     for shard in shards:
@@ -59,14 +60,14 @@ def test_the_poison_is_seen_where_a_row_is_not_written(tmp_path: Path, poisoned:
     builder.abort()
 
 
-@pytest.mark.parametrize("lanes", [1, 3])
+@pytest.mark.parametrize("writers", [1, 3])
 @pytest.mark.parametrize("groups", [1, 2, 3])
-def test_padding_is_not_stored(tmp_path: Path, lanes: int, groups: int) -> None:
+def test_padding_is_not_stored(tmp_path: Path, writers: int, groups: int) -> None:
     """The producer's padding is NaN, so that one row of it would show."""
     items = [sample_of(i, length=n) for i, n in enumerate(lengths(70, seed=groups))]
     stream = open_stream(tmp_path, 70)
     producer = NumpyProducer(groups)
-    run_worker(items, producer, stream, Sizes(256, None, 64, 9000, lanes), progress=Progress(), control=Script())
+    run_pipeline(items, producer, stream, Sizes(256, None, 64, 9000, writers), progress=Progress(), control=Script())
     real = sum(len(item.tokens) for item in items)
     assert sum(rows * length * groups for rows, length in producer.shapes) > real  # there was padding
     dataset = open_dataset(open_folder(str(tmp_path)))

@@ -31,14 +31,14 @@ def test_programs_are_one_or_two_and_the_wall_time_is_told(tmp_path: Path, compi
         model="embedded", data=DataSpec(dataset="embedded", max_samples=14), output=str(tmp_path), layers=(0,)
     )
     progress = Progress(timeline=Timeline.of_process())
-    visit = extract(spec, progress=progress).visit
+    visit = extract(spec, progress=progress).progress
     assert 1 <= len(compiled) <= 2
     assert compiled[0] == (1, 4096)  # the tail's row is shorter
     assert visit.shapes == len(compiled)
     names = {span.name.split(" ")[0] for span in progress.timeline.spans()}
     assert {"interpreter", "devices", "weights", "compile"} <= names
     assert min(visit.wall.start, visit.wall.run) > 0
-    assert visit.wall.whole == pytest.approx(visit.wall.start + visit.seconds)
+    assert visit.wall.total == pytest.approx(visit.wall.start + visit.seconds)
 
 
 def test_a_wait_for_programs_is_not_called_the_model() -> None:

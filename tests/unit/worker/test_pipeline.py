@@ -11,10 +11,10 @@ from spile.errors import StoreError
 from spile.objects import open_folder
 from spile.spec.sample import Skip
 from spile.store.stream import StreamStore, join_run, join_stream
-from spile.worker.pipeline import Pipeline, Verdict
-from spile.worker.producer import OutOfDeviceMemory, RowBlock
+from spile.worker.batches import Sizes, batches
+from spile.worker.pipeline import LocalControl, Pipeline, StreamSink, plan_shards, run_pipeline
+from spile.worker.producer import OutOfDeviceMemory, RowBlock, Verdict
 from spile.worker.progress import Progress
-from spile.worker.worker import LocalControl, Sizes, StreamSink, run_worker, shard_tasks
 from world import TAPS, NumpyProducer, lengths, rows_of, run_identity, sample_of, stream_identity
 
 SIZES = Sizes(batch_tokens=128, batch_size=None, longest=64, shard_bytes=4000)
@@ -29,7 +29,7 @@ def open_stream(root, count) -> StreamStore:
 def visit(root, items, producer=None, *, sizes=SIZES, control=None, progress=None, count=None) -> bool:
     stream = open_stream(root, count if count is not None else len(items))
     left = [item for item in items if item.index not in stream.ledger.done]
-    return run_worker(
+    return run_pipeline(
         left,
         producer or NumpyProducer(),
         stream,
@@ -51,6 +51,17 @@ def check(root, items) -> None:
             assert np.array_equal(
                 np.asarray(stored.rows(str(TAPS[tap])), np.float32), rows_of(item, tap, dtype="float32")
             )
+
+
+def planned(items, sizes, bytes_per_token=101):
+    """The shards of one group that these samples become."""
+    return plan_shards(
+        items,
+        lambda samples: batches(samples, sizes.batch_plan(1)),
+        bytes_per_token,
+        sizes.shard_bytes,
+        lambda: None,
+    )
 
 
 class Script:
@@ -77,20 +88,20 @@ class Script:
     st.sampled_from([1, 2, 4]),
     st.integers(0, 99),
 )
-def test_every_row_is_where_it_belongs(tmp_path_factory, count, groups, shard_bytes, lanes, seed):
+def test_every_row_is_where_it_belongs(tmp_path_factory, count, groups, shard_bytes, writers, seed):
     root = tmp_path_factory.mktemp("run")
     items = [sample_of(i, length=n) for i, n in enumerate(lengths(count, seed=seed))]
     progress = Progress()
-    sizes = Sizes(128, None, 64, shard_bytes, lanes)
+    sizes = Sizes(128, None, 64, shard_bytes, writers)
     assert visit(root, items, NumpyProducer(groups), sizes=sizes, progress=progress)
     check(root, items)
     assert progress.snapshot().samples == progress.snapshot().samples_committed == count
 
 
-@pytest.mark.parametrize("lanes", [1, 3])
-def test_a_stop_commits_what_was_started_and_a_second_visit_does_the_rest(tmp_path, lanes):
+@pytest.mark.parametrize("writers", [1, 3])
+def test_a_stop_commits_what_was_started_and_a_second_visit_does_the_rest(tmp_path, writers):
     items = [sample_of(i, length=n) for i, n in enumerate(lengths(80))]
-    assert not visit(tmp_path, items, sizes=Sizes(128, None, 64, 4000, lanes), control=Script(*["go"] * 5, "stop"))
+    assert not visit(tmp_path, items, sizes=Sizes(128, None, 64, 4000, writers), control=Script(*["go"] * 5, "stop"))
     done = open_stream(tmp_path, 80).ledger.done
     assert 0 < len(done) < 80
     assert visit(tmp_path, items, NumpyProducer(2), sizes=Sizes(300, 2, 64, 1500))
@@ -113,17 +124,17 @@ def test_commit_every_ends_shards_early(tmp_path):
 
 def test_commit_every_ends_the_shards_of_all_lanes(tmp_path):
     items = [sample_of(i, length=n) for i, n in enumerate(lengths(80))]
-    sizes = Sizes(128, None, 64, 6000, lanes=3)
+    sizes = Sizes(128, None, 64, 6000, writers=3)
     assert visit(tmp_path, items, sizes=sizes, control=Script(*["go"] * 7, "commit", *["go"] * 4, "commit"))
     check(tmp_path, items)
 
 
-@pytest.mark.parametrize(("groups", "lanes"), [(1, 1), (3, 1), (1, 3)])
-def test_a_batch_that_does_not_fit_is_halved_and_said(tmp_path, groups, lanes):
+@pytest.mark.parametrize(("groups", "writers"), [(1, 1), (3, 1), (1, 3)])
+def test_a_batch_that_does_not_fit_is_halved_and_said(tmp_path, groups, writers):
     items = [sample_of(i, length=n) for i, n in enumerate(lengths(50))]
     said: list[str] = []
     producer = NumpyProducer(groups, fits=130)
-    sizes = Sizes(512, None, 64, 5000, lanes)
+    sizes = Sizes(512, None, 64, 5000, writers)
     assert visit(tmp_path, items, producer, sizes=sizes, progress=Progress(log=said.append))
     assert max(rows * length for rows, length in producer.shapes) <= 130
     assert said[0].startswith("device memory ran out at 8 × 64 tokens: going on with 4 × 64")
@@ -171,9 +182,13 @@ class FailsAt(NumpyProducer):
 def test_a_failure_in_any_stage_ends_all_and_leaves_nothing_half_written(tmp_path, error):
     items = [sample_of(i, length=n) for i, n in enumerate(lengths(80))]
     with pytest.raises(type(error)):
-        visit(tmp_path, items, FailsAt(4, error), sizes=Sizes(128, None, 64, 4000, lanes=2))
+        visit(tmp_path, items, FailsAt(4, error), sizes=Sizes(128, None, 64, 4000, writers=2))
     assert not list(tmp_path.glob("**/.tmp*"))
-    assert not [t for t in threading.enumerate() if t.name.startswith(("spile-f", "spile-lane"))]
+    assert not [
+        t
+        for t in threading.enumerate()
+        if t.name.startswith(("spile-plan", "spile-copy", "spile-write", "spile-commit"))
+    ]
     assert visit(tmp_path, items)
     check(tmp_path, items)
 
@@ -185,7 +200,7 @@ def test_a_failing_dataset_ends_the_run_with_its_own_error(tmp_path):
 
     stream = open_stream(tmp_path, 2)
     with pytest.raises(StoreError, match="the dataset went away"):
-        run_worker(items(), NumpyProducer(), stream, SIZES, progress=Progress(), control=Script())
+        run_pipeline(items(), NumpyProducer(), stream, SIZES, progress=Progress(), control=Script())
 
 
 class Counting(Progress):
@@ -198,8 +213,8 @@ class Counting(Progress):
         super().add(**counts)
 
 
-@pytest.mark.parametrize(("lanes", "in_flight"), [(1, 2), (1, 5), (3, 2), (3, 9)])
-def test_as_many_batches_are_in_flight_as_told_and_no_more(tmp_path, lanes, in_flight):
+@pytest.mark.parametrize(("writers", "in_flight"), [(1, 2), (1, 5), (3, 2), (3, 9)])
+def test_as_many_batches_are_in_flight_as_told_and_no_more(tmp_path, writers, in_flight):
     progress, full = Counting(), threading.Event()
     seen = []
 
@@ -215,7 +230,7 @@ def test_as_many_batches_are_in_flight_as_told_and_no_more(tmp_path, lanes, in_f
             return super().fetch(pending)
 
     items = [sample_of(i, length=40) for i in range(60)]
-    sizes = Sizes(128, None, 64, 4000, lanes, in_flight=in_flight)
+    sizes = Sizes(128, None, 64, 4000, writers, in_flight=in_flight)
     assert visit(tmp_path, items, Watched(), sizes=sizes, progress=progress)
     assert max(seen) == in_flight
     check(tmp_path, items)
@@ -245,7 +260,7 @@ def test_a_lane_that_is_held_up_holds_up_no_other(tmp_path):
                 many.set()
 
     items = [sample_of(i, length=40) for i in range(40)]
-    one_batch = Sizes(64, 1, 64, 100, lanes=2)
+    one_batch = Sizes(64, 1, 64, 100, writers=2)
     assert visit(tmp_path, items, FirstHangs(), sizes=one_batch, progress=Watched())
     check(tmp_path, items)
 
@@ -271,13 +286,14 @@ def test_a_device_that_computes_while_a_batch_is_started_is_what_limits(tmp_path
     items = [sample_of(i, length=40) for i in range(6)]
     stream = open_stream(tmp_path, 6)
     sink, control = StreamSink(stream), LocalControl(threading.Event(), None)
-    pipeline = Pipeline(ComputesAtOnce(), sink, control, progress, clock=ticks, in_flight=1)
-    assert pipeline.run(shard_tasks(items, Sizes(64, 1, 64, 100), 1, 100, lambda: None))
+    sizes = Sizes(64, 1, 64, 100, in_flight=1)
+    pipeline = Pipeline(ComputesAtOnce(), sink, control, progress, sizes, clock=ticks)
+    assert pipeline.run(planned(items, sizes))
     assert progress.snapshot().busy["model"] == 6 * 5.0
 
 
 def test_no_program_is_waited_for_that_the_device_has_no_room_for(tmp_path):
-    """Shards of other lanes were planned before memory ran out, and are halved without a look at their old shapes."""
+    """Shards of other writers were planned before memory ran out, and are halved without a look at their old shapes."""
     awaited, refused = [], []
 
     class Watched(NumpyProducer):
@@ -294,7 +310,7 @@ def test_no_program_is_waited_for_that_the_device_has_no_room_for(tmp_path):
                 raise
 
     items = [sample_of(i, length=n) for i, n in enumerate(lengths(400, 60))]
-    sizes = Sizes(512, None, 64, 200_000, lanes=3)
+    sizes = Sizes(512, None, 64, 200_000, writers=3)
     assert visit(tmp_path, items, Watched(), sizes=sizes)
     assert refused
     assert [(tokens, room) for tokens, room in awaited if tokens >= room] == []

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spile.spec.run import DataSpec, ExtractSpec
-from spile.worker import sizing
+from spile.worker import sizes as sizing
 
 ALL_LAYERS = 43_013
 """Bytes a token of Qwen2.5-0.5B's 24 layers."""
@@ -28,8 +28,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_gpu_fills_several_files_of_a_folder_and_one_object_of_a_bucket(gpu: None) -> None:
     local, bucket = sizing.choose_sizes(spec(), ALL_LAYERS), sizing.choose_sizes(spec("gs://b/run"), ALL_LAYERS)
-    assert (local.lanes, local.finishers, local.in_flight) == (8, None, 10)
-    assert (bucket.lanes, bucket.finishers, bucket.in_flight) == (1, 2, 4)
+    assert (local.writers, local.finishers, local.in_flight) == (8, None, 10)
+    assert (bucket.writers, bucket.finishers, bucket.in_flight) == (1, 2, 4)
 
 
 def test_a_batch_is_a_fraction_of_a_shard_between_what_a_device_needs_and_what_it_can_use(gpu: None) -> None:
@@ -54,12 +54,12 @@ def test_on_a_small_host_fewer_batches_are_in_flight(gpu: None, monkeypatch: pyt
 def test_batches_in_flight_fit_into_a_pool_of_a_power_of_two(gpu: None) -> None:
     chosen = sizing.choose_sizes(spec(), ALL_LAYERS)
     assert chosen.in_flight is not None
-    assert (chosen.in_flight + sizing.IN_HAND) * chosen.batch_tokens * ALL_LAYERS <= 2 << 30
+    assert (chosen.in_flight + sizing.UNRELEASED) * chosen.batch_tokens * ALL_LAYERS <= 2 << 30
 
 
 @given(st.integers(1, 64), st.integers(1, 1 << 40), st.integers(1 << 20, 1 << 45))
-def test_rows_in_flight_stay_within_their_share_of_memory(lanes: int, batch: int, memory: int) -> None:
-    chosen = sizing.in_flight(lanes, batch, memory)
+def test_rows_in_flight_stay_within_their_share_of_memory(writers: int, batch: int, memory: int) -> None:
+    chosen = sizing.in_flight(writers, batch, memory)
     assert chosen >= 2
     assert chosen == 2 or chosen * batch <= memory // 4
 

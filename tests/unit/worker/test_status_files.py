@@ -17,8 +17,9 @@ from spile.spec.phase import Phase
 from spile.spec.run import DataSpec, ExtractSpec
 from spile.store.heartbeat import Beat, read_beat
 from spile.store.stream import StreamStore, join_run, join_stream
+from spile.worker.batches import Sizes
+from spile.worker.pipeline import run_pipeline
 from spile.worker.progress import Progress, StatusFiles, write_checkpoint_file
-from spile.worker.worker import Sizes, run_worker
 from unit.worker.test_pipeline import FailsAt, Script
 from world import NumpyProducer, lengths, run_identity, sample_of, stream_identity
 
@@ -35,7 +36,7 @@ def visit(spec: ExtractSpec, root: Folder, producer: Any = None, *, pulse: bool 
     stream, progress = joined(root), more.pop("progress", Progress())
     left = [item for item in ITEMS if item.index not in stream.ledger.done]
     with StatusFiles(spec, stream, progress, pulse=pulse, expected=COUNT) as status:
-        run_worker(
+        run_pipeline(
             left,
             producer or NumpyProducer(),
             stream,
@@ -111,7 +112,7 @@ def test_a_checkpoint_folder_that_cannot_be_written_is_told_before_any_work(tmp_
     said: list[str] = []
     with pytest.raises(ValueError, match="a bug"):
         visit(spec, open_folder(str(tmp_path)), FailsAt(0, ValueError("a bug")), progress=Progress(log=said.append))
-    assert any(line.startswith("--checkpoint-dir is not written: cannot write") for line in said)
+    assert any(line.startswith("could not write to --checkpoint-dir: cannot write") for line in said)
 
 
 def test_the_checkpoint_file_of_the_guides(tmp_path: Path) -> None:

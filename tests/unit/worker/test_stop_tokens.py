@@ -11,7 +11,7 @@ from spile.data.tokens import load_tokenizer
 from spile.errors import ModelError
 from spile.models import model_files
 from spile.spec.run import GenerationSpec
-from spile.worker.parts import with_stops
+from spile.worker.resolve import with_stops
 
 
 def stops(folder: Path, config: str) -> tuple[int, ...]:

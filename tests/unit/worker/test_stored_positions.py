@@ -20,11 +20,12 @@ from spile.spec.run import DataSpec, ExtractSpec, GenerationSpec
 from spile.spec.sample import Role, Sample
 from spile.store.stream import join_run, join_stream
 from spile.store.verification import verify
+from spile.worker.batches import Sizes
 from spile.worker.extract import extract
 from spile.worker.infer import infer
+from spile.worker.pipeline import LocalControl, run_pipeline
 from spile.worker.progress import Progress
 from spile.worker.recompute import recomputer
-from spile.worker.worker import LocalControl, Sizes, run_worker
 from world import TAPS, NumpyProducer, rows_of, run_identity, sample_of, stream_identity
 
 
@@ -38,7 +39,7 @@ def stored(root: Path, samples: list[Sample], positions: str, **sizes: object) -
     join_run(folder, run)
     stream = join_stream(folder, 0, stream_identity(len(samples)), run)
     stream.statistics = True
-    finished = run_worker(
+    finished = run_pipeline(
         samples,
         NumpyProducer(groups=2),
         stream,

@@ -1,22 +1,21 @@
-"""A test of a slice: every host meets every barrier, sees its devices, and computes one tiny forward."""
+"""``spile pod check``: every host passes every barrier, sees its devices, and computes one tiny forward pass."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from spile.errors import PodError
-from spile.worker.pod.group import WorkerGroup
-from spile.worker.pod.pod import BARRIERS
+from spile.worker.pod.pod import BARRIERS, WorkerGroup
 
 __all__ = ["check_pod", "log_devices"]
 
 _LENGTH = 64
 _TOLERANCE = 0.02
-"""bf16's own rounding and more; a wrong collective is off by far more than that."""
+"""More than the rounding of bfloat16; a wrong collective differs by far more."""
 
 
 def log_devices(hosts: WorkerGroup, log: Callable[[str], None]) -> None:
-    """What this host sees."""
+    """Log the devices of this host."""
     import jax
 
     local, every = jax.local_devices(), jax.device_count()
@@ -25,7 +24,7 @@ def log_devices(hosts: WorkerGroup, log: Callable[[str], None]) -> None:
 
 
 def check_pod(hosts: WorkerGroup, log: Callable[[str], None]) -> None:
-    """Barriers, devices, a forward over all devices, and what it gave compared with this host's own."""
+    """Check barriers, devices, and a forward pass over all devices against one on this host."""
     log_devices(hosts, log)
     for name in BARRIERS[1:-1]:
         if name == "extraction_start":
@@ -38,7 +37,7 @@ def check_pod(hosts: WorkerGroup, log: Callable[[str], None]) -> None:
 
 
 def _forward(hosts: WorkerGroup, log: Callable[[str], None]) -> None:
-    """The embedded model on the whole mesh against the same on one device."""
+    """Compare the embedded model on the whole mesh with the same model on one device."""
     import jax
     import numpy as np
 
@@ -50,7 +49,7 @@ def _forward(hosts: WorkerGroup, log: Callable[[str], None]) -> None:
     from spile.worker.batches import Batch
     from spile.worker.device import DeviceProducer
     from spile.worker.mesh import make_mesh, plan_mesh
-    from spile.worker.parts import compute_dtype_for
+    from spile.worker.resolve import compute_dtype_for
 
     files = model_files.find(EMBEDDED)
     taps = (Tap("residual", files.config.n_layers - 1),)
@@ -82,5 +81,5 @@ def _forward(hosts: WorkerGroup, log: Callable[[str], None]) -> None:
 
 
 def _shape(devices: int) -> tuple[int, int]:
-    """Both axes in use where there are devices for both, so that collectives are tested too."""
+    """Return a mesh shape that uses both axes if possible, so that collectives are tested too."""
     return (devices // 2, 2) if devices % 2 == 0 else (devices, 1)

@@ -1,7 +1,7 @@
-"""The VM's metadata server: what it says, that it has no such thing, or that it does not answer.
+"""Find out which process of a pod this is: from flags, the VM's metadata, variables, or JAX's cluster detection.
 
-The three are different answers to "am I alone?": a host of a slice that takes silence for a no would do the whole
-slice's work by itself, and so would every other one.
+"The VM has no such attribute" and "the metadata server does not answer" are different: a host of a slice that took
+silence for a no would do the work of the whole slice by itself, and so would every other host.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ __all__ = [
 
 
 Metadata = Callable[[str], str | None]
-"""An attribute of the VM by its name; None where it has none; :class:`NoMetadata` where nobody answered."""
+"""Returns an attribute of the VM; None if it does not exist. Raises :class:`NoMetadata` if there is no answer."""
 
 _GCE_NAMES = ("Google", "Google Compute Engine")
 _CHIPS = ("accel[0-9]*", "vfio/[0-9]*")
-"""The devices' files of a TPU VM's chips: up to v4, and since v5e."""
+"""Device files of TPU chips: up to v4, and since v5e."""
 _PAUSE, _LONGEST_PAUSE = 0.25, 5.0
 
 
@@ -46,15 +46,15 @@ class NoMetadata(PodError):
 class Patience:
     """How long to wait for an answer, in seconds."""
 
-    whole: float
-    """With one attribute, all tries together."""
+    total: float
+    """All tries for one attribute together."""
     one: float
-    """With the first try; each later one gets twice as long."""
+    """The first try; each later one gets twice as long."""
 
 
 _OF_A_TPU = Patience(60.0, 4.0)
 _OF_ANOTHER = Patience(4.0, 2.0)
-"""Of a VM without TPUs, which cannot be part of a slice: the answer does not matter much."""
+"""For a VM without TPUs, which cannot be part of a slice."""
 
 
 def gce_metadata(
@@ -64,7 +64,7 @@ def gce_metadata(
     devices: Path = Path("/dev"),
     patience: Patience | None = None,
 ) -> Metadata | None:
-    """The metadata server of this VM; None where this is no Google VM, found out without asking the network."""
+    """Return the metadata server of this VM; None if this is not a Google VM, which is known without the network."""
     named = environment.get("GCE_METADATA_IP") or environment.get("GCE_METADATA_HOST")
     if not named and not (product.is_file() and product.read_text(errors="replace").strip() in _GCE_NAMES):
         return None
@@ -75,18 +75,18 @@ def gce_metadata(
 
 @dataclass
 class _Tried:
-    """One request: an answer, or why there is none."""
+    """The result of one request: an answer, or why there is none."""
 
     answer: str | None = None
     trouble: str = "no answer"
     final: bool = False
-    """Whether asking again is of no use."""
+    """Whether another try is pointless."""
     slow: bool = False
-    """Whether time ran out."""
+    """Whether the request timed out."""
 
 
 class _MetadataServer:
-    """Asks, and asks again while there is patience."""
+    """Asks the metadata server, with retries."""
 
     def __init__(self, base: str, patience: Patience, *, tpu: bool) -> None:
         self._base, self._patience, self._tpu = base, patience, tpu
@@ -96,22 +96,22 @@ class _MetadataServer:
         began = time.monotonic()
         pause = _PAUSE
         while True:
-            left = max(0.01, began + self._patience.whole - time.monotonic())
+            left = max(0.01, began + self._patience.total - time.monotonic())
             tried = _within(min(self._one, left), self._base + key)
             if tried.final:
                 break
-            if time.monotonic() - began + pause >= self._patience.whole:
+            if time.monotonic() - began + pause >= self._patience.total:
                 break
             if tried.slow:
                 self._one *= 2  # for the next attribute too
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
         if tried.trouble and self._tpu:
-            raise _silence(key, tried.trouble, time.monotonic() - began)
+            raise _no_answer(key, tried.trouble, time.monotonic() - began)
         return tried.answer
 
 
-def _silence(key: str, trouble: str, waited: float) -> NoMetadata:
+def _no_answer(key: str, trouble: str, waited: float) -> NoMetadata:
     return NoMetadata(
         f"this TPU VM's metadata server does not say which host of which slice this is ({waited:.0f} s)",
         expected=f"an answer to {key}",
@@ -122,7 +122,7 @@ def _silence(key: str, trouble: str, waited: float) -> NoMetadata:
 
 
 def _within(seconds: float, url: str) -> _Tried:
-    """A request that is left to itself when time is up: finding the name, or a body in drips, has no timeout."""
+    """Make a request with a hard timeout: name resolution and slow bodies have none of their own."""
     tried: list[_Tried] = []
     thread = threading.Thread(target=lambda: tried.append(_get(url, seconds)), name="spile-metadata", daemon=True)
     thread.start()
@@ -135,7 +135,7 @@ def _get(url: str, seconds: float) -> _Tried:
 
     try:
         with requests.Session() as session:
-            session.trust_env = False  # it lives beside this machine, behind no proxy
+            session.trust_env = False  # it is reached without a proxy
             answer = session.get(url, headers={"Metadata-Flavor": "Google"}, timeout=seconds)
     except requests.Timeout:
         return _Tried(trouble=f"no answer within {seconds:.2g} s", slow=True)
@@ -152,7 +152,7 @@ def _get(url: str, seconds: float) -> _Tried:
 
 
 def _reason(error: BaseException) -> str:
-    """What the operating system said, at the root of what requests made of it."""
+    """Return the error of the operating system behind an error of requests."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, OSError) and seen.strerror:
@@ -171,33 +171,32 @@ class Identity:
     process: int
     count: int
     coordinator: str = ""
-    """Worker 0's host, as the others reach it; empty where there is one process."""
+    """The host of worker 0, as the others reach it; empty for a single process."""
     port: int = ROLL_CALL_PORT
-    """The roll call's, on that host."""
+    """The port of the roll call on that host."""
     hosts: tuple[str, ...] = ()
-    """All hosts in order, where known."""
+    """All hosts in order, if known."""
     source: str = "one process"
-    """What said so."""
+    """Where this was found."""
     name: str = ""
-    """This machine's own name, for people."""
+    """The host name of this machine."""
     secret: str = field(default="", repr=False)
-    """What the hosts of a slice share and nobody else knows, where there is such a thing. A caller without it is a
-    stranger, whatever it says."""
+    """A secret that the hosts of a slice share, if there is one. Callers without it are ignored."""
 
     @property
     def first(self) -> bool:
-        """Whether this is the one that commits."""
+        """Whether this process commits."""
         return self.process == 0
 
     def host(self, process: int) -> str:
-        """A process for people: ``worker 3 (10.0.0.5)``."""
+        """Return a process for messages: ``worker 3 (10.0.0.5)``."""
         known = self.hosts[process] if process < len(self.hosts) else ""
         return f"worker {process} ({known})" if known else f"worker {process}"
 
 
 @dataclass(frozen=True)
 class _Found:
-    """What one source knows; None where it does not."""
+    """What one source knows; None for what it does not know."""
 
     process: int | None = None
     count: int | None = None
@@ -218,19 +217,28 @@ def find_identity(
     detect: Callable[[], tuple[str, int, int] | None] | None = None,
     name: str | None = None,
 ) -> Identity:
-    """Where this process stands. ``hosts`` is how many the ``--topology`` has, where one was given.
+    """Return the identity of this process.
 
-    ``metadata`` None: this machine has none. ``detect`` is JAX's own detection: coordinator, count, number.
+    Args:
+        environment: The environment variables.
+        coordinator_address: ``--coordinator-address``.
+        process_id: ``--process-id``.
+        num_processes: ``--num-processes``.
+        hosts: The number of hosts of ``--topology``, if given.
+        metadata: The metadata server; None if this machine has none.
+        detect: JAX's cluster detection, which returns coordinator, count and number.
+        name: The host name of this machine.
+
     """
     found = _from_flags(coordinator_address, process_id, num_processes)
-    silence: NoMetadata | None = None
+    no_answer: NoMetadata | None = None
     if num_processes != 1 and None in (coordinator_address, process_id, num_processes):
-        described, silence = _from_metadata(metadata, environment)
+        described, no_answer = _from_metadata(metadata, environment)
         found = _merged(found, described, _from_variables(environment), _from_jax(detect, environment))
     count = found.count if found.count is not None else hosts
     name = name or socket.gethostname()
-    if silence is not None and (count in (None, 1) or found.process is None):
-        raise silence
+    if no_answer is not None and (count in (None, 1) or found.process is None):
+        raise no_answer
     if count is None or count == 1:
         _refuse_half(found, count)
         if hosts is not None and hosts > 1:
@@ -280,7 +288,7 @@ def _disagreement(wanted: int, found: int, source: str) -> SpecError:
 
 
 def _refuse_half(found: _Found, count: int | None) -> None:
-    """A number without a count: of a pod nobody described."""
+    """Refuse a process number without a process count."""
     if count is None and found.process:
         raise SpecError(
             f"{found.source} says that this is worker {found.process}, and nothing says of how many",
@@ -289,22 +297,22 @@ def _refuse_half(found: _Found, count: int | None) -> None:
 
 
 def _merged(*sources: _Found) -> _Found:
-    """Each fact from the first source that has it."""
-    whole = _Found()
+    """Take each fact from the first source that has it."""
+    known = _Found()
     names: list[str] = []
     for found in sources:
-        before = whole
-        whole = replace(
-            whole,
-            process=found.process if whole.process is None else whole.process,
-            count=found.count if whole.count is None else whole.count,
-            hosts=whole.hosts or found.hosts,
-            coordinator=whole.coordinator or found.coordinator,
-            secret=whole.secret or found.secret,
+        before = known
+        known = replace(
+            known,
+            process=found.process if known.process is None else known.process,
+            count=found.count if known.count is None else known.count,
+            hosts=known.hosts or found.hosts,
+            coordinator=known.coordinator or found.coordinator,
+            secret=known.secret or found.secret,
         )
-        if whole != before:
+        if known != before:
             names.append(found.source)
-    return replace(whole, source=", ".join(names))
+    return replace(known, source=", ".join(names))
 
 
 def _from_flags(coordinator: str | None, process: int | None, count: int | None) -> _Found:
@@ -312,13 +320,13 @@ def _from_flags(coordinator: str | None, process: int | None, count: int | None)
 
 
 def _from_metadata(metadata: Metadata | None, environment: Mapping[str, str]) -> tuple[_Found, NoMetadata | None]:
-    """What it says, and its silence, for when nothing else says what slice this is part of."""
+    """Return what the metadata says, or its error, which is raised if no other source knows the slice."""
     if metadata is None or "TPU_SKIP_MDS_QUERY" in environment:
         return _Found(), None
     try:
         number, endpoints = metadata("agent-worker-number"), metadata("worker-network-endpoints")
-    except NoMetadata as silence:
-        return _Found(), silence
+    except NoMetadata as no_answer:
+        return _Found(), no_answer
     if not number and not endpoints:
         return _Found(), None
     if not number or not endpoints:
@@ -332,7 +340,7 @@ def _from_metadata(metadata: Metadata | None, environment: Mapping[str, str]) ->
     hosts = tuple(part.rpartition(":")[2] for part in endpoints.split(","))
     variables = {**_tpu_env(metadata("tpu-env") or ""), **environment}
     found = _slices(_number(number, "agent-worker-number"), hosts, variables, "the VM's metadata")
-    # What spile tpu create and spile deploy give a slice.
+    # spile tpu create and spile deploy give a slice this secret.
     return replace(found, secret=(metadata("spile-secret") or "") if found.count != 1 else ""), None
 
 
@@ -347,7 +355,7 @@ def _from_variables(environment: Mapping[str, str]) -> _Found:
     hosts = tuple(host.strip() for host in listed.split(",") if host.strip())
     number = environment.get("CLOUD_TPU_TASK_ID")
     source = "CLOUD_TPU_TASK_ID"
-    # TPU_WORKER_ID alone names a stream, not a host: it says who we are only among listed hosts.
+    # TPU_WORKER_ID alone names a stream; it is a process number only if several hosts are listed.
     if number is None and len(hosts) > 1:
         number, source = environment.get("TPU_WORKER_ID"), "TPU_WORKER_ID"
     if number is None or not number.strip():
@@ -358,13 +366,13 @@ def _from_variables(environment: Mapping[str, str]) -> _Found:
 
 
 def _slices(number: int, hosts: tuple[str, ...], variables: Mapping[str, str], source: str) -> _Found:
-    """One slice, or one of several that act together (multislice)."""
+    """Return the identity in one slice, or in one of several that act together (multislice)."""
     slices = _number(variables.get("MEGASCALE_NUM_SLICES") or "1", "MEGASCALE_NUM_SLICES")
     mine = _number(variables.get("MEGASCALE_SLICE_ID") or "0", "MEGASCALE_SLICE_ID")
     coordinator = variables.get("MEGASCALE_COORDINATOR_ADDRESS")
     if slices <= 1 or not coordinator:
         return _Found(number, len(hosts), hosts, None, source)
-    # Its port is JAX's business, not the roll call's.
+    # Its port belongs to JAX and not to the roll call.
     where = coordinator.partition(":")[0]
     return _Found(number + mine * len(hosts), slices * len(hosts), (), where, f"{source}, slice {mine} of {slices}")
 
@@ -394,7 +402,7 @@ def _number(text: str, name: str) -> int:
 
 
 def _split(address: str) -> tuple[str, int | None]:
-    """``HOST`` or ``HOST:PORT``."""
+    """Split ``HOST`` or ``HOST:PORT``."""
     host, colon, port = address.rpartition(":")
     if not colon or host.endswith(":"):
         return address, None
@@ -402,8 +410,8 @@ def _split(address: str) -> tuple[str, int | None]:
 
 
 def this_process(**flags: object) -> Identity:
-    """:func:`find_identity` with this process's environment, metadata and JAX's detection."""
-    from spile.worker.pod.barriers import detect_cluster
+    """Return the identity of this process from its environment, the metadata server and JAX's detection."""
+    from spile.worker.pod.coordination import detect_cluster
 
     return find_identity(
         os.environ,

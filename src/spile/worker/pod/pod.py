@@ -1,30 +1,37 @@
-"""The watch: every process keeps a beat and looks at the others', and ends with one line when one of them has ended.
+"""A pod: the processes of many hosts that act as one worker.
 
-A thread that waits in a collective for a dead host cannot be asked to stop, so the watch ends the whole process.
+The worker sees a :class:`WorkerGroup`: a :class:`SingleProcess`, or a :class:`Pod`. The processes of a pod meet in a
+roll call, connect to one coordination service, agree on verdicts and commit together. Each process sends a
+heartbeat and watches those of the others. A thread that waits in a collective for a dead host cannot be interrupted, so
+the watch ends the whole process with one line.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import NoReturn, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
-from spile.errors import PodError, SpileError
+from spile.errors import PodError, SpecError, SpileError
+from spile.spec.run import ExtractSpec
 from spile.spec.sample import Sample, Skip
 from spile.store.ledger import ShardRecord
 from spile.store.shard import ShardBuilder
 from spile.store.stream import StreamStore
-from spile.worker.pipeline import Control, Verdict
-from spile.worker.pod.barriers import Coordination, Service, start_service
+from spile.worker.pipeline import Sink, StreamSink
+from spile.worker.pod.coordination import Coordination, Service, start_service
 from spile.worker.pod.identity import Identity
 from spile.worker.pod.rollcall import RollConnections, answer_roll_call, hold_roll_call
+from spile.worker.producer import Control, Verdict
 
 __all__ = [
     "BARRIERS",
@@ -35,17 +42,100 @@ __all__ = [
     "PodSink",
     "PodTimes",
     "PodWatch",
+    "SingleProcess",
+    "WorkerGroup",
+    "check_same_command",
     "end_process",
     "join",
+    "joined_group",
 ]
 
+T = TypeVar("T")
+
+
+class WorkerGroup(Protocol):
+    """The processes that are one worker."""
+
+    def begin_run(self) -> WorkerGroup:
+        """Begin one more run together; every process makes the same runs in the same order."""
+
+    @property
+    def first(self) -> bool:
+        """Whether this process writes what is written once: it alone commits."""
+
+    @property
+    def name(self) -> str:
+        """The name of this process, ``worker 3 of 16``; empty for a single process."""
+
+    def agree(self, name: str, value: T | None = None) -> T:
+        """Return the first process's value, which must be JSON, on every process."""
+
+    def barrier(self, name: str) -> None:
+        """Wait for all processes."""
+
+    def control(self, local: Control) -> Control:
+        """Return a control that gives every process the same verdicts."""
+
+    def sink(self, stream: StreamStore, after_commit: Callable[[], None]) -> Sink:
+        """Return where this process stores its rows."""
+
+    def notify_end(self, error: BaseException) -> None:
+        """Tell the other processes why this one ends."""
+
+
+class SingleProcess:
+    """A worker that is one process."""
+
+    first = True
+    name = ""
+
+    def begin_run(self) -> WorkerGroup:
+        """Return itself."""
+        return self
+
+    def agree(self, name: str, value: T | None = None) -> T:  # noqa: ARG002
+        """Return the value, through JSON as on a pod."""
+        agreed: T = json.loads(json.dumps(value))
+        return agreed
+
+    def barrier(self, name: str) -> None:
+        """Return at once."""
+
+    def control(self, local: Control) -> Control:
+        """Return the control of this process."""
+        return local
+
+    def sink(self, stream: StreamStore, after_commit: Callable[[], None]) -> Sink:
+        """Return the store of the stream."""
+        return StreamSink(stream, after_commit)
+
+    def notify_end(self, error: BaseException) -> None:
+        """Do nothing: there is no other process."""
+
+
+def check_same_command(hosts: WorkerGroup, spec: ExtractSpec) -> None:
+    """Refuse a command that differs from the one of process 0, and name what differs."""
+    mine = json.loads(json.dumps(dataclasses.asdict(spec)))
+    theirs: dict[str, object] = hosts.agree("command", mine)
+    differing = sorted(name for name in mine if mine[name] != theirs.get(name))
+    if differing:
+        name = differing[0]
+        raise SpecError(
+            f"{hosts.name} was given another command than worker 0: {', '.join(differing)}",
+            expected=theirs.get(name),
+            found=mine[name],
+            fix="run the same command on every host",
+        )
+
+
+# -- heartbeats -------------------------------------------------------------------------------------------------------
 
 _NEXT = "this process ends too, and the same command on all hosts resumes"
 
 
 @dataclass(frozen=True)
 class End:
-    """Why to stop, and with which exit code."""
+    """Why a process ends, and its exit code."""
 
     line: str
     code: int = 1
@@ -53,18 +143,18 @@ class End:
 
 @dataclass
 class Beats:
-    """The others' beats as they were last seen: pure but for the clock it is handed."""
+    """The latest heartbeats of the other processes. Pure: the caller passes the time."""
 
     identity: Identity
     timeout: float
     seen: dict[int, tuple[str, float]] = field(default_factory=dict)
 
     def look(self, alive: Mapping[str, str], ended: Mapping[str, str], now: float) -> End | None:
-        """Take what the directory says. A reason to end, or None."""
+        """Compare with the directory; return a reason to end, or None."""
         for number, text in sorted(ended.items()):
             if int(number) != self.identity.process:
-                said = json.loads(text)
-                return End(f"{self.identity.host(int(number))} ended: {said['line']}", int(said["code"]))
+                end = json.loads(text)
+                return End(f"{self.identity.host(int(number))} ended: {end['line']}", int(end["code"]))
         for process in range(self.identity.count):
             beat = alive.get(str(process), "")
             before = self.seen.get(process)
@@ -80,14 +170,14 @@ class Beats:
 
 
 def end_process(end: End) -> None:
-    """One line, then out: nothing else in this process can be trusted to come back."""
+    """Print one line and exit at once: other threads of this process may never return."""
     sys.stdout.flush()
     os.write(2, f"spile: {end.line}\n".encode())
     os._exit(end.code)
 
 
 class PodWatch:
-    """The thread."""
+    """Two threads: one sends heartbeats and reads those of the others, one notices if the service hangs."""
 
     def __init__(
         self,
@@ -113,12 +203,12 @@ class PodWatch:
             thread.start()
 
     def report(self, text: str) -> None:
-        """What this process does now; the others repeat it should it die."""
+        """Set what this process does now; the others print it if this process dies."""
         self._report = " ".join(text.split())
         self._news.set()
 
     def stop(self) -> None:
-        """Look no more: the others may go."""
+        """Stop watching: the other processes may leave."""
         self._over.set()
         self._news.set()
         for thread in self._threads:
@@ -134,7 +224,7 @@ class PodWatch:
             try:
                 self._coordination.put(f"alive/{identity.process}", f"{number}\t{self._report}")
                 alive, ended = self._coordination.entries("alive"), self._coordination.entries("ended")
-            except Exception as error:  # noqa: BLE001 - whatever it is, the service does not answer
+            except Exception as error:  # noqa: BLE001 - any error means that the service does not answer
                 if not self._over.is_set():
                     self._lost(str(error))
                 return
@@ -147,7 +237,7 @@ class PodWatch:
             self._news.clear()
 
     def _guard(self) -> None:
-        """A host that vanished without a word leaves our call waiting: notice that from another thread."""
+        """Notice from another thread that a call to the service hangs because its host is gone."""
         while not self._over.wait(self._every):
             if self._clock() - self._answered > self._timeout:
                 self._lost(f"no answer for {self._timeout:g} s")
@@ -159,47 +249,49 @@ class PodWatch:
         self._end(End(f"{identity.host(0)} died or was cut off: its coordination service is gone ({short}); {_NEXT}"))
 
 
+# -- verdicts and commits ---------------------------------------------------------------------------------------------
+
 _AHEAD = 4
-"""Batches that process 0 may decide on before the slowest host has asked."""
+"""Steps that process 0 may be ahead of the slowest host."""
 _KEPT = 64
 """Verdicts that stay in the directory; no host is ever that far behind."""
 
 
 class PodControl:
-    """A :class:`~spile.worker.pipeline.Control` that says the same on every host."""
+    """A control that gives every host the same verdicts: process 0 decides, the others ask."""
 
     def __init__(self, pod: Pod, local: Control) -> None:
         self._pod, self._local = pod, local
         self._number = 0
 
     def verdict(self) -> Verdict:
-        """Asked once before each batch, by every host."""
+        """Return the verdict of the next step. Every host asks once before each step."""
         self._number += 1
         mine = self._local.verdict()
         return self._decide(mine) if self._pod.identity.first else self._ask(mine)
 
     def stopping(self) -> bool:
-        """A signal came here. Process 0, which decides, looks for one on any host; the others for its decision."""
+        """Return whether a signal arrived here or, as far as is known, on another host."""
         if self._local.stopping():
             return True
         if self._pod.identity.first:
-            return any("stop" in said for said in self._asked().values())
+            return any("stop" in words for words in self._asked().values())
         return self._pod.coordination.entries("verdict").get(f"{self._number + 1}") == "stop"
 
     def committed(self) -> None:
-        """The clock starts again; process 0's is the one that counts."""
+        """Restart the clock of ``--commit-every``; only that of process 0 counts."""
         self._local.committed()
 
     def _decide(self, mine: Verdict) -> Verdict:
-        verdict: Verdict = "stop" if self._others_wish_to_stop() else mine
+        verdict: Verdict = "stop" if self._others_asked_to_stop() else mine
         directory = self._pod.coordination
         directory.put(f"verdict/{self._number}", verdict)
         if self._number > _KEPT:
             directory.delete(f"verdict/{self._number - _KEPT}")
         return verdict
 
-    def _others_wish_to_stop(self) -> bool:
-        """What the others said when they last asked, once none of them is too far behind."""
+    def _others_asked_to_stop(self) -> bool:
+        """Wait until no other host is too far behind; return whether one of them got a signal."""
         until = time.monotonic() + self._pod.times.barrier
         pause = 0.001
         while True:
@@ -210,7 +302,7 @@ class PodControl:
                 if int(asked.get(process, ["0"])[0]) < self._number - _AHEAD
             ]
             if not behind:
-                return any("stop" in said for said in asked.values())
+                return any("stop" in words for words in asked.values())
             if time.monotonic() > until:
                 raise PodError(
                     f"{', '.join(map(self._pod.identity.host, behind))} fell behind by {_AHEAD} batches "
@@ -221,27 +313,28 @@ class PodControl:
             pause = min(2 * pause, 0.05)
 
     def _asked(self) -> dict[int, list[str]]:
-        return {int(process): said.split() for process, said in self._pod.coordination.entries("asked").items()}
+        return {int(process): text.split() for process, text in self._pod.coordination.entries("asked").items()}
 
     def _ask(self, mine: Verdict) -> Verdict:
         directory = self._pod.coordination
         wish = " stop" if mine == "stop" else ""
         directory.put(f"asked/{self._pod.identity.process}", f"{self._number}{wish}")
-        said = directory.get(f"verdict/{self._number}", self._pod.times.barrier)
-        if said not in ("go", "commit", "stop"):
+        verdict = directory.get(f"verdict/{self._number}", self._pod.times.barrier)
+        if verdict not in ("go", "commit", "stop"):
             raise PodError(
                 f"{self._pod.identity.host(0)} did not say how to go on after batch {self._number - 1} "
                 f"within {self._pod.times.barrier:g} s",
                 fix="see that host's log, then run the same command again",
             )
-        return said  # type: ignore[return-value]
+        return verdict  # type: ignore[return-value]
 
 
-class PodSink:
-    """A :class:`~spile.worker.pipeline.Sink` whose commits all hosts make together."""
+class PodSink(StreamSink):
+    """The sink of a pod: each host stores its own rows, and all commit together."""
 
     def __init__(self, pod: Pod, stream: StreamStore, after_commit: Callable[[], None] = lambda: None) -> None:
-        self._pod, self._stream, self._after = pod, stream, after_commit
+        super().__init__(stream, after_commit)
+        self._pod = pod
         self._number = 0
 
     def begin(self, samples: Sequence[Sample]) -> ShardBuilder:
@@ -249,10 +342,10 @@ class PodSink:
         return self._stream.begin(samples, host=self._pod.identity.process)
 
     def commit(self, record: ShardRecord | None, skipped: Sequence[Skip], end: int | None) -> None:
-        """Called on every host for the same shard, with what this host stored of it, and comes back when it is done."""
+        """Commit a shard, with what this host stored of it. Every host makes this call for the same shards."""
         self._number += 1
         directory, me = self._pod.coordination, self._pod.identity.process
-        self._pod.report(f"committing shard {self._number} of this visit")
+        self._pod.report(f"committing shard {self._number} of this run")
         directory.put(f"record/{self._number}/{me}", json.dumps(None if record is None else record.to_json()))
         if self._pod.identity.first:
             records = [found for process in range(self._pod.identity.count) if (found := self._record(process))]
@@ -265,51 +358,50 @@ class PodSink:
         else:
             self._stream.follow([] if record is None else [record], skipped, end)
         self._after()
-        self._pod.report(f"computing; {self._number} shards committed in this visit")
+        self._pod.report(f"computing; {self._number} shards committed in this run")
 
     def _record(self, process: int) -> ShardRecord | None:
-        said = self._pod.coordination.get(f"record/{self._number}/{process}", self._pod.times.barrier)
-        if said is None:
+        text = self._pod.coordination.get(f"record/{self._number}/{process}", self._pod.times.barrier)
+        if text is None:
             raise self._late("finish", process)
-        fields = json.loads(said)
+        fields = json.loads(text)
         return None if fields is None else ShardRecord.from_json(fields)
 
     def _late(self, verb: str, process: int) -> PodError:
         return PodError(
-            f"{self._pod.identity.host(process)} did not {verb} shard {self._number} of this visit "
+            f"{self._pod.identity.host(process)} did not {verb} shard {self._number} of this run "
             f"within {self._pod.times.barrier:g} s",
             fix="see that host's log, then run the same command again",
         )
 
 
 BARRIERS = ("pre_jax_init", "model_loaded", "extraction_start", "final_checkpoint", "complete")
-"""In the order in which a run comes to them; the first is the roll call."""
+"""The barriers of a run, in order; the first is the roll call."""
 
 _LINGER = 5.0
-"""Seconds that the service outlives worker 0 by, over the time it takes the others to notice."""
+"""Seconds that the service outlives worker 0, in addition to the time that the others need to notice."""
 
-T = TypeVar("T")
 Line = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class PodTimes:
-    """How long to wait, in seconds."""
+    """Timeouts in seconds."""
 
     roll_call: float = 300.0
     barrier: float = 1800.0
-    """Loading a large model from a bucket takes its time; a dead host is noticed by its beat, long before."""
+    """Long, because loading a large model from a bucket takes time; heartbeats reveal a dead host much earlier."""
     heartbeat: float = 20.0
 
     @classmethod
     def of(cls, barrier_timeout: float | None, heartbeat: float | None) -> PodTimes:
-        """The defaults with what a user said on top."""
+        """Return the defaults, changed as the flags say."""
         times = cls() if barrier_timeout is None else cls(barrier_timeout, barrier_timeout)
         return times if heartbeat is None else replace(times, heartbeat=heartbeat)
 
 
 class Pod:
-    """A process among the others."""
+    """One process of a pod: a :class:`WorkerGroup`."""
 
     def __init__(
         self, identity: Identity, coordination: Coordination, watch: PodWatch, service: Service | None, times: PodTimes
@@ -317,57 +409,76 @@ class Pod:
         self.identity, self.coordination, self.times = identity, coordination, times
         self._watch, self._service = watch, service
         self._left = False
+        self._runs = 0
 
-    def visit(self, number: int) -> Pod:
-        """The same pod for one more piece of work, with names of its own for what is said in it."""
-        return Pod(self.identity, self.coordination.scoped(f"visit-{number}"), self._watch, None, self.times)
+    def begin_run(self) -> Pod:
+        """Return the same pod with separate key names for one more run."""
+        self._runs += 1
+        return Pod(self.identity, self.coordination.scoped(f"run-{self._runs}"), self._watch, None, self.times)
+
+    @property
+    def first(self) -> bool:
+        """Whether this is worker 0."""
+        return self.identity.first
+
+    @property
+    def name(self) -> str:
+        """``worker 3 of 16``."""
+        return f"worker {self.identity.process} of {self.identity.count}"
+
+    def control(self, local: Control) -> Control:
+        """Return a control that gives every process the same verdicts."""
+        return PodControl(self, local)
+
+    def sink(self, stream: StreamStore, after_commit: Callable[[], None]) -> Sink:
+        """Return a sink that stores this host's rows and commits together with the other hosts."""
+        return PodSink(self, stream, after_commit)
 
     def report(self, text: str) -> None:
-        """What this process does now: repeated by the others, should it die or be late."""
+        """Set what this process does now; the others print it if this process dies or is late."""
         self._watch.report(text)
 
     def barrier(self, name: str) -> None:
-        """Wait for all; :class:`PodError` names everyone who did not come."""
+        """Wait for all processes; :class:`PodError` names the missing ones."""
         self.report(f"waiting at barrier '{name}'")
         self.coordination.barrier(name, self.times.barrier)
         self.report(f"past barrier '{name}'")
 
     def agree(self, name: str, value: T | None = None) -> T:
-        """Process 0's value, which JSON can hold, on every process. The others' argument does not count."""
+        """Return process 0's value, which must be JSON, on every process. The argument of the others is ignored."""
         key = f"agreed/{name}"
         if self.identity.first:
             self.coordination.put(key, json.dumps(value))
-        said = self.coordination.get(key, self.times.barrier)
-        if said is None:
-            raise PodError(f"{self.identity.host(0)} did not say '{name}' within {self.times.barrier:g} s")
-        agreed: T = json.loads(said)
+        text = self.coordination.get(key, self.times.barrier)
+        if text is None:
+            raise PodError(f"{self.identity.host(0)} did not send '{name}' within {self.times.barrier:g} s")
+        agreed: T = json.loads(text)
         return agreed
 
-    def tell_end(self, error: BaseException) -> None:
-        """Tell the others why this process ends, so that they end with the same line and code."""
-        line, code = _said(error)
-        said = json.dumps({"line": line, "code": code})
-        self.coordination.put(f"ended/{self.identity.process}", said)
+    def notify_end(self, error: BaseException) -> None:
+        """Tell the other processes why this one ends, so that they end with the same line and code."""
+        line, code = _line_and_code(error)
+        self.coordination.put(f"ended/{self.identity.process}", json.dumps({"line": line, "code": code}))
 
     def fail(self, error: BaseException) -> NoReturn:
-        """End this process with its line, once the others have been told; never returns.
+        """Notify the other processes and end this one with its line; never returns.
 
-        A collective fails on the survivors the moment a peer dies: then the watch, which knows who, speaks first.
+        When a process dies, collectives fail on the others at once. Then wait: the watch knows which process died.
         """
-        if not isinstance(error, PodError) and _of_a_device(error):
+        if not isinstance(error, PodError) and _from_device(error):
             time.sleep(self.times.heartbeat + _LINGER / 2)
         try:
-            self.tell_end(error)
-        except Exception as lost:  # noqa: BLE001 - the service has gone with a host; our own line still counts
-            sys.stderr.write(f"spile: the others could not be told: {' '.join(str(lost).split())[:200]}\n")
+            self.notify_end(error)
+        except Exception as lost:  # noqa: BLE001 - the service died with a host; our own line is printed below
+            sys.stderr.write(f"spile: could not notify the other workers: {' '.join(str(lost).split())[:200]}\n")
         if not isinstance(error, SpileError | KeyboardInterrupt):
             traceback.print_exception(error)
-        line, code = _said(error)
+        line, code = _line_and_code(error)
         end_process(End(line, code))
         raise error  # not reached
 
     def leave(self) -> None:
-        """Go, once all have come to ``complete``. Worker 0's service goes last."""
+        """Disconnect, after all reached the barrier ``complete``. The service of worker 0 ends last."""
         if self._left:
             return
         self._left = True
@@ -390,8 +501,8 @@ class Pod:
         self.leave()
 
 
-def _said(error: BaseException) -> tuple[str, int]:
-    """An error's line and exit code."""
+def _line_and_code(error: BaseException) -> tuple[str, int]:
+    """Return the line and the exit code of an error."""
     if isinstance(error, SpileError):
         return str(error), error.exit_code
     if isinstance(error, KeyboardInterrupt):
@@ -399,8 +510,8 @@ def _said(error: BaseException) -> tuple[str, int]:
     return " ".join(f"{type(error).__name__}: {error}".split())[:2000], 1
 
 
-def _of_a_device(error: BaseException | None) -> bool:
-    """Whether JAX's runtime is at its root, as when a collective lost a peer."""
+def _from_device(error: BaseException | None) -> bool:
+    """Return whether an error was caused by JAX's runtime, as when a collective lost a process."""
     import jax
 
     while error is not None and not isinstance(error, jax.errors.JaxRuntimeError):
@@ -409,11 +520,11 @@ def _of_a_device(error: BaseException | None) -> bool:
 
 
 def join(identity: Identity, *, times: PodTimes | None = None, log: Line = lambda _: None) -> Pod:
-    """Roll call, then one coordination service for all. No device has been touched when this returns."""
+    """Join the pod: roll call, then the coordination service. No device is used before this returns."""
     times = times or PodTimes()
     service: list[Service] = []
 
-    def serve() -> str:
+    def start() -> str:
         service.append(start_service(identity.coordinator, identity.count, times.heartbeat + _LINGER))
         return service[0].address
 
@@ -422,22 +533,34 @@ def join(identity: Identity, *, times: PodTimes | None = None, log: Line = lambd
     log("")
     if identity.first:
         log(f"🚀 Starting barrier server on port {identity.port}...")
-    roll = _roll_call(identity, serve, times, log)
+    roll = _roll_call(identity, start, times, log)
     identity = replace(identity, hosts=identity.hosts or roll.answer.names)
     log("✓ Synchronized! Starting JAX init...")
     with roll.guarded(lambda line: end_process(End(line)), times.roll_call):
-        # JAX's own patience is longer than ours: it would abort everybody, and name nobody.
+        # Longer than our own timeout: JAX would abort all processes without naming the missing one.
         coordination = Coordination.connect(roll.answer.service, identity, timeout=2 * times.roll_call + 60)
     watch = PodWatch(coordination, timeout=times.heartbeat)
     return Pod(identity, coordination, watch, service[0] if service else None, times)
 
 
-def _roll_call(identity: Identity, serve: Callable[[], str], times: PodTimes, log: Line) -> RollConnections:
+def _roll_call(identity: Identity, start: Callable[[], str], times: PodTimes, log: Line) -> RollConnections:
     def ready(line: str) -> None:
         log(f"✓ {line}")
         log(f"⏳ Waiting at '{BARRIERS[0]}' barrier...")
 
     if identity.first:
-        return hold_roll_call(identity, serve, timeout=times.roll_call, ready=ready)
+        return hold_roll_call(identity, start, timeout=times.roll_call, ready=ready)
     log(f"⏳ Waiting at '{BARRIERS[0]}' barrier...")
     return answer_roll_call(identity, timeout=times.roll_call)
+
+
+@contextlib.contextmanager
+def joined_group(
+    identity: Identity, times: PodTimes | None = None, log: Callable[[str], None] = lambda _: None
+) -> Iterator[WorkerGroup]:
+    """Yield a single process or a joined pod. An error inside the context ends the whole pod with its line."""
+    if identity.count == 1:
+        yield SingleProcess()
+        return
+    with join(identity, times=times, log=log) as pod:
+        yield pod

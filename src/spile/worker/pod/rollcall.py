@@ -1,4 +1,7 @@
-"""The roll call's connections, kept a little longer: until JAX has started everywhere they alone tell of a death."""
+"""The roll call: all processes connect to worker 0, which then tells them where the coordination service is.
+
+The connections stay open until JAX has started on all hosts: until then, only they reveal that a host has died.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,8 @@ __all__ = [
     "RollConnections",
     "answer_roll_call",
     "hold_roll_call",
-    "listen",
-    "tell",
+    "receive",
+    "send_all",
 ]
 
 
@@ -37,30 +40,30 @@ Line = Callable[[str], None]
 
 @dataclass(frozen=True)
 class RollAnswer:
-    """What everyone hears."""
+    """What worker 0 sends to every process."""
 
     service: str
-    """The coordination service's address."""
+    """The address of the coordination service."""
     names: tuple[str, ...]
-    """The machines' own names, in order."""
+    """The host names of all processes, in order."""
 
 
-def tell(connections: Iterable[socket.socket], message: dict[str, object]) -> None:
-    """One line of JSON to each of them."""
+def send_all(connections: Iterable[socket.socket], message: dict[str, object]) -> None:
+    """Send one line of JSON over each connection."""
     data = json.dumps(message).encode() + b"\n"
     for connection in connections:
-        with contextlib.suppress(OSError):  # one who has gone will be missed later, by name
+        with contextlib.suppress(OSError):  # a process that is gone will be reported as missing
             connection.settimeout(5)
             connection.sendall(data)
 
 
-def listen(connection: socket.socket, identity: Identity, until: float) -> dict[str, object]:
-    """The next line of JSON from worker 0; :class:`PodError` where it has gone."""
-    heard = b""
-    while not heard.endswith(b"\n"):
+def receive(connection: socket.socket, identity: Identity, until: float) -> dict[str, object]:
+    """Return the next line of JSON from worker 0; raise :class:`PodError` if it is gone."""
+    line = b""
+    while not line.endswith(b"\n"):
         connection.settimeout(max(until - time.monotonic(), 0.01))
         try:
-            # No further than the line's end: the next one, if it is there already, is for whoever listens next.
+            # Read no further than the end of the line: the next line belongs to the next call.
             seen = connection.recv(MOST_BYTES, socket.MSG_PEEK)
             data = connection.recv(seen.index(b"\n") + 1 if b"\n" in seen else len(seen)) if seen else b""
         except OSError:
@@ -71,14 +74,15 @@ def listen(connection: socket.socket, identity: Identity, until: float) -> dict[
                 found=f"this is worker {identity.process} of {identity.count}",
                 fix="see worker 0's log",
             )
-        heard += data
-    with untrusted(PodError, f"{identity.host(0)} said what no spile worker says", fix="see worker 0's log"):
-        return dict(json.loads(heard))
+        line += data
+    with untrusted(PodError, f"{identity.host(0)} sent an invalid message", fix="see worker 0's log"):
+        return dict(json.loads(line))
 
 
 class RollConnections:
-    """The roll call's connections, held until everyone is on the coordination service: until then they are what tells
-    that a host has died, and JAX, which waits for it, would abort everybody without a name.
+    """The connections of the roll call, kept until every process is connected to the coordination service.
+
+    Until then they reveal that a host has died; JAX would wait and then abort all processes without naming it.
     """
 
     def __init__(self, identity: Identity, answer: RollAnswer, sockets: dict[int, socket.socket]) -> None:
@@ -89,35 +93,35 @@ class RollConnections:
 
     @contextlib.contextmanager
     def guarded(self, end: Line, timeout: float) -> Iterator[None]:
-        """While this process connects: ``end`` is called, with a line, should another not come that far."""
+        """Call ``end`` with a line if another process fails while this one connects inside the context."""
         watch = self._await_all if self._identity.first else self._await_bye
         thread = threading.Thread(target=watch, args=(end, time.monotonic() + timeout), daemon=True)
         thread.start()
         try:
             yield
             if not self._identity.first:
-                with contextlib.suppress(OSError):  # worker 0 has gone: the thread knows
+                with contextlib.suppress(OSError):  # worker 0 is gone: the thread notices
                     self._sockets[0].sendall(b"connected\n")
             thread.join()
             if self._identity.first and not self._failed:
-                self._tell({"bye": True})
+                self._send_all({"bye": True})
         finally:
             self.close()
 
     def close(self) -> None:
-        """No more to say."""
+        """Close all connections."""
         for connection in self._sockets.values():
             with contextlib.suppress(OSError):  # the other side may be gone
                 connection.shutdown(socket.SHUT_RDWR)
             connection.close()
 
-    def _tell(self, message: dict[str, object]) -> None:
-        tell(self._sockets.values(), message)
+    def _send_all(self, message: dict[str, object]) -> None:
+        send_all(self._sockets.values(), message)
 
     def _await_all(self, end: Line, until: float) -> None:
         waiting = dict(self._sockets)
         while waiting:
-            for number, gone in self._heard(waiting):
+            for number, gone in self._received(waiting):
                 if gone:
                     self._fail(f"{self._identity.host(number)} died between the roll call and JAX's start", end)
                     return
@@ -128,8 +132,8 @@ class RollConnections:
                 return
 
     @staticmethod
-    def _heard(waiting: dict[int, socket.socket]) -> list[tuple[int, bool]]:
-        """Those who said that they are connected, and those who are gone."""
+    def _received(waiting: dict[int, socket.socket]) -> list[tuple[int, bool]]:
+        """Return the processes that sent something, each with whether it is gone."""
         with selectors.DefaultSelector() as selector:
             for number, connection in waiting.items():
                 connection.setblocking(False)
@@ -146,17 +150,17 @@ class RollConnections:
     def _fail(self, line: str, end: Line) -> None:
         line = f"{line}; run the same command again on all hosts"
         self._failed = True
-        self._tell({"error": line})
+        self._send_all({"error": line})
         end(line)
 
     def _await_bye(self, end: Line, until: float) -> None:
         try:
-            heard = listen(self._sockets[0], self._identity, until)
+            message = receive(self._sockets[0], self._identity, until)
         except PodError:
             end(f"{self._identity.host(0)} died before JAX had started on all hosts; run the same command again on all")
             return
-        if "error" in heard:
-            end(str(heard["error"]))
+        if "error" in message:
+            end(str(message["error"]))
 
 
 _RETRY_SECONDS = 0.25
@@ -166,44 +170,45 @@ _MINUTE = 60.0
 @dataclass
 class _Caller:
     connection: socket.socket
-    heard: bytes = b""
+    received: bytes = b""
     process: int | None = None
     name: str = ""
 
 
 @dataclass
 class _Roll:
-    """Who has come."""
+    """The processes that have called."""
 
     identity: Identity
     present: dict[int, _Caller] = field(default_factory=dict)
-    strangers: int = 0
-    """Callers that were no spile workers."""
+    ignored: int = 0
+    """Callers that were not spile workers of this pod."""
 
     def missing(self) -> list[int]:
         return [number for number in range(1, self.identity.count) if number not in self.present]
 
     def enter(self, caller: _Caller) -> str | None:
-        """Take a caller's line; what is wrong with it, if anything."""
+        """Check the line of a caller and add it; return what is wrong, if anything."""
         try:
-            said = json.loads(caller.heard)
-            process, count, name, version = int(said["process"]), int(said["count"]), said["name"], said["version"]
+            fields = json.loads(caller.received)
+            process, count = int(fields["process"]), int(fields["count"])
+            name, version = fields["name"], fields["version"]
             if not isinstance(name, str) or not isinstance(version, str):
-                raise TypeError("a name and a version are texts")
-            if not hmac.compare_digest(str(said.get("secret", "")).encode(), self.identity.secret.encode()):
+                raise TypeError("name and version must be strings")
+            if not hmac.compare_digest(str(fields.get("secret", "")).encode(), self.identity.secret.encode()):
                 raise ValueError("not of this slice")
-        except Exception:  # noqa: BLE001 - Infinity, a thousand brackets: whatever a stranger says
-            self.strangers += 1  # a scanner of ports must not end a run
+        except Exception:  # noqa: BLE001 - a caller may send anything
+            self.ignored += 1  # a port scanner must not end a run
             return None
-        who = f"worker {process} on {name}"
+        caller_name = f"worker {process} on {name}"
         if count != self.identity.count:
             return (
                 f"the workers do not agree on how many they are: expected {self.identity.count} "
-                f"(worker 0 on {self.identity.name}), found {count} ({who})"
+                f"(worker 0 on {self.identity.name}), found {count} ({caller_name})"
             )
         if not 0 < process < count:
             owner = f"worker 0 on {self.identity.name}"
-            return f"two workers have one number: {owner} and {who}; each needs its own --process-id"
+            return f"two workers have one number: {owner} and {caller_name}; each needs its own --process-id"
         if process in self.present:
             other = self.present[process].name
             return (
@@ -211,7 +216,7 @@ class _Roll:
                 "each needs its own --process-id, and an earlier launch must have ended"
             )
         if version != __version__:
-            return f"the workers run different versions: worker 0 spile {__version__}, {who} spile {version}"
+            return f"the workers run different versions: worker 0 spile {__version__}, {caller_name} spile {version}"
         caller.process, caller.name = process, str(name)
         self.present[process] = caller
         return None
@@ -220,7 +225,7 @@ class _Roll:
 def hold_roll_call(
     identity: Identity, serve: Callable[[], str], *, timeout: float, ready: Line = lambda _: None
 ) -> RollConnections:
-    """Worker 0: wait for all the others, then start the service and tell them where it is."""
+    """Run the roll call on worker 0: wait for all processes, then start the service and send its address."""
     roll = _Roll(identity)
     service = ""
     with _listen(identity) as listener, selectors.DefaultSelector() as selector:
@@ -232,11 +237,11 @@ def hold_roll_call(
             if wrong is None and roll.missing():
                 wrong = _absent(roll, timeout)
             if wrong is not None:
-                tell((caller.connection for caller in callers), {"error": wrong})
+                send_all((caller.connection for caller in callers), {"error": wrong})
                 raise PodError(wrong)
             names = (identity.name, *(roll.present[number].name for number in range(1, identity.count)))
             service = serve()
-            tell((caller.connection for caller in callers), {"service": service, "names": names})
+            send_all((caller.connection for caller in callers), {"service": service, "names": names})
             sockets = {number: caller.connection for number, caller in roll.present.items()}
             return RollConnections(identity, RollAnswer(service, names), sockets)
         finally:
@@ -247,7 +252,7 @@ def hold_roll_call(
 
 
 def _listen(identity: Identity) -> socket.socket:
-    """Bound to the slice's own address of worker 0, not to every network of the machine."""
+    """Listen on worker 0's address in the slice only, not on every network of the machine."""
     listener: socket.socket | None = None
     try:
         family, kind, protocol, _, place = socket.getaddrinfo(
@@ -282,7 +287,7 @@ def _cannot_listen(identity: Identity, error: OSError) -> PodError:
 def _collect(
     roll: _Roll, listener: socket.socket, selector: selectors.BaseSelector, callers: list[_Caller], until: float
 ) -> str | None:
-    """Take callers until all are there, one is wrong, or time is up."""
+    """Accept callers until all have called, one is wrong, or time is up."""
     while roll.missing() and (left := until - time.monotonic()) > 0:
         for key, _ in selector.select(min(left, 1.0)):
             if key.fileobj is listener:
@@ -302,15 +307,15 @@ def _receive(roll: _Roll, caller: _Caller, selector: selectors.BaseSelector) -> 
         data = caller.connection.recv(MOST_BYTES)
     except OSError:
         data = b""
-    if not data:  # gone: it does not count as present any more
+    if not data:  # gone: it no longer counts as present
         selector.unregister(caller.connection)
         if caller.process is not None:
             roll.present.pop(caller.process, None)
         return None
     if caller.process is not None:
         return None
-    caller.heard += data
-    if not caller.heard.endswith(b"\n") and len(caller.heard) <= MOST_BYTES:
+    caller.received += data
+    if not caller.received.endswith(b"\n") and len(caller.received) <= MOST_BYTES:
         return None
     wrong = roll.enter(caller)
     if wrong is None and caller.process is None:
@@ -322,32 +327,32 @@ def _receive(roll: _Roll, caller: _Caller, selector: selectors.BaseSelector) -> 
 def _absent(roll: _Roll, timeout: float) -> str:
     missing = roll.missing()
     named = ", ".join(roll.identity.host(number) for number in missing)
-    strangers = f" ({roll.strangers} that are no spile workers called)" if roll.strangers else ""
+    ignored = f" ({roll.ignored} callers were not spile workers)" if roll.ignored else ""
     return (
         f"{len(missing)} of {roll.identity.count} workers did not come to the roll call within {timeout:g} s: "
-        f"{named}{strangers}; run the same command on every host (--worker=all), and see those hosts' logs"
+        f"{named}{ignored}; run the same command on every host (--worker=all), and see those hosts' logs"
     )
 
 
 def answer_roll_call(identity: Identity, *, timeout: float) -> RollConnections:
-    """Any other worker: call worker 0 until it answers."""
+    """Call worker 0 until it answers."""
     until = time.monotonic() + timeout
     connection = _connect(identity, until, timeout)
     try:
-        said = {
+        fields = {
             "process": identity.process,
             "count": identity.count,
             "name": f"{identity.name}, process {os.getpid()}",
             "version": __version__,
             **({"secret": identity.secret} if identity.secret else {}),
         }
-        connection.sendall(json.dumps(said).encode() + b"\n")
-        # Worker 0 may have come later than we: its own clock decides who is missing, and tells.
-        heard = listen(connection, identity, time.monotonic() + timeout + _MINUTE)
-        if "error" in heard:
-            raise PodError(str(heard["error"]))
-        names = tuple(str(name) for name in heard["names"])  # type: ignore[attr-defined]
-        return RollConnections(identity, RollAnswer(str(heard["service"]), names), {0: connection})
+        connection.sendall(json.dumps(fields).encode() + b"\n")
+        # Worker 0 may have started later; its own clock decides which process is missing.
+        message = receive(connection, identity, time.monotonic() + timeout + _MINUTE)
+        if "error" in message:
+            raise PodError(str(message["error"]))
+        names = tuple(str(name) for name in message["names"])  # type: ignore[attr-defined]
+        return RollConnections(identity, RollAnswer(str(message["service"]), names), {0: connection})
     except BaseException:
         connection.close()
         raise
@@ -358,7 +363,7 @@ def _connect(identity: Identity, until: float, timeout: float) -> socket.socket:
     while (left := until - time.monotonic()) > 0:
         try:
             return socket.create_connection((identity.coordinator, identity.port), timeout=min(left, 5.0))
-        except OSError as error:  # a name that does not resolve yet, too: on Kubernetes it may take a while
+        except OSError as error:  # also if the name does not resolve yet, as on Kubernetes
             last = error
             time.sleep(min(_RETRY_SECONDS, max(left, 0)))
     why = "no answer" if last is None or isinstance(last, TimeoutError) else (last.strerror or str(last)).lower()

@@ -1,14 +1,19 @@
-"""JAX's coordination service: the one module that touches it, because JAX has no public name for it.
+"""JAX's coordination service: barriers, and a directory of keys and values, over one gRPC connection to worker 0.
 
-It needs no device: a barrier, and a directory of keys and values, over one gRPC connection to worker 0. A test fails
-when a new JAX moves any of it. JAX's own ``initialize`` is not used: it would run the service inside process 0, so that
-process 0's death aborts everybody before they can say why, and would take SIGTERM for its preemption service.
+This is the only module that touches it, because JAX has no public interface; a test fails if a new JAX moves it. JAX's
+own ``initialize`` is not used: it would run the service inside process 0, whose death would abort the other processes
+before they can report why, and it would take SIGTERM for its preemption service.
+
+``python -m spile.worker.pod.coordination HOST COUNT LINGER`` is the service itself, in a process of its own next to
+worker 0. It prints its address and serves until its parent writes ``bye`` or dies. If the parent dies, it stays for
+LINGER seconds, so that the others can find out which host died and what it reported last.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -19,18 +24,21 @@ from typing import IO, Any
 from spile.errors import PodError
 from spile.worker.pod.identity import Identity
 
-__all__ = ["SERVICE_HEARTBEAT", "Coordination", "Service", "detect_cluster", "start_service"]
+__all__ = ["SERVICE_HEARTBEAT", "Coordination", "Service", "detect_cluster", "serve", "start_service"]
 
 SERVICE_HEARTBEAT = 100
-"""Seconds, JAX's own default: our watch is the one that looks after the living."""
-_LOOK_UP = 0.25
-"""Seconds that a wait inside the service's client may hold back a signal."""
+"""Seconds, JAX's default. Our own watch notices dead processes earlier."""
+_POLL = 0.25
+"""Seconds that a wait inside the client may delay a signal."""
 _OWN_DETECTION = ("tpu", "gcetpu", "gketpu")
-"""Clusters that ``identity`` finds by itself, without JAX's minutes of retries."""
+"""Clusters that ``identity`` detects itself, without JAX's minutes of retries."""
+_PORT = 8482
+"""JAX's default port for the service; used if it is free."""
+_AFTER_BYE = 0.5
 
 
 def detect_cluster() -> tuple[str, int, int] | None:
-    """What JAX detects by itself (Slurm, Open MPI, Kubernetes): coordinator, process count, this process's number."""
+    """Return coordinator, process count and process number as JAX detects them (Slurm, Open MPI, Kubernetes)."""
     from jax._src.clusters import ClusterEnv
 
     for kind in ClusterEnv._cluster_types:
@@ -44,13 +52,13 @@ def detect_cluster() -> tuple[str, int, int] | None:
 
 
 class Service:
-    """The coordination service, in a process of its own beside worker 0."""
+    """The process of the coordination service."""
 
     def __init__(self, process: subprocess.Popen[str], address: str) -> None:
         self._process, self.address = process, address
 
     def release(self, wait: float = 5.0) -> None:
-        """All have left: it may end."""
+        """End the service: all processes have left."""
         stdin: IO[str] | None = self._process.stdin
         if stdin is not None:
             with contextlib.suppress(OSError):
@@ -61,9 +69,9 @@ class Service:
 
 
 def start_service(host: str, count: int, linger: float) -> Service:
-    """Start it on a free port of ``host``. It ends by itself ``linger`` seconds after this process does."""
-    command = [sys.executable, "-m", "spile.worker.pod.service", host, str(count), f"{linger:g}"]
-    # A session of its own: Ctrl+C in worker 0's terminal must not take it away before the others have heard.
+    """Start the service on a free port of ``host``. It ends ``linger`` seconds after this process does."""
+    command = [sys.executable, "-m", "spile.worker.pod.coordination", host, str(count), f"{linger:g}"]
+    # A session of its own: Ctrl+C in worker 0's terminal must not end it before the others are notified.
     process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
         command,
         stdin=subprocess.PIPE,
@@ -89,12 +97,12 @@ class Coordination:
         self._client, self.identity, self._scope = client, identity, scope
 
     def scoped(self, name: str) -> Coordination:
-        """The same connection with names of its own, so that a second visit does not meet the first one's."""
+        """Return the same connection with separate key names, so that a second run does not see those of the first."""
         return Coordination(self._client, self.identity, f"{name}/")
 
     @classmethod
     def connect(cls, address: str, identity: Identity, *, timeout: float) -> Coordination:
-        """Connect, and let JAX's backends find the connection: the processes become one."""
+        """Connect, and register the connection with JAX so that its backends span all processes."""
         import jax
         from jax._src import distributed, xla_bridge
         from jax._src.lib import _jax  # type: ignore[attr-defined]
@@ -111,14 +119,14 @@ class Coordination:
             shutdown_on_destruction=False,
             use_compression=True,
         )
-        _aside(client.connect)
+        _in_thread(client.connect)
         state = distributed.global_state
         state.client, state.coordinator_address = client, address
         state.process_id, state.num_processes = identity.process, identity.count
         return cls(client, identity)
 
     def close(self) -> None:
-        """Leave: the service forgets us without a word to the others."""
+        """Disconnect without ending the other processes."""
         from jax._src import distributed
 
         self._client.shutdown()
@@ -127,23 +135,23 @@ class Coordination:
     # -- keys and values ------------------------------------------------------------------------------------------
 
     def put(self, key: str, value: str) -> None:
-        """Create or replace."""
+        """Create or replace a key."""
         self._client.key_value_set(self._scope + key, value, allow_overwrite=True)
 
     def entries(self, folder: str) -> dict[str, str]:
-        """Everything under ``folder/``, without that prefix."""
+        """Return everything under ``folder/``, without that prefix."""
         prefix = f"{self._scope}{folder}/"
         return {key[len(prefix) :]: value for key, value in self._client.key_value_dir_get(prefix)}
 
     def get(self, key: str, timeout: float) -> str | None:
-        """A value, waited for; None when time is up. A signal is heard meanwhile."""
+        """Wait for a value and return it; None after ``timeout`` seconds. Signals are handled meanwhile."""
         import jax
 
         until = time.monotonic() + timeout
         while (left := until - time.monotonic()) > 0:
             try:
                 value: str = self._client.blocking_key_value_get(
-                    self._scope + key, max(1, int(min(left, _LOOK_UP) * 1000))
+                    self._scope + key, max(1, int(min(left, _POLL) * 1000))
                 )
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
@@ -153,19 +161,19 @@ class Coordination:
         return None
 
     def delete(self, key: str) -> None:
-        """Forget."""
+        """Delete a key."""
         self._client.key_value_delete(self._scope + key)
 
     # -- barriers -------------------------------------------------------------------------------------------------
 
     def barrier(self, name: str, timeout: float) -> None:
-        """Wait until all have come; :class:`PodError` names everyone who has not, and what they last reported."""
+        """Wait for all processes; :class:`PodError` names the missing ones and what they reported last."""
         import jax
 
         me = str(self.identity.process)
         self.put(f"at/{name}/{me}", "here")
         try:
-            _aside(lambda: self._client.wait_at_barrier(self._scope + name, max(1, int(timeout * 1000))))
+            _in_thread(lambda: self._client.wait_at_barrier(self._scope + name, max(1, int(timeout * 1000))))
         except jax.errors.JaxRuntimeError as error:
             late = self._late(name, timeout)
             if late is None:
@@ -185,23 +193,23 @@ class Coordination:
             f"{self.identity.host(process)}, last reported: {reports.get(process) or 'nothing'}" for process in missing
         )
         others = sorted({reports[process] for process in here if reports.get(process)})
-        beside = f" (the others: {', '.join(others)})" if others else ""
+        reached = f" (the others: {', '.join(others)})" if others else ""
         return PodError(
             f"{len(missing)} of {self.identity.count} workers did not come to the barrier '{name}' "
-            f"within {timeout:g} s: {named}{beside}",
+            f"within {timeout:g} s: {named}{reached}",
             fix="see those hosts' logs, then run the same command again",
         )
 
 
-def _aside(call: Callable[[], object]) -> None:
-    """A long call in a thread of its own: it waits outside Python, where the main thread would hear no signal."""
+def _in_thread(call: Callable[[], object]) -> None:
+    """Run a long call in a thread: it waits outside Python, where the main thread could not handle signals."""
     errors: list[BaseException] = []
     over = threading.Event()
 
     def work() -> None:
         try:
             call()
-        except BaseException as error:  # noqa: BLE001 - raised again where it was called
+        except BaseException as error:  # noqa: BLE001 - raised again below
             errors.append(error)
         over.set()
 
@@ -209,3 +217,40 @@ def _aside(call: Callable[[], object]) -> None:
     over.wait()
     if errors:
         raise errors[0]
+
+
+# -- the service's own process ----------------------------------------------------------------------------------------
+
+
+def _free_port(host: str) -> int:
+    for port in (_PORT, 0):
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            try:
+                probe.bind((host, port))
+            except OSError:
+                continue
+            return int(probe.getsockname()[1])
+    raise OSError(f"no free port on {host}")
+
+
+def serve(host: str, count: int, linger: float) -> None:
+    """Run the service for ``count`` processes until the parent process ends it or dies."""
+    from jax._src.lib import _jax  # type: ignore[attr-defined]
+
+    numeric = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    port = _free_port(numeric)
+    address = f"[{numeric}]:{port}" if ":" in numeric else f"{numeric}:{port}"
+    service = _jax.get_distributed_runtime_service(
+        address, count, heartbeat_timeout=SERVICE_HEARTBEAT, shutdown_timeout=1, recoverable=True
+    )
+    print(address, flush=True)
+    for stream in (1, 2):  # a reader of our parent's output must not wait for this process
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+    line = sys.stdin.readline()
+    time.sleep(_AFTER_BYE if line else linger)
+    del service
+    os._exit(0)  # its threads may wait for a process that is gone
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))

@@ -1,4 +1,7 @@
-"""Which tokens end an answer: the model's own, and those that a user names."""
+"""Resolve a run spec: find the model, the tokenizer and the data, check them, and derive the run's identity.
+
+Nothing is written here.
+"""
 
 from __future__ import annotations
 
@@ -28,22 +31,18 @@ from spile.spec.run import ExtractSpec, GenerationSpec
 from spile.spec.sample import Sample
 from spile.spec.taps import Tap, TapRows, select_taps, tap_rows
 from spile.store.stream import join_run, read_run
-from spile.worker.batches import row_bytes
+from spile.worker.batches import Sizes, row_bytes
 from spile.worker.producer import check_tokens, refuse_no_answers
 from spile.worker.progress import Progress, Timeline
-from spile.worker.sizing import choose_sizes
+from spile.worker.sizes import choose_sizes
 from spile.worker.torch_backend import TorchProducer, installed, load_model, torch_device, torch_rows
-from spile.worker.worker import Sizes
 
 __all__ = [
-    "Parts",
-    "bytes_per_token",
+    "ResolvedRun",
     "compute_dtype_for",
-    "compute_platform",
-    "find",
     "find_model",
+    "resolve",
     "rows_of",
-    "sizes_for",
     "torch_producer",
     "wants_statistics",
     "with_stops",
@@ -51,8 +50,8 @@ __all__ = [
 
 
 def with_stops(generation: GenerationSpec, files: model_files.ModelFiles, tokenizer: Tokenizer) -> GenerationSpec:
-    """The settings with every stop token as its number; an error where there is none: each answer would run on."""
-    tokens = {*_own(files, tokenizer), *(_number(text, tokenizer) for text in generation.stop)}
+    """Return the settings with the numbers of all stop tokens: the model's own and those of ``--stop``."""
+    tokens = {*_own_stops(files, tokenizer), *(_token_number(text, tokenizer) for text in generation.stop)}
     if not tokens:
         raise ModelError(
             f"{files.name} names no token that ends an answer",
@@ -63,7 +62,7 @@ def with_stops(generation: GenerationSpec, files: model_files.ModelFiles, tokeni
     return replace(generation, stop_tokens=tuple(sorted(tokens)))
 
 
-def _own(files: model_files.ModelFiles, tokenizer: Tokenizer) -> set[int]:
+def _own_stops(files: model_files.ModelFiles, tokenizer: Tokenizer) -> set[int]:
     found = set() if tokenizer.eos is None else {tokenizer.eos}
     file = files.tokenizer_folder / GENERATION
     if file.is_file():
@@ -73,7 +72,7 @@ def _own(files: model_files.ModelFiles, tokenizer: Tokenizer) -> set[int]:
     return found
 
 
-def _number(text: str, tokenizer: Tokenizer) -> int:
+def _token_number(text: str, tokenizer: Tokenizer) -> int:
     known: int | None = tokenizer.backend.token_to_id(text)
     if known is not None:
         return known
@@ -86,9 +85,9 @@ def _number(text: str, tokenizer: Tokenizer) -> int:
 def find_model(
     spec: ExtractSpec, known: RunIdentity | None, url: str
 ) -> tuple[model_files.ModelFiles, Literal["jax", "torch"]]:
-    """The model's files and the backend that runs it.
+    """Find the files of the model and choose the backend that runs it.
 
-    A run that is there keeps its backend unless the user declares the other one's numbers equal.
+    An existing run keeps its backend unless the user declares the numbers of the other one equal.
     """
     began = None if known is None else known.backend
     backend = spec.backend if spec.backend != "auto" else began
@@ -102,11 +101,11 @@ def find_model(
     adapter = None if spec.adapter is None else find_adapter(spec.adapter)
     if backend != "jax":
         files = model_files.find(spec.model, spec.revision, any_family=True)
-        others = backend is None and find_spec("torch") is not None  # without it the refusal names the families
+        others = backend is None and find_spec("torch") is not None  # without torch, the error names the families
         if backend == "torch" or (others and files.config.architecture not in FAMILIES):
             if spec.generation is not None:
-                said = "a family that spile computes itself (spile models)"
-                raise SpecError("spile infer", expected=said, found=files.config.architecture)
+                expected = "a family that spile computes itself (spile models)"
+                raise SpecError("spile infer", expected=expected, found=files.config.architecture)
             if jax.process_count() > 1:
                 raise SpecError("--backend torch", expected="one process", found=f"a pod of {jax.process_count()}")
             installed()
@@ -116,23 +115,16 @@ def find_model(
 
 
 def rows_of(files: model_files.ModelFiles, taps: Sequence[Tap], store_dtype: str, backend: str) -> tuple[TapRows, ...]:
-    """What the taps' rows are on disk."""
+    """Return name, shape and dtype of the stored rows of each tap."""
     if backend == "torch":
         return torch_rows(files, taps, store_dtype)
     return tuple(tap_rows(tap, files.config.sizes(tap.layer), store_dtype) for tap in taps)
 
 
-def compute_platform(backend: str, default: str) -> str:
-    """``cpu``, ``gpu`` or ``tpu``: where this backend computes; ``default`` is where JAX does."""
-    if backend == "jax":
-        return default
-    return "gpu" if torch_device() == "cuda" else "cpu"
-
-
 def torch_producer(
     files: model_files.ModelFiles, taps: Sequence[Tap], spec: ExtractSpec, batch_tokens: int, progress: Progress
 ) -> TorchProducer:
-    """The model in PyTorch, said to be the slower way."""
+    """Load the model in PyTorch, and log that this is the slower backend."""
     if spec.mesh_shape is not None:
         raise SpecError("--mesh-shape", expected="--backend jax, which has a mesh", found="--backend torch")
     name = files.config.architecture
@@ -142,24 +134,25 @@ def torch_producer(
 
 
 def wants_statistics(asked: bool | None) -> bool:
-    """Whether rows are added up as they are stored; an accelerator makes them faster than a host's cores can."""
+    """Return whether to compute statistics of the stored rows: by default only on a CPU, which is slow enough."""
     return jax.default_backend() == "cpu" if asked is None else asked
 
 
 def compute_dtype_for(platform: str) -> str:
-    """float32 on a CPU, where bf16 has no units and is slower; bfloat16 elsewhere."""
+    """Return float32 for a CPU, where bfloat16 is slower, and bfloat16 elsewhere."""
     return "float32" if platform == "cpu" else "bfloat16"
 
 
-_LOOKED_AT = 256
-"""Samples whose tokens are looked at before anything is written, where the tokenizer has more than the model."""
+_CHECKED_SAMPLES = 256
+"""Samples whose tokens are checked before anything is written if the tokenizer has more tokens than the model."""
 
 
 @dataclass(frozen=True)
-class Parts:
-    """What a spec names, found and checked; nothing was written yet."""
+class ResolvedRun:
+    """What a spec names, found and checked."""
 
     spec: ExtractSpec
+    """With backend and dtype chosen."""
     root: Folder
     files: model_files.ModelFiles
     taps: tuple[Tap, ...]
@@ -169,22 +162,44 @@ class Parts:
     stream_identity: StreamIdentity
     tokenizer: Tokenizer
 
+    @property
+    def bytes_per_token(self) -> int:
+        """What one token takes in a shard."""
+        return row_bytes(self.rows)
 
-def find(spec: ExtractSpec, timeline: Timeline | None = None) -> Parts:
-    """Everything that a spec names, checked as far as it can be before the weights are loaded.
+    @property
+    def sizes(self) -> Sizes:
+        """How much is computed, held and written at once."""
+        return choose_sizes(self.spec, self.bytes_per_token, self.files.config)
 
-    The devices are looked for and the weights are summed beside the reading of the tokenizer and the data.
+    def expected_samples(self, end: int | None = None) -> int | None:
+        """Return the number of samples to do, if it is known before the stream is read.
+
+        Args:
+            end: The number of samples of the stream, if the ledger has it.
+
+        """
+        total = self.samples.samples if self.samples.samples is not None else end
+        limits = [count for count in (total, self.spec.data.max_samples) if count is not None]
+        return min(limits) if limits else None
+
+
+def resolve(spec: ExtractSpec, timeline: Timeline | None = None) -> ResolvedRun:
+    """Find and check everything that a spec names, as far as possible before the weights are loaded.
+
+    The devices are initialised and the weights are hashed while the tokenizer and the data are read.
     """
     timeline = timeline or Timeline()
     with timeline.span("model, tokenizer and data"), ThreadPoolExecutor(2, "spile-start") as threads:
         platform = threads.submit(_timed, timeline, "devices", jax.default_backend)
-        root = _output(spec)
+        home = open_folder(spec.output)
+        root = home if spec.local_copy is None else MirrorFolder(home, open_folder(spec.local_copy))
         known = read_run(root)
         files, backend = find_model(spec, known, root.url)
         spec = replace(spec, backend=backend)
         _refuse_positions(spec, files.config.learned_positions)
-        summed = threads.submit(_timed, timeline, "the weights' checksum", files.weights_hash)
-        return _found(spec, root, known, files, platform, summed)
+        weights = threads.submit(_timed, timeline, "the weights' checksum", files.weights_hash)
+        return _resolve(spec, root, known, files, platform, weights)
 
 
 T = TypeVar("T")
@@ -195,14 +210,14 @@ def _timed(timeline: Timeline, name: str, work: Callable[[], T]) -> T:
         return work()
 
 
-def _found(
+def _resolve(
     spec: ExtractSpec,
     root: Folder,
     known: RunIdentity | None,
     files: model_files.ModelFiles,
     platform: Future[str],
-    summed: Future[str],
-) -> Parts:
+    weights: Future[str],
+) -> ResolvedRun:
     taps = select_taps(spec.taps, spec.layers, files.config.n_layers, spec.heads, spec.top_k)
     generation = spec.generation
     taps = () if generation is not None and generation.capture == "none" else taps
@@ -212,7 +227,7 @@ def _found(
     refuse_no_answers(spec, samples.prompt.kind)
     dtype = spec.dtype
     if dtype == "auto":
-        where = compute_platform(spec.backend, platform.result())
+        where = platform.result() if spec.backend == "jax" else "gpu" if torch_device() == "cuda" else "cpu"
         dtype = known.dtype if known else compute_dtype_for(where)  # type: ignore[assignment]
     identity = RunIdentity(
         model=files.name,
@@ -220,7 +235,7 @@ def _found(
         architecture=files.config.architecture,
         d_model=files.config.d_model,
         n_layers=files.config.n_layers,
-        weights=summed.result(),
+        weights=weights.result(),
         tokenizer=files.tokenizer_hash() if tokenizer.missing is None else "none",
         prompt=samples.prompt,
         seed=spec.data.seed,
@@ -244,17 +259,17 @@ def _found(
         samples.split,
         {row.name: row.shape for row in rows if row.shape != (files.config.d_model,)},
     )
-    if tokenizer.size > files.config.vocab_size:  # no fault by itself; the producer looks at every batch
-        # After the identity: packed documents that end within this look would have a count that others have not.
-        first = islice(samples.read(Ranges()), _LOOKED_AT)
+    if tokenizer.size > files.config.vocab_size:  # allowed; the producer checks every batch
+        # After the identity: packed documents that end within these samples would have a count that others have not.
+        first = islice(samples.read(Ranges()), _CHECKED_SAMPLES)
         check_tokens((item for item in first if isinstance(item, Sample)), files.config.vocab_size)
     if known is not None:
-        join_run(root, identity)  # compares: a run of other numbers is refused before anything is loaded
-    return Parts(replace(spec, dtype=dtype), root, files, taps, rows, samples, identity, stream, tokenizer)
+        join_run(root, identity)  # compares: a run with other numbers is refused before anything is loaded
+    return ResolvedRun(replace(spec, dtype=dtype), root, files, taps, rows, samples, identity, stream, tokenizer)
 
 
 def _refuse_positions(spec: ExtractSpec, learned: int | None) -> None:
-    """A model with learned positions has none for longer samples, their answers included."""
+    """Refuse samples, answers included, that are longer than the model's learned positions."""
     answer = 0 if spec.generation is None else spec.generation.max_new_tokens
     if learned is not None and spec.data.max_seq_length + answer > learned:
         raise SpecError(
@@ -263,19 +278,3 @@ def _refuse_positions(spec: ExtractSpec, learned: int | None) -> None:
             found=spec.data.max_seq_length + answer,
             fix=f"add --max-seq-length {max(1, learned - answer)}",
         )
-
-
-def _output(spec: ExtractSpec) -> Folder:
-    """The dataset's home, with a copy on this machine where one is asked for."""
-    home = open_folder(spec.output)
-    return home if spec.local_copy is None else MirrorFolder(home, open_folder(spec.local_copy))
-
-
-def bytes_per_token(parts: Parts) -> int:
-    """What one token takes in a shard."""
-    return row_bytes(parts.rows)
-
-
-def sizes_for(parts: Parts) -> Sizes:
-    """How much of it at once."""
-    return choose_sizes(parts.spec, bytes_per_token(parts), parts.files.config)

@@ -1,6 +1,6 @@
-"""A run as people start it: a process of its own, from its first import to its last commit.
+"""Time a whole run in a process of its own, from its first import to its last commit.
 
-``python -m spile.plan.whole SPEC`` is that process; SPEC is a pickled :class:`ExtractSpec`.
+``python -m spile.plan.timed_run SPEC`` is that process; SPEC is a file with a pickled run spec.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from spile.spec.run import ExtractSpec
 from spile.spec.sample import Sample
 from spile.worker.progress import WallTime
 
-__all__ = ["WholeRun", "cold_and_warm"]
+__all__ = ["TimedRun", "cold_and_warm"]
 
 
 @dataclass(frozen=True)
-class WholeRun:
-    """One process: how long it took, and where that went."""
+class TimedRun:
+    """How long one process took, and for what."""
 
     seconds: float
-    """From the command to its end, by the watch of who started it."""
+    """From the start of the process to its end, measured by the parent process."""
     tokens: int
     programs: int
     wall: WallTime
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the whole."""
+        """Tokens per second of the whole process."""
         return self.tokens / self.seconds
 
     @property
     def first_batch(self) -> float:
-        """Seconds from the command to the first batch on the device."""
+        """Seconds from the start of the process to the first batch on the device."""
         return self.wall.start + self.wall.compile
 
 
-def cold_and_warm(spec: ExtractSpec, tokens: int, folder: Path) -> tuple[WholeRun, WholeRun]:
-    """The same run twice over the dataset's first ``tokens``: with no program cached, and with those of the first."""
+def cold_and_warm(spec: ExtractSpec, tokens: int, folder: Path) -> tuple[TimedRun, TimedRun]:
+    """Time a run over the first ``tokens`` tokens twice: without cached programs, and with those of the first."""
     count = _samples(spec, tokens)
     limited = replace(spec, data=replace(spec.data, max_samples=count), commit_every=None)
     with tempfile.TemporaryDirectory(dir=folder, prefix="cache-") as cache:
@@ -57,7 +57,7 @@ def cold_and_warm(spec: ExtractSpec, tokens: int, folder: Path) -> tuple[WholeRu
 
 
 def _samples(spec: ExtractSpec, tokens: int) -> int:
-    """How many samples hold that many tokens, at least one; all where the dataset has fewer."""
+    """Return how many samples hold that many tokens: at least one, and all if the dataset has fewer."""
     files = find(spec.model, spec.revision)
     stream = open_stream(spec.data, load_tokenizer(files.tokenizer_folder, optional=True), files.config.vocab_size)
     total = count = 0
@@ -69,13 +69,13 @@ def _samples(spec: ExtractSpec, tokens: int) -> int:
     return max(1, count)
 
 
-def _run(spec: ExtractSpec, folder: Path, cache: str) -> WholeRun:
-    with tempfile.TemporaryDirectory(dir=folder, prefix="whole-") as output:
+def _run(spec: ExtractSpec, folder: Path, cache: str) -> TimedRun:
+    with tempfile.TemporaryDirectory(dir=folder, prefix="run-") as output:
         path = Path(output) / "spec"
         path.write_bytes(pickle.dumps(replace(spec, output=str(Path(output) / "run"))))
         began = time.perf_counter()
         done = subprocess.run(  # noqa: S603 - our own module
-            [sys.executable, "-m", "spile.plan.whole", str(path)],
+            [sys.executable, "-m", "spile.plan.timed_run", str(path)],
             check=False,
             capture_output=True,
             text=True,
@@ -83,9 +83,9 @@ def _run(spec: ExtractSpec, folder: Path, cache: str) -> WholeRun:
         )
         seconds = time.perf_counter() - began
     if done.returncode:
-        raise Failure("the whole run failed", found=(done.stderr.strip().splitlines() or ["no word"])[-1][:300])
+        raise Failure("the timed run failed", found=(done.stderr.strip().splitlines() or ["no message"])[-1][:300])
     answer = json.loads(done.stdout.splitlines()[-1])
-    return WholeRun(seconds, answer["tokens"], answer["programs"], WallTime(**answer["wall"]))
+    return TimedRun(seconds, answer["tokens"], answer["programs"], WallTime(**answer["wall"]))
 
 
 def _main() -> None:
@@ -94,8 +94,8 @@ def _main() -> None:
 
     progress = Progress(timeline=Timeline.of_process())
     spec = pickle.loads(Path(sys.argv[1]).read_bytes())  # noqa: S301 - written by _run, a moment ago
-    visit = extract(spec, progress=progress).visit
-    print(json.dumps({"tokens": visit.tokens, "programs": visit.shapes, "wall": asdict(visit.wall)}))
+    done = extract(spec, progress=progress).progress
+    print(json.dumps({"tokens": done.tokens, "programs": done.shapes, "wall": asdict(done.wall)}))
 
 
 if __name__ == "__main__":
