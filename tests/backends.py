@@ -2,15 +2,25 @@
 
 ``folder`` is an empty folder on the local disk, on the fake GCS and on moto's S3, one after the other.
 ``folder_url`` is the same as a URL, with the environment set so that a subprocess reaches it too.
-``clouds`` are the two servers, to spoil their replies: ``clouds.faults(folder.url).add("reset_after", method="PUT")``.
+``clouds`` are the servers, to spoil their replies: ``clouds.faults(folder.url).add("reset_after", method="PUT")``.
+A test that also wants Azure asks for it: ``@pytest.mark.parametrize("cloud_url", ["az"], indirect=True)``. Azurite,
+Microsoft's emulator, must be installed (``npm install --prefix .azurite azurite``); the test is skipped otherwise.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import hmac
 import itertools
 import os
+import re
+import shutil
+import subprocess
+import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from email.utils import formatdate
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,6 +36,8 @@ __all__ = ["BACKENDS", "Clouds", "cloud_folder", "cloud_url", "clouds", "folder"
 BACKENDS = ("local", "gs", "s3")
 BUCKET = "bucket"
 _numbers = itertools.count()
+AZURE_ACCOUNT = "devstoreaccount1"
+AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="  # Azurite's own
 
 
 class Clouds:
@@ -52,6 +64,21 @@ class Clouds:
         self.s3_client(proxy.url).create_bucket(Bucket=BUCKET)
         return proxy
 
+    @cached_property
+    def azure(self) -> FaultyProxy:
+        installed = Path(__file__).parents[1] / ".azurite/node_modules/.bin"
+        program = shutil.which("azurite-blob", path=f"{installed}:{os.environ.get('PATH', '')}")
+        if program is None:
+            pytest.skip("no Azurite: npm install --prefix .azurite azurite")
+        command = [program, "--inMemoryPersistence", "--skipApiVersionCheck", "--disableTelemetry", "--blobPort", "0"]
+        process = self._stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        self._stack.callback(process.kill)
+        assert process.stdout is not None
+        found = (re.search(r"listens on (http://[\d.:]+)", line) for line in process.stdout)
+        url = next(match[1] for match in found if match)
+        _make_container(url, BUCKET)
+        return self._stack.enter_context(_AzureProxy(url))
+
     @staticmethod
     def s3_client(url: str) -> Any:
         import boto3
@@ -61,6 +88,8 @@ class Clouds:
 
     def server(self, url: str) -> FaultyServer:
         """The one that holds this folder."""
+        if url.startswith("az:"):
+            return self.azure
         return self.gcs if url.startswith("gs:") else self.s3
 
     def faults(self, url: str) -> Faults:
@@ -71,6 +100,22 @@ class Clouds:
         self._stack.close()
 
 
+class _AzureProxy(FaultyProxy):
+    _HOP = tuple(name for name in FaultyProxy._HOP if name != "date")  # Azure's signature covers the date
+
+
+def _make_container(url: str, name: str) -> None:
+    """Create a container. obstore cannot, so the request is signed here."""
+    headers = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": "2021-08-06"}
+    lines = ["PUT", *[""] * 11, *(f"{key}:{value}" for key, value in headers.items())]
+    text = "\n".join([*lines, f"/{AZURE_ACCOUNT}/{AZURE_ACCOUNT}/{name}", "restype:container"])
+    signature = base64.b64encode(hmac.new(base64.b64decode(AZURE_KEY), text.encode(), hashlib.sha256).digest())
+    headers |= {"Authorization": f"SharedKey {AZURE_ACCOUNT}:{signature.decode()}", "Content-Length": "0"}
+    request = urllib.request.Request(f"{url}/{AZURE_ACCOUNT}/{name}?restype=container", method="PUT", headers=headers)
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request) as reply:
+        assert reply.status == 201
+
+
 def environment(clouds: Clouds, backend: str) -> dict[str, str]:
     """What leads a process to the servers, and away from the network."""
     variables = {"NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost"}
@@ -79,6 +124,9 @@ def environment(clouds: Clouds, backend: str) -> dict[str, str]:
     if backend == "s3":
         variables |= {"AWS_ENDPOINT_URL": clouds.s3.url, "AWS_REGION": "us-east-1"}
         variables |= {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
+    if backend == "az":
+        variables |= {"AZURE_STORAGE_ACCOUNT_NAME": AZURE_ACCOUNT, "AZURE_STORAGE_ACCOUNT_KEY": AZURE_KEY}
+        variables |= {"AZURE_STORAGE_ENDPOINT": f"{clouds.azure.url}/{AZURE_ACCOUNT}"}
     return variables
 
 
@@ -94,7 +142,7 @@ def shared_clouds() -> Iterator[Clouds]:
 def clouds(shared_clouds: Clouds) -> Iterator[Clouds]:
     """With no faults in force, before and after."""
     yield shared_clouds
-    for server in (shared_clouds.__dict__.get("gcs"), shared_clouds.__dict__.get("s3")):
+    for server in (shared_clouds.__dict__.get(name) for name in ("gcs", "s3", "azure")):
         if server is not None:
             server.faults.clear()
             server.throttle.rate = None

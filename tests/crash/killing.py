@@ -114,7 +114,7 @@ def start(url: str, samples: int, switch: Switch | None = None, **options: Any) 
     here = Path(__file__).parent
     with _paths(str(here), str(here.parent)):
         context.set_forkserver_preload(["killing", "spile.objects.bucket"])
-        names = ("STORAGE_EMULATOR_HOST", "AWS_", "SPILE_", "NO_PROXY", "no_proxy")
+        names = ("STORAGE_EMULATOR_HOST", "AWS_", "AZURE_", "SPILE_", "NO_PROXY", "no_proxy")
         environment = {name: value for name, value in os.environ.items() if name.startswith(names)}
         process = context.Process(target=life, args=(url, samples, environment, switch or Switch(None), options))
         process.start()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import pytest
 from killing import KILLED, Switch, assert_whole, start
 
 from spile.objects import Folder, open_folder
@@ -54,6 +55,11 @@ def test_a_kill_at_every_system_call_while_shards_are_cut_short(tmp_path: Path) 
 
 def test_a_kill_at_every_request_of_a_cloud_run(cloud_url: str) -> None:
     assert steps_killed(cloud_url, 12, each=2 if cloud_url.startswith("gs") else 3, shard=12) > 12
+
+
+@pytest.mark.parametrize("cloud_url", ["az"], indirect=True)
+def test_a_kill_at_requests_of_an_azure_run(cloud_url: str) -> None:
+    assert steps_killed(cloud_url, 12, each=4, shard=12) > 12
 
 
 def test_what_a_kill_leaves_behind_is_invisible_and_can_be_collected(tmp_path: Path) -> None:

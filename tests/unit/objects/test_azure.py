@@ -1,27 +1,13 @@
-"""``az://`` against Azurite, Microsoft's emulator: every method of a folder, faults, commits and verification.
-
-Install it with ``npm install --prefix .azurite azurite``; without it these tests are skipped.
-"""
+"""``az://`` against Azurite, Microsoft's emulator: every method of a folder, faults, commits and verification."""
 
 from __future__ import annotations
 
 import base64
-import hashlib
-import hmac
-import itertools
-import os
-import re
-import shutil
-import subprocess
-import urllib.request
-from collections.abc import Iterator
-from email.utils import formatdate
-from pathlib import Path
 
 import numpy as np
 import pytest
 from test_faults import SIZE, _schedule, write
-from test_folder import (  # noqa: F401 - collected here too, with the fixture below
+from test_folder import (  # noqa: F401 - collected here too, with the backend below
     test_aborted_writer_leaves_nothing,
     test_create_once,
     test_empty_and_odd_names,
@@ -39,94 +25,35 @@ from test_folder import (  # noqa: F401 - collected here too, with the fixture b
     test_writer_writes_anywhere_and_is_seen_at_once,
 )
 
+from backends import Clouds
 from spile.errors import StoreError, UserError
 from spile.objects import Folder, bucket, open_folder
 from spile.objects.preflight import preflight
 from spile.objects.retry import Retry
 from spile.store.verification import verify
-from spile_fakes.buckets import Faults
-from spile_fakes.gcs import FaultyProxy
 from world import produce
 
-_ROOT = Path(__file__).parents[3]
-AZURITE = shutil.which("azurite-blob", path=f"{_ROOT}/.azurite/node_modules/.bin:{os.environ.get('PATH', '')}")
-pytestmark = pytest.mark.skipif(AZURITE is None, reason="no Azurite: npm install --prefix .azurite azurite")
-
-ACCOUNT = "devstoreaccount1"
-KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="  # Azurite's own
-_numbers = itertools.count()
+pytestmark = pytest.mark.parametrize("folder_url", ["az"], indirect=True)
 
 
-class _Proxy(FaultyProxy):
-    _HOP = tuple(name for name in FaultyProxy._HOP if name != "date")  # Azure's signature covers the date
-
-
-@pytest.fixture(scope="module")
-def azurite() -> Iterator[FaultyProxy]:
-    """The emulator behind a proxy that can spoil its replies."""
-    assert AZURITE is not None
-    command = [AZURITE, "--inMemoryPersistence", "--skipApiVersionCheck", "--disableTelemetry", "--blobPort", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            found = (re.search(r"listens on (http://[\d.:]+)", line) for line in process.stdout)
-            url = next(match[1] for match in found if match)
-            _make_container(url, "bucket")
-            with _Proxy(url) as proxy:
-                yield proxy
-        finally:
-            process.kill()
-
-
-def _make_container(url: str, name: str) -> None:
-    """Create a container. obstore cannot, so the request is signed here."""
-    headers = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": "2021-08-06"}
-    lines = ["PUT", *[""] * 11, *(f"{key}:{value}" for key, value in headers.items())]
-    text = "\n".join([*lines, f"/{ACCOUNT}/{ACCOUNT}/{name}", "restype:container"])
-    signature = base64.b64encode(hmac.new(base64.b64decode(KEY), text.encode(), hashlib.sha256).digest()).decode()
-    headers |= {"Authorization": f"SharedKey {ACCOUNT}:{signature}", "Content-Length": "0"}
-    address = f"{url}/{ACCOUNT}/{name}?restype=container"
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(urllib.request.Request(address, method="PUT", headers=headers)) as reply:
-        assert reply.status == 201
-
-
-@pytest.fixture
-def folder(azurite: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Folder]:
-    for name in [name for name in os.environ if name.startswith("AZURE_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", ACCOUNT)
-    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", KEY)
-    monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", f"{azurite.url}/{ACCOUNT}")
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPILE_RETRY_SECONDS", "5")
     monkeypatch.setattr(Retry, "first", 0.01)
-    yield open_folder(f"az://bucket/{os.getpid()}-{next(_numbers)}")
-    azurite.faults.clear()
-
-
-class _Clouds:
-    """What the schedules of ``test_faults`` ask for."""
-
-    def __init__(self, proxy: FaultyProxy) -> None:
-        self._proxy = proxy
-
-    def faults(self, _: str) -> Faults:
-        return self._proxy.faults
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_random_faults(folder: Folder, azurite: FaultyProxy, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+def test_random_faults(folder: Folder, clouds: Clouds, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     monkeypatch.setattr(bucket, "PART", 5 << 20)
     payload = np.random.default_rng(seed).integers(0, 256, SIZE, np.uint8)
-    _schedule(folder, _Clouds(azurite), seed, payload)  # type: ignore[arg-type]
+    _schedule(folder, clouds, seed, payload)
 
 
-def test_a_lost_reply_to_a_commit_is_read_back(folder: Folder, azurite: FaultyProxy) -> None:
-    azurite.faults.add("reset_after", method="PUT")
+def test_a_lost_reply_to_a_commit_is_read_back(folder: Folder, clouds: Clouds) -> None:
+    clouds.azure.faults.add("reset_after", method="PUT")
     assert folder.create("commits/0001.json", b"ours")
     assert folder.stats.retries == 1
-    azurite.faults.add("reset_after", method="PUT")
+    clouds.azure.faults.add("reset_after", method="PUT")
     assert not folder.create("commits/0001.json", b"theirs")
 
 
