@@ -50,6 +50,11 @@ class SourceFlags:
     max_samples: Annotated[int | None, Parameter(help="At most so many samples.")] = None
     max_train_examples: Annotated[int | None, Parameter(help="Keep a task's first so many train pairs.")] = None
 
+    bad_rows: Annotated[
+        Literal["error", "skip"],
+        Parameter(help="Whether a row that cannot be used is an error, or is counted and skipped."),
+    ] = "error"
+
     def selection(self, keep: tuple[str, ...] = ()) -> RowSelection:
         """What is taken of the dataset."""
         from spile.data.convert import RowSelection
@@ -61,6 +66,7 @@ class SourceFlags:
             self.max_samples,
             self.max_train_examples,
             keep,
+            self.bad_rows,
         )
 
 

@@ -21,10 +21,11 @@ import numpy as np
 import orjson
 
 from spile.data.arc.grids import task_problem
-from spile.data.rows import TOKENS, arc_task_id, row_id
+from spile.data.rows import TOKENS, arc_task_id, rejected_line, row_id
 from spile.data.sources import RowSource, SourceRow, open_source
 from spile.errors import DataError, SpecError
 from spile.objects import Unwritable
+from spile.spec.run import BadRows
 
 __all__ = [
     "ANSWERS",
@@ -103,6 +104,8 @@ class RowSelection:
     """The maximum number of train pairs of a task."""
     keep: tuple[str, ...] = ()
     """Additional fields of a row to keep in its line."""
+    bad_rows: BadRows = "error"
+    """Whether a row that cannot be used is an error, or is counted and skipped."""
 
     def __post_init__(self) -> None:
         for flag, value, least in (
@@ -120,7 +123,7 @@ class RowSelection:
 
     def record(self) -> dict[str, object]:
         """Return the selection as ``streams.json`` records it."""
-        return {name: value for name, value in vars(self).items() if name != "keep" or value}
+        return {name: value for name, value in vars(self).items() if name != "bad_rows" and (name != "keep" or value)}
 
 
 @dataclass
@@ -133,8 +136,15 @@ class ItemTally:
     shown: list[str] = field(default_factory=list)
     """The place and reason of the first rejected rows."""
 
-    def reject(self, row: SourceRow, reason: str) -> None:
-        """Count a rejected row."""
+    def reject(self, row: SourceRow, reason: str, source: RowSource, bad_rows: BadRows) -> None:
+        """Count a rejected row, or raise an error that names it."""
+        if bad_rows == "error":
+            raise DataError(
+                f"{source.origin['dataset']} {row.place}",
+                expected="a usable row",
+                found=reason,
+                fix="correct it, or add --bad-rows skip",
+            )
         self.rejected[reason] += 1
         if len(self.shown) < _SHOWN:
             self.shown.append(f"{row.place}: {reason}")
@@ -185,8 +195,18 @@ class Unique:
         return self._rows[int(order[place])], self._rows[int(order[place + 1])]
 
 
-def usable(source: RowSource, selection: RowSelection, tally: ItemTally, *, arc_only: bool = False) -> Iterator[Item]:
-    """Yield the usable rows. All must be of the first row's kind: tasks, chats or texts."""
+def usable(
+    source: RowSource,
+    selection: RowSelection,
+    tally: ItemTally,
+    *,
+    arc_only: bool = False,
+    keep_rejected: bool = False,
+) -> Iterator[Item]:
+    """Yield the usable rows. All must be of the first row's kind: tasks, chats or texts.
+
+    ``keep_rejected``: also yield a line for each rejected row, so that a run over it records the row as skipped.
+    """
     kind: Kind | None = "arc" if arc_only else None
     for row in source.rows(selection.start_index, selection.end_index):
         if selection.max_samples is not None and tally.samples >= selection.max_samples:
@@ -198,15 +218,19 @@ def usable(source: RowSource, selection: RowSelection, tally: ItemTally, *, arc_
             yield Item(row.proven, None, row.raw, row.number)
             continue
         row = _parsed(row)
+        item: Item | str
         if row.problem is not None or not isinstance(row.data, dict):
-            tally.reject(row, row.problem or "a row that is no object")
-            continue
-        kind = kind or _kind(row.data, selection.column)
-        item = _task(row, selection) if kind == "arc" else _plain(row, kind, selection.column)
+            item = row.problem or "a row that is not an object"
+        else:
+            kind = kind or _kind(row.data, selection.column)
+            item = _task(row, selection) if kind == "arc" else _plain(row, kind, selection.column)
         if isinstance(item, str):
-            tally.reject(row, item)
-            continue
-        tally.samples += 1
+            tally.reject(row, item, source, selection.bad_rows)
+            if not keep_rejected:
+                continue
+            item = Item(_numbered(row.number), None, rejected_line(f"{row.place}: {item}"), row.number)
+        else:
+            tally.samples += 1
         yield item
 
 

@@ -23,6 +23,7 @@ __all__ = [
     "chat_of",
     "kept_of",
     "parse_row",
+    "rejected_line",
     "resolve",
     "row_id",
     "task_of",
@@ -35,6 +36,7 @@ TOKENS, MASK = "input_ids", "attention_mask"
 _MOST_KEPT = 1024
 """Maximum size of the JSON of kept fields, so that the header of a shard stays small."""
 
+_REJECTED = "rejected row: "
 _FIELDS = 8
 """Number of fields of an unrecognised row that an error lists."""
 
@@ -45,9 +47,16 @@ def parse_row(raw: bytes, place: str) -> dict[str, Any]:
         row = orjson.loads(raw)
     except ValueError as error:
         raise DataError(f"{place} is no JSON", found=f"{error}: {_shown(raw)}") from error
+    if isinstance(row, str) and row.startswith(_REJECTED):
+        raise DataError(place, expected="a usable row", found=row.removeprefix(_REJECTED))
     if not isinstance(row, dict):
         raise DataError(place, expected="a JSON object", found=_shown(raw))
     return row
+
+
+def rejected_line(reason: str) -> bytes:
+    """Return the line that stands for a row that could not be read, so that readers count and report it."""
+    return orjson.dumps(_REJECTED + reason)
 
 
 def row_id(row: Mapping[str, Any]) -> str | None:

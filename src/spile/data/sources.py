@@ -21,11 +21,11 @@ import orjson
 
 from spile.data.arc.grids import passes_fast_check
 from spile.data.lines import StreamFile, embedded_tasks, fetched
-from spile.data.rows import MASK, TOKENS
+from spile.data.rows import MASK, TOKENS, rejected_line
 from spile.errors import DataError, SpecError, SpileError, StoreError
 from spile.objects.opening import is_remote
 from spile.objects.retry import RequestFailure, Retry, from_status, retry_while_unavailable
-from spile.spec.run import EMBEDDED, DataSpec
+from spile.spec.run import EMBEDDED, BadRows, DataSpec
 
 __all__ = [
     "ArcFolder",
@@ -643,7 +643,7 @@ def open_input(spec: DataSpec) -> StreamFile:
     if not isinstance(source, Hub | ArcFolder) and part.split not in (None, "train"):
         raise SpecError("--split", expected="train, the only split of a file", found=spec.split)
     named = spec.dataset if spec.split is None else f"{spec.dataset}:{spec.split}"
-    return StreamFile(named, partial(_json_lines, source, part, spec.dataset))
+    return StreamFile(named, partial(_json_lines, source, part, spec.dataset, spec.bad_rows))
 
 
 def _is_table(dataset: str) -> bool:
@@ -659,10 +659,10 @@ def _is_table(dataset: str) -> bool:
     return is_hub_name(dataset) and (path.parent == Path() or not path.parent.is_dir())
 
 
-def _json_lines(source: RowSource, part: RowRange, location: str) -> Iterator[bytes]:
+def _json_lines(source: RowSource, part: RowRange, location: str, bad_rows: BadRows) -> Iterator[bytes]:
     block = bytearray()
     for row in source.rows(part.start, part.stop):
-        if row.problem is not None:
+        if row.problem is not None and bad_rows == "error":
             raise DataError(f"{location} {row.place}", expected="a usable row", found=row.problem)
         block += _line(row, location)
         if len(block) >= _BLOCK:
@@ -673,6 +673,8 @@ def _json_lines(source: RowSource, part: RowRange, location: str) -> Iterator[by
 
 
 def _line(row: SourceRow, location: str) -> bytes:
+    if row.problem is not None:
+        return rejected_line(f"{row.place}: {row.problem}") + b"\n"
     if row.raw is not None:
         return row.raw + b"\n"
     try:

@@ -251,7 +251,7 @@ def _write(
     buffer = max(1 << 14, min(1 << 20, _BUFFERS // num_streams))
     writers = [_Writer(work / stream_name(n) if n in chosen else None, buffer) for n in range(num_streams)]
     tally, names, order = ItemTally(), Unique(), list[int]()
-    for place, item in enumerate(usable(source, selection, tally)):
+    for place, item in enumerate(usable(source, selection, tally, keep_rejected=True)):
         if place % num_streams == 0:
             order = shuffled(num_streams, "streams", seed, place // num_streams)
         writers[order[place % num_streams]].line(item.line())

@@ -30,6 +30,7 @@ _CHARACTERS, _SAMPLES, _AHEAD = 1 << 18, 2048, 16
 """The size of a chunk, which is tokenized in parallel, and the number of chunks in the queue: about two million tokens,
 made while the model is being loaded, so that a device faster than the tokenizer has a reserve."""
 _PREVIEW = 96
+_MOST_REASON = 300
 
 
 class SampleReader:
@@ -119,10 +120,10 @@ class SampleStream:
             yield from self._windows(done, drafter, counted)
             return
         for drafts in _chunked(self._drafts(done, self._spec.max_samples, drafter)):
-            encoded = _encode(drafts, self._tokenizer)
-            yield [self._finished(draft, tokens) for draft, tokens in zip(drafts, encoded, strict=True)]
+            encoded = iter(_encode([draft for draft in drafts if isinstance(draft, Draft)], self._tokenizer))
+            yield [draft if isinstance(draft, Skip) else self._finished(draft, next(encoded)) for draft in drafts]
 
-    def _drafts(self, done: Ranges, limit: int | None, drafter: Drafter) -> Iterator[Draft]:
+    def _drafts(self, done: Ranges, limit: int | None, drafter: Drafter) -> Iterator[Draft | Skip]:
         count = self.prompt.predictions_per_task
 
         def wanted(index: int) -> bool:
@@ -134,7 +135,19 @@ class SampleStream:
                 return
             if any(map(wanted, range(first, first + count))):
                 place = f"{self.location} {self._file.unit} {line.number}"
-                yield from drafter.drafts(parse_row(line.raw, place), line.index, place, wanted)
+                try:
+                    drafts = list(drafter.drafts(parse_row(line.raw, place), line.index, place, wanted))
+                except DataError as error:
+                    if self._spec.bad_rows == "error":
+                        raise
+                    reason: dict[str, object] = {"error": str(error)[:_MOST_REASON]}
+                    yield from (
+                        Skip(index, f"{self._file.unit}-{line.number}", "bad row", reason)
+                        for index in range(first, first + count)
+                        if wanted(index)
+                    )
+                else:
+                    yield from drafts
 
     def _windows(self, done: Ranges, drafter: Drafter, counted: list[int]) -> Iterator[list[Sample | Skip]]:
         limit, count = self._spec.max_samples, 0
@@ -153,7 +166,8 @@ class SampleStream:
 
     def _documents(self, drafter: Drafter) -> Iterator[Document]:
         """Yield all documents from the first: the start of a packed sequence depends on all tokens before it."""
-        for drafts in _chunked(self._drafts(Ranges(), None, drafter)):
+        for items in _chunked(self._drafts(Ranges(), None, drafter)):
+            drafts = [item for item in items if isinstance(item, Draft)]
             texts = [draft.text for draft in drafts]
             for draft, encoded in zip(drafts, self._tokenizer.encode(texts, add_special=False), strict=True):
                 yield Document(draft.task_id, encoded.tokens)
@@ -184,21 +198,28 @@ def open_stream(spec: DataSpec, tokenizer: Tokenizer, vocabulary: int | None = N
     parse_encoder(spec.prompt.encoder)
     file = open_input(spec)
     hashes = BlockHashes(file.location)
-    lines, drafter = 0, None
+    lines, drafter, last = 0, None, None
     for line in file.lines(hashes):
         lines += 1
+        if last is not None and line.index >= last:
+            continue
+        fast = drafter is not None and drafter.prompt.kind == "arc" and not spec.keep
+        if fast and passes_fast_check(line.raw) is not None:
+            continue
         place = f"{file.location} {file.unit} {line.number}"
-        if drafter is None:
+        try:
             row = parse_row(line.raw, place)
-            drafter = Drafter.of(resolve(spec.prompt, row, place), spec, tokenizer, vocabulary)
-            last = _last_line(spec, drafter.prompt)
-            drafter.check(row, place)
-        elif last is None or line.index < last:
-            if drafter.prompt.kind == "arc" and not spec.keep and passes_fast_check(line.raw) is not None:
-                continue
-            drafter.check(parse_row(line.raw, place), place)
+            checked = drafter or Drafter.of(resolve(spec.prompt, row, place), spec, tokenizer, vocabulary)
+            checked.check(row, place)
+        except DataError:
+            if spec.bad_rows == "error":
+                raise
+            continue
+        if drafter is None:
+            drafter, last = checked, _last_line(spec, checked.prompt)
     if drafter is None:
-        raise DataError(f"{file.location} is empty", expected="one JSON object per line", found="no line")
+        found = f"{lines} rows that cannot be used" if lines else "no row"
+        raise DataError(f"{file.location} is empty", expected="at least one usable row", found=found)
     split = check_stream(file.name, file.beside(MANIFEST), hashes.hexdigest, file.location, spec.expect_split)
     if file.name != stream_name(spec.worker_id):
         split = None  # the file is used under another number, so the split's other streams are unknown
@@ -224,13 +245,14 @@ def _last_line(spec: DataSpec, prompt: PromptSpec) -> int | None:
     return -(-spec.max_samples // prompt.predictions_per_task)
 
 
-def _chunked(drafts: Iterator[Draft]) -> Iterator[list[Draft]]:
+def _chunked(drafts: Iterator[Draft | Skip]) -> Iterator[list[Draft | Skip]]:
     """Group drafts into lists of bounded size."""
-    chunk: list[Draft] = []
+    chunk: list[Draft | Skip] = []
     size = 0
     for draft in drafts:
         chunk.append(draft)
-        size += len(draft.text if draft.tokens is None else draft.tokens)
+        if isinstance(draft, Draft):
+            size += len(draft.text if draft.tokens is None else draft.tokens)
         if size >= _CHARACTERS or len(chunk) >= _SAMPLES:
             yield chunk
             chunk, size = [], 0
@@ -244,5 +266,7 @@ def _encode(drafts: list[Draft], tokenizer: Tokenizer) -> list[Encoded]:
     if given:
         return [Encoded(tokens, tokenizer.roles(tokens)) for tokens in given]
     texts, spans = [draft.text for draft in drafts], [draft.spans or () for draft in drafts]
+    if not drafts:
+        return []
     has_parts = any(draft.spans is not None for draft in drafts)
     return tokenizer.encode(texts, add_special=not drafts[0].rendered, spans=spans if has_parts else None)

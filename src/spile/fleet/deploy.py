@@ -154,7 +154,7 @@ def split_streams(
 def _selection(data: DataSpec) -> RowSelection:
     part = RowRange.parse(data.split)
     column = RowSelection.column if data.prompt.column == PromptSpec.column else data.prompt.column
-    return RowSelection(column, part.start, part.stop, keep=data.keep)
+    return RowSelection(column, part.start, part.stop, keep=data.keep, bad_rows=data.bad_rows)
 
 
 def refuse_other_rows(manifest: StreamsManifest, data: DataSpec, place: str) -> None:

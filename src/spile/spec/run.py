@@ -33,6 +33,7 @@ __all__ = [
     "STREAM_FILE",
     "Backend",
     "BackfillSpec",
+    "BadRows",
     "Capture",
     "ComputeDtype",
     "DataSpec",
@@ -73,6 +74,7 @@ STREAM_FILE = re.compile(r"(?:.*/)?stream_(\d{3,})\.jsonl", re.ASCII)
 
 PromptKind = Literal["auto", "arc", "chat", "text", "tokens"]
 LongPolicy = Literal["auto", "truncate", "skip"]
+BadRows = Literal["error", "skip"]
 ComputeDtype = Literal["auto", "float32", "bfloat16"]
 StoreDtype = Literal["bfloat16", "float32", "float16", "int8", "float8_e4m3"]
 Capture = Literal["both", "prompt", "answer", "none"]
@@ -194,8 +196,8 @@ class DataSpec:
 
     dataset: str = _option(
         EMBEDDED,
-        "A JSONL or Parquet file of ARC tasks, {text}, {messages} or {input_ids}, a dataset on the Hugging Face hub, "
-        "or embedded.",
+        "A JSONL, CSV, TSV, text, JSON or Parquet file, a folder of text files or ARC tasks, a dataset on the Hugging "
+        "Face hub, or embedded.",
         "Data",
         basic=True,
     )
@@ -224,6 +226,12 @@ class DataSpec:
     expect_split: str | None = _option(
         None, "Refuse streams that belong to another split than this one; spile deploy passes it to workers.", "Data"
     )
+    bad_rows: BadRows = _option(
+        "error",
+        "What happens if a row of the dataset cannot be used: stop with an error that names it, or skip it and record "
+        "it in the dataset as skipped.",
+        "Data",
+    )
     split: str | None = _option(
         None, "The split of a hub dataset, or a part of it: train[:1000].", "Data", default="train"
     )
@@ -242,6 +250,9 @@ class DataSpec:
         _within("--max-samples", self.max_samples, 1, 1 << 40)
         _within("--seed", self.seed, 0, (1 << 63) - 1)
         _one_of("--long", self.long, LongPolicy)
+        _one_of("--bad-rows", self.bad_rows, BadRows)
+        if self.bad_rows == "skip" and self.prompt.pack:
+            raise SpecError("--bad-rows skip", expected="one sample per row", found="--pack")
         if not all(self.keep) or len(set(self.keep)) != len(self.keep):
             raise SpecError("--keep", expected="names of fields, each once", found=",".join(self.keep))
         if self.keep and self.prompt.pack:

@@ -28,7 +28,7 @@ def test_an_empty_dataset(refused: Refuse, tmp_path: Path, fresh: Path, text: st
     data = tmp_path / "data.jsonl"
     data.write_text(text)
     line = refused("--dataset", data, "--output", fresh)
-    assert line == f"{data} is empty: expected one JSON object per line, found no line"
+    assert line == f"{data} is empty: expected at least one usable row, found no row"
 
 
 def task(**changes: Any) -> dict[str, Any]:

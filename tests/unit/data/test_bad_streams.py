@@ -49,7 +49,7 @@ BAD = [
     ),
     ('{"train": [{"input": [[1]], "output": [[10]]}], "test": [{"input": [[1]]}]}', r"found a cell outside 0 to 9"),
     ('{"train": [{"input": [[1]], "output": [[1]]}], "test": []}', r"found no test input"),
-    ("", r"is empty: expected one JSON object per line, found no line"),
+    ("", r"is empty: expected at least one usable row, found no row"),
     ("\n \n", r"is empty"),
 ]
 

@@ -178,8 +178,10 @@ def test_known_test_outputs_stay_for_scoring(jsonl: Write, tmp_path: Path) -> No
     ],
 )
 def test_texts_and_chats(row: dict[str, Any], line: dict[str, Any] | None, jsonl: Write, tmp_path: Path) -> None:
-    make_streams(jsonl([row, {"odd": 1}]), tmp_path / "s", 1)
-    made = json.loads((tmp_path / "s" / "stream_000.jsonl").read_text())
+    make_streams(jsonl([row, {"odd": 1}]), tmp_path / "s", 1, selection=RowSelection(bad_rows="skip"))
+    lines = (tmp_path / "s" / "stream_000.jsonl").read_text().splitlines()
+    (made,) = [found for found in map(json.loads, lines) if isinstance(found, dict)]
+    assert len(lines) == 2
     assert made == (line or {"task_id": "task_00000000", **row})
     assert sum(json.loads((tmp_path / "s" / MANIFEST).read_text())["rejected"].values()) == 1
 
