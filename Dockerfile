@@ -38,5 +38,10 @@ FROM runtime AS tpu
 COPY --from=build-tpu /opt/spile /opt/spile
 FROM runtime AS cuda
 COPY --from=build-cuda /opt/spile /opt/spile
+# For compose.yaml and demos: cpu with the fake bucket and the fake cloud, which no wheel contains.
+FROM runtime AS dev
+COPY --from=build /opt/spile /opt/spile
+COPY src/spile_fakes /opt/fakes/spile_fakes
+ENV PYTHONPATH=/opt/fakes
 FROM runtime AS cpu
 COPY --from=build /opt/spile /opt/spile

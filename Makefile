@@ -8,7 +8,7 @@ JOBS   ?= 5
 IMAGE  ?= cpu
 PYTEST := $(BIN)/pytest -n $(JOBS) --dist worksteal
 
-.PHONY: help demo test test-all check bench soak peers-install peers docs docs-serve image-check release-check requirements clean
+.PHONY: help demo fleet-demo test test-all check bench soak peers-install peers docs docs-serve image-check release-check requirements clean
 help:            ## list the targets
 	@grep -hE '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
@@ -28,6 +28,9 @@ $(VENV)/.ready: $(VENV)/.runtime
 
 demo: $(VENV)/.runtime  ## extract the embedded model's activations over the embedded ARC tasks
 	$(BIN)/spile extract
+
+fleet-demo: $(VENV)/.runtime  ## deploy, preempt, recover, scale and verify a fleet on a fake cloud; two minutes
+	PYTHONPATH=src $(BIN)/python -m spile_fakes.demo
 
 test: $(VENV)/.ready  ## the tests that every change runs; at most six minutes on two cores
 	$(PYTEST) -m "not slow and not soak and not torch" tests

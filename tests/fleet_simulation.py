@@ -18,7 +18,6 @@ import requests
 
 from spile.data.split import StreamEntry, StreamsManifest, stream_name
 from spile.errors import RunMismatch
-from spile.fleet.agent import worker_command
 from spile.fleet.cloud_tpu import CloudSettings, CloudTpu
 from spile.fleet.deploy import StreamsPlan, changes, check_stored, place_of
 from spile.fleet.history import History, Pulse
@@ -27,9 +26,10 @@ from spile.fleet.lease import Lease
 from spile.fleet.monitor import tick
 from spile.fleet.provider import NodeRequest
 from spile.fleet.reconcile import past_of
-from spile.fleet.spec import FLEET_LABEL, WORKER_LABEL, FleetSpec, Policy, plan_workers
+from spile.fleet.spec import FLEET_LABEL, WORKER_LABEL, FleetSpec, Policy, keep_numbers, plan_workers
 from spile.objects.folder import NotFound, ObjectInfo
 from spile.spec.phase import Phase
+from spile.store.claims import Claim, ClaimBook
 from spile_fakes.cloud import ApiError, Cloud, CloudTimes
 from spile_fakes.cloud_server import Api, ApiFault, Lost
 
@@ -44,6 +44,7 @@ class MemoryFolder:
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
+        self.versions: dict[str, int] = {}
 
     def get(self, key: str) -> bytes:
         if key not in self.objects:
@@ -52,6 +53,7 @@ class MemoryFolder:
 
     def put(self, key: str, data: bytes) -> None:
         self.objects[key] = data
+        self.versions[key] = self.versions.get(key, 0) + 1
 
     def create(self, key: str, data: bytes) -> bool:
         return self.objects.setdefault(key, data) is data
@@ -60,7 +62,12 @@ class MemoryFolder:
         self.objects.pop(key, None)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        return iter([ObjectInfo(key, 0, 0.0) for key in sorted(self.objects) if key.startswith(prefix)])
+        keys = [key for key in sorted(self.objects) if key.startswith(prefix)]
+        return iter([ObjectInfo(key, 0, 0.0, str(self.versions.get(key, 0))) for key in keys])
+
+
+IDLE_LIMIT = 1800.0
+"""Seconds after which a machine whose worker has ended deletes itself."""
 
 
 class Reply:
@@ -93,26 +100,49 @@ class DirectSession(requests.Session):
 
 @dataclass
 class Vm:
-    """A machine that runs."""
+    """A machine that runs, with the worker on it."""
 
     worker: int
+    name: str
     raw: dict[str, Any]
     booted: float
+    book: ClaimBook
     deployment: str = ""
     hung: bool = False
-    ended: bool = False
+    ended: float = 0.0
+    """When its worker ended for good; 0 while it works."""
+    claim: Claim | None = None
+    commits_seen: int = 0
+    """The length of the ledger that the worker knows: its next commit has this number."""
+    renewed: float = 0.0
 
 
 @dataclass
-class Task:
-    """What a worker has to do, and what its bucket says of it."""
+class Stream:
+    """A stream and its ledger."""
 
-    left: float
+    samples: int
+    ledger: list[range] = field(default_factory=list)
+    """The samples of each commit."""
+    rows_of: str = ""
+    """The sha256 of the stream whose rows are stored; empty if none are."""
+
+    @property
+    def done(self) -> int:
+        return self.ledger[-1].stop if self.ledger else 0
+
+    @property
+    def complete(self) -> bool:
+        return self.done >= self.samples
+
+
+@dataclass
+class Said:
+    """What the bucket says of a worker."""
+
     crashes_left: int = 0
     deployment: str = ""
-    """Whose word the verdict is."""
-    rows_of: str = ""
-    """The sha256 of the stream whose rows are stored; empty: none are."""
+    """The deployment that the verdict belongs to."""
     beat: float | None = None
     phase: Phase = Phase.UNKNOWN
     verdict: str = ""
@@ -155,13 +185,14 @@ class Simulation:
             zones,
             plan_workers(zones, per_zone),
             NodeRequest("v3-8", "r", preemptible=True),
-            root="gs://b/activations",
+            run={"output": "gs://b/activations"},
             deployment="d",
-            policy=Policy(move=rng.random() < 0.8),
+            policy=Policy(move=rng.random() < 0.8, idle_limit=IDLE_LIMIT),
             queued=rng.random() < 0.2,
         )
         self.bucket: dict[str, StreamsManifest] = {}
         """The folders of streams, by their URL."""
+        self.stream_count = len(self.fleet.workers) * rng.randint(1, 4)
         self.fleet = self._with_streams("ours")
         self.cloud = Cloud(lambda: self.now, pace=CloudTimes(60, 30, 20), on_start=self._boot, on_stop=self._halt)
         self.api = Api(self.cloud)
@@ -175,13 +206,15 @@ class Simulation:
         self.hub_out_until = 0.0
         self.deployments = 1
         self.vms: dict[str, Vm] = {}
-        self.tasks = {worker.id: Task(rng.uniform(300, 2400)) for worker in self.fleet.workers}
+        self.root = MemoryFolder()
+        self.streams = {number: Stream(rng.randint(5, 60)) for number in range(self.fleet.stream_count)}
+        self.said: dict[int, Said] = {worker.id: Said() for worker in self.fleet.workers}
         self.poisoned = rng.choice(self.fleet.workers).id if rng.random() < 0.15 else None
         for worker in self.fleet.workers:
             if rng.random() < 0.2:
-                self.tasks[worker.id].crashes_left = 1
+                self.said[worker.id].crashes_left = 1
         if self.poisoned is not None:
-            self.tasks[self.poisoned].crashes_left = 10**6
+            self.said[self.poisoned].crashes_left = 10**6
         self.monitors = [self._monitor()]
         self.reports: list[int] = []
         self.calm_at = self.now + (self.chaos if self.chaos is not None else rng.uniform(1200, 7200))
@@ -206,41 +239,55 @@ class Simulation:
     def _with_streams(self, dataset: str, fleet: FleetSpec | None = None) -> FleetSpec:
         """The fleet with its streams in the bucket, under the name that a deploy gives them."""
         fleet = fleet or self.fleet
-        names = [stream_name(worker.id) for worker in fleet.workers]
+        names = [stream_name(number) for number in range(self.stream_count)]
         entries = tuple(StreamEntry(name, 1, 1, f"{dataset} {len(names)} {name}") for name in names)
         manifest = StreamsManifest({"dataset": dataset}, 0, len(names), entries, {})
         url = place_of("gs://b/datasets", manifest.digest())
         self._hold(self.bucket.setdefault(url, manifest) == manifest, "streams were replaced by others")
-        return replace(fleet, streams=url, split=manifest.digest())
+        run = {**fleet.run, "dataset_dir": url, "expect_split": manifest.digest()}
+        return replace(fleet, run=run, stream_count=len(names))
 
     def _redeploy(self, dataset: str) -> None:
         """As ``spile deploy --yes`` does it: refused where another dataset's rows are stored."""
-        after = self._with_streams(dataset)
+        after = self._with_streams(dataset, self._resized())
         plan = StreamsPlan(after.streams or "", self.bucket[after.streams or ""])
-        same = after.streams == self.fleet.streams
+        same = after.streams == self.fleet.streams and after.workers == self.fleet.workers
         self._hold(same == (not changes(self.fleet, after)), "a change that nobody was asked about")
         try:
-            for number, task in self.tasks.items():
-                if task.rows_of:
-                    check_stored(number, task.rows_of, "activations", plan, mine=True)
+            for number, stream in self.streams.items():
+                if stream.rows_of:
+                    check_stored(number, stream.rows_of, "activations", plan, mine=True)
         except RunMismatch:
             self._say(f"a deploy of {dataset} is refused")
             return
         self.deployments += 1
-        self.fleet = replace(after, deployment=f"d{self.deployments}")
+        before, self.fleet = len(self.fleet.workers), replace(after, deployment=f"d{self.deployments}")
+        if before != len(self.fleet.workers):
+            self._say(f"scaled: {before} to {len(self.fleet.workers)} workers")
+        for worker in self.fleet.workers:
+            self.said.setdefault(worker.id, Said())
         self.home.write_fleet(self.fleet)
         self._say(f"redeployed: {self.fleet.deployment} of {dataset}")
 
-    def _store(self, vm: Vm, task: Task) -> bool:
-        """Whether the worker may write: its stream is the one that it was given. Then it does."""
-        words = worker_command(self.fleet, self.fleet.workers[vm.worker])
-        self._hold(not {"--overwrite", "--no-checkpointing"} & set(words), "a life of a worker wipes its stream")
-        manifest = self.bucket[words[words.index("--dataset-dir") + 1]]
-        if manifest.digest() != words[words.index("--expect-split") + 1]:
+    def _resized(self) -> FleetSpec:
+        """The fleet with another number of workers, sometimes: more than before, or fewer."""
+        fleet = self.fleet
+        if self.workers_per_zone is not None or self.rng.random() < 0.4:
+            return fleet
+        most = max(1, self.stream_count // len(fleet.zones))
+        planned = plan_workers(fleet.zones, self.rng.randint(1, min(most, 5)))
+        return replace(fleet, workers=keep_numbers(planned, fleet.workers))
+
+    def _may_write(self, stream: int) -> bool:
+        """Whether the stream is the one that the worker was given. Then its rows are of that stream."""
+        run = self.fleet.run
+        self._hold(not run.get("overwrite"), "a worker that is started again would remove its stream")
+        manifest = self.bucket[run["dataset_dir"]]
+        if manifest.digest() != run["expect_split"]:
             return False
-        mine = manifest.streams[vm.worker].sha256
-        self._hold(task.rows_of in ("", mine), f"rows of {mine} under the stream of {task.rows_of}")
-        task.rows_of = mine
+        mine, stored = manifest.streams[stream].sha256, self.streams[stream]
+        self._hold(stored.rows_of in ("", mine), f"rows of {mine} under the stream of {stored.rows_of}")
+        stored.rows_of = mine
         return True
 
     def _worker_of(self, raw: dict[str, Any]) -> int | None:
@@ -250,7 +297,10 @@ class Simulation:
     def _boot(self, raw: dict[str, Any]) -> None:
         worker = self._worker_of(raw)
         if worker is not None:
-            self.vms[raw["id"]] = Vm(worker, raw, self.now + self.rng.uniform(60, 240), self.fleet.deployment)
+            name = raw["name"].split("/")[5]
+            book = ClaimBook(self.root, name, clock=lambda: self.now, chance=random.Random(self.rng.random()))  # type: ignore[arg-type]
+            booted = self.now + self.rng.uniform(60, 240)
+            self.vms[raw["id"]] = Vm(worker, name, raw, booted, book, self.fleet.deployment)
             running = [vm for vm in self.vms.values() if vm.worker == worker]
             self._hold(len(running) == 1, f"two live machines for worker {worker}")
 
@@ -268,35 +318,84 @@ class Simulation:
     def _live(self, seconds: float) -> None:
         """Let the workers work."""
         for vm in list(self.vms.values()):
-            task = self.tasks[vm.worker]
-            if (
-                vm.deployment != self.fleet.deployment
-                and not vm.hung
-                and self.now >= vm.booted
-                and self.rng.random() < 0.25
-            ):
-                vm.deployment, vm.ended = self.fleet.deployment, False  # its agent looks once a minute
-                vm.booted = self.now + 15.0
-            if vm.hung or vm.ended or self.now < vm.booted:
+            if vm.hung or self.now < vm.booted:
                 continue
             if vm.deployment != self.fleet.deployment:
-                continue  # of the deployment before: it commits what it has, and no verdict of it counts
-            if self.now < self.hub_out_until:
-                task.beat, task.phase = self.now, Phase.LOADING  # tried again, not given up
-                continue
-            if not self._store(vm, task):
-                vm.ended, task.verdict, task.said, task.deployment = True, "refused", self.now, vm.deployment
-                continue
-            task.deployment, task.verdict = vm.deployment, ""
-            task.beat, task.phase = self.now, Phase.RUNNING
-            task.left -= seconds
-            if task.crashes_left and self.rng.random() < 0.2:
-                task.crashes_left -= 1
-                vm.ended, task.verdict, task.said = True, "crashed", self.now
-            elif task.left <= 0:
-                vm.ended, task.verdict, task.said = True, "finished", self.now
-                if self.rng.random() < 0.7:
-                    self.cloud.delete(vm.raw["name"].split("/")[3], vm.raw["name"].split("/")[5], "v2")
+                self._take_deployment(vm)
+            elif vm.ended:
+                if self.now - vm.ended > IDLE_LIMIT:
+                    self._delete_itself(vm)
+            elif self.now < self.hub_out_until:
+                said = self.said[vm.worker]
+                said.beat, said.phase = self.now, Phase.LOADING  # tried again, not given up
+            else:
+                self._work(vm, seconds)
+
+    def _take_deployment(self, vm: Vm) -> None:
+        """Its agent looks once a minute; the worker commits what it has and releases its claim."""
+        if self.rng.random() > 0.25:
+            return
+        vm.deployment, vm.ended, vm.booted = self.fleet.deployment, 0.0, self.now + 15.0
+        if vm.claim is not None:
+            vm.claim.release()
+            vm.claim = None
+        if vm.name not in {worker.name for worker in self.fleet.workers}:
+            vm.ended = self.now  # it has no work in this deployment
+
+    def _work(self, vm: Vm, seconds: float) -> None:
+        said = self.said[vm.worker]
+        said.deployment, said.verdict = vm.deployment, ""
+        said.beat, said.phase = self.now, Phase.RUNNING
+        if vm.claim is None:
+            order = [number for number, stream in self.streams.items() if not stream.complete]
+            order.sort(key=lambda number: self.streams[number].done - self.streams[number].samples)
+            vm.claim = vm.book.take(order)
+            if vm.claim is None:
+                if vm.book.all_busy(order):
+                    self._end(vm, "finished")
+                return
+            vm.commits_seen, vm.renewed = len(self.streams[vm.claim.stream].ledger), self.now
+            if not self._may_write(vm.claim.stream):
+                self._end(vm, "refused")
+                return
+        if self.now - vm.renewed >= vm.book.expiry / 4:
+            vm.claim.renew()  # it works on if the claim is lost: the ledger fences it
+            vm.renewed = self.now
+        if said.crashes_left and self.rng.random() < 0.2:
+            said.crashes_left -= 1
+            self._end(vm, "crashed")
+            return
+        self._commit(vm, max(1, int(seconds / 5)))
+
+    def _commit(self, vm: Vm, count: int) -> None:
+        """Create the next commit of the stream if it is absent; else this worker is fenced and takes another stream."""
+        assert vm.claim is not None
+        stream = self.streams[vm.claim.stream]
+        if len(stream.ledger) > vm.commits_seen:
+            self._say(f"{vm.name} is fenced from stream {vm.claim.stream}")
+            vm.claim.release()
+            vm.claim = None
+            return
+        done = stream.done
+        stream.ledger.append(range(done, min(stream.samples, done + count)))
+        vm.commits_seen += 1
+        if stream.complete:
+            vm.claim.release()
+            vm.claim = None
+
+    def _end(self, vm: Vm, verdict: str) -> None:
+        said = self.said[vm.worker]
+        vm.ended, said.verdict, said.said, said.deployment = self.now, verdict, self.now, vm.deployment
+        if vm.claim is not None and verdict == "refused":
+            vm.claim.release()
+        vm.claim = None  # a crash releases nothing
+        if verdict == "finished" and self.rng.random() < 0.7:
+            self._delete_itself(vm)
+
+    def _delete_itself(self, vm: Vm) -> None:
+        words = vm.raw["name"].split("/")
+        if any(raw["id"] == vm.raw["id"] and raw["state"] in LIVE for raw in self.cloud.nodes(words[3])):
+            self.cloud.delete(words[3], words[5], "v2")
 
     def _mischief(self) -> None:
         rng, cloud = self.rng, self.cloud
@@ -376,7 +475,7 @@ class Simulation:
 
     def _ours(self) -> bool:
         """Which dataset the stored rows are of, if any are."""
-        stored = [task.rows_of for task in self.tasks.values() if task.rows_of]
+        stored = [stream.rows_of for stream in self.streams.values() if stream.rows_of]
         return not stored or stored[0].startswith("ours ")
 
     def _say(self, text: str) -> None:
@@ -399,7 +498,7 @@ class Simulation:
         fleet = self.home.read_ordered()
         pulses = {
             number: Pulse(task.beat, task.phase, task.verdict if mine else "", task.said if mine else 0.0, "boom")  # type: ignore[arg-type]
-            for number, task in self.tasks.items()
+            for number, task in self.said.items()
             for mine in [task.deployment == fleet.deployment]
         }
         monitor.busy = True
@@ -430,7 +529,7 @@ class Simulation:
             return
         if all(past_of(history, worker).finished for worker in fleet.workers):
             manifest = self.bucket[fleet.streams or ""]
-            whole = [(task.left <= 0, task.rows_of) for task in self.tasks.values()]
+            whole = [(stream.complete, stream.rows_of) for stream in self.streams.values()]
             right = [(True, entry.sha256) for entry in manifest.streams]
             self._hold(whole == right, f"a success that verify would refuse: {whole}")
 
@@ -452,13 +551,16 @@ class Simulation:
 
     def over(self) -> bool:
         """Whether all is done and nothing is left."""
-        done = all(
-            (t.verdict == "finished" and t.deployment == self.fleet.deployment) or n == self.poisoned
-            for n, t in self.tasks.items()
+        workers = [worker.id for worker in self.fleet.workers]
+        ended = all(
+            (self.said[n].verdict == "finished" and self.said[n].deployment == self.fleet.deployment)
+            or (n == self.poisoned and n in self.reports)
+            for n in workers
         )
         own = [raw for raw in self.cloud.nodes("-") if self._worker_of(raw) is not None]
-        spared = self.poisoned is None or self.tasks[self.poisoned].verdict == "finished"
-        return done and not own and (spared or self.poisoned in self.reports)
+        complete = all(stream.complete for stream in self.streams.values())
+        # A worker that crashes on every machine may have been the last one that held a stream.
+        return ended and not own and (complete or self.poisoned in workers)
 
     def run(self) -> Simulation:
         """Play it to its end, or fail with the seed and the last of its log."""
@@ -466,6 +568,9 @@ class Simulation:
         while not (self.calm and self.over()):
             self._hold(self.now < limit, f"it did not converge: {self.state()}" if self.now >= limit else "")
             self._step()
+        for number, stream in self.streams.items():
+            stored = [sample for commit in stream.ledger for sample in commit]
+            self._hold(stored == list(range(len(stored))), f"stream {number} lost or doubled a sample: {stored}")
         return self
 
     def _step(self) -> None:
@@ -496,6 +601,9 @@ class Simulation:
         # A round costs a listing a zone, and a worker at most a question, a look and a request, each tried twice.
         most = self.ticks * 2 * (len(self.fleet.zones) + 3 * len(self.fleet.workers)) + 10
         self._hold(len(self.api.calls) <= most, f"a busy loop against the API: {len(self.api.calls)} calls")
+        for vm in self.vms.values():
+            late = self.now - vm.ended > IDLE_LIMIT + 600 if vm.ended and not vm.hung else False
+            self._hold(not late, f"{vm.name} is billed {IDLE_LIMIT + 600:.0f} s after its work ended")
         listed = {raw["id"] for raw in self.cloud.nodes("-")}
         self._hold(set(self.foreign) <= listed, "a foreign machine is gone")
 
@@ -504,4 +612,4 @@ class Simulation:
         nodes = [(raw["name"].split("/")[3], raw["name"].split("/")[5], raw["state"]) for raw in self.cloud.nodes("-")]
         holder = [monitor for monitor in self.monitors if monitor.lease.number]
         history = holder[-1].history.workers if holder else {}
-        return f"nodes {nodes}\ntasks {self.tasks}\nhistory {history}"
+        return f"nodes {nodes}\nstreams {self.streams}\nsaid {self.said}\nhistory {history}"

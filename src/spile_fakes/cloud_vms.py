@@ -21,7 +21,14 @@ from typing import Any
 __all__ = ["Vms", "processes_marked"]
 
 _MARK = "SPILE_FAKE_VM"
-_HANDED_ON = ("STORAGE_EMULATOR_HOST", "JAX_PLATFORMS", "JAX_COMPILATION_CACHE_DIR", "HF_HOME", "HF_HUB_OFFLINE")
+_HANDED_ON = (
+    "PYTHONPATH",
+    "STORAGE_EMULATOR_HOST",
+    "JAX_PLATFORMS",
+    "JAX_COMPILATION_CACHE_DIR",
+    "HF_HOME",
+    "HF_HUB_OFFLINE",
+)
 """What this process's environment says of the world that its machines live in too."""
 
 _SYSTEMCTL = """#!/bin/bash

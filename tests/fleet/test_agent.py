@@ -18,12 +18,13 @@ from spile.cli.main import main
 from spile.errors import SpecError, StoreError, UserError
 from spile.fleet.agent import AGAIN, Agent, worker_command
 from spile.fleet.cloud_tpu import CloudTpu
-from spile.fleet.home import FleetHome
+from spile.fleet.home import FleetHome, WorkerReport
 from spile.fleet.manage import settle
 from spile.fleet.pins import pin_machines
 from spile.fleet.provider import NodeRequest
-from spile.fleet.spec import FleetSpec, plan_workers
+from spile.fleet.spec import FleetSpec, Policy, plan_workers
 from spile.fleet.worker_logs import LogKeeper, read_log
+from spile.launch.supervisor import RestartPolicy
 from spile_fakes.cloud_server import FakeCloud
 
 ZONE, NAME = "us-central1-a", "tpu-us-central1-a-1"
@@ -32,8 +33,8 @@ ZONE, NAME = "us-central1-a", "tpu-us-central1-a-1"
 def a_home(folder: Path, **more: object) -> FleetHome:
     home = FleetHome.open(str(folder / "f"))
     fleet = FleetSpec(
-        "f", "fake-project", (ZONE,), plan_workers((ZONE,), 2), NodeRequest("v3-8", "r"), root="gs://b/activations",
-        streams="gs://b/datasets", arguments=("--layers", "0-3"), max_samples=7, deployment="d1", **more,
+        "f", "fake-project", (ZONE,), plan_workers((ZONE,), 2), NodeRequest("v3-8", "r"), deployment="d1",
+        run={"output": "gs://b/activations", "dataset_dir": "gs://b/datasets", "max_samples": 7}, **more,
     )  # type: ignore[arg-type]  # fmt: skip
     home.write_fleet(fleet)
     return home
@@ -42,17 +43,17 @@ def a_home(folder: Path, **more: object) -> FleetHome:
 def an_agent(home: FleetHome, code: str, **more: object) -> Agent:
     words = [sys.executable, "-uc", code]
     options = {"stay": False, **more}
-    return Agent(home, NAME, "", pause=0.01, look=0.05, command=lambda *_: words, **options)  # type: ignore[arg-type]
+    restarts = RestartPolicy(pause=0.01, **({"retries": options.pop("retries")} if "retries" in options else {}))  # type: ignore[arg-type]
+    return Agent(home, NAME, "", restarts=restarts, look=0.05, command=lambda *_: words, **options)  # type: ignore[arg-type]
 
 
-def test_the_command_is_the_assignment(tmp_path: Path) -> None:
-    fleet = a_home(tmp_path).read_fleet()
+def test_the_worker_gets_the_run_spec_and_claims_streams(tmp_path: Path) -> None:
+    home = a_home(tmp_path)
+    fleet = home.read_fleet()
     words = worker_command(fleet, fleet.workers[1])
-    assert words[1:4] == ["-m", "spile.cli.main", "extract"]
-    assert words[4:] == [
-        "--worker-id", "1", "--output", "gs://b/activations", "--dataset-dir", "gs://b/datasets",
-        "--max-samples", "7", "--layers", "0-3",
-    ]  # fmt: skip
+    assert words[1:] == ["-m", "spile.cli.main", "worker", "--spec", "-", "--claim", "--worker-name", NAME]
+    an_agent(home, "import json, sys; raise SystemExit(0 if json.load(sys.stdin)['max_samples'] == 7 else 2)").run()
+    assert home.read_reports()[NAME].verdict == "finished"
 
 
 def test_a_finished_worker(tmp_path: Path) -> None:
@@ -240,7 +241,7 @@ def test_reports_survive_json_and_later_versions(tmp_path: Path) -> None:
 def test_a_corrected_deploy_starts_where_the_first_was_refused_crashed_or_done(tmp_path: Path, code: int) -> None:
     """No monitor is there, and the machine is: the agent waits, and takes the next deployment."""
     home = a_home(tmp_path)
-    agent = an_agent(home, f"raise SystemExit({code})", stay=True, relaunches=0)
+    agent = an_agent(home, f"raise SystemExit({code})", stay=True, retries=0)
     ended: list[int] = []
     thread = threading.Thread(target=lambda: ended.append(agent.run()))
     thread.start()
@@ -324,3 +325,69 @@ def test_a_kept_log_is_rotated_and_bounded(tmp_path: Path) -> None:
     again.add("the next machine")
     again.flush()
     assert list(read_log(home.folder, NAME))[-2:] == ["line 000999", "the next machine"]
+
+
+def test_a_machine_whose_worker_gave_up_deletes_itself_after_the_limit(
+    tmp_path: Path, fake: FakeCloud, client: CloudTpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No monitor is there: nothing is billed for ever that does not work."""
+    for key, value in fake.environment().items():
+        monkeypatch.setenv(key, value)
+    home = a_home(tmp_path, policy=Policy(idle_limit=0.3))
+    settle(client, client.create_node(ZONE, NAME, NodeRequest("v3-8", "r", labels={"spile-fleet": "f"})), every=0.02)
+    agent = an_agent(home, "raise SystemExit(2)", stay=True)
+    agent.zone = ZONE
+    thread = threading.Thread(target=agent.run)
+    thread.start()
+    deadline = time.monotonic() + 120
+    while client.nodes(ZONE) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    agent.stopping.set()
+    thread.join(120)
+    assert client.nodes(ZONE) == []
+    assert home.read_reports()[NAME].verdict == "refused"
+
+
+@pytest.mark.parametrize("how", ["budget", "stop"])
+def test_a_machine_obeys_the_budget_and_an_order_to_stop_without_a_monitor(tmp_path: Path, how: str) -> None:
+    home = a_home(tmp_path)
+    fleet = home.read_fleet()
+    if how == "budget":
+        home.order_budget(fleet, 5.0)
+        home.write_report(WorkerReport("tpu-us-central1-a-0", dollars=5.5))  # what another worker's machines cost
+    else:
+        home.order_stop(fleet)
+    mark = tmp_path / "committed"
+    code = (
+        f"import pathlib, signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path({str(mark)!r})"
+        ".touch(), sys.exit(130))); time.sleep(60)"
+    )
+    agent = an_agent(home, code)
+    agent.look = 2.0  # the worker has set its handler by then
+    assert agent.run() == 0
+    report = home.read_reports()[NAME]
+    assert report.verdict == "stopped"
+    assert ("the budget of $5.00 is spent" if how == "budget" else "stopped by") in report.error
+    assert mark.exists(), "the worker could commit"
+
+
+def test_costs_of_earlier_machines_are_added_up(tmp_path: Path) -> None:
+    home = a_home(tmp_path)
+    home.write_report(WorkerReport(NAME, dollars=2.0))
+    an_agent(home, "pass").run()
+    assert 2.0 < home.read_reports()[NAME].dollars < 2.1
+
+
+def test_a_corrected_deploy_is_taken_up_during_the_pause_of_a_crash_loop(tmp_path: Path) -> None:
+    home = a_home(tmp_path)
+    agent = an_agent(home, "raise SystemExit(1)")
+    agent.restarts = RestartPolicy(pause=600.0)
+    ended: list[int] = []
+    thread = threading.Thread(target=lambda: ended.append(agent.run()))
+    thread.start()
+    deadline = time.monotonic() + 120
+    while (home.read_report(NAME) or WorkerReport("")).exit_code is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    home.write_fleet(replace(home.read_fleet(), deployment="d2"))
+    thread.join(120)
+    assert ended == [AGAIN]

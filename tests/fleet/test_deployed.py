@@ -34,7 +34,7 @@ def home(tmp_path: Path) -> FleetHome:
             (A,),
             plan_workers((A,), 1),
             NodeRequest("v3-8", "r", preemptible=True),
-            root=str(tmp_path / "activations"),
+            run={"output": str(tmp_path / "activations")},
             deployment="d",
             policy=Policy(interval=0.1),
         )

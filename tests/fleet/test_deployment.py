@@ -135,7 +135,7 @@ def test_prepare_only_and_bad_input(world: World) -> None:
     two = ("--gcs-bucket", "b", "--zones", A, "--workers-per-zone", "2", "--skip-launch")
     code, text = world.spile("deploy", *TASK, *two)
     assert code == 0, text
-    folder = fleet_of(world)["streams"].removeprefix("gs://b/")
+    folder = fleet_of(world)["run"]["dataset_dir"].removeprefix("gs://b/")
     assert re.fullmatch(r"datasets/[0-9a-f]{16}", folder), "under a name of their content"
     assert world.objects("datasets/") == [
         f"{folder}/{name}" for name in ("stream_000.jsonl", "stream_001.jsonl", "streams.json")
@@ -182,7 +182,7 @@ def test_a_folder_of_streams_goes_to_the_bucket_as_it_is(world: World) -> None:
     code, text = world.spile("deploy", *words)
     assert code == 0, text
     fleet = fleet_of(world)
-    where = fleet["streams"].removeprefix("gs://b/")
+    where = fleet["run"]["dataset_dir"].removeprefix("gs://b/")
     assert world.objects("datasets/") == [f"{where}/stream_000.jsonl", f"{where}/streams.json"]
     assert fleet["environment"] == {"HF_TOKEN": "x"}
     code, text = world.spile("deploy", *words, "--env", "no value")

@@ -25,6 +25,7 @@ from spile.fleet.provider import NodeRequest, NotAllowed
 from spile.fleet.spec import FleetSpec, Policy, plan_workers
 from spile.objects import open_folder
 from spile.spec.phase import Phase
+from spile.store.claims import ClaimBook
 from spile.store.heartbeat import Beat
 from spile.store.layout import PROGRESS, STREAM, stream_folder
 from spile.store.ledger import FORMAT, seal
@@ -40,7 +41,7 @@ def home(tmp_path: Path) -> FleetHome:
     home = FleetHome.open(str(tmp_path / "fleet" / "f"))
     fleet = FleetSpec(
         "f", "fake-project", (A, B), plan_workers((A, B), 1), NodeRequest("v3-8", "r", preemptible=True),
-        root=str(tmp_path / "activations"), deployment="d", policy=Policy(interval=0.1),
+        run={"output": str(tmp_path / "activations")}, deployment="d", policy=Policy(interval=0.1),
     )  # fmt: skip
     home.write_fleet(fleet)
     return home
@@ -194,7 +195,7 @@ def test_a_fleet_that_is_stopped_ends_for_good(home: FleetHome, client: CloudTpu
 def test_a_new_deployment_is_watched_where_it_writes(home: FleetHome, client: CloudTpu, tmp_path: Path) -> None:
     monitor = FleetMonitor(home, client)
     monitor.step()
-    home.write_fleet(replace(home.read_fleet(), deployment="e", root=str(tmp_path / "other")))
+    home.write_fleet(replace(home.read_fleet(), deployment="e", run={"output": str(tmp_path / "other")}))
     assert monitor.step().snapshot.root == str(tmp_path / "other")
 
 
@@ -423,6 +424,7 @@ def test_a_gone_machine_counts_neither_in_tokens_per_second_nor_in_the_time_left
         folder.put(STREAM, seal({**record, "lines": 10, "samples": 10, "taps": []}, indent=1))
         beat = Beat("a", "h", Phase.RUNNING, 5, 5, 500, 1, 1, rate, 0, 10, now, now, "1", progressed=now)
         folder.put(PROGRESS, json.dumps(beat.to_json()).encode())
+        assert ClaimBook(root, monitor.fleet.workers[number].name).take([number]) is not None
     status = monitor.step()
     assert "80 tokens/s, " in text_of(status)
     assert "left" in text_of(status)

@@ -21,6 +21,7 @@ from spile.fleet.monitor import FleetMonitor, FleetStatus, pulses_of
 from spile.fleet.provider import NodeRequest
 from spile.fleet.spec import FleetSpec, plan_workers
 from spile.spec.phase import Phase
+from spile.store.claims import Holding
 from spile.store.heartbeat import Snapshot, State, StreamView
 from spile_fakes import cloud_vms as vms
 
@@ -176,11 +177,12 @@ def test_a_worker_whose_device_hangs_is_replaced_though_its_heart_beats(
 def test_the_bucket_tells_how_long_a_worker_gets_no_further(tmp_path: Path) -> None:
     """Its own heartbeat and its agent's word: the newer one counts."""
     workers = plan_workers((A,), 1)
-    fleet = FleetSpec("f", "p", (A,), workers, NodeRequest("v3-8", "r"), root=str(tmp_path), deployment="d")
+    fleet = FleetSpec("f", "p", (A,), workers, NodeRequest("v3-8", "r"), run={"output": str(tmp_path)}, deployment="d")
     view = StreamView(0, "tpu_0", State.WORKING, phase=Phase.RUNNING, age=10.0, idle=700.0)
     snapshot = Snapshot(str(tmp_path), 10_000.0, (view,))
-    assert pulses_of(fleet, {}, snapshot)[0].progress == 9300.0
-    assert pulses_of(fleet, {}, replace(snapshot, streams=(replace(view, idle=None),)))[0].progress == 9990.0
+    mine = {0: Holding(workers[0].name, active=True)}
+    assert pulses_of(fleet, {}, snapshot, mine)[0].progress == 9300.0
+    assert pulses_of(fleet, {}, replace(snapshot, streams=(replace(view, idle=None),)), mine)[0].progress == 9990.0
     said = {workers[0].name: WorkerReport(workers[0].name, "d", phase=Phase.STARTING, updated=9500.0)}
-    assert pulses_of(fleet, said, snapshot)[0].progress == 9500.0
-    assert pulses_of(fleet, {}, replace(snapshot, streams=()))[0].progress is None
+    assert pulses_of(fleet, said, snapshot, mine)[0].progress == 9500.0
+    assert pulses_of(fleet, {}, replace(snapshot, streams=()), mine)[0].progress is None

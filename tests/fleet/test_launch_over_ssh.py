@@ -32,8 +32,8 @@ pytestmark = [
 def test_machines_without_the_script_get_it_over_ssh(tmp_path: Path, fake: FakeCloud, client: CloudTpu) -> None:
     home = FleetHome.open(str(tmp_path / "bucket" / "fleet" / "f"))
     fleet = FleetSpec(
-        "f", "fake-project", (ZONE,), plan_workers((ZONE,), 2), NodeRequest("v3-8", "r"), root=str(tmp_path / "out"),
-        deployment="d", arguments=("--no-such-flag",),
+        "f", "fake-project", (ZONE,), plan_workers((ZONE,), 2), NodeRequest("v3-8", "r"),
+        run={"output": str(tmp_path / "out"), "no_such_field": 1}, deployment="d",
     )  # fmt: skip
     create(client, replace(fleet, workers=fleet.workers[:1]), lambda _: {}, every=0.02)
     fleet = publish(home, fleet, lambda _: None)
@@ -71,7 +71,7 @@ def test_machines_without_the_script_get_it_over_ssh(tmp_path: Path, fake: FakeC
             time.sleep(0.1)
         report = home.read_reports()["tpu-us-central1-a-0"]
         assert report.verdict == "refused", "the worker ran, on the machine, with the fleet's flags"
-        assert "--no-such-flag" in report.error
+        assert "no_such_field" in report.error
     finally:
         hosts.close()
         _end_what_runs_below(tmp_path)

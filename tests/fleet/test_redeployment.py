@@ -13,7 +13,6 @@ import pytest
 from backends import Clouds, environment
 from fleet.cloud_world import A, World
 from fleet.prompt import Prompt
-from spile.fleet.agent import worker_command
 from spile.fleet.spec import FleetSpec
 from spile.objects import open_folder
 
@@ -56,17 +55,10 @@ def test_a_deploy_reads_the_same_variables_as_extract(
     code, text = prompt("deploy", "--zones", A, "--skip-launch")
     assert code == 0, text
     assert "--output-dir ./here is not used" in text
-    words = " ".join(worker_command(fleet_of(world), fleet_of(world).workers[0]))
-    for flag in (
-        "--model embedded",
-        "--batch-size 4",
-        "--shard-size-gb 0.5",
-        "--max-seq-length 512",
-        "--mesh-shape 1,1",
-    ):
-        assert flag in words
-    assert "--output gs://b/activations" in words
-    assert "--output-dir" not in words
+    run = fleet_of(world).run
+    expected = {"model": "embedded", "batch_size": 4, "shard_size_gb": 0.5, "max_seq_length": 512, "mesh_shape": "1,1"}
+    assert {name: run[name] for name in expected} == expected
+    assert (run["output"], run["local_copy"]) == ("gs://b/activations", None)
 
 
 def test_a_deploy_without_a_dataset_takes_the_guides_streams_said_aloud(world: World, prompt: Prompt) -> None:
@@ -101,15 +93,26 @@ def test_what_a_fleet_cannot_do_is_refused_before_anything_is_made(
     assert world.cloud.cloud.nodes("-") == []
 
 
-def test_fewer_workers_and_then_as_many_again_are_no_false_proof(world: World, prompt: Prompt) -> None:
-    """Four workers, then two, then the four again without the dataset: streams of two splits were once proven."""
+def test_the_number_of_workers_may_change_and_the_streams_stay(world: World, prompt: Prompt) -> None:
+    """Four workers, then two, then three, with and without the dataset: all work on the same four streams."""
     assert prompt(*PREPARE, *TASK, "--workers-per-zone", 4)[0] == 0
     four = fleet_of(world)
-    assert prompt(*PREPARE, *TASK, "--workers-per-zone", 2, "--yes")[0] == 0
-    assert fleet_of(world).streams != four.streams, "the four are not replaced under their workers"
-    code, text = prompt(*PREPARE, "--model", "embedded", "--workers-per-zone", 4, "--skip-dataset", "--yes")
-    assert (code, "are not the workers': expected 4, one per worker, found 2" in text) == (2, True), text
-    assert "--expect-split" in worker_command(four, four.workers[0])
+    assert (four.stream_count, four.run["expect_split"] is None) == (4, False)
+    for number, words in ((2, TASK), (3, ("--model", "embedded", "--skip-dataset"))):
+        code, text = prompt(*PREPARE, *words, "--workers-per-zone", number, "--yes")
+        assert code == 0, text
+        now = fleet_of(world)
+        assert (now.run, now.stream_count, len(now.workers)) == (four.run, 4, number)
+    assert [worker.id for worker in now.workers] == [0, 1, 2], "a machine's label stays true"
+    code, text = prompt(*PREPARE, "--model", "embedded", "--workers-per-zone", 5, "--skip-dataset", "--yes")
+    assert (code, "has too few streams: expected 5, at least one per worker, found 4" in text) == (2, True), text
+
+
+def test_a_dataset_is_split_into_more_streams_than_workers(world: World, prompt: Prompt) -> None:
+    code, text = prompt(*PREPARE, *TASK, "--workers-per-zone", 2, "--num-streams", 6)
+    assert code == 0, text
+    assert "48 samples of embedded in 6 streams" in text
+    assert (fleet_of(world).stream_count, len(fleet_of(world).workers)) == (6, 2)
 
 
 def test_another_fleet_in_the_bucket_replaces_nothing(world: World, prompt: Prompt) -> None:
@@ -129,7 +132,7 @@ def test_a_deploy_that_changes_a_fleet_asks_first(world: World, prompt: Prompt) 
     assert prompt(*PREPARE, *TASK, "--layers", "0-2")[0] == 0
     first = fleet_of(world)
     code, text = prompt(*PREPARE, *TASK, "--layers", "0-3")
-    assert (code, "is deployed already, with another task: flags:" in text) == (2, True), text
+    assert (code, "is deployed already, with another task: layers: 0-2 → 0-3" in text) == (2, True), text
     assert fleet_of(world) == first
     assert prompt(*PREPARE, *TASK, "--layers", "0-3", "--yes")[0] == 0
     code, text = prompt(*PREPARE, *TASK, "--layers", "0-3")
@@ -154,9 +157,9 @@ def test_a_second_deploy_with_the_same_streams_remembers_the_first_ones_flags(wo
     first = fleet_of(world)
     code, text = prompt("deploy", "--gcs-bucket", "b", "--skip-launch", "--skip-dataset")
     assert code == 0, text
-    assert "as before: --model embedded --layers 1 3 --max-seq-length 512" in text
+    assert "as before: --model embedded --max-seq-length 512 --layers 1 3" in text
     second = fleet_of(world)
-    assert (second.arguments, second.streams, second.workers) == (first.arguments, first.streams, first.workers)
+    assert (second.run, second.workers) == (first.run, first.workers)
     assert (second.machine.accelerator_type, second.policy.budget) == ("v4-8", 9)
     assert second.deployment != first.deployment
 
@@ -215,8 +218,8 @@ def test_overwriting_happens_once_at_deploy_after_a_question(world: World, promp
     code, text = prompt(*again, "--overwrite", "--yes")
     assert code == 0, text
     assert world.objects("activations/tpu_0/") == []
-    words = worker_command(fleet_of(world), fleet_of(world).workers[0])
-    assert not {"--no-checkpointing", "--overwrite"} & set(words), "no life of a worker removes a stream"
+    run = fleet_of(world).run
+    assert (run["checkpointing"], run["overwrite"]) == (True, False), "no worker removes a stream"
 
 
 def test_a_dry_run_says_what_would_be_made_and_makes_nothing(world: World, prompt: Prompt) -> None:

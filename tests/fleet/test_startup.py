@@ -81,7 +81,9 @@ class Vm:
 @pytest.fixture
 def home(tmp_path: Path) -> FleetHome:
     home = FleetHome.open(str(tmp_path / "bucket" / "fleet" / "f"))
-    fleet = FleetSpec("f", "p", (ZONE,), plan_workers((ZONE,), 1), NodeRequest("v3-8", "r"), root="x", deployment="d1")
+    fleet = FleetSpec(
+        "f", "p", (ZONE,), plan_workers((ZONE,), 1), NodeRequest("v3-8", "r"), run={"output": "x"}, deployment="d1"
+    )
     publish(home, fleet, lambda _: None)
     return home
 
@@ -204,7 +206,7 @@ def test_the_assignment_comes_from_the_metadata_server_and_the_wheel_from_gcs(tm
         patch.setenv("STORAGE_EMULATOR_HOST", gcs.url)
         home = FleetHome.open("gs://b/fleet/f")
         fleet = FleetSpec(
-            "f", "p", (ZONE,), plan_workers((ZONE,), 1), NodeRequest("v3-8", "r"), root="x", deployment="d"
+            "f", "p", (ZONE,), plan_workers((ZONE,), 1), NodeRequest("v3-8", "r"), run={"output": "x"}, deployment="d"
         )
         published = publish(home, fleet, lambda _: None)
         wheel = published.wheel
@@ -359,7 +361,7 @@ def test_the_wheel_is_this_code_and_installs(tmp_path: Path) -> None:
     with zipfile.ZipFile(path) as wheel:
         names = wheel.namelist()
     assert "spile/fleet/startup.sh" in names
-    assert "spile/weights/embedded/model.safetensors" in names
+    assert "spile/models/embedded/model.safetensors" in names
     assert not any("__pycache__" in each for each in names)
     target = tmp_path / "site"
     pip = [

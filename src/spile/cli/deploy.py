@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from spile.fleet.home import FleetHome
     from spile.fleet.manage import NodeResult
     from spile.fleet.spec import FleetSpec, Policy
+    from spile.spec.run import RunSpec
 
 __all__ = ["DeployFlags", "deploy", "extract_words"]
 
@@ -64,6 +65,14 @@ class DeployFlags:
     skip_dataset: Annotated[
         bool, flag(_STEPS, "The streams are in the bucket already; flags not given are as before.", negative="")
     ] = False
+    num_streams: Annotated[
+        int | None,
+        flag(
+            _STEPS,
+            "Split the dataset into this many streams, which the workers claim one after another: more than workers, "
+            "so that the fleet can grow later. [default: as before; else one per worker]",
+        ),
+    ] = None
     skip_launch: Annotated[bool, flag(_STEPS, "Only prepare: streams, code, assignment.", negative="")] = False
     dry_run: Annotated[
         bool, flag(_STEPS, "Check all, say what would be made and what it costs; make nothing.", negative="")
@@ -193,12 +202,12 @@ class _Asked:
 
     def fleet(self, client: CloudTpu, home: FleetHome, before: FleetSpec | None) -> FleetSpec:
         from spile.fleet.manage import named_workers
+        from spile.fleet.spec import keep_numbers
 
         budget = home.ordered(before).policy.budget if before is not None and self.steps.skip_dataset else None
         fleet = self.machines.fleet(self.place, client.project, self.steps.policy(budget))
-        if not self.steps.adopt:
-            return fleet
-        return replace(fleet, workers=named_workers(client, fleet.zones, self.steps.adopt))
+        workers = named_workers(client, fleet.zones, self.steps.adopt) if self.steps.adopt else fleet.workers
+        return replace(fleet, workers=keep_numbers(workers, before.workers if before is not None else ()))
 
     def root(self, bucket: str) -> str:
         """Where the dataset goes: the bucket that was named, or another one."""
@@ -216,23 +225,33 @@ class _Asked:
 
     def work(self, fleet: FleetSpec, bucket: str, streams: StreamsPlan) -> FleetSpec:
         """The fleet with its work."""
-        from spile.fleet.deploy import Deployment
+        from spile.fleet.deploy import deployment_of
 
         said = {"extract": given(self.flags, _NOT_AGAIN), "machines": given(self.machines)}
         said |= {
             "place": given(self.place, ("zones", "fleet", "project")),
             "steps": redeploying.told_of_steps(self.steps),
         }
-        return Deployment(
-            self.root(bucket),
-            streams.url,
-            extract_words(self.flags),
-            split=streams.split,
-            max_samples=self.flags.max_samples,
+        return deployment_of(
+            fleet,
+            self.run_spec(self.root(bucket), streams.url, streams.split),
+            streams,
             environment=variables(self.steps.env),
             notify=tuple(self.steps.notify or ()),
             flags=said,
-        ).on(fleet)
+        )
+
+    def run_spec(self, root: str, streams: str, split: str | None = None) -> RunSpec:
+        """Return the run spec of every worker.
+
+        What deploy does once (splitting the dataset, removing what is stored) is not part of it: a worker that is
+        started again must not do it again.
+        """
+        flags = self.flags.stored_in(root).replaced(
+            dataset=None, dataset_dir=streams, split=None, config_name=None, worker_id=None,
+            expect_split=split, checkpointing=True, overwrite=False, delete_local_after_upload=False,
+        )  # fmt: skip
+        return flags.spec()
 
 
 def _check(client: CloudTpu, fleet: FleetSpec, asked: _Asked) -> None:
@@ -241,12 +260,11 @@ def _check(client: CloudTpu, fleet: FleetSpec, asked: _Asked) -> None:
     from spile.fleet.deploy import check_model
     from spile.fleet.monitor import check_url
 
-    flags = asked.flags
     asked.root("gs://b")
     variables(asked.steps.env)
     for url in asked.steps.notify or ():
         check_url(url)
-    check_model(flags.stored_in("gs://b/x").replaced(dataset=None, dataset_dir="gs://b/datasets").spec())
+    check_model(asked.run_spec("gs://b/x", "gs://b/datasets"))
     for zone in () if asked.steps.skip_launch else fleet.zones:
         check_place(client, zone, fleet.machine.accelerator_type)
 
@@ -278,7 +296,9 @@ def _streams(
             log(f"no dataset was named: {GUIDES_DATASET}, as in the guides")
         dataset = flags.dataset or GUIDES_DATASET
         data = flags.stored_in(bucket).spec().data
-        with split_streams(dataset, below, len(fleet.workers), data=data, log=log) as made:
+        known = before.stream_count if before is not None else 0
+        count = asked.steps.num_streams or known or len(fleet.workers)
+        with split_streams(dataset, below, count, data=data, log=log) as made:
             yield made
 
 
@@ -293,7 +313,7 @@ def _to_clear(fleet: FleetSpec, flags: RunFlags) -> list[int]:
         raise SpecError(
             "--no-checkpointing",
             expected="streams without commits",
-            found=f"commits of {len(found)} workers in {fleet.root}",
+            found=f"commits of {len(found)} streams in {fleet.root}",
             fix="leave it out to resume, or give another --gcs-prefix",
         )
     refuse_at_work(fleet.root, found)

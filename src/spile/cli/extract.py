@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
@@ -14,11 +15,13 @@ from spile.cli.shell.backfill_flags import BackfillFlags
 from spile.cli.shell.defaults import settled
 from spile.cli.shell.engine_flags import EngineFlags
 from spile.cli.shell.log import log
+from spile.errors import SpecError
 from spile.spec.phase import Phase
 from spile.spec.run import RunSpec
 
 if TYPE_CHECKING:
     from spile.worker.pod.identity import Identity
+    from spile.worker.pod.pod import WorkerGroup
     from spile.worker.progress import Summary
 
 __all__ = ["extract", "infer", "worker"]
@@ -73,17 +76,56 @@ def worker(
             allow_leading_hyphen=True,
         ),
     ],
-    stream: Annotated[int, Parameter(help="The number of the stream.")],
+    stream: Annotated[int | None, Parameter(help="The number of the stream.")] = None,
+    claim: Annotated[
+        bool, Parameter(negative="", help="Instead of --stream: claim one unfinished stream after another.")
+    ] = False,
+    worker_name: Annotated[
+        str | None,
+        Parameter(help="With --claim: a name that no other running worker has. [default: host and process]"),
+    ] = None,
+    claim_seconds: Annotated[
+        float,
+        Parameter(help="With --claim: seconds without a renewal after which another worker's stream is taken over."),
+    ] = 90.0,
     pod: PodFlags | None = None,
     verbose: Annotated[bool, Parameter(negative="", help="Log more: devices, shapes, each commit.")] = False,
 ) -> int:
-    """Run one stream of a run spec, as spile extract or spile infer wrote it to spec.json. Launchers start this.
+    """Run one stream of a run spec, or claim streams until none is left. Launchers start this.
 
-    The spec says everything else. Exit codes: 0 success, 1 failure, 2 a mistake in the spec, 3 fenced by another
-    worker, 130 interrupted; what was done is committed, and the same command resumes.
+    The spec is the spec.json that spile extract or spile infer wrote. It says everything else. Exit codes: 0 success,
+    1 failure, 2 a mistake in the spec, 3 fenced by another worker, 130 interrupted; what was done is committed, and
+    the same command resumes.
     """
     pod = pod or PodFlags()
-    return run_stream(_read_spec(spec).for_stream(stream), pod, pod.identity(), verbose)
+    found = _read_spec(spec)
+    if claim:
+        if stream is not None:
+            raise SpecError("--claim", expected="no --stream", found=f"--stream {stream}")
+        return _run_claimed_streams(found, pod, worker_name, claim_seconds, verbose)
+    if stream is None:
+        raise SpecError("--stream", expected="the number of a stream, or --claim", found="neither")
+    return run_stream(found.for_stream(stream), pod, pod.identity(), verbose)
+
+
+def _run_claimed_streams(spec: RunSpec, pod: PodFlags, name: str | None, seconds: float, verbose: bool) -> int:
+    from spile.objects import open_folder
+    from spile.store.claims import ClaimBook
+    from spile.worker.claiming import default_worker_name, work_on_claims
+
+    if not 1 <= seconds <= 86400:
+        raise SpecError("--claim-seconds", expected="from 1 to 86400", found=f"{seconds:g}")
+    book = ClaimBook(open_folder(spec.output), name or default_worker_name(), expiry=seconds)
+    identity = pod.identity()
+    with pod.joined(log, identity) as hosts:
+        return work_on_claims(
+            spec.data,
+            spec.output,
+            book,
+            lambda stream: run_stream(spec.for_stream(stream), pod, identity, verbose, hosts),
+            hosts=hosts,
+            log=log,
+        )
 
 
 def _read_spec(location: str) -> RunSpec:
@@ -104,8 +146,10 @@ def run_flags(flags: RunFlags, pod: PodFlags, verbose: bool) -> int:
     return run_stream(spec, pod, identity, verbose)
 
 
-def run_stream(spec: RunSpec, pod: PodFlags, identity: Identity, verbose: bool) -> int:
-    """Run one stream with a progress display, and return the exit code."""
+def run_stream(
+    spec: RunSpec, pod: PodFlags, identity: Identity, verbose: bool, hosts: WorkerGroup | None = None
+) -> int:
+    """Run one stream with a progress display, and return the exit code. ``hosts``: the pod, if it was joined before."""
     from spile.view.worker import watched
     from spile.worker.pod.check import log_devices
     from spile.worker.signals import end_soon
@@ -114,7 +158,8 @@ def run_stream(spec: RunSpec, pod: PodFlags, identity: Identity, verbose: bool) 
         from spile.worker.extract import extract as run
     else:
         from spile.worker.infer import infer as run
-    with pod.joined(log, identity) as hosts, watched(verbose) as watch:
+    joined = pod.joined(log, identity) if hosts is None else nullcontext(hosts)
+    with joined as hosts, watched(verbose) as watch:
         if verbose:
             watch.progress.phase(Phase.LOOKING, "at the devices")
             log_devices(hosts, log)

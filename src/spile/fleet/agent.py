@@ -1,12 +1,19 @@
-"""What runs on every machine: reads its assignment, runs the worker, says how it ended, and deletes the machine.
+"""The agent that runs on every machine of a fleet: it supervises the worker and deletes the machine at the end.
 
 ``python -m spile.fleet.agent --home gs://bucket/fleet/name --node tpu-us-central1-a-0 --zone us-central1-a``
 
-    worker's exit   what the agent does
-    0               says "finished"; the machine deletes itself
-    2               says "refused": the same task again would be refused again
-    3               another worker owns the stream: waits and looks again
-    else            launches it anew, a few times; then says "crashed", with the log's last lines
+The worker is ``spile worker --spec - --claim``: the run spec comes from ``fleet.json``, and the worker claims one
+stream after another. What the agent does when it ends:
+
+    exit code   action
+    0           report "finished" and delete the machine
+    2           report "refused": the same task would be refused again
+    3           another worker owns the stream: wait and start again
+    other       start again a few times (``launch.supervisor.RestartPolicy``), then report "crashed"
+
+After "refused" or "crashed" the agent waits for a corrected deployment, and deletes the machine after
+``Policy.idle_limit`` seconds, so that nothing is billed that does not work, with or without a monitor. It also stops
+the worker and deletes the machine if the fleet was stopped or has spent its budget.
 """
 
 from __future__ import annotations
@@ -18,6 +25,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
@@ -25,150 +33,147 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from spile.errors import CloudError, SpecError, SpileError, UserError, untrusted
+from spile.fleet.history import Verdict
 from spile.fleet.home import FleetHome, WorkerReport
 from spile.fleet.pins import own_pin
-from spile.fleet.spec import FleetSpec, Worker
+from spile.fleet.spec import FleetSpec, Worker, owns
 from spile.fleet.worker_logs import LogKeeper
+from spile.launch.supervisor import AttemptHistory, RestartAction, RestartPolicy
 from spile.spec.hiding import REFERENCE, secret_values, struck_out
 from spile.spec.phase import Phase
 from spile.version import __version__
 
-__all__ = ["AGAIN", "Agent", "main", "resolve", "worker_command"]
-
-
-_NAME = re.compile(r"projects/[A-Za-z0-9._:-]+/secrets/[A-Za-z0-9_-]+(/versions/[A-Za-z0-9_-]+)?")
-_ENDPOINT = "https://secretmanager.googleapis.com"
-
-
-def resolve(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables, with what they refer to in the place of references."""
-    return {
-        name: _fetch(name, value.removeprefix(REFERENCE)) if value.startswith(REFERENCE) else value
-        for name, value in environment.items()
-    }
-
-
-def _fetch(variable: str, name: str) -> str:
-    if not _NAME.fullmatch(name):
-        raise SpecError(f"--env {variable}", expected=f"{REFERENCE}projects/P/secrets/S", found=REFERENCE + name)
-    where = name if "/versions/" in name else f"{name}/versions/latest"
-    endpoint = os.environ.get("SPILE_SECRETS_ENDPOINT", _ENDPOINT).rstrip("/")
-    import google.auth
-    import requests
-    from google.auth.transport.requests import AuthorizedSession
-
-    with untrusted(CloudError, f"the secret {name} for {variable} cannot be read", fix="see the machine's account"):
-        if endpoint.startswith("http://"):  # never Google: a token must not travel over it
-            session: requests.Session = requests.Session()
-        else:
-            credentials, _ = google.auth.default(scopes=["https://www.googleapis.com/auth/cloud-platform"])
-            session = AuthorizedSession(credentials)
-        reply = session.get(f"{endpoint}/v1/{where}:access", timeout=30)
-        if reply.status_code != 200:
-            raise CloudError(f"the secret {name} for {variable} cannot be read", found=f"status {reply.status_code}")
-        return base64.b64decode(reply.json()["payload"]["data"]).decode().rstrip("\n")
-
+__all__ = ["AGAIN", "Agent", "main", "resolve_secrets", "worker_command"]
 
 AGAIN = 75
-"""The exit code that asks the launch script to look at ``fleet.json`` again: there is a new deployment."""
+"""The exit code that asks the launch script to read ``fleet.json`` again, because there is a new deployment."""
 _TAIL = 40
-_LONG_RUN = 900.0
+_BUDGET_MARGIN = 1.05
+"""Machines stop by themselves at this multiple of the budget. A monitor stops them at the budget itself."""
+_VERDICTS: dict[RestartAction, Verdict] = {
+    RestartAction.DONE: "finished",
+    RestartAction.REFUSED: "refused",
+    RestartAction.GIVE_UP: "crashed",
+}
 
 
-def worker_command(fleet: FleetSpec, worker: Worker) -> list[str]:
-    """What the machine runs, for its stream."""
-    words = [sys.executable, "-m", "spile.cli.main", "extract", "--worker-id", str(worker.id), "--output", fleet.root]
-    if fleet.streams is not None:
-        words += ["--dataset-dir", fleet.streams]
-    if fleet.split:
-        words += ["--expect-split", fleet.split]
-    if fleet.max_samples is not None:
-        words += ["--max-samples", str(fleet.max_samples)]
-    return [*words, *fleet.arguments]
+def worker_command(_fleet: FleetSpec, worker: Worker) -> list[str]:
+    """Return the command of the worker, which reads the run spec from its standard input."""
+    return [sys.executable, "-m", "spile.cli.main", "worker", "--spec", "-", "--claim", "--worker-name", worker.name]
 
 
 @dataclass
 class Agent:
-    """One machine's agent. ``host`` is its number on a slice of many hosts; only host 0 speaks for all."""
+    """The agent of one machine. ``host`` is its number in a slice; only host 0 acts for the machine."""
 
     home: FleetHome
     node: str
     zone: str
     host: int = 0
-    relaunches: int = 3
-    pause: float = 10.0
+    restarts: RestartPolicy = field(default_factory=lambda: RestartPolicy(pause=10.0))
     look: float = 60.0
-    """Seconds between looks for a new deployment."""
+    """Seconds between checks for a new deployment, an order to stop and the budget."""
     pin: str = ""
-    """The sha256 of the ``fleet.json`` that the startup script has found pinned; empty where nothing is."""
+    """The sha256 of the ``fleet.json`` that the startup script accepted; empty if nothing is pinned."""
     stay: bool = True
-    """Whether it waits for the next deployment where this one's work has ended and the machine is still there."""
+    """Whether to wait for a corrected deployment after the worker has ended for good."""
     command: Callable[[FleetSpec, Worker], Sequence[str]] = worker_command
     stopping: threading.Event = field(default_factory=threading.Event)
-    _refused: str = ""
+    _refused_pin: str = ""
+    _report: WorkerReport = field(default_factory=lambda: WorkerReport(""))
+    _began: float = field(default_factory=time.time)
+    _price: float = 0.0
+    """Dollars per hour; 0 on all hosts of a slice but the first, so that the machine is counted once."""
+    _dollars_before: float = 0.0
+    """What earlier machines of this worker cost."""
 
     def run(self) -> int:
-        """Work until there is nothing to do here; the exit code for systemd."""
+        """Supervise the worker until it has ended for good; return the exit code for systemd."""
         fleet, found = self.home.read_pinned()
         if self.pin and found != self.pin:
-            print("spile agent: fleet.json is another than at the start; the startup script judges it", flush=True)
+            print("spile agent: fleet.json has changed since the start; the startup script checks it again", flush=True)
             return AGAIN
         worker = self._assignment(fleet)
-        report = WorkerReport(self._name(), fleet.deployment, version=__version__)
-        crashes = fences = launches = 0
+        before = self.home.read_report(self._name())
+        self._dollars_before = before.dollars if before is not None else 0.0
+        self._price = fleet.price if self.host == 0 else 0.0
+        self._report = WorkerReport(self._name(), fleet.deployment, version=__version__)
+        history = AttemptHistory()
         while True:
-            launches += 1
-            self._report(replace(report, phase=Phase.STARTING, launches=launches))
+            self._tell(phase=Phase.STARTING, launches=self._report.launches + 1)
             began = time.monotonic()
-            code, tail = self._work(fleet, worker)
+            code, tail, why = self._work(fleet, worker)
             if code == AGAIN or self.stopping.is_set():
-                return code if code == AGAIN else 0
-            report = replace(report, launches=launches, exit_code=code, error=tail)
-            if code == 0:
-                self._report(replace(report, phase=Phase.DONE, verdict="finished", error=""))
-                self._leave(fleet)
-                return self._next(fleet)
-            if code == 2:
-                self._report(replace(report, phase=Phase.FAILED, verdict="refused"))
-                return self._next(fleet)
-            crashes = 0 if time.monotonic() - began > _LONG_RUN else crashes
-            fences, crashes = (fences + 1, crashes) if code == 3 else (fences, crashes + 1)
-            if crashes > self.relaunches or fences > 10 * self.relaunches:
-                self._report(replace(report, phase=Phase.FAILED, verdict="crashed"))
-                return self._next(fleet)
-            print(f"spile agent: the worker ended with {code}; launching it again", flush=True)
-            if self.stopping.wait(self.pause * 2.0 ** min(crashes, 5)):
+                return AGAIN if code == AGAIN else 0
+            if why:
+                return self._end(fleet, "stopped", why)
+            decision = self.restarts.decide(history, code, seconds=time.monotonic() - began)
+            history = decision.history
+            self._report = replace(self._report, exit_code=code, error="" if code == 0 else tail)
+            if decision.action is not RestartAction.RESTART:
+                return self._end(fleet, _VERDICTS[decision.action])
+            print(f"spile agent: the worker ended ({decision.reason}); starting it again", flush=True)
+            self._tell(phase=Phase.STARTING)
+            ended = self._wait(fleet, decision.pause)
+            if ended is not None:
+                return ended
+
+    def _end(self, fleet: FleetSpec, verdict: Verdict, why: str = "") -> int:
+        """Report how the worker ended, delete the machine if its work is over, else wait for a corrected deployment."""
+        done = verdict in ("finished", "stopped")
+        phase = {"finished": Phase.DONE, "stopped": Phase.STOPPED}.get(verdict, Phase.FAILED)
+        self._tell(phase=phase, verdict=verdict, error=why or self._report.error)
+        if done:
+            self._delete_machine(fleet, why or "the work is finished")
+        if not self.stay:
+            return 0
+        print("spile agent: waiting for a new deployment", flush=True)
+        ended = self._wait(fleet, fleet.policy.idle_limit)
+        if ended is None:
+            self._delete_machine(fleet, f"the worker {verdict} and no corrected deployment came")
+            ended = self._wait(fleet, float("inf"))
+        return 0 if ended is None else ended
+
+    def _wait(self, fleet: FleetSpec, seconds: float) -> int | None:
+        """Wait; return the exit code if the agent has to end meanwhile, None after ``seconds``."""
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            if self.stopping.wait(min(self.look, left)):
                 return 0
-
-    def _next(self, fleet: FleetSpec) -> int:
-        """Wait for another deployment: a corrected one needs no new machine, and nobody has to start this one again."""
-        if self.stay:
-            print("spile agent: waiting for another deployment", flush=True)
-        while self.stay and not self.stopping.wait(self.look):
-            if self._renewed(fleet):
+            if self._is_new_deployment(fleet):
                 return AGAIN
-        return 0
+        return 0 if self.stopping.is_set() else None
 
-    def _renewed(self, fleet: FleetSpec) -> bool:
+    def _is_new_deployment(self, fleet: FleetSpec) -> bool:
         try:
             new, found = self.home.read_pinned()
             return new.deployment != fleet.deployment and self._is_pinned(fleet, found)
-        except SpileError as error:  # the bucket has hiccups; the worker's own writes tell when it is serious
+        except SpileError as error:  # The next look may succeed; the worker's own writes show a lasting failure.
             print(f"spile agent: {error}", flush=True)
             return False
 
     def _is_pinned(self, fleet: FleetSpec, found: str) -> bool:
-        """Whether this machine's own metadata names that ``fleet.json``: who writes the bucket is not who deploys."""
+        """Return whether this machine's metadata names that ``fleet.json``: writing the bucket is not deploying."""
         if not self.pin or own_pin(self.zone, self.node, fleet.project, found) == found:
             return True
-        if found != self._refused:
+        if found != self._refused_pin:
             print(
                 f"spile agent: another fleet.json is in {self.home.folder.url}, and this machine's metadata does not "
-                f"name its sha256, {found}: it is not used. Where somebody deployed it, deploy again",
+                f"name its sha256, {found}: it is not used. If you deployed it, deploy again",
                 flush=True,
             )
-        self._refused = found
+        self._refused_pin = found
         return False
+
+    def _reason_to_stop(self, fleet: FleetSpec) -> str:
+        """Return why the work has to end now: an order, or a budget that is spent."""
+        self._tell()
+        policy = self.home.ordered(fleet).policy
+        if policy.stop or policy.budget is None:
+            return policy.stop
+        spent = sum(report.dollars for report in self.home.read_reports().values())
+        over = spent > policy.budget * _BUDGET_MARGIN
+        return f"the budget of ${policy.budget:.2f} is spent (${spent:.2f})" if over else ""
 
     def _name(self) -> str:
         return self.node if self.host == 0 else f"{self.node}-h{self.host}"
@@ -182,68 +187,83 @@ class Agent:
             expected=f"one of {', '.join(worker.name for worker in fleet.workers[:8])}",
         )
 
-    def _report(self, report: WorkerReport) -> None:
-        self.home.write_report(replace(report, updated=time.time()))
+    def _tell(self, **changes: object) -> None:
+        """Write the report. ``updated`` moves only with a change: a live agent must not hide a hung worker."""
+        cost = self._dollars_before + (time.time() - self._began) / 3600 * self._price
+        moved = {"updated": time.time()} if changes else {}
+        self._report = replace(self._report, dollars=cost, **{**changes, **moved})  # type: ignore[arg-type]
+        self.home.write_report(self._report)
 
-    def _work(self, fleet: FleetSpec, worker: Worker) -> tuple[int, str]:
-        """Run the worker to its end: its exit code and its last lines. A new deployment ends it first."""
+    def _work(self, fleet: FleetSpec, worker: Worker) -> tuple[int, str, str]:
+        """Run the worker to its end.
+
+        Returns:
+            Its exit code (``AGAIN`` if a new deployment ended it), its last lines, and why the agent stopped it.
+        """
         tail: deque[str] = deque(maxlen=_TAIL)
-        # The machine's own process group, so that what ends the machine's service ends the worker too.
-        words = list(self.command(fleet, worker))
-        given = resolve(fleet.environment)
+        given = resolve_secrets(fleet.environment)
         hidden = secret_values(fleet.environment, {**os.environ, **given})
-        ended, renewed = threading.Event(), threading.Event()
+        ended, verdict = threading.Event(), _Interruption()
         keeper = LogKeeper(self.home.folder, self._name())
-        with subprocess.Popen(  # noqa: S603
-            words,
-            env={**os.environ, **given},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        ) as child:
-            watcher = threading.Thread(target=self._watch, args=(fleet, child, ended, renewed, keeper), daemon=True)
-            watcher.start()
-            for line in child.stdout or ():
-                said = struck_out(line, hidden)  # the tail goes to the bucket, the line to the machine's log
-                tail.append(said.rstrip("\n"))
-                keeper.add(said)
-                print(said, end="", flush=True)
-            code = child.wait()
+        with tempfile.TemporaryFile() as spec:
+            spec.write(fleet.run_json())
+            spec.seek(0)
+            # The same process group as the agent, so that the end of the machine's service ends the worker too.
+            with subprocess.Popen(  # noqa: S603
+                list(self.command(fleet, worker)),
+                env={**os.environ, **given},
+                stdin=spec,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+            ) as child:
+                watcher = threading.Thread(target=self._watch, args=(fleet, child, ended, verdict, keeper), daemon=True)
+                watcher.start()
+                for line in child.stdout or ():
+                    shown = struck_out(line, hidden)  # The line goes to the machine's log and to the bucket.
+                    tail.append(shown.rstrip("\n"))
+                    keeper.add(shown)
+                    print(shown, end="", flush=True)
+                code = child.wait()
         ended.set()
         watcher.join()
         _flush(keeper)
-        return (AGAIN if renewed.is_set() else code), "\n".join(tail)
+        return (AGAIN if verdict.new_deployment else code), "\n".join(tail), verdict.why
 
     def _watch(
         self,
         fleet: FleetSpec,
         child: subprocess.Popen[str],
         ended: threading.Event,
-        renewed: threading.Event,
+        verdict: _Interruption,
         keeper: LogKeeper,
     ) -> None:
+        """Store the log, and end the worker if there is a new deployment or a reason to stop."""
         while not ended.wait(self.look):
             _flush(keeper)
-            if self._renewed(fleet):
-                renewed.set()
+            verdict.new_deployment = self._is_new_deployment(fleet)
+            try:
+                verdict.why = "" if verdict.new_deployment else self._reason_to_stop(fleet)
+            except SpileError as error:  # The next look may succeed.
+                print(f"spile agent: {error}", flush=True)
+            if verdict.new_deployment or verdict.why:
                 child.send_signal(signal.SIGTERM)
                 return
 
-    def _leave(self, fleet: FleetSpec) -> None:
-        """Delete this machine. If that fails the monitor will."""
+    def _delete_machine(self, fleet: FleetSpec, why: str) -> None:
+        """Delete this machine, unless machines are kept. If that fails, the monitor deletes it."""
         if self.host != 0 or not fleet.policy.delete_finished or not self.zone:
             return
         from spile.fleet.cloud_tpu import CloudTpu, read_settings
         from spile.fleet.manage import delete_queued_of
-        from spile.fleet.spec import owns
 
         try:
             client = CloudTpu(read_settings(os.environ, project=fleet.project))
             node = client.node(self.zone, self.node)
             if not owns(fleet.name, node):
                 return
-            print("spile agent: finished; this machine deletes itself", flush=True)
+            print(f"spile agent: {why}; this machine deletes itself", flush=True)
             if node.queued is not None:
                 delete_queued_of(client, fleet.name, self.zone, node.queued)
             else:
@@ -252,15 +272,60 @@ class Agent:
             print(f"spile agent: cannot delete this machine ({error}); spile monitor will", flush=True)
 
 
+@dataclass
+class _Interruption:
+    """Why the agent ended the worker, if it did."""
+
+    new_deployment: bool = False
+    why: str = ""
+
+
 def _flush(keeper: LogKeeper) -> None:
     try:
         keeper.flush()
-    except SpileError as error:  # the log is for people; the run goes on without it
+    except SpileError as error:  # The log is for people; the run continues without it.
         print(f"spile agent: {error}", flush=True)
 
 
+_SECRET_NAME = re.compile(r"projects/[A-Za-z0-9._:-]+/secrets/[A-Za-z0-9_-]+(/versions/[A-Za-z0-9_-]+)?")
+_SECRETS_ENDPOINT = "https://secretmanager.googleapis.com"
+
+
+def resolve_secrets(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables with the values of their secrets.
+
+    ``--env HF_TOKEN=secret:projects/P/secrets/S`` stores only the reference in the bucket. The machine asks Secret
+    Manager for the value with its own service account, and the value exists only in the worker's environment.
+    """
+    return {
+        name: _fetch_secret(name, value.removeprefix(REFERENCE)) if value.startswith(REFERENCE) else value
+        for name, value in environment.items()
+    }
+
+
+def _fetch_secret(variable: str, name: str) -> str:
+    if not _SECRET_NAME.fullmatch(name):
+        raise SpecError(f"--env {variable}", expected=f"{REFERENCE}projects/P/secrets/S", found=REFERENCE + name)
+    where = name if "/versions/" in name else f"{name}/versions/latest"
+    endpoint = os.environ.get("SPILE_SECRETS_ENDPOINT", _SECRETS_ENDPOINT).rstrip("/")
+    import google.auth
+    import requests
+    from google.auth.transport.requests import AuthorizedSession
+
+    with untrusted(CloudError, f"the secret {name} for {variable} cannot be read", fix="see the machine's account"):
+        if endpoint.startswith("http://"):  # Never Google: a token must not travel over it.
+            session: requests.Session = requests.Session()
+        else:
+            credentials, _ = google.auth.default(scopes=["https://www.googleapis.com/auth/cloud-platform"])
+            session = AuthorizedSession(credentials)
+        reply = session.get(f"{endpoint}/v1/{where}:access", timeout=30)
+        if reply.status_code != 200:
+            raise CloudError(f"the secret {name} for {variable} cannot be read", found=f"status {reply.status_code}")
+        return base64.b64decode(reply.json()["payload"]["data"]).decode().rstrip("\n")
+
+
 def main(words: Sequence[str] | None = None) -> int:
-    """The agent as a process."""
+    """Run the agent as a process; return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m spile.fleet.agent")
     parser.add_argument("--home", required=True)
     parser.add_argument("--node", required=True)
@@ -270,10 +335,17 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--pause", type=float, default=10.0)
     parser.add_argument("--look", type=float, default=60.0)
     options = parser.parse_args(words)
-    home, numbers = FleetHome.open(options.home), {"pause": options.pause, "look": options.look}
-    agent = Agent(home, options.node, options.zone, options.host, pin=options.pin, **numbers)
-    # The service's end sends the same signal to the worker, which commits what it has; the agent only waits for it.
-    # In a thread: a handler that comes while the main thread is inside wait() would wait for its lock for ever.
+    agent = Agent(
+        FleetHome.open(options.home),
+        options.node,
+        options.zone,
+        options.host,
+        restarts=RestartPolicy(pause=options.pause),
+        look=options.look,
+        pin=options.pin,
+    )
+    # The end of the service sends the same signal to the worker, which commits what it has; the agent waits for it.
+    # The flag is set in a thread: a handler that interrupts the main thread inside wait() would wait for its own lock.
     signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=agent.stopping.set).start())
     try:
         return agent.run()

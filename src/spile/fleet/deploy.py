@@ -7,9 +7,9 @@ import secrets
 import shlex
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from spile.objects import bucket_url, is_remote, open_folder
 from spile.objects.clouds import check_machines, check_own
 from spile.objects.preflight import preflight
 from spile.spec.amounts import counted
-from spile.spec.run import EMBEDDED, DataSpec, ExtractSpec, PromptSpec
+from spile.spec.run import EMBEDDED, DataSpec, ExtractSpec, PromptSpec, RunSpec
 from spile.spec.taps import select_taps
 from spile.store.cleanup import stream_has_commits
 from spile.store.heartbeat import SnapshotReader
@@ -44,7 +44,6 @@ from spile.store.streams import find_streams
 from spile.version import __version__
 
 __all__ = [
-    "Deployment",
     "StreamsPlan",
     "begun",
     "changes",
@@ -52,6 +51,7 @@ __all__ = [
     "check_model",
     "check_root",
     "check_stored",
+    "deployment_of",
     "existing_streams",
     "fleet_bucket",
     "launch_over_ssh",
@@ -85,15 +85,19 @@ class StreamsPlan:
         """What workers check their stream against."""
         return None if self.manifest is None else self.manifest.digest()
 
+    @property
+    def count(self) -> int:
+        """The number of streams."""
+        return len(self.manifest.streams) if self.manifest is not None else _count(self.url, self.local)
+
     def check(self, workers: int) -> None:
-        """Each worker its stream, each stream its worker: one that nobody works on would never be done."""
-        found = len(self.manifest.streams) if self.manifest is not None else _count(self.url, self.local, workers)
-        if found != workers:
+        """Refuse more workers than streams: the others would have nothing to do."""
+        if self.count < workers:
             raise DataError(
-                f"the streams of {self.local or self.url} are not the workers'",
-                expected=f"{workers}, one per worker",
-                found=f"{found}, up to {stream_name(found - 1)}" if found else f"no {stream_name(0)}",
-                fix="leave --skip-dataset out to split the dataset anew, or take as many workers",
+                f"{self.local or self.url} has too few streams",
+                expected=f"{workers}, at least one per worker",
+                found=f"{self.count}, up to {stream_name(self.count - 1)}" if self.count else f"no {stream_name(0)}",
+                fix="deploy fewer workers, or split the dataset again with --num-streams and another --gcs-prefix",
             )
 
     def put(self, log: Callable[[str], None]) -> None:
@@ -183,11 +187,11 @@ def prepare_streams(dataset: str, url: str, count: int, *, data: DataSpec, log: 
         replace(made, url=url).put(log)
 
 
-def _count(url: str, local: Path | None, workers: int) -> int:
-    """How many streams there are, from 0 up, where no ``streams.json`` says it."""
+def _count(url: str, local: Path | None) -> int:
+    """Return the number of streams, counted from 0 without a gap, if no ``streams.json`` says it."""
     listed = [path.name for path in local.iterdir()] if local is not None else [i.key for i in open_folder(url).list()]
     numbers = {int(found[1]) for name in listed if (found := STREAM.fullmatch(name))}
-    return next((number for number in range(max(numbers, default=0) + 2) if number not in numbers), workers)
+    return next(number for number in range(len(numbers) + 1) if number not in numbers)
 
 
 def _digest(folder: Path) -> str:
@@ -238,7 +242,7 @@ def check_root(bucket: str, fleet: FleetSpec, streams: StreamsPlan, *, cleared: 
                 fix="give another --gcs-prefix, or stop that one: spile fleet stop",
             )
     root = open_folder(fleet.root)
-    mine = {worker.id for worker in fleet.workers}
+    mine = set(range(fleet.stream_count))
     for number in find_streams(root):
         record = read_stream(root.child(stream_folder(number)))
         if record is None or (cleared and number in mine):
@@ -265,7 +269,7 @@ def check_stored(number: int, sha256: str, where: str, streams: StreamsPlan, *, 
 def begun(root: str, fleet: FleetSpec) -> list[int]:
     """The fleet's streams of which something is stored."""
     folder = open_folder(root)
-    return [worker.id for worker in fleet.workers if stream_has_commits(folder, worker.id)]
+    return [stream for stream in range(fleet.stream_count) if stream_has_commits(folder, stream)]
 
 
 def refuse_at_work(root: str, numbers: list[int]) -> None:
@@ -292,6 +296,10 @@ def _over(bucket: str, fleet: FleetSpec) -> bool:
     return all(each is not None and each.deployment == fleet.deployment and each.verdict == "finished" for each in mine)
 
 
+_SHOWN = ("output", "dataset_dir")
+"""Fields of the run spec that have a name of their own in the list of changes."""
+
+
 def changes(before: FleetSpec, now: FleetSpec) -> list[str]:
     """What a deployment would change of the one that is there: ``root: A → B``, one each; empty: nothing."""
     return list(_changes(before, now))
@@ -301,14 +309,12 @@ def _changes(before: FleetSpec, now: FleetSpec) -> Iterator[str]:
     facts = {
         "output": (before.root, now.root),
         "streams": (before.streams, now.streams),
-        "split": (before.split, now.split),
-        "flags": (" ".join(before.arguments), " ".join(now.arguments)),
-        "max-samples": (before.max_samples, now.max_samples),
+        **{name: (before.run.get(name), now.run.get(name)) for name in {**before.run, **now.run} if name not in _SHOWN},
         "workers": (_places(before), _places(now)),
         "machines": (before.machine.accelerator_type, now.machine.accelerator_type),
     }
     for name, (old, new) in facts.items():
-        if old != new and not (name == "split" and not before.split):
+        if old != new:
             yield f"{name}: {old or 'none'} → {new or 'none'}"
     names = {**before.environment, **now.environment}  # values may be secrets
     if others := [name for name in names if before.environment.get(name) != now.environment.get(name)]:
@@ -333,35 +339,16 @@ def fleet_bucket(flag: str, text: str) -> str:
     return url
 
 
-@dataclass(frozen=True)
-class Deployment:
-    """What is deployed, beside the fleet's machines."""
-
-    root: str
-    streams: str | None
-    arguments: tuple[str, ...]
-    split: str | None = None
-    max_samples: int | None = None
-    environment: Mapping[str, str] = field(default_factory=dict)
-    flags: Mapping[str, Any] = field(default_factory=dict)
-    """As the command line gave them, for the next deployment to remember."""
-    notify: tuple[str, ...] = ()
-
-    def on(self, fleet: FleetSpec) -> FleetSpec:
-        """The fleet with this work, under a new deployment's name."""
-        return replace(
-            fleet,
-            root=self.root,
-            streams=self.streams,
-            split=self.split or "",
-            arguments=self.arguments,
-            flags=dict(self.flags),
-            notify=self.notify,
-            max_samples=self.max_samples,
-            environment=dict(self.environment),
-            deployment=f"{int(time.time()):x}-{secrets.token_hex(4)}",
-            version=__version__,
-        )
+def deployment_of(fleet: FleetSpec, run: RunSpec, streams: StreamsPlan, **more: Any) -> FleetSpec:
+    """Return the fleet with its work, under the name of a new deployment."""
+    return replace(
+        fleet,
+        run=run.for_stream(0).to_dict(),
+        stream_count=streams.count,
+        deployment=f"{int(time.time()):x}-{secrets.token_hex(4)}",
+        version=__version__,
+        **more,
+    )
 
 
 def publish(home: FleetHome, fleet: FleetSpec, log: Callable[[str], None]) -> FleetSpec:

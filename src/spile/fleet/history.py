@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 
-Verdict = Literal["", "finished", "crashed", "refused"]
+Verdict = Literal["", "finished", "crashed", "refused", "stopped"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,9 @@ class Pulse:
     error: str = ""
     """Its log's last lines."""
     progress: float | None = None
-    """When it last got further."""
+    """When it last made progress."""
+    crash_loop: str = ""
+    """What to tell about a worker that its agent restarts again and again."""
 
 
 @dataclass(frozen=True)
@@ -212,10 +214,7 @@ class History:
             return cls(**known)
 
 
-_FORMER_NAMES = {"quick": "early_deaths", "buried": "last_dead", "mute": "never_heard"}
-
-
 def _worker(value: Mapping[str, Any]) -> WorkerHistory:
-    known = typed_fields(WorkerHistory, value, _FORMER_NAMES)
+    known = typed_fields(WorkerHistory, value)
     pending = known.get("pending")
     return WorkerHistory(**{**known, "pending": Pending(**typed_fields(Pending, pending)) if pending else None})

@@ -77,9 +77,11 @@ class WorkerReport:
     error: str = ""
     """The log's last lines, when it went wrong."""
     version: str = ""
+    dollars: float = 0.0
+    """What this worker's machines have cost so far, by the agents' own clocks."""
 
     def to_json(self) -> bytes:
-        """As stored."""
+        """Return the content of ``workers/NAME.json``."""
         return json.dumps(asdict(self), indent=1).encode()
 
     @classmethod
@@ -209,6 +211,13 @@ class FleetHome:
     def write_report(self, report: WorkerReport) -> None:
         """Say how this machine's worker is."""
         self.folder.put(f"workers/{report.node}.json", report.to_json())
+
+    def read_report(self, node: str) -> WorkerReport | None:
+        """Return the last report of one machine's agent; None if there is none that can be read."""
+        try:
+            return WorkerReport.from_json(self.folder.get(f"workers/{node}.json"))
+        except (NotFound, Damaged):
+            return None
 
     def read_reports(self) -> dict[str, WorkerReport]:
         """All machines' reports, by name; only those that changed are read again."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -47,7 +48,8 @@ from spile.fleet.spec import FleetSpec, Worker, owns
 from spile.objects import open_folder
 from spile.spec.amounts import duration
 from spile.spec.phase import Phase
-from spile.store.heartbeat import Snapshot, SnapshotReader, StreamView
+from spile.store.claims import ClaimReader, Holding
+from spile.store.heartbeat import Snapshot, SnapshotReader, State, StreamView
 
 __all__ = [
     "Event",
@@ -239,12 +241,33 @@ def machine_metadata(home: str, name: str, script: str, pin: str) -> dict[str, s
     return {"spile-home": home, "spile-node": name, PIN: pin, "startup-script": script, **slice_secret()}
 
 
-def pulses_of(fleet: FleetSpec, reports: Mapping[str, WorkerReport], snapshot: Snapshot) -> dict[int, Pulse]:
-    """Each worker's pulse: the newer of its agent's word and its own heartbeat."""
-    views = {view.number: view for view in snapshot.streams}
+def views_by_worker(snapshot: Snapshot, owners: Mapping[int, Holding]) -> dict[str, StreamView]:
+    """Return what each worker has done: the streams that it held last, added up, with the state of the newest one."""
+    held: dict[str, list[tuple[bool, StreamView]]] = {}
+    for view in snapshot.streams:
+        owner = owners.get(view.number)
+        if owner is not None:
+            held.setdefault(owner.worker, []).append((owner.active, view))
+    found = {}
+    for worker, views in held.items():
+        _, current = max(views, key=lambda each: (each[0], -(math.inf if each[1].age is None else each[1].age)))
+        sums = {name: sum(getattr(view, name) for _, view in views) for name in _SUMS}
+        rate = sum(view.tokens_per_second for active, view in views if active)
+        found[worker] = replace(current, tokens_per_second=rate, **sums)
+    return found
+
+
+_SUMS = ("samples", "shards", "committed", "tokens", "bytes", "retries")
+
+
+def pulses_of(
+    fleet: FleetSpec, reports: Mapping[str, WorkerReport], snapshot: Snapshot, owners: Mapping[int, Holding]
+) -> dict[int, Pulse]:
+    """Return the last sign of life of each worker: its agent's report or its own heartbeat, whichever is newer."""
+    views = views_by_worker(snapshot, owners)
     found = {}
     for worker in fleet.workers:
-        report, view = reports.get(worker.name), views.get(worker.id)
+        report, view = reports.get(worker.name), views.get(worker.name)
         if report is not None and report.deployment not in ("", fleet.deployment):
             report = None
         beats, steps = [], []
@@ -257,8 +280,16 @@ def pulses_of(fleet: FleetSpec, reports: Mapping[str, WorkerReport], snapshot: S
         beat, phase = max(beats, default=(None, Phase.UNKNOWN))
         verdict, said, error = (report.verdict, report.updated, report.error) if report else ("", 0.0, "")
         error = error or (view.last_error or "" if view else "")
-        found[worker.id] = Pulse(beat, phase, verdict, said, error, max(steps, default=None))
+        found[worker.id] = Pulse(beat, phase, verdict, said, error, max(steps, default=None), _crash_loop(report))
     return found
+
+
+def _crash_loop(report: WorkerReport | None) -> str:
+    """Return what the table says of a worker that its agent keeps restarting; empty if it runs."""
+    if report is None or report.verdict or report.exit_code in (None, 0):
+        return ""
+    line = report.error.strip().rpartition("\n")[2].removeprefix("spile: ")
+    return f"restarted {report.launches - 1}×, exit code {report.exit_code}" + (f": {line}" if line else "")
 
 
 @dataclass(frozen=True)
@@ -323,7 +354,7 @@ class FleetStatus:
     @property
     def percent(self) -> float | None:
         """Of all samples; None while a stream's number of samples is not known."""
-        if len(self.snapshot.streams) < len(self.fleet.workers):
+        if len(self.snapshot.streams) < self.fleet.stream_count:
             return None
         return self.snapshot.percent
 
@@ -415,6 +446,7 @@ class FleetMonitor:
         self._history = home.read_history()
         self._number = 0
         self._reader: SnapshotReader | None = None
+        self._claims: ClaimReader | None = None
         self._root = ""
 
     def step(self) -> FleetStatus:
@@ -426,10 +458,11 @@ class FleetMonitor:
             # We have just become the monitor, or watch what another one does: what is stored counts.
             self._history = self._home.read_history()
         self._number = number
-        if self._reader is None or self._root != self.fleet.root:  # a new deployment may write elsewhere
-            self._reader, self._root = SnapshotReader(open_folder(self.fleet.root), self._clock), self.fleet.root
-        snapshot = self._reader.take()
-        pulses = pulses_of(self.fleet, self._home.read_reports(), snapshot)
+        if self._reader is None or self._claims is None or self._root != self.fleet.root:
+            folder, self._root = open_folder(self.fleet.root), self.fleet.root
+            self._reader, self._claims = SnapshotReader(folder, self._clock), ClaimReader(folder)
+        snapshot, owners = self._reader.take(), self._claims.owners()
+        pulses = pulses_of(self.fleet, self._home.read_reports(), snapshot, owners)
         done = tick(
             self.fleet,
             self._provider,
@@ -447,7 +480,7 @@ class FleetMonitor:
         if number and self.fleet.notify:
             news = list(events_between(self.fleet, begin(self.fleet, before), done.history))
             lines += send(self.fleet, news, self._clock())
-        return self._status(done, snapshot, tuple(lines), holder)
+        return self._status(done, snapshot, views_by_worker(snapshot, owners), tuple(lines), holder)
 
     def _read_fleet(self) -> FleetSpec:
         """What the fleet shall be; its machines are made with the sha256 of what was read.
@@ -467,11 +500,18 @@ class FleetMonitor:
         name = next(each.name for each in self.fleet.workers if each.id == worker)
         return machine_metadata(self._home.folder.url, name, startup_script(), self._pin)
 
-    def _status(self, done: Round, snapshot: Snapshot, lines: tuple[str, ...], holder: Holder | None) -> FleetStatus:
+    def _status(
+        self,
+        done: Round,
+        snapshot: Snapshot,
+        views: Mapping[str, StreamView],
+        lines: tuple[str, ...],
+        holder: Holder | None,
+    ) -> FleetStatus:
         own, now = done.observed.own, self._clock()
-        views = {view.number: view for view in snapshot.streams}
         workers: list[WorkerStatus] = []
-        told: set[str] = set()
+        shown: set[str] = set()
+        idle: set[str] = set()
         for worker in self.fleet.workers:
             past = past_of(done.history, worker)
             node = _best(own.get(worker.id, []))
@@ -479,18 +519,29 @@ class FleetMonitor:
             if node is not None and not sick:
                 health = health_of(WorkerCase(self.fleet, worker, past, now, done.observed), node)
                 heard = node.state.life is Life.ALIVE and done.observed.beat(worker.id, node) is not None
-                fine, sick = fine or (health.fine and heard), not health.fine
+                crashing = bool(done.observed.pulse(worker.id).crash_loop)
+                fine, sick = fine or (health.fine and heard and not crashing), not health.fine or crashing
             case = WorkerCase(self.fleet, worker, past, now, done.observed, done.history)
+            view = views.get(worker.name)
+            if node is None or node.state.life is not Life.ALIVE:
+                # The last rate of a machine that is gone is no rate of the fleet.
+                idle.add(worker.name)
+                view = None if view is None else replace(view, tokens_per_second=0.0, seconds_left=None)
             zone = node.zone if node is not None else past.zone
-            view = views.get(worker.id)
-            if view is not None and (node is None or node.state.life is not Life.ALIVE):
-                # What a machine that is gone said last is no rate of the fleet.
-                view = views[worker.id] = replace(view, tokens_per_second=0.0, seconds_left=None)
-            note = _note(case, node, told)
+            note = _note(case, node, shown)
             workers.append(WorkerStatus(worker, zone, _state(case, node), view, past, fine, sick, note))
+        gone = {view.number for name, view in views.items() if name in idle}
         return FleetStatus(
             fleet=self.fleet,
-            snapshot=replace(snapshot, streams=tuple(views[each.number] for each in snapshot.streams)),
+            snapshot=replace(
+                snapshot,
+                streams=tuple(
+                    replace(each, tokens_per_second=0.0, seconds_left=None)
+                    if each.number in gone and each.state is not State.DONE
+                    else each
+                    for each in snapshot.streams
+                ),
+            ),
             history=done.history,
             workers=tuple(workers),
             actions=lines,
@@ -513,8 +564,8 @@ def _state(case: WorkerCase, node: Node | None) -> NodeState:
     return NodeState.UNKNOWN if case.observed.unanswered.intersection(case.past.used) else NodeState.NOT_FOUND
 
 
-def _note(case: WorkerCase, node: Node | None, told: set[str]) -> str:
-    """What is known of a worker beside its numbers. ``told``: the zones whose quota an earlier row has told."""
+def _note(case: WorkerCase, node: Node | None, shown: set[str]) -> str:
+    """What is known of a worker beside its numbers. ``shown``: the zones whose quota an earlier row has told."""
     past = case.past
     if past.gave_up:
         return past.gave_up
@@ -526,9 +577,11 @@ def _note(case: WorkerCase, node: Node | None, told: set[str]) -> str:
         block = case.history.blocks.get(past.zone)
         if block is None:
             return past.note or before
-        first = past.zone not in told
-        told.add(past.zone)
+        first = past.zone not in shown
+        shown.add(past.zone)
         return block.why if first else f"no quota in {past.zone}, as above"
+    if node.state.life is Life.ALIVE and case.pulse.crash_loop and not past.finished:
+        return case.pulse.crash_loop
     if node.state.life is Life.ALIVE and case.beat(node) is None and not past.finished:
         limit = max(case.policy.patience, case.policy.compile_grace)
         since = duration(max(0.0, case.now - node.created))

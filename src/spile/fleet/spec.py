@@ -1,11 +1,11 @@
-"""What a fleet shall be: its workers, its machines, its patience. The content of ``fleet.json``."""
+"""The specification of a fleet: its workers, its machines, its limits. It is the content of ``fleet.json``."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -21,13 +21,14 @@ __all__ = [
     "Policy",
     "Worker",
     "default_runtime",
+    "keep_numbers",
     "owns",
     "plan_workers",
     "worker_of",
 ]
 
 FLEET_LABEL = "spile-fleet"
-"""Only machines that carry it, with the fleet's name, are ever touched."""
+"""The label with the fleet's name. Only machines that carry it are ever changed or deleted."""
 WORKER_LABEL = "spile-worker"
 
 # What Google's documentation says to boot each generation with, for JAX.
@@ -39,54 +40,59 @@ _RUNTIMES = {
 
 
 def default_runtime(machine: Machine) -> str:
-    """The software version for a machine type."""
+    """Return the software version for a machine type."""
     return _RUNTIMES.get(machine.generation, "tpu-ubuntu2204-base")
 
 
 @dataclass(frozen=True)
 class Worker:
-    """One stream's worker: its number over all zones, and its machine's name, which it keeps when it moves."""
+    """One worker: its number, and the name of its machine, which it keeps when it moves to another zone."""
 
     id: int
     name: str
     zone: str
-    """Where it lives, unless that zone stays dry."""
+    """Where its machine is created first."""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """How patient the monitor is. All in seconds, but for counts."""
+    """The limits by which machines are judged. Times are in seconds."""
 
     interval: float = 60.0
+    """Time between two rounds of the monitor."""
     heartbeat: float = 30.0
-    """How often a worker gives a sign of life."""
+    """Time between two heartbeats of a worker."""
     stale_intervals: int = 5
-    """A running worker's heartbeat may be so many intervals old (the monitor's or the worker's, the longer)."""
+    """A heartbeat may be this many intervals old (the monitor's or the worker's, whichever is longer)."""
     compile_grace: float = 1200.0
-    """The same while it boots, installs or compiles."""
+    """The same limit while a worker boots, installs or compiles."""
     stall: float = 1800.0
-    """A worker that gives signs of life may get no further for so long: a device or a compiler can hang beside them."""
+    """A worker with heartbeats may make no progress for this long: a device or a compiler can hang."""
     create_timeout: float = 1800.0
-    """A machine that is not ready by then is deleted."""
+    """A machine that is not ready after this time is deleted."""
     settle: float = 120.0
-    """How long a request without an answer may take to show in a listing."""
+    """A request without an answer shows in a listing after at most this time."""
     backoff_base: float = 30.0
     backoff_cap: float = 900.0
     early_death: float = 600.0
-    """A machine that lived shorter is replaced with a growing delay."""
+    """A machine that lived shorter than this is replaced after a growing delay."""
     stockouts_before_move: int = 3
     quota_retry: float = 1800.0
+    no_machine_alarm: float = 1800.0
+    """A worker without a machine for this long is reported to the webhooks."""
     max_crashes: int = 2
-    """Machines a worker may crash on; on each it is relaunched a few times by its agent."""
+    """The number of machines that a worker may crash on. On each one the agent restarts it a few times."""
     max_never_heard: int = 3
-    """Machines in a row that may never give a sign of life."""
+    """The number of machines in a row that may never report."""
+    idle_limit: float = 1800.0
+    """A machine whose worker was refused or gave up deletes itself after this time, even without a monitor."""
     delete_finished: bool = True
     budget: float | None = None
-    """Dollars; the fleet is deleted when they are spent."""
+    """Dollars. The fleet is deleted when they are spent, by the monitor or by the machines themselves."""
     move: bool = True
     """Whether a worker may change its zone."""
     stop: str = ""
-    """Why the fleet shall end now; ordered through the bucket, never part of ``fleet.json``."""
+    """Why the fleet has to end now. It comes from an order in the bucket and is never part of ``fleet.json``."""
 
     def __post_init__(self) -> None:
         if not self.interval > 0:
@@ -96,11 +102,8 @@ class Policy:
 
     @property
     def patience(self) -> float:
-        """How old a running worker's heartbeat may be."""
+        """The limit for the age of a running worker's heartbeat."""
         return self.stale_intervals * max(self.interval, self.heartbeat)
-
-
-_FORMER_NAMES = {"quick_death": "early_death", "max_mute": "max_never_heard"}
 
 
 @cache
@@ -123,31 +126,26 @@ class FleetSpec:
     machine: NodeRequest
     queued: bool = False
     best_effort: bool = False
-    root: str = ""
-    """Where the dataset is written."""
-    streams: str | None = None
-    """The folder of streams; worker 5 reads its ``stream_005.jsonl``."""
-    arguments: tuple[str, ...] = ()
-    """More words for ``spile extract``, the same on every worker."""
+    run: Mapping[str, Any] = field(default_factory=dict)
+    """The run spec, as ``RunSpec.to_dict`` gives it: the same for every worker."""
+    stream_count: int = 0
+    """The number of streams that the workers claim."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables for every worker; whoever may read the bucket may read them."""
+    """Environment variables for every worker. Everyone who may read the bucket may read them."""
     wheel: str | None = None
-    """The wheel's key beside ``fleet.json``."""
+    """The key of the wheel next to ``fleet.json``."""
     hashes: Mapping[str, str] = field(default_factory=dict)
-    """The sha256 of each file beside ``fleet.json`` that machines use."""
+    """The sha256 of each file next to ``fleet.json`` that machines use."""
     version: str = ""
     deployment: str = ""
-    """A new one for each deploy: what an earlier one finished, this one does anew."""
-    max_samples: int | None = None
+    """A new name for each deploy. Verdicts of an earlier deployment do not count for this one."""
     policy: Policy = field(default_factory=Policy)
     former_zones: tuple[str, ...] = ()
-    """Where earlier deployments of this fleet may have left machines."""
-    split: str = ""
-    """The split that the streams are of; a worker refuses any other."""
+    """Zones where earlier deployments of this fleet may have left machines."""
     flags: Mapping[str, Any] = field(default_factory=dict)
-    """What was said on the command line, for ``--skip-dataset`` to take again."""
+    """The flags of the command line, so that ``--skip-dataset`` can use them again."""
     notify: tuple[str, ...] = ()
-    """Where the monitor tells what happens."""
+    """Webhooks that the monitor calls."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", self.name):
@@ -157,20 +155,45 @@ class FleetSpec:
 
     @property
     def labels(self) -> dict[str, str]:
-        """What marks its machines."""
+        """The labels of the fleet's machines."""
         return {FLEET_LABEL: self.name}
 
+    @property
+    def root(self) -> str:
+        """The dataset's folder."""
+        return str(self.run.get("output") or "")
+
+    @property
+    def streams(self) -> str | None:
+        """The folder of streams."""
+        return self.run.get("dataset_dir")
+
+    @property
+    def max_samples(self) -> int | None:
+        """The number of samples of each stream that are processed; None for all."""
+        return self.run.get("max_samples")
+
+    @property
+    def price(self) -> float:
+        """The dollars per hour of one machine; 0 if the price is not known."""
+        cheap = self.machine.preemptible or self.machine.spot or self.best_effort
+        return _dollars_per_hour(self.machine.accelerator_type, cheap)
+
+    def run_json(self) -> bytes:
+        """Return the run spec as ``spile worker --spec`` reads it."""
+        return json.dumps(dict(self.run)).encode()
+
     def dollars_per_hour(self, node: Node) -> float:
-        """What a node costs while it runs; 0 for a type that the table does not know."""
+        """Return the price of a node while it runs; 0 if it is not known."""
         return _dollars_per_hour(node.accelerator_type, node.preemptible)
 
     def to_json(self) -> bytes:
-        """As ``fleet.json`` holds it."""
+        """Return the content of ``fleet.json``."""
         return json.dumps({"format": 1, **asdict(self)}, indent=1).encode()
 
     @classmethod
     def from_json(cls, data: bytes, place: str = "fleet.json") -> FleetSpec:
-        """From ``fleet.json``; what a newer version adds is left out."""
+        """Parse ``fleet.json``. Fields that only a newer version knows are ignored."""
         with untrusted(
             Damaged, f"{place} cannot be read", fix="see who may write the bucket, remove it, and deploy again"
         ):
@@ -181,14 +204,15 @@ class FleetSpec:
             known.update(
                 workers=tuple(Worker(**typed_fields(Worker, worker)) for worker in raw["workers"]),
                 machine=NodeRequest(**typed_fields(NodeRequest, raw["machine"])),
-                policy=Policy(**typed_fields(Policy, raw["policy"], _FORMER_NAMES)),
+                policy=Policy(**typed_fields(Policy, raw["policy"])),
                 flags=dict(raw.get("flags", {})),
+                run=dict(raw.get("run", {})),
             )
             return cls(**known)
 
 
 def plan_workers(zones: tuple[str, ...], workers_per_zone: int, *, prefix: str = "tpu") -> tuple[Worker, ...]:
-    """``tpu-{zone}-{n}`` in each zone; the workers' own numbers run on over the zones."""
+    """Return workers named ``tpu-{zone}-{n}`` in each zone, numbered over all zones."""
     if not re.fullmatch(r"[a-z]([a-z0-9-]{0,30}[a-z0-9])?", prefix):
         raise SpecError(
             "--name-prefix", expected="small letters, digits and dashes, a letter first", found=repr(prefix)
@@ -206,12 +230,23 @@ def plan_workers(zones: tuple[str, ...], workers_per_zone: int, *, prefix: str =
     )
 
 
+def keep_numbers(workers: tuple[Worker, ...], before: tuple[Worker, ...]) -> tuple[Worker, ...]:
+    """Return the workers with the numbers that their names had in an earlier deployment.
+
+    Machines are labelled with the number of their worker, so a fleet that grows or shrinks must not renumber them. New
+    names get numbers that were never used.
+    """
+    known = {worker.name: worker.id for worker in before}
+    unused = iter(range(max(known.values(), default=-1) + 1, 1 << 30))
+    return tuple(replace(each, id=known[each.name] if each.name in known else next(unused)) for each in workers)
+
+
 def owns(fleet: str, node: Node) -> bool:
-    """Whether the node carries the fleet's label."""
+    """Return whether the node carries the fleet's label."""
     return node.labels.get(FLEET_LABEL) == fleet
 
 
 def worker_of(node: Node) -> int | None:
-    """The worker whose machine this is."""
+    """Return the number of the worker whose machine this is, from its label."""
     text = node.labels.get(WORKER_LABEL, "")
     return int(text) if text.isdigit() else None

@@ -24,11 +24,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from spile.errors import SpileError
 from spile.objects.folder import Folder, NotFound
 
-__all__ = ["CLAIMS", "CLAIM_SECONDS", "Claim", "ClaimBook", "claim_holders"]
+__all__ = ["CLAIMS", "CLAIM_SECONDS", "Claim", "ClaimBook", "ClaimReader", "Holding"]
 
 CLAIMS = "claims/"
 CLAIM_SECONDS = 90.0
@@ -56,6 +57,14 @@ class _Sighting:
     """When this version was first seen, on this worker's monotonic clock."""
     renewed: bool = False
     """Whether the version changed while this worker watched: the owner is alive."""
+
+
+class Holding(NamedTuple):
+    """Who holds, or held, a stream."""
+
+    worker: str
+    active: bool
+    """Whether the claim was not released."""
 
 
 class ClaimBook:
@@ -192,13 +201,22 @@ class Claim:
         return json.dumps(fields).encode() + b"\n"
 
 
-def claim_holders(root: Folder) -> dict[int, str]:
-    """Return the name of the worker that holds each claimed stream."""
-    return {
-        stream: _read_owner(root, _key(stream, version.number))
-        for stream, version in _newest(root).items()
-        if not version.released
-    }
+class ClaimReader:
+    """Reads which worker holds each stream, again and again. A claim's owner never changes, so it is read once."""
+
+    def __init__(self, root: Folder) -> None:
+        self._root = root
+        self._owners: dict[tuple[int, int], str] = {}
+
+    def owners(self) -> dict[int, Holding]:
+        """Return the last owner of each stream that was ever claimed."""
+        found = {}
+        for stream, version in _newest(self._root).items():
+            known = (stream, version.number)
+            if known not in self._owners:
+                self._owners[known] = _read_owner(self._root, _key(*known))
+            found[stream] = Holding(self._owners[known], active=not version.released)
+        return found
 
 
 def _newest(root: Folder, stream: int | None = None) -> dict[int, _Version]:

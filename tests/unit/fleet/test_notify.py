@@ -38,7 +38,7 @@ def test_slack_is_sent_the_one_field_that_it_takes_and_others_the_whole_event(mo
         slack, other = "http://hooks.slack.com/services/T0/B0/x", "http://example.com/hook"
         fleet = FleetSpec(
             "f", "p", ("z",), plan_workers(("z",), 1), NodeRequest("v3-8", "r"),
-            root="gs://b/activations", deployment="d", notify=(slack, other),
+            run={"output": "gs://b/activations"}, deployment="d", notify=(slack, other),
         )  # fmt: skip
         assert send(fleet, [("given up", "tpu-z-0 is given up: no such model")], 0.0) == []
         server.shutdown()

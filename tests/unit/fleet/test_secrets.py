@@ -11,7 +11,7 @@ import pytest
 
 import spile.fleet
 from spile.errors import CloudError, SpecError
-from spile.fleet.agent import resolve
+from spile.fleet.agent import resolve_secrets
 from spile.spec.hiding import secret_values, struck_out
 from spile_fakes.gcs import FakeReply, FaultyServer, Request
 
@@ -31,11 +31,11 @@ def test_a_reference_is_resolved_on_the_machine(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setenv("SPILE_SECRETS_ENDPOINT", manager.url)
         monkeypatch.setenv("NO_PROXY", "127.0.0.1")
         wanted = {"HF_TOKEN": "secret:projects/p/secrets/hf", "LEVEL": "3"}
-        assert resolve(wanted) == {"HF_TOKEN": "hf_very_secret", "LEVEL": "3"}
+        assert resolve_secrets(wanted) == {"HF_TOKEN": "hf_very_secret", "LEVEL": "3"}
         with pytest.raises(CloudError, match=r"the secret projects/p/secrets/none for HF_TOKEN cannot be read.*404"):
-            resolve({"HF_TOKEN": "secret:projects/p/secrets/none"})
+            resolve_secrets({"HF_TOKEN": "secret:projects/p/secrets/none"})
     with pytest.raises(SpecError, match=r"--env HF_TOKEN: expected secret:projects/P/secrets/S"):
-        resolve({"HF_TOKEN": "secret:../etc/passwd"})
+        resolve_secrets({"HF_TOKEN": "secret:../etc/passwd"})
 
 
 def test_secrets_are_struck_out_of_what_is_told() -> None:

@@ -40,7 +40,7 @@ def show(
         f"{', '.join(fleet.zones)}, ${price:,.2f} an hour each, ${price * workers:,.2f} together",
         f"streams: {streams.url}" + (f", from {streams.local}" if streams.local else ", as they are there"),
         f"output: {fleet.root}",
-        f"every worker: spile extract {' '.join(fleet.arguments)}",
+        f"workers: {workers}, which claim {counted(fleet.stream_count, 'stream')} one after another",
     ]
     if changed:
         lines.append(f"fleet {fleet.name} is deployed already, and would change: {'; '.join(changed)}")
@@ -68,7 +68,7 @@ def _estimate(streams: StreamsPlan, flags: RunFlags, fleet: FleetSpec) -> Estima
         checkpointing=True, overwrite=False,
     )  # fmt: skip
     found = forecast(one.spec(), _COUNTED)
-    whole = replace(found, lengths=replace(found.lengths, samples=found.lengths.samples * len(fleet.workers)))
+    whole = replace(found, lengths=replace(found.lengths, samples=found.lengths.samples * fleet.stream_count))
     rates = Rates(start_seconds=START_SECONDS)
     return whole.on(
         parse_machine(fleet.machine.accelerator_type), list_prices(), rates=rates, workers=len(fleet.workers)

@@ -1,0 +1,77 @@
+"""A fleet that grows and shrinks in the middle of a run: real machines' processes on the fake cloud, real workers."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import time
+
+import pytest
+
+from fleet.cloud_world import A, B, World
+from spile_fakes.cloud import ApiError
+
+C = "us-east1-d"
+DEPLOY = (
+    "deploy", "--model", "embedded", "--dataset", "embedded", "--gcs-bucket", "b", "--num-streams", "24", "--interval",
+    "1", "--shard-size-gb", "0.0005", "--create-tpus", "--yes",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_demo_proves_its_dataset() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "spile_fakes.demo"], capture_output=True, text=True, check=False, timeout=550
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "✓ proven: 48 samples in 8 streams, each exactly once" in done.stdout
+    assert "Done: no machine is left" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_then_eight_then_three_workers_over_24_streams_with_preemptions(world: World) -> None:
+    """Three zones; every machine may be taken at any time; nothing is lost, nothing is stored twice."""
+    world.cloud.vms.environment["SPILE_CLAIM_SECONDS"] = "10"
+    rng = random.Random(27)
+    log = world.folder / "monitor.txt"
+    assert world.spile(*DEPLOY, "--zones", f"{A},{B}", "--workers-per-zone", "1")[0] == 0
+    with log.open("w") as out:
+        monitor = world.start("monitor", "gs://b/fleet/default", "--interval", "1", log=out)
+        try:
+            _take_machines(world, monitor, rng, commits=4, most=1)
+            code, text = world.spile(*DEPLOY, "--zones", f"{A},{B},{C}", "--workers-per-zone", "3")
+            assert code == 0, text
+            _take_machines(world, monitor, rng, commits=world.commits() + 14, most=4)
+            code, text = world.spile(*DEPLOY, "--zones", f"{A},{B},{C}", "--workers-per-zone", "1")
+            assert code == 0, text
+            assert monitor.wait(600) == 0, log.read_text()[-3000:] + world.logs()
+        finally:
+            monitor.kill()
+            monitor.wait()
+    assert world.cloud.cloud.nodes("-") == [], "no machine is left"
+    code, text = world.spile("verify", "gs://b/activations")
+    assert code == 0, text
+    assert "proven: 48 samples in 24 streams, each exactly once" in text
+    assert len(world.objects("fleet/default/workers/")) >= 6, "the fleet had grown"
+
+
+def _take_machines(
+    world: World, monitor: subprocess.Popen[str], rng: random.Random, *, commits: int, most: int
+) -> None:
+    """Wait for the commits, and preempt at most so many machines meanwhile, one after each new commit."""
+    taken, seen = 0, world.commits()
+    deadline = time.monotonic() + 400
+    while world.commits() < commits and monitor.poll() is None:
+        assert time.monotonic() < deadline, world.logs()
+        time.sleep(0.2)
+        ready = world.ready()
+        if taken < most and ready and world.commits() > seen:
+            zone, name = rng.choice(ready)
+            try:
+                world.cloud.admin("preempt", {"zone": zone, "name": name, "notice": rng.choice([0, 2])})
+                taken, seen = taken + 1, world.commits()
+            except ApiError:  # It has just finished and deleted itself.
+                continue
