@@ -1,4 +1,4 @@
-"""Tokenize text exactly as the fast tokenizers of transformers do, without importing transformers.
+"""Tokenize text exactly as ``AutoTokenizer`` of transformers does, without importing transformers.
 
 The tokenizer is built from ``tokenizer.json``; ``tokenizer_config.json`` adds the special tokens and the chat template.
 """
@@ -19,12 +19,18 @@ import orjson
 from tokenizers import AddedToken, Encoding
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Metaspace
 
 from spile.errors import ModelError, untrusted
 from spile.spec.sample import Role
 
 __all__ = ["Encoded", "Span", "Tokenizer", "load_tokenizer"]
 
+_TURN_END = 4
+"""How many tokens after an assistant's content are searched for the one that ends the turn."""
+_LLAMA_CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast")
+_PREPEND = {"type": "Prepend", "prepend": "▁"}
+_REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -84,7 +90,7 @@ class Tokenizer:
             plain = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special)
             return [self._encoded(encoding, ()) for encoding in plain]
         batch = self.backend.encode_batch(list(texts), add_special_tokens=add_special)
-        return [self._encoded(encoding, parts) for encoding, parts in zip(batch, spans, strict=True)]
+        return [self._encoded(*each) for each in zip(batch, spans, texts, strict=True)]
 
     def roles(self, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.uint8]:
         """Return the roles that follow from the tokens alone: special, BOS and the first position."""
@@ -113,15 +119,32 @@ class Tokenizer:
             table[self.bos] = Role.SPECIAL | Role.BOS
         return table
 
-    def _encoded(self, encoding: Encoding, spans: Sequence[Span]) -> Encoded:
+    def _encoded(self, encoding: Encoding, spans: Sequence[Span], text: str = "") -> Encoded:
         ids = encoding.ids
         tokens = np.fromiter(ids, dtype=np.int32, count=len(ids))
         roles = self.roles(tokens)
         if spans and ids:
             first = _first_from(encoding, len(ids))
             for span in spans:
-                roles[first(span.start) : first(span.stop)] |= np.uint8(span.role)
+                stop = first(span.stop)
+                if span.role == Role.ASSISTANT:
+                    stop = self._turn_end(encoding, ids, stop, span.stop, text)
+                roles[first(span.start) : stop] |= np.uint8(span.role)
         return Encoded(tokens, roles)
+
+    def _turn_end(self, encoding: Encoding, ids: Sequence[int], stop: int, place: int, text: str) -> int:
+        """Return the end of an assistant's turn: behind the special token that ends it, which the model generates.
+
+        Only white space may stand between the content, which ends at token ``stop`` and character ``place``, and that
+        token. Without such a token the turn ends with the content.
+        """
+        for token in range(stop, min(stop + _TURN_END, len(ids))):
+            begin, _ = encoding.token_to_chars(token) or (len(text), 0)
+            if text[place:begin].strip():
+                break
+            if ids[token] in self.specials and (ids[token] != self.bos or self.bos == self.eos):
+                return token + 1
+        return stop
 
 
 def _first_from(encoding: Encoding, count: int) -> Callable[[int], int]:
@@ -172,6 +195,7 @@ def _configured(backend: Backend, folder: Path) -> Tokenizer:
     named = {**_named(_read(folder / "special_tokens_map.json")), **_named(config)}
     backend.no_truncation()
     backend.no_padding()
+    _rebuild_like_llama(backend, config, _read(folder / "config.json"))
     _complete(backend, config, named)
     ids = {name: backend.token_to_id(token) for name, token in named.items()}
     special = {number for number, token in backend.get_added_tokens_decoder().items() if token.special}
@@ -184,6 +208,26 @@ def _configured(backend: Backend, folder: Path) -> Tokenizer:
         named=named,
         specials=frozenset(special),
     )
+
+
+def _rebuild_like_llama(backend: Backend, config: Mapping[str, Any], model: Mapping[str, Any]) -> None:
+    """Mark spaces as the class LlamaTokenizer of transformers does.
+
+    The class replaces the normalizer of ``tokenizer.json``, which prepends a space to every part of a text, by a
+    pre-tokenizer that adds none in front of a space. The two differ for texts that begin with a space and after special
+    tokens. For other model types than llama, transformers uses the file as it is.
+    """
+    if config.get("tokenizer_class") not in _LLAMA_CLASSES or model.get("model_type", "llama") != "llama":
+        return
+    if backend.normalizer is None or backend.pre_tokenizer is not None:
+        return
+    normalizer = orjson.loads(backend.normalizer.__getstate__())
+    if normalizer.get("normalizers", [normalizer]) not in ([_PREPEND, _REPLACE], [_REPLACE]):
+        return
+    spaced = config.get("add_prefix_space") is not False
+    scheme = "never" if not spaced else "always" if config.get("legacy", False) else "first"
+    backend.normalizer = None
+    backend.pre_tokenizer = Metaspace(replacement="▁", prepend_scheme=scheme, split=False)
 
 
 def _read(file: Path) -> dict[str, Any]:

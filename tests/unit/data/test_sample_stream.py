@@ -167,7 +167,7 @@ def test_text_and_empty_text(jsonl: Write, with_bos: Tokenizer) -> None:
 def test_chat(jsonl: Write, chatml: Tokenizer) -> None:
     rows = [{"messages": [{"role": "user", "content": "fox?"}, {"role": "assistant", "content": "dog!"}]}]
     sample = samples(DataSpec(dataset=jsonl(rows)), chatml)[0]
-    assert chatml.decode(sample.tokens[(sample.roles & Role.ASSISTANT) > 0].tolist()) == "dog!"
+    assert chatml.decode(sample.tokens[(sample.roles & Role.ASSISTANT) > 0].tolist()) == "dog!<|im_end|>"
     assert chatml.decode(sample.tokens[(sample.roles & Role.USER) > 0].tolist()) == "fox?"
 
 

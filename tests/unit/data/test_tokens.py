@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from spile.data.chat import ChatTemplate
 from spile.data.tokens import Span, Tokenizer, load_tokenizer
 from spile.errors import ModelError
 from spile.spec.sample import Role
-from tiny_tokenizers import CHATML, save_tokenizer
+from tiny_tokenizers import CHATML, save_sentencepiece_tokenizer, save_tokenizer
 
 TEXTS = [
     "",
@@ -70,6 +71,55 @@ def test_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
     assert text == theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     theirs_ids = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
     assert ours.encode([text], add_special=False)[0].tokens.tolist() == theirs_ids
+
+
+LLAMA_TEXTS = (
+    *TEXTS,
+    " a",
+    "  two words",
+    "a </s> b",
+    "<s>[INST] hi [/INST] there </s><s>[INST] more",
+    "▁already marked",
+    "\n\nlines",
+)
+
+
+@pytest.mark.parametrize("legacy", [True, False])
+@pytest.mark.parametrize("model_type", [None, "llama", "mistral", "phi3"])
+def test_llama_2_style_tokens_equal_those_of_auto_tokenizer(
+    model_type: str | None, legacy: bool, tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    config = {"tokenizer_class": "LlamaTokenizer", "legacy": legacy, "bos_token": "<s>", "eos_token": "</s>"}
+    save_sentencepiece_tokenizer(tmp_path, {**config, "unk_token": "<unk>"})
+    if model_type is not None:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    ours, theirs = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    for special in (True, False):
+        for text, encoded in zip(LLAMA_TEXTS, ours.encode(LLAMA_TEXTS, add_special=special), strict=True):
+            assert encoded.tokens.tolist() == theirs(text, add_special_tokens=special)["input_ids"], text
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ m['content'] }}<|im_end|>\n", "yes<|im_end|>"),
+        ("{{ m['content'] }} </s><s>", "yes </s>"),
+        ("{{ m['content'] }}\n", "yes"),
+        ("{{ m['content'] }}<s>", "yes"),
+        ("{{ m['content'] }} and</s>", "yes"),
+    ],
+)
+def test_the_token_that_ends_an_assistants_turn_is_the_assistants(template: str, said: str, chatml: Tokenizer) -> None:
+    source = "{% for m in messages %}" + template + "{% endfor %}"
+    messages = [{"role": "user", "content": "the fox"}, {"role": "assistant", "content": "yes"}]
+    rendered = ChatTemplate(source, chatml.named).render(messages)
+    assert rendered.spans is not None
+    tokenizer = replace(chatml, bos=chatml.backend.token_to_id("<s>"))
+    encoded = tokenizer.encode([rendered.text], add_special=False, spans=[rendered.spans])[0]
+    assert chatml.decode(encoded.tokens[(encoded.roles & Role.ASSISTANT) > 0].tolist()) == said
+    assert chatml.decode(encoded.tokens[(encoded.roles & Role.USER) > 0].tolist()) == "the fox"
 
 
 def test_the_embedded_tokenizer_equals_transformers() -> None:
