@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -57,6 +58,8 @@ def watched(verbose: bool = False, console: Console | None = None) -> Iterator[W
     progress = Progress(log=log, log_detail=log if verbose else lambda _line: None, timeline=Timeline.of_process())
     with ExitStack() as stack:
         stack.enter_context(handling_signals(stop, progress))
+        if verbose:
+            stack.enter_context(_logged(log))
         if console.is_terminal:
             view = _View(progress, console)
             live = stack.enter_context(Live(get_renderable=view, console=console, refresh_per_second=4, transient=True))
@@ -65,6 +68,32 @@ def watched(verbose: bool = False, console: Console | None = None) -> Iterator[W
         else:
             stack.enter_context(_lines(progress, console, 1.0 if verbose else _LINE_EVERY))
             yield WatchedWorker(console, progress, stop)
+
+
+class _Printer(logging.Handler):
+    """Prints log records as lines."""
+
+    def __init__(self, log: Callable[[str], None]) -> None:
+        super().__init__(logging.INFO)
+        self.log = log
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a record."""
+        self.log(record.getMessage())
+
+
+@contextmanager
+def _logged(log: Callable[[str], None]) -> Iterator[None]:
+    """Print what the package logs."""
+    logger, handler = logging.getLogger("spile"), _Printer(log)
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Mapping
 from contextlib import suppress
@@ -85,9 +86,15 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         raw = {**outer, **nested, "model_type": name}
     fields = ConfigFields(raw, declared_fields()[family.declared])
     config = family.read(fields)
-    if ignored := fields.ignored(name):
-        _log.info("config.json: ignored fields that do not change the model: %s", ", ".join(ignored))
+    _report(fields.ignored(name))
     return config
+
+
+@functools.lru_cache(maxsize=64)
+def _report(ignored: tuple[str, ...]) -> None:
+    """Log the ignored fields, once per process: a config is read several times."""
+    if ignored:
+        _log.info("config.json: ignored fields that do not change the model: %s", ", ".join(ignored))
 
 
 def refuse_quantized(raw: Mapping[str, Any]) -> None:
