@@ -1,4 +1,4 @@
-"""LoRA adapters as PEFT writes them: found, checked, and merged into the weights as these are read."""
+"""LoRA adapters in PEFT's format: find them, check them, and merge them into the weights as these are read."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ _HARMLESS = frozenset({
     "loftq_config", "lora_alpha", "lora_dropout", "megatron_config", "megatron_core", "peft_type", "peft_version",
     "qalora_group_size", "r", "rank_pattern", "revision", "runtime_config", "target_modules", "task_type", "use_rslora",
 })  # fmt: skip
-"""What is read, and what decided which tensors there are: the tensors themselves are there to see."""
+"""Fields that are read, or that only decided which tensors the adapter has."""
 
 
 @dataclass(frozen=True)
 class LoraChange:
-    """scale · B·A, for one matrix of the files."""
+    """The change scale · B·A of one matrix."""
 
     down: Values
     up: Values
     scale: float
     turned: bool
-    """The file holds the matrix as ``[in, out]``."""
+    """Whether the file stores the matrix as ``[in, out]``."""
 
     def apply(self, values: Values) -> Values:
-        """In float32, to be rounded once."""
+        """Return the sum in float32, so that it is rounded once."""
         change = self.scale * (self.up.astype(np.float32) @ self.down.astype(np.float32))
         merged: Values = values.astype(np.float32) + (change.T if self.turned else change)
         return merged
@@ -50,23 +50,23 @@ class LoraChange:
 
 @dataclass(frozen=True)
 class Adapter:
-    """One that was found."""
+    """An adapter that was found."""
 
     name: str
     folder: Path
     alpha: float
     root_scaled: bool
-    """alpha / √r instead of alpha / r."""
+    """Whether the scale is alpha / √r instead of alpha / r."""
 
     def digest(self) -> str:
-        """A hash over its files: 64 hex digits."""
+        """Return a hash over its files: 64 hex digits."""
         digest = hashlib.sha256()
         for name in (_CONFIG, _TENSORS):
             digest.update((self.folder / name).read_bytes())
         return digest.hexdigest()
 
     def changes(self, entries: dict[str, tuple[int, ...]]) -> dict[str, LoraChange]:
-        """By the name of the file's tensor (of those with these shapes), what is added to it."""
+        """Return the change to each tensor, by its name in the file; ``entries`` has the shapes of all tensors."""
         source = LocalSource(self.folder)
         sides: dict[str, dict[str, Values]] = {}
         for module, side, entry in self._tensors():
@@ -74,11 +74,11 @@ class Adapter:
         return {name: change for module, pair in sides.items() for name, change in self._change(module, pair, entries)}
 
     def modules(self) -> set[str]:
-        """The modules of the model that it changes."""
+        """Return the modules of the model that it changes."""
         return {module for module, _, _ in self._tensors()}
 
     def _tensors(self) -> Iterator[tuple[str, str, Entry]]:
-        """Each tensor with its module and which of the two it is."""
+        """Yield each tensor with its module and its side, A or B."""
         for entry in read_header(LocalSource(self.folder), _TENSORS):
             found = _NAME.fullmatch(entry.name.removeprefix(_PREFIX))
             if found is None:
@@ -107,12 +107,12 @@ class Adapter:
 
 
 def _below(module: str) -> str:
-    """A file of the bare decoder leaves out what stands before it: ``transformer.``, ``model.``, ``gpt_neox.``."""
+    """Return the name without the first part (``transformer.``, ``model.``), as files of a bare decoder have it."""
     return module.partition(".")[2] + ".weight"
 
 
 def find_adapter(name: str) -> Adapter:
-    """The adapter in a folder or on the hub; what cannot be merged is refused by name."""
+    """Find an adapter in a folder or on the hub; one that cannot be merged is refused with the reason."""
     folder = Path(name).expanduser()
     if not folder.is_dir():
         from spile.models.model_files import download

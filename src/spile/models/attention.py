@@ -1,4 +1,4 @@
-"""Causal attention with grouped heads, within segments: a table of implementations that agree to rounding.
+"""Causal attention with grouped heads, within segments: several implementations that agree except for rounding.
 
 All take queries ``[rows, seq, heads, head_dim]``, keys and values with fewer heads, and
 
@@ -49,7 +49,7 @@ Sinks = Float[Array, " heads"] | None
 
 @runtime_checkable
 class Attention(Protocol):
-    """One implementation."""
+    """An implementation of attention."""
 
     def __call__(
         self,
@@ -62,16 +62,19 @@ class Attention(Protocol):
         softcap: float | None = None,
         sinks: Array | None = None,
     ) -> Array:
-        """Softmax(q·k / √head_dim)·v over what a token sees."""
+        """Return softmax(q·k / √head_dim)·v over the positions that each token attends to."""
 
 
 def precision(dtype: DTypeLike) -> jax.lax.Precision:
-    """float32 means float32, on accelerators too; bfloat16 products are exact in float32 anyway."""
+    """Return the precision of matrix products: full float32 for float32 on accelerators too.
+
+    Products of bfloat16 numbers are exact in float32 anyway.
+    """
     return jax.lax.Precision.HIGHEST if np.dtype(dtype) == np.float32 else jax.lax.Precision.DEFAULT
 
 
 def _chunk(length: int) -> int:
-    """Queries at a time: a causal chunk skips the keys after it, and only a chunk's scores exist at once."""
+    """Return the number of queries per chunk. A chunk skips the keys behind it, and only its scores exist at once."""
     return min(length, max(256, min(1024, -(-length // 8))))
 
 
@@ -85,7 +88,7 @@ def xla(
     softcap: float | None = None,
     sinks: Sinks = None,
 ) -> Queries:
-    """Plain XLA, chunk by chunk of the queries, each over the keys that its window reaches."""
+    """Compute attention with plain XLA, one chunk of queries at a time over the keys within its window."""
     length = q.shape[1]
     size = _chunk(length)
     chunks = []
@@ -108,7 +111,7 @@ def masked(
     softcap: float | None = None,
     sinks: Sinks = None,
 ) -> Float[Array, "rows queries heads head_dim"]:
-    """Attention over the keys that each query is said to see, at least one; softmax in float32.
+    """Compute attention over the keys that ``seen`` marks for each query (at least one), with softmax in float32.
 
     Keys and values are not repeated for their groups: a group's queries lie behind one another, so that each product is
     one product per key/value head, on a CPU two to three times as fast as the same sums written over separate axes.
@@ -132,7 +135,7 @@ def masked(
 
 
 def scaled(scores: Float[Array, "..."], head_dim: int, softcap: float | None) -> Float[Array, "..."]:
-    """Products of queries and keys as softmax takes them."""
+    """Scale the products of queries and keys, and apply the soft cap."""
     scores = scores * jnp.float32(head_dim**-0.5)
     return scores if softcap is None else jnp.tanh(scores / jnp.float32(softcap)) * jnp.float32(softcap)
 
@@ -140,7 +143,7 @@ def scaled(scores: Float[Array, "..."], head_dim: int, softcap: float | None) ->
 def cudnn_masked(
     q: Array, k: Array, v: Array, seen: Array, softcap: float | None = None, sinks: Array | None = None
 ) -> Array:
-    """:func:`masked` by the fused kernel of cuDNN."""
+    """Compute :func:`masked` with the fused kernel of cuDNN."""
     _refuse("cuDNN", softcap, sinks)
     return jax.nn.dot_product_attention(q, k, v, mask=seen[:, None], implementation="cudnn")
 
@@ -148,13 +151,13 @@ def cudnn_masked(
 MASKED: Mapping[str, Callable[..., Array]] = {
     "xla": masked, "blocked": masked, "flash": masked, "cudnn": cudnn_masked,
 }  # fmt: skip
-"""Attention of some queries over other keys, by the name of an implementation; splash takes no mask."""
+"""By the name of an implementation, the one that takes a mask; the splash kernel does not."""
 
 
 _KEYS = 256
-"""Keys per block, of half as many queries: its scores stay in a core's cache."""
+"""Keys per block. A block has half as many queries, so that its scores stay in a core's cache."""
 _NOTHING_YET, _UNSEEN = np.float32(-1e29), np.float32(-1e30)
-"""The highest score before any, and the score of a key that a query does not see: far below it, and no infinity."""
+"""The initial maximum, and the score of a masked key: far below the maximum, but finite."""
 
 
 def blocked(
@@ -167,11 +170,12 @@ def blocked(
     softcap: float | None = None,
     sinks: Sinks = None,
 ) -> Queries:
-    """For a CPU: a block of scores at a time, from the block in which the queries' first segment begins.
+    """Compute attention on a CPU, one block of scores at a time.
 
-    So a packed row costs what its samples would alone, and no score leaves the cache: three to four times as fast as
-    whole rows of scores (`bench.attention`). The softmax is the running one; a column of ones behind the values sums
-    its weights within the same product.
+    A chunk of queries starts at the block in which its first segment begins, so a packed row costs as much as its
+    samples separately, and the scores stay in the cache: three to four times as fast as whole rows of scores
+    (`bench.attention`). The softmax is computed online; a column of ones behind the values sums its weights within the
+    same product.
     """
     rows, length, heads, head_dim = q.shape
     kv_heads, size = k.shape[2], min(_KEYS, -(-length // 64) * 64)
@@ -201,7 +205,7 @@ def blocked(
 
 
 def _first_seen(rows: int, length: int, segments: Segments, window: int | None) -> Int[Array, "rows seq"]:
-    """The first place in its row that each token sees."""
+    """Return the first position in its batch row that each token attends to."""
     place = jnp.broadcast_to(jnp.arange(length), (rows, length))
     if segments is None:
         first = jnp.zeros_like(place)
@@ -222,7 +226,7 @@ def _attend(
     softcap: float | None,
     sink: Float[Array, "kv_heads queries"] | None,
 ) -> Float[Array, "kv_heads queries head_dim"]:
-    """A chunk of one row's queries, a group's one behind another, over the blocks of keys that any of them sees."""
+    """Compute a chunk of one batch row's queries over the blocks of keys that any of them attends to."""
     product = functools.partial(jnp.matmul, precision=precision(block.dtype), preferred_element_type=jnp.float32)
     kv_heads, count, head_dim = block.shape
     place = start + jnp.arange(len(first))
@@ -245,7 +249,7 @@ def _attend(
         begun = sink[..., None], begun[1].at[..., -1].set(1.0)
     blocks = jnp.min(first) // size, (start + len(first) + size - 1) // size
     total = jax.lax.fori_loop(*blocks, step, begun)[1]
-    # Only padding behind a row sees nothing: its zeros stay zeros.
+    # Only padding at the end of a batch row attends to nothing; its zeros stay zeros.
     out: Array = total[..., :-1] / jnp.maximum(total[..., -1:], np.finfo(np.float32).tiny)
     return out
 
@@ -267,14 +271,14 @@ def cudnn(
     softcap: float | None = None,
     sinks: Sinks = None,
 ) -> Queries:
-    """The fused kernel of cuDNN: 16-bit floats on an NVIDIA GPU. Segments are a mask that it adds to the scores."""
+    """Compute attention with the fused kernel of cuDNN, for 16-bit floats on an NVIDIA GPU. Segments become a mask."""
     _refuse("cuDNN", softcap, sinks)
     attend = functools.partial(jax.nn.dot_product_attention, q, k, v, is_causal=True, implementation="cudnn")
     if segments is None:
         local: Any = None if window is None else (window - 1, 0)
         return attend(local_window_size=local)
     seen = segments[:, None, :, None] == segments[:, None, None, :]
-    if window is not None:  # in the mask: not every version of the kernel takes a window beside one
+    if window is not None:  # Some versions of the kernel do not take a window together with a mask.
         place = np.arange(q.shape[1])
         seen &= jnp.asarray(place[:, None] - place[None, :] < window)
     return attend(mask=seen)
@@ -294,10 +298,10 @@ def flash(
     sinks: Sinks = None,
     interpret: bool = False,
 ) -> Queries:
-    """The Pallas splash kernel for TPUs: scores exist a block at a time. Pads the sequence to a block inside."""
+    """Compute attention with the Pallas splash kernel for TPUs. The sequence is padded to whole blocks."""
     _refuse("splash", None, sinks)
     length = q.shape[1]
-    scale = jnp.asarray(q.shape[-1] ** -0.5, jnp.float32)  # the kernel has no scale of its own
+    scale = jnp.asarray(q.shape[-1] ** -0.5, jnp.float32)  # The kernel does not scale scores.
     q = (q.astype(jnp.float32) * scale).astype(q.dtype)
     more = -length % _LANES
     q, k, v = (jnp.pad(x.transpose(0, 2, 1, 3), [(0, 0), (0, 0), (0, more), (0, 0)]) for x in (q, k, v))
@@ -314,7 +318,7 @@ def flash(
 
 @functools.lru_cache(maxsize=256)
 def _splash(heads: int, length: int, window: int | None, softcap: float | None, interpret: bool) -> Any:
-    """One kernel per shape; its block tables are made outside the trace that first asks, for others to share."""
+    """Return the kernel of a shape. Its block tables are made outside of the current trace, to be shared."""
     from jax.experimental.pallas.ops.tpu.splash_attention import (
         BlockSizes,
         CausalMask,
@@ -341,7 +345,7 @@ ATTENTIONS: Mapping[str, Attention] = {"xla": xla, "blocked": blocked, "cudnn": 
 
 
 def over_mesh(attention: Attention | str, mesh: Mesh, batch: str | tuple[str, ...], heads: str | None) -> Attention:
-    """An implementation run on each device's part: kernels cannot be partitioned by the compiler.
+    """Run an implementation on each device's part, because the compiler cannot partition kernels.
 
     ``batch`` and ``heads`` name the mesh axes that those dimensions are spread over.
     """
@@ -372,7 +376,7 @@ def over_mesh(attention: Attention | str, mesh: Mesh, batch: str | tuple[str, ..
 
 
 def choose(config: ModelConfig, platform: str, dtype: DTypeLike) -> str:
-    """The fastest implementation that is right for a platform (``cpu``, ``gpu``, ``tpu``) and a compute dtype.
+    """Return the fastest correct implementation for a platform (``cpu``, ``gpu``, ``tpu``) and a compute dtype.
 
     Both kernels multiply in 16 bits, so float32 on an accelerator stays with XLA.
     """

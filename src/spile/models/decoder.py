@@ -1,4 +1,8 @@
-"""After the last layer: the final norm, and what is kept of the logits, which are too wide to be kept whole."""
+"""The decoder: one block function with options for all families, and what follows the last layer.
+
+A batch has rows of one length. A row contains one sample or several, each a segment with its own positions. Only the
+layers up to the last tapped one are computed.
+"""
 
 from __future__ import annotations
 
@@ -36,22 +40,22 @@ __all__ = [
 
 
 _CHUNK = 256
-"""Tokens whose logits exist at once."""
+"""The number of tokens whose logits exist at once; those of all tokens would not fit into memory."""
 
 
 def final_norm(x: Float[Array, "... d_model"], params: Params, config: ModelConfig) -> Float[Array, "... d_model"]:
-    """What the LM head reads."""
+    """Return the input of the LM head."""
     return norm(x, params.final_norm, params.final_norm_bias, config)
 
 
 def logits(params: Params, x: Float[Array, "rows d_model"], config: ModelConfig) -> Float32[Array, "rows vocab"]:
-    """After the last layer: the scores of the next token, in float32. Needs weights loaded with their head."""
+    """Return the logits of the next token in float32. The weights must be loaded with ``head``."""
     with jax.named_scope("head"):
         return _head(params, final_norm(x, params, config), config)
 
 
 def _head(params: Params, normed: Float[Array, "rows d_model"], config: ModelConfig) -> Float32[Array, "rows vocab"]:
-    """The head is the embedding where the model has no other."""
+    """Apply the LM head, which is the embedding if the model has no other."""
     head = params.embed if params.head is None else params.head
     dimensions = (((1,), (1,)), ((), ()))
     out = jax.lax.dot_general(
@@ -73,7 +77,7 @@ def look_after_layers(
     taps: tuple[Tap, ...],
     look: Look,
 ) -> None:
-    """The final norm, the largest logits with their tokens, and the loss of the next token, a chunk at a time."""
+    """Report the final norm, the largest logits with their tokens, and the loss of the next token."""
     x = final_norm(x, params, config)
     look("final_norm", x)
     tops = {tap.top for tap in taps if tap.top is not None}
@@ -110,7 +114,7 @@ def _loss(all_logits: Float32[Array, "tokens vocab"], token: Int[Array, " tokens
 
 
 def _is_last(tokens: Int[Array, "rows seq"], segments: Int[Array, "rows seq"] | None) -> Array:
-    """Whether no token of the same sample follows."""
+    """Return whether each token is the last of its sample."""
     end = jnp.zeros(tokens.shape, bool).at[:, -1].set(True)
     if segments is None:
         return end
@@ -118,26 +122,26 @@ def _is_last(tokens: Int[Array, "rows seq"], segments: Int[Array, "rows seq"] | 
 
 
 Attend = Callable[[Array, Array, Array], Array]
-"""A layer's attention: rotated queries, rotated keys and values in, what the heads saw out."""
+"""A layer's attention: takes rotated queries, rotated keys and values, and returns the output of the heads."""
 Keep = Callable[[Tap, Array], Any]
 
 _AFTER_LAYERS = frozenset({"final_norm", "loss", "logits_ids", "logits"})
 
 
 def as_it_is(_tap: Tap, x: Array) -> Array:
-    """Keeps a tap's value unchanged."""
+    """Return a tap's value unchanged."""
     return x
 
 
 class Drawn:
-    """What the taps gave, each through ``keep`` once it exists."""
+    """Collects the values of the taps, each passed through ``keep``."""
 
     def __init__(self, taps: tuple[Tap, ...], keep: Keep) -> None:
         self.taps, self.keep = taps, keep
         self._kept: dict[Tap, Any] = {}
 
     def at(self, layer: int | None) -> Look:
-        """Hears of the sites of one layer, or of those that the model has once."""
+        """Return a function that receives the values of one layer, or of the parts that the model has once."""
 
         def look(site: Site, value: Array) -> None:
             for tap in self.taps:
@@ -147,17 +151,17 @@ class Drawn:
         return look
 
     def put(self, taps: Sequence[Tap], kept: Sequence[Any]) -> None:
-        """What these taps gave elsewhere."""
+        """Add values that were collected elsewhere."""
         self._kept.update(zip(taps, kept, strict=True))
 
     def all(self, groups: Sequence[Sequence[int]] | None = None) -> tuple[Any, ...]:
-        """In the order of the taps, or of groups of them, each under the name of its first."""
+        """Return the values in the order of the taps, or one per group of taps: that of its first tap."""
         chosen = self.taps if groups is None else [self.taps[group[0]] for group in groups]
         return tuple(self._kept[tap] for tap in chosen)
 
 
 def _row(value: Array, tap: Tap) -> Array:
-    """A site's value as the tap's rows: of heads the chosen ones, side by side."""
+    """Return a value as activation rows; of values per head, the selected heads side by side."""
     if value.ndim == 3:
         return value
     chosen = value if tap.heads is None else value[:, :, jnp.asarray(tap.heads)]
@@ -165,12 +169,12 @@ def _row(value: Array, tap: Tap) -> Array:
 
 
 def head_needed(taps: tuple[Tap, ...]) -> bool:
-    """Whether the final norm and the LM head must be loaded for these taps."""
+    """Return whether these taps need the final norm and the LM head."""
     return any(tap.site in _AFTER_LAYERS for tap in taps)
 
 
 def layers_needed(taps: tuple[Tap, ...], n_layers: int) -> int:
-    """How many layers of ``n_layers`` must be computed, and loaded, for these taps: at least one."""
+    """Return how many of ``n_layers`` layers must be loaded and computed for these taps: at least one."""
     depths = (tap.layer if tap.layer is not None else 0 if tap.site == "embed" else n_layers - 1 for tap in taps)
     return max(depths) + 1
 
@@ -188,13 +192,21 @@ def forward(
     keep: Keep = as_it_is,
     runs: Sequence[LayerRun] | None = None,
 ) -> tuple[Any, ...]:
-    """The taps' activations ``[rows, seq, width]`` in the order of ``taps``, each through ``keep`` once it exists.
+    """Return the activations ``[rows, seq, width]`` of the taps, in their order, each passed through ``keep``.
 
-    ``positions`` are those within a token's own sample, ``segments`` say which tokens of a row are one sample. Without
-    them each row is one sample from position 0, padded on the right, where a causal mask hides the padding.
-
-    ``runs``: how the layers of ``params`` are stacked, if they are. Each is then a scan, and there is one result for
-    each of :func:`~spile.models.params.tap_groups`, with a dimension more in front where the group is a scan's.
+    Args:
+        params: The weights.
+        tokens: The token ids.
+        positions: The position of each token in its sample; None: each batch row is one sample from position 0.
+        segments: Which tokens of a batch row belong to one sample; None: all of them. Padding must be on the right,
+            where the causal mask hides it.
+        config: The model.
+        taps: The taps.
+        attention: The implementation of attention.
+        mixture: The implementation of routed experts.
+        keep: A function of each tap and its value, such as a conversion to the stored dtype.
+        runs: How the layers of ``params`` are stacked, if they are. Each run is then a scan, and there is one result
+            for each of :func:`~spile.models.params.tap_groups`, with one more dimension in front for the steps.
     """
     runs = one_by_one(layers_needed(taps, config.n_layers)) if runs is None else runs
     drawn = Drawn(taps, keep)
@@ -215,7 +227,7 @@ def hidden(
     mixture: str | Mixture,
     drawn: Drawn,
 ) -> Hidden:
-    """The residual stream after the last layer of these runs, and what was drawn on the way."""
+    """Return the residual stream after the last layer of these runs; ``drawn`` collects the taps."""
     places = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] if positions is None else positions
     x = embed(params, tokens, places, config, drawn.at(None))
     with jax.named_scope("rope"):
@@ -236,7 +248,7 @@ def hidden(
 
 
 class _Layers:
-    """The layers of one forward, and what all of them need besides their weights."""
+    """The layers of one forward pass, with everything they need besides their weights."""
 
     def __init__(
         self,
@@ -251,7 +263,7 @@ class _Layers:
         self._traced = functools.cache(self._trace)
 
     def _trace(self, window: int | None, sites: frozenset[Site]) -> Any:
-        """A layer of this kind, traced once whatever their number: tracing is the interpreter's time, and long."""
+        """Return a jitted layer of one kind. Tracing takes long, so equal layers share one trace."""
 
         def run(x: Hidden, layer: Layer, angles: Angles | None, segments: Array | None) -> Any:
             found: dict[Site, Array] = {}
@@ -269,7 +281,7 @@ class _Layers:
         return jax.jit(run)
 
     def one(self, x: Hidden, index: int, weights: Layer, drawn: Drawn) -> Hidden:
-        """One layer."""
+        """Compute one layer."""
         window = self._config.windows[index]
         narrow = window if window is not None and window < x.shape[1] else None
         sites = frozenset(tap.site for tap in drawn.taps if tap.layer == index)
@@ -280,7 +292,7 @@ class _Layers:
         return x
 
     def scan(self, x: Hidden, run: LayerRun, weights: tuple[Layer, ...], drawn: Drawn) -> Hidden:
-        """A run of them, a turn per step. Its first turn's taps stand for those of every step."""
+        """Compute a run of layers as a scan with one period per step. The taps of the first period stand for all."""
         turn = tuple(tap for tap in drawn.taps if tap.layer in range(run.first, run.first + run.period))
 
         def step(x: Hidden, weights: tuple[Layer, ...]) -> tuple[Hidden, tuple[Any, ...]]:
@@ -295,7 +307,7 @@ class _Layers:
 
 
 def embed(params: Params, tokens: Int[Array, "rows seq"], positions: Array, config: ModelConfig, look: Look) -> Hidden:
-    """What the first layer reads."""
+    """Return the input of the first layer."""
     with jax.named_scope("embed"):
         x = jnp.take(params.embed, tokens, axis=0, mode="clip")
         if config.embedding_scale is not None:
@@ -317,7 +329,7 @@ def block(
     look: Look,
     mixture: Mixture = MIXTURES["blocks"],
 ) -> Hidden:
-    """One layer. What nobody looks at is dropped by the compiler, the last layer's MLP too."""
+    """Compute one layer. The compiler removes what is not tapped, including the MLP of the last layer."""
     look("resid_pre", x)
     with jax.named_scope("attn"):
         normed = norm(x, layer.attn_norm, layer.attn_norm_bias, config)
@@ -349,7 +361,7 @@ def _scaled(added: Hidden, config: ModelConfig) -> Hidden:
 def _attention(
     x: Hidden, layer: Layer, angles: Angles | None, config: ModelConfig, attend: Attend, look: Look
 ) -> Hidden:
-    """Project, norm the heads if the family does, rotate, attend, project back."""
+    """Project, norm queries and keys if the family does, rotate, attend, and project back."""
     rows, length, _ = x.shape
 
     def heads(site: Site, weight: Array, bias: Array | None, count: int) -> Array:
@@ -362,7 +374,7 @@ def _attention(
     v = heads("v", layer.v, layer.v_bias, config.n_kv_heads)
     if layer.q_norm is not None:
         q, k = _head_norm(q, layer.q_norm, config), _head_norm(k, layer.k_norm, config)
-    if config.attention_scale is not None:  # attention itself divides by √head_dim
+    if config.attention_scale is not None:  # The implementations of attention divide by √head_dim.
         q = q * jnp.asarray(config.attention_scale * config.head_dim**0.5, q.dtype)
     if angles is not None:
         q, k = (rope.rotate(each, *angles, interleaved=config.rope_interleaved) for each in (q, k))
@@ -372,7 +384,7 @@ def _attention(
 
 
 def _head_norm(x: Array, weight: Array, config: ModelConfig) -> Array:
-    """Over each head, or over all of them together."""
+    """Norm queries or keys over each head, or over all heads together."""
     if not config.flat_qk_norm:
         return rms_norm(x, weight, config)
     return rms_norm(x.reshape(*x.shape[:2], -1), weight, config).reshape(x.shape)

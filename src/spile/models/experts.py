@@ -1,4 +1,4 @@
-"""Routed experts: each token through the few that its router chose, none dropped, whatever the router does.
+"""Routed experts: each token passes through the experts that its router selects; no token is dropped.
 
 Tokens are sorted by expert and cut into blocks of one expert each; an expert's last block is filled up with zeros. The
 number of blocks is bounded beforehand, so shapes are fixed and there is no capacity to run over.
@@ -40,7 +40,7 @@ Mixture = Callable[[Array, Array, Array, Matrices, ModelConfig], Array]
 
 
 def routed_mlp(x: Hidden, layer: Layer, config: ModelConfig, look: Look, mixture: Mixture) -> Hidden:
-    """Route each token, and add up what its experts make of it."""
+    """Route each token and add the outputs of its experts."""
     about = config.experts
     if about is None:
         raise ValueError("a router in a model without experts")
@@ -54,7 +54,7 @@ def routed_mlp(x: Hidden, layer: Layer, config: ModelConfig, look: Look, mixture
 def route(
     logits: Float[Array, "rows seq experts"], about: Experts
 ) -> tuple[Int[Array, "rows seq chosen"], Float[Array, "rows seq chosen"]]:
-    """The experts of each token and their weights: the likeliest, by a softmax over all in float32."""
+    """Return the experts of each token and their weights: the largest of a softmax over all, in float32."""
     likely = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
     weights, chosen = jax.lax.top_k(likely, about.per_token)
     if about.normalized:
@@ -63,13 +63,13 @@ def route(
 
 
 class _Sorted(NamedTuple):
-    """Token–expert pairs, by expert."""
+    """Token–expert pairs, sorted by expert."""
 
     pair: Int[Array, " pairs"]
-    """Which pair, of tokens × chosen."""
+    """The number of each pair among tokens × selected experts."""
     expert: Int[Array, " pairs"]
     sizes: Int[Array, " experts"]
-    """Pairs of each expert."""
+    """The number of pairs of each expert."""
 
 
 def _sorted(chosen: Chosen, count: int) -> _Sorted:
@@ -79,7 +79,7 @@ def _sorted(chosen: Chosen, count: int) -> _Sorted:
 
 
 def _combined(out: Array, pair: Array, weights: Array, like: Array) -> Array:
-    """Sorted pairs' outputs back to their tokens, weighted and added."""
+    """Add the weighted outputs of the sorted pairs at their tokens."""
     tokens, chosen = weights.shape
     back = jnp.argsort(pair)
     parts = out[back].reshape(tokens, chosen, -1) * weights[..., None]
@@ -87,7 +87,7 @@ def _combined(out: Array, pair: Array, weights: Array, like: Array) -> Array:
 
 
 def blocks(x: Hidden, chosen: Array, weights: Array, matrices: Matrices, config: ModelConfig) -> Hidden:
-    """A loop over blocks of one expert's tokens: the fewest products on a CPU."""
+    """Compute the experts in a loop over blocks of one expert's tokens: the fewest products on a CPU."""
     experts, per_token = matrices.gate.shape[0], chosen.shape[-1]
     flat, pairs = x.reshape(-1, x.shape[-1]), chosen.size
     size = max(8, min(128, 1 << (pairs // experts).bit_length()))
@@ -119,7 +119,7 @@ def blocks(x: Hidden, chosen: Array, weights: Array, matrices: Matrices, config:
 
 
 def ragged(x: Hidden, chosen: Array, weights: Array, matrices: Matrices, config: ModelConfig) -> Hidden:
-    """The accelerators' grouped product: one call for all experts' tokens."""
+    """Compute the experts with the grouped matrix product of accelerators: one call for all experts."""
     per_token = chosen.shape[-1]
     order = _sorted(chosen.reshape(-1, per_token), matrices.gate.shape[0])
     rows = x.reshape(-1, x.shape[-1])[order.pair // per_token]
@@ -139,12 +139,12 @@ MIXTURES: Mapping[str, Mixture] = {"blocks": blocks, "ragged": ragged}
 
 
 def choose_mixture(platform: str) -> str:
-    """The faster one: on a CPU the grouped product computes every expert for every token."""
+    """Return the faster implementation: on a CPU, the grouped product computes every expert for every token."""
     return "blocks" if platform == "cpu" else "ragged"
 
 
 def mixture_over_mesh(name: str, mesh: Mesh, *, whole: bool) -> Mixture:
-    """Each device sorts its own rows and computes its own part of each expert; parts are added over the model axis.
+    """Sort and compute on each device its own batch rows and its own part of each expert; the parts are added.
 
     ``whole``: the experts' width does not divide, and every device has all of it.
     """
@@ -155,7 +155,9 @@ def mixture_over_mesh(name: str, mesh: Mesh, *, whole: bool) -> Mixture:
 
     def mixture(x: Array, chosen: Array, weights: Array, matrices: Matrices, config: ModelConfig) -> Array:
         def own(x: Array, chosen: Array, weights: Array, matrices: Matrices) -> Array:
-            if not whole and matrices.down_bias is not None:  # the parts are added, so one device has the bias
+            if (
+                not whole and matrices.down_bias is not None
+            ):  # The parts are added, so only one device may add the bias.
                 first = (jax.lax.axis_index("model") == 0).astype(matrices.down_bias.dtype)
                 matrices = matrices._replace(down_bias=matrices.down_bias * first)
             out = MIXTURES[name](x, chosen, weights, matrices, config)

@@ -1,11 +1,12 @@
-"""Generation over slots: a cache of keys and values, one program that reads prompts and one that makes tokens.
+"""Generation over slots: a cache of keys and values, a program that reads prompts and one that generates tokens.
 
-A slot holds one sample from its first token to its last. Prompts are read in pieces, many at once, of one prompt too;
-then all slots whose prompt was read go on a token at a time, a stride of tokens per call. A slot's key ``j`` is that of
-position ``j``, prompt or answer, so a window is a distance. What a slot held before is overwritten before it is seen.
+A slot holds one sample from its first token to its last. Prompts are read in chunks, many at once and several of one
+prompt too. Then all slots whose prompt was read generate tokens, a fixed number (the stride) per call. Key ``j`` of a
+slot belongs to position ``j`` of the prompt or the answer, so an attention window is a distance. The keys of an earlier
+sample are overwritten before they are used.
 
-Every token is fed once, the last one too: its activations come from the very step in which it was fed, and the token
-after it from the same step's logits.
+Every token is fed once, also the last one: its activations come from the step in which it was fed, and the token after
+it from the logits of the same step.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ from spile.spec.taps import Tap
 __all__ = ["Choices", "Chunk", "Sampling", "Slots", "empty_slots", "read_prompts", "slot_bytes", "take_steps"]
 
 IDLE, MAKING, CLOSING = 0, 1, 2
-"""A slot without a sample, or whose prompt is being read; one that makes tokens; one whose last token is to be fed."""
+"""The states of a slot: without a sample or reading its prompt; generating; feeding its last token."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen. Constants of the program."""
+    """How the next token is selected; constants of the compiled program."""
 
     stop: tuple[int, ...]
     max_new: int
     temperature: float = 0.0
-    """0: the likeliest, always."""
+    """0: always the most likely token."""
     top_p: float = 1.0
     seed: int = 0
 
@@ -51,7 +52,7 @@ class Sampling:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Slots:
-    """What lies on the devices between two calls; ``groups`` is the data-parallel width."""
+    """The state on the devices between two calls; ``groups`` is the data-parallel width."""
 
     keys: tuple[Any, ...]
     """One array per layer, ``[groups, kv_heads, slots, capacity, head_dim]``.
@@ -61,40 +62,40 @@ class Slots:
     """
     values: tuple[Any, ...]
     token: Any
-    """``[groups, slots]``: the token that is fed next."""
+    """``[groups, slots]``: the token to feed next."""
     position: Any
     made: Any
-    """How many tokens of the answer there are."""
+    """The number of generated tokens."""
     status: Any
     sample: Any
-    """Its number in the stream, which with the seed and ``made`` decides what is drawn."""
+    """The sample's number in the stream; with the seed and ``made`` it determines the random numbers."""
 
 
 class Chunk(NamedTuple):
-    """Pieces of prompts to read, ``[groups, rows, …]``."""
+    """Chunks of prompts to read, ``[groups, rows, …]``."""
 
     tokens: Any
     """``[groups, rows, chunk]``."""
     slot: Any
-    """``[groups, rows]``; the number of slots where a row is empty."""
+    """``[groups, rows]``; the number of slots if a batch row is empty."""
     start: Any
-    """The position of the piece's first token."""
+    """The position of the chunk's first token."""
     length: Any
-    """Its tokens; padding stands behind them."""
+    """The number of its tokens; padding follows them."""
     last: Any
-    """Whether the prompt ends here: then the answer's first token is chosen."""
+    """Whether the prompt ends with this chunk; then the first token of the answer is selected."""
     sample: Any
 
 
 class Choices(NamedTuple):
-    """Tokens and the model's own log-probability of each, at temperature 1."""
+    """Tokens, and the log-probability of each at temperature 1."""
 
     tokens: Any
     logprobs: Any
 
 
 def slot_bytes(config: ModelConfig, capacity: int, dtype: DTypeLike) -> int:
-    """What one slot's cache takes, over all layers."""
+    """Return the size of one slot's cache over all layers."""
     return 2 * config.n_layers * capacity * config.n_kv_heads * config.head_dim * np.dtype(dtype).itemsize
 
 
@@ -129,7 +130,7 @@ def read_prompts(
     attention: str = "xla",
     keep: Keep = as_it_is,
 ) -> tuple[Slots, Choices, tuple[Any, ...]]:
-    """Read a piece of each row's prompt; where it is the last, choose the first token of the answer.
+    """Read a chunk of each batch row's prompt; after the last chunk, select the first token of the answer.
 
     Rows may be pieces of one prompt: at each layer all keys are written before any is looked at. ``attention`` is one
     of :data:`spile.models.attention.MASKED`. The kept activations are ``[groups × rows, chunk, …]``.
@@ -152,7 +153,7 @@ def read_prompts(
     zero = jnp.zeros_like(chunk.sample)
     chosen = _choose(logits(params, last, config), chunk.sample, zero, sampling)
     status = _status(chosen.tokens, zero + 1, sampling)
-    at = jnp.where(chunk.last, chunk.slot, slots.token.shape[1])  # beyond the end: dropped
+    at = jnp.where(chunk.last, chunk.slot, slots.token.shape[1])  # A slot beyond the end is dropped.
     fresh = {
         "token": chosen.tokens,
         "position": chunk.start + chunk.length,
@@ -176,7 +177,7 @@ def take_steps(
     mixture: Mixture = MIXTURES["blocks"],
     keep: Keep = as_it_is,
 ) -> tuple[Slots, Choices, tuple[Any, ...]]:
-    """Feed ``stride`` tokens of each slot one after another, and choose the one after each.
+    """Feed ``stride`` tokens of each slot one after another, and select the token after each.
 
     Tokens are ``[stride, groups, slots]``, the kept activations ``[stride, groups × slots, 1, …]``. What a slot gives
     after its last token is noise.
@@ -215,11 +216,11 @@ def take_steps(
         )
         return (after, _Fresh(tuple(keys), tuple(values))), (chosen, kept)
 
-    # The cache stays as it is meanwhile: the stride's own keys are written to it once, behind its last step.
+    # The cache does not change during the stride; the new keys are written to it once, after the last step.
     numbers = jnp.arange(stride, dtype=jnp.int32)
     start = (replace(slots, keys=(), values=()), _Fresh(blank, blank))
     (after, fresh), (chosen, kept) = jax.lax.scan(step, start, numbers)
-    # An idle slot may be in the middle of a prompt: nothing is written there.
+    # An idle slot may be in the middle of a prompt, so nothing is written there.
     busy = jnp.where(slots.status == IDLE, count, jnp.arange(count, dtype=jnp.int32))
     write = functools.partial(_written, slot=busy, place=begun + numbers)
     keys, values = (tuple(map(write, *pair)) for pair in ((slots.keys, fresh.keys), (slots.values, fresh.values)))
@@ -227,7 +228,7 @@ def take_steps(
 
 
 class _Fresh(NamedTuple):
-    """A stride's own keys and values, one array per layer: ``[groups, kv_heads, slots, stride, head_dim]``."""
+    """The keys and values of one stride, one array per layer: ``[groups, kv_heads, slots, stride, head_dim]``."""
 
     keys: tuple[Any, ...]
     values: tuple[Any, ...]
@@ -245,7 +246,7 @@ def _through(
     mixture: Mixture,
     drawn: Drawn,
 ) -> tuple[Float[Array, "all seq d_model"], tuple[Any, ...]]:
-    """All layers, whatever is tapped: the next token needs the last one."""
+    """Compute all layers, whatever is tapped, because the next token needs the last one."""
     flat = (-1, tokens.shape[-1])
     positions = place.reshape(flat)
     x = embed(params, tokens.reshape(flat), positions, config, drawn.at(None))
@@ -261,12 +262,12 @@ def _through(
 
 
 def _by_head(new: Array, groups: int) -> Array:
-    """Keys or values ``[groups × rows, seq, kv_heads, head_dim]`` as the cache has them: heads, then rows."""
+    """Transpose keys or values ``[groups × rows, seq, kv_heads, head_dim]`` to the layout of the cache."""
     return new.reshape(groups, -1, *new.shape[1:]).transpose(0, 3, 1, 2, 4)
 
 
 def _written(cache: Array, new: Array, slot: Array, place: Array) -> Array:
-    """New keys or values ``[groups, kv_heads, rows, seq, head_dim]`` at their slots and positions; beyond, dropped."""
+    """Write keys or values ``[groups, kv_heads, rows, seq, head_dim]`` at their slots; others are dropped."""
 
     def write(old: Array, x: Array, at: Array, where: Array) -> Array:
         return old.at[at[:, None], where].set(x.astype(old.dtype), mode="drop")
@@ -277,19 +278,19 @@ def _written(cache: Array, new: Array, slot: Array, place: Array) -> Array:
 
 
 def _rows(cache: Array, slot: Array) -> Array:
-    """The caches of some slots, ``[groups × rows, capacity, kv_heads, head_dim]``."""
+    """Return the caches of some slots, ``[groups × rows, capacity, kv_heads, head_dim]``."""
     rows: Array = jax.vmap(lambda old, at: jnp.take(old, at, axis=1, mode="clip"))(cache, slot)
     return rows.transpose(0, 2, 3, 1, 4).reshape(-1, *rows.shape[3:4], rows.shape[1], rows.shape[4])
 
 
 def _within(place: Array, keys: Array, window: int | None) -> Array:
-    """Which keys, by their positions, a token at ``place`` sees; one more axis than ``place``."""
+    """Return which keys, by position, a token at ``place`` attends to; one more axis than ``place``."""
     ahead = place[..., None] - keys
     return (ahead >= 0) if window is None else (ahead >= 0) & (ahead < window)
 
 
 def _recalled(q: Array, pairs: Sequence[tuple[Array, Array, Array]], config: ModelConfig, sinks: Array | None) -> Array:
-    """Attention of one query per slot over keys and values that lie in several arrays, with what it sees of each.
+    """Compute attention of one query per slot over keys and values in several arrays, each with its mask.
 
     Softmax in float32; keys are not repeated for their groups of heads (see :func:`spile.models.attention.masked`).
     """
@@ -311,7 +312,7 @@ def _recalled(q: Array, pairs: Sequence[tuple[Array, Array, Array]], config: Mod
 
 
 def _status(token: Array, made: Array, sampling: Sampling) -> Array:
-    """Of a slot that has just made this token, its ``made``-th."""
+    """Return the state of a slot that has just generated this token, its ``made``-th."""
     ends = made >= sampling.max_new
     for stop in sampling.stop:
         ends |= token == stop
@@ -321,7 +322,7 @@ def _status(token: Array, made: Array, sampling: Sampling) -> Array:
 def _choose(
     scores: Float[Array, "all vocab"], sample: Int[Array, "groups rows"], made: Int[Array, "groups rows"], how: Sampling
 ) -> Choices:
-    """The next token of each row, by its sample's own random numbers: neighbours and batches do not matter."""
+    """Select the next token of each batch row with its sample's own random numbers, whatever the batch."""
     likely = jax.nn.log_softmax(scores, axis=-1)
     if how.temperature == 0:
         token = jnp.argmax(scores, axis=-1)
@@ -338,7 +339,7 @@ def _choose(
 
 
 def _nucleus(scores: Float[Array, "all vocab"], top_p: float) -> Float[Array, "all vocab"]:
-    """Without the tail: the likeliest tokens, until they reach ``top_p`` together, and all as likely as the last."""
+    """Mask all tokens except the most likely ones that together reach ``top_p``, and those equal to the last."""
     if top_p >= 1:
         return scores
     ordered = jnp.sort(jax.nn.softmax(scores, axis=-1), axis=-1)[:, ::-1]

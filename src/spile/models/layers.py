@@ -1,4 +1,4 @@
-"""The small parts of a block, chosen by the config: norms, products, activations, the MLP."""
+"""The parts of a block: norms, matrix products, activations and the MLP."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Hidden", "Look", "activate", "gate", "linear", "mlp", "norm", "rms_n
 
 Hidden = Float[Array, "rows seq d_model"]
 Look = Callable[[Site, Array], None]
-"""Hears of each site's value as it exists."""
+"""A function that receives the value of each tap kind."""
 
 _ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
@@ -30,7 +30,7 @@ _ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
 def norm(
     x: Float[Array, "... d"], weight: Array | None, bias: Array | None, config: ModelConfig
 ) -> Float[Array, "... d"]:
-    """The family's norm, in float32 whatever ``x`` is; no weight: the family has no norm at this place."""
+    """Apply the family's norm in float32. Without a weight the family has no norm here, and ``x`` is returned."""
     if weight is None:
         return x
     if config.norm == "layer":
@@ -43,7 +43,7 @@ def norm(
 
 
 def rms_norm(x: Float[Array, "... d"], weight: Float[Array, " d"], config: ModelConfig) -> Float[Array, "... d"]:
-    """Divide by the RMS and multiply by the weight, in float32 whatever ``x`` is."""
+    """Divide by the RMS and multiply by the weight, in float32."""
     wide = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + jnp.float32(config.norm_eps))
     gain = weight.astype(jnp.float32)
@@ -54,14 +54,14 @@ def rms_norm(x: Float[Array, "... d"], weight: Float[Array, " d"], config: Model
 def linear(
     x: Float[Array, "... inner"], weight: Float[Array, "outer inner"], bias: Float[Array, " outer"] | None = None
 ) -> Float[Array, "... outer"]:
-    """``x·Wᵀ + b``, with the matrix as most files hold it."""
+    """Return ``x·Wᵀ + b``, with the matrix in the layout of the files."""
     dimensions = (((x.ndim - 1,), (1,)), ((), ()))
     out = jax.lax.dot_general(x, weight, dimensions, precision=precision(x.dtype))
     return out if bias is None else out + bias
 
 
 def activate(x: Array, config: ModelConfig) -> Array:
-    """The MLP's activation."""
+    """Apply the activation function of the MLP."""
     return _ACTIVATIONS[config.activation](x)
 
 
@@ -76,12 +76,12 @@ def gate(gate: Array, up: Array, config: ModelConfig) -> Array:
 
 
 def softcap(x: Array, cap: float | None) -> Array:
-    """Bounded by ±cap, smoothly."""
+    """Bound the values smoothly by ±cap."""
     return x if cap is None else jnp.tanh(x / jnp.asarray(cap, x.dtype)) * jnp.asarray(cap, x.dtype)
 
 
 def mlp(x: Hidden, layer: Layer, config: ModelConfig, look: Look) -> Hidden:
-    """Gated: down(activation(gate·x) · (up·x)); plain: down(activation(up·x))."""
+    """Compute the MLP: down(activation(gate·x) · (up·x)), or down(activation(up·x)) if it is not gated."""
     up = linear(x, layer.up, layer.up_bias)
     hidden = gate(linear(x, layer.gate, layer.gate_bias), up, config) if config.gated else activate(up, config)
     look("mlp_hidden", hidden)

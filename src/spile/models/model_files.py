@@ -1,4 +1,4 @@
-"""A model in a bucket: its small files copied to a cache of this machine, its weights read by range where they lie."""
+"""Find a model by name: the embedded model, a folder, a folder in a bucket, or a name on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ __all__ = [
 
 
 def cache_folder() -> Path:
-    """``$XDG_CACHE_HOME/spile/models``, or ``~/.cache/spile/models``."""
+    """Return ``$XDG_CACHE_HOME/spile/models``, or ``~/.cache/spile/models``."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "spile" / "models"
 
 
 def find_in_bucket(url: str, *, weights: bool = True, read: ReadConfig = read_config) -> ModelFiles:
-    """The model in this folder of a bucket."""
+    """Find the model in a folder of a bucket: its small files are copied to the cache, its weights read by range."""
     folder = open_folder(url)
     present = {found.key for found in folder.list() if "/" not in found.key}
     if "config.json" not in present:
@@ -56,7 +56,7 @@ def find_in_bucket(url: str, *, weights: bool = True, read: ReadConfig = read_co
 
 
 def _keep(url: str, content: dict[str, bytes]) -> Path:
-    """A folder named by what it holds, so that it is never stale; each file appears whole or not at all."""
+    """Store files in a folder named by their content, so that it is never stale; each file is written atomically."""
     digest = hashlib.sha256(url.encode())
     for name, data in sorted(content.items()):
         digest.update(f"\n{name} {hashlib.sha256(data).hexdigest()}".encode())
@@ -71,7 +71,7 @@ def _keep(url: str, content: dict[str, bytes]) -> Path:
 
 
 def download(name: str, revision: str | None, *, weights: bool = True, files: Sequence[str] = ()) -> tuple[Path, str]:
-    """The model's folder in the hub's cache, and the commit it is. Without ``weights``: its small files alone.
+    """Return the model's folder in the hub's cache and its commit. Without ``weights``, only small files are fetched.
 
     ``files``: these instead, of a repository that is no model (an adapter).
 
@@ -125,7 +125,7 @@ def _download(name: str, revision: str | None, files: Sequence[str]) -> tuple[Pa
 
 
 def _outage(name: str, error: BaseException) -> RequestFailure | ModelError:
-    """What may pass, with the status or the connection's trouble that lies at its bottom; or a refusal."""
+    """Return a failure that may pass, with the status or the connection error at its root, or a refusal."""
     from huggingface_hub.errors import OfflineModeIsEnabled
 
     from spile.objects.retry import RequestFailure, from_status
@@ -180,30 +180,30 @@ ReadConfig = Callable[[Mapping[str, Any]], ModelConfig]
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A model that was found: its config, and where its tokenizer and weights lie. Nothing large is read yet."""
+    """A model that was found: its config, and the places of its tokenizer and weights. No large file is read yet."""
 
     name: str
-    """As the user typed it."""
+    """The name as the user gave it."""
     revision: str | None
-    """The hub's commit; None elsewhere."""
+    """The commit on the hub; None for other places."""
     config: ModelConfig
     tokenizer_folder: Path
     source: ByteSource
     weight_files: tuple[str, ...]
     adapter: Adapter | None = None
-    """Merged into the weights as they are read."""
+    """The adapter that is merged into the weights as they are read."""
     untied: bool = False
-    """Whether the head is the embedding in the files, and another in the model: the adapter changes the head alone."""
+    """Whether the LM head is the embedding in the files but not in the model, because the adapter changes it alone."""
 
     def adapted(self, adapter: Adapter) -> ModelFiles:
-        """With the adapter merged. One of a head that is the embedding changes the head alone, as PEFT runs it."""
+        """Return the model with an adapter. If the LM head is the embedding, only the head changes, as in PEFT."""
         head = FAMILIES[self.config.architecture].names.head.removesuffix(".weight")
         if not self.config.tied or head not in adapter.modules():
             return replace(self, adapter=adapter)
         return replace(self, adapter=adapter, config=replace(self.config, tied=False), untied=True)
 
     def weights_hash(self) -> str:
-        """A hash over the config's meaning and the weight files' names, sizes and checksums: 64 hex digits.
+        """Return a hash over the config and the names, sizes and checksums of the weight files: 64 hex digits.
 
         Checksums are CRC-32C of each 64 MiB, so that threads can share a file.
         """
@@ -224,7 +224,7 @@ class ModelFiles:
         return crc32c(self.source.read(file, start, length).data)
 
     def tokenizer_hash(self) -> str:
-        """A hash over the tokenizer's files that exist: 64 hex digits."""
+        """Return a hash over the tokenizer's files: 64 hex digits."""
         present = [name for name in TOKENIZER_FILES if (self.tokenizer_folder / name).is_file()]
         if not present:
             raise ModelError(f"no tokenizer beside {self.name}", expected="a tokenizer.json", found="none")
@@ -236,7 +236,7 @@ class ModelFiles:
 
 
 def find(name: str, revision: str | None = None, *, weights: bool = True, any_family: bool = False) -> ModelFiles:
-    """The model of this name, or a ModelError of one line that says what to do.
+    """Find the model of this name, or raise a ModelError that says what to do.
 
     ``embedded``; a folder; ``gs://…`` or ``s3://…``; else a name on the Hugging Face hub (``HF_TOKEN`` for gated ones).
     Without ``weights`` its config and its tokenizer are enough, and no weights are fetched. ``any_family``: its sizes
@@ -284,7 +284,7 @@ def describe(
     weights: bool = True,
     read: ReadConfig = read_config,
 ) -> ModelFiles:
-    """From a folder with the small files and the names of all files to what :func:`find` gives."""
+    """Read the small files of a model, and return what :func:`find` returns."""
     with untrusted(ModelError, f"config.json of {name} is no JSON"):
         raw = json.loads((small / "config.json").read_bytes())
     if not isinstance(raw, dict):
@@ -302,7 +302,7 @@ def describe(
 
 
 def _weight_files(name: str, small: Path, present: set[str]) -> tuple[str, ...]:
-    """One file, or those of the index."""
+    """Return the single file, or those of the index."""
     if INDEX in present:
         files = sorted(set(read_index((small / INDEX).read_bytes(), f"{INDEX} of {name}").values()))
         missing = [file for file in files if file not in present]

@@ -1,6 +1,8 @@
-"""Runs of layers of one kind: a scan over their stacked weights, compiled once however many layers there are.
+"""The weights as a tree of arrays, and runs of equal layers that are computed as one scan.
 
-Where kinds take turns, as windows do in some families, a step of the scan is one such turn of several layers.
+A scan over stacked weights is compiled once, however many layers it has. If kinds of layers alternate, as attention
+windows do in some families, a step of the scan is one period of several layers. Matrices keep the layout of the files,
+``[out, in]``, so that loading is a copy.
 """
 
 from __future__ import annotations
@@ -38,15 +40,15 @@ __all__ = [
 
 
 _FEWEST = 3
-"""Steps that are worth a scan."""
+"""The fewest steps for which a scan is worthwhile."""
 _LONGEST_TURN = 8
 _STACK_BYTES = 4 << 30
-"""What the layers' tensors of one name may take together: a host holds some of them while they are read."""
+"""The largest stack of one tensor over the layers of a run; a host holds some of these while they are read."""
 
 
 @dataclass(frozen=True)
 class LayerRun:
-    """Consecutive layers: ``steps`` turns of ``period`` layers each, the same kinds in each turn."""
+    """Consecutive layers: ``steps`` periods of ``period`` layers each, with the same kinds in each period."""
 
     first: int
     period: int = 1
@@ -54,27 +56,27 @@ class LayerRun:
 
     @property
     def stop(self) -> int:
-        """The layer after its last."""
+        """The number of the layer after the last one."""
         return self.first + self.period * self.steps
 
     def at(self, place: int) -> range:
-        """The layers at one place of the turn, in order."""
+        """Return the layers at one place of the period, in order."""
         return range(self.first + place, self.stop, self.period)
 
 
 def one_by_one(n_layers: int) -> tuple[LayerRun, ...]:
-    """No scan."""
+    """Return one run per layer: no scan."""
     return tuple(LayerRun(layer) for layer in range(n_layers))
 
 
 def choose_runs(config: ModelConfig, taps: Sequence[Tap], n_layers: int, itemsize: int) -> tuple[LayerRun, ...]:
-    """What is compiled soonest for these taps, and is no slower: docs/performance.md has what was measured."""
+    """Return the runs that compile fastest for these taps and are not slower (see docs/performance.md)."""
     sizes = [tensor.size for layer in range(n_layers) for tensor in layer_tensors(config, layer).values()]
     return layer_runs(config, taps, n_layers, max(1, _STACK_BYTES // (max(sizes) * itemsize)))
 
 
 def layer_runs(config: ModelConfig, taps: Sequence[Tap], n_layers: int, most: int) -> tuple[LayerRun, ...]:
-    """The layers in as few runs as a look ahead from each run's first layer finds, of at most ``most`` steps."""
+    """Group the layers greedily into runs of at most ``most`` steps."""
     kinds = [_kind(config, taps, layer) for layer in range(n_layers)]
     runs: list[LayerRun] = []
     first = 0
@@ -88,13 +90,13 @@ def layer_runs(config: ModelConfig, taps: Sequence[Tap], n_layers: int, most: in
 
 
 def _kind(config: ModelConfig, taps: Sequence[Tap], layer: int) -> object:
-    """What must be equal in all steps of a scan, besides the weights."""
+    """Return everything besides the weights that must be equal in all steps of a scan."""
     tapped = frozenset((tap.site, tap.heads) for tap in taps if tap.layer == layer)
     return config.windows[layer], layer in config.no_rope, tuple(layer_tensors(config, layer).items()), tapped
 
 
 def _repeats(kinds: Sequence[object], period: int) -> int:
-    """How often the first ``period`` kinds come, one turn right after the other."""
+    """Return how often the first ``period`` kinds are repeated without a gap."""
     steps = 1
     while kinds[steps * period : (steps + 1) * period] == kinds[:period]:
         steps += 1
@@ -102,7 +104,7 @@ def _repeats(kinds: Sequence[object], period: int) -> int:
 
 
 def tap_groups(taps: Sequence[Tap], runs: Sequence[LayerRun]) -> tuple[tuple[int, ...], ...]:
-    """The taps by number, in groups that one array holds: what the steps of a scan give, in order, or one alone."""
+    """Return the numbers of the taps in groups that share one array: the steps of a scan, in order, or a single tap."""
     scanned = {layer: run for run in runs if run.steps > 1 for layer in range(run.first, run.stop)}
     groups: dict[tuple[object, ...], list[int]] = {}
     for number, tap in enumerate(taps):
@@ -117,7 +119,7 @@ def tap_groups(taps: Sequence[Tap], runs: Sequence[LayerRun]) -> tuple[tuple[int
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Layer:
-    """One layer's weights (or whatever a tree of them holds); None where the architecture has no such tensor."""
+    """The weights of one layer, or other leaves in the same tree; None if the model has no such tensor."""
 
     attn_norm: Any = None
     attn_norm_bias: Any = None
@@ -150,11 +152,11 @@ class Layer:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Params:
-    """The weights up to the last layer that is needed; the final norm and the LM head where somebody needs logits."""
+    """The weights up to the last layer that is needed, with the final norm and the LM head if logits are needed."""
 
     embed: Any
     layers: tuple[Layer, ...]
-    """One for each layer; of layers that are scanned, one for each place of a run's turn, all its steps stacked."""
+    """One entry per layer; of a run, one entry per place in its period, with the weights of all steps stacked."""
     positions: Any = None
     final_norm: Any = None
     final_norm_bias: Any = None
@@ -167,7 +169,7 @@ T = TypeVar("T")
 
 
 def build(config: ModelConfig, n_layers: int | None, make: Callable[[str, Tensor], T], *, head: bool = False) -> Params:
-    """A tree whose leaves are ``make(name, tensor)``; names are ``embed``, ``3.q_bias``, ``final_norm`` and ``head``.
+    """Return a tree whose leaves are ``make(name, tensor)``, with names such as ``embed``, ``3.q_bias`` and ``head``.
 
     ``head``: with what logits need, the final norm and, unless it is the embedding, the LM head.
     """
@@ -183,7 +185,7 @@ def build(config: ModelConfig, n_layers: int | None, make: Callable[[str, Tensor
 
 
 def stacked(params: Params, runs: Sequence[LayerRun], join: Callable[[Sequence[T]], T]) -> Params:
-    """The tree with the layers of each run joined, leaf by leaf, into one layer for each place of its turn."""
+    """Join the layers of each run, leaf by leaf, into one layer per place in its period."""
     layers: list[Layer] = []
     for run in runs:
         for place in range(run.period):
@@ -200,7 +202,7 @@ def placed(
     *,
     head: bool = False,
 ) -> Params:
-    """Shapes, dtypes and places of the weights without memory, those of runs stacked."""
+    """Return the shapes, dtypes and shardings of the weights, stacked by run, without allocating memory."""
     tensors: Params = build(config, runs[-1].stop, lambda _, tensor: tensor, head=head)
     together = stacked(tensors, runs, lambda many: many[0].stacked(len(many)))
 
@@ -212,12 +214,12 @@ def placed(
 
 
 def abstract(config: ModelConfig, dtype: DTypeLike, n_layers: int | None = None, *, head: bool = False) -> Params:
-    """Shapes and dtypes without memory: what ``jax.eval_shape`` and ahead-of-time compilation want."""
+    """Return shapes and dtypes without allocating memory, for ``jax.eval_shape`` and ahead-of-time compilation."""
     return build(config, n_layers, lambda _, tensor: jax.ShapeDtypeStruct(tensor.shape, dtype), head=head)
 
 
 def axes(config: ModelConfig, n_layers: int | None = None, *, head: bool = False) -> Params:
-    """The same tree with each tensor's logical axes."""
+    """Return the same tree with the logical axes of each tensor."""
     return build(config, n_layers, lambda _, tensor: tensor.axes, head=head)
 
 
@@ -230,7 +232,7 @@ def random(
     *,
     head: bool = False,
 ) -> Params:
-    """Seeded, well-scaled weights, made on the device: for benchmarks and tests.
+    """Make seeded random weights on the device, for benchmarks and tests.
 
     A tensor's values depend on the key and on its own name only, not on how many layers are made.
     """
@@ -256,7 +258,7 @@ def _std(kind: str, tensor: Tensor) -> float:
 
 @functools.cache
 def _draw(shape: tuple[int, ...], dtype: np.dtype[Any], place: jax.sharding.Sharding | None) -> Any:
-    """One compiled sampler a shape, shared by all layers."""
+    """Return a compiled sampler for a shape, shared by all layers."""
 
     def sample(key: jax.Array, mean: jax.Array, std: jax.Array) -> jax.Array:
         return (mean + std * jax.random.normal(key, shape, jnp.float32)).astype(dtype)

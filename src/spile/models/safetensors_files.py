@@ -1,4 +1,7 @@
-"""Where a model's bytes lie: a folder on this machine, or one in a bucket. Read by range, never whole."""
+"""The weight files of a model, in a local folder or in a bucket, and where each tensor is in them.
+
+Files are read by range, never as a whole.
+"""
 
 from __future__ import annotations
 
@@ -41,13 +44,13 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class ByteSource(Protocol):
-    """A model's files, by name."""
+    """The files of a model, by name."""
 
     def size(self, name: str) -> int:
-        """Bytes of a file."""
+        """Return the size of a file in bytes."""
 
     def read(self, name: str, start: int, length: int) -> Bytes:
-        """Exactly these bytes; a local file's are a read-only view of its pages, not a copy."""
+        """Return a range of bytes; for a local file a read-only view of its pages, not a copy."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +60,11 @@ class LocalSource:
     folder: Path
 
     def size(self, name: str) -> int:
-        """Bytes of a file."""
+        """Return the size of a file in bytes."""
         return (self.folder / name).stat().st_size
 
     def read(self, name: str, start: int, length: int) -> Bytes:
-        """A view of the file's pages."""
+        """Return a view of the file's pages."""
         path = self.folder / name
         try:
             status = path.stat()
@@ -72,7 +75,7 @@ class LocalSource:
 
 @functools.lru_cache(maxsize=512)
 def _mapped(path: Path, size: int, _modified: int) -> Bytes:
-    """The whole file as bytes. Another size or age is another file; an empty one cannot be mapped."""
+    """Map a file into memory. A changed size or time is a different file; an empty file cannot be mapped."""
     if size == 0:
         return np.empty(0, np.uint8)
     try:
@@ -88,33 +91,33 @@ class BucketSource:
     folder: Folder
 
     def size(self, name: str) -> int:
-        """Bytes of an object."""
+        """Return the size of an object in bytes."""
         return self.folder.info(name).size
 
     def read(self, name: str, start: int, length: int) -> Bytes:
-        """A range of an object."""
+        """Return a range of an object."""
         return np.frombuffer(self.folder.get_range(name, start, length), np.uint8)
 
 
 DTYPES = {code: ALL_DTYPES[code] for code in ("BF16", "F16", "F32")}
-"""The dtypes weights may have; others (quantized, integers) are refused when their tensor is needed."""
+"""The dtypes of weights; others (quantized, integers) are refused if their tensor is needed."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of one file."""
+    """A tensor of a file."""
 
     file: str
     name: str
     dtype: str
     shape: tuple[int, ...]
     start: int
-    """Its first byte in the file."""
+    """The position of its first byte in the file."""
     length: int
 
 
 def read_header(source: ByteSource, file: str) -> list[Entry]:
-    """Every tensor of a file, or a ModelError that names the file and what is wrong with it."""
+    """Return all tensors of a file, or raise a ModelError that names the file and the problem."""
     size = source.size(file)
     try:
         length = header_length(source.read(file, 0, min(8, size)).tobytes(), size)
@@ -131,7 +134,7 @@ def read_header(source: ByteSource, file: str) -> list[Entry]:
 
 
 def read_index(content: bytes, where: str) -> dict[str, str]:
-    """``model.safetensors.index.json`` → which file holds which tensor."""
+    """Read ``model.safetensors.index.json``, and return the file of each tensor."""
     with untrusted(ModelError, f"{where} is no index of weights", expected='JSON with a "weight_map"'):
         index = json.loads(content)["weight_map"]
         names = {str(name): str(file) for name, file in index.items()}
@@ -142,40 +145,40 @@ def read_index(content: bytes, where: str) -> dict[str, str]:
 
 
 Bounds = tuple[tuple[int, int], ...]
-"""First and last + 1 in each dimension; a missing one: all of it."""
+"""Start and stop in each dimension; a missing dimension is taken as a whole."""
 Values = npt.NDArray[Any]
 
 
 class Change(Protocol):
-    """What is added to a file's tensor as it is read: an adapter's part of it."""
+    """A change to a tensor of a file as it is read, such as an adapter's."""
 
     def apply(self, values: Values) -> Values:
-        """The tensor with the change in it."""
+        """Return the tensor with the change."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One tensor of the tree, in the files."""
+    """A tensor of the model and its place in the files."""
 
     entries: tuple[Entry, ...]
-    """More than one: stacked along a first dimension."""
+    """Several entries are stacked along a first dimension."""
     shape: tuple[int, ...]
-    """The tree's."""
+    """The shape in the model."""
     order: Order = "rows"
     first: int = 0
-    """Its first row (or column) in a file's tensor that holds several."""
+    """The first row (or column) in a file's tensor that contains several."""
     groups: tuple[int, int, int] = (1, 1, 0)
-    """Orders ``heads`` and ``interleaved``: the heads, the tensors in turn, and which of them this is."""
+    """Orders ``heads`` and ``interleaved``: the number of heads, the number of tensors in alternation, and this one."""
     changes: tuple[Change | None, ...] = (None,)
-    """For each entry, what is added to it."""
+    """The change to each entry."""
 
     @property
     def file(self) -> str:
-        """Where it lies, for errors."""
+        """The file, for error messages."""
         return self.entries[0].file
 
     def read(self, source: ByteSource, bounds: Bounds = ()) -> Values:
-        """A slice of it; of a tensor that lies as the tree's does, only the rows it spans are touched."""
+        """Read a slice. If the file has the model's layout, only the rows of the slice are read."""
         if len(self.shape) == 3 and len(self.entries[0].shape) == 2:
             chosen = range(self.shape[0])[slice(*bounds[0])] if bounds else range(self.shape[0])
             return np.stack([self._one(source, place, self.shape[1:], bounds[1:]) for place in chosen])
@@ -207,17 +210,17 @@ class Piece:
 
 @dataclass(frozen=True)
 class PieceStack:
-    """One tensor of each of several layers, as one with a dimension more in front."""
+    """The same tensor of several layers, stacked along a new first dimension."""
 
     pieces: tuple[Piece, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The tree's."""
+        """The shape in the model."""
         return len(self.pieces), *self.pieces[0].shape
 
     def read(self, source: ByteSource, bounds: Bounds = ()) -> Values:
-        """A slice of it."""
+        """Read a slice."""
         chosen = self.pieces[slice(*bounds[0])] if bounds else self.pieces
         return np.stack([piece.read(source, bounds[1:]) for piece in chosen])
 

@@ -1,4 +1,4 @@
-"""Every tensor of a model's files against its config: unknown, doubled, missing or misshapen ones are errors."""
+"""Load weights: check all tensors of the files against the config, then read the needed ones onto the devices."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ __all__ = [
 
 _THREADS = 8
 _COMPARED = 64 << 20
-"""Bytes of two tensors that are compared at a time."""
+"""How many bytes of two tensors are compared at a time."""
 _ALL_EXPERTS = -1
 """The place of a file's tensor that holds all of a tensor of the model, instead of one expert's part."""
 
 
 def catalogue(files: ModelFiles, *, head: bool = False) -> Mapping[str, Piece]:
-    """Tree name → where it lies, for the whole model; without ``head`` the LM head may be missing."""
+    """Return the place of each tensor of the model in the files; without ``head`` the LM head may be missing."""
     names, wanted = FAMILIES[files.config.architecture].names, _wanted(files)
     found: dict[str, dict[int, Piece]] = {}
     copy: Entry | None = None
@@ -110,12 +110,12 @@ def _entries(files: ModelFiles) -> Iterator[Entry]:
 
 
 def _is_copy(files: ModelFiles, match: Match) -> bool:
-    """A head that is the embedding may be written all the same."""
+    """Return whether the tensor is a copy of the embedding that the files contain although the head is tied."""
     return match.names == ("head",) and (files.config.tied or files.untied)
 
 
 def _refuse_another_head(files: ModelFiles, copy: Entry, embedding: Entry) -> None:
-    """Which of the two counts, config.json says one way and transformers 5 the other: logits of neither are made."""
+    """Refuse a tied head whose tensor differs from the embedding: config.json and transformers 5 disagree about it."""
     if (copy.shape, copy.dtype) == (embedding.shape, embedding.dtype) and all(
         np.array_equal(
             files.source.read(copy.file, copy.start + at, length),
@@ -128,7 +128,7 @@ def _refuse_another_head(files: ModelFiles, copy: Entry, embedding: Entry) -> No
         f"{files.name} has a head of its own, though config.json says tie_word_embeddings",
         expected=f"{copy.name} equal to {embedding.name}",
         found="other numbers",
-        fix="say tie_word_embeddings: false in config.json where the head counts, or take the tensor out where not",
+        fix="set tie_word_embeddings to false in config.json to use the head, or remove the tensor from the file",
     )
 
 
@@ -156,7 +156,7 @@ def _file_shape(shapes: Sequence[tuple[int, ...]], order: Order) -> tuple[int, .
 def _pieces(
     files: ModelFiles, entry: Entry, match: Match, wanted: Mapping[str, Tensor], change: Change | None
 ) -> Iterator[tuple[str, Piece]]:
-    """The tree's tensors that a file's tensor holds, its shape and dtype checked."""
+    """Return the tensors of the model that a file's tensor contains, after a check of its shape and dtype."""
     shapes = [wanted[name].shape[1:] if match.expert is not None else wanted[name].shape for name in match.names]
     expected = _file_shape(shapes, match.order)
     if match.expert is not None and len(wanted[match.names[0]].shape) != 3:
@@ -185,28 +185,28 @@ def _joined(stacked: Mapping[int, Piece], tensor: Tensor) -> Piece:
 
 
 Place = Callable[[tuple[str | None, ...], tuple[int, ...]], Sharding]
-"""From a tensor's logical axes and shape to where it goes."""
+"""A function from a tensor's logical axes and shape to its sharding."""
 
 _THREADS_loading = 8
 _MOST_WAITING = 2 << 30
-"""Numbers that are read and not yet on their devices, beyond the tensor that is read last."""
+"""The most numbers that are read but not yet on their devices, besides the tensor that was read last."""
 
 
 @dataclass(frozen=True)
 class _Leaf:
-    """A leaf of the tree: the tensor it will be, and what it is made of."""
+    """A leaf of the tree: its tensor, and the names of the tensors that it is made of."""
 
     names: tuple[str, ...]
     tensor: Tensor
 
     @classmethod
     def joined(cls, leaves: Sequence[_Leaf]) -> _Leaf:
-        """The same leaf of several layers."""
+        """Join the same leaf of several layers."""
         names = tuple(name for leaf in leaves for name in leaf.names)
         return cls(names, leaves[0].tensor.stacked(len(leaves)))
 
     def piece(self, pieces: Mapping[str, Piece]) -> Piece | PieceStack:
-        """Where it lies in the files."""
+        """Return its place in the files."""
         own = tuple(pieces[name] for name in self.names)
         return own[0] if len(own) == 1 else PieceStack(own)
 
@@ -220,7 +220,7 @@ def load(
     head: bool = False,
     runs: Sequence[LayerRun] = (),
 ) -> Params:
-    """The weights up to layer ``n_layers`` in ``dtype``; ``sharding`` says where each goes (None: the first device).
+    """Load the weights up to layer ``n_layers`` in ``dtype``, with ``sharding`` (None: on the first device).
 
     ``head``: the final norm and the LM head too. ``runs``: how layers are stacked, if they are. Every tensor of every
     file is checked against the config before any is read, those past ``n_layers`` too.
@@ -234,7 +234,7 @@ def load(
     waiting: deque[tuple[int, Future[jax.Array]]] = deque()
 
     def settle() -> None:
-        # In order and not in the threads: on a pod all hosts must run the same programs in the same order.
+        # In order, in this thread: on a pod all hosts must run the same programs in the same order.
         array = waiting.popleft()[1].result()
         arrays.append(array if array.dtype == np.dtype(dtype) else _cast(array, np.dtype(dtype)))
 
@@ -244,7 +244,7 @@ def load(
                 place = None if sharding is None else sharding(leaf.tensor.axes, leaf.tensor.shape)
                 piece = leaf.piece(pieces)
                 waiting.append((leaf.tensor.size, threads.submit(_place, files.source, piece, place)))
-                # no more of the unconverted at once
+                # Limit the number of unconverted tensors.
                 while len(waiting) > 2 * _THREADS_loading or sum(size for size, _ in waiting) > _MOST_WAITING:
                     settle()
             while waiting:
@@ -257,7 +257,7 @@ def load(
 
 
 def _place(source: ByteSource, piece: Piece | PieceStack, place: Sharding | None) -> jax.Array:
-    """Onto the devices as stored, to be converted there if need be: the host never holds a second copy.
+    """Copy a tensor to the devices as it is stored; the dtype is converted there, without a second copy on the host.
 
     On a CPU a mapped file must not become the array itself, or a change on disk would change the model.
     """
@@ -270,7 +270,7 @@ def _place(source: ByteSource, piece: Piece | PieceStack, place: Sharding | None
 
 
 class _Slices:
-    """Reads a slice once for all devices that want the same."""
+    """Reads each slice once for all devices that need it."""
 
     def __init__(self, source: ByteSource, piece: Piece | PieceStack, *, copy: bool) -> None:
         self.source, self.piece, self.copy = source, piece, copy
