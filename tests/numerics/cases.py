@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,28 @@ from spile.models.architecture import ModelConfig
 from spile.models.families import read_config
 from spile.spec.taps import SITES, Tap, parse_tap_words, select_taps, tap_rows
 
-__all__ = ["CASES", "FIRST_SITES", "GOLDENS", "LIVE", "error", "golden_path", "taps", "tokens", "write_model"]
+__all__ = [
+    "CASES",
+    "FIRST_SITES",
+    "GOLDENS",
+    "LIVE",
+    "contract",
+    "distance",
+    "error",
+    "golden_path",
+    "own_distances",
+    "ratios",
+    "taps",
+    "tokens",
+    "write_model",
+]
 
 GOLDENS = Path(__file__).parent / "goldens"
+
+MEAN, WORST = 2.0, 3.0
+"""The numeric contract: how far a tap may be from float64, relative to transformers in float32."""
+EXACT = 1e-9
+"""Distances below this are of values that were only rounded to float32 for the golden."""
 
 _SIZES = {
     "hidden_size": 32,
@@ -197,6 +217,17 @@ _EVERY_SITE: dict[str, dict[str, Any]] = {
             "long_factor": [1.2, 2.0, 4.0, 8.0],
         },
     },
+    "phi3-longrope-short": {
+        **_PHI3,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "original_max_position_embeddings": 128,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0, 1.1, 1.3, 1.5],
+            "long_factor": [1.2, 2.0, 4.0, 8.0],
+        },
+    },
     "phi": {
         **_NEOX,
         "model_type": "phi",
@@ -318,7 +349,42 @@ def write_model(case: str, folder: Path) -> Path:
     return folder
 
 
+def distance(found: Any, reference: Any) -> float:
+    """Return the distance from the reference relative to each row's norm, as the RMS over the rows.
+
+    A tap with one number per token, such as the loss, is one row per sample. Rows of zeros are left out.
+    """
+    found, reference = np.asarray(found, np.float64), np.asarray(reference, np.float64)
+    if reference.shape[-1] == 1:
+        found, reference = found[..., 0], reference[..., 0]
+    norm = np.linalg.norm(reference, axis=-1)
+    off = np.linalg.norm(found - reference, axis=-1)
+    return float(np.sqrt(np.mean(np.square(off[norm > 0] / norm[norm > 0]))))
+
+
+def ratios(found: Mapping[str, float], own: Mapping[str, float]) -> dict[str, float]:
+    """Return each tap's distance from float64 relative to that of transformers in float32.
+
+    Taps that both compute without rounding have the ratio 1.
+    """
+    return {tap: found[tap] / own[tap] if own[tap] > EXACT else 1.0 + found[tap] / EXACT for tap in own}
+
+
+def contract(found: Mapping[str, float], own: Mapping[str, float]) -> str:
+    """Return what breaks the numeric contract of docs/models.md, or an empty string."""
+    each = ratios(found, own)
+    mean, tap = float(np.mean(list(each.values()))), max(each, key=lambda name: each[name])
+    broken = mean > MEAN or each[tap] > WORST
+    return f"mean {mean:.2f}, worst {each[tap]:.2f} at {tap}" if broken else ""
+
+
+def own_distances(golden: Mapping[str, NDArray[Any]], case: str) -> dict[str, float]:
+    """Return how far transformers' float32 is from float64 at each tap of a golden."""
+    names = [str(tap) for tap in taps(case) if tap.site != "logits_ids"]
+    return dict(zip(names, golden["own_distance"].tolist(), strict=True))
+
+
 def error(found: Any, expected: Any) -> float:
-    """The largest difference, relative to the tap's RMS: what must not exceed 1e-4."""
+    """Return the largest difference, relative to the tap's RMS."""
     found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
     return float(np.abs(found - expected).max() / np.sqrt(np.mean(expected**2)))

@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from numerics import cases
 from spile.errors import ModelError
-from spile.models.families import FAMILIES, read_config
+from spile.models.families import FAMILIES, _report, read_config
 from spile.models.families.base import ACTIVATIONS
 
 _BARE = {
@@ -104,6 +104,7 @@ def test_what_is_not_honoured_is_refused_by_name(name: str) -> None:
 
 def test_fields_that_the_class_does_not_declare_are_ignored_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     more = {"is_llama_config": True, "rope_interleaved": False, "alibi": 1, "torch_dtype": "bfloat16", "mlp_bias": None}
+    _report.cache_clear()
     with caplog.at_level("INFO", logger="spile.models"):
         assert read_config({**_BARE, "model_type": "llama", **more}) == read_config({**_BARE, "model_type": "llama"})
     assert [record.message for record in caplog.records] == [

@@ -1,6 +1,6 @@
 """Shuffled batches for Grain, with Grain's checkpoints.
 
-This module is imported only by ``dataset.grain(…)``, so that reading does not need Grain.
+Imported only when ``dataset.grain(…)`` is called: reading needs no grain.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ __all__ = ["GrainBatches", "GrainRows"]
 
 
 class GrainRows(grain.IterDataset[Any]):  # type: ignore[misc]
-    """``dataset.shuffled(…)`` as a ``grain.IterDataset`` whose elements are batches."""
+    """``dataset.shuffled(…)`` as a ``grain.IterDataset``: batches, not rows. Map it, prefetch it, checkpoint it."""
 
     def __init__(self, dataset: Dataset, tap: Any, **how: Any) -> None:
         super().__init__()
         self._dataset, self._tap, self._how = dataset, tap, how
-        self._dataset.shuffled(tap, **how).close()  # wrong arguments are reported here
+        self._dataset.shuffled(tap, **how).close()  # a mistake is told here
 
     def __iter__(self) -> GrainBatches:
         return GrainBatches(self._dataset, self._tap, self._how)
@@ -43,11 +43,11 @@ class GrainBatches(grain.DatasetIterator[Any]):  # type: ignore[misc]
         return next(self._reader)
 
     def get_state(self) -> dict[str, Any]:
-        """Return the state after the last batch."""
+        """After the last batch given."""
         return self._reader.state()
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continue from a state."""
+        """Go on there."""
         self._reader.close()
         self._reader = self._dataset.shuffled(self._tap, **{**self._how, "state": state})
 

@@ -85,10 +85,8 @@ class EngineFlags:
                 raise SpecError(name, expected="1 to 10,000", found=f"{value:,}")
         self.needs()
 
-    def request(self, output: str) -> EngineRequest:
+    def request(self) -> EngineRequest:
         """Return what the engine is asked for."""
         from spile.launch.engines import EngineRequest
 
-        return EngineRequest(
-            self.num_workers, self.needs(), self.ray_address, self.hosts_per_worker, self.log_dir, output
-        )
+        return EngineRequest(self.num_workers, self.needs(), self.ray_address, self.hosts_per_worker, self.log_dir)
