@@ -199,21 +199,30 @@ def _distances(reference: jax.Array, fresh: jax.Array, stored: jax.Array, kind: 
         away, nothing = (missing(fresh.astype(jnp.int32)), missing(stored)), jnp.zeros(stored.shape[:2])
         return jnp.stack([nothing + 1, away[0], nothing, away[1], nothing, nothing], axis=1)
     fresh = fresh.astype(jnp.float32)
-    if kind.dtype in _BITS:
-        # No cast there and back: the compiler may leave it out.
-        again = jax.lax.reduce_precision(fresh, *_BITS[kind.dtype])
-    elif kind.scaled:
-        again = as_stored(fresh, kind.dtype)
-        scale = jax.lax.bitcast_convert_type(again[..., -SCALE_BYTES:], jnp.float32)[..., None]
-        numbers = again[..., :-SCALE_BYTES]
-        numbers = numbers if kind.dtype == "int8" else jax.lax.bitcast_convert_type(numbers, jnp.float8_e4m3fn)
-        again = numbers.astype(jnp.float32) * scale
-    else:
-        again = fresh
+    again = _as_read(fresh, kind)
     norm = jnp.linalg.norm(reference, axis=-1)
     changes = fresh - reference, again - fresh, stored.astype(jnp.float32) - reference
     along = [(x * reference).sum(axis=-1) / jnp.maximum(norm, 1e-30) for x in (again - reference, changes[2])]
     return jnp.stack([norm, *(jnp.linalg.norm(change, axis=-1) for change in changes), *along], axis=1)
+
+
+def _as_read(rows: jax.Array, kind: TapRows) -> jax.Array:
+    """Return float32 rows as they are read after they were stored.
+
+    No value is cast to a narrower dtype and back, because the compiler may leave that out.
+    """
+    if kind.dtype in _BITS:
+        return jax.lax.reduce_precision(rows, *_BITS[kind.dtype])
+    if not kind.scaled:
+        return rows
+    stored = as_stored(rows, kind.dtype)
+    scale = jax.lax.bitcast_convert_type(stored[..., -SCALE_BYTES:], jnp.float32)[..., None]
+    if kind.dtype == "int8":
+        return stored[..., :-SCALE_BYTES].astype(jnp.float32) * scale
+    part = jnp.where(scale > 0, rows / scale, 0.0)
+    # float8_e4m3 has three bits after the point, and steps of 2**-9 below its smallest normal number.
+    small = jnp.round(part * 512) / 512
+    return jnp.where(jnp.abs(part) < 2.0**-6, small, jax.lax.reduce_precision(part, 8, 3)) * scale
 
 
 class _TorchRecomputer:
