@@ -34,7 +34,7 @@ __all__ = ["BucketFolder", "open_bucket"]
 PART = 16 << 20
 """Bytes of each part of a multipart upload."""
 _PARALLEL_PARTS = 8
-_PART_RETRIES = 5
+_PART_RETRIES = 8
 """How often obstore retries a part. Longer outages fail the upload, which is then started again and counted."""
 _PART_PATIENCE = 5
 """A part may take this many times ``SPILE_HTTP_TIMEOUT``, because the answer arrives after the whole part was sent."""

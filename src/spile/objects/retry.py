@@ -139,7 +139,7 @@ class Retry:
     cap: float = 15.0
     """Upper bound of every wait."""
     total: float = 180.0
-    """No attempt starts later than this many seconds after the first."""
+    """No attempt starts later than this many seconds after the first failure."""
     sleep: Callable[[float], None] = time.sleep
     clock: Callable[[], float] = time.monotonic
 
@@ -156,16 +156,18 @@ class Retry:
             RequestFailure: The failure is permanent, or the time is used up.
 
         """
-        began = self.clock()
+        failed: float | None = None
         tries = 0
         while True:
             try:
                 stats.add(requests=1)
                 return attempt()
             except RequestFailure as failure:
+                # The time counts from the first failure: an upload may take longer than the whole allowance.
+                failed = self.clock() if failed is None else failed
                 # Full jitter: workers that failed together do not retry together.
                 wait = random.uniform(0, min(self.cap, self.first * 2**tries))
-                failure.exhausted |= self.clock() - began + wait > self.total
+                failure.exhausted |= self.clock() - failed + wait > self.total
                 if not failure.transient or failure.exhausted:
                     raise
                 tries += 1

@@ -49,6 +49,21 @@ def test_backoff_grows_is_capped_and_ends() -> None:
     assert stats.waited == pytest.approx(now)
 
 
+def test_an_upload_that_fails_after_a_long_time_is_started_again() -> None:
+    now, results = 0.0, iter([from_status(503), None])
+
+    def upload() -> str:
+        nonlocal now
+        now += 1000.0
+        if (failure := next(results)) is not None:
+            raise failure
+        return "done"
+
+    stats = Stats()
+    assert Retry(sleep=lambda _: None, clock=lambda: now).call(upload, stats) == "done"
+    assert stats.retries == 1
+
+
 def test_a_retry_within_a_retry_ends_with_the_inner_one() -> None:
     now = 0.0
 

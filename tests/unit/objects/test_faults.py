@@ -200,6 +200,18 @@ def test_an_upload_that_cannot_succeed_leaves_nothing(
     assert cloud_folder.get("tpu_0/shard") == payload.tobytes()
 
 
+def test_an_upload_whose_part_fails_for_too_long_is_started_again_and_counted(
+    cloud_url: str, clouds: Clouds, payload: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bucket, "_PART_RETRIES", 0)
+    folder = open_folder(cloud_url)
+    clouds.faults(cloud_url).add("status", method="PUT", target="partNumber=2", count=2)
+    write(folder, "shard", payload)
+    assert folder.stats.retries == 2
+    assert folder.get("shard") == payload.tobytes()
+    assert list(folder.unfinished()) == []
+
+
 def test_an_abandoned_upload_is_found_and_removed(cloud_folder: Folder, clouds: Clouds, payload: np.ndarray) -> None:
     faults = clouds.faults(cloud_folder.url)
     faults.add("status", status=403, method="PUT", target="partNumber=1&", count=-1)
