@@ -8,7 +8,8 @@ WORKDIR /build
 RUN python3 -m venv tools && python3 -m venv --without-pip /opt/spile
 COPY requirements.txt pyproject.toml ./
 COPY scripts/runtime_requirements.py scripts/
-RUN tools/bin/python scripts/runtime_requirements.py > runtime.txt \
+# datasets and pyarrow for the data commands, and Ray for nodes of a cluster.
+RUN tools/bin/python scripts/runtime_requirements.py --extra=data --extra=ray > runtime.txt \
  && tools/bin/pip --python /opt/spile/bin/python install --require-hashes -r runtime.txt
 COPY README.md LICENSE ./
 COPY src src

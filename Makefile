@@ -81,7 +81,7 @@ image-check:     ## build the container image without a container engine (root, 
 
 requirements: $(VENV)/.ready  ## pin every dependency again, with hashes
 	$(BIN)/pip-compile --quiet --strip-extras --generate-hashes --allow-unsafe --no-header --no-emit-index-url \
-	  --no-emit-find-links --no-emit-trusted-host --extra data --extra dev -o requirements.txt pyproject.toml
+	  --no-emit-find-links --no-emit-trusted-host --extra data --extra ray --extra dev -o requirements.txt pyproject.toml
 	if command -v uv > /dev/null; then lock="uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
 	  --no-header --no-annotate --no-emit-index-url"; \
 	  echo uv | $$lock --extra tpu -c requirements.txt pyproject.toml - -o src/spile/fleet/requirements.txt && \

@@ -26,7 +26,7 @@ import spile
 from bench.buckets import BUCKETS, read_bucket
 from bench.rates import BATCH, SHARD_ROWS, D, Read, Twice, in_turns, make, rate, show
 from spile.objects import open_folder
-from spile.reading.shuffle import MEMORY
+from spile.reading.shuffle_order import MEMORY
 
 
 def forget(folder: Path) -> None:

@@ -1,7 +1,7 @@
-"""The part of requirements.txt that an installation needs, hashes and all: without the developers' tools.
+"""Print the part of requirements.txt that an installation needs, with hashes and without the developers' tools.
 
-``python scripts/runtime_requirements.py [NAME…] > runtime.txt``: what the project itself depends on, or these packages,
-and all that they depend on, by pip-compile's own notes ("# via").
+``python scripts/runtime_requirements.py [NAME…] [--extra=NAME…] > runtime.txt`` prints the dependencies of the project
+and of these extras, or the named packages, with everything that they depend on by pip-compile's notes ("# via").
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from pathlib import Path
 def main(names: list[str]) -> None:
     """Print the pins."""
     project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
-    wanted = names or [re.match(r"[\w.-]+", text)[0] for text in project["dependencies"]]  # type: ignore[index]
+    extras = [name.removeprefix("--extra=") for name in names if name.startswith("--extra=")]
+    texts = [*project["dependencies"], *(text for extra in extras for text in project["optional-dependencies"][extra])]
+    named = [name for name in names if not name.startswith("--")]
+    wanted = named or [re.match(r"[\w.-]+", text)[0] for text in texts]  # type: ignore[index]
     pins = dict(_pins(Path("requirements.txt").read_text()))
     needed, waiting = set(), [_plain(name) for name in wanted]
     while waiting:

@@ -22,12 +22,13 @@ SETTINGS = {
     "RAY_memory_monitor_refresh_ms": "0",  # else other processes' memory ends workers
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DISABLE_IMPORT_WARNING": "1",
-    "RAY_grpc_client_keepalive_time_ms": "10000",
-    "RAY_grpc_client_keepalive_timeout_ms": "5000",
+}
+NOTICE_CUT_LINKS = {
     "RAY_health_check_period_ms": "3000",
     "RAY_health_check_timeout_ms": "3000",
     "RAY_health_check_failure_threshold": "3",
 }
+"""What docs/guides/ray.md recommends for clusters whose links may be cut."""
 PORT = 6379
 _IP = shutil.which("ip") or "ip"
 _CHILD = str(Path(child.__file__))

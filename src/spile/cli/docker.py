@@ -6,7 +6,7 @@ import os
 import shlex
 import shutil
 import subprocess
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -40,9 +40,11 @@ class ContainerFlags:
 
     target: Annotated[
         Literal["cpu", "cuda", "tpu"] | None,
-        flag(_WHAT, "The image's kind, and the devices it gets. [default: cpu; tpu for pod]"),
+        flag(_WHAT, "The kind of image, and the devices it gets. [default: tpu on hosts, cpu here]"),
     ] = None
-    image: Annotated[str | None, flag(_WHAT, "The image's name. [default: spile:VERSION-TARGET]")] = None
+    image: Annotated[
+        str | None, flag(_WHAT, "The image's name. [default: spile:VERSION, with -TARGET if --target is given]")
+    ] = None
     runtime: Annotated[str, flag(_WHAT, "docker, podman or nerdctl.")] = "docker"
     name: Annotated[str, flag(_WHAT, "The container's name.")] = "spile"
     mount: Annotated[list[str] | None, flag(_WHAT, "A folder for the container, FOLDER:/PATH.", negative="")] = None
@@ -54,10 +56,14 @@ class ContainerFlags:
         from spile.launch.docker import image_name
         from spile.version import __version__
 
-        return self.image or image_name(__version__, self.target or "cpu")
+        return self.image or image_name(__version__, self.target)
+
+    def device(self, *, here: bool) -> Literal["cpu", "cuda", "tpu"]:
+        """Return the target: as given, or TPUs on hosts and none on this machine."""
+        return self.target or ("cpu" if here else "tpu")
 
     def container(self, words: Sequence[str], *, here: bool) -> Container:
-        """The container for a command; ``here``: its folders are this machine's."""
+        """Return the container for a command; ``here``: its folders are on this machine."""
         from spile.launch.docker import Container
 
         mounts = []
@@ -69,7 +75,7 @@ class ContainerFlags:
         return Container(
             image=self.image_name(),
             words=tuple(words) or _DEFAULT,
-            device=self.target or "cpu",
+            device=self.device(here=here),
             name=self.name,
             runtime=self.runtime,
             mounts=tuple(mounts),
@@ -97,7 +103,8 @@ def build(
     """Build the image from a checkout: here, or with --tpu-prefix or --hosts on every host at once."""
     from spile.launch.docker import build_words
 
-    words = build_words(flags.runtime, flags.target or "cpu", flags.image_name(), str(context))
+    here = not (where.hosts or where.tpu_prefix)
+    words = build_words(flags.runtime, flags.device(here=here), flags.image_name(), str(context))
     if show:
         print(shlex.join(words))
         return 0
@@ -105,7 +112,7 @@ def build(
         raise UserError(
             f"no Dockerfile in {context.absolute()}", expected="a checkout of spile", fix="name one: --context"
         )
-    if not (where.hosts or where.tpu_prefix):
+    if here:
         flags.found()
         return subprocess.run(words, check=False).returncode  # noqa: S603
     from spile.hosts.files import copy_to, load
@@ -113,7 +120,7 @@ def build(
     hosts, target = where.find(), "~/spile-image"
     copied = copy_to(hosts, load(context.absolute(), int(1e9)), target, where.access())
     log(f"copied {copied.files} files to {target} on {copied.hosts} hosts")
-    line = shlex.join(build_words(flags.runtime, flags.target or "cpu", flags.image_name(), "."))
+    line = shlex.join(build_words(flags.runtime, flags.device(here=here), flags.image_name(), "."))
     return _everywhere(hosts, line, where, RunFlags(), folder=target)
 
 
@@ -155,7 +162,6 @@ def pod(
     from spile.launch.docker import check_hosts, host_script, stop_script
 
     _not_the_runtimes(words)
-    flags = replace(flags, target=flags.target or "tpu")
     container = flags.container(words, here=False)
     script = host_script(container)
     if show:
@@ -166,10 +172,10 @@ def pod(
     try:
         code = _everywhere(hosts, script, where, RunFlags(logs=logs), grace=flags.grace)
     except SpileError:
-        _sweep(hosts, stop_script(flags.runtime, flags.name, flags.grace), where)
+        _sweep(hosts, stop_script(flags.runtime, flags.name, flags.grace, none_is_error=False), where)
         raise
     if code != 0:
-        _sweep(hosts, stop_script(flags.runtime, flags.name, flags.grace), where)
+        _sweep(hosts, stop_script(flags.runtime, flags.name, flags.grace, none_is_error=False), where)
     elif collect is not None:
         from spile.cli.collect import collect as bring_back
 
@@ -191,14 +197,15 @@ def stop(
         raise SpecError(
             "docker stop", expected="--name NAME, or --all", found=" ".join(words), fix="spile docker stop --all"
         )
-    script = stop_script(flags.runtime, None if everything else flags.name, flags.grace)
+    here = not (where.hosts or where.tpu_prefix)
+    script = stop_script(flags.runtime, None if everything else flags.name, flags.grace, none_is_error=here)
     if show:
         print(script, end="")
         return 0
-    if where.hosts or where.tpu_prefix:
-        return int(_sweep(where.find(), script, where) > 0)
+    if not here:
+        return _sweep(where.find(), script, where)
     flags.found()
-    return subprocess.run(["/bin/bash", "-c", script], check=False).returncode  # noqa: S603
+    return int(subprocess.run(["/bin/bash", "-c", script], check=False).returncode != 0)  # noqa: S603
 
 
 def _not_the_runtimes(words: Sequence[str]) -> None:
@@ -241,14 +248,15 @@ def _variables(host: Host, hosts: Sequence[Host]) -> dict[str, str]:
 
 
 def _sweep(hosts: Sequence[Host], script: str, where: HostFlags) -> int:
-    """Stop what may be left on each host by itself; how many could not be asked."""
+    """Run a stop script on each host and print what it says; return the exit code: 0 if one stopped and none failed."""
     from spile.hosts.run import launch
 
-    bad = 0
+    stopped = failed = 0
     for each in launch(hosts, lambda _: script, access=where.access()):
         for line in each.output.splitlines():
             log(f"{each.host.label}: {line}")
+            stopped += line.startswith("stopped ")
         if each.error is not None:
-            bad += 1
-            log(f"{each.host.label}: {Failure('not asked to stop', found=str(each.error))}")
-    return bad
+            failed += 1
+            log(f"{each.host.label}: {Failure('could not stop its containers', found=str(each.error))}")
+    return int(failed > 0 or stopped == 0)

@@ -37,7 +37,7 @@ def extract_on_engine(flags: RunFlags, engine: EngineFlags) -> int:
     if flags.worker_id is not None:
         raise SpecError("--worker-id with an engine", expected="all streams", fix="leave it out, or --engine")
     spec = flags.spec()
-    runner = make_engine(engine.name, engine.request())
+    runner = make_engine(engine.name, engine.request(spec.output))
     try:
         streams = flags.dataset_dir or _split(flags, spec, runner.workers, engine.num_streams)
         spec = _placed(spec, streams)

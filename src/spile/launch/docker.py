@@ -1,7 +1,7 @@
 """One container image, on this machine or on every host of a slice: the commands of docker, podman or nerdctl.
 
-On a host the container's life hangs on a script under the ssh guard: whatever ends the script stops the container,
-gives the worker in it time to commit, and removes it.
+On a host, a script under the ssh guard owns the container: when the script ends for any reason, it stops the container,
+which gives the worker time to commit, and removes it.
 """
 
 from __future__ import annotations
@@ -32,21 +32,25 @@ Device = Literal["cpu", "cuda", "tpu"]
 LABEL = "spile"
 ON_HOSTS = ("TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES", "MEGASCALE_COORDINATOR_ADDRESS", "MEGASCALE_NUM_SLICES",
             "MEGASCALE_SLICE_ID")  # fmt: skip
-"""Variables that tell a container its place in the slice; each host has its own."""
+"""Variables that tell a container its place in the slice; they differ between hosts."""
 _PASSED = ("HF_TOKEN", "STORAGE_EMULATOR_HOST", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN",
            "AWS_REGION", "AWS_ENDPOINT_URL", "JAX_PLATFORMS")  # fmt: skip
-"""Variables that go from a shell into its container, by name: a secret's value stands on no command line."""
+"""Variables that are passed into the container by name, so that no secret is on a command line."""
 _NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]{0,62}")
 
 
-def image_name(version: str, target: Device) -> str:
-    """``spile:0.1.0-tpu``."""
-    return f"spile:{version.replace('+', '-')}-{target}"
+def image_name(version: str, target: Device | None = None) -> str:
+    """Return the default image name: ``spile:0.1.0``, or ``spile:0.1.0-tpu`` if a target is named.
+
+    ``build``, ``run`` and ``pod`` share it, so that each finds what another has built.
+    """
+    tag = version.replace("+", "-")
+    return f"spile:{tag}" if target is None else f"spile:{tag}-{target}"
 
 
 @dataclass(frozen=True)
 class Container:
-    """What runs in which image, with what of the machine."""
+    """A command, its image, and what it gets of the machine."""
 
     image: str
     words: tuple[str, ...]
@@ -54,10 +58,10 @@ class Container:
     name: str = "spile"
     runtime: str = "docker"
     mounts: tuple[tuple[str, str], ...] = ()
-    """A host's folder and where the container sees it."""
+    """Folders of the host, each with its path in the container."""
     env: Mapping[str, str] = field(default_factory=dict)
     grace: int = 60
-    """Seconds that the worker has to commit when it is stopped."""
+    """Seconds for the worker to commit when it is stopped."""
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -72,12 +76,12 @@ class Container:
 
 
 def build_words(runtime: str, target: Device, image: str, context: str) -> list[str]:
-    """Build the image from a checkout."""
+    """Return the command that builds the image from a checkout."""
     return [runtime, "build", "--target", target, "--tag", image, context]
 
 
 def run_words(container: Container, *, user: str | None = None, passed: Sequence[str] = _PASSED) -> list[str]:
-    """The command that runs the container in the foreground. ``passed``: variables that are set there."""
+    """Return the command that runs the container in the foreground; ``passed`` names variables to pass on."""
     words = [container.runtime, "run", "--rm", "--init", "--name", container.name, "--label", f"{LABEL}=1"]
     words += _device(container)
     if user is not None and container.device != "tpu":
@@ -92,7 +96,9 @@ def run_words(container: Container, *, user: str | None = None, passed: Sequence
 
 
 def _device(container: Container) -> list[str]:
-    if container.device == "tpu":  # the chips' device files are root's, and hosts of a slice talk over the host's ports
+    if (
+        container.device == "tpu"
+    ):  # root owns the chips' device files, and the hosts of a slice talk over the host's ports
         return ["--privileged", "--network=host", "--user", "0:0"]
     if container.device == "cuda":
         everything = "nvidia.com/gpu=all"
@@ -107,10 +113,10 @@ def _cleanup(container: Container) -> str:
 
 
 def host_script(container: Container) -> str:
-    """What a host's bash runs: the container, and its end with the script's, however that comes."""
+    """Return the script for a host: it runs the container and ends it when the script ends for any reason."""
     folders = " ".join(shlex.quote(here) for here, _ in container.mounts if here.startswith("/"))
     make = f"mkdir -p {folders} && " if folders else ""
-    # The guard asks every new process of the script to end too: the ones that clean up must not listen.
+    # The guard signals every process of the script; those that clean up must ignore it.
     return "\n".join(
         [
             "clean() { trap '' TERM INT HUP EXIT; " + _cleanup(container) + "; }",
@@ -124,20 +130,31 @@ def host_script(container: Container) -> str:
     )
 
 
-def stop_script(runtime: str, name: str | None, grace: int = 60) -> str:
-    """Stop one container, or all of ours; says which. None is no error."""
+def stop_script(runtime: str, name: str | None, grace: int = 60, *, none_is_error: bool = True) -> str:
+    """Return a script that stops one container, or all of spile's, and prints ``stopped NAME`` for each.
+
+    It exits with 1 if one does not stop or, with ``none_is_error``, if there is none; with 127 or 126 without a runtime
+    or its daemon.
+    """
     words = shlex.quote(runtime)
     which = f"--filter name=^{name}$" if name else f"--filter label={LABEL}=1"
+    what = f"no container {name}" if name else "no container of spile"
     return (
-        f"command -v {words} > /dev/null || {{ echo 'no {runtime} here'; exit 127; }}\n"
-        f'for each in $({words} ps --all --format "{{{{.Names}}}}" {which}); do\n'
-        f'  {words} stop -t {grace} "$each" > /dev/null; {words} rm -f "$each" > /dev/null 2>&1; echo "stopped $each"\n'
+        f"command -v {words} > /dev/null || {{ echo 'no {runtime} here' >&2; exit 127; }}\n"
+        f'names=$({words} ps --all --format "{{{{.Names}}}}" {which}) || '
+        f"{{ echo '{runtime} does not answer: is its daemon running?' >&2; exit 126; }}\n"
+        f"[ -n \"$names\" ] || {{ echo '{what} here' >&2; exit {int(none_is_error)}; }}\n"
+        "code=0\n"
+        "for each in $names; do\n"
+        f'  if {words} stop -t {grace} "$each" > /dev/null; then echo "stopped $each"; else code=1; fi\n'
+        f'  {words} rm -f "$each" > /dev/null 2>&1\n'
         "done\n"
+        "exit $code\n"
     )
 
 
 def check_hosts(hosts: Sequence[Host], runtime: str, image: str, access: Access) -> None:
-    """Every host has the runtime, may use it, and has the image or can pull it; told for all, before any starts."""
+    """Raise if any host lacks the runtime, may not use it, or neither has the image nor can pull it."""
     words, quoted = shlex.quote(runtime), shlex.quote(image)
     script = (
         f"command -v {words} > /dev/null || {{ echo 'no {runtime}'; exit 127; }}\n"
@@ -148,9 +165,9 @@ def check_hosts(hosts: Sequence[Host], runtime: str, image: str, access: Access)
     failed = [each for each in launch(hosts, lambda _: script, access=access) if each.error is not None]
     if not failed:
         return
-    told = [f"{each.host.label}: {each.output.strip().rpartition(chr(10))[2] or each.error}" for each in failed]
+    problems = [f"{each.host.label}: {each.output.strip().rpartition(chr(10))[2] or each.error}" for each in failed]
     raise UserError(
         f"{len(failed)} of {len(hosts)} hosts cannot run the container",
-        found="; ".join(told[:4]) + (f"; and {len(told) - 4} more" if len(told) > 4 else ""),
-        fix="build it there: spile docker build --target … with the same hosts; or install the runtime",
+        found="; ".join(problems[:4]) + (f"; and {len(problems) - 4} more" if len(problems) > 4 else ""),
+        fix="build it there: spile docker build with the same hosts; or install the runtime",
     )

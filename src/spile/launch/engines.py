@@ -38,6 +38,8 @@ class EngineRequest:
     hosts_per_worker: int = 1
     log_dir: Path | None = None
     """A folder for each stream's output."""
+    output: str = ""
+    """Where activations go, as the user named it."""
 
 
 def make_engine(name: str, request: EngineRequest) -> Engine:

@@ -1,4 +1,8 @@
-"""Several hosts as one worker on a Ray cluster: a slice, or any nodes, that start together and end together."""
+"""Workers on a Ray cluster that exists: one Ray task per stream, or one per host for a worker of several hosts.
+
+Ray's own settings are used as the cluster has them. In particular the driver sets no gRPC keepalive: servers with Ray's
+defaults answer a shorter one with ``too_many_pings`` and close the connection, which loses every worker after 40 s.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +10,84 @@ import os
 import platform
 import re
 import socket
+import sys
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from spile.errors import SpecError, UserError
-from spile.launch import ray_node
 from spile.launch.engines import EngineRequest
-from spile.launch.local import thread_limits
+from spile.launch.local import WorkerProcess, thread_limits
 from spile.launch.supervisor import ClusterCheck, StreamTask, WorkerEnd
 from spile.version import __version__
 
-__all__ = [
-    "RAY_TIMES",
-    "Gang",
-    "RayEngine",
-    "find_gangs",
-]
+__all__ = ["Gang", "RayEngine", "check_node", "find_gangs", "run_stream"]
 
+# -- on a node --------------------------------------------------------------------------------------------------------
+
+_POLL = 0.2
+_COMMIT_WITHIN = 100.0
+
+
+def check_node(output: str, token: str, inputs: Sequence[str]) -> dict[str, Any]:
+    """Return the node's versions and why it cannot work, if so.
+
+    The function travels to the node by value, because it must also work if spile is missing there or is another
+    version. So it imports spile itself.
+    """
+    import ray
+
+    found: dict[str, Any] = {"python": platform.python_version(), "ray": ray.__version__, "spile": None, "problem": ""}
+    try:
+        from spile.errors import SpileError
+        from spile.objects import open_folder, split
+        from spile.objects.folder import NotFound
+        from spile.objects.preflight import preflight
+        from spile.version import __version__
+    except ImportError as error:
+        found["problem"] = f"{type(error).__name__}: {error}"
+        return found
+    found["spile"] = __version__
+    try:
+        home = open_folder(output)
+        try:
+            home.info(token)
+        except NotFound:
+            found["problem"] = f"{output} is another folder there: expected a bucket, or a folder that all nodes share"
+            return found
+        preflight(home)
+        for place in inputs:
+            folder, name = split(place)
+            if not any(True for _ in open_folder(folder).list(name)):
+                found["problem"] = f"it does not see {place}"
+                return found
+    except (SpileError, OSError) as error:
+        found["problem"] = str(error)
+    return found
+
+
+def run_stream(words: Sequence[str], env: Mapping[str, str], without: Sequence[str]) -> tuple[int, str, str]:
+    """Run one worker to its end; return its exit code, its last lines and the node. If cancelled, it commits first."""
+    worker = WorkerProcess(words, env=env, without=without, hear=lambda line: print(line, flush=True))
+    code = None
+    try:
+        while code is None:
+            try:
+                code = worker.wait(_POLL)
+            except KeyboardInterrupt:  # how Ray cancels a task
+                worker.stop()
+                deadline = time.monotonic() + _COMMIT_WITHIN
+                while code is None and time.monotonic() < deadline:
+                    code = worker.wait(_POLL)
+                break
+    finally:
+        worker.kill()
+    return 130 if code is None else code, worker.said, socket.gethostname()
+
+
+# -- several hosts as one worker --------------------------------------------------------------------------------------
 
 SLICE_LABEL = "ray.io/tpu-slice-name"
 WORKER_LABEL = "ray.io/tpu-worker-id"
@@ -31,7 +95,7 @@ WORKER_LABEL = "ray.io/tpu-worker-id"
 
 @dataclass
 class Gang:
-    """One stream's hosts."""
+    """The hosts of one stream, which start and end together."""
 
     task: StreamTask
     size: int
@@ -42,25 +106,25 @@ class Gang:
 
     @property
     def placed(self) -> bool:
-        """Whether its hosts were found."""
+        """Whether its hosts have been chosen."""
         return bool(self.nodes)
 
     def words(self, number: int, coordinator: str) -> list[str]:
-        """The command of one of its hosts."""
+        """Return the arguments for one of its hosts."""
         place = ["--coordinator-address", coordinator, "--process-id", str(number)]
         return [*self.task.words, *place, "--num-processes", str(self.size)]
 
     def place(self, nodes: Sequence[str], refs: Sequence[Any]) -> None:
-        """They run now."""
+        """Record the chosen nodes and their tasks."""
         self.nodes, self.refs = list(nodes), list(refs)
 
     def stop(self) -> list[Any]:
-        """Those to ask; a gang that nobody has placed has ended already."""
+        """Return the tasks to cancel. A gang that waits for nodes has none and ends at once."""
         self._stopped = True
         return list(self.refs)
 
     def heard(self, ends: Mapping[Any, WorkerEnd], cancel: Callable[[Any], None]) -> WorkerEnd | None:
-        """Hosts that ended. One's failure is the end of all; the gang has ended when all have."""
+        """Record hosts that ended and cancel the others if one failed; return the gang's end after the last one."""
         self.refs = [ref for ref in self.refs if ref not in ends]
         self._ends += ends.values()
         if any(end.code != 0 for end in ends.values()):
@@ -68,18 +132,18 @@ class Gang:
                 cancel(ref)
         if self.refs or not (self.placed or self._stopped):
             return None
-        return min(self._ends, key=_telling, default=WorkerEnd(self.task.stream, 130))
+        return min(self._ends, key=_rank, default=WorkerEnd(self.task.stream, 130))
 
 
-def _telling(end: WorkerEnd) -> int:
-    """Whose end says most: a mistake, then a lost node, then a failure; last, those that only followed."""
+def _rank(end: WorkerEnd) -> int:
+    """Rank ends by how much they explain: a mistake, a lost node, a failure, and last the hosts that followed."""
     return {2: 0, None: 1, 3: 2, 130: 4, 143: 4, 0: 5}.get(end.code, 3)
 
 
 def find_gangs(
     nodes: Sequence[Mapping[str, Any]], size: int, taken: Collection[str]
 ) -> Iterator[list[Mapping[str, Any]]]:
-    """Whole gangs of free nodes, in the hosts' order: a slice's own hosts together, others as they come."""
+    """Yield groups of ``size`` free nodes: all hosts of one TPU slice in their order, or any nodes without a slice."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for node in nodes:
         groups.setdefault(node.get("Labels", {}).get(SLICE_LABEL, ""), []).append(node)
@@ -94,21 +158,17 @@ def find_gangs(
             yield free[start : start + size]
 
 
-RAY_TIMES = {
-    "RAY_grpc_client_keepalive_time_ms": "10000",
-    "RAY_grpc_client_keepalive_timeout_ms": "5000",
-    "RAY_health_check_period_ms": "3000",
-    "RAY_health_check_timeout_ms": "3000",
-    "RAY_health_check_failure_threshold": "3",
-}
-"""With Ray's own times a cut link is noticed after five minutes, with these after half of one (docs/guides/ray.md)."""
+# -- the engine ------------------------------------------------------------------------------------------------------
+
 _NAMED = {"CPU": "num_cpus", "GPU": "num_gpus"}
 _LOOK_FOR = 60.0
+_PACKAGE = "/runtime_resources/working_dir_files/"
+"""Part of the path of every working directory that Ray unpacks."""
 _VERSIONS = re.compile(r"Ray: (\S+) Python: (\S+)")
 
 
 class RayEngine:
-    """The engine for a cluster that exists."""
+    """Runs workers as tasks of a Ray cluster."""
 
     name = "ray"
     elsewhere = True
@@ -116,6 +176,7 @@ class RayEngine:
     def __init__(self, request: EngineRequest) -> None:
         if request.log_dir is not None:
             raise SpecError("--log-dir", expected="--engine local", found="--engine ray, which keeps logs itself")
+        _refuse_package_folder(request.output)
         self._ray = _connect(request.address)
         self._needs = dict(request.resources) or {"CPU": 1.0}
         self._hosts_per_worker = request.hosts_per_worker
@@ -135,9 +196,9 @@ class RayEngine:
         return [node for node in self._ray.nodes() if node["Alive"]]
 
     def _room(self) -> int:
-        """How many workers the cluster has room for now; none is a mistake, told with what there is."""
+        """Return how many workers fit now; raise if none does, with the resources of each node."""
         nodes = self._nodes()
-        fits = sum(_times(node["Resources"], self._needs) for node in nodes) // self._hosts_per_worker
+        fits = sum(_fits(node["Resources"], self._needs) for node in nodes) // self._hosts_per_worker
         if fits:
             return fits
         asked = ", ".join(f"{name}={amount:g}" for name, amount in self._needs.items())
@@ -145,23 +206,24 @@ class RayEngine:
         raise SpecError(
             f"--resources {asked}",
             expected=f"a node that has them{hosts}",
-            found="; ".join(f"{_name(node)}: {_told(node['Resources'])}" for node in nodes) or "no node",
+            found="; ".join(f"{_name(node)}: {_describe(node['Resources'])}" for node in nodes) or "no node",
         )
 
     def _thread_limits(self) -> dict[str, str]:
-        """For workers on processors: as many as were asked for, or an even share of all where that is more."""
+        """Limit CPU workers to the threads asked for, or to an even share of the cluster if that is more."""
         if "CPU" not in self._needs:
             return {}
-        cores = sum(n["Resources"]["CPU"] for n in self._nodes() if _times(n["Resources"], self._needs))
+        cores = sum(n["Resources"]["CPU"] for n in self._nodes() if _fits(n["Resources"], self._needs))
         share = cores / (self.workers * self._hosts_per_worker)
         return thread_limits(max(1, int(max(share, self._needs["CPU"]))))
 
     def check(self, asked: ClusterCheck) -> None:
-        """Every node's versions, and whether it sees the output and the data."""
+        """Check the versions of every node, and whether it can use the output and the data."""
         ray = self._ray
-        ray.cloudpickle.register_pickle_by_value(ray_node)
+        here = sys.modules[__name__]
+        ray.cloudpickle.register_pickle_by_value(here)
         try:
-            look = ray.remote(num_cpus=0, max_retries=0)(ray_node.look_at_node)
+            look = ray.remote(num_cpus=0, max_retries=0)(check_node)
             from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
             waiting = {
@@ -169,10 +231,10 @@ class RayEngine:
                     asked.output, asked.token, list(asked.inputs)
                 ): node
                 for node in self._nodes()
-                if _times(node["Resources"], self._needs)
+                if _fits(node["Resources"], self._needs)
             }
         finally:
-            ray.cloudpickle.unregister_pickle_by_value(ray_node)
+            ray.cloudpickle.unregister_pickle_by_value(here)
         ready, late = ray.wait(list(waiting), num_returns=len(waiting), timeout=_LOOK_FOR)
         problems = [f"{_name(waiting[ref])}: no answer in {_LOOK_FOR:.0f} s" for ref in late]
         for ref in ready:
@@ -202,7 +264,7 @@ class RayEngine:
     # -- the run --------------------------------------------------------------------------------------------------
 
     def start(self, task: StreamTask, avoid: Collection[str] = ()) -> None:
-        """A task of Ray's, or on several hosts one for each, on nodes chosen here."""
+        """Submit a task; for several hosts, remember the gang until nodes are free."""
         if self._hosts_per_worker > 1:
             self._gangs[task.stream] = Gang(task, self._hosts_per_worker)
             return
@@ -217,22 +279,20 @@ class RayEngine:
             else:
                 options["resources"][kind] = amount
         bad = [node["NodeID"] for node in self._nodes() if avoid and node["NodeManagerHostname"] in avoid]
-        good = [node for node in self._nodes() if _times(node["Resources"], self._needs) and node["NodeID"] not in bad]
+        good = [node for node in self._nodes() if _fits(node["Resources"], self._needs) and node["NodeID"] not in bad]
         if bad and good:
             options["label_selector"] = {"ray.io/node-id": f"!in({','.join(bad)})"}
         return options
 
     def _submit(self, words: Sequence[str], task: StreamTask, options: Mapping[str, Any]) -> Any:
-        run = self._ray.remote(**options)(ray_node.run_stream)
+        run = self._ray.remote(**options)(run_stream)
         return run.remote(list(words), {**self._threads, **task.env}, list(task.without))
 
     def wait(self, seconds: float) -> Sequence[WorkerEnd]:
-        """Those whose task ended, whether by itself or with its node."""
+        """Return the workers whose task has ended, by itself or with its node."""
         self._place_gangs()
         refs = [*self._refs, *(ref for gang in self._gangs.values() for ref in gang.refs)]
         if not refs:
-            import time
-
             time.sleep(seconds)
             return []
         ready, _ = self._ray.wait(refs, num_returns=len(refs), timeout=0)
@@ -247,14 +307,14 @@ class RayEngine:
         return ends
 
     def _place_gangs(self) -> None:
-        """Gangs that wait get a whole slice, or as many nodes as they need, once those are free."""
+        """Start gangs that wait, on a whole slice or on as many nodes as they need, if those are free."""
         waiting = [gang for gang in self._gangs.values() if not gang.placed]
         if not waiting:
             return
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         taken = {node for gang in self._gangs.values() for node in gang.nodes}
-        fitting = [node for node in self._nodes() if _times(node["Resources"], self._needs)]
+        fitting = [node for node in self._nodes() if _fits(node["Resources"], self._needs)]
         for gang, nodes in zip(waiting, find_gangs(fitting, self._hosts_per_worker, taken), strict=False):
             refs = []
             for number, node in enumerate(nodes):
@@ -276,14 +336,14 @@ class RayEngine:
             return WorkerEnd(stream, 137, said=" ".join(str(error).split())[:400])
         except errors.RayTaskError as error:
             return WorkerEnd(stream, 1, said=" ".join(str(error).split())[-400:])
-        except errors.RayError:  # the node, or the worker's parent there, is gone
-            return WorkerEnd(stream, None)
+        except errors.RayError as error:  # the node, or the worker's parent on it, is gone
+            return WorkerEnd(stream, None, cause=_first_sentence(error))
 
     def _cancel(self, ref: Any) -> None:
         self._ray.cancel(ref, force=False)
 
     def stop(self, stream: int) -> None:
-        """Ray's cancel, which our task takes for a request to commit."""
+        """Cancel the task, which :func:`run_stream` takes as a request to commit."""
         for ref, number in self._refs.items():
             if number == stream:
                 self._cancel(ref)
@@ -292,26 +352,39 @@ class RayEngine:
                 self._cancel(ref)
 
     def abandon(self, stream: int) -> None:
-        """Its task may be out of reach: nobody waits for it."""
+        """Cancel the task, which may be out of reach, and forget it."""
         self.stop(stream)
         self._refs = {ref: number for ref, number in self._refs.items() if number != stream}
         self._gangs.pop(stream, None)
 
     def kill(self) -> None:
-        """End all tasks; each one's process ends with it."""
+        """End all tasks and their processes at once."""
         for ref in [*self._refs, *(ref for gang in self._gangs.values() for ref in gang.refs)]:
             self._ray.cancel(ref, force=True)
 
     def close(self) -> None:
-        """Leave the cluster as it was found."""
+        """End what still runs and disconnect."""
         self.kill()
         self._ray.shutdown()
 
 
+def _refuse_package_folder(output: str) -> None:
+    """Refuse an output in the folder into which ``ray job submit --working-dir`` unpacks: Ray deletes it later."""
+    if "://" not in output and _PACKAGE in f"{Path(output).expanduser().absolute()}/":
+        raise SpecError(
+            f"--output {output} is inside the working directory that Ray unpacked for this job and deletes after it",
+            fix="name a bucket, or the absolute path of a folder that all nodes share",
+        )
+
+
+def _first_sentence(error: Exception) -> str:
+    """Return Ray's reason without its advice, at most 200 characters."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text.partition('. ')[0][:200]}"
+
+
 def _connect(address: str | None) -> Any:
-    """Ray, joined to the cluster; what stands in the way is one line."""
-    for name, value in RAY_TIMES.items():
-        os.environ.setdefault(name, value)
+    """Connect to the cluster and return the module ``ray``; raise with one line if that fails."""
     try:
         import ray
         import ray.exceptions
@@ -334,14 +407,14 @@ def _connect(address: str | None) -> Any:
             ) from error
         raise UserError(
             f"no Ray cluster {where}",
-            found=None if "any running Ray instance" in said else said[:200],  # which says no more than we do
+            found=None if "any running Ray instance" in said else said[:200],  # adds nothing
             fix="name one with --ray-address HOST:6379, or start one: ray start --head",
         ) from error
     return ray
 
 
 def _knock(address: str) -> None:
-    """Whether anybody listens there: Ray itself would try for a minute."""
+    """Raise if nothing listens at the address. Ray itself would try for a minute."""
     host, colon, port = address.rpartition("://")[2].rpartition(":")
     if not colon or not port.isdecimal():
         if address != "auto":
@@ -357,13 +430,13 @@ def _knock(address: str) -> None:
         ) from error
 
 
-def _times(there: Mapping[str, float], needs: Mapping[str, float]) -> int:
-    """How many workers of these needs a node has room for in all."""
+def _fits(there: Mapping[str, float], needs: Mapping[str, float]) -> int:
+    """Return how many workers fit on an empty node."""
     return min(int(there.get(name, 0.0) / amount) for name, amount in needs.items())
 
 
-def _told(resources: Mapping[str, float]) -> str:
-    """Resources for people: no memory, no addresses."""
+def _describe(resources: Mapping[str, float]) -> str:
+    """Describe resources for an error message, without memory and addresses."""
     dull = ("memory", "object_store_memory")
     shown = {name: n for name, n in sorted(resources.items()) if name not in dull and not name.startswith("node:")}
     return ", ".join(f"{name}={amount:g}" for name, amount in shown.items()) or "nothing"

@@ -12,10 +12,10 @@ import json
 import mmap
 import os
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from typing_extensions import Buffer
 
 from spile.errors import StoreError
+from spile.objects.ahead import read_ahead
 from spile.objects.clouds import Cloud, cloud_of, http_timeout
 from spile.objects.folder import NotFound, ObjectInfo, Stats, Unfinished, checked_key, possible_prefix
 from spile.objects.machine import positive_number
@@ -90,7 +91,6 @@ class _Connection:
         seconds = http_timeout()
         self.store = cloud.open(stores, seconds, 0)
         self.upload_store = cloud.open(stores, _PART_PATIENCE * seconds, _PART_RETRIES)
-        self.readers = ThreadPoolExecutor(_READERS, thread_name_prefix="get")
         self.errors = (self.obstore.exceptions.BaseError, OSError, ValueError)
 
 
@@ -180,18 +180,8 @@ class BucketFolder:
         return self.bucket.once(get)
 
     def get_many(self, keys: Iterable[str]) -> Iterator[bytes]:
-        """Yield whole objects, many at a time because each waits for the network, at most 192 ahead of the caller."""
-        pending: deque[Future[bytes]] = deque()
-        try:
-            for key in keys:
-                pending.append(self.bucket.connection.readers.submit(self.get, key))
-                if len(pending) >= 4 * _READERS:
-                    yield pending.popleft().result()
-            while pending:
-                yield pending.popleft().result()
-        finally:
-            for future in pending:
-                future.cancel()
+        """Return an iterator over whole objects, many at a time because each waits for the network."""
+        return read_ahead((partial(self.get, key) for key in keys), 4 * _READERS, threads=_READERS)
 
     def get_range(self, key: str, start: int, length: int) -> bytes | memoryview:
         name = self._name(key)

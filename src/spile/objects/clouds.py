@@ -168,8 +168,11 @@ class GoogleBucket:
 
         headers = {} if self.emulated else {"Authorization": f"Bearer {self.credentials.token()}"}
         url = f"{self._url}/{quote(path)}"
+        trusted = os.environ.get("SSL_CERT_FILE") or True  # as obstore does; requests has a variable of its own
         try:
-            reply = requests.request(method, url, params=query, headers=headers, timeout=http_timeout())
+            reply = requests.request(method, url, params=query, headers=headers, timeout=http_timeout(), verify=trusted)
+        except requests.exceptions.SSLError as error:
+            raise RequestFailure("no secure connection: the certificate was refused") from error
         except requests.Timeout as error:
             raise RequestFailure("no answer in time", transient=True) from error
         except requests.RequestException as error:

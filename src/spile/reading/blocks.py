@@ -14,7 +14,7 @@ import numpy.typing as npt
 from spile.objects.ahead import read_ahead
 from spile.objects.machine import this_machines_cores
 from spile.reading.rows import RowBatch, Selection, context_of
-from spile.reading.shuffle import RowChunk
+from spile.reading.shuffle_order import RowChunk
 from spile.store.ledger import ShardRecord
 from spile.store.shard_reader import SMALL_SHARD, ShardReader
 from spile.store.statistics import widened
@@ -77,7 +77,7 @@ class _OpenShard(NamedTuple):
 
 
 class StoredBlocks:
-    """Taps of committed shards, as a :class:`~spile.reading.shuffle.BlockSource`."""
+    """Taps of committed shards, as a :class:`~spile.reading.shuffle_order.BlockSource`."""
 
     def __init__(
         self,

@@ -1,6 +1,7 @@
-"""``spile.open(root)``: a dataset of activations, read without loading what was not asked for.
+"""``spile.open(root)``: a dataset of activations, of which only the requested parts are read.
 
-Only committed shards are seen, and only checked bytes are given: a damaged object raises :class:`Damaged`.
+Readers see committed shards only. All bytes are verified against the commit: a damaged object raises
+:class:`~spile.errors.Damaged`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from spile.objects import Folder, open_folder
 from spile.objects.ahead import read_ahead
 from spile.reading.blocks import StoredBlocks
 from spile.reading.rows import RowBatch, SampleRef, iterate, ref_of, selection_of
-from spile.reading.shuffle import MEMORY, Shuffled, ShuffleOrder, ShufflePlan, ShuffleSpec
+from spile.reading.shuffle import Shuffled
+from spile.reading.shuffle_order import MEMORY, ShuffleOrder, ShufflePlan, ShuffleSpec
 from spile.spec.identity import RunIdentity
 from spile.spec.ranges import Ranges
 from spile.spec.taps import Tap
@@ -45,7 +47,7 @@ _PARALLEL = 16
 
 
 class StoredSample:
-    """One sample: its reference, its tokens and roles, and its rows at any tap when asked for."""
+    """One sample: its reference, its tokens and roles, and its rows at any tap, which are read on request."""
 
     def __init__(self, shard: ShardReader, place: int, ref: SampleRef, taps: Sequence[str]) -> None:
         self._shard, self._place = shard, place
@@ -54,39 +56,39 @@ class StoredSample:
 
     @cached_property
     def tokens(self) -> npt.NDArray[np.int32]:
-        """The ids of the tokens that have rows."""
+        """Token ids of the rows."""
         return self._shard.rows("tokens", self._start, self._stop)
 
     @cached_property
     def positions(self) -> npt.NDArray[np.int64]:
-        """Each row's place in the sample, from 0: another than its number where not all tokens have rows."""
+        """Position of each row in the sample, from 0. It differs from the row number if not all tokens have rows."""
         return self._shard.positions(self._start, self._stop)
 
     @cached_property
     def context(self) -> npt.NDArray[np.int32]:
-        """The ids of all tokens that the model read, those without rows too."""
+        """Ids of all tokens that the model read, including tokens without rows."""
         return self._shard.context(self._place)
 
     @cached_property
     def roles(self) -> npt.NDArray[np.uint8]:
-        """Each token's :class:`~spile.spec.sample.Role` bits."""
+        """The :class:`~spile.spec.sample.Role` bits of each row's token."""
         return self._shard.rows("roles", self._start, self._stop)
 
     def rows(self, tap: str | Tap) -> npt.NDArray[Any]:
-        """``[length, d]`` at one tap: one range read."""
+        """Return the rows ``[length, d]`` at one tap, with one range read."""
         if str(tap) not in self.taps:
             raise _no_tap(str(tap), self.taps)
         return self._shard.rows(str(tap), self._start, self._stop)
 
     def all_rows(self, taps: Iterable[str | Tap] | None = None) -> dict[str, npt.NDArray[Any]]:
-        """``[length, d]`` at every tap, or at these, read side by side."""
+        """Return the rows ``[length, d]`` at all taps, or at the given ones, read in parallel."""
         names = self.taps if taps is None else tuple(str(tap) for tap in taps)
         calls = (partial(self.rows, name) for name in names)
         return dict(zip(names, read_ahead(calls, _PARALLEL), strict=True))
 
 
 class Dataset:
-    """A root, opened. What the ledgers say is read once; open again to see what has been added since."""
+    """An open dataset. Ledgers are read once; open the dataset again to see later commits."""
 
     def __init__(self, root: Folder, run: RunIdentity, streams: Sequence[Stream]) -> None:
         self.root, self.run = root, run
@@ -95,21 +97,21 @@ class Dataset:
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Callable[[str], Dataset], tuple[str]]:
-        """To another process as its address: a data loader's worker opens it again."""
+        """Pickle the address only: the worker process of a data loader opens the dataset again."""
         return open, (self.root.url,)
 
     @cached_property
     def taps(self) -> tuple[str, ...]:
-        """Every tap of any stream: streams may tap different layers."""
+        """Taps of all streams; streams may have different taps."""
         return tuple(dict.fromkeys(tap for stream in self.streams for tap in stream.taps))
 
     @cached_property
     def samples(self) -> SampleList:
-        """All stored samples, in the order of streams and commits. Indexing reads one shard's header."""
+        """All stored samples, in the order of streams and commits. Indexing reads the header of one shard."""
         return SampleList(self)
 
     def stream(self, number: int) -> Stream:
-        """The stream of this number."""
+        """Return the stream with this number."""
         for stream in self.streams:
             if stream.number == number:
                 return stream
@@ -117,7 +119,7 @@ class Dataset:
         raise UserError(f"no stream {number} in {self.root.url}", expected=f"one of {numbers}")
 
     def sample(self, stream: int, index: int) -> StoredSample:
-        """The sample with this number in its stream."""
+        """Return the sample with this index in its stream."""
         source = self.stream(stream)
         record = source.holding(index)
         if record is not None:
@@ -137,11 +139,17 @@ class Dataset:
         streams: Iterable[int] | None = None,
         part: tuple[int, int] | None = None,
     ) -> Iterator[npt.NDArray[Any]]:
-        """A tap's rows, ``[batch_rows, d]`` at a time (the last is shorter), reading that tap's block alone.
+        """Yield the rows of a tap in the order they are stored, ``[batch_rows, d]`` at a time.
 
-        ``include`` keeps rows that have any of these :class:`~spile.spec.sample.Role` bits, ``exclude`` drops
-        rows that have any of those. ``part`` (k, n) gives every n-th shard from the k-th on: of n readers each row goes
-        to one.
+        The last batch may be shorter. Only the bytes of this tap are read.
+
+        Args:
+            tap: The tap.
+            batch_rows: Rows of a batch.
+            include: Keep only rows with any of these :class:`~spile.spec.sample.Role` bits.
+            exclude: Leave out rows with any of these bits.
+            streams: Read only these streams.
+            part: (k, n) reads every n-th shard, starting with shard k.
         """
         found = self._iterate(tap, batch_rows, include, exclude, streams, part, context=False)
         return (batch.rows for batch in found)
@@ -156,7 +164,7 @@ class Dataset:
         streams: Iterable[int] | None = None,
         part: tuple[int, int] | None = None,
     ) -> Iterator[RowBatch]:
-        """As :meth:`rows`, each row with its token, role, stream, sample and position."""
+        """Yield the same rows as :meth:`rows`, each with its token, role, stream, sample and position."""
         return self._iterate(tap, batch_rows, include, exclude, streams, part, context=True)
 
     def _iterate(
@@ -206,7 +214,7 @@ class Dataset:
         """Return the rows of a tap, or the rows of several taps that belong together, in random order.
 
         Each epoch gives every selected row once. If all rows fit in the shuffle buffer, the order is a full
-        permutation; otherwise it is a two-level shuffle, see :mod:`spile.reading.shuffle`.
+        permutation; otherwise it is a two-level shuffle, see :mod:`spile.reading.shuffle_order`.
 
         Args:
             tap: A tap, or a sequence of taps.
@@ -288,10 +296,12 @@ class Dataset:
         return hashlib.sha256(f"{self.run.fingerprint()}\n{text}".encode()).hexdigest()[:16]
 
     def torch(self, tap: str | Tap | Sequence[str | Tap], **how: Any) -> TorchRows:
-        """:meth:`shuffled` as a torch ``IterableDataset``, for ``DataLoader(…, batch_size=None)`` and DDP.
+        """Return :meth:`shuffled` as a torch ``IterableDataset``, for ``DataLoader(…, batch_size=None)`` and DDP.
 
-        ``how`` is what :meth:`shuffled` takes; ``rank`` and ``world`` unless torch.distributed knows them; ``after``:
-        the batches that this process's loader gave before, of all its workers together.
+        Args:
+            tap: A tap, or a sequence of taps.
+            how: Arguments of :meth:`shuffled`; ``rank`` and ``world``, unless torch.distributed is initialised;
+                ``after``, the number of batches that the loader of this process gave before, over all its workers.
         """
         from spile.reading.torch_rows import TorchRows
 
@@ -300,28 +310,34 @@ class Dataset:
     def jax(
         self, tap: str | Tap | Sequence[str | Tap], *, sharding: Any = None, ahead: int = 2, **how: Any
     ) -> DeviceBatches:
-        """:meth:`shuffled` as jax arrays on the device, ``ahead`` batches before they are asked for.
+        """Return :meth:`shuffled` as JAX arrays that are copied to the device before they are needed.
 
-        Of several processes each reads its part. ``sharding`` makes their batches parts of one global array.
+        If JAX runs in several processes, each reads its own part of the rows.
+
+        Args:
+            tap: A tap, or a sequence of taps.
+            sharding: Makes the batches of all processes parts of one global array.
+            ahead: Batches that are copied ahead.
+            how: Arguments of :meth:`shuffled`.
         """
         from spile.reading.jax_rows import DeviceBatches, process_part
 
         return DeviceBatches(self.shuffled(tap, **{"part": process_part(), **how}), sharding, ahead)
 
     def grain(self, tap: str | Tap | Sequence[str | Tap], **how: Any) -> GrainRows:
-        """:meth:`shuffled` as a ``grain.IterDataset`` of batches, with Grain's own checkpoints."""
+        """Return :meth:`shuffled` as a ``grain.IterDataset`` of batches, which Grain can checkpoint."""
         from spile.reading.grain_rows import GrainRows
 
         return GrainRows(self, tap, **how)
 
     def stats(self, tap: str | Tap, streams: Iterable[int] | None = None) -> TapStatistics:
-        """Count, mean, variance, norm quantiles and sinks of a tap: read from the commits, or in one pass over rows."""
+        """Return count, mean, variance, norm quantiles and sinks of a tap, from the commits or from its rows."""
         from spile.reading.inspection import tap_statistics
 
         return tap_statistics(self, str(tap), streams)
 
     def having(self, taps: Sequence[str], streams: Iterable[int] | None) -> list[Stream]:
-        """The streams that have all of these taps."""
+        """Return the streams that have all of these taps."""
         wanted = self.streams if streams is None else tuple(self.stream(number) for number in streams)
         for tap in taps:
             if self.streams and tap not in self.taps:
@@ -332,11 +348,11 @@ class Dataset:
         return having
 
     def _fresh(self, stream: Stream, record: ShardRecord) -> ShardReader:
-        # Not kept: a pass over a dataset must not push out what lookups use, nor hold every shard's tail.
+        # Not cached: a pass over the dataset must not evict the shards that lookups use.
         return stream.open(record)
 
     def shard(self, stream: Stream, record: ShardRecord) -> ShardReader:
-        """A shard, opened; the most recently used stay open."""
+        """Return an open shard; the most recently used ones stay open."""
         key = (stream.number, record.name)
         with self._lock:
             found = self._opened.pop(key, None) or stream.open(record)
@@ -350,7 +366,7 @@ class Dataset:
 
 
 class SampleList(Sequence[SampleRef]):
-    """A dataset's samples as a sequence that reads headers as they are needed."""
+    """The samples of a dataset, as a sequence that reads headers on demand."""
 
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
@@ -378,7 +394,7 @@ class SampleList(Sequence[SampleRef]):
 
 
 def open(root: str | Folder) -> Dataset:  # noqa: A001
-    """The dataset at a path, ``gs://…`` or ``s3://…``."""
+    """Open the dataset at a path, or at ``gs://…``, ``s3://…`` or ``az://…``."""
     folder = open_folder(root) if isinstance(root, str) else root
     run = read_run(folder)
     if run is None:

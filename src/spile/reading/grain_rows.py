@@ -1,6 +1,6 @@
 """Shuffled batches for Grain, with Grain's checkpoints.
 
-Imported only when ``dataset.grain(…)`` is called: reading needs no grain.
+This module is imported only by ``dataset.grain(…)``, so that reading does not need Grain.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ __all__ = ["GrainBatches", "GrainRows"]
 
 
 class GrainRows(grain.IterDataset[Any]):  # type: ignore[misc]
-    """``dataset.shuffled(…)`` as a ``grain.IterDataset``: batches, not rows. Map it, prefetch it, checkpoint it."""
+    """``dataset.shuffled(…)`` as a ``grain.IterDataset`` whose elements are batches."""
 
     def __init__(self, dataset: Dataset, tap: Any, **how: Any) -> None:
         super().__init__()
         self._dataset, self._tap, self._how = dataset, tap, how
-        self._dataset.shuffled(tap, **how).close()  # a mistake is told here
+        self._dataset.shuffled(tap, **how).close()  # wrong arguments are reported here
 
     def __iter__(self) -> GrainBatches:
         return GrainBatches(self._dataset, self._tap, self._how)
@@ -43,11 +43,11 @@ class GrainBatches(grain.DatasetIterator[Any]):  # type: ignore[misc]
         return next(self._reader)
 
     def get_state(self) -> dict[str, Any]:
-        """After the last batch given."""
+        """Return the state after the last batch."""
         return self._reader.state()
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go on there."""
+        """Continue from a state."""
         self._reader.close()
         self._reader = self._dataset.shuffled(self._tap, **{**self._how, "state": state})
 

@@ -1,6 +1,6 @@
-"""Shuffled rows on the device: the next batches are on their way while one is used.
+"""Shuffled rows as JAX arrays: the next batches are copied to the device while one is used.
 
-Imported only when ``dataset.jax(…)`` is called: reading needs no jax.
+This module is imported only by ``dataset.jax(…)``, so that reading does not need JAX.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ __all__ = ["DeviceBatches", "process_part"]
 
 
 def process_part() -> tuple[int, int]:
-    """The part of the rows that is this process's, where jax runs on several hosts."""
+    """Return (k, n): this process is number k of the n processes of JAX."""
     return jax.process_index(), jax.process_count()
 
 
 class DeviceBatches(Iterator[Any]):
-    """Batches as jax arrays. ``state()`` is that of the last batch given, whatever is on its way."""
+    """Batches as JAX arrays. ``state()`` is the state after the last batch given, not after the last one copied."""
 
     def __init__(self, reader: Shuffled, sharding: Any, ahead: int) -> None:
         self._reader, self._ahead = reader, max(1, ahead)
@@ -32,7 +32,7 @@ class DeviceBatches(Iterator[Any]):
         self._state: Mapping[str, Any] = reader.state()
 
     def __next__(self) -> Any:
-        # A copy to the device returns before it is done: it goes on under the caller's step.
+        # A copy to the device returns before it is complete and continues during the caller's step.
         while len(self._coming) <= self._ahead and (batch := next(self._reader, None)) is not None:
             self._coming.append((self._placed(batch), self._reader.state()))
         if not self._coming:
@@ -41,7 +41,7 @@ class DeviceBatches(Iterator[Any]):
         return batch
 
     def state(self) -> dict[str, Any]:
-        """What to give to ``dataset.jax(…, state=…)`` to go on after the last batch given."""
+        """Return the state after the last batch, for ``dataset.jax(…, state=…)``."""
         return dict(self._state)
 
     def close(self) -> None:
@@ -55,7 +55,7 @@ class DeviceBatches(Iterator[Any]):
 
 
 def _putter(sharding: Any) -> Callable[[Any], Any]:
-    """Onto the default device, or as each process's part of one array over all of them."""
+    """Return a function that copies to the default device, or makes this process's part of a global array."""
     if sharding is None:
         return jax.device_put
     return lambda rows: jax.make_array_from_process_local_data(sharding, rows)

@@ -1,6 +1,6 @@
-"""Shuffled rows as a torch ``IterableDataset``: under a ``DataLoader``'s workers and under DDP each row goes to one.
+"""Shuffled rows as a torch ``IterableDataset``. Workers of a ``DataLoader`` and ranks of DDP read disjoint rows.
 
-Imported only when ``dataset.torch(…)`` is called: reading needs no torch.
+This module is imported only by ``dataset.torch(…)``, so that reading does not need torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TorchRows", "tensor_of"]
 
-# What torch knows and NumPy alone does not: an integer of the same size, and what its bits are.
+# Dtypes that torch has and NumPy does not: an integer of the same size, and the torch dtype of its bits.
 _BITS: dict[np.dtype[Any], tuple[Any, torch.dtype]] = {
     np.dtype(ml_dtypes.bfloat16): (np.int16, torch.bfloat16),
     np.dtype(ml_dtypes.float8_e4m3fn): (np.uint8, torch.float8_e4m3fn),
@@ -29,7 +29,7 @@ _BITS: dict[np.dtype[Any], tuple[Any, torch.dtype]] = {
 
 
 def tensor_of(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    """The same memory as a tensor: nothing is copied."""
+    """Return a tensor that shares the memory of an array."""
     kind, dtype = _BITS.get(array.dtype, (None, None))
     return torch.from_numpy(array) if kind is None else torch.from_numpy(array.view(kind)).view(dtype)
 
@@ -44,9 +44,9 @@ def _tensors(batch: Any) -> Any:
 
 
 class TorchRows(IterableDataset[Any]):  # type: ignore[misc]
-    """Batches of tensors. Give it to ``DataLoader(…, batch_size=None)``, or iterate over it as it is.
+    """Batches of tensors, for ``DataLoader(…, batch_size=None)`` or for direct iteration.
 
-    The process's rank and number are those of ``torch.distributed`` where it is initialised, unless told.
+    Rank and world size come from ``torch.distributed`` if it is initialised, unless they are given.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class TorchRows(IterableDataset[Any]):  # type: ignore[misc]
         self._dataset, self._tap, self._after, self._how = dataset, tap, after, how
         self._state: Mapping[str, Any] | None = None
         self._given: TensorBatches | None = None
-        self._reader(0, 1).close()  # a mistake is told here, not in a worker
+        self._reader(0, 1).close()  # wrong arguments are reported here, not in a worker
 
     def __iter__(self) -> TensorBatches:
         info = get_worker_info()
@@ -74,18 +74,18 @@ class TorchRows(IterableDataset[Any]):  # type: ignore[misc]
         return self._given
 
     def state_dict(self) -> dict[str, Any]:
-        """After the last batch given in this process; a loader's worker has a state of its own."""
+        """Return the state after the last batch of this process; each worker of a loader has its own state."""
         return dict(self._state or {}) if self._given is None else self._given.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on there: the next iterator does."""
+        """Make the next iterator continue from a state."""
         self._state, self._given = state, None
 
     def reader(self, worker: int, workers: int, state: Mapping[str, Any] | None) -> Shuffled:
-        """What one of a loader's workers reads.
+        """Return the reader of one worker of a loader.
 
-        A loader takes batches from its workers in turn, from the first on. So ``after`` batches tell how many each
-        gave, and whose turn it was: that one's part is the first worker's now.
+        A loader takes batches from its workers in turn, starting with the first. So the number of batches given before
+        tells how many each worker gave and whose turn is next; that worker's part becomes the part of the first one.
         """
         part = (worker + self._after) % workers
         return self._reader(part, workers, state, max(0, -(-(self._after - part) // workers)))
@@ -96,7 +96,7 @@ class TorchRows(IterableDataset[Any]):  # type: ignore[misc]
 
 
 class TensorBatches(Iterator[Any]):
-    """One worker's iterator; torchdata's ``StatefulDataLoader`` saves and restores it."""
+    """The iterator of one worker, which torchdata's ``StatefulDataLoader`` saves and restores."""
 
     def __init__(self, source: TorchRows, worker: int, workers: int, state: Mapping[str, Any] | None) -> None:
         self._source, self._worker, self._workers = source, worker, workers
@@ -106,10 +106,10 @@ class TensorBatches(Iterator[Any]):
         return _tensors(next(self._reader))
 
     def state_dict(self) -> dict[str, Any]:
-        """After the last batch given."""
+        """Return the state after the last batch."""
         return self._reader.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on there."""
+        """Continue from a state."""
         self._reader.close()
         self._reader = self._source.reader(self._worker, self._workers, state)

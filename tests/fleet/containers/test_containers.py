@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -160,3 +161,55 @@ def test_no_runtime_is_one_line(
     with pytest.raises(SystemExit) as ended:
         main(["docker", "build", "--context", str(tmp_path)])
     assert f"no Dockerfile in {tmp_path}: expected a checkout of spile; name one: --context" in capsys.readouterr().err
+
+
+DAEMON = """#!/bin/bash
+case "$1" in
+  ps) if [ -e {folder}/down ]; then echo "Cannot connect to the Docker daemon" >&2; exit 1; fi; cat {folder}/names ;;
+  stop) [ "${{@: -1}}" = stuck ] && exit 1; exit 0 ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("names", "code", "said"),
+    [
+        ("spile\nother\n", 0, "stopped spile\nstopped other\n"),
+        ("", 1, "no container spile here"),
+        ("stuck\n", 1, ""),
+        (None, 1, "docker does not answer: is its daemon running?"),
+    ],
+)
+def test_stop_says_whether_it_stopped_anything(
+    names: str | None,
+    code: int,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "docker").write_text(DAEMON.format(folder=tmp_path))
+    (tmp_path / "docker").chmod(0o755)
+    if names is None:
+        (tmp_path / "down").touch()
+    else:
+        (tmp_path / "names").write_text(names)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(SystemExit) as ended:
+        main(["docker", "stop"])
+    told = capfd.readouterr()
+    assert (ended.value.code, said in told.out + told.err) == (code, True), told
+
+
+def test_build_run_and_pod_mean_the_same_image(capsys: pytest.CaptureFixture[str]) -> None:
+    def image(*words: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            main(["docker", *words])
+        assert ended.value.code == 0
+        (name,) = set(re.findall(r"spile:\S+", capsys.readouterr().out))
+        return name
+
+    for flags in ([], ["--target", "tpu"]):
+        build, pod = image("build", "--print", *flags), image("pod", "--print", *flags, "--", "true")
+        assert build == pod == image("run", "--print", *flags, "--", "true")
+    assert build.endswith("-tpu")

@@ -210,12 +210,16 @@ def test_tls_with_a_private_authority_and_a_bearer_token(encrypted: Noting, monk
     assert encrypted.asked["authorization"] == "Bearer of-this-minute"
     assert folder.get("x") == b"data"
     assert encrypted.asked["authorization"] == "Bearer of-this-minute"
+    assert list(folder.unfinished()) == []
+    assert encrypted.asked["authorization"] == "Bearer of-this-minute"
 
 
 def test_an_unknown_certificate_is_refused_at_once(encrypted: Noting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SSL_CERT_FILE")
-    with pytest.raises(StoreError, match="no secure connection: the certificate was refused"):
-        open_folder(f"gs://{BUCKET}/r").get("x")
+    folder = open_folder(f"gs://{BUCKET}/r")
+    for verb in (lambda: folder.get("x"), lambda: list(folder.unfinished())):
+        with pytest.raises(StoreError, match="no secure connection: the certificate was refused"):
+            verb()
 
 
 _FORKED = """

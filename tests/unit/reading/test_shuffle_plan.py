@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spile.reading.shuffle import ShufflePlan, ShuffleSpec
+from spile.reading.shuffle_order import ShufflePlan, ShuffleSpec
 
 LENGTHS = st.lists(st.integers(0, 60), min_size=1, max_size=80).filter(any)
 

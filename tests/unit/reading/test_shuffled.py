@@ -23,7 +23,8 @@ from spile.objects import Folder, open_folder
 from spile.reading.dataset import Dataset
 from spile.reading.dataset import open as open_dataset
 from spile.reading.rows import SampleRef
-from spile.reading.shuffle import Position, ShuffleBuffer
+from spile.reading.shuffle import ShuffleBuffer
+from spile.reading.shuffle_order import Position
 from spile.spec.sample import Role, Sample
 from spile.store.stream import join_run, join_stream
 from world import TAPS, produce, rows_of, run_identity, sample_of, stream_identity

@@ -85,8 +85,10 @@ class EngineFlags:
                 raise SpecError(name, expected="1 to 10,000", found=f"{value:,}")
         self.needs()
 
-    def request(self) -> EngineRequest:
+    def request(self, output: str) -> EngineRequest:
         """Return what the engine is asked for."""
         from spile.launch.engines import EngineRequest
 
-        return EngineRequest(self.num_workers, self.needs(), self.ray_address, self.hosts_per_worker, self.log_dir)
+        return EngineRequest(
+            self.num_workers, self.needs(), self.ray_address, self.hosts_per_worker, self.log_dir, output
+        )
