@@ -352,7 +352,7 @@ def test_a_webhook_is_told_what_happened_once(home: FleetHome, fake: FakeCloud, 
     until(monitor, lambda status: all(each.machine == "READY" for each in status.workers))
     say(home, "tpu-us-central1-a-0", phase=Phase.FAILED, verdict="refused", error="spile: no such model")
     status = monitor.step()
-    assert any(line.startswith("nobody was told at 127.0.0.1") for line in status.actions), "and the fleet goes on"
+    assert any(line.startswith("could not notify 127.0.0.1") for line in status.actions), "and the fleet goes on"
     say(home, "tpu-us-central1-b-0", phase=Phase.DONE, verdict="finished")
     until(monitor, lambda status: status.over)
     home.order_stop(home.read_fleet())

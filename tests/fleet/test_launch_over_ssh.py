@@ -14,7 +14,7 @@ import pytest
 
 from fleet.ssh.loopback import SSHD, WHY_NOT, Hosts, keygen
 from spile.fleet.cloud_tpu import CloudTpu
-from spile.fleet.deploy import launch_over_ssh, launch_waiting, publish
+from spile.fleet.deploy import launch_over_ssh, list_existing, prepare_bare_machines, publish
 from spile.fleet.home import FleetHome
 from spile.fleet.manage import create
 from spile.fleet.provider import NodeRequest
@@ -37,9 +37,8 @@ def test_machines_without_the_script_get_it_over_ssh(tmp_path: Path, fake: FakeC
     )  # fmt: skip
     create(client, replace(fleet, workers=fleet.workers[:1]), lambda _: {}, every=0.02)
     fleet = publish(home, fleet, lambda _: None)
-    results = launch_waiting(client, fleet, home.folder.url)
-    assert "it was made without spile's startup script: pass --launch ssh" in results[0].detail
-    assert "make it with --create-tpus" in results[1].detail
+    assert "create it with --create-tpus" in list_existing(client, fleet)[1].detail
+    assert prepare_bare_machines(client, fleet, home.folder.url) == [fleet.workers[0].name]
     assert "startup-script" in client.node(ZONE, fleet.workers[0].name).metadata, "from its next boot on it has it"
 
     folder = tmp_path / "hosts"

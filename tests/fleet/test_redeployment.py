@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from backends import Clouds, environment
-from fleet.cloud_world import A, World
+from fleet.cloud_world import A, B, World
 from fleet.prompt import Prompt
 from spile.fleet.spec import FleetSpec
 from spile.objects import open_folder
@@ -357,3 +357,30 @@ def test_a_dry_run_says_what_is_known_of_the_machines_account(
     assert "gs://b: your account may write it" in text
     assert said in text
     assert ("cannot tell" in text) == ("account m@p may write it\n" not in text)
+
+
+@pytest.mark.parametrize("create", [("--create-tpus",), ()])
+def test_machines_that_were_created_by_hand_are_launched_over_ssh_or_are_an_error(
+    world: World, prompt: Prompt, create: tuple[str, ...]
+) -> None:
+    """They have no startup script: they were READY for ever, with exit code 0. There is no ssh server here."""
+    code, text = prompt("tpu", "create", "--zones", A, "--workers-per-zone", 1)
+    assert code == 0, text
+    code, text = prompt("deploy", *TASK, "--gcs-bucket", "b", "--zones", A, *create)
+    assert code == 1, text
+    assert "tpu-us-central1-a-0: created without spile's startup script; the worker is started over ssh" in text
+    assert "tpu-us-central1-a-0 in us-central1-a: failed" in text
+
+
+def test_gclouds_own_words_for_a_machine(world: World, prompt: Prompt) -> None:
+    """``--version V`` printed spile's version and ended with 0; a queued resource without a tier was preemptible."""
+    code, text = prompt("tpu", "create", "--zones", A, "--name", "my-tpu", "--version", "v2-alpha-tpuv5")
+    assert (code, "v3-8, preemptible" in text) == (0, True), text
+    (raw,) = world.cloud.cloud.nodes(A)
+    assert (raw["name"].rpartition("/")[2], raw["runtimeVersion"]) == ("my-tpu", "v2-alpha-tpuv5")
+    code, text = prompt(
+        "tpu", "create", "--zones", B, "--queued", "--node-prefix", "q", "--version=tpu-ubuntu2204-base"
+    )
+    assert (code, "v3-8, on demand" in text) == (0, True), text
+    (raw,) = world.cloud.cloud.nodes(B)
+    assert not raw["schedulingConfig"].get("preemptible")

@@ -167,7 +167,7 @@ def test_what_stands_in_the_queue_is_seen(spile, client: CloudTpu, fake: FakeClo
     fake.admin("stock", {"zone": A, "available": False})
     words = ("--zones", A, "--tpu-type", "v4-8", "--queued", "--node-prefix", "s", "--node-count", "2", "--async")
     code, text = spile("tpu", "create", *words, "--queued-id", "mine")
-    assert (code, text) == (0, "mine in us-central1-a: asked for: 2 nodes s-0 …\n")
+    assert (code, text) == (0, "v4-8, on demand\nmine in us-central1-a: asked for: 2 nodes s-0 …\n")
     while client.queued(A)[0].state.value != "WAITING_FOR_RESOURCES":
         time.sleep(0.02)
     code, text = spile("tpu", "status", "--zones", A)

@@ -341,7 +341,7 @@ def _launch(client: CloudTpu, home: FleetHome, fleet: FleetSpec, steps: DeployFl
     """The machines, and the workers on them."""
     from spile.cli.shell.healing import adjusted, watch_fleet
     from spile.fleet import manage
-    from spile.fleet.deploy import launch_over_ssh, launch_waiting
+    from spile.fleet.deploy import launch_over_ssh, list_existing, prepare_bare_machines
     from spile.fleet.pins import pin_machines
     from spile.hosts.hosts import Access
 
@@ -349,18 +349,23 @@ def _launch(client: CloudTpu, home: FleetHome, fleet: FleetSpec, steps: DeployFl
     ssh = steps.launch == "ssh" or bool(steps.adopt)
     if steps.adopt:
         results = manage.adopt(client, fleet, steps.adopt)
+    bare = [] if ssh else prepare_bare_machines(client, fleet, home.folder.url)
     untold = pin_machines(client, fleet, home.folder.url)
     made_here = ssh or not steps.monitor  # else the monitor makes them, and heals meanwhile
     if steps.create_tpus and not steps.adopt and made_here:
         results = create_machines(client, home, fleet, console)
     elif not ssh and not steps.monitor:
-        results = launch_waiting(client, fleet, home.folder.url)
-    if ssh:
+        results = list_existing(client, fleet)
+    if ssh or bare:
+        if bare:
+            line = "created without spile's startup script; the worker is started over ssh"
+            console.print(f"{', '.join(bare)}: {line}", markup=False)
         access = Access(user=steps.user, key=steps.ssh_key)
-        results = [result for result in results if result.bad]
+        results = [each for each in results if (each.bad if ssh else each.name not in bare)]
         results += launch_over_ssh(
-            client, fleet, home.folder.url, access, internal_ip=steps.internal_ip, force=steps.force
-        )
+            client, fleet, home.folder.url, access, only=None if ssh else bare, internal_ip=steps.internal_ip,
+            force=steps.force,
+        )  # fmt: skip
     code = print_results(console, [*results, *untold])
     if steps.monitor:
         adjust = adjusted(steps.interval, steps.keep_finished)

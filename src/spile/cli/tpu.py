@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
@@ -45,15 +46,21 @@ def create(
     queued_id: Annotated[
         str | None, Parameter(help="With --node-prefix: the resource's own name. [default: the prefix]")
     ] = None,
+    name: Annotated[str | None, Parameter(help="Create one machine with exactly this name, in one zone.")] = None,
     wait: Annotated[bool, _WAIT] = True,
 ) -> int:
-    """Make ``tpu-{zone}-{n}`` in every zone, in parallel. What is there already stays."""
+    """Create ``tpu-{zone}-{n}`` in every zone, in parallel, or one machine by --name. Existing machines stay."""
     from spile.fleet import manage
     from spile.fleet.cloud_tpu import check_place
     from spile.fleet.manage import slice_secret
+    from spile.fleet.spec import Worker
 
     client = place.client()
     fleet = machines.fleet(place, client.project)
+    if name is not None:
+        if len(fleet.zones) > 1 or machines.workers_per_zone is not None or node_prefix:
+            raise SpecError("--name", expected="one zone, no --workers-per-zone and no --node-prefix", found=repr(name))
+        fleet = replace(fleet, workers=(Worker(0, name, fleet.zones[0]),))
     if node_prefix and not machines.queued:
         raise SpecError("--node-prefix", expected="--queued beside it", found="--node-prefix alone")
     if queued_id and not node_prefix:
@@ -61,6 +68,7 @@ def create(
     for zone in fleet.zones:
         check_place(client, zone, fleet.machine.accelerator_type)
     console = _console()
+    console.print(f"{fleet.machine.accelerator_type}, {fleet.tier}", markup=False)
     if node_prefix:
         results = manage.queue(client, fleet, node_prefix, node_count, name=queued_id)
         code = print_results(console, results)

@@ -7,7 +7,7 @@ import secrets
 import shlex
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +24,7 @@ from spile.fleet.install import build_wheel
 from spile.fleet.manage import NodeResult, hosts_of, list_nodes, slice_secret
 from spile.fleet.monitor import machine_metadata, startup_script
 from spile.fleet.pins import REQUIREMENTS, machine_requirements, sha256
-from spile.fleet.provider import NodeState, Provider
+from spile.fleet.provider import Life, NodeState, Provider
 from spile.fleet.spec import FleetSpec, owns
 from spile.hosts.hosts import Access, Host
 from spile.hosts.run import launch
@@ -55,9 +55,10 @@ __all__ = [
     "existing_streams",
     "fleet_bucket",
     "launch_over_ssh",
-    "launch_waiting",
+    "list_existing",
     "local_streams",
     "place_of",
+    "prepare_bare_machines",
     "prepare_streams",
     "publish",
     "refuse_at_work",
@@ -373,23 +374,36 @@ def _former_zones(home: FleetHome, fleet: FleetSpec) -> tuple[str, ...]:
     return tuple(sorted({*before.zones, *before.former_zones} - {*fleet.zones}))
 
 
-def launch_waiting(provider: Provider, fleet: FleetSpec, home: str) -> list[NodeResult]:
-    """Machines that are there: those with our startup script notice the deployment; others need ssh or a reboot."""
-    results = []
+def prepare_bare_machines(provider: Provider, fleet: FleetSpec, home: str) -> list[str]:
+    """Return the fleet's machines that were created without spile's startup script, and give it to them.
+
+    The script in their metadata counts from their next boot on. Until then they have to be launched over ssh.
+    """
+    names = {worker.name for worker in fleet.workers}
+    bare = []
+    for node in list_nodes(provider, fleet.zones):
+        if node.name not in names or not owns(fleet.name, node) or node.metadata.get("spile-home") == home:
+            continue
+        if node.state.life is not Life.ALIVE:
+            continue
+        wanted = machine_metadata(home, node.name, startup_script(), sha256(fleet.to_json()))
+        kept = {key: node.metadata[key] for key in slice_secret() if key in node.metadata}  # Its hosts may use it.
+        provider.set_metadata(node.zone, node.name, {**node.metadata, **wanted, **kept})
+        bare.append(node.name)
+    return bare
+
+
+def list_existing(provider: Provider, fleet: FleetSpec) -> list[NodeResult]:
+    """Return a result for each worker: its machine takes the deployment by itself, or there is none."""
     nodes = {node.name: node for node in list_nodes(provider, fleet.zones) if owns(fleet.name, node)}
+    results = []
     for worker in fleet.workers:
         node = nodes.get(worker.name)
         if node is None:
-            detail = "there is no such machine of this fleet; make it with --create-tpus, or let --monitor make it"
+            detail = "there is no such machine of this fleet; create it with --create-tpus or --monitor"
             results.append(NodeResult(worker.name, worker.zone, "failed", detail))
-        elif node.metadata.get("spile-home") == home:
-            results.append(NodeResult(worker.name, node.zone, "there already", "it takes this deployment by itself"))
         else:
-            wanted = machine_metadata(home, worker.name, startup_script(), sha256(fleet.to_json()))
-            kept = {key: node.metadata[key] for key in slice_secret() if key in node.metadata}  # its hosts may use it
-            provider.set_metadata(node.zone, node.name, {**node.metadata, **wanted, **kept})
-            detail = "it was made without spile's startup script: pass --launch ssh (from its next boot on it has it)"
-            results.append(NodeResult(worker.name, node.zone, "failed", detail))
+            results.append(NodeResult(worker.name, node.zone, "there already", "it takes this deployment by itself"))
     return results
 
 
@@ -404,10 +418,27 @@ def _script(text: str, home: str, host: Host, zone: str, pin: str, force: bool) 
 
 
 def launch_over_ssh(
-    provider: Provider, fleet: FleetSpec, home: str, access: Access, *, internal_ip: bool = False, force: bool = False
+    provider: Provider,
+    fleet: FleetSpec,
+    home: str,
+    access: Access,
+    *,
+    only: Collection[str] | None = None,
+    internal_ip: bool = False,
+    force: bool = False,
 ) -> list[NodeResult]:
-    """Run the startup script on every host of every machine that is READY, all at once."""
-    names = {worker.name for worker in fleet.workers}
+    """Run the startup script on every host of every machine that is READY, all at once.
+
+    Args:
+        provider: The cloud.
+        fleet: The deployed fleet.
+        home: The URL of the fleet's folder.
+        access: How to log in.
+        only: The names of the machines; None for all of the fleet.
+        internal_ip: Whether to connect to internal addresses.
+        force: Whether to install again.
+    """
+    names = {worker.name for worker in fleet.workers if only is None or worker.name in only}
     nodes = [node for node in list_nodes(provider, fleet.zones) if owns(fleet.name, node) and node.name in names]
     ready = [node for node in nodes if node.state is NodeState.READY]
     results = [

@@ -131,6 +131,10 @@ class WorkerHistory:
     """When that one was created."""
     coming: float = 0.0
     """Since when its machine has been on its way; 0 when it is not."""
+    without: float = 0.0
+    """Since when it has had no machine; 0 if it has one or needs none."""
+    alarmed: bool = False
+    """Whether that is longer than ``Policy.no_machine_alarm``."""
     last_dead: str = ""
     """The machine whose end was counted last."""
     preemptions: int = 0

@@ -599,7 +599,7 @@ def _best(nodes: list[Node]) -> Node | None:
     return min(nodes, key=lambda node: (node.state.life is not Life.ALIVE, node.created), default=None)
 
 
-Kind = Literal["given up", "budget", "stopped", "finished", "silent"]
+Kind = Literal["given up", "budget", "stopped", "finished", "silent", "no machine"]
 Event = tuple[Kind, str]
 _SECONDS = 10.0
 
@@ -617,6 +617,12 @@ def events_between(fleet: FleetSpec, before: History, after: History) -> Iterato
         old, new = past_of(before, worker), past_of(after, worker)
         if new.gave_up and not old.gave_up:
             yield "given up", f"{worker.name} is given up: {new.gave_up}"
+        if new.alarmed and not old.alarmed:
+            minutes = fleet.policy.no_machine_alarm / 60
+            yield (
+                "no machine",
+                f"{worker.name} has had no machine for {minutes:.0f} minutes: {new.note or 'no reason known'}",
+            )
         if new.silences > old.silences:
             yield "silent", f"{worker.name} is silent and is replaced: {new.lost}"
     if after.stopped and not before.stopped:
@@ -643,5 +649,5 @@ def send(fleet: FleetSpec, events: Sequence[Event], now: float) -> list[str]:
             try:
                 urllib.request.urlopen(request, timeout=_SECONDS).close()  # noqa: S310  (checked at deploy)
             except (OSError, ValueError) as error:
-                troubles.append(f"nobody was told at {urlsplit(url).hostname}: {error}")
+                troubles.append(f"could not notify {urlsplit(url).hostname}: {error}")
     return troubles

@@ -145,6 +145,7 @@ def update_history(look: FleetCase) -> History:
         past = _verdicts(case.knowing(past))
         if not past.finished and not history.stopped:
             past = _deaths(case.knowing(past))
+        past = _without_machine(case.knowing(past))
         name = case.worker.name
         if not case.nodes and (past.zone, name) in observed.foreign:
             past = replace(past, note=f"{name} in {past.zone} is a machine that is not of this fleet")
@@ -152,6 +153,14 @@ def update_history(look: FleetCase) -> History:
     history = _bills(replace(look, history=replace(history, workers=workers, blocks=blocks)))
     # Worked out anew each time, so that a budget that is raised lets the fleet go on.
     return replace(history, stopped=fleet.policy.stop or _spent(fleet.policy.budget, history.dollars))
+
+
+def _without_machine(case: WorkerCase) -> WorkerHistory:
+    """Remember since when a worker that needs a machine has none, and whether that is too long."""
+    past = case.past
+    missing = not (case.nodes or past.finished or past.gave_up or case.history.stopped)
+    since = (past.without or case.now) if missing else 0.0
+    return past.with_facts(without=since, alarmed=missing and case.now - since >= case.policy.no_machine_alarm)
 
 
 def _spent(budget: float | None, dollars: float) -> str:
@@ -202,6 +211,8 @@ def _failed(case: WorkerCase, pending: Pending, error: SpileError) -> tuple[Work
     if pending.verb == "delete":
         return replace(past, retry_at=now + delay(fleet.policy, worker.id, 1)), None
     if isinstance(error, Quota):
+        zone = next_zone(fleet, pending.zone, {*case.full_zones, pending.zone})
+        past = replace(past, zone=zone, used=tuple(dict.fromkeys([*past.used, zone])))
         return past, ZoneBlock(now + fleet.policy.quota_retry, error.line())
     failures = past.failures + 1
     past = replace(past, failures=failures, retry_at=now + delay(fleet.policy, worker.id, failures))
@@ -507,5 +518,6 @@ def _make(case: WorkerCase) -> Iterator[Action]:
     if past.preemptions or past.silences or past.crashes:
         reason += f" (preempted {past.preemptions}, silent {past.silences}, crashed {past.crashes} times)"
     if zone != worker.zone:
-        reason += f"; {worker.zone} had no capacity {past.stockouts} times"
+        times = f"capacity {past.stockouts} times" if past.stockouts else "quota"
+        reason += f"; {worker.zone} had no {times}"
     yield Action("create", worker.id, zone, worker.name, reason)

@@ -174,6 +174,17 @@ class FleetSpec:
         return self.run.get("max_samples")
 
     @property
+    def tier(self) -> str:
+        """How the machines are paid for, in words."""
+        tiers = {
+            "best effort": self.best_effort,
+            "spot": self.machine.spot,
+            "preemptible": self.machine.preemptible,
+            "reserved": self.machine.reserved,
+        }
+        return next((name for name, is_set in tiers.items() if is_set), "on demand")
+
+    @property
     def price(self) -> float:
         """The dollars per hour of one machine; 0 if the price is not known."""
         cheap = self.machine.preemptible or self.machine.spot or self.best_effort

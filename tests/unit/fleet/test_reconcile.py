@@ -8,6 +8,7 @@ import pytest
 
 from spile.errors import SpecError
 from spile.fleet.history import History, Observed, Pending, Pulse, WorkerHistory, ZoneBlock, spec_zones
+from spile.fleet.monitor import events_between
 from spile.fleet.provider import (
     LostReply,
     Missing,
@@ -245,7 +246,37 @@ def test_quota_stops_the_zone_and_says_so() -> None:
     )
     assert history.blocks[A].why == "no quota to create: found Limit: 0"
     assert turn(fleet, see(), history, NOW + 60)[1] == ()
-    assert words(turn(fleet, see(), history, NOW + 1801)[1]) == [("create", 0, A), ("create", 1, B)], "no zone change"
+    assert words(turn(fleet, see(), history, NOW + 1801)[1]) == [("create", 0, B), ("create", 1, B)]
+
+
+def test_a_zone_without_quota_is_left_for_another() -> None:
+    history, actions = turn(a_fleet(), see())
+    refused = Quota("no quota to create", found="Limit: 0")
+    history = record(a_fleet(), history, [(actions[0], ActionOutcome(error=refused))], NOW)
+    _, actions = turn(a_fleet(), see(a_node(1), pulses={1: fresh()}), history, NOW + 60)
+    assert words(actions) == [("create", 0, B)]
+    assert "us-central1-a had no quota" in actions[0].reason
+    stays = a_fleet(move=False)
+    history, actions = turn(stays, see())
+    history = record(stays, history, [(actions[0], ActionOutcome(error=refused))], NOW)
+    assert turn(stays, see(a_node(1), pulses={1: fresh()}), history, NOW + 60)[1] == (), "unless it may not move"
+
+
+def test_a_worker_without_a_machine_for_long_is_reported_once() -> None:
+    fleet = a_fleet()
+
+    def later(history: History | None, now: float, *nodes: Node) -> History:
+        return turn(fleet, see(a_node(1), *nodes, pulses={1: Pulse(now - 10, Phase.RUNNING)}), history, now)[0]
+
+    before = later(None, NOW)
+    assert before.workers[0].without == NOW
+    after = later(before, NOW + 1799)
+    assert list(events_between(fleet, before, after)) == []
+    late = later(after, NOW + 1801)
+    assert [kind for kind, _ in events_between(fleet, after, late)] == ["no machine"]
+    assert list(events_between(fleet, late, later(late, NOW + 1900))) == []
+    there = later(late, NOW + 1901, a_node(0, NodeState.CREATING))
+    assert (there.workers[0].without, there.workers[0].alarmed) == (0.0, False)
 
 
 def test_a_machine_that_goes_gives_quota_back() -> None:

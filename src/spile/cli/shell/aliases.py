@@ -159,7 +159,7 @@ def modern(words: list[str], environment: Mapping[str, str]) -> list[str]:
         kept = {"--activations-dir"}  # there it has a meaning of its own, beside --output-dir for answers
         ours = _renamed(given, {old: new for old, new in FLAGS.items() if old not in kept})
     else:
-        ours = _renamed(_without_answers(given, command), FLAGS)
+        ours = _renamed(_without_answers(_runtime_version(given, command), command), FLAGS)
     return ours + _from_variables(command, ours, environment) + words[end:]
 
 
@@ -190,6 +190,18 @@ def _dashed(word: str) -> str:
         return word
     name, equals, value = word.partition("=")
     return name.replace("_", "-").lower() + equals + value
+
+
+def _runtime_version(words: list[str], command: str) -> list[str]:
+    """Read ``--version V`` of a command that creates machines as gcloud does: the version of the TPU's software."""
+    if command not in ("tpu", "deploy"):
+        return words
+    renamed = list(words)
+    for place, word in enumerate(words):
+        followed = place + 1 < len(words) and not words[place + 1].startswith("-")
+        if word.startswith("--version=") or (word == "--version" and followed):
+            renamed[place] = "--runtime-version" + word.removeprefix("--version")
+    return renamed
 
 
 def _without_answers(words: list[str], command: str) -> list[str]:

@@ -68,7 +68,14 @@ class MachineFlags:
         str | None,
         flag(_MACHINE, "v3-8, v5litepod-8, v5e:2x4, …; a slice of many hosts is one worker. [default: v3-8]"),
     ] = None
-    preemptible: Annotated[bool, flag(_MACHINE, "Cheap, taken back at any time, 24 hours at most.")] = True
+    preemptible: Annotated[
+        bool | None,
+        flag(
+            _MACHINE,
+            "Cheaper machines that can be preempted at any time and live at most 24 hours. [default: yes; with "
+            "--queued on demand, as in gcloud]",
+        ),
+    ] = None
     spot: Annotated[bool, flag(_MACHINE, "Like preemptible, without the 24 hours.", negative="")] = False
     reserved: Annotated[bool, flag(_MACHINE, "From the project's reservation.", negative="")] = False
     best_effort: Annotated[bool, flag(_MACHINE, "Queued: preemptible capacity.", negative="")] = False
@@ -97,7 +104,7 @@ class MachineFlags:
         request = NodeRequest(
             accelerator_type=machine.name,
             runtime_version=self.runtime_version or default_runtime(machine),
-            preemptible=self.preemptible and plain,
+            preemptible=plain and (not self.queued if self.preemptible is None else self.preemptible),
             spot=self.spot,
             reserved=self.reserved,
             network=self.network,
