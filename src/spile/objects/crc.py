@@ -17,7 +17,6 @@ from typing_extensions import Buffer
 __all__ = [
     "CHUNK",
     "ChunkedCrc",
-    "brief_crc32c",
     "combine",
     "crc32c",
     "fold",
@@ -38,11 +37,6 @@ _POLYNOMIAL = 0x82F63B78
 def crc32c(data: Buffer, value: int = 0) -> int:
     """Return the checksum of ``data``, or, given the checksum of earlier bytes, of those followed by ``data``."""
     return int(_crc32c(data, value))
-
-
-def brief_crc32c(data: Buffer, value: int = 0) -> int:
-    """Return the checksum of up to about 100 KiB, without releasing the interpreter lock, which would take longer."""
-    return int(_crc32c(data, value, 0))
 
 
 def to_hex(value: int) -> str:
