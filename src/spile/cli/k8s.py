@@ -46,6 +46,20 @@ class KubernetesFlags:
     volume: Annotated[list[str] | None, flag(_CLUSTER, "A claim that is mounted, /data=my-claim.", negative="")] = None
     node_selector: Annotated[list[str] | None, flag(_CLUSTER, "A node's label, key=value.", negative="")] = None
     queue: Annotated[str | None, flag(_CLUSTER, "A LocalQueue of Kueue.")] = None
+    disk_gb: Annotated[int, flag(_CLUSTER, "Ephemeral storage that each pod requests, in GB.")] = 50
+    cache_claim: Annotated[
+        str | None, flag(_CLUSTER, "A claim that keeps models between pods. [default: a folder of each pod]")
+    ] = None
+    pull_secret: Annotated[
+        list[str] | None, flag(_CLUSTER, "A secret with which the image is pulled.", negative="")
+    ] = None
+    toleration: Annotated[
+        list[str] | None, flag(_CLUSTER, "A taint that pods tolerate: key=value:NoSchedule.", negative="")
+    ] = None
+    keep_hours: Annotated[int, flag(_CLUSTER, "Hours after which a finished job is deleted.")] = 168
+    privileged: Annotated[
+        bool, flag(_CLUSTER, "Run TPU pods with all privileges, for GKE before 1.28.", negative="")
+    ] = False
 
     def described(self, flags: ExtractFlags, cluster: ClusterFlags) -> KubernetesJob:
         """The job for Kubernetes."""
@@ -68,6 +82,12 @@ class KubernetesFlags:
             volumes=volumes,
             node_selector=pairs("--node-selector", self.node_selector, "key=value"),
             queue=self.queue,
+            disk_gb=self.disk_gb,
+            cache_claim=self.cache_claim,
+            pull_secrets=tuple(self.pull_secret or ()),
+            tolerations=tuple(self.toleration or ()),
+            keep_hours=self.keep_hours,
+            privileged=self.privileged,
             jobset=self.jobset,
         )
 

@@ -1,4 +1,16 @@
-"""The run as Kubernetes manifests: an Indexed Job, or a Job or JobSet for each slice of several hosts."""
+"""The run as Kubernetes manifests: one Indexed Job, or one Job or JobSet for each slice of several hosts.
+
+Pods fit the Pod Security standard "restricted", except on TPUs, whose driver needs root and locked memory. How pods
+fail and what that costs:
+
+    a pod ends because                                   the Job
+    its node is preempted, drained or lost               starts a new pod, not counted
+    it was asked to stop (exit code 130 or 143)          the same
+    another worker owns the stream (3)                   the same
+    another host of its slice was lost (LOST_HOST)       the same
+    of a mistake in the flags or the data (2)            fails: the index, the Job or the JobSet
+    of any other error                                   starts a new pod, ``retries`` times
+"""
 
 from __future__ import annotations
 
@@ -9,31 +21,50 @@ from typing import Any
 
 import yaml
 
-from spile.errors import Fenced, SpecError, UserError
-from spile.launch.engines import ClusterJob
+from spile.errors import Fenced, Interrupted, SpecError, UserError
+from spile.launch.engines import ClusterJob, refuse_control_characters
 from spile.plan.machines import Machine
 
-__all__ = [
-    "INDEX",
-    "KubernetesJob",
-    "SecretKey",
-    "manifests",
-    "to_yaml",
-]
-
+__all__ = ["INDEX", "KubernetesJob", "SecretKey", "manifests", "to_yaml"]
 
 INDEX = "JOB_COMPLETION_INDEX"
-"""What Kubernetes sets in each pod of an Indexed Job, and expands in a command."""
+"""The variable that Kubernetes sets in each pod of an Indexed Job, and expands in a command."""
 CONTAINER = "spile"
+LOST_HOST = 4
+"""The exit code of a worker that ends because another host of its slice is gone, set by LOST_HOST_EXIT_CODE."""
 _GPU = "nvidia.com/gpu"
 _TPU = "google.com/tpu"
 _GKE = "cloud.google.com"
+_NODE_POOL = f"{_GKE}/gke-nodepool"
+_JOB_NAME = "batch.kubernetes.io/job-name"
+_USER = 1000
+"""The user of the image."""
+_CACHE = "/cache"
+"""Where models and compiled programs are kept: a claim, or a folder of the pod."""
+_SHARED_MEMORY = "8Gi"
+_CPUS, _MEMORY_GB = 2, 8
+"""Requests if none are given. A pod without requests is evicted first."""
+_LOCKED_MEMORY = "68719476736"
+"""KiB of locked memory that libtpu wants, by GKE's documentation of TPU pods without privileges."""
 _NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
+_TOLERATION = re.compile(r"([\w./-]+)(?:=([\w.-]+))?:(NoSchedule|NoExecute|PreferNoSchedule)", re.ASCII)
+
+_LOOP = """\
+stopping=
+trap 'stopping=1; kill -TERM $! 2> /dev/null' TERM
+for stream in {streams}; do
+  [ -z "$stopping" ] || exit 130
+  "$@" --stream "$stream" &
+  while kill -0 $! 2> /dev/null; do wait $!; done
+  wait $! || exit $?
+done
+"""
+"""The streams of one slice, one after the other. SIGTERM goes to the worker, because bash is the first process."""
 
 
 @dataclass(frozen=True)
 class SecretKey:
-    """One key of a secret of the cluster, as a variable: a manifest never holds the secret itself."""
+    """One key of a secret of the cluster, as a variable. A manifest never contains the secret itself."""
 
     variable: str
     secret: str
@@ -41,7 +72,7 @@ class SecretKey:
 
     @classmethod
     def parse(cls, text: str) -> SecretKey:
-        """``HF_TOKEN=huggingface/token``."""
+        """Parse ``HF_TOKEN=huggingface/token``."""
         match = re.fullmatch(r"([A-Za-z_]\w*)=([a-z0-9][a-z0-9.-]*)/([\w.-]+)", text, re.ASCII)
         if match is None:
             raise SpecError("--secret", expected="VARIABLE=secret/key", found=repr(text))
@@ -50,66 +81,114 @@ class SecretKey:
 
 @dataclass(frozen=True)
 class KubernetesJob:
-    """The job, and what the cluster calls things."""
+    """The job with the options of the cluster."""
 
     job: ClusterJob
     image: str
     namespace: str | None = None
     service_account: str | None = None
     machine: Machine | None = None
-    """A TPU slice, on GKE."""
+    """A TPU slice on GKE."""
     gpus: int = 0
     gpu_type: str | None = None
-    """GKE's name: ``nvidia-l4``; elsewhere ``node_selector`` says it."""
+    """GKE's name, such as ``nvidia-l4``; on other clusters use ``node_selector``."""
     spot: bool = False
     secrets: tuple[SecretKey, ...] = ()
     volumes: Mapping[str, str] = field(default_factory=dict)
-    """Claims by where they are mounted."""
+    """Persistent volume claims by mount path."""
     node_selector: Mapping[str, str] = field(default_factory=dict)
     queue: str | None = None
     """A LocalQueue of Kueue."""
     jobset: bool = False
+    disk_gb: int = 50
+    """Ephemeral storage that each pod requests: models, compiled programs and shards in flight."""
+    cache_claim: str | None = None
+    """A claim that keeps models between pods; None: a folder of each pod."""
+    pull_secrets: tuple[str, ...] = ()
+    tolerations: tuple[str, ...] = ()
+    """``key=value:NoSchedule``, or ``key:NoSchedule`` for any value."""
+    keep_hours: int = 168
+    """Hours after which a finished job is deleted."""
+    privileged: bool = False
+    """Run TPU pods with all privileges, as GKE before 1.28 needs it."""
 
     def __post_init__(self) -> None:
         if not self.image or " " in self.image:
             raise SpecError("--image", expected="an image that the cluster can pull", found=repr(self.image))
-        if self.gpus < 0:
-            raise SpecError("--gpus", expected="0 or more", found=str(self.gpus))
+        for flag, value, least in (
+            ("--gpus", self.gpus, 0),
+            ("--disk-gb", self.disk_gb, 1),
+            ("--keep-hours", self.keep_hours, 0),
+        ):
+            if value < least:
+                raise SpecError(flag, expected=f"{least} or more", found=str(value))
         if self.gpus and self.machine is not None:
             raise SpecError("two kinds of accelerators", expected="--topology or --gpus", found="both")
         if self.gpu_type is not None and not self.gpus:
             raise SpecError("--gpu-type", expected="--gpus N beside it", found="no --gpus")
         if self.jobset and self.job.hosts == 1:
             raise SpecError("--jobset", expected="a slice of many hosts", found="one host", fix="leave it out")
+        if self.privileged and self.machine is None:
+            raise SpecError("--privileged", expected="--topology beside it", found="no TPUs", fix="leave it out")
         for path in self.volumes:
             if not path.startswith("/"):
                 raise SpecError("--volume", expected="/path=claim", found=repr(path))
-        names = [("--namespace", self.namespace), ("--service-account", self.service_account), ("--queue", self.queue)]
-        for flag, name in [*names, *(("--volume", claim) for claim in self.volumes.values())]:
+        for text in self.tolerations:
+            if not _TOLERATION.fullmatch(text):
+                raise SpecError("--toleration", expected="key=value:NoSchedule or key:NoSchedule", found=repr(text))
+        self._check_names()
+
+    def _check_names(self) -> None:
+        named = [
+            ("--namespace", self.namespace),
+            ("--service-account", self.service_account),
+            ("--queue", self.queue),
+            ("--cache-claim", self.cache_claim),
+            *(("--volume", claim) for claim in self.volumes.values()),
+            *(("--pull-secret", name) for name in self.pull_secrets),
+        ]
+        for flag, name in named:
             if name is not None and not _NAME.fullmatch(name):
                 expected = "a name of the cluster's: small letters, digits, dots and dashes"
                 raise SpecError(flag, expected=expected, found=repr(name))
+        texts = [("--image", self.image), ("--gpu-type", self.gpu_type or "")]
+        texts += [("--volume", path) for path in self.volumes]
+        texts += [("--node-selector", text) for pair in self.node_selector.items() for text in pair]
+        for flag, text in texts:
+            refuse_control_characters(flag, text)
 
 
 def manifests(job: KubernetesJob) -> list[dict[str, Any]]:
-    """What ``kubectl apply`` takes, in order."""
-    if job.job.hosts == 1:
+    """Return what ``kubectl apply`` takes, in order."""
+    run = job.job
+    if run.hosts == 1:
         return [_indexed_job(job)]
+    slices = [run.streams[number :: run.at_once] for number in range(run.at_once)]
     if job.jobset:
-        return [_jobset(job, stream) for stream in job.job.streams]
-    return [_service(job), *(_slice_job(job, stream) for stream in job.job.streams)]
+        return [_jobset(job, streams) for streams in slices]
+    return [_service(job), *(_slice_job(job, streams) for streams in slices)]
 
 
 def to_yaml(job: KubernetesJob) -> str:
-    """As a file, with what to do with it on top; the same for the same flags."""
+    """Return the manifests as a file, with what to do with it on top. The same flags give the same text."""
     run = job.job
     watch = f"spile monitor {run.root}"
     head = [
         f"# {len(run.streams)} streams, {run.at_once} at once{_on(job)}. kubectl apply -f THIS; watch with: {watch}",
-        "# Apply it again, under any name, to go on: what is committed is not done again.",
+        "# Apply it again, under any name, to continue: what is committed is not done again.",
     ]
-    text: str = yaml.safe_dump_all(manifests(job), sort_keys=False, width=10_000, allow_unicode=True)
+    text: str = yaml.dump_all(manifests(job), Dumper=_Dumper, sort_keys=False, width=10_000, allow_unicode=True)
     return "\n".join(head) + "\n" + text
+
+
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # yaml has no types
+    """Writes text of several lines, such as a script, line by line."""
+
+    def represent_text(self, text: str) -> Any:
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
 
 
 def _on(job: KubernetesJob) -> str:
@@ -118,27 +197,35 @@ def _on(job: KubernetesJob) -> str:
     return f", each with {job.gpus} GPUs on {job.job.hosts} hosts" if job.gpus else ""
 
 
+def _literal(text: str) -> str:
+    """Escape text for a command or a variable: the kubelet would expand ``$(NAME)``, secrets included."""
+    return text.replace("$", "$$")
+
+
 def _labels(job: KubernetesJob) -> dict[str, str]:
     return {"app.kubernetes.io/name": "spile", "app.kubernetes.io/instance": job.job.name}
 
 
-def _metadata(job: KubernetesJob, name: str, **more: str) -> dict[str, Any]:
+def _metadata(job: KubernetesJob, name: str, **annotations: str) -> dict[str, Any]:
     labels = _labels(job)
     if job.queue is not None:
         labels["kueue.x-k8s.io/queue-name"] = job.queue
     found: dict[str, Any] = {"name": name}
     if job.namespace is not None:
         found["namespace"] = job.namespace
-    return {**found, "labels": labels, **({"annotations": more} if more else {})}
+    return {**found, "labels": labels, **({"annotations": annotations} if annotations else {})}
 
 
-def _failure_policy() -> dict[str, Any]:
-    """A disruption is nobody's error; a mistake is not worth another try; a fenced worker waits for its turn."""
+# -- jobs -------------------------------------------------------------------------------------------------------------
+
+
+def _failure_policy(mistake: str) -> dict[str, Any]:
+    """Return the podFailurePolicy; ``mistake`` is the action for exit code 2."""
     return {
         "rules": [
             {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-            {"action": "FailIndex", "onExitCodes": _codes(UserError.exit_code)},
-            {"action": "Ignore", "onExitCodes": _codes(Fenced.exit_code)},
+            {"action": mistake, "onExitCodes": _codes(UserError.exit_code)},
+            {"action": "Ignore", "onExitCodes": _codes(Fenced.exit_code, LOST_HOST, Interrupted.exit_code, 143)},
         ]
     }
 
@@ -153,7 +240,7 @@ def _indexed_job(job: KubernetesJob) -> dict[str, Any]:
         raise SpecError(
             "streams of a Kubernetes job", expected="0, 1, 2, … without a gap", found=f"{len(run.streams)} others"
         )
-    words = [*run.words, "--stream", f"$({INDEX})", "--num-processes", "1"]
+    words = [*map(_literal, run.words), "--stream", f"$({INDEX})", "--num-processes", "1"]
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
@@ -164,61 +251,79 @@ def _indexed_job(job: KubernetesJob) -> dict[str, Any]:
             "parallelism": run.at_once,
             "backoffLimitPerIndex": run.retries,
             "podReplacementPolicy": "Failed",
-            "podFailurePolicy": _failure_policy(),
+            "podFailurePolicy": _failure_policy("FailIndex"),
+            "ttlSecondsAfterFinished": job.keep_hours * 3600,
             "template": _template(job, words),
         },
     }
 
 
-def _slice_spec(job: KubernetesJob, stream: int, coordinator: str, subdomain: str | None) -> dict[str, Any]:
-    """All hosts of a slice: they start together, and one's failure ends the others by itself."""
+def _slice_spec(job: KubernetesJob, streams: tuple[int, ...], coordinator: str) -> dict[str, Any]:
+    """Return a Job in which all hosts of a slice work on its streams, one stream after the other."""
     run = job.job
-    words = [*run.words, "--stream", str(stream), "--num-processes", str(run.hosts)]
-    words += ["--process-id", f"$({INDEX})", "--coordinator-address", coordinator]
+    place = ["--num-processes", str(run.hosts), "--process-id", f"$({INDEX})", "--coordinator-address", coordinator]
+    words = [*map(_literal, run.words)]
+    if len(streams) == 1:
+        words += ["--stream", str(streams[0]), *place]
+    else:
+        loop = _LOOP.format(streams=" ".join(map(str, streams)))
+        words = ["/bin/bash", "-c", _literal(loop), "spile", *words, *place]
     return {
         "completionMode": "Indexed",
         "completions": run.hosts,
         "parallelism": run.hosts,
-        "backoffLimit": run.retries * run.hosts,
+        "backoffLimit": run.retries,
         "podReplacementPolicy": "Failed",
-        "podFailurePolicy": {
-            "rules": [
-                {**rule, "action": "FailJob"} if rule["action"] == "FailIndex" else rule
-                for rule in _failure_policy()["rules"]
-            ]
-        },
-        "template": _template(job, words, subdomain),
+        "podFailurePolicy": _failure_policy("FailJob"),
+        "template": _template(job, words),
     }
 
 
-def _slice_job(job: KubernetesJob, stream: int) -> dict[str, Any]:
-    name = f"{job.job.name}-{stream}"
-    return {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": _metadata(job, name),
-        "spec": _slice_spec(job, stream, f"{name}-0.{job.job.name}", job.job.name),
-    }
+def _slice_job(job: KubernetesJob, streams: tuple[int, ...]) -> dict[str, Any]:
+    name = f"{job.job.name}-{streams[0]}"
+    spec = _slice_spec(job, streams, f"{name}-0.{job.job.name}")
+    spec["ttlSecondsAfterFinished"] = job.keep_hours * 3600
+    spec["template"]["spec"]["subdomain"] = job.job.name
+    if job.machine is not None:
+        spec["template"]["spec"]["affinity"] = _one_node_pool(name)
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": _metadata(job, name), "spec": spec}
 
 
-def _jobset(job: KubernetesJob, stream: int) -> dict[str, Any]:
-    """The JobSet controller makes the Service, and starts all hosts of a slice anew when one fails."""
-    name = f"{job.job.name}-{stream}"
-    spec = {**_slice_spec(job, stream, f"{name}-slice-0-0.{name}", None), "backoffLimit": 0}
-    together = {} if job.machine is None else {"alpha.jobset.sigs.k8s.io/exclusive-topology": f"{_GKE}/gke-nodepool"}
+def _one_node_pool(name: str) -> dict[str, Any]:
+    """Keep the pods of one Job in one node pool, which is one slice, and those of other Jobs out of it."""
+
+    def term(operator: str) -> list[dict[str, Any]]:
+        expressions = [
+            {"key": "app.kubernetes.io/name", "operator": "In", "values": ["spile"]},
+            {"key": _JOB_NAME, "operator": operator, "values": [name]},
+        ]
+        return [{"topologyKey": _NODE_POOL, "labelSelector": {"matchExpressions": expressions}}]
+
+    required = "requiredDuringSchedulingIgnoredDuringExecution"
+    return {"podAffinity": {required: term("In")}, "podAntiAffinity": {required: term("NotIn")}}
+
+
+def _jobset(job: KubernetesJob, streams: tuple[int, ...]) -> dict[str, Any]:
+    """Return a JobSet, whose controller creates the Service and restarts all hosts of a slice when one fails."""
+    name = f"{job.job.name}-{streams[0]}"
+    spec = {**_slice_spec(job, streams, f"{name}-slice-0-0.{name}"), "backoffLimit": 0}
+    together = {} if job.machine is None else {"alpha.jobset.sigs.k8s.io/exclusive-topology": _NODE_POOL}
+    # A Job fails with the reason PodFailurePolicy only for a mistake; every other failure restarts the slice.
+    mistake = {"name": "mistake", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
         "metadata": _metadata(job, name, **together),
         "spec": {
-            "failurePolicy": {"maxRestarts": job.job.retries * 10},
+            "failurePolicy": {"maxRestarts": job.job.retries, "rules": [mistake]},
+            "ttlSecondsAfterFinished": job.keep_hours * 3600,
             "replicatedJobs": [{"name": "slice", "replicas": 1, "template": {"spec": spec}}],
         },
     }
 
 
 def _service(job: KubernetesJob) -> dict[str, Any]:
-    """Names for the hosts, which know each other before they are ready."""
+    """Return the headless Service that gives hosts their names, also before they are ready."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -231,25 +336,23 @@ def _service(job: KubernetesJob) -> dict[str, Any]:
     }
 
 
-def _template(job: KubernetesJob, words: list[str], subdomain: str | None = None) -> dict[str, Any]:
-    run = job.job
-    spec: dict[str, Any] = {"restartPolicy": "Never", "terminationGracePeriodSeconds": run.grace}
-    if subdomain is not None:
-        spec["subdomain"] = subdomain
+# -- pods -------------------------------------------------------------------------------------------------------------
+
+
+def _template(job: KubernetesJob, words: list[str]) -> dict[str, Any]:
+    spec: dict[str, Any] = {"restartPolicy": "Never", "terminationGracePeriodSeconds": job.job.grace}
     if job.service_account is not None:
         spec["serviceAccountName"] = job.service_account
+    if job.pull_secrets:
+        spec["imagePullSecrets"] = [{"name": name} for name in job.pull_secrets]
     if selector := _selector(job):
         spec["nodeSelector"] = selector
-    if job.spot:
-        spec["tolerations"] = [
-            {"key": f"{_GKE}/gke-spot", "operator": "Equal", "value": "true", "effect": "NoSchedule"}
-        ]
-    spec["containers"] = [_container(job, words)]
-    if job.volumes:
-        spec["volumes"] = [
-            {"name": f"volume-{number}", "persistentVolumeClaim": {"claimName": claim}}
-            for number, claim in enumerate(job.volumes.values())
-        ]
+    if tolerations := list(_tolerations(job)):
+        spec["tolerations"] = tolerations
+    spec["securityContext"] = _pod_security(job)
+    volumes = list(_volumes(job))
+    spec["containers"] = [_container(job, words, [mount for _, mount in volumes])]
+    spec["volumes"] = [volume for volume, _ in volumes]
     return {"metadata": {"labels": _labels(job)}, "spec": spec}
 
 
@@ -265,39 +368,84 @@ def _selector(job: KubernetesJob) -> dict[str, str]:
     return {**found, **job.node_selector}
 
 
-def _container(job: KubernetesJob, words: list[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {"name": CONTAINER, "image": job.image, "command": words}
-    if env := list(_variables(job)):
-        found["env"] = env
-    found["resources"] = _resources(job)
-    if job.volumes:
-        found["volumeMounts"] = [
-            {"name": f"volume-{number}", "mountPath": path} for number, path in enumerate(job.volumes)
-        ]
-    # The image's user is not root; a TPU's device files are root's.
-    tpu = {"privileged": True, "runAsUser": 0}
-    found["securityContext"] = tpu if job.machine is not None else {"allowPrivilegeEscalation": False}
-    return found
+def _tolerations(job: KubernetesJob) -> Iterator[dict[str, Any]]:
+    if job.spot:
+        yield {"key": f"{_GKE}/gke-spot", "operator": "Equal", "value": "true", "effect": "NoSchedule"}
+    if job.machine is not None or job.gpus:
+        resource = _TPU if job.machine is not None else _GPU
+        yield {"key": resource, "operator": "Exists", "effect": "NoSchedule"}
+    for text in job.tolerations:
+        taint, _, effect = text.rpartition(":")
+        key, _, value = taint.partition("=")
+        equal = {"operator": "Exists"} if not value else {"operator": "Equal", "value": value}
+        yield {"key": key, **equal, "effect": effect}
+
+
+def _pod_security(job: KubernetesJob) -> dict[str, Any]:
+    seccomp = {"seccompProfile": {"type": "RuntimeDefault"}}
+    if job.machine is not None:
+        return {} if job.privileged else seccomp
+    return {"runAsNonRoot": True, "runAsUser": _USER, "runAsGroup": _USER, "fsGroup": _USER, **seccomp}
+
+
+def _container_security(job: KubernetesJob) -> dict[str, Any]:
+    """Return the restricted context; for TPUs, root with the one capability that GKE's documentation asks for."""
+    if job.machine is None:
+        return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    if job.privileged:
+        return {"privileged": True, "runAsUser": 0}
+    capabilities = {"drop": ["ALL"], "add": ["SYS_RESOURCE"]}
+    return {"allowPrivilegeEscalation": False, "runAsUser": 0, "capabilities": capabilities}
+
+
+def _volumes(job: KubernetesJob) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Yield each volume with its mount: the model cache, shared memory for GPUs, and the user's claims."""
+    claim = {"persistentVolumeClaim": {"claimName": job.cache_claim}}
+    yield {"name": "cache", **(claim if job.cache_claim else {"emptyDir": {}})}, {"name": "cache", "mountPath": _CACHE}
+    if job.gpus:
+        memory = {"medium": "Memory", "sizeLimit": _SHARED_MEMORY}
+        yield {"name": "shared-memory", "emptyDir": memory}, {"name": "shared-memory", "mountPath": "/dev/shm"}  # noqa: S108
+    for number, (path, name) in enumerate(job.volumes.items()):
+        volume = {"name": f"volume-{number}", "persistentVolumeClaim": {"claimName": name}}
+        yield volume, {"name": f"volume-{number}", "mountPath": path}
+
+
+def _container(job: KubernetesJob, words: list[str], mounts: list[dict[str, Any]]) -> dict[str, Any]:
+    if job.machine is not None and not job.privileged:
+        words = ["/bin/bash", "-c", _literal(f'ulimit -l {_LOCKED_MEMORY} && exec "$@"'), "spile", *words]
+    return {
+        "name": CONTAINER,
+        "image": job.image,
+        "command": words,
+        "env": list(_variables(job)),
+        "resources": _resources(job),
+        "volumeMounts": mounts,
+        "securityContext": _container_security(job),
+    }
 
 
 def _variables(job: KubernetesJob) -> Iterator[dict[str, Any]]:
-    for name, value in job.job.env.items():
-        yield {"name": name, "value": value}
+    own = {"XDG_CACHE_HOME": _CACHE, "HF_HOME": f"{_CACHE}/huggingface"}
+    if job.job.hosts > 1:
+        own["LOST_HOST_EXIT_CODE"] = str(LOST_HOST)
+    for name, value in {**own, **job.job.env}.items():
+        yield {"name": name, "value": _literal(value)}
     for each in job.secrets:
         yield {"name": each.variable, "valueFrom": {"secretKeyRef": {"name": each.secret, "key": each.key}}}
 
 
 def _resources(job: KubernetesJob) -> dict[str, Any]:
-    """Chips are limits, and so requests; processors and memory are requests alone, so that idle ones are of use."""
-    asked: dict[str, str] = {}
-    if job.job.cpus is not None:
-        asked["cpu"] = str(job.job.cpus)
-    if job.job.memory_gb is not None:
-        asked["memory"] = f"{job.job.memory_gb}G"
-    chips = {}
+    """Return requests, with limits for chips and for memory that the user named. CPUs have no limit."""
+    chips: dict[str, str] = {}
     if job.machine is not None:
         chips[_TPU] = str(job.machine.chips_per_host)
     if job.gpus:
         chips[_GPU] = str(job.gpus)
-    limits = {**chips, **({"memory": asked["memory"]} if "memory" in asked else {})}
-    return {name: value for name, value in (("requests", {**asked, **chips}), ("limits", limits)) if value}
+    requests = {
+        "cpu": str(job.job.cpus or _CPUS),
+        "memory": f"{job.job.memory_gb or _MEMORY_GB}G",
+        "ephemeral-storage": f"{job.disk_gb}G",
+        **chips,
+    }
+    limits = {**chips, **({} if job.job.memory_gb is None else {"memory": requests["memory"]})}
+    return {"requests": requests, **({"limits": limits} if limits else {})}

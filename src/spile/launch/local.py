@@ -126,18 +126,16 @@ class WorkerProcess:
         words: Sequence[str],
         *,
         env: Mapping[str, str] | None = None,
-        without: Collection[str] = (),
         cores: Sequence[int] = (),
         hear: Callable[[str], None] = lambda _line: None,
     ) -> None:
         command = [sys.executable, "-m", "spile.cli.main", *words]
         place = ",".join(map(str, cores))
-        inherited = {name: value for name, value in os.environ.items() if name not in without}
         self._hear = hear
         self._tail: deque[str] = deque(maxlen=_TAIL)
         self._process = subprocess.Popen(  # noqa: S603
             [sys.executable, _CHILD, str(os.getpid()), place, *command],
-            env={**inherited, "PYTHONUNBUFFERED": "1", **(env or {})},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -221,9 +219,7 @@ class LocalEngine:
         """A process on a free share."""
         share = self._free.pop(0)
         env = {**share.env, **task.env}
-        process = WorkerProcess(
-            task.alone, env=env, without=task.without, cores=share.cores, hear=self._log(task.stream)
-        )
+        process = WorkerProcess(task.alone, env=env, cores=share.cores, hear=self._log(task.stream))
         self._running[task.stream] = process, share
 
     def wait(self, seconds: float) -> Sequence[WorkerEnd]:

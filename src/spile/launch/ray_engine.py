@@ -68,9 +68,9 @@ def check_node(output: str, token: str, inputs: Sequence[str]) -> dict[str, Any]
     return found
 
 
-def run_stream(words: Sequence[str], env: Mapping[str, str], without: Sequence[str]) -> tuple[int, str, str]:
+def run_stream(words: Sequence[str], env: Mapping[str, str]) -> tuple[int, str, str]:
     """Run one worker to its end; return its exit code, its last lines and the node. If cancelled, it commits first."""
-    worker = WorkerProcess(words, env=env, without=without, hear=lambda line: print(line, flush=True))
+    worker = WorkerProcess(words, env=env, hear=lambda line: print(line, flush=True))
     code = None
     try:
         while code is None:
@@ -286,7 +286,7 @@ class RayEngine:
 
     def _submit(self, words: Sequence[str], task: StreamTask, options: Mapping[str, Any]) -> Any:
         run = self._ray.remote(**options)(run_stream)
-        return run.remote(list(words), {**self._threads, **task.env}, list(task.without))
+        return run.remote(list(words), {**self._threads, **task.env})
 
     def wait(self, seconds: float) -> Sequence[WorkerEnd]:
         """Return the workers whose task has ended, by itself or with its node."""

@@ -165,8 +165,6 @@ class StreamTask:
     size: int = 0
     """Bytes of the stream's file. The longest stream is started first."""
     env: Mapping[str, str] = field(default_factory=dict)
-    without: tuple[str, ...] = ()
-    """Environment variables that the worker must not inherit, because the arguments already say everything."""
 
     @property
     def alone(self) -> tuple[str, ...]:
@@ -249,15 +247,12 @@ class Engine(Protocol):
 _STREAM_FILE = re.compile(r"stream_(\d{3,})\.jsonl", re.ASCII)
 
 
-def stream_tasks(
-    dataset_dir: str, words: Callable[[int], tuple[str, ...]], without: tuple[str, ...] = ()
-) -> list[StreamTask]:
+def stream_tasks(dataset_dir: str, words: Callable[[int], tuple[str, ...]]) -> list[StreamTask]:
     """Return one task per ``stream_NNN.jsonl`` in a folder or bucket.
 
     Args:
         dataset_dir: The folder of streams.
         words: Returns the worker's arguments for a stream number.
-        without: Environment variables that workers must not inherit.
 
     Raises:
         DataError: The folder contains no stream.
@@ -266,7 +261,7 @@ def stream_tasks(
     for info in open_folder(dataset_dir).list("stream_"):
         named = _STREAM_FILE.fullmatch(info.key)
         if named is not None:
-            found.append(StreamTask(int(named[1]), words(int(named[1])), info.size, without=without))
+            found.append(StreamTask(int(named[1]), words(int(named[1])), info.size))
     if not found:
         raise DataError(
             f"no stream in {dataset_dir}",

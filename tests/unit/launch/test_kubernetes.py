@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,14 @@ from hypothesis import strategies as st
 from ports import free_port
 from spile.cli.main import main
 from spile.data.split import make_streams
+from spile.errors import SpecError
 from spile.launch.engines import ClusterJob
 from spile.launch.kubernetes import INDEX, KubernetesJob, SecretKey, manifests, to_yaml
 from spile.objects import open_folder
 from spile.plan.machines import parse_machine
 from spile.store.verification import verify
 
-VERSIONS = ("1.31", "1.32", "1.33")
+VERSIONS = ("1.31", "1.34", "1.37")
 WORDS = ("spile", "extract", "--model", "embedded", "--dataset-dir", "gs://b/streams", "--output", "gs://b/out")
 DNS = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 
@@ -43,6 +45,9 @@ CASES = {
     "slice": KubernetesJob(job(2, 16), "spile:1", machine=parse_machine("v5e-64")),
     "jobset": KubernetesJob(job(2, 16), "spile:1", machine=parse_machine("v5e-64"), jobset=True),
     "gpu-hosts": KubernetesJob(job(2, 4), "spile:1", gpus=8),
+    "loop": KubernetesJob(job(5, 2, workers=2), "spile:1", gpus=8, cache_claim="models", pull_secrets=("hub",)),
+    "old-gke": KubernetesJob(job(), "spile:1", machine=parse_machine("v5e-8"), privileged=True),
+    "tolerant": KubernetesJob(job(), "spile:1", tolerations=("team=ml:NoSchedule", "slow:NoExecute"), disk_gb=7),
 }
 cases = pytest.mark.parametrize("case", CASES)
 
@@ -111,7 +116,7 @@ def test_names_are_hosts_and_coordinators_are_pods(case: str) -> None:
         if each["kind"] == "Job":  # its pods' host names
             assert DNS.fullmatch(f"{each['metadata']['name']}-{each['spec']['completions'] - 1}")
         assert all(len(value) <= 63 for value in each["metadata"]["labels"].values())
-    if described.job.hosts == 1:
+    if described.job.hosts == 1 or described.job.workers is not None:
         return
     for stream, each in enumerate(one for one in whole if one["kind"] != "Service"):
         inner = each["spec"]["replicatedJobs"][0]["template"] if each["kind"] == "JobSet" else each
@@ -233,3 +238,165 @@ def test_a_folder_beside_the_mounted_one_is_no_shared_one(capsys: pytest.Capture
         main([*words, "--dataset-dir", "/data/streams", "--output", "/database/out"])
     assert ended.value.code == 2
     assert "--output /database/out: expected a bucket, or a folder that all hosts share" in capsys.readouterr().err
+
+
+def pods(case: str) -> Iterator[dict[str, Any]]:
+    for each in jobs(CASES[case]):
+        yield each["spec"]["template"]["spec"]
+
+
+@cases
+def test_pods_fit_the_restricted_standard(case: str) -> None:
+    """kubernetes.io/docs/concepts/security/pod-security-standards; TPU pods need root and one capability."""
+    tpu = CASES[case].machine is not None
+    if CASES[case].privileged:
+        return
+    for pod in pods(case):
+        (container,) = pod["containers"]
+        security = {**pod["securityContext"], **container["securityContext"]}
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
+        assert "privileged" not in security
+        assert security["allowPrivilegeEscalation"] is False
+        assert security["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert security["capabilities"]["drop"] == ["ALL"]
+        assert security["capabilities"].get("add", []) == (["SYS_RESOURCE"] if tpu else [])
+        assert tpu or (security["runAsNonRoot"] is True and security["runAsUser"] == 1000)
+        kinds = {next(iter(volume.keys() - {"name"})) for volume in pod["volumes"]}
+        assert kinds <= {"emptyDir", "persistentVolumeClaim"}
+
+
+@cases
+def test_pods_ask_for_what_they_need(case: str) -> None:
+    described = CASES[case]
+    for pod in pods(case):
+        (container,) = pod["containers"]
+        requests = container["resources"]["requests"]
+        assert {"cpu", "memory", "ephemeral-storage"} <= requests.keys()
+        assert requests["ephemeral-storage"] == f"{described.disk_gb}G"
+        mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        assert ("/dev/shm" in mounts) == (described.gpus > 0)
+        names = {volume["name"]: volume for volume in pod["volumes"]}
+        if described.cache_claim:
+            assert names[mounts["/cache"]]["persistentVolumeClaim"] == {"claimName": described.cache_claim}
+        env = {variable["name"]: variable.get("value") for variable in container["env"]}
+        assert env["XDG_CACHE_HOME"] == "/cache"
+        assert pod.get("imagePullSecrets", []) == [{"name": name} for name in described.pull_secrets]
+    for each in manifests(described):
+        assert each["kind"] == "Service" or each["spec"]["ttlSecondsAfterFinished"] == 168 * 3600
+
+
+def test_taints_that_are_tolerated() -> None:
+    (pod,) = pods("tolerant")
+    assert pod["tolerations"] == [
+        {"key": "team", "operator": "Equal", "value": "ml", "effect": "NoSchedule"},
+        {"key": "slow", "operator": "Exists", "effect": "NoExecute"},
+    ]
+    (pod,) = pods("gpu")
+    assert {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"} in pod["tolerations"]
+
+
+def expanded(text: str, variables: dict[str, str]) -> str:
+    """As the kubelet does: k8s.io/kubernetes/third_party/forked/golang/expansion."""
+
+    def replaced(match: re.Match[str]) -> str:
+        if match[0] == "$$":
+            return "$"
+        return variables.get(match[1], match[0])
+
+    return re.sub(r"\$\$|\$\(([^)]*)\)", replaced, text)
+
+
+def test_no_text_of_the_user_is_expanded() -> None:
+    hostile = "gs://b/$(HF_TOKEN)/$$(HF_TOKEN)/$x$"
+    words = (*WORDS[:-1], hostile)
+    run = ClusterJob("run", words, (0, 1, 2), "gs://b/out", env={"A": hostile})
+    for described in (KubernetesJob(run, "i"), KubernetesJob(replace(run, hosts=2, workers=1), "i")):
+        (each,) = jobs(described)
+        (container,) = each["spec"]["template"]["spec"]["containers"]
+        command = [expanded(word, {"HF_TOKEN": "secret", INDEX: "7"}) for word in container["command"]]
+        assert hostile in command
+        assert "7" in command
+        assert not any("secret" in word for word in command)
+        env = {variable["name"]: expanded(variable["value"], {"HF_TOKEN": "secret"}) for variable in container["env"]}
+        assert env["A"] == hostile
+
+
+@pytest.mark.parametrize("text", ["gs://b/out\nkind: Pod", "gs://b/\x1b[2J"])
+def test_control_characters_are_refused(text: str) -> None:
+    with pytest.raises(SpecError, match="control character"):
+        ClusterJob("run", WORDS, (0,), text)
+    with pytest.raises(SpecError, match=r"--image contains the control character"):
+        KubernetesJob(job(), f"spile{text.replace(' ', '')}")
+    with pytest.raises(SpecError, match=r"--node-selector contains the control character"):
+        KubernetesJob(job(), "spile:1", node_selector={"a": text})
+
+
+def test_a_jobset_fails_for_a_mistake_and_restarts_for_an_error() -> None:
+    for each in manifests(CASES["jobset"]):
+        policy = each["spec"]["failurePolicy"]
+        assert policy["maxRestarts"] == 6
+        assert policy["rules"] == [
+            {"name": "mistake", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+        ]
+    for each in jobs(CASES["jobset"]):
+        actions = {
+            code: rule["action"]
+            for rule in each["spec"]["podFailurePolicy"]["rules"]
+            for code in rule.get("onExitCodes", {"values": ["disruption"]})["values"]
+        }
+        assert actions == {"disruption": "Ignore", 2: "FailJob", 3: "Ignore", 4: "Ignore", 130: "Ignore", 143: "Ignore"}
+        assert each["spec"]["backoffLimit"] == 0, "any other failure is the JobSet's to count"
+
+
+def test_a_lost_host_costs_no_retry() -> None:
+    for each in jobs(CASES["slice"]):
+        assert each["spec"]["backoffLimit"] == 6
+        (container,) = each["spec"]["template"]["spec"]["containers"]
+        assert {"name": "LOST_HOST_EXIT_CODE", "value": "4"} in container["env"]
+
+
+def test_a_slice_stays_in_one_node_pool() -> None:
+    for each in manifests(CASES["slice"])[1:]:
+        affinity = each["spec"]["template"]["spec"]["affinity"]
+        for kind, operator in (("podAffinity", "In"), ("podAntiAffinity", "NotIn")):
+            (term,) = affinity[kind]["requiredDuringSchedulingIgnoredDuringExecution"]
+            assert term["topologyKey"] == "cloud.google.com/gke-nodepool"
+            assert {
+                "key": "batch.kubernetes.io/job-name",
+                "operator": operator,
+                "values": [each["metadata"]["name"]],
+            } in (term["labelSelector"]["matchExpressions"])
+
+
+def test_fewer_slices_than_streams_take_turns(tmp_path: Path) -> None:
+    """The command of a pod, run by bash: its streams in order, its place each time, and a mistake ends it."""
+    found = [each for each in manifests(CASES["loop"]) if each["kind"] == "Job"]
+    assert [each["metadata"]["name"] for each in found] == ["run-0", "run-1"]
+    (tmp_path / "spile").write_text(
+        f'#!/bin/bash\necho "$@" >> {tmp_path}/log\n[ "${{@: -1}}" != "$FAIL" ] || exit 2\n'
+    )
+    (tmp_path / "spile").chmod(0o755)
+    (container,) = found[0]["spec"]["template"]["spec"]["containers"]
+    command = [expanded(word, {INDEX: "1"}) for word in container["command"]]
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "FAIL": "none"}
+    assert subprocess.run(command, env=env, check=False).returncode == 0
+    place = "--num-processes 2 --process-id 1 --coordinator-address run-0-0.run"
+    ran = (tmp_path / "log").read_text().splitlines()
+    assert ran == [f"{' '.join(WORDS[1:])} {place} --stream {stream}" for stream in (0, 2, 4)]
+    (tmp_path / "log").unlink()
+    assert subprocess.run(command, env={**env, "FAIL": "2"}, check=False).returncode == 2
+    assert len((tmp_path / "log").read_text().splitlines()) == 2
+
+
+def test_sigterm_reaches_the_worker_in_a_loop(tmp_path: Path) -> None:
+    worker = "trap 'echo committed; exit 130' TERM; echo up; while :; do sleep 0.1; done"
+    (tmp_path / "spile").write_text(f"#!/bin/bash\n{worker}\n")
+    (tmp_path / "spile").chmod(0o755)
+    (container,) = next(pods("loop"))["containers"]
+    command = [expanded(word, {INDEX: "1"}) for word in container["command"]]
+    run = subprocess.Popen(command, env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    assert run.stdout.readline() == "up\n"
+    run.terminate()
+    assert run.communicate(timeout=60)[0] == "committed\n"
+    assert run.returncode == 130

@@ -99,7 +99,7 @@ def test_workers_share_the_cores_of_the_cluster(
     """As many threads as were asked for, or an even share of all where fewer workers than would fit are wanted."""
     ray = StandInRay({"node1": WELL, "node2": WELL}, resources={"CPU": 8.0, "GPU": 1.0})
     seen: list[dict[str, str]] = []
-    ray.remote = lambda **_: lambda _f: SimpleNamespace(remote=lambda _w, env, _n: seen.append(env))  # type: ignore[method-assign]
+    ray.remote = lambda **_: lambda _f: SimpleNamespace(remote=lambda _w, env: seen.append(env))  # type: ignore[method-assign]
     engine(monkeypatch, ray, address, workers, **needs).start(StreamTask(0, ("extract",), env={"A": "b"}))
     limits = {} if threads is None else dict.fromkeys(("OMP_NUM_THREADS", "RAYON_NUM_THREADS", "NPROC"), threads)
     assert seen == [{**limits, "A": "b"}]

@@ -53,8 +53,7 @@ class ClusterFlags:
             if not is_remote(place) and not any(PurePosixPath(place).is_relative_to(folder) for folder in shared):
                 expected = "a bucket, or a folder that all hosts share"
                 raise SpecError(f"{name} {place}", expected=expected, found="a folder of this machine")
-        # The dollar sign is escaped: Kubernetes would expand $(NAME) in a command.
-        text = json.dumps(spec.to_dict()).replace("$", "\\u0024")
+        text = json.dumps(spec.to_dict())
         return ClusterJob(
             name=self.name,
             words=("spile", "worker", "--spec", text),

@@ -164,9 +164,15 @@ class Beats:
                 report = beat.partition("\t")[2] or "nothing"
                 return End(
                     f"{self.identity.host(process)} died or was cut off: no sign of life for {self.timeout:g} s; "
-                    f"it last reported: {report}; {_NEXT}"
+                    f"it last reported: {report}; {_NEXT}",
+                    _lost_host_code(),
                 )
         return None
+
+
+def _lost_host_code() -> int:
+    """Return the exit code if another host is gone. Kubernetes sets one of its own, to tell it from an error."""
+    return int(os.environ.get("LOST_HOST_EXIT_CODE", "1"))
 
 
 def end_process(end: End) -> None:
@@ -246,7 +252,8 @@ class PodWatch:
     def _lost(self, why: str) -> None:
         identity = self._coordination.identity
         short = " ".join(why.split())[:120]
-        self._end(End(f"{identity.host(0)} died or was cut off: its coordination service is gone ({short}); {_NEXT}"))
+        line = f"{identity.host(0)} died or was cut off: its coordination service is gone ({short}); {_NEXT}"
+        self._end(End(line, _lost_host_code()))
 
 
 # -- verdicts and commits ---------------------------------------------------------------------------------------------
