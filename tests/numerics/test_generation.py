@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from numerics import cases
+from spile.errors import ModelError
 from spile.models import model_files, weights
 from spile.models.decoder import forward
 from spile.spec.run import GenerationSpec
@@ -64,6 +65,12 @@ def generated(folder: Path, case: str, plan: SlotPlan = PLAN, **more: Any) -> di
 
 def told(answers: dict[int, Answer]) -> list[list[int]]:
     return [answers[number].tokens for number in sorted(answers)]
+
+
+def test_longrope_beyond_its_original_context_is_refused(tmp_path: Path) -> None:
+    folder = cases.write_model("phi3-longrope", tmp_path)
+    with pytest.raises(ModelError, match=r"longrope.*at most 8 tokens.*--max-new-tokens"):
+        generated(folder, "phi3-longrope")
 
 
 @pytest.mark.torch

@@ -96,6 +96,24 @@ def test_blocks_with_a_soft_cap_and_in_bfloat16_are_what_whole_rows_of_scores_ar
         np.testing.assert_allclose(found.astype(jnp.float32), exact, atol=off)
 
 
+@pytest.mark.parametrize("name", ["xla", "blocked"])
+def test_a_sink_is_a_key_without_a_value(name: str) -> None:
+    q, k, v = inputs(300)
+    sinks = jnp.asarray([0.5, 3.0, -2.0, 40.0])
+    attend = functools.partial(attention.ATTENTIONS[name], window=40)
+    without, found = (jax.jit(attend)(q, k, v, **more) for more in ({}, {"sinks": sinks}))
+    # The scores of a query whose window is one position are q·k alone: its weight is a sigmoid.
+    score = jnp.einsum("rhd,rhd->rh", q[:, 0], jnp.repeat(k[:, 0], 2, axis=1)) / 4.0
+    weight = jax.nn.sigmoid(score - sinks)
+    np.testing.assert_allclose(found[:, 0], without[:, 0] * weight[..., None], atol=2e-6)
+    np.testing.assert_allclose(
+        found, jax.jit(functools.partial(attention.xla, window=40))(q, k, v, sinks=sinks), atol=2e-6
+    )
+    assert float(jnp.abs(found[:, :, 3]).max()) < 1e-10
+    with pytest.raises(ValueError, match="sinks"):
+        attention.cudnn(q, k, v, window=None, sinks=sinks)
+
+
 def test_scores_beyond_what_an_exponential_holds_stay_finite() -> None:
     q, k, v = inputs(300, batch=1)
     found = attention.blocked(q * 1e4, k * 1e4, v, pieces(300, 1), window=None)
