@@ -24,7 +24,7 @@ Form = Literal["pickle", "saelens", "npy", "parquet", "hf"]
 
 
 def export(
-    root: Annotated[str, Parameter(help="A dataset: a folder, gs://… or s3://…")] = "./activations",
+    root: Annotated[str, Parameter(help="A dataset: a folder, gs://…, s3://… or az://…")] = "./activations",
     *,
     to: Annotated[Form, Parameter(help="The old guides' pickles, SAELens' cache, NumPy, Parquet, Hugging Face.")],
     output: Annotated[Path, Parameter(help="A new folder on this machine.")],
@@ -75,7 +75,9 @@ def _taps(dataset: Dataset, given: list[str] | None) -> tuple[str, ...]:
 def import_(
     source: Annotated[str, Parameter(help="shard_0001.pkl.gz, or a folder of such files.")],
     *,
-    output: Annotated[str, Parameter(help="Where the dataset is stored: a folder, gs://… or s3://…")] = "./activations",
+    output: Annotated[
+        str, Parameter(help="Where the dataset is stored: a folder, gs://…, s3://… or az://…")
+    ] = "./activations",
     worker_id: Annotated[int, Parameter(help="The stream's number: writes tpu_5/.")] = 0,
     site: Annotated[Literal["residual", "attn", "mlp"], Parameter(help="What the pickles hold of each layer.")] = (
         "residual"

@@ -23,7 +23,7 @@ __all__ = ["inspect"]
 
 
 def inspect(
-    root: Annotated[str, Parameter(help="A folder, gs://bucket/prefix or s3://bucket/prefix.")] = "./activations",
+    root: Annotated[str, Parameter(help="A folder, gs://bucket/prefix, s3://… or az://….")] = "./activations",
     *,
     stats: Annotated[bool, Parameter(negative="", help="Read all rows where no statistics were taken.")] = False,
     html: Annotated[Path | None, Parameter(help="Write a page with plots to this file; implies --stats.")] = None,

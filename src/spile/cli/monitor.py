@@ -20,7 +20,7 @@ __all__ = ["fleet_home", "monitor"]
 
 def monitor(
     root: Annotated[
-        str, Parameter(help="A folder, gs://bucket/prefix or s3://…; or a fleet's gs://bucket/fleet/NAME.")
+        str, Parameter(help="A folder, gs://bucket/prefix, s3://… or az://…; or a fleet's gs://bucket/fleet/NAME.")
     ] = ("./activations"),
     *,
     fleet: Annotated[

@@ -21,7 +21,7 @@ __all__ = ["score"]
 
 
 def score(
-    root: Annotated[str, Parameter(help="What spile infer wrote: a folder, gs://… or s3://…")],
+    root: Annotated[str, Parameter(help="What spile infer wrote: a folder, gs://…, s3://… or az://…")],
     *,
     reference: Annotated[
         str | None, Parameter(help="test_outputs_train.json, or tasks with outputs. [default: the tasks' own outputs]")

@@ -32,7 +32,7 @@ _KINDS: tuple[Kind, ...] = ("missing", "doubled", "damaged", "wrong")
 
 
 def verify(
-    root: Annotated[str, Parameter(help="A folder, gs://bucket/prefix or s3://bucket/prefix.")] = "./activations",
+    root: Annotated[str, Parameter(help="A folder, gs://bucket/prefix, s3://… or az://….")] = "./activations",
     *,
     streams: Annotated[str | None, Parameter(help="Only these: 0-3,7. [default: all that the data has]")] = None,
     recompute: Annotated[int, Parameter(help="Compute this many random samples again and compare.")] = 0,

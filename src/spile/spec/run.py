@@ -324,7 +324,7 @@ class RunSpec:
     data: DataSpec = field(default_factory=DataSpec)
     output: str = _option(
         "",
-        "Where the activations are stored: a folder, gs://… or s3://…",
+        "Where the activations are stored: a folder, gs://…, s3://… or az://…",
         "Output",
         default="./activations; ./inference if answers are generated",
         basic=True,

@@ -37,7 +37,9 @@ class BackfillFlags:
             negative="",
         ),
     ] = None
-    to: Annotated[str | None, Parameter(group=_ADD, help="The finished dataset: a folder, gs://… or s3://…")] = None
+    to: Annotated[
+        str | None, Parameter(group=_ADD, help="The finished dataset: a folder, gs://…, s3://… or az://…")
+    ] = None
 
     @property
     def asked(self) -> bool:
