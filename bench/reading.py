@@ -1,18 +1,17 @@
-"""Reading for training, beside what others read with: ``python -m bench.reading [--gigabytes 4] [--peers PYTHON]``.
+"""Reading for training, compared with other readers: ``python -m bench.reading [--gigabytes 4] [--peers PYTHON]``.
 
-One tap of bfloat16 rows, page cache dropped and warm: the disk read from end to end (through the page cache and past
-it; all are measured by the faster), spile's shuffled reader, plain ``torch.load``, Hugging Face datasets, and SAELens'
-cached activations (with ``--peers``, the interpreter of an environment that has sae-lens). They take turns, each reads
-twice in its turn, and figures are medians: of the first reads, and of the second ones, which find the memory that the
-first used and left. (A virtual machine's host may take memory back that is free, and then to be given it again costs
-more than anything here.) Then the first batch of a dataset of 1,000 shards, and buckets (the in-repo fake GCS and
-moto's S3, each in a process of its own) beside obstore's plain parallel range reads.
+One tap of bfloat16 rows, with the page cache dropped and warm: the files read from end to end, spile's shuffled reader,
+plain ``torch.load``, Hugging Face datasets, and SAELens' cached activations (with ``--peers``, the interpreter of an
+environment that has sae-lens). They take turns, each reads twice in its turn, and figures are medians: of the first
+reads, and of the second ones, which find the memory that the first ones used. (The host of a virtual machine may take
+back free memory, and returning it can cost more than anything that is measured here.) On a machine that does other
+work, only the processor time per gigabyte means something. Then the first batch of a dataset of 1,000 shards, and
+buckets (the fake GCS and moto's S3, each in a process of its own) compared with plain parallel range reads of obstore.
 """
 
 from __future__ import annotations
 
 import argparse
-import mmap
 import os
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from typing import Any
 
 import spile
 from bench.buckets import BUCKETS, read_bucket
-from bench.rates import BATCH, SHARD_ROWS, D, Read, Twice, in_turns, make, rate, show
+from bench.rates import BATCH, SHARD_ROWS, D, Read, in_turns, make, rate, show
 from spile.objects import open_folder
 from spile.reading.shuffle_order import MEMORY
 
@@ -40,7 +39,7 @@ def forget(folder: Path) -> None:
 
 
 def sequential(folder: Path) -> Iterator[int]:
-    """The disk itself: every file from end to end, 8 MiB a call, into the same memory."""
+    """Read every file from end to end, 8 MiB a call, into the same memory."""
     buffer = bytearray(8 << 20)
     for path in sorted(folder.rglob("*.safetensors")):
         with path.open("rb", buffering=0) as file:
@@ -48,17 +47,8 @@ def sequential(folder: Path) -> Iterator[int]:
                 yield count // (2 * D)
 
 
-def directly(folder: Path) -> Iterator[int]:
-    """The same past the page cache, as ``dd iflag=direct bs=8M`` reads."""
-    buffer = mmap.mmap(-1, 8 << 20)
-    for path in sorted(folder.rglob("*.safetensors")):
-        with open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_DIRECT)) as file:
-            while count := file.readinto(buffer):
-                yield count // (2 * D)
-
-
 def shuffled(folder: Path, **how: Any) -> Iterator[int]:
-    """Ours."""
+    """Read with spile."""
     for rows in spile.open(str(folder)).shuffled("residual.0", BATCH, **how):
         yield len(rows)
 
@@ -118,22 +108,18 @@ def local(rows: int, peers: str | None, turns: int) -> None:
         }
         if size <= MEMORY:
             del modes["spile, as it is (two levels, 2 GiB)"]  # it is a full permutation
-        disks: dict[str, Read] = {
-            "the disk, from end to end": partial(sequential, root),
-            "the disk, past the page cache": partial(directly, root),
-        }
-        reads = dict(disks)
+        files = "the files, from end to end"
+        reads: dict[str, Read] = {files: partial(sequential, root)}
         reads |= {label: partial(shuffled, root, **how) for label, how in modes.items()}
         reads |= {label: read for label, (_, read) in others.items()}
         folders = {label: folder for label, (folder, _) in others.items()}
         print("page cache dropped:")
         dropped = in_turns(reads, turns, lambda label: forget(folders.get(label, root)))
-        disk = Twice(*(max(dropped[each][turn] for each in disks) for turn in range(2)))
-        show(dropped, disk, list(modes))
+        show(dropped, dropped[files], list(modes))
         print("page cache warm:")
         sum(rate(read).rows for read in reads.values())
         warm = in_turns(reads, turns)
-        show(warm, disk, list(modes))  # warm the first line is the memory's rate, and no disk's
+        show(warm, warm[files], list(modes))
         if peers is not None:
             _saelens(home, rows, peers)
 

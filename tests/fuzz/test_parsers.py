@@ -6,13 +6,16 @@ cut and put in, and what is known to hurt parsers: deep nesting, Infinity, numbe
 
 from __future__ import annotations
 
+import gzip
 import json
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -35,6 +38,8 @@ from spile.objects import open_folder
 from spile.objects.clouds import parse_uploads
 from spile.objects.retry import RequestFailure, from_obstore, from_status
 from spile.reading.dataset import open as open_dataset
+from spile.reading.importing import read_pickle
+from spile.reading.shuffle_order import _checksum
 from spile.store.heartbeat import SnapshotReader, read_beat
 from spile.store.ledger import Commit, seal, unseal
 from spile.store.shard_format import parse_shard_header
@@ -124,6 +129,43 @@ class Targets:
 
         valid = path.read_bytes()
         return valid[:-22] + b"}", read
+
+    def reader_state(self) -> tuple[bytes, Callable[[bytes], object]]:
+        """A state of the shuffled reader, also with a checksum that is right."""
+        dataset = open_dataset(str(self._dataset))
+        reader = dataset.shuffled("attn.1", 16, memory=2000, epochs=2)
+        next(reader)
+        state = reader.state()
+        reader.close()
+
+        def resume(state: Any) -> None:
+            with dataset.shuffled("attn.1", 16, memory=2000, epochs=2, state=state) as again:
+                next(again, None)
+
+        def read(data: bytes) -> None:
+            try:
+                value = json.loads(data)
+            except (ValueError, RecursionError):
+                return
+            forms = [value]
+            if isinstance(value, dict):
+                rest = {name: each for name, each in value.items() if name != "check"}
+                forms.append({**rest, "check": _checksum(rest)})
+            for form in forms:
+                with_ours(lambda form=form: resume(form))  # type: ignore[misc]
+
+        return json.dumps(state).encode(), read
+
+    def pickle(self) -> tuple[bytes, Callable[[bytes], object]]:
+        path, packed = self._scratch / "a.pkl", self._scratch / "b.pkl.gz"
+        sample = {"sample_idx": 3, "activation": np.ones((2, 3), np.float32), "shape": (2, 3), "text_preview": "x"}
+
+        def read(data: bytes) -> None:
+            for place, content in ((path, data), (packed, gzip.compress(data, 1)), (packed, data)):
+                place.write_bytes(content)
+                with_ours(lambda place=place: read_pickle(place))  # type: ignore[misc]
+
+        return pickle.dumps({0: [sample], 1: [sample]}, 2), read
 
     def run(self) -> tuple[bytes, Callable[[bytes], object]]:
         def read(data: bytes) -> None:
