@@ -78,7 +78,7 @@ def together(params: Params, shapes: Params, runs: tuple[LayerRun, ...]) -> Para
 
 def measure(args: argparse.Namespace, way: str) -> None:
     producer = make(args, way)
-    shape = (args.rows, args.length)
+    shape = (args.rows, args.length, args.rows * args.length)
     began = time.perf_counter()
     lowered = producer._lower(shape)
     traced = time.perf_counter()
@@ -92,9 +92,9 @@ def measure(args: argparse.Namespace, way: str) -> None:
     print(text, flush=True)
 
 
-def rate(producer: DeviceProducer, shape: tuple[int, int], batches: int) -> float:
+def rate(producer: DeviceProducer, shape: tuple[int, int, int], batches: int) -> float:
     """Tokens per second, every batch's rows on the host."""
-    rows, length = shape
+    rows, length, _ = shape
     draw = np.random.default_rng(0)
 
     def row() -> tuple[Sample, ...]:

@@ -144,7 +144,7 @@ def _by_arithmetic(found: Forecast, machine: Machine) -> str:
 def _print(console: Console, found: Forecast, estimates: list[Estimate], prices: Prices, rates: Rates) -> None:
     volume, lengths = found.volume, found.lengths
     spread = f"± {2 * lengths.error:.1%}" if len(lengths.counted) > 1 else "too few to tell how far off"
-    counted = "all counted" if lengths.whole else f"{len(lengths.counted):,} counted, {spread}"
+    counted = "all counted" if lengths.exact else f"{len(lengths.counted):,} counted, {spread}"
     shards = "1 shard" if volume.shards == 1 else f"{volume.shards:,} shards"
     rows = [
         ("model", f"{found.model}: {found.config.n_layers} layers of {found.config.d_model}"),

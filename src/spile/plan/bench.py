@@ -148,15 +148,15 @@ def _samples(parts: ResolvedRun, tokens: int) -> list[Sample]:
     return many
 
 
-def _limits(producer: DeviceProducer, made: Sequence[Batch], folder: Path, lanes: int, size: int) -> Limits:
+def _limits(producer: DeviceProducer, made: Sequence[Batch], folder: Path, writers: int, size: int) -> Limits:
     forward_tokens, forward_flops = bare_forward(producer, made)
     return Limits(
         matmul_flops=matmul(_MATMUL[jax.default_backend()], producer.dtype),
         forward_flops=forward_flops,
         forward_tokens=forward_tokens,
         device_to_host=device_to_host(producer),
-        host_copy=host_copy(folder, lanes, size // 2),
-        sink=sequential_write(folder, lanes, size),
+        host_copy=host_copy(folder, writers, size // 2),
+        sink=sequential_write(folder, writers, size),
         one_file=sequential_write(folder, 1, size),
     )
 
@@ -165,7 +165,7 @@ def _warm(producer: DeviceProducer, made: Sequence[Batch], in_flight: int) -> No
     """Compile and run each shape once, and allocate the pinned memory of a full pipeline."""
     shapes = {(batch.rows, batch.length): batch for batch in made}
     for batch in shapes.values():
-        producer.prepare(batch.shape)
+        producer.prepare(batch)
     for batch in shapes.values():
         producer.fetch(producer.start(batch))
     largest = max(shapes.values(), key=lambda batch: batch.rows * batch.length)

@@ -1,4 +1,4 @@
-"""What a run will take: tokens, bytes, shards, hours, dollars, storage. Arithmetic over measured or assumed rates."""
+"""Estimate a run: tokens, bytes, shards, hours, dollars, storage. Pure arithmetic over measured or assumed rates."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["START_SECONDS", "Estimate", "Lengths", "Limit", "Rates", "Volume", "
 
 _HOUR = 3600.0
 _ID_BYTES = 4
-"""Of a token's id, or its position."""
+"""Bytes of a token id or a position."""
 START_SECONDS = 600.0
-"""From asking for a machine to its first shard: it boots, installs, loads the model and compiles. Paid for as well."""
+"""From the request for a machine to its first batch: boot, installation, loading, compilation. It is paid for too."""
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Samples whose tokens were counted, and how many samples there are in all."""
+    """The lengths of the counted samples, and the number of all samples."""
 
     counted: Sequence[int]
     samples: int
@@ -31,8 +31,8 @@ class Lengths:
             raise SpecError("samples to count", expected="at least 1", found=len(self.counted))
 
     @property
-    def whole(self) -> bool:
-        """Whether every sample was counted: then nothing is estimated."""
+    def exact(self) -> bool:
+        """Whether every sample was counted."""
         return len(self.counted) >= self.samples
 
     @property
@@ -42,14 +42,14 @@ class Lengths:
 
     @property
     def tokens(self) -> int:
-        """In all."""
-        return sum(self.counted) if self.whole else round(self.mean * self.samples)
+        """All tokens, counted or estimated."""
+        return sum(self.counted) if self.exact else round(self.mean * self.samples)
 
     @property
     def error(self) -> float:
-        """The standard error of the total, relative to it."""
+        """The standard error of the number of tokens, relative to it."""
         count = len(self.counted)
-        if self.whole or count < 2 or not self.mean:
+        if self.exact or count < 2 or not self.mean:
             return 0.0
         variance = sum((length - self.mean) ** 2 for length in self.counted) / (count - 1)
         unseen = 1 - count / self.samples
@@ -58,42 +58,42 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Volume:
-    """What is stored."""
+    """What a run stores."""
 
     samples: int
     tokens: int
     bytes_per_token: int
     shard_bytes: float
     rows: int | None = None
-    """Tokens whose rows are stored; None: all. Then all token ids are stored beside them."""
+    """Tokens whose rows are stored; None means all. If only some are, the ids of all tokens are stored too."""
 
     @property
     def bytes(self) -> int:
-        """In all."""
+        """All stored bytes."""
         if self.rows is None:
             return self.tokens * self.bytes_per_token
         return self.rows * (self.bytes_per_token + _ID_BYTES) + self.tokens * _ID_BYTES
 
     @property
     def shards(self) -> int:
-        """Files, at least."""
+        """The least number of shards."""
         return math.ceil(self.bytes / self.shard_bytes)
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What a machine is taken to reach. Assumptions, each of them said with the result."""
+    """Assumed rates of a machine. Each assumption is shown with the result."""
 
     efficiency: float = 0.4
-    """Of the chips' peak FLOP/s."""
+    """Fraction of the peak FLOP/s of the chips."""
     sink_bytes: float = 0.5e9
-    """Bytes per second and host that the store takes."""
+    """Bytes per second that one host can store."""
     padding: float = 1.07
-    """Computed tokens a real one."""
+    """Computed tokens per real token."""
     start_seconds: float = 0.0
-    """Paid for before the first token: boot, installation, loading, compilation."""
+    """Seconds before the first batch: boot, installation, loading, compilation."""
     tokens_per_second: float | None = None
-    """Measured (``spile bench``), the whole machine; replaces the chips' peak and the efficiency."""
+    """Measured rate of the whole machine (``spile bench``); replaces peak and efficiency."""
 
     def __post_init__(self) -> None:
         for name in ("efficiency", "sink_bytes", "padding", "tokens_per_second"):
@@ -108,7 +108,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Limit:
-    """One thing that bounds the run, and how long it would take were it the only one."""
+    """A stage that limits the run, and the hours it would take alone."""
 
     name: str
     hours: float
@@ -116,7 +116,7 @@ class Limit:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A run on so many machines of one type."""
+    """The estimate of a run on several machines of one type."""
 
     volume: Volume
     machine: Machine
@@ -125,35 +125,35 @@ class Estimate:
     storage_month: float
     """Dollars."""
     start_hours: float = 0.0
-    """Of every machine, before its first token."""
+    """Hours of each machine before its first batch."""
 
     @property
     def slowest(self) -> Limit:
-        """What bounds it."""
+        """The slowest stage."""
         return max(self.limits, key=lambda limit: limit.hours)
 
     @property
     def hours(self) -> float:
-        """From the request for machines to the last shard, with all workers side by side."""
+        """From the request for machines to the last shard, with all workers in parallel."""
         return self.start_hours + self.slowest.hours
 
     @property
     def machine_hours(self) -> float:
-        """What is paid for."""
+        """The machine hours that are paid for."""
         return self.hours * self.workers
 
     @property
     def dollars(self) -> Price:
-        """The machines; storage comes on top, each month."""
+        """The price of the machines, without storage."""
         return self.machine.price.times(self.machine_hours)
 
     @property
     def tokens_per_second(self) -> float:
-        """All workers together."""
+        """The rate of all workers together."""
         return self.volume.tokens / (self.slowest.hours * _HOUR) if self.slowest.hours else 0.0
 
     def record(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """Return the fields for ``--json``."""
         return {
             "machine": self.machine.name,
             "topology": self.machine.topology,
@@ -184,7 +184,7 @@ def estimate(
     workers: int = 1,
     storage_gb_month: float = 0.0,
 ) -> Estimate:
-    """The run's two limits, compute and sink, and what follows from the slower."""
+    """Estimate a run from its two limits: computing and storing."""
     rates = rates or Rates()
     if workers < 1:
         raise SpecError("--workers", expected="at least 1", found=workers)
@@ -200,7 +200,7 @@ def estimate(
 
 
 def refuse_over_budget(found: Estimate, budget: float, *, preemptible: bool) -> None:
-    """``--budget``: a run that would cost more is an error that says how much more, and what would fit."""
+    """Refuse a run that costs more than ``--budget``; the error says what would fit."""
     cost = found.dollars.preemptible if preemptible else found.dollars.on_demand
     if cost <= budget:
         return

@@ -1,4 +1,4 @@
-"""What a run will be, before anyone pays for it: the model and the data looked at, a part of the tokens counted."""
+"""``spile plan``: read the model's config and the data, count the tokens of some samples, and derive sizes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["Forecast", "plan"]
 
 @dataclass(frozen=True)
 class Forecast:
-    """A run's sizes, on no machine yet."""
+    """The sizes of a run, independent of a machine."""
 
     spec: ExtractSpec
     model: str
@@ -37,13 +37,13 @@ class Forecast:
     location: str
     lengths: Lengths
     skipped: int
-    """Of the counted samples, those without rows."""
+    """Counted samples without rows."""
     rows: Lengths | None = None
-    """Tokens whose rows are stored, of the same samples; None: all."""
+    """Stored rows of the same samples; None means that all tokens are stored."""
 
     @property
     def volume(self) -> Volume:
-        """What will be stored."""
+        """What the run will store."""
         return Volume(
             samples=self.lengths.samples,
             tokens=self.lengths.tokens,
@@ -56,13 +56,13 @@ class Forecast:
 
     @property
     def flops_per_token(self) -> float:
-        """At the mean length, through the last layer that is tapped."""
+        """FLOPs per token at the mean length, up to the last tapped layer."""
         mean = max(1, round(self.lengths.mean))
         last, head = layers_needed(self.taps, self.config.n_layers) - 1, head_needed(self.taps)
         return flops_per_token(self.config, mean, last, head=head)
 
     def on(self, machine: Machine, prices: Prices, *, rates: Rates, workers: int) -> Estimate:
-        """On so many of a machine."""
+        """Estimate the run on several machines of one type."""
         return estimate(
             self.volume,
             machine,
@@ -73,14 +73,14 @@ class Forecast:
         )
 
     def program(self, machine: Machine) -> Program:
-        """What the TPU compiler is asked for: the longest samples, which take the most memory."""
+        """Return the program for the TPU compiler: that of the longest samples, which takes the most memory."""
         dtype = "bfloat16" if self.spec.dtype == "auto" else self.spec.dtype
         longest = min(self.spec.data.max_seq_length, max(self.lengths.counted, default=1))
         length = -(-longest // 128) * 128
         return Program(self.config, self.taps, machine.name, length, dtype, self.spec.store_dtype, self.spec.mesh_shape)
 
     def record(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """Return the fields for ``--json``."""
         volume = self.volume
         return {
             "model": self.model,
@@ -103,7 +103,7 @@ class Forecast:
 
 
 def plan(spec: ExtractSpec, count: int = 1000) -> Forecast:
-    """Find the model and the data; tokenize ``count`` samples, spread evenly over the stream, and count."""
+    """Forecast a run: tokenize ``count`` samples, evenly spread over the stream, and count their tokens."""
     files = model_files.find(spec.model, spec.revision, weights=False)
     taps = select_taps(spec.taps, spec.layers, files.config.n_layers, spec.heads, spec.top_k)
     stream = open_stream(spec.data, load_tokenizer(files.tokenizer_folder, optional=True), files.config.vocab_size)
@@ -115,7 +115,7 @@ def plan(spec: ExtractSpec, count: int = 1000) -> Forecast:
 
 
 def _count(stream: SampleStream, spec: ExtractSpec, count: int) -> tuple[Lengths, Lengths]:
-    """Tokens, and tokens whose rows are stored."""
+    """Return the lengths of the counted samples, and their stored rows."""
     most = spec.data.max_samples
     total = stream.samples if most is None or stream.samples is None else min(most, stream.samples)
     done = Ranges() if total is None else _all_but(total, count)
@@ -126,6 +126,6 @@ def _count(stream: SampleStream, spec: ExtractSpec, count: int) -> tuple[Lengths
 
 
 def _all_but(total: int, count: int) -> Ranges:
-    """Every sample but ``count`` of them, evenly spread."""
+    """Return all samples except ``count`` of them, evenly spread."""
     kept: Sequence[int] = range(total) if count >= total else [place * total // count for place in range(count)]
     return Ranges([(0, total)]) - Ranges.of(kept)

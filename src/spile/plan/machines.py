@@ -1,4 +1,4 @@
-"""The machine types: one table that knows every spelling of a topology, with its chips, hosts, memory and price.
+"""Machine types: one table with every spelling of a topology, its chips, hosts, memory and price.
 
 ``v5litepod-64``, ``v5e-64``, ``v5e:8x8`` and ``V5LITE_POD:8x8`` are one machine. In a name with a dash the number
 counts chips for v5e and v6e and TensorCores (two per chip) for v2, v3, v4 and v5p; a colon precedes the chips' grid.
@@ -71,7 +71,7 @@ class Price:
             )
 
     def times(self, factor: float) -> Price:
-        """The price of so many."""
+        """Return the price multiplied by ``factor``."""
         return Price(self.on_demand * factor, self.preemptible * factor)
 
 
@@ -80,9 +80,9 @@ class Generation:
     """One generation of TPU: a row of the table."""
 
     name: str
-    """As JAX's compiler spells it before the colon: ``v5e``."""
+    """The name in JAX's compiler, before the colon: ``v5e``."""
     accelerator: str
-    """As Cloud TPU's API spells it before the dash: ``v5litepod``."""
+    """The name in the Cloud TPU API, before the dash: ``v5litepod``."""
     cores_per_chip: int
     counts_cores: bool
     """Whether the number after the dash counts cores."""
@@ -91,9 +91,9 @@ class Generation:
     chips_per_host: int
     """On a slice of many hosts."""
     one_host_chips: tuple[int, ...]
-    """The sizes, in chips, that are a single host whatever ``chips_per_host`` says."""
+    """Sizes, in chips, that are a single host regardless of ``chips_per_host``."""
     shapes: tuple[Shape, ...]
-    """The grids on offer, smallest first."""
+    """The available grids, smallest first."""
     hbm_gib: float
     """A chip."""
     tflops: float
@@ -177,7 +177,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Prices:
-    """What things cost: the list's prices, or a user's, and from when they are."""
+    """Prices from the list or from a user's file, and their date."""
 
     as_of: str
     source: str
@@ -186,23 +186,23 @@ class Prices:
     machine_hour: Mapping[str, Price] = field(default_factory=dict)
     """By a machine's own name; wins over its generation's."""
     machines: Mapping[str, Machine] = field(default_factory=dict)
-    """Machines that only the user knows, GPUs for one."""
+    """Machines that the user defines, such as GPUs."""
     storage_gb_month: float = 0.020
     """Dollars per GB (10⁹ bytes) and month: standard storage in one region."""
 
     def of(self, machine: Machine) -> Price:
-        """The price of the whole machine, an hour."""
+        """Return the price of the whole machine per hour."""
         own = self.machine_hour.get(machine.name)
         return own or self.chip_hour[machine.generation].times(machine.chips)
 
 
 def list_prices() -> Prices:
-    """The dated list."""
+    """Return the list prices."""
     return Prices(PRICES_AS_OF, "list prices, US", {generation.name: generation.price for generation in GENERATIONS})
 
 
 def parse_machine(text: str, prices: Prices | None = None) -> Machine:
-    """Any spelling of a topology → the machine, priced."""
+    """Return the machine, with its price, for any spelling of a topology."""
     prices = prices or list_prices()
     word = text.strip().lower()
     if word in prices.machines:
@@ -287,14 +287,14 @@ def _slice(generation: Generation, shape: Shape) -> Machine:
 
 
 def known_machines(prices: Prices | None = None) -> tuple[Machine, ...]:
-    """Every machine of the table, for a listing."""
+    """Return every machine of the table."""
     prices = prices or list_prices()
     slices = [_slice(generation, shape) for generation in GENERATIONS for shape in generation.shapes]
     return (*(replace(machine, price=prices.of(machine)) for machine in slices), *prices.machines.values())
 
 
 def prices_from(raw: Mapping[str, Any], source: str) -> Prices:
-    """The list's prices with a parsed TOML file's on top.
+    """Return the list prices, changed by a parsed TOML file.
 
     ::
 

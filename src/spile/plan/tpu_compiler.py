@@ -1,7 +1,7 @@
-"""The actual program, compiled ahead of time by the real TPU compiler for a topology that nobody has paid for yet.
+"""Compile the worker's program ahead of time with the real TPU compiler, on a machine without a TPU.
 
-``libtpu`` (``pip install 'spile[tpu]'``) compiles on a machine without a TPU. It runs in a process of its own: it wants
-its own environment, writes much to the standard error, and would otherwise take the lock of a running worker.
+``libtpu`` (``pip install 'spile[tpu]'``) runs in a process of its own: it needs its own environment, writes much to the
+standard error, and would otherwise take the lock of a running worker.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from spile.spec.taps import Tap
 __all__ = ["Fit", "Program", "available", "compile_rows", "largest", "search"]
 
 _ENVIRONMENT = {
-    "JAX_PLATFORMS": "cpu",  # where the host's own arrays live; the compiler is asked by name
+    "JAX_PLATFORMS": "cpu",  # for arrays on the host; the compiler is selected by name
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
     "TF_CPP_MIN_LOG_LEVEL": "3",
 }
 _TRIES = 6
 _FULL = 0.9
-"""The part of the memory from which on a batch is large enough."""
+"""A batch that uses this fraction of the memory is large enough."""
 _NEAR = 1.15
 """A batch within this factor of one that does not fit is large enough."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """What would run: a model, its taps, a padded length, on a machine."""
+    """The program to compile: a model, its taps, a padded length, and a machine."""
 
     config: ModelConfig
     taps: tuple[Tap, ...]
@@ -51,12 +51,12 @@ class Program:
     mesh_shape: tuple[int, int] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """For the compiler's process."""
+        """Return the fields for the compiler's process."""
         return {**dataclasses.asdict(self), "taps": [str(tap) for tap in self.taps]}
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Program:
-        """The inverse."""
+        """Return the program of these fields."""
         config = dict(fields["config"])
         for name, kind in (("rope", Rope), ("local_rope", Rope), ("experts", Experts)):
             config[name] = None if config[name] is None else kind(**config[name])
@@ -74,36 +74,36 @@ class Program:
 
 @dataclass(frozen=True)
 class Fit:
-    """What the compiler said of one batch size. Bytes are a device's."""
+    """The compiler's result for one batch size. Bytes are per device."""
 
     rows: int
     """Sequences per device."""
     length: int
     mesh: tuple[int, int]
     memory: int
-    """What the device has."""
+    """The memory of a device."""
     fits: bool
     weights: int = 0
     peak: int = 0
-    """At most at once, weights included, and the rows of the batches before that are still on their way."""
+    """The peak, including weights and the rows of earlier batches that are still being sent."""
     temporary: int = 0
     host: int = 0
-    """Rows on their way home, in the host's memory."""
+    """Rows in the memory of the host."""
     flops: float = 0.0
-    """The model's, per step and device."""
+    """FLOPs of the model per step and device."""
     seconds: float = 0.0
-    """The compiler took."""
+    """How long the compiler took."""
     why: str = ""
-    """Where it does not fit: the compiler's words."""
+    """The compiler's message if it does not fit."""
 
     @property
     def tokens(self) -> int:
-        """A step and device: what ``--batch-tokens`` counts."""
+        """Tokens per step and device: the unit of ``--batch-tokens``."""
         return self.rows * self.length
 
 
 def available() -> bool:
-    """Whether the compiler is installed."""
+    """Return whether the compiler is installed."""
     return importlib.util.find_spec("libtpu") is not None
 
 
@@ -119,7 +119,7 @@ def search(program: Program, rows: int, *, find_largest: bool = True) -> Iterato
 
 
 def _bisect(ask: Callable[[int], Fit], rows: int) -> Iterator[Fit]:
-    """By what the last one used and left free, then by halves, between one that fits and one that does not."""
+    """Search between a batch that fits and one that does not, starting from how much memory was left."""
     low: Fit | None = None
     too_many: int | None = None
     for _ in range(_TRIES):
@@ -145,12 +145,12 @@ def _bisect(ask: Callable[[int], Fit], rows: int) -> Iterator[Fit]:
 
 
 def largest(fits: list[Fit]) -> Fit | None:
-    """The largest batch that fits, of those tried."""
+    """Return the largest of these batches that fits."""
     return max((fit for fit in fits if fit.fits), key=lambda fit: fit.rows, default=None)
 
 
 class _compiler:  # noqa: N801 - reads as a verb: with _compiler(program) as ask
-    """The process that compiles: a line of JSON in, a line of JSON out."""
+    """The compiler's process: it reads and writes lines of JSON."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -192,7 +192,7 @@ class _compiler:  # noqa: N801 - reads as a verb: with _compiler(program) as ask
 
 
 class _Tail:
-    """The last lines of a process's standard error, read as they come so that it never waits."""
+    """The last lines of a process's standard error, read continuously so that the process never blocks."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         import threading
@@ -211,7 +211,7 @@ class _Tail:
 
     def last(self) -> str:
         self._thread.join(2)
-        return self._lines[-1][:300] if self._lines else "no word"
+        return self._lines[-1][:300] if self._lines else "no message"
 
 
 # -- in the compiler's process ----------------------------------------------------------------------------------------
@@ -250,23 +250,21 @@ def compile_rows(program: Program, rows: int) -> Fit:
     known = Fit(rows, program.length, shape, memory, False, plan.weight_bytes(config, itemsize, layers, head=head))
     began = time.perf_counter()
     try:
-        compiled = producer.compile((rows, program.length))
+        compiled = producer.compile((rows, program.length, rows * program.length))
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         why = " ".join(str(error).split())[:300]
         return dataclasses.replace(known, seconds=time.perf_counter() - began, why=why)
     used: Any = compiled.memory_analysis()
-    leaving = (
-        used.output_size_in_bytes
-    )  # what the program leaves on the device, and the worker sends under the next ones
-    peak = used.peak_memory_in_bytes + used.generated_code_size_in_bytes + (AHEAD - 1) * leaving
+    output = used.output_size_in_bytes  # stays on the device and is sent while the next programs run
+    peak = used.peak_memory_in_bytes + used.generated_code_size_in_bytes + (AHEAD - 1) * output
     return dataclasses.replace(
         known,
         fits=peak <= memory,
         peak=peak,
         temporary=used.temp_size_in_bytes,
-        host=used.host_output_size_in_bytes + leaving,
+        host=used.host_output_size_in_bytes + output,
         flops=flops_per_token(config, program.length, layers - 1, head=head) * known.tokens,
         seconds=time.perf_counter() - began,
     )
@@ -280,14 +278,14 @@ def _topology_devices(machine: str) -> list[Any]:
         raise SpecError("--topology", expected="a TPU", found=machine)
     more: dict[str, Any] = {"chip_config_name": "megacore"} if kind.generation == "v4" else {}
     if kind.hosts == 1 and kind.chips in (1, 8):
-        # The compiler takes a host for 2 × 2 chips; these are one host of another shape.
+        # The compiler assumes hosts of 2 × 2 chips; these are one host of another shape.
         more["chips_per_host_bounds"] = (*kind.shape, 1)
     description = topologies.get_topology_desc(platform="tpu", topology_name=kind.topology, **more)
     return list(description.devices)
 
 
 def _serve() -> None:
-    # Whatever the compiler prints goes elsewhere: the standard output is for answers.
+    # Redirect what the compiler prints: the standard output is for results.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     program = Program.from_json(json.loads(sys.stdin.readline()))

@@ -308,6 +308,7 @@ class _Plan:
             batch_size=asked.batch_size,
             batch_tokens=asked.batch_tokens,
             mesh_shape=asked.mesh_shape,
+            positions=run.positions,
         )
 
     @property
@@ -325,7 +326,7 @@ class _Plan:
             todo = (task for stream in self.streams for task in self.tasks(stream, producer.groups))
             first = next((task for task in todo if task.batches), None)
             if first is not None:
-                producer.prepare(first.batches[0].shape)
+                producer.prepare(first.batches[0])
 
         return place_model(self.files, taps, spec, row_bytes(self.rows), progress, prepare)
 

@@ -32,6 +32,7 @@ from spile.models.model_files import ModelFiles
 from spile.models.params import LayerRun, Params, choose_runs, one_by_one, placed, tap_groups
 from spile.models.weights import load
 from spile.spec.phase import Phase
+from spile.spec.positions import ALL
 from spile.spec.run import ExtractSpec
 from spile.spec.taps import SCALED, Tap
 from spile.worker.batches import Batch
@@ -46,6 +47,13 @@ _COMPILERS = max(2, (os.cpu_count() or 2) // 4)
 """Programs that are compiled in parallel."""
 _POLL = 0.1
 """Seconds between checks whether a wait for a program is given up."""
+
+
+_BLOCK_PARTS = (64, 16, 4)
+"""With ``--positions``, the rows of a batch leave the device in a block of one part in so many of the batch, or all."""
+
+_Shape = tuple[int, int, int]
+"""Batch rows per device, their length, and the rows of the block that is sent to the host."""
 
 
 class _Pending(NamedTuple):
@@ -102,6 +110,7 @@ class DeviceProducer(BatchProducer):
         attention: str,
         dtype: str,
         block: int = 0,
+        some_rows: bool = False,
         progress: Progress | None = None,
         runs: Sequence[LayerRun] | None = None,
     ) -> None:
@@ -116,9 +125,9 @@ class DeviceProducer(BatchProducer):
         self.mixture = plan.mixture(mesh.devices.flat[0].platform, mesh, config)
         self._progress = progress or Progress()
         self._compilers = ThreadPoolExecutor(_COMPILERS, "spile-compile")
-        self._programs: dict[tuple[int, int], Future[Callable[..., Any]]] = {}
-        self._proven: set[tuple[int, int]] = set()
-        self._awaited: dict[tuple[int, int], float] = {}
+        self._programs: dict[_Shape, Future[Callable[..., Any]]] = {}
+        self._proven: set[_Shape] = set()
+        self._awaited: dict[_Shape, float] = {}
         """When the pipeline came to the first batch of each shape."""
         self._pool: Future[None] = Future()
         self._pool.set_result(None)
@@ -131,6 +140,8 @@ class DeviceProducer(BatchProducer):
         """The sharding of rows that are sent to the host: ``[taps of a group, groups, rows, width]``."""
         if platform in ("gpu", "tpu"):
             self.host_sharding = self.host_sharding.with_memory_kind("pinned_host")
+        self._some_rows = some_rows
+        """Whether ``--positions`` selects rows."""
         self._block = block if self.host_sharding.memory_kind == "pinned_host" else 0
 
     @property
@@ -157,9 +168,9 @@ class DeviceProducer(BatchProducer):
 
     # -- programs -------------------------------------------------------------------------------------------------
 
-    def prepare(self, shape: tuple[int, int]) -> None:
-        """Compile for this shape in the background, if that was not done before."""
-        self._program(shape)
+    def prepare(self, batch: Batch) -> None:
+        """Compile for batches like this one in the background, if that was not done before."""
+        self._program(self._shape(batch))
 
     def reserve(self, size: int) -> None:
         """Allocate the pool of pinned memory per device in the background, so that no batch waits for it.
@@ -180,7 +191,21 @@ class DeviceProducer(BatchProducer):
                 except jax.errors.JaxRuntimeError as error:  # a smaller pool only costs speed
                     self._progress.log(f"could not allocate {size:,} bytes of pinned memory: {str(error)[:100]}")
 
-    def _program(self, shape: tuple[int, int]) -> Future[Callable[..., Any]]:
+    def _shape(self, batch: Batch) -> _Shape:
+        """Return what the program of a batch depends on.
+
+        Without ``--positions`` the block is the same for every batch, so that memory is reused: blocks of many sizes
+        fragment the pool of pinned memory, and growing it stops the device for seconds. With ``--positions`` only the
+        selected rows leave the device, in the smallest of a few block sizes that holds them.
+        """
+        rows, length = batch.shape
+        block = max(self._block, rows * length)
+        if self._some_rows:
+            stored = max((sum(sample.rows for sample in batch.of(g)) for g in range(len(batch.groups))), default=0)
+            block = min((block // part for part in _BLOCK_PARTS if block // part >= stored), default=block)
+        return rows, length, max(1, block)
+
+    def _program(self, shape: _Shape) -> Future[Callable[..., Any]]:
         with self._lock:
             if shape not in self._programs:
                 self._programs[shape] = self._compilers.submit(self.compile, shape)
@@ -188,7 +213,7 @@ class DeviceProducer(BatchProducer):
 
     def await_program(self, batch: Batch, given_up: Callable[[], bool]) -> None:
         """Wait for the program of a batch. Compilation may take minutes, so a signal gives the wait up."""
-        shape = batch.shape
+        shape = self._shape(batch)
         program = self._program(shape)
         waiting: list[Future[Any]] = [work for work in (program, self._pool) if not work.done()]
         if shape in self._proven or not waiting:
@@ -198,23 +223,16 @@ class DeviceProducer(BatchProducer):
         while waiting and not given_up():
             waiting = list(wait(waiting, timeout=_POLL).not_done)
 
-    def compile(self, shape: tuple[int, int]) -> jax.stages.Compiled:
-        """Compile the program for batches of this shape: rows per device, and their length."""
+    def compile(self, shape: _Shape) -> jax.stages.Compiled:
+        """Compile the program for batches of this shape: rows per device, their length, and stored rows."""
         with self._progress.timeline.span(f"compile {shape[0]} × {shape[1]}"):
             return self._lower(shape).compile()
 
-    def _lower(self, shape: tuple[int, int]) -> jax.stages.Lowered:
-        rows, length = shape
+    def _lower(self, shape: _Shape) -> jax.stages.Lowered:
+        rows, length, block = shape
         batch = jax.ShapeDtypeStruct((self.groups * rows, 3, length), jnp.int32, sharding=self.rows_sharding)
-        index = jax.ShapeDtypeStruct((self.groups, self._rows(shape)), jnp.int32, sharding=self.groups_sharding)
+        index = jax.ShapeDtypeStruct((self.groups, block), jnp.int32, sharding=self.groups_sharding)
         return jax.jit(self._step).lower(self.params, batch, index)
-
-    def _rows(self, shape: tuple[int, int]) -> int:
-        """Return the rows of a block that is sent to the host: the same for every shape, so that memory is reused.
-
-        Blocks of many sizes fragment the pool of pinned memory, and growing it stops the device for seconds.
-        """
-        return max(self._block, shape[0] * shape[1])
 
     def _step(self, params: Params, batch: jax.Array, index: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
         """Compute a batch: this is the compiled program."""
@@ -253,9 +271,9 @@ class DeviceProducer(BatchProducer):
     def start(self, batch: Batch) -> _Pending:
         """Start a batch. The first batch of a shape is waited for, so that lack of memory is noticed here."""
         check_tokens(batch.samples, self.config.vocab_size)
-        shape = batch.shape
+        shape = self._shape(batch)
         program = self._wait_for(shape)
-        packed = pack(batch, self._rows(shape))
+        packed = pack(batch, shape[2])
         try:
             arrays, finite = program(
                 self.params, put(packed.rows, self.rows_sharding), put(packed.places, self.groups_sharding)
@@ -272,7 +290,7 @@ class DeviceProducer(BatchProducer):
         """Return whether no transfer is needed; a needless device_put would cost 0.1 ms."""
         return array.sharding.is_equivalent_to(self.host_sharding, array.ndim)
 
-    def _wait_for(self, shape: tuple[int, int]) -> Callable[..., Any]:
+    def _wait_for(self, shape: _Shape) -> Callable[..., Any]:
         if shape in self._proven:
             return self._program(shape).result()
         began = self._awaited.setdefault(shape, time.perf_counter())
@@ -307,7 +325,7 @@ class DeviceProducer(BatchProducer):
         fix = "--store-dtype bfloat16 holds larger values" if self._store_dtype == "float16" else None
         raise Failure(f"NaN or infinity at {bad}", expected="finite activations", fix=fix)
 
-    def _translated(self, error: jax.errors.JaxRuntimeError, shape: tuple[int, int]) -> Failure:
+    def _translated(self, error: jax.errors.JaxRuntimeError, shape: _Shape) -> Failure:
         """Convert an error. On a pod, lack of memory ends the run: the other hosts may not have noticed it."""
         failure = translated(error)
         if not isinstance(failure, OutOfDeviceMemory) or self.groups_sharding.is_fully_addressable:
@@ -368,7 +386,7 @@ def place_model(
         spec: The run spec, with backend and dtype chosen.
         row_bytes: What one token takes in a shard.
         progress: Counters, messages and the timeline.
-        prepare: Calls :meth:`DeviceProducer.prepare` for the shape of the first batch.
+        prepare: Calls :meth:`DeviceProducer.prepare` for the first batch.
 
     """
     config, dtype = files.config, spec.dtype
@@ -389,13 +407,15 @@ def place_model(
         attention=choose(config, mesh.devices.flat[0].platform, dtype),
         dtype=dtype,
         block=sizes.batch_tokens,
+        some_rows=spec.positions != ALL,
         progress=progress,
         runs=runs,
     )
     with progress.timeline.span("first samples"):
         # Before the weights are read: their transfers hold the interpreter lock, which tokenizing needs.
         prepare(producer)
-    producer.reserve(((sizes.in_flight or 1) + UNRELEASED) * sizes.batch_tokens * row_bytes)
+    if spec.positions == ALL:
+        producer.reserve(((sizes.in_flight or 1) + UNRELEASED) * sizes.batch_tokens * row_bytes)
     try:
         with progress.timeline.span("weights"):
             producer.params = load(files, dtype, layers, place, head=head, runs=runs)

@@ -16,13 +16,14 @@ from spile.objects import is_remote, open_folder
 from spile.objects.preflight import preflight
 from spile.spec.amounts import counted, size
 from spile.spec.phase import Phase
+from spile.spec.positions import ALL
 from spile.spec.ranges import Ranges
 from spile.spec.run import ExtractSpec
 from spile.spec.sample import Sample
 from spile.store.cleanup import clear_stream, remove_remains, stream_has_commits, stream_is_begun
 from spile.store.layout import stream_folder
 from spile.store.stream import StreamStore, join_run, join_stream, read_stream, write_spec
-from spile.worker.batches import batches
+from spile.worker.batches import Batch, batches
 from spile.worker.device import DeviceProducer, configure_jax, place_model
 from spile.worker.pipeline import LocalControl, run_pipeline
 from spile.worker.pod.pod import SingleProcess, WorkerGroup, check_same_command
@@ -180,13 +181,14 @@ def make_device_producer(run: ResolvedRun, progress: Progress, reader: SampleRea
 
     def prepare(producer: DeviceProducer) -> None:
         plan = sizes_for_stream(run.sizes, run.spec, reader, producer.groups).batch_plan(producer.groups)
-        if run.samples.prompt.pack:  # every packed sample but the last is full
+        if run.samples.prompt.pack and run.spec.positions == ALL:  # every packed sample but the last is full
             length = plan.row_length(plan.longest)
-            producer.prepare((plan.rows(length), length))
+            producer.prepare(Batch((), plan.rows(length), length))
             return
-        first = next(batches((item for item in reader.look() if isinstance(item, Sample)), plan), None)
+        items = with_positions(reader.look(), run.spec)
+        first = next(batches((item for item in items if isinstance(item, Sample)), plan), None)
         if first is not None:
-            producer.prepare(first.shape)
+            producer.prepare(first)
 
     return place_model(run.files, run.taps, run.spec, run.bytes_per_token, progress, prepare)
 

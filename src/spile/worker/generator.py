@@ -182,7 +182,7 @@ def plan_slots(
         fix = f"use --batch-size {fitting}" if fitting else "use a smaller --max-seq-length or --max-new-tokens"
         raise SpecError(
             f"a cache for {wanted} answers of {capacity:,} tokens takes {size(wanted * token_bytes * capacity)}",
-            expected=f"at most {size(max(0, int(room * _CACHE_PART)))} beside {size(weight_bytes)} of weights",
+            expected=f"at most {size(max(0, int(room * _CACHE_PART)))} next to {size(weight_bytes)} of weights",
             found=f"--batch-size {wanted}" if asked else "not room for one",
             fix=fix,
         )

@@ -462,7 +462,7 @@ class Pipeline:
             if task is None:
                 break
             for batch in task.batches:
-                self._producer.prepare(batch.shape)
+                self._producer.prepare(batch)
             self._tasks.put(task)
             del task  # it may hold the rows of finished answers
         self._tasks.put(None)

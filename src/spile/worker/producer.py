@@ -79,8 +79,8 @@ class Producer(Protocol):
     def batches(self, samples: Iterator[Sample], plan: BatchPlan, control: Control) -> Iterator[Batch | Verdict]:
         """Yield batches that hold every sample once, and the control's verdicts if this producer asks for them."""
 
-    def prepare(self, shape: tuple[int, int]) -> None:
-        """Compile for batches of this shape in the background. Never blocks."""
+    def prepare(self, batch: Batch) -> None:
+        """Compile for batches like this one in the background. Never blocks."""
 
     def await_program(self, batch: Batch, given_up: Callable[[], bool]) -> None:
         """Wait, possibly for minutes, until a batch of this shape can start at once, or until ``given_up``."""
@@ -117,7 +117,7 @@ class BatchProducer:
         """Yield packed batches."""
         return batches(samples, plan)
 
-    def prepare(self, shape: tuple[int, int]) -> None:
+    def prepare(self, batch: Batch) -> None:
         """Compile nothing."""
 
     def await_program(self, batch: Batch, given_up: Callable[[], bool]) -> None:

@@ -90,6 +90,31 @@ def test_a_larger_block_holds_the_same_rows(params: Params) -> None:
     made.close()
 
 
+def test_only_the_selected_rows_leave_the_device(producer: DeviceProducer, params: Params) -> None:
+    some = DeviceProducer(
+        params,
+        FILES.config,
+        TAPS,
+        store_dtype="float32",
+        mesh=make_mesh((1, 1)),
+        attention="xla",
+        dtype="float32",
+        some_rows=True,
+    )
+
+    def last(sample: Sample) -> Sample:
+        return replace(sample, positions=np.array([len(sample) - 1], np.int32))
+
+    batch = replace(BATCH, groups=tuple(tuple(tuple(map(last, row)) for row in group) for group in BATCH.groups))
+    places = np.cumsum([len(sample) for sample in BATCH.samples]) - 1
+    rows = [of_tap[0].rows for of_tap in some.fetch(some.start(batch))]
+    wanted = [of_tap[0].rows[places] for of_tap in producer.fetch(producer.start(BATCH))]
+    assert {len(found) for found in rows} == {BATCH.rows * BATCH.length // 16}
+    for found, expected in zip(rows, wanted, strict=True):
+        np.testing.assert_allclose(found[: len(places)], expected, rtol=1e-5, atol=1e-5)
+    some.close()
+
+
 @pytest.mark.parametrize("sites", [("residual",), ("mlp", "residual")])
 def test_layers_in_a_scan_give_the_same_rows_each_to_its_tap(sites: tuple[str, ...]) -> None:
     count = FILES.config.n_layers
@@ -146,10 +171,10 @@ def test_what_the_device_says_is_translated(producer: DeviceProducer) -> None:
         future.set_exception(jax.errors.JaxRuntimeError(text))
         return future
 
-    producer._programs[(4, 16)] = fails("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")  # type: ignore[assignment]
+    producer._programs[(4, 16, 64)] = fails("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")  # type: ignore[assignment]
     with pytest.raises(OutOfDeviceMemory, match="the device's memory ran out"):
         producer.start(BATCH)
-    producer._programs[(4, 16)] = fails("INTERNAL: the chip\nis on fire")  # type: ignore[assignment]
+    producer._programs[(4, 16, 64)] = fails("INTERNAL: the chip\nis on fire")  # type: ignore[assignment]
     with pytest.raises(Failure, match="the device failed: INTERNAL: the chip is on fire"):
         producer.start(BATCH)
 
@@ -161,7 +186,7 @@ def test_closing_forgets_programs_that_nobody_waits_for(
     monkeypatch.setattr(producer, "compile", lambda shape: go.wait(60))
     many = [Batch((((sample(0, 5),),),), rows, 64) for rows in range(1, 2 + 2 * device._COMPILERS)]
     for batch in many:
-        producer.prepare(batch.shape)
+        producer.prepare(batch)
     producer.close()
     go.set()
     assert any(program.cancelled() for program in producer._programs.values())
