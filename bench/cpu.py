@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench.shapes import SHAPES, make_model
-from spile.plan import bench as naive
+from spile.planning import bench as naive
 from spile.spec.ranges import Ranges
 from spile.spec.run import EMBEDDED, ComputeDtype, DataSpec, ExtractSpec
 from spile.spec.sample import Sample

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.shapes import make_model
-from spile.plan.bench import bench
+from spile.planning.bench import bench
 from spile.spec.run import DataSpec, ExtractSpec
 
 

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from bench.overlap import A_TOKEN, D_MODEL, TAPS, run_identity
 from spile.objects import open_folder
-from spile.plan.bench import emptied, host_copy
+from spile.planning.bench import emptied, host_copy
 from spile.spec.identity import StreamIdentity
 from spile.spec.sample import Sample
 from spile.store.stream import join_run, join_stream

@@ -26,8 +26,8 @@ from spile.models.attention import choose
 from spile.models.decoder import layers_needed
 from spile.models.families import read_config
 from spile.models.params import LayerRun, Params, choose_runs, one_by_one, placed, random, stacked
-from spile.plan.machines import parse_machine
-from spile.plan.tpu_compiler import _topology_devices
+from spile.planning.machines import parse_machine
+from spile.planning.tpu_compiler import _topology_devices
 from spile.spec.sample import Sample
 from spile.spec.taps import select_taps
 from spile.worker.batches import Batch

@@ -14,7 +14,7 @@ os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TF_CPP_MIN_LO
 
 from bench.shapes import _COMMON, SHAPES
 from spile.models.families import read_config
-from spile.plan.tpu_compiler import Program, compile_rows
+from spile.planning.tpu_compiler import Program, compile_rows
 from spile.spec.taps import select_taps
 
 

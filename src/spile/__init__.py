@@ -39,7 +39,7 @@ from spile import errors
 from spile.version import __version__
 
 if TYPE_CHECKING:
-    from spile.plan.forecast import plan
+    from spile.planning.forecast import plan
     from spile.reading.dataset import Dataset, open  # noqa: A004
     from spile.spec.run import BackfillSpec, DataSpec, ExtractSpec, GenerationSpec, PromptSpec, RunSpec
     from spile.spec.sample import Role
@@ -81,7 +81,7 @@ _LAZY = {
     "extract": "spile.worker.extract",
     "infer": "spile.worker.infer",
     "open": "spile.reading.dataset",
-    "plan": "spile.plan.forecast",
+    "plan": "spile.planning.forecast",
     "verify": "spile.store.verification",
 }
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, ClassVar
 
-from spile.plan.machines import known_machines, parse_machine
+from spile.planning.machines import known_machines, parse_machine
 
 __all__ = [
     "TYPES",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -48,3 +49,9 @@ atexit.register(lambda: sys.stderr.write(" ".join(name for name in heavy if name
 def test_reading_needs_no_jax() -> None:
     code = "import sys, spile; spile.open; assert 'jax' not in sys.modules, 'jax'"
     assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
+
+
+def test_no_package_hides_a_function() -> None:
+    """Importing a module of a package sets the package as an attribute of ``spile``."""
+    packages = {file.parent.name for file in Path(spile.__file__).parent.glob("*/__init__.py")}
+    assert packages.isdisjoint(spile.__all__)

@@ -8,7 +8,7 @@ import pytest
 
 from spile.errors import SpecError
 from spile.models.architecture import ModelConfig
-from spile.plan.tpu_compiler import Fit, Program, _bisect, available, largest, search
+from spile.planning.tpu_compiler import Fit, Program, _bisect, available, largest, search
 from spile.spec.taps import Tap
 
 QWEN_05 = ModelConfig("qwen2", 896, 24, 14, 2, 64, 4864, 151936, qkv_bias=True, tied=True)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from spile.errors import SpecError
 from spile.models.architecture import ModelConfig
 from spile.models.tensors import Tensor, layer_tensors, model_tensors
-from spile.plan.machines import parse_machine
+from spile.planning.machines import parse_machine
 from spile.worker.mesh import RULES, default_shape, make_mesh, plan_mesh
 
 QWEN_05 = ModelConfig("qwen2", 896, 24, 14, 2, 64, 4864, 151936, qkv_bias=True, tied=True)

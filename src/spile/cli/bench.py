@@ -15,8 +15,8 @@ from spile.spec.amounts import amount, counted, duration, size
 from spile.view.table import output
 
 if TYPE_CHECKING:
-    from spile.plan.bench import BenchResult
-    from spile.plan.timed_run import TimedRun
+    from spile.planning.bench import BenchResult
+    from spile.planning.timed_run import TimedRun
 
 __all__ = ["bench"]
 
@@ -34,7 +34,7 @@ def bench(
 
     Nothing is kept: shards go to a temporary folder below --output, or below ./.bench, and are removed.
     """
-    from spile.plan.bench import bench as run
+    from spile.planning.bench import bench as run
 
     if tokens < 1:
         raise SpecError("--tokens", expected="1 or more", found=tokens)

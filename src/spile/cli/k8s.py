@@ -64,7 +64,7 @@ class KubernetesFlags:
     def described(self, flags: ExtractFlags, cluster: ClusterFlags) -> KubernetesJob:
         """The job for Kubernetes."""
         from spile.launch.kubernetes import KubernetesJob, SecretKey
-        from spile.plan.machines import parse_machine
+        from spile.planning.machines import parse_machine
 
         machine = None if self.topology is None else parse_machine(self.topology)
         volumes = pairs("--volume", self.volume, "/path=claim")

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from spile.models.families import FAMILIES, read_config
-from spile.plan.machines import Machine, list_prices, parse_machine
+from spile.planning.machines import Machine, list_prices, parse_machine
 
 __all__ = ["models"]
 
@@ -58,7 +58,7 @@ def models(
 
 def _worked(family: str, machine: Machine) -> dict[str, Any]:
     from spile.models.tensors import flops_per_token, parameter_count
-    from spile.plan.cost import Volume, estimate
+    from spile.planning.cost import Volume, estimate
     from spile.spec.taps import Tap, tap_rows
     from spile.worker.batches import row_bytes
 

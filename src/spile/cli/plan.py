@@ -19,14 +19,14 @@ from spile.cli.shell.defaults import settled
 from spile.cli.shell.flag import flag
 from spile.errors import SpecError
 from spile.models.tensors import parameter_count
-from spile.plan.cost import START_SECONDS, Estimate, Rates, refuse_over_budget
-from spile.plan.machines import Machine, Prices, list_prices, parse_machine, prices_from
+from spile.planning.cost import START_SECONDS, Estimate, Rates, refuse_over_budget
+from spile.planning.machines import Machine, Prices, list_prices, parse_machine, prices_from
 from spile.spec.amounts import amount, duration, size
 from spile.view.table import output
 
 if TYPE_CHECKING:
-    from spile.plan.forecast import Forecast
-    from spile.plan.tpu_compiler import Fit
+    from spile.planning.forecast import Forecast
+    from spile.planning.tpu_compiler import Fit
 
 __all__ = ["plan", "read_prices"]
 
@@ -62,8 +62,8 @@ def plan(
     json_: Annotated[bool, Parameter(name="--json", group=_PLAN, help="One JSON object.", negative="")] = False,
 ) -> int:
     """Tell what a run would take, and refuse one that is over the budget. Takes the flags of spile extract."""
-    from spile.plan.forecast import plan as forecast
-    from spile.plan.tpu_compiler import available
+    from spile.planning.forecast import plan as forecast
+    from spile.planning.tpu_compiler import available
 
     if count < 1:
         raise SpecError("--count", expected="at least 1", found=count)
@@ -199,7 +199,7 @@ def _machines(estimates: list[Estimate]) -> Table:
 
 def _compile(console: Console, found: Forecast, machine: Machine, *, quiet: bool, find_largest: bool) -> dict[str, Any]:
     """Each try as it comes, since each takes the compiler a while."""
-    from spile.plan.tpu_compiler import largest, search
+    from spile.planning.tpu_compiler import largest, search
 
     program = found.program(machine)
     fits: list[Fit] = []

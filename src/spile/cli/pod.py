@@ -35,7 +35,7 @@ class PodFlags:
 
     def identity(self) -> Identity:
         """Where this process stands."""
-        from spile.plan.machines import parse_machine
+        from spile.planning.machines import parse_machine
         from spile.worker.pod.identity import this_process
 
         return this_process(

@@ -11,7 +11,7 @@ from typing import Any
 
 from spile.errors import Damaged, SpecError, untrusted
 from spile.fleet.provider import Node, NodeRequest
-from spile.plan.machines import Machine, parse_machine
+from spile.planning.machines import Machine, parse_machine
 from spile.spec.records import typed_fields
 
 __all__ = [

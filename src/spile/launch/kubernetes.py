@@ -23,7 +23,7 @@ import yaml
 
 from spile.errors import Fenced, Interrupted, SpecError, UserError
 from spile.launch.engines import ClusterJob, refuse_control_characters
-from spile.plan.machines import Machine
+from spile.planning.machines import Machine
 
 __all__ = ["INDEX", "KubernetesJob", "SecretKey", "manifests", "to_yaml"]
 

@@ -324,7 +324,7 @@ def test_a_fault_of_our_own_is_one_line_too(
 def test_bench_stays_away_from_the_activations_of_a_run(
     words: tuple[str, ...], place: str, spile: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from spile.plan import bench
+    from spile.planning import bench
 
     def run(spec: ExtractSpec, **_: object) -> None:
         raise SpecError(spec.output)

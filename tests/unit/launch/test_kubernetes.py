@@ -24,7 +24,7 @@ from spile.errors import SpecError
 from spile.launch.engines import ClusterJob
 from spile.launch.kubernetes import INDEX, KubernetesJob, SecretKey, manifests, to_yaml
 from spile.objects import open_folder
-from spile.plan.machines import parse_machine
+from spile.planning.machines import parse_machine
 from spile.store.verification import verify
 
 VERSIONS = ("1.31", "1.34", "1.37")

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spile.errors import SpecError
-from spile.plan.machines import (
+from spile.planning.machines import (
     _OTHER_SPELLINGS,
     GENERATIONS,
     PRICES_AS_OF,

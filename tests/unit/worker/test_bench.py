@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from spile.plan.bench import BenchResult, _growth, _steady, _tenths, bench
+from spile.planning.bench import BenchResult, _growth, _steady, _tenths, bench
 from spile.spec.run import DataSpec, ExtractSpec
 
 

@@ -14,7 +14,7 @@ import spile
 from spile.cli.main import main
 from spile.errors import RunMismatch, SpecError
 from spile.objects import open_folder
-from spile.plan.forecast import plan
+from spile.planning.forecast import plan
 from spile.spec.positions import choose_positions
 from spile.spec.run import DataSpec, ExtractSpec, GenerationSpec
 from spile.spec.sample import Role, Sample

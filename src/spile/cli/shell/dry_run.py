@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from spile.cli.flags import RunFlags
-from spile.plan.cost import START_SECONDS, Estimate, Rates
-from spile.plan.machines import list_prices, parse_machine
+from spile.planning.cost import START_SECONDS, Estimate, Rates
+from spile.planning.machines import list_prices, parse_machine
 from spile.spec.amounts import counted, duration, size
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def show(
 
 def _estimate(streams: StreamsPlan, flags: RunFlags, fleet: FleetSpec) -> Estimate:
     """From the first stream: the others are as long."""
-    from spile.plan.forecast import plan as forecast
+    from spile.planning.forecast import plan as forecast
 
     one = flags.stored_in("gs://b/x").replaced(
         dataset=None, dataset_dir=str(streams.local or streams.url), worker_id=0,

@@ -91,7 +91,7 @@ class MachineFlags:
         from spile.fleet.provider import NodeRequest
         from spile.fleet.spec import FleetSpec, default_runtime, plan_workers
         from spile.fleet.spec import Policy as DefaultPolicy
-        from spile.plan.machines import parse_machine
+        from spile.planning.machines import parse_machine
 
         if self.best_effort and not self.queued:
             raise SpecError("--best-effort", expected="--queued beside it", found="--best-effort alone")

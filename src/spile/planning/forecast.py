@@ -12,9 +12,9 @@ from spile.models import model_files
 from spile.models.architecture import ModelConfig
 from spile.models.decoder import head_needed, layers_needed
 from spile.models.tensors import flops_per_token, parameter_count
-from spile.plan.cost import Estimate, Lengths, Rates, Volume, estimate
-from spile.plan.machines import Machine, Prices
-from spile.plan.tpu_compiler import Program
+from spile.planning.cost import Estimate, Lengths, Rates, Volume, estimate
+from spile.planning.machines import Machine, Prices
+from spile.planning.tpu_compiler import Program
 from spile.spec.positions import ALL
 from spile.spec.ranges import Ranges
 from spile.spec.run import ExtractSpec

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spile.errors import SpecError
-from spile.plan.cost import Lengths, Rates, Volume, estimate, refuse_over_budget
-from spile.plan.machines import known_machines, parse_machine
+from spile.planning.cost import Lengths, Rates, Volume, estimate, refuse_over_budget
+from spile.planning.machines import known_machines, parse_machine
 
 VOLUME = Volume(samples=1000, tokens=1_000_000, bytes_per_token=43_013, shard_bytes=1e9)
 

@@ -30,7 +30,7 @@ from spile.models.safetensors_files import LocalSource
 from spile.models.tensors import flops_per_token
 from spile.objects import open_folder
 from spile.objects.crc import ChunkedCrc
-from spile.plan.timed_run import TimedRun, cold_and_warm
+from spile.planning.timed_run import TimedRun, cold_and_warm
 from spile.spec.ranges import Ranges
 from spile.spec.run import ExtractSpec
 from spile.spec.sample import Sample

@@ -1,6 +1,6 @@
 """Time a whole run in a process of its own, from its first import to its last commit.
 
-``python -m spile.plan.timed_run SPEC`` is that process; SPEC is a file with a pickled run spec.
+``python -m spile.planning.timed_run SPEC`` is that process; SPEC is a file with a pickled run spec.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _run(spec: ExtractSpec, folder: Path, cache: str) -> TimedRun:
         path.write_bytes(pickle.dumps(replace(spec, output=str(Path(output) / "run"))))
         began = time.perf_counter()
         done = subprocess.run(  # noqa: S603 - our own module
-            [sys.executable, "-m", "spile.plan.timed_run", str(path)],
+            [sys.executable, "-m", "spile.planning.timed_run", str(path)],
             check=False,
             capture_output=True,
             text=True,

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from spile.errors import SpecError
-from spile.plan.machines import Machine, Price
+from spile.planning.machines import Machine, Price
 
 __all__ = ["START_SECONDS", "Estimate", "Lengths", "Limit", "Rates", "Volume", "estimate", "refuse_over_budget"]
 

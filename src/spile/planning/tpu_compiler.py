@@ -20,7 +20,7 @@ from typing import Any
 from spile.errors import Failure, SpecError
 from spile.models.architecture import Experts, ModelConfig, Rope
 from spile.models.tensors import flops_per_token
-from spile.plan.machines import parse_machine
+from spile.planning.machines import parse_machine
 from spile.spec.taps import Tap
 
 __all__ = ["Fit", "Program", "available", "compile_rows", "largest", "search"]
@@ -158,7 +158,7 @@ class _compiler:  # noqa: N801 - reads as a verb: with _compiler(program) as ask
     def __enter__(self) -> Callable[[int], Fit]:
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("TPU_", "XLA_"))}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "spile.plan.tpu_compiler"],
+            [sys.executable, "-m", "spile.planning.tpu_compiler"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

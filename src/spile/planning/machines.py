@@ -4,7 +4,7 @@
 counts chips for v5e and v6e and TensorCores (two per chip) for v2, v3, v4 and v5p; a colon precedes the chips' grid.
 
 Prices are list prices of a US region, per chip and hour, as of :data:`PRICES_AS_OF`. They change, and spot prices
-change monthly: a TOML file overrides them (:mod:`spile.plan.machines`, ``spile plan --prices prices.toml``).
+change monthly: a TOML file overrides them (:mod:`spile.planning.machines`, ``spile plan --prices prices.toml``).
 """
 
 from __future__ import annotations
