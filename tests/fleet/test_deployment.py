@@ -154,7 +154,7 @@ def test_prepare_only_and_bad_input(world: World) -> None:
             "--gcs-bucket",
             "b",
             "--skip-dataset",
-        ): "are not the workers': expected 4, one per worker, found 2",
+        ): "has too few streams: expected 4, at least one per worker, found 2",
     }
     for words, line in cases.items():
         code, text = world.spile("deploy", "--model", "embedded", *words)
@@ -165,7 +165,7 @@ def test_prepare_only_and_bad_input(world: World) -> None:
         ] == [], text
     code, text = world.spile("deploy", "--gcs-bucket", "b", "--zones", A, "--skip-dataset")
     assert code == 1, text
-    assert "there is no such machine of this fleet; make it with --create-tpus" in text
+    assert "there is no such machine of this fleet; create it with --create-tpus" in text
     assert world.cloud.cloud.nodes("-") == []
 
 

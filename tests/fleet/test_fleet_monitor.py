@@ -200,7 +200,8 @@ def test_a_new_deployment_is_watched_where_it_writes(home: FleetHome, client: Cl
 
 
 def test_quota_is_said(home: FleetHome, fake: FakeCloud, client: CloudTpu) -> None:
-    fake.admin("quota", {"zone": A, "limit": 0})
+    for zone in (A, B):
+        fake.admin("quota", {"zone": zone, "limit": 0})
     monitor = FleetMonitor(home, client)
     status = monitor.step()
     assert status.history.blocks[A].why.startswith("no quota to create TPU tpu-us-central1-a-0")
@@ -325,7 +326,8 @@ def test_a_zone_whose_api_is_out_does_not_make_a_live_machine_a_missing_one(
 
 
 def test_the_same_long_quota_text_stands_in_one_row(home: FleetHome, fake: FakeCloud, client: CloudTpu) -> None:
-    home.write_fleet(replace(home.read_fleet(), workers=plan_workers((A,), 3)))
+    stays = Policy(interval=0.1, move=False)
+    home.write_fleet(replace(home.read_fleet(), workers=plan_workers((A,), 3), policy=stays))
     fake.admin("quota", {"zone": A, "limit": 0})
     notes = [worker.note for worker in FleetMonitor(home, client).step().workers]
     assert notes[0].startswith("no quota to create TPU")
@@ -399,7 +401,8 @@ def test_64_workers_and_long_quota_texts_fit_80_by_24_and_trouble_is_what_is_kep
 
 
 def test_a_long_quota_text_is_on_the_screen_once(home: FleetHome, fake: FakeCloud, client: CloudTpu) -> None:
-    home.write_fleet(replace(home.read_fleet(), workers=plan_workers((A, B), 3)))
+    stays = Policy(interval=0.1, move=False)
+    home.write_fleet(replace(home.read_fleet(), workers=plan_workers((A, B), 3), policy=stays))
     fake.admin("quota", {"zone": A, "limit": 0})
     status = FleetMonitor(home, client).step()
     assert any("no quota to create" in line for line in status.actions), "the action tells it as well"

@@ -384,3 +384,18 @@ def test_gclouds_own_words_for_a_machine(world: World, prompt: Prompt) -> None:
     assert (code, "v3-8, on demand" in text) == (0, True), text
     (raw,) = world.cloud.cloud.nodes(B)
     assert not raw["schedulingConfig"].get("preemptible")
+
+
+def test_a_trial_and_then_production_in_the_same_bucket(world: World, prompt: Prompt) -> None:
+    """The trial's streams are another split: production is stored in a folder of its own, and says which."""
+    assert prompt(*PREPARE, *TASK, "--workers-per-zone", 1)[0] == 0
+    data = ("--dataset-dir", fleet_of(world).streams, "--worker-id", 0, "--max-samples", 1)
+    code, text = prompt("extract", "--model", "embedded", *data, "--output", "gs://b/activations")
+    assert code == 0, text
+    code, text = prompt(*PREPARE, *TASK, "--workers-per-zone", 3, "--yes")
+    assert code == 0, text
+    root = fleet_of(world).root
+    assert root.startswith("gs://b/activations-")
+    assert f"this run is stored in {root}" in text
+    code, text = prompt(*PREPARE, *TASK, "--workers-per-zone", 3, "--yes", "--gcs-prefix", "activations")
+    assert (code, "holds rows of another dataset or of another split" in text) == (2, True), text

@@ -18,7 +18,7 @@ from spile.cli.shell.flag import flag
 from spile.cli.shell.fleet_flags import MachineFlags, PlaceFlags, confirm, print_results
 from spile.cli.shell.pairs import variables
 from spile.cli.shell.remembering import as_before, given, words_of
-from spile.errors import SpecError
+from spile.errors import RunMismatch, SpecError
 from spile.objects.opening import is_remote
 from spile.view.table import output
 
@@ -156,7 +156,11 @@ def deploy(
         streams.check(len(fleet.workers))
         fleet = asked.work(fleet, bucket, streams)
         cleared = _to_clear(fleet, asked.flags)
-        check_root(bucket, fleet, streams, cleared=bool(cleared))
+        try:
+            check_root(bucket, fleet, streams, cleared=bool(cleared))
+        except RunMismatch as error:
+            asked, fleet = asked.in_own_folder(error, fleet, bucket, streams, console)
+            check_root(bucket, fleet, streams, cleared=False)
         changed = changes(before, fleet) if before is not None else []
         if steps.dry_run:
             return show(console, fleet, streams, asked.flags, changed, cleared)
@@ -241,6 +245,20 @@ class _Asked:
             flags=said,
         )
 
+    def in_own_folder(
+        self, error: RunMismatch, fleet: FleetSpec, bucket: str, streams: StreamsPlan, console: Console
+    ) -> tuple[_Asked, FleetSpec]:
+        """Return the fleet with an output folder of its own, if no folder was named.
+
+        A trial and a production run of the same bucket are split differently, so one cannot continue the other.
+        """
+        if self.flags.gcs_prefix is not None or self.flags.output is not None or not streams.split:
+            raise error
+        prefix = f"{GCS_PREFIX}-{streams.split[:8]}"
+        console.print(f"{error.problem}: this run is stored in {bucket}/{prefix}", markup=False)
+        asked = replace(self, flags=self.flags.replaced(gcs_prefix=prefix))
+        return asked, asked.work(fleet, bucket, streams)
+
     def run_spec(self, root: str, streams: str, split: str | None = None) -> RunSpec:
         """Return the run spec of every worker.
 
@@ -297,7 +315,8 @@ def _streams(
         dataset = flags.dataset or GUIDES_DATASET
         data = flags.stored_in(bucket).spec().data
         known = before.stream_count if before is not None else 0
-        count = asked.steps.num_streams or known or len(fleet.workers)
+        # A trial may have had fewer streams than this fleet has workers: then the dataset is split again.
+        count = asked.steps.num_streams or max(known, len(fleet.workers))
         with split_streams(dataset, below, count, data=data, log=log) as made:
             yield made
 

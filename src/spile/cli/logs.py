@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
@@ -33,6 +34,9 @@ def logs(
         str | None, Parameter(help="Its fleet's gs://bucket/fleet/NAME: the log as the bucket keeps it.")
     ] = None,
     grep: Annotated[str | None, Parameter(help="With --home: only lines that this regular expression is in.")] = None,
+    as_json: Annotated[
+        bool, Parameter(name="--json", negative="", help="With --home: one JSON object per line of the log.")
+    ] = False,
     fleet: Annotated[str | None, Parameter(help="Only machines of this fleet.")] = None,
     host: Annotated[int, Parameter(help="Which host of a pod.")] = 0,
     where: HostFlags = HostFlags(),  # noqa: B008  (frozen)
@@ -47,10 +51,12 @@ def logs(
     if lines < 0:
         raise SpecError("-n", expected="0 or more", found=lines)
     console = output_console()
+    if as_json and home is None:
+        raise SpecError("--json", expected="--home gs://bucket/fleet/NAME", found="--json alone")
     if grep is not None and home is None:
         raise SpecError("--grep", expected="--home gs://bucket/fleet/NAME beside it", found="--grep alone")
     if home is not None:
-        return _kept(worker, home, lines, grep, host, console)
+        return _kept(worker, home, lines, grep, host, console, as_json)
     machine = _machine(worker, fleet, host, where)
     if machine.host is None:
         return _last_words(worker, machine, output, lines, console)
@@ -69,7 +75,7 @@ def logs(
     return 0 if outcome.stopped else outcome.code
 
 
-def _kept(worker: str, home: str, lines: int, grep: str | None, host: int, console: Console) -> int:
+def _kept(worker: str, home: str, lines: int, grep: str | None, host: int, console: Console, as_json: bool) -> int:
     """The log that a worker's agent kept in the bucket, whether its machine is there or gone."""
     from collections import deque
 
@@ -83,6 +89,10 @@ def _kept(worker: str, home: str, lines: int, grep: str | None, host: int, conso
         raise UserError(f"no worker {worker} in {home}", expected=f"a number or one of {', '.join(named.values())}")
     name = name if host == 0 else f"{name}-h{host}"
     found = deque(read_log(opened.folder, name, grep), maxlen=lines)
+    if as_json:
+        for line in found:
+            print(json.dumps({"worker": name, "line": line}))
+        return 0
     for line in found:
         console.print(line, markup=False, soft_wrap=True)
     if not found:

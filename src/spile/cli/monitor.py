@@ -38,6 +38,9 @@ def monitor(
         str | None,
         Parameter(help="With a fleet that another computer deployed: the sha256:… that spile deploy printed there."),
     ] = None,
+    metrics_port: Annotated[
+        int | None, Parameter(help="Serve OpenMetrics for Prometheus at http://HOST:PORT/metrics while it watches.")
+    ] = None,
     project: Annotated[str | None, Parameter(help="The Google Cloud project. [default: gcloud's]")] = None,
 ) -> int:
     """Watch a dataset grow, from its ledgers and its workers' heartbeats; with a fleet, replace its dead machines.
@@ -63,9 +66,10 @@ def monitor(
             home.order_budget(replace(deployed, policy=replace(deployed.policy, budget=budget)), budget)
         adjust = adjusted(interval, keep_finished)
         return watch_fleet(
-            home, client, console, interval=interval, adjust=adjust, once=once, as_json=as_json, watch_only=watch_only
-        )
-    return _watch_root(root, console, interval, once, as_json)
+            home, client, console, interval=interval, adjust=adjust, once=once, as_json=as_json, watch_only=watch_only,
+            metrics_port=metrics_port,
+        )  # fmt: skip
+    return _watch_root(root, console, interval, once, as_json, metrics_port)
 
 
 def fleet_home(root: str, fleet: str | None) -> FleetHome | None:
@@ -89,11 +93,14 @@ def fleet_home(root: str, fleet: str | None) -> FleetHome | None:
     )
 
 
-def _watch_root(root: str, console: Console, interval: float, once: bool, as_json: bool) -> int:
+def _watch_root(
+    root: str, console: Console, interval: float, once: bool, as_json: bool, metrics_port: int | None
+) -> int:
     from spile.objects import open_folder
-    from spile.store.heartbeat import SnapshotReader
+    from spile.store.heartbeat import Snapshot, SnapshotReader
     from spile.store.layout import RUN
     from spile.store.stream import read_run
+    from spile.view.metrics import MetricsServer
     from spile.view.streams import watch
 
     folder = open_folder(root)
@@ -107,5 +114,12 @@ def _watch_root(root: str, console: Console, interval: float, once: bool, as_jso
     if as_json:
         print(json.dumps(reader.take().to_json(), indent=1))
         return 0
-    watch(reader.take, console, interval=interval, once=once)
+    with MetricsServer(metrics_port) as metrics:
+
+        def look() -> Snapshot:
+            snapshot = reader.take()
+            metrics.update(snapshot.to_json())
+            return snapshot
+
+        watch(look, console, interval=interval, once=once)
     return 0

@@ -1,4 +1,4 @@
-"""What is seen of a fleet at one moment."""
+"""The state from which decisions are made: what is observed now, and the stored history of a fleet."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ Verdict = Literal["", "finished", "crashed", "refused", "stopped"]
 
 @dataclass(frozen=True)
 class Pulse:
-    """A worker as the bucket knows it: its heartbeat and its agent's word."""
+    """A worker as the bucket shows it: its heartbeat and its agent's report."""
 
     beat: float | None = None
-    """When it last gave a sign of life."""
+    """The time of the last heartbeat or report."""
     phase: Phase = Phase.UNKNOWN
     verdict: Verdict = ""
-    """How its agent says that it ended, in this deployment."""
+    """How the worker ended in this deployment, by its agent's report."""
     said: float = 0.0
-    """When the agent said so."""
+    """The time of that report."""
     error: str = ""
-    """Its log's last lines."""
+    """The last lines of its log."""
     progress: float | None = None
     """When it last made progress."""
     crash_loop: str = ""
@@ -52,15 +52,15 @@ class Pulse:
 
 @dataclass(frozen=True)
 class Observed:
-    """One look at the cloud and the bucket."""
+    """One observation of the cloud and the bucket."""
 
     fleet: str
     nodes: tuple[Node, ...] = ()
-    """Of all zones that answered: ours and foreign ones."""
+    """All nodes of the zones that answered, of this fleet and of others."""
     unanswered: frozenset[str] = frozenset()
     """The zones that did not answer."""
     operations: Mapping[str, Operation] = field(default_factory=dict)
-    """Those that the history waits for, by name."""
+    """The operations that the history waits for, by name."""
     pulses: Mapping[int, Pulse] = field(default_factory=dict)
 
     @cached_property
@@ -75,92 +75,92 @@ class Observed:
 
     @cached_property
     def foreign(self) -> frozenset[tuple[str, str]]:
-        """The places, (zone, name), that belong to somebody else."""
+        """The (zone, name) pairs of machines that do not belong to the fleet."""
         return frozenset((node.zone, node.name) for node in self.nodes if not owns(self.fleet, node))
 
     def pulse(self, worker: int) -> Pulse:
-        """A worker's pulse; an empty one where there is none."""
+        """Return a worker's pulse; an empty one if there is none."""
         return self.pulses.get(worker, Pulse())
 
     def beat(self, worker: int, node: Node) -> float | None:
-        """The heartbeat, if it came from this machine and not from the one before."""
+        """Return the time of the heartbeat if it came from this machine and not from an earlier one."""
         beat = self.pulse(worker).beat
         return beat if beat is not None and beat > node.created else None
 
     def verdict(self, worker: int, node: Node) -> Verdict:
-        """The agent's word, if it came from this machine."""
+        """Return the agent's verdict if it came from this machine."""
         pulse = self.pulse(worker)
         return pulse.verdict if pulse.said > node.created else ""
 
 
 def spec_zones(fleet: FleetSpec) -> tuple[str, ...]:
-    """Every zone where a machine of the fleet may be."""
+    """Return every zone where a machine of the fleet may exist."""
     return tuple(dict.fromkeys([*fleet.zones, *(worker.zone for worker in fleet.workers), *fleet.former_zones]))
 
 
 @dataclass(frozen=True)
 class Pending:
-    """A request that was sent and whose end has not been seen."""
+    """A request whose result is not known yet."""
 
     verb: Literal["create", "delete"]
     zone: str
     since: float
     operation: str | None = None
-    """None: the answer was lost, so that only a listing can tell."""
+    """None if the answer was lost, so that only a listing can tell."""
     uid: str = ""
-    """Of the machine that is being deleted."""
+    """The uid of the machine that is being deleted."""
 
 
 @dataclass(frozen=True)
 class WorkerHistory:
-    """One worker's past."""
+    """The history of one worker."""
 
     zone: str
-    """Where its next machine will be asked for."""
+    """The zone of its next machine."""
     used: tuple[str, ...] = ()
-    """Every zone where a machine of its may be."""
+    """Every zone where one of its machines may exist."""
     pending: Pending | None = None
     failures: int = 0
-    """Creates that failed in this zone, one after another."""
+    """Consecutive failed requests in this zone."""
     early_deaths: int = 0
-    """Machines that died young, one after another."""
+    """Consecutive machines that lived only a short time."""
     retry_at: float = 0.0
     alive: str = ""
-    """The machine that was last seen alive; gone without a word counts as a preemption."""
+    """The uid of the machine that was last seen alive. If it disappears, that counts as a preemption."""
     since: float = 0.0
-    """When that one was created."""
+    """When that machine was created."""
     coming: float = 0.0
-    """Since when its machine has been on its way; 0 when it is not."""
+    """Since when its machine has been starting; 0 if it is not starting."""
     without: float = 0.0
     """Since when it has had no machine; 0 if it has one or needs none."""
     alarmed: bool = False
     """Whether that is longer than ``Policy.no_machine_alarm``."""
     last_dead: str = ""
-    """The machine whose end was counted last."""
+    """The uid of the machine whose end was counted last."""
     preemptions: int = 0
     stockouts: int = 0
     silences: int = 0
     never_heard: int = 0
-    """Machines in a row that never gave a sign of life."""
+    """Consecutive machines that never reported."""
     crashes: int = 0
     creates: int = 0
     finished: bool = False
     gave_up: str = ""
     reported: bool = False
     note: str = ""
-    """What it waits for, for people."""
+    """What it waits for, as text."""
     lost: str = ""
-    """Why its last machine was replaced; stays when the next one is there."""
+    """Why its last machine was replaced. It is kept when the next one exists."""
 
     def with_facts(self, **facts: Any) -> WorkerHistory:
-        """With these; itself where they are known already, as of a worker that is well, round after round."""
+        """Return this history with these facts; the same object if nothing changes."""
         known = all(getattr(self, name) == value for name, value in facts.items())
         return self if known else replace(self, **facts)
 
 
 @dataclass(frozen=True)
 class ZoneBlock:
-    """Why no machine is asked for in a zone, and until when."""
+    """Why no machine is requested in a zone, and until when."""
 
     until: float
     why: str
@@ -168,7 +168,7 @@ class ZoneBlock:
 
 @dataclass(frozen=True)
 class Bill:
-    """One machine's cost so far."""
+    """The cost of one machine so far."""
 
     worker: int
     zone: str
@@ -178,35 +178,35 @@ class Bill:
 
     @property
     def dollars(self) -> float:
-        """Until it was last seen alive."""
+        """The cost until the machine was last seen alive."""
         return max(0.0, self.seen - self.started) / 3600.0 * self.dollars_per_hour
 
 
 @dataclass(frozen=True)
 class History:
-    """The fleet's past."""
+    """The history of a fleet, as monitors store it."""
 
     workers: Mapping[int, WorkerHistory] = field(default_factory=dict)
     blocks: Mapping[str, ZoneBlock] = field(default_factory=dict)
     bills: Mapping[str, Bill] = field(default_factory=dict)
     settled: float = 0.0
-    """Dollars of machines that are gone."""
+    """The cost of machines that no longer exist."""
     stopped: str = ""
-    """Why the whole fleet is being taken down."""
+    """Why the whole fleet is being deleted."""
     deployment: str = ""
 
     @property
     def dollars(self) -> float:
-        """Spent so far."""
+        """The cost so far."""
         return self.settled + sum(bill.dollars for bill in self.bills.values())
 
     def to_json(self) -> bytes:
-        """As stored."""
+        """Return the content of ``history/NNNNNN.json``."""
         return orjson.dumps(self, option=orjson.OPT_NON_STR_KEYS)
 
     @classmethod
     def from_json(cls, data: bytes) -> History:
-        """As stored; what a newer version adds is left out."""
+        """Parse a stored history. Fields that only a newer version knows are ignored."""
         with untrusted(Damaged, "a fleet's history that cannot be read", fix="remove the last of its history/*.json"):
             raw: dict[str, Any] = orjson.loads(data)
             known = typed_fields(cls, raw)

@@ -1,16 +1,16 @@
-"""A fleet's folder in the bucket, ``<bucket>/fleet/<name>/``: the only place where machines and monitors meet.
+"""A fleet's folder in the bucket, ``<bucket>/fleet/<name>/``. Machines and monitors communicate only through it.
 
-fleet.json               what the fleet shall be; every machine reads its assignment here
-startup.sh               what every machine runs at boot
-spile-….whl              the code, of this very version
-requirements.txt         what the code needs on a machine with TPUs, by hash
-lease/000007.json        who monitors (see ``lease``)
-history/000007.json      what the seventh monitor knew; the highest counts
-actions/000007.jsonl     what it did, a line each, with the reason
-workers/NAME.json        what NAME's agent last said: booting, installing, starting, finished, crashed, refused
-logs/NAME/000012.log     what NAME's worker printed; 16 of 256 KiB are kept (see ``worker_logs``)
-orders/stop.json         that the deployment shall end, and who said so (spile fleet stop)
-orders/budget.json       its budget, where somebody changed it since the deploy (spile monitor --budget)
+fleet.json               the specification of the fleet, with the run spec; every machine reads it
+startup.sh               the script that every machine runs at boot
+spile-….whl              the code, of the version that deployed the fleet
+requirements.txt         the dependencies for a machine with TPUs, by hash
+lease/000007.json        the active monitor (see ``lease``)
+history/000007.json      the history as the seventh monitor stored it; the highest number counts
+actions/000007.jsonl     its actions, one per line, with the reason
+workers/NAME.json        the last report of NAME's agent: phase, verdict, restarts, cost
+logs/NAME/000012.log     the output of NAME's worker; 16 objects of 256 KiB are kept (see ``worker_logs``)
+orders/stop.json         the order to end the deployment (spile fleet stop)
+orders/budget.json       the budget, if it was changed after the deploy (spile monitor --budget)
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ __all__ = ["FLEET", "STARTUP", "FleetHome", "WorkerReport", "fleet_url", "fleets
 FLEET = "fleet.json"
 STARTUP = "startup.sh"
 _MOST = 1 << 20
-"""Bytes of a machine's report; ours have a few thousand."""
+"""The largest report that is read, in bytes. Real ones have a few thousand."""
 
 
 def fleet_url(bucket: str, name: str) -> str:
-    """Where a fleet's folder is."""
+    """Return the URL of a fleet's folder."""
     return f"{bucket.rstrip('/')}/fleet/{name}"
 
 
 def fleets_of(bucket: str) -> list[FleetSpec]:
-    """Every fleet that was deployed to a bucket."""
+    """Return the specifications of all fleets that were deployed to a bucket."""
     folder = open_folder(f"{bucket.rstrip('/')}/fleet")
     keys = [info.key for info in folder.list() if info.key.count("/") == 1 and info.key.endswith(f"/{FLEET}")]
     return [FleetSpec.from_json(folder.get(key), f"{folder.url}/{key}") for key in sorted(keys)]
@@ -55,7 +55,7 @@ def fleets_of(bucket: str) -> list[FleetSpec]:
 
 @dataclass(frozen=True)
 class _Order:
-    """What an owner wants of a deployment since it was made."""
+    """An order that was given after the deploy."""
 
     deployment: str
     who: str
@@ -65,7 +65,7 @@ class _Order:
 
 @dataclass(frozen=True)
 class WorkerReport:
-    """What a machine's agent, or its startup script before there is one, says of itself."""
+    """The last report of a machine's agent, or of its startup script before the agent runs."""
 
     node: str
     deployment: str = ""
@@ -75,7 +75,7 @@ class WorkerReport:
     exit_code: int | None = None
     launches: int = 0
     error: str = ""
-    """The log's last lines, when it went wrong."""
+    """The last lines of the log, if the worker failed."""
     version: str = ""
     dollars: float = 0.0
     """What this worker's machines have cost so far, by the agents' own clocks."""
@@ -86,7 +86,7 @@ class WorkerReport:
 
     @classmethod
     def from_json(cls, data: bytes) -> WorkerReport:
-        """As stored; what a later version adds is left out."""
+        """Parse a report. Fields that only a newer version knows are ignored."""
         with untrusted(Damaged, "a worker's report that cannot be read"):
             known = typed_fields(cls, json.loads(data))
             verdict = known.get("verdict", "")
@@ -106,15 +106,15 @@ class FleetHome:
 
     @classmethod
     def open(cls, url: str) -> FleetHome:
-        """The folder at a URL."""
+        """Open the folder at a URL."""
         return cls(open_folder(url))
 
     def read_fleet(self) -> FleetSpec:
-        """What the fleet shall be."""
+        """Return the specification of the fleet."""
         return self.read_pinned()[0]
 
     def read_pinned(self) -> tuple[FleetSpec, str]:
-        """The same, with the sha256 of the very bytes that it was read from."""
+        """Return the specification and the sha256 of its bytes."""
         try:
             data = self.folder.get(FLEET)
         except NotFound:
@@ -122,14 +122,14 @@ class FleetHome:
         return self._own(FleetSpec.from_json(data, f"{self.folder.url}/{FLEET}")), hashlib.sha256(data).hexdigest()
 
     def find_fleet(self) -> FleetSpec | None:
-        """The same; None where none was deployed."""
+        """Return the specification, or None if no fleet was deployed."""
         try:
             return self._own(FleetSpec.from_json(self.folder.get(FLEET), f"{self.folder.url}/{FLEET}"))
         except NotFound:
             return None
 
     def _own(self, fleet: FleetSpec) -> FleetSpec:
-        """A folder speaks for the fleet of its own name: another one's machines would go with this one."""
+        """Refuse a ``fleet.json`` of another fleet: its machines would be changed by this one."""
         name = self.folder.url.rstrip("/").rpartition("/")[2]
         if fleet.name != name:
             raise UserError(
@@ -141,35 +141,35 @@ class FleetHome:
         return fleet
 
     def write_fleet(self, fleet: FleetSpec) -> None:
-        """Put it: the last thing a deploy does before machines are asked for. This computer remembers that it did."""
+        """Store the specification, and record its sha256 on this computer."""
         data = fleet.to_json()
-        remember(self.folder.url, hashlib.sha256(data).hexdigest())  # first: where that fails, nothing has changed
+        remember(self.folder.url, hashlib.sha256(data).hexdigest())  # First, so that nothing has changed if this fails.
         self.folder.put(FLEET, data)
 
     def read_ordered(self) -> FleetSpec:
-        """What the fleet shall be, with what its owners ordered since the deploy."""
+        """Return the specification with the orders that were given since the deploy."""
         return self.ordered(self.read_fleet())
 
     def ordered(self, fleet: FleetSpec) -> FleetSpec:
-        """That fleet, with what its owners ordered since the deploy."""
+        """Return this specification with the orders that were given since the deploy."""
         budget = self._order("budget", fleet).get("dollars", fleet.policy.budget)
         return replace(fleet, policy=replace(fleet.policy, budget=budget, stop=self.read_stop(fleet)))
 
     def read_stop(self, fleet: FleetSpec) -> str:
-        """Who ended this deployment, and when; empty: nobody."""
+        """Return who ordered the deployment to stop, and when; empty if nobody did."""
         order = self._order("stop", fleet)
         return f"stopped by {order.get('who')} at {order.get('time')}" if order else ""
 
     def order_stop(self, fleet: FleetSpec) -> None:
-        """End this deployment for good: whoever monitors it deletes its machines and makes no more."""
+        """Order the end of this deployment: its machines are deleted and no more are created."""
         self._put_order("stop", fleet)
 
     def order_budget(self, fleet: FleetSpec, dollars: float) -> None:
-        """Another budget for this deployment, for every monitor from now on."""
+        """Change the budget of this deployment for every monitor from now on."""
         self._put_order("budget", fleet, dollars=dollars)
 
     def _order(self, name: str, fleet: FleetSpec) -> dict[str, Any]:
-        """An order to this very deployment; the next one begins without any."""
+        """Return an order to this deployment. Orders do not carry over to the next one."""
         key = f"orders/{name}.json"
         try:
             data = self.folder.get(key)
@@ -185,16 +185,16 @@ class FleetHome:
         self.folder.put(f"orders/{name}.json", json.dumps(order, indent=1).encode())
 
     def read_history(self) -> History:
-        """What the last monitor knew."""
+        """Return the history that the last monitor stored."""
         keys = sorted(info.key for info in self.folder.list("history/"))
         return History.from_json(self.folder.get(keys[-1])) if keys else History()
 
     def write_history(self, history: History, number: int) -> None:
-        """Put it under the lease's number, so that a monitor that lost the lease overwrites nothing."""
+        """Store the history under the lease's number, so that a monitor without the lease overwrites nothing."""
         self.folder.put(f"history/{number:06d}.json", history.to_json())
 
     def log(self, done: Iterable[tuple[Action, ActionOutcome]], number: int, now: float) -> list[str]:
-        """Add actions to the log, and give them as lines."""
+        """Append actions to the log and return them as lines."""
         if number != self._log_number:
             self._log, self._log_number = [], number
         lines = []
@@ -209,7 +209,7 @@ class FleetHome:
         return lines
 
     def write_report(self, report: WorkerReport) -> None:
-        """Say how this machine's worker is."""
+        """Store the report of a machine."""
         self.folder.put(f"workers/{report.node}.json", report.to_json())
 
     def read_report(self, node: str) -> WorkerReport | None:
@@ -220,7 +220,7 @@ class FleetHome:
             return None
 
     def read_reports(self) -> dict[str, WorkerReport]:
-        """All machines' reports, by name; only those that changed are read again."""
+        """Return the reports of all machines by name. Only those that changed are read again."""
         found: dict[str, WorkerReport] = {}
         for info in self.folder.list("workers/"):
             name = info.key[len("workers/") : -len(".json")]
@@ -231,7 +231,7 @@ class FleetHome:
             if known is None or known[0] != mark:
                 try:
                     known = mark, WorkerReport.from_json(self.folder.get(info.key))
-                except (NotFound, Damaged):  # half an answer is no answer; the next look tells
+                except (NotFound, Damaged):  # The next round reads it again.
                     continue
                 self._seen[name] = known
             found[name] = known[1]

@@ -1,8 +1,8 @@
-"""Who may act on a fleet: one monitor at a time, by objects that are created only if absent.
+"""The lease of a fleet: only one monitor acts at a time.
 
-``lease/000007.json`` is the seventh monitor's. Its owner writes it anew at every look, and does not act when it could
-not for a while. Who finds the last one released or not renewed for ``ttl`` seconds creates the next, and whoever
-wins that race is the monitor; the one before sees a higher number and only watches from then on.
+``lease/000007.json`` belongs to the seventh monitor and is created only if absent. Its owner overwrites it in every
+round, and does not act if it could not. A monitor that finds the last lease released, or not renewed for ``ttl``
+seconds, creates the next one. The previous owner sees a higher number and only watches from then on.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _SHAPE = re.compile(r"lease/([0-9]{6}|[1-9][0-9]{6,})\.json")
 
 
 def this_person() -> str:
-    """Who acts here, for others to read."""
+    """Return the user and host, for other people to read."""
     return f"{os.environ.get('USER', 'somebody')}@{socket.gethostname()}"
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds the lease."""
+    """The owner of the lease."""
 
     number: int
     owner: str
@@ -45,12 +45,12 @@ class Holder:
     released: bool = False
 
     def expired(self, now: float) -> bool:
-        """Whether somebody else may take over."""
+        """Return whether another monitor may take over."""
         return self.released or now - self.renewed > self.ttl
 
 
 class Lease:
-    """One monitor's claim on a fleet."""
+    """One monitor's lease on a fleet."""
 
     def __init__(
         self,
@@ -67,15 +67,15 @@ class Lease:
         self._owner = owner or f"{this_person()}, process {os.getpid()}"
         self._token = token or secrets.token_hex(8)
         self.number = 0
-        """Of the lease that we hold; 0 when we hold none."""
+        """The number of the lease that this monitor holds; 0 if it holds none."""
         self._renewed = float("-inf")
 
     def held(self) -> bool:
-        """Whether we may act now. Never true once somebody else could have taken over."""
+        """Return whether this monitor may act now. Never true once another one could have taken over."""
         return self.number > 0 and self._clock() - self._renewed < self._ttl * 0.8
 
     def take(self) -> Holder | None:
-        """Take or renew the lease. None: it is ours. Else who holds it: only watch."""
+        """Take or renew the lease. Return None if this monitor holds it, else the holder."""
         began = self._clock()
         last = self._last()
         if self.number and (last is None or last.number == self.number):
@@ -105,7 +105,7 @@ class Lease:
         self.number = 0
 
     def holder(self) -> Holder | None:
-        """Who holds it now, if anybody."""
+        """Return the current holder, if there is one."""
         last = self._last()
         return None if last is None or last.expired(self._clock()) else last
 
@@ -125,7 +125,7 @@ class Lease:
         for number in reversed(self._numbers()):
             try:
                 data = self._folder.get(_key(number))
-            except NotFound:  # forgotten by a later monitor while we looked
+            except NotFound:  # Deleted by a later monitor meanwhile.
                 continue
             with untrusted(Damaged, f"{self._folder.url}/{_key(number)} is no lease", fix="remove it"):
                 found = json.loads(data)
@@ -146,12 +146,12 @@ def _key(number: int) -> str:
 
 
 def refuse_monitored(nodes: Iterable[Node], fleet: str) -> None:
-    """A machine that is deleted under a running monitor is made again: the fleet has to be stopped instead."""
+    """Refuse to delete machines of a fleet that is monitored: the monitor would create them again."""
     homes = sorted({home for node in nodes if (home := node.metadata.get("spile-home"))})
     for home in homes:
         holder = Lease(open_folder(home), clock=time.time, ttl=0.0).holder()
         if holder is not None:
             raise UserError(
-                f"{holder.owner} monitors fleet {fleet} and would make them again",
+                f"{holder.owner} monitors fleet {fleet} and would create them again",
                 fix=f"end it for good with: spile fleet stop {home}",
             )

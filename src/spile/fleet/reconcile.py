@@ -1,4 +1,4 @@
-"""What is decided from: a fleet at one moment, and one of its workers at that moment."""
+"""The decisions about a fleet, as pure functions: what was observed and what is known in, actions out."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ __all__ = [
 
 
 def past_of(history: History, worker: Worker) -> WorkerHistory:
-    """A worker's history; a fresh one where there is none."""
+    """Return a worker's history; a new one if there is none."""
     return history.workers.get(worker.id) or WorkerHistory(zone=worker.zone, used=(worker.zone,))
 
 
 @dataclass(frozen=True)
 class FleetCase:
-    """What the fleet shall be, what is seen of it, what it has lived through, and the time."""
+    """The input of a decision: specification, observation, history and time."""
 
     fleet: FleetSpec
     observed: Observed
@@ -45,14 +45,14 @@ class FleetCase:
     now: float
 
     def workers(self) -> Iterator[WorkerCase]:
-        """Each worker's case."""
+        """Return the case of each worker."""
         for worker in self.fleet.workers:
             yield WorkerCase(self.fleet, worker, past_of(self.history, worker), self.now, self.observed, self.history)
 
 
 @dataclass(frozen=True)
 class WorkerCase:
-    """One worker of it. ``past`` is what is known by now, and may be newer than the fleet's history."""
+    """The case of one worker. ``past`` may be newer than the fleet's history."""
 
     fleet: FleetSpec
     worker: Worker
@@ -62,35 +62,35 @@ class WorkerCase:
     history: History = field(default_factory=History)
 
     def knowing(self, past: WorkerHistory) -> WorkerCase:
-        """The same case, once more is known of its past."""
+        """Return this case with a newer history of the worker."""
         return self if past is self.past else replace(self, past=past)
 
     @property
     def policy(self) -> Policy:
-        """The fleet's."""
+        """The fleet's policy."""
         return self.fleet.policy
 
     @property
     def full_zones(self) -> frozenset[str]:
-        """The zones known to be without quota now."""
+        """The zones that have no quota now."""
         return frozenset(zone for zone, block in self.history.blocks.items() if self.now < block.until)
 
     @property
     def nodes(self) -> list[Node]:
-        """The worker's machines, as listed."""
+        """The worker's machines."""
         return self.observed.own.get(self.worker.id, [])
 
     @property
     def pulse(self) -> Pulse:
-        """What the bucket knows of it."""
+        """What the bucket shows of the worker."""
         return self.observed.pulse(self.worker.id)
 
     def beat(self, node: Node) -> float | None:
-        """Its heartbeat, if it came from this machine."""
+        """Return the time of its heartbeat if it came from this machine."""
         return self.observed.beat(self.worker.id, node)
 
     def verdict(self, node: Node) -> Verdict:
-        """Its agent's word, if it came from this machine."""
+        """Return its agent's verdict if it came from this machine."""
         return self.observed.verdict(self.worker.id, node)
 
 
@@ -102,14 +102,14 @@ _BILLED = frozenset({Life.ALIVE, Life.COMING})
 
 @dataclass(frozen=True)
 class ActionOutcome:
-    """What came of an action: an operation, or an error."""
+    """The result of an action: an operation or an error."""
 
     operation: Operation | None = None
     error: SpileError | None = None
 
 
 def begin(fleet: FleetSpec, history: History) -> History:
-    """A new deployment: the bill goes on, what was finished or given up does not."""
+    """Start a new deployment: costs continue, verdicts of the last one are forgotten."""
     if history.deployment == fleet.deployment:
         return history
     workers = {
@@ -129,7 +129,7 @@ def begin(fleet: FleetSpec, history: History) -> History:
 
 
 def update_history(look: FleetCase) -> History:
-    """What a look at the cloud and the bucket adds."""
+    """Return the history after an observation."""
     look = replace(look, history=begin(look.fleet, look.history))
     fleet, observed, history, now = look.fleet, look.observed, look.history, look.now
     blocks = {zone: block for zone, block in history.blocks.items() if now < block.until}
@@ -140,7 +140,7 @@ def update_history(look: FleetCase) -> History:
         if block is not None and before is not None:
             blocks[before.zone] = block
         elif before is not None and before.verb == "delete" and past.pending is None:
-            # A machine that is gone has given its quota back: no need to wait the block out.
+            # A machine that is gone has returned its quota, so the zone can be tried again.
             blocks.pop(before.zone, None)
         past = _verdicts(case.knowing(past))
         if not past.finished and not history.stopped:
@@ -151,7 +151,7 @@ def update_history(look: FleetCase) -> History:
             past = replace(past, note=f"{name} in {past.zone} is a machine that is not of this fleet")
         workers[case.worker.id] = past.with_facts(used=_used(observed, past, case.nodes))
     history = _bills(replace(look, history=replace(history, workers=workers, blocks=blocks)))
-    # Worked out anew each time, so that a budget that is raised lets the fleet go on.
+    # Computed in every round, so that the fleet continues if the budget is raised.
     return replace(history, stopped=fleet.policy.stop or _spent(fleet.policy.budget, history.dollars))
 
 
@@ -168,7 +168,7 @@ def _spent(budget: float | None, dollars: float) -> str:
 
 
 def _used(observed: Observed, past: WorkerHistory, nodes: list[Node]) -> tuple[str, ...]:
-    """The zones where a machine of the worker may be: those that did not answer stay, those that did tell."""
+    """Return the zones where a machine of the worker may exist."""
     waiting = [past.pending.zone] if past.pending else []
     unseen = [zone for zone in past.used if zone in observed.unanswered]
     return tuple(dict.fromkeys([past.zone, *waiting, *unseen, *(node.zone for node in nodes)]))
@@ -205,7 +205,7 @@ def _answers(case: WorkerCase) -> tuple[WorkerHistory, ZoneBlock | None]:
 
 
 def _failed(case: WorkerCase, pending: Pending, error: SpileError) -> tuple[WorkerHistory, ZoneBlock | None]:
-    """A request that the cloud refused for certain."""
+    """Return the history after a request that the cloud refused, and the block of the zone if it has no quota."""
     fleet, worker, now = case.fleet, case.worker, case.now
     past = replace(case.past, pending=None, note=error.line())
     if pending.verb == "delete":
@@ -235,7 +235,7 @@ def _verdicts(case: WorkerCase) -> WorkerHistory:
 
 
 def _deaths(case: WorkerCase) -> WorkerHistory:
-    """Count each machine's end once, and remember which one lives."""
+    """Count the end of each machine once, and remember which one is alive."""
     coming = [node for node in case.nodes if node.state.life is Life.COMING]
     past = case.past.with_facts(coming=(case.past.coming or case.now) if coming else 0.0)
     for node in case.nodes:
@@ -305,7 +305,7 @@ def _bills(case: FleetCase) -> History:
 
 
 def _final(bill: Bill, observed: Observed, now: float) -> Bill:
-    """A machine that went while nobody looked lived at least until its worker's last sign of life."""
+    """Extend the bill of a machine that disappeared between two rounds to its worker's last report."""
     pulse = observed.pulse(bill.worker)
     last = max(pulse.beat or 0.0, pulse.said)
     alone = not observed.own.get(bill.worker)
@@ -313,18 +313,18 @@ def _final(bill: Bill, observed: Observed, now: float) -> Bill:
 
 
 def intend(fleet: FleetSpec, history: History, actions: Iterable[Action], now: float) -> History:
-    """What is about to be asked for, as if every answer were lost: stored first, so a monitor's death leaves no gap."""
+    """Return the history as if every answer were lost. It is stored before the requests are sent."""
     unknown = ActionOutcome(error=LostReply("asked for, and no answer yet"))
     return record(fleet, history, [(action, unknown) for action in actions if action.verb == "create"], now)
 
 
 def record(fleet: FleetSpec, history: History, done: Iterable[tuple[Action, ActionOutcome]], now: float) -> History:
-    """What actions that were carried out add."""
+    """Return the history after these actions."""
     workers, blocks = dict(history.workers), dict(history.blocks)
     by_id = {worker.id: worker for worker in fleet.workers}
     for action, outcome in done:
         worker = by_id.get(action.worker)
-        if worker is None:  # a leftover of an earlier deployment has no history
+        if worker is None:  # A machine of an earlier deployment has no history.
             continue
         past = workers.get(worker.id) or past_of(history, worker)
         workers[worker.id], block = _recorded(
@@ -356,7 +356,7 @@ Verb = Literal["create", "delete", "report"]
 
 @dataclass(frozen=True)
 class Action:
-    """Something to do, and why."""
+    """An action and its reason."""
 
     verb: Verb
     worker: int
@@ -364,14 +364,14 @@ class Action:
     name: str
     reason: str
     uid: str = ""
-    """Of the machine to delete."""
+    """The uid of the machine to delete."""
     queued: str | None = None
     """The queued resource that it belongs to."""
 
 
 @dataclass(frozen=True)
 class Health:
-    """A machine as we judge it."""
+    """The judgement of a machine."""
 
     fine: bool
     reason: str = ""
@@ -380,16 +380,16 @@ class Health:
 
 
 def delay(policy: Policy, worker: int, attempt: int) -> float:
-    """Seconds before a create's next try: doubling, capped, jittered so that workers do not march in step."""
+    """Return the seconds before the next request: doubling, capped, and with jitter that depends on the worker."""
     chance = int.from_bytes(hashlib.blake2b(f"{worker}:{attempt}".encode(), digest_size=4).digest()) / 2**32
-    # A monitor that looks more often may ask again sooner, at first.
+    # A monitor with a shorter interval may retry sooner at first.
     base = min(policy.backoff_base, policy.interval)
     grown = base * 2.0 ** min(max(attempt - 1, 0), 20)
     return float(min(policy.backoff_cap, grown) * (0.5 + 0.5 * chance))
 
 
 def next_zone(fleet: FleetSpec, zone: str, full: Collection[str] = ()) -> str:
-    """The zone to try after this one: the next that is not known to be without quota; itself where there is none."""
+    """Return the next zone that is not known to have no quota; the same zone if there is none."""
     zones = fleet.zones
     if not fleet.policy.move or zone not in zones:
         return zone
@@ -398,7 +398,7 @@ def next_zone(fleet: FleetSpec, zone: str, full: Collection[str] = ()) -> str:
 
 
 def health_of(case: WorkerCase, node: Node) -> Health:
-    """Whether a machine shall stay."""
+    """Return whether a machine is kept, and why not."""
     policy, now, coming = case.policy, case.now, case.past.coming
     if node.state.life is Life.DEAD:
         return Health(False, f"it is {node.state.value}: {node.state.meaning}")
@@ -431,7 +431,7 @@ def health_of(case: WorkerCase, node: Node) -> Health:
 
 
 def decide(fleet_case: FleetCase) -> tuple[Action, ...]:
-    """Everything that should be done now. The same inputs give the same actions."""
+    """Return everything that has to be done now. The same input gives the same actions."""
     actions: list[Action] = []
     for case in fleet_case.workers():
         past, worker = case.past, case.worker
@@ -448,7 +448,7 @@ def decide(fleet_case: FleetCase) -> tuple[Action, ...]:
 
 
 def _leftovers(case: FleetCase) -> Iterator[Action]:
-    """Machines that an earlier, larger deployment left: no worker needs them."""
+    """Delete machines of workers that this deployment does not have."""
     known = {worker.id for worker in case.fleet.workers}
     for worker, nodes in case.observed.own.items():
         if worker in known:
@@ -460,7 +460,7 @@ def _leftovers(case: FleetCase) -> Iterator[Action]:
 
 
 def _over(case: WorkerCase) -> str:
-    """Why this worker needs no machine any more; empty: it does."""
+    """Return why this worker needs no machine; empty if it needs one."""
     if case.history.stopped:
         return case.history.stopped
     if case.past.finished:
@@ -479,7 +479,7 @@ def _delete(case: WorkerCase, node: Node, reason: str) -> Action:
 
 
 def _tend(case: WorkerCase) -> Iterator[Action]:
-    """A worker that has a machine: keep one that is well, delete the rest."""
+    """Keep one good machine of a worker and delete the others."""
     if case.past.finished:
         return
     for place, node in enumerate(sorted(case.nodes, key=lambda node: _rank(case, node))):
@@ -490,7 +490,7 @@ def _tend(case: WorkerCase) -> Iterator[Action]:
 
 
 def _rank(case: WorkerCase, node: Node) -> tuple[int, float, str]:
-    """The best machine first: alive with a heartbeat, alive, on its way, the others; the oldest of equals."""
+    """Sort the best machine first: alive with a heartbeat, alive, starting, others; then the oldest."""
     order = {Life.ALIVE: 1, Life.COMING: 2, Life.LEAVING: 3, Life.DEAD: 4, Life.ABSENT: 5}[node.state.life]
     if order == 1 and case.beat(node) is not None:
         order = 0
@@ -498,7 +498,7 @@ def _rank(case: WorkerCase, node: Node) -> tuple[int, float, str]:
 
 
 def _make(case: WorkerCase) -> Iterator[Action]:
-    """A worker without a machine: ask for one, if nothing speaks against it."""
+    """Request a machine for a worker that has none, if nothing prevents it."""
     fleet, observed, worker, past, now = case.fleet, case.observed, case.worker, case.past, case.now
     if past.finished or past.pending is not None or now < past.retry_at:
         return

@@ -233,5 +233,9 @@ def watch(
         ended = status.history.stopped or "some workers were given up"
     bound = "" if status.fleet.max_samples is None else f" --max-samples {status.fleet.max_samples}"
     following = f"spile verify {status.fleet.root}{bound}"
+    if status.failed and status.history.stopped:
+        following = "spile deploy continues the run"
+        if not status.fleet.policy.stop:
+            following += "; spile monitor … --budget DOLLARS raises the budget"
     console.print(f"{ended}; ${status.history.dollars:.2f} spent; next: {following}", markup=False, soft_wrap=True)
     return status

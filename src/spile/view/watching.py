@@ -67,8 +67,9 @@ def showing(
         return
 
     def print_lines(seen: Seen) -> None:
+        moment = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
         for line in lines(seen):
-            console.print(line, soft_wrap=True, markup=False, highlight=False)
+            console.print(f"{moment} {line}", soft_wrap=True, markup=False, highlight=False)
 
     yield print_lines
 

@@ -45,6 +45,7 @@ def watch_fleet(
     as_json: bool = False,
     watch_only: bool = False,
     makes: bool = True,
+    metrics_port: int | None = None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
     """Watch and heal until all is finished. Ctrl+C stops the watching and nothing else. 1: it fell short.
@@ -53,8 +54,17 @@ def watch_fleet(
     """
     from spile.fleet.monitor import FleetMonitor
     from spile.view.fleet import watch
+    from spile.view.metrics import MetricsServer
 
-    with ThreadPoolExecutor(16, thread_name_prefix="fleet") as pool, _ends_like_ctrl_c():
+    def seen(status: FleetStatus) -> FleetStatus:
+        metrics.update(status.to_json())
+        return status
+
+    with (
+        ThreadPoolExecutor(16, thread_name_prefix="fleet") as pool,
+        _ends_like_ctrl_c(),
+        MetricsServer(metrics_port) as metrics,
+    ):
         monitor = FleetMonitor(home, provider, pool=pool, adjust=adjust, watch_only=watch_only, makes=makes)
         try:
             if once or as_json:
@@ -62,7 +72,7 @@ def watch_fleet(
                 _show_once(console, status, as_json)
                 return int(status.over and status.failed)
             looks = iter([_first(monitor)])
-            status = watch(lambda: next(looks, None) or monitor.step(), console, interval=interval, sleep=sleep)
+            status = watch(lambda: seen(next(looks, None) or monitor.step()), console, interval=interval, sleep=sleep)
             return int(status.failed)
         except KeyboardInterrupt:
             console.print("stopped watching; everything goes on. The same command watches again.", markup=False)
