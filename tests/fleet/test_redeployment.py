@@ -266,7 +266,7 @@ def test_deleting_machines_under_a_monitor_is_refused_with_the_command_that_ends
     node = {"acceleratorType": "v3-8", "labels": {"spile-fleet": "default", "spile-worker": "0"}, "metadata": metadata}
     world.cloud.cloud.create("fake-project", A, "tpu-us-central1-a-0", node, "v2")
     code, text = prompt("tpu", "delete", "--zones", A, "--yes")
-    assert (code, "ann monitors fleet default and would make them again" in text) == (2, True), text
+    assert (code, "ann monitors fleet default and would create them again" in text) == (2, True), text
     assert "spile fleet stop gs://b/fleet/default" in text
     lease.release()
     assert prompt("tpu", "delete", "--zones", A, "--yes")[0] == 0

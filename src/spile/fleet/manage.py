@@ -63,14 +63,14 @@ Metadata = Callable[[int], Mapping[str, str]]
 """Return the metadata of the machine of a worker, given the worker's number."""
 
 EVERY = 2.0
-"""Seconds between two looks at an operation."""
+"""Seconds between two requests for the state of an operation."""
 _stop = threading.Event()
-"""Set by Ctrl+C: waits in other threads end. What was asked for goes on."""
+"""Set by Ctrl+C, so that waits in other threads end. Requests that were sent are still carried out."""
 
 
 @dataclass(frozen=True)
 class NodeResult:
-    """What came of one machine."""
+    """The result for one machine."""
 
     name: str
     zone: str
@@ -79,29 +79,29 @@ class NodeResult:
 
     @property
     def bad(self) -> bool:
-        """Whether it is not as it was asked for."""
+        """Whether the machine is not in the requested state."""
         return self.what in ("failed", "skipped")
 
 
 def slice_secret() -> dict[str, str]:
-    """For the metadata of a machine that is being made: what its hosts know each other by at the roll call."""
+    """Return the metadata entry with the secret by which the hosts of a new machine recognise each other."""
     return {"spile-secret": secrets.token_hex(32)}
 
 
 def request_for(fleet: FleetSpec, worker: int, metadata: Mapping[str, str]) -> NodeRequest:
-    """The machine that a worker gets."""
+    """Return the request for a worker's machine."""
     labels = {**fleet.machine.labels, **fleet.labels, WORKER_LABEL: str(worker)}
     return replace(fleet.machine, labels=labels, metadata={**fleet.machine.metadata, **metadata})
 
 
 def delete_queued_of(provider: Provider, fleet: str, zone: str, name: str) -> Operation:
-    """Delete a fleet's queued resource with its nodes, as it is now: one that is, or holds, somebody else's stays."""
+    """Delete a queued resource of the fleet with its nodes, unless it contains machines of others."""
     found = next((each for each in provider.queued(zone) if each.name == name), None)
     if found is None:
         raise Missing(f"queued resource {name} is not in {zone} any more")
     if found.labels.get(FLEET_LABEL, fleet) != fleet:
         raise Missing(f"queued resource {name} in {zone} is another fleet's now")
-    if found.labels.get(FLEET_LABEL) is None:  # a machine of it was adopted: the others may be anybody's
+    if found.labels.get(FLEET_LABEL) is None:  # One machine was adopted; the others may belong to somebody else.
         others = {node.name for node in provider.nodes(zone) if not owns(fleet, node)}.intersection(found.nodes)
         if others:
             raise CloudError(
@@ -114,13 +114,13 @@ def delete_queued_of(provider: Provider, fleet: str, zone: str, name: str) -> Op
 
 
 def list_nodes(provider: Provider, zones: Sequence[str]) -> list[Node]:
-    """The nodes of these zones, asked in parallel; the first zone's error is raised."""
+    """Return the nodes of these zones, requested in parallel. The first error is raised."""
     with ThreadPoolExecutor(max(1, len(zones))) as pool:
         return [node for nodes in pool.map(provider.nodes, zones) for node in nodes]
 
 
 def list_waiting(provider: Provider, zones: Sequence[str], nodes: Sequence[Node]) -> list[QueuedResource]:
-    """The queued resources of these zones that have none of these nodes yet, or no longer."""
+    """Return the queued resources of these zones that have none of these nodes."""
     there = {(node.zone, node.queued) for node in nodes} | {(node.zone, node.name) for node in nodes}
     with ThreadPoolExecutor(max(1, len(zones))) as pool:
         found = [each for queued in pool.map(provider.queued, zones) for each in queued]
@@ -130,7 +130,7 @@ def list_waiting(provider: Provider, zones: Sequence[str], nodes: Sequence[Node]
 def by_zone(
     zones: Iterable[str], work: Callable[[str], list[NodeResult]], report: ReportResult = lambda _: None
 ) -> list[NodeResult]:
-    """Each zone in a thread of its own; a zone that fails as a whole is a failed result, not the end of the others."""
+    """Run ``work`` for each zone in its own thread. An error of one zone becomes a failed result."""
 
     def guarded(zone: str) -> list[NodeResult]:
         try:
@@ -152,7 +152,7 @@ def by_zone(
 
 
 def settle(provider: Provider, operation: Operation, every: float | None = None) -> Operation:
-    """Wait for an operation's end."""
+    """Wait until an operation is done."""
     while not operation.done:
         pause(every)
         operation = provider.operation(operation.zone, operation.name)
@@ -160,7 +160,7 @@ def settle(provider: Provider, operation: Operation, every: float | None = None)
 
 
 def pause(every: float | None) -> None:
-    """Wait between two looks; Ctrl+C in another thread ends it."""
+    """Wait between two requests. Ctrl+C in another thread ends the wait."""
     if _stop.wait(EVERY if every is None else every):
         raise Interrupted("stopped waiting", fix="what was asked for goes on: look with spile tpu status")
 
@@ -175,7 +175,7 @@ def create(
     report: ReportResult = lambda _: None,
     every: float | None = None,
 ) -> list[NodeResult]:
-    """Make every machine of a fleet that is not there."""
+    """Create every machine of a fleet that does not exist."""
 
     def zone_work(zone: str) -> list[NodeResult]:
         existing = {node.name: node for node in provider.nodes(zone)}
@@ -230,7 +230,7 @@ def _existing(
 def _ask(
     provider: Provider, fleet: FleetSpec, worker: Worker, metadata: Metadata
 ) -> Operation | CloudError | UserError | None:
-    """Ask for a machine. None: the answer was lost, and the machine is there."""
+    """Request a machine. Return None if the answer was lost and the machine exists."""
     request = request_for(fleet, worker.id, metadata(worker.id))
     try:
         if fleet.queued:
@@ -259,7 +259,7 @@ def _awaited(
         return NodeResult(worker.name, worker.zone, "created")
     detail = operation.error.line()
     try:
-        # What a failed create left behind holds quota.
+        # The remains of a failed request hold quota.
         node = provider.node(worker.zone, worker.name)
         if owns(fleet.name, node) and node.state.life is not Life.LEAVING:
             provider.delete_node(worker.zone, worker.name)
@@ -280,7 +280,7 @@ def _label(provider: Provider, fleet: str, node: Node, worker: int | None) -> No
 
 
 def named_workers(provider: Provider, zones: Sequence[str], names: Sequence[str]) -> tuple[Worker, ...]:
-    """A worker for each of these machines, which somebody else named, in the order given."""
+    """Return a worker for each of these existing machines, in the given order."""
     nodes = {node.name: node for node in list_nodes(provider, zones)}
     missing = [name for name in names if name not in nodes]
     if missing:
@@ -289,7 +289,7 @@ def named_workers(provider: Provider, zones: Sequence[str], names: Sequence[str]
 
 
 def adopt(provider: Provider, fleet: FleetSpec, names: Collection[str]) -> list[NodeResult]:
-    """Label existing machines as the fleet's; one whose name is a worker's becomes that worker's."""
+    """Label existing machines as the fleet's. A machine with a worker's name becomes that worker's machine."""
     workers = {(worker.zone, worker.name): worker.id for worker in fleet.workers}
     nodes = [node for node in list_nodes(provider, fleet.zones) if node.name in names]
     missing = set(names) - {node.name for node in nodes}
@@ -305,7 +305,7 @@ def adopt(provider: Provider, fleet: FleetSpec, names: Collection[str]) -> list[
 def delete(
     provider: Provider, nodes: Sequence[Node], fleet: str, *, wait: bool = True, every: float | None = None
 ) -> list[NodeResult]:
-    """Delete machines of the fleet; foreign ones are refused even when asked for."""
+    """Delete machines of the fleet. Machines of others are refused."""
 
     def zone_work(zone: str) -> list[NodeResult]:
         asked: list[tuple[Node, Operation | None]] = []
@@ -360,7 +360,7 @@ def recreate(
     *,
     every: float | None = None,
 ) -> list[NodeResult]:
-    """Delete the dead machines of a fleet and make each again as it was: its type, its labels, its startup script."""
+    """Delete the dead machines of a fleet and create each again with its type, labels and startup script."""
     dead = [node for node in nodes if owns(fleet.name, node) and node.state.life is Life.DEAD]
     queued = {
         (zone, each.name): each
@@ -393,7 +393,7 @@ def recreate(
 
 
 def _ask_again(provider: Provider, node: Node, request: NodeRequest, queued: QueuedResource | None) -> Operation:
-    """For the same machine, or the whole queued resource that it was one of."""
+    """Request the same machine again, or the whole queued resource that it was part of."""
     if queued is None:
         return provider.create_node(node.zone, node.name, request)
     whole = QueuedRequest(
@@ -405,7 +405,7 @@ def _ask_again(provider: Provider, node: Node, request: NodeRequest, queued: Que
 def queue(
     provider: Provider, fleet: FleetSpec, prefix: str, count: int, *, name: str | None = None
 ) -> list[NodeResult]:
-    """One queued resource in each zone, of ``count`` nodes that act together: multislice."""
+    """Request one queued resource per zone with ``count`` nodes that act together (multislice)."""
     request = QueuedRequest(
         replace(
             fleet.machine,
@@ -425,7 +425,7 @@ def queue(
 
 
 def wait_for_queued(provider: Provider, zone: str, name: str, *, every: float | None = None) -> QueuedResource:
-    """Wait until a queued resource is ACTIVE; one that failed or was suspended never will be."""
+    """Wait until a queued resource is ACTIVE. One that failed or was suspended raises an error."""
     while True:
         found = next((each for each in provider.queued(zone) if each.name == name), None)
         if found is None:
@@ -439,7 +439,7 @@ def wait_for_queued(provider: Provider, zone: str, name: str, *, every: float | 
 
 
 def unqueue(provider: Provider, zones: Sequence[str], name: str, fleet: str, *, wait: bool = True) -> list[NodeResult]:
-    """Delete a queued resource of the fleet and its nodes, in each of these zones where it is."""
+    """Delete a queued resource of the fleet and its nodes, in each of these zones."""
 
     def zone_work(zone: str) -> list[NodeResult]:
         found = [each for each in provider.queued(zone) if each.name == name]
@@ -456,7 +456,7 @@ def unqueue(provider: Provider, zones: Sequence[str], name: str, fleet: str, *, 
 
 
 def slices_named(prefix: str, names: Iterable[str]) -> list[str]:
-    """The node of just that name, or all named ``prefix-0``, ``prefix-1``, … in the order of their numbers."""
+    """Return the node with exactly that name, or all nodes ``prefix-0``, ``prefix-1``, … by number."""
     known = set(names)
     if prefix in known:
         return [prefix]
@@ -465,7 +465,7 @@ def slices_named(prefix: str, names: Iterable[str]) -> list[str]:
 
 
 def hosts_of(nodes: Iterable[Node], prefix: str, *, internal_ip: bool = False, zone: str | None = None) -> list[Host]:
-    """Every host of every slice that the prefix names; among nodes of one name, ``zone`` decides."""
+    """Return every host of every slice that the prefix names. ``zone`` chooses among nodes of the same name."""
     by_name: dict[str, list[Node]] = {}
     for node in nodes:
         by_name.setdefault(node.name, []).append(node)
@@ -517,7 +517,7 @@ def find_hosts(
     zone: str | None = None,
     internal_ip: bool = False,
 ) -> list[Host]:
-    """Ask the cloud for the hosts that a prefix names: in one zone, or in all."""
+    """Return the hosts that a prefix names, in one zone or in all."""
     preferred = zone
     if provider is None:
         settings = read_settings(os.environ, project=project)

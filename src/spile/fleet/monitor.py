@@ -75,13 +75,13 @@ Out = TypeVar("Out")
 
 @dataclass(frozen=True)
 class Round:
-    """What one round saw and did."""
+    """The result of one round."""
 
     observed: Observed
     history: History
     done: tuple[tuple[Action, ActionOutcome], ...] = ()
     problems: tuple[SpileError, ...] = ()
-    """What went wrong while looking: an error for each zone that did not answer."""
+    """An error for each zone that did not answer."""
 
 
 def _each(pool: Executor | None, function: Callable[[In], Out], items: Iterable[In]) -> list[Out]:
@@ -92,7 +92,7 @@ def _zone_nodes(fleet: FleetSpec, provider: Provider, zone: str) -> list[Node]:
     nodes = provider.nodes(zone)
     if not fleet.queued:
         return nodes
-    # A queued resource without its node stands for it: it waits, or it is dead and holds quota.
+    # A queued resource without a node stands for it: it waits, or it is dead and holds quota.
     named = {node.queued for node in nodes}
     return [*nodes, *(_stand_in(each) for each in provider.queued(zone) if each.name not in named)]
 
@@ -117,7 +117,7 @@ def look(
     pulses: Mapping[int, Pulse],
     pool: Executor | None = None,
 ) -> tuple[Observed, tuple[SpileError, ...]]:
-    """List every zone, and ask for every operation that the history waits for. A zone that fails holds up no other."""
+    """List every zone, and request the state of every pending operation. Zones fail independently."""
 
     def listed(zone: str) -> tuple[str, list[Node] | SpileError]:
         try:
@@ -128,7 +128,7 @@ def look(
     def asked(place: tuple[str, str]) -> Operation | None:
         try:
             return provider.operation(*place)
-        except (CloudError, UserError):  # the listing tells in the end
+        except (CloudError, UserError):  # The next listing shows the result.
             return None
 
     zones = _each(pool, listed, spec_zones(fleet))
@@ -154,7 +154,7 @@ def act(
     held: Callable[[], bool],
     pool: Executor | None = None,
 ) -> list[tuple[Action, ActionOutcome]]:
-    """Carry actions out, zones in parallel; a zone's creates end at its first refusal for quota."""
+    """Carry out actions, zones in parallel. After a quota error no more machines are requested in that zone."""
     zones: dict[str, list[Action]] = {}
     for action in actions:
         zones.setdefault(action.zone, []).append(action)
@@ -191,7 +191,7 @@ def _perform(fleet: FleetSpec, provider: Provider, action: Action, metadata: Met
 
 
 def _delete(fleet: FleetSpec, provider: Provider, action: Action) -> Operation:
-    """Delete the very machine that was decided about: one that has replaced it, or is not ours, stays."""
+    """Delete exactly the machine that was chosen, not one that has replaced it."""
     if action.queued is not None:
         return delete_queued_of(provider, fleet.name, action.zone, action.queued)
     node = provider.node(action.zone, action.name)
@@ -213,9 +213,9 @@ def tick(
     making: bool = True,
     pool: Executor | None = None,
 ) -> Round:
-    """One round. Without the lease it only looks; with it, what it is about to ask for is saved before it asks.
+    """Run one round: observe, decide and act. Without the lease it only observes.
 
-    Not ``making``: machines go, and none is made.
+    Requests are stored in the history before they are sent. If ``making`` is False, no machine is created.
     """
     observed, problems = look(fleet, provider, history, pulses, pool)
     history = update_history(FleetCase(fleet, observed, history, clock()))
@@ -232,12 +232,12 @@ def tick(
 
 
 def startup_script() -> str:
-    """What every machine runs at boot."""
+    """Return the startup script of a machine."""
     return resources.files("spile.fleet").joinpath("startup.sh").read_text()
 
 
 def machine_metadata(home: str, name: str, script: str, pin: str) -> dict[str, str]:
-    """A machine's metadata: where its assignment is, the sha256 of it, what it does at boot, and its hosts' secret."""
+    """Return a machine's metadata: the fleet's folder, the sha256 of fleet.json, the script and the secret."""
     return {"spile-home": home, "spile-node": name, PIN: pin, "startup-script": script, **slice_secret()}
 
 
@@ -304,7 +304,7 @@ class WorkerStatus:
     healthy: bool
     """READY with a fresh heartbeat, or finished."""
     sick: bool
-    """Its machine is to be replaced."""
+    """Whether its machine has to be replaced, or its worker keeps crashing."""
     note: str
 
     @property
@@ -314,13 +314,13 @@ class WorkerStatus:
 
     @property
     def needs_recovery(self) -> bool:
-        """Its machine is dead, gone or silent, and its work is not done."""
+        """Whether it is not finished and its machine is dead, gone, silent or its worker keeps crashing."""
         return self.sick and not self.past.finished
 
 
 @dataclass(frozen=True)
 class FleetStatus:
-    """A fleet at one moment."""
+    """The state of a fleet at one moment."""
 
     fleet: FleetSpec
     snapshot: Snapshot
@@ -329,16 +329,16 @@ class FleetStatus:
     actions: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
     holder: Holder | None = None
-    """Who monitors, when it is not us."""
+    """The active monitor, if it is another one."""
     machines: int = 0
-    """Of this fleet, in any state."""
+    """The number of machines of this fleet, in any state."""
     taken: float = 0.0
     refusal: UserError | None = None
-    """Why the cloud lets us see nothing at all."""
+    """The error, if the cloud refuses every request."""
 
     @property
     def over(self) -> bool:
-        """Whether nothing is left to do: all finished or given up, or the fleet stopped; and no machine is left."""
+        """Whether nothing is left to do and no machine is left."""
         pasts = [worker.past for worker in self.workers]
         ended = bool(self.history.stopped) or all(past.finished or past.gave_up for past in pasts)
         left = self.machines if self.fleet.policy.delete_finished or self.history.stopped else 0
@@ -346,14 +346,14 @@ class FleetStatus:
 
     @property
     def failed(self) -> bool:
-        """Whether it ended short of its goal. A run that is complete is a success, whatever it cost."""
+        """Whether it ended before the run was complete."""
         if all(worker.past.finished for worker in self.workers):
             return False
         return bool(self.history.stopped) or any(worker.past.gave_up for worker in self.workers)
 
     @property
     def percent(self) -> float | None:
-        """Of all samples; None while a stream's number of samples is not known."""
+        """Percent of all samples; None while the number of samples is not known."""
         if len(self.snapshot.streams) < self.fleet.stream_count:
             return None
         return self.snapshot.percent
@@ -374,7 +374,7 @@ class FleetStatus:
         return sum(worker.needs_recovery for worker in self.workers)
 
     def to_json(self) -> dict[str, Any]:
-        """For programs."""
+        """Return the status as JSON values."""
         return {
             "fleet": self.fleet.name,
             "root": self.fleet.root,
@@ -419,7 +419,7 @@ class FleetStatus:
 
 
 class FleetMonitor:
-    """Watches a fleet and heals it, while it holds the lease; else it only watches."""
+    """Watches a fleet, and replaces machines while it holds the lease."""
 
     def __init__(
         self,
@@ -433,7 +433,7 @@ class FleetMonitor:
         makes: bool = True,
         owner: str | None = None,
     ) -> None:
-        """``makes`` False: no machine is made, so that any ``fleet.json`` will do."""
+        """Open the fleet. If ``makes`` is False no machine is created, so the deployment need not be known."""
         self._home, self._provider, self._clock, self._pool = home, provider, clock, pool
         self._adjust, self._watch_only, self._makes = adjust, watch_only, makes and not watch_only
         self._deployed, self._pin = home.read_pinned()
@@ -450,12 +450,12 @@ class FleetMonitor:
         self._root = ""
 
     def step(self) -> FleetStatus:
-        """One round."""
+        """Run one round and return the status."""
         self.fleet = self._read_fleet()
         holder = self.lease.holder() if self._watch_only else self.lease.take()
         number = self.lease.number
         if number != self._number or not number:
-            # We have just become the monitor, or watch what another one does: what is stored counts.
+            # This monitor is new, or another one acts: the stored history counts.
             self._history = self._home.read_history()
         self._number = number
         if self._reader is None or self._claims is None or self._root != self.fleet.root:
@@ -483,10 +483,10 @@ class FleetMonitor:
         return self._status(done, snapshot, views_by_worker(snapshot, owners), tuple(lines), holder)
 
     def _read_fleet(self) -> FleetSpec:
-        """What the fleet shall be; its machines are made with the sha256 of what was read.
+        """Return the specification of the fleet; new machines get the sha256 of its bytes.
 
-        While the bucket holds another deployment that nobody is known to have made, the one before goes on, and no
-        machine is made: it would find nothing there that it may run.
+        While the bucket contains a deployment that is not known outside the bucket, the previous one continues and no
+        machine is created.
         """
         fleet, pin = self._home.read_pinned()
         if pin != self._pin or self._foreign is not None:
@@ -553,12 +553,12 @@ class FleetMonitor:
         )
 
     def close(self) -> None:
-        """Let the next monitor start at once. Everything else goes on."""
+        """Release the lease, so that the next monitor can start at once."""
         self.lease.release()
 
 
 def _state(case: WorkerCase, node: Node | None) -> NodeState:
-    """Its machine's state; one in a zone that did not answer is not known to be gone."""
+    """Return the state of the worker's machine; UNKNOWN if its zone did not answer."""
     if node is not None:
         return node.state
     return NodeState.UNKNOWN if case.observed.unanswered.intersection(case.past.used) else NodeState.NOT_FOUND
@@ -605,14 +605,14 @@ _SECONDS = 10.0
 
 
 def check_url(url: str) -> str:
-    """A webhook's address."""
+    """Check the address of a webhook."""
     if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
         raise SpecError("--notify", expected="https://…", found=repr(url))
     return url
 
 
 def events_between(fleet: FleetSpec, before: History, after: History) -> Iterator[Event]:
-    """What is new: each thing once, for the next monitor goes on from the stored history."""
+    """Return the events between two histories. Each event is reported once, also if the monitor changes."""
     for worker in fleet.workers:
         old, new = past_of(before, worker), past_of(after, worker)
         if new.gave_up and not old.gave_up:
@@ -636,7 +636,7 @@ def _done(fleet: FleetSpec, history: History) -> bool:
 
 
 def send(fleet: FleetSpec, events: Sequence[Event], now: float) -> list[str]:
-    """Tell every webhook; what could not be told, a line each: the fleet goes on without it."""
+    """Call every webhook; return a line for each call that failed."""
     troubles = []
     for kind, text in events:
         moment = datetime.fromtimestamp(now, UTC).isoformat(timespec="seconds")

@@ -43,24 +43,24 @@ __all__ = [
 
 
 PIN = "spile-sha256"
-"""The metadata that holds it."""
+"""The key of the metadata entry with the sha256."""
 _PATIENCE = 10.0
-"""Seconds for the machine's own answer; the API knows it too."""
+"""Seconds to wait for the metadata server; the API has the value too."""
 REQUIREMENTS, REQUIREMENTS_CUDA = "requirements.txt", "requirements-cuda.txt"
 
 
 def sha256(data: bytes) -> str:
-    """As pins are written."""
+    """Return the sha256 in hexadecimal digits."""
     return hashlib.sha256(data).hexdigest()
 
 
 def machine_requirements(name: str = REQUIREMENTS) -> bytes:
-    """What a machine with TPUs installs beside the wheel, each by its hashes; the other file: what GPUs need on top."""
+    """Return the pinned requirements of a machine: for TPUs, or the additional ones for GPUs."""
     return resources.files("spile.fleet").joinpath(name).read_bytes()
 
 
 def pin_machines(provider: Provider, fleet: FleetSpec, home: str) -> list[NodeResult]:
-    """Tell every machine of the fleet that this deployment is to be run; those that could not be told."""
+    """Write the sha256 of this deployment into the metadata of every machine; return the failures."""
     pin = sha256(fleet.to_json())
 
     def zone_work(zone: str) -> list[NodeResult]:
@@ -80,7 +80,7 @@ def pin_machines(provider: Provider, fleet: FleetSpec, home: str) -> list[NodeRe
 
 
 def own_pin(zone: str, node: str, project: str, wanted: str) -> str:
-    """What this machine's metadata says, as its metadata server knows it, else the API."""
+    """Return the sha256 in this machine's metadata, from the metadata server or the API."""
     url = google_metadata_url(f"instance/attributes/{PIN}", os.environ)
     said = ask_metadata("GET", url, {"Metadata-Flavor": "Google"}, _PATIENCE) or ""
     if said == wanted or not zone:
@@ -95,7 +95,7 @@ def own_pin(zone: str, node: str, project: str, wanted: str) -> str:
 
 
 class NotDeployed(UserError):
-    """The bucket holds a deployment that nobody is known to have made."""
+    """The bucket contains a deployment that is not known outside the bucket."""
 
 
 def _state() -> Folder:
@@ -108,12 +108,12 @@ def _key(home: str) -> str:
 
 
 def remember(home: str, pin: str) -> None:
-    """From now on that is what the fleet at ``home`` runs, and nothing that was deployed before."""
+    """Record on this computer which deployment the fleet at ``home`` runs."""
     _state().put(_key(home), json.dumps({"home": home, "sha256": pin}, indent=1).encode())
 
 
 def known_here(home: str) -> str:
-    """The sha256 that this computer remembers; empty where it deployed nothing there and was told of nothing."""
+    """Return the sha256 that is recorded on this computer; empty if there is none."""
     try:
         found = json.loads(_state().get(_key(home)))
         return str(found["sha256"]) if found["home"] == home else ""
@@ -122,7 +122,7 @@ def known_here(home: str) -> str:
 
 
 def parse_deployment(text: str) -> str:
-    """``sha256:…``, as ``spile deploy`` prints it."""
+    """Parse ``sha256:…`` as ``spile deploy`` prints it."""
     digits = text.strip().lower().removeprefix("sha256:")
     if not re.fullmatch(r"[0-9a-f]{64}", digits):
         raise SpecError("--deployment", expected="sha256: and 64 digits, as spile deploy printed it", found=repr(text))
@@ -130,7 +130,7 @@ def parse_deployment(text: str) -> str:
 
 
 def remember_deployment(home: str, found: str, deployment: str) -> None:
-    """Somebody who knows says what was deployed: remembered, if it is what the bucket holds."""
+    """Record the deployment that the user names, if it is the one in the bucket."""
     wanted = parse_deployment(deployment)
     if wanted != found:
         raise NotDeployed(
@@ -143,9 +143,9 @@ def remember_deployment(home: str, found: str, deployment: str) -> None:
 
 
 def check_pinned(provider: Provider, home: str, fleet: FleetSpec, found: str) -> NotDeployed | None:
-    """None where this computer, or the metadata of a machine of the fleet, names that ``fleet.json``; else why not.
+    """Return None if this computer or a machine's metadata names that ``fleet.json``; else the error.
 
-    What a machine named is remembered, so that an older one, put back, is none that this computer knows.
+    A value from a machine's metadata is recorded, so that an older ``fleet.json`` is not accepted later.
     """
     known = known_here(home)
     if known == found:
@@ -153,7 +153,7 @@ def check_pinned(provider: Provider, home: str, fleet: FleetSpec, found: str) ->
     for zone in spec_zones(fleet):
         try:
             nodes = provider.nodes(zone)
-        except (CloudError, UserError):  # a zone that does not answer names nothing; the round's own look tells of it
+        except (CloudError, UserError):  # The monitor's round reports a zone that does not answer.
             continue
         if any(_names(node.metadata, home, found) for node in nodes if owns(fleet.name, node)):
             remember(home, found)

@@ -1,4 +1,4 @@
-"""What a machine's state means to us.
+"""The cloud as the fleet sees it: states, requests, machines, errors and the provider interface.
 
     (none) ──create──▶ CREATING ──▶ READY ──preempted──▶ PREEMPTED ─┐
       ▲                   │          │ ▲                            │ delete
@@ -8,9 +8,9 @@
       │                              └─▶ TERMINATED, HIDDEN ────────┤
       └──────────────────────── DELETING ◀──────────────────────────┘
 
-A dead machine does no work, holds quota and costs nothing (a stopped one: its disk) until it is deleted; so the only
-way from a dead machine to a working one is delete, then create. NOT_FOUND is what we call a machine that the API
-answers 404 for. Queued resources have a diagram of their own:
+A dead machine does no work, holds quota and costs nothing (a stopped one: its disk) until it is deleted. It has to be
+deleted and created again. NOT_FOUND stands for a machine for which the API answers 404. Queued resources have their
+own states:
 
     ACCEPTED ─▶ WAITING_FOR_RESOURCES ─▶ PROVISIONING ─▶ ACTIVE ─▶ SUSPENDING ─▶ SUSPENDED ─delete─▶ (none)
         └──────────────┴──▶ FAILED ──────────────────────────────────────────────────┘
@@ -48,34 +48,34 @@ __all__ = [
 
 
 class Life(Enum):
-    """What a state asks of us."""
+    """What has to be done with a machine in a state."""
 
-    ABSENT = "there is no machine: make one"
-    COMING = "it is on its way: wait"
+    ABSENT = "there is no machine: create one"
+    COMING = "it is starting: wait"
     ALIVE = "it runs: watch its heartbeat"
-    LEAVING = "it is going: wait until it is gone"
+    LEAVING = "it is being deleted: wait until it is gone"
     DEAD = "it will never work again: delete it"
 
 
 class _ApiState(StrEnum):
-    """A state as the API spells it, and what it means."""
+    """A state in the API's spelling, with its meaning."""
 
     meaning: str
 
     @classmethod
     def parse(cls, text: str | None) -> Self:
-        """One that we do not know is ``UNKNOWN``, not a crash."""
+        """Return the state; an unknown one is ``UNKNOWN``."""
         found = cls._value2member_map_.get(text or "")
         return found if isinstance(found, cls) else cls("STATE_UNSPECIFIED")
 
 
 class NodeState(_ApiState):
-    """A TPU VM's state, each with its life and its meaning."""
+    """The state of a TPU VM, with its life and its meaning."""
 
     life: Life
 
     def __new__(cls, value: str, life: Life, meaning: str) -> NodeState:
-        """A string that carries what it means."""
+        """Create a state with its meaning."""
         state = str.__new__(cls, value)
         state._value_ = value
         state.life = life
@@ -84,13 +84,13 @@ class NodeState(_ApiState):
 
     UNKNOWN = ("STATE_UNSPECIFIED", Life.COMING, "the API does not say; look again later")
     CREATING = ("CREATING", Life.COMING, "capacity is being found and the VM booted")
-    READY = ("READY", Life.ALIVE, "the VM runs; whether our worker does, its heartbeat tells")
+    READY = ("READY", Life.ALIVE, "the VM runs; the heartbeat shows whether the worker runs")
     RESTARTING = ("RESTARTING", Life.COMING, "the VM reboots; the worker resumes at boot")
     REIMAGING = ("REIMAGING", Life.COMING, "the VM gets a new disk image")
-    DELETING = ("DELETING", Life.LEAVING, "somebody deleted it; quota is held until it is gone")
+    DELETING = ("DELETING", Life.LEAVING, "it is being deleted; it holds quota until it is gone")
     REPAIRING = ("REPAIRING", Life.COMING, "the host is under maintenance and comes back")
-    STOPPED = ("STOPPED", Life.DEAD, "somebody stopped it; spot VMs cannot be started again")
-    STOPPING = ("STOPPING", Life.LEAVING, "somebody is stopping it")
+    STOPPED = ("STOPPED", Life.DEAD, "it was stopped; spot VMs cannot be started again")
+    STOPPING = ("STOPPING", Life.LEAVING, "it is being stopped")
     STARTING = ("STARTING", Life.COMING, "a stopped VM boots again")
     PREEMPTED = ("PREEMPTED", Life.DEAD, "the cloud took it back; it holds quota until deleted")
     TERMINATED = ("TERMINATED", Life.DEAD, "it ended: maintenance, 24 hours of preemptible life, or an error")
@@ -102,12 +102,12 @@ class NodeState(_ApiState):
 
 
 class QueuedState(_ApiState):
-    """A queued resource's state, and what it makes of the machine that it stands for."""
+    """The state of a queued resource, and the state of the machine that it stands for."""
 
     node: NodeState
 
     def __new__(cls, value: str, node: NodeState, meaning: str) -> QueuedState:
-        """A string that carries what it means."""
+        """Create a state with its meaning."""
         state = str.__new__(cls, value)
         state._value_ = value
         state.node = node
@@ -131,23 +131,23 @@ class QueuedState(_ApiState):
 
 
 class Stockout(CloudError):
-    """The zone has no capacity now."""
+    """The zone has no capacity at the moment."""
 
 
 class Quota(CloudError):
-    """The project may not have more of these here."""
+    """The project's quota is used up."""
 
 
 class Missing(CloudError):
-    """There is no such thing."""
+    """The resource does not exist."""
 
 
 class Unavailable(CloudError):
-    """The API is overloaded or broken, and stayed so through all retries."""
+    """The API failed through all retries."""
 
 
 class LostReply(CloudError):
-    """The connection broke after the request was sent: it may have been carried out."""
+    """The connection broke after the request was sent. It may have been carried out."""
 
 
 class NotAllowed(UserError):
@@ -155,7 +155,7 @@ class NotAllowed(UserError):
 
 
 class NameTaken(UserError):
-    """A machine of that name exists."""
+    """A machine with that name exists."""
 
 
 class BadRequest(UserError):
@@ -172,7 +172,7 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class NodeRequest:
-    """What a new node shall be."""
+    """A request for a node."""
 
     accelerator_type: str
     runtime_version: str
@@ -197,7 +197,7 @@ class Node:
     state: NodeState
     accelerator_type: str = ""
     uid: str = ""
-    """Different for each incarnation of a name."""
+    """Unique for each machine, also if it has the name of an earlier one."""
     created: float = 0.0
     preemptible: bool = False
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -207,12 +207,12 @@ class Node:
     queued: str | None = None
     """The queued resource that it belongs to."""
     request: NodeRequest | None = None
-    """What it was made as: to make it again."""
+    """The request that created it, to create it again."""
 
 
 @dataclass(frozen=True)
 class QueuedRequest:
-    """What a new queued resource shall hold: one node, or several that act as one (multislice)."""
+    """A request for a queued resource: one node, or several that act as one (multislice)."""
 
     node: NodeRequest
     node_count: int = 1
@@ -222,14 +222,14 @@ class QueuedRequest:
 
 @dataclass(frozen=True)
 class QueuedResource:
-    """A place in the cloud's queue."""
+    """A queued resource."""
 
     name: str
     zone: str
     state: QueuedState
     nodes: tuple[str, ...] = ()
     prefix: str | None = None
-    """Of its nodes' names, where they act as one."""
+    """The prefix of its nodes' names, if there are several."""
     best_effort: bool = False
     created: float = 0.0
     accelerator_type: str = ""
@@ -239,7 +239,7 @@ class QueuedResource:
 
 @dataclass(frozen=True)
 class Operation:
-    """Something long that the cloud was asked to do."""
+    """A long-running operation."""
 
     name: str
     zone: str
@@ -250,19 +250,19 @@ class Operation:
 
 
 class Provider(Protocol):
-    """A cloud. Every method raises the errors above, one line each; none retries what may have been carried out."""
+    """A cloud. Methods raise the errors above and never retry a request that may have been carried out."""
 
     def nodes(self, zone: str) -> list[Node]:
-        """All nodes of a zone, ours and foreign; ``-`` means every zone."""
+        """Return all nodes of a zone; ``-`` means every zone."""
 
     def node(self, zone: str, name: str) -> Node:
-        """One node, or :class:`Missing`."""
+        """Return one node, or raise :class:`Missing`."""
 
     def create_node(self, zone: str, name: str, request: NodeRequest) -> Operation:
-        """Ask for a node. The operation tells of a stockout later."""
+        """Request a node. A stockout is reported by the operation later."""
 
     def delete_node(self, zone: str, name: str) -> Operation:
-        """Ask for its end."""
+        """Request the deletion of a node."""
 
     def label_node(self, zone: str, name: str, labels: Mapping[str, str]) -> Operation:
         """Replace a node's labels."""
@@ -271,19 +271,19 @@ class Provider(Protocol):
         """Replace a node's metadata."""
 
     def operation(self, zone: str, name: str) -> Operation:
-        """How far an operation is."""
+        """Return the state of an operation."""
 
     def queued(self, zone: str) -> list[QueuedResource]:
-        """All queued resources of a zone; ``-`` means every zone."""
+        """Return all queued resources of a zone; ``-`` means every zone."""
 
     def create_queued(self, zone: str, name: str, request: QueuedRequest) -> Operation:
-        """Stand in the queue."""
+        """Request a queued resource."""
 
     def delete_queued(self, zone: str, name: str, *, force: bool) -> Operation:
-        """Leave the queue; ``force`` deletes its nodes too."""
+        """Delete a queued resource; ``force`` also deletes its nodes."""
 
     def zones(self) -> list[str]:
-        """The zones that have TPUs."""
+        """Return the zones that have TPUs."""
 
     def accelerator_types(self, zone: str) -> list[str]:
-        """What a zone offers."""
+        """Return the machine types of a zone."""

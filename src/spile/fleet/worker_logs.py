@@ -1,4 +1,4 @@
-"""Workers' logs in the bucket, ``<home>/logs/NAME/000012.log``: kept when the machine is gone, rotated and bounded."""
+"""The logs of workers in the bucket, ``<home>/logs/NAME/000012.log``. They outlive the machine and are rotated."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ __all__ = [
 
 
 PART = 256 << 10
-"""Bytes of one object; the next one is begun then."""
+"""The size at which the next object is started."""
 PARTS = 16
-"""Objects kept of a machine, the newest."""
+"""The number of objects that are kept for a machine."""
 
 
 class LogKeeper:
-    """Keeps what a machine's worker prints. ``add`` never waits for the bucket; ``flush`` does."""
+    """Stores the output of a worker. ``add`` never waits for the bucket; ``flush`` does."""
 
     def __init__(self, folder: Folder, name: str, *, part: int = PART, parts: int = PARTS) -> None:
         self._folder, self._name, self._part, self._parts = folder, name, part, parts
@@ -45,20 +45,20 @@ class LogKeeper:
         self._text = bytearray()
         self._changed = False
         self._dropped = 0
-        """Bytes that went unstored since the last flush began."""
+        """Bytes that were dropped since the last flush began."""
         self._number: int | None = None
 
     def add(self, line: str) -> None:
-        """A line that the worker printed."""
+        """Add a line of output."""
         with self._lock:
             self._text += line.rstrip("\n").encode(errors="replace") + b"\n"
-            over = max(0, len(self._text) - 4 * self._part)  # a bucket that is out must not fill the memory
+            over = max(0, len(self._text) - 4 * self._part)  # A bucket that fails must not fill the memory.
             del self._text[:over]
             self._dropped += over
             self._changed = True
 
     def flush(self) -> None:
-        """Store what there is; called every minute, and at the worker's end."""
+        """Store the lines. It is called every minute and when the worker ends."""
         with self._lock:
             if not self._changed:
                 return
@@ -68,7 +68,7 @@ class LogKeeper:
                 self._number = max(_numbers(self._folder, self._name), default=0) + 1
             self._folder.put(_key(self._name, self._number), text)
         except SpileError:
-            self._changed = True  # it stays, for the next flush
+            self._changed = True  # The next flush tries again.
             raise
         if len(text) >= self._part:
             with self._lock:
@@ -80,7 +80,7 @@ class LogKeeper:
 
 
 def read_log(folder: Folder, name: str, pattern: str | None = None) -> Iterator[str]:
-    """The lines that were kept of a machine, oldest first; with ``pattern`` those that it is found in."""
+    """Return the stored lines of a machine, oldest first; with ``pattern`` only matching lines."""
     try:
         wanted = re.compile(pattern or "")
     except re.error as error:
@@ -88,7 +88,7 @@ def read_log(folder: Folder, name: str, pattern: str | None = None) -> Iterator[
     for number in _numbers(folder, name):
         try:
             text = folder.get(_key(name, number)).decode(errors="replace")
-        except NotFound:  # rotated away meanwhile
+        except NotFound:  # It was removed meanwhile.
             continue
         yield from (line for line in text.splitlines() if wanted.search(line))
 
@@ -109,25 +109,25 @@ def _key(name: str, number: int) -> str:
 
 
 UNIT = "spile-worker"
-"""The worker's systemd unit."""
+"""The systemd unit of the worker."""
 LOG_FILES = ("~/spile-worker.log", "~/unit.log", "/opt/spile/startup.log")
-"""Where a machine keeps its log that has no unit: without systemd, or not that far yet."""
+"""The log files of a machine without the unit."""
 NO_LOG = 66
-"""What the machine's shell answers when it has none."""
+"""The exit code of the remote command if there is no log."""
 
 
 @dataclass(frozen=True)
 class LogMachine:
-    """A worker's machine, as far as there is one."""
+    """The machine of a worker, if there is one."""
 
     host: Host | None
     worker: int | None
     story: str
-    """Why there is no host to ask."""
+    """Why there is no host."""
 
 
 def tail_command(lines: int, follow: bool, unit: str = UNIT, files: Sequence[str] = LOG_FILES) -> str:
-    """For the machine's shell: its journal's last lines, or a file's."""
+    """Return the shell command that prints the last lines of the journal or of a log file."""
     tilde = [f'"$HOME"/{shlex.quote(name[2:])}' if name.startswith("~/") else shlex.quote(name) for name in files]
     journal = f"journalctl --no-pager --quiet -o cat -u {shlex.quote(unit)} -n {lines}" + (" -f" if follow else "")
     return (
@@ -140,7 +140,7 @@ def tail_command(lines: int, follow: bool, unit: str = UNIT, files: Sequence[str
 
 
 def find_machine(nodes: Iterable[Node], worker: str, *, fleet: str | None, host: int, internal_ip: bool) -> LogMachine:
-    """The machine that a person means by ``5`` or by ``tpu-us-central1-a-0``."""
+    """Return the machine that ``5`` or ``tpu-us-central1-a-0`` names."""
     number = int(worker) if worker.isdigit() else None
     mine = [node for node in nodes if fleet is None or owns(fleet, node)]
     found = [node for node in mine if (node.name == worker if number is None else worker_of(node) == number)]
@@ -160,7 +160,7 @@ def find_machine(nodes: Iterable[Node], worker: str, *, fleet: str | None, host:
 
 
 def last_words(root: Folder, worker: str, number: int | None) -> Beat:
-    """The worker's heartbeat, which has its log's last lines; a machine's name is looked up in all of them."""
+    """Return the worker's heartbeat, which contains the last lines of its log."""
     for folder in [f"tpu_{number}"] if number is not None else _streams(root):
         beat = read_beat(root.child(folder))
         if beat is not None and (number is not None or beat.host.split(".")[0] == worker):
