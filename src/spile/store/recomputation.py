@@ -315,14 +315,15 @@ class _Judge:
             (np.stack([_median(each.stored) for each in samples]) / whole).max(axis=0),
             (np.stack([np.abs(each.gain) * (each.rows >= _FEWEST) for each in samples]) / gains).max(axis=0),
         ]
+        middle, stored_middle, row_limits = _median(fresh), _median(stored), _median(limits)
         return [
             TapNoise(
                 tap=kind.name,
                 rows=fresh.shape[1],
-                fresh=float(_median(fresh)[tap]),
-                stored=float(_median(stored)[tap]),
+                fresh=float(middle[tap]),
+                stored=float(stored_middle[tap]),
                 worst=float(np.max([share[tap] for share in shares])),
-                row_limit=float(np.median(limits[tap])),
+                row_limit=float(row_limits[tap]),
                 sample_limit=float(np.median(whole[:, tap])),
                 gain_limit=float(np.median(gains[:, tap])),
                 unjudged=int(np.count_nonzero(limits[tap] >= 1.0)),
