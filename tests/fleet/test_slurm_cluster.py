@@ -180,7 +180,7 @@ def test_a_real_run_that_is_preempted_is_proven(
     (tmp_path / "bin" / "spile").chmod(0o755)
     path = f"export PATH={tmp_path}/bin:$PATH PYTHONPATH={os.environ.get('PYTHONPATH', '')} JAX_PLATFORMS=cpu"
     place = ["--dataset-dir", f"{tmp_path}/streams", "--output", f"{tmp_path}/out", "--log-dir", str(tmp_path)]
-    size = ["--shard-size-gb", "1e-6", "--predictions-per-task", "32"]
+    size = ["--shard-size-gb", "1e-6", "--predictions-per-task", "4"]
     flags = [*place, *size, "--hosts-per-worker", str(hosts), "--partition", "graced", "--setup", path]
     number = slurm.submit(printed(tmp_path, capsys, *flags, "--grace", "60"))
 
@@ -197,5 +197,6 @@ def test_a_real_run_that_is_preempted_is_proven(
     states = {slurm.state(f"{number}_{stream}") for stream in range(streams)}
     assert states == {"COMPLETED"}, output()
     assert "SIGTERM: finishing the batches in flight" in output()
+    assert "ended with exit code" not in output(), "each worker ended by itself, after a commit"
     report = verify(open_folder(f"{tmp_path}/out"))
     assert report.ok, [problem.line() for problem in report.all_problems]

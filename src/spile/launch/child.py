@@ -1,6 +1,6 @@
-"""Starts a worker that never outlives the one who started it: ``python child.py PARENT CORES COMMAND…``.
+"""Start a worker that does not outlive its parent: ``python child.py PARENT CORES COMMAND…``.
 
-Run by its path, so that nothing is imported before the worker itself is.
+The file is run by its path, so that nothing is imported before the worker itself.
 """
 
 import ctypes
@@ -12,7 +12,7 @@ _SET_DEATH_SIGNAL = 1
 
 
 def main(parent: int, cores: str, command: list[str]) -> None:
-    """Become the command: told to commit and end (SIGTERM) when the parent dies, on its own cores."""
+    """Become the command, on the given cores; the system sends it SIGTERM when the parent dies."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGTERM)
         if cores:

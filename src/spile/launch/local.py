@@ -1,4 +1,4 @@
-"""One machine among N workers: each gets its own cores, and its own chips where there are some."""
+"""Workers on this machine: each has its own cores and, if the machine has accelerators, its own chips."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ __all__ = [
 
 @dataclass(frozen=True)
 class WorkerShare:
-    """What one worker may use."""
+    """The cores and variables of one worker."""
 
     cores: tuple[int, ...]
     env: Mapping[str, str] = field(default_factory=dict)
 
 
 def this_machines_chips(environment: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """The accelerators by kind, as their runtimes number them. JAX is not asked: it would take them."""
+    """Return the accelerators by kind, as their runtimes number them. JAX is not asked, because it would take them."""
     tpus = len([*Path("/dev").glob("accel[0-9]*"), *Path("/dev").glob("vfio/[0-9]*")])
     return {"GPU": _gpus(environment), "TPU": tuple(map(str, range(tpus)))}
 
@@ -60,7 +60,7 @@ def _gpus(environment: Mapping[str, str]) -> tuple[str, ...]:
 def shares(
     workers: int, cores: Sequence[int], chips: Mapping[str, Sequence[str]], asked: Mapping[str, float]
 ) -> list[WorkerShare]:
-    """A share for each worker: cores apart while there are enough; whole chips, never one chip for two."""
+    """Return a share for each worker: separate cores if there are enough, and whole chips that no other worker has."""
     kind, each = _chips_each(workers, chips, asked)
     threads = max(1, len(cores) // workers)
     found = []
@@ -74,12 +74,12 @@ def shares(
 
 
 def thread_limits(threads: int) -> dict[str, str]:
-    """What keeps a worker to so many threads: NumPy's, the tokenizer's, XLA's."""
+    """Return the variables that limit the threads of NumPy, the tokenizer and XLA."""
     return dict.fromkeys(("OMP_NUM_THREADS", "RAYON_NUM_THREADS", "NPROC"), str(threads))
 
 
 def _chips_each(workers: int, chips: Mapping[str, Sequence[str]], asked: Mapping[str, float]) -> tuple[str, int]:
-    """The kind of accelerator that is shared out, and how many each worker gets; no kind where there is none."""
+    """Return the kind of accelerator to share and the number for each worker; an empty kind if there is none."""
     unknown = sorted(set(asked) - {"GPU", "TPU"})
     if unknown:
         raise SpecError("--resources", expected="GPU=N or TPU=N with --engine local", found=", ".join(unknown))
@@ -103,7 +103,7 @@ def _chips_each(workers: int, chips: Mapping[str, Sequence[str]], asked: Mapping
 def _visible(kind: str, chips: Sequence[str]) -> dict[str, str]:
     if kind == "GPU":
         return {"CUDA_VISIBLE_DEVICES": ",".join(chips)}
-    # As JAX's guide for several processes on one TPU host; libtpu takes the bounds of what it may see.
+    # From JAX's guide for several processes on one TPU host: libtpu needs the bounds of the visible chips.
     bounds = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}.get(len(chips))
     if bounds is None:
         raise SpecError("--resources TPU", expected="1, 2, 4 or 8 chips for each worker", found=str(len(chips)))
@@ -119,7 +119,7 @@ _CHILD = str(Path(__file__).with_name("child.py"))
 
 
 class WorkerProcess:
-    """``spile extract`` in a process of its own: a crash of the model's runtime ends one stream's attempt, no more."""
+    """A worker in a process of its own, so that a crash of the model's runtime ends one attempt and nothing else."""
 
     def __init__(
         self,
@@ -141,23 +141,23 @@ class WorkerProcess:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            start_new_session=True,  # the terminal's Ctrl+C is for the one who started it, who asks all to commit
+            start_new_session=True,  # Ctrl+C goes to the supervisor, which asks all workers to commit
         )
         self._reader = threading.Thread(target=self._read, name="worker-output", daemon=True)
         self._reader.start()
 
     @property
     def pid(self) -> int:
-        """The process's number."""
+        """The process id."""
         return self._process.pid
 
     @property
     def said(self) -> str:
-        """Its last lines."""
+        """Its last lines of output."""
         return "\n".join(self._tail)
 
     def poll(self) -> int | None:
-        """Its exit code once it has ended; 128 + n for signal n."""
+        """Return its exit code if it has ended, 128 + n for signal n; otherwise None."""
         code = self._process.poll()
         if code is None:
             return None
@@ -165,7 +165,7 @@ class WorkerProcess:
         return code if code >= 0 else 128 - code
 
     def wait(self, seconds: float) -> int | None:
-        """:meth:`poll`, after so long at most."""
+        """Wait at most ``seconds`` for its end, then :meth:`poll`."""
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -173,12 +173,12 @@ class WorkerProcess:
         return self.poll()
 
     def stop(self) -> None:
-        """Ask it to commit what is done and end."""
+        """Ask it to commit and end."""
         if self._process.poll() is None:
             self._process.terminate()
 
     def kill(self) -> None:
-        """End it and what it started, at once."""
+        """End it and its children at once."""
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -193,7 +193,7 @@ _POLL = 0.05
 
 
 class LocalEngine:
-    """The engine that needs nothing."""
+    """Runs workers as processes of this machine."""
 
     name = "local"
     elsewhere = False
@@ -212,18 +212,18 @@ class LocalEngine:
         self._running: dict[int, tuple[WorkerProcess, WorkerShare]] = {}
 
     def check(self, asked: ClusterCheck) -> None:
-        """Whether the output can be written."""
+        """Check that the output can be written."""
         preflight(open_folder(asked.output))
 
-    def start(self, task: StreamTask, avoid: Collection[str] = ()) -> None:  # noqa: ARG002  (there is but one machine)
-        """A process on a free share."""
+    def start(self, task: StreamTask, avoid: Collection[str] = ()) -> None:  # noqa: ARG002  (there is only one machine)
+        """Start a process on a free share."""
         share = self._free.pop(0)
         env = {**share.env, **task.env}
         process = WorkerProcess(task.alone, env=env, cores=share.cores, hear=self._log(task.stream))
         self._running[task.stream] = process, share
 
     def wait(self, seconds: float) -> Sequence[WorkerEnd]:
-        """Those that ended by now, or soon."""
+        """Return the workers that have ended; wait at most ``seconds`` for one."""
         until = time.monotonic() + seconds
         while not (ends := self._ended()) and time.monotonic() < until:
             time.sleep(_POLL)
@@ -240,21 +240,21 @@ class LocalEngine:
         return ends
 
     def stop(self, stream: int) -> None:
-        """SIGTERM: it commits."""
+        """Send SIGTERM; the worker commits."""
         if stream in self._running:
             self._running[stream][0].stop()
 
     def abandon(self, stream: int) -> None:
-        """No worker here is out of reach: the same as a stop."""
+        """Stop it: no worker on this machine is out of reach."""
         self.stop(stream)
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Send SIGKILL to all workers."""
         for process, _ in self._running.values():
             process.kill()
 
     def close(self) -> None:
-        """Nothing is left: whoever still runs was not waited for."""
+        """Kill what still runs and wait for it."""
         self.kill()
         for process, _ in self._running.values():
             process.wait(5.0)
@@ -264,7 +264,7 @@ class LocalEngine:
 
 
 class _LogFile:
-    """A stream's lines, all its attempts one after the other."""
+    """Appends the output of all attempts of a stream to one file."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path

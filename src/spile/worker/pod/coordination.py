@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -234,7 +235,13 @@ def _free_port(host: str) -> int:
 
 
 def serve(host: str, count: int, linger: float) -> None:
-    """Run the service for ``count`` processes until the parent process ends it or dies."""
+    """Run the service for ``count`` processes until the parent process ends it or dies.
+
+    Signals are ignored: Slurm and systemd signal all processes of a job at once, and the workers need the service to
+    commit together.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     from jax._src.lib import _jax  # type: ignore[attr-defined]
 
     numeric = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])

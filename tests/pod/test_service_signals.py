@@ -1,0 +1,21 @@
+"""The coordination service outlives a signal to all processes of a job, as Slurm and systemd send it."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+from spile.worker.pod.coordination import start_service
+
+
+def test_the_service_ignores_signals_and_ends_with_its_parents_word() -> None:
+    service = start_service("127.0.0.1", 1, 1.0)
+    process = service._process
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        process.send_signal(number)
+    time.sleep(0.3)
+    assert process.poll() is None
+    service.release(30.0)
+    assert process.poll() == 0
+    assert process.stdout is not None
+    process.stdout.close()
