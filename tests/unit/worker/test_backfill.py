@@ -238,8 +238,8 @@ def test_garbage_of_an_addition(base: Path) -> None:
         (["--add-taps", "mlp.1"], "--add-taps and --to: expected both"),
         (["--to", "x"], "--add-taps and --to: expected both"),
         (["--add-taps", "mlp", "--to", "x"], "not a tap: expected SITE.LAYER such as residual.12"),
-        (["--add-taps", "mlp.1", "--to", "x", "--layers", "3"], "--layers beside --add-taps"),
-        (["--add-taps", "mlp.1", "--to", "x", "--dataset", "y"], "--dataset beside --add-taps"),
+        (["--add-taps", "mlp.1", "--to", "x", "--layers", "3"], "--layers cannot be used with --add-taps"),
+        (["--add-taps", "mlp.1", "--to", "x", "--dataset", "y"], "--dataset cannot be used with --add-taps"),
         (["--add-taps", "mlp.1", "--to", "/nowhere/at/all"], "no dataset at /nowhere/at/all"),
     ],
 )
