@@ -13,6 +13,7 @@ import pytest
 from backends import Clouds, environment
 from fleet.cloud_world import A, B, World
 from fleet.prompt import Prompt
+from spile.fleet.home import FleetHome, WorkerReport
 from spile.fleet.spec import FleetSpec
 from spile.objects import open_folder
 
@@ -399,3 +400,16 @@ def test_a_trial_and_then_production_in_the_same_bucket(world: World, prompt: Pr
     assert f"this run is stored in {root}" in text
     code, text = prompt(*PREPARE, *TASK, "--workers-per-zone", 3, "--yes", "--gcs-prefix", "activations")
     assert (code, "holds rows of another dataset or of another split" in text) == (2, True), text
+
+
+def test_the_list_of_fleets_shows_crash_loops_and_workers_that_gave_up(world: World, prompt: Prompt) -> None:
+    assert prompt(*PREPARE, *TASK, "--workers-per-zone", 2)[0] == 0
+    fleet = fleet_of(world)
+    home = FleetHome.open("gs://b/fleet/default")
+    first, second = (worker.name for worker in fleet.workers)
+    home.write_report(WorkerReport(first, fleet.deployment, exit_code=1, launches=3, error="spile: out of memory"))
+    home.write_report(WorkerReport(second, fleet.deployment, verdict="refused", exit_code=2))
+    code, text = prompt("fleet", "list", "b", "--json")
+    assert code == 0, text
+    wanted = [f"{second} refused", f"{first}: restarted 2×, exit code 1: out of memory"]
+    assert json.loads(text)[0]["problems"] == wanted

@@ -34,6 +34,7 @@ def list_fleets(
     """List the fleets that were deployed to a bucket, with what each is doing."""
     from spile.fleet.home import FleetHome, fleet_url, fleets_of
     from spile.fleet.lease import Lease
+    from spile.fleet.monitor import crash_loop
     from spile.objects import bucket_url
 
     url = bucket_url(bucket)
@@ -43,6 +44,8 @@ def list_fleets(
         reports = home.read_reports()
         mine = [reports[worker.name] for worker in fleet.workers if worker.name in reports]
         finished = sum(each.verdict == "finished" and each.deployment == fleet.deployment for each in mine)
+        failed = [f"{each.node} {each.verdict}" for each in mine if each.verdict in ("crashed", "refused")]
+        failed += [f"{each.node}: {loop}" for each in mine if (loop := crash_loop(each))]
         holder = Lease(home.folder, clock=time.time, ttl=0.0).holder()
         state = home.read_stop(fleet) or ("finished" if finished == len(fleet.workers) else "deployed")
         rows.append(
@@ -54,6 +57,7 @@ def list_fleets(
                 "output": fleet.root,
                 "state": state,
                 "monitor": holder.owner if holder else None,
+                "problems": failed,
             }
         )
     if as_json:
@@ -63,7 +67,7 @@ def list_fleets(
     if not rows:
         console.print(f"no fleet in {url}", markup=False)
         return 0
-    table = table_of("FLEET", "DONE", "ZONES", "OUTPUT", "STATE", "MONITOR")
+    table = table_of("FLEET", "DONE", "ZONES", "OUTPUT", "STATE", "MONITOR", "PROBLEMS")
     for row in rows:
         done = f"{row['finished']} of {row['workers']}"
         table.add_row(
@@ -73,6 +77,7 @@ def list_fleets(
             str(row["output"]),
             str(row["state"]),
             row["monitor"] or "none",
+            "; ".join(row["problems"]),
         )
     console.print(table)
     return 0

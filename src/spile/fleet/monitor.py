@@ -59,6 +59,7 @@ __all__ = [
     "WorkerStatus",
     "act",
     "check_url",
+    "crash_loop",
     "events_between",
     "look",
     "machine_metadata",
@@ -280,11 +281,11 @@ def pulses_of(
         beat, phase = max(beats, default=(None, Phase.UNKNOWN))
         verdict, said, error = (report.verdict, report.updated, report.error) if report else ("", 0.0, "")
         error = error or (view.last_error or "" if view else "")
-        found[worker.id] = Pulse(beat, phase, verdict, said, error, max(steps, default=None), _crash_loop(report))
+        found[worker.id] = Pulse(beat, phase, verdict, said, error, max(steps, default=None), crash_loop(report))
     return found
 
 
-def _crash_loop(report: WorkerReport | None) -> str:
+def crash_loop(report: WorkerReport | None) -> str:
     """Return what the table says of a worker that its agent keeps restarting; empty if it runs."""
     if report is None or report.verdict or report.exit_code in (None, 0):
         return ""
