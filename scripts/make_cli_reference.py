@@ -17,8 +17,7 @@ from pathlib import Path
 from cyclopts import App
 from cyclopts.argument import Argument
 
-from spile.cli.program import build
-from spile.cli.shell.commands import COMMANDS, GROUPS, Command
+from spile.cli.program import COMMANDS, GROUPS, Command, build
 
 __all__ = ["application", "flags", "reference"]
 

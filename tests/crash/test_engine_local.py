@@ -48,7 +48,7 @@ def workers(run: subprocess.Popen[str]) -> list[int]:
             line = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
-        if b"--worker-id" in line and b"spile.cli.main" in line and b"child.py" not in b" ".join(line):
+        if b"--stream" in line and b"spile.cli.main" in line and b"child.py" not in b" ".join(line):
             found.append(pid)
     return found
 

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from spile.cli.shell.aliases import VARIABLES
+from spile.cli.aliases import VARIABLES
 
 
 @pytest.fixture(autouse=True)

@@ -152,7 +152,7 @@ def one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """This is no host of a pod, whatever the machine says."""
     from spile.worker.pod.identity import Identity
 
-    monkeypatch.setattr("spile.cli.pod.PodFlags.identity", lambda *_: Identity(0, 1))
+    monkeypatch.setattr("spile.cli.flags.PodFlags.identity", lambda *_: Identity(0, 1))
 
 
 Ending = Callable[[GuideWorld, OldLine], None]

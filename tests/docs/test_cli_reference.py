@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from spile.cli.shell.commands import COMMANDS, Command
+from spile.cli.program import COMMANDS, Command
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "cli.md"

@@ -11,11 +11,10 @@ import pytest
 
 from docs.old_guides import INSTEAD, LINES, OldLine
 from docs.pages import ROOT
+from spile.cli.aliases import INSTEAD as OTHERS
+from spile.cli.aliases import SCRIPTS, modern
 from spile.cli.main import main
-from spile.cli.program import build
-from spile.cli.shell.aliases import INSTEAD as OTHERS
-from spile.cli.shell.aliases import SCRIPTS, modern
-from spile.cli.shell.commands import COMMANDS
+from spile.cli.program import COMMANDS, build
 from spile.errors import SpecError
 from spile.spec.run import ExtractSpec
 
@@ -29,7 +28,7 @@ def _streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data" / "streams").mkdir(parents=True)
-    monkeypatch.setattr("spile.cli.pod.PodFlags.identity", lambda *_: Identity(0, 1))
+    monkeypatch.setattr("spile.cli.flags.PodFlags.identity", lambda *_: Identity(0, 1))
 
 
 def reached(old: OldLine, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:

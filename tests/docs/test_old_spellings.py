@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from docs.pages import ROOT
-from spile.cli.shell.aliases import ALWAYS, FLAGS, VARIABLES
+from spile.cli.aliases import ALWAYS, FLAGS, VARIABLES
 
 GUIDES = ROOT / "docs" / "guides"
 

@@ -11,9 +11,8 @@ import pytest
 from cyclopts import CoercionError, CycloptsError, MissingArgumentError
 
 from docs.pages import PAGES, ROOT, anchors, blocks, commands, links, mentions, name_of, prose
-from spile.cli.program import build
-from spile.cli.shell.aliases import modern
-from spile.cli.shell.commands import COMMANDS, GROUPS
+from spile.cli.aliases import modern
+from spile.cli.program import COMMANDS, GROUPS, build
 from spile.objects import open_folder
 from world import produce
 

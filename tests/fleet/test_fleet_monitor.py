@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from fleet_simulation import DirectSession
-from spile.cli.shell.healing import watch_fleet
+from spile.cli.fleet import watch_fleet
 from spile.errors import SpecError
 from spile.fleet.cloud_tpu import CloudSettings, CloudTpu
 from spile.fleet.home import FleetHome, WorkerReport

@@ -12,8 +12,8 @@ import pytest
 
 from pod.launching import Ended, clean_environment, started
 from ports import free_port
+from spile.cli.flags import log
 from spile.cli.main import main
-from spile.cli.shell.log import log
 
 
 def spile(*words: str, more: Mapping[str, str] | None = None, devices: int = 1) -> Ended:

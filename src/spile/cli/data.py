@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 from rich.console import Console
 
-from spile.cli.shell.defaults import GUIDES_DATASET
-from spile.cli.shell.numbers import parse_numbers
+from spile.cli.aliases import GUIDES_DATASET
+from spile.cli.flags import parse_numbers
 from spile.errors import DataError, SpecError
 from spile.objects.opening import is_remote
 from spile.view.table import output as output_console

@@ -10,13 +10,20 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Group, Parameter
 
-from spile.cli.flags import GCS_PREFIX, ExtractFlags, RunFlags
+from spile.cli.aliases import GUIDES_DATASET, GUIDES_STREAMS, with_model
+from spile.cli.flags import (
+    GCS_PREFIX,
+    ExtractFlags,
+    MachineFlags,
+    PlaceFlags,
+    RunFlags,
+    confirm,
+    flag,
+    print_results,
+    variables,
+)
 from spile.cli.shell import redeploying
 from spile.cli.shell.creating import create_machines
-from spile.cli.shell.defaults import GUIDES_DATASET, GUIDES_STREAMS, with_model
-from spile.cli.shell.flag import flag
-from spile.cli.shell.fleet_flags import MachineFlags, PlaceFlags, confirm, print_results
-from spile.cli.shell.pairs import variables
 from spile.cli.shell.remembering import as_before, given, words_of
 from spile.errors import RunMismatch, SpecError
 from spile.objects.opening import is_remote
@@ -358,7 +365,7 @@ def _clear(fleet: FleetSpec, cleared: list[int]) -> None:
 
 def _launch(client: CloudTpu, home: FleetHome, fleet: FleetSpec, steps: DeployFlags, console: Console) -> int:
     """The machines, and the workers on them."""
-    from spile.cli.shell.healing import adjusted, watch_fleet
+    from spile.cli.fleet import adjusted, watch_fleet
     from spile.fleet import manage
     from spile.fleet.deploy import launch_over_ssh, list_existing, prepare_bare_machines
     from spile.fleet.pins import pin_machines

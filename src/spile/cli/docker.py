@@ -12,11 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Group, Parameter
 
-from spile.cli.run import Output, RunFlags
-from spile.cli.shell.flag import flag
-from spile.cli.shell.host_flags import HostFlags
-from spile.cli.shell.log import log
-from spile.cli.shell.pairs import variables
+from spile.cli.flags import HostFlags, flag, log, variables
+from spile.cli.hosts import Output, RunFlags
 from spile.errors import Failure, SpecError, SpileError, UserError
 
 if TYPE_CHECKING:
@@ -177,7 +174,7 @@ def pod(
     if code != 0:
         _sweep(hosts, stop_script(flags.runtime, flags.name, flags.grace, none_is_error=False), where)
     elif collect is not None:
-        from spile.cli.collect import collect as bring_back
+        from spile.cli.hosts import collect as bring_back
 
         bring_back(collect, where=where)
     return code

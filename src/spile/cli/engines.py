@@ -6,14 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spile.cli.shell.log import log
+from spile.cli.flags import log
 from spile.errors import DataError, SpecError
 from spile.spec.amounts import counted
 from spile.spec.run import EMBEDDED
 
 if TYPE_CHECKING:
-    from spile.cli.flags import RunFlags
-    from spile.cli.shell.engine_flags import EngineFlags
+    from spile.cli.flags import EngineFlags, RunFlags
     from spile.spec.run import RunSpec
 
 __all__ = ["extract_on_engine"]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from spile.cli.shell.numbers import parse_numbers
+from spile.cli.flags import parse_numbers
 from spile.errors import SpecError, UserError
 from spile.spec.amounts import counted
 from spile.spec.run import StoreDtype

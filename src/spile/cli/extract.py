@@ -1,4 +1,4 @@
-"""``spile extract``, ``spile infer`` and ``spile worker``: run a model over a stream."""
+"""``spile extract``, ``spile infer`` and ``spile worker``: run a model over a dataset."""
 
 from __future__ import annotations
 
@@ -9,22 +9,19 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from spile.cli.flags import ExtractFlags, InferFlags, RunFlags
-from spile.cli.pod import PodFlags
-from spile.cli.shell.backfill_flags import BackfillFlags
-from spile.cli.shell.defaults import settled
-from spile.cli.shell.engine_flags import EngineFlags
-from spile.cli.shell.log import log
+from spile.cli.aliases import settled
+from spile.cli.flags import BackfillFlags, EngineFlags, ExtractFlags, InferFlags, PodFlags, RunFlags, log
 from spile.errors import SpecError
 from spile.spec.phase import Phase
 from spile.spec.run import RunSpec
 
 if TYPE_CHECKING:
+    from spile.cli.flags import BackfillFlags, ExtractFlags, PodFlags
     from spile.worker.pod.identity import Identity
     from spile.worker.pod.pod import WorkerGroup
     from spile.worker.progress import Summary
 
-__all__ = ["extract", "infer", "worker"]
+__all__ = ["add_taps", "check", "extract", "infer", "worker"]
 
 
 def extract(
@@ -42,8 +39,6 @@ def extract(
     """
     flags, pod = flags or ExtractFlags(), pod or PodFlags()
     if backfill is not None and backfill.asked:
-        from spile.cli.backfill import add_taps
-
         return add_taps(backfill, flags, pod, verbose)
     if engine is not None and engine.asked:
         from spile.cli.engines import extract_on_engine
@@ -194,3 +189,33 @@ def _log_lacking(spec: RunSpec, home: str) -> None:
 
     if found := lacking(open_folder(spec.local_copy), spec.data.worker_id):
         log(found.line(home))
+
+
+def add_taps(backfill: BackfillFlags, flags: ExtractFlags, pod: PodFlags, verbose: bool) -> int:
+    """Add them while a person watches; the exit code."""
+    from spile.view.worker import watched
+    from spile.worker.backfill import add_taps as run
+    from spile.worker.signals import end_soon
+
+    spec = backfill.spec(flags)
+    hosts = pod.identity().count
+    if hosts > 1:
+        raise SpecError("--add-taps", expected="one process, with all of its devices", found=f"a pod of {hosts} hosts")
+    with watched(verbose) as watch:
+        summary = run(spec, progress=watch.progress, stop=watch.stop)
+        watch.finish(summary, spec.max_samples)
+    if summary.interrupted:
+        end_soon(summary.exit_code)
+    return summary.exit_code
+
+
+def check(*, flags: PodFlags | None = None) -> int:
+    """Test a slice in a minute, without a dataset: roll call, barriers, devices, one tiny forward on all of them.
+
+    Run it on every host: gcloud compute tpus tpu-vm ssh $TPU --worker=all --command="spile pod check".
+    """
+    from spile.worker.pod.check import check_pod
+
+    with (flags or PodFlags()).joined(log) as hosts:
+        check_pod(hosts, log)
+    return 0

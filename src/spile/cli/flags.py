@@ -1,18 +1,114 @@
-"""Flags that several commands share. Those of a run derive from the fields of the run spec."""
+"""Flags and small helpers that several commands share. The flags of a run derive from the fields of the run spec."""
 
-# No deferred annotations: cyclopts reads them as the types of flags.
+from __future__ import annotations
 
+import contextlib
+import os
+import re
+import sys
 import types
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, make_dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self, Union, get_args, get_origin
 
 from cyclopts import Group, Parameter
+from rich.console import Console
+from rich.table import Table
 
-from spile.errors import SpecError
+from spile.errors import SpecError, UserError
 from spile.objects.opening import is_remote
-from spile.spec.run import RunSpec, SpecField, make_spec, spec_fields
+from spile.spec.run import BackfillSpec, RunSpec, SpecField, make_spec, parse_mesh_shape, parse_taps, spec_fields
 
-__all__ = ["GCS_PREFIX", "ExtractFlags", "InferFlags", "RunFlags"]
+if TYPE_CHECKING:
+    from spile.fleet.cloud_tpu import CloudTpu
+    from spile.fleet.manage import NodeResult
+    from spile.fleet.spec import FleetSpec, Policy
+    from spile.hosts.hosts import Access, Host
+    from spile.launch.engines import EngineRequest
+    from spile.worker.pod.identity import Identity
+    from spile.worker.pod.pod import WorkerGroup
+
+__all__ = [
+    "GCS_PREFIX",
+    "BackfillFlags",
+    "EngineFlags",
+    "ExtractFlags",
+    "HostFlags",
+    "InferFlags",
+    "MachineFlags",
+    "PlaceFlags",
+    "PodFlags",
+    "RunFlags",
+    "confirm",
+    "flag",
+    "log",
+    "pairs",
+    "parse_numbers",
+    "print_result",
+    "print_results",
+    "table_of",
+    "variables",
+    "write_page",
+]
+
+
+def flag(group: Group, text: str, **more: Any) -> Parameter:
+    """One flag; ``more`` is cyclopts' own."""
+    return Parameter(group=group, help=text, **more)
+
+
+def log(line: str) -> None:
+    """A line to stdout at once, without the characters that its encoding lacks."""
+    encoding = sys.stdout.encoding or "ascii"
+    print(line.encode(encoding, "ignore").decode(encoding), flush=True)
+
+
+def parse_numbers(flag: str, text: str) -> set[int]:
+    """``5-9,12`` → {5, 6, 7, 8, 9, 12}."""
+    chosen: set[int] = set()
+    for word in text.replace(",", " ").split():
+        match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", word, re.ASCII)
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise SpecError(flag, expected="numbers and ranges such as 5-9,12", found=repr(text))
+        chosen.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+    if not chosen:
+        raise SpecError(flag, expected="numbers and ranges such as 5-9,12", found=repr(text))
+    return chosen
+
+
+def write_page(page: str, html: Path) -> None:
+    """Write it where ``--html`` says."""
+    try:
+        html.expanduser().write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--html {html}", expected="a file that can be written", found=error.strerror) from error
+
+
+def pairs(flag: str, words: Sequence[str] | None, expected: str = "NAME=value") -> dict[str, str]:
+    """Names and what they are to be; neither may be empty."""
+    found = {}
+    for word in words or ():
+        name, equals, value = word.partition("=")
+        if not equals or not name or not value:
+            raise SpecError(flag, expected=expected, found=repr(word))
+        found[name] = value
+    return found
+
+
+def variables(words: Sequence[str] | None) -> dict[str, str]:
+    """``--env``: variables, which may be empty. A value, which may be a secret, is in no message."""
+    found = {}
+    for word in words or ():
+        name, equals, value = word.partition("=")
+        if not equals or not name.isidentifier():
+            raise SpecError("--env", expected="NAME=value", found=repr(name))
+        found[name] = value
+    return found
+
+
+# No deferred annotations: cyclopts reads them as the types of flags.
+
 
 GCS_PREFIX = "activations"
 """The folder of the dataset in a bucket that is given without a folder."""
@@ -189,3 +285,369 @@ else:
         _guide("activations_dir", str, "Output", _COPY),
         _guide("n_tasks", int, "Data", "Stop after this many tasks, with all their variants."),
     )
+
+
+_PODS = Group("Pods (found out by itself where every host runs the same command)", sort_key=5)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class PodFlags:
+    """Which process of how many this is."""
+
+    topology: Annotated[str | None, flag(_PODS, "The slice: v5litepod-64, v5e:8x8, v3-8 …; checked.")] = None
+    coordinator_address: Annotated[str | None, flag(_PODS, "Worker 0's HOST, or HOST:PORT of the roll call.")] = None
+    process_id: Annotated[int | None, flag(_PODS, "This host's number.")] = None
+    num_processes: Annotated[int | None, flag(_PODS, "How many hosts there are.")] = None
+    barrier_timeout: Annotated[float | None, flag(_PODS, "Seconds that hosts wait for each other.")] = None
+    heartbeat_timeout: Annotated[float | None, flag(_PODS, "Seconds after which a silent host counts as dead.")] = None
+
+    def identity(self) -> Identity:
+        """Where this process stands."""
+        from spile.planning.machines import parse_machine
+        from spile.worker.pod.identity import this_process
+
+        return this_process(
+            coordinator_address=self.coordinator_address,
+            process_id=self.process_id,
+            num_processes=self.num_processes,
+            hosts=None if self.topology is None else parse_machine(self.topology).hosts,
+        )
+
+    @contextlib.contextmanager
+    def joined(self, log: Callable[[str], None], identity: Identity | None = None) -> Iterator[WorkerGroup]:
+        """Alone, or with the others, for as long as this lasts."""
+        from spile.worker.pod.pod import PodTimes, joined_group
+        from spile.worker.signals import before_exit, interrupting
+
+        times = PodTimes.of(self.barrier_timeout, self.heartbeat_timeout)
+        with (
+            interrupting(),
+            joined_group(identity or self.identity(), times, log) as hosts,
+            before_exit(lambda: hosts.notify_end(KeyboardInterrupt())),
+        ):
+            yield hosts
+
+
+_ENGINE = Group("Many workers at once", sort_key=6)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class EngineFlags:
+    """Which engine, how many workers, and what each of them needs."""
+
+    engine: Annotated[
+        str | None,
+        flag(
+            _ENGINE,
+            "Run all streams: local, with N processes on this machine, or ray, on a cluster. [default: one stream]",
+        ),
+    ] = None
+    num_workers: Annotated[int | None, flag(_ENGINE, "Streams worked on at once. Alone it means --engine local.")] = (
+        None
+    )
+    num_streams: Annotated[
+        int | None, flag(_ENGINE, "Into how many streams --dataset is split. [default: 4 for each worker]")
+    ] = None
+    resources: Annotated[
+        list[str] | None,
+        flag(_ENGINE, "What each worker needs: GPU=1, TPU=4, CPU=8, or a resource of the cluster.", negative=""),
+    ] = None
+    ray_address: Annotated[
+        str | None,
+        flag(_ENGINE, "The cluster: HOST:6379, or ray://HOST:10001. [default: RAY_ADDRESS, else this machine's]"),
+    ] = None
+    hosts_per_worker: Annotated[
+        int, flag(_ENGINE, "With ray: hosts that act as one worker, a slice's; 1 unless a model needs more.")
+    ] = 1
+    log_dir: Annotated[Path | None, flag(_ENGINE, "With local: a folder that gets each stream's output.")] = None
+
+    @property
+    def asked(self) -> bool:
+        """Whether this is a run of many workers."""
+        return self.engine is not None or self.num_workers is not None
+
+    @property
+    def name(self) -> str:
+        """The engine's."""
+        return self.engine or "local"
+
+    def needs(self) -> dict[str, float]:
+        """``--resources`` as numbers by name."""
+        found: dict[str, float] = {}
+        for word in " ".join(self.resources or ()).replace(",", " ").split():
+            name, equals, text = word.partition("=")
+            try:
+                amount = float(text)
+            except ValueError:
+                amount = 0.0
+            if not name or not equals or amount <= 0:
+                raise SpecError("--resources", expected="NAME=number such as GPU=1", found=repr(word))
+            found[name] = amount
+        return found
+
+    def check(self) -> None:
+        """What cannot be, before anything is looked at."""
+        for name, value in (
+            ("--num-workers", self.num_workers),
+            ("--num-streams", self.num_streams),
+            ("--hosts-per-worker", self.hosts_per_worker),
+        ):
+            if value is not None and not 1 <= value <= 10_000:
+                raise SpecError(name, expected="1 to 10,000", found=f"{value:,}")
+        self.needs()
+
+    def request(self, output: str) -> EngineRequest:
+        """Return what the engine is asked for."""
+        from spile.launch.engines import EngineRequest
+
+        return EngineRequest(
+            self.num_workers, self.needs(), self.ray_address, self.hosts_per_worker, self.log_dir, output
+        )
+
+
+_ADD = Group("Add to a finished dataset", sort_key=7)
+_TAKEN = frozenset(
+    {"model", "revision", "worker_id", "dtype", "store_dtype", "positions", "max_samples", "statistics",
+     "batch_size", "batch_tokens", "mesh_shape"}
+)  # fmt: skip
+"""The flags of extract that mean something beside --add-taps; all others are the dataset's own."""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class BackfillFlags:
+    """Which taps, and to which dataset."""
+
+    add_taps: Annotated[
+        list[str] | None,
+        Parameter(
+            group=_ADD,
+            help="Compute these for every row that --to holds, and store them beside it: mlp.12 residual.0",
+            consume_multiple=True,
+            negative="",
+        ),
+    ] = None
+    to: Annotated[
+        str | None, Parameter(group=_ADD, help="The finished dataset: a folder, gs://…, s3://… or az://…")
+    ] = None
+
+    @property
+    def asked(self) -> bool:
+        """Whether taps are to be added."""
+        return self.add_taps is not None or self.to is not None
+
+    def spec(self, flags: ExtractFlags) -> BackfillSpec:
+        """What these flags ask for, beside those of extract."""
+        if self.to is None or self.add_taps is None:
+            found = "one of them"
+            raise SpecError("--add-taps and --to", expected="both: the taps, and the finished dataset", found=found)
+        given = flags.given()
+        for name, value in given.items():
+            if name not in _TAKEN:
+                raise SpecError(
+                    f"--{name.replace('_', '-')} cannot be used with --add-taps",
+                    expected="the value that the dataset was created with",
+                    found=value,
+                    fix="leave it out",
+                )
+        if "mesh_shape" in given:
+            given["mesh_shape"] = parse_mesh_shape(given["mesh_shape"])
+        return BackfillSpec(root=self.to, taps=parse_taps(self.add_taps), **given)
+
+
+_WHICH = Group("Which hosts", sort_key=2)
+_LOGIN = Group("How to log in", sort_key=3)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class HostFlags:
+    """Which hosts, and how to log in."""
+
+    tpu_prefix: Annotated[str | None, flag(_WHICH, "The TPU VM of this name, or all slices PREFIX-0, PREFIX-1, …")] = (
+        None
+    )
+    hosts: Annotated[
+        list[str] | None, flag(_WHICH, "Instead: user@address:port,…; given again, one more slice.", negative="")
+    ] = None
+    project: Annotated[str | None, flag(_WHICH, "The Google Cloud project. [default: gcloud's]")] = None
+    zone: Annotated[str | None, flag(_WHICH, "The zone to look in. [default: all]")] = None
+    internal_ip: Annotated[bool, flag(_LOGIN, "Use internal addresses, from a machine in the same network.")] = False
+    user: Annotated[str | None, flag(_LOGIN, "The login. [default: yours]")] = None
+    ssh_key: Annotated[Path | None, flag(_LOGIN, "The private key. [default, for TPU VMs: gcloud's]")] = None
+    ssh_option: Annotated[
+        list[str] | None, flag(_LOGIN, "One of ssh's options, such as ProxyJump=bastion.", negative="")
+    ] = None
+
+    def access(self) -> Access:
+        """How to log in."""
+        from spile.hosts.hosts import Access
+
+        return Access(user=self.user, key=self.ssh_key, options=tuple(self.ssh_option or ()))
+
+    def find(self) -> list[Host]:
+        """The hosts that the prefix names in the cloud, or those named directly."""
+        from spile.fleet.manage import find_hosts
+        from spile.hosts.hosts import parse_hosts
+
+        if bool(self.tpu_prefix) == bool(self.hosts):
+            problem = "hosts named twice" if self.hosts else "no hosts"
+            raise SpecError(problem, expected="either --tpu-prefix or --hosts")
+        if self.hosts:
+            return parse_hosts(self.hosts)
+        return find_hosts(self.tpu_prefix or "", project=self.project, zone=self.zone, internal_ip=self.internal_ip)
+
+
+_PLACE = Group("Where", sort_key=1)
+_MACHINE = Group("Which machines", sort_key=2)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class PlaceFlags:
+    """Which fleet, where."""
+
+    zones: Annotated[str | None, flag(_PLACE, "us-central1-a,us-central1-b [default: gcloud's compute/zone]")] = None
+    fleet: Annotated[str, flag(_PLACE, "The fleet's name: the label of its machines.")] = "default"
+    project: Annotated[str | None, flag(_PLACE, "The Google Cloud project. [default: gcloud's]")] = None
+    name_prefix: Annotated[str, flag(_PLACE, "Machines are named PREFIX-ZONE-N.")] = "tpu"
+
+    def client(self) -> CloudTpu:
+        """The cloud."""
+        from spile.fleet.cloud_tpu import CloudTpu, read_settings
+
+        return CloudTpu(read_settings(os.environ, project=self.project))
+
+    def zone_list(self) -> tuple[str, ...]:
+        """The zones that were named."""
+        from spile.fleet.cloud_tpu import gcloud_value
+
+        text = self.zones or gcloud_value("compute", "zone", os.environ)
+        if not text:
+            raise SpecError("no zone", fix="pass --zones us-central1-a,us-central1-b")
+        zones = tuple(word for word in text.replace(",", " ").split() if word)
+        if len(set(zones)) != len(zones):
+            raise SpecError("--zones", expected="each zone once", found=text)
+        return zones
+
+
+_MODELS = ("spot", "reserved", "best_effort")
+"""Each says another way to pay: two of them at once are a mistake, not a wish."""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class MachineFlags:
+    """What machines, and how many."""
+
+    workers_per_zone: Annotated[int | None, flag(_MACHINE, "Machines in each zone. [default: 1]")] = None
+    tpu_type: Annotated[
+        str | None,
+        flag(_MACHINE, "v3-8, v5litepod-8, v5e:2x4, …; a slice of many hosts is one worker. [default: v3-8]"),
+    ] = None
+    preemptible: Annotated[
+        bool | None,
+        flag(
+            _MACHINE,
+            "Cheaper machines that can be preempted at any time and live at most 24 hours. [default: yes; with "
+            "--queued on demand, as in gcloud]",
+        ),
+    ] = None
+    spot: Annotated[bool, flag(_MACHINE, "Like preemptible, without the 24 hours.", negative="")] = False
+    reserved: Annotated[bool, flag(_MACHINE, "From the project's reservation.", negative="")] = False
+    best_effort: Annotated[bool, flag(_MACHINE, "Queued: preemptible capacity.", negative="")] = False
+    queued: Annotated[bool, flag(_MACHINE, "Stand in the queue for them (queued resources).", negative="")] = False
+    runtime_version: Annotated[str | None, flag(_MACHINE, "The VM's image. [default: the type's]")] = None
+    network: Annotated[str | None, flag(_MACHINE, "The VPC network.")] = None
+    subnetwork: Annotated[str | None, flag(_MACHINE, "The VPC subnetwork.")] = None
+    external_ips: Annotated[bool, flag(_MACHINE, "Give machines public addresses.")] = True
+    service_account: Annotated[str | None, flag(_MACHINE, "Who the machines act as.")] = None
+
+    def fleet(self, place: PlaceFlags, project: str, policy: Policy | None = None) -> FleetSpec:
+        """The fleet that these flags ask for."""
+        from spile.fleet.provider import NodeRequest
+        from spile.fleet.spec import FleetSpec, default_runtime, plan_workers
+        from spile.fleet.spec import Policy as DefaultPolicy
+        from spile.planning.machines import parse_machine
+
+        if self.best_effort and not self.queued:
+            raise SpecError("--best-effort", expected="--queued beside it", found="--best-effort alone")
+        chosen = [f"--{name.replace('_', '-')}" for name in _MODELS if getattr(self, name)]
+        if len(chosen) > 1:
+            raise SpecError("how machines are paid for", expected=f"one of {', '.join(chosen)}", found="all of them")
+        machine = parse_machine(self.tpu_type or "v3-8")
+        zones = place.zone_list()
+        plain = not (self.spot or self.reserved or self.best_effort)
+        request = NodeRequest(
+            accelerator_type=machine.name,
+            runtime_version=self.runtime_version or default_runtime(machine),
+            preemptible=plain and (not self.queued if self.preemptible is None else self.preemptible),
+            spot=self.spot,
+            reserved=self.reserved,
+            network=self.network,
+            subnetwork=self.subnetwork,
+            external_ips=self.external_ips,
+            service_account=self.service_account,
+            metadata=_ssh_keys(),
+        )
+        return FleetSpec(
+            name=place.fleet,
+            project=project,
+            zones=zones,
+            workers=plan_workers(
+                zones, 1 if self.workers_per_zone is None else self.workers_per_zone, prefix=place.name_prefix
+            ),
+            machine=request,
+            queued=self.queued,
+            best_effort=self.best_effort,
+            policy=policy or DefaultPolicy(),
+        )
+
+
+def _ssh_keys() -> dict[str, str]:
+    """The key that gcloud would log in with, made where there is none, as gcloud does: ``spile run`` needs it.
+
+    Given at birth, it needs no change of the machine. Who has no ssh here needs no key.
+    """
+    import getpass
+    import shutil
+
+    from spile.hosts.hosts import GCLOUD_KEY, ensure_key
+
+    if shutil.which("ssh-keygen") is None and not GCLOUD_KEY.expanduser().is_file():
+        return {}
+    return {"ssh-keys": f"{getpass.getuser()}:{ensure_key()}"}
+
+
+def confirm(question: str, *, yes: bool, console: Console) -> None:
+    """Ask before something that cannot be undone."""
+    if yes:
+        return
+    if not console.is_terminal:
+        raise UserError(question, expected="an answer at a terminal, or --yes", found="neither")
+    if console.input(f"{question} [y/N] ").strip().lower() not in ("y", "yes"):
+        raise UserError("not confirmed", fix="nothing was changed")
+
+
+def table_of(*columns: str) -> Table:
+    """A plain table."""
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column, no_wrap=column not in ("DETAIL",))
+    return table
+
+
+def print_result(console: Console, result: NodeResult) -> None:
+    """One machine, one line."""
+    detail = f": {result.detail}" if result.detail else ""
+    style = "red" if result.bad else None
+    console.print(f"{result.name} in {result.zone}: {result.what}{detail}", style=style, markup=False, soft_wrap=True)
+
+
+def print_results(console: Console, results: Sequence[NodeResult]) -> int:
+    """One line per machine, worst last; 1 when something is not as it was asked for."""
+    for result in sorted(results, key=lambda result: (result.bad, result.zone, result.name)):
+        print_result(console, result)
+    return int(any(result.bad for result in results))

@@ -1,24 +1,244 @@
-"""``spile fleet list``, ``status``, ``stop``: fleets that were deployed, by their bucket."""
+"""``spile monitor``, ``spile fleet`` and ``spile tpu``: fleets and their machines."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
+from rich.console import Console
 
-from spile.cli.monitor import fleet_home
-from spile.cli.shell.fleet_flags import confirm, table_of
-from spile.errors import UserError
+from spile.cli.flags import MachineFlags, PlaceFlags, confirm, print_result, print_results, table_of
+from spile.errors import SpecError, UserError
 from spile.view.table import output
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from spile.fleet.cloud_tpu import CloudTpu
     from spile.fleet.home import FleetHome
+    from spile.fleet.monitor import FleetMonitor, FleetStatus
+    from spile.fleet.provider import Node, Provider, QueuedResource
+    from spile.fleet.spec import FleetSpec
 
-__all__ = ["list_fleets", "status", "stop"]
+__all__ = [
+    "adjusted",
+    "create",
+    "delete",
+    "fleet_home",
+    "list_all",
+    "list_fleets",
+    "monitor",
+    "recreate_preempted",
+    "status",
+    "stop",
+    "tpu_status",
+    "watch_fleet",
+]
+
+
+def adjusted(interval: float, keep_finished: bool) -> Callable[[FleetSpec], FleetSpec]:
+    """What this monitor's flags change of the fleet's own policy."""
+
+    def adjust(fleet: FleetSpec) -> FleetSpec:
+        policy = replace(fleet.policy, interval=interval)
+        if keep_finished:
+            policy = replace(policy, delete_finished=False)
+        return replace(fleet, policy=policy)
+
+    return adjust
+
+
+def watch_fleet(
+    home: FleetHome,
+    provider: Provider,
+    console: Console,
+    *,
+    interval: float,
+    adjust: Callable[[FleetSpec], FleetSpec],
+    once: bool = False,
+    as_json: bool = False,
+    watch_only: bool = False,
+    makes: bool = True,
+    metrics_port: int | None = None,
+    sleep: Callable[[float], None] = time.sleep,
+) -> int:
+    """Watch and heal until all is finished. Ctrl+C stops the watching and nothing else. 1: it fell short.
+
+    ``makes`` False: machines go, and none is made.
+    """
+    from spile.fleet.monitor import FleetMonitor
+    from spile.view.fleet import watch
+    from spile.view.metrics import MetricsServer
+
+    def seen(status: FleetStatus) -> FleetStatus:
+        metrics.update(status.to_json())
+        return status
+
+    with (
+        ThreadPoolExecutor(16, thread_name_prefix="fleet") as pool,
+        _ends_like_ctrl_c(),
+        MetricsServer(metrics_port) as metrics,
+    ):
+        monitor = FleetMonitor(home, provider, pool=pool, adjust=adjust, watch_only=watch_only, makes=makes)
+        try:
+            if once or as_json:
+                status = _first(monitor)
+                _show_once(console, status, as_json)
+                return int(status.over and status.failed)
+            looks = iter([_first(monitor)])
+            status = watch(lambda: seen(next(looks, None) or monitor.step()), console, interval=interval, sleep=sleep)
+            return int(status.failed)
+        except KeyboardInterrupt:
+            console.print("stopped watching; everything goes on. The same command watches again.", markup=False)
+            return 0
+        finally:
+            monitor.close()
+
+
+@contextmanager
+def _ends_like_ctrl_c() -> Iterator[None]:
+    """SIGTERM ends the watching as Ctrl+C does, so that the lease is given back."""
+
+    def raised(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, raised)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _first(monitor: FleetMonitor) -> FleetStatus:
+    """The first look: a mistake, such as no credentials, ends it here; later ones may be hiccups."""
+    status = monitor.step()
+    if status.refusal is not None:
+        raise status.refusal
+    return status
+
+
+def _show_once(console: Console, status: FleetStatus, as_json: bool) -> None:
+    from spile.view.fleet import render
+
+    if as_json:
+        print(json.dumps(status.to_json(), indent=1))
+    else:
+        console.print(render(status))
+
+
+def monitor(
+    root: Annotated[
+        str, Parameter(help="A folder, gs://bucket/prefix, s3://… or az://…; or a fleet's gs://bucket/fleet/NAME.")
+    ] = ("./activations"),
+    *,
+    fleet: Annotated[
+        str | None, Parameter(help="A fleet that was deployed to ROOT's bucket: watch and heal it.")
+    ] = None,
+    interval: Annotated[float, Parameter(help="Seconds between looks.")] = 60.0,
+    once: Annotated[bool, Parameter(negative="", help="Look once (with a fleet: and heal once) and exit.")] = False,
+    as_json: Annotated[bool, Parameter(name="--json", negative="", help="One look, as JSON.")] = False,
+    watch_only: Annotated[bool, Parameter(negative="", help="With a fleet: look, and do nothing.")] = False,
+    budget: Annotated[
+        float | None, Parameter(help="With a fleet: dollars after which it is deleted, from now on.")
+    ] = None,
+    keep_finished: Annotated[bool, Parameter(negative="", help="With a fleet: keep machines that are done.")] = False,
+    deployment: Annotated[
+        str | None,
+        Parameter(help="With a fleet that another computer deployed: the sha256:… that spile deploy printed there."),
+    ] = None,
+    metrics_port: Annotated[
+        int | None, Parameter(help="Serve OpenMetrics for Prometheus at http://HOST:PORT/metrics while it watches.")
+    ] = None,
+    project: Annotated[str | None, Parameter(help="The Google Cloud project. [default: gcloud's]")] = None,
+) -> int:
+    """Watch a dataset grow, from its ledgers and its workers' heartbeats; with a fleet, replace its dead machines.
+
+    Ctrl+C stops watching; everything goes on. Ends by itself when every stream is done.
+    """
+    if not 0.1 <= interval <= 86400:
+        raise SpecError("--interval", expected="from 0.1 to 86400 seconds", found=f"{interval:g}")
+    home = fleet_home(root, fleet)
+    console = output()
+    if home is not None:
+        import os
+
+        from spile.fleet.cloud_tpu import CloudTpu, read_settings
+        from spile.fleet.pins import remember_deployment
+
+        deployed, found = home.read_pinned()
+        if deployment is not None:
+            remember_deployment(home.folder.url, found, deployment)
+        client = CloudTpu(read_settings(os.environ, project=project or deployed.project))
+        if budget is not None:  # for every monitor from now on, not for this one alone
+            home.order_budget(replace(deployed, policy=replace(deployed.policy, budget=budget)), budget)
+        adjust = adjusted(interval, keep_finished)
+        return watch_fleet(
+            home, client, console, interval=interval, adjust=adjust, once=once, as_json=as_json, watch_only=watch_only,
+            metrics_port=metrics_port,
+        )  # fmt: skip
+    return _watch_root(root, console, interval, once, as_json, metrics_port)
+
+
+def fleet_home(root: str, fleet: str | None) -> FleetHome | None:
+    """The fleet that is meant: named beside its bucket or its dataset, or by its own folder."""
+    from spile.fleet.home import FLEET, FleetHome, fleet_url
+    from spile.objects import open_folder
+    from spile.objects.folder import NotFound
+
+    above, _, last = root.rstrip("/").rpartition("/")
+    places = [fleet_url(root, fleet), fleet_url(above, fleet)] if fleet is not None else [root]
+    if fleet is None and "/fleet/" not in f"{above}/":
+        return None
+    for place in places:
+        try:
+            open_folder(place).info(FLEET)
+            return FleetHome.open(place)
+        except NotFound:
+            continue
+    raise UserError(
+        f"no fleet {fleet or last} at {root}", expected=f"{places[0]}/{FLEET}", fix="spile deploy makes one"
+    )
+
+
+def _watch_root(
+    root: str, console: Console, interval: float, once: bool, as_json: bool, metrics_port: int | None
+) -> int:
+    from spile.objects import open_folder
+    from spile.store.heartbeat import Snapshot, SnapshotReader
+    from spile.store.layout import RUN
+    from spile.store.stream import read_run
+    from spile.view.metrics import MetricsServer
+    from spile.view.streams import watch
+
+    folder = open_folder(root)
+    if read_run(folder) is None:
+        if once or as_json:
+            raise UserError(f"no dataset at {folder.url}", expected=f"a folder with {RUN}", found="none")
+        console.print(
+            f"no dataset at {folder.url} yet; waiting for a worker to begin one", markup=False, soft_wrap=True
+        )
+    reader = SnapshotReader(folder)
+    if as_json:
+        print(json.dumps(reader.take().to_json(), indent=1))
+        return 0
+    with MetricsServer(metrics_port) as metrics:
+
+        def look() -> Snapshot:
+            snapshot = reader.take()
+            metrics.update(snapshot.to_json())
+            return snapshot
+
+        watch(look, console, interval=interval, once=once)
+    return 0
+
 
 _ROOT = Parameter(help="The fleet's gs://bucket/fleet/NAME; or its bucket, with --fleet.")
 _FLEET = Parameter(help="Its name, beside its bucket.")
@@ -91,8 +311,6 @@ def status(
     as_json: Annotated[bool, _JSON] = False,
 ) -> int:
     """One look at a fleet, as spile monitor shows it; nothing is done."""
-    from spile.cli.shell.healing import watch_fleet
-
     home = _home(root, fleet)
     return watch_fleet(
         home, _client(home, project), output(), interval=60.0, adjust=lambda each: each, once=True, as_json=as_json,
@@ -116,8 +334,6 @@ def stop(
 
     Whoever monitors it is told through the bucket, and deletes them; where nobody does, this command does.
     """
-    from spile.cli.shell.healing import watch_fleet
-
     home, console = _home(root, fleet), output(soft_wrap=True)
     deployed = home.read_fleet()
     confirm(
@@ -145,3 +361,240 @@ def _client(home: FleetHome, project: str | None) -> CloudTpu:
     from spile.fleet.cloud_tpu import CloudTpu, read_settings
 
     return CloudTpu(read_settings(os.environ, project=project or home.read_fleet().project))
+
+
+_YES = Parameter(name=["--yes", "-y"], negative="", help="Do not ask.")
+_WAIT = Parameter(name="--wait", negative="--async", help="Wait until it is done; --async: ask and leave.")
+_PLACE = PlaceFlags()
+_MACHINES = MachineFlags()
+
+
+def _console() -> Console:
+    return output(soft_wrap=True)
+
+
+def create(
+    *,
+    place: PlaceFlags = _PLACE,
+    machines: MachineFlags = _MACHINES,
+    adopt: Annotated[
+        list[str] | None,
+        Parameter(help="Existing machines to label as this fleet's.", consume_multiple=True, negative=""),
+    ] = None,
+    node_prefix: Annotated[
+        str | None, Parameter(help="With --queued: one resource of nodes PREFIX-0 … in each zone.")
+    ] = None,
+    node_count: Annotated[int, Parameter(help="With --node-prefix: how many nodes act together.")] = 1,
+    queued_id: Annotated[
+        str | None, Parameter(help="With --node-prefix: the resource's own name. [default: the prefix]")
+    ] = None,
+    name: Annotated[str | None, Parameter(help="Create one machine with exactly this name, in one zone.")] = None,
+    wait: Annotated[bool, _WAIT] = True,
+) -> int:
+    """Create ``tpu-{zone}-{n}`` in every zone, in parallel, or one machine by --name. Existing machines stay."""
+    from spile.fleet import manage
+    from spile.fleet.cloud_tpu import check_place
+    from spile.fleet.manage import slice_secret
+    from spile.fleet.spec import Worker
+
+    client = place.client()
+    fleet = machines.fleet(place, client.project)
+    if name is not None:
+        if len(fleet.zones) > 1 or machines.workers_per_zone is not None or node_prefix:
+            raise SpecError("--name", expected="one zone, no --workers-per-zone and no --node-prefix", found=repr(name))
+        fleet = replace(fleet, workers=(Worker(0, name, fleet.zones[0]),))
+    if node_prefix and not machines.queued:
+        raise SpecError("--node-prefix", expected="--queued beside it", found="--node-prefix alone")
+    if queued_id and not node_prefix:
+        raise SpecError("--queued-id", expected="--node-prefix beside it", found="--queued-id alone")
+    for zone in fleet.zones:
+        check_place(client, zone, fleet.machine.accelerator_type)
+    console = _console()
+    console.print(f"{fleet.machine.accelerator_type}, {fleet.tier}", markup=False)
+    if node_prefix:
+        results = manage.queue(client, fleet, node_prefix, node_count, name=queued_id)
+        code = print_results(console, results)
+        for result in [each for each in results if wait and not each.bad]:
+            manage.wait_for_queued(client, result.zone, result.name)
+            console.print(f"{result.name} in {result.zone}: ACTIVE", markup=False)
+        return code
+    if adopt:
+        adopted = manage.adopt(client, fleet, adopt)
+        named = {result.name for result in adopted}
+        if machines.workers_per_zone is None or named >= {worker.name for worker in fleet.workers}:
+            return print_results(console, adopted)  # only those: nobody asked for more machines
+    results = manage.create(
+        client,
+        fleet,
+        lambda _: slice_secret(),
+        adopt_names=adopt or (),
+        wait=wait,
+        report=lambda result: print_result(console, result),
+    )
+    if machines.queued and wait:
+        for result in [each for each in results if not each.bad]:
+            manage.wait_for_queued(client, result.zone, result.name)
+            console.print(f"{result.name} in {result.zone}: ACTIVE", markup=False)
+    return int(any(result.bad for result in results))
+
+
+def delete(
+    *,
+    place: PlaceFlags = _PLACE,
+    workers_per_zone: Annotated[
+        int | None, Parameter(help="Only the first so many of each zone. [default: all of the fleet's there]")
+    ] = None,
+    node_prefix: Annotated[str | None, Parameter(help="A queued resource, with its nodes.")] = None,
+    queued_id: Annotated[str | None, Parameter(help="The same, by the name it was given of its own.")] = None,
+    wait: Annotated[bool, _WAIT] = True,
+    yes: Annotated[bool, _YES] = False,
+) -> int:
+    """Delete the fleet's machines. Machines without its label are never touched."""
+    from spile.fleet import manage
+    from spile.fleet.lease import refuse_monitored
+    from spile.fleet.manage import NodeResult
+    from spile.fleet.spec import owns, plan_workers
+
+    client, console = place.client(), _console()
+    zones = place.zone_list()
+    if queued := queued_id or node_prefix:
+        confirm(f"Delete the queued resource {queued} and its nodes?", yes=yes, console=console)
+        return print_results(console, manage.unqueue(client, zones, queued, place.fleet, wait=wait))
+    nodes = manage.list_nodes(client, zones)
+    mine, foreign = [node for node in nodes if owns(place.fleet, node)], []
+    if workers_per_zone is not None:
+        names = {
+            (worker.zone, worker.name) for worker in plan_workers(zones, workers_per_zone, prefix=place.name_prefix)
+        }
+        mine = [node for node in mine if (node.zone, node.name) in names]
+        foreign = [node for node in nodes if (node.zone, node.name) in names and not owns(place.fleet, node)]
+    code = print_results(
+        console, [NodeResult(node.name, node.zone, "skipped", f"it is not of fleet {place.fleet}") for node in foreign]
+    )
+    if not mine:
+        console.print(f"no machine of fleet {place.fleet} in {', '.join(zones)}", markup=False)
+        return code
+    refuse_monitored(mine, place.fleet)
+    names_text = ", ".join(node.name for node in mine[:8]) + (f" and {len(mine) - 8} more" if len(mine) > 8 else "")
+    confirm(f"Delete {len(mine)} machine{'s' * (len(mine) != 1)} ({names_text})?", yes=yes, console=console)
+    return max(code, print_results(console, manage.delete(client, mine, place.fleet, wait=wait)))
+
+
+def tpu_status(
+    *,
+    place: PlaceFlags = _PLACE,
+    workers_per_zone: Annotated[int | None, Parameter(help="How many each zone should have.")] = None,
+    as_json: Annotated[bool, _JSON] = False,
+) -> int:
+    """Show the fleet's machines in these zones, and what stands in the queue for it.
+
+    With --workers-per-zone also those that are not there.
+    """
+    from spile.fleet import manage
+    from spile.fleet.provider import Node, NodeState
+    from spile.fleet.spec import FLEET_LABEL, owns, plan_workers
+
+    zones, client = place.zone_list(), place.client()
+    nodes = manage.list_nodes(client, zones)
+    queued = [each for each in manage.list_waiting(client, zones, nodes) if each.labels.get(FLEET_LABEL) == place.fleet]
+    shown = [node for node in nodes if owns(place.fleet, node)]
+    if workers_per_zone is not None:
+        there = {(node.zone, node.name): node for node in nodes}
+        planned = plan_workers(zones, workers_per_zone, prefix=place.name_prefix)
+        shown = [
+            there.get((worker.zone, worker.name)) or Node(worker.name, worker.zone, NodeState.NOT_FOUND)
+            for worker in planned
+        ]
+    _show(shown, place.fleet, as_json, queued)
+    return 0
+
+
+def list_all(
+    *,
+    zone: Annotated[str, Parameter(help="A zone; - for all.")] = "-",
+    project: Annotated[str | None, Parameter(help="The Google Cloud project. [default: gcloud's]")] = None,
+    as_json: Annotated[bool, _JSON] = False,
+) -> int:
+    """List every TPU VM of the project, with its fleet."""
+    nodes = PlaceFlags(project=project).client().nodes(zone)
+    _show(nodes, None, as_json)
+    return 0
+
+
+def recreate_preempted(
+    *,
+    place: PlaceFlags = _PLACE,
+    workers_per_zone: Annotated[int | None, Parameter(help="Only the first so many of each zone.")] = None,
+    yes: Annotated[bool, _YES] = False,
+) -> int:
+    """Delete the fleet's preempted, terminated and stopped machines and make each again as it was."""
+    from spile.fleet import manage
+    from spile.fleet.provider import Life
+    from spile.fleet.spec import owns, plan_workers
+
+    client, console = place.client(), _console()
+    zones = place.zone_list()
+    fleet = MachineFlags(workers_per_zone=workers_per_zone or 1).fleet(place, client.project)
+    nodes = manage.list_nodes(client, zones)
+    dead = [node for node in nodes if owns(place.fleet, node) and node.state.life is Life.DEAD]
+    if workers_per_zone is not None:
+        names = {
+            (worker.zone, worker.name) for worker in plan_workers(zones, workers_per_zone, prefix=place.name_prefix)
+        }
+        dead = [node for node in dead if (node.zone, node.name) in names]
+    if not dead:
+        console.print(f"no dead machine of fleet {place.fleet} in {', '.join(zones)}", markup=False)
+        return 0
+    confirm(f"Recreate {', '.join(f'{node.name} ({node.state.value})' for node in dead)}?", yes=yes, console=console)
+    return print_results(console, manage.recreate(client, dead, fleet))
+
+
+def _show(nodes: Sequence[Node], fleet: str | None, as_json: bool, queued: Sequence[QueuedResource] = ()) -> None:
+    from spile.fleet.spec import FLEET_LABEL, WORKER_LABEL
+
+    rows = [
+        {
+            "name": node.name,
+            "zone": node.zone,
+            "state": node.state.value,
+            "type": node.accelerator_type,
+            "preemptible": node.preemptible,
+            "fleet": node.labels.get(FLEET_LABEL),
+            "worker": node.labels.get(WORKER_LABEL),
+            "addresses": [end.external or end.internal for end in node.endpoints],
+        }
+        for node in nodes
+    ]
+    rows += [
+        {
+            "name": each.name,
+            "zone": each.zone,
+            "state": each.state.value,
+            "type": each.accelerator_type,
+            "preemptible": None,
+            "fleet": each.labels.get(FLEET_LABEL),
+            "worker": None,
+            "addresses": [],
+        }
+        for each in queued
+    ]
+    if as_json:
+        print(json.dumps(rows, indent=1))
+        return
+    table = table_of("NAME", "ZONE", "STATUS", "TYPE", "FLEET", "WORKER", "ADDRESS")
+    for row in rows:
+        words = [row[key] or "" for key in ("name", "zone", "state", "type", "fleet", "worker")]
+        addresses = row["addresses"]
+        first = addresses[0] if isinstance(addresses, list) and addresses else ""
+        table.add_row(*map(str, words), str(first))
+    console = _console()
+    console.print(table)
+    counted = {node.state.value for node in nodes}
+    parts = [f"{sum(node.state == state for node in nodes)} {state}" for state in sorted(counted)]
+    of = f" of fleet {fleet}" if fleet else ""
+    waits = f", {len(queued)} in the queue" if queued else ""
+    console.print(
+        f"{len(nodes)} machine{'s' * (len(nodes) != 1)}{of}: {', '.join(parts) or 'none'}{waits}", markup=False
+    )
+    for each in queued:
+        console.print(f"{each.name} in {each.zone}: {each.state.value}: {each.state.meaning}", markup=False)

@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Group, Parameter
 
-from spile.cli.flags import ExtractFlags
+from spile.cli.flags import ExtractFlags, flag, pairs
 from spile.cli.shell.cluster_flags import ClusterFlags
-from spile.cli.shell.flag import flag
-from spile.cli.shell.pairs import pairs
 
 if TYPE_CHECKING:
     from spile.launch.kubernetes import KubernetesJob

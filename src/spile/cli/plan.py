@@ -1,4 +1,4 @@
-"""``spile plan``: tokens, bytes, hours, dollars and memory, before anyone pays."""
+"""``spile plan``, ``spile bench`` and ``spile models``: sizes, times and costs."""
 
 from __future__ import annotations
 
@@ -14,21 +14,24 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from spile.cli.flags import ExtractFlags
-from spile.cli.shell.defaults import settled
-from spile.cli.shell.flag import flag
+from spile.cli.aliases import settled
+from spile.cli.flags import ExtractFlags, flag
 from spile.errors import SpecError
+from spile.models.families import FAMILIES, read_config
 from spile.models.tensors import parameter_count
 from spile.planning.cost import START_SECONDS, Estimate, Rates, refuse_over_budget
 from spile.planning.machines import Machine, Prices, list_prices, parse_machine, prices_from
-from spile.spec.amounts import amount, duration, size
+from spile.spec.amounts import amount, counted, duration, size
 from spile.view.table import output
 
 if TYPE_CHECKING:
+    from spile.planning.bench import BenchResult
     from spile.planning.forecast import Forecast
+    from spile.planning.timed_run import TimedRun
     from spile.planning.tpu_compiler import Fit
 
-__all__ = ["plan", "read_prices"]
+__all__ = ["bench", "models", "plan", "read_prices"]
+
 
 _PLAN = Group("Plan", sort_key=0)
 _USUAL = ("v3-8", "v4-8", "v5litepod-8", "v5litepod-64", "v6e-8", "v5p-8")
@@ -229,3 +232,150 @@ def _said(machine: Machine, fit: Fit) -> str:
         f"{batch}: {size(fit.peak)} of {size(fit.memory)} ({fit.peak / fit.memory:.0%}; weights {size(fit.weights)}), "
         f"{verdict}; compiled for {machine.name} in {fit.seconds:.0f} s"
     )
+
+
+_HOME = "./.bench"
+
+
+def bench(
+    *,
+    flags: ExtractFlags | None = None,
+    tokens: Annotated[int, Parameter(help="Real tokens to run, the dataset repeated as needed.")] = 100_000,
+    compare: Annotated[bool, Parameter(help="Run the loop people write with transformers too, where torch is.")] = True,
+    as_json: Annotated[bool, Parameter(name="--json", negative="", help="One JSON object.")] = False,
+) -> int:
+    """Print this machine's limits for a model, the rate it reaches, and its fraction of the slowest limit.
+
+    Nothing is kept: shards go to a temporary folder below --output, or below ./.bench, and are removed.
+    """
+    from spile.planning.bench import bench as run
+
+    if tokens < 1:
+        raise SpecError("--tokens", expected="1 or more", found=tokens)
+    result = run(_at_home(flags or ExtractFlags()).spec(), tokens=tokens, compare=compare)
+    console = output()
+    if as_json:
+        console.print_json(json.dumps(result.record()))
+    else:
+        _show(result, console)
+    return 0
+
+
+def _at_home(flags: ExtractFlags) -> ExtractFlags:
+    """Where no place is named, one of its own: not beside the activations of somebody's run."""
+    named = flags.output or flags.output_dir or flags.gcs_bucket
+    return flags if named else flags.replaced(output=_HOME)
+
+
+def _show(result: BenchResult, console: Console) -> None:
+    table = Table(
+        "limit", "rate", "tokens/s of this run", title=f"{result.model} on {result.device}", title_style="bold"
+    )
+    rates, limits = result.limit_tokens, result.limits
+    table.add_row("matrix products", f"{amount(limits.matmul_flops / 1e9)} GFLOP/s", "")
+    table.add_row("bare forward", f"{result.forward_of_matmul:.0%} of the products' rate", amount(rates["model"]))
+    if limits.device_to_host is not None:
+        table.add_row("device to host", f"{size(limits.device_to_host)}/s", amount(rates["device to host"]))
+    table.add_row("copy, checksum, write", f"{size(limits.host_copy)}/s", amount(rates["host copy"]))
+    rate = f"{size(limits.sink)}/s ({size(limits.one_file)}/s into one file)"
+    table.add_row("write and sync", rate, amount(rates["sink"]))
+    console.print(table)
+    for name, run in (("cold, no program cached", result.cold), ("again, programs cached", result.warm)):
+        if run is not None:
+            console.print(f"the command, {name}: {_whole(run)}", soft_wrap=True)
+    console.print(
+        "laboratory, all compiled, pinned and tokenized beforehand: "
+        f"reached {amount(result.tokens_per_second)} tokens/s over {duration(result.seconds)}: "
+        f"{result.fraction:.0%} of the slowest limit ({result.slowest}), {result.of_forward:.0%} of the bare forward; "
+        f"{result.padding:.1%} padding; {result.shapes} programs compiled in {duration(result.compile_seconds)}; "
+        f"steady after {result.steady_after:.0f} batches; "
+        f"host memory {size(result.peak_memory)} at most, {size(max(0, result.grown_memory))} grown",
+        soft_wrap=True,
+    )
+    theirs = result.naive_tokens_per_second
+    if theirs is not None:
+        console.print(
+            f"transformers, padded batches, every hidden state to the host and saved: {amount(theirs)} tokens/s; "
+            f"spile is {result.tokens_per_second / theirs:.1f}× that",
+            soft_wrap=True,
+        )
+
+
+def _whole(run: TimedRun) -> str:
+    end = run.seconds - run.first_batch - run.wall.run
+    return (
+        f"{duration(run.seconds)} for {amount(run.tokens)} tokens, {amount(run.tokens_per_second)} tokens/s of it all; "
+        f"first batch after {duration(run.first_batch)}, run {duration(run.wall.run)}, end {duration(end)}; "
+        f"{counted(run.programs, 'program')}"
+    )
+
+
+_MACHINE = "v5e-8"
+_TOKENS = 1_000_000_000
+_LENGTH = 1024
+
+
+def models(
+    *,
+    json: Annotated[bool, Parameter(help="One JSON object per family instead of a table.", negative="")] = False,
+) -> int:
+    """List the families that spile computes itself, with a size and a cost worked out for one model of each.
+
+    The cost is that of every layer's residual stream over a billion tokens on a v5e-8, preemptible, at list prices;
+    spile plan works out any other run. Every other Hugging Face causal model runs with --backend torch, and slower.
+    """
+    from rich.table import Table
+
+    from spile.view.table import Lasting
+
+    console = Lasting(highlight=False)
+    prices = list_prices()
+    rows = [_worked(family, parse_machine(_MACHINE, prices)) for family in FAMILIES]
+    if json:
+        from json import dumps
+
+        for row in rows:
+            console.print(dumps(row), markup=False, soft_wrap=True)
+        return 0
+    table = Table(box=None, pad_edge=False)
+    for title in ("family", "for example", "weights", "per token", "10⁹ tokens"):
+        left = title in ("family", "for example")
+        table.add_column(title, justify="left" if left else "right", overflow="fold", no_wrap=not left)
+    for row in rows:
+        table.add_row(
+            str(row["family"]), str(row["example"]), f"{row['parameters'] / 1e9:.2g} B",
+            f"{row['bytes_per_token'] / 1e3:,.0f} kB", f"{row['hours']:,.0f} h, ${row['dollars']:,.0f}",
+        )  # fmt: skip
+    console.print(table)
+    console.print(
+        f"Every layer's residual in bfloat16; hours on a {_MACHINE} at preemptible list prices as of {prices.as_of}."
+        " spile plan --model M works out yours. Any other Hugging Face causal model: --backend torch.",
+        markup=False,
+    )
+    return 0
+
+
+def _worked(family: str, machine: Machine) -> dict[str, Any]:
+    from spile.models.tensors import flops_per_token, parameter_count
+    from spile.planning.cost import Volume, estimate
+    from spile.spec.taps import Tap, tap_rows
+    from spile.worker.batches import row_bytes
+
+    name, fields = FAMILIES[family].example
+    config = read_config({"model_type": family, **fields})
+    rows = [tap_rows(Tap("residual", layer), config.sizes(layer), "bfloat16") for layer in range(config.n_layers)]
+    volume = Volume(_TOKENS // _LENGTH, _TOKENS, row_bytes(rows), 1e9)
+    flops = flops_per_token(config, _LENGTH)
+    found = estimate(volume, machine, flops_per_token=flops)
+    return {
+        "family": family,
+        "models": FAMILIES[family].models,
+        "differs": FAMILIES[family].differs,
+        "example": name,
+        "parameters": parameter_count(config),
+        "bytes_per_token": volume.bytes_per_token,
+        "flops_per_token": flops,
+        "machine": machine.name,
+        "hours": found.hours,
+        "dollars": found.dollars.preemptible,
+    }

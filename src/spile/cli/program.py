@@ -1,7 +1,8 @@
-"""The program: finds the command, runs it, turns errors into one line and an exit code."""
+"""The program: find the command, run it, and turn errors into one line and an exit code."""
 
 from __future__ import annotations
 
+import difflib
 import io
 import os
 import re
@@ -10,20 +11,193 @@ import sys
 import tomllib
 import traceback
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, get_origin
 
-from cyclopts import App, ArgumentCollection, CoercionError, CycloptsError, Group
+from cyclopts import (
+    App,
+    ArgumentCollection,
+    CoercionError,
+    CycloptsError,
+    Group,
+    MissingArgumentError,
+    UnknownOptionError,
+)
 from cyclopts.config import Dict, Env
+from cyclopts.exceptions import UnknownCommandError, UnusedCliTokensError
 
-from spile.cli.shell.aliases import modern
-from spile.cli.shell.commands import COMMANDS, GROUPS, SECTIONS
-from spile.cli.shell.mistakes import mistake
+from spile.cli.aliases import modern
 from spile.errors import SpecError, SpileError
 from spile.version import __version__
 from spile.view.table import Lasting
 from spile.worker.signals import interruptible
 
-__all__ = ["build", "run"]
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from cyclopts.token import Token
+
+__all__ = ["COMMANDS", "GROUPS", "SECTIONS", "Command", "build", "mistake", "run"]
+
+
+class Command(NamedTuple):
+    """A row of the table."""
+
+    name: str
+    """Words separated by a blank: ``data convert`` is ``convert`` in the group ``data``."""
+    function: str
+    help: str
+
+
+GROUPS: dict[str, str] = {
+    "fleet": "Deployed fleets: list, status, stop.",
+    "tpu": "A fleet's machines: create, delete, status, list, recreate-preempted.",
+    "pod": "Many hosts as one worker.",
+    "data": "Make datasets: convert, split into streams, upload.",
+    "docker": "The same run in containers: build, run, pod, stop.",
+    "k8s": "The same run on Kubernetes.",
+    "slurm": "The same run on Slurm.",
+}
+
+SECTIONS: dict[str, tuple[str, ...]] = {
+    "A dataset of activations": (
+        "extract",
+        "infer",
+        "score",
+        "verify",
+        "monitor",
+        "plan",
+        "inspect",
+        "models",
+        "export",
+        "import",
+        "bench",
+    ),
+    "What it is made from": ("data",),
+    "Many machines": (
+        "deploy",
+        "fleet",
+        "tpu",
+        "pod",
+        "worker",
+        "install",
+        "run",
+        "logs",
+        "collect",
+        "docker",
+        "k8s",
+        "slurm",
+    ),
+}
+"""The order of ``spile --help``: what most come for first."""
+
+COMMANDS: tuple[Command, ...] = (
+    Command("extract", "spile.cli.extract:extract", "Run a model over a dataset and store its activations."),
+    Command("infer", "spile.cli.extract:infer", "Answer prompts, and store the activations of prompts and answers."),
+    Command("worker", "spile.cli.extract:worker", "Run one stream of a run spec; launchers start this."),
+    Command("score", "spile.cli.inspect:score", "How many answers are right, as a table and as a page of grids."),
+    Command("verify", "spile.cli.verify:verify", "Prove a dataset complete: every sample once, every checksum."),
+    Command(
+        "monitor", "spile.cli.fleet:monitor", "Watch a dataset grow: samples, shards, state and rate of each stream."
+    ),
+    Command(
+        "plan", "spile.cli.plan:plan", "Before a run: tokens, bytes, hours, dollars, and whether it fits in memory."
+    ),
+    Command("inspect", "spile.cli.inspect:inspect", "What a dataset is and holds; --html draws it as a page."),
+    Command(
+        "models", "spile.cli.plan:models", "The model families that spile computes itself, each with a worked size."
+    ),
+    Command("export", "spile.cli.export:export", "A dataset as pickles, for SAELens, NumPy, Parquet or Hugging Face."),
+    Command("import", "spile.cli.export:import_", "The old guides' pickles as a dataset."),
+    Command(
+        "pod check", "spile.cli.extract:check", "Test a slice in a minute: roll call, barriers, devices, a forward."
+    ),
+    Command("data convert", "spile.cli.data:convert", "A dataset of the hub, or local files, to ARC tasks."),
+    Command("data streams", "spile.cli.data:streams", "Split a dataset into independent, balanced streams."),
+    Command("data upload", "spile.cli.data:upload", "Put streams into a bucket, skipping what is there."),
+    Command(
+        "run",
+        "spile.cli.hosts:run",
+        "Copy this directory to every host of a slice, run a command on all, bring back logs.",
+    ),
+    Command("install", "spile.cli.hosts:install", "Put this very version of spile onto every host of a slice."),
+    Command("logs", "spile.cli.hosts:logs", "A worker's log: from its machine, or its last lines from the bucket."),
+    Command("collect", "spile.cli.hosts:collect", "Bring back what hosts keep locally, one folder per worker."),
+    Command("bench", "spile.cli.plan:bench", "Measure this machine against its own limits."),
+    Command("tpu create", "spile.cli.fleet:create", "Make a fleet's machines in many zones."),
+    Command("tpu delete", "spile.cli.fleet:delete", "Delete a fleet's machines."),
+    Command("tpu status", "spile.cli.fleet:tpu_status", "Show a fleet's machines."),
+    Command("tpu list", "spile.cli.fleet:list_all", "List every TPU VM of the project."),
+    Command("tpu recreate-preempted", "spile.cli.fleet:recreate_preempted", "Replace a fleet's dead machines."),
+    Command("fleet list", "spile.cli.fleet:list_fleets", "The fleets that were deployed to a bucket."),
+    Command("fleet status", "spile.cli.fleet:status", "One look at a fleet: its machines, its work, its bill."),
+    Command("fleet stop", "spile.cli.fleet:stop", "End a fleet for good: its machines go, what is stored stays."),
+    Command("deploy", "spile.cli.deploy:deploy", "Data, code and workers onto a fleet of TPU VMs."),
+    Command("docker build", "spile.cli.docker:build", "Build the container image, here or on every host."),
+    Command("docker run", "spile.cli.docker:run", "Run a command in a container here."),
+    Command("docker pod", "spile.cli.docker:pod", "One container on every host of a slice, as one run."),
+    Command("docker stop", "spile.cli.docker:stop", "Stop containers, here or on every host."),
+    Command("k8s job", "spile.cli.k8s:job", "Print the run as Kubernetes manifests."),
+    Command("slurm job", "spile.cli.slurm:job", "Print the run as a Slurm array."),
+)
+
+
+_HINTS = {
+    ("extract", "--force"): "extract goes on where it was; spile deploy --launch ssh --force installs anew",
+}
+"""What the users of a flag that another command has, or had, need to know."""
+_KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
+
+
+def mistake(error: CycloptsError, command: str, known: Iterable[str]) -> str:
+    """One line. ``command`` is the one that was meant, ``known`` are the names of all of them."""
+    fix = f"see {' '.join(word for word in ('spile', command, '--help') if word)}"
+    match error:
+        case UnknownCommandError(unused_tokens=[word, *_]):
+            below = [name.removeprefix(command).strip() for name in known if name.startswith(command)]
+            kind = "flag" if word.startswith("-") else "command"
+            return SpecError(f"no {kind} {f'{command} {word}'.strip()}", fix=_near(word, below) + fix).line()
+        case UnknownOptionError(token=token):
+            flags = [name for each in error.argument_collection if each.parse for name in each.names]
+            name = _name(token) or token.value
+            hint = _HINTS.get((command, name)) or _near(name, flags) + fix
+            return SpecError(f"no flag {name}{_source(token)}", fix=hint).line()
+        case UnusedCliTokensError(unused_tokens=[word]) if command == "extract" and word.isdecimal():
+            return SpecError(command, expected="flags only", found=word, fix=f"did you mean --worker-id {word}?").line()
+        case UnusedCliTokensError(unused_tokens=[*words]):
+            return SpecError(command, expected="flags only", found=" ".join(words), fix=fix).line()
+        case MissingArgumentError(argument=argument) if argument is not None:
+            given = error.keyword or any(token.keyword for token in argument.tokens)
+            name = argument.name if argument.index is None else argument.name.lstrip("-").upper()
+            problem, expected = (argument.name, "a value") if given else (command, name)
+            return SpecError(problem, expected=expected, found="none", fix=fix).line()
+        case CoercionError(token=token) if token is not None and error.msg is None:
+            name = _name(token) or (error.argument.name if error.argument is not None else "")
+            expected = _expected(error.target_type)
+            return SpecError(f"{name}{_source(token)}", expected=expected, found=token.value, fix=fix).line()
+    return SpecError(" ".join(str(error).split()), fix=fix).line()
+
+
+def _name(token: Token) -> str:
+    """The flag, as it is typed: a file's ``[batch-size]`` is ``--batch-size``."""
+    name = token.keyword or ""
+    return f"--{name[1:-1]}" if name.startswith("[") else name
+
+
+def _source(token: Token) -> str:
+    """Where a flag was said, unless on the command line or in a variable, which is its own name."""
+    return "" if token.source in ("", "cli", "env") else f" in {token.source}"
+
+
+def _expected(kind: type | None) -> str:
+    if get_origin(kind) is Literal:
+        *most, last = map(str, get_args(kind))
+        return f"{', '.join(most)} or {last}"
+    return _KINDS.get(kind, getattr(kind, "__name__", str(kind))) if kind is not None else "another value"
+
+
+def _near(word: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"did you mean {near[0]}? or " if near else ""
 
 
 def build(config: str | None = None, meant: str | None = None) -> App:

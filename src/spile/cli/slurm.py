@@ -7,9 +7,8 @@ from typing import Annotated
 
 from cyclopts import Group, Parameter
 
-from spile.cli.flags import ExtractFlags
+from spile.cli.flags import ExtractFlags, flag
 from spile.cli.shell.cluster_flags import ClusterFlags
-from spile.cli.shell.flag import flag
 
 __all__ = ["SlurmFlags", "job"]
 

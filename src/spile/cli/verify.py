@@ -16,7 +16,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
-from spile.cli.shell.numbers import parse_numbers
+from spile.cli.flags import parse_numbers
 from spile.errors import SpecError
 from spile.spec.amounts import amount, counted, duration, size
 from spile.view.table import Fitting, output

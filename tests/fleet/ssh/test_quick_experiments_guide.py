@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from spile.cli.aliases import modern
 from spile.cli.program import build
-from spile.cli.shell.aliases import modern
 
 GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "quick-experiments.md"
 COMMANDS = re.findall(r"^(spile (?:run|logs|collect) .*)$", GUIDE.read_text(encoding="utf-8"), re.MULTILINE)

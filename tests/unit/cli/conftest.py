@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from backends import cloud_url, clouds, shared_clouds
-from spile.cli.shell.aliases import VARIABLES
+from spile.cli.aliases import VARIABLES
 from unit.cli.refusals import SMALL, Refuse, lines, listing, spile
 
 __all__ = ["cloud_url", "clouds", "shared_clouds"]

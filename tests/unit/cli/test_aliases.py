@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
+from spile.cli.aliases import ALWAYS, FLAGS, SWITCHES, VARIABLES, modern
 from spile.cli.flags import ExtractFlags
-from spile.cli.program import build
-from spile.cli.shell.aliases import ALWAYS, FLAGS, SWITCHES, VARIABLES, modern
-from spile.cli.shell.commands import COMMANDS
+from spile.cli.program import COMMANDS, build
 
 # guide, the command that has the flag now, the flag and its value as the guide writes them, and what we make of it.
 # A path such as flags.model leads through the command's arguments.

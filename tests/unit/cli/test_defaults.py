@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
+from spile.cli.aliases import GUIDES_MODEL, GUIDES_STREAMS, VARIABLES, settled
 from spile.cli.flags import ExtractFlags
-from spile.cli.shell.aliases import VARIABLES
-from spile.cli.shell.defaults import GUIDES_MODEL, GUIDES_STREAMS, settled
 from spile.errors import SpecError
 from spile.spec.run import ExtractSpec
 

@@ -16,7 +16,7 @@ import pytest
 from spile import errors
 from spile.cli import main as program
 from spile.cli.flags import ExtractFlags
-from spile.cli.shell.commands import COMMANDS, SECTIONS
+from spile.cli.program import COMMANDS, SECTIONS
 from spile.errors import SpecError, UserError
 from spile.spec.run import ExtractSpec
 from spile.version import __version__
@@ -243,7 +243,7 @@ def test_ctrl_c_is_130(spile: Callable[..., tuple[int, str, str]], monkeypatch: 
 def test_debug_after_two_dashes_is_another_programs(
     spile: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from spile.cli import run
+    from spile.cli import hosts as run
 
     seen: list[tuple[str, ...]] = []
 
@@ -358,7 +358,7 @@ def test_an_output_that_cannot_be_in_a_bucket_is_refused_and_no_folder_named_gs_
 
 
 def test_a_page_that_cannot_be_written_is_the_users_mistake(tmp_path: Path) -> None:
-    from spile.cli.shell.pages import write_page
+    from spile.cli.flags import write_page
 
     with pytest.raises(UserError, match=r"--html .*page: expected a file that can be written, found No such file"):
         write_page("<html>", tmp_path / "no" / "page")

@@ -6,8 +6,8 @@ import shlex
 
 import pytest
 
+from spile.cli.aliases import modern
 from spile.cli.program import build
-from spile.cli.shell.aliases import modern
 
 LINES = [
     "deploy --gcs_bucket fineweb-data-us-central1 --zones us-central1-a --workers_per_zone 2 --max_samples 100"

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Group, Parameter
 
-from spile.cli.shell.flag import flag
-from spile.cli.shell.pairs import variables
+from spile.cli.flags import flag, variables
 from spile.errors import SpecError
 from spile.objects.opening import is_remote
 

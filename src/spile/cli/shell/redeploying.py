@@ -5,14 +5,14 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING, Any
 
-from spile.cli.shell.fleet_flags import confirm
+from spile.cli.flags import confirm
 from spile.cli.shell.remembering import as_before, as_words, given
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from spile.cli.deploy import DeployFlags
-    from spile.cli.shell.fleet_flags import PlaceFlags
+    from spile.cli.flags import PlaceFlags
     from spile.fleet.home import FleetHome
     from spile.fleet.provider import Provider
     from spile.fleet.spec import FleetSpec

@@ -1,0 +1,283 @@
+"""``spile run``, ``install``, ``logs`` and ``collect``: commands and files on many hosts."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from dataclasses import dataclass, replace
+from datetime import datetime
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Group, Parameter
+from rich.console import Console
+
+from spile.cli.flags import HostFlags, flag, log, variables
+from spile.errors import Failure, SpecError, UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console
+
+    from spile.fleet.worker_logs import LogMachine
+    from spile.hosts.hosts import Host
+
+__all__ = ["Output", "RunFlags", "collect", "install", "logs", "put_on", "run"]
+
+
+_WHAT = Group("What to run", sort_key=1)
+_COPY = Group("What to copy, where to", sort_key=4)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class RunFlags:
+    """The flags of ``spile run`` itself."""
+
+    command: Annotated[str | None, flag(_WHAT, "The command as one line for the hosts' shell, instead of -- CMD.")] = (
+        None
+    )
+    env: Annotated[list[str] | None, flag(_WHAT, "A variable for the command, NAME=value.", negative="")] = None
+    install: Annotated[
+        bool, flag(_WHAT, "Put spile itself onto the hosts first, as spile install does.", negative="")
+    ] = False
+    quiet: Annotated[bool, flag(_WHAT, "The hosts' output goes to the log files only.", negative="")] = False
+    logs: Annotated[Path | None, flag(_COPY, "The folder for the logs. [default: spile-run-TIME]")] = None
+    folder: Annotated[str | None, flag(_COPY, "Where on the hosts. [default: ~/spile-run/THIS-DIRECTORY]")] = None
+    copy: Annotated[bool, flag(_COPY, "Copy first; or run in what an earlier copy left there.")] = True
+    copy_limit_gb: Annotated[float, flag(_COPY, "Refuse to copy more than this.")] = 2.0
+
+    def line(self, words: tuple[str, ...]) -> str:
+        """The command as one line: a single word is a line already."""
+        if words and words[0].startswith("-"):
+            flag = words[0].partition("=")[0]
+            raise SpecError(f"no flag {flag}", fix="flags of the command itself go after --; see spile run --help")
+        if bool(words) == bool(self.command):
+            raise SpecError("two commands" if words else "no command", expected="one, after -- or with --command")
+        return self.command or (words[0] if len(words) == 1 else shlex.join(words))
+
+    def results(self, prefix: str) -> Path:
+        """A folder that is not there yet: the one asked for, or one named after the time."""
+        if self.logs is not None:
+            if self.logs.exists():
+                raise SpecError("--logs is there already", expected="a folder to be made", found=self.logs)
+            return self.logs
+        stem = f"{prefix}{datetime.now():%Y%m%d-%H%M%S}"
+        names = (Path(f"{stem}-{again}" if again else stem) for again in count())
+        return next(path for path in names if not path.exists())
+
+
+class Output(Console):
+    """A reader that goes away (``spile run … | head``) ends the command on all hosts, as any failed write does."""
+
+    def on_broken_pipe(self) -> None:
+        """Not rich's SystemExit, which would tear the event loop down under the hosts."""
+        raise BrokenPipeError
+
+
+def run(
+    *words: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
+    flags: RunFlags = RunFlags(),  # noqa: B008  (frozen)
+    where: HostFlags = HostFlags(),  # noqa: B008
+) -> int:
+    """Copy this directory to every host of the slices, run a command on all at once, bring back logs and codes.
+
+    ``spile run --tpu-prefix my-tpu -- python3 train.py``. The first host that fails, or Ctrl+C, ends the command on all
+    hosts and leaves no process behind. The exit code is the worst of the hosts' own.
+    """
+    from spile.hosts import run as fanout
+    from spile.hosts.files import RESULTS, copy_to, load
+    from spile.hosts.run import Job
+    from spile.view.hosts import Logs, print_outcomes
+
+    line, given, results = flags.line(words), variables(flags.env), flags.results(RESULTS)
+    console = Output(highlight=False)
+    here, access = Path.cwd(), where.access()
+    target = flags.folder or f"~/spile-run/{here.name or 'root'}"
+    files = load(here, int(flags.copy_limit_gb * 1e9)) if flags.copy else None
+    hosts = where.find()
+    if flags.install:
+        put_on(hosts, where)
+    if files is not None:
+        copied = copy_to(hosts, files, target, access)
+        size = f"{files.size / 1e6:.1f} MB, {copied.sent / 1e6:.1f} MB sent"
+        console.print(f"copied {copied.files} files ({size}) to {target} on {copied.hosts} hosts", markup=False)
+    with Logs(hosts, results, None if flags.quiet else console) as logs:
+        outcomes = fanout.run(hosts, Job(line, target, given), access=access, output=logs.write)
+        logs.open()
+    print_outcomes(outcomes, logs, console)
+    return fanout.worst(outcomes)
+
+
+def install(
+    *,
+    where: HostFlags = HostFlags(),  # noqa: B008  (frozen)
+    force: Annotated[bool, Parameter(negative="", help="Install anew what is there already.")] = False,
+) -> int:
+    """Put this very version of spile onto every host, with a Python that is new enough, and on PATH.
+
+    In ~/.spile, for TPUs or GPUs where the host has some. The same version again changes nothing.
+    """
+    put_on(where.find(), where, force=force)
+    return 0
+
+
+def put_on(hosts: Sequence[Host], where: HostFlags, *, force: bool = False) -> None:
+    """Install on all; a host where it failed is told with its last line."""
+    from spile.fleet.install import install_on
+
+    name, done = install_on(hosts, where.access(), force=force)
+    bad = [each for each in done if each.error is not None]
+    if bad:
+        told = "; ".join(str(each.error) for each in bad[:4])
+        raise Failure(
+            f"not installed on {len(bad)} of {len(hosts)} hosts", found=told, fix="the log: ~/.spile/startup.log"
+        )
+    log(f"{name} is on {len(hosts)} hosts, as spile on PATH")
+
+
+def logs(
+    worker: Annotated[str, Parameter(help="Its number, or its machine's name.")],
+    *,
+    follow: Annotated[
+        bool, Parameter(name=["--follow", "-f"], help="Go on as it grows, until Ctrl+C.", negative="")
+    ] = False,
+    lines: Annotated[int, Parameter(name=["--lines", "-n"], help="How many of its last lines.")] = 100,
+    output: Annotated[
+        str | None, Parameter(help="The dataset, for a machine that is gone: its heartbeat has the end.")
+    ] = None,
+    home: Annotated[
+        str | None, Parameter(help="Its fleet's gs://bucket/fleet/NAME: the log as the bucket keeps it.")
+    ] = None,
+    grep: Annotated[str | None, Parameter(help="With --home: only lines that this regular expression is in.")] = None,
+    as_json: Annotated[
+        bool, Parameter(name="--json", negative="", help="With --home: one JSON object per line of the log.")
+    ] = False,
+    fleet: Annotated[str | None, Parameter(help="Only machines of this fleet.")] = None,
+    host: Annotated[int, Parameter(help="Which host of a pod.")] = 0,
+    where: HostFlags = HostFlags(),  # noqa: B008  (frozen)
+) -> int:
+    """A worker's log: from its machine, over ssh; or its last lines from the bucket, when the machine is gone."""
+    from spile.fleet.worker_logs import LOG_FILES, NO_LOG, UNIT, tail_command
+    from spile.hosts import run as fanout
+    from spile.hosts.run import Job
+    from spile.view.hosts import Logs
+    from spile.view.table import output as output_console
+
+    if lines < 0:
+        raise SpecError("-n", expected="0 or more", found=lines)
+    console = output_console()
+    if as_json and home is None:
+        raise SpecError("--json", expected="--home gs://bucket/fleet/NAME", found="--json alone")
+    if grep is not None and home is None:
+        raise SpecError("--grep", expected="--home gs://bucket/fleet/NAME beside it", found="--grep alone")
+    if home is not None:
+        return _kept(worker, home, lines, grep, host, console, as_json)
+    machine = _machine(worker, fleet, host, where)
+    if machine.host is None:
+        return _last_words(worker, machine, output, lines, console)
+    job = Job(tail_command(lines, follow))
+    try:
+        with Logs([machine.host], None, console, bare=True) as shown:
+            (outcome,) = fanout.run([machine.host], job, access=where.access(), output=shown.write)
+    except Failure as error:
+        if output is None:
+            raise
+        return _last_words(worker, replace(machine, story=str(error)), output, lines, console)
+    if outcome.code == NO_LOG:
+        raise UserError(f"no log on {machine.host.label}", expected=f"the unit {UNIT}, or {', '.join(LOG_FILES)}")
+    if outcome.cause not in ("ended", "stopped"):
+        raise Failure(f"{machine.host.label}: {outcome.cause}")
+    return 0 if outcome.stopped else outcome.code
+
+
+def _kept(worker: str, home: str, lines: int, grep: str | None, host: int, console: Console, as_json: bool) -> int:
+    """The log that a worker's agent kept in the bucket, whether its machine is there or gone."""
+    from collections import deque
+
+    from spile.fleet.home import FleetHome
+    from spile.fleet.worker_logs import read_log
+
+    opened = FleetHome.open(home)
+    named = {str(each.id): each.name for each in opened.read_fleet().workers}
+    name = named.get(worker, worker)
+    if name not in named.values():
+        raise UserError(f"no worker {worker} in {home}", expected=f"a number or one of {', '.join(named.values())}")
+    name = name if host == 0 else f"{name}-h{host}"
+    found = deque(read_log(opened.folder, name, grep), maxlen=lines)
+    if as_json:
+        for line in found:
+            print(json.dumps({"worker": name, "line": line}))
+        return 0
+    for line in found:
+        console.print(line, markup=False, soft_wrap=True)
+    if not found:
+        console.print(f"nothing is kept of {name}" + (f" with {grep}" if grep else " yet"), markup=False, style="dim")
+    return 0
+
+
+def _machine(worker: str, fleet: str | None, host: int, where: HostFlags) -> LogMachine:
+    from spile.fleet.worker_logs import LogMachine, find_machine
+
+    number = int(worker) if worker.isdigit() else None
+    if where.hosts:
+        named = where.find()
+        if not 0 <= host < len(named):
+            raise SpecError("--host", expected=f"0 to {len(named) - 1}", found=host)
+        return LogMachine(named[host], number, "")
+    from spile.fleet.cloud_tpu import CloudTpu, read_settings
+
+    provider = CloudTpu(read_settings(os.environ, project=where.project))
+    nodes = provider.nodes(where.zone or "-")
+    return find_machine(nodes, worker, fleet=fleet, host=host, internal_ip=where.internal_ip)
+
+
+def _last_words(worker: str, machine: LogMachine, output: str | None, lines: int, console: Console) -> int:
+    """What the heartbeat kept."""
+    from spile.fleet.worker_logs import last_words
+    from spile.objects import open_folder
+
+    if output is None:
+        raise UserError(
+            f"no log of worker {worker}",
+            found=machine.story,
+            fix="pass --home gs://bucket/fleet/NAME, where its log is kept, or --output gs://… for the last lines",
+        )
+    beat = last_words(open_folder(output), worker, machine.worker)
+    told = f"{machine.story}; the heartbeat of {beat.updated} ({beat.phase}, on {beat.host}) has the log's end:"
+    console.print(told, markup=False, style="dim", soft_wrap=True)
+    for line in beat.log_tail[max(0, len(beat.log_tail) - lines) :]:
+        console.print(line, markup=False, soft_wrap=True)
+    if beat.last_error:
+        console.print(f"last error: {beat.last_error}", markup=False, soft_wrap=True)
+    return 0
+
+
+REMOTE = "/tmp/activations"  # noqa: S108  (where the guides' containers write)
+
+
+def collect(
+    path: Annotated[str, Parameter(help="The folder on the hosts.")] = REMOTE,
+    *,
+    into: Annotated[Path, Parameter(help="Where to: worker_0, worker_1, … below it.")] = Path("collected_activations"),
+    where: HostFlags = HostFlags(),  # noqa: B008  (frozen)
+) -> int:
+    """Bring a folder of every host back here, one folder per worker: for runs that used no bucket.
+
+    Parts of one dataset, as a pod's hosts keep them on their own disks, are put together there too. Files are checked
+    as they come. Run it again to go on where it broke off: what is here already is not sent again.
+    """
+    from spile.hosts.files import assemble, collect_from
+    from spile.view.table import output as output_console
+
+    console = output_console(soft_wrap=True)
+    collected = collect_from(where.find(), path, into, where.access())
+    for got in collected:
+        sent = f"{got.size / 1e6:.1f} MB, {got.received / 1e6:.1f} MB sent"
+        console.print(f"{got.host.label}: {got.files} files ({sent}) → {got.folder}", markup=False)
+    if assemble(into, [got.folder for got in collected]):
+        console.print(f"together they are one dataset; next: spile verify {into}", markup=False)
+    return 0
