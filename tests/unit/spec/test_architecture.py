@@ -116,13 +116,13 @@ def test_both_spellings_of_rope() -> None:
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "hidden_size": ({"hidden_size": None}, "config.json has no hidden_size"),
+    "hidden_size": ({"hidden_size": None}, "config.json's hidden_size: expected a whole number, found None"),
     "text": ({"hidden_size": "64"}, "config.json's hidden_size: expected a whole number, found '64'"),
     "zero": ({"num_hidden_layers": 0}, "the model's n_layers: expected at least 1, found 0"),
     "groups": ({"num_key_value_heads": 3}, "the model's heads: expected a multiple of its 3 key/value heads, found 8"),
     "odd": ({"head_dim": 7}, "the model's head_dim: expected an even number, found 7"),
     "activation": ({"hidden_act": "mish"}, "config.json's hidden_act: expected one of silu, .*, found 'mish'"),
-    "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "unsupported rope scaling: .*, found dynamic"),
+    "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "config.json's rope scaling: .*, found 'dynamic'"),
     "no factor": ({"rope_scaling": {"type": "linear"}}, "config.json's factor: expected a number, found None"),
     "nested": ({"rope_parameters": {"full_attention": {}}}, "rope_parameters: expected one set for all layers"),
     "partial": ({"partial_rotary_factor": 0.5}, "config.json's partial_rotary_factor: expected 1.0"),
@@ -130,7 +130,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"layer_types": ["chunked"] * 4},
         "layer_types: expected full_attention or sliding_attention, found chunked",
     ),
-    "no window": ({"layer_types": ["sliding_attention"] * 4}, "expected a sliding_window for sliding_attention"),
+    "no window": ({"layer_types": ["sliding_attention"] * 4}, "sliding_window: expected a whole number, found None"),
     "count": ({"layer_types": ["full_attention"] * 3}, "layer_types: expected one for each of 4 layers, found 3"),
     "quantized": ({"quantization_config": {"bits": 4}}, "quantized weights: expected float32, float16 or bfloat16"),
     "flag": ({"tie_word_embeddings": "yes"}, "config.json's tie_word_embeddings: expected true or false, found 'yes'"),
