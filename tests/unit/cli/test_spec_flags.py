@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
@@ -56,7 +56,8 @@ KINDS: dict[type, tuple[str, Any]] = {str: ("x", "x"), int: ("7", 7), float: ("7
 def test_every_field_has_a_flag_of_its_name(each: SpecField) -> None:
     flag = f"--{each.name.replace('_', '-')}"
     kind = next((kind for kind in KINDS if kind.__name__ in str(each.hint)), str)
-    text, expected = EXAMPLES.get(each.name, KINDS[kind])
+    choice = get_args(each.hint)[-1] if get_origin(each.hint) is Literal else None
+    text, expected = EXAMPLES.get(each.name, (choice, choice) if choice else KINDS[kind])
     more = ["--no-checkpointing"] if each.name == "overwrite" else []
     if each.name == "checkpointing":
         flag, expected = "--no-checkpointing", False
