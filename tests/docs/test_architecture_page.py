@@ -1,4 +1,4 @@
-"""The architecture's page shows the house as it is: its rooms, their order, and a sample's way by file and function."""
+"""The architecture page matches the source: its packages, their order, and the functions of the walk-throughs."""
 
 from __future__ import annotations
 
@@ -7,42 +7,48 @@ import re
 import tomllib
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "spile"
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
+MOST_STEPS = 15
 
 
-def _functions(file: Path) -> set[str]:
-    """``name`` and ``Class.name`` of a file."""
-    found = set()
+def _definitions(file: Path) -> dict[str, int]:
+    """``name`` and ``Class.name`` of a file, with their line numbers."""
+    found = {}
     for node in ast.parse(file.read_text()).body:
-        if isinstance(node, ast.FunctionDef):
-            found.add(node.name)
-        elif isinstance(node, ast.ClassDef):
-            found |= {f"{node.name}.{each.name}" for each in node.body if isinstance(each, ast.FunctionDef)}
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found[node.name] = node.lineno
+        if isinstance(node, ast.ClassDef):
+            found |= {
+                f"{node.name}.{each.name}": each.lineno for each in node.body if isinstance(each, ast.FunctionDef)
+            }
     return found
 
 
-def test_every_room_is_shown() -> None:
-    (drawing,) = re.findall(r"```\nsrc/spile/\n(.*?)```", PAGE, re.S)
+def test_every_package_is_listed() -> None:
+    (drawing,) = re.findall(r"```\nsrc/spile/\n(.*?)```", PAGE, re.DOTALL)
     shown, above = set(), ""
-    for indent, name in re.findall(r"^( +)(\w+)/ ", drawing, re.M):
+    for indent, name in re.findall(r"^( +)(\w+)/ ", drawing, re.MULTILINE):
         above = name if len(indent) == 2 else above
         shown.add(name if len(indent) == 2 else f"{above}/{name}")
-    rooms = {str(file.parent.relative_to(SOURCE)) for file in SOURCE.rglob("__init__.py")} - {"."}
-    told = {"cli/shell", "fleet/manifests", "fleet/ssh/remote"}  # in their room's own line
-    assert shown == rooms - told
+    assert shown == {str(file.parent.relative_to(SOURCE)) for file in SOURCE.rglob("__init__.py")} - {"."}
 
 
 def test_the_order_of_imports_is_the_one_that_is_enforced() -> None:
-    (drawn,) = re.findall(r"```\n(cli\n.*?)```", PAGE, re.S)
+    (drawn,) = re.findall(r"```\n(cli\n.*?)```", PAGE, re.DOTALL)
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     (layers,) = [contract["layers"] for contract in contracts if contract["type"] == "layers"]
     assert drawn.split("\n")[:-1] == [layer.replace("spile.", "") for layer in layers]
 
 
-def test_a_samples_way_exists() -> None:
-    way = re.findall(r"^\| `([\w/]+\.py)` \| `([\w.]+)` \|", PAGE, re.M)
-    assert len(way) > 15
-    missing = [(file, name) for file, name in way if name not in _functions(SOURCE / file)]
-    assert missing == []
+@pytest.mark.parametrize(
+    "title", ["One sample, step by step", "One answer, step by step", "A fleet worker, step by step"]
+)
+def test_the_steps_of_a_walk_through_exist(title: str) -> None:
+    (section,) = re.findall(rf"^## {title}\n(.*?)(?=^## )", PAGE, re.DOTALL | re.MULTILINE)
+    steps = re.findall(r"^\d+\. \[`([\w.]+)`\]\(\.\./src/spile/([\w/]+\.py)\)", section, re.MULTILINE)
+    assert 3 <= len(steps) <= MOST_STEPS
+    assert [(file, name) for name, file in steps if name not in _definitions(SOURCE / file)] == []
