@@ -1,6 +1,6 @@
-"""Write the tables of docs/taps.md and docs/models.md that are made from the code's own tables.
+"""Write the tables of docs/taps.md and docs/models.md that are generated from tables in the code.
 
-python scripts/make_model_tables.py          (--check: only say whether they are as they should be)
+python scripts/make_model_tables.py          (--check: only report whether they are up to date)
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SHAPES = {"d_mid": "d_model", "top": "top_k"}
 
 
 def tap_table() -> str:
-    """One row per site."""
+    """Return the table of tap kinds."""
     titles = ("tap", "shape of a row", "what it is", "TransformerLens", "nnsight", "Hugging Face")
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for name, spec in SITES.items():
@@ -32,13 +32,13 @@ def tap_table() -> str:
 
 
 def family_table() -> str:
-    """One row per family."""
+    """Return the table of model families."""
     rows = [f"| `{name}` | {row.models} | {row.differs} |" for name, row in FAMILIES.items()]
     return "\n".join(["| family | models | what it does where others do not |", "|---|---|---|", *rows])
 
 
 def main() -> None:
-    """Put each table between its marks."""
+    """Write each table between its markers."""
     stale = []
     for name, table in {"taps.md": tap_table(), "models.md": family_table()}.items():
         page = DOCS / name

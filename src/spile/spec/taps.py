@@ -1,6 +1,6 @@
-"""The tap table: every kind of place in a model that rows are drawn from, one row each.
+"""The table of tap kinds: the points in a model whose activations can be stored.
 
-The first three keep their order for ever: it is the order of the tensors in shards that exist.
+The first three must keep their order, because it is the order of the tensors in existing shards.
 """
 
 from __future__ import annotations
@@ -36,31 +36,31 @@ __all__ = [
 
 
 Size = Literal["d_model", "d_mid", "d_ff", "heads", "kv_heads", "head_dim", "experts", "top", "1"]
-"""A dimension of one token's row, by the name of the model's size that it has."""
+"""The size of one dimension of a token's row, as the name of a size of the model."""
 
 MODULE = "module:"
-"""What a site begins with that is a module of a PyTorch model: ``module:model.layers.3.mlp.act_fn``."""
+"""The prefix of a tap that names a module of a PyTorch model: ``module:model.layers.3.mlp.act_fn``."""
 
 
 @dataclass(frozen=True)
 class SiteSpec:
-    """One kind of place: the shape of a token's row there, what it is, and what others call it."""
+    """A tap kind: the shape of a token's row, its definition, and its name in other libraries."""
 
     shape: tuple[Size, ...]
     definition: str
     lens: str
-    """TransformerLens' hook; {i} stands for the layer."""
+    """The hook of TransformerLens; ``{i}`` stands for the layer."""
     nnsight: str
     hugging_face: str
-    """The module of a Llama whose output (or input) it is."""
+    """The module of a Llama model whose output or input it is."""
     layered: bool = True
-    """False: the model has it once, and its tap has no layer."""
+    """Whether every layer has it. If False, the model has it once, and its tap has no layer number."""
     dtype: str | None = None
-    """What it is stored as; None: the run's --store-dtype."""
+    """The dtype on disk, or None for the ``--store-dtype`` of the run."""
 
     @property
     def per_head(self) -> bool:
-        """Whether ``--heads`` chooses among it."""
+        """Whether ``--heads`` applies to it."""
         return self.shape[0] in ("heads", "kv_heads")
 
 
@@ -70,28 +70,28 @@ SITES: Mapping[str, SiteSpec] = MappingProxyType(
     {
         "residual": SiteSpec(
             ("d_model",),
-            "The residual stream after the layer: after both of its additions.",
+            "The residual stream after the layer, with the outputs of attention and MLP added.",
             "blocks.{i}.hook_resid_post",
             "model.layers[i].output",
-            f"{_LAYER} (output); `hidden_states[i+1]` but for the last layer, which is normed there",
+            f"{_LAYER} (output); `hidden_states[i+1]`, except for the last layer, where it includes the final norm",
         ),
         "attn": SiteSpec(
             ("d_model",),
-            "What attention adds to the residual stream: after its output norm in families that have one.",
+            "What attention adds to the residual stream, after the output norm if there is one.",
             "blocks.{i}.hook_attn_out",
             "model.layers[i].self_attn.output[0]",
             f"{_LAYER}.self_attn (output); Gemma 2 and 3, OLMo 2: post_attention_layernorm (output)",
         ),
         "mlp": SiteSpec(
             ("d_model",),
-            "What the MLP, or the experts together, add to the residual stream: after its output norm likewise.",
+            "What the MLP (or all experts) adds to the residual stream, after the output norm if there is one.",
             "blocks.{i}.hook_mlp_out",
             "model.layers[i].mlp.output",
             f"{_LAYER}.mlp (output); Gemma 2 and 3, OLMo 2: post_feedforward_layernorm (output)",
         ),
         "embed": SiteSpec(
             ("d_model",),
-            "The output of the embedding module: scaled in Gemma, not in Granite; learned positions are not added yet.",
+            "The output of the embedding module, without learned positions; scaled in Gemma, not scaled in Granite.",
             "hook_embed",
             "model.embed_tokens.output",
             "model.embed_tokens (output)",
@@ -106,70 +106,70 @@ SITES: Mapping[str, SiteSpec] = MappingProxyType(
         ),
         "resid_mid": SiteSpec(
             ("d_mid",),
-            "The residual stream between attention and MLP; absent where both read the same one (GPT-NeoX).",
+            "The residual stream between attention and MLP; absent if both read the same residual (GPT-NeoX).",
             "blocks.{i}.hook_resid_mid",
             "model.layers[i].post_attention_layernorm.input",
             f"{_LAYER}.post_attention_layernorm (input)",
         ),
         "attn_in": SiteSpec(
             ("d_model",),
-            "What attention reads: the residual stream after the layer's first norm.",
+            "The input of attention: the residual stream after the first norm of the layer.",
             "blocks.{i}.ln1.hook_out",
             "model.layers[i].input_layernorm.output",
             f"{_LAYER}.input_layernorm (output)",
         ),
         "mlp_in": SiteSpec(
             ("d_model",),
-            "What the MLP, the router and the experts read: the residual stream after the norm before them.",
+            "The input of the MLP, or of the router and the experts: the residual stream after the norm before them.",
             "blocks.{i}.ln2.hook_out",
             "model.layers[i].post_attention_layernorm.output",
             f"{_LAYER}.mlp (input)",
         ),
         "mlp_hidden": SiteSpec(
             ("d_ff",),
-            "The MLP's neurons: after the activation, times the gated branch where there is one.",
+            "The neurons of the MLP: the output of the activation function, multiplied by the gate if the MLP has one.",
             "blocks.{i}.mlp.hook_post",
             "model.layers[i].mlp.down_proj.input",
             f"{_LAYER}.mlp.down_proj (input)",
         ),
         "q": SiteSpec(
             ("heads", "head_dim"),
-            "Each head's query as projected, with its bias: before any norm of it and before its rotation.",
+            "The query of each head: the projection with its bias, before any norm and the rotary embedding.",
             "blocks.{i}.attn.hook_q",
             "model.layers[i].self_attn.q_proj.output",
             f"{_LAYER}.self_attn.q_proj (output)",
         ),
         "k": SiteSpec(
             ("kv_heads", "head_dim"),
-            "Each key/value head's key as projected, likewise.",
+            "The key of each key/value head: the projection with its bias, before any norm and the rotary embedding.",
             "blocks.{i}.attn.hook_k",
             "model.layers[i].self_attn.k_proj.output",
             f"{_LAYER}.self_attn.k_proj (output)",
         ),
         "v": SiteSpec(
             ("kv_heads", "head_dim"),
-            "Each key/value head's value.",
+            "The value of each key/value head.",
             "blocks.{i}.attn.hook_v",
             "model.layers[i].self_attn.v_proj.output",
             f"{_LAYER}.self_attn.v_proj (output)",
         ),
         "z": SiteSpec(
             ("heads", "head_dim"),
-            "Each head's mix of values: what the output projection reads.",
+            "The weighted sum of values of each head: the input of the output projection.",
             "blocks.{i}.attn.hook_z",
             "model.layers[i].self_attn.o_proj.input",
             f"{_LAYER}.self_attn.o_proj (input)",
         ),
         "router": SiteSpec(
             ("experts",),
-            "The router's logit for each expert, before the softmax; models with experts only.",
+            "The router logit of each expert, before the softmax. Only models with experts have it.",
             "blocks.{i}.mlp.hook_router_logits",
             "model.layers[i].mlp.gate.output",
             f"{_LAYER}.mlp.gate (output)",
         ),
         "final_norm": SiteSpec(
             ("d_model",),
-            "The last residual after the model's final norm: what the LM head reads.",
+            "The residual stream after the final norm of the model: the input of the LM head.",
             "ln_final.hook_out",
             "model.norm.output",
             "model.norm (output); `hidden_states[-1]`",
@@ -177,7 +177,7 @@ SITES: Mapping[str, SiteSpec] = MappingProxyType(
         ),
         "loss": SiteSpec(
             ("1",),
-            "How surprising the sample's next token is, in nats; 0 for its last token. Comes with `logits`.",
+            "The cross-entropy of the next token of the sample, in nats; 0 for the last token. Stored with `logits`.",
             "`model(tokens, return_type='loss', loss_per_token=True)`",
             "computed from model.lm_head.output",
             "computed from `logits`",
@@ -186,7 +186,7 @@ SITES: Mapping[str, SiteSpec] = MappingProxyType(
         ),
         "logits_ids": SiteSpec(
             ("top",),
-            "The tokens with the --top-k largest logits, the largest first. Comes with `logits`.",
+            "The ids of the tokens with the `--top-k` largest logits, largest first. Stored with `logits`.",
             "computed from unembed's output",
             "computed from model.lm_head.output",
             "`logits.topk(k).indices`",
@@ -195,7 +195,7 @@ SITES: Mapping[str, SiteSpec] = MappingProxyType(
         ),
         "logits": SiteSpec(
             ("top",),
-            "The --top-k largest logits, the largest first.",
+            "The `--top-k` largest logits, largest first.",
             "computed from unembed's output",
             "computed from model.lm_head.output",
             "`logits.topk(k).values`",
@@ -203,48 +203,48 @@ SITES: Mapping[str, SiteSpec] = MappingProxyType(
         ),
     }
 )
-"""By the name that ``--taps`` takes and that begins a tensor's name in a shard."""
+"""Tap kinds by name. ``--taps`` takes the name, and the tensor names in a shard start with it."""
 
 
 Site = str
 """A key of :data:`spile.spec.taps.SITES`, or ``module:PATH``."""
 
 TOP = 10
-"""How many logits are kept of each token unless told."""
+"""The default number of logits stored per token."""
 
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "int8": 1, "float8_e4m3": 1}
 SCALED = ("int8", "float8_e4m3")
-"""Dtypes of one byte whose rows have a scale each: see :mod:`spile.store.shard_format`."""
+"""One-byte dtypes with one scale per row: see :mod:`spile.store.shard_format`."""
 SCALE_BYTES = 4
 _SCALED_BY = 8
-"""A row of a scaled dtype has a multiple of so many numbers, so that every tensor behind it in a shard is aligned."""
+"""The length of a row of a scaled dtype is a multiple of this, so that all later tensors of a shard are aligned."""
 
 
 @dataclass(frozen=True)
 class Tap:
-    """One site of one layer, or of the model where it has the site once."""
+    """A tap kind at one layer, or of the whole model if the model has it once."""
 
     site: Site
     layer: int | None = None
     heads: tuple[int, ...] | None = None
-    """Only these heads of a site that has heads; None: all."""
+    """The selected heads of a kind that has heads, or None for all."""
     top: int | None = None
-    """How many logits, for the sites that are a top-k."""
+    """The number of logits, for the kinds that store the top k."""
 
     def __str__(self) -> str:
-        """``residual.12``, ``z.12``, ``z.12.0-3,7``, ``embed``, ``logits.top10``."""
+        """Return the name: ``residual.12``, ``z.12``, ``z.12.0-3,7``, ``embed`` or ``logits.top10``."""
         parts = [self.site, *(() if self.layer is None else (str(self.layer),))]
         parts += [layers_text(self.heads)] if self.heads is not None else []
         return ".".join(parts + ([f"top{self.top}"] if self.top is not None else []))
 
     @property
     def spec(self) -> SiteSpec | None:
-        """Its row of the table; None for a module's path."""
+        """The entry of the table, or None for the path of a module."""
         return SITES.get(self.site)
 
     def stored_as(self, store_dtype: str, width: int) -> str:
-        """Its dtype on disk, of rows of so many numbers, in a run that stores rows as ``store_dtype``."""
+        """Return the dtype on disk of rows of ``width`` numbers in a run with this ``store_dtype``."""
         spec = self.spec
         if spec is not None and spec.dtype is not None:
             return spec.dtype
@@ -252,7 +252,7 @@ class Tap:
 
     @classmethod
     def parse(cls, text: str) -> Tap:
-        """The inverse of ``str``."""
+        """Parse the name of a tap: the inverse of ``str``."""
         if text.startswith(MODULE):
             return cls(text)
         site, *parts = text.split(".")
@@ -268,36 +268,36 @@ class Tap:
 
 @dataclass(frozen=True)
 class TapRows:
-    """What a tap's rows are on disk: one block of ``[tokens, width]``."""
+    """The rows of a tap on disk: one block of ``[tokens, width]``."""
 
     name: str
     shape: tuple[int, ...]
-    """Of one token: ``(heads, head_dim)`` and so on. On disk its dimensions are one."""
+    """The shape of one token's row, such as ``(heads, head_dim)``. It is flattened on disk."""
     dtype: str
 
     @property
     def width(self) -> int:
-        """Elements of a row."""
+        """The number of elements of a row."""
         return math.prod(self.shape)
 
     @property
     def scaled(self) -> bool:
-        """Whether each row has a scale beside it."""
+        """Whether each row is stored with a scale."""
         return self.dtype in SCALED
 
     @property
     def number_bytes(self) -> int:
-        """Of a row's numbers."""
+        """The bytes of the numbers of a row."""
         return self.width * _BYTES[self.dtype]
 
     @property
     def bytes(self) -> int:
-        """Of a row, its scale included."""
+        """The bytes of a row, including its scale."""
         return self.number_bytes + SCALE_BYTES * self.scaled
 
 
 def parse_layers(text: str, flag: str = "--layers") -> tuple[int, ...] | None:
-    """``"all"`` → None (every layer of the model); ``"0-11,20"`` → those, sorted, each once."""
+    """Parse ``--layers``: ``"all"`` gives None (every layer); ``"0-11,20"`` gives sorted distinct numbers."""
     words = text.replace(",", " ").split()
     if words == ["all"]:
         return None
@@ -314,12 +314,12 @@ def parse_layers(text: str, flag: str = "--layers") -> tuple[int, ...] | None:
 
 
 def parse_heads(text: str) -> tuple[int, ...] | None:
-    """The same for ``--heads``."""
+    """Parse ``--heads``, in the syntax of :func:`parse_layers`."""
     return parse_layers(text, "--heads")
 
 
 def layers_text(layers: Sequence[int] | None) -> str:
-    """The inverse of :func:`parse_layers`, with runs folded: ``(0, 1, 2, 20)`` → ``"0-2,20"``."""
+    """Return the layers as text with ranges: ``(0, 1, 2, 20)`` gives ``"0-2,20"``. Inverse of :func:`parse_layers`."""
     if layers is None:
         return "all"
     runs: list[list[int]] = []
@@ -458,7 +458,7 @@ _NEEDS = {
 
 
 def tap_rows(tap: Tap, sizes: Mapping[str, int], store_dtype: str) -> TapRows:
-    """A tap's rows in a model of these sizes at its layer (by the names of the tap table; 0: it has none)."""
+    """Return the rows of a tap in a model whose layer has these sizes (0 for a size that it does not have)."""
     spec = tap.spec
     if spec is None:
         raise SpecError("--taps", expected="--backend torch for a module's path", found=tap.site)
