@@ -1,4 +1,4 @@
-"""What the fake GCS holds: buckets, objects with generations and checksums, unfinished uploads. All in memory."""
+"""The content of the fake GCS, in memory: buckets, objects with generations and checksums, and unfinished uploads."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
 
 
 def crc32c_base64(*pieces: bytes) -> str:
-    """As GCS writes it."""
+    """Return the CRC32C in the form that GCS uses."""
     value = 0
     for piece in pieces:
         value = crc32c(piece, value)
@@ -43,34 +43,34 @@ class Stored:
     """One object."""
 
     pieces: tuple[bytes, ...]
-    """As it was sent; put together when it is first read, which a benchmark of writing never pays for."""
+    """The pieces as they were sent. They are joined at the first read, to keep benchmarks of writes fast."""
     generation: int
     updated: float
     crc32c: str
     md5: str | None
-    """None for what was put together from parts, as on GCS."""
+    """None for an object that was composed from parts, as on GCS."""
     content_type: str = "application/octet-stream"
     metadata: dict[str, str] = field(default_factory=dict)
 
     @cached_property
     def data(self) -> bytes:
-        """All of it."""
+        """The whole content."""
         return b"".join(self.pieces)
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """The size in bytes."""
         return sum(map(len, self.pieces))
 
     @property
     def etag(self) -> str:
-        """The MD5 in hexadecimal where there is one."""
+        """The MD5 in hexadecimal digits, if there is one."""
         return f'"{base64.b64decode(self.md5).hex()}"' if self.md5 else f'"-{self.generation}"'
 
 
 @dataclass
 class Upload:
-    """A multipart (XML) or resumable (JSON) upload under way."""
+    """A multipart (XML) or resumable (JSON) upload that is not finished."""
 
     bucket: str
     key: str
@@ -82,24 +82,24 @@ class Upload:
 
 @dataclass
 class FakeBucket:
-    """Objects by key."""
+    """One bucket: objects by key."""
 
     location: str = "US-CENTRAL1"
     objects: dict[str, Stored] = field(default_factory=dict)
     refused: set[str] = field(default_factory=set)
-    """Permissions that whoever asks does not have."""
+    """Permissions that the caller does not have."""
     bindings: list[dict[str, object]] | None = field(default_factory=list)
-    """The IAM policy's; None: it may not be read."""
+    """The bindings of the IAM policy; None if the policy may not be read."""
     _sorted: list[str] | None = None
 
     def keys(self) -> list[str]:
-        """Sorted; remembered until a key comes or goes."""
+        """Return the sorted keys. The list is cached until a key is added or removed."""
         if self._sorted is None:
             self._sorted = sorted(self.objects)
         return self._sorted
 
     def page(self, prefix: str, delimiter: str, after: str, limit: int) -> tuple[list[str], list[str], str | None]:
-        """Keys, folded prefixes, and where the next page begins."""
+        """Return a page of keys, the folded prefixes, and where the next page begins."""
         keys = self.keys()
         last = after
         found: list[str] = []
@@ -123,11 +123,11 @@ class FakeBucket:
 
 
 class Buckets:
-    """All of them, behind one lock: what a request does is atomic."""
+    """All buckets, behind one lock, so that each request is atomic."""
 
     def __init__(self, base: str = "") -> None:
         self.base = base
-        """The server's URL, for the links in its replies."""
+        """The server's URL, for links in its replies."""
         self.lock = threading.RLock()
         self.buckets: dict[str, FakeBucket] = {}
         self.uploads: dict[str, Upload] = {}
@@ -137,7 +137,7 @@ class Buckets:
     def store(
         self, bucket: str, key: str, *pieces: bytes, parted: bool = False, options: dict[str, str] | None = None
     ) -> Stored:
-        """Create or replace."""
+        """Create or replace an object."""
         options = dict(options or {})
         content_type = options.pop("contentType", "") or "application/octet-stream"
         digest = hashlib.md5(pieces[0] if pieces else b"", usedforsecurity=False).digest() if not parted else b""
@@ -153,14 +153,14 @@ class Buckets:
         return stored
 
     def remove(self, bucket: str, key: str) -> bool:
-        """False when there is none."""
+        """Remove an object; return False if there is none."""
         with self.lock:
             home = self.buckets[bucket]
             home._sorted = None
             return home.objects.pop(key, None) is not None
 
     def damage(self, bucket: str, key: str, at: int = 0) -> None:
-        """Flip a byte at rest; the checksums stay as they were."""
+        """Flip a byte of a stored object without changing its checksums."""
         with self.lock:
             stored = self.buckets[bucket].objects[key]
             data = bytearray(stored.data)
@@ -168,7 +168,7 @@ class Buckets:
             self.buckets[bucket].objects[key] = replace(stored, pieces=(bytes(data),))
 
     def begin(self, bucket: str, key: str, options: dict[str, str] | None = None) -> str:
-        """A new upload's id."""
+        """Start an upload and return its id."""
         with self.lock:
             name = f"upload-{next(self._ids)}"
             self.uploads[name] = Upload(bucket, key, time.time(), options or {})
@@ -180,17 +180,17 @@ FaultKind = Literal["status", "status_after", "reset", "reset_after", "truncate"
 
 @dataclass
 class Fault:
-    """One rule. It matches requests by method and by a part of their target, and wears out after ``count``."""
+    """A rule that makes requests fail. It matches by method and by a part of the target, ``count`` times."""
 
     kind: FaultKind
     status: int = 503
     method: str | None = None
     target: str = ""
-    """Found anywhere in the path and query, unquoted."""
+    """Text that the unquoted path and query must contain."""
     skip: int = 0
-    """Matching requests to let through first."""
+    """The number of matching requests that succeed first."""
     count: int = 1
-    """Matching requests to spoil; -1: all of them."""
+    """The number of matching requests that fail; -1 for all."""
     seconds: float = 1.0
 
     def __post_init__(self) -> None:
@@ -198,13 +198,13 @@ class Fault:
             raise ValueError(f"unknown fault {self.kind}, expected one of {', '.join(get_args(FaultKind))}")
 
     def matches(self, method: str, target: str) -> bool:
-        """Whether this request is one of its kind."""
+        """Return whether this request matches."""
         return self.count != 0 and self.method in (None, method) and self.target in unquote(target)
 
 
 @dataclass
 class Faults:
-    """The rules in force, and what they did."""
+    """The active rules and how often each was applied."""
 
     rules: list[Fault] = field(default_factory=list)
     spoiled: dict[str, int] = field(default_factory=dict)
@@ -212,21 +212,21 @@ class Faults:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def add(self, kind: FaultKind, **options: object) -> None:
-        """Put a rule in force."""
+        """Add a rule."""
         self.extend([Fault(kind, **options)])  # type: ignore[arg-type]
 
     def extend(self, rules: list[Fault]) -> None:
-        """Put rules in force, after those that are."""
+        """Add rules after the existing ones."""
         with self._lock:
             self.rules.extend(rules)
 
     def clear(self) -> None:
-        """Every request succeeds again."""
+        """Remove all rules."""
         with self._lock:
             self.rules.clear()
 
     def strike(self, method: str, target: str) -> Fault | None:
-        """What goes wrong with this request, if anything; counts it."""
+        """Return the fault for this request, if any, and count it."""
         with self._lock:
             self.requests += 1
             for rule in self.rules:
@@ -240,16 +240,16 @@ class Faults:
         return None
 
     def report(self) -> dict[str, object]:
-        """For the admin endpoint."""
+        """Return the state for the admin endpoint."""
         with self._lock:
             rules = [asdict(rule) for rule in self.rules]
             return {"requests": self.requests, "spoiled": dict(self.spoiled), "rules": rules}
 
 
 def random_faults(seed: int, count: int, requests: int = 40) -> list[Fault]:
-    """A schedule of faults that pass, spread over about so many requests; the same for the same seed."""
+    """Return temporary faults spread over about ``requests`` requests; the same seed gives the same faults."""
     dice = random.Random(seed)
-    # Without "corrupt": obstore does not compare checksums of replies, because TLS protects them.
+    # "corrupt" is left out: obstore does not compare the checksums of replies, because TLS protects them.
     kinds: list[FaultKind] = ["status", "status_after", "reset", "reset_after", "truncate", "slow"]
     rules = []
     for _ in range(count):
@@ -263,7 +263,7 @@ def random_faults(seed: int, count: int, requests: int = 40) -> list[Fault]:
 
 
 class Throttle:
-    """A cap on the bytes per second that all connections share. Unlimited until it is set."""
+    """A limit on the bytes per second of all connections together. There is no limit until one is set."""
 
     def __init__(self) -> None:
         self.rate: float | None = None
@@ -271,10 +271,10 @@ class Throttle:
         self._lock = threading.Lock()
 
     def take(self, count: int, since: float | None = None) -> float:
-        """Wait until so many bytes may pass; when that was.
+        """Wait until ``count`` bytes may pass; return that time.
 
-        ``since``: when the bytes before these, of the same body, passed. These were waiting behind them, so that a
-        thread that wakes up late on a busy machine does not count as a line that was idle.
+        ``since`` is when the previous bytes of the same body passed. These bytes were waiting behind them, so a thread
+        that wakes up late on a busy machine does not count as an idle connection.
         """
         now = time.monotonic()
         rate = self.rate

@@ -1,4 +1,4 @@
-"""A certificate for a server on loopback, and the authority that a client must trust for it: both made anew."""
+"""Create a certificate for a server on loopback, and the authority that its clients must trust."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["loopback_context"]
 
 
 def loopback_context(folder: Path) -> tuple[ssl.SSLContext, Path]:
-    """What a server on 127.0.0.1 speaks TLS with, and its authority: ``SSL_CERT_FILE`` leads clients to that."""
+    """Return the TLS context of a server on 127.0.0.1, and the authority file for ``SSL_CERT_FILE`` of its clients."""
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.hazmat.primitives.hashes import SHA256

@@ -1,4 +1,4 @@
-"""What the API answers instead."""
+"""The state of the fake Cloud TPU service: nodes, operations and queued resources, on a clock that tests control."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 
 
 class ApiError(Exception):
-    """What the API answers instead: an HTTP status, a status word and a message."""
+    """An error of the API: an HTTP status, a status name and a message."""
 
     WORDS: ClassVar[dict[int, str]] = {
         400: "INVALID_ARGUMENT",
@@ -46,7 +46,7 @@ class ApiError(Exception):
         self.message = message
 
     def body(self) -> dict[str, Any]:
-        """The error as JSON."""
+        """Return the error as JSON."""
         word = self.WORDS.get(self.status, "UNKNOWN")
         return {"error": {"code": self.status, "message": self.message, "status": word}}
 
@@ -69,7 +69,7 @@ TYPES: tuple[str, ...] = tuple(machine.name for machine in known_machines())
 
 @dataclass
 class CloudTimes:
-    """How long things take, in seconds of the cloud's clock."""
+    """How long operations take, in seconds of the cloud's clock."""
 
     create: float = 1.0
     delete: float = 0.5
@@ -78,7 +78,7 @@ class CloudTimes:
 
 @dataclass
 class CloudOperation:
-    """Something long that the cloud was asked to do."""
+    """A long-running operation."""
 
     zone: str
     name: str
@@ -99,17 +99,17 @@ class _Event:
 
 
 def stamp(moment: float) -> str:
-    """A moment as the API writes it."""
+    """Return a time in the API's format."""
     return datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%dT%H:%M:%S.%f") + "000Z"
 
 
 def region(zone: str) -> str:
-    """``us-central1`` of ``us-central1-a``."""
+    """Return ``us-central1`` for ``us-central1-a``."""
     return zone.rpartition("-")[0]
 
 
 class Cloud:
-    """One project's TPUs. ``on_start`` and ``on_stop`` make machines real."""
+    """The TPUs of one project. ``on_start`` and ``on_stop`` start and end the processes of machines."""
 
     def __init__(
         self,
@@ -125,9 +125,9 @@ class Cloud:
         self.dry: set[str] = set()
         self.quota: dict[str, int] = {}
         self.refused: set[str] = set()
-        """Permissions that the caller has not."""
+        """Permissions that the caller does not have."""
         self._on_start, self._on_stop = on_start, on_stop
-        # Ids are unique over clouds, as the real one's are: a VM's processes are found, and killed, by its id.
+        # Ids are unique across clouds, as in the real one: the processes of a VM are found and killed by its id.
         self._first_id = 7_000_000_000_000_000_000 + secrets.randbelow(10**11) * 10**6
         self.machines: dict[tuple[str, str], dict[str, Any]] = {}
         self._operations: dict[str, CloudOperation] = {}
@@ -138,36 +138,36 @@ class Cloud:
     # -- time -------------------------------------------------------------------------------------------------------
 
     def now(self) -> str:
-        """The clock, as the API writes it."""
+        """Return the current time in the API's format."""
         return stamp(self.clock())
 
     def advance(self) -> None:
-        """Let everything happen that is due by now."""
+        """Run all events that are due."""
         with self.lock:
             while self._events and self._events[0].due <= self.clock():
                 heapq.heappop(self._events).act()
 
     def later(self, seconds: float, act: Callable[[], None]) -> None:
-        """Let something happen after so many seconds."""
+        """Schedule an event after ``seconds``."""
         heapq.heappush(self._events, _Event(self.clock() + seconds, next(self._numbers), act))
 
     # -- operations -------------------------------------------------------------------------------------------------
 
     def begin(self, zone: str, verb: str, target: str, version: str) -> CloudOperation:
-        """A new operation, pending."""
+        """Return a new pending operation."""
         name = f"operation-{next(self._numbers):08d}"
         operation = CloudOperation(zone, name, verb, target, version, self.clock())
         self._operations[name] = operation
         return operation
 
     def end(self, operation: CloudOperation, *, error: dict[str, Any] | None = None, response: Any = None) -> None:
-        """It is done, or failed."""
+        """Mark an operation as done or failed."""
         operation.ended = self.clock()
         operation.error = error
         operation.response = copy.deepcopy(response)
 
     def show_operation(self, project: str, operation: CloudOperation) -> dict[str, Any]:
-        """The operation as JSON; ``done`` is absent while it is pending."""
+        """Return the operation as JSON; ``done`` is absent while it is pending."""
         shown: dict[str, Any] = {
             "name": f"projects/{project}/locations/{operation.zone}/operations/{operation.name}",
             "metadata": {
@@ -189,31 +189,31 @@ class Cloud:
         return shown
 
     def operation(self, zone: str, name: str) -> CloudOperation:
-        """One operation, or a 404."""
+        """Return one operation, or raise a 404."""
         found = self._operations.get(name)
         if found is None or found.zone != zone:
             raise ApiError(404, f"Resource 'operations/{name}' was not found")
         return found
 
     def operations(self, zone: str) -> list[CloudOperation]:
-        """A zone's operations, oldest first."""
+        """Return the operations of a zone, oldest first."""
         return [operation for operation in self._operations.values() if zone in ("-", operation.zone)]
 
     # -- nodes ------------------------------------------------------------------------------------------------------
 
     def nodes(self, zone: str) -> list[dict[str, Any]]:
-        """A zone's nodes, or all with ``-``."""
+        """Return the nodes of a zone; ``-`` means every zone."""
         return [raw for (place, _), raw in sorted(self.machines.items()) if zone in ("-", place)]
 
     def node(self, zone: str, name: str) -> dict[str, Any]:
-        """One node, or a 404."""
+        """Return one node, or raise a 404."""
         try:
             return self.machines[zone, name]
         except KeyError:
             raise ApiError(404, f"Resource 'nodes/{name}' was not found in {zone}") from None
 
     def check_place(self, zone: str, kind: str | None = None) -> None:
-        """Refuse an unknown zone or type as the real API does."""
+        """Refuse an unknown zone or machine type as the real API does."""
         if zone not in ZONES:
             raise ApiError(403, f"Permission denied on 'locations/{zone}' (or it may not exist).")
         if kind is not None and kind not in TYPES:
@@ -233,7 +233,7 @@ class Cloud:
         return {"code": 8, "message": f"{text} are available (accelerator type {kind})."}
 
     def new_node(self, project: str, zone: str, name: str, body: dict[str, Any], version: str) -> dict[str, Any]:
-        """A node on its way."""
+        """Return a node that is being created."""
         number = next(self._numbers)
         raw = copy.deepcopy(body)
         raw.setdefault("networkConfig", {}).setdefault("network", f"projects/{project}/global/networks/default")
@@ -243,7 +243,7 @@ class Cloud:
             state="CREATING",
             createTime=self.now(),
             apiVersion=version.upper(),
-            # Loopback addresses, so that hosts which are processes here reach each other, and an sshd can stand there.
+            # Loopback addresses let hosts that are local processes reach each other, and let an sshd listen there.
             networkEndpoints=[
                 {
                     "ipAddress": f"127.78.{number % 250}.{host + 2}",
@@ -257,12 +257,12 @@ class Cloud:
         return raw
 
     def became_ready(self, raw: dict[str, Any]) -> None:
-        """The machine boots."""
+        """Boot the machine."""
         raw.update(state="READY", health="HEALTHY")
         self._on_start(raw)
 
     def create(self, project: str, zone: str, name: str, body: dict[str, Any], version: str) -> CloudOperation:
-        """Begin a node. A dry zone shows only when the operation fails, and nothing stays behind."""
+        """Request a node. A stockout appears only when the operation fails, and leaves nothing behind."""
         kind = body.get("acceleratorType") or "v2-8"
         body["acceleratorType"] = kind
         self.check_place(zone, kind)
@@ -289,7 +289,7 @@ class Cloud:
         return operation
 
     def delete(self, zone: str, name: str, version: str) -> CloudOperation:
-        """Begin a node's end; its processes end at once."""
+        """Request the deletion of a node; its processes end at once."""
         raw = self.node(zone, name)
         operation = self.begin(zone, "delete", raw["name"], version)
         self.remove(raw)
@@ -304,7 +304,7 @@ class Cloud:
         return operation
 
     def remove(self, raw: dict[str, Any]) -> None:
-        """The machine goes; its processes end at once."""
+        """Remove the machine; its processes end at once."""
         if raw["state"] != "DELETING":
             raw["state"] = "DELETING"
             self._on_stop(raw, 0.0)
@@ -344,7 +344,7 @@ class Cloud:
         return operation
 
     def preempt(self, zone: str, name: str, *, notice: float = 0.0, state: str = "PREEMPTED") -> None:
-        """Take a machine back. It stays listed, and holds quota, until somebody deletes it."""
+        """Preempt a machine. It stays listed and holds quota until it is deleted."""
         with self.lock:
             raw = self.node(zone, name)
             if raw["state"] not in ("READY", "CREATING"):
@@ -355,25 +355,25 @@ class Cloud:
 
 
 class Queue:
-    """All queued resources of one cloud."""
+    """The queued resources of one cloud."""
 
     def __init__(self, cloud: Cloud) -> None:
         self._cloud = cloud
         self._queued: dict[tuple[str, str], dict[str, Any]] = {}
 
     def queued(self, zone: str) -> list[dict[str, Any]]:
-        """A zone's queued resources, or all with ``-``."""
+        """Return the queued resources of a zone; ``-`` means every zone."""
         return [raw for (place, _), raw in sorted(self._queued.items()) if zone in ("-", place)]
 
     def queued_one(self, zone: str, name: str) -> dict[str, Any]:
-        """One queued resource, or a 404."""
+        """Return one queued resource, or raise a 404."""
         try:
             return self._queued[zone, name]
         except KeyError:
             raise ApiError(404, f"Resource 'queuedResources/{name}' was not found in {zone}") from None
 
     def enqueue(self, project: str, zone: str, name: str, body: dict[str, Any], version: str) -> CloudOperation:
-        """Stand in the queue: ACCEPTED, then nodes when there is stock, then ACTIVE."""
+        """Request a queued resource: ACCEPTED, then its nodes when there is capacity, then ACTIVE."""
         self._cloud.check_place(zone)
         if (zone, name) in self._queued:
             raise ApiError(409, f"Resource 'projects/{project}/locations/{zone}/queuedResources/{name}' already exists")
@@ -432,14 +432,14 @@ class Queue:
         raw["state"] = {"state": "ACTIVE", "stateInitiator": "SERVICE"}
 
     def after_loss(self, zone: str, node: dict[str, Any]) -> None:
-        """A queued resource that lost a node is suspended, for ever."""
+        """Suspend a queued resource for good after it has lost a node."""
         owner = str(node.get("queuedResource", "")).rpartition("/")[2]
         raw = self._queued.get((zone, owner))
         if raw is not None and raw["state"]["state"] != "DELETING":
             raw["state"] = {"state": "SUSPENDED", "stateInitiator": "SERVICE"}
 
     def dequeue(self, zone: str, name: str, force: bool, version: str) -> CloudOperation:
-        """Leave the queue. Without ``force`` only once its nodes are gone."""
+        """Delete a queued resource; without ``force`` only if its nodes are gone."""
         raw = self.queued_one(zone, name)
         owned = [
             node

@@ -36,22 +36,22 @@ _COMPUTE = re.compile(r"^/compute/v1/projects/([^/]+)(?:/zones/([^/]+))?$")
 
 
 class Lost(Exception):
-    """The request was carried out and nobody shall hear of it."""
+    """The request was carried out, but its reply must not arrive."""
 
 
 @dataclass
 class ApiFault:
-    """What goes wrong with the next ``count`` requests of a method whose path contains ``path``."""
+    """A fault for the next ``count`` requests of a method whose path contains ``path``."""
 
     method: str = ""
     path: str = ""
     count: int = 1
     status: int = 0
-    """0: the reply is lost after the request was carried out."""
+    """The HTTP status; 0 if the reply is lost after the request was carried out."""
     message: str = "injected"
 
     def hits(self, method: str, path: str) -> bool:
-        """Whether this request is the one. A machine's metadata server fails only where its path is named."""
+        """Return whether the fault applies. A machine's metadata server fails only if its path is named."""
         meant = self.path in path and (self.path.startswith("/vm/") or not path.startswith("/vm/"))
         return self.count > 0 and self.method in ("", method) and meant
 
@@ -74,7 +74,7 @@ class Api:
 
     @contextmanager
     def faulty(self, method: str, path: str) -> Iterator[None]:
-        """Whatever is to go wrong with this request goes wrong."""
+        """Apply the faults of this request around it."""
         fault = next((fault for fault in self.faults if fault.hits(method, path)), None)
         if fault is not None:
             fault.count -= 1
@@ -188,7 +188,7 @@ def _location(project: str, zone: str) -> dict[str, Any]:
 
 
 def _compute(project: str, zone: str | None) -> dict[str, Any]:
-    """The bits of Compute that ``gcloud … ssh`` asks for."""
+    """Return the parts of the Compute API that ``gcloud … ssh`` uses."""
     if zone is not None:
         return {"kind": "compute#zone", "name": zone, "status": "UP"}
     return {
@@ -202,18 +202,18 @@ def _compute(project: str, zone: str | None) -> dict[str, Any]:
 
 
 class ShiftedClock:
-    """The wall clock, which an admin call may move forward."""
+    """The wall clock plus an offset that an admin call can increase."""
 
     def __init__(self) -> None:
         self.shift = 0.0
 
     def __call__(self) -> float:
-        """Now."""
+        """Return the current time."""
         return time.time() + self.shift
 
 
 class FakeCloud:
-    """A server on a loopback port. Use it as a context manager: machines end with it."""
+    """A server on a loopback port. Use it as a context manager; its machines end with it."""
 
     def __init__(
         self,
@@ -234,17 +234,17 @@ class FakeCloud:
         self._ticking = threading.Event()
         self._threads = [
             threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True),
-            # Machines become ready though nobody asks.
+            # Machines become ready even if no request arrives.
             threading.Thread(target=self._tick, daemon=True),
         ]
 
     @property
     def url(self) -> str:
-        """Where it answers."""
+        """The URL of the server."""
         return f"http://127.0.0.1:{self.port}/"
 
     def environment(self) -> dict[str, str]:
-        """What points spile, gcloud and the Google libraries here."""
+        """Return the variables that point spile, gcloud and the Google libraries to this server."""
         return {
             "SPILE_TPU_ENDPOINT": self.url,
             "CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU": self.url,
@@ -255,13 +255,13 @@ class FakeCloud:
         }
 
     def start(self) -> FakeCloud:
-        """Begin to answer."""
+        """Start to serve."""
         for thread in self._threads:
             thread.start()
         return self
 
     def close(self) -> None:
-        """Stop answering; end every machine."""
+        """Stop serving and end every machine."""
         self._ticking.set()
         self._server.shutdown()
         self._server.server_close()
@@ -282,7 +282,7 @@ class FakeCloud:
     # -- admin ------------------------------------------------------------------------------------------------------
 
     def admin(self, verb: str, body: dict[str, Any]) -> dict[str, Any]:
-        """What a test or a person may do to the cloud."""
+        """Carry out an admin call of a test or a user."""
         if verb == "preempt":
             notice = float(body.get("notice", 0))
             self.cloud.preempt(body["zone"], body["name"], notice=notice, state=body.get("state", "PREEMPTED"))
@@ -308,7 +308,7 @@ class FakeCloud:
         return {}
 
     def metadata(self, path: str) -> str:
-        """What a machine's metadata server says: ``ZONE/NAME/HOST/computeMetadata/v1/…``."""
+        """Return the answer of a machine's metadata server: ``ZONE/NAME/HOST/computeMetadata/v1/…``."""
         zone, name, host, _, _, *rest = path.split("/")
         raw = self.cloud.node(zone, name)
         if rest[:2] == ["instance", "attributes"]:
@@ -342,7 +342,7 @@ class _HttpServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that hangs up, as a killed machine does, is no error; anything else is shown."""
+        """Ignore clients that disconnect, as a killed machine does; show every other error."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
@@ -352,7 +352,7 @@ class _Handler(BaseHTTPRequestHandler):
     fake: FakeCloud
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
-        """Quiet."""
+        """Log nothing."""
 
     def _answer(self) -> None:
         if not self._is_from_here():
@@ -380,7 +380,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def _is_from_here(self) -> bool:
-        """Not a web page in a browser on this machine: that names its Origin, or its own Host."""
+        """Return whether the request does not come from a web page, which would have an Origin or another Host."""
         host = (self.headers.get("Host") or "").rpartition(":")[0] or self.headers.get("Host", "")
         return host in ("127.0.0.1", "localhost", "metadata.google.internal") and self.headers.get("Origin") is None
 
@@ -403,7 +403,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--create-seconds", type=float, default=2.0, help="how long a machine takes to become READY")
     parser.add_argument("--delete-seconds", type=float, default=1.0, help="how long a machine takes to disappear")
     options = parser.parse_args(arguments)
-    received: list[int] = []  # not an Event: its lock could deadlock when a second signal interrupts the handler
+    received: list[int] = []  # An Event's lock could deadlock when a second signal interrupts the handler.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: received.append(number))
     with tempfile.TemporaryDirectory(prefix="spile-cloud-", ignore_cleanup_errors=True) as temporary:

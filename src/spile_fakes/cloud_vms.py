@@ -1,8 +1,8 @@
-"""Machines that are real processes: each VM a private folder, an environment and whatever its startup script starts.
+"""Machines that are real processes: each VM has a private folder, an environment and a startup script that runs there.
 
-The startup script runs as the cloud runs it, with two stand-ins on its path: ``systemctl``, which starts a unit's
-command in the background, and a metadata server (the fake API's ``/vm/ZONE/NAME/HOST`` tree). Every process of a VM
-carries its mark in the environment, so that a preempted VM leaves none behind, not even one in a session of its own.
+The startup script runs as in the cloud, with two replacements: a ``systemctl`` on its path, which starts the command of
+a unit in the background, and a metadata server (``/vm/ZONE/NAME/HOST`` of the fake API). Every process of a VM has a
+mark in its environment, so that all of them can be found and killed when the VM is preempted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _HANDED_ON = (
     "HF_HOME",
     "HF_HUB_OFFLINE",
 )
-"""What this process's environment says of the world that its machines live in too."""
+"""Variables of this process that its machines inherit."""
 
 _SYSTEMCTL = """#!/bin/bash
 # Starts what a unit says, in the background; restarts nothing.
@@ -53,7 +53,7 @@ bash -c "exec $command" >> "$HOME/unit.log" 2>&1 < /dev/null &
 
 
 def processes_marked(mark: str) -> list[int]:
-    """The living processes whose environment carries the mark."""
+    """Return the living processes whose environment contains the mark."""
     wanted = f"{_MARK}={mark}".encode()
     found = []
     for entry in Path("/proc").iterdir():
@@ -62,7 +62,7 @@ def processes_marked(mark: str) -> list[int]:
         try:
             if wanted in (entry / "environ").read_bytes().split(b"\0") and _alive(entry):
                 found.append(int(entry.name))
-        except OSError:  # it ended while we looked, or is not ours to read
+        except OSError:  # The process has ended meanwhile, or belongs to another user.
             continue
     return found
 
@@ -72,13 +72,13 @@ def _alive(entry: Path) -> bool:
 
 
 class Vms:
-    """All the machines of one fake cloud."""
+    """The machines of one fake cloud."""
 
     def __init__(self, folder: Path, environment: Mapping[str, str] | None = None) -> None:
         self.folder = folder
         self.environment = dict(environment or {})
         self.address = ""
-        """Where the fake cloud answers, once it does: ``127.0.0.1:PORT``."""
+        """The address of the fake cloud, ``127.0.0.1:PORT``; empty until it serves."""
         self._children: dict[str, list[subprocess.Popen[bytes]]] = {}
         self._lock = threading.Lock()
         self._stubs = folder / "bin"
@@ -88,7 +88,7 @@ class Vms:
         systemctl.chmod(0o755)
 
     def start(self, raw: Mapping[str, Any]) -> None:
-        """Boot every host of a node: run its startup script. Called when a node becomes READY."""
+        """Boot every host of a node by running its startup script. Called when a node becomes READY."""
         script = raw.get("metadata", {}).get("startup-script")
         if not script:
             return
@@ -111,9 +111,9 @@ class Vms:
             "SPILE_TPU_ENDPOINT": f"http://{self.address}/",
             "SPILE_UNIT_DIR": str(home / "units"),
             "SPILE_HOME": str(home / "spile"),
-            # The machine's own Python stands for the one that the script would install.
+            # The Python of this machine replaces the one that the script would install.
             "SPILE_PYTHON": sys.executable,
-            # There are no chips here: the worker runs on what there is.
+            # There are no chips here, so the worker runs on any device.
             "SPILE_EXPECT": "any",
             **_among(raw, host),
             **{name: os.environ[name] for name in _HANDED_ON if name in os.environ},
@@ -133,7 +133,7 @@ class Vms:
             self._children.setdefault(raw["id"], []).append(child)
 
     def stop(self, raw: Mapping[str, Any], notice: float = 0.0) -> None:
-        """End a VM's processes: SIGTERM and a wait where there is a notice, then SIGKILL."""
+        """End the processes of a VM: SIGTERM and a wait if there is notice, then SIGKILL."""
         if notice > 0:
             _signal(raw["id"], signal.SIGTERM)
             threading.Thread(target=self._kill_after, args=(raw["id"], notice), daemon=True).start()
@@ -147,7 +147,7 @@ class Vms:
         self._kill(mark)
 
     def _kill(self, mark: str) -> None:
-        # A process may fork while we kill: again, until none is left.
+        # A process may fork meanwhile, so repeat until none is left.
         while _signal(mark, signal.SIGKILL):
             time.sleep(0.01)
         with self._lock:
@@ -156,27 +156,27 @@ class Vms:
             child.wait()
 
     def running(self) -> dict[str, int]:
-        """How many processes each VM has, by node id."""
+        """Return the number of processes of each VM, by node id."""
         with self._lock:
             marks = list(self._children)
         counts = {mark: len(processes_marked(mark)) for mark in marks}
         return {mark: count for mark, count in counts.items() if count}
 
     def close(self) -> None:
-        """End them all."""
+        """End all machines."""
         with self._lock:
             marks = list(self._children)
         for mark in marks:
             self._kill(mark)
 
     def remove(self) -> None:
-        """End them all and forget their folders."""
+        """End all machines and delete their folders."""
         self.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _among(raw: Mapping[str, Any], host: int) -> dict[str, str]:
-    """Who a slice's hosts are, as variables: JAX asks no metadata server where it finds no chips."""
+    """Return the variables that describe a slice to its hosts: JAX asks no metadata server if there are no chips."""
     addresses = [end["ipAddress"] for end in raw["networkEndpoints"]]
     if len(addresses) == 1:
         return {}
@@ -188,6 +188,6 @@ def _signal(mark: str, number: int) -> int:
     for process in found:
         try:
             os.kill(process, number)
-        except ProcessLookupError:  # it ended first
+        except ProcessLookupError:  # The process has already ended.
             continue
     return len(found)

@@ -31,7 +31,7 @@ _KEPT = ("create ", "delete ", "report ", "total:", "the work is finished", "spi
 
 
 class Demo:
-    """The fakes, and ``spile`` pointed at them."""
+    """The fake services, and ``spile`` commands that use them."""
 
     def __init__(self, folder: Path, gcs: FakeGcs, *, samples: int = 12, streams: int = 8) -> None:
         self.gcs, self.samples, self.streams = gcs, samples, streams
@@ -70,7 +70,7 @@ class Demo:
             raise SystemExit(f"spile {words[0]} ended with exit code {done.returncode}")
 
     def monitor(self) -> subprocess.Popen[str]:
-        """Start ``spile monitor`` and show its actions and totals as they change."""
+        """Start ``spile monitor`` and print its actions and totals when they change."""
         words = ("monitor", f"gs://{_BUCKET}/fleet/{_FLEET}", "--interval", "2")
         print(f"$ spile {' '.join(words)} &", flush=True)
         process = subprocess.Popen(  # noqa: S603
@@ -111,7 +111,7 @@ class Demo:
             time.sleep(0.2)
 
     def preempt(self) -> str:
-        """Take one machine that works, without notice, and return its name."""
+        """Preempt one working machine without notice and return its name."""
         for raw in self.cloud.cloud.nodes("-"):
             zone, name = raw["name"].split("/")[3], raw["name"].split("/")[5]
             try:
@@ -123,7 +123,7 @@ class Demo:
         raise SystemExit("no machine was there to preempt")
 
     def run(self) -> None:
-        """Play the whole story."""
+        """Run all steps of the demo."""
         self.step(f"Deploy: {self.streams} streams, two workers in two zones")
         self.deploy(1, "--create-tpus")
         self.step("Monitor: watch the fleet, and replace machines that are lost")

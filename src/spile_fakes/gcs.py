@@ -1,4 +1,4 @@
-"""The JSON half of the fake GCS: what Google's own client and ``gcloud storage`` speak."""
+"""The fake GCS server: its JSON and XML APIs, injected faults, and a proxy with faults for other servers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _PAGE = 1000
 
 
 def answer_json(buckets: Buckets, request: Request) -> FakeReply:
-    """One request below ``/storage/v1``, ``/upload/storage/v1`` or ``/download/storage/v1``."""
+    """Answer a request below ``/storage/v1``, ``/upload/storage/v1`` or ``/download/storage/v1``."""
     upload = request.path.startswith(("/upload/", "/resumable/upload/"))
     parts = [unquote(part) for part in request.path.partition("/storage/v1/")[2].split("/")]
     with buckets.lock:
@@ -245,7 +245,7 @@ def _insert(
 
 
 def _related(request: Request) -> tuple[dict[str, object], bytes]:
-    """The two parts of a multipart/related body: the resource and the data."""
+    """Return the two parts of a multipart/related body: the resource and the data."""
     found = re.search(r"boundary=[\"']?([^\"';]+)", request.headers.get("content-type", ""))
     mark = b"--" + (found.group(1) if found else "").encode()
     _, resource, data = (piece for piece in request.body.split(mark)[:3])
@@ -282,9 +282,9 @@ _PAGE_xml_api = 1000
 
 
 def answer_xml(buckets: Buckets, request: Request) -> FakeReply:
-    """One request to ``/bucket`` or ``/bucket/key``."""
+    """Answer a request to ``/bucket`` or ``/bucket/key``."""
     name, _, key = unquote(request.path).lstrip("/").partition("/")
-    digest = crc32c_base64(request.body)  # before the lock: large parts are many
+    digest = crc32c_base64(request.body)  # Computed before the lock is taken, because there are many large parts.
     with buckets.lock:
         bucket = buckets.buckets.get(name)
         if bucket is None:
@@ -321,7 +321,7 @@ def _when_xml_api(seconds: float) -> str:
 
 
 def read_headers(stored: Stored) -> dict[str, str]:
-    """What comes with an object's bytes."""
+    """Return the headers of a reply with an object's bytes."""
     hashes = f"crc32c={stored.crc32c}" + (f",md5={stored.md5}" if stored.md5 else "")
     return {
         "Content-Type": stored.content_type,
@@ -337,7 +337,7 @@ def read_headers(stored: Stored) -> dict[str, str]:
 
 
 def range_of(header: str | None, size: int) -> tuple[int, int] | None:
-    """First byte and one past the last of a ``Range`` header; None: there is nothing there."""
+    """Return the first byte and the end of a ``Range`` header; None if the range is empty."""
     found = re.fullmatch(r"bytes=(\d*)-(\d*)", header or "bytes=0-")
     if found is None:
         return 0, size
@@ -363,7 +363,7 @@ def _read(bucket: FakeBucket, key: str, request: Request) -> FakeReply:
 
 
 def _bad_digest(request: Request, digest: str) -> bool:
-    """Whether the body differs from the checksum that was sent with it."""
+    """Return whether the body differs from the checksum that was sent with it."""
     wanted = dict(
         part.strip().partition("=")[::2] for part in request.headers.get("x-goog-hash", "").split(",") if part
     )
@@ -490,23 +490,23 @@ _CHECKSUMS = ("x-goog-hash", "x-amz-checksum-crc32c")
 
 @dataclass(frozen=True)
 class Request:
-    """One request, its body read."""
+    """One request with its body."""
 
     method: str
     target: str
-    """As it came: path and query, quoted."""
+    """The path and the query as they were sent, quoted."""
     headers: dict[str, str]
-    """Names in lower case."""
+    """The headers, with names in lower case."""
     body: bytes = b""
 
     @property
     def path(self) -> str:
-        """Still quoted: a key may hold a quoted slash."""
+        """The quoted path; a key may contain a quoted slash."""
         return self.target.partition("?")[0]
 
     @property
     def query(self) -> dict[str, str]:
-        """Unquoted; a flag such as ``?uploads`` has an empty value."""
+        """The unquoted query; a flag such as ``?uploads`` has an empty value."""
         return dict(parse_qsl(self.target.partition("?")[2], keep_blank_values=True))
 
 
@@ -520,7 +520,7 @@ class FakeReply:
 
 
 class FaultyServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
-    """Serves in a thread of its own between ``with`` and its end."""
+    """A server that runs in its own thread inside a ``with`` block."""
 
     daemon_threads = True
     allow_reuse_address = True
@@ -541,11 +541,11 @@ class FaultyServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         return f"http{'s' if self.tls else ''}://{host!s}:{port}"
 
     def answer(self, request: Request) -> FakeReply:
-        """What the server says. Subclasses know."""
+        """Return the reply to a request. Subclasses implement it."""
         raise NotImplementedError
 
     def administer(self, request: Request) -> FakeReply:
-        """The admin endpoint."""
+        """Answer a request to the admin endpoint."""
         match request.method, request.path:
             case "POST", "/_fake/faults":
                 self.faults.extend([Fault(**rule) for rule in json.loads(request.body)])
@@ -560,7 +560,7 @@ class FaultyServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         return FakeReply(200)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client that hangs up is no news; a bug in the fake is."""
+        """Ignore clients that disconnect; show errors of the fake."""
         if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError | ssl.SSLError):
             super().handle_error(request, client_address)  # type: ignore[arg-type]
 
@@ -578,7 +578,7 @@ class FaultyServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
 
 
 class _Connection(socketserver.StreamRequestHandler):
-    """Reads requests from one connection until it closes. Parsed by hand: the library's parser is most of the time."""
+    """Reads requests from one connection until it closes. The library's parser is too slow, so they are parsed here."""
 
     rbufsize = 1 << 16
     disable_nagle_algorithm = True
@@ -594,7 +594,7 @@ class _Connection(socketserver.StreamRequestHandler):
 
     def finish(self) -> None:
         super().finish()
-        if self._server.tls is not None:  # the server closes the socket below it, which has been let go
+        if self._server.tls is not None:  # The server closes only the plain socket, which TLS has detached.
             self.connection.close()
 
     def handle(self) -> None:
@@ -629,7 +629,7 @@ class _Connection(socketserver.StreamRequestHandler):
 
     def _read_exactly(self, length: int) -> bytes:
         throttle = self._server.throttle
-        step = _PIECE if throttle.rate else length  # at once where nothing holds it back: fresh memory is dear
+        step = _PIECE if throttle.rate else length  # Without a limit it is read at once: new memory is expensive.
         pieces, since = [], None
         for start in range(0, length, step or 1):
             pieces.append(self.rfile.read(min(step, length - start)))
@@ -640,7 +640,7 @@ class _Connection(socketserver.StreamRequestHandler):
         return body
 
     def _serve(self, request: Request) -> bool:
-        """Answer, spoiled or not; False when the connection is over."""
+        """Answer the request or apply its fault; return False if the connection is over."""
         server = self._server
         if request.path.startswith("/_fake/"):
             self._send(request, server.administer(request))
@@ -694,7 +694,7 @@ class _Connection(socketserver.StreamRequestHandler):
             self.wfile.write(piece)
 
     def _reset(self) -> None:
-        """RST, not FIN: as a machine that vanished would look."""
+        """Reset the connection (RST, not FIN), as if the machine had disappeared."""
         with suppress(OSError):
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
@@ -707,7 +707,7 @@ def _refusal(status: int) -> FakeReply:
 
 def _corrupted(reply: FakeReply) -> FakeReply:
     kind = next((v for k, v in reply.headers.items() if k.lower() == "content-type"), "")
-    if reply.body and not any(word in kind for word in ("xml", "json", "html")):  # data, not the server's own words
+    if reply.body and not any(word in kind for word in ("xml", "json", "html")):  # Data, not a message of the server.
         middle = len(reply.body) // 2
         flipped = bytes([reply.body[middle] ^ 0x20])
         return FakeReply(reply.status, reply.body[:middle] + flipped + reply.body[middle + 1 :], reply.headers)
@@ -716,7 +716,7 @@ def _corrupted(reply: FakeReply) -> FakeReply:
 
 
 class FaultyProxy(FaultyServer):
-    """Passes every request on to another server, and spoils what it is told to."""
+    """A proxy that passes every request on to another server, except for injected faults."""
 
     _HOP = ("connection", "transfer-encoding", "expect", "content-length", "date", "server")
     _CONDITIONS = ("if-match", "if-none-match")
@@ -727,10 +727,10 @@ class FaultyProxy(FaultyServer):
         self._one_at_a_time = threading.Lock()
 
     def answer(self, request: Request) -> FakeReply:
-        """What the other server answers, made as strict as Amazon is where moto is not.
+        """Return the answer of the other server, with two checks of Amazon S3 that moto lacks.
 
-        A body that is not its checksum's is refused. Conditional writes go one at a time: moto looks whether an object
-        exists and then writes it, so that two creators can both win.
+        A body that does not match its checksum is refused. Conditional writes are serialised: moto checks whether an
+        object exists and then writes it, so two clients could both create it.
         """
         said = request.headers.get("x-amz-checksum-crc32c")
         if said is not None and request.method == "PUT" and said != crc32c_base64(request.body or b""):
@@ -759,7 +759,7 @@ class FaultyProxy(FaultyServer):
 
 
 class FakeGcs(FaultyServer):
-    """The server. Its buckets live as long as it does."""
+    """The fake GCS server. Its buckets live as long as the server."""
 
     def __init__(
         self,
@@ -768,32 +768,32 @@ class FakeGcs(FaultyServer):
         known_as: str | None = None,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """``known_as``: its URL as clients elsewhere reach it, where that is not ``host``."""
+        """Create the server. ``known_as`` is its URL for clients on other machines, if they cannot use ``host``."""
         super().__init__(port, host, tls)
         self.buckets = Buckets(known_as or self.url)
 
     def add_bucket(self, name: str, location: str = "US-CENTRAL1") -> None:
-        """Create it, empty."""
+        """Create an empty bucket."""
         with self.buckets.lock:
             self.buckets.buckets[name] = FakeBucket(location)
 
     def delete_bucket(self, name: str) -> None:
-        """With all that is in it."""
+        """Delete a bucket with its objects."""
         with self.buckets.lock:
             self.buckets.buckets.pop(name, None)
 
     def damage(self, bucket: str, key: str, at: int = 0) -> None:
-        """Flip a byte at rest; the reported checksums stay as they were."""
+        """Flip a byte of a stored object without changing its reported checksums."""
         self.buckets.damage(bucket, key, at)
 
     def answer(self, request: Request) -> FakeReply:
-        """JSON below ``/storage/v1``, XML elsewhere."""
+        """Answer with the JSON API below ``/storage/v1``, with the XML API elsewhere."""
         if "/storage/v1/" in request.path:
             return answer_json(self.buckets, request)
         return answer_xml(self.buckets, request)
 
     def administer(self, request: Request) -> FakeReply:
-        """The admin endpoint, with the buckets' part."""
+        """Answer a request to the admin endpoint, including those about buckets."""
         match request.method, request.path.split("/")[2:]:
             case "POST", ["buckets"]:
                 self.add_bucket(**json.loads(request.body))
@@ -807,7 +807,7 @@ class FakeGcs(FaultyServer):
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Serve until told to stop."""
+    """Serve until SIGINT or SIGTERM."""
     parser = argparse.ArgumentParser(prog="python -m spile_fakes.gcs", description="a fake GCS for tests")
     parser.add_argument("--port", type=int, default=0, help="0: any free one")
     parser.add_argument("--host", default="127.0.0.1", help="the address to listen on")
@@ -817,7 +817,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tls", type=Path, help="speak TLS; the authority to trust is put into this folder")
     parser.add_argument("--with-parent", action="store_true", help="end when the process that started this one ends")
     options = parser.parse_args(arguments)
-    asked: list[int] = []  # no event: its lock is not for handlers
+    asked: list[int] = []  # An Event must not be set in a signal handler, because of its lock.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: asked.append(number))
     tls = None if options.tls is None else loopback_context(options.tls)[0]

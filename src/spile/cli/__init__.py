@@ -1,1 +1,1 @@
-"""One file per command: parse, make a spec, call, print."""
+"""The command line: each command parses its flags, creates a spec, calls the library and prints the result."""

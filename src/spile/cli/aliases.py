@@ -1,4 +1,4 @@
-"""The spellings and defaults of the old guides: one table from each old flag, variable and script to ours."""
+"""The flags, variables, scripts and defaults of the old guides, translated to those of spile."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ FLAGS: dict[str, str] = {
     "--host-id": "--process-id",
     # guide 001, deploy
     "--monitor-interval": "--interval",
-    # guides 000 and 003, gcloud's own word
+    # guides 000 and 003, the name that gcloud uses
     "--accelerator-type": "--tpu-type",
 }
-"""Old flag (after underscores became dashes and capitals small) → ours."""
+"""Old flags (in lower case, with dashes instead of underscores) and the new names."""
 
 ANSWERS = frozenset({"--max-output-tokens", "--max-new-tokens", "--temperature", "--top-p", "--capture", "--n-tasks"})
-"""Flags of ``infer`` that the guides' inference script has, and ``extract`` has not."""
+"""Flags of ``infer`` that the guides' inference script has and ``extract`` does not."""
 
 SCRIPTS: dict[str, tuple[str, ...]] = {
     # guide 000
@@ -82,7 +82,7 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
     "multihost_extract.py": ("extract",),
     "test_multihost_v5e64.sh": ("pod", "check"),
 }
-"""The guides' own scripts → ours: a guide's whole line can be pasted after ``spile``."""
+"""Scripts of the guides and the commands that replace them, so that a line of a guide can be pasted after ``spile``."""
 
 INSTEAD: tuple[tuple[tuple[str, ...], str], ...] = (
     (("docker", "ps"), "what runs, and how far it is: spile monitor"),
@@ -112,14 +112,14 @@ INSTEAD: tuple[tuple[tuple[str, ...], str], ...] = (
     (("launch_all_workers.sh",), "spile deploy, or on one cluster spile extract --engine ray"),
     (("check_all_workers.sh",), "spile monitor ROOT --once"),
 )
-"""Other programs of the guides, by words of their lines, and what to type instead: the first that fits."""
+"""Other programs in the guides, by words of their command lines, and their replacements. The first match counts."""
 _RUNNERS = frozenset({"python", "python3", "bash", "sh", "nohup", "sudo"})
 
 _PIPES = ("/dev/fd/", "/proc/self/fd/")
-"""What ``bash <(curl …)`` is once the shell has read it."""
+"""Prefixes of the path that the shell passes for ``bash <(curl …)``."""
 
 ALWAYS = frozenset({"--enable-barrier-sync", "--is-barrier-server"})
-"""Old switches for what is always so, or found out: dropped."""
+"""Old switches that are dropped, because the behaviour is always on or found automatically."""
 
 SWITCHES = frozenset(
     {
@@ -127,24 +127,24 @@ SWITCHES = frozenset(
         "--preemptible", "--skip-dataset", "--skip-launch", "--upload-to-gcs", "--verbose", *ALWAYS,
     }
 )  # fmt: skip
-"""What the old scripts let one write as ``--switch True`` and ``--switch False``; ours is ``--switch=True``."""
+"""Switches that the old scripts accept as ``--switch True`` and ``--switch False``; spile accepts ``--switch=True``."""
 
 _TRUE = {"1", "true", "yes", "on"}
 
 
 class Variable(NamedTuple):
-    """A variable of the guides."""
+    """An environment variable of the guides."""
 
     flag: str
     commands: tuple[str, ...]
     switch: bool = False
-    """Whether it says yes or no, and no is as if it were not set."""
+    """Whether it is a switch; a false value counts as not set."""
     unless: tuple[str, ...] = ()
-    """Flags that say the same thing another way: where one is given the variable does not count."""
+    """Flags that express the same thing. If one of them is given, the variable is ignored."""
     only_with: str | None = None
-    """A variable without whose yes, or its flag, this one does not count."""
+    """A variable that must be true, or its flag given, for this one to count."""
     always: tuple[str, ...] = ()
-    """Commands that need it anyway: there neither of the two matters."""
+    """Commands that always use the variable, regardless of ``unless`` and ``only_with``."""
 
 
 _EXTRACT = ("extract", "infer", "plan", "deploy")
@@ -163,17 +163,17 @@ VARIABLES: dict[str, Variable] = {
         "--gcs-bucket", _EXTRACT, unless=("--output",), only_with="UPLOAD_TO_GCS", always=("deploy",)
     ),
 }
-"""A variable of the guides counts where neither a flag nor the flag's own SPILE_* variable says otherwise."""
+"""Variables of the guides. Each is ignored if its flag or the flag's SPILE_* variable is given."""
 
 
 def modern(words: list[str], environment: Mapping[str, str]) -> list[str]:
-    """The command line as we spell it: old flags renamed, the guides' variables added where no flag says otherwise."""
+    """Return the command line with old flags renamed and with the flags for the guides' variables added."""
     words = _of_script(words)
-    end = words.index("--") if "--" in words else len(words)  # what follows is another program's
+    end = words.index("--") if "--" in words else len(words)  # Arguments after -- belong to another program.
     given = [_dashed(word) for word in words[:end]]
     command = next((word for word in given if not word.startswith("-")), "")
     if command == "infer":
-        kept = {"--activations-dir"}  # there it has a meaning of its own, beside --output-dir for answers
+        kept = {"--activations-dir"}  # In infer it is a flag of its own, next to --output-dir for answers.
         ours = _renamed(given, {old: new for old, new in FLAGS.items() if old not in kept})
     else:
         ours = _renamed(_without_answers(_runtime_version(given, command), command), FLAGS)
@@ -181,7 +181,7 @@ def modern(words: list[str], environment: Mapping[str, str]) -> list[str]:
 
 
 def _of_script(words: list[str]) -> list[str]:
-    """A guide's whole line as our command: ``./scripts/manage_tpus.sh list`` → ``tpu list``."""
+    """Translate a line of a guide into a command: ``./scripts/manage_tpus.sh list`` → ``tpu list``."""
     first = next((place for place, word in enumerate(words) if word not in _RUNNERS), len(words))
     name = words[first].rpartition("/")[2] if first < len(words) else ""
     if first and words[first:] and words[first].startswith(_PIPES):
@@ -189,7 +189,7 @@ def _of_script(words: list[str]) -> list[str]:
             "a script that the shell fetched",
             fix="run_extraction_worker.sh is spile extract --gcs-bucket … --dataset …",
         )
-    ours = set(words[: words.index("--")] if "--" in words else words)  # what follows is another program's
+    ours = set(words[: words.index("--")] if "--" in words else words)  # Arguments after -- belong to another program.
     others = [fix for (program, *more), fix in INSTEAD if program == name and set(more) <= ours]
     if others:
         raise SpecError(f"{name} is another program", fix=others[0])
@@ -202,7 +202,7 @@ def _of_script(words: list[str]) -> list[str]:
 
 
 def _dashed(word: str) -> str:
-    """``--TPU_PREFIX=My_tpu`` → ``--tpu-prefix=My_tpu``."""
+    """Normalise the name of a flag: ``--TPU_PREFIX=My_tpu`` → ``--tpu-prefix=My_tpu``."""
     if not word.startswith("--"):
         return word
     name, equals, value = word.partition("=")
@@ -210,7 +210,7 @@ def _dashed(word: str) -> str:
 
 
 def _runtime_version(words: list[str], command: str) -> list[str]:
-    """Read ``--version V`` of a command that creates machines as gcloud does: the version of the TPU's software."""
+    """Rename ``--version V`` of a command that creates machines: gcloud means the version of the TPU's software."""
     if command not in ("tpu", "deploy"):
         return words
     renamed = list(words)
@@ -222,7 +222,7 @@ def _runtime_version(words: list[str], command: str) -> list[str]:
 
 
 def _without_answers(words: list[str], command: str) -> list[str]:
-    """Guide 000 has ``--output_dir`` for answers beside ``--activations_dir``; ``extract`` makes none, and says so."""
+    """Drop guide 000's ``--output_dir`` for answers next to ``--activations_dir``; ``extract`` refuses answer flags."""
     names = [word.partition("=")[0] for word in words]
     for name in names if command == "extract" else ():
         if name in ANSWERS:
@@ -238,7 +238,7 @@ def _without_answers(words: list[str], command: str) -> list[str]:
 
 
 def _renamed(words: list[str], flags: Mapping[str, str]) -> list[str]:
-    """Old flags by their new names, with a switch's value joined to it."""
+    """Rename old flags, and join the value of a switch to it."""
     renamed: list[str] = []
     for word in words:
         name, equals, value = word.partition("=")
@@ -250,7 +250,7 @@ def _renamed(words: list[str], flags: Mapping[str, str]) -> list[str]:
 
 
 def _from_variables(command: str, words: list[str], environment: Mapping[str, str]) -> list[str]:
-    """The flags that the guides' variables stand for."""
+    """Return the flags that the guides' variables stand for."""
     given = {word.partition("=")[0] for word in words}
 
     def said(flag: str) -> bool:
@@ -289,8 +289,8 @@ def settled(
     pod: bool = False,
     every_stream: bool = False,
 ) -> RunFlags:
-    """With number, model and data named. ``pod``: of one of a pod's hosts; ``every_stream``: of all workers."""
-    if not pod and not every_stream:  # on a pod the variable is the host's number, not the stream's
+    """Return the flags with stream number, model and data filled in. ``every_stream``: they are for all workers."""
+    if not pod and not every_stream:  # On a pod the variable contains the number of the host, not of the stream.
         flags = flags.replaced(worker_id=worker_number(flags, environment, log))
     why = _guide_signal(flags, environment, pod)
     if not why:
@@ -312,7 +312,7 @@ def settled(
 
 
 def with_model(flags: RunFlags, why: str, log: Callable[[str], None]) -> RunFlags:
-    """The guides' model where none is named."""
+    """Return the flags with the guides' model if none is given."""
     if flags.model is not None:
         return flags
     log(f"no model was named, with {why}: {GUIDES_MODEL}, as in the guides (--model embedded: the embedded one)")
@@ -320,7 +320,7 @@ def with_model(flags: RunFlags, why: str, log: Callable[[str], None]) -> RunFlag
 
 
 def worker_number(flags: RunFlags, environment: Mapping[str, str], log: Callable[[str], None]) -> int | None:
-    """``--worker-id``, else the number in the stream's own name, else TPU_WORKER_ID; None where nothing says it."""
+    """Return ``--worker-id``, the number in the stream's file name, or TPU_WORKER_ID; None if there is none of them."""
     from spile.spec.run import STREAM_FILE
 
     if flags.worker_id is not None:

@@ -29,7 +29,7 @@ __all__ = ["SourceFlags", "convert", "progress", "streams", "upload"]
 @Parameter(name="*")
 @dataclass(frozen=True)
 class SourceFlags:
-    """Which rows of which dataset."""
+    """The rows to take, and from which dataset."""
 
     dataset: Annotated[
         str,
@@ -56,7 +56,7 @@ class SourceFlags:
     ] = "error"
 
     def selection(self, keep: tuple[str, ...] = ()) -> RowSelection:
-        """What is taken of the dataset."""
+        """Return the rows to take from the dataset."""
         from spile.data.convert import RowSelection
 
         return RowSelection(
@@ -198,7 +198,7 @@ def upload(
 
 @contextmanager
 def written(target: str, *, file: bool = False) -> Iterator[Path]:
-    """Where to write: the place itself, or a folder that goes to the bucket that was named when all is whole."""
+    """Yield where to write: the target itself, or a temporary folder that is uploaded to the bucket at the end."""
     if not is_remote(target):
         yield Path(target)
         return
@@ -212,7 +212,7 @@ def written(target: str, *, file: bool = False) -> Iterator[Path]:
 
 
 def _streams_there(url: str, count: int, seed: int, *, some: bool, overwrite: bool) -> StreamsManifest | None:
-    """The streams that are in the bucket and are not replaced unasked; another number of them is refused at once."""
+    """Return the manifest of existing streams unless they are to be replaced; refuse another number or seed."""
     from spile.data.upload import read_manifest
     from spile.objects import open_folder
 
@@ -233,7 +233,7 @@ def _streams_there(url: str, count: int, seed: int, *, some: bool, overwrite: bo
 def progress(
     console: Console, total: int | None, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[Callable[[ItemTally], None]]:
-    """A bar on a terminal; elsewhere a plain line every ten seconds."""
+    """Show a progress bar on a terminal, otherwise a line every ten seconds."""
     if not console.is_terminal:
         last = clock()
 

@@ -33,7 +33,7 @@ _DEFAULT = ("spile", "extract")
 @Parameter(name="*")
 @dataclass(frozen=True)
 class ContainerFlags:
-    """Which image, with what of the machine."""
+    """The image, and the parts of the machine that the container gets."""
 
     target: Annotated[
         Literal["cpu", "cuda", "tpu"] | None,
@@ -49,7 +49,7 @@ class ContainerFlags:
     grace: Annotated[int, flag(_WHAT, "Seconds that a worker has to commit when it is stopped.")] = 60
 
     def image_name(self) -> str:
-        """The image that is meant."""
+        """Return the name of the image."""
         from spile.launch.docker import image_name
         from spile.version import __version__
 
@@ -81,7 +81,7 @@ class ContainerFlags:
         )
 
     def found(self) -> None:
-        """Whether the runtime is here."""
+        """Raise if the runtime is not installed here."""
         if shutil.which(self.runtime) is None:
             raise UserError(
                 f"no {self.runtime} here",
@@ -206,7 +206,7 @@ def stop(
 
 
 def _not_the_runtimes(words: Sequence[str]) -> None:
-    """Flags of docker's own, as the guides have them before the image's name, are no command."""
+    """Refuse flags of docker itself, which the guides put before the image name."""
     if words and words[0].startswith("-"):
         flag = words[0].partition("=")[0]
         fix = "-v is --mount, -e is --env, the rest is given by itself; on every host: spile docker pod … -- COMMAND"
@@ -216,7 +216,7 @@ def _not_the_runtimes(words: Sequence[str]) -> None:
 def _everywhere(
     hosts: Sequence[Host], line: str, where: HostFlags, run_flags: RunFlags, *, folder: str = "~", grace: int = 3
 ) -> int:
-    """A line on all hosts, with logs and codes as ``spile run`` has them."""
+    """Run a command line on all hosts, with logs and exit codes as in ``spile run``."""
     from spile.hosts import run as fanout
     from spile.hosts.files import RESULTS
     from spile.hosts.run import Job, SessionTimes
@@ -234,7 +234,7 @@ def _everywhere(
 
 
 def _variables(host: Host, hosts: Sequence[Host]) -> dict[str, str]:
-    """A host's place, for the container too; hosts that no cloud describes are told who the others are."""
+    """Return the variables that describe the slice to a container; without a cloud, also the addresses of all hosts."""
     from spile.hosts.run import environment_of
 
     found = environment_of(host, hosts)

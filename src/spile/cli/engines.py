@@ -1,4 +1,4 @@
-"""``spile extract --engine``: all streams of a dataset, on many workers at once."""
+"""``spile extract --engine``: run all streams of a dataset on many workers at once."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 __all__ = ["extract_on_engine"]
 
 _STREAMS = "streams"
-"""The folder of a dataset's own streams, where ``--dataset`` was split for it."""
+"""The folder in the output that contains the streams of ``--dataset``."""
 _STREAMS_PER_WORKER = 4
-"""More streams than workers: what a slow or lost one leaves is shared by all."""
+"""There are more streams than workers, so that all workers can share the streams of a slow or lost one."""
 
 
 def extract_on_engine(flags: RunFlags, engine: EngineFlags) -> int:
-    """Work off every stream; the exit code of all."""
+    """Run every stream and return the exit code of the run."""
     from spile.launch.engines import make_engine
     from spile.launch.supervisor import Supervisor, cluster_check, stream_tasks
     from spile.objects import open_folder
@@ -65,22 +65,22 @@ def _placed(spec: RunSpec, streams: str) -> RunSpec:
 
 
 def _is_place(name: str) -> bool:
-    """A bucket's folder or a path, not a name of the hub."""
+    """Return whether the name is a path or a URL and not a name on the hub."""
     return "://" in name or name.startswith((".", "/", "~")) or (name != EMBEDDED and Path(name).exists())
 
 
 def _absolute_folder(place: str) -> str:
-    """A folder of this machine from the root."""
+    """Return a local folder as an absolute path."""
     return place if "://" in place else str(Path(place).expanduser().absolute())
 
 
 def _absolute(name: str) -> str:
-    """A path from the root; names of the hub and of buckets stay."""
+    """Return a path as an absolute path; names on the hub and URLs stay."""
     return _absolute_folder(name) if _is_place(name) else name
 
 
 def _split(flags: RunFlags, spec: RunSpec, workers: int, asked: int | None) -> str:
-    """The streams of ``--dataset``, kept beside the activations: made once, and the same ever after."""
+    """Split ``--dataset`` into streams in the output folder, or reuse those of an earlier run; return their folder."""
     from spile.data.split import MANIFEST, StreamsManifest
     from spile.fleet.deploy import prepare_streams, refuse_other_rows
     from spile.objects import open_folder

@@ -1,4 +1,4 @@
-"""``spile export`` and ``spile import``: datasets in other programs' forms, and the old guides' pickles back."""
+"""``spile export`` and ``spile import``: write datasets in other formats, and read the old guides' pickles."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def export(
 
 
 def _taps(dataset: Dataset, given: list[str] | None) -> tuple[str, ...]:
-    """As named, or the residual stream's: an export of every site at once is seldom meant."""
+    """Return the given taps, or those of the residual stream: exporting all tap kinds at once is rarely intended."""
     words = [word for text in given or [] for word in text.replace(",", " ").split()]
     chosen = tuple(words) or tuple(tap for tap in dataset.taps if tap.startswith("residual."))
     if not chosen:

@@ -181,7 +181,7 @@ def _log_answers(spec: RunSpec, summary: Summary) -> None:
 
 
 def _log_lacking(spec: RunSpec, home: str) -> None:
-    """A copy that began later than its dataset is said to be no whole one."""
+    """Warn that a local copy started after the first commit and is therefore incomplete."""
     if spec.local_copy is None or spec.delete_local_after_upload:
         return
     from spile.objects import open_folder
@@ -192,7 +192,7 @@ def _log_lacking(spec: RunSpec, home: str) -> None:
 
 
 def add_taps(backfill: BackfillFlags, flags: ExtractFlags, pod: PodFlags, verbose: bool) -> int:
-    """Add them while a person watches; the exit code."""
+    """Add taps to a finished dataset with a progress display, and return the exit code."""
     from spile.view.worker import watched
     from spile.worker.backfill import add_taps as run
     from spile.worker.signals import end_soon

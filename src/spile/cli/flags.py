@@ -54,18 +54,18 @@ __all__ = [
 
 
 def flag(group: Group, text: str, **more: Any) -> Parameter:
-    """One flag; ``more`` is cyclopts' own."""
+    """Return the parameter of a flag; ``more`` goes to cyclopts."""
     return Parameter(group=group, help=text, **more)
 
 
 def log(line: str) -> None:
-    """A line to stdout at once, without the characters that its encoding lacks."""
+    """Print a line to stdout at once, without characters that its encoding lacks."""
     encoding = sys.stdout.encoding or "ascii"
     print(line.encode(encoding, "ignore").decode(encoding), flush=True)
 
 
 def parse_numbers(flag: str, text: str) -> set[int]:
-    """``5-9,12`` → {5, 6, 7, 8, 9, 12}."""
+    """Parse numbers and ranges: ``5-9,12`` → {5, 6, 7, 8, 9, 12}."""
     chosen: set[int] = set()
     for word in text.replace(",", " ").split():
         match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", word, re.ASCII)
@@ -78,7 +78,7 @@ def parse_numbers(flag: str, text: str) -> set[int]:
 
 
 def write_page(page: str, html: Path) -> None:
-    """Write it where ``--html`` says."""
+    """Write a page to the file that ``--html`` names."""
     try:
         html.expanduser().write_text(page, encoding="utf-8")
     except OSError as error:
@@ -86,7 +86,7 @@ def write_page(page: str, html: Path) -> None:
 
 
 def pairs(flag: str, words: Sequence[str] | None, expected: str = "NAME=value") -> dict[str, str]:
-    """Names and what they are to be; neither may be empty."""
+    """Parse ``NAME=value`` pairs; neither part may be empty."""
     found = {}
     for word in words or ():
         name, equals, value = word.partition("=")
@@ -97,7 +97,7 @@ def pairs(flag: str, words: Sequence[str] | None, expected: str = "NAME=value") 
 
 
 def variables(words: Sequence[str] | None) -> dict[str, str]:
-    """``--env``: variables, which may be empty. A value, which may be a secret, is in no message."""
+    """Parse the variables of ``--env``; values may be empty. Errors never quote a value, which may be a secret."""
     found = {}
     for word in words or ():
         name, equals, value = word.partition("=")
@@ -107,7 +107,7 @@ def variables(words: Sequence[str] | None) -> dict[str, str]:
     return found
 
 
-# No deferred annotations: cyclopts reads them as the types of flags.
+# Annotations are not deferred, because cyclopts reads them as the types of flags.
 
 
 GCS_PREFIX = "activations"
@@ -293,7 +293,7 @@ _PODS = Group("Pods (found out by itself where every host runs the same command)
 @Parameter(name="*")
 @dataclass(frozen=True)
 class PodFlags:
-    """Which process of how many this is."""
+    """The place of this process in a pod."""
 
     topology: Annotated[str | None, flag(_PODS, "The slice: v5litepod-64, v5e:8x8, v3-8 …; checked.")] = None
     coordinator_address: Annotated[str | None, flag(_PODS, "Worker 0's HOST, or HOST:PORT of the roll call.")] = None
@@ -303,7 +303,7 @@ class PodFlags:
     heartbeat_timeout: Annotated[float | None, flag(_PODS, "Seconds after which a silent host counts as dead.")] = None
 
     def identity(self) -> Identity:
-        """Where this process stands."""
+        """Return this process's place in the pod."""
         from spile.planning.machines import parse_machine
         from spile.worker.pod.identity import this_process
 
@@ -316,7 +316,7 @@ class PodFlags:
 
     @contextlib.contextmanager
     def joined(self, log: Callable[[str], None], identity: Identity | None = None) -> Iterator[WorkerGroup]:
-        """Alone, or with the others, for as long as this lasts."""
+        """Join the pod, if there is one, for the duration of the ``with`` block."""
         from spile.worker.pod.pod import PodTimes, joined_group
         from spile.worker.signals import before_exit, interrupting
 
@@ -335,7 +335,7 @@ _ENGINE = Group("Many workers at once", sort_key=6)
 @Parameter(name="*")
 @dataclass(frozen=True)
 class EngineFlags:
-    """Which engine, how many workers, and what each of them needs."""
+    """The engine, the number of workers, and the resources of each."""
 
     engine: Annotated[
         str | None,
@@ -365,16 +365,16 @@ class EngineFlags:
 
     @property
     def asked(self) -> bool:
-        """Whether this is a run of many workers."""
+        """Whether this is a run with several workers."""
         return self.engine is not None or self.num_workers is not None
 
     @property
     def name(self) -> str:
-        """The engine's."""
+        """The name of the engine."""
         return self.engine or "local"
 
     def needs(self) -> dict[str, float]:
-        """``--resources`` as numbers by name."""
+        """Parse ``--resources`` into numbers by name."""
         found: dict[str, float] = {}
         for word in " ".join(self.resources or ()).replace(",", " ").split():
             name, equals, text = word.partition("=")
@@ -388,7 +388,7 @@ class EngineFlags:
         return found
 
     def check(self) -> None:
-        """What cannot be, before anything is looked at."""
+        """Raise for invalid values before anything is read."""
         for name, value in (
             ("--num-workers", self.num_workers),
             ("--num-streams", self.num_streams),
@@ -412,13 +412,13 @@ _TAKEN = frozenset(
     {"model", "revision", "worker_id", "dtype", "store_dtype", "positions", "max_samples", "statistics",
      "batch_size", "batch_tokens", "mesh_shape"}
 )  # fmt: skip
-"""The flags of extract that mean something beside --add-taps; all others are the dataset's own."""
+"""The flags of extract that can be used with --add-taps; the dataset determines all others."""
 
 
 @Parameter(name="*")
 @dataclass(frozen=True)
 class BackfillFlags:
-    """Which taps, and to which dataset."""
+    """The taps to add, and the dataset to add them to."""
 
     add_taps: Annotated[
         list[str] | None,
@@ -439,7 +439,7 @@ class BackfillFlags:
         return self.add_taps is not None or self.to is not None
 
     def spec(self, flags: ExtractFlags) -> BackfillSpec:
-        """What these flags ask for, beside those of extract."""
+        """Return the spec from these flags and those of extract."""
         if self.to is None or self.add_taps is None:
             found = "one of them"
             raise SpecError("--add-taps and --to", expected="both: the taps, and the finished dataset", found=found)
@@ -464,7 +464,7 @@ _LOGIN = Group("How to log in", sort_key=3)
 @Parameter(name="*")
 @dataclass(frozen=True)
 class HostFlags:
-    """Which hosts, and how to log in."""
+    """The hosts, and how to log in."""
 
     tpu_prefix: Annotated[str | None, flag(_WHICH, "The TPU VM of this name, or all slices PREFIX-0, PREFIX-1, …")] = (
         None
@@ -482,13 +482,13 @@ class HostFlags:
     ] = None
 
     def access(self) -> Access:
-        """How to log in."""
+        """Return how to log in."""
         from spile.hosts.hosts import Access
 
         return Access(user=self.user, key=self.ssh_key, options=tuple(self.ssh_option or ()))
 
     def find(self) -> list[Host]:
-        """The hosts that the prefix names in the cloud, or those named directly."""
+        """Return the hosts that the prefix names in the cloud, or those named by address."""
         from spile.fleet.manage import find_hosts
         from spile.hosts.hosts import parse_hosts
 
@@ -507,7 +507,7 @@ _MACHINE = Group("Which machines", sort_key=2)
 @Parameter(name="*")
 @dataclass(frozen=True)
 class PlaceFlags:
-    """Which fleet, where."""
+    """The fleet, its project and its zones."""
 
     zones: Annotated[str | None, flag(_PLACE, "us-central1-a,us-central1-b [default: gcloud's compute/zone]")] = None
     fleet: Annotated[str, flag(_PLACE, "The fleet's name: the label of its machines.")] = "default"
@@ -515,13 +515,13 @@ class PlaceFlags:
     name_prefix: Annotated[str, flag(_PLACE, "Machines are named PREFIX-ZONE-N.")] = "tpu"
 
     def client(self) -> CloudTpu:
-        """The cloud."""
+        """Return the client of the cloud."""
         from spile.fleet.cloud_tpu import CloudTpu, read_settings
 
         return CloudTpu(read_settings(os.environ, project=self.project))
 
     def zone_list(self) -> tuple[str, ...]:
-        """The zones that were named."""
+        """Return the given zones."""
         from spile.fleet.cloud_tpu import gcloud_value
 
         text = self.zones or gcloud_value("compute", "zone", os.environ)
@@ -534,13 +534,13 @@ class PlaceFlags:
 
 
 _MODELS = ("spot", "reserved", "best_effort")
-"""Each says another way to pay: two of them at once are a mistake, not a wish."""
+"""Ways to pay for machines, which exclude each other."""
 
 
 @Parameter(name="*")
 @dataclass(frozen=True)
 class MachineFlags:
-    """What machines, and how many."""
+    """The type, number and payment of machines."""
 
     workers_per_zone: Annotated[int | None, flag(_MACHINE, "Machines in each zone. [default: 1]")] = None
     tpu_type: Annotated[
@@ -566,7 +566,7 @@ class MachineFlags:
     service_account: Annotated[str | None, flag(_MACHINE, "Who the machines act as.")] = None
 
     def fleet(self, place: PlaceFlags, project: str, policy: Policy | None = None) -> FleetSpec:
-        """The fleet that these flags ask for."""
+        """Return the fleet that these flags describe."""
         from spile.fleet.provider import NodeRequest
         from spile.fleet.spec import FleetSpec, default_runtime, plan_workers
         from spile.fleet.spec import Policy as DefaultPolicy
@@ -607,9 +607,9 @@ class MachineFlags:
 
 
 def _ssh_keys() -> dict[str, str]:
-    """The key that gcloud would log in with, made where there is none, as gcloud does: ``spile run`` needs it.
+    """Return the metadata with the key that gcloud logs in with; create the key if there is none, as gcloud does.
 
-    Given at birth, it needs no change of the machine. Who has no ssh here needs no key.
+    ``spile run`` needs it. A machine that is created with it need not be changed later. Without ssh no key is needed.
     """
     import getpass
     import shutil
@@ -622,7 +622,7 @@ def _ssh_keys() -> dict[str, str]:
 
 
 def confirm(question: str, *, yes: bool, console: Console) -> None:
-    """Ask before something that cannot be undone."""
+    """Ask for confirmation of an action that cannot be undone; raise if it is not given."""
     if yes:
         return
     if not console.is_terminal:
@@ -632,7 +632,7 @@ def confirm(question: str, *, yes: bool, console: Console) -> None:
 
 
 def table_of(*columns: str) -> Table:
-    """A plain table."""
+    """Return a table without borders."""
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
     for column in columns:
         table.add_column(column, no_wrap=column not in ("DETAIL",))
@@ -640,14 +640,14 @@ def table_of(*columns: str) -> Table:
 
 
 def print_result(console: Console, result: NodeResult) -> None:
-    """One machine, one line."""
+    """Print one line for a machine."""
     detail = f": {result.detail}" if result.detail else ""
     style = "red" if result.bad else None
     console.print(f"{result.name} in {result.zone}: {result.what}{detail}", style=style, markup=False, soft_wrap=True)
 
 
 def print_results(console: Console, results: Sequence[NodeResult]) -> int:
-    """One line per machine, worst last; 1 when something is not as it was asked for."""
+    """Print one line per machine, failures last; return 1 if there is a failure, else 0."""
     for result in sorted(results, key=lambda result: (result.bad, result.zone, result.name)):
         print_result(console, result)
     return int(any(result.bad for result in results))

@@ -45,7 +45,7 @@ __all__ = [
 
 
 def adjusted(interval: float, keep_finished: bool) -> Callable[[FleetSpec], FleetSpec]:
-    """What this monitor's flags change of the fleet's own policy."""
+    """Return a function that applies this monitor's flags to the policy of the fleet."""
 
     def adjust(fleet: FleetSpec) -> FleetSpec:
         policy = replace(fleet.policy, interval=interval)
@@ -70,9 +70,9 @@ def watch_fleet(
     metrics_port: int | None = None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
-    """Watch and heal until all is finished. Ctrl+C stops the watching and nothing else. 1: it fell short.
+    """Watch a fleet and replace its machines until it is finished; return 1 if it failed. Ctrl+C only stops watching.
 
-    ``makes`` False: machines go, and none is made.
+    If ``makes`` is False, machines are deleted but none is created.
     """
     from spile.fleet.monitor import FleetMonitor
     from spile.view.fleet import watch
@@ -105,7 +105,7 @@ def watch_fleet(
 
 @contextmanager
 def _ends_like_ctrl_c() -> Iterator[None]:
-    """SIGTERM ends the watching as Ctrl+C does, so that the lease is given back."""
+    """Treat SIGTERM like Ctrl+C, so that the lease is released."""
 
     def raised(*_: object) -> None:
         raise KeyboardInterrupt
@@ -118,7 +118,7 @@ def _ends_like_ctrl_c() -> Iterator[None]:
 
 
 def _first(monitor: FleetMonitor) -> FleetStatus:
-    """The first look: a mistake, such as no credentials, ends it here; later ones may be hiccups."""
+    """Run the first round; raise if the cloud refuses all requests. Errors in later rounds may be temporary."""
     status = monitor.step()
     if status.refusal is not None:
         raise status.refusal
@@ -177,7 +177,7 @@ def monitor(
         if deployment is not None:
             remember_deployment(home.folder.url, found, deployment)
         client = CloudTpu(read_settings(os.environ, project=project or deployed.project))
-        if budget is not None:  # for every monitor from now on, not for this one alone
+        if budget is not None:  # It applies to every monitor from now on.
             home.order_budget(replace(deployed, policy=replace(deployed.policy, budget=budget)), budget)
         adjust = adjusted(interval, keep_finished)
         return watch_fleet(
@@ -188,7 +188,7 @@ def monitor(
 
 
 def fleet_home(root: str, fleet: str | None) -> FleetHome | None:
-    """The fleet that is meant: named beside its bucket or its dataset, or by its own folder."""
+    """Return the fleet that ``--fleet`` names next to its bucket or dataset, or whose own folder ``root`` is."""
     from spile.fleet.home import FLEET, FleetHome, fleet_url
     from spile.objects import open_folder
     from spile.objects.folder import NotFound
@@ -422,7 +422,7 @@ def create(
         adopted = manage.adopt(client, fleet, adopt)
         named = {result.name for result in adopted}
         if machines.workers_per_zone is None or named >= {worker.name for worker in fleet.workers}:
-            return print_results(console, adopted)  # only those: nobody asked for more machines
+            return print_results(console, adopted)  # No further machines were requested.
     results = manage.create(
         client,
         fleet,

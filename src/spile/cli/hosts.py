@@ -51,7 +51,7 @@ class RunFlags:
     copy_limit_gb: Annotated[float, flag(_COPY, "Refuse to copy more than this.")] = 2.0
 
     def line(self, words: tuple[str, ...]) -> str:
-        """The command as one line: a single word is a line already."""
+        """Return the command as one line; a single word is taken as a line already."""
         if words and words[0].startswith("-"):
             flag = words[0].partition("=")[0]
             raise SpecError(f"no flag {flag}", fix="flags of the command itself go after --; see spile run --help")
@@ -60,7 +60,7 @@ class RunFlags:
         return self.command or (words[0] if len(words) == 1 else shlex.join(words))
 
     def results(self, prefix: str) -> Path:
-        """A folder that is not there yet: the one asked for, or one named after the time."""
+        """Return a folder that does not exist yet: the given one, or one named after the time."""
         if self.logs is not None:
             if self.logs.exists():
                 raise SpecError("--logs is there already", expected="a folder to be made", found=self.logs)
@@ -71,10 +71,10 @@ class RunFlags:
 
 
 class Output(Console):
-    """A reader that goes away (``spile run … | head``) ends the command on all hosts, as any failed write does."""
+    """A console whose closed pipe (``spile run … | head``) ends the command on all hosts, like any failed write."""
 
     def on_broken_pipe(self) -> None:
-        """Not rich's SystemExit, which would tear the event loop down under the hosts."""
+        """Raise BrokenPipeError instead of rich's SystemExit, which would end the event loop before the hosts."""
         raise BrokenPipeError
 
 
@@ -126,7 +126,7 @@ def install(
 
 
 def put_on(hosts: Sequence[Host], where: HostFlags, *, force: bool = False) -> None:
-    """Install on all; a host where it failed is told with its last line."""
+    """Install spile on all hosts; raise with the last line of each host that failed."""
     from spile.fleet.install import install_on
 
     name, done = install_on(hosts, where.access(), force=force)
@@ -195,7 +195,7 @@ def logs(
 
 
 def _kept(worker: str, home: str, lines: int, grep: str | None, host: int, console: Console, as_json: bool) -> int:
-    """The log that a worker's agent kept in the bucket, whether its machine is there or gone."""
+    """Print the log that a worker's agent stored in the bucket; the machine need not exist."""
     from collections import deque
 
     from spile.fleet.home import FleetHome
@@ -236,7 +236,7 @@ def _machine(worker: str, fleet: str | None, host: int, where: HostFlags) -> Log
 
 
 def _last_words(worker: str, machine: LogMachine, output: str | None, lines: int, console: Console) -> int:
-    """What the heartbeat kept."""
+    """Print the last lines of the log from the worker's heartbeat."""
     from spile.fleet.worker_logs import last_words
     from spile.objects import open_folder
 

@@ -169,7 +169,7 @@ def _scored(folder: Folder, reference: str | None, dataset: str | None) -> Score
 
 
 def _tasks(places: list[str], needed: bool) -> dict[str, Task]:
-    """The tasks; without them a page still shows what was expected and answered."""
+    """Return the tasks. Unless they are needed, unreadable ones are left out, and a page shows only the answers."""
     from spile.data.arc.answers import read_tasks
 
     tasks: dict[str, Task] = {}

@@ -21,7 +21,7 @@ _CLUSTER = Group("The cluster", sort_key=0)
 @Parameter(name="*")
 @dataclass(frozen=True)
 class KubernetesFlags:
-    """What the cluster calls things."""
+    """Names and options of the Kubernetes cluster."""
 
     image: Annotated[str, flag(_CLUSTER, "The image: spile docker build makes it, your registry holds it.")]
     topology: Annotated[
@@ -60,7 +60,7 @@ class KubernetesFlags:
     ] = False
 
     def described(self, flags: ExtractFlags, cluster: ClusterFlags) -> KubernetesJob:
-        """The job for Kubernetes."""
+        """Return the job for Kubernetes."""
         from spile.launch.kubernetes import KubernetesJob, SecretKey
         from spile.planning.machines import parse_machine
 

@@ -1,4 +1,4 @@
-"""The way into the program, where Ctrl+C is answered from the first moment on: everything else is loaded after that."""
+"""The entry point. It handles Ctrl+C from the start and imports everything else after that."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["main"]
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run ``spile`` and exit with its code: 0 done, 1 a failure, 2 a user's mistake, 3 fenced, 130 interrupted."""
-    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # runs last
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # Runs last.
     try:
         with interruptible():
             from spile.cli.program import run
@@ -23,9 +23,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             code = run(list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:
         code = Interrupted.exit_code
-        with handled(leaving(code), signal.SIGINT):  # an impatient second one
+        with handled(leaving(code), signal.SIGINT):  # For a second Ctrl+C.
             print(INTERRUPTED, file=sys.stderr)
-    atexit.register(signal.signal, signal.SIGINT, leaving(code))  # runs first, before what libraries do at exit
+    atexit.register(signal.signal, signal.SIGINT, leaving(code))  # Runs first, before exit handlers of libraries.
     sys.exit(code)
 
 

@@ -35,13 +35,13 @@ __all__ = ["bench", "models", "plan", "read_prices"]
 
 _PLAN = Group("Plan", sort_key=0)
 _USUAL = ("v3-8", "v4-8", "v5litepod-8", "v5litepod-64", "v6e-8", "v5p-8")
-"""Shown where no --topology is given."""
+"""The machines to show if no --topology is given."""
 _FIRST_TOKENS = 16_384
-"""Tokens per device that the compiler is asked for first: the worker's own choice on a TPU."""
+"""Tokens per device of the first attempt to compile: the worker's own choice on a TPU."""
 
 
 _FULL = 0.7
-"""The part of a device's memory that weights may take before they are split over more of them."""
+"""The fraction of a device's memory that weights may fill before they are split over more devices."""
 
 
 def plan(
@@ -103,7 +103,7 @@ def plan(
 
 
 def read_prices(path: Path) -> Prices:
-    """A user's price file."""
+    """Read the user's price file."""
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -114,7 +114,7 @@ def read_prices(path: Path) -> Prices:
 
 
 def _hold(estimates: list[Estimate], budget: float, preemptible: bool) -> None:
-    """Refuse when no machine that was asked for is within the budget; the cheapest says what would fit."""
+    """Raise if no requested machine is within the budget; the error describes what the cheapest one could do."""
     cost = {id(each): each.dollars.preemptible if preemptible else each.dollars.on_demand for each in estimates}
     refuse_over_budget(min(estimates, key=lambda each: cost[id(each)]), budget, preemptible=preemptible)
 
@@ -128,7 +128,7 @@ def _uncompiled(asked: bool, installed: bool) -> str:
 
 
 def _by_arithmetic(found: Forecast, machine: Machine) -> str:
-    """Whether weights and rows have room on a device, without a compiler: what it computes in between is left out."""
+    """Return whether weights and activations fit on a device, estimated without a compiler and without temporaries."""
     weights = parameter_count(found.config) * (4 if found.spec.dtype == "float32" else 2)
     room, parts = machine.hbm_per_device, 1
     while weights / parts > _FULL * room and parts < machine.devices:
@@ -201,7 +201,7 @@ def _machines(estimates: list[Estimate]) -> Table:
 
 
 def _compile(console: Console, found: Forecast, machine: Machine, *, quiet: bool, find_largest: bool) -> dict[str, Any]:
-    """Each try as it comes, since each takes the compiler a while."""
+    """Compile for a machine, and print each attempt when it is done because each takes a while."""
     from spile.planning.tpu_compiler import largest, search
 
     program = found.program(machine)
@@ -262,7 +262,7 @@ def bench(
 
 
 def _at_home(flags: ExtractFlags) -> ExtractFlags:
-    """Where no place is named, one of its own: not beside the activations of somebody's run."""
+    """Return the flags with a separate output folder if none is given, to keep away from real activations."""
     named = flags.output or flags.output_dir or flags.gcs_bucket
     return flags if named else flags.replaced(output=_HOME)
 

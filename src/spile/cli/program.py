@@ -1,4 +1,4 @@
-"""The program: find the command, run it, and turn errors into one line and an exit code."""
+"""Find the command, run it, and turn errors into one line and an exit code."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ __all__ = ["COMMANDS", "GROUPS", "SECTIONS", "Command", "build", "mistake", "run
 
 
 class Command(NamedTuple):
-    """A row of the table."""
+    """A row of the table of commands."""
 
     name: str
-    """Words separated by a blank: ``data convert`` is ``convert`` in the group ``data``."""
+    """Words separated by a space: ``data convert`` is ``convert`` in the group ``data``."""
     function: str
     help: str
 
@@ -88,7 +88,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "slurm",
     ),
 }
-"""The order of ``spile --help``: what most come for first."""
+"""The sections of ``spile --help`` in order, with the most used commands first."""
 
 COMMANDS: tuple[Command, ...] = (
     Command("extract", "spile.cli.extract:extract", "Run a model over a dataset and store its activations."),
@@ -144,12 +144,12 @@ COMMANDS: tuple[Command, ...] = (
 _HINTS = {
     ("extract", "--force"): "extract goes on where it was; spile deploy --launch ssh --force installs anew",
 }
-"""What the users of a flag that another command has, or had, need to know."""
+"""Hints for flags that only another command has, or that were removed."""
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
 
 
 def mistake(error: CycloptsError, command: str, known: Iterable[str]) -> str:
-    """One line. ``command`` is the one that was meant, ``known`` are the names of all of them."""
+    """Return the error as one line. ``command`` is the requested command, ``known`` are the names of all commands."""
     fix = f"see {' '.join(word for word in ('spile', command, '--help') if word)}"
     match error:
         case UnknownCommandError(unused_tokens=[word, *_]):
@@ -178,13 +178,13 @@ def mistake(error: CycloptsError, command: str, known: Iterable[str]) -> str:
 
 
 def _name(token: Token) -> str:
-    """The flag, as it is typed: a file's ``[batch-size]`` is ``--batch-size``."""
+    """Return the flag as it is typed: ``[batch-size]`` of a file is ``--batch-size``."""
     name = token.keyword or ""
     return f"--{name[1:-1]}" if name.startswith("[") else name
 
 
 def _source(token: Token) -> str:
-    """Where a flag was said, unless on the command line or in a variable, which is its own name."""
+    """Return the file in which a flag was given; empty for the command line and for variables."""
     return "" if token.source in ("", "cli", "env") else f" in {token.source}"
 
 
@@ -201,9 +201,9 @@ def _near(word: str, known: Iterable[str]) -> str:
 
 
 def build(config: str | None = None, meant: str | None = None) -> App:
-    """The command tree, with nothing imported but the table. Flags win over variables, and those over the file.
+    """Return the command tree without importing commands. Flags override variables, and variables override the file.
 
-    The command that is ``meant`` is described by its own docstring, the others by their line in the table.
+    The help of the command ``meant`` is its own docstring, which imports it; the others show their line of the table.
     """
     file = [] if config is None else [Dict(_read_config(config), use_commands_as_keys=False, source=config)]
     app = App(
@@ -211,7 +211,7 @@ def build(config: str | None = None, meant: str | None = None) -> App:
         help="Tap a language model: run it over a dataset and store its layers' activations, each sample exactly once.",
         version=f"spile {__version__}",
         config=(Env("SPILE_", command=False), *file, _refuse_fractions, _refuse_buckets),
-        suppress_keyboard_interrupt=False,  # it is ours to tell
+        suppress_keyboard_interrupt=False,  # run() handles it.
     )
     places = _places()
     groups = {name: App(name=name, help=text, **places[name]) for name, text in GROUPS.items()}
@@ -229,7 +229,7 @@ def build(config: str | None = None, meant: str | None = None) -> App:
 
 
 def _refuse_fractions(_app: App, _commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-    """``--max-samples 1.5`` is a mistake. Left alone, it would be rounded to a number that nobody asked for."""
+    """Refuse a value such as ``--max-samples 1.5``, which would otherwise be rounded."""
     for argument in arguments:
         if argument.hint is not int and int not in get_args(argument.hint):
             continue
@@ -239,7 +239,7 @@ def _refuse_fractions(_app: App, _commands: tuple[str, ...], arguments: Argument
 
 
 def _refuse_buckets(_app: App, _commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-    """A path of this machine is no bucket. Left alone, ``--logs gs://b/x`` would be a local folder named ``gs:``."""
+    """Refuse URLs for local paths: ``--logs gs://b/x`` would otherwise create a local folder named ``gs:``."""
     for argument in arguments:
         if argument.hint is not Path and Path not in get_args(argument.hint):
             continue
@@ -249,17 +249,17 @@ def _refuse_buckets(_app: App, _commands: tuple[str, ...], arguments: ArgumentCo
 
 
 def _places() -> dict[str, dict[str, Any]]:
-    """Where each word stands in ``spile --help``."""
+    """Return the section and the position of each command in ``spile --help``."""
     sections = [(Group(title, sort_key=number), words) for number, (title, words) in enumerate(SECTIONS.items(), 1)]
     return {word: {"group": group, "sort_key": place} for group, words in sections for place, word in enumerate(words)}
 
 
 def run(words: list[str]) -> int:
-    """Run ``spile`` with these words; its exit code."""
+    """Run ``spile`` with these arguments and return the exit code."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that knows ASCII alone gets ?, not the end of a run
-    end = words.index("--") if "--" in words else len(words)  # what follows is another program's
+            stream.reconfigure(errors="replace")  # A terminal that can print only ASCII gets "?" instead of an error.
+    end = words.index("--") if "--" in words else len(words)  # Arguments after -- belong to another program.
     debug = "--debug" in words[:end]
     return _run([word for word in words[:end] if word != "--debug"] + words[end:], debug)
 
@@ -282,12 +282,12 @@ def _run(words: list[str], debug: bool) -> int:
         errors.print(f"spile: {error}", markup=False)
         return error.exit_code
     except SystemExit as ended:
-        if isinstance(ended.__context__, BrokenPipeError):  # rich's answer to a reader that has gone
+        if isinstance(ended.__context__, BrokenPipeError):  # Rich raises it when the reader has closed the pipe.
             return 0
         raise
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _reader_has_gone():
-            # spile … | head: no failure of ours; keep the last flush quiet.
+            # The reader of ``spile … | head`` closed the pipe, which is no failure. Keep the last flush quiet.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
         if debug:
@@ -298,14 +298,14 @@ def _run(words: list[str], debug: bool) -> int:
 
 
 def _reader_has_gone() -> bool:
-    """Whether the pipe that broke is our output's: one to a server or to a child of ours is a failure like any."""
+    """Return whether the broken pipe is our own output; one to a server or a child process is a failure."""
     output = select.poll()
     output.register(sys.stdout.fileno(), 0)
     return any(seen & (select.POLLERR | select.POLLHUP) for _, seen in output.poll(0))
 
 
 def _fault(error: Exception) -> str:
-    """An error that no author of ours foresaw, on one line too: what, where, and how to see more."""
+    """Describe an unexpected error in one line: what, where, and how to see more."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     where = f"{Path(place.filename).name}:{place.lineno}"
     said = " ".join(f"{type(error).__name__}: {error}".split())
@@ -313,7 +313,7 @@ def _fault(error: Exception) -> str:
 
 
 def _config(words: list[str]) -> tuple[list[str], str | None]:
-    """The words without ``--config FILE``, and the file."""
+    """Return the arguments without ``--config FILE``, and the file."""
     rest: list[str] = []
     config: str | None = None
     place = 0
@@ -333,7 +333,7 @@ def _config(words: list[str]) -> tuple[list[str], str | None]:
 
 
 def _read_config(location: str) -> dict[str, Any]:
-    """A TOML file, here or in a bucket: one flag per line, spelled with dashes or underscores."""
+    """Read a TOML file, local or in a bucket: one flag per line, spelled with dashes or underscores."""
     from spile.objects import open_folder, split
     from spile.objects.folder import NotFound
 
@@ -348,7 +348,7 @@ def _read_config(location: str) -> dict[str, Any]:
 
 
 def _meant(words: list[str]) -> str:
-    """The command or the group that was meant, or nothing."""
+    """Return the command or group that the arguments name, or an empty string."""
     known = {command.name for command in COMMANDS} | set(GROUPS)
     names = [word for word in words if not word.startswith("-")]
     return next((name for name in (" ".join(names[:2]), " ".join(names[:1])) if name in known), "")

@@ -18,7 +18,7 @@ _CLUSTER = Group("The cluster", sort_key=0)
 @Parameter(name="*")
 @dataclass(frozen=True)
 class SlurmFlags:
-    """What the cluster calls things."""
+    """Names and options of the Slurm cluster."""
 
     partition: Annotated[str | None, flag(_CLUSTER, "The partition to run in.")] = None
     account: Annotated[str | None, flag(_CLUSTER, "The account to charge.")] = None

@@ -1,4 +1,4 @@
-"""``spile verify``: proves a dataset complete, or says what is missing, doubled or damaged."""
+"""``spile verify``: prove that a dataset is complete, or report what is missing, doubled or damaged."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def verify(
 
 
 def _recomputer(root: str) -> Recompute:
-    from spile.worker.recompute import recomputer  # the model comes with it
+    from spile.worker.recompute import recomputer  # Imported here because it imports the model.
 
     return recomputer(root)
 
@@ -104,7 +104,7 @@ def _bar(console: Console, quiet: bool) -> Iterator[Callable[[int, int], None]]:
 
 
 def show(report: Report, console: Console) -> None:
-    """The report for people: a table, what is wrong, and one line that says it all."""
+    """Print the report: a table, the problems, and a summary in one line."""
     console.print(Fitting(partial(_table, report), _SPARE))
     problems = report.all_problems
     for problem in problems[:_MOST_LINES]:
@@ -147,7 +147,7 @@ _COLUMNS: dict[str, Callable[[StreamReport], str | Text]] = {
     "STATE": _state,
 }
 _SPARE = ("TOKENS", "SIZE", "SHARDS", "SKIPPED")
-"""What goes first where the terminal is narrow."""
+"""The columns that are omitted first in a narrow terminal."""
 
 
 def _show_recomputed(report: Report, console: Console) -> None:
@@ -204,12 +204,12 @@ def _show_garbage(report: Report, console: Console) -> None:
 
 
 def _full_name(item: Garbage) -> str:
-    """What would be removed: a temporary file has a name of its own, an upload has its object's."""
+    """Return the name of what would be removed: a temporary file's own name, or an upload's object and id."""
     return item.handle if "/" in item.handle else f"{item.key} (upload {item.handle})"
 
 
 def _show_strangers(report: Report, console: Console) -> None:
-    """Commits of an earlier life, and what --repair does or did about them."""
+    """Print commits of an earlier life of a stream, and what --repair does or did about them."""
     for stream in report.streams:
         if not stream.strangers:
             continue
@@ -229,7 +229,7 @@ def _verdict(report: Report) -> Text:
     shards = sum(stream.shards for stream in report.streams)
     if report.ok:
         some = report.streams_expected is not None and len(report.streams) < report.streams_expected
-        streams = f"{len(report.streams)} of {report.streams_expected} streams"  # those that --streams names
+        streams = f"{len(report.streams)} of {report.streams_expected} streams"  # The streams that --streams names.
         streams = streams if some else counted(len(report.streams), "stream")
         where = f"{counted(samples, 'sample')} in {streams}, each exactly once"
         answers = sum(stream.predictions for stream in report.streams)
@@ -244,7 +244,7 @@ def _verdict(report: Report) -> Text:
 
 
 def _amount_wrong(report: Report, kind: Kind, problems: int) -> str:
-    """Samples and streams where they are known one by one, else how many problems there are of the kind."""
+    """Return the number of samples and streams if they are known, otherwise the number of problems of the kind."""
     known = {
         "missing": [
             (sum(len(stream.missing) for stream in report.streams), "sample"),
@@ -257,7 +257,7 @@ def _amount_wrong(report: Report, kind: Kind, problems: int) -> str:
 
 
 def _hint(report: Report, *, damaged: bool) -> str:
-    """What to do next, where doing more work is all it takes."""
+    """Return what to do next, if the dataset only has to be continued."""
     if damaged:
         return ""
     unfinished = any(problem.kind == "missing" for stream in report.streams for problem in stream.problems)

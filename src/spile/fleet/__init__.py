@@ -1,1 +1,1 @@
-"""The machines: provider, Cloud TPU, states, the pure reconciler, ssh, deploy."""
+"""Fleets of TPU machines: specification, provider, Cloud TPU client, reconciler, monitor, agent and deploy."""

@@ -72,7 +72,7 @@ class Agent:
     host: int = 0
     restarts: RestartPolicy = field(default_factory=lambda: RestartPolicy(pause=10.0))
     look: float = 60.0
-    """Seconds between checks for a new deployment, an order to stop and the budget."""
+    """Seconds between checks for a new deployment, a stop order and the budget."""
     pin: str = ""
     """The sha256 of the ``fleet.json`` that the startup script accepted; empty if nothing is pinned."""
     stay: bool = True
@@ -135,7 +135,7 @@ class Agent:
         return 0 if ended is None else ended
 
     def _wait(self, fleet: FleetSpec, seconds: float) -> int | None:
-        """Wait; return the exit code if the agent has to end meanwhile, None after ``seconds``."""
+        """Wait; return an exit code if the agent has to end before, or None after ``seconds``."""
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             if self.stopping.wait(min(self.look, left)):
@@ -148,12 +148,12 @@ class Agent:
         try:
             new, found = self.home.read_pinned()
             return new.deployment != fleet.deployment and self._is_pinned(fleet, found)
-        except SpileError as error:  # The next look may succeed; the worker's own writes show a lasting failure.
+        except SpileError as error:  # The next check may succeed; the worker's own writes show a lasting failure.
             print(f"spile agent: {error}", flush=True)
             return False
 
     def _is_pinned(self, fleet: FleetSpec, found: str) -> bool:
-        """Return whether this machine's metadata names that ``fleet.json``: writing the bucket is not deploying."""
+        """Return whether this machine's metadata names that ``fleet.json``. Access to the bucket is not enough."""
         if not self.pin or own_pin(self.zone, self.node, fleet.project, found) == found:
             return True
         if found != self._refused_pin:
@@ -166,7 +166,7 @@ class Agent:
         return False
 
     def _reason_to_stop(self, fleet: FleetSpec) -> str:
-        """Return why the work has to end now: an order, or a budget that is spent."""
+        """Return why the work has to end now: a stop order, or a spent budget."""
         self._tell()
         policy = self.home.ordered(fleet).policy
         if policy.stop or policy.budget is None:
@@ -245,7 +245,7 @@ class Agent:
             verdict.new_deployment = self._is_new_deployment(fleet)
             try:
                 verdict.why = "" if verdict.new_deployment else self._reason_to_stop(fleet)
-            except SpileError as error:  # The next look may succeed.
+            except SpileError as error:  # The next check may succeed.
                 print(f"spile agent: {error}", flush=True)
             if verdict.new_deployment or verdict.why:
                 child.send_signal(signal.SIGTERM)
@@ -313,7 +313,7 @@ def _fetch_secret(variable: str, name: str) -> str:
     from google.auth.transport.requests import AuthorizedSession
 
     with untrusted(CloudError, f"the secret {name} for {variable} cannot be read", fix="see the machine's account"):
-        if endpoint.startswith("http://"):  # Never Google: a token must not travel over it.
+        if endpoint.startswith("http://"):  # Google never uses plain http, so a token must not be sent over it.
             session: requests.Session = requests.Session()
         else:
             credentials, _ = google.auth.default(scopes=["https://www.googleapis.com/auth/cloud-platform"])
@@ -344,7 +344,7 @@ def main(words: Sequence[str] | None = None) -> int:
         look=options.look,
         pin=options.pin,
     )
-    # The end of the service sends the same signal to the worker, which commits what it has; the agent waits for it.
+    # When the service ends, the worker gets the same signal and commits; the agent waits for it.
     # The flag is set in a thread: a handler that interrupts the main thread inside wait() would wait for its own lock.
     signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=agent.stopping.set).start())
     try:

@@ -1,4 +1,4 @@
-"""The cloud's words as ours: JSON to nouns, and status codes and messages to typed errors."""
+"""The client of the Cloud TPU API: requests, retries, and the conversion of its JSON and errors to our types."""
 
 from __future__ import annotations
 
@@ -54,24 +54,24 @@ __all__ = [
 ]
 
 
-# Both are "resource exhausted" (429, code 8) to the API; only the message tells them apart.
+# The API reports both as "resource exhausted" (429, code 8); only the message tells them apart.
 _RATE = re.compile(r"per minute|per second|rate limit|RATE_LIMIT_EXCEEDED", re.IGNORECASE)
 _QUOTA = re.compile(r"\bquota\b", re.IGNORECASE)
 _STOCK = re.compile(
     r"no more capacity|insufficient (reserved )?capacity|not enough resources|stockout|out of capacity", re.IGNORECASE
 )
 
-# gRPC's codes, as operations carry them, to the HTTP status that means the same.
+# Maps the gRPC codes of operations to the HTTP status with the same meaning.
 _STATUS_OF_CODE = {3: 400, 5: 404, 6: 409, 7: 403, 8: 429, 9: 400, 10: 409, 13: 500, 14: 503, 16: 401}
 
 
 def is_rate_limit(message: str) -> bool:
-    """Whether a 429 means "slower", not "no"."""
+    """Return whether a 429 is a rate limit and not a missing quota."""
     return bool(_RATE.search(message))
 
 
 def error_of(status: int, message: str, doing: str) -> CloudError | UserError:
-    """The error for an HTTP status and the API's message, as one line."""
+    """Return the error for an HTTP status and the API's message, as one line."""
     found = " ".join(message.split()) or f"status {status}"
     if _STOCK.search(message):
         return Stockout(f"no capacity to {doing}", found=found, fix="another zone may have some")
@@ -94,7 +94,7 @@ Read = TypeVar("Read")
 
 
 def _answer(what: str) -> Callable[[Callable[[Mapping[str, Any]], Read]], Callable[[Mapping[str, Any]], Read]]:
-    """A reader of the API's JSON: what is none is an error of the cloud's, in one line."""
+    """Decorate a parser of the API's JSON so that malformed JSON raises a one-line cloud error."""
 
     def wrapped(read: Callable[[Mapping[str, Any]], Read]) -> Callable[[Mapping[str, Any]], Read]:
         @wraps(read)
@@ -110,7 +110,7 @@ def _answer(what: str) -> Callable[[Callable[[Mapping[str, Any]], Read]], Callab
 def _seconds(text: str | None) -> float:
     if not text:
         return 0.0
-    # Nanoseconds, which the API sends, are more than fromisoformat takes.
+    # The API sends nanoseconds, which fromisoformat does not accept.
     text = re.sub(r"(\.\d{6})\d+", r"\1", text).replace("Z", "+00:00")
     return datetime.fromisoformat(text).timestamp()
 
@@ -122,7 +122,7 @@ def _parts(name: str) -> tuple[str, str]:
 
 @_answer("node")
 def read_node(raw: Mapping[str, Any]) -> Node:
-    """A node from the API's JSON."""
+    """Parse a node from the API's JSON."""
     zone, name = _parts(raw["name"])
     scheduling = raw.get("schedulingConfig", {})
     return Node(
@@ -165,7 +165,7 @@ def _request_of(raw: Mapping[str, Any]) -> NodeRequest:
 
 @_answer("queued resource")
 def read_queued(raw: Mapping[str, Any]) -> QueuedResource:
-    """A queued resource from the API's JSON, of either version."""
+    """Parse a queued resource from the API's JSON, of either version."""
     zone, name = _parts(raw["name"])
     specs = raw.get("tpu", {}).get("nodeSpec", [])
     state = raw.get("state", {})
@@ -195,7 +195,7 @@ def read_queued(raw: Mapping[str, Any]) -> QueuedResource:
 
 @_answer("operation")
 def read_operation(raw: Mapping[str, Any]) -> Operation:
-    """An operation from the API's JSON; its failure, if any, as a typed error."""
+    """Parse an operation from the API's JSON; its failure, if any, becomes a typed error."""
     zone, name = _parts(raw["name"])
     meta = raw.get("metadata", {})
     target = str(meta.get("target", "")).rpartition("/")[2]
@@ -209,7 +209,7 @@ def read_operation(raw: Mapping[str, Any]) -> Operation:
 
 
 def node_body(request: NodeRequest) -> dict[str, Any]:
-    """A request as the API's JSON."""
+    """Return a request as the API's JSON."""
     network = {"enableExternalIps": request.external_ips}
     scheduling = {name: True for name in ("preemptible", "spot", "reserved") if getattr(request, name)}
     body: dict[str, Any] = {
@@ -234,7 +234,7 @@ def node_body(request: NodeRequest) -> dict[str, Any]:
 
 
 def queued_body(request: QueuedRequest, parent: str, name: str, *, alpha: bool) -> dict[str, Any]:
-    """A queued request as the API's JSON. Multislice is spelled differently in the two versions."""
+    """Return a queued request as the API's JSON. The two API versions spell multislice differently."""
     node = node_body(request.node)
     scheduling = node.pop("schedulingConfig", {})
     spec: dict[str, Any] = {"parent": parent, "node": node}
@@ -259,16 +259,16 @@ TPU_ENDPOINT = "https://tpu.googleapis.com/"
 
 @dataclass(frozen=True)
 class CloudSettings:
-    """Which project, and where its API is."""
+    """The project and the address of the API."""
 
     project: str
     zone: str | None = None
     endpoint: str = TPU_ENDPOINT
     anonymous: bool = False
-    """No credentials are sent: for a local stand-in of the API."""
+    """Whether to send no credentials, which a local fake of the API does not need."""
 
     def api(self, name: str) -> str:
-        """Where another API of Google's is: ``cloudresourcemanager``, ``iam``. A stand-in answers for all."""
+        """Return the address of another Google API, such as ``iam``. A fake serves all APIs at one address."""
         return f"https://{name}.googleapis.com/" if self.endpoint == TPU_ENDPOINT else self.endpoint
 
 
@@ -285,7 +285,7 @@ def _configuration(environment: Mapping[str, str]) -> configparser.ConfigParser:
 
 
 def gcloud_value(section: str, key: str, environment: Mapping[str, str]) -> str | None:
-    """What ``gcloud config get section/key`` would say: its variable, then its files."""
+    """Return what ``gcloud config get section/key`` would print: the variable first, then gcloud's files."""
     variable = environment.get(f"CLOUDSDK_{section}_{key}".upper())
     if variable:
         return variable
@@ -293,7 +293,7 @@ def gcloud_value(section: str, key: str, environment: Mapping[str, str]) -> str 
 
 
 def read_settings(environment: Mapping[str, str], *, project: str | None = None) -> CloudSettings:
-    """The settings a command runs with."""
+    """Return the settings from the flags, the environment and gcloud's configuration."""
     project = project or gcloud_value("core", "project", environment) or environment.get("GOOGLE_CLOUD_PROJECT")
     if not project:
         raise UserError("no Google Cloud project", fix="pass --project, or run: gcloud config set project NAME")
@@ -309,7 +309,7 @@ def read_settings(environment: Mapping[str, str], *, project: str | None = None)
         project=project,
         zone=gcloud_value("compute", "zone", environment),
         endpoint=endpoint.rstrip("/") + "/",
-        # Plain http is never Google: a token must not travel over it.
+        # Google never uses plain http, so a token must not be sent over it.
         anonymous=disabled or endpoint.startswith("http://"),
     )
 
@@ -319,7 +319,7 @@ _ACT_AS = ("iam.serviceAccounts.actAs",)
 
 
 def check_roles(client: CloudTpu, account: str | None) -> Iterator[str]:
-    """A line for each finding; :class:`NotAllowed` where the account may not make machines, or not act as theirs."""
+    """Yield a line per finding; raise :class:`NotAllowed` if the account may not create machines or act as theirs."""
     project = f"projects/{client.project}"
     give = f"gcloud projects add-iam-policy-binding {client.project} --member=user:YOU --role=roles/tpu.admin"
     yield _check(client, "cloudresourcemanager", project, _MACHINES, "make and delete its TPU VMs", give)
@@ -334,7 +334,7 @@ def _check(client: CloudTpu, api: str, resource: str, needed: tuple[str, ...], w
     name = resource.rpartition("/")[2]
     try:
         held = client.held(api, resource, needed)
-    except (CloudError, UserError) as error:  # the API is off, or the account may not even ask
+    except (CloudError, UserError) as error:  # The API is disabled, or the account may not read the policy.
         return f"{name}: cannot tell whether your account may {what} ({error.found})"
     lacking = [each for each in needed if each not in held]
     if lacking:
@@ -353,12 +353,12 @@ _TRIES = 6
 
 
 def backoff(attempt: int, *, base: float = 0.5, cap: float = 30.0, chance: float = 1.0) -> float:
-    """Seconds before try ``attempt`` (from 1): doubling, capped, and jittered between half and whole."""
+    """Return the seconds before attempt ``attempt`` (from 1): doubling, capped, and reduced at random by up to half."""
     return float(min(cap, base * 2.0 ** min(attempt - 1, 30)) * (0.5 + 0.5 * chance))
 
 
 def open_session(settings: CloudSettings) -> requests.Session:
-    """A session that signs its requests with the user's application-default credentials."""
+    """Return a session that signs its requests with the user's application-default credentials."""
     if settings.anonymous:
         return requests.Session()
     import google.auth
@@ -374,7 +374,7 @@ def open_session(settings: CloudSettings) -> requests.Session:
 
 
 class CloudTpu:
-    """The real cloud, or anything that speaks its API. Safe to call from several threads."""
+    """The client of the Cloud TPU API or of a server that implements it. Safe to use from several threads."""
 
     def __init__(
         self,
@@ -386,7 +386,7 @@ class CloudTpu:
     ) -> None:
         self._settings = settings
         self._session = session or open_session(settings)
-        # The default pool of ten connections makes more zones than that wait, and warns.
+        # With the default pool of ten connections, requests for more than ten zones would wait and log warnings.
         adapter = requests.adapters.HTTPAdapter(pool_maxsize=64)
         self._session.mount("https://", adapter)
         self._session.mount("http://", adapter)
@@ -395,11 +395,11 @@ class CloudTpu:
 
     @property
     def project(self) -> str:
-        """Whose machines these are."""
+        """The project that owns the machines."""
         return self._settings.project
 
     def close(self) -> None:
-        """Let go of the connections."""
+        """Close the connections."""
         self._session.close()
 
     # -- requests ---------------------------------------------------------------------------------------------------
@@ -428,7 +428,7 @@ class CloudTpu:
     def _once(
         self, method: str, url: str, doing: str, body: Mapping[str, Any] | None, params: Mapping[str, str] | None
     ) -> tuple[Any, bool]:
-        """One try: the answer, or the error and whether trying again is safe and may help."""
+        """Send the request once; return the answer, or the error, and whether a retry is safe and may help."""
         from google.auth.exceptions import GoogleAuthError
 
         repeatable = method != "POST"
@@ -468,21 +468,21 @@ class CloudTpu:
     # -- nodes ------------------------------------------------------------------------------------------------------
 
     def nodes(self, zone: str) -> list[Node]:
-        """All nodes of a zone; ``-`` means every zone."""
+        """Return all nodes of a zone; ``-`` means every zone."""
         return [read_node(raw) for raw in self._pages(f"{self._parent(zone)}/nodes", "nodes", f"list TPUs in {zone}")]
 
     def node(self, zone: str, name: str) -> Node:
-        """One node, or Missing."""
+        """Return one node, or raise :class:`Missing`."""
         return read_node(self._send("GET", f"{self._parent(zone)}/nodes/{name}", f"look at TPU {name} in {zone}"))
 
     def create_node(self, zone: str, name: str, request: NodeRequest) -> Operation:
-        """Ask for a node."""
+        """Request a node."""
         doing = f"create TPU {name} ({request.accelerator_type}) in {zone}"
         path = f"{self._parent(zone)}/nodes"
         return read_operation(self._send("POST", path, doing, body=node_body(request), params={"nodeId": name}))
 
     def delete_node(self, zone: str, name: str) -> Operation:
-        """Ask for its end."""
+        """Request the deletion of a node."""
         return read_operation(
             self._send("DELETE", f"{self._parent(zone)}/nodes/{name}", f"delete TPU {name} in {zone}")
         )
@@ -501,19 +501,19 @@ class CloudTpu:
         return read_operation(self._send("PATCH", path, f"{verb} TPU {name} in {zone}", body=body, params=mask))
 
     def operation(self, zone: str, name: str) -> Operation:
-        """How far an operation is."""
+        """Return the state of an operation."""
         path = f"{self._parent(zone)}/operations/{name}"
         return read_operation(self._send("GET", path, f"look at operation {name} in {zone}"))
 
     # -- queued resources -------------------------------------------------------------------------------------------
 
     def queued(self, zone: str) -> list[QueuedResource]:
-        """All queued resources of a zone; ``-`` means every zone."""
+        """Return all queued resources of a zone; ``-`` means every zone."""
         path = f"{self._parent(zone)}/queuedResources"
         return [read_queued(raw) for raw in self._pages(path, "queuedResources", f"list queued resources in {zone}")]
 
     def create_queued(self, zone: str, name: str, request: QueuedRequest) -> Operation:
-        """Stand in the queue."""
+        """Request a queued resource."""
         alpha = request.best_effort
         parent = self._parent(zone)
         return read_operation(
@@ -523,13 +523,13 @@ class CloudTpu:
                 f"queue for {name} ({request.node.accelerator_type}) in {zone}",
                 body=queued_body(request, parent, name, alpha=alpha),
                 params={"queuedResourceId": name},
-                # Only v2alpha1 knows bestEffort.
+                # Only v2alpha1 has bestEffort.
                 version="v2alpha1" if alpha else "v2",
             )
         )
 
     def delete_queued(self, zone: str, name: str, *, force: bool) -> Operation:
-        """Leave the queue; ``force`` deletes its nodes too."""
+        """Delete a queued resource; ``force`` also deletes its nodes."""
         path = f"{self._parent(zone)}/queuedResources/{name}"
         params = {"force": "true"} if force else {}
         return read_operation(self._send("DELETE", path, f"delete queued resource {name} in {zone}", params=params))
@@ -537,17 +537,17 @@ class CloudTpu:
     # -- what there is ----------------------------------------------------------------------------------------------
 
     def zones(self) -> list[str]:
-        """The zones that have TPUs."""
+        """Return the zones that have TPUs."""
         path = f"projects/{self._settings.project}/locations"
         return sorted(raw["locationId"] for raw in self._pages(path, "locations", "list zones"))
 
     def accelerator_types(self, zone: str) -> list[str]:
-        """What a zone offers."""
+        """Return the machine types of a zone."""
         raws = self._pages(f"{self._parent(zone)}/acceleratorTypes", "acceleratorTypes", f"list TPU types in {zone}")
         return sorted(raw["type"] for raw in raws)
 
     def held(self, api: str, resource: str, permissions: Sequence[str]) -> list[str]:
-        """Which of these permissions the account in use has on a project or a service account."""
+        """Return which of these permissions the current account has on a project or a service account."""
         body = {"permissions": list(permissions)}
         doing = f"ask what your account may do with {resource}"
         answer = self._send("POST", f"{resource}:testIamPermissions", doing, body=body, version="v1", api=api)
@@ -559,12 +559,12 @@ def _cause(error: BaseException) -> str:
 
 
 def _never_sent(error: requests.exceptions.RequestException) -> bool:
-    """Whether no byte of the request can have reached the server."""
+    """Return whether no byte of the request can have reached the server."""
     return "NewConnectionError" in str(error) or "NameResolutionError" in str(error)
 
 
 def _answer_tpu(reply: requests.Response, doing: str) -> tuple[dict[str, Any] | Unavailable, bool]:
-    """What the API answered; a page of a proxy's in its place is no answer, and whether it was asked is not known."""
+    """Return the API's answer. A proxy's page is an error: whether the API received the request is not known."""
     try:
         found = reply.json() if reply.content else {}
     except ValueError:
@@ -584,7 +584,7 @@ def _message(reply: requests.Response) -> str:
 
 
 def check_place(provider: CloudTpu, zone: str, accelerator_type: str) -> None:
-    """Refuse an unknown zone or type before anything is asked for."""
+    """Raise for an unknown zone or machine type before anything is requested."""
     zones = provider.zones()
     if zone not in zones:
         near = [name for name in zones if name.rpartition("-")[0] == zone.rpartition("-")[0]] or zones

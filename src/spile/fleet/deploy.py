@@ -68,22 +68,22 @@ __all__ = [
 
 
 _NAME = 16
-"""Digits of a split's digest in its folder's name."""
+"""The number of digits of a split's digest in the name of its folder."""
 
 
 @dataclass(frozen=True)
 class StreamsPlan:
-    """Streams, and where workers will read them."""
+    """The streams of a fleet, and where workers will read them."""
 
     url: str
     manifest: StreamsManifest | None
-    """None: nothing describes them, and only their names can be checked."""
+    """None if no manifest describes the streams, so that only their names can be checked."""
     local: Path | None = None
-    """What has to be put there first; None: it is there."""
+    """The local folder that has to be uploaded first; None if the streams are already in place."""
 
     @property
     def split(self) -> str | None:
-        """What workers check their stream against."""
+        """The digest against which workers check their stream."""
         return None if self.manifest is None else self.manifest.digest()
 
     @property
@@ -92,7 +92,7 @@ class StreamsPlan:
         return len(self.manifest.streams) if self.manifest is not None else _count(self.url, self.local)
 
     def check(self, workers: int) -> None:
-        """Refuse more workers than streams: the others would have nothing to do."""
+        """Raise if there are more workers than streams, because some would have nothing to do."""
         if self.count < workers:
             raise DataError(
                 f"{self.local or self.url} has too few streams",
@@ -102,7 +102,7 @@ class StreamsPlan:
             )
 
     def put(self, log: Callable[[str], None]) -> None:
-        """Put them where workers read them, skipping what is there already."""
+        """Upload the streams to where workers read them, skipping files that are already there."""
         if self.local is None:
             return
         sent = upload(self.local, open_folder(self.url))
@@ -110,12 +110,12 @@ class StreamsPlan:
 
 
 def existing_streams(url: str) -> StreamsPlan:
-    """Streams that are in a bucket already."""
+    """Return the plan for streams that are already in a bucket."""
     return StreamsPlan(url.rstrip("/"), read_manifest(open_folder(url)))
 
 
 def local_streams(folder: Path, below: str) -> StreamsPlan:
-    """A folder of streams on this computer, which goes to the bucket below ``below``, under a name of its content."""
+    """Return the plan for a local folder of streams; its folder below ``below`` is named after its content."""
     if not folder.is_dir():
         raise DataError(f"no such folder: {folder}", fix="make streams first: spile data streams")
     file = folder / MANIFEST
@@ -125,7 +125,7 @@ def local_streams(folder: Path, below: str) -> StreamsPlan:
 
 
 def place_of(below: str, digest: str) -> str:
-    """Where streams of this content lie: another content lies elsewhere, so that nothing is ever replaced."""
+    """Return the folder for streams with this digest. Other content gets another folder, so nothing is replaced."""
     return f"{below}/{digest[:_NAME]}"
 
 
@@ -138,9 +138,9 @@ def split_streams(
     data: DataSpec,
     log: Callable[[str], None],
 ) -> Iterator[StreamsPlan]:
-    """Split a dataset into one stream per worker, here; they can be put in the bucket as long as this lasts.
+    """Split a dataset into one stream per worker in a temporary local folder, which exists inside the ``with`` block.
 
-    ``data`` says what is taken of it and in which order.
+    ``data`` selects the rows and their order.
     """
     with tempfile.TemporaryDirectory(prefix="spile-streams-") as folder:
         made = make_streams(
@@ -163,7 +163,7 @@ def _selection(data: DataSpec) -> RowSelection:
 
 
 def refuse_other_rows(manifest: StreamsManifest, data: DataSpec, place: str) -> None:
-    """Streams that were made earlier are of the rows that are asked for now: --split would be without effect."""
+    """Raise if existing streams contain other rows than requested: flags such as --split would have no effect."""
     part, source = RowRange.parse(data.split), manifest.source
     asked = {"split": part.split or "train", "config_name": data.config_name}
     facts = {name: (source[name], value) for name, value in asked.items() if name in source}
@@ -183,7 +183,7 @@ def _rows(start: object, stop: object) -> str:
 
 
 def prepare_streams(dataset: str, url: str, count: int, *, data: DataSpec, log: Callable[[str], None]) -> None:
-    """Split a dataset and put its streams at this very place, skipping what is there already."""
+    """Split a dataset and upload its streams to exactly this URL, skipping files that are already there."""
     with split_streams(dataset, url, count, data=data, log=log) as made:
         replace(made, url=url).put(log)
 
@@ -204,7 +204,7 @@ def _digest(folder: Path) -> str:
 
 
 def check_model(spec: ExtractSpec) -> ModelConfig:
-    """The model is one that machines can read, and has the layers that are asked for. No weights are fetched."""
+    """Check that machines can read the model and that it has the requested layers. No weights are downloaded."""
     if spec.model != EMBEDDED and not is_remote(spec.model) and Path(spec.model).expanduser().exists():
         raise ModelError(
             f"{spec.model} is on this computer, where machines cannot read it",
@@ -217,16 +217,16 @@ def check_model(spec: ExtractSpec) -> ModelConfig:
 
 
 def check_access(urls: Iterable[str], account: str | None, client: CloudTpu | None = None) -> Iterator[str]:
-    """A line for each finding about who may write these buckets, and with a ``client`` who may make machines.
+    """Yield a line for each finding about write access to these buckets and, with ``client``, about creating machines.
 
-    :class:`Unwritable` or :class:`NotAllowed` where the operator may not.
+    Raises :class:`Unwritable` or :class:`NotAllowed` if the operator lacks access.
     """
     for bucket in dict.fromkeys("/".join(url.split("/", 3)[:3]) for url in urls):
         name = bucket.partition("://")[2]
         if bucket.startswith("gs://"):
             yield check_own(name)
             yield check_machines(name, account)
-        else:  # S3 has nobody to ask: an object is made and removed
+        else:  # S3 has no API for this question, so an object is created and deleted.
             preflight(open_folder(bucket))
             yield f"{bucket}: your account may write it; machines may where --env gives them keys of S3 that may"
     if client is not None:
@@ -234,7 +234,7 @@ def check_access(urls: Iterable[str], account: str | None, client: CloudTpu | No
 
 
 def check_root(bucket: str, fleet: FleetSpec, streams: StreamsPlan, *, cleared: bool) -> None:
-    """Nobody else's rows are where this fleet will write. ``cleared``: what its own workers made will be removed."""
+    """Raise if the output contains other rows. ``cleared``: what this fleet's own workers stored will be removed."""
     for other in fleets_of(bucket):
         if other.name != fleet.name and other.root == fleet.root and not _over(bucket, other):
             raise UserError(
@@ -253,7 +253,7 @@ def check_root(bucket: str, fleet: FleetSpec, streams: StreamsPlan, *, cleared: 
 
 
 def check_stored(number: int, sha256: str, where: str, streams: StreamsPlan, *, mine: bool) -> None:
-    """Rows that are stored already must be of the very stream that their worker will be given."""
+    """Raise if the stored rows are not from the stream that their worker will get."""
     entries = streams.manifest.streams if streams.manifest is not None else None
     if entries is None:
         return
@@ -268,13 +268,13 @@ def check_stored(number: int, sha256: str, where: str, streams: StreamsPlan, *, 
 
 
 def begun(root: str, fleet: FleetSpec) -> list[int]:
-    """The fleet's streams of which something is stored."""
+    """Return the fleet's streams of which something is stored."""
     folder = open_folder(root)
     return [stream for stream in range(fleet.stream_count) if stream_has_commits(folder, stream)]
 
 
 def refuse_at_work(root: str, numbers: list[int]) -> None:
-    """Nothing is removed under a worker that writes."""
+    """Raise if a worker is still writing one of these streams, which must not be removed then."""
     for view in SnapshotReader(open_folder(root), time.time).take().streams:
         if view.number in numbers and view.age is not None and view.age < 300 and not view.phase.ended:
             raise DataError(
@@ -285,7 +285,7 @@ def refuse_at_work(root: str, numbers: list[int]) -> None:
 
 
 def _over(bucket: str, fleet: FleetSpec) -> bool:
-    """Whether a fleet is done or was stopped: as far as its bucket tells."""
+    """Return whether a fleet is finished or was stopped, as far as its bucket shows."""
     home = FleetHome.open(f"{bucket}/fleet/{fleet.name}")
     try:
         if home.read_stop(fleet):
@@ -302,7 +302,7 @@ _SHOWN = ("output", "dataset_dir")
 
 
 def changes(before: FleetSpec, now: FleetSpec) -> list[str]:
-    """What a deployment would change of the one that is there: ``root: A → B``, one each; empty: nothing."""
+    """Return what a deployment would change in the existing one, as lines ``root: A → B``; empty if nothing changes."""
     return list(_changes(before, now))
 
 
@@ -317,7 +317,7 @@ def _changes(before: FleetSpec, now: FleetSpec) -> Iterator[str]:
     for name, (old, new) in facts.items():
         if old != new:
             yield f"{name}: {old or 'none'} → {new or 'none'}"
-    names = {**before.environment, **now.environment}  # values may be secrets
+    names = {**before.environment, **now.environment}  # The values may be secrets.
     if others := [name for name in names if before.environment.get(name) != now.environment.get(name)]:
         yield f"variables: {', '.join(others)}"
 
@@ -328,7 +328,7 @@ def _places(fleet: FleetSpec) -> str:
 
 
 def fleet_bucket(flag: str, text: str) -> str:
-    """``name``, ``gs://name/x`` or ``s3://name/x`` as a URL; a fleet's home is a bucket, for machines' disks go."""
+    """Return ``name``, ``gs://name/x`` or ``s3://name/x`` as a URL. Refuse folders: machines lose their disks."""
     url = bucket_url(text)
     scheme, _, rest = url.partition("://")
     if scheme not in ("gs", "s3") or not rest or text.startswith(("/", ".", "~")):
@@ -353,7 +353,7 @@ def deployment_of(fleet: FleetSpec, run: RunSpec, streams: StreamsPlan, **more: 
 
 
 def publish(home: FleetHome, fleet: FleetSpec, log: Callable[[str], None]) -> FleetSpec:
-    """Put the wheel, the startup script and, last, the assignment where machines look for them."""
+    """Upload the wheel, the startup script and, last, ``fleet.json``."""
     name, data = build_wheel()
     files = {name: data, STARTUP: startup_script().encode(), REQUIREMENTS: machine_requirements()}
     for key, content in files.items():
@@ -367,7 +367,7 @@ def publish(home: FleetHome, fleet: FleetSpec, log: Callable[[str], None]) -> Fl
 
 
 def _former_zones(home: FleetHome, fleet: FleetSpec) -> tuple[str, ...]:
-    """The zones of the deployment before that this one does not use: machines may be left there."""
+    """Return the zones that only earlier deployments use: machines may be left there."""
     before = home.find_fleet()
     if before is None:
         return ()

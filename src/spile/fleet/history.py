@@ -45,9 +45,9 @@ class Pulse:
     error: str = ""
     """The last lines of its log."""
     progress: float | None = None
-    """When it last made progress."""
+    """The time at which the worker last made progress."""
     crash_loop: str = ""
-    """What to tell about a worker that its agent restarts again and again."""
+    """A description of the crash loop of a worker that its agent keeps restarting; empty if there is none."""
 
 
 @dataclass(frozen=True)
@@ -130,9 +130,9 @@ class WorkerHistory:
     since: float = 0.0
     """When that machine was created."""
     coming: float = 0.0
-    """Since when its machine has been starting; 0 if it is not starting."""
+    """The time since when its machine has been starting; 0 if it is not starting."""
     without: float = 0.0
-    """Since when it has had no machine; 0 if it has one or needs none."""
+    """The time since when it has had no machine; 0 if it has one or needs none."""
     alarmed: bool = False
     """Whether that is longer than ``Policy.no_machine_alarm``."""
     last_dead: str = ""

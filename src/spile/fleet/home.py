@@ -156,7 +156,7 @@ class FleetHome:
         return replace(fleet, policy=replace(fleet.policy, budget=budget, stop=self.read_stop(fleet)))
 
     def read_stop(self, fleet: FleetSpec) -> str:
-        """Return who ordered the deployment to stop, and when; empty if nobody did."""
+        """Return who ordered the deployment to stop, and when; empty if there is no order."""
         order = self._order("stop", fleet)
         return f"stopped by {order.get('who')} at {order.get('time')}" if order else ""
 

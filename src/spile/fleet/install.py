@@ -1,4 +1,4 @@
-"""The wheel of this very code, as it is installed here: what machines run is what was tried."""
+"""Build a wheel of the code that is installed here, so that machines run the same code."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LEFT_OUT = ("__pycache__",)
 
 
 def build_wheel() -> tuple[str, bytes]:
-    """Its file name and its bytes: the same bytes for the same code. The version carries the code's hash."""
+    """Return the wheel's file name and bytes. The same code gives the same bytes, and its hash is in the version."""
     package = Path(spile.__file__).parent
     files = {
         f"spile/{path.relative_to(package).as_posix()}": path.read_bytes()
@@ -54,14 +54,14 @@ def build_wheel() -> tuple[str, bytes]:
 
 
 def _metadata(version: str) -> str:
-    """The installed distribution's own, with the version changed: the requirements are those of this installation."""
+    """Return the metadata of the installed distribution with a changed version; the requirements stay the same."""
     text = (
         metadata.distribution("spile").read_text("METADATA")
         or f"Metadata-Version: 2.4\nName: spile\nVersion: {version}\n"
     )
     head, blank, body = text.partition("\n\n")
     lines = [f"Version: {version}" if line.startswith("Version:") else line for line in head.splitlines()]
-    # A licence file that is named but not packed would make the wheel invalid.
+    # A licence file that is named in the metadata but missing would make the wheel invalid.
     return "\n".join(line for line in lines if not line.startswith("License-File:")) + blank + body
 
 
@@ -77,7 +77,7 @@ def _zip(files: dict[str, bytes]) -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, data in files.items():
-            # A fixed date, so that the same code gives the same bytes.
+            # The date is fixed so that the same code gives the same bytes.
             entry = zipfile.ZipInfo(name, (2020, 1, 1, 0, 0, 0))
             entry.external_attr = 0o644 << 16
             archive.writestr(entry, data, zipfile.ZIP_DEFLATED)
@@ -110,7 +110,7 @@ bash -lc 'spile --version'
 def install_on(
     hosts: Sequence[Host], access: Access, *, force: bool = False, env: dict[str, str] | None = None
 ) -> tuple[str, list[Launched]]:
-    """The wheel's name, and how it went on each host. The same wheel again installs nothing, unless forced."""
+    """Return the wheel's name and the result on each host. The same wheel is installed again only if forced."""
     name, data = build_wheel()
     with tempfile.TemporaryDirectory(prefix="spile-install-") as text:
         folder = Path(text)

@@ -28,7 +28,7 @@ _SHAPE = re.compile(r"lease/([0-9]{6}|[1-9][0-9]{6,})\.json")
 
 
 def this_person() -> str:
-    """Return the user and host, for other people to read."""
+    """Return the user and host name, for display."""
     return f"{os.environ.get('USER', 'somebody')}@{socket.gethostname()}"
 
 
@@ -71,7 +71,7 @@ class Lease:
         self._renewed = float("-inf")
 
     def held(self) -> bool:
-        """Return whether this monitor may act now. Never true once another one could have taken over."""
+        """Return whether this monitor may act now. It is never true once another monitor could have taken over."""
         return self.number > 0 and self._clock() - self._renewed < self._ttl * 0.8
 
     def take(self) -> Holder | None:

@@ -95,13 +95,13 @@ def request_for(fleet: FleetSpec, worker: int, metadata: Mapping[str, str]) -> N
 
 
 def delete_queued_of(provider: Provider, fleet: str, zone: str, name: str) -> Operation:
-    """Delete a queued resource of the fleet with its nodes, unless it contains machines of others."""
+    """Delete a queued resource of the fleet with its nodes, unless it contains machines that are not the fleet's."""
     found = next((each for each in provider.queued(zone) if each.name == name), None)
     if found is None:
         raise Missing(f"queued resource {name} is not in {zone} any more")
     if found.labels.get(FLEET_LABEL, fleet) != fleet:
         raise Missing(f"queued resource {name} in {zone} is another fleet's now")
-    if found.labels.get(FLEET_LABEL) is None:  # One machine was adopted; the others may belong to somebody else.
+    if found.labels.get(FLEET_LABEL) is None:  # One machine was adopted; the others may not belong to the fleet.
         others = {node.name for node in provider.nodes(zone) if not owns(fleet, node)}.intersection(found.nodes)
         if others:
             raise CloudError(
@@ -305,7 +305,7 @@ def adopt(provider: Provider, fleet: FleetSpec, names: Collection[str]) -> list[
 def delete(
     provider: Provider, nodes: Sequence[Node], fleet: str, *, wait: bool = True, every: float | None = None
 ) -> list[NodeResult]:
-    """Delete machines of the fleet. Machines of others are refused."""
+    """Delete machines of the fleet. Machines without the fleet's label are refused."""
 
     def zone_work(zone: str) -> list[NodeResult]:
         asked: list[tuple[Node, Operation | None]] = []
@@ -410,7 +410,7 @@ def queue(
         replace(
             fleet.machine,
             labels={**fleet.machine.labels, **fleet.labels},
-            metadata={**fleet.machine.metadata, **slice_secret()},  # one for all: they hold one roll call
+            metadata={**fleet.machine.metadata, **slice_secret()},  # All nodes share one secret, as one worker.
         ),
         node_count=count,
         node_prefix=prefix,

@@ -93,7 +93,7 @@ def _zone_nodes(fleet: FleetSpec, provider: Provider, zone: str) -> list[Node]:
     nodes = provider.nodes(zone)
     if not fleet.queued:
         return nodes
-    # A queued resource without a node stands for it: it waits, or it is dead and holds quota.
+    # A queued resource without a node is shown as a node: it waits, or it is dead and holds quota.
     named = {node.queued for node in nodes}
     return [*nodes, *(_stand_in(each) for each in provider.queued(zone) if each.name not in named)]
 
@@ -310,7 +310,7 @@ class WorkerStatus:
 
     @property
     def working(self) -> bool:
-        """Healthy and not done."""
+        """Whether the worker is healthy and not done."""
         return self.healthy and not self.past.finished
 
     @property
@@ -525,7 +525,7 @@ class FleetMonitor:
             case = WorkerCase(self.fleet, worker, past, now, done.observed, done.history)
             view = views.get(worker.name)
             if node is None or node.state.life is not Life.ALIVE:
-                # The last rate of a machine that is gone is no rate of the fleet.
+                # The last rate of a deleted machine does not count towards the rate of the fleet.
                 idle.add(worker.name)
                 view = None if view is None else replace(view, tokens_per_second=0.0, seconds_left=None)
             zone = node.zone if node is not None else past.zone
@@ -566,7 +566,7 @@ def _state(case: WorkerCase, node: Node | None) -> NodeState:
 
 
 def _note(case: WorkerCase, node: Node | None, shown: set[str]) -> str:
-    """What is known of a worker beside its numbers. ``shown``: the zones whose quota an earlier row has told."""
+    """Return the note of a worker's row. ``shown`` contains the zones whose quota message an earlier row has."""
     past = case.past
     if past.gave_up:
         return past.gave_up

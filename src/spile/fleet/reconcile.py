@@ -1,4 +1,4 @@
-"""The decisions about a fleet, as pure functions: what was observed and what is known in, actions out."""
+"""The decisions about a fleet, as pure functions: they take the observation and the history and return actions."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def _used(observed: Observed, past: WorkerHistory, nodes: list[Node]) -> tuple[s
 
 
 def _answers(case: WorkerCase) -> tuple[WorkerHistory, ZoneBlock | None]:
-    """What became of a request that was without an answer."""
+    """Return the history after a check on the pending request, and the block of its zone if it failed for quota."""
     observed, policy, past, now = case.observed, case.policy, case.past, case.now
     pending = past.pending
     if pending is None or pending.zone in observed.unanswered:
@@ -198,8 +198,8 @@ def _answers(case: WorkerCase) -> tuple[WorkerHistory, ZoneBlock | None]:
     if not here and (operation is not None and operation.done):
         return replace(past, pending=None), None
     if not here and operation is None and now - pending.since > policy.settle:
-        # Nobody knows of it: it was never carried out, or has come and gone. The same zone again, so that a
-        # latecomer and its successor could only collide in name, never live side by side.
+        # The request was never carried out, or its machine has come and gone. Use the same zone again: if the first
+        # machine appears late, the two collide by name and cannot run side by side.
         return replace(past, pending=None, retry_at=now), None
     return past, None
 
@@ -375,7 +375,7 @@ class Health:
 
     fine: bool
     reason: str = ""
-    """Why not."""
+    """Why the machine is not kept."""
     silent: bool = False
 
 

@@ -31,7 +31,7 @@ FLEET_LABEL = "spile-fleet"
 """The label with the fleet's name. Only machines that carry it are ever changed or deleted."""
 WORKER_LABEL = "spile-worker"
 
-# What Google's documentation says to boot each generation with, for JAX.
+# The runtime versions for JAX from Google's documentation, by TPU generation.
 _RUNTIMES = {
     "v5e": "v2-alpha-tpuv5-lite",
     "v5p": "v2-alpha-tpuv5",
@@ -51,7 +51,7 @@ class Worker:
     id: int
     name: str
     zone: str
-    """Where its machine is created first."""
+    """The zone where its machine is created first."""
 
 
 @dataclass(frozen=True)

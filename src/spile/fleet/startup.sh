@@ -1,18 +1,18 @@
 #!/bin/bash
-# What a machine of a spile fleet runs at boot, and the one-line bootstrap of a bare one:
+# The script that a machine of a spile fleet runs at boot. It can also set up a bare machine in one line:
 #
 #   bash startup.sh --home gs://bucket/fleet/NAME --node tpu-us-central1-a-0 [--zone Z] [--host N] [--pin SHA256] [--force] [--install-only]
 #
-# Finds or installs a Python that is new enough, installs the fleet's own wheel, checks that JAX sees the chips, and
-# runs the agent under systemd, as a user of its own, so that the worker resumes by itself after every boot. Without flags
-# it takes them from the machine's metadata. --force installs anew. Nothing of the bucket is used but a fleet.json of the
-# sha256 that the machine's metadata (or --pin) names, and the files of which that fleet.json names the sha256.
+# It finds or installs a recent Python, installs the fleet's wheel, checks that JAX sees the chips, and runs the agent
+# under systemd as its own user, so that the worker resumes after every boot. Flags that are not given come from the
+# machine's metadata. --force installs again. From the bucket it uses only the fleet.json whose sha256 is in the machine's
+# metadata (or in --pin), and the files whose sha256 is in that fleet.json.
 set -Eeuo pipefail
-umask 077  # fleet.json may hold secrets, and logs may quote them
+umask 077  # fleet.json may contain secrets, and logs may quote them.
 
 meta() { curl -fsS -m 10 -H 'Metadata-Flavor: Google' "http://${GCE_METADATA_HOST:-169.254.169.254}/computeMetadata/v1/$1"; }
-# The same for what a machine may not have: nothing then, and an error only where nobody answers. A machine with chips asks
-# for a minute or so: a slice's host that took silence for a no would take itself for the first, and so would the others.
+# Like meta, but an absent value is empty; it fails only without any answer. A machine with chips tries for about a minute:
+# if hosts of a slice took a missing answer for an absent value, each of them would assume that it is the first host.
 tries=1
 for each in "${SPILE_DEVICES:-/dev}"/accel[0-9]* "${SPILE_DEVICES:-/dev}"/vfio/[0-9]*; do [ ! -e "$each" ] || tries="${SPILE_TRIES:-10}"; done
 ask() {
@@ -59,14 +59,14 @@ place="${SPILE_HOME:-/opt/spile}"
 units="${SPILE_UNIT_DIR:-/etc/systemd/system}"
 mkdir -p "$place" "$units"
 log="$place/startup.log"
-assignment="$place/fleet.json"  # what reports take the deployment's name from
+assignment="$place/fleet.json"  # Reports take the name of the deployment from this file.
 exec > >(tee -a "$log") 2>&1
 echo "spile: $node, host $host, in ${zone:-an unknown zone}; assignment in $home"
 
-# -- the bucket, before there is a Python of ours: plain requests with the machine's own token --------------------------
+# -- access to the bucket without our own Python: plain requests with the machine's token -------------------------------
 storage="${STORAGE_EMULATOR_HOST:-https://storage.googleapis.com}"
 token() { [ -n "${STORAGE_EMULATOR_HOST:-}" ] && echo none || meta instance/service-accounts/default/token | sed 's/.*"access_token" *: *"\([^"]*\)".*/\1/'; }
-# A header through a pipe: a command line is everybody's to read.
+# The header goes through a pipe, because every user of the machine can read a command line.
 bearer() { printf 'header = "Authorization: Bearer %s"\n' "$(token)"; }
 escaped() { printf '%s' "$1" | sed 's|%|%25|g; s|/|%2F|g; s|+|%2B|g; s| |%20|g'; }
 fetch() { # URL FILE
@@ -103,26 +103,26 @@ PYTHON
     *) mkdir -p "$home/workers" && printf '%s' "$body" > "$home/workers/$name.json.tmp" && mv "$home/workers/$name.json.tmp" "$home/workers/$name.json" ;;
   esac
 }
-# The pause lets tee write what the report quotes.
+# The pause lets tee write the lines that the report quotes.
 fail() { trap - ERR; echo "spile: the start failed: $1"; sleep 1; report failed crashed "$log" || true; exit 1; }
 trap 'fail "line $LINENO"' ERR
 
-# -- nothing of the bucket but what was deployed ------------------------------------------------------------------------
+# -- use only files of the bucket that were deployed --------------------------------------------------------------------
 sha256() { sha256sum "$1" | cut -d ' ' -f 1; }
-# The API's word, for a metadata server that does not hear of changes while the machine runs.
+# Ask the API, because some metadata servers do not see changes while the machine runs.
 pin_of_api() {
   curl -fsS -m 10 -K <(bearer) "${SPILE_TPU_ENDPOINT:-https://tpu.googleapis.com/}v2/projects/$(ask project/project-id)/locations/$zone/nodes/$node" |
     python3 -c 'import json, sys; print(json.load(sys.stdin).get("metadata", {}).get("spile-sha256", ""))'
 }
-# SHA256 of fleet.json: whether the machine's own metadata, or whoever started this by hand, names it. Sets pinned to it,
-# and to nothing where nothing is pinned.
+# Check whether the sha256 of fleet.json, $1, is in the machine's metadata or in --pin. Set pinned to it, or to an empty
+# string if nothing is pinned.
 check_pinned() {
   local said
   pinned=''
   [ "$pin" != none ] || return 0
   [ "$pin" != "$1" ] || { pinned="$1"; return 0; }
   if ! said="$(ask instance/attributes/spile-sha256 2>/dev/null)"; then
-    # Nobody answers: right where somebody said by hand what to run, and never where a pin was known before.
+    # Accept no answer only if the flags were given by hand and no pin was known before.
     [ -n "$by_hand" ] && [ ! -s "$place/pin" ] && [ -z "$pin" ]
     return
   fi
@@ -133,10 +133,10 @@ check_pinned() {
   fi
   [ "$(pin_of_api 2>/dev/null || true)" = "$1" ] && pinned="$1"
 }
-named() { # FILE: the sha256 that fleet.json names for it, or nothing
+named() { # FILE: print its sha256 from fleet.json, or nothing
   python3 -c 'import json, sys; print((json.load(open(sys.argv[1])).get("hashes") or {}).get(sys.argv[2], ""))' "$place/fleet.json" "$1"
 }
-fetch_named() { # FILE: as fleet.json says that it is
+fetch_named() { # FILE: fetch it and check its sha256
   local wanted found
   fetch "$home/$1" "$place/$1.new" || fail "cannot read $home/$1"
   wanted="$(named "$1")" found="$(sha256 "$place/$1.new")"
@@ -146,7 +146,7 @@ fetch_named() { # FILE: as fleet.json says that it is
   fi
   mv "$place/$1.new" "$place/$1"
 }
-# A deploy puts fleet.json first and tells the machines then: a while of patience in between.
+# A deploy writes fleet.json first and then updates the machines' metadata, so try for a while.
 for ((try = 1; ; try++)); do
   fetch "$home/fleet.json" "$place/fleet.new" || fail "cannot read $home/fleet.json"
   found="$(sha256 "$place/fleet.new")"
@@ -163,7 +163,7 @@ fetch_named startup.sh
 report booting ''
 wheel="$(python3 -c 'import json, sys; print(json.load(open(sys.argv[1])).get("wheel") or "")' "$place/fleet.json")"
 
-# -- a Python that is new enough, and the wheel in it -------------------------------------------------------------------
+# -- a recent Python with the wheel -------------------------------------------------------------------------------------
 new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
 install() {
   local found='' each
@@ -182,11 +182,11 @@ install() {
     uv venv --quiet --python 3.12 "$place/venv"
     into uv pip install --quiet --python "$place/venv/bin/python"
   fi
-  for each in "$place/venv" "$place/python"; do [ ! -d "$each" ] || chmod -R go+rX "$each"; done  # the worker reads them
+  for each in "$place/venv" "$place/python"; do [ ! -d "$each" ] || chmod -R go+rX "$each"; done  # The worker reads them.
   echo "$wheel" > "$place/installed"
 }
-# All of it by hash, where there are hashes: requirements.txt is a machine's with TPUs; without TPUs it is the same less
-# libtpu, and with a GPU what requirements-cuda.txt has on top.
+# Install by hash if there are hashes. requirements.txt is for a machine with TPUs. Without TPUs libtpu is left out, and
+# with a GPU requirements-cuda.txt is added.
 hash_list() {
   local extras="${SPILE_EXTRAS-[tpu]}"
   [ -n "$(named requirements.txt)" ] || return 0
@@ -229,20 +229,20 @@ if [ -z "${SPILE_PYTHON:-}" ]; then
 fi
 new_enough "$python" || fail "expected Python 3.11 or newer, found $("$python" --version 2>&1)"
 
-# -- a user of its own for the worker, where the machine is a fleet's: root fetches, checks and installs, and runs nothing else
+# -- a separate user for the worker on a fleet's machine: root only fetches, checks and installs ---------------------------
 user=spile as_worker=() work="$place"
 make_user() {
   local each
   id "$user" > /dev/null 2>&1 || useradd --system --user-group --no-create-home --home-dir "$place/worker" --shell /usr/sbin/nologin "$user" || return 1
   chmod 711 "$place"
   mkdir -p "$place/worker" && chown "$user:$user" "$place/worker" && chmod 700 "$place/worker"
-  # The chips, and what a run as root may have left where libtpu wants to write.
+  # Give the user the chips, and the files of libtpu that an earlier run as root may have left.
   for each in "${SPILE_DEVICES:-/dev}"/accel[0-9]* "${SPILE_DEVICES:-/dev}"/vfio/*; do
     [ ! -e "$each" ] || { chgrp "$user" "$each" && chmod g+rw "$each"; }
   done
   for each in /tmp/libtpu_lockfile /tmp/tpu_logs; do [ ! -e "$each" ] || chown -RhP "$user:$user" "$each"; done
 }
-# Credentials that only root's home has keep the worker with root.
+# If only root's home contains the credentials, the worker runs as root.
 if [ "$(id -u)" = 0 ] && [ -z "${SPILE_HOME:-}" ] && [ ! -e "$place/as-root" ] && command -v useradd > /dev/null && command -v setpriv > /dev/null &&
   [ ! -e "$HOME/.aws" ] && [ ! -e "$HOME/.config/gcloud/application_default_credentials.json" ] && make_user; then
   work="$place/worker"
@@ -252,7 +252,7 @@ elif [ -z "$install_only" ]; then
 fi
 
 # -- the chips ----------------------------------------------------------------------------------------------------------
-sees_chips() { # HOSTS: whether the worker will see them
+sees_chips() { # HOSTS: check that the worker can use the chips
   "${as_worker[@]}" "$python" - "$1" <<'PYTHON'
 import glob, os, sys
 chips = glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*")
@@ -266,7 +266,7 @@ sys.exit(devices[0].platform != "tpu")
 PYTHON
 }
 if [ "${SPILE_EXPECT:-tpu}" != any ] && { [ -n "$fresh" ] || [ -n "$force" ] || [ ! -f "$place/checked" ]; }; then
-  # On a slice of many hosts JAX waits for all of them, and some may come later: there the devices' files have to do.
+  # On a slice of several hosts JAX waits for all of them, and some may start later, so check the device files instead.
   hosts="$(meta instance/attributes/worker-network-endpoints 2>/dev/null | tr ',' '\n' | wc -l || echo 1)"
   if ! sees_chips "$hosts"; then
     [ "${#as_worker[@]}" != 0 ] || fail "JAX sees no TPU"
@@ -284,9 +284,9 @@ secret="$(ask instance/attributes/spile-secret || true)"
 printf 'SPILE_POD_SECRET=%s\n' "${secret//[^A-Za-z0-9_-]/}" > "$place/secret.env"
 cat > "$place/launch.sh" <<LAUNCH
 #!/bin/bash
-# Runs the agent; when there is a new deployment, starts over with that one's wheel.
+# Run the agent. After a new deployment, install its wheel and start again.
 cd "$work"
-set -a; . "$place/secret.env"; set +a  # what the hosts of this slice share, where its metadata has it
+set -a; . "$place/secret.env"; set +a  # The secret that the hosts of this slice share, if the metadata contains one.
 while true; do
   ${as_worker[*]} "$python" -m spile.fleet.agent --home "$home" --node "$node" --zone "$zone" --host "$host" --pin "\$(cat "$place/pin")" ${SPILE_AGENT_FLAGS:-}
   code=\$?

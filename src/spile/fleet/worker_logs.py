@@ -123,7 +123,7 @@ class LogMachine:
     host: Host | None
     worker: int | None
     story: str
-    """Why there is no host."""
+    """Why there is no host, as text."""
 
 
 def tail_command(lines: int, follow: bool, unit: str = UNIT, files: Sequence[str] = LOG_FILES) -> str:

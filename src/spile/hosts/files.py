@@ -1,4 +1,4 @@
-"""The current directory, onto every host: what git would keep, and only what a host lacks."""
+"""Copy files between this machine and many hosts with rsync or tar, sending only what is missing."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ __all__ = [
 
 
 RESULTS = "spile-run-"
-"""How the folders begin that hold what came back; they never travel."""
+"""The prefix of the names of result folders, which are never copied to hosts."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class CopyList:
 
 @dataclass(frozen=True)
 class Copied:
-    """What was sent to how many hosts."""
+    """How much was sent, and to how many hosts."""
 
     files: int
     sent: int
@@ -64,7 +64,7 @@ class Copied:
 
 
 def list_files(folder: Path) -> list[str]:
-    """The folder's files that git does not ignore, in a repository or not; without .git and earlier results."""
+    """Return the folder's files that git would not ignore, in a repository or not, without .git and earlier results."""
     git = shutil.which("git")
     if git is None:
         if (folder / ".gitignore").exists():
@@ -85,7 +85,7 @@ def _git_files(git: str, folder: Path) -> list[str]:
     if inside.returncode == 0:
         found = _ls_files(git, folder, ["--cached", "--others", "--exclude-standard"])
     elif "not a git repository" in inside.stderr:
-        with tempfile.TemporaryDirectory() as empty:  # no repository: git still knows how to read .gitignore
+        with tempfile.TemporaryDirectory() as empty:  # Without a repository git can still apply .gitignore.
             _git([git, "init", "--quiet", "--bare", empty], folder)
             place = [f"--git-dir={empty}", f"--work-tree={folder}"]
             found = _ls_files(git, folder, ["--others", "--exclude-per-directory=.gitignore"], place)
@@ -94,7 +94,7 @@ def _git_files(git: str, folder: Path) -> list[str]:
     names: list[str] = []
     for name in found:
         path = folder / name
-        if path.is_dir() and not path.is_symlink():  # a repository within the repository
+        if path.is_dir() and not path.is_symlink():  # A repository inside the repository.
             names += [f"{name.rstrip('/')}/{inner}" for inner in _git_files(git, path)]
         else:
             names.append(name)
@@ -114,7 +114,7 @@ def _git(words: Sequence[str], folder: Path) -> bytes:
 
 
 def load(folder: Path, limit: int) -> CopyList:
-    """Look at what would be copied; too much is more likely a mistake than a wish."""
+    """List the files to copy; raise if they exceed ``limit``, which is more likely a mistake than intended."""
     names = [name for name in list_files(folder) if (folder / name).is_symlink() or (folder / name).is_file()]
     size = sum((folder / name).lstat().st_size for name in names)
     if not names:
@@ -130,17 +130,17 @@ def load(folder: Path, limit: int) -> CopyList:
 
 
 def copy_to(hosts: Sequence[Host], files: CopyList, target: str, access: Access) -> Copied:
-    """Make ``target`` on every host hold these files. What an earlier copy left over goes; what the host made stays."""
+    """Copy files to ``target`` on every host. Stale files of an earlier copy are deleted; the host's own files stay."""
     moved = Transfers(access).on_all(hosts, lambda all_, host: push(all_, host, files.root, files.names, target))
     return Copied(len(files.names), sum(each.sent for each in moved), len(hosts))
 
 
 _MANIFEST = ".spile-copied"
-"""In the folder of a copy on a host: the names that the last copy brought, so that the next knows what is stale."""
+"""A file in the target folder on a host with the names of the last copy, so that the next copy can find stale files."""
 _PARTIAL = ".spile-partial"
 _INCOMING = ".spile-incoming"
 _SILENCE = 300
-"""Seconds without a byte after which rsync ends, should the link die unheard."""
+"""Seconds without data after which rsync ends, in case the connection is lost without an error."""
 _RSYNC = (
     "--links", "--perms", "--times", "--checksum", "--chmod=u-s,g-s", f"--partial-dir={_PARTIAL}", "--delay-updates",
     "--stats", "--no-human-readable", f"--timeout={_SILENCE}",
@@ -151,18 +151,18 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Moved:
-    """What a transfer came to."""
+    """The result of a transfer."""
 
     files: int
     size: int
-    """All the files' bytes."""
+    """The size of all files in bytes."""
     sent: int
-    """The bytes that had to be sent."""
+    """The number of bytes that had to be sent."""
 
 
 @dataclass
 class Transfers:
-    """The processes of all hosts' transfers: the first failure, or Ctrl+C, ends them all."""
+    """The transfer processes of all hosts. The first failure, or Ctrl+C, ends all of them."""
 
     access: Access
     _running: list[subprocess.Popen[bytes]] = field(default_factory=list)
@@ -170,7 +170,7 @@ class Transfers:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def on_all(self, hosts: Sequence[Host], one: Callable[[Transfers, Host], Result]) -> list[Result]:
-        """Every host at once, a thread each."""
+        """Call ``one`` for all hosts at once, each in its own thread."""
         self.access.check(hosts)
         with ThreadPoolExecutor(max_workers=len(hosts), thread_name_prefix="transfer") as threads:
             futures = [threads.submit(one, self, host) for host in hosts]
@@ -194,7 +194,7 @@ class Transfers:
                     process.kill()
 
     def start(self, words: Sequence[str]) -> subprocess.Popen[bytes]:
-        """A process that ends with the others."""
+        """Start a process that is killed if another transfer fails."""
         with self._lock:
             if self._over:
                 raise Failure("the copy broke off", found="another host failed", fix="run it again")
@@ -204,7 +204,7 @@ class Transfers:
         return process
 
     def run(self, host: Host, words: Sequence[str], given: bytes = b"") -> bytes:
-        """A command's output, or its error in one line."""
+        """Run a command and return its output; raise a one-line error if it fails."""
         process = self.start(words)
         out, err = process.communicate(given)
         if process.returncode != 0:
@@ -212,19 +212,19 @@ class Transfers:
         return out
 
     def shell(self, host: Host, script: str, given: bytes = b"") -> bytes:
-        """The output of a line for the host's own shell."""
+        """Run a script in the host's shell and return its output."""
         return self.run(host, self.access.command(host, script), given)
 
 
 def push(transfers: Transfers, host: Host, root: Path, names: Sequence[str], target: str) -> Moved:
-    """Make ``target`` hold these files of ``root``. What an earlier copy left over goes; what the host made stays."""
+    """Copy files of ``root`` to ``target``. Stale files of an earlier copy are deleted; the host's own files stay."""
     place = _remote(target)
     there = transfers.shell(host, f"{_PROBE}; mkdir -p {place} && {{ cat {place}/{_MANIFEST} 2>/dev/null || true; }}")
     tool, home, manifest = there.split(b"\n", 2)
     listed = [name.encode("utf-8", "surrogateescape") for name in names]
     stale = sorted({name for name in manifest.split(b"\0") if name}.difference(listed))
     folders = {parent for name in listed for parent in _parents(name)}
-    # What was a file and is a folder now, or the other way round, has to go first; all else when everything is there.
+    # A file that has become a folder, or the reverse, is removed first; other stale files are removed after the copy.
     clashing = [name for name in stale if name in folders or not _parents(name).isdisjoint(listed)]
     _remove(transfers, host, place, clashing)
     if _both_have_rsync(tool):
@@ -237,7 +237,7 @@ def push(transfers: Transfers, host: Host, root: Path, names: Sequence[str], tar
 
 
 def pull(transfers: Transfers, host: Host, source: str, into: Path) -> Moved:
-    """The host's folder ``source`` here. Files that are here already, whole and equal, are not sent again by rsync."""
+    """Copy the host's folder ``source`` to ``into``. rsync skips files that are already here and equal."""
     place = _remote(source)
     there = transfers.shell(host, f"if [ -d {place} ]; then {_PROBE}; fi")
     if not there:
@@ -275,7 +275,7 @@ def _push_rsync(transfers: Transfers, host: Host, root: Path, names: Sequence[by
 
 
 def _remove(transfers: Transfers, host: Host, place: str, names: Sequence[bytes]) -> None:
-    """These files, and the folders that hold nothing else."""
+    """Remove these files and the folders that become empty."""
     if names:
         gone = b"\0".join(b"./" + name for name in names)
         transfers.shell(host, f"cd {place} && xargs -0 rm -f --", gone)
@@ -294,7 +294,7 @@ def _push_tar(transfers: Transfers, host: Host, root: Path, names: Sequence[str]
     process = transfers.start(transfers.access.command(host, unpack))
     assert process.stdin is not None  # noqa: S101
     size = 0
-    # A pipe that breaks is no news: the exit code says why.
+    # A broken pipe is ignored here: the exit code tells the cause.
     with suppress(BrokenPipeError), tarfile.open(fileobj=process.stdin, mode="w|gz") as archive:
         for name in names:
             archive.add(root / name, name, recursive=False, filter=_plain)
@@ -318,12 +318,12 @@ def _pull_tar(transfers: Transfers, host: Host, place: str, into: Path) -> Moved
     assert process.stdin is not None  # noqa: S101
     assert process.stdout is not None  # noqa: S101
     process.stdin.close()
-    process.stdin = None  # communicate would flush it
+    process.stdin = None  # Otherwise communicate would flush it.
     beside = into / _INCOMING
     shutil.rmtree(beside, ignore_errors=True)
     try:
         with tarfile.open(fileobj=process.stdout, mode="r|") as archive:
-            archive.extractall(beside, filter="data")  # nothing leaves the folder, no setuid bits
+            archive.extractall(beside, filter="data")  # No file leaves the folder; no setuid bits.
     except tarfile.TarError as error:
         _, err = process.communicate()
         raise _error(host, process.returncode, err or str(error).encode()) from error
@@ -341,14 +341,14 @@ def _pull_tar(transfers: Transfers, host: Host, place: str, into: Path) -> Moved
 
 
 def _remote(path: str) -> str:
-    """For the host's shell: a leading ~ is the login's home, all else is literal."""
+    """Quote a path for the host's shell; a leading ~ stays the user's home."""
     if path == "~":
         return '"$HOME"'
     return f'"$HOME"/{shlex.quote(path[2:])}' if path.startswith("~/") else shlex.quote(path)
 
 
 def _address(host: Host, home: bytes, path: str) -> str:
-    """For rsync: an absolute path, because versions differ in what they let the host's shell expand."""
+    """Return an absolute address for rsync, because versions differ in what they let the host's shell expand."""
     whole = f"{home.decode()}{path[1:]}" if path == "~" or path.startswith("~/") else path
     return f"[{host.address}]:{whole.rstrip('/')}" if ":" in host.address else f"{host.address}:{whole.rstrip('/')}"
 
@@ -372,24 +372,24 @@ def _error(host: Host, code: int, err: bytes) -> SpileError:
 
 @dataclass(frozen=True)
 class Collected:
-    """What came from one host."""
+    """What was copied from one host."""
 
     host: Host
     folder: Path
     files: int
     size: int
     received: int
-    """Bytes that were not here yet."""
+    """The number of bytes that were not here before."""
 
 
 def folder_of(host: Host, hosts: Sequence[Host]) -> str:
-    """``worker_2`` of one slice; ``tpu-a-1/worker_2`` of several."""
+    """Return ``worker_2`` for one slice, or ``tpu-a-1/worker_2`` for several."""
     many = len({other.slice for other in hosts}) > 1
     return f"{host.node.replace('/', '-')}/worker_{host.worker}" if many else f"worker_{host.worker}"
 
 
 def collect_from(hosts: Sequence[Host], remote: str, into: Path, access: Access) -> list[Collected]:
-    """Copy the hosts' folder ``remote`` here. Files that are here already, whole and equal, are not sent again."""
+    """Copy the folder ``remote`` of every host here. Files that are already here and equal are not sent again."""
     folders = {host: into / folder_of(host, hosts) for host in hosts}
 
     moved = Transfers(access).on_all(hosts, lambda all_, host: pull(all_, host, remote, folders[host]))
@@ -400,10 +400,10 @@ def collect_from(hosts: Sequence[Host], remote: str, into: Path, access: Access)
 
 
 def assemble(into: Path, folders: Sequence[Path]) -> bool:
-    """Make one dataset, at ``into``, of the parts that a pod's hosts kept on their own disks; False: they are none.
+    """Link the parts that a pod's hosts stored on their own disks into one dataset at ``into``.
 
-    Files are linked, not copied; the first host's count, for it alone commits. Parts of different lives of a stream
-    cannot be one.
+    If a file exists on several hosts, that of the first host counts, because only that host commits. Parts of different
+    attempts of a stream are refused. Returns False if the folders contain no dataset.
     """
     parts = [folder for folder in folders if (folder / RUN).is_file()]
     if not parts:
@@ -425,7 +425,7 @@ def assemble(into: Path, folders: Sequence[Path]) -> bool:
             target = into / file.relative_to(part)
             target.parent.mkdir(parents=True, exist_ok=True)
             if part == parts[0]:
-                target.unlink(missing_ok=True)  # its ledger may have grown since an earlier visit
+                target.unlink(missing_ok=True)  # Its ledger may have grown since the last call.
             if not target.exists():
                 _link(file, target)
     return True
@@ -434,5 +434,5 @@ def assemble(into: Path, folders: Sequence[Path]) -> bool:
 def _link(file: Path, target: Path) -> None:
     try:
         target.hardlink_to(file)
-    except OSError:  # another disk, or one without links
+    except OSError:  # The target is on another disk, or the file system has no hard links.
         shutil.copyfile(file, target)

@@ -1,4 +1,4 @@
-"""Hosts, and how the system's ssh reaches them: named directly, or a TPU VM the way gcloud reaches it."""
+"""Hosts, and how ssh reaches them: hosts named by address, or TPU VMs as gcloud reaches them."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ _NAMED = re.compile(r"(?:(?P<user>[^@\s]+)@)?(?P<address>\[[^\]\s]+\]|[^:@\s]+)(
 
 @dataclass(frozen=True)
 class Host:
-    """One machine of a slice."""
+    """One host of a slice."""
 
     node: str
-    """The slice's name; a host named directly is its own."""
+    """The name of the slice; a host named by address is its own slice."""
     node_id: str
-    """The TPU node's id, which a recreated node does not inherit; empty for a host named directly."""
+    """The id of the TPU node, which a recreated node does not keep; empty for a host named by address."""
     worker: int
-    """The host's number within its slice."""
+    """The number of the host in its slice."""
     address: str
     slice: int
     internal: str = ""
-    """The address by which the other hosts know it."""
+    """The address at which the other hosts reach it."""
     port: int | None = None
     user: str | None = None
     alone: bool = True
-    """It is its slice's only host."""
+    """Whether it is the only host of its slice."""
 
     @property
     def label(self) -> str:
-        """Short, and different for every host: ``tpu-a-0``, or ``tpu-a-0:w2`` on a slice of many hosts."""
+        """A short, unique name: ``tpu-a-0``, or ``tpu-a-0:w2`` in a slice of several hosts."""
         return self.node if self.alone else f"{self.node}:w{self.worker}"
 
     @property
     def file_name(self) -> str:
-        """The label, fit for a file's name."""
+        """The label as a valid file name."""
         return re.sub(r"[^A-Za-z0-9._-]+", "-", self.label).strip("-")
 
 
@@ -58,14 +58,14 @@ class Access:
     user: str | None = None
     key: Path | None = None
     options: tuple[str, ...] = ()
-    """More of ssh's own options, ``Key=value``; they win."""
+    """Additional options of ssh, ``Key=value``, which take precedence."""
     connect_timeout: int = 10
     alive_interval: int = 2
     alive_count: int = 3
     program: str = field(default_factory=lambda: shutil.which("ssh") or "ssh")
 
     def command(self, host: Host, remote: str, *, compress: bool = False) -> list[str]:
-        """The ssh command line that runs ``remote`` in the host's shell."""
+        """Return the ssh command line that runs ``remote`` in the host's shell."""
         options = [
             *self.options,
             "BatchMode=yes",
@@ -89,8 +89,8 @@ class Access:
 
     @staticmethod
     def _gcloud(host: Host) -> list[str]:
-        # The alias is made from the node's id, so a recreated node never trips over its predecessor's host key. The key
-        # is remembered at first sight, and another under the same id is refused: somebody stands between.
+        # The alias contains the node's id, so a recreated node does not conflict with its predecessor's host key. ssh
+        # accepts the key at the first connection and refuses a different one later as a possible attack.
         return [
             "CheckHostIP=no",
             "HashKnownHosts=no",
@@ -100,7 +100,7 @@ class Access:
         ]
 
     def check(self, hosts: Sequence[Host]) -> None:
-        """Complain now about what every host would complain about."""
+        """Raise now for problems that every host would report."""
         if shutil.which(self.program) is None:
             raise UserError("no ssh here", expected="OpenSSH's client", fix="install openssh-client")
         key = self.key or (GCLOUD_KEY if any(host.node_id for host in hosts) else None)
@@ -110,7 +110,7 @@ class Access:
 
 
 def parse_hosts(groups: Sequence[str]) -> list[Host]:
-    """Hosts named directly, ``user@address:port,…``; each group is a slice."""
+    """Parse hosts named by address, ``user@address:port,…``; each group is a slice."""
     hosts: list[Host] = []
     for number, group in enumerate(groups):
         names = [name.strip() for name in group.split(",") if name.strip()]
@@ -134,7 +134,7 @@ def parse_hosts(groups: Sequence[str]) -> list[Host]:
 
 
 def ensure_key(path: Path = GCLOUD_KEY) -> str:
-    """The public half of the key, made without a passphrase if absent: what goes in a node's ``ssh-keys`` metadata."""
+    """Return the public key for a node's ``ssh-keys`` metadata; create a key without a passphrase if there is none."""
     private = path.expanduser()
     public = private.with_name(private.name + ".pub")
     if not private.exists():

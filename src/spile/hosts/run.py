@@ -1,4 +1,4 @@
-"""What ssh says when it fails, and what that means: a table from its words to ours."""
+"""Run a command on many hosts over ssh, and explain failures of ssh."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = [
 
 
 class SshFailure(NamedTuple):
-    """ssh's words, whose mistake it is, our words, what to do."""
+    """An error of ssh: the pattern of its message, the class of our error, our message and the fix."""
 
     words: str
     kind: type[SpileError]
@@ -96,7 +96,7 @@ TABLE: tuple[SshFailure, ...] = (
 
 
 def explain(host: Host, code: int | None, words: str) -> SpileError:
-    """The error for an ssh that failed before the host's program had spoken."""
+    """Return the error for an ssh that failed before the guard reported."""
     for row in TABLE:
         if re.search(row.words, words):
             return row.kind(f"{host.label}: {row.problem}", found=_last(words), fix=row.fix)
@@ -106,7 +106,7 @@ def explain(host: Host, code: int | None, words: str) -> SpileError:
 
 
 def together(errors: Sequence[SpileError], total: int) -> SpileError:
-    """Many hosts' errors as one line: the first, and how many there are."""
+    """Return the errors of several hosts as one: the first error and the number of hosts."""
     first = next((error for error in errors if isinstance(error, UserError)), errors[0])
     if len(errors) == 1:
         return first
@@ -128,28 +128,28 @@ HEARTBEAT = b".\n"
 
 @dataclass(frozen=True)
 class SessionTimes:
-    """How long each side waits for the other."""
+    """How long each side waits for the other, in seconds."""
 
     heartbeat: float = 1.0
     silence: float = 10.0
-    """The guard ends its command after so many seconds without a heartbeat."""
+    """The guard ends its command after this time without a heartbeat."""
     grace: float = 3.0
-    """Between asking a command to end and killing it."""
+    """The time between the request to end a command and the kill."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to run on a host."""
+    """The command to run on a host."""
 
     command: str
-    """A line for the host's bash."""
+    """A command line for the host's bash."""
     folder: str = "~"
     env: dict[str, str] = field(default_factory=dict)
     keep: bool = False
-    """What a command that succeeded leaves running shall go on: it was started to stay."""
+    """Whether processes that a successful command leaves behind keep running."""
 
     def line(self) -> bytes:
-        """The guard's word to go."""
+        """Return the line that tells the guard to start."""
         argv = ["bash", "-lc", self.command]
         return json.dumps({"argv": argv, "folder": self.folder, "env": self.env, "keep": self.keep}).encode() + b"\n"
 
@@ -160,29 +160,29 @@ class Ended:
 
     code: int
     cause: str
-    """``ended`` by itself, ``stopped`` by us, or what went wrong."""
+    """``ended`` if it ended by itself, ``stopped`` if it was stopped from here, else what went wrong."""
     seconds: float
     left: tuple[int, ...] = ()
-    """Processes that could not be ended (another user's, with no sudo)."""
+    """Processes that could not be ended because another user owns them and there is no sudo."""
 
     @property
     def stopped(self) -> bool:
-        """We ended it; its code says nothing."""
+        """Whether it was stopped from here, so that its exit code means nothing."""
         return self.cause == "stopped"
 
 
 def remote_program(module: object, call: str) -> str:
-    """A module's text and a call, as a command for the host's shell."""
+    """Return a shell command that runs a module's source followed by a call."""
     return f"python3 -uc {shlex.quote(inspect.getsource(module) + chr(10) + call)}"  # type: ignore[arg-type]
 
 
 class Session:
-    """From the connection to the last byte of output."""
+    """One ssh session, from the connection to the last byte of output."""
 
     def __init__(self, host: Host, access: Access, pace: SessionTimes, output: Callable[[bytes], None]) -> None:
         self.host = host
         self.failed = asyncio.Event()
-        """The command has failed; what it left may still be ending."""
+        """Set when the command has failed; processes that it started may still be ending."""
         self._access, self._pace, self._output = access, pace, output
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._events: dict[str, dict[str, Any]] = {}
@@ -192,14 +192,14 @@ class Session:
         self._end: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """Connect, and wait until the guard is there."""
+        """Connect and wait until the guard is ready."""
         remote = remote_program(guard, f"main({self._pace.silence!r}, {self._pace.grace!r})")
         self._process = await asyncio.create_subprocess_exec(
             *self._access.command(self.host, remote),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,  # the terminal's Ctrl+C is for us, not for ssh
+            start_new_session=True,  # Ctrl+C in the terminal must not reach ssh.
         )
         self._end = asyncio.create_task(self._follow(self._process))
         await asyncio.wait({self._ready, self._end}, return_when=asyncio.FIRST_COMPLETED)
@@ -213,11 +213,11 @@ class Session:
         self._write(job.line())
 
     def stop(self, *, now: bool = False) -> None:
-        """Ask the guard to end the command: gently, or at once."""
+        """Ask the guard to end the command: with time to finish, or at once."""
         self._write(b"k\n" if now else b"s\n")
 
     async def ended(self) -> Ended:
-        """Wait for the end."""
+        """Wait for the end of the session."""
         assert self._end is not None  # noqa: S101  (it was opened)
         await asyncio.shield(self._end)
         seconds = time.monotonic() - self._began
@@ -232,22 +232,22 @@ class Session:
         return Ended(255, self._trouble().problem.removeprefix(f"{self.host.label}: "), seconds)
 
     def abandon(self) -> None:
-        """End the ssh itself; the guard ends the rest when its input ends."""
+        """Kill the ssh process; the guard ends the command when its input ends."""
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
 
     def _abandon_unless_over(self, readers: list[asyncio.Task[None]]) -> None:
-        """If we cannot read on (a full disk, a closed terminal), nobody shall write on."""
+        """Kill ssh if its output can no longer be read, for example because the disk is full."""
         if any(task.cancelled() or not task.done() or task.exception() is not None for task in readers):
             self.abandon()
 
     async def close(self) -> None:
-        """Leave nothing of it running here."""
+        """Kill the ssh process and wait for its end."""
         self.abandon()
         if self._end is not None:
             await asyncio.wait({self._end})
             if not self._end.cancelled():
-                self._end.exception()  # whoever waited for the end has been told already
+                self._end.exception()  # Mark the exception as retrieved: ended() has already raised it.
 
     def _trouble(self) -> SpileError:
         refused = self._events.get("refused")
@@ -313,13 +313,13 @@ PATIENCE = 8.0
 
 @dataclass(frozen=True)
 class HostOutcome(Ended):
-    """How the command went on one host."""
+    """The result of the command on one host."""
 
     host: Host = field(kw_only=True)
 
 
 def environment_of(host: Host, hosts: Sequence[Host]) -> dict[str, str]:
-    """The variables that tell a host its place: its number in the slice, and the slice's among many."""
+    """Return the variables with the host's number in its slice and, if there are several slices, the slice's number."""
     slices = len({other.slice for other in hosts})
     variables = {"TPU_WORKER_ID": str(host.worker), "PYTHONUNBUFFERED": "1"}
     if slices > 1:
@@ -333,7 +333,7 @@ def environment_of(host: Host, hosts: Sequence[Host]) -> dict[str, str]:
 
 
 def worst(outcomes: Sequence[HostOutcome]) -> int:
-    """The highest code of those that ended by themselves; 130 if all were stopped by Ctrl+C."""
+    """Return the highest exit code of the commands that ended by themselves; 130 if all were stopped by Ctrl+C."""
     own = [outcome.code for outcome in outcomes if not outcome.stopped]
     if any(own) or (own and len(own) == len(outcomes)):
         return max(own)
@@ -350,7 +350,7 @@ async def run_everywhere(
     variables: Callable[[Host, Sequence[Host]], dict[str, str]] = environment_of,
     interrupt: asyncio.Event | None = None,
 ) -> list[HostOutcome]:
-    """Connect to all, start on all, follow all; what comes goes to ``output``. Setting ``interrupt`` stops all."""
+    """Connect to all hosts, then run the job on all. Output goes to ``output``; setting ``interrupt`` stops all."""
     pace = pace or SessionTimes()
     access.check(hosts)
     interrupt = interrupt or asyncio.Event()
@@ -373,7 +373,7 @@ async def run_everywhere(
 
 
 async def _connect(sessions: Sequence[Session], interrupt: asyncio.Event) -> None:
-    """All or none: nothing runs anywhere until every guard is there."""
+    """Open all sessions. No command starts until every guard is ready."""
     opening = asyncio.gather(*(session.open() for session in sessions), return_exceptions=True)
     asked = asyncio.create_task(interrupt.wait())
     both: tuple[asyncio.Future[Any], ...] = (opening, asked)
@@ -395,7 +395,7 @@ async def _connect(sessions: Sequence[Session], interrupt: asyncio.Event) -> Non
 async def _until_over(
     sessions: Sequence[Session], ends: Sequence[asyncio.Task[Ended]], pace: SessionTimes, interrupt: asyncio.Event
 ) -> None:
-    """Follow all to their ends; at the first failure, or when interrupted, end the others."""
+    """Wait for all sessions; at the first failure or interrupt, stop the others."""
     pending: set[asyncio.Task[Ended]] = set(ends)
     alarms = [asyncio.create_task(event.wait()) for event in (interrupt, *(session.failed for session in sessions))]
     try:
@@ -410,7 +410,7 @@ async def _until_over(
         deadline = asyncio.get_running_loop().time() + pace.grace + PATIENCE
         await _wait_for(pending, sessions, interrupt, deadline)
         for session in sessions:
-            session.abandon()  # a link so dead that not even ssh noticed; the guard over there ends the rest
+            session.abandon()  # The connection is dead and ssh did not notice; the guard ends the command on the host.
         await asyncio.gather(*pending)
     finally:
         for alarm in alarms:
@@ -420,7 +420,7 @@ async def _until_over(
 async def _wait_for(
     pending: set[asyncio.Task[Ended]], sessions: Sequence[Session], interrupt: asyncio.Event, deadline: float
 ) -> None:
-    """Give the stopped hosts time to end; interrupted once more, kill at once."""
+    """Wait for the stopped hosts to end; a further interrupt kills at once."""
     again = asyncio.create_task(interrupt.wait())
     while pending:
         left = deadline - asyncio.get_running_loop().time()
@@ -444,7 +444,7 @@ def run(
     pace: SessionTimes | None = None,
     variables: Callable[[Host, Sequence[Host]], dict[str, str]] = environment_of,
 ) -> list[HostOutcome]:
-    """``run_everywhere`` from plain code: Ctrl+C, SIGTERM and SIGHUP stop all hosts; a second one kills at once."""
+    """Run ``run_everywhere`` in an event loop. Ctrl+C, SIGTERM and SIGHUP stop all hosts; a second one kills them."""
 
     async def main() -> list[HostOutcome]:
         interrupt = asyncio.Event()
@@ -464,12 +464,12 @@ KEPT = 8192
 
 @dataclass(frozen=True)
 class Launched:
-    """How it went on one host."""
+    """The result of a script on one host."""
 
     host: Host
     error: SpileError | None
     output: str
-    """The end of what the script said."""
+    """The last output of the script."""
 
 
 def launch(
@@ -480,7 +480,7 @@ def launch(
     env: Mapping[str, str] | None = None,
     pace: SessionTimes | None = None,
 ) -> list[Launched]:
-    """Run each host's script in its bash; what a successful one leaves running goes on. Never raises for a host."""
+    """Run each host's script in bash; what a successful script started keeps running. Failures do not raise."""
 
     async def main() -> list[Launched]:
         room = asyncio.Semaphore(AT_ONCE)

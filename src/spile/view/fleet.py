@@ -1,4 +1,4 @@
-"""A fleet's status as the guides' table, and as plain lines where there is no terminal."""
+"""Show the status of a fleet as the table of the guides, or as plain lines without a terminal."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _STYLE = {Life.ALIVE: "green", Life.COMING: "cyan", Life.LEAVING: "yellow", Life
 
 
 def render(status: FleetStatus, *, interval: float | None = None, height: int | None = None) -> RenderableType:
-    """The whole dashboard. With ``height`` never taller: texts are cut to a line, workers that are well left out."""
+    """Return the dashboard. With ``height``, texts are cut to one line and healthy workers omitted so that it fits."""
     status = _told_once(status)
     zones = len(status.fleet.zones)
     head = [
@@ -61,7 +61,7 @@ def render(status: FleetStatus, *, interval: float | None = None, height: int | 
 
 
 def _told_once(status: FleetStatus) -> FleetStatus:
-    """With a zone's quota text, which is long, in one line of its own, and in neither rows nor actions."""
+    """Report the long quota message of a zone once, in a line of its own, instead of in every row and action."""
     blocks = {zone: block.why.strip() for zone, block in status.history.blocks.items() if block.why.strip()}
     blocked = [each for each in status.workers if _waits_for_quota(each) and each.past.zone in blocks]
     counts = Counter(each.past.zone for each in blocked)
@@ -79,22 +79,22 @@ def _waits_for_quota(each: WorkerStatus) -> bool:
 
 
 def _rank(each: WorkerStatus) -> tuple[bool, bool, bool]:
-    """Those in trouble before all others."""
+    """Sort workers with problems first."""
     return not each.past.gave_up, not each.needs_recovery, each.healthy
 
 
 def _view(each: WorkerStatus) -> StreamView:
-    """Its stream; an empty one where its worker has not begun it."""
+    """Return the worker's stream; an empty one if it has not started."""
     return each.view or StreamView(each.worker.id, each.worker.name, State.WAITING)
 
 
 def _begun_by_all(status: FleetStatus) -> Snapshot:
-    """The snapshot, with an empty stream for each worker that has not begun its own."""
+    """Return the snapshot with an empty stream for each worker that has not started."""
     return replace(status.snapshot, streams=tuple(map(_view, status.workers)))
 
 
 def _of_view(column: Column[StreamView, Snapshot]) -> Column[WorkerStatus, FleetStatus]:
-    """A stream's column in a fleet's table."""
+    """Return a column of the stream table as a column of the fleet table."""
     return Column(
         column.title,
         lambda each: column.cell(_view(each)),
@@ -119,7 +119,7 @@ _COLUMNS: tuple[Column[WorkerStatus, FleetStatus], ...] = (
     ),
 )
 _SPARE = ("SIZE", "SHARDS", "COMMITTED", "TOKENS/S")
-"""What goes first where the terminal is narrow."""
+"""The columns that are omitted first in a narrow terminal."""
 
 
 def _table(status: FleetStatus, room: int | None, without: Collection[str]) -> Table:
@@ -137,7 +137,7 @@ def _status_word(each: WorkerStatus) -> str:
 
 
 def _story(each: WorkerStatus) -> str:
-    """What it is at, where, and what it has been through."""
+    """Return the worker's phase, its zone if it moved, and its preemptions and crashes."""
     parts = []
     if each.past.finished:
         parts.append("finished")
@@ -155,7 +155,7 @@ def _story(each: WorkerStatus) -> str:
 
 
 def _news(status: FleetStatus) -> list[Text]:
-    """What to know beside the table, what needs somebody before the rest."""
+    """Return the lines below the table; those that need action come first."""
     lines = [Text(_summary(status))]
     if status.history.stopped:
         lines.append(Text(f"Stopped: {status.history.stopped}", style="red"))
@@ -170,7 +170,7 @@ def _news(status: FleetStatus) -> list[Text]:
 
 
 def _given_up(status: FleetStatus) -> Iterator[tuple[str, str]]:
-    """Each reason once, with the workers that were given up for it."""
+    """Yield each reason once, with the names of the workers that were given up for it."""
     reasons: dict[str, list[str]] = {}
     for each in status.workers:
         if each.past.gave_up:
@@ -196,7 +196,7 @@ def _spent(status: FleetStatus) -> str:
 
 
 def plain_lines(status: FleetStatus) -> list[str]:
-    """One line per worker and one for all: for a log."""
+    """Return one line per worker and one for the total, for a log."""
     status = _told_once(status)
     lines = [
         f"{each.worker.name} {_status_word(each)}: {counts_line(_view(each))}"
@@ -221,14 +221,14 @@ def watch(
     interval: float,
     sleep: Callable[[float], None] = time.sleep,
 ) -> FleetStatus:
-    """Show a fleet until its work is over, then what came of it and what to type next."""
+    """Show a fleet until its work is over, then print the result and the next command."""
 
     def draws(status: FleetStatus) -> RenderableType:
-        return render(status, interval=interval, height=console.height)  # which may be another one at each look
+        return render(status, interval=interval, height=console.height)  # The height may change between rounds.
 
     with watching.showing(console, draws, plain_lines) as show:
         status = watching.watch(look, show, lambda seen: seen.over, console, interval=interval, sleep=sleep)
-    ended = "the work is finished"  # also where a budget was reached on the way: nothing was left to stop
+    ended = "the work is finished"  # This also holds if the budget was reached meanwhile: nothing was left to stop.
     if status.failed:
         ended = status.history.stopped or "some workers were given up"
     bound = "" if status.fleet.max_samples is None else f" --max-samples {status.fleet.max_samples}"

@@ -1,4 +1,4 @@
-"""What comes from the hosts, shown: every line with its host's coloured name, every byte in its host's file."""
+"""Show the output of hosts: each line with the coloured name of its host, and all bytes in a file per host."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class Logs:
-    """The hosts' logs: a file each, and lines for the terminal."""
+    """The logs of all hosts: a file for each, and lines for the terminal."""
 
     def __init__(
         self, hosts: Sequence[Host], folder: Path | None, console: Console | None, *, bare: bool = False
@@ -39,7 +39,7 @@ class Logs:
         self._prefixes: dict[Host, str] = {}
 
     def open(self) -> None:
-        """Make every host's file; nothing is made for hosts that were never reached."""
+        """Create the file of every host. It is called after all hosts were reached."""
         if self.folder is not None and not self._files:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._files = {
@@ -47,11 +47,11 @@ class Logs:
             }
 
     def path(self, host: Host) -> Path | None:
-        """A host's file."""
+        """Return the file of a host."""
         return None if self.folder is None else self.folder / f"{host.file_name}.log"
 
     def write(self, host: Host, data: bytes) -> None:
-        """Bytes as they came; the terminal gets whole lines."""
+        """Store the bytes; print complete lines to the terminal."""
         try:
             self.open()
             if host in self._files:
@@ -65,7 +65,7 @@ class Logs:
         self._print(host, lines)
 
     def close(self) -> None:
-        """The last line may have no end."""
+        """Print last lines without a line break, and close the files."""
         for host, rest in self._rest.items():
             if rest:
                 self._print(host, [rest])
@@ -89,13 +89,13 @@ class Logs:
         return Text("" if self._bare else f"{host.label:<{self._width}} │ ", style=self._styles[host])
 
     def _plain(self, line: bytes) -> str:
-        """A line that is safe to show: colours stay, what would move the cursor goes."""
-        # A progress bar redraws its line with carriage returns: what is left standing is its last state.
+        """Return a line that is safe to print: colours stay, codes that move the cursor are removed."""
+        # A progress bar redraws its line after carriage returns, so only its last state is shown.
         text = line.decode("utf-8", "replace").rstrip("\r").rpartition("\r")[2]
         return self._render(Text.from_ansi(text)) if _CONTROL.search(text) else text
 
     def _render(self, text: Text) -> str:
-        # Rich is slow by the line: it draws each host's prefix once, and only lines that have codes of their own.
+        # Rich is slow for single lines, so it renders each prefix once, and of the lines only those with control codes.
         assert self._console is not None  # noqa: S101
         with self._console.capture() as drawn:
             self._console.print(text, end="", soft_wrap=True)
@@ -103,10 +103,10 @@ class Logs:
 
 
 def outcome_table(outcomes: Sequence[HostOutcome], logs: Logs) -> Table:
-    """Host, code, what happened, seconds, log."""
+    """Return a table with host, exit code, cause, seconds and log."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading, justify in (("host", "left"), ("code", "right"), ("", "left"), ("seconds", "right"), ("log", "left")):
-        # A host's number is the end of its name: it and the code are whole where the others fold.
+        # The end of a host's name is its number, so the name and the code are not cut.
         whole = heading in ("host", "code", "seconds")
         width = max((len(outcome.host.label) for outcome in outcomes), default=4) if heading == "host" else None
         table.add_column(heading, justify=justify, no_wrap=whole, overflow="fold", min_width=width)  # type: ignore[arg-type]
@@ -125,10 +125,10 @@ def outcome_table(outcomes: Sequence[HostOutcome], logs: Logs) -> Table:
 
 
 def print_outcomes(outcomes: Sequence[HostOutcome], logs: Logs, console: Console) -> None:
-    """The table, here and as ``outcome.json`` beside the logs."""
+    """Print the table, and write it as ``outcome.json`` next to the logs."""
     if console.is_terminal:
         console.print(outcome_table(outcomes, logs))
-    else:  # whole lines, for grep and for a log
+    else:  # Print lines without wrapping, for grep and for logs.
         console.print("host  code  seconds  log", markup=False)
         for outcome in outcomes:
             story = _story(outcome)

@@ -1,12 +1,12 @@
-"""The guard: runs one command on a host and leaves nothing of it behind, whoever dies first.
+"""The guard: runs one command on a host and leaves no process behind, even if a part of the chain is killed.
 
-It is sent inline (``python3 -uc …``), so it needs nothing on the host but Python 3.8. Two processes, both child
-subreapers: the inner one starts the command in a new session and relays its output; the outer one only waits, and ends
-the tree if the inner one is killed. The inner one ends it if the outer one is.
+It is sent inline (``python3 -uc …``), so the host needs only Python 3.8. It consists of two processes, both child
+subreapers: the inner one starts the command in a new session and relays its output; the outer one only waits. If one of
+them is killed, the other ends all processes of the command.
 
-    in    one line per word:  {job}  go · "." a heartbeat · "s" stop, gently · "k" stop at once · end of input: stop
-    out   the command's output and errors, as they come
-    err   one line per event, after a record separator:  ready · started · ended · exit, with the code · refused
+    stdin     one message per line: {job} start · "." heartbeat · "s" stop · "k" kill · end of input: stop
+    stdout    the output and errors of the command
+    stderr    one event per line, after a record separator: ready · started · ended · exit, with the code · refused
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ QUIET: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr
 
 
 def tell(event: str, **fields: object) -> None:
-    """One event, on the error stream."""
+    """Write one event to stderr."""
     text = MARK + json.dumps(dict(fields, event=event)) + "\n"
     try:
         os.write(2, text.encode())
     except OSError:
-        return  # nobody is listening any more; what has to be ended is ended all the same
+        return  # The connection is closed; the processes still have to be ended.
 
 
 def descendants() -> list[int]:
-    """Every living process below this one. Orphans are below it too: it is their subreaper."""
+    """Return all living processes below this one, including orphans, because this process is their subreaper."""
     children: dict[int, list[int]] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
             with open("/proc/" + name + "/stat", "rb") as file:
                 state, parent = file.read().rpartition(b")")[2].split()[:2]
         except OSError:
-            continue  # it ended while we looked
+            continue  # The process has ended meanwhile.
         if state not in (b"Z", b"X"):
             children.setdefault(int(parent), []).append(int(name))
     found: list[int] = []
@@ -61,7 +61,7 @@ def descendants() -> list[int]:
 
 
 def signal_all(pids: list[int], number: int) -> None:
-    """Send a signal; to another user's process (``sudo …``) by way of sudo."""
+    """Send a signal to processes; use sudo for those of other users (``sudo …``)."""
     foreign = []
     for pid in pids:
         try:
@@ -74,11 +74,11 @@ def signal_all(pids: list[int], number: int) -> None:
         try:
             subprocess.call(["sudo", "-n", "kill", "-" + str(int(number)), *foreign], **QUIET)  # noqa: S603, S607
         except OSError:
-            return  # no sudo: they are told of as left
+            return  # Without sudo they are reported as left.
 
 
 class Tree:
-    """The command and all that it started."""
+    """The command and all processes that it started."""
 
     def __init__(self, child: int) -> None:
         self.child = child
@@ -87,7 +87,7 @@ class Tree:
         self.left: list[int] = []
 
     def reap(self) -> None:
-        """Collect whoever has ended, adopted orphans too."""
+        """Collect the processes that have ended, including adopted orphans."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -99,7 +99,7 @@ class Tree:
                 self.code = 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
 
     def end(self, ask_until: float) -> bool:
-        """One round of ending the tree: ask, and after ``ask_until`` kill. True when nothing is left."""
+        """Send SIGTERM to the processes, or SIGKILL after ``ask_until``. Return True when none is left."""
         self.reap()
         self.left = descendants()
         late = time.monotonic() >= ask_until
@@ -123,20 +123,20 @@ class Guard:
         self.listening, self.linked, self.gone, self.keep = True, True, False, False
 
     def stop(self, cause: str, grace: float) -> None:
-        """End the tree: ask now, kill after ``grace``."""
+        """End the tree: SIGTERM now, SIGKILL after ``grace``."""
         now = time.monotonic()
         self.ask_until = min(self.ask_until, now + grace) if self.cause else now + grace
         self.give_up = self.ask_until + GIVE_UP
         self.cause = self.cause or cause
 
     def lose(self, cause: str) -> None:
-        """Nobody hears us any more: end the tree, soon."""
+        """End the tree soon, because the connection to the runner is lost."""
         if self.linked:
             self.linked = False
             self.stop(cause, min(self.grace, 2.0))
 
     def listen(self) -> None:
-        """Read the runner's words."""
+        """Read the runner's messages."""
         try:
             data = os.read(0, 1 << 16)
         except OSError:
@@ -153,7 +153,7 @@ class Guard:
                 self.stop("stopped", self.grace if line == b"s" else 0.0)
 
     def start(self, job: Any) -> None:
-        """Start the command in a session of its own."""
+        """Start the command in its own session."""
         self.started = time.monotonic()
         self.keep = bool(job.get("keep"))
         try:
@@ -174,7 +174,7 @@ class Guard:
         tell("started", pid=self.child.pid)
 
     def relay(self) -> None:
-        """Wait for something to do, at most a moment, and move the command's output along."""
+        """Wait a short time for input or output, and pass on the command's output."""
         readers = [0] if self.listening else []
         if self.pipe is not None and len(self.output) < ROOM:
             readers.append(self.pipe)
@@ -195,14 +195,14 @@ class Guard:
                 self.lose("the runner has gone")
 
     def watch(self) -> None:
-        """What the clock and the process table say."""
+        """Check for the end of the command, a silent runner and a killed outer guard."""
         if self.tree is not None and self.tree.code is None:
             self.tree.reap()
         if self.tree is not None and self.tree.code is not None and self.cause is None:
-            tell("ended", code=self.tree.code)  # the runner need not wait for what the command left
+            tell("ended", code=self.tree.code)  # The runner need not wait for the remaining processes.
             self.stop("ended", self.grace)
             if self.keep and self.tree.code == 0:
-                self.gone = True  # what it started shall live on: told to the outer guard too
+                self.gone = True  # What the command started keeps running; the outer guard is told, too.
                 self.give_up = time.monotonic() + 1.0
                 os.write(self.kept, b"k")
         if time.monotonic() - self.heard > self.silence:
@@ -211,7 +211,7 @@ class Guard:
             self.lose("the outer guard was killed")
 
     def over(self) -> bool:
-        """True when nothing runs, and all output that anyone still wants has been passed on."""
+        """Return whether no process is left and all output has been passed on."""
         if self.cause is None:
             return False
         self.gone = self.gone or self.tree is None or self.tree.end(self.ask_until)
@@ -221,7 +221,7 @@ class Guard:
         return time.monotonic() > self.give_up
 
     def run(self) -> int:
-        """Guard until the end; the command's code."""
+        """Guard the command until its end and return its exit code."""
         tell("ready", python=sys.version.split()[0])
         while not self.over():
             self.relay()
@@ -233,7 +233,7 @@ class Guard:
 
 
 def become_subreaper() -> None:
-    """Orphans below this process become its children, not init's."""
+    """Make orphans below this process its own children instead of those of init."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(SUBREAPER, 1, 0, 0, 0) != 0:
         tell("refused", reason="prctl: " + os.strerror(ctypes.get_errno()))
@@ -241,7 +241,7 @@ def become_subreaper() -> None:
 
 
 def wait_for(inner: int, kept: int) -> int:
-    """The outer process: wait for the inner one, then end whatever it left, unless it shall be kept."""
+    """Wait in the outer process for the inner one, then end what it left, unless that is to keep running."""
     for number in SIGNALS:
         signal.signal(number, lambda *_: os.kill(inner, signal.SIGTERM))
     pid = status = 0
@@ -258,7 +258,7 @@ def wait_for(inner: int, kept: int) -> int:
 
 
 def main(silence: float, grace: float) -> None:
-    """Guard one command; ends with its code."""
+    """Guard one command and exit with its exit code."""
     become_subreaper()
     outer = os.getpid()
     kept, keep = os.pipe()
