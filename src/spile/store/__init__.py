@@ -1,1 +1,1 @@
-"""What a dataset of activations is on disk: layout, codec, writer, ledger, reader, proof."""
+"""The stored dataset of activations: file layout, encoding, writer, ledger, reader and verification."""

@@ -1,8 +1,9 @@
-"""Remove what a stream no longer needs: all of it, garbage that no commit names, or commits of an earlier life.
+"""Remove data of a stream: all of it, garbage that no commit names, or commits of an earlier incarnation.
 
-Before anything is removed, an empty commit is created under the next free number (the fence). Every worker that joined
-earlier then loses its next commit, however long it was asleep, and stops. If the fence cannot be created, a worker has
-just committed: the stream is in use, and nothing is removed. A worker that joins later writes under new names.
+A stream that is cleared and started again is a new incarnation with a new id. Before anything is removed, an empty
+commit is created under the next free number (the fence). The next commit of every worker that joined earlier then
+fails, and the worker stops. If the fence cannot be created, a worker has just committed: the stream is in use, and
+nothing is removed. A worker that joins later writes under new names.
 """
 
 from __future__ import annotations
@@ -57,15 +58,15 @@ _RECORDS = (METADATA, PREDICTIONS, SUBMISSION, PROGRESS, STREAM)
 
 
 def is_ours(name: str) -> bool:
-    """Whether a name in a stream's folder is exactly one that a worker gives."""
+    """Return whether a name in a stream's folder has the form of a name that a worker creates."""
     return name in _RECORDS or commit_number(name) is not None or is_data(name)
 
 
 def remove_remains(folder: Folder) -> tuple[int, int]:
-    """Remove the unfinished shards that killed workers left in a stream's folder on a disk: how many, and their bytes.
+    """Remove the unfinished shards that killed workers left in a stream's local folder; return their number and bytes.
 
-    A live writer holds its file locked. What is left of uploads to a bucket is garbage collection's, which waits an
-    hour: nobody can tell whether their writer lives.
+    A live writer holds a lock on its file. Unfinished uploads to a bucket have no lock, so they are left to garbage
+    collection, which removes only those that are older than an hour.
     """
     home = home_of(folder)
     if home.local_path is None:
@@ -77,7 +78,7 @@ def remove_remains(folder: Folder) -> tuple[int, int]:
 
 
 def empty_commit(number: int, stream: str, purpose: str) -> Commit:
-    """An entry of the ledger that stands for nothing but its number."""
+    """Return a commit without shards that only occupies a number of the ledger."""
     return Commit(
         number=number,
         attempt=new_attempt(),
@@ -92,27 +93,27 @@ def empty_commit(number: int, stream: str, purpose: str) -> Commit:
 
 
 def fence(folder: Folder, stream: str, number: int, before: str) -> bool:
-    """Keep every worker that joined before from committing; False: one has just committed."""
+    """Prevent commits of workers that joined earlier; return False if one of them has just committed."""
     commit = empty_commit(number, stream, f"fences workers that joined before {before}")
     return folder.create(commit_key(number), commit.to_bytes())
 
 
 def stream_has_commits(root: Folder, worker_id: int) -> bool:
-    """Whether anything of this stream is done: where ``--no-checkpointing`` alone is refused."""
+    """Return whether the stream has commits, in which case ``--no-checkpointing`` alone is refused."""
     return has_commits(root.child(stream_folder(worker_id)))
 
 
 def stream_is_begun(root: Folder, worker_id: int) -> bool:
-    """Whether a worker has ever joined it, whatever is left of its records."""
+    """Return whether the stream's folder contains any file that a worker created."""
     return any(is_ours(info.key) for info in root.child(stream_folder(worker_id)).list())
 
 
 def clear_stream(root: Folder, worker_id: int) -> None:
-    """Remove a stream, so that it can be begun again. Killed at any moment, it leaves a shorter ledger, never a mix.
+    """Remove a stream, so that it can be started again.
 
-    First the claim that it is finished; then the commits, newest first, so that what is left is always 1 to n; then
-    the shards, which no commit names any more; ``stream.json`` last. A worker that still writes to the old life cannot
-    mix into the next: its commits carry the old id. Taps that were added to it go first.
+    Added taps are removed first, then ``metadata.json``, then the commits from the newest to the oldest, then the
+    shards, and ``stream.json`` last. If this is interrupted, commits 1 to n remain, which is a valid ledger. Commits
+    of a worker that still writes to the old incarnation are ignored, because they carry the old id.
     """
     folder = root.child(stream_folder(worker_id))
     for name in sorted({info.key.partition("/")[0] for info in folder.list("added_")}):
@@ -122,7 +123,7 @@ def clear_stream(root: Folder, worker_id: int) -> None:
 
 
 def clear_folder(folder: Folder) -> None:
-    """One ledger with its shards, as :func:`clear_stream` does it."""
+    """Remove one ledger and its shards in the order that :func:`clear_stream` describes."""
     removal = Removal(folder.url, ours=is_ours, remove=folder.delete, fence=lambda: _fence(folder))
     merged = [info.key for info in folder.list() if info.key in (PREDICTIONS, SUBMISSION)]
     if not removal.in_order([METADATA, *merged]):
@@ -138,7 +139,7 @@ def clear_folder(folder: Folder) -> None:
 
 
 def _fence(folder: Folder) -> bool:
-    """Where no record tells the stream's id, no worker of it can commit either: each looks there first."""
+    """Create the fence. Without a readable ``stream.json`` none is needed: workers check it before each commit."""
     try:
         record = read_stream(home_of(folder))
     except Damaged:
@@ -149,23 +150,24 @@ def _fence(folder: Folder) -> bool:
 
 HOUR = 3600.0
 _SILENCE = 600.0
-"""Seconds without a heartbeat after which a worker is not counted as alive; one comes every 30."""
+"""Seconds without a heartbeat after which a worker is considered dead; the normal interval is 30 seconds."""
 
 
 def is_alive(folder: Folder, now: float) -> bool:
-    """Whether a worker's heartbeat is recent. Only ever used to hold back, never to go ahead."""
+    """Return whether a worker's heartbeat is recent or unreadable. The result is only used to prevent removal."""
     try:
         beat = json.loads(folder.get(PROGRESS))
         return bool(not Phase.read(beat["phase"]).ended and now - parse_iso(beat["updated"]) < _SILENCE)
     except NotFound:
         return False
-    except Exception:  # noqa: BLE001 - what cannot be read holds back
+    except Exception:  # noqa: BLE001 - an unreadable heartbeat counts as alive
         return True
 
 
 def find_garbage(root: Folder, named: dict[str, set[str]], *, now: float, older_than: float = HOUR) -> list[Garbage]:
-    """What no commit names, of exactly our names. ``named``: by folder, the committed shards of each stream, and of
-    taps added to one, whose ledger could be read; nothing outside those folders is ever looked at.
+    """Return the files and unfinished uploads that no commit names, if their names have the form of a worker's names.
+
+    ``named`` maps the folder of each readable ledger to its committed shards. Other folders are not searched.
     """
     found = [
         Garbage("shard", _number(folder), info.key, info.size, now - info.updated, info.key)
@@ -184,7 +186,7 @@ def find_garbage(root: Folder, named: dict[str, set[str]], *, now: float, older_
 
 
 def _split(key: str) -> tuple[str, str]:
-    """The folder of a stream, or of taps added to it, and the name in it."""
+    """Split a key into the folder of a ledger (a stream's or that of added taps) and the name in it."""
     stream, _, rest = key.partition("/")
     added, _, name = rest.partition("/")
     return (f"{stream}/{added}", name) if is_addition(added) else (stream, rest)
@@ -202,7 +204,10 @@ def _state(item: Garbage, alive: dict[str, bool], older_than: float) -> str:
 
 
 def remove_garbage(root: Folder, garbage: Iterable[Garbage], ids: dict[str, tuple[str, int]]) -> list[Garbage]:
-    """Remove what is in the state ``found``. ``ids``: by folder, each id and next number, as read before the search."""
+    """Remove the items in the state ``found`` and return all items with their new states.
+
+    ``ids`` maps each folder to its stream id and its next commit number, as read before the search.
+    """
     items = list(garbage)
     left = {item.handle: item for item in root.unfinished("tpu_")}
     removals = {folder: _removal(root, folder, *of) for folder, of in ids.items()}
@@ -233,11 +238,11 @@ def _removal(root: Folder, folder: str, stream: str, free: int) -> Removal:
 
 
 _MOST_FILLED = 1000
-"""Absent numbers before a stranger's that are filled; beyond a wider gap no worker has come, and it is removed."""
+"""The widest gap of numbers that is filled with empty commits. A foreign commit after a wider gap is removed."""
 
 
 def free_number(commits: Sequence[Commit], strangers: Sequence[Commit]) -> int:
-    """The number that the next commit of this life takes."""
+    """Return the number of the next commit of this incarnation."""
     taken = {commit.number for commit in strangers}
     number = commits[-1].number + 1 if commits else 1
     while number in taken:
@@ -248,7 +253,12 @@ def free_number(commits: Sequence[Commit], strangers: Sequence[Commit]) -> int:
 def repair_ledger(
     folder: Folder, stream: str, commits: Sequence[Commit], strangers: Sequence[Commit]
 ) -> tuple[str, ...] | None:
-    """Take the strangers' commits out of a ledger. Where their copies are; None: a worker is alive, nothing changed."""
+    """Replace commits of earlier incarnations (``strangers``) by empty ones and keep copies of them.
+
+    Returns:
+        The locations of the copies, or None if a worker is active and nothing was changed.
+
+    """
     removal = Removal(
         folder.url,
         ours=lambda key: commit_number(key) in {commit.number for commit in strangers},

@@ -1,4 +1,4 @@
-"""A worker's heartbeat, the content of ``progress.json``, as a noun. ``status.heartbeat`` writes and reads it."""
+"""The heartbeat of a worker (``progress.json``), and snapshots of the progress of all streams."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _count(value: Any) -> int:
 
 @dataclass(frozen=True)
 class Reading:
-    """What the worker knows of itself at one moment. Counts are of this attempt."""
+    """The progress of a worker at one moment. Counts are those of this attempt."""
 
     phase: Phase
     samples: int = 0
@@ -54,16 +54,16 @@ class Reading:
     tokens_per_second: float = 0.0
     retries: int = 0
     expected: int | None = None
-    """Samples that the stream will have when this worker is done with it (``--max-samples`` counted in)."""
+    """The number of samples of the stream when this worker is done, limited by ``--max-samples``."""
 
     def got_no_further_than(self, before: Reading) -> bool:
-        """Whether nothing was done in between: a rate that falls and a retry are no progress."""
+        """Return whether there was no progress since ``before``. The rate and retries are not progress."""
         return replace(self, tokens_per_second=0.0, retries=0) == replace(before, tokens_per_second=0.0, retries=0)
 
 
 @dataclass(frozen=True)
 class Beat:
-    """A reading with its author and its time."""
+    """A reading with the worker that wrote it and the time."""
 
     attempt: str
     host: str
@@ -82,25 +82,25 @@ class Beat:
     log_tail: tuple[str, ...] = ()
     last_error: str | None = None
     missed: int = 0
-    """Heartbeats that could not be written."""
+    """The number of heartbeats that could not be written."""
     progressed: str | None = None
-    """When its counts or its phase last changed: a worker can be alive and get no further."""
+    """The time of the last change of the counts or the phase: a live worker may make no progress."""
 
     def age(self, now: float) -> float:
-        """Seconds since it was written."""
+        """Return the seconds since the heartbeat was written."""
         return now - datetime.fromisoformat(self.updated).timestamp()
 
     def idle(self, now: float) -> float | None:
-        """Seconds since it last got further, where it says so."""
+        """Return the seconds since the last progress, or None if the heartbeat does not state it."""
         return None if self.progressed is None else now - datetime.fromisoformat(self.progressed).timestamp()
 
     def to_json(self) -> dict[str, Any]:
-        """As stored."""
+        """Return the heartbeat as it is stored."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Beat:
-        """As stored, every field of its type; an exception of any kind where it is none."""
+        """Return the heartbeat that :meth:`to_json` described; raise any exception if a field is malformed."""
         known = known_fields(cls, found)
         for name in _COUNTS:
             known[name] = _count(known[name])
@@ -112,7 +112,7 @@ class Beat:
         known["log_tail"] = tuple(str(line) for line in known.get("log_tail", ()))
         known["last_error"] = None if known.get("last_error") is None else str(known["last_error"])
         beat = cls(**{**known, "phase": Phase.read(known["phase"])})
-        beat.age(0.0), beat.idle(0.0)  # a time that cannot be read is no heartbeat
+        beat.age(0.0), beat.idle(0.0)  # These raise if a time is malformed.
         return beat
 
 
@@ -120,13 +120,13 @@ EVERY = 30.0
 _TAIL = 20
 _LINE = 400
 _MOST = 1 << 20
-"""Bytes of a heartbeat; ours have 10,000 at most."""
+"""The largest heartbeat in bytes that is read. Those of workers have at most 10,000 bytes."""
 _PATIENCE = 10.0
 """Seconds that the end of a run waits for the last heartbeat."""
 
 
 class Heartbeat:
-    """Writes the heartbeat in a thread of its own. It never raises: a run is worth more than its pulse."""
+    """Writes the heartbeat in a separate thread. It never raises, because a failed heartbeat must not end the run."""
 
     def __init__(
         self,
@@ -163,21 +163,21 @@ class Heartbeat:
             self.note_error(error)
             asked = isinstance(error, Interrupted) or not isinstance(error, Exception)
             self._ended = Phase.STOPPED if asked else Phase.FAILED
-            self._handed_over = isinstance(error, Fenced)  # the heartbeat is its successor's now
+            self._handed_over = isinstance(error, Fenced)  # The worker that took over writes the heartbeat now.
         self._over.set()
         self._wake.set()
         self._thread.join(_PATIENCE)
 
     def beat(self) -> None:
-        """Write one soon: after a commit. Returns at once."""
+        """Request a heartbeat soon, such as after a commit. This does not block."""
         self._wake.set()
 
     def note(self, line: str) -> None:
-        """A line of the log; the last few are part of the heartbeat, without the values of secret variables."""
+        """Add a line of the log. The heartbeat contains the last lines, without the values of secret variables."""
         self._tail.append(struck_out(line, self._hidden)[:_LINE])
 
     def note_error(self, error: BaseException | str) -> None:
-        """The last error."""
+        """Record the last error."""
         text = str(error) if isinstance(error, str | SpileError) else f"{type(error).__name__}: {error}"
         if isinstance(error, KeyboardInterrupt):
             text = "interrupted"
@@ -209,13 +209,13 @@ class Heartbeat:
                 **{**asdict(now), "phase": self._ended or now.phase},
             )
             self._folder.put(PROGRESS, json.dumps(beat.to_json(), indent=1).encode() + b"\n")
-        except Exception as error:  # noqa: BLE001  whatever it was, the run goes on
+        except Exception as error:  # noqa: BLE001 - the run goes on after any error
             self.missed += 1
             self._log(f"heartbeat not written ({self.missed} so far): {error}")
 
 
 def read_beat(folder: Folder) -> Beat | None:
-    """The heartbeat in a stream's folder; None where there is none, or none that can be read."""
+    """Read the heartbeat in a stream's folder; return None if there is none or it cannot be read."""
     try:
         data = folder.get(PROGRESS)
     except (NotFound, Damaged):
@@ -224,7 +224,7 @@ def read_beat(folder: Folder) -> Beat | None:
         return None
     try:
         return Beat.from_json(json.loads(data))
-    except Exception:  # noqa: BLE001 - anybody can write it; one that makes no sense is none, and stops no monitor
+    except Exception:  # noqa: BLE001 - the content is untrusted, and a malformed heartbeat must not stop a monitor
         return None
 
 
@@ -233,22 +233,22 @@ def _iso(seconds: float) -> str:
 
 
 SILENCE = 150.0
-"""Seconds without a heartbeat, which comes every 30, after which a worker counts as gone."""
+"""Seconds without a heartbeat after which a worker is considered dead; the normal interval is 30 seconds."""
 
 
 class State(enum.Enum):
-    """What a stream is doing. ``silent``, ``stopped``, ``failed`` and ``damaged`` need somebody, or a fleet, to act."""
+    """The state of a stream. In ``silent``, ``stopped``, ``failed`` and ``damaged`` it does not finish by itself."""
 
     DONE = "done"
     """Every sample is stored or skipped."""
     WORKING = "working"
     """A worker's heartbeat is recent."""
     WAITING = "waiting"
-    """Begun a moment ago, not heard of yet: its worker may be starting."""
+    """The stream was started recently and has no heartbeat yet: its worker may be starting."""
     SILENT = "silent"
-    """Unfinished, and its worker has not been heard of for a while: preempted, or killed."""
+    """Unfinished, and its worker has sent no heartbeat for a while: it was preempted or killed."""
     STOPPED = "stopped"
-    """Unfinished, and its worker ended as it should: interrupted, or told to do a part only."""
+    """Unfinished, and its worker ended without an error: it was interrupted, or asked to process only a part."""
     FAILED = "failed"
     """Its worker ended with an error."""
     DAMAGED = "damaged"
@@ -261,19 +261,19 @@ _HEALTHY = {State.DONE, State.WORKING, State.WAITING}
 
 @dataclass(frozen=True)
 class StreamView:
-    """One stream at one moment."""
+    """The progress of one stream at one moment."""
 
     number: int
     name: str
-    """The machine's name where there is a fleet, else the stream's folder."""
+    """The machine's name if there is a fleet, else the stream's folder."""
     state: State
     samples: int = 0
-    """Done, and those that its worker has computed and not yet committed."""
+    """The committed samples, and those that the worker has computed but not committed."""
     expected: int | None = None
     shards: int = 0
-    """Written, committed or not."""
+    """The number of written shards, committed or not."""
     committed: int = 0
-    """In the dataset: what the guides call GCS."""
+    """The number of committed shards."""
     tokens: int = 0
     bytes: int = 0
     tokens_per_second: float = 0.0
@@ -281,31 +281,31 @@ class StreamView:
     phase: Phase = Phase.UNKNOWN
     host: str = ""
     age: float | None = None
-    """Seconds since the heartbeat."""
+    """Seconds since the last heartbeat."""
     idle: float | None = None
-    """Seconds since its worker last got further."""
+    """Seconds since the worker's last progress."""
     retries: int = 0
     last_error: str | None = None
     log_tail: tuple[str, ...] = ()
     machine: str | None = None
-    """The machine's own status (READY, PREEMPTED …), where there is a fleet."""
+    """The machine's own status (READY, PREEMPTED …) if there is a fleet."""
     streams: int | None = None
-    """How many streams the data was split into, this one among them; None where its record does not say."""
+    """The number of streams of the split; None if the stream's record does not state it."""
 
     @property
     def percent(self) -> float | None:
-        """Of its samples."""
+        """The percentage of finished samples."""
         return None if not self.expected else min(100.0, 100.0 * self.samples / self.expected)
 
     @property
     def status(self) -> str:
-        """What the table says: what the worker is at, or what has become of it."""
+        """The status for tables: the worker's phase if it is working, else the state."""
         return self.phase if self.state is State.WORKING and self.phase else self.state.value
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A root at one moment."""
+    """The progress of all streams of a dataset at one moment."""
 
     root: str
     taken: float
@@ -313,12 +313,12 @@ class Snapshot:
     streams: tuple[StreamView, ...]
 
     def total(self, field: str) -> float:
-        """The sum of a field over all streams, unknown ones left out."""
+        """Return the sum of a field over all streams where it is known."""
         return sum(getattr(stream, field) or 0 for stream in self.streams)
 
     @property
     def percent(self) -> float | None:
-        """Of all samples; None where a stream's number of samples is not known, or a stream is not begun."""
+        """The percentage of finished samples; None if the size of a stream is unknown or a stream was never started."""
         if not self.streams or self.never_begun or any(stream.expected is None for stream in self.streams):
             return None
         expected = self.total("expected")
@@ -326,7 +326,7 @@ class Snapshot:
 
     @property
     def seconds_left(self) -> float | None:
-        """Until the slowest stream is done; None where one is not known or is not being worked on."""
+        """Seconds until the slowest stream is done; None if the time of a stream is unknown or nothing is left."""
         if self.never_begun:
             return None
         left = [stream.seconds_left for stream in self.streams if stream.state is not State.DONE]
@@ -335,37 +335,37 @@ class Snapshot:
 
     @property
     def done(self) -> bool:
-        """Whether nothing is left to do."""
+        """Whether all streams are done."""
         return (
             bool(self.streams) and not self.never_begun and all(stream.state is State.DONE for stream in self.streams)
         )
 
     @property
     def never_begun(self) -> int:
-        """Streams that the data was split into and no worker has begun."""
+        """The number of streams of the split that no worker has started."""
         return max(0, max((stream.streams or 0 for stream in self.streams), default=0) - len(self.streams))
 
     def count(self, *states: State) -> int:
-        """Streams in these states."""
+        """Return the number of streams in these states."""
         return sum(stream.state in states for stream in self.streams)
 
     @property
     def healthy(self) -> int:
-        """Done, working, or about to."""
+        """The number of streams that are done, working or waiting for their worker to start."""
         return self.count(*_HEALTHY)
 
     @property
     def working(self) -> int:
-        """With a recent heartbeat."""
+        """The number of streams whose heartbeat is recent."""
         return self.count(State.WORKING)
 
     @property
     def needs_recovery(self) -> int:
-        """Unfinished with nobody at work."""
+        """The number of unfinished streams without a live worker."""
         return self.count(*_NEEDS_RECOVERY)
 
     def to_json(self) -> dict[str, Any]:
-        """For programs."""
+        """Return plain values for ``--json``."""
         totals = {name: self.total(name) for name in ("samples", "shards", "committed", "tokens", "bytes")}
         return {
             "root": self.root,
@@ -385,14 +385,14 @@ class Snapshot:
 
 
 class SnapshotReader:
-    """Takes snapshots of a root again and again, reading only the commits that are new."""
+    """Takes repeated snapshots of a dataset. Each one reads only new commits."""
 
     def __init__(self, root: Folder, clock: Callable[[], float] = time.time) -> None:
         self._root, self._clock = root, clock
         self._ledgers: dict[int, tuple[str, Ledger]] = {}
 
     def take(self) -> Snapshot:
-        """The root now."""
+        """Return the current state of the dataset."""
         numbers = find_streams(self._root)
         with ThreadPoolExecutor(16, thread_name_prefix="snapshot") as pool:
             views = tuple(pool.map(self._view, numbers))
@@ -403,7 +403,7 @@ class SnapshotReader:
         try:
             record = read_stream(folder)
             ledger = self._ledger(number, folder, record)
-        except Damaged as error:  # a store that does not answer is no stream's fault, and nobody's to replace
+        except Damaged as error:  # Other errors of the store do not mean that the stream is damaged.
             return StreamView(number, stream_folder(number), State.DAMAGED, last_error=str(error))
         return view_of(number, record, ledger, read_beat(folder), self._clock())
 
@@ -411,7 +411,7 @@ class SnapshotReader:
         if record is None:
             return Ledger()
         known_id, known = self._ledgers.get(number, (record.id, Ledger()))
-        if known_id != record.id:  # the stream was cleared and begun again
+        if known_id != record.id:  # The stream was cleared and started again.
             known = Ledger()
         ledger = known.plus(read_commits(folder, record.id, after=known.commits))
         self._ledgers[number] = record.id, ledger
@@ -419,7 +419,7 @@ class SnapshotReader:
 
 
 def view_of(number: int, record: StreamRecord | None, ledger: Ledger, beat: Beat | None, now: float) -> StreamView:
-    """One stream from its ledger, which is the truth, and its heartbeat, which is news."""
+    """Return the view of one stream. The ledger is authoritative; the heartbeat adds what is not committed yet."""
     total = ledger.end if record is None or record.identity.samples is None else record.identity.samples
     expected = beat.expected if beat is not None and beat.expected is not None else total
     done = expected is not None and not Ranges([(0, expected)]) - ledger.done
@@ -463,6 +463,6 @@ def _state(beat: Beat | None, ledger: Ledger, now: float) -> State:
     if beat is None:
         quiet = ledger.created is not None and now - parse_iso(ledger.created) > SILENCE
         return State.SILENT if quiet else State.WAITING
-    if beat.phase.ended:  # a worker may be done with its part, and the stream not
+    if beat.phase.ended:  # A worker may be done with its part while the stream is not.
         return State.FAILED if beat.phase is Phase.FAILED else State.STOPPED
     return State.WORKING if beat.age(now) <= SILENCE else State.SILENT

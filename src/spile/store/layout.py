@@ -1,4 +1,4 @@
-"""Names: where everything of a dataset lies below its root. The inverse of each name is here too."""
+"""The names of all files of a dataset below its root, and the functions that parse them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SUBMISSION = "submission.json"
 COMMITS = "commits/"
 
 _ADDITION = re.compile(r"added_[0-9a-f]{8}")
-# No stream or ledger comes near these lengths; a number without end would be a loop without end.
+# The number of digits is limited, because code loops over the numbers that it finds.
 _STREAM_FOLDER = re.compile(r"tpu_(0|[1-9]\d{0,8})", re.ASCII)
 _COMMIT = re.compile(r"commits/(\d{4}|[1-9]\d{4,11})\.json", re.ASCII)
 _SHARD = re.compile(r"shard_(\d{4,})-([a-z0-9]+)(?:-h(\d{2,}))?\.safetensors")
@@ -53,76 +53,76 @@ _ATTEMPT = re.compile(r"[a-z0-9]{4,32}")
 
 
 def stream_folder(worker_id: int) -> str:
-    """Worker 5 writes ``tpu_5``."""
+    """Return the folder of a stream: ``tpu_5`` for worker 5."""
     return f"tpu_{worker_id}"
 
 
 def stream_number(folder: str) -> int | None:
-    """``tpu_5`` → 5; None for a name that is no stream's."""
+    """Return 5 for ``tpu_5``, or None if the name is not that of a stream's folder."""
     match = _STREAM_FOLDER.fullmatch(folder)
     return int(match[1]) if match else None
 
 
 def addition_folder(taps: Iterable[str]) -> str:
-    """In a stream's folder, that of these taps added to it: the same for the same taps, whoever adds them."""
+    """Return the name of the folder for these added taps, which depends only on the taps."""
     return f"added_{hashlib.sha256(' '.join(taps).encode()).hexdigest()[:8]}"
 
 
 def is_addition(folder: str) -> bool:
-    """Whether a folder of a stream's could be that of added taps."""
+    """Return whether a name has the form of a folder of added taps."""
     return _ADDITION.fullmatch(folder) is not None
 
 
 def commit_key(number: int) -> str:
-    """``commits/0001.json``. Past 9999 the name grows a digit; readers sort by number, not by text."""
+    """Return ``commits/0001.json`` for 1. Beyond 9999 the name has more digits; readers sort by number, not by text."""
     return f"{COMMITS}{number:04d}.json"
 
 
 def commit_number(key: str) -> int | None:
-    """The inverse of :func:`commit_key`; None for any other name (a temporary file, a stranger's)."""
+    """Return the number in a name that :func:`commit_key` returned, or None for any other name."""
     match = _COMMIT.fullmatch(key)
     return int(match[1]) if match and int(match[1]) > 0 else None
 
 
 def stray_key(number: int, stream: str) -> str:
-    """Where a commit of another life is kept when it is taken out of the ledger: no reader looks there."""
+    """Return the key for the copy of a commit of an earlier incarnation that was removed from the ledger."""
     return f"strays/{number:04d}-{stream}.json"
 
 
 def shard_name(number: int, attempt: str, host: int | None = None) -> str:
-    """``shard_0001-<attempt>.safetensors``, or ``…-h03.safetensors`` for host 3 of a pod."""
+    """Return ``shard_0001-<attempt>.safetensors``, or ``…-h03.safetensors`` for host 3 of a pod."""
     tail = "" if host is None else f"-h{host:02d}"
     return f"shard_{number:04d}-{attempt}{tail}.safetensors"
 
 
 def predictions_name(shard: str) -> str:
-    """Of a shard's answers: ``predictions_0001-<attempt>.jsonl`` beside ``shard_0001-<attempt>.safetensors``."""
+    """Return ``predictions_0001-<attempt>.jsonl`` for ``shard_0001-<attempt>.safetensors``."""
     return f"predictions_{shard.removeprefix('shard_').removesuffix('.safetensors')}.jsonl"
 
 
 def shard_host(name: str) -> int | None:
-    """The host of a pod that wrote a shard; None where one process did."""
+    """Return the number of the pod host that wrote a shard, or None if the worker was a single process."""
     found = re.search(r"-h(\d{2,})\.safetensors$", name)
     return None if found is None else int(found[1])
 
 
 def is_shard(name: str) -> bool:
-    """Whether a name could be one of our shards."""
+    """Return whether a name has the form of a shard's name."""
     return _SHARD.fullmatch(name) is not None
 
 
 def is_data(name: str) -> bool:
-    """Whether a name could be a shard's or that of its answers: what garbage collection may look at."""
+    """Return whether a name has the form of a shard's or an answer file's name, which garbage collection may remove."""
     return is_shard(name) or _PREDICTIONS.fullmatch(name) is not None
 
 
 def new_attempt() -> str:
-    """A name for one life of one worker. Two lives never share one."""
+    """Return a unique name for one execution of a worker."""
     return secrets.token_hex(6)
 
 
 def valid_attempt(attempt: str) -> str:
-    """The attempt, or an error where it could not be part of a file's name."""
+    """Return the attempt; raise :class:`SpecError` if it cannot be part of a file name."""
     if not _ATTEMPT.fullmatch(attempt):
         raise SpecError("attempt", expected="4 to 32 lower-case letters and digits", found=repr(attempt))
     return attempt

@@ -1,8 +1,8 @@
-"""The ledger of a stream: its commits, the records in them, and what they add up to.
+"""The ledger of a stream: its commits, the records in them, and their totals.
 
 Every record (``run.json``, ``stream.json``, a commit) is a JSON object that carries its own checksum. Its last field is
 always ``"crc32c"``: the last 22 bytes are ``,"crc32c":"hhhhhhhh"}`` and a line feed, and the checksum covers every byte
-before them. A reader therefore checks the bytes as they are, with any JSON library.
+before them. A reader can therefore check the bytes with any JSON library.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ __all__ = [
 FORMAT = 1
 """The version of the format; ``docs/format.md`` describes it."""
 RUN_FORMATS = (1, 2)
-"""Of ``run.json``, which every reader reads first: 2 keeps those out that would take its rows for something else."""
+"""The versions of ``run.json``. Version 2 makes older readers refuse rows that they would misread."""
 _TAIL = re.compile(rb',"crc32c":"([0-9a-f]{8})"\}\n')
 _TAIL_LENGTH = 22
 
 
 def seal(record: dict[str, Any], *, indent: int | None = None) -> bytes:
-    """The record as JSON with its checksum."""
+    """Return the record as JSON with its checksum."""
     separators = (",", ":") if indent is None else (",", ": ")
     body = json.dumps(record, separators=separators, indent=indent, allow_nan=False).encode()
     body = body[:-1].rstrip()
@@ -55,7 +55,12 @@ def seal(record: dict[str, Any], *, indent: int | None = None) -> bytes:
 
 
 def unseal(data: bytes, where: str, formats: tuple[int, ...] = (FORMAT,)) -> dict[str, Any]:
-    """The record, checked; :class:`Damaged` names the object where it is torn, garbled or of a later format."""
+    """Check and parse a record.
+
+    Raises:
+        Damaged: If the record is cut, does not match its checksum, or has a format that this version cannot read.
+
+    """
     tail = _TAIL.fullmatch(data[-_TAIL_LENGTH:])
     if tail is None:
         raise Damaged(
@@ -79,12 +84,12 @@ def unseal(data: bytes, where: str, formats: tuple[int, ...] = (FORMAT,)) -> dic
 
 
 _MOST = 1 << 53
-"""No dataset has so many samples or bytes, and every JSON reader can tell the numbers below it apart."""
+"""An upper limit for counts and sizes. Every JSON reader represents smaller integers exactly."""
 
 
 @dataclass(frozen=True)
 class PredictionsRecord:
-    """The answers to a shard's samples, a file of lines, as the commit names it."""
+    """The commit's record of the file with the answers to a shard's samples."""
 
     name: str
     size: int
@@ -92,38 +97,38 @@ class PredictionsRecord:
     count: int
 
     def to_json(self) -> dict[str, Any]:
-        """As the commit stores it."""
+        """Return the record as the commit stores it."""
         return {"name": self.name, "size": self.size, "crc32c": to_hex(self.crc32c), "count": self.count}
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> PredictionsRecord:
-        """The inverse of :meth:`to_json`."""
+        """Return the record that :meth:`to_json` described."""
         return cls(str(fields["name"]), int(fields["size"]), from_hex(fields["crc32c"]), int(fields["count"]))
 
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """One shard as its commit names it."""
+    """The commit's record of one shard."""
 
     name: str
     size: int
     crc32c: int
-    """Of the whole object."""
+    """The crc32c of the whole object."""
     header: tuple[int, int]
-    """The header's length, its eight first bytes included, and its crc32c."""
+    """The length of the header, including its first eight bytes, and its crc32c."""
     tensors: Mapping[str, int]
-    """crc32c of each tensor's bytes."""
+    """The crc32c of each tensor's bytes."""
     samples: Ranges
     count: int
-    """Samples."""
+    """The number of samples."""
     tokens: int
     statistics: Mapping[str, Any] = field(default_factory=dict)
-    """Of each tap's rows, where they were taken: see :mod:`spile.store.statistics`."""
+    """The statistics of each tap's rows, if they were computed: see :mod:`spile.store.statistics`."""
     predictions: PredictionsRecord | None = None
-    """Where answers were generated."""
+    """The file with the answers, if answers were generated."""
 
     def to_json(self) -> dict[str, Any]:
-        """As the commit stores it; also how a pod's host tells process 0 of it."""
+        """Return the record as the commit stores it, and as the hosts of a pod send it to process 0."""
         return {
             "name": self.name,
             "size": self.size,
@@ -139,7 +144,12 @@ class ShardRecord:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> ShardRecord:
-        """The inverse of :meth:`to_json`; ValueError, KeyError or TypeError where it is none."""
+        """Return the record that :meth:`to_json` described.
+
+        Raises:
+            ValueError, KeyError, TypeError: If the fields are malformed.
+
+        """
         record = cls(
             name=str(fields["name"]),
             size=int(fields["size"]),
@@ -175,17 +185,17 @@ class Commit:
     number: int
     attempt: str
     stream: str
-    """The id in ``stream.json``: a commit of an earlier life of the stream is never taken for one of this."""
+    """The id in ``stream.json``. It distinguishes commits of this incarnation of the stream from earlier ones."""
     shards: tuple[ShardRecord, ...]
     skipped: tuple[Skip, ...]
     end: int | None
-    """How many samples the stream has, once somebody has read it to its end."""
+    """The number of samples of the stream, once a worker has read it to its end."""
     statistics: Mapping[str, Any] = field(default_factory=dict)
     created: str = ""
     version: str = ""
 
     def to_bytes(self) -> bytes:
-        """The object's content."""
+        """Return the content of the commit's object."""
         return seal(
             {
                 "format": FORMAT,
@@ -206,7 +216,7 @@ class Commit:
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Commit:
-        """The inverse of :meth:`to_bytes`; :class:`Damaged` names the object where it is none."""
+        """Return the commit that :meth:`to_bytes` wrote; raise :class:`Damaged` if the content is malformed."""
         fields = unseal(data, where)
         with untrusted(Damaged, f"{where} is no commit"):
             commit = cls(
@@ -231,25 +241,26 @@ class Commit:
             return commit
 
     def pairs(self) -> list[tuple[int, int]]:
-        """The ranges of samples that this commit makes done, stored and skipped, as it lists them."""
+        """Return the ranges of stored and skipped samples in the order in which the commit lists them."""
         stored = [pair for shard in self.shards for pair in shard.samples.pairs()]
         return stored + [(skip.index, skip.index + 1) for skip in self.skipped]
 
     def covered(self) -> Ranges:
-        """The samples this commit makes done: stored and skipped."""
+        """Return the stored and skipped samples of this commit."""
         return Ranges(self.pairs())
 
     def doubled(self) -> Ranges:
-        """Samples that it names twice by itself."""
+        """Return the samples that this commit lists twice."""
         return Ranges.twice(self.pairs())
 
 
 _ASKED_FOR = 1000
-"""Absent commits that are asked for by name before they are called a gap: far more than land during one listing."""
+"""The largest number of missing commits that are requested by name before they are reported as a gap. Far fewer
+commits are created during one listing."""
 
 
 class ShardFile(NamedTuple):
-    """What the ledger remembers of a shard: little, because a stream may have ten thousand."""
+    """The part of a shard's record that is kept in memory: a stream may have ten thousand shards."""
 
     name: str
     samples: int
@@ -259,32 +270,32 @@ class ShardFile(NamedTuple):
 
 @dataclass(frozen=True)
 class Ledger:
-    """What a stream's commits add up to."""
+    """The totals of a stream's commits."""
 
     done: Ranges = field(default_factory=Ranges)
-    """Stored and skipped."""
+    """The stored and skipped samples."""
     doubled: Ranges = field(default_factory=Ranges)
-    """Samples that are there twice: always empty, unless somebody broke the rules."""
+    """The samples that are committed twice. It is empty unless the ledger was tampered with."""
     commits: int = 0
-    """The number of the last one."""
+    """The number of the last commit."""
     files: tuple[ShardFile, ...] = ()
     samples: int = 0
-    """Stored."""
+    """The number of stored samples."""
     skipped: int = 0
     tokens: int = 0
     bytes: int = 0
     end: int | None = None
-    """How many samples the stream has, where only reading it to its end tells."""
+    """The number of samples of the stream, if it was only known after reading the stream to its end."""
     created: str | None = None
-    """When the last commit was made."""
+    """The time of the last commit."""
 
     @property
     def shards(self) -> int:
-        """How many."""
+        """The number of shards."""
         return len(self.files)
 
     def plus(self, commits: Iterable[Commit]) -> Ledger:
-        """The ledger with these commits after its own. All samples are sorted once, however scattered they are."""
+        """Return the ledger with these commits appended. All samples are sorted only once."""
         pairs = self.done.pairs()
         files: list[ShardFile] = []
         skipped, last, end, created = self.skipped, self.commits, self.end, self.created
@@ -296,7 +307,7 @@ class Ledger:
             end = commit.end if commit.end is not None else end
             created = commit.created or created
         done, samples = Ranges(pairs), sum(file.samples for file in files)
-        # As many as were named: then none was named twice, and nobody has to look which.
+        # If the counts agree, no sample is listed twice, and the slower search for duplicates is not needed.
         single = len(done) == len(self.done) + samples + skipped - self.skipped
         return replace(
             self,
@@ -314,25 +325,28 @@ class Ledger:
 
 
 def has_commits(folder: Folder) -> bool:
-    """Whether the stream in this folder has any commit."""
+    """Return whether the stream in this folder has any commit."""
     return any(commit_number(info.key) is not None for info in folder.list(COMMITS))
 
 
 def commit_numbers(folder: Folder) -> list[int]:
-    """The numbers under which there is a commit of any life, in order."""
+    """Return the sorted numbers of the commits of all incarnations."""
     return sorted(number for info in folder.list(COMMITS) if (number := commit_number(info.key)) is not None)
 
 
 def read_commits(folder: Folder, stream: str | None, after: int = 0) -> Iterator[Commit]:
-    """A stream's commits in order, many reads at a time. ``stream`` is its id; None takes those of any life."""
+    """Yield a stream's commits in order, read concurrently. ``stream`` is its id; None accepts any incarnation."""
     return (commit for commit in read_entries(folder, stream, after) if commit.stream == (stream or commit.stream))
 
 
 def read_entries(folder: Folder, stream: str | None, after: int = 0) -> Iterator[Commit]:
-    """As :func:`read_commits`, with those of strangers: workers of an earlier life that did not know of its end.
+    """Yield commits like :func:`read_commits`, and also those of workers of earlier incarnations.
 
-    A stranger's commit keeps its number and counts for nothing. Up to the last commit of this life no number is
-    missing: :class:`Damaged` where one is.
+    A commit of an earlier incarnation occupies its number but is otherwise ignored.
+
+    Raises:
+        Damaged: If a number before the last commit of this incarnation is missing.
+
     """
     numbers = [number for number in commit_numbers(folder) if number > after]
     last = after
@@ -349,7 +363,7 @@ def read_entries(folder: Folder, stream: str | None, after: int = 0) -> Iterator
 
 
 def _late(folder: Folder, absent: Ranges, last: int) -> Iterator[Commit]:
-    """Commits that a listing missed: past 9999 names do not sort as numbers do, and one may land behind it."""
+    """Yield commits that a listing missed: beyond 9999, a new name may sort before those already listed."""
     lost = absent
     if len(absent) <= _ASKED_FOR:
         found = {number: data for number in absent if (data := _data(folder, commit_key(number))) is not None}
@@ -379,5 +393,5 @@ def _checked(commit: Commit, number: int, url: str) -> Commit:
 
 
 def read_ledger(folder: Folder, stream: str | None) -> Ledger:
-    """The ledger of the stream in this folder."""
+    """Return the ledger of the stream in this folder."""
     return Ledger().plus(read_commits(folder, stream))

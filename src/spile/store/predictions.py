@@ -1,4 +1,4 @@
-"""The answers beside a shard: a file of lines, one per sample, named with its checksum in the same record."""
+"""The answers of a shard's samples: a JSONL file whose name and checksum are in the shard's record."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["answers_problem", "merged", "put_predictions", "read_predictions"]
 
 
 def put_predictions(folder: Folder, record: ShardRecord, predictions: Sequence[Prediction]) -> ShardRecord:
-    """Store a shard's answers durably, and give its record with them; no commit has named it yet."""
+    """Store the answers of a shard that is not committed yet, and return its record with them."""
     data = b"".join(prediction.line() for prediction in predictions)
     name = predictions_name(record.name)
     folder.put(name, data)
@@ -29,7 +29,7 @@ def put_predictions(folder: Folder, record: ShardRecord, predictions: Sequence[P
 
 
 def read_predictions(folder: Folder, record: ShardRecord) -> list[Prediction]:
-    """A shard's answers, checked against its record: every byte, and one line for each of its samples."""
+    """Read a shard's answers and check them against its record: the checksum, and one line for each sample."""
     named = record.predictions
     if named is None:
         return []
@@ -50,9 +50,9 @@ def read_predictions(folder: Folder, record: ShardRecord) -> list[Prediction]:
 
 
 def answers_problem(folder: Folder, shard: ShardReader) -> list[str]:
-    """What is wrong with a shard's answers: their file, and whether the rows are those of the tokens that they name."""
+    """Return the problems of a shard's answers, including rows that do not belong to the tokens of the answers."""
     predictions = {prediction.sample: prediction for prediction in read_predictions(folder, shard.record)}
-    some = POSITIONS in shard.header.places  # then all tokens are there, the answer's last
+    some = POSITIONS in shard.header.places  # Then the context contains all tokens and ends with the answer.
     tokens, roles = shard.whole("tokens"), shard.whole("roles")
     wrong = []
     for place, index in enumerate(shard.whole("sample_index").tolist()):
@@ -65,7 +65,7 @@ def answers_problem(folder: Folder, shard: ShardReader) -> list[str]:
 
 
 def merged(folder: Folder, commits: Iterable[Commit]) -> list[Prediction]:
-    """All answers that these commits made part of the dataset, in the order of their samples."""
+    """Return all answers of these commits, in the order of their samples."""
     shards = [shard for commit in commits for shard in commit.shards]
     found = [prediction for shard in shards for prediction in read_predictions(folder, shard)]
     return sorted(found, key=lambda prediction: prediction.sample)

@@ -47,17 +47,17 @@ FLOOR = {"float32": 2.0**-16, "float16": 2.0**-12, "bfloat16": 2.0**-9}
 """The least noise that is assumed for a compute dtype: 256 units in the last place of float32, which is what other
 devices and batch shapes differ by, and half a unit of the 16-bit dtypes."""
 _IDS_FLOOR = 1 / 6
-"""The same for a tap of ids, as a share of them. Near ties change places, so only whole samples are judged."""
+"""The least noise of a tap of ids, as a share of them. Near ties change places, so only whole samples are judged."""
 _NARROW = 8
-"""A row of fewer numbers, such as a loss, may be almost 0: its distance is relative to the tap's median norm."""
+"""A narrower row, such as a loss, may be almost 0, so its distance is relative to the tap's median norm."""
 
 _FEWEST = 4
 """A sample of fewer rows is not judged by its gain: the variation from row to row is not known."""
 
 FIGURES = ("norm", "noise", "encoding", "stored", "fresh_gain", "stored_gain")
-"""What is measured of each row: the norm of the reference row; the distances of the fresh row from it, of the fresh row
-before it is stored from after, and of the stored row from the reference; how much longer fresh and stored rows are in
-the direction of the reference."""
+"""The measurements of each row: the norm of the reference row; the distance of the fresh row from it, the error of the
+fresh row's encoding, and the distance of the stored row from the reference; how much longer the fresh and the stored
+row are in the direction of the reference."""
 
 _Array = npt.NDArray[Any]
 StoredRows = Callable[[Sample], Sequence[_Array]]
@@ -102,7 +102,7 @@ def distances(reference: _Array, fresh: _Array, stored: _Array, kind: TapRows) -
 
 @dataclass
 class _Judged:
-    """One sample and what was measured of it. All is relative to the norms of its reference rows."""
+    """One sample and its measurements, all relative to the norms of its reference rows."""
 
     stream: Stream
     sample: Sample
@@ -128,7 +128,7 @@ class _Judged:
         return cls(stream, sample, noise, encoding, stored, _median(gain), middle, np.abs(bias), spread)
 
     def add(self, values: _Array, least: _Array) -> None:
-        """Take in the noise of another computation."""
+        """Add the noise of another computation."""
         noise, encoding, _, along, _ = np.moveaxis(_relative(values, least), 1, 0)
         self.noise = np.fmax(self.noise, noise)
         self.middle = np.fmax(self.middle, _median(np.hypot(noise, encoding)))
@@ -259,7 +259,7 @@ class _Judge:
         return np.asarray(2 * self.floor[:, 0] + SAMPLE * each.bias + GAIN * deviation)
 
     def _wrong(self, each: _Judged) -> npt.NDArray[np.bool_]:
-        """``[taps]``: whether one of the rules is broken; a distance that is not a number breaks them."""
+        """Return ``[taps]``: whether one of the rules is broken. A distance that is NaN breaks them."""
         right = (each.stored <= self._row_limits(each)).all(axis=1)
         right &= _median(each.stored) <= self._sample_limits(each)
         if each.rows >= _FEWEST:

@@ -1,4 +1,4 @@
-"""What a proof found, stream by stream, and how it is told to a program."""
+"""The result of ``spile verify``, stream by stream, and its JSON form."""
 
 from __future__ import annotations
 
@@ -11,32 +11,33 @@ from spile.spec.ranges import Ranges
 __all__ = ["Garbage", "Kind", "Problem", "Recomputed", "Report", "StreamReport", "TapNoise"]
 
 Kind = Literal["missing", "doubled", "damaged", "wrong"]
-"""``damaged``: bytes or records are not what was committed. ``wrong``: a recomputed row differs, splits are mixed."""
+"""``damaged``: bytes or records differ from what was committed. ``wrong``: a recomputed row differs, or the streams
+belong to different splits."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that keeps the dataset from being proven."""
+    """One reason why the dataset is not verified."""
 
     kind: Kind
     where: str
     text: str
 
     def line(self) -> str:
-        """For people."""
+        """Return the problem as one line of text."""
         return f"{self.kind}: {self.where}: {self.text}"
 
 
 @dataclass(frozen=True)
 class Garbage:
-    """Bytes that belong to no commit: an orphaned shard, or what an interrupted writer left."""
+    """Bytes that belong to no commit: an orphaned shard or an unfinished upload."""
 
     kind: Literal["shard", "upload"]
     stream: int
     key: str
     size: int | None
     age: float
-    """Seconds."""
+    """The age in seconds."""
     handle: str
     state: str = "found"
     """``found``, ``too young``, ``a worker is alive`` or ``removed``."""
@@ -80,7 +81,7 @@ class Recomputed:
 
     samples: int
     dtype: str
-    """The run's own, in which the noise was measured."""
+    """The compute dtype of the run, in which the noise was measured."""
     taps: dict[str, TapNoise]
 
     @property
@@ -100,37 +101,37 @@ class Recomputed:
 
 @dataclass(frozen=True)
 class StreamReport:
-    """One stream."""
+    """The result for one stream."""
 
     number: int
     expected: int | None
-    """Samples it must have; None where its end is not known."""
+    """The number of samples that it must have; None if its end is not known."""
     samples: int = 0
     skipped: int = 0
     shards: int = 0
     tokens: int = 0
     bytes: int = 0
     predictions: int = 0
-    """Answers, proven with the shards; 0 where none were generated."""
+    """The number of verified answers; 0 if none were generated."""
     added: tuple[str, ...] = ()
-    """Taps that were added to it when it was finished."""
+    """Taps that were added to the finished stream."""
     missing: Ranges = field(default_factory=Ranges)
     doubled: Ranges = field(default_factory=Ranges)
     problems: tuple[Problem, ...] = ()
     strangers: Ranges = field(default_factory=Ranges)
-    """Numbers of commits of an earlier life: they count for nothing, and are no flaw."""
+    """The numbers of commits of an earlier incarnation. They are ignored and are not a problem."""
     kept: tuple[str, ...] | None = None
-    """Where those that were taken out of the ledger are kept; None where none were."""
+    """The locations of the copies of commits that a repair removed from the ledger; None if there was no repair."""
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong with it."""
+        """Whether the stream has no problems."""
         return not self.problems
 
 
 @dataclass(frozen=True)
 class Report:
-    """A whole dataset."""
+    """The result for a whole dataset."""
 
     root: str
     fingerprint: str
@@ -138,24 +139,24 @@ class Report:
     garbage: tuple[Garbage, ...] = ()
     recomputed: Recomputed | None = None
     problems: tuple[Problem, ...] = ()
-    """Those that belong to no stream."""
+    """The problems that belong to no single stream."""
     streams_expected: int | None = None
-    """How many streams the data was split into; None where no stream's record says."""
+    """The number of streams of the split; None if no stream's record states it."""
     never_begun: Ranges = field(default_factory=Ranges)
-    """Streams that there must be, and are not."""
+    """The streams that must exist but were never started."""
 
     @property
     def all_problems(self) -> tuple[Problem, ...]:
-        """Every one."""
+        """The problems of the dataset and of all its streams."""
         return (*self.problems, *(problem for stream in self.streams for problem in stream.problems))
 
     @property
     def ok(self) -> bool:
-        """Whether the dataset is proven. Garbage is no flaw: no reader sees it."""
+        """Whether the dataset is verified. Garbage is not a problem, because readers ignore it."""
         return not self.all_problems
 
     def to_json(self) -> dict[str, Any]:
-        """For programs."""
+        """Return plain values for ``--json``."""
         return {
             "root": self.root,
             "fingerprint": self.fingerprint,

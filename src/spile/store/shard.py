@@ -1,4 +1,4 @@
-"""A shard in the making: rows go straight to their final offsets, checksummed as they pass."""
+"""The writer of one shard: rows are checksummed and written directly to their final offsets."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from spile.store.statistics import SUMS, TapAccumulator
 __all__ = ["ShardBuilder"]
 
 _PIECE = 4 << 20
-"""Bytes, in whole chunks, that are checksummed and then written at once, while they are still in the processor's cache.
+"""Bytes, in whole chunks, that are checksummed and then written while they are still in the processor's cache.
 
-Smaller pieces cost more calls, and after each a thread waits for its turn in the interpreter."""
+Smaller pieces need more calls, and after each call a thread waits for the interpreter's lock."""
 
 
 def _starts(lengths: Sequence[int]) -> npt.NDArray[np.int64]:
@@ -47,7 +47,7 @@ def _joined(dtype: str, parts: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
 
 @dataclass(frozen=True)
 class _Context:
-    """Where only some tokens have rows: all tokens, and each row's place among its sample's."""
+    """All tokens, and each row's position in its sample, for shards in which only some tokens have rows."""
 
     offsets: npt.NDArray[np.int64]
     positions: npt.NDArray[np.int32]
@@ -67,10 +67,10 @@ class _Context:
 
 
 class ShardBuilder:
-    """One shard, from its samples' lengths to its record.
+    """Writes one shard and returns its record.
 
-    ``write`` may be called from several threads for different taps; rows of one tap come in order. ``finish`` or
-    ``abort`` ends it.
+    ``write`` may be called from several threads for different taps; the rows of one tap must come in order. Every
+    builder must end with ``finish`` or ``abort``.
     """
 
     def __init__(
@@ -104,17 +104,17 @@ class ShardBuilder:
 
     @property
     def size(self) -> int:
-        """Bytes, when every sample begun is finished."""
+        """The size of the shard in bytes, with all its samples."""
         return self._plan.size
 
     @property
     def rows(self) -> int:
-        """Tokens, when every sample begun is finished."""
+        """The number of rows at each tap, with all samples."""
         return int(self._offsets[-1])
 
     @property
     def offsets(self) -> npt.NDArray[np.int64]:
-        """The row at which each sample starts, and the end."""
+        """The first row of each sample, and the end of the last one."""
         return self._offsets
 
     def _lay(self, samples: int) -> ShardLayout:
@@ -125,7 +125,7 @@ class ShardBuilder:
         return plan_shard(schema, self._notes[:samples], int(self._offsets[samples]), context)
 
     def write(self, tap: int, row: int, rows: npt.NDArray[np.generic]) -> None:
-        """Put the next rows of a tap. ``tap`` counts in the order of the stream's taps."""
+        """Write the next rows of the tap at index ``tap`` of the stream's taps, from row ``row`` on."""
         expected = self._schema.rows[tap]
         dtype, columns = ("int8", expected.bytes) if expected.scaled else (expected.dtype, expected.width)
         if rows.dtype != dtype or rows.ndim != 2 or rows.shape[1] != columns:
@@ -144,7 +144,7 @@ class ShardBuilder:
         step = max(1, _PIECE // crc.chunk) * crc.chunk
         start = 0
         while start < len(data):
-            # Up to a border of chunks: a piece that straddles one takes another call, and each waits its turn.
+            # End each piece at a chunk boundary: a piece that crosses one needs another call, which waits for the lock.
             piece = data[start : start + step - crc.length % step]
             crc.extend(piece)
             self._writer.write_at(place + start, piece)
@@ -152,7 +152,7 @@ class ShardBuilder:
         self._take(tap, row, rows)
 
     def _take(self, tap: int, row: int, rows: npt.NDArray[np.generic]) -> None:
-        """Into the tap's statistics, while the rows are at hand."""
+        """Add rows to the tap's statistics."""
         statistics = self._statistics[tap]
         if statistics is not None:
             place = np.arange(row, row + len(rows))
@@ -166,7 +166,7 @@ class ShardBuilder:
             statistics.add(rows, tokens, self._index[sample], positions)
 
     def finish(self, samples: int | None = None) -> ShardRecord:
-        """Make the shard durable, with its first ``samples`` samples (all of them unless told)."""
+        """Make the shard durable with its first ``samples`` samples (default: all), and return its record."""
         try:
             return self._finish(len(self._notes) if samples is None else samples)
         except BaseException:
@@ -174,7 +174,7 @@ class ShardBuilder:
             raise
 
     def abort(self) -> None:
-        """Leave no trace of an unfinished shard."""
+        """Discard the unfinished shard."""
         self._writer.abort()
 
     def _finish(self, samples: int) -> ShardRecord:
@@ -184,7 +184,7 @@ class ShardBuilder:
         plan = self._plan if samples == len(self._notes) else self._lay(samples)
         chunks = {tap: self._chunks(number, tokens) for number, tap in enumerate(self._taps)}
         known = {tap: each.result() for tap, each in zip(self._taps, self._statistics, strict=True) if each is not None}
-        if any(each.count != tokens for each in known.values()):  # rows were written that the shard does not keep
+        if any(each.count != tokens for each in known.values()):  # They include rows that the shard does not keep.
             known = {}
             plan = self._plan_of(replace(self._schema, statistics=False), samples)
         self._compact(plan)
@@ -235,7 +235,7 @@ class ShardBuilder:
             raise ValueError(f"{self._taps[tap]}: no write ended at row {tokens}; {written} were written") from None
 
     def _compact(self, plan: ShardLayout) -> None:
-        # Towards the front, in order: what a block is moved over has been moved already.
+        # Blocks move towards the front in order, so a block only overwrites what has been moved already.
         for tap in self._taps:
             source, target = self._plan.places[tap], plan.places[tap]
             if source.start != target.start and target.length:

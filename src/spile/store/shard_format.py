@@ -1,7 +1,7 @@
-"""Rows in one byte per number: int8, or float8 (e4m3), with one float32 scale per row. The only place that decodes.
+"""The layout of a shard, and the encoding of rows in one byte per number (int8 or float8 e4m3).
 
-Between what makes rows and the shard an encoded row is one array of bytes, its numbers and then its scale, so that
-one transfer carries both. In the shard they are two tensors: the tap's own, and its name with ``.scale``.
+An encoded row has one float32 scale. Until it is written, it is one array of bytes, the numbers and then the scale, so
+that one transfer carries both. In the shard they are two tensors: the tap's name, and the same name with ``.scale``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 SCALE = ".scale"
-"""What a shard calls a tap's scales, after the tap's own name."""
+"""The suffix of the tensor that contains a tap's scales."""
 _LARGEST = {"int8": 127.0, "float8_e4m3": 448.0}
 _NUMBERS: dict[str, np.dtype[Any]] = {"int8": np.dtype(np.int8), "float8_e4m3": np.dtype(ml_dtypes.float8_e4m3fn)}
 _FLOAT8 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
@@ -56,14 +56,14 @@ _Array = npt.NDArray[Any]
 
 
 def as_stored(rows: _Array, dtype: str) -> _Array:
-    """Numbers as a shard's builder takes them."""
+    """Return rows in the form in which a shard builder accepts them."""
     return encode(rows, dtype) if dtype in SCALED else rows.astype(dtype, copy=False)
 
 
 def encode(rows: _Array, dtype: str) -> npt.NDArray[np.int8]:
-    """``[n, width]`` numbers → ``[n, width + 4]`` bytes. A row that is not finite gets a scale that is not.
+    """Encode ``[n, width]`` numbers as ``[n, width + 4]`` bytes. A row with non-finite values gets the scale NaN.
 
-    The same arithmetic as :func:`spile.models.encoding.encode`, which devices do.
+    The arithmetic is the same as in :func:`spile.models.encoding.encode`, which runs on devices.
     """
     wide = rows.astype(np.float32)
     largest = np.abs(wide).max(axis=1, initial=0.0, keepdims=True)
@@ -79,7 +79,7 @@ def encode(rows: _Array, dtype: str) -> npt.NDArray[np.int8]:
 def _scale(largest: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[np.float32]:
     with np.errstate(all="ignore"):
         scale = largest / np.float32(_LARGEST[dtype])
-    if dtype == "float8_e4m3":  # the next power of two: dividing by it loses nothing
+    if dtype == "float8_e4m3":  # The next power of two: dividing by it is exact.
         exponent = np.maximum((scale.view(np.int32) + 0x7FFFFF) >> 23, 1)
         scale = (exponent << 23).astype(np.int32).view(np.float32)
     scale = np.where(scale < np.finfo(np.float32).tiny, np.float32(0), scale)
@@ -87,7 +87,7 @@ def _scale(largest: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[np.float
 
 
 def split(rows: npt.NDArray[np.int8], dtype: str) -> tuple[_Array, npt.NDArray[np.float32]]:
-    """What :func:`encode` gave as a shard's two tensors: numbers ``[n, width]`` and scales ``[n]``."""
+    """Split the output of :func:`encode` into a shard's two tensors: numbers ``[n, width]`` and scales ``[n]``."""
     numbers = np.ascontiguousarray(rows[:, :-SCALE_BYTES]).view(_NUMBERS[dtype])
     return numbers, np.ascontiguousarray(rows[:, -SCALE_BYTES:]).view("<f4")[:, 0]
 
@@ -95,7 +95,7 @@ def split(rows: npt.NDArray[np.int8], dtype: str) -> tuple[_Array, npt.NDArray[n
 def decode(
     numbers: _Array, scales: npt.NDArray[np.float32], out: npt.NDArray[np.float32] | None = None
 ) -> npt.NDArray[np.float32]:
-    """A shard's two tensors as the rows that they stand for."""
+    """Return the float32 rows that a shard's two tensors represent."""
     wide = np.empty(numbers.shape, np.float32) if out is None else out
     if numbers.dtype == np.int8:
         wide[:] = numbers
@@ -106,49 +106,54 @@ def decode(
 
 
 def rounding(rows: npt.NDArray[np.float64], dtype: str) -> npt.NDArray[np.float64]:
-    """By how much each number may differ when it is stored: what ``docs/format.md`` promises, and no more."""
+    """Return the largest rounding error of each stored number, as ``docs/format.md`` guarantees it."""
     if dtype not in SCALED:
         return np.asarray(_RELATIVE[dtype] * np.abs(rows))
     largest = np.abs(rows).max(axis=-1, initial=0.0, keepdims=True)
-    if dtype == "int8":  # half a step, and float32's own rounding of the quotient and the product
+    if dtype == "int8":  # Half a step, plus the float32 rounding of the quotient and the product.
         return np.broadcast_to(largest / 254 * (1 + 2.0**-15), rows.shape)
-    # Half of a last bit of four, at the worst just above a power of two; below 2^-6 of the scale, half of 2^-9 of it.
+    # Half a unit in the last of four bits, largest just above a power of two; half of 2^-9 scales below 2^-6 scales.
     return np.asarray(np.maximum(np.abs(rows) / 17, largest / 224 / 1024) * (1 + 2.0**-40))
 
 
 _BYTES, _ROWS = "chunk_bytes", "chunk_rows"
 _MOST = 64 << 20
-"""Bytes of a chunk, unless it is one row: nobody should have to read more to be given a row."""
+"""The largest chunk in bytes, unless it is a single row. It limits how much must be read to get one row."""
 _SHOWN = 80
-"""Characters of a forged value that an error shows."""
+"""The number of characters of an invalid value that an error shows."""
 
 
 @dataclass(frozen=True)
 class Chunking:
-    """The length of the chunks of each tensor; the last one of a tensor is shorter."""
+    """The length of the chunks of each tensor; the last chunk of a tensor may be shorter."""
 
     bytes: int
-    """Of the chunks of a tensor that ``rows`` does not name."""
+    """The length of chunks in bytes, for tensors that ``rows`` does not name."""
     rows: Mapping[str, int] = field(default_factory=dict)
-    """Tensor → rows in a chunk."""
+    """The number of rows in a chunk, by tensor."""
 
     def length(self, name: str, code: str, shape: Sequence[int]) -> int:
-        """Bytes of a chunk of this tensor."""
+        """Return the length of a chunk of this tensor in bytes."""
         rows = self.rows.get(name)
         return self.bytes if rows is None else rows * _row_bytes(code, shape)
 
     def count(self, name: str, code: str, shape: Sequence[int]) -> int:
-        """Chunks of this tensor; none of an empty one."""
+        """Return the number of chunks of this tensor; 0 if it is empty."""
         return -(-DTYPES[code].itemsize * math.prod(shape) // self.length(name, code, shape))
 
     def metadata(self) -> dict[str, str]:
-        """What a header says of it."""
+        """Return the fields of a header that describe the chunks."""
         rows = {_ROWS: json.dumps(dict(self.rows), separators=(",", ":"), ensure_ascii=False)} if self.rows else {}
         return {_BYTES: str(self.bytes), **rows}
 
     @classmethod
     def of(cls, metadata: Mapping[str, str], places: Mapping[str, TensorPlace], where: str) -> Chunking:
-        """What a header says, which may be anything; :class:`Damaged` where no shard can be cut so."""
+        """Return the chunking that an untrusted header describes.
+
+        Raises:
+            Damaged: If the fields are malformed or the lengths impossible.
+
+        """
         with untrusted(Damaged, f"{where} has a header that does not say how it is cut into chunks"):
             size, rows = int(metadata[_BYTES]), dict(json.loads(metadata.get(_ROWS, "{}")))
         if not 1 <= size <= _MOST:
@@ -166,7 +171,7 @@ def _row_bytes(code: str, shape: Sequence[int]) -> int:
 
 
 def _wanted(count: object, place: TensorPlace | None) -> str | None:
-    """What is expected instead, where a tensor cannot have so many rows in a chunk."""
+    """Return what was expected if ``count`` is no valid number of rows in a chunk, else None."""
     if place is None or len(place.shape) != 2 or not place.shape[1]:
         return "a tensor of rows"
     if type(count) is not int or count < 1:
@@ -181,7 +186,7 @@ CHUNKS = "chunk_crc32c"
 POSITIONS, CONTEXT, CONTEXT_OFFSETS = "positions", "context", "context_offsets"
 TAIL = ("offsets", "sample_index", CHUNKS, "tokens", "roles")
 PREVIEW = 200
-"""Characters of a preview that are kept, so that a header stays small beside its rows."""
+"""The number of characters of a preview that are stored, so that a header stays small."""
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
@@ -191,24 +196,24 @@ def _code(dtype: str) -> str:
 
 @dataclass(frozen=True)
 class ShardSchema:
-    """What all shards of a stream have in common."""
+    """The properties that all shards of a stream share."""
 
     rows: tuple[TapRows, ...]
     fingerprint: str
-    """The run's."""
+    """The fingerprint of the run."""
     stream: str
     """The stream's id."""
     statistics: bool = False
-    """Whether the two sums of each tap's columns are there."""
+    """Whether the sums and sums of squares of each tap's columns are stored."""
     keep: tuple[str, ...] = ()
-    """The fields that each sample's note has under ``kept``."""
+    """The fields that each sample's note contains under ``kept``."""
     positions: bool = False
-    """Whether only some tokens have rows: then each row's position, and all tokens, are there too."""
+    """Whether only some tokens have rows. The shard then also contains each row's position and all tokens."""
 
     def tensors(self, samples: int, tokens: int, context: int = 0) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Name → dtype's code and shape of every tensor but the checksums, in the file's order.
+        """Return the dtype code and shape of every tensor except the checksums, in the order of the file.
 
-        ``tokens`` have rows; ``context`` are all tokens, where not all have.
+        ``tokens`` is the number of rows; ``context`` is the number of all tokens if some have no rows.
         """
         return {
             **{tap.name: (_code(tap.dtype), (tokens, tap.width)) for tap in self.rows},
@@ -223,12 +228,12 @@ class ShardSchema:
         }
 
     def sums(self) -> dict[str, int]:
-        """Name and width of each tap's sums: of the taps that are numbers, not the places of some."""
+        """Return the name and width of each tap's sums. Taps of integer ids have none."""
         numbers = [tap for tap in self.rows if tap.dtype != "int32"] if self.statistics else []
         return {tap.name + SUMS: tap.width for tap in numbers}
 
     def metadata(self) -> dict[str, str]:
-        """What every header says, beside its samples."""
+        """Return the fields that every header contains besides its samples."""
         return {
             "format_version": str(FORMAT),
             "fingerprint": self.fingerprint,
@@ -236,51 +241,51 @@ class ShardSchema:
         }
 
     def chunking(self) -> Chunking:
-        """How a new shard is cut: taps at whole rows, the largest power of two of them that fits, at least one."""
+        """Return the chunking of a new shard: for taps, the largest power of two of rows that fits, at least one."""
         fitting = {tap.name: max(1, CHUNK // tap.number_bytes) for tap in self.rows}
         return Chunking(CHUNK, {name: 1 << rows.bit_length() - 1 for name, rows in fitting.items()})
 
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """A shard before its rows: the header's bytes and the place of every tensor."""
+    """The header's bytes and the place of every tensor of a shard that is to be written."""
 
     header: bytes
     places: dict[str, TensorPlace]
     size: int
     chunk_bytes: dict[str, int]
-    """The length of each tensor's chunks."""
+    """The length of each tensor's chunks in bytes."""
 
 
 @dataclass(frozen=True)
 class ShardHeader(SafetensorsHeader):
-    """What a shard's header says."""
+    """The parsed header of a shard."""
 
     chunking: Chunking
 
     def chunk_bytes(self, name: str) -> int:
-        """The length of a tensor's chunks."""
+        """Return the length of a tensor's chunks in bytes."""
         place = self.places[name]
         return self.chunking.length(name, place.code, place.shape)
 
     def chunk_count(self, name: str) -> int:
-        """How many a tensor has."""
+        """Return the number of chunks of a tensor."""
         place = self.places[name]
         return self.chunking.count(name, place.code, place.shape)
 
     def notes(self) -> list[dict[str, Any]]:
-        """Each sample's index, task id, preview, augmentation, truncation and kept fields."""
+        """Return each sample's index, task id, preview, augmentation, truncation and kept fields."""
         with untrusted(Damaged, "a shard's header has no notes of its samples"):
             return [dict(note) for note in json.loads(self.metadata["samples"])]
 
 
 def _clean(text: str) -> str:
-    """Text that every UTF-8 reader accepts: half of a surrogate pair becomes a question mark."""
+    """Replace unpaired surrogates by question marks, so that every UTF-8 reader accepts the text."""
     return text.encode("utf-8", "replace").decode()
 
 
 def notes_of(samples: Iterable[Sample]) -> list[dict[str, Any]]:
-    """What the header keeps of each sample."""
+    """Return the note that the header stores for each sample."""
     return [
         {
             "index": sample.index,
@@ -305,7 +310,10 @@ def _shapes(schema: ShardSchema, samples: int, tokens: int, context: int) -> lis
 
 
 def plan_shard(schema: ShardSchema, notes: Sequence[dict[str, Any]], tokens: int, context: int = 0) -> ShardLayout:
-    """Lay a shard out. ``tokens`` is the sum of the samples' rows; ``context`` of all tokens, where some have none."""
+    """Plan the layout of a shard.
+
+    ``tokens`` is the number of rows; ``context`` is the number of all tokens if some have no rows.
+    """
     said = json.dumps(notes, separators=(",", ":"), ensure_ascii=False)
     chunking = schema.chunking()
     metadata = {**schema.metadata(), **chunking.metadata(), "samples": said}
@@ -318,7 +326,7 @@ def plan_shard(schema: ShardSchema, notes: Sequence[dict[str, Any]], tokens: int
 
 
 def parse_shard_header(data: bytes, size: int, where: str) -> ShardHeader:
-    """The header of a file of ``size`` bytes, of which ``data`` are the first, at least up to the header's end."""
+    """Parse the header of a file of ``size`` bytes. ``data`` is the start of the file, at least the whole header."""
     try:
         header = parse_header(data, size)
     except ValueError as error:

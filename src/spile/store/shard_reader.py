@@ -1,8 +1,8 @@
-"""One committed shard, opened for reading: nothing that it gives was not checked against the commit.
+"""The reader of one committed shard. All data is checked against the commit before it is returned.
 
-The commit holds the crc32c of the header and of every tensor. ``chunk_crc32c``, itself checked so, holds one crc32c for
-every chunk of the other tensors, as long as the header says; a partial read fetches and checks the whole chunks that it
-touches.
+The commit contains the crc32c of the header and of every tensor. The tensor ``chunk_crc32c`` contains one crc32c for
+every chunk of the other tensors; the header states the length of the chunks. A partial read fetches and checks all
+chunks that it overlaps.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ __all__ = ["SMALL_SHARD", "JoinedShard", "ShardReader"]
 
 _LARGE = 64 << 20
 _SMALL = 4 << 20
-"""A tail (all that is no tap) up to this many bytes comes in one read."""
+"""A tail (the tensors that are not taps) of at most this many bytes is fetched with one read."""
 SMALL_SHARD = 256 << 10
-"""A shard up to this many bytes comes whole, in one read, and is kept as long as it is open."""
+"""A shard of at most this many bytes is fetched with one read and kept in memory while it is open."""
 
 
 class ChunkSums(NamedTuple):
-    """The crc32c of each chunk of a tensor, and whether it was found to be right."""
+    """The crc32c of each chunk of a tensor, and whether the chunk was checked successfully."""
 
     crcs: npt.NDArray[np.uint32]
     trusted: npt.NDArray[np.bool_]
 
 
 class ShardReader:
-    """A shard whose header, tail and rows are read when they are asked for. Safe to use from several threads."""
+    """Reads the header, tail and rows of a shard on demand. It is thread-safe."""
 
     def __init__(
         self, folder: Folder, record: ShardRecord, *, stream: str | None = None, fingerprint: str | None = None
     ) -> None:
         self.folder, self.record = folder, record
         self.belongs = {"stream": stream, "fingerprint": fingerprint}
-        """What the header must say; None: whatever it says."""
+        """The values that the header must have; None accepts any value."""
         self.where = f"{folder.url}/{record.name}"
         self._lock = threading.RLock()
         self._map: MappedFile | Literal[False] | None = None
@@ -70,7 +70,7 @@ class ShardReader:
 
     @property
     def header(self) -> ShardHeader:
-        """Checked against the commit."""
+        """The header, checked against the commit."""
         with self._lock:
             if self._header is None:
                 length, crc = self.record.header
@@ -86,13 +86,13 @@ class ShardReader:
     @property
     def notes(self) -> list[dict[str, Any]]:
         """Each sample's index, task id, preview, augmentation, truncation and kept fields."""
-        with self._lock:  # no cached_property: before Python 3.12 it has one lock for all shards, and this one reads
+        with self._lock:  # A cached_property of Python 3.11 would lock all shards during the read.
             if self._notes is None:
                 self._notes = self.header.notes()
             return self._notes
 
     def whole(self, name: str) -> npt.NDArray[Any]:
-        """A whole tensor that is no tap, checked against the commit and kept."""
+        """Return a whole tensor that is not a tap, checked against the commit. It is kept in memory."""
         with self._lock:
             if name not in self._kept:
                 place, wanted = self.place(name), self.record.tensors.get(name)
@@ -107,26 +107,26 @@ class ShardReader:
             return self._kept[name]
 
     def bounds(self, place: int) -> tuple[int, int]:
-        """The first row of the sample at this place, and the one after its last."""
+        """Return the first row of the sample at this index of the shard, and the end of its rows."""
         start, stop = self.whole("offsets")[place : place + 2].tolist()
         return start, stop
 
     def context(self, place: int) -> npt.NDArray[np.int32]:
-        """All tokens of the sample at this place, those without rows too."""
+        """Return all tokens of the sample at this index of the shard, including those without rows."""
         if CONTEXT not in self.header.places:
             return self.rows("tokens", *self.bounds(place))
         start, stop = self.whole(CONTEXT_OFFSETS)[place : place + 2].tolist()
         return self.rows(CONTEXT, start, stop)
 
     def positions(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Each row's place in its sample, from 0."""
+        """Return the position of each row in its sample, starting from 0."""
         if POSITIONS in self.header.places:
             return self.whole(POSITIONS)[start:stop].astype(np.int64)
         rows, offsets = np.arange(start, stop), self.whole("offsets")
         return np.asarray(rows - offsets[np.searchsorted(offsets, rows, side="right") - 1])
 
     def rows(self, name: str, start: int, stop: int) -> npt.NDArray[Any]:
-        """Rows ``start`` to ``stop`` of a tensor: one range read, of whole chunks."""
+        """Return rows ``start`` to ``stop`` of a tensor, fetched with one range read of whole chunks."""
         place = self.place(name)
         width = place.length // place.shape[0] if place.shape[0] else 0
         first, last = start * width, stop * width
@@ -143,12 +143,12 @@ class ShardReader:
         return self.decoded(name, start, np.frombuffer(part, place.dtype).reshape(stop - start, *place.shape[1:]))
 
     def row_type(self, name: str) -> tuple[np.dtype[Any], int]:
-        """The dtype that a tap's rows are given in, and how many numbers each has."""
+        """Return the dtype in which a tap's rows are returned, and their width."""
         place = self.place(name)
         return np.dtype(np.float32) if self._encoded(name) else place.dtype, place.shape[1]
 
     def decoded(self, name: str, start: int, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Stored rows, of which the first is number ``start``, as the numbers that they stand for."""
+        """Decode stored rows, the first of which is row ``start``."""
         if not self._encoded(name):
             return rows
         return decode(rows, self.whole(name + SCALE)[start : start + len(rows)])
@@ -157,15 +157,15 @@ class ShardReader:
         return name + SCALE in self.header.places
 
     def chunk_bytes(self, name: str) -> int:
-        """The length of a tensor's chunks: what is read and checked whole."""
+        """Return the length of a tensor's chunks in bytes."""
         return self.header.chunk_bytes(name)
 
     def chunk_rows(self, name: str) -> int | None:
-        """Rows in each of them; None where a tensor is cut in bytes, and rows may lie in two."""
+        """Return the number of rows in a chunk, or None if chunks do not end at row boundaries."""
         return self.header.chunking.rows.get(name)
 
     def pieces(self, name: str, size: int) -> list[tuple[int, int]]:
-        """All chunks of a tensor, as ranges of about so many bytes: what to ask :meth:`chunks` for, one by one."""
+        """Return ranges of chunks of about ``size`` bytes that cover a tensor, as arguments for :meth:`chunks`."""
         chunk = self.chunk_bytes(name)
         count, step = -(-self.place(name).length // chunk), max(1, size // chunk)
         return [(begin, min(begin + step, count)) for begin in range(0, count, step)]
@@ -179,7 +179,7 @@ class ShardReader:
             mapped.forget(path / self.record.name, place.start + start * width, (stop - start) * width)
 
     def chunks(self, name: str, begin: int, end: int) -> memoryview:
-        """The bytes of chunks ``begin`` to ``end`` of a tensor, checked. On a local disk: of the file itself, once."""
+        """Return the bytes of chunks ``begin`` to ``end`` of a tensor. Chunks of local files are checked only once."""
         place, chunk = self.place(name), self.chunk_bytes(name)
         sums = self.sums(name)
         start, length = place.start + begin * chunk, min(end * chunk, place.length) - begin * chunk
@@ -190,20 +190,20 @@ class ShardReader:
         return data
 
     def _known_good(self, name: str, begin: int, end: int) -> bool:
-        """Whether these chunks of a local file were checked before; what comes over a network is checked each time."""
+        """Return whether these chunks of a local file were checked before. Remote data is checked at each read."""
         return self.folder.local_path is not None and bool(self.sums(name).trusted[begin:end].all())
 
     def folded(self, name: str) -> int:
-        """The crc32c of a whole tensor, from those of its chunks."""
+        """Return the crc32c of a whole tensor, computed from those of its chunks."""
         return fold_chunks(self.sums(name).crcs.tolist(), self.place(name).length, self.chunk_bytes(name))
 
     def of(self, name: str) -> ShardReader:
-        """The shard whose file has a tensor: this one, unless shards are read as one."""
+        """Return the reader of the file that contains a tensor: this one, except for joined shards."""
         del name
         return self
 
     def place(self, name: str) -> TensorPlace:
-        """Where a tensor lies; KeyError where the shard has none of that name."""
+        """Return the place of a tensor; raise KeyError if the shard does not contain it."""
         return self.header.places[name]
 
     def _checked(
@@ -216,9 +216,9 @@ class ShardReader:
         first: int = 0,
         read: Callable[[int, int], memoryview] | None = None,
     ) -> memoryview:
-        """Bytes whose every ``step`` has its checksum. A mismatch is read once more: the line may be to blame.
+        """Return bytes that match their checksums, one per ``step`` bytes. After a mismatch they are read once more.
 
-        They are checked all at once: each call gives the interpreter's lock away, and a thread waits to have it again.
+        They are checked with one call, because each call releases the interpreter's lock and must wait to get it back.
         """
         for last in (False, True):
             data = (read or self._bytes)(start, length)
@@ -236,7 +236,7 @@ class ShardReader:
         return data
 
     def sums(self, name: str) -> ChunkSums:
-        """Of a tensor."""
+        """Return the checksums of a tensor's chunks."""
         with self._lock:
             if not self._sums:
                 sums, at = self.whole(CHUNKS), 0
@@ -265,7 +265,7 @@ class ShardReader:
         return self._read(start, length)
 
     def _read(self, start: int, length: int) -> memoryview:
-        """A copy, for what is kept: no file that is cut later takes it away."""
+        """Return a copy of bytes, which stays valid if the file is truncated later."""
         if not length:
             return memoryview(b"")
         if self.record.size > SMALL_SHARD:
@@ -277,7 +277,7 @@ class ShardReader:
 
     def _copied(self, start: int, length: int) -> memoryview:
         path = self.folder.local_path
-        if length > _LARGE:  # before memory is asked for: a forged commit can say anything
+        if length > _LARGE:  # Check before allocating memory, because a forged commit may contain any length.
             self._check_size()
         if path is None:
             return memoryview(self.folder.get_range(self.record.name, start, length))
@@ -290,7 +290,7 @@ class ShardReader:
             self.was_cut()
 
     def was_cut(self) -> NoReturn:
-        """Less came than the commit says."""
+        """Raise the error for a file that is shorter than its commit states."""
         self._check_size()
         raise Damaged(f"{self.where} was cut while it was read")
 
@@ -310,37 +310,37 @@ _Array = npt.NDArray[Any]
 
 
 class JoinedShard(ShardReader):
-    """The stream's own shard, which gives what is asked of an added tap to the shard that has it."""
+    """Reads a stream's own shard together with the shards of its added taps."""
 
     def __init__(self, own: ShardReader, added: Mapping[str, ShardReader]) -> None:
         super().__init__(own.folder, own.record, **own.belongs)
         self._added = added
-        """By tap."""
+        """The readers of added taps, by tap."""
 
     def _beside(self, name: str) -> ShardReader | None:
         return self._added.get(name.removesuffix(SUMS).removesuffix(SCALE))
 
     def of(self, name: str) -> ShardReader:
-        """The shard whose file has a tensor."""
+        """Return the reader of the file that contains a tensor."""
         return self._beside(name) or self
 
     def place(self, name: str) -> TensorPlace:
-        """Where a tensor lies, in the file that has it."""
+        """Return the place of a tensor in the file that contains it."""
         other = self._beside(name)
         return super().place(name) if other is None else other.place(name)
 
     def whole(self, name: str) -> _Array:
-        """A whole tensor that is no tap."""
+        """Return a whole tensor that is not a tap."""
         other = self._beside(name)
         return super().whole(name) if other is None else other.whole(name)
 
     def rows(self, name: str, start: int, stop: int) -> _Array:
-        """Rows ``start`` to ``stop`` of a tensor."""
+        """Return rows ``start`` to ``stop`` of a tensor."""
         other = self._beside(name)
         return super().rows(name, start, stop) if other is None else other.rows(name, start, stop)
 
     def drop_cached(self, name: str, start: int, stop: int) -> None:
-        """Ask the system to drop rows from the page cache, in the file that has them."""
+        """Ask the system to drop rows from the page cache."""
         other = self._beside(name)
         if other is None:
             super().drop_cached(name, start, stop)
@@ -348,26 +348,26 @@ class JoinedShard(ShardReader):
             other.drop_cached(name, start, stop)
 
     def row_type(self, name: str) -> tuple[np.dtype[Any], int]:
-        """The dtype that a tap's rows are given in, and how many numbers each has."""
+        """Return the dtype in which a tap's rows are returned, and their width."""
         other = self._beside(name)
         return super().row_type(name) if other is None else other.row_type(name)
 
     def decoded(self, name: str, start: int, rows: _Array) -> _Array:
-        """Stored rows as the numbers that they stand for."""
+        """Decode stored rows."""
         other = self._beside(name)
         return super().decoded(name, start, rows) if other is None else other.decoded(name, start, rows)
 
     def chunk_bytes(self, name: str) -> int:
-        """The length of a tensor's chunks, in the file that has it."""
+        """Return the length of a tensor's chunks in bytes."""
         other = self._beside(name)
         return super().chunk_bytes(name) if other is None else other.chunk_bytes(name)
 
     def chunk_rows(self, name: str) -> int | None:
-        """Rows in each of them; None where a tensor is cut in bytes."""
+        """Return the number of rows in a chunk, or None if chunks do not end at row boundaries."""
         other = self._beside(name)
         return super().chunk_rows(name) if other is None else other.chunk_rows(name)
 
     def chunks(self, name: str, begin: int, end: int) -> memoryview:
-        """The bytes of chunks ``begin`` to ``end`` of a tensor, checked."""
+        """Return the bytes of chunks ``begin`` to ``end`` of a tensor, checked."""
         other = self._beside(name)
         return super().chunks(name, begin, end) if other is None else other.chunks(name, begin, end)

@@ -1,7 +1,7 @@
-"""Statistics of a tap's rows: count, mean, variance, norms and the rows of the largest norm. Merged in any order.
+"""Statistics of a tap's rows: count, mean, variance, norms and the rows with the largest norms.
 
-Sums are float64. A merge keeps the sums of its parts and adds them up in sorted order when asked, so the order and the
-grouping of merges change not a bit. Norms are counted in bins that grow by 4 %: a quantile is right within 2 %.
+Sums are float64. A merge keeps the sums of its parts and adds them in sorted order when they are needed, so the result
+does not depend on the order of the merges. Norms are counted in bins that grow by 4 %: quantiles are exact within 2 %.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ import numpy.typing as npt
 __all__ = ["SUMS", "TapAccumulator", "TapStatistics", "TopRow", "widened"]
 
 SUMS = ".sums"
-"""What a shard calls a tap's two sums, after the tap's own name."""
+"""The suffix of the tensor that contains a tap's sums and sums of squares."""
 SINK = 10.0
-"""A row whose norm is this many times the median is an attention sink's."""
+"""A row whose norm exceeds the median by this factor is considered an attention sink."""
 _GROWTH = math.log(1.04)
 _ZERO = -1_000_000
 _MOST_BIN = int(math.log(1.7e308) / _GROWTH)
-"""Bins beyond this one have norms that are no finite number."""
+"""The norms of bins beyond this one are not finite."""
 _MOST_ROWS = 1 << 53
 _TOP = 8
 _BLOCK = 1 << 17
-"""Numbers that are widened at a time: a core's own cache holds them until they are added up."""
+"""The number of values that are converted at a time, so that they stay in a core's cache until they are summed."""
 
 _Array = npt.NDArray[Any]
 
 
 class TopRow(NamedTuple):
-    """A row of large norm: where it is, and its token."""
+    """A row with a large norm: its token and its location."""
 
     norm: float
     token: int
@@ -47,19 +47,19 @@ class TopRow(NamedTuple):
 
 @dataclass(frozen=True)
 class TapStatistics:
-    """What is known of a tap's rows."""
+    """The statistics of a tap's rows."""
 
     count: int = 0
     norms: Mapping[int, int] = field(default_factory=dict)
-    """Rows in each bin of norms."""
+    """The number of rows in each bin of norms."""
     top: tuple[TopRow, ...] = ()
-    """The rows of the largest norms."""
+    """The rows with the largest norms."""
     sums: tuple[_Array, ...] = ()
-    """Of each part: the sum, and the sum of squares, of each column."""
+    """For each merged part: the sum and the sum of squares of each column."""
 
     @staticmethod
     def merged(parts: Iterable[TapStatistics]) -> TapStatistics:
-        """Of all parts' rows together."""
+        """Return the statistics of the rows of all parts together."""
         known = list(parts)
         norms: Counter[int] = Counter()
         for part in known:
@@ -73,12 +73,12 @@ class TapStatistics:
 
     @property
     def mean(self) -> npt.NDArray[np.float64]:
-        """Of each column."""
+        """The mean of each column."""
         return np.asarray(self._total()[0] / max(self.count, 1))
 
     @property
     def variance(self) -> npt.NDArray[np.float64]:
-        """Of each column, over all rows."""
+        """The variance of each column over all rows."""
         total = self._total()
         return np.asarray(np.maximum(total[1] / max(self.count, 1) - (total[0] / max(self.count, 1)) ** 2, 0.0))
 
@@ -94,12 +94,12 @@ class TapStatistics:
 
     @property
     def sink_norm(self) -> float:
-        """Above this norm a row is an attention sink's: give it to ``shuffled(…, max_norm=…)``."""
+        """The norm above which a row is considered an attention sink, for ``shuffled(…, max_norm=…)``."""
         return SINK * self.norm_quantile(0.5)
 
     @property
     def sinks(self) -> int:
-        """Rows above it, as far as the bins tell."""
+        """The number of rows above :attr:`sink_norm`, with the precision of the bins."""
         return sum(count for place, count in self.norms.items() if _middle(place) > self.sink_norm)
 
     def _total(self) -> _Array:
@@ -108,7 +108,7 @@ class TapStatistics:
         return np.asarray(np.sort(np.stack(self.sums), axis=0).sum(axis=0))
 
     def to_json(self) -> dict[str, Any]:
-        """As a commit holds it: all but the sums, which are a tensor of the shard."""
+        """Return the statistics as a commit stores them: without the sums, which are a tensor of the shard."""
         return {
             "count": self.count,
             "norms": {str(place): count for place, count in sorted(self.norms.items())},
@@ -137,7 +137,7 @@ class TapStatistics:
         return found if known and finite and ordered and all(abs(place) <= _MOST_BIN for place in places) else None
 
     def summary(self) -> dict[str, Any]:
-        """For people, as ``metadata.json`` holds it."""
+        """Return a readable summary, as ``metadata.json`` contains it."""
         quantiles = {f"{100 * q:g} %": float(f"{self.norm_quantile(q):.4g}") for q in (0.01, 0.25, 0.5, 0.75, 0.99)}
         tokens = sorted({row.token for row in self.top if row.norm > self.sink_norm})
         return {"count": self.count, "norms": quantiles, "sinks": self.sinks, "sink_tokens": tokens}
@@ -148,7 +148,7 @@ def _middle(place: int) -> float:
 
 
 class TapAccumulator:
-    """Takes a tap's rows as they come. One thread at a time."""
+    """Computes the statistics of a tap's rows as they arrive. It is not thread-safe."""
 
     def __init__(self, width: int) -> None:
         self._sums = np.zeros((2, width))
@@ -157,16 +157,16 @@ class TapAccumulator:
         self.count = 0
 
     def add(self, rows: _Array, tokens: _Array, samples: _Array, positions: _Array) -> None:
-        """Rows, and of each its token, its sample's number and its place in it."""
+        """Add rows with the token, the sample number and the position in the sample of each row."""
         width, norms = rows.shape[1], np.empty(len(rows))
         step = max(1, min(max(64, _BLOCK // width), len(rows)))
         room, bits = np.empty((step, width)), np.empty((step, width), np.uint32)
-        with np.errstate(invalid="ignore", over="ignore"):  # rows that are no numbers are stored, and have no norm
+        with np.errstate(invalid="ignore", over="ignore"):  # Rows with NaN are stored but have no norm.
             for start in range(0, len(rows), step):
                 block = rows[start : start + step]
                 wide = room[: len(block)]
                 _widen(block, wide, bits[: len(block)])
-                # No BLAS: its threads, one set for each of ours, are slower than none.
+                # BLAS would start its own threads for each writer thread, which is slower.
                 self._sums[0] += wide.sum(axis=0)
                 np.multiply(wide, wide, out=wide)
                 self._sums[1] += wide.sum(axis=0)
@@ -194,19 +194,19 @@ class TapAccumulator:
         self._top = nlargest(_TOP, [*self._top, *found]) if found else self._top
 
     def result(self) -> TapStatistics:
-        """Of all rows so far."""
+        """Return the statistics of all rows added so far."""
         return TapStatistics(self.count, dict(sorted(self._norms.items())), tuple(self._top), (self._sums.copy(),))
 
 
 def widened(rows: _Array, dtype: npt.DTypeLike) -> _Array:
-    """As another dtype. A bfloat16 is the upper half of a float32, which is made many times as fast as NumPy does."""
+    """Convert rows to another dtype. For bfloat16, shifting the bits is many times faster than NumPy's conversion."""
     if rows.dtype == ml_dtypes.bfloat16 and dtype in (np.float32, np.float64):
         rows = (rows.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
     return rows.astype(dtype, copy=False)
 
 
 def _widen(rows: _Array, wide: _Array, bits: _Array) -> None:
-    """Exactly the same numbers as float64, into ``wide``; ``bits`` is room for what a bfloat16 is half of."""
+    """Write the same numbers as float64 into ``wide``; ``bits`` is a scratch buffer for the bits of float32 values."""
     if rows.dtype != ml_dtypes.bfloat16:
         wide[...] = rows
         return

@@ -1,4 +1,4 @@
-"""``run.json``, ``stream.json``, and the writer of one stream: it joins the stream, begins shards and commits them."""
+"""``run.json``, ``stream.json``, and the writer of one stream, which creates shards and commits them."""
 
 from __future__ import annotations
 
@@ -59,17 +59,17 @@ _ABSENT = "nothing"
 
 
 def now_iso() -> str:
-    """The time, in UTC, as every record writes it."""
+    """Return the current time in UTC, as all records contain it."""
     return datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
 def parse_iso(text: str) -> float:
-    """Seconds since the epoch of a time as :func:`now_iso` writes it; ValueError for anything else."""
+    """Return the seconds since the epoch of a time that :func:`now_iso` wrote; raise ValueError for other texts."""
     return datetime.fromisoformat(text).timestamp()
 
 
 def differences(stored: Mapping[str, Any], ours: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """(field, stored, ours) of each field that differs, after a turn through JSON."""
+    """Return (field, stored, ours) for each field that differs when both are JSON values."""
     plain = json.loads(json.dumps(ours))
     names = sorted({*stored, *plain})
     return [
@@ -80,7 +80,7 @@ def differences(stored: Mapping[str, Any], ours: Mapping[str, Any]) -> list[tupl
 
 
 def mismatch(what: str, differing: list[tuple[str, Any, Any]], fix: str) -> RunMismatch:
-    """The error that names every field."""
+    """Return an error that names every differing field."""
     return RunMismatch(
         what,
         expected=", ".join(f"{name} = {stored}" for name, stored, _ in differing),
@@ -90,7 +90,12 @@ def mismatch(what: str, differing: list[tuple[str, Any, Any]], fix: str) -> RunM
 
 
 def join_run(root: Folder, identity: RunIdentity) -> None:
-    """Create ``run.json``, or check that it is this run's; :class:`RunMismatch` names every field that differs."""
+    """Create ``run.json``, or check that the existing one belongs to this run.
+
+    Raises:
+        RunMismatch: If it belongs to another run. The message names every field that differs.
+
+    """
     record = {
         "format": identity.format,
         "fingerprint": identity.fingerprint(),
@@ -148,7 +153,7 @@ def read_spec(location: str) -> RunSpec:
 
 
 def read_run(root: Folder) -> RunIdentity | None:
-    """The run at this root, or None where there is none."""
+    """Return the identity of the run at this root, or None if there is no run."""
     record = _read(root)
     if record is None:
         return None
@@ -177,7 +182,7 @@ def read_run(root: Folder) -> RunIdentity | None:
 
 
 def _generation(compared: dict[str, Any]) -> GenerationSpec | None:
-    """Taken out of what is compared; absent where no answers are generated."""
+    """Remove the generation fields from ``compared`` and return them, or None if no answers are generated."""
     names = [each.name for each in fields(GenerationSpec)]
     found = {name: compared.pop(f"generation.{name}") for name in names if f"generation.{name}" in compared}
     lists = {name: tuple(value) for name, value in found.items() if isinstance(value, list)}
@@ -199,21 +204,22 @@ class StreamRecord:
     """The content of ``stream.json``."""
 
     id: str
-    """Made when the stream begins; every commit and shard carries it, so that two lives of a stream never mix."""
+    """A random id of this incarnation of the stream. A stream that is cleared and started again gets a new id. Every
+    commit and shard carries it, so that two incarnations are never mixed."""
     worker_id: int
     fingerprint: str
     identity: StreamIdentity
     base: str | None = None
-    """Of taps that were added to a stream: that stream's id."""
+    """For added taps: the id of the stream that they were added to."""
 
     def schema(self, run: RunIdentity, statistics: bool = False) -> ShardSchema:
-        """What every shard of it has; with statistics where they are taken."""
+        """Return the schema of the stream's shards."""
         some = run.positions != ALL
         return ShardSchema(self.identity.rows(run), self.fingerprint, self.id, statistics, run.keep, some)
 
 
 class StreamStore:
-    """What a worker writes its stream through. ``begin`` and ``commit`` may be called from different threads."""
+    """Writes the shards and commits of one stream. ``begin`` and ``commit`` may be called from different threads."""
 
     def __init__(self, folder: Folder, record: StreamRecord, run: RunIdentity, attempt: str, ledger: Ledger) -> None:
         self.folder, self.record, self.run, self.attempt = folder, record, run, attempt
@@ -223,15 +229,15 @@ class StreamStore:
         self._unsure = False
         self._committed = False
         self.statistics = False
-        """Whether to take statistics of the rows that go by."""
+        """Whether to compute statistics of the rows that are written."""
 
     @property
     def ledger(self) -> Ledger:
-        """What is committed, our own commits included."""
+        """The ledger, including the commits of this worker."""
         return self._ledger
 
     def begin(self, samples: Sequence[Sample], host: int | None = None, number: int | None = None) -> ShardBuilder:
-        """Begin a shard of these samples, in this order. ``number`` is counted unless told."""
+        """Start a shard of these samples, in this order. The default of ``number`` is the next one."""
         with self._lock:
             self._begun = number if number is not None else max(self._begun, self._ledger.commits) + 1
             name = shard_name(self._begun, self.attempt, host)
@@ -249,7 +255,12 @@ class StreamStore:
         end: int | None = None,
         statistics: Mapping[str, Any] | None = None,
     ) -> Commit:
-        """Make shards and skips part of the dataset, all or none; :class:`Fenced` where another worker was first."""
+        """Make shards and skipped samples part of the dataset atomically.
+
+        Raises:
+            Fenced: If another worker has committed to the stream.
+
+        """
         with self._lock:
             if self._unsure:
                 raise StoreError(
@@ -276,7 +287,7 @@ class StreamStore:
             return commit
 
     def follow(self, shards: Sequence[ShardRecord], skipped: Sequence[Skip] = (), end: int | None = None) -> None:
-        """Remember what process 0 of our pod has committed for us, as far as it is ours; nothing is written."""
+        """Record the shards of this process that process 0 of the pod has committed. Nothing is written."""
         with self._lock:
             number = self._ledger.commits + 1
             commit = Commit(number, self.attempt, self.record.id, tuple(shards), tuple(skipped), end)
@@ -292,9 +303,9 @@ class StreamStore:
             )
 
     def _refuse_another_life(self) -> None:
-        """A worker that slept through ``--overwrite`` stops here.
+        """Stop a worker whose stream was cleared with ``--overwrite`` in the meantime.
 
-        One that falls asleep just after is a stranger, and harmless: its commits carry the old id, and do not count.
+        If the stream is cleared right after this check, the commit is ignored, because it carries the old id.
         """
         stored = read_stream(home_of(self.folder))
         if stored is None:
@@ -312,11 +323,11 @@ class StreamStore:
             )
 
     def _created(self, commit: Commit) -> bool:
-        """False: the number is taken by a worker of an earlier life, which keeps it."""
+        """Create the commit; return False if a commit of an earlier incarnation has its number."""
         data, key = commit.to_bytes(), commit_key(commit.number)
         if self.folder.create(key, data):
             return True
-        # A lost reply looks like a lost race: the bytes, which carry our attempt, tell who won.
+        # A lost reply looks like a lost race. The stored bytes contain the attempt, so they show which it was.
         winner = self.folder.get(key)
         if winner == data:
             return True
@@ -331,7 +342,7 @@ class StreamStore:
         )
 
     def _read_back(self) -> Ledger:
-        """The ledger as it is stored now, every shard that it names there; :class:`Damaged` where ours is not in it."""
+        """Read the stored ledger again; raise :class:`Damaged` if this worker's samples or any shards are missing."""
         self._refuse_another_life()
         stored = read_ledger(self.folder, self.record.id)
         lost = self._ledger.done - stored.done
@@ -351,11 +362,11 @@ class StreamStore:
         return stored
 
     def _elsewhere(self, name: str) -> bool:
-        """Whether another host of a pod may keep this shard on its own disk."""
+        """Return whether the shard may be on the local disk of another host of the pod."""
         return bool(shard_host(name)) and not is_remote(self.folder.url)
 
     def _merged_statistics(self) -> dict[str, Any]:
-        """Of each tap, over all shards whose statistics were taken."""
+        """Return the summary of each tap over all shards that have statistics."""
         shards = [shard for commit in read_commits(self.folder, self.record.id) for shard in commit.shards]
         taps = [str(tap) for tap in self.record.identity.taps]
         merged: dict[str, Any] = {}
@@ -367,7 +378,7 @@ class StreamStore:
         return merged
 
     def finish(self, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Write ``metadata.json`` from the ledger as it is stored, and give its content."""
+        """Write ``metadata.json`` from the stored ledger and return its content."""
         if self._committed:
             self._ledger = self._read_back()
         found = {"statistics": self._merged_statistics()} if self.statistics else {}
@@ -377,7 +388,7 @@ class StreamStore:
 
 
 def metadata(record: StreamRecord, run: RunIdentity, ledger: Ledger) -> dict[str, Any]:
-    """What ``metadata.json`` says: the guides' fields first, then ours."""
+    """Return the content of ``metadata.json``."""
     expected = record.identity.samples if record.identity.samples is not None else ledger.end
     complete = expected is not None and ledger.done == Ranges([(0, expected)])
     return {
@@ -414,10 +425,10 @@ def join_stream(
     attempt: str | None = None,
     stream: str | None = None,
 ) -> StreamStore:
-    """Create or find the stream's folder, check that it is this stream's, and read its ledger.
+    """Create or open the stream's folder, check that it belongs to this stream, and read its ledger.
 
-    ``attempt`` names this life of the worker and is never used again; the hosts of a pod share one, and the id of the
-    ``stream`` too: each may keep its own part of it on its own disk.
+    ``attempt`` is a unique name of this execution of the worker. The hosts of a pod share the attempt and the id of the
+    ``stream``, because each host may store its part of the stream on its own disk.
     """
     folder = root.child(stream_folder(worker_id))
     stored = read_stream(folder)
@@ -447,7 +458,7 @@ def join_stream(
 
 
 def stream_bytes(record: StreamRecord) -> bytes:
-    """The content of a ``stream.json``."""
+    """Return the content of ``stream.json``."""
     return seal(
         {
             "format": FORMAT,
@@ -466,13 +477,13 @@ def stream_bytes(record: StreamRecord) -> bytes:
 
 
 def _split_fields(identity: StreamIdentity) -> dict[str, Any]:
-    """Optional: only where the dataset says how many streams it has."""
+    """Return the optional fields about the split of the dataset."""
     known = {"streams": identity.streams, "split": identity.split}
     return {name: value for name, value in known.items() if value is not None}
 
 
 def read_stream(folder: Folder) -> StreamRecord | None:
-    """The ``stream.json`` of a stream's folder, or None where there is none."""
+    """Read the ``stream.json`` of a stream's folder; return None if there is none."""
     where = f"{folder.url}/{STREAM}"
     try:
         fields = unseal(folder.get(STREAM), where)

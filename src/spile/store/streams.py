@@ -1,4 +1,4 @@
-"""The streams of a dataset, their committed shards, the taps that were added to them, and their local copies."""
+"""The streams of a dataset: their committed shards, added taps and local copies."""
 
 from __future__ import annotations
 
@@ -46,14 +46,17 @@ __all__ = [
 
 
 def expected_streams(records: Sequence[StreamRecord]) -> int | None:
-    """How many streams there must be, as the streams themselves say; None where none does."""
+    """Return the number of streams of the split according to the streams' records, or None if no record states it."""
     return max((r.identity.streams for r in records if r.identity.streams is not None), default=None)
 
 
 def judge_split(
     root: str, begun: Collection[int], records: Sequence[StreamRecord], chosen: Collection[int] | None = None
 ) -> tuple[Ranges, list[Problem]]:
-    """Streams that were never begun, and what is wrong with the split as a whole. ``chosen``: those that must be."""
+    """Return the streams that no worker has started, and the problems of the split as a whole.
+
+    ``chosen`` are the streams that must exist; None means all streams of the split.
+    """
     total = expected_streams(records)
     wanted = Ranges.of(chosen) if chosen is not None else Ranges([(0, total or 0)])
     absent = wanted - Ranges.of(begun)
@@ -68,7 +71,7 @@ def judge_split(
 
 
 def mixed_splits(root: str, records: Sequence[StreamRecord]) -> list[Problem]:
-    """Streams of two splits, or beside a split of none, have samples in common, and lack others."""
+    """Return a problem if the streams belong to different splits: samples would then be duplicated or missing."""
     groups: dict[tuple[int, str | None] | None, list[int]] = {}
     for record in records:
         known = record.identity.streams is not None
@@ -91,12 +94,12 @@ Alignment = tuple[int | None, ...]
 
 
 def alignment(shard: ShardRecord) -> Alignment:
-    """What two shards have in common whose rows are of the same tokens in the same order."""
+    """Return a key that is equal for two shards if their rows belong to the same tokens in the same order."""
     return tuple(shard.tensors.get(name) for name in _ALIGNED)
 
 
 class Addition:
-    """Some taps added to one stream, as far as its ledger goes."""
+    """Taps that were added to one stream, with their own ledger."""
 
     def __init__(self, folder: Folder, record: StreamRecord) -> None:
         self.folder, self.record = folder, record
@@ -104,34 +107,37 @@ class Addition:
 
     @cached_property
     def commits(self) -> tuple[Commit, ...]:
-        """Its ledger, read once."""
+        """The commits of its ledger, read once."""
         return tuple(read_commits(self.folder, self.record.id))
 
     @cached_property
     def shards(self) -> tuple[ShardRecord, ...]:
-        """In the order they were committed."""
+        """The committed shards, in the order of their commits."""
         return tuple(shard for commit in self.commits for shard in commit.shards)
 
     def beside(self, shards: Iterable[ShardRecord]) -> dict[str, ShardRecord]:
-        """By the names of a stream's shards, the one that holds the same rows; those without one are absent."""
+        """Map names of a stream's shards to the added shards for the same rows; shards without one are left out."""
         known = {alignment(shard): shard for shard in self.shards}
         return {shard.name: known[alignment(shard)] for shard in shards if alignment(shard) in known}
 
     def left(self, shards: Iterable[ShardRecord]) -> list[ShardRecord]:
-        """Of a stream's shards, those to which nothing was added yet."""
+        """Return the shards of a stream that do not have the added taps yet."""
         every = list(shards)
         done = self.beside(every)
         return [shard for shard in every if shard.name not in done]
 
 
 def find_additions(stream: Folder, record: StreamRecord, names: Iterable[str]) -> list[Addition]:
-    """What was added to this life of a stream, finished or not. ``names`` are the folders in the stream's own."""
+    """Return the finished and unfinished additions to this incarnation of a stream.
+
+    ``names`` are the names of the folders in the stream's folder.
+    """
     found = []
     for name in sorted(filter(is_addition, names)):
         folder = stream.child(name)
         added = read_stream(folder)
         if added is None or added.base != record.id:
-            continue  # being removed, or of a life of the stream that was overwritten
+            continue  # It is being removed, or it belongs to an incarnation of the stream that was overwritten.
         if (added.fingerprint, added.worker_id) != (record.fingerprint, record.worker_id):
             raise Damaged(
                 f"{folder.url}/{STREAM} belongs to another run or stream",
@@ -143,11 +149,11 @@ def find_additions(stream: Folder, record: StreamRecord, names: Iterable[str]) -
 
 
 def join_addition(stream: Folder, base: StreamRecord, identity: StreamIdentity, run: RunIdentity) -> StreamStore:
-    """Begin to add taps to a stream, or go on with it: what a worker writes them through."""
+    """Start or continue adding taps to a stream; return the store through which a worker writes them."""
     folder = stream.child(addition_folder(str(tap) for tap in identity.taps))
     stored = read_stream(folder)
     if stored is not None and stored.base != base.id:
-        clear_folder(home_of(folder))  # added to what was there before the stream was begun again
+        clear_folder(home_of(folder))  # It was added to an earlier incarnation of the stream.
         stored = None
     if stored is None:
         whole = replace(base.identity, taps=identity.taps, shapes=identity.shapes)
@@ -163,16 +169,16 @@ _BRINGS = {"gs": "gcloud storage rsync --recursive", "s3": "aws s3 sync", "az": 
 
 @dataclass(frozen=True)
 class Lacking:
-    """Shards of a stream that are committed at home, and not in the copy."""
+    """Committed shards of a stream that are missing from its local copy."""
 
     copy: str
-    """The stream's folder."""
+    """The stream's folder in the local copy."""
     shards: int
     of: int
     bytes: int
 
     def line(self, home: str) -> str:
-        """For people, with the command that brings them from the stream's folder at ``home``."""
+        """Return a message with the command that copies the shards from the stream's folder at ``home``."""
         brings = _BRINGS.get(home.partition("://")[0], "cp -rn")
         return (
             f"the local copy {self.copy} has {self.of - self.shards} of {self.of} shards: {self.shards} "
@@ -182,7 +188,7 @@ class Lacking:
 
 
 def lacking(copy: Folder, worker_id: int) -> Lacking | None:
-    """What a copy lacks of the shards that its own commits name; None where it has them all."""
+    """Return which committed shards are missing from a local copy, or None if it is complete."""
     folder = copy.child(stream_folder(worker_id))
     files = read_ledger(folder, None).files
     absent = [file.size for file in files if _size(folder, file.name) != file.size]
@@ -197,7 +203,7 @@ def _size(folder: Folder, name: str) -> int | None:
 
 
 AT_ONCE = 32
-"""Streams or shards that are asked for side by side: a bucket answers each after tens of milliseconds."""
+"""The number of concurrent requests for streams or shards: a bucket answers each after tens of milliseconds."""
 
 
 class Stream:
@@ -208,28 +214,28 @@ class Stream:
         self._commits: tuple[Commit, ...] | None = None
         self.number = record.worker_id
         self.begun = tuple(begun)
-        """Taps that somebody began to add."""
+        """Additions of taps, finished or not."""
 
     @cached_property
     def additions(self) -> tuple[Addition, ...]:
-        """Those that have every row: a reader sees no others."""
+        """The finished additions, which have every row. Readers use only these."""
         return tuple(added for added in self.begun if not added.left(self._own))
 
     @cached_property
     def taps(self) -> tuple[str, ...]:
-        """Its own, then those that were added."""
+        """The stream's own taps, then the added ones."""
         own = (str(tap) for tap in self.record.identity.taps)
         return (*own, *(tap for added in self.additions for tap in added.taps))
 
     def kinds(self, run: RunIdentity) -> tuple[TapRows, ...]:
-        """What the taps' rows are on disk, in the order of the taps."""
+        """Return the shape and dtype of each tap's stored rows, in the order of the taps."""
         records = [self.record, *(added.record for added in self.additions)]
         return tuple(row for record in records for row in record.identity.rows(run))
 
     @property
     def commits(self) -> tuple[Commit, ...]:
-        """The ledger, read once."""
-        # No cached_property: before Python 3.12 it has one lock for all objects, and streams would wait in line.
+        """The commits of the ledger, read once."""
+        # A cached_property of Python 3.11 has one lock for all objects, so streams would be read one after another.
         if self._commits is None:
             self._commits = tuple(read_commits(self.folder, self.record.id))
         return self._commits
@@ -240,17 +246,17 @@ class Stream:
 
     @cached_property
     def _beside(self) -> tuple[dict[str, ShardRecord], ...]:
-        """Of each addition, its shards by the names of the stream's own."""
+        """For each addition: its shards by the names of the stream's own shards."""
         return tuple(added.beside(self._own) for added in self.additions)
 
     @cached_property
     def shards(self) -> tuple[ShardRecord, ...]:
-        """In the order they were committed, each with what is known of the taps that were added to it."""
+        """The shards in the order of their commits, with the statistics of added taps."""
         return tuple(self._with_added(shard) for shard in self._own)
 
     @property
     def files(self) -> tuple[ShardRecord, ...]:
-        """Every file of it that is read: its own shards, and those of added taps."""
+        """All files that readers use: the stream's own shards and those of added taps."""
         return (*self._own, *(shard for added in self.additions for shard in added.shards))
 
     def _with_added(self, shard: ShardRecord) -> ShardRecord:
@@ -260,7 +266,7 @@ class Stream:
         return replace(shard, statistics=known)
 
     def open(self, shard: ShardRecord) -> ShardReader:
-        """One of its shards, which must say of itself that it is this stream's, with what was added to it."""
+        """Open a shard together with its added taps. The header must name this stream."""
         own = ShardReader(self.folder, shard, stream=self.record.id, fingerprint=self.record.fingerprint)
         added: dict[str, ShardReader] = {}
         for each, beside in zip(self.additions, self._beside, strict=True):
@@ -272,11 +278,11 @@ class Stream:
 
     @cached_property
     def _ranges(self) -> list[tuple[int, int, int]]:
-        """(first, last + 1, shard) of every range of samples, sorted: one bisection finds one of ten thousand."""
+        """Sorted (first, last + 1, shard) of every range of samples, for bisection."""
         return sorted((a, b, place) for place, shard in enumerate(self.shards) for a, b in shard.samples.pairs())
 
     def holding(self, index: int) -> ShardRecord | None:
-        """The shard that holds a sample, or None."""
+        """Return the shard that contains a sample, or None."""
         place = bisect_right(self._ranges, index, key=itemgetter(0)) - 1
         if place < 0 or index >= self._ranges[place][1]:
             return None
@@ -284,17 +290,17 @@ class Stream:
 
     @property
     def samples(self) -> int:
-        """Stored."""
+        """The number of stored samples."""
         return sum(shard.count for shard in self.shards)
 
     @property
     def tokens(self) -> int:
-        """Rows at each tap."""
+        """The number of rows at each tap."""
         return sum(shard.tokens for shard in self.shards)
 
     @property
     def skipped(self) -> Ranges:
-        """Samples that are done without rows."""
+        """The samples that were skipped and have no rows."""
         return Ranges.of(skip.index for commit in self.commits for skip in commit.skipped)
 
     def __repr__(self) -> str:
@@ -302,12 +308,12 @@ class Stream:
 
 
 def find_streams(root: Folder) -> list[int]:
-    """The numbers of the streams below a root."""
+    """Return the numbers of the streams below a root."""
     return sorted(_folders(root))
 
 
 def _folders(root: Folder) -> dict[int, list[str]]:
-    """Each stream's number, and the folders in its own that taps were added in. One listing."""
+    """Map each stream's number to the names of its folders of added taps, with a single listing."""
     found: dict[int, list[str]] = {}
     added: dict[int, list[str]] = {}
     for info in root.list("tpu_"):
@@ -323,7 +329,7 @@ def _folders(root: Folder) -> dict[int, list[str]]:
 
 
 def stranger(record: StreamRecord, number: int, run: RunIdentity) -> str | None:
-    """Why a ``stream.json`` does not belong in folder ``number`` of this run; None where it does."""
+    """Return why a ``stream.json`` does not belong to folder ``number`` of this run, or None if it does."""
     if record.fingerprint != run.fingerprint():
         return f"{STREAM} belongs to another run: expected fingerprint {run.fingerprint()}, found {record.fingerprint}"
     if record.worker_id != number:
@@ -332,7 +338,12 @@ def stranger(record: StreamRecord, number: int, run: RunIdentity) -> str | None:
 
 
 def open_streams(root: Folder, run: RunIdentity) -> list[Stream]:
-    """Every stream of the dataset; :class:`Damaged` where one is of another run, or copied from another's folder."""
+    """Open every stream of the dataset.
+
+    Raises:
+        Damaged: If a stream belongs to another run, another folder or another split of the data.
+
+    """
     found = _folders(root)
     numbers = sorted(found)
     folders = [root.child(stream_folder(number)) for number in numbers]
@@ -341,12 +352,12 @@ def open_streams(root: Folder, run: RunIdentity) -> list[Stream]:
     streams = []
     for number, folder, record in zip(numbers, folders, records, strict=True):
         if record is None:
-            continue  # removed since it was listed
+            continue  # The stream was removed after it was listed.
         if why := stranger(record, number, run):
             fix = f"move {folder.url} out of the dataset; spile verify {root.url} tells the rest"
             raise Damaged(f"{folder.url} does not belong to the dataset", found=why, fix=fix)
         streams.append(Stream(folder, record, find_additions(folder, record, found[number])))
-    # Streams that say nothing of a split, as older versions wrote them, are read beside any; verify names them.
+    # Older versions did not record the split. Such streams are accepted here; spile verify reports them.
     told = [stream.record for stream in streams if stream.record.identity.streams is not None]
     for problem in mixed_splits(root.url, told):
         raise Damaged(problem.where, found=problem.text, fix="move the streams of one split to a dataset of their own")
@@ -354,7 +365,7 @@ def open_streams(root: Folder, run: RunIdentity) -> list[Stream]:
 
 
 def read_ledgers(streams: Iterable[Stream]) -> None:
-    """Read the ledgers of these streams that were not read yet, many at a time."""
+    """Read the ledgers of these streams concurrently, unless they were read before."""
     with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="ledgers") as pool:
         for _ in pool.map(lambda stream: stream.commits, streams):
             pass

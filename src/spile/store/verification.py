@@ -1,4 +1,4 @@
-"""One shard against its commit: every byte, every shape, every index, no NaN. One pass, bounded memory."""
+"""``spile verify``: check every sample, checksum, shape and index of a dataset in one pass with bounded memory."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from spile.store.streams import AT_ONCE, Addition, Stream, alignment, expected_s
 __all__ = ["inspect_shard", "verify"]
 
 _PIECE = 8 << 20
-"""Bytes that are read at once, in whole chunks: at least one."""
-# All ones in the exponent: infinite or not a number.
+"""Bytes that are read at once, in whole chunks, at least one chunk."""
+# A value is infinite or NaN if all bits of its exponent are set.
 _EXPONENT = {
     "BF16": (np.uint16, 0x7F80),
     "F16": (np.uint16, 0x7C00),
     "F32": (np.uint32, 0x7F800000),
-    "F8_E4M3": (np.uint8, 0x7F),  # has no infinity, and of NaN these bits alone
+    "F8_E4M3": (np.uint8, 0x7F),  # It has no infinity, and only these bits are NaN.
 }
 
 
@@ -48,7 +48,7 @@ def inspect_shard(
     schema: ShardSchema,
     seen: Callable[[int], None] = lambda _: None,
 ) -> list[Problem]:
-    """What is wrong with a shard. ``seen`` is told of bytes as they are read."""
+    """Return the problems of a shard. ``seen`` is called with the number of bytes after each read."""
     where = f"{folder.url}/{record.name}"
     try:
         size = folder.info(record.name).size
@@ -67,7 +67,7 @@ def inspect_shard(
     except Failure as error:
         return [Problem("damaged", where, str(error).removeprefix(f"{where} "))]
     except (ValueError, KeyError, TypeError, IndexError) as error:
-        # Right checksums over nonsense: only a broken writer makes that. Say so, and go on with the other shards.
+        # The checksums match but the content is invalid: the writer was faulty. Report it and check the other shards.
         return [Problem("damaged", where, f"its content makes no sense: {type(error).__name__}: {error}")]
     return [Problem("damaged", where, text) for text in wrong]
 
@@ -75,7 +75,7 @@ def inspect_shard(
 def _header(shard: ShardReader, schema: ShardSchema) -> list[str]:
     header, record = shard.header, shard.record
     schema = replace(schema, statistics=any(name.endswith(SUMS) for name in header.places))  # optional
-    context = header.places[CONTEXT].shape[0] if CONTEXT in header.places else 0  # what it must be, _index tells
+    context = header.places[CONTEXT].shape[0] if CONTEXT in header.places else 0  # _index checks the value
     shapes = schema.tensors(record.count, record.tokens, context)
     found = {name: (place.code, place.shape) for name, place in header.places.items() if name != CHUNKS}
     wanted = schema.metadata()
@@ -113,7 +113,7 @@ def _index(shard: ShardReader, keep: tuple[str, ...]) -> list[str]:
 
 
 def _context(shard: ShardReader) -> list[str]:
-    """Where only some tokens have rows: whether each row leads back to its token."""
+    """Check the positions and the context of a shard in which only some tokens have rows."""
     offsets, starts, context = (shard.whole(name) for name in ("offsets", CONTEXT_OFFSETS, CONTEXT))
     positions, lengths = shard.whole(POSITIONS).astype(np.int64), np.diff(starts)
     if starts[0] != 0 or starts[-1] != len(context) or (lengths < 0).any():
@@ -129,7 +129,7 @@ def _context(shard: ShardReader) -> list[str]:
 
 
 def _bytes(shard: ShardReader, seen: Callable[[int], None]) -> list[str]:
-    """Every chunk, then every tensor and the whole object from the chunks: the bytes are read once."""
+    """Check every chunk, then derive the checksums of tensors and object from the chunks, so bytes are read once."""
     says: list[str] = []
     sums: list[tuple[int, int]] = [(shard.record.header[1], shard.record.header[0])]
     seen(shard.record.header[0])
@@ -155,7 +155,7 @@ def _bytes(shard: ShardReader, seen: Callable[[int], None]) -> list[str]:
 
 
 class _StreamEvidence:
-    """What was learnt of one stream on the way."""
+    """The records, commits and problems of one stream that were found so far."""
 
     def __init__(self, number: int, root: Folder, added: str = "") -> None:
         self.number = number
@@ -167,11 +167,11 @@ class _StreamEvidence:
         self.readable = False
         self.problems: list[Problem] = []
         self.additions: list[_StreamEvidence] = []
-        """Taps that were added to it."""
+        """The ledgers of taps that were added to the stream."""
 
     @property
     def ledgers(self) -> list[_StreamEvidence]:
-        """Its own, and those of what was added."""
+        """The stream's own ledger and those of added taps."""
         return [self, *self.additions]
 
     @property
@@ -202,10 +202,10 @@ def verify(
 ) -> Report:
     """Check every sample, every checksum and every shape of the dataset at ``root``.
 
-    ``streams``: these alone; else all, and one that the data was split into and nobody has begun is missing.
-    ``max_samples`` is the bound of a run that was told to stop early. ``recompute`` with ``k`` compares k random
-    samples. ``gc`` looks for garbage, and ``remove`` removes it. ``repair`` takes commits of an earlier life out of
-    the ledgers, with a copy kept. ``progress`` gets bytes done and in all.
+    ``streams`` selects streams; None checks all, and reports streams of the split that were never started.
+    ``max_samples`` is the ``--max-samples`` of the run, if it had one. ``recompute`` computes ``k`` random samples
+    again and compares them. ``gc`` searches for garbage older than ``older_than`` seconds, and ``remove`` removes it.
+    ``repair`` replaces commits of earlier incarnations and keeps copies. ``progress`` gets the checked and total bytes.
     """
     folder = open_folder(root) if isinstance(root, str) else root
     run = read_run(folder)
@@ -244,18 +244,18 @@ def _repaired(stream: _StreamEvidence, report: StreamReport) -> StreamReport:
 
 
 def _workers(root: Folder) -> int:
-    """A disk keeps a few cores busy; a bucket answers late, and many requests wait side by side."""
+    """Return the number of threads: bound by the cores for a disk, and by the latency for a bucket."""
     return min(16, 2 * (os.cpu_count() or 1)) if root.local_path is not None else AT_ONCE
 
 
 def _stream(stream: _StreamEvidence, record: StreamRecord) -> Stream:
-    """For reading its rows, with what was added to it."""
+    """Return the stream with its readable additions, for reading rows."""
     added = [Addition(each.folder, each.record) for each in stream.additions if each.record and each.readable]
     return Stream(stream.folder, record, added)
 
 
 def _folders(root: Folder) -> dict[int, set[str]]:
-    """Streams, also such as have lost their ``stream.json``, each with the folders of taps that were added to it."""
+    """Map each stream, even without a ``stream.json``, to the names of its folders of added taps."""
     found: dict[int, set[str]] = {}
     for info in root.list("tpu_"):
         name, _, rest = info.key.partition("/")
@@ -271,13 +271,13 @@ def _read(number: int, root: Folder, run: RunIdentity, added: Collection[str]) -
     stream = _read_ledger(number, root, run)
     if stream.record is not None:
         every = [_read_ledger(number, root, run, name) for name in sorted(added)]
-        # Of an earlier life of the stream, or never begun: no reader sees it, and it is no flaw.
+        # Additions to an earlier incarnation of the stream are not a problem: readers ignore them.
         stream.additions = [each for each in every if each.record is None or each.record.base == stream.record.id]
     return stream
 
 
 def _read_ledger(number: int, root: Folder, run: RunIdentity, added: str = "") -> _StreamEvidence:
-    """A stream's own, or that of taps added to it."""
+    """Read the ledger of a stream, or that of taps added to it."""
     stream = _StreamEvidence(number, root, added)
     where = stream.folder.url
     try:
@@ -305,7 +305,7 @@ def _inspect(
 
     def seen(count: int) -> None:
         nonlocal done
-        done += count  # for a progress bar: a lost update between threads does no harm
+        done += count  # Only a progress bar uses it, so a lost update between threads is harmless.
         progress(done, total)
 
     def one(task: tuple[_StreamEvidence, StreamRecord, ShardRecord]) -> tuple[_StreamEvidence, list[Problem]]:
@@ -325,7 +325,7 @@ def _inspect(
 
 
 def _judge(stream: _StreamEvidence, max_samples: int | None) -> StreamReport:
-    """The stream's samples against what it must have."""
+    """Compare the stream's samples with those that it must have."""
     ledger = Ledger().plus(stream.commits)
     where = stream.folder.url
     total = stream.record.identity.samples if stream.record is not None else None
@@ -368,7 +368,7 @@ def _judge(stream: _StreamEvidence, max_samples: int | None) -> StreamReport:
 
 
 def _judge_added(stream: _StreamEvidence, added: _StreamEvidence) -> list[Problem]:
-    """Taps beside their stream: every row of it once, none of another."""
+    """Check that added taps have each row of their stream once and no other rows."""
     if not added.readable or added.record is None or not stream.readable:
         return []
     where, taps = added.folder.url, " ".join(str(tap) for tap in added.record.identity.taps)
