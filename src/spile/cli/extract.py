@@ -174,7 +174,7 @@ def run_stream(
 
 
 def _log_answers(spec: RunSpec, summary: Summary) -> None:
-    """Print where the answers are, if all of them are there."""
+    """Print the path of the answers, if all of them are there."""
     if spec.generation is not None and summary.complete and not summary.interrupted:
         log(f"{'answers':<11}  {spec.answers_dir or summary.stream}/predictions.jsonl")
         log(f"{'score':<11}  spile score {summary.root}")

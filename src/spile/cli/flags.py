@@ -399,7 +399,7 @@ class EngineFlags:
         self.needs()
 
     def request(self, output: str) -> EngineRequest:
-        """Return what the engine is asked for."""
+        """Return the request to the engine."""
         from spile.launch.engines import EngineRequest
 
         return EngineRequest(

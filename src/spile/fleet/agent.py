@@ -85,7 +85,7 @@ class Agent:
     _price: float = 0.0
     """Dollars per hour; 0 on all hosts of a slice but the first, so that the machine is counted once."""
     _dollars_before: float = 0.0
-    """What earlier machines of this worker cost."""
+    """The cost of earlier machines of this worker."""
 
     def run(self) -> int:
         """Supervise the worker until it has ended for good; return the exit code for systemd."""

@@ -534,7 +534,7 @@ class CloudTpu:
         params = {"force": "true"} if force else {}
         return read_operation(self._send("DELETE", path, f"delete queued resource {name} in {zone}", params=params))
 
-    # -- what there is ----------------------------------------------------------------------------------------------
+    # -- zones, machine types and permissions -----------------------------------------------------------------------
 
     def zones(self) -> list[str]:
         """Return the zones that have TPUs."""

@@ -148,7 +148,7 @@ class WorkerHistory:
     gave_up: str = ""
     reported: bool = False
     note: str = ""
-    """What it waits for, as text."""
+    """The reason why it waits, as text."""
     lost: str = ""
     """Why its last machine was replaced. It is kept when the next one exists."""
 

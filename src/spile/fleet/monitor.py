@@ -286,7 +286,7 @@ def pulses_of(
 
 
 def crash_loop(report: WorkerReport | None) -> str:
-    """Return what the table says of a worker that its agent keeps restarting; empty if it runs."""
+    """Return the note for a worker that its agent keeps restarting; empty if it runs."""
     if report is None or report.verdict or report.exit_code in (None, 0):
         return ""
     line = report.error.strip().rpartition("\n")[2].removeprefix("spile: ")

@@ -82,7 +82,7 @@ class WorkerCase:
 
     @property
     def pulse(self) -> Pulse:
-        """What the bucket shows of the worker."""
+        """The worker's heartbeat and agent report from the bucket."""
         return self.observed.pulse(self.worker.id)
 
     def beat(self, node: Node) -> float | None:

@@ -175,7 +175,7 @@ class FleetSpec:
 
     @property
     def tier(self) -> str:
-        """How the machines are paid for, in words."""
+        """How the machines are paid for, as text."""
         tiers = {
             "best effort": self.best_effort,
             "spot": self.machine.spot,

@@ -372,7 +372,7 @@ def _error(host: Host, code: int, err: bytes) -> SpileError:
 
 @dataclass(frozen=True)
 class Collected:
-    """What was copied from one host."""
+    """The files that were copied from one host."""
 
     host: Host
     folder: Path

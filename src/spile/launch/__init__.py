@@ -1,1 +1,1 @@
-"""Where workers run: the supervisor and its engines."""
+"""Run workers: the supervisor and its engines."""

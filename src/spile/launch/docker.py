@@ -50,7 +50,7 @@ def image_name(version: str, target: Device | None = None) -> str:
 
 @dataclass(frozen=True)
 class Container:
-    """A command, its image, and what it gets of the machine."""
+    """A command, its image, and the folders, variables and devices of the machine that it gets."""
 
     image: str
     words: tuple[str, ...]
@@ -98,7 +98,7 @@ def run_words(container: Container, *, user: str | None = None, passed: Sequence
 def _device(container: Container) -> list[str]:
     if (
         container.device == "tpu"
-    ):  # root owns the chips' device files, and the hosts of a slice talk over the host's ports
+    ):  # Root owns the chips' device files, and the hosts of a slice communicate over the host's ports.
         return ["--privileged", "--network=host", "--user", "0:0"]
     if container.device == "cuda":
         everything = "nvidia.com/gpu=all"

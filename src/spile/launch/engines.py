@@ -27,19 +27,19 @@ SUPERVISED: dict[str, str] = {
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """What the user asks of an engine. An engine raises :class:`SpecError` for what it cannot do."""
+    """The user's requirements for an engine. An engine raises :class:`SpecError` for those that it cannot meet."""
 
     workers: int | None = None
-    """Workers at once; None: as many as fit."""
+    """The number of workers at once; None for as many as fit."""
     resources: Mapping[str, float] = field(default_factory=dict)
-    """What each worker needs, by name: CPU, GPU, TPU or a resource of the cluster."""
+    """The resources of each worker, by name: CPU, GPU, TPU or a resource of the cluster."""
     address: str | None = None
-    """Where the cluster is."""
+    """The address of the cluster."""
     hosts_per_worker: int = 1
     log_dir: Path | None = None
-    """A folder for each stream's output."""
+    """A folder for the output of each stream."""
     output: str = ""
-    """Where activations go, as the user named it."""
+    """The output folder or bucket, as the user named it."""
 
 
 def make_engine(name: str, request: EngineRequest) -> Engine:
@@ -85,9 +85,9 @@ class ClusterJob:
     root: str
     """The output folder or bucket."""
     workers: int | None = None
-    """Streams worked on at once; None: all."""
+    """The number of streams that are processed at once; None for all."""
     hosts: int = 1
-    """Hosts that act as one worker."""
+    """The number of hosts that act as one worker."""
     env: Mapping[str, str] = field(default_factory=dict)
     grace: int = 120
     """Seconds between the request to end and the kill, in which a worker commits its shard."""
@@ -123,5 +123,5 @@ class ClusterJob:
 
     @property
     def at_once(self) -> int:
-        """Streams worked on at once."""
+        """The number of streams that are processed at once."""
         return min(self.workers or len(self.streams), len(self.streams))

@@ -40,7 +40,7 @@ _JOB_NAME = "batch.kubernetes.io/job-name"
 _USER = 1000
 """The user of the image."""
 _CACHE = "/cache"
-"""Where models and compiled programs are kept: a claim, or a folder of the pod."""
+"""The folder for models and compiled programs: a claim, or a folder of the pod."""
 _SHARED_MEMORY = "8Gi"
 _CPUS, _MEMORY_GB = 2, 8
 """Requests if none are given. A pod without requests is evicted first."""
@@ -103,7 +103,7 @@ class KubernetesJob:
     disk_gb: int = 50
     """Ephemeral storage that each pod requests: models, compiled programs and shards in flight."""
     cache_claim: str | None = None
-    """A claim that keeps models between pods; None: a folder of each pod."""
+    """A claim that keeps models between pods; None for a folder of each pod."""
     pull_secrets: tuple[str, ...] = ()
     tolerations: tuple[str, ...] = ()
     """``key=value:NoSchedule``, or ``key:NoSchedule`` for any value."""
@@ -159,7 +159,7 @@ class KubernetesJob:
 
 
 def manifests(job: KubernetesJob) -> list[dict[str, Any]]:
-    """Return what ``kubectl apply`` takes, in order."""
+    """Return the manifests for ``kubectl apply``, in order."""
     run = job.job
     if run.hosts == 1:
         return [_indexed_job(job)]
@@ -170,7 +170,7 @@ def manifests(job: KubernetesJob) -> list[dict[str, Any]]:
 
 
 def to_yaml(job: KubernetesJob) -> str:
-    """Return the manifests as a file, with what to do with it on top. The same flags give the same text."""
+    """Return the manifests as a file with instructions at the top. The same flags give the same text."""
     run = job.job
     watch = f"spile monitor {run.root}"
     head = [

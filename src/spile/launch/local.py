@@ -119,7 +119,7 @@ _CHILD = str(Path(__file__).with_name("child.py"))
 
 
 class WorkerProcess:
-    """A worker in a process of its own, so that a crash of the model's runtime ends one attempt and nothing else."""
+    """A worker in a separate process, so that a crash of the model's runtime ends only one attempt."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class WorkerProcess:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            start_new_session=True,  # Ctrl+C goes to the supervisor, which asks all workers to commit
+            start_new_session=True,  # Ctrl+C goes to the supervisor, which asks all workers to commit.
         )
         self._reader = threading.Thread(target=self._read, name="worker-output", daemon=True)
         self._reader.start()
@@ -254,7 +254,7 @@ class LocalEngine:
             process.kill()
 
     def close(self) -> None:
-        """Kill what still runs and wait for it."""
+        """Kill the remaining workers and wait for them."""
         self.kill()
         for process, _ in self._running.values():
             process.wait(5.0)

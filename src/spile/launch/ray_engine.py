@@ -76,7 +76,7 @@ def run_stream(words: Sequence[str], env: Mapping[str, str]) -> tuple[int, str, 
         while code is None:
             try:
                 code = worker.wait(_POLL)
-            except KeyboardInterrupt:  # how Ray cancels a task
+            except KeyboardInterrupt:  # Ray cancels a task with this exception.
                 worker.stop()
                 deadline = time.monotonic() + _COMMIT_WITHIN
                 while code is None and time.monotonic() < deadline:
@@ -336,7 +336,7 @@ class RayEngine:
             return WorkerEnd(stream, 137, said=" ".join(str(error).split())[:400])
         except errors.RayTaskError as error:
             return WorkerEnd(stream, 1, said=" ".join(str(error).split())[-400:])
-        except errors.RayError as error:  # the node, or the worker's parent on it, is gone
+        except errors.RayError as error:  # The node, or the worker's parent process on it, is gone.
             return WorkerEnd(stream, None, cause=_first_sentence(error))
 
     def _cancel(self, ref: Any) -> None:
@@ -363,7 +363,7 @@ class RayEngine:
             self._ray.cancel(ref, force=True)
 
     def close(self) -> None:
-        """End what still runs and disconnect."""
+        """Cancel the remaining tasks and disconnect."""
         self.kill()
         self._ray.shutdown()
 
@@ -398,7 +398,7 @@ def _connect(address: str | None) -> Any:
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         said = " ".join(str(error).split())
         if "ersion" in said and "mismatch" in said:
-            theirs = _VERSIONS.search(said)  # the cluster's come before ours
+            theirs = _VERSIONS.search(said)  # The cluster's versions come before ours.
             raise UserError(
                 f"the Ray cluster {where} is of another version",
                 expected=f"Ray {ray.__version__} and Python {platform.python_version()}, as here",
@@ -407,7 +407,7 @@ def _connect(address: str | None) -> Any:
             ) from error
         raise UserError(
             f"no Ray cluster {where}",
-            found=None if "any running Ray instance" in said else said[:200],  # adds nothing
+            found=None if "any running Ray instance" in said else said[:200],  # This message adds nothing.
             fix="name one with --ray-address HOST:6379, or start one: ray start --head",
         ) from error
     return ray

@@ -138,7 +138,7 @@ def _worker(slurm: SlurmJob) -> str:
     command = f'exec {shlex.join(job.words)} --stream "$SLURM_ARRAY_TASK_ID" {place}'
     # One host's end must not kill the others before they have committed: they notice it and end by themselves.
     step = ["srun", f"--nodes={job.hosts}", f"--ntasks={job.hosts}", "--kill-on-bad-exit=0", f"--wait={job.grace}"]
-    if job.cpus is not None:  # since 22.05 a step does not inherit it
+    if job.cpus is not None:  # Since 22.05 a step does not inherit it.
         step.append(f"--cpus-per-task={job.cpus}")
     return f"{shlex.join(step)} bash -c {shlex.quote(command)}"
 

@@ -184,7 +184,7 @@ class WorkerEnd:
     said: str = ""
     """Its last lines of output."""
     cause: str = ""
-    """Why the engine lost it, in the engine's words."""
+    """The engine's explanation if it lost the worker."""
 
     @property
     def last_line(self) -> str:
@@ -194,7 +194,7 @@ class WorkerEnd:
 
 @dataclass(frozen=True)
 class ClusterCheck:
-    """What every machine is asked before the run starts."""
+    """The checks that every machine runs before the run starts."""
 
     output: str
     """The output folder, which the machine must be able to write."""
@@ -209,9 +209,9 @@ class Engine(Protocol):
 
     name: str
     workers: int
-    """How many workers run at once."""
+    """The number of workers that run at once."""
     room: int
-    """How many workers fit now. The others wait for machines that join later."""
+    """The number of workers that fit now. The others wait for machines that join later."""
     elsewhere: bool
     """Whether a restarted worker may run on a different machine, so that moving a stream can help."""
 
@@ -390,7 +390,7 @@ class Supervisor:
                 self.stop()
             self._start_some()
             ends = self.engine.wait(0.2)
-            if any(_is_loss(end) for end in ends):  # whether a lost worker had committed decides what follows
+            if any(_is_loss(end) for end in ends):  # What follows depends on whether a lost worker had committed.
                 self._look()
             for end in ends:
                 self._ended(end)
