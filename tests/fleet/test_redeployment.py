@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -158,11 +159,33 @@ def test_a_second_deploy_with_the_same_streams_remembers_the_first_ones_flags(wo
     first = fleet_of(world)
     code, text = prompt("deploy", "--gcs-bucket", "b", "--skip-launch", "--skip-dataset")
     assert code == 0, text
-    assert "as before: --model embedded --max-seq-length 512 --layers 1 3" in text
+    assert "as before: --model embedded --max-seq-length 512 --layers 1,3" in text
     second = fleet_of(world)
     assert (second.run, second.workers) == (first.run, first.workers)
     assert (second.machine.accelerator_type, second.policy.budget) == ("v4-8", 9)
     assert second.deployment != first.deployment
+
+
+def test_a_second_deploy_reuses_the_stored_run_spec_and_machines(world: World, prompt: Prompt) -> None:
+    """A flag that is given replaces its stored value; all others keep theirs."""
+    machines = ("--spot", "--runtime-version", "my-image", "--service-account", "m@p", "--network", "n")
+    task = ("--layers", "1", "--gcs-prefix", "mine", "--max-samples", 7, "--taps", "mlp")
+    code, text = prompt(*PREPARE, *TASK, *task, *machines, "--workers-per-zone", 2, "--num-streams", 4)
+    assert code == 0, text
+    first = fleet_of(world)
+    again = ("deploy", "--gcs-bucket", "b", "--skip-launch", "--skip-dataset", "--yes")
+    code, text = prompt(*again, "--layers", "2", "--tpu-type", "v4-8")
+    assert code == 0, text
+    assert "--output gs://b/mine" in text
+    second = fleet_of(world)
+    assert second.run == {**first.run, "layers": "2"}
+    assert second.machine == replace(first.machine, accelerator_type="v4-8", metadata=second.machine.metadata)
+    assert (second.workers, second.zones, second.tier) == (first.workers, first.zones, "spot")
+    code, text = prompt(*again, "--reserved", "--zones", f"{A},{B}", "--gcs-prefix", "other")
+    assert code == 0, text
+    third = fleet_of(world)
+    assert (third.tier, len(third.workers), third.zones) == ("reserved", 4, (A, B))
+    assert third.run == {**second.run, "output": "gs://b/other"}
 
 
 def test_a_second_deploy_keeps_variables_webhooks_and_names(world: World, prompt: Prompt) -> None:

@@ -280,7 +280,7 @@ class Targets:
 
     def fleet(self) -> tuple[bytes, Callable[[bytes], object]]:
         machine = NodeRequest("v3-8", "r")
-        spec = FleetSpec("f", "p", ("a-b-c",), plan_workers(("a-b-c",), 2), machine, flags={"extract": {}})
+        spec = FleetSpec("f", "p", ("a-b-c",), plan_workers(("a-b-c",), 2), machine, run={"model": "m"})
         return spec.to_json(), lambda data: with_ours(lambda: FleetSpec.from_json(data).to_json())
 
     def fleet_history(self) -> tuple[bytes, Callable[[bytes], object]]:

@@ -27,7 +27,7 @@ from world import produce, run_identity, stream_identity
 SAMPLES = 12
 
 
-_TABLES = ("environment", "flags", "hashes", "labels", "metadata", "workers", "blocks", "bills")
+_TABLES = ("environment", "hashes", "labels", "metadata", "run", "workers", "blocks", "bills")
 """Objects whose keys are no fields."""
 
 

@@ -1,12 +1,13 @@
-"""``spile deploy``: data, code and workers onto a fleet."""
+"""``spile deploy``: put data and code in a bucket and start the workers of a fleet."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import shlex
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from cyclopts import Group, Parameter
 
@@ -22,11 +23,9 @@ from spile.cli.flags import (
     print_results,
     variables,
 )
-from spile.cli.shell import redeploying
-from spile.cli.shell.creating import create_machines
-from spile.cli.shell.remembering import as_before, given, words_of
 from spile.errors import RunMismatch, SpecError
 from spile.objects.opening import is_remote
+from spile.spec.run import RunSpec
 from spile.view.table import output
 
 if TYPE_CHECKING:
@@ -36,22 +35,15 @@ if TYPE_CHECKING:
     from spile.fleet.deploy import StreamsPlan
     from spile.fleet.home import FleetHome
     from spile.fleet.manage import NodeResult
-    from spile.fleet.spec import FleetSpec, Policy
-    from spile.spec.run import RunSpec
+    from spile.fleet.provider import Provider
+    from spile.fleet.spec import FleetSpec, Policy, Worker
+    from spile.planning.cost import Estimate
 
-__all__ = ["DeployFlags", "deploy", "extract_words"]
+__all__ = ["DeployFlags", "deploy", "worker_spec"]
 
 _STEPS = Group("Which steps", sort_key=0)
-_OURS = frozenset(
-    {
-        "dataset", "dataset_dir", "split", "config_name", "worker_id", "expect_split", "max_samples", "output",
-        "output_dir", "gcs_bucket", "gcs_prefix", "upload_to_gcs", "delete_local_after_upload", "checkpointing",
-        "overwrite",
-    }
-)  # fmt: skip
-"""What deploy decides for every worker: an order to remove a stream must not go to every life of its worker."""
-_NOT_AGAIN = frozenset({"dataset", "dataset_dir", "gcs_bucket", "checkpointing", "overwrite"})
-"""What a second deployment does not take from the first one's command line."""
+_COUNTED = 200
+"""The number of samples of the first stream whose tokens a dry run counts."""
 
 
 @Parameter(name="*")
@@ -121,9 +113,31 @@ class DeployFlags:
         return Policy(interval=self.interval, budget=chosen, delete_finished=not self.keep_finished)
 
 
-def extract_words(flags: RunFlags, *, without: Collection[str] = _OURS) -> tuple[str, ...]:
-    """The flags that differ from their defaults, as ``spile extract`` on a machine will read them."""
-    return tuple(words_of(flags, without))
+Flags = TypeVar("Flags", PlaceFlags, MachineFlags, DeployFlags)
+
+
+def worker_spec(
+    flags: RunFlags, root: str, streams: str, split: str | None = None, base: Mapping[str, Any] | None = None
+) -> RunSpec:
+    """Return the run spec of every worker.
+
+    What deploy does once (splitting the dataset, removing stored streams) is not part of it: a worker that is started
+    again must not do it again.
+
+    Args:
+        flags: The flags of this command. A flag that was given replaces the value in ``base``.
+        root: The folder of the dataset.
+        streams: The folder of the streams.
+        split: The id of the split that the streams must belong to.
+        base: The run spec of an earlier deployment, as ``RunSpec.to_dict`` gives it.
+
+    """
+    given = flags.stored_in(root).replaced(dataset=None, dataset_dir=streams).values()
+    fixed = {
+        "expect_split": split, "split": None, "config_name": None, "worker_id": 0, "local_copy": None,
+        "checkpointing": True, "overwrite": False, "delete_local_after_upload": False,
+    }  # fmt: skip
+    return RunSpec.from_dict({**(base or {}), **given, **fixed}, "flags")
 
 
 def deploy(
@@ -139,7 +153,6 @@ def deploy(
     the bucket: what is preempted and made again resumes by itself. A fleet that is deployed already and would change
     is asked about first.
     """
-    from spile.cli.shell.dry_run import show
     from spile.fleet.deploy import changes, check_access, check_root, fleet_bucket, publish
     from spile.fleet.home import FleetHome, fleet_url
     from spile.fleet.pins import pin_machines
@@ -150,78 +163,118 @@ def deploy(
     console = output(soft_wrap=True)
     client = place.client()
     home = FleetHome.open(fleet_url(bucket, place.fleet))
-    before = home.find_fleet()  # a bucket that is not there is told now, before anything is made
+    before = home.find_fleet()  # A missing bucket is reported here, before anything is created.
     if before is not None and steps.skip_dataset:
-        before = redeploying.known_fleet(client, home, console, yes=steps.yes)
-    asked = _Asked(place, machines, flags, steps).settled(before, console)
-    fleet = asked.fleet(client, home, before)
-    _check(client, fleet, asked)
+        before = _trusted_fleet(client, home, console, yes=steps.yes)
+    request = _Request(place, machines, flags, steps).complete(before, console)
+    fleet = request.fleet(client, home, before)
+    _check(client, fleet, request)
     account, asker = fleet.machine.service_account, None if steps.skip_launch else client
-    for line in check_access((bucket, asked.root(bucket)), account, asker):
+    for line in check_access((bucket, request.root(bucket)), account, asker):
         console.print(line, markup=False)
-    with _streams(fleet, asked, bucket, before, console) as streams:
+    with _streams(fleet, request, bucket, before, console) as streams:
         streams.check(len(fleet.workers))
-        fleet = asked.work(fleet, bucket, streams)
-        cleared = _to_clear(fleet, asked.flags)
+        fleet = request.work(fleet, bucket, streams)
+        cleared = _streams_to_clear(fleet, request.flags)
         try:
             check_root(bucket, fleet, streams, cleared=bool(cleared))
         except RunMismatch as error:
-            asked, fleet = asked.in_own_folder(error, fleet, bucket, streams, console)
+            request, fleet = request.in_own_folder(error, fleet, bucket, streams, console)
             check_root(bucket, fleet, streams, cleared=False)
         changed = changes(before, fleet) if before is not None else []
         if steps.dry_run:
-            return show(console, fleet, streams, asked.flags, changed, cleared)
-        _ask(console, fleet, changed, cleared, yes=steps.yes)
+            return _show_plan(console, fleet, streams, request, changed, cleared)
+        _confirm_changes(console, fleet, changed, cleared, yes=steps.yes)
         streams.put(lambda line: console.print(line, markup=False))
     _clear(fleet, cleared)
     fleet = publish(home, fleet, lambda line: console.print(line, markup=False))
     if steps.skip_launch:
         code = print_results(console, pin_machines(client, fleet, home.folder.url) if before is not None else [])
-        console.print(redeploying.prepared(place, steps, bucket, again=before is not None), markup=False)
+        console.print(_launch_hint(place, steps, bucket, again=before is not None), markup=False)
         return code
-    return _launch(client, home, fleet, asked.steps, console)
+    return _launch(client, home, fleet, request.steps, console)
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """The whole command line."""
+class _Request:
+    """What the command line asks for, with the settings of an earlier deployment that it reuses."""
 
     place: PlaceFlags
     machines: MachineFlags
     flags: RunFlags
     steps: DeployFlags
+    base: Mapping[str, Any] = field(default_factory=dict)
+    """The run spec of the earlier deployment; empty if it is not reused."""
+    workers: tuple[Worker, ...] = ()
+    """The workers of the earlier deployment; empty if they are planned anew."""
 
-    def settled(self, before: FleetSpec | None, console: Console) -> _Asked:
-        """With what an earlier deployment said, where this one takes its streams, and the guides' model."""
+    def complete(self, before: FleetSpec | None, console: Console) -> _Request:
+        """Return the request with the settings of an earlier deployment or the model of the guides, and check it."""
 
         def log(line: str) -> None:
             console.print(line, markup=False)
 
-        place, machines, flags, steps = self.place, self.machines, self.flags, self.steps
-        if steps.skip_dataset and before is not None:
-            flags, words = as_before(flags, before.flags.get("extract", {}), _NOT_AGAIN)
-            machines, more = as_before(machines, before.flags.get("machines", {}))
-            place, where = redeploying.place_as_before(place, before)
-            steps, rest = redeploying.steps_as_before(steps, before)
-            if taken := [*words, *more, *where, *rest]:
-                log(f"as before: {' '.join(taken)}")
+        request = self
+        if self.steps.skip_dataset and before is not None:
+            request, words = self._reuse(before)
+            if words:
+                log(f"as before: {' '.join(words)}")
+        flags = request.flags
         if flags.worker_id is not None:
             raise SpecError("--worker-id", expected="none: a fleet numbers its workers", found=str(flags.worker_id))
         if flags.output_dir is not None:
             log(f"--output-dir {flags.output_dir} is not used: a machine's disk goes with it, the bucket is the home")
-        return _Asked(place, machines, with_model(flags, "a fleet", log), steps)
+        return request if request.base else replace(request, flags=with_model(flags, "a fleet", log))
+
+    def _reuse(self, before: FleetSpec) -> tuple[_Request, list[str]]:
+        """Return the request with the earlier settings for all flags that were not given, and these as flags.
+
+        Values of environment variables and addresses of webhooks are not shown.
+        """
+        place, zones = _fill(self.place, {"zones": ",".join(before.zones), "name_prefix": before.name_prefix})
+        machines, machine = _fill(self.machines, _stored_machines(self.machines, before))
+        environment = [f"{name}={value}" for name, value in before.environment.items()]
+        stored = {
+            "env": environment or None,
+            "notify": list(before.notify) or None,
+            "keep_finished": not before.policy.delete_finished,
+        }
+        steps, rest = _fill(self.steps, stored)
+        words = _flag_words({**self._reused_run(before), **machine, **zones})
+        words += [f"--env {name}=…" for name in before.environment] if "env" in rest else []
+        words += ["--notify …"] if "notify" in rest else []
+        words += ["--keep-finished"] if "keep_finished" in rest else []
+        default_names = self.place.name_prefix == PlaceFlags().name_prefix
+        same = self.place.zones is None and self.machines.workers_per_zone is None and default_names
+        workers = before.workers if same else ()
+        return _Request(place, machines, self.flags, steps, base=before.run, workers=workers), words
+
+    def _reused_run(self, before: FleetSpec) -> dict[str, Any]:
+        """Return the fields of the earlier run spec that are reused and are not defaults of a deployment."""
+        if not before.run:
+            return {}
+        given = self.flags.given()
+        split = before.run.get("expect_split")
+        plain = worker_spec(ExtractFlags(), before.root, before.streams or "", split).to_dict()
+        values = {name: value for name, value in before.run.items() if name == "model" or value != plain.get(name)}
+        if not before.root.endswith(f"/{GCS_PREFIX}") and "gcs_prefix" not in given:
+            values["output"] = before.root
+        return {name: value for name, value in values.items() if name not in given}
 
     def fleet(self, client: CloudTpu, home: FleetHome, before: FleetSpec | None) -> FleetSpec:
+        """Return the fleet that the request asks for, without its work."""
         from spile.fleet.manage import named_workers
         from spile.fleet.spec import keep_numbers
 
         budget = home.ordered(before).policy.budget if before is not None and self.steps.skip_dataset else None
         fleet = self.machines.fleet(self.place, client.project, self.steps.policy(budget))
-        workers = named_workers(client, fleet.zones, self.steps.adopt) if self.steps.adopt else fleet.workers
+        workers = self.workers or fleet.workers
+        if self.steps.adopt:
+            workers = named_workers(client, fleet.zones, self.steps.adopt)
         return replace(fleet, workers=keep_numbers(workers, before.workers if before is not None else ()))
 
     def root(self, bucket: str) -> str:
-        """Where the dataset goes: the bucket that was named, or another one."""
+        """Return the folder of the dataset, which may be in another bucket."""
         from spile.fleet.deploy import fleet_bucket
 
         if self.flags.output is not None:
@@ -232,88 +285,149 @@ class _Asked:
                     found=repr(self.flags.output),
                 )
             return fleet_bucket("--output", self.flags.output)
+        if self.flags.gcs_prefix is None and self.base.get("output"):
+            return fleet_bucket("output in fleet.json", str(self.base["output"]))
         return f"{bucket}/{(self.flags.gcs_prefix or GCS_PREFIX).strip('/')}"
 
     def work(self, fleet: FleetSpec, bucket: str, streams: StreamsPlan) -> FleetSpec:
-        """The fleet with its work."""
+        """Return the fleet with its work."""
         from spile.fleet.deploy import deployment_of
 
-        said = {"extract": given(self.flags, _NOT_AGAIN), "machines": given(self.machines)}
-        said |= {
-            "place": given(self.place, ("zones", "fleet", "project")),
-            "steps": redeploying.told_of_steps(self.steps),
-        }
         return deployment_of(
             fleet,
             self.run_spec(self.root(bucket), streams.url, streams.split),
             streams,
             environment=variables(self.steps.env),
             notify=tuple(self.steps.notify or ()),
-            flags=said,
         )
 
     def in_own_folder(
         self, error: RunMismatch, fleet: FleetSpec, bucket: str, streams: StreamsPlan, console: Console
-    ) -> tuple[_Asked, FleetSpec]:
+    ) -> tuple[_Request, FleetSpec]:
         """Return the fleet with an output folder of its own, if no folder was named.
 
         A trial and a production run of the same bucket are split differently, so one cannot continue the other.
         """
-        if self.flags.gcs_prefix is not None or self.flags.output is not None or not streams.split:
+        named = self.flags.gcs_prefix is not None or self.flags.output is not None
+        if named or self.root(bucket) != f"{bucket}/{GCS_PREFIX}" or not streams.split:
             raise error
         prefix = f"{GCS_PREFIX}-{streams.split[:8]}"
         console.print(f"{error.problem}: this run is stored in {bucket}/{prefix}", markup=False)
-        asked = replace(self, flags=self.flags.replaced(gcs_prefix=prefix))
-        return asked, asked.work(fleet, bucket, streams)
+        request = replace(self, flags=self.flags.replaced(gcs_prefix=prefix))
+        return request, request.work(fleet, bucket, streams)
 
     def run_spec(self, root: str, streams: str, split: str | None = None) -> RunSpec:
-        """Return the run spec of every worker.
-
-        What deploy does once (splitting the dataset, removing what is stored) is not part of it: a worker that is
-        started again must not do it again.
-        """
-        flags = self.flags.stored_in(root).replaced(
-            dataset=None, dataset_dir=streams, split=None, config_name=None, worker_id=None,
-            expect_split=split, checkpointing=True, overwrite=False, delete_local_after_upload=False,
-        )  # fmt: skip
-        return flags.spec()
+        """Return the run spec of every worker."""
+        return worker_spec(self.flags, root, streams, split, self.base)
 
 
-def _check(client: CloudTpu, fleet: FleetSpec, asked: _Asked) -> None:
-    """Every mistake that can be known now."""
+def _fill(flags: Flags, stored: Mapping[str, Any]) -> tuple[Flags, dict[str, Any]]:
+    """Return the flags with stored values for those that have their default, and the values that were used."""
+    default = type(flags)()
+    used = {
+        name: value
+        for name, value in stored.items()
+        if getattr(flags, name) == getattr(default, name) and value != getattr(default, name)
+    }
+    return replace(flags, **used), used
+
+
+def _stored_machines(flags: MachineFlags, before: FleetSpec) -> dict[str, Any]:
+    """Return the machine flags that describe the machines of the earlier deployment."""
+    from spile.fleet.spec import default_runtime
+    from spile.planning.machines import parse_machine
+
+    machine = before.machine
+    stored: dict[str, Any] = {
+        "workers_per_zone": max(1, len(before.workers) // max(1, len(before.zones))),
+        "tpu_type": machine.accelerator_type,
+        "queued": before.queued,
+        "network": machine.network,
+        "subnetwork": machine.subnetwork,
+        "external_ips": machine.external_ips,
+        "service_account": machine.service_account,
+    }
+    if machine.runtime_version != default_runtime(parse_machine(machine.accelerator_type)):
+        stored["runtime_version"] = machine.runtime_version
+    # The four flags for how machines are paid for exclude each other, and --queued changes their default.
+    paid = flags.preemptible is not None or flags.spot or flags.reserved or flags.best_effort
+    if not paid and (before.queued or not flags.queued):
+        plain = not (machine.spot or machine.reserved or before.best_effort)
+        stored |= {"spot": machine.spot, "reserved": machine.reserved, "best_effort": before.best_effort}
+        stored |= {"preemptible": machine.preemptible} if plain else {}
+    return stored
+
+
+def _trusted_fleet(provider: Provider, home: FleetHome, console: Console, *, yes: bool) -> FleetSpec:
+    """Return the fleet that the bucket describes, if its hash is pinned outside of the bucket or the user confirms."""
+    from spile.fleet.pins import check_pinned
+
+    fleet, pin = home.read_pinned()
+    doubt = check_pinned(provider, home.folder.url, fleet, pin)
+    if doubt is not None:
+        confirm(f"{doubt.problem}. Take its flags and machines as yours all the same?", yes=yes, console=console)
+    return fleet
+
+
+def _launch_hint(place: PlaceFlags, steps: DeployFlags, bucket: str, *, again: bool) -> str:
+    """Return what is true after ``--skip-launch``, and the command that launches."""
+    values = {name: getattr(place, name) for name in ("fleet", "project")}
+    values |= {name: getattr(steps, name) for name in ("adopt", "launch", "user", "ssh_key", "internal_ip")}
+    defaults = {"fleet": PlaceFlags().fleet, "launch": DeployFlags().launch}
+    chosen = {name: value for name, value in values.items() if value and value != defaults.get(name)}
+    create = [] if steps.adopt else ["--create-tpus"]
+    words = ["--gcs-bucket", bucket, *_flag_words(chosen), "--skip-dataset", *create]
+    machines = "the fleet's machines that are there take it now; " if again else ""
+    return f"prepared; {machines}launch with: spile deploy {shlex.join(words)}"
+
+
+def _flag_words(values: Mapping[str, Any]) -> list[str]:
+    """Return flags as a person would type them."""
+    words: list[str] = []
+    for key, value in values.items():
+        name = key.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    return words
+
+
+def _check(client: CloudTpu, fleet: FleetSpec, request: _Request) -> None:
+    """Raise the errors that can be known before anything is created."""
     from spile.fleet.cloud_tpu import check_place
     from spile.fleet.deploy import check_model
     from spile.fleet.monitor import check_url
 
-    asked.root("gs://b")
-    variables(asked.steps.env)
-    for url in asked.steps.notify or ():
+    request.root("gs://b")
+    variables(request.steps.env)
+    for url in request.steps.notify or ():
         check_url(url)
-    check_model(asked.run_spec("gs://b/x", "gs://b/datasets"))
-    for zone in () if asked.steps.skip_launch else fleet.zones:
+    check_model(request.run_spec("gs://b/x", "gs://b/datasets"))
+    for zone in () if request.steps.skip_launch else fleet.zones:
         check_place(client, zone, fleet.machine.accelerator_type)
 
 
 @contextmanager
 def _streams(
-    fleet: FleetSpec, asked: _Asked, bucket: str, before: FleetSpec | None, console: Console
+    fleet: FleetSpec, request: _Request, bucket: str, before: FleetSpec | None, console: Console
 ) -> Iterator[StreamsPlan]:
-    """The streams that the workers will read: those that are there, a folder's, or a dataset split now."""
+    """Yield the streams for the workers: existing ones, those of a folder, or those of a dataset that is split now."""
     from spile.fleet.deploy import existing_streams, local_streams, split_streams
 
     def log(line: str) -> None:
         console.print(line, markup=False)
 
-    flags, below, there = asked.flags, f"{bucket}/datasets", before.streams if before is not None else None
+    flags, below, there = request.flags, f"{bucket}/datasets", before.streams if before is not None else None
     if flags.dataset is not None and flags.dataset_dir is not None:
         raise SpecError("two datasets", expected="--dataset or --dataset-dir", found="both")
     folder = flags.dataset_dir
-    if folder is None and flags.dataset is None and not asked.steps.skip_dataset and Path(GUIDES_STREAMS).is_dir():
+    if folder is None and flags.dataset is None and not request.steps.skip_dataset and Path(GUIDES_STREAMS).is_dir():
         log(f"no dataset was named: {GUIDES_STREAMS}, as in the guides")
         folder = GUIDES_STREAMS
-    if folder is not None and not is_remote(folder) and not asked.steps.skip_dataset:
+    if folder is not None and not is_remote(folder) and not request.steps.skip_dataset:
         yield local_streams(Path(folder), below)
-    elif asked.steps.skip_dataset or folder is not None:
+    elif request.steps.skip_dataset or folder is not None:
         remote = folder if folder is not None and is_remote(folder) else None
         yield existing_streams(remote or there or below)
     else:
@@ -323,13 +437,13 @@ def _streams(
         data = flags.stored_in(bucket).spec().data
         known = before.stream_count if before is not None else 0
         # A trial may have had fewer streams than this fleet has workers: then the dataset is split again.
-        count = asked.steps.num_streams or max(known, len(fleet.workers))
+        count = request.steps.num_streams or max(known, len(fleet.workers))
         with split_streams(dataset, below, count, data=data, log=log) as made:
             yield made
 
 
-def _to_clear(fleet: FleetSpec, flags: RunFlags) -> list[int]:
-    """The streams that ``--no-checkpointing --overwrite`` removes: once, now, and never by a worker."""
+def _streams_to_clear(fleet: FleetSpec, flags: RunFlags) -> list[int]:
+    """Return the streams that ``--no-checkpointing --overwrite`` removes. Workers never remove any."""
     from spile.fleet.deploy import begun, refuse_at_work
 
     if flags.checkpointing is not False:
@@ -346,8 +460,8 @@ def _to_clear(fleet: FleetSpec, flags: RunFlags) -> list[int]:
     return found
 
 
-def _ask(console: Console, fleet: FleetSpec, changed: list[str], cleared: list[int], *, yes: bool) -> None:
-    """What would be replaced or removed is asked about, once."""
+def _confirm_changes(console: Console, fleet: FleetSpec, changed: list[str], cleared: list[int], *, yes: bool) -> None:
+    """Ask before something is replaced or removed."""
     if changed:
         question = f"Fleet {fleet.name} is deployed already, with another task: {'; '.join(changed)}. Replace it?"
         confirm(question, yes=yes, console=console)
@@ -364,7 +478,7 @@ def _clear(fleet: FleetSpec, cleared: list[int]) -> None:
 
 
 def _launch(client: CloudTpu, home: FleetHome, fleet: FleetSpec, steps: DeployFlags, console: Console) -> int:
-    """The machines, and the workers on them."""
+    """Create or find the machines and start the workers on them."""
     from spile.cli.fleet import adjusted, watch_fleet
     from spile.fleet import manage
     from spile.fleet.deploy import launch_over_ssh, list_existing, prepare_bare_machines
@@ -377,9 +491,9 @@ def _launch(client: CloudTpu, home: FleetHome, fleet: FleetSpec, steps: DeployFl
         results = manage.adopt(client, fleet, steps.adopt)
     bare = [] if ssh else prepare_bare_machines(client, fleet, home.folder.url)
     untold = pin_machines(client, fleet, home.folder.url)
-    made_here = ssh or not steps.monitor  # else the monitor makes them, and heals meanwhile
+    made_here = ssh or not steps.monitor  # Otherwise the monitor creates them.
     if steps.create_tpus and not steps.adopt and made_here:
-        results = create_machines(client, home, fleet, console)
+        results = _create_machines(client, home, fleet, console)
     elif not ssh and not steps.monitor:
         results = list_existing(client, fleet)
     if ssh or bare:
@@ -398,3 +512,76 @@ def _launch(client: CloudTpu, home: FleetHome, fleet: FleetSpec, steps: DeployFl
         return watch_fleet(home, client, console, interval=steps.interval, adjust=adjust)
     console.print(f"watch and heal with: spile monitor {home.folder.url}", markup=False)
     return code
+
+
+def _create_machines(client: CloudTpu, home: FleetHome, fleet: FleetSpec, console: Console) -> list[NodeResult]:
+    """Create the machines, unless a monitor is running: then the monitor creates them."""
+    import time
+
+    from spile.fleet import manage
+    from spile.fleet.lease import Lease
+    from spile.fleet.monitor import machine_metadata, startup_script
+    from spile.fleet.pins import sha256
+
+    other = Lease(home.folder, clock=time.time, ttl=0.0).holder()
+    if other is not None:
+        console.print(f"{other.owner} monitors this fleet and makes its machines", markup=False)
+        return []
+    names = {worker.id: worker.name for worker in fleet.workers}
+    script, pin = startup_script(), sha256(fleet.to_json())
+    return manage.create(client, fleet, lambda worker: machine_metadata(home.folder.url, names[worker], script, pin))
+
+
+def _show_plan(
+    console: Console,
+    fleet: FleetSpec,
+    streams: StreamsPlan,
+    request: _Request,
+    changed: list[str],
+    cleared: list[int],
+) -> int:
+    """Print what would be created, changed and paid, for ``--dry-run``."""
+    from spile.planning.cost import START_SECONDS, Rates
+    from spile.planning.machines import list_prices, parse_machine
+    from spile.spec.amounts import counted, duration, size
+
+    machine = parse_machine(fleet.machine.accelerator_type)
+    cheap = fleet.machine.preemptible or fleet.machine.spot or fleet.best_effort
+    price = machine.price.preemptible if cheap else machine.price.on_demand
+    workers = len(fleet.workers)
+    lines = [
+        f"would be made: {counted(workers, 'machine')} {machine.name} ({fleet.workers[0].name} …) in "
+        f"{', '.join(fleet.zones)}, ${price:,.2f} an hour each, ${price * workers:,.2f} together",
+        f"streams: {streams.url}" + (f", from {streams.local}" if streams.local else ", as they are there"),
+        f"output: {fleet.root}",
+        f"workers: {workers}, which claim {counted(fleet.stream_count, 'stream')} one after another",
+    ]
+    if changed:
+        lines.append(f"fleet {fleet.name} is deployed already, and would change: {'; '.join(changed)}")
+    if cleared:
+        lines.append(f"removed, after a question: what is stored of {counted(len(cleared), 'stream')} in {fleet.root}")
+    found = _estimate(streams, request, fleet)
+    dollars = found.dollars.preemptible if cheap else found.dollars.on_demand
+    lines += [
+        f"about {duration(found.hours * 3600)}, ${dollars:,.2f}, {size(found.volume.bytes)} stored "
+        f"(assumed: {duration(START_SECONDS)} to boot, install, load and compile, {Rates.efficiency:.0%} of the chips' "
+        f"peak, no preemption; {list_prices().source})",
+        "nothing was made",
+    ]
+    for line in lines:
+        console.print(line, markup=False)
+    return 0
+
+
+def _estimate(streams: StreamsPlan, request: _Request, fleet: FleetSpec) -> Estimate:
+    """Return an estimate that assumes that all streams are as long as the first one."""
+    from spile.planning.cost import START_SECONDS, Rates
+    from spile.planning.forecast import plan as forecast
+    from spile.planning.machines import list_prices, parse_machine
+
+    found = forecast(request.run_spec("gs://b/x", str(streams.local or streams.url)), _COUNTED)
+    whole = replace(found, lengths=replace(found.lengths, samples=found.lengths.samples * fleet.stream_count))
+    rates = Rates(start_seconds=START_SECONDS)
+    return whole.on(
+        parse_machine(fleet.machine.accelerator_type), list_prices(), rates=rates, workers=len(fleet.workers)
+    )

@@ -602,6 +602,7 @@ class MachineFlags:
             machine=request,
             queued=self.queued,
             best_effort=self.best_effort,
+            name_prefix=place.name_prefix,
             policy=policy or DefaultPolicy(),
         )
 

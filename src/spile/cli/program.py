@@ -136,8 +136,8 @@ COMMANDS: tuple[Command, ...] = (
     Command("docker run", "spile.cli.docker:run", "Run a command in a container here."),
     Command("docker pod", "spile.cli.docker:pod", "One container on every host of a slice, as one run."),
     Command("docker stop", "spile.cli.docker:stop", "Stop containers, here or on every host."),
-    Command("k8s job", "spile.cli.k8s:job", "Print the run as Kubernetes manifests."),
-    Command("slurm job", "spile.cli.slurm:job", "Print the run as a Slurm array."),
+    Command("k8s job", "spile.cli.clusters:k8s_job", "Print the run as Kubernetes manifests."),
+    Command("slurm job", "spile.cli.clusters:slurm_job", "Print the run as a Slurm array."),
 )
 
 

@@ -142,8 +142,8 @@ class FleetSpec:
     policy: Policy = field(default_factory=Policy)
     former_zones: tuple[str, ...] = ()
     """Zones where earlier deployments of this fleet may have left machines."""
-    flags: Mapping[str, Any] = field(default_factory=dict)
-    """The flags of the command line, so that ``--skip-dataset`` can use them again."""
+    name_prefix: str = "tpu"
+    """The first part of the names of new machines."""
     notify: tuple[str, ...] = ()
     """Webhooks that the monitor calls."""
 
@@ -216,7 +216,6 @@ class FleetSpec:
                 workers=tuple(Worker(**typed_fields(Worker, worker)) for worker in raw["workers"]),
                 machine=NodeRequest(**typed_fields(NodeRequest, raw["machine"])),
                 policy=Policy(**typed_fields(Policy, raw["policy"])),
-                flags=dict(raw.get("flags", {})),
                 run=dict(raw.get("run", {})),
             )
             return cls(**known)

@@ -38,9 +38,11 @@ def test_it_is_understood(line: str) -> None:
 
 
 def test_every_flag_of_extract_reaches_the_workers() -> None:
-    from spile.cli.deploy import extract_words
+    from spile.cli.deploy import worker_spec
 
     line = "deploy --gcs-bucket b --model M --layers_to_extract 0 1 2 --batch_size 8 --no-checkpointing --pack"
     _, bound, _ = build().parse_args(modern(shlex.split(line), {}), exit_on_error=False, print_error=False)
-    words = extract_words(bound.arguments["flags"])
-    assert words == ("--model", "M", "--pack", "--layers", "0", "1", "2", "--batch-size", "8")
+    spec = worker_spec(bound.arguments["flags"], "gs://b/activations", "gs://b/datasets/x", "split")
+    assert (spec.model, spec.data.prompt.pack, spec.layers, spec.batch_size) == ("M", True, (0, 1, 2), 8)
+    assert (spec.output, spec.data.location) == ("gs://b/activations", "gs://b/datasets/x/stream_000.jsonl")
+    assert spec.checkpointing, "a worker that is started again resumes"

@@ -1,0 +1,208 @@
+"""``spile k8s job`` and ``spile slurm job``: print a run as Kubernetes manifests or as a Slurm array."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Group, Parameter
+
+from spile.cli.flags import ExtractFlags, flag, pairs, variables
+from spile.errors import SpecError
+from spile.objects.opening import is_remote
+
+if TYPE_CHECKING:
+    from spile.launch.engines import ClusterJob
+    from spile.launch.kubernetes import KubernetesJob
+
+__all__ = ["ClusterFlags", "KubernetesFlags", "SlurmFlags", "k8s_job", "slurm_job"]
+
+_JOB = Group("The job", sort_key=0)
+_CLUSTER = Group("The cluster", sort_key=0)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class ClusterFlags:
+    """The flags that all clusters share."""
+
+    name: Annotated[str, flag(_JOB, "The job's name.")] = "spile"
+    num_streams: Annotated[int | None, flag(_JOB, "How many streams. [default: as many as --dataset-dir holds]")] = None
+    num_workers: Annotated[int | None, flag(_JOB, "Streams worked on at once. [default: all]")] = None
+    cpus: Annotated[int | None, flag(_JOB, "Processors of each host.")] = None
+    memory_gb: Annotated[int | None, flag(_JOB, "Memory of each host, in GB.")] = None
+    env: Annotated[list[str] | None, flag(_JOB, "NAME=value for every worker; never a secret.", negative="")] = None
+    grace: Annotated[int, flag(_JOB, "Seconds that a worker has to commit when it must end.")] = 120
+    retries: Annotated[int, flag(_JOB, "Attempts more after a worker's own errors; a disruption does not count.")] = 6
+
+    def job(self, flags: ExtractFlags, *, hosts: int, shared: Sequence[str] = ()) -> ClusterJob:
+        """Return the job that these flags ask for. ``shared`` are the folders that every host can read."""
+        from spile.launch.engines import ClusterJob
+
+        if flags.worker_id is not None:
+            raise SpecError("--worker-id", expected="none: the cluster numbers the workers", found=str(flags.worker_id))
+        if flags.dataset_dir is None:
+            raise SpecError("no streams", expected="--dataset-dir gs://…", fix="make them: spile data streams")
+        if flags.model is None:
+            raise SpecError("no model", expected="--model NAME", found="none", fix="--model embedded for a try-out")
+        spec = flags.replaced(worker_id=0).spec()
+        for name, place in (("--output", spec.output), ("--dataset-dir", flags.dataset_dir)):
+            if not is_remote(place) and not any(PurePosixPath(place).is_relative_to(folder) for folder in shared):
+                expected = "a bucket, or a folder that all hosts share"
+                raise SpecError(f"{name} {place}", expected=expected, found="a folder of this machine")
+        text = json.dumps(spec.to_dict())
+        return ClusterJob(
+            name=self.name,
+            words=("spile", "worker", "--spec", text),
+            streams=self._streams(flags.dataset_dir),
+            root=spec.output,
+            workers=self.num_workers,
+            hosts=hosts,
+            env=variables(self.env),
+            grace=self.grace,
+            retries=self.retries,
+            cpus=self.cpus,
+            memory_gb=self.memory_gb,
+        )
+
+    def _streams(self, dataset_dir: str) -> tuple[int, ...]:
+        if self.num_streams is not None:
+            return tuple(range(self.num_streams))
+        from spile.launch.supervisor import stream_tasks
+
+        return tuple(sorted(task.stream for task in stream_tasks(dataset_dir, lambda _: ())))
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class KubernetesFlags:
+    """Names and options of the Kubernetes cluster."""
+
+    image: Annotated[str, flag(_CLUSTER, "The image: spile docker build makes it, your registry holds it.")]
+    topology: Annotated[
+        str | None, flag(_CLUSTER, "GKE TPUs: v5e-8, v5litepod-64, …; many hosts act as one worker.")
+    ] = None
+    gpus: Annotated[int, flag(_CLUSTER, "GPUs of each pod (nvidia.com/gpu).")] = 0
+    gpu_type: Annotated[str | None, flag(_CLUSTER, "GKE's name of them: nvidia-l4, nvidia-h100-80gb, …")] = None
+    hosts_per_worker: Annotated[int, flag(_CLUSTER, "Without --topology: pods that act as one worker.")] = 1
+    spot: Annotated[bool, flag(_CLUSTER, "GKE's spot machines.", negative="")] = False
+    jobset: Annotated[bool, flag(_CLUSTER, "For many hosts: JobSets instead of a Service and Jobs.", negative="")] = (
+        False
+    )
+    namespace: Annotated[str | None, flag(_CLUSTER, "The namespace. [default: kubectl's]")] = None
+    service_account: Annotated[
+        str | None, flag(_CLUSTER, "The pods' service account: one that may write the bucket.")
+    ] = None
+    secret: Annotated[
+        list[str] | None, flag(_CLUSTER, "A variable from a secret, HF_TOKEN=huggingface/token.", negative="")
+    ] = None
+    volume: Annotated[list[str] | None, flag(_CLUSTER, "A claim that is mounted, /data=my-claim.", negative="")] = None
+    node_selector: Annotated[list[str] | None, flag(_CLUSTER, "A node's label, key=value.", negative="")] = None
+    queue: Annotated[str | None, flag(_CLUSTER, "A LocalQueue of Kueue.")] = None
+    disk_gb: Annotated[int, flag(_CLUSTER, "Ephemeral storage that each pod requests, in GB.")] = 50
+    cache_claim: Annotated[
+        str | None, flag(_CLUSTER, "A claim that keeps models between pods. [default: a folder of each pod]")
+    ] = None
+    pull_secret: Annotated[
+        list[str] | None, flag(_CLUSTER, "A secret with which the image is pulled.", negative="")
+    ] = None
+    toleration: Annotated[
+        list[str] | None, flag(_CLUSTER, "A taint that pods tolerate: key=value:NoSchedule.", negative="")
+    ] = None
+    keep_hours: Annotated[int, flag(_CLUSTER, "Hours after which a finished job is deleted.")] = 168
+    privileged: Annotated[
+        bool, flag(_CLUSTER, "Run TPU pods with all privileges, for GKE before 1.28.", negative="")
+    ] = False
+
+    def described(self, flags: ExtractFlags, cluster: ClusterFlags) -> KubernetesJob:
+        """Return the job for Kubernetes."""
+        from spile.launch.kubernetes import KubernetesJob, SecretKey
+        from spile.planning.machines import parse_machine
+
+        machine = None if self.topology is None else parse_machine(self.topology)
+        volumes = pairs("--volume", self.volume, "/path=claim")
+        hosts = machine.hosts if machine is not None else self.hosts_per_worker
+        return KubernetesJob(
+            job=cluster.job(flags, hosts=hosts, shared=tuple(volumes)),
+            image=self.image,
+            namespace=self.namespace,
+            service_account=self.service_account,
+            machine=machine,
+            gpus=self.gpus,
+            gpu_type=self.gpu_type,
+            spot=self.spot,
+            secrets=tuple(SecretKey.parse(text) for text in self.secret or ()),
+            volumes=volumes,
+            node_selector=pairs("--node-selector", self.node_selector, "key=value"),
+            queue=self.queue,
+            disk_gb=self.disk_gb,
+            cache_claim=self.cache_claim,
+            pull_secrets=tuple(self.pull_secret or ()),
+            tolerations=tuple(self.toleration or ()),
+            keep_hours=self.keep_hours,
+            privileged=self.privileged,
+            jobset=self.jobset,
+        )
+
+
+def k8s_job(
+    *, kubernetes: KubernetesFlags, cluster: ClusterFlags | None = None, flags: ExtractFlags | None = None
+) -> int:
+    """Print the run as Kubernetes manifests: spile k8s job … | kubectl apply -f -
+
+    Takes every flag of spile extract. One worker is an Indexed Job's pod with one stream; a slice of many hosts is a
+    Job or JobSet of its own. Nothing is sent anywhere: --dry-run=server of kubectl asks the cluster what it thinks.
+    """
+    from spile.launch.kubernetes import to_yaml
+
+    print(to_yaml(kubernetes.described(flags or ExtractFlags(), cluster or ClusterFlags())), end="")
+    return 0
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class SlurmFlags:
+    """Names and options of the Slurm cluster."""
+
+    partition: Annotated[str | None, flag(_CLUSTER, "The partition to run in.")] = None
+    account: Annotated[str | None, flag(_CLUSTER, "The account to charge.")] = None
+    time: Annotated[str | None, flag(_CLUSTER, "The limit of one attempt, D-HH:MM:SS; a longer one is requeued.")] = (
+        None
+    )
+    gpus: Annotated[int, flag(_CLUSTER, "GPUs of each host.")] = 0
+    hosts_per_worker: Annotated[int, flag(_CLUSTER, "Hosts that act as one worker.")] = 1
+    log_dir: Annotated[str, flag(_CLUSTER, "Where the logs go.")] = "slurm-logs"
+    setup: Annotated[str | None, flag(_CLUSTER, "A line before the worker: a module, a virtual environment.")] = None
+    sbatch: Annotated[
+        list[str] | None, flag(_CLUSTER, "More of sbatch's options, --sbatch=--constraint=a100.", negative="")
+    ] = None
+
+
+def slurm_job(
+    *,
+    slurm: SlurmFlags = SlurmFlags(),  # noqa: B008
+    cluster: ClusterFlags = ClusterFlags(),  # noqa: B008
+    flags: ExtractFlags = ExtractFlags(),  # noqa: B008
+) -> int:
+    """Print the run as a Slurm array: spile slurm job … > job.sh; mkdir slurm-logs; sbatch job.sh
+
+    Takes every flag of spile extract. One task of the array is one stream. A task that is preempted or runs out of time
+    commits what it has and is requeued.
+    """
+    from spile.launch.slurm import SlurmJob, to_script
+
+    described = SlurmJob(
+        job=cluster.job(flags, hosts=slurm.hosts_per_worker, shared=("/",)),
+        partition=slurm.partition,
+        account=slurm.account,
+        time=slurm.time,
+        gpus=slurm.gpus,
+        log_dir=slurm.log_dir,
+        setup=slurm.setup,
+        options=tuple(slurm.sbatch or ()),
+    )
+    print(to_script(described), end="")
+    return 0

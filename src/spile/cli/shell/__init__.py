@@ -1,1 +1,0 @@
-"""What commands share: flags, aliases, the table of commands, mistakes."""
