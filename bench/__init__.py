@@ -1,4 +1,4 @@
-"""Benchmarks: run by hand or by ``make bench``, never by a test. Each module's ``main`` prints a table of its own."""
+"""Benchmarks for ``make bench`` or manual use, never run by tests. The ``main`` of each module prints a table."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""``make bench``: every benchmark that needs no accelerator, one after another, each in a process of its own."""
+"""``make bench``: run every benchmark that needs no accelerator, one after another, each in its own process."""
 
 from __future__ import annotations
 

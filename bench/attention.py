@@ -1,6 +1,7 @@
-"""Attention on a CPU, whole rows of scores beside blocks of them and beside torch's: ``python -m bench.attention``.
+"""Compare attention on a CPU with full scores, in blocks, and in torch: ``python -m bench.attention``.
 
-Two segments per row, as packing leaves them; torch has the same samples one per row, causal, and padded with a mask.
+Each batch row has two segments, as packing creates them. torch gets the same samples one per batch row, causal, and
+padded with a mask.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""A run and a start beside those of an older checkout, turn about: ``python -m bench.before --old PATH``.
+"""Compare runs and start-up times with an older checkout: ``python -m bench.before --old PATH``.
 
-PATH is a checkout of the same repository (``git worktree add PATH COMMIT``); both run in this interpreter. What a user
-waits for is measured, each time in a process of its own: the start (``import spile``, ``spile --help``), and whole
-runs of ``spile extract`` with programs cached: many small samples, where the bookkeeping is the work, and ARC prompts
-through a model of eight layers, where the model is. Wall and CPU seconds are the least of the turns, the peak of
-memory is their median; all as the kernel counts them.
+PATH is a checkout of the same repository (``git worktree add PATH COMMIT``). Both versions run in this interpreter and
+take turns, each measurement in its own process. Measured are the start-up (``import spile``, ``spile --help``) and
+complete runs of ``spile extract`` with cached programs: one with many small samples, which is dominated by bookkeeping,
+and one with ARC prompts and a model of eight layers, which is dominated by the model. Wall and CPU seconds are the
+minimum over the turns; peak memory is the median. The kernel provides all figures.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reading for training through a bucket, beside obstore's plain parallel range reads: see ``bench.reading``."""
+"""Compare reading from a bucket for training with parallel range reads of obstore: see ``bench.reading``."""
 
 from __future__ import annotations
 

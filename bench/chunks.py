@@ -1,8 +1,9 @@
-"""What shorter checksummed chunks cost a writer: ``python -m bench.chunks DIR``.
+"""Measure the cost of shorter checksummed chunks for a writer: ``python -m bench.chunks DIR``.
 
-Threads checksum and write pieces of about 4 MiB, a file each, as a worker's writers do. The files are overwritten again
-and again, in a folder in memory: nothing is waited for but the interpreter, so this is the most that it can cost. With
-``--busy`` another thread runs Python all the time. The lengths take turns; a figure is the median of its turns.
+Threads checksum and write pieces of about 4 MiB, each thread to its own file, as the writers of a worker do. The files
+are overwritten repeatedly in a folder in memory, so only the interpreter limits the speed and the result is an upper
+limit of the cost. With ``--busy`` another thread runs Python code all the time. The chunk lengths take turns; each
+figure is the median of its turns.
 """
 
 from __future__ import annotations

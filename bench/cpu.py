@@ -1,8 +1,8 @@
-"""spile beside the loop that people write, on this CPU: ``python -m bench.cpu [TASKS.jsonl] [--shape qwen2.5-0.5b]``.
+"""Compare spile with a transformers loop on a CPU: ``python -m bench.cpu [TASKS.jsonl] [--shape qwen2.5-0.5b]``.
 
-The same weights, prompts, dtype and threads; transformers with ``output_hidden_states`` over padded batches as they
-come; both counted in real tokens, both with every layer's rows on the disk, turn about in one run because machines are
-noisy.
+Both use the same weights, prompts, dtype and threads. The loop calls transformers with ``output_hidden_states`` on
+padded batches in the order of the data. Both write the rows of every layer to the disk, and both are measured in real
+tokens. They take turns in one run, because the speed of machines varies.
 """
 
 from __future__ import annotations

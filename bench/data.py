@@ -1,8 +1,8 @@
-"""The data room against its own limits: ``python -m bench.data [--tasks 200000]``.
+"""Measure the data package against its limits: ``python -m bench.data [--tasks 200000]``.
 
-1. streams of generated tasks: tasks and bytes per second beside a bare orjson parse of the same lines, and peak memory
-   for the whole dataset beside a tenth of it
-2. ARC prompts to tokens: tokens per second as a reader gets them, roles included, beside the bare tokenizer
+1. Streams of generated tasks: tasks and bytes per second compared with an orjson parse of the same lines, and the peak
+   memory for the whole dataset compared with a tenth of it.
+2. ARC prompts to tokens: tokens per second with roles, compared with the tokenizer alone.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What an engine costs against the same workers started by hand, and what trouble costs it.
+"""Measure the overhead of an engine compared with workers that are started by hand, and the cost of failures.
 
-``python -m bench.engines``: the same streams of the embedded model, the same number of workers, on one machine: by hand
-(``xargs -P``, a process per stream) and with ``--engine local``. Each starts with no program compiled, and
-their turns alternate; figures are medians. ``--ray``: with ``--engine ray`` too, on a cluster that is started here, a
-head and a node for each worker in network namespaces (root, and Ray installed); ``--ray-address HOST:PORT``: on one
-that is there. ``--trouble``: then the same run once more on a cluster that was started here while one node is killed,
-another's cable is cut and a third joins. ``--only hand,ray``: fewer contenders.
+``python -m bench.engines`` processes the same streams of the embedded model with the same number of workers on one
+machine: by hand (``xargs -P``, one process per stream) and with ``--engine local``. Each run starts without compiled
+programs, the runs take turns, and figures are medians. ``--ray`` also measures ``--engine ray`` on a cluster that is
+started here, with a head and one node per worker in network namespaces (requires root and Ray). ``--ray-address
+HOST:PORT`` uses an existing cluster. ``--trouble`` repeats the run on a cluster that was started here while one node is
+killed, another is disconnected and a third joins. ``--only hand,ray`` measures only these.
 """
 
 from __future__ import annotations

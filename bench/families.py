@@ -1,7 +1,7 @@
-"""Every family beside the torch loop, one race each: ``python -m bench.families [--device cuda] [--shapes A,B]``.
+"""Compare every model family with the torch loop: ``python -m bench.families [--device cuda] [--shapes A,B]``.
 
-Each contender is a process of its own and its whole wall time counts (see :mod:`bench.race`): spile with its programs
-cached by a first run of the same command, then the length-sorted loop in PyTorch over the same tokens and threads.
+Each run is a separate process, and its whole wall time counts (see :mod:`bench.race`): spile with programs that a first
+run of the same command cached, then the length-sorted loop in PyTorch with the same tokens and threads.
 """
 
 from __future__ import annotations

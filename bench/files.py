@@ -1,4 +1,4 @@
-"""How fast files take bytes: many threads into one, or one file a thread: ``python -m bench.files DIR``."""
+"""Measure the write speed with many threads per file and with one file per thread: ``python -m bench.files DIR``."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
-"""Answers with all layers captured, side by side with ``transformers.generate``: ``python -m bench.generation TASKS``.
+"""Compare generation with all layers captured with ``transformers.generate``: ``python -m bench.generation TASKS``.
 
     python -m bench.generation TASKS.jsonl            0.5B shape, 256 prompts of real ARC lengths, 256 new tokens
     python -m bench.generation embedded --model embedded --prompts 16 --new 64 --longest 1300           on a CPU
 
-Random weights never stop by themselves, so an answer's length is given: ``static``: every answer has ``--new`` tokens;
-``continuous``: lengths are drawn between 16 and ``--new``, and what has ended leaves its slot to the next prompt, where
-transformers' batch waits for its longest. Both count the tokens of the answers that were asked for. spile also keeps
-every layer of every token, prompts included, and writes it to ``--output``, a RAM disk; transformers keeps nothing.
+Random weights never generate a stop token, so the lengths of the answers are given. ``static``: every answer has
+``--new`` tokens. ``continuous``: lengths are drawn between 16 and ``--new``; in spile the next prompt takes the slot of
+a finished answer, while a batch of transformers waits for its longest answer. Both count only the tokens of requested
+answers. spile also stores every layer of every token, including the prompts, in ``--output``, a RAM disk; transformers
+stores nothing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Every figure of docs/performance.md that needs an accelerator, in one run: ``python -m bench.gpu TASKS.jsonl``.
+"""Measure every figure of docs/performance.md that needs an accelerator: ``python -m bench.gpu TASKS.jsonl``.
 
-1. 0.5B shape, all 24 layers, to a RAM disk, beside the loop that people write
-2. 0.5B shape and 7B shape, one layer, to a RAM disk: against the bare forward, and that against matrix products
-3. 0.5B shape, all layers, to a local disk, synced
+1. 0.5B shape, all 24 layers, to a RAM disk, compared with a simple transformers loop.
+2. 0.5B and 7B shapes, one layer, to a RAM disk, compared with the forward pass alone, and that with matrix products.
+3. 0.5B shape, all layers, to a local disk, synced.
 """
 
 from __future__ import annotations

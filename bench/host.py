@@ -1,9 +1,8 @@
-"""The host's half of a run without a device: ``python -m bench.host [--folder /dev/shm] [--writers 1,2,4,8]``.
+"""Measure the host's part of a run without a device: ``python -m bench.host [--folder /dev/shm] [--writers 1,2,4,8]``.
 
-``--statistics`` takes those of every tap too, beside the same without.
-
-Rows that are ready in memory go through the real pipeline and store into a folder, as many shards side by side as there
-are writers; beside it, in the same run, what plain threads reach that checksum and write, a file each.
+Rows in memory go through the real pipeline and store into a folder, with one shard per writer at the same time. The
+same run also measures plain threads that checksum and write one file each. ``--statistics`` repeats the measurement
+with the statistics of every tap.
 """
 
 from __future__ import annotations

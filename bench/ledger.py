@@ -1,8 +1,8 @@
-"""How long a machine that never saw a run takes to learn what is done: ``python -m bench.ledger [COMMITS]``.
+"""Measure how long a new machine takes to read the ledger of a run: ``python -m bench.ledger [COMMITS]``.
 
-A ledger of 10,000 commits on the fake GCS (a process of its own), each of one shard of 24 taps, read as a worker that
-resumes reads it. The fake is Python on the same cores, so a real bucket's limit is its latency instead: forty-eight
-requests at a time, at 30 ms each, would be 6 s for 10,000.
+A ledger of 10,000 commits, each with one shard of 24 taps, is read from the fake GCS (a separate process) as by a
+worker that resumes. The fake is Python on the same cores. A real bucket is limited by its latency instead: with 48
+concurrent requests of 30 ms each, 10,000 commits would take 6 s.
 """
 
 from __future__ import annotations

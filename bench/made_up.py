@@ -1,4 +1,4 @@
-"""Samples that need no download: ARC tasks and short texts, the same ones every time."""
+"""Generated samples that need no download: ARC tasks and short texts, identical in every run."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Whether memory depends on the dataset: ``python -m bench.memory [FEW MANY]``, 10,000 and 1,000,000 samples.
+"""Check that memory is independent of the dataset: ``python -m bench.memory [FEW MANY]``, 10,000 and 1,000,000 samples.
 
-A model of one layer of d 16 over short samples, each size in a process of its own, whose peak is the kernel's word.
-What must hold: the many run in the memory of the few.
+A model with one layer and d_model 16 processes short samples. Each size runs in its own process, and the kernel reports
+the peak. Both sizes must need the same memory.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Who used the processor: seconds by program, over every process of the machine, while something runs.
+"""Measure CPU seconds by program over all processes of the machine while something runs.
 
-A cluster's daemons are nobody's children, so what the kernel counts for children would miss them.
+The daemons of a cluster are not child processes, so the kernel's count for children would not include them.
 """
 
 from __future__ import annotations

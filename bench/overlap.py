@@ -1,9 +1,9 @@
-"""Whether shards go up while the model computes: ``python -m bench.overlap [GB]``.
+"""Check that shards are uploaded while the model computes: ``python -m bench.overlap [GB]``.
 
-A producer that gives rows at a fixed rate (as an accelerator does: the host only waits for it), the real pipeline,
-store and uploads, and the fake GCS with its bandwidth capped to the same rate. One after the other would take twice the
-time of either; side by side takes the time of the slower and a little. What must hold: the slower of the two is at
-least 0.88 of the whole. On the real disk the producer is paced to what the disk took in a plain write and sync.
+A producer returns rows at a fixed rate, as an accelerator does while the host waits for it. The pipeline, store and
+uploads are real; the bandwidth of the fake GCS is limited to the same rate. Computing and uploading one after the other
+would take twice the time of either; in parallel they take little more than the slower one. The slower of the two must
+take at least 0.88 of the total time. On the real disk, the rate of the producer is that of a plain write and sync.
 """
 
 from __future__ import annotations

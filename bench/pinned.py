@@ -1,4 +1,4 @@
-"""What taking pinned memory costs, by size and by way, each in a fresh process: ``python -m bench.pinned`` (a GPU)."""
+"""Measure the cost of allocating pinned memory by size and method: ``python -m bench.pinned`` (a GPU)."""
 
 from __future__ import annotations
 

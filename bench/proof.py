@@ -1,8 +1,8 @@
-"""What ``spile verify --recompute`` finds: ``python -m bench.proof [--model FOLDER] [--samples N]``.
+"""Measure which errors ``spile verify --recompute`` finds: ``python -m bench.proof [--model FOLDER] [--samples N]``.
 
 Runs a model over texts once for each stored dtype, recomputes every sample, and prints three tables: false alarms on
-the correct rows, the smallest error that is found at each tap, and how many errors of each kind are found. With
-``--sinks`` the same for models in which one frequent token has an embedding that is 10 to 10,000 times as long.
+correct rows, the smallest error that is found at each tap, and how many errors of each kind are found. ``--sinks``
+repeats this for models in which one frequent token has an embedding that is 10 to 10,000 times as long.
 """
 
 from __future__ import annotations

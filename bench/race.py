@@ -1,11 +1,11 @@
-"""The whole command beside the torch loop, each a process of its own: ``python -m bench.race [TASKS]``.
+"""Compare the complete command with the torch loop, each in its own process: ``python -m bench.race [TASKS]``.
 
-Nothing is warm but the page cache: imports, weights, tokenizing, compilation, pinned memory and writing all count.
-In turn: ``spile extract`` with an empty cache of programs, again with them cached, the torch loop at several token
-budgets, the loop that people write (on fewer prompts: its rate alone compares), and one layer over many more tokens.
+Only the page cache is warm: imports, weights, tokenization, compilation, pinned memory and writing are all included.
+The runs are: ``spile extract`` without cached programs and again with them, the torch loop at several token budgets, a
+simple transformers loop (with fewer prompts, so only its rate is comparable), and one layer over many more tokens.
 
-TASKS is a JSONL of ARC tasks or a folder of them, one JSON file per task; without it, tasks are made up. ``--texts``
-makes texts of 50 to 500 tokens instead.
+TASKS is a JSONL file of ARC tasks or a folder with one JSON file per task; without it, tasks are generated. ``--texts``
+generates texts of 50 to 500 tokens instead.
 """
 
 from __future__ import annotations

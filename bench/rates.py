@@ -1,4 +1,4 @@
-"""What the reading benchmarks share: a dataset of random rows, and rates that are medians of turns."""
+"""Shared parts of the reading benchmarks: a dataset of random rows, and rates that are medians of several turns."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Reading for training, compared with other readers: ``python -m bench.reading [--gigabytes 4] [--peers PYTHON]``.
+"""Compare reading for training with other readers: ``python -m bench.reading [--gigabytes 4] [--peers PYTHON]``.
 
-One tap of bfloat16 rows, with the page cache dropped and warm: the files read from end to end, spile's shuffled reader,
-plain ``torch.load``, Hugging Face datasets, and SAELens' cached activations (with ``--peers``, the interpreter of an
-environment that has sae-lens). They take turns, each reads twice in its turn, and figures are medians: of the first
-reads, and of the second ones, which find the memory that the first ones used. (The host of a virtual machine may take
-back free memory, and returning it can cost more than anything that is measured here.) On a machine that does other
-work, only the processor time per gigabyte means something. Then the first batch of a dataset of 1,000 shards, and
-buckets (the fake GCS and moto's S3, each in a process of its own) compared with plain parallel range reads of obstore.
+One tap of bfloat16 rows is read with a cold and with a warm page cache: the files from start to end, spile's shuffled
+reader, plain ``torch.load``, Hugging Face datasets, and SAELens' cached activations (``--peers`` is the interpreter of
+an environment with sae-lens). The readers take turns and read twice in each turn. Figures are medians of the first
+reads, and of the second reads, which reuse memory. (The host of a virtual machine may reclaim free memory, and getting
+it back can cost more than anything that is measured here.) On a machine that is otherwise busy, only the processor time
+per gigabyte is meaningful. Then follow the first batch of a dataset of 1,000 shards, and buckets (the fake GCS and
+moto's S3, each in its own process) compared with parallel range reads of obstore.
 """
 
 from __future__ import annotations

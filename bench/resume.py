@@ -1,7 +1,7 @@
-"""A stream begun by an older checkout and finished by this one: ``python -m bench.resume --old PATH``.
+"""Check that this version finishes a stream of an older checkout: ``python -m bench.resume --old PATH``.
 
 PATH is a checkout of the same repository (``git worktree add PATH COMMIT``). Its ``spile extract`` is stopped with
-SIGTERM after its second commit; this one's finishes the stream and ``spile verify --recompute`` proves the whole.
+SIGTERM after its second commit. This version finishes the stream, and ``spile verify --recompute`` checks all of it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What the order of rows does to a sparse autoencoder: ``python -m bench.sae [--steps 255] [--seeds 3]``.
+"""Measure how the order of rows affects a sparse autoencoder: ``python -m bench.sae [--steps 255] [--seeds 3]``.
 
-The same top-k autoencoder (``examples/train_sae.py``) on the same rows, once each: in the order they are stored,
-through the two-level shuffle with memory for a quarter and for half of them, with blocks of four whole documents,
-and through a full permutation. Rows are synthetic documents: each speaks of a few topics of its own, and so uses a few
-of the features that rows are made of.
-``--figure PATH`` draws what is unexplained on the way. ``--parts 1024,4096`` instead: the two-level shuffle with
-memory for a quarter, and for an eighth, where the buffer holds that many blocks.
+The same top-k autoencoder (``examples/train_sae.py``) is trained on the same rows in several orders: as stored, with
+the two-level shuffle and memory for a quarter and for half of the rows, with blocks of four whole documents, and with a
+full permutation. The rows are synthetic documents. Each document has a few topics and therefore uses a few of the
+features that rows are composed of. ``--figure PATH`` plots the unexplained variance during training. ``--parts
+1024,4096`` instead measures the two-level shuffle with memory for a quarter and for an eighth of the rows, with a
+buffer of that many blocks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A dataset of many streams far away, and a ledger of scattered samples: ``python -m bench.scale``.
+"""Measure a remote dataset of many streams and a ledger of scattered samples: ``python -m bench.scale``.
 
-The distance is a folder that answers each request after 50 ms, over a local disk, so that what is counted is how many
-requests wait for one another. The scattered ledger is 20,000 commits of 50 samples each, no two of them neighbours:
-what a stream becomes whose samples are finished in any order.
+The remote dataset is a local folder that answers each request after 50 ms, so the result shows how many requests wait
+for one another. The scattered ledger has 20,000 commits of 50 samples each, and no two of these samples are adjacent,
+as in a stream whose samples finish in any order.
 """
 
 from __future__ import annotations

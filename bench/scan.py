@@ -1,8 +1,8 @@
-"""Layers one after another in the program, or scans over their stacked weights: ``python -m bench.scan``.
+"""Compare unrolled layers with scans over stacked weights: ``python -m bench.scan``.
 
-For one model and packed rows: seconds to trace and to compile, the device's memory, and tokens per second with every
-layer's rows on their way to the host, or with ``--one 12`` one layer's alone. On the devices of this machine, or, with
-``--machine v5e:2x2``, by the real TPU compiler (``pip install 'spile[tpu]'``), which compiles and does not run.
+For one model and packed sequences: the seconds to trace and to compile, the device memory, and the tokens per second
+with the rows of every layer copied to the host, or with ``--one 12`` those of one layer. It uses the devices of this
+machine, or, with ``--machine v5e:2x2``, the real TPU compiler (``pip install 'spile[tpu]'``), which compiles only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Models of real shapes with random weights, for measuring: ``python -m bench.shapes qwen2.5-0.5b FOLDER``."""
+"""Create models of real shapes with random weights for benchmarks: ``python -m bench.shapes qwen2.5-0.5b FOLDER``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long ``spile --help`` takes, beside a bare interpreter: ``python -m bench.start``."""
+"""Compare the time of ``spile --help`` with that of a bare interpreter: ``python -m bench.start``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What fewer bytes cost: ``python -m bench.stored [--model MODEL] [--dataset FILE]``.
+"""Measure the errors of the stored dtypes: ``python -m bench.stored [--model MODEL] [--dataset FILE]``.
 
-A model's rows in float32, and in each stored dtype: bytes per token, the root mean square of the error relative to the
-row's own, and the largest error as a part of what ``docs/format.md`` allows.
+A model's rows are compared in float32 and in each stored dtype: the bytes per token, the root mean square of the error
+relative to that of the row, and the largest error relative to what ``docs/format.md`` allows.
 """
 
 from __future__ import annotations

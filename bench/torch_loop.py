@@ -1,12 +1,12 @@
-"""What a good engineer writes with torch in an afternoon: ``python -m bench.torch_loop MODEL TASKS.jsonl OUT``.
+"""An optimized extraction loop in torch, for comparison: ``python -m bench.torch_loop MODEL TASKS.jsonl OUT``.
 
-Batches sorted by length under a token budget, the base model without its head, every layer's real tokens gathered on
-the device, copied on a stream of its own into a ring of pinned buffers, and written by threads, one file per batch. On
-a CPU the same loop without the ring. ``--naive`` is the loop that people write: batches as they come, padded,
-``.cpu()`` of each layer, ``torch.save``.
+Batches are sorted by length under a token budget and run through the base model without its head. The real tokens of
+every layer are gathered on the device, copied on a separate stream into a ring of pinned buffers, and written by
+threads, one file per batch. On a CPU the loop has no ring. ``--naive`` is the simple loop: padded batches in the order
+of the data, ``.cpu()`` of each layer, ``torch.save``.
 
-It has no resume, no commits, no checksums and no index of its rows. One process: its whole wall time is what counts,
-and the last line is JSON.
+The loop has no resume, no commits, no checksums and no index of its rows. It is one process whose whole wall time is
+measured; its last line is JSON.
 """
 
 from __future__ import annotations

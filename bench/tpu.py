@@ -1,8 +1,8 @@
-"""What the real TPU compiler takes for a run's program, no TPU needed: ``python -m bench.tpu v5e:2x2 qwen2.5-0.5b 8``.
+"""Compile a run's program with the real TPU compiler, without a TPU: ``python -m bench.tpu v5e:2x2 qwen2.5-0.5b 8``.
 
-Topology, shape of the model and rows of 2048 tokens per chip; every layer's residual goes to the host. Needs ``libtpu``
-(``pip install 'spile[tpu]'``). A run over ARC prompts has this one program; before rows were packed it had one for each
-padded length, 16 to 24 of them.
+The arguments are the topology, the shape of the model, and the batch rows of 2048 tokens per chip; every layer's
+residual goes to the host. It needs ``libtpu`` (``pip install 'spile[tpu]'``). A run over ARC prompts has only this
+program. Before sequences were packed, it had one for each padded length, 16 to 24 in total.
 """
 
 from __future__ import annotations

@@ -1,20 +1,20 @@
-"""One exception tree. The library raises these; only the command line turns them into text and exit codes.
+"""All exceptions of spile. The library raises them; only the command line turns them into text and exit codes.
 
     SpileError
-    ├── UserError            exit 2   a mistake its author can fix; nothing was changed
-    │   ├── SpecError                 a flag or a spec's value
-    │   ├── DataError                 a dataset, a stream, a sample's content
-    │   ├── ModelError                a model's name, config, weights or tokenizer
+    ├── UserError            exit 2   a mistake that the user can fix; nothing was changed
+    │   ├── SpecError                 a wrong flag or value of a spec
+    │   ├── DataError                 a wrong dataset, stream or sample
+    │   ├── ModelError                a wrong model name, config, weights or tokenizer
     │   └── RunMismatch               the output belongs to another run
-    ├── Failure              exit 1   the world did not cooperate
+    ├── Failure              exit 1   a failure of the environment
     │   ├── StoreError                an object or a file could not be read or written
     │   ├── Damaged                   stored bytes do not match their checksum
     │   ├── PodError                  a host is missing, late or dead
-    │   └── CloudError                the cloud's API refused or failed
-    ├── Fenced               exit 3   another worker owns this stream; no crash
-    └── Interrupted          exit 130 Ctrl+C or SIGTERM, after what was done is committed
+    │   └── CloudError                the cloud's API refused a request or failed
+    ├── Fenced               exit 3   another worker owns this stream; this is not a crash
+    └── Interrupted          exit 130 Ctrl+C or SIGTERM; finished work is committed
 
-Every message is one line: what happened, what was expected, what was found, what to do next.
+Every message is one line: what happened, what was expected, what was found, and how to fix it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = [
 
 
 class SpileError(Exception):
-    """The root of the tree: one line made of up to four parts."""
+    """The base class. The message is one line of up to four parts."""
 
     exit_code = 1
 
@@ -60,7 +60,7 @@ class SpileError(Exception):
         super().__init__(self.line())
 
     def line(self) -> str:
-        """``problem: expected A, found B; do C``, with the parts that are known, on one line."""
+        """Return ``problem: expected A, found B; do C`` on one line, without the parts that are not given."""
         comparison = ", ".join(
             f"{word} {value}"
             for word, value in (("expected", self.expected), ("found", self.found))
@@ -72,21 +72,21 @@ class SpileError(Exception):
 
 
 class UserError(SpileError):
-    """A mistake that its author can fix. Nothing was changed."""
+    """A mistake that the user can fix. Nothing was changed."""
 
     exit_code = 2
 
 
 class SpecError(UserError):
-    """A flag or a value of a spec."""
+    """A flag or a value of a spec is wrong."""
 
 
 class DataError(UserError):
-    """A dataset, a stream, or a sample's content."""
+    """A dataset, a stream or the content of a sample is wrong."""
 
 
 class ModelError(UserError):
-    """A model's name, config, weights or tokenizer."""
+    """A model's name, config, weights or tokenizer is wrong."""
 
 
 class RunMismatch(UserError):
@@ -94,7 +94,7 @@ class RunMismatch(UserError):
 
 
 class Failure(SpileError):
-    """The world did not cooperate."""
+    """A failure that the user's input did not cause."""
 
 
 class StoreError(Failure):
@@ -110,17 +110,17 @@ class PodError(Failure):
 
 
 class CloudError(Failure):
-    """The cloud's API refused or failed."""
+    """The cloud's API refused a request or failed."""
 
 
 class Fenced(SpileError):
-    """Another worker owns this stream. It is no crash: stop and let the other finish."""
+    """Another worker owns this stream. This is not a crash: the worker stops and the other one finishes."""
 
     exit_code = 3
 
 
 class Interrupted(SpileError):
-    """Ctrl+C or SIGTERM. What was done is committed; the same command resumes."""
+    """The run was interrupted by Ctrl+C or SIGTERM. Finished work is committed; the same command resumes."""
 
     exit_code = 130
 
@@ -129,10 +129,10 @@ class Interrupted(SpileError):
 def untrusted(
     kind: type[SpileError], problem: str, *, expected: object = None, fix: str | None = None
 ) -> Iterator[None]:
-    """Around the reading of what somebody else wrote: whatever goes wrong in there becomes one line of ours.
+    """Convert every error of a block that reads untrusted data into an error of this kind.
 
-    Parsers fail in more ways than they document: RecursionError for deep nesting, OverflowError for Infinity, a native
-    library's panic, which is not even an Exception.
+    Parsers raise more than they document: RecursionError for deep nesting, OverflowError for Infinity, or a panic of a
+    native library, which is not a subclass of Exception.
     """
     try:
         yield

@@ -1,1 +1,1 @@
-"""Frozen nouns that validate themselves: the run, the taps, the samples, the sizes, the machines. Pure."""
+"""Immutable, validated descriptions of runs, taps and samples, without input or output."""

@@ -1,4 +1,4 @@
-"""Amounts for people: bytes, seconds and rates in three digits."""
+"""Format bytes, seconds and rates with three digits for display."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ __all__ = ["amount", "counted", "duration", "size"]
 
 
 _NEARLY = 0.9995
-"""What rounds up to a unit in three digits is given in that unit: no ``1e+03 kB``."""
+"""A value that rounds up to the next unit is shown in that unit, to avoid ``1e+03 kB``."""
 
 
 def amount(value: float) -> str:
-    """``1.23 M``, ``456 k``, ``78``."""
+    """Format a number: ``1.23 M``, ``456 k``, ``78``."""
     for limit, unit, scale in ((1e9 * _NEARLY, "G", 1e9), (1e6 * _NEARLY, "M", 1e6), (1e4, "k", 1e3)):
         if value >= limit:
             return f"{_digits(value / scale)} {unit}"
@@ -18,7 +18,7 @@ def amount(value: float) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes in powers of ten, as disks and buckets are sold: ``1.05 GB``."""
+    """Format bytes in decimal units: ``1.05 GB``."""
     for limit, unit in ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if count >= limit * _NEARLY:
             return f"{_digits(count / limit)} {unit}"
@@ -30,7 +30,7 @@ def _digits(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """``12 s``, ``3 min 20 s``, ``5 h 12 min``, ``3 d 4 h``."""
+    """Format seconds: ``12 s``, ``3 min 20 s``, ``5 h 12 min``, ``3 d 4 h``."""
     if seconds < 9.95:
         return f"{seconds:.1f} s"
     whole = round(seconds)
@@ -42,5 +42,5 @@ def duration(seconds: float) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """``1 shard``, ``2 shards``, ``1,048 shards``."""
+    """Format a count with its noun: ``1 shard``, ``2 shards``, ``1,048 shards``."""
     return f"{count:,} {noun}{'s' * (count != 1)}"

@@ -1,4 +1,4 @@
-"""What makes two runs the same run: everything that changes the numbers, and nothing else."""
+"""The identity of runs and streams: exactly the properties that change the stored numbers."""
 
 from __future__ import annotations
 
@@ -18,83 +18,83 @@ __all__ = ["RunIdentity", "StreamIdentity"]
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """What all streams of a run share: the content of ``run.json``."""
+    """The properties that all streams of a run share: the content of ``run.json``."""
 
     model: str
-    """As the user named it; for people, not compared: the hashes are."""
+    """The name that the user gave. It is only displayed; the hashes are compared."""
     revision: str | None
     architecture: str
     d_model: int
     n_layers: int
     weights: str
-    """A hash over the weight files' names, sizes and checksums."""
+    """A hash of the names, sizes and checksums of the weight files."""
     tokenizer: str
-    """A hash over the tokenizer's files."""
+    """A hash of the tokenizer's files."""
     prompt: PromptSpec
-    """With its kind resolved: never ``auto``."""
+    """The prompt settings; the kind is resolved and never ``auto``."""
     seed: int
     max_seq_length: int
     long: str
     dtype: str
     store_dtype: str
     generation: GenerationSpec | None = None
-    """With its stop tokens resolved; None where no answers are generated, and then absent from the numbers."""
+    """The generation settings with resolved stop tokens; None, and absent from ``run.json``, without answers."""
     adapter: str | None = None
-    """As the user named it, likewise: the weights' hash holds it."""
+    """The name that the user gave. It is only displayed; the hash of the weights includes the adapter."""
     backend: str = "jax"
-    """Whose arithmetic: ``jax`` or ``torch``."""
+    """The framework that computes: ``jax`` or ``torch``."""
     keep: tuple[str, ...] = ()
-    """The fields of each row that are stored with its sample."""
+    """The fields of each dataset row that are stored with its sample."""
     positions: str = ALL
-    """Which tokens' rows are stored."""
+    """The tokens whose rows are stored."""
     unknown: Mapping[str, Any] = field(default_factory=dict)
-    """Of a run that a newer version began: what only that one compares. Such a run is read, and not added to."""
+    """Compared fields that only a newer version knows. Such a run can be read but not continued."""
 
     def compared(self) -> dict[str, Any]:
-        """The fields that change what is stored, flat: ``prompt.kind`` and so on."""
+        """Return the fields that change what is stored as a flat mapping with names such as ``prompt.kind``."""
         fields = asdict(self)
         for part in ("prompt", "generation"):
             fields.update({f"{part}.{name}": value for name, value in (fields.pop(part) or {}).items()})
         fields.update(fields.pop("unknown"))
-        if self.backend == "jax":  # written as before there was another
+        if self.backend == "jax":  # Defaults are left out, so that fingerprints of older versions stay valid.
             del fields["backend"]
-        if not self.keep:  # likewise
+        if not self.keep:
             del fields["keep"]
-        if self.positions == ALL:  # likewise
+        if self.positions == ALL:
             del fields["positions"]
         return {name: value for name, value in sorted(fields.items()) if name not in ("model", "revision", "adapter")}
 
     @property
     def format(self) -> int:
-        """Of ``run.json``: 2 where a reader that knows version 1 alone would take the rows for something else."""
+        """The format version of ``run.json``: 2 if a reader that only knows version 1 would misread the rows."""
         return 2 if self.store_dtype in SCALED or self.positions != ALL else 1
 
     def fingerprint(self) -> str:
-        """A short name for :meth:`compared`; every shard's header carries it."""
+        """Return a hash of :meth:`compared`. The header of every shard contains it."""
         canonical = json.dumps(self.compared(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True)
 class StreamIdentity:
-    """What makes two visits to a stream the same stream: the content of ``stream.json``."""
+    """The properties that identify a stream: the content of ``stream.json``."""
 
     data: str
-    """Where it was read from; for people, not compared: the hash is."""
+    """The location of the data. It is only displayed; the hash is compared."""
     sha256: str
     lines: int
     samples: int | None
-    """lines × predictions-per-task; None where only reading it all tells (packed documents)."""
+    """lines × predictions-per-task; None if the number is only known after reading all data (packed documents)."""
     taps: tuple[Tap, ...]
     streams: int | None = None
-    """How many streams its dataset was split into; None where nothing says so. Not compared: the stream is the same."""
+    """The number of streams of the split; None if it is unknown. It is not compared."""
     split: str | None = None
-    """A hash over all streams of that split; None likewise. Not compared either."""
+    """A hash of all streams of the split; None if it is unknown. It is not compared."""
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Tap → the shape of one token's row, where it is not the run's d_model alone."""
+    """The shape of one token's row by tap, if it is not just the run's d_model."""
 
     def rows(self, run: RunIdentity) -> tuple[TapRows, ...]:
-        """What the taps' rows are on disk, in the order of the taps."""
+        """Return the shape and dtype of each tap's stored rows, in the order of the taps."""
         shapes = [self.shapes.get(str(tap), (run.d_model,)) for tap in self.taps]
         return tuple(
             TapRows(str(tap), shape, tap.stored_as(run.store_dtype, math.prod(shape)))
@@ -102,7 +102,7 @@ class StreamIdentity:
         )
 
     def compared(self) -> dict[str, Any]:
-        """The fields that must not change over a stream's life."""
+        """Return the fields that must not change while the stream exists."""
         return {
             "sha256": self.sha256,
             "lines": self.lines,

@@ -1,6 +1,6 @@
-"""What a worker is doing: the word that heartbeats, agents' reports, signals and tables share.
+"""The phase of a worker, as heartbeats, supervisors' reports, signals and tables show it.
 
-booting ▸ installing ▸ starting        a fleet's machine, before its worker runs: its startup script and its agent
+booting ▸ installing ▸ starting        a machine of a fleet, before its worker runs
 looking ▸ loading ▸ compiling ⇄ running ▸ writing | uploading ▸ done | stopped | failed        the worker
 """
 
@@ -12,51 +12,51 @@ __all__ = ["Phase"]
 
 
 class Phase(enum.StrEnum):
-    """A member is its own JSON text."""
+    """The phase of a worker or of the machine that starts it. The value is the JSON text."""
 
     UNKNOWN = ""
-    """Nothing was said, or a word that only a newer version knows."""
+    """No phase was reported, or one that only a newer version knows."""
     BOOTING = "booting"
-    """A machine's startup script runs."""
+    """The machine runs its startup script."""
     INSTALLING = "installing"
-    """It installs spile."""
+    """The machine installs spile."""
     STARTING = "starting"
-    """The machine's agent launches the worker; older workers' heartbeats said so too."""
+    """The machine's supervisor starts the worker. Heartbeats of older workers contain it too."""
     LOOKING = "looking"
-    """At the model and the data. Nothing was written yet, so no heartbeat says this."""
+    """The worker inspects the model and the data. It has written nothing yet, so no heartbeat contains this phase."""
     LOADING = "loading"
-    """The weights; in the heartbeat of a stream that was begun before."""
+    """The worker loads the weights. Only heartbeats of resumed streams contain this phase."""
     COMPILING = "compiling"
     """The next batch waits for its program."""
     RUNNING = "running"
-    """Batches are computed, and written and uploaded meanwhile."""
+    """Batches are computed, and at the same time written and uploaded."""
     WRITING = "writing"
     """No batch is left to start; the last ones are being written to a disk and committed."""
     UPLOADING = "uploading"
     """No batch is left to start; the last ones are being uploaded to a bucket and committed."""
     DONE = "done"
-    """All that it was asked for is committed."""
+    """Everything that was requested is committed."""
     STOPPED = "stopped"
-    """Ended early because somebody asked: a signal, a preemption."""
+    """The worker ended early after a signal or a preemption."""
     FAILED = "failed"
-    """Ended with an error."""
+    """The worker ended with an error."""
 
     @classmethod
     def read(cls, text: object) -> Phase:
-        """From a record; a newer version's word is no reason to lose the record."""
+        """Return the phase with this text, or UNKNOWN, so that records of newer versions can be read."""
         return next((phase for phase in cls if phase.value == text), cls.UNKNOWN)
 
     @property
     def ended(self) -> bool:
-        """Whether the worker has left."""
+        """Whether the worker has ended."""
         return self in (Phase.DONE, Phase.STOPPED, Phase.FAILED)
 
     @property
     def early(self) -> bool:
-        """Whether a worker may have computed nothing yet that a signal must not lose."""
+        """Whether the worker may not have computed anything yet, so that a signal can end it at once."""
         return self in (Phase.LOOKING, Phase.LOADING, Phase.COMPILING)
 
     @property
     def slow(self) -> bool:
-        """Whether a heartbeat may be long in coming: no worker runs yet, or it is inside a library for minutes."""
+        """Whether heartbeats may be delayed: no worker runs yet, or a library call blocks it for minutes."""
         return not (self.ended or self in (Phase.RUNNING, Phase.WRITING, Phase.UPLOADING))

@@ -1,4 +1,4 @@
-"""Which of a sample's tokens are stored: ``all``, ``last``, ``answer`` or ``random:32``."""
+"""The choice of the tokens whose rows are stored: ``all``, ``last``, ``answer`` or ``random:32``."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _RANDOM = re.compile(r"random:([1-9]\d{0,6})")
 
 
 def random_count(text: str) -> int | None:
-    """The 32 of ``random:32``; None for what is not random."""
+    """Return 32 for ``random:32``, or None if the choice is not random."""
     match = _RANDOM.fullmatch(text)
     return int(match[1]) if match else None
 
 
 def check_positions(text: str) -> None:
-    """Refuse what names no positions."""
+    """Raise :class:`SpecError` if the text is not a valid choice of positions."""
     if text not in (ALL, LAST, ANSWER) and random_count(text) is None:
         raise SpecError("--positions", expected="all, last, answer, or random:N such as random:32", found=repr(text))
 
@@ -44,10 +44,10 @@ _ANSWERS = Role.ANSWER | Role.ASSISTANT
 def choose_positions(
     text: str, seed: int, index: int, roles: npt.NDArray[np.uint8], first: int = 0, stop: int | None = None
 ) -> npt.NDArray[np.int32] | None:
-    """The positions of sample ``index`` that are stored, in order; None: all of them.
+    """Return the sorted positions of sample ``index`` that are stored, or None for all.
 
-    ``first`` and ``stop`` bound those whose rows are there. What is chosen follows from the seed, the sample's number
-    and its length alone: a sample that is computed again, elsewhere, has the same ones.
+    Only positions from ``first`` to ``stop`` have rows. The choice depends only on the seed, the sample's number and
+    its length, so a sample that is computed again on another machine has the same positions.
     """
     if text == ALL:
         return None
@@ -63,7 +63,7 @@ def choose_positions(
 
 
 def _ranks(seed: int, index: int, positions: npt.NDArray[np.int32]) -> npt.NDArray[np.uint64]:
-    """A number for each position that looks random: splitmix64, which docs/format.md spells out."""
+    """Return a pseudo-random number for each position with splitmix64, as ``docs/format.md`` describes."""
     import numpy as np
 
     key = _mixed(_mixed(np.uint64(seed)) ^ np.uint64(index))

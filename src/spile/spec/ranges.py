@@ -1,7 +1,7 @@
 """Sets of sample numbers as sorted, disjoint, half-open ranges.
 
-A stream's samples are finished in nearly the order they come in, so what is done is a handful of ranges
-whether the stream has ten samples or ten million: memory does not grow with the dataset.
+Samples of a stream finish in nearly the order of the stream, so the finished samples are a few ranges for any number
+of samples, and memory does not grow with the dataset.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from operator import itemgetter
 __all__ = ["Ranges"]
 
 _start = itemgetter(0)
-"""What ranges are sorted by: whole numbers sort several times as fast as pairs of them."""
+"""The sort key of ranges: sorting by an integer is several times faster than sorting tuples."""
 
 
 class Ranges:
@@ -38,12 +38,12 @@ class Ranges:
 
     @classmethod
     def of(cls, numbers: Iterable[int]) -> Ranges:
-        """The set of these numbers."""
+        """Return the set of these numbers."""
         return cls((number, number + 1) for number in numbers)
 
     @classmethod
     def twice(cls, pairs: Iterable[tuple[int, int]]) -> Ranges:
-        """The numbers that more than one of these ranges has."""
+        """Return the numbers that are in more than one of these ranges."""
         found: list[tuple[int, int]] = []
         end = -1
         for start, stop in sorted(pairs, key=_start):
@@ -54,11 +54,11 @@ class Ranges:
         return cls(found)
 
     def pairs(self) -> list[tuple[int, int]]:
-        """The ranges as (start, stop), as a commit stores them."""
+        """Return the ranges as (start, stop), as a commit stores them."""
         return list(zip(self._starts, self._stops, strict=True))
 
     def bounds(self) -> tuple[int, ...]:
-        """The first and the one behind the last; nothing of an empty set."""
+        """Return the first number and the end of the last range; an empty tuple for an empty set."""
         return (self._starts[0], self._stops[-1]) if self._starts else ()
 
     def __contains__(self, number: int) -> bool:
@@ -78,7 +78,7 @@ class Ranges:
     def __and__(self, other: Ranges) -> Ranges:
         few, many = sorted((self, other), key=lambda ranges: len(ranges._starts))
         both: list[tuple[int, int]] = []
-        for start, stop in few.pairs():  # a commit against a whole ledger: what it does not touch is not looked at
+        for start, stop in few.pairs():  # Skip the ranges of the larger set that do not overlap.
             place = max(0, bisect_right(many._starts, start) - 1)
             while place < len(many._starts) and many._starts[place] < stop:
                 both.append((max(start, many._starts[place]), min(stop, many._stops[place])))
@@ -110,7 +110,7 @@ class Ranges:
         return f"Ranges({self.pairs()})"
 
     def text(self, most: int = 8) -> str:
-        """For people: ``0-11, 20, 31-40`` and, past ``most`` ranges, how many more."""
+        """Return a readable text such as ``0-11, 20, 31-40``, with the number of ranges beyond the first ``most``."""
         shown = [str(a) if b == a + 1 else f"{a}-{b - 1}" for a, b in self.pairs()[:most]]
         more = len(self._starts) - most
         return ", ".join([*shown, f"and {more} more ranges"] if more > 0 else shown)

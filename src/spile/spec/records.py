@@ -1,4 +1,4 @@
-"""Reading records that another version of spile wrote."""
+"""Read records that another version of spile wrote."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ __all__ = ["known_fields", "typed_fields"]
 
 
 def known_fields(cls: type, found: Mapping[str, Any], renamed: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """A record's fields that this version's dataclass has: what a newer version adds is left out.
+    """Return the fields of a record that the dataclass has; fields that a newer version added are left out.
 
-    ``renamed``: fields' former names and what they are called now, for records of older versions.
+    ``renamed`` maps former names of fields to current ones, for records of older versions.
     """
     current = {renamed.get(name, name): value for name, value in found.items()} if renamed else found
     return {name: current[name] for name in _names(cls) if name in current}
 
 
 def typed_fields(cls: type, found: object, renamed: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """The same, of a record that anybody may have written: each plain field is of its type; else a TypeError.
+    """Return the known fields of an untrusted record; raise TypeError if a plain field has the wrong type.
 
-    Numbers are finite, and lists are the tuples that they were. What is not plain is the caller's to read.
+    Numbers must be finite, and lists become tuples. The caller must check the fields that are not plain.
     """
     if not isinstance(found, dict):
         raise TypeError(f"expected a JSON object, found {type(found).__name__}")
@@ -38,14 +38,14 @@ def typed_fields(cls: type, found: object, renamed: Mapping[str, str] | None = N
     return known
 
 
-@cache  # a monitor reads the same few records round after round
+@cache  # A monitor reads the same kinds of records again and again.
 def _names(cls: type) -> tuple[str, ...]:
     return tuple(each.name for each in fields(cls))
 
 
 @cache
 def _plain(cls: type) -> tuple[tuple[str, str, tuple[Callable[[object], bool], ...]], ...]:
-    """The plain fields: their names, their types, and what tells whether a value is of it."""
+    """Return the name, the type and the type checks of each plain field."""
     kinds = {each.name: str(each.type).split(" | ") for each in fields(cls)}
     return tuple(
         (name, " | ".join(each), tuple(_PLAIN[kind] for kind in each))

@@ -1,4 +1,4 @@
-"""The header of a safetensors file, from bytes to a noun and back. The only place that knows the format.
+"""Parse and write the header of a safetensors file.
 
 8 bytes   N, the length of the JSON, little-endian
 N bytes   JSON: {"name": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [begin, end]}, …, "__metadata__": {…}}
@@ -33,51 +33,51 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "U16": np.dtype("<u2"),
     "U8": np.dtype("u1"),
 }
-"""The format's names for NumPy's dtypes. It has more (bool, other float8); their tensors can be placed, not read."""
+"""NumPy dtypes by their names in the format. Tensors of other types (bool, other float8) can only be located."""
 _METADATA = "__metadata__"
 _MOST = 100_000_000
-"""Bytes of JSON: the safetensors library refuses more."""
+"""The largest JSON header in bytes that the safetensors library accepts."""
 
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """Where a tensor lies: ``start`` and ``stop`` count from the file's first byte."""
+    """The place of a tensor: ``start`` and ``stop`` are offsets from the start of the file."""
 
     name: str
     code: str
-    """Its dtype as the format calls it."""
+    """The dtype's name in the format."""
     shape: tuple[int, ...]
     start: int
     stop: int
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """As NumPy calls it; KeyError where it has no name for it."""
+        """The NumPy dtype; raises KeyError if there is none."""
         return DTYPES[self.code]
 
     @property
     def length(self) -> int:
-        """Bytes."""
+        """The length in bytes."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True)
 class SafetensorsHeader:
-    """A file's tensors, in the file's order: without a gap from the header's end to the file's."""
+    """The tensors of a file in their order. They fill the file from the end of the header without gaps."""
 
     length: int
-    """Of the header and the eight bytes before it: where the data starts."""
+    """The length of the header including its first eight bytes, which is the start of the data."""
     places: dict[str, TensorPlace]
     metadata: dict[str, str]
 
     @property
     def size(self) -> int:
-        """Of the whole file."""
+        """The size of the whole file."""
         return max((place.stop for place in self.places.values()), default=self.length)
 
 
 def header_length(start: bytes, size: int) -> int:
-    """The JSON's length, from the first eight bytes of a file of ``size`` bytes; ValueError where it cannot be."""
+    """Return the length of the JSON from the first eight bytes of a file; raise ValueError if it is impossible."""
     if len(start) < 8:
         raise ValueError(f"{size} bytes")
     length = int.from_bytes(start[:8], "little")
@@ -87,9 +87,11 @@ def header_length(start: bytes, size: int) -> int:
 
 
 def parse_header(data: bytes, size: int) -> SafetensorsHeader:
-    """The header of a file of ``size`` bytes, of which ``data`` are the first, at least up to the header's end.
+    """Parse the header of a file of ``size`` bytes. ``data`` is the start of the file, at least the whole header.
 
-    ValueError, which says what is wrong, where the header is not one or its tensors do not fill the file.
+    Raises:
+        ValueError: If the header is malformed or its tensors do not fill the file.
+
     """
     length = 8 + header_length(data, size)
     if len(data) < length:
@@ -98,7 +100,7 @@ def parse_header(data: bytes, size: int) -> SafetensorsHeader:
         fields = dict(json.loads(data[8:length].decode()))
         metadata = {str(key): str(value) for key, value in fields.pop(_METADATA, {}).items()}
         found = [_place(name, field, length) for name, field in fields.items()]
-    except Exception as error:  # whatever a parser may raise: RecursionError and OverflowError too
+    except Exception as error:  # Parsers may also raise RecursionError and OverflowError.
         raise ValueError(f"a header that cannot be read ({type(error).__name__}: {error})") from error
     places = sorted(found, key=lambda place: (place.start, place.stop))
     due = length
@@ -127,9 +129,13 @@ def _bytes(code: str, shape: tuple[int, ...]) -> int:
 def encode_header(
     tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str], *, align: int = 8
 ) -> tuple[bytes, SafetensorsHeader]:
-    """Lay tensors (name, dtype's code, shape) out one after another: the file's first bytes, and each one's place.
+    """Return the header's bytes and the place of each tensor (name, dtype code, shape), one after another.
 
-    The data starts at a multiple of ``align``. ValueError where the header would be longer than readers accept.
+    The data starts at a multiple of ``align``.
+
+    Raises:
+        ValueError: If the header would be longer than readers accept.
+
     """
     header: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     relative: dict[str, TensorPlace] = {}

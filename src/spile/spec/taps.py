@@ -341,7 +341,7 @@ class _TapWord(NamedTuple):
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """The place among other words: kinds in the order of the table, module paths last."""
+        """The sort key: kinds in the order of the table, then module paths."""
         known = list(SITES)
         place = known.index(self.kind) if self.kind in SITES else len(known)
         return place, self.kind, self.layers or (), self.heads or (), self.top or 0
@@ -442,7 +442,7 @@ def _check_layers(words: Sequence[_TapWord], layers: Sequence[int] | None, n_lay
 
 
 def _stored_order(tap: Tap) -> tuple[Any, ...]:
-    """The place of a tap's tensor in a shard: four-byte values, the embedding, layer by layer, then the rest."""
+    """Return the sort key of tensors in a shard: four-byte values, the embedding, layer by layer, then the rest."""
     spec = tap.spec
     if spec is not None and spec.layered:
         return 2, tap.layer, *_TapWord(tap.site, heads=tap.heads).order

@@ -20,7 +20,7 @@ from spile.worker.pod.pod import SingleProcess, WorkerGroup
 __all__ = ["default_worker_name", "work_on_claims"]
 
 _NOTHING = -1
-"""What the first host of a pod tells the others when no stream is left to claim."""
+"""The value that the first host of a pod sends to the others if no stream is left to claim."""
 
 
 def default_worker_name() -> str:
@@ -40,16 +40,16 @@ def work_on_claims(
 ) -> int:
     """Claim the unfinished stream with the most work left, run it, and repeat until nothing is left to claim.
 
-    A worker that finds every unfinished stream in the hands of a live worker ends successfully: a machine that only
-    waits would cost money. It waits only as long as it takes to see whether the other workers renew their claims.
+    If live workers hold all unfinished streams, this worker ends successfully, because a waiting machine costs money.
+    It waits only until it has seen whether the other workers renew their claims.
 
     Args:
         data: The data of the run spec; it must name a folder of streams.
         output: The dataset's folder.
         book: The claims, under this worker's name.
         run: Runs one stream and returns its exit code.
-        hosts: The pod that this process belongs to. Its first process claims for all.
-        log: Called with lines for people.
+        hosts: The pod that this process belongs to. Its first process claims streams for all processes.
+        log: Called with each log line.
         sleep: Waits between two looks at the claims.
 
     Returns:
@@ -79,7 +79,7 @@ def work_on_claims(
 def _claim(
     book: ClaimBook, snapshots: SnapshotReader, total: Mapping[int, int], sleep: Callable[[float], None]
 ) -> Claim | None:
-    """Return a claim, or None if every unfinished stream is in the hands of a live worker, or none is left."""
+    """Return a claim, or None if live workers hold all unfinished streams or none is left."""
     while True:
         left = dict(total)
         for view in snapshots.take().streams:

@@ -1,4 +1,4 @@
-"""``spile verify --recompute``: run a dataset's own model again and measure how far the stored rows are from it."""
+"""``spile verify --recompute``: run the model of a dataset again and measure the distances of the stored rows."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ __all__ = ["recomputer"]
 
 _BATCH_TOKENS = {"cpu": 512, "gpu": 16384, "tpu": 8192}
 _BATCH_BYTES = {"cpu": 256 << 20, "gpu": 4 << 30, "tpu": 1 << 30}
-"""What the rows of a batch may take at all taps, as float32."""
+"""The largest size of a batch's float32 rows at all taps together."""
 _GPU_OPTIONS: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": "0"}
 """The search for the fastest float32 kernels takes 42 s on an H200; cuBLAS chooses well without it."""
 _READERS = 4
@@ -52,7 +52,7 @@ _BITS = {"bfloat16": (8, 7), "float16": (5, 10)}
 
 
 def recomputer(root: str) -> Recompute:
-    """Return what computes samples of the dataset at ``root`` again, after a check that the weights are the same."""
+    """Return a function that computes samples of the dataset at ``root`` again; the weights must be the same."""
     run = read_run(open_folder(root))
     if run is None:
         raise DataError(f"no run in {root}", expected="a run.json")
@@ -70,7 +70,7 @@ def recomputer(root: str) -> Recompute:
 
 
 class _Recomputer:
-    """The JAX decoder in the run's dtype and in float32. Distances are computed on the device.
+    """Computes samples with the JAX decoder in the run's dtype and in float32, and their distances on the device.
 
     All batches have one shape, so that each program is compiled once.
     """
@@ -105,7 +105,7 @@ class _Recomputer:
                 yield from _by_sample(*waiting)
 
     def _one_shape(self, samples: Sequence[Sample], taps: Sequence[TapRows]) -> BatchPlan:
-        """Return a plan whose batches all have the shape of the first call's, if that is long enough."""
+        """Return a plan whose batches all have one shape: that of the previous call if it is long enough."""
         longest = max(map(len, samples))
         if self._plan is not None and self._plan.longest >= longest:
             return self._plan
@@ -188,7 +188,7 @@ def _block(rows: Sequence[Sequence[npt.NDArray[Any]]], taps: Sequence[int], leng
 
 
 def _distances(reference: jax.Array, fresh: jax.Array, stored: jax.Array, kind: TapRows) -> jax.Array:
-    """The same as :func:`spile.store.recomputation.distances`, on the device, for ``[taps, rows, width]``."""
+    """Compute :func:`spile.store.recomputation.distances` on the device for ``[taps, rows, width]``."""
     if kind.dtype == "int32":
         known = jnp.sort(reference.astype(jnp.int32), axis=-1)
 
@@ -226,7 +226,7 @@ def _as_read(rows: jax.Array, kind: TapRows) -> jax.Array:
 
 
 class _TorchRecomputer:
-    """The model in PyTorch, in the run's dtype and with the same weights in float32."""
+    """Computes samples with the PyTorch model in the run's dtype and in float32."""
 
     def __init__(self, files: ModelFiles, run: RunIdentity) -> None:
         self._dtype = run.dtype
@@ -252,7 +252,7 @@ class _TorchRecomputer:
 
 @contextmanager
 def _changed_embeddings(model: Any, variant: int, size: float) -> Iterator[None]:
-    """Change the output of the embedding layer, and not its weights, which may be those of the head too."""
+    """Change the output of the embedding layer; its weights may be shared with the head, so they are not changed."""
     import torch
 
     if not variant:
