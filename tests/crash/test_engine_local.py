@@ -41,7 +41,7 @@ def start(folder: Path, *words: str, environment: Mapping[str, str] = os.environ
 
 
 def workers(run: subprocess.Popen[str]) -> list[int]:
-    """The processes that run ``spile extract`` for a stream."""
+    """Return the processes that run ``spile worker`` for a stream."""
     found = []
     for pid in below(run.pid):
         try:
@@ -51,6 +51,12 @@ def workers(run: subprocess.Popen[str]) -> list[int]:
         if b"--stream" in line and b"spile.cli.main" in line and b"child.py" not in b" ".join(line):
             found.append(pid)
     return found
+
+
+def stream_of(pid: int) -> str:
+    """Return the number of the stream that a worker's command names."""
+    line = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    return line[line.index("--stream") + 1]
 
 
 def finish(run: subprocess.Popen[str]) -> tuple[int, str]:
@@ -69,14 +75,13 @@ def test_a_killed_worker_is_restarted_and_nothing_is_stored_twice(
     assert wait_until(lambda: len(workers(run)) == 2)
     assert wait_until(lambda: list((tmp_path / "out").glob("tpu_*/commits/0001.json")))
     (begun,) = {path.parts[-3] for path in list((tmp_path / "out").glob("tpu_*/commits/0001.json"))[:1]}
-    number = begun.removeprefix("tpu_").encode()
-    for pid in workers(run):
-        if Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[5] == number:
-            os.kill(pid, signal.SIGKILL)
+    number = begun.removeprefix("tpu_")
+    (victim,) = [pid for pid in workers(run) if stream_of(pid) == number]
+    os.kill(victim, signal.SIGKILL)
     held.release()
     code, out = finish(run)
     assert code == 0, out
-    assert f"stream {number.decode()}: its worker ended with exit code 137" in out
+    assert f"stream {number}: its worker ended with exit code 137" in out
     assert "streams      2 of 2 done, 1 attempt more than streams" in out
     assert out.rstrip().endswith("next         spile verify out")
     report = verify(open_folder(str(tmp_path / "out")))

@@ -36,7 +36,8 @@ def extract_on_engine(flags: RunFlags, engine: EngineFlags) -> int:
     if flags.worker_id is not None:
         raise SpecError("--worker-id with an engine", expected="all streams", fix="leave it out, or --engine")
     spec = flags.spec()
-    runner = make_engine(engine.name, engine.request(spec.output))
+    output = spec.output
+    runner = make_engine(engine.name, engine.request(output))
     try:
         streams = flags.dataset_dir or _split(flags, spec, runner.workers, engine.num_streams)
         spec = _placed(spec, streams)
@@ -51,7 +52,8 @@ def extract_on_engine(flags: RunFlags, engine: EngineFlags) -> int:
         with watched_engine(SnapshotReader(root)) as view:
             supervisor = Supervisor(runner, tasks, log=view.log, observe=view.observe)
             outcome = supervisor.run(lambda: view.asked)
-        view.finish(outcome, len(tasks), root.url, spec.data.max_samples)
+        # Name the output as the user wrote it; the spec of the workers has its absolute path.
+        view.finish(outcome, len(tasks), open_folder(output).url, spec.data.max_samples)
         return outcome.exit_code
     finally:
         runner.close()
