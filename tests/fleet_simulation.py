@@ -16,7 +16,7 @@ from typing import Any
 
 import requests
 
-from spile.data.split import StreamEntry, StreamsManifest, stream_name
+from spile.data.manifest import StreamEntry, StreamsManifest, stream_name
 from spile.errors import RunMismatch
 from spile.fleet.cloud_tpu import CloudSettings, CloudTpu
 from spile.fleet.deploy import StreamsPlan, changes, check_stored, place_of

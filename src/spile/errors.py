@@ -22,23 +22,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = [
-    "CloudError",
-    "Damaged",
-    "DataError",
-    "Failure",
-    "Fenced",
-    "Interrupted",
-    "ModelError",
-    "PodError",
-    "RunMismatch",
-    "SpecError",
-    "SpileError",
-    "StoreError",
-    "UserError",
-    "untrusted",
-]
-
 
 class SpileError(Exception):
     """The base class. The message is one line of up to four parts."""

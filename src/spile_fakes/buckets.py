@@ -16,19 +16,6 @@ from urllib.parse import unquote
 
 from spile.objects.crc import crc32c, to_base64
 
-__all__ = [
-    "Buckets",
-    "FakeBucket",
-    "Fault",
-    "FaultKind",
-    "Faults",
-    "Stored",
-    "Throttle",
-    "Upload",
-    "crc32c_base64",
-    "random_faults",
-]
-
 
 def crc32c_base64(*pieces: bytes) -> str:
     """Return the CRC32C in the form that GCS uses."""

@@ -7,8 +7,6 @@ import ssl
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-__all__ = ["loopback_context"]
-
 
 def loopback_context(folder: Path) -> tuple[ssl.SSLContext, Path]:
     """Return the TLS context of a server on 127.0.0.1, and the authority file for ``SSL_CERT_FILE`` of its clients."""

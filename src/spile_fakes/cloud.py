@@ -14,17 +14,6 @@ from typing import Any, ClassVar
 
 from spile.planning.machines import known_machines, parse_machine
 
-__all__ = [
-    "TYPES",
-    "ZONES",
-    "ApiError",
-    "Cloud",
-    "CloudOperation",
-    "CloudTimes",
-    "Queue",
-    "stamp",
-]
-
 
 class ApiError(Exception):
     """An error of the API: an HTTP status, a status name and a message."""

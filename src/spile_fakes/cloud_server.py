@@ -24,9 +24,6 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from spile_fakes.cloud import TYPES, ZONES, ApiError, Cloud, CloudTimes
 from spile_fakes.cloud_vms import Vms
 
-__all__ = ["Api", "ApiFault", "FakeCloud", "Lost", "ShiftedClock", "main"]
-
-
 _RUNTIMES = ("tpu-ubuntu2204-base", "v2-alpha-tpuv5-lite", "v2-alpha-tpuv5", "v2-alpha-tpuv6e")
 _PATH = re.compile(
     r"^/(v2|v2alpha1)/projects/([^/]+)(?:/locations(?:/([^/:]+)(?:/(\w+)(?:/([^/:]+))?)?)?)?(?::(\w+))?$"

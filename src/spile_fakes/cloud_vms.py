@@ -18,8 +18,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Vms", "processes_marked"]
-
 _MARK = "SPILE_FAKE_VM"
 _HANDED_ON = (
     "PYTHONPATH",

@@ -20,8 +20,6 @@ from spile_fakes.cloud import ApiError, CloudTimes
 from spile_fakes.cloud_server import FakeCloud
 from spile_fakes.gcs import FakeGcs
 
-__all__ = ["Demo", "main"]
-
 _BUCKET, _FLEET = "demo", "demo"
 _ZONES = ("us-central1-a", "us-central1-b")
 _DEADLINE = 300.0

@@ -31,20 +31,6 @@ from xml.sax.saxutils import escape
 from spile_fakes.buckets import Buckets, FakeBucket, Fault, Faults, Stored, Throttle, crc32c_base64
 from spile_fakes.certificates import loopback_context
 
-__all__ = [
-    "FakeGcs",
-    "FakeReply",
-    "FaultyProxy",
-    "FaultyServer",
-    "Request",
-    "answer_json",
-    "answer_xml",
-    "main",
-    "range_of",
-    "read_headers",
-]
-
-
 _PAGE = 1000
 
 

@@ -23,7 +23,7 @@ from docs.guide_world import BUCKETS, LAYERS, Ending, GuideWorld, guide_world, o
 from docs.old_guides import LINES, QWEN, OldLine
 from fleet.ssh.loopback import SSHD, WHY_NOT, Hosts, keygen
 from pod.launching import clean_environment, started
-from spile.data.split import StreamsManifest
+from spile.data.manifest import StreamsManifest
 from spile.fleet.agent import worker_command
 from spile.fleet.spec import FleetSpec
 from spile.objects import open_folder

@@ -22,7 +22,7 @@ from spile.fleet.provider import NodeRequest
 from spile.fleet.spec import FleetSpec, plan_workers
 from spile.spec.phase import Phase
 from spile.store.claims import Holding
-from spile.store.heartbeat import Snapshot, State, StreamView
+from spile.store.snapshot import Snapshot, State, StreamView
 from spile_fakes import cloud_vms as vms
 
 _SUBREAPER = 36

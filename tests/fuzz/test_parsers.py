@@ -21,8 +21,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from spile.data.chat import ChatTemplate
+from spile.data.manifest import StreamsManifest
 from spile.data.rows import chat_of, parse_row, task_of, text_of
-from spile.data.split import StreamsManifest
 from spile.data.tokens import load_tokenizer
 from spile.errors import SpileError
 from spile.fleet.cloud_tpu import read_node, read_operation, read_queued
@@ -40,9 +40,10 @@ from spile.objects.retry import RequestFailure, from_obstore, from_status
 from spile.reading.dataset import open as open_dataset
 from spile.reading.importing import read_pickle
 from spile.reading.shuffle_order import _checksum
-from spile.store.heartbeat import SnapshotReader, read_beat
+from spile.store.heartbeat import read_beat
 from spile.store.ledger import Commit, seal, unseal
 from spile.store.shard_format import parse_shard_header
+from spile.store.snapshot import SnapshotReader
 from spile.store.stream import join_run, read_run, read_stream
 from spile.store.verification import verify
 from spile.worker.pod.identity import Identity

@@ -1,4 +1,4 @@
-"""The house rules that a reader relies on: everything in src fits a screen or two, and a name means one thing."""
+"""Rules for the source as a whole: sizes of modules and functions, unique class names, the length of import chains."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ SOURCE = Path(spile.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
 MOST_LINES = 700
 MOST_LINES_OF_A_FUNCTION = 60
+MOST_MODULES = 200
+LONGEST_CHAIN = 12
 
 
 def _name(file: Path) -> str:
@@ -50,3 +52,37 @@ def test_no_two_files_of_tests_have_one_name() -> None:
     for file in Path(__file__).parents[1].rglob("test_*.py"):
         homes[file.name].append(str(file))
     assert {name: files for name, files in homes.items() if len(files) > 1} == {}
+
+
+def _imports(file: Path, modules: set[str]) -> set[str]:
+    """The modules that a module imports when it is loaded: not those within functions or for type checkers."""
+    found: set[str] = set()
+    waiting: list[ast.AST] = [ast.parse(file.read_text())]
+    while waiting:
+        for node in ast.iter_child_nodes(waiting.pop()):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                found |= {f"{node.module}.{name.name}" for name in node.names} | {node.module}
+            elif isinstance(node, ast.Import):
+                found |= {name.name for name in node.names}
+            elif (
+                not isinstance(node, ast.FunctionDef)
+                and "TYPE_CHECKING" not in ast.unparse(getattr(node, "test", node))[:40]
+            ):
+                waiting.append(node)
+    return found & modules
+
+
+def test_there_are_not_too_many_modules_and_chains_of_imports_are_short() -> None:
+    names = {".".join(("spile", *file.relative_to(SOURCE).with_suffix("").parts)): file for file in FILES}
+    modules = {name.removesuffix(".__init__"): file for name, file in names.items()}
+    assert len(modules) <= MOST_MODULES
+    imports = {name: _imports(file, set(modules)) - {name} for name, file in modules.items()}
+    longest: dict[str, list[str]] = {}
+
+    def chain(name: str) -> list[str]:
+        if name not in longest:
+            longest[name] = [name, *max((chain(each) for each in sorted(imports[name])), key=len, default=[])]
+        return longest[name]
+
+    found = max((chain(name) for name in modules), key=len)
+    assert len(found) <= LONGEST_CHAIN, found

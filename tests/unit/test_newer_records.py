@@ -18,8 +18,8 @@ from spile.fleet.provider import NodeRequest
 from spile.fleet.spec import FleetSpec, plan_workers
 from spile.objects import open_folder
 from spile.spec.phase import Phase
-from spile.store.heartbeat import SnapshotReader
 from spile.store.ledger import seal, unseal
+from spile.store.snapshot import SnapshotReader
 from spile.store.stream import join_run, join_stream, read_run
 from spile.store.verification import verify
 from world import produce, run_identity, stream_identity

@@ -12,24 +12,6 @@ from spile.errors import SpecError
 if TYPE_CHECKING:
     from spile.cli.flags import RunFlags
 
-__all__ = [
-    "ALWAYS",
-    "FLAGS",
-    "GUIDES_DATASET",
-    "GUIDES_MODEL",
-    "GUIDES_STREAMS",
-    "INSTEAD",
-    "SCRIPTS",
-    "SWITCHES",
-    "VARIABLES",
-    "Variable",
-    "modern",
-    "settled",
-    "with_model",
-    "worker_number",
-]
-
-
 FLAGS: dict[str, str] = {
     # guide 002, extract_activations.py; guide 001, run_extraction_worker.sh
     "--model-path": "--model",

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from spile.launch.engines import ClusterJob
     from spile.launch.kubernetes import KubernetesJob
 
-__all__ = ["ClusterFlags", "KubernetesFlags", "SlurmFlags", "k8s_job", "slurm_job"]
-
 _JOB = Group("The job", sort_key=0)
 _CLUSTER = Group("The cluster", sort_key=0)
 

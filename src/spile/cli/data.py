@@ -21,9 +21,7 @@ from spile.view.table import output as output_console
 
 if TYPE_CHECKING:
     from spile.data.convert import ItemTally, RowSelection
-    from spile.data.split import StreamsManifest
-
-__all__ = ["SourceFlags", "convert", "progress", "streams", "upload"]
+    from spile.data.manifest import StreamsManifest
 
 
 @Parameter(name="*")
@@ -135,7 +133,8 @@ def streams(
     overwrite: Annotated[bool, Parameter(help="Replace streams of another split.", negative="")] = False,
 ) -> int:
     """Split a dataset into independent streams, balanced to one sample, the same bytes each time."""
-    from spile.data.split import MANIFEST, make_streams, refuse_others
+    from spile.data.manifest import MANIFEST
+    from spile.data.split import make_streams, refuse_others
 
     source = source or SourceFlags()
     selection = source.selection(tuple((keep or "").replace(",", " ").split()))

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from spile.fleet.spec import FleetSpec, Policy, Worker
     from spile.planning.cost import Estimate
 
-__all__ = ["DeployFlags", "deploy", "worker_spec"]
-
 _STEPS = Group("Which steps", sort_key=0)
 _COUNTED = 200
 """The number of samples of the first stream whose tokens a dry run counts."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Group, Parameter
 
 from spile.cli.flags import HostFlags, flag, log, variables
-from spile.cli.hosts import Output, RunFlags
+from spile.cli.hosts import HostCommandFlags, Output
 from spile.errors import Failure, SpecError, SpileError, UserError
 
 if TYPE_CHECKING:
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from spile.hosts.hosts import Host
     from spile.launch.docker import Container
-
-__all__ = ["ContainerFlags", "build", "pod", "run", "stop"]
 
 _WHAT = Group("The container", sort_key=1)
 _WORDS = Annotated[str, Parameter(show=False, allow_leading_hyphen=True)]
@@ -118,7 +116,7 @@ def build(
     copied = copy_to(hosts, load(context.absolute(), int(1e9)), target, where.access())
     log(f"copied {copied.files} files to {target} on {copied.hosts} hosts")
     line = shlex.join(build_words(flags.runtime, flags.device(here=here), flags.image_name(), "."))
-    return _everywhere(hosts, line, where, RunFlags(), folder=target)
+    return _everywhere(hosts, line, where, HostCommandFlags(), folder=target)
 
 
 def run(
@@ -167,7 +165,7 @@ def pod(
     hosts, access = where.find(), where.access()
     check_hosts(hosts, flags.runtime, container.image, access)
     try:
-        code = _everywhere(hosts, script, where, RunFlags(logs=logs), grace=flags.grace)
+        code = _everywhere(hosts, script, where, HostCommandFlags(logs=logs), grace=flags.grace)
     except SpileError:
         _sweep(hosts, stop_script(flags.runtime, flags.name, flags.grace, none_is_error=False), where)
         raise
@@ -214,7 +212,13 @@ def _not_the_runtimes(words: Sequence[str]) -> None:
 
 
 def _everywhere(
-    hosts: Sequence[Host], line: str, where: HostFlags, run_flags: RunFlags, *, folder: str = "~", grace: int = 3
+    hosts: Sequence[Host],
+    line: str,
+    where: HostFlags,
+    run_flags: HostCommandFlags,
+    *,
+    folder: str = "~",
+    grace: int = 3,
 ) -> int:
     """Run a command line on all hosts, with logs and exit codes as in ``spile run``."""
     from spile.hosts import run as fanout

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from spile.cli.flags import EngineFlags, RunFlags
     from spile.spec.run import RunSpec
 
-__all__ = ["extract_on_engine"]
-
 _STREAMS = "streams"
 """The folder in the output that contains the streams of ``--dataset``."""
 _STREAMS_PER_WORKER = 4
@@ -28,7 +26,7 @@ def extract_on_engine(flags: RunFlags, engine: EngineFlags) -> int:
     from spile.launch.engines import make_engine
     from spile.launch.supervisor import Supervisor, cluster_check, stream_tasks
     from spile.objects import open_folder
-    from spile.store.heartbeat import SnapshotReader
+    from spile.store.snapshot import SnapshotReader
     from spile.store.stream import write_spec
     from spile.view.engine import watched_engine
 
@@ -83,7 +81,7 @@ def _absolute(name: str) -> str:
 
 def _split(flags: RunFlags, spec: RunSpec, workers: int, asked: int | None) -> str:
     """Split ``--dataset`` into streams in the output folder, or reuse those of an earlier run; return their folder."""
-    from spile.data.split import MANIFEST, StreamsManifest
+    from spile.data.manifest import MANIFEST, StreamsManifest
     from spile.fleet.deploy import prepare_streams, refuse_other_rows
     from spile.objects import open_folder
     from spile.objects.folder import NotFound

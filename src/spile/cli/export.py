@@ -18,8 +18,6 @@ from spile.view.table import output as console
 if TYPE_CHECKING:
     from spile.reading.dataset import Dataset
 
-__all__ = ["export", "import_"]
-
 Form = Literal["pickle", "saelens", "npy", "parquet", "hf"]
 
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from spile.worker.pod.pod import WorkerGroup
     from spile.worker.progress import Summary
 
-__all__ = ["add_taps", "check", "extract", "infer", "worker"]
-
 
 def extract(
     *,

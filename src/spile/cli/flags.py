@@ -29,29 +29,6 @@ if TYPE_CHECKING:
     from spile.worker.pod.identity import Identity
     from spile.worker.pod.pod import WorkerGroup
 
-__all__ = [
-    "GCS_PREFIX",
-    "BackfillFlags",
-    "EngineFlags",
-    "ExtractFlags",
-    "HostFlags",
-    "InferFlags",
-    "MachineFlags",
-    "PlaceFlags",
-    "PodFlags",
-    "RunFlags",
-    "confirm",
-    "flag",
-    "log",
-    "pairs",
-    "parse_numbers",
-    "print_result",
-    "print_results",
-    "table_of",
-    "variables",
-    "write_page",
-]
-
 
 def flag(group: Group, text: str, **more: Any) -> Parameter:
     """Return the parameter of a flag; ``more`` goes to cyclopts."""

@@ -20,28 +20,14 @@ from spile.errors import SpecError, UserError
 from spile.view.table import output
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from spile.fleet.cloud_tpu import CloudTpu
     from spile.fleet.home import FleetHome
+    from spile.fleet.manage import NodeResult
     from spile.fleet.monitor import FleetMonitor, FleetStatus
     from spile.fleet.provider import Node, Provider, QueuedResource
     from spile.fleet.spec import FleetSpec
-
-__all__ = [
-    "adjusted",
-    "create",
-    "delete",
-    "fleet_home",
-    "list_all",
-    "list_fleets",
-    "monitor",
-    "recreate_preempted",
-    "status",
-    "stop",
-    "tpu_status",
-    "watch_fleet",
-]
 
 
 def adjusted(interval: float, keep_finished: bool) -> Callable[[FleetSpec], FleetSpec]:
@@ -212,8 +198,8 @@ def _watch_root(
     root: str, console: Console, interval: float, once: bool, as_json: bool, metrics_port: int | None
 ) -> int:
     from spile.objects import open_folder
-    from spile.store.heartbeat import Snapshot, SnapshotReader
     from spile.store.layout import RUN
+    from spile.store.snapshot import Snapshot, SnapshotReader
     from spile.store.stream import read_run
     from spile.view.metrics import MetricsServer
     from spile.view.streams import watch
@@ -414,9 +400,8 @@ def create(
     if node_prefix:
         results = manage.queue(client, fleet, node_prefix, node_count, name=queued_id)
         code = print_results(console, results)
-        for result in [each for each in results if wait and not each.bad]:
-            manage.wait_for_queued(client, result.zone, result.name)
-            console.print(f"{result.name} in {result.zone}: ACTIVE", markup=False)
+        if wait:
+            _wait_until_active(client, results, console)
         return code
     if adopt:
         adopted = manage.adopt(client, fleet, adopt)
@@ -432,10 +417,18 @@ def create(
         report=lambda result: print_result(console, result),
     )
     if machines.queued and wait:
-        for result in [each for each in results if not each.bad]:
-            manage.wait_for_queued(client, result.zone, result.name)
-            console.print(f"{result.name} in {result.zone}: ACTIVE", markup=False)
+        _wait_until_active(client, results, console)
     return int(any(result.bad for result in results))
+
+
+def _wait_until_active(client: Provider, results: Iterable[NodeResult], console: Console) -> None:
+    """Wait until the queued resources that were requested are active."""
+    from spile.fleet.manage import wait_for_queued
+
+    for result in results:
+        if not result.bad:
+            wait_for_queued(client, result.zone, result.name)
+            console.print(f"{result.name} in {result.zone}: ACTIVE", markup=False)
 
 
 def delete(

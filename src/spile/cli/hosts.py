@@ -25,16 +25,13 @@ if TYPE_CHECKING:
     from spile.fleet.worker_logs import LogMachine
     from spile.hosts.hosts import Host
 
-__all__ = ["Output", "RunFlags", "collect", "install", "logs", "put_on", "run"]
-
-
 _WHAT = Group("What to run", sort_key=1)
 _COPY = Group("What to copy, where to", sort_key=4)
 
 
 @Parameter(name="*")
 @dataclass(frozen=True)
-class RunFlags:
+class HostCommandFlags:
     """The flags of ``spile run`` itself."""
 
     command: Annotated[str | None, flag(_WHAT, "The command as one line for the hosts' shell, instead of -- CMD.")] = (
@@ -80,7 +77,7 @@ class Output(Console):
 
 def run(
     *words: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
-    flags: RunFlags = RunFlags(),  # noqa: B008  (frozen)
+    flags: HostCommandFlags = HostCommandFlags(),  # noqa: B008  (frozen)
     where: HostFlags = HostFlags(),  # noqa: B008
 ) -> int:
     """Copy this directory to every host of the slices, run a command on all at once, bring back logs and codes.

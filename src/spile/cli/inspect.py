@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from spile.reading.dataset import Dataset
     from spile.store.statistics import TapStatistics
 
-__all__ = ["inspect", "score"]
-
 
 def inspect(
     root: Annotated[str, Parameter(help="A folder, gs://bucket/prefix, s3://… or az://….")] = "./activations",

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from spile.errors import Interrupted
 from spile.worker.signals import INTERRUPTED, handled, interruptible, leaving
 
-__all__ = ["main"]
-
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run ``spile`` and exit with its code: 0 done, 1 a failure, 2 a user's mistake, 3 fenced, 130 interrupted."""

@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from spile.planning.timed_run import TimedRun
     from spile.planning.tpu_compiler import Fit
 
-__all__ = ["bench", "models", "plan", "read_prices"]
-
-
 _PLAN = Group("Plan", sort_key=0)
 _USUAL = ("v3-8", "v4-8", "v5litepod-8", "v5litepod-64", "v6e-8", "v5p-8")
 """The machines to show if no --topology is given."""

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
     from cyclopts.token import Token
 
-__all__ = ["COMMANDS", "GROUPS", "SECTIONS", "Command", "build", "mistake", "run"]
-
 
 class Command(NamedTuple):
     """A row of the table of commands."""

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from spile.store.recomputation import Recompute
     from spile.store.report import Garbage, Kind, Report, StreamReport
 
-__all__ = ["show", "verify"]
-
 _MOST_LINES = 50
 _KINDS: tuple[Kind, ...] = ("missing", "doubled", "damaged", "wrong")
 

@@ -18,8 +18,6 @@ from spile.data.tokens import Span, Tokenizer
 from spile.errors import DataError, ModelError
 from spile.spec.sample import Role
 
-__all__ = ["ROLES", "ChatTemplate", "Message", "Rendered", "TemplateProcess"]
-
 Message = Mapping[str, Any]
 
 ROLES: dict[str, Role] = {

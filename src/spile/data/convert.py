@@ -27,22 +27,6 @@ from spile.errors import DataError, SpecError
 from spile.objects import Unwritable
 from spile.spec.run import BadRows
 
-__all__ = [
-    "ANSWERS",
-    "CHALLENGES",
-    "Converted",
-    "Format",
-    "Item",
-    "ItemTally",
-    "RowSelection",
-    "Unique",
-    "convert",
-    "convert_source",
-    "replacing",
-    "usable",
-    "workspace",
-]
-
 
 @contextmanager
 def workspace(folder: Path) -> Iterator[Path]:

@@ -20,8 +20,6 @@ from spile.errors import DataError, StoreError
 from spile.objects.opening import is_remote
 from spile.spec.run import EMBEDDED
 
-__all__ = ["BlockHashes", "Line", "StreamFile", "embedded_tasks", "fetched"]
-
 _CHUNK = 1 << 20
 _LONGEST = 256 << 20
 _MOST_COPIED = 8 << 30

@@ -18,16 +18,6 @@ from spile.data.tokens import Span, Tokenizer
 from spile.errors import DataError, ModelError
 from spile.spec.run import DataSpec, PromptSpec
 
-__all__ = [
-    "Document",
-    "Draft",
-    "Drafter",
-    "PackedWindow",
-    "pack",
-    "plain_text",
-]
-
-
 _log = logging.getLogger("spile.data")
 
 

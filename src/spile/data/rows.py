@@ -16,21 +16,6 @@ from spile.data.arc.grids import Task, parse_task
 from spile.errors import DataError, SpecError
 from spile.spec.run import PromptKind, PromptSpec
 
-__all__ = [
-    "MASK",
-    "TOKENS",
-    "arc_task_id",
-    "chat_of",
-    "kept_of",
-    "parse_row",
-    "rejected_line",
-    "resolve",
-    "row_id",
-    "task_of",
-    "text_of",
-    "tokens_of",
-]
-
 TOKENS, MASK = "input_ids", "attention_mask"
 """The fields with token ids and the attention mask, named as in transformers."""
 _MOST_KEPT = 1024

@@ -27,24 +27,6 @@ from spile.objects.opening import is_remote
 from spile.objects.retry import RequestFailure, Retry, from_status, retry_while_unavailable
 from spile.spec.run import EMBEDDED, BadRows, DataSpec
 
-__all__ = [
-    "ArcFolder",
-    "Csv",
-    "Hub",
-    "JsonFile",
-    "Jsonl",
-    "Parquet",
-    "RowRange",
-    "RowSource",
-    "SourceRow",
-    "TextFile",
-    "TextFolder",
-    "is_hub_name",
-    "open_input",
-    "open_source",
-]
-
-
 Result = TypeVar("Result")
 
 

@@ -13,18 +13,16 @@ import numpy.typing as npt
 from spile.data.arc.encoders import parse_encoder
 from spile.data.arc.grids import passes_fast_check
 from spile.data.lines import BlockHashes, StreamFile
+from spile.data.manifest import MANIFEST, check_stream, stream_name
 from spile.data.prompts import Document, Draft, Drafter, pack
 from spile.data.rows import parse_row, resolve
 from spile.data.sources import open_input
-from spile.data.split import MANIFEST, check_stream, stream_name
 from spile.data.tokens import Encoded, Tokenizer
 from spile.errors import DataError, SpileError
 from spile.objects.ahead import iterate_ahead
 from spile.spec.ranges import Ranges
 from spile.spec.run import DataSpec, PromptSpec
 from spile.spec.sample import Sample, Skip
-
-__all__ = ["SampleReader", "SampleStream", "open_stream"]
 
 _CHARACTERS, _SAMPLES, _AHEAD = 1 << 18, 2048, 16
 """The size of a chunk, which is tokenized in parallel, and the number of chunks in the queue: about two million tokens,

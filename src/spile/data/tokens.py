@@ -24,8 +24,6 @@ from tokenizers.pre_tokenizers import Metaspace
 from spile.errors import ModelError, untrusted
 from spile.spec.sample import Role
 
-__all__ = ["Encoded", "Span", "Tokenizer", "load_tokenizer"]
-
 _TURN_END = 4
 """How many tokens after an assistant's content are searched for the one that ends the turn."""
 _LLAMA_CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast")

@@ -8,11 +8,9 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-from spile.data.split import MANIFEST, StreamsManifest, check_stream
+from spile.data.manifest import MANIFEST, StreamsManifest, check_stream
 from spile.errors import DataError
 from spile.objects import Folder, NotFound, read_chunks
-
-__all__ = ["Uploaded", "read_manifest", "upload"]
 
 _CHUNK = 8 << 20
 _AT_ONCE = 8

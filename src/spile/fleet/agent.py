@@ -43,8 +43,6 @@ from spile.spec.hiding import REFERENCE, secret_values, struck_out
 from spile.spec.phase import Phase
 from spile.version import __version__
 
-__all__ = ["AGAIN", "Agent", "main", "resolve_secrets", "worker_command"]
-
 AGAIN = 75
 """The exit code that asks the launch script to read ``fleet.json`` again, because there is a new deployment."""
 _TAIL = 40

@@ -35,25 +35,6 @@ from spile.fleet.provider import (
     Unavailable,
 )
 
-__all__ = [
-    "CloudSettings",
-    "CloudTpu",
-    "backoff",
-    "check_place",
-    "check_roles",
-    "error_of",
-    "gcloud_value",
-    "is_rate_limit",
-    "node_body",
-    "open_session",
-    "queued_body",
-    "read_node",
-    "read_operation",
-    "read_queued",
-    "read_settings",
-]
-
-
 # The API reports both as "resource exhausted" (429, code 8); only the message tells them apart.
 _RATE = re.compile(r"per minute|per second|rate limit|RATE_LIMIT_EXCEEDED", re.IGNORECASE)
 _QUOTA = re.compile(r"\bquota\b", re.IGNORECASE)

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from spile.data.convert import RowSelection
+from spile.data.manifest import MANIFEST, STREAM, StreamsManifest, stream_name
 from spile.data.sources import RowRange
-from spile.data.split import MANIFEST, STREAM, StreamsManifest, make_streams, stream_name
+from spile.data.split import make_streams
 from spile.data.upload import read_manifest, upload
 from spile.errors import DataError, ModelError, RunMismatch, SpecError, SpileError, UserError
 from spile.fleet.cloud_tpu import CloudTpu, check_roles
@@ -37,35 +38,11 @@ from spile.spec.amounts import counted
 from spile.spec.run import EMBEDDED, DataSpec, ExtractSpec, PromptSpec, RunSpec
 from spile.spec.taps import select_taps
 from spile.store.cleanup import stream_has_commits
-from spile.store.heartbeat import SnapshotReader
 from spile.store.layout import stream_folder
+from spile.store.snapshot import SnapshotReader
 from spile.store.stream import read_stream
 from spile.store.streams import find_streams
 from spile.version import __version__
-
-__all__ = [
-    "StreamsPlan",
-    "begun",
-    "changes",
-    "check_access",
-    "check_model",
-    "check_root",
-    "check_stored",
-    "deployment_of",
-    "existing_streams",
-    "fleet_bucket",
-    "launch_over_ssh",
-    "list_existing",
-    "local_streams",
-    "place_of",
-    "prepare_bare_machines",
-    "prepare_streams",
-    "publish",
-    "refuse_at_work",
-    "refuse_other_rows",
-    "split_streams",
-]
-
 
 _NAME = 16
 """The number of digits of a split's digest in the name of its folder."""

@@ -15,19 +15,6 @@ from spile.fleet.spec import FleetSpec, owns, worker_of
 from spile.spec.phase import Phase
 from spile.spec.records import typed_fields
 
-__all__ = [
-    "Bill",
-    "History",
-    "Observed",
-    "Pending",
-    "Pulse",
-    "Verdict",
-    "WorkerHistory",
-    "ZoneBlock",
-    "spec_zones",
-]
-
-
 Verdict = Literal["", "finished", "crashed", "refused", "stopped"]
 
 

@@ -33,8 +33,6 @@ from spile.objects.folder import Folder, NotFound
 from spile.spec.phase import Phase
 from spile.spec.records import typed_fields
 
-__all__ = ["FLEET", "STARTUP", "FleetHome", "WorkerReport", "fleet_url", "fleets_of"]
-
 FLEET = "fleet.json"
 STARTUP = "startup.sh"
 _MOST = 1 << 20

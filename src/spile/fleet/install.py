@@ -21,13 +21,6 @@ from spile.hosts.hosts import Access, Host
 from spile.hosts.run import Launched, launch
 from spile.version import __version__
 
-__all__ = [
-    "INSTALLED",
-    "build_wheel",
-    "install_on",
-]
-
-
 _WHEEL = "Wheel-Version: 1.0\nGenerator: spile\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 _LEFT_OUT = ("__pycache__",)
 

@@ -22,8 +22,6 @@ from spile.objects import open_folder
 from spile.objects.folder import Folder, NotFound, Removal
 from spile.spec.records import typed_fields
 
-__all__ = ["Holder", "Lease", "refuse_monitored", "this_person"]
-
 _SHAPE = re.compile(r"lease/([0-9]{6}|[1-9][0-9]{6,})\.json")
 
 

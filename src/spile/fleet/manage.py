@@ -32,31 +32,6 @@ from spile.fleet.provider import (
 from spile.fleet.spec import FLEET_LABEL, WORKER_LABEL, FleetSpec, Worker, owns
 from spile.hosts.hosts import Host
 
-__all__ = [
-    "Metadata",
-    "NodeResult",
-    "adopt",
-    "by_zone",
-    "create",
-    "delete",
-    "delete_queued_of",
-    "find_hosts",
-    "hosts_of",
-    "list_nodes",
-    "list_waiting",
-    "named_workers",
-    "pause",
-    "queue",
-    "recreate",
-    "request_for",
-    "settle",
-    "slice_secret",
-    "slices_named",
-    "unqueue",
-    "wait_for_queued",
-]
-
-
 ReportResult = Callable[["NodeResult"], None]
 
 Metadata = Callable[[int], Mapping[str, str]]

@@ -49,26 +49,7 @@ from spile.objects import open_folder
 from spile.spec.amounts import duration
 from spile.spec.phase import Phase
 from spile.store.claims import ClaimReader, Holding
-from spile.store.heartbeat import Snapshot, SnapshotReader, State, StreamView
-
-__all__ = [
-    "Event",
-    "FleetMonitor",
-    "FleetStatus",
-    "Round",
-    "WorkerStatus",
-    "act",
-    "check_url",
-    "crash_loop",
-    "events_between",
-    "look",
-    "machine_metadata",
-    "pulses_of",
-    "send",
-    "startup_script",
-    "tick",
-]
-
+from spile.store.snapshot import Snapshot, SnapshotReader, State, StreamView
 
 In = TypeVar("In")
 Out = TypeVar("Out")

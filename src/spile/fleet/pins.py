@@ -25,23 +25,6 @@ from spile.objects import open_folder
 from spile.objects.folder import Folder, NotFound
 from spile.objects.machine import ask_metadata, google_metadata_url
 
-__all__ = [
-    "PIN",
-    "REQUIREMENTS",
-    "REQUIREMENTS_CUDA",
-    "NotDeployed",
-    "check_pinned",
-    "known_here",
-    "machine_requirements",
-    "own_pin",
-    "parse_deployment",
-    "pin_machines",
-    "remember",
-    "remember_deployment",
-    "sha256",
-]
-
-
 PIN = "spile-sha256"
 """The key of the metadata entry with the sha256."""
 _PATIENCE = 10.0

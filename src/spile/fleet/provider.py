@@ -25,27 +25,6 @@ from typing import Protocol, Self
 
 from spile.errors import CloudError, UserError
 
-__all__ = [
-    "BadRequest",
-    "Endpoint",
-    "Life",
-    "LostReply",
-    "Missing",
-    "NameTaken",
-    "Node",
-    "NodeRequest",
-    "NodeState",
-    "NotAllowed",
-    "Operation",
-    "Provider",
-    "QueuedRequest",
-    "QueuedResource",
-    "QueuedState",
-    "Quota",
-    "Stockout",
-    "Unavailable",
-]
-
 
 class Life(Enum):
     """What has to be done with a machine in a state."""

@@ -12,23 +12,6 @@ from spile.fleet.history import Bill, History, Observed, Pending, Pulse, Verdict
 from spile.fleet.provider import Life, LostReply, Missing, Node, NodeState, Operation, Quota, Stockout, Unavailable
 from spile.fleet.spec import FleetSpec, Policy, Worker
 
-__all__ = [
-    "Action",
-    "ActionOutcome",
-    "FleetCase",
-    "Health",
-    "WorkerCase",
-    "begin",
-    "decide",
-    "delay",
-    "health_of",
-    "intend",
-    "next_zone",
-    "past_of",
-    "record",
-    "update_history",
-]
-
 
 def past_of(history: History, worker: Worker) -> WorkerHistory:
     """Return a worker's history; a new one if there is none."""

@@ -14,19 +14,6 @@ from spile.fleet.provider import Node, NodeRequest
 from spile.planning.machines import Machine, parse_machine
 from spile.spec.records import typed_fields
 
-__all__ = [
-    "FLEET_LABEL",
-    "WORKER_LABEL",
-    "FleetSpec",
-    "Policy",
-    "Worker",
-    "default_runtime",
-    "keep_numbers",
-    "owns",
-    "plan_workers",
-    "worker_of",
-]
-
 FLEET_LABEL = "spile-fleet"
 """The label with the fleet's name. Only machines that carry it are ever changed or deleted."""
 WORKER_LABEL = "spile-worker"

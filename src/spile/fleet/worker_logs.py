@@ -17,19 +17,6 @@ from spile.objects.folder import Folder, NotFound, Removal
 from spile.store.heartbeat import Beat, read_beat
 from spile.store.layout import PROGRESS
 
-__all__ = [
-    "LOG_FILES",
-    "NO_LOG",
-    "UNIT",
-    "LogKeeper",
-    "LogMachine",
-    "find_machine",
-    "last_words",
-    "read_log",
-    "tail_command",
-]
-
-
 PART = 256 << 10
 """The size at which the next object is started."""
 PARTS = 16

@@ -23,24 +23,6 @@ from spile.objects import open_folder
 from spile.store.layout import RUN, STREAM
 from spile.store.stream import read_stream
 
-__all__ = [
-    "RESULTS",
-    "Collected",
-    "Copied",
-    "CopyList",
-    "Moved",
-    "Transfers",
-    "assemble",
-    "collect_from",
-    "copy_to",
-    "folder_of",
-    "list_files",
-    "load",
-    "pull",
-    "push",
-]
-
-
 RESULTS = "spile-run-"
 """The prefix of the names of result folders, which are never copied to hosts."""
 

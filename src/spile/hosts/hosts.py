@@ -13,8 +13,6 @@ from pathlib import Path
 
 from spile.errors import Failure, SpecError, UserError
 
-__all__ = ["GCLOUD_KEY", "Access", "Host", "ensure_key", "parse_hosts"]
-
 GCLOUD_KEY = Path("~/.ssh/google_compute_engine")
 GCLOUD_KNOWN_HOSTS = Path("~/.ssh/google_compute_known_hosts")
 

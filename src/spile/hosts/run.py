@@ -17,24 +17,6 @@ from spile.errors import Failure, Interrupted, SpileError, UserError
 from spile.hosts.hosts import Access, Host
 from spile.hosts.remote import guard
 
-__all__ = [
-    "MEGASCALE_PORT",
-    "Ended",
-    "HostOutcome",
-    "Job",
-    "Launched",
-    "Session",
-    "SessionTimes",
-    "environment_of",
-    "explain",
-    "launch",
-    "remote_program",
-    "run",
-    "run_everywhere",
-    "together",
-    "worst",
-]
-
 
 class SshFailure(NamedTuple):
     """An error of ssh: the pattern of its message, the class of our error, our message and the fix."""

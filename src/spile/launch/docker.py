@@ -16,18 +16,6 @@ from spile.errors import SpecError, UserError
 from spile.hosts.hosts import Access, Host
 from spile.hosts.run import launch
 
-__all__ = [
-    "ON_HOSTS",
-    "Container",
-    "Device",
-    "build_words",
-    "check_hosts",
-    "host_script",
-    "image_name",
-    "run_words",
-    "stop_script",
-]
-
 Device = Literal["cpu", "cuda", "tpu"]
 LABEL = "spile"
 ON_HOSTS = ("TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES", "MEGASCALE_COORDINATOR_ADDRESS", "MEGASCALE_NUM_SLICES",

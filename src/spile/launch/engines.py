@@ -12,11 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from spile.errors import SpecError
-from spile.launch.supervisor import Engine
 
-__all__ = ["SUPERVISED", "ClusterJob", "EngineRequest", "make_engine", "refuse_control_characters"]
+if TYPE_CHECKING:
+    from spile.launch.supervisor import Engine
 
 SUPERVISED: dict[str, str] = {
     "local": "spile.launch.local:LocalEngine",

@@ -25,8 +25,6 @@ from spile.errors import Fenced, Interrupted, SpecError, UserError
 from spile.launch.engines import ClusterJob, refuse_control_characters
 from spile.planning.machines import Machine
 
-__all__ = ["INDEX", "KubernetesJob", "SecretKey", "manifests", "to_yaml"]
-
 INDEX = "JOB_COMPLETION_INDEX"
 """The variable that Kubernetes sets in each pod of an Indexed Job, and expands in a command."""
 CONTAINER = "spile"

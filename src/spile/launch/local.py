@@ -22,15 +22,6 @@ from spile.objects import open_folder
 from spile.objects.machine import this_machines_cores
 from spile.objects.preflight import preflight
 
-__all__ = [
-    "LocalEngine",
-    "WorkerProcess",
-    "WorkerShare",
-    "shares",
-    "this_machines_chips",
-    "thread_limits",
-]
-
 
 @dataclass(frozen=True)
 class WorkerShare:

@@ -23,8 +23,6 @@ from spile.launch.local import WorkerProcess, thread_limits
 from spile.launch.supervisor import ClusterCheck, StreamTask, WorkerEnd
 from spile.version import __version__
 
-__all__ = ["Gang", "RayEngine", "check_node", "find_gangs", "run_stream"]
-
 # -- on a node --------------------------------------------------------------------------------------------------------
 
 _POLL = 0.2

@@ -23,8 +23,6 @@ from dataclasses import dataclass, field
 from spile.errors import SpecError
 from spile.launch.engines import ClusterJob, refuse_control_characters
 
-__all__ = ["SlurmJob", "to_script"]
-
 _PAUSE = 10
 """Seconds before a worker that failed is started again; a multiple of it for each further error."""
 

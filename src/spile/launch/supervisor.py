@@ -35,23 +35,8 @@ from typing import Protocol
 from spile.errors import DataError, Failure, Fenced, Interrupted, UserError
 from spile.objects import open_folder
 from spile.objects.preflight import preflight
-from spile.store.heartbeat import SILENCE, State, StreamView
-
-__all__ = [
-    "AttemptHistory",
-    "ClusterCheck",
-    "Decision",
-    "Engine",
-    "EngineOutcome",
-    "RestartAction",
-    "RestartPolicy",
-    "StreamTask",
-    "Supervisor",
-    "WorkerEnd",
-    "cluster_check",
-    "slow_stream",
-    "stream_tasks",
-]
+from spile.store.heartbeat import SILENCE
+from spile.store.snapshot import State, StreamView
 
 # -- the policy -------------------------------------------------------------------------------------------------------
 

@@ -16,8 +16,6 @@ import numpy as np
 from spile.errors import ModelError
 from spile.models.safetensors_files import Entry, LocalSource, Piece, Values, read_header
 
-__all__ = ["Adapter", "LoraChange", "find_adapter"]
-
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _NAME = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")

@@ -7,8 +7,6 @@ from typing import Any, Literal
 
 from spile.errors import ModelError
 
-__all__ = ["Activation", "Experts", "ModelConfig", "Norm", "NormPlace", "Rope", "RopeKind"]
-
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Norm = Literal["rms", "rms_plus_one", "layer"]
 """``rms``: divide by the RMS; ``rms_plus_one``: with weights stored less 1; ``layer``: less the mean, with a bias."""

@@ -25,22 +25,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from spile.models.architecture import ModelConfig
 
-__all__ = [
-    "ATTENTIONS",
-    "MASKED",
-    "Attention",
-    "blocked",
-    "choose",
-    "cudnn",
-    "cudnn_masked",
-    "flash",
-    "masked",
-    "over_mesh",
-    "precision",
-    "scaled",
-    "xla",
-]
-
 Queries = Float[Array, "rows seq heads head_dim"]
 Keys = Float[Array, "rows seq kv_heads head_dim"]
 Segments = Int[Array, "rows seq"] | None

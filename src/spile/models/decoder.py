@@ -23,22 +23,6 @@ from spile.models.params import Layer, LayerRun, Params, one_by_one, tap_groups
 from spile.models.rope import Angles
 from spile.spec.taps import Site, Tap
 
-__all__ = [
-    "Attend",
-    "Drawn",
-    "Keep",
-    "as_it_is",
-    "block",
-    "embed",
-    "forward",
-    "head_needed",
-    "hidden",
-    "layers_needed",
-    "logits",
-    "look_after_layers",
-]
-
-
 _CHUNK = 256
 """The number of tokens whose logits exist at once; those of all tokens would not fit into memory."""
 

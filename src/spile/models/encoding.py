@@ -8,8 +8,6 @@ from jaxtyping import Array
 
 from spile.spec.taps import SCALE_BYTES, SCALED
 
-__all__ = ["as_stored", "encode", "finite_rows"]
-
 _TINY = 2.0**-126
 
 

@@ -19,8 +19,6 @@ from spile.models.attention import precision
 from spile.models.layers import Hidden, Look, gate, linear
 from spile.models.params import Layer
 
-__all__ = ["MIXTURES", "Mixture", "choose_mixture", "mixture_over_mesh", "route", "routed_mlp"]
-
 Chosen = Int[Array, "tokens chosen"]
 
 

@@ -31,8 +31,6 @@ from spile.models.experts import MIXTURES, Mixture
 from spile.models.params import Params
 from spile.spec.taps import Tap
 
-__all__ = ["Choices", "Chunk", "Sampling", "Slots", "empty_slots", "read_prompts", "slot_bytes", "take_steps"]
-
 IDLE, MAKING, CLOSING = 0, 1, 2
 """The states of a slot: without a sample or reading its prompt; generating; feeding its last token."""
 

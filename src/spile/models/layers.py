@@ -13,8 +13,6 @@ from spile.models.attention import precision
 from spile.models.params import Layer
 from spile.spec.taps import Site
 
-__all__ = ["Hidden", "Look", "activate", "gate", "linear", "mlp", "norm", "rms_norm", "softcap"]
-
 Hidden = Float[Array, "rows seq d_model"]
 Look = Callable[[Site, Array], None]
 """A function that receives the value of each tap kind."""

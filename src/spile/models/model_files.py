@@ -26,18 +26,6 @@ from spile.spec.run import EMBEDDED
 if TYPE_CHECKING:
     from spile.objects.retry import RequestFailure
 
-__all__ = [
-    "GENERATION",
-    "INDEX",
-    "SMALL_FILES",
-    "TOKENIZER_FILES",
-    "ModelFiles",
-    "cache_folder",
-    "download",
-    "find",
-    "find_in_bucket",
-]
-
 
 def cache_folder() -> Path:
     """Return ``$XDG_CACHE_HOME/spile/models``, or ``~/.cache/spile/models``."""

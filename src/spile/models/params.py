@@ -22,23 +22,6 @@ from spile.models.architecture import ModelConfig
 from spile.models.tensors import Axes, Tensor, layer_tensors, model_tensors
 from spile.spec.taps import Tap
 
-__all__ = [
-    "Layer",
-    "LayerRun",
-    "Params",
-    "abstract",
-    "axes",
-    "build",
-    "choose_runs",
-    "layer_runs",
-    "one_by_one",
-    "placed",
-    "random",
-    "stacked",
-    "tap_groups",
-]
-
-
 _FEWEST = 3
 """The fewest steps for which a scan is worthwhile."""
 _LONGEST_TURN = 8

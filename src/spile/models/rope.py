@@ -13,8 +13,6 @@ from jaxtyping import Array, Float, Float32, Int
 
 from spile.models.architecture import ModelConfig, Rope
 
-__all__ = ["Angles", "angles", "frequencies", "per_layer", "rotate", "sample_lengths"]
-
 Vector = npt.NDArray[np.float32]
 Angles = tuple[Float32[Array, "#rows seq half"], Float32[Array, "#rows seq half"]]
 

@@ -23,23 +23,6 @@ from spile.spec.safetensors import header_length, parse_header
 if TYPE_CHECKING:
     from spile.objects.folder import Folder
 
-__all__ = [
-    "DTYPES",
-    "Bounds",
-    "BucketSource",
-    "ByteSource",
-    "Bytes",
-    "Change",
-    "Entry",
-    "LocalSource",
-    "Piece",
-    "PieceStack",
-    "Values",
-    "read_header",
-    "read_index",
-]
-
-
 Bytes = npt.NDArray[np.uint8]
 
 

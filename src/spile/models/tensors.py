@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from spile.models.architecture import ModelConfig
 
-__all__ = ["Axes", "Tensor", "flops_per_token", "layer_tensors", "model_tensors", "parameter_count"]
-
 Axes = tuple[str, ...]
 """Logical names of a tensor's dimensions; the worker maps them to the mesh."""
 

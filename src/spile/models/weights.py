@@ -26,13 +26,6 @@ from spile.models.params import LayerRun, Params, build, stacked
 from spile.models.safetensors_files import DTYPES, ByteSource, Change, Entry, Piece, PieceStack, read_header
 from spile.models.tensors import Tensor, layer_tensors, model_tensors
 
-__all__ = [
-    "Place",
-    "catalogue",
-    "load",
-]
-
-
 _THREADS = 8
 _COMPARED = 64 << 20
 """How many bytes of two tensors are compared at a time."""

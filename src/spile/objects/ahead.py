@@ -10,8 +10,6 @@ from functools import partial
 from itertools import repeat
 from typing import Any, TypeVar
 
-__all__ = ["iterate_ahead", "read_ahead"]
-
 T = TypeVar("T")
 
 

@@ -30,8 +30,6 @@ from spile.objects.folder import NotFound, ObjectInfo, Stats, Unfinished, checke
 from spile.objects.machine import positive_number
 from spile.objects.retry import RequestFailure, Retry, from_obstore
 
-__all__ = ["BucketFolder", "open_bucket"]
-
 PART = 16 << 20
 """Bytes of each part of a multipart upload."""
 _PARALLEL_PARTS = 8

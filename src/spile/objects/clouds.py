@@ -24,8 +24,6 @@ from spile.objects.folder import Unfinished, Unwritable
 from spile.objects.machine import METADATA_SERVER, ask_metadata, positive_number
 from spile.objects.retry import RequestFailure, from_status
 
-__all__ = ["Cloud", "check_machines", "check_own", "cloud_of", "http_timeout"]
-
 _log = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")

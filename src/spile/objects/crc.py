@@ -14,18 +14,6 @@ from functools import lru_cache
 from crc32c import crc32c as _crc32c
 from typing_extensions import Buffer
 
-__all__ = [
-    "CHUNK",
-    "ChunkedCrc",
-    "combine",
-    "crc32c",
-    "fold",
-    "fold_chunks",
-    "from_hex",
-    "to_base64",
-    "to_hex",
-]
-
 CHUNK = 512 << 10
 """Bytes of a tensor that share one checksum. A partial read fetches whole chunks, so that it can check them.
 

@@ -21,20 +21,6 @@ from typing_extensions import Buffer
 from spile.errors import SpecError, StoreError, UserError
 from spile.objects.ahead import read_ahead
 
-__all__ = [
-    "Folder",
-    "NotFound",
-    "ObjectInfo",
-    "Removal",
-    "Stats",
-    "Unfinished",
-    "Unwritable",
-    "Writer",
-    "checked_key",
-    "possible_prefix",
-    "read_chunks",
-]
-
 _READ_AHEAD = 3
 _PARALLEL_REMOVALS = 32
 _FORBIDDEN_PARTS = ("", ".", "..")

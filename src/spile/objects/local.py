@@ -26,18 +26,6 @@ from typing_extensions import Buffer
 from spile.errors import Damaged, StoreError
 from spile.objects.folder import NotFound, ObjectInfo, Stats, Unfinished, Unwritable, checked_key, possible_prefix
 
-__all__ = [
-    "LocalFolder",
-    "LocalWriter",
-    "MappedFile",
-    "is_abandoned",
-    "open_plain",
-    "read_errors",
-    "read_into",
-    "sync_folder",
-    "write_errors",
-]
-
 _TEMPORARY = ".tmp-"
 _TEMPORARY_NAME = re.compile(r"\.tmp-[0-9a-f]{16}-(.+)")
 _MOVE_CHUNK = 8 << 20

@@ -11,17 +11,6 @@ from dataclasses import dataclass
 
 from spile.errors import SpecError
 
-__all__ = [
-    "PRICES_OF",
-    "Region",
-    "ask_metadata",
-    "egress_price",
-    "google_metadata_url",
-    "machine_region",
-    "positive_number",
-    "this_machines_cores",
-]
-
 METADATA_SERVER = "169.254.169.254"
 """Metadata server of all three clouds. The address is used because resolving Google's name can take ten seconds."""
 _METADATA_SECONDS = 0.8

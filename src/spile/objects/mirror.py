@@ -15,8 +15,6 @@ from typing_extensions import Buffer
 
 from spile.objects.folder import Folder, NotFound, ObjectInfo, Stats, Unfinished, Unwritable, Writer
 
-__all__ = ["MirrorFolder", "home_of"]
-
 
 class _BothWriters:
     """Writes an object and its copy. The copy is finished first, so it exists when the object becomes visible."""

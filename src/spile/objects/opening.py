@@ -9,8 +9,6 @@ from spile.errors import SpecError, UserError
 from spile.objects.folder import Folder, possible_prefix
 from spile.objects.local import LocalFolder
 
-__all__ = ["bucket_url", "is_remote", "open_folder", "split"]
-
 _CLOUDS = ("gs", "s3", "az")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 

@@ -18,8 +18,6 @@ from spile.objects.local import write_errors
 from spile.objects.machine import PRICES_OF, Region, egress_price, machine_region
 from spile.objects.retry import RequestFailure
 
-__all__ = ["preflight"]
-
 _DEFAULT_REGION = {"gs": "us-central1", "s3": "us-east-1", "az": ""}
 
 

@@ -13,8 +13,6 @@ from typing import TypeVar
 from spile.objects.folder import Stats
 from spile.objects.machine import positive_number
 
-__all__ = ["RequestFailure", "Retry", "from_obstore", "from_status", "retry_while_unavailable"]
-
 _log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")

@@ -43,16 +43,6 @@ from spile.worker.producer import pack
 from spile.worker.progress import Progress, peak_memory
 from spile.worker.resolve import ResolvedRun, resolve
 
-__all__ = [
-    "BenchResult",
-    "Limits",
-    "Naive",
-    "bench",
-    "emptied",
-    "host_copy",
-    "run",
-]
-
 _MATMUL = {"cpu": 1024, "gpu": 8192, "tpu": 8192}
 _LIMIT_BATCHES = 48
 _SWEEPERS = 4

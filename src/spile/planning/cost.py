@@ -10,8 +10,6 @@ from typing import Any
 from spile.errors import SpecError
 from spile.planning.machines import Machine, Price
 
-__all__ = ["START_SECONDS", "Estimate", "Lengths", "Limit", "Rates", "Volume", "estimate", "refuse_over_budget"]
-
 _HOUR = 3600.0
 _ID_BYTES = 4
 """Bytes of a token id or a position."""

@@ -23,8 +23,6 @@ from spile.spec.taps import Tap, select_taps, tap_rows
 from spile.worker.batches import row_bytes
 from spile.worker.producer import refuse_no_answers, with_positions
 
-__all__ = ["Forecast", "plan"]
-
 
 @dataclass(frozen=True)
 class Forecast:

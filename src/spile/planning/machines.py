@@ -17,22 +17,6 @@ from typing import Any
 
 from spile.errors import SpecError
 
-__all__ = [
-    "BY_SPELLING",
-    "GENERATIONS",
-    "GIB",
-    "PRICES_AS_OF",
-    "Generation",
-    "Machine",
-    "Price",
-    "Prices",
-    "known_machines",
-    "list_prices",
-    "parse_machine",
-    "prices_from",
-]
-
-
 PRICES_AS_OF = "2025-11"
 
 GIB = 1 << 30

@@ -24,8 +24,6 @@ from spile.spec.run import ExtractSpec
 from spile.spec.sample import Sample
 from spile.worker.progress import WallTime
 
-__all__ = ["TimedRun", "cold_and_warm"]
-
 
 @dataclass(frozen=True)
 class TimedRun:

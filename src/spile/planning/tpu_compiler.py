@@ -23,8 +23,6 @@ from spile.models.tensors import flops_per_token
 from spile.planning.machines import parse_machine
 from spile.spec.taps import Tap
 
-__all__ = ["Fit", "Program", "available", "compile_rows", "largest", "search"]
-
 _ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",  # for arrays on the host; the compiler is selected by name
     "TPU_SKIP_MDS_QUERY": "1",

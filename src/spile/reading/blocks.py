@@ -20,8 +20,6 @@ from spile.store.shard_reader import SMALL_SHARD, ShardReader
 from spile.store.statistics import widened
 from spile.store.streams import Stream
 
-__all__ = ["StoredBlocks"]
-
 _OPEN_BYTES = 320_000_000
 """Bytes that open shards may hold: token ids and roles take five bytes per token, and a small shard is held whole."""
 _RUN_BYTES = 4 << 20

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from spile.reading.torch_rows import TorchRows
     from spile.store.statistics import TapStatistics
 
-__all__ = ["Dataset", "SampleRef", "StoredSample", "open"]
-
 _OPEN_SHARDS = 64
 _PARALLEL = 16
 

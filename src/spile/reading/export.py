@@ -28,20 +28,6 @@ from spile.reading.rows import context_of
 from spile.spec.taps import Tap
 from spile.store.shard_reader import ShardReader
 
-__all__ = [
-    "Export",
-    "Exported",
-    "Seen",
-    "hook_name",
-    "new_folder",
-    "nobody",
-    "write_hf",
-    "write_npy",
-    "write_parquet",
-    "write_pickles",
-    "write_saelens",
-]
-
 _HOOKS = {"residual": "hook_resid_post", "attn": "hook_attn_out", "mlp": "hook_mlp_out"}
 _SLICE = 16_384
 """Rows that are converted at a time."""

@@ -13,8 +13,6 @@ import grain
 if TYPE_CHECKING:
     from spile.reading.dataset import Dataset
 
-__all__ = ["GrainBatches", "GrainRows"]
-
 
 class GrainRows(grain.IterDataset[Any]):  # type: ignore[misc]
     """``dataset.shuffled(…)`` as a ``grain.IterDataset`` whose elements are batches."""

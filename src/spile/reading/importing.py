@@ -35,8 +35,6 @@ from spile.spec.taps import SCALED, Tap
 from spile.store.shard_format import as_stored
 from spile.store.stream import StreamStore, join_run, join_stream
 
-__all__ = ["import_pickles", "pickle_files", "read_pickle"]
-
 UNKNOWN_TOKEN = -1
 """Stored in place of token ids, which the pickles do not contain."""
 _MOST_EXPANSION = 10

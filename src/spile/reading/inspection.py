@@ -21,8 +21,6 @@ from spile.store.streams import Stream
 if TYPE_CHECKING:
     from spile.reading.dataset import Dataset
 
-__all__ = ["HeatMap", "Inspection", "inspect_dataset", "known_stats", "tap_statistics"]
-
 _ROWS = 1024
 """Random rows for the comparison of layers and the main directions."""
 _POSITIONS = 96

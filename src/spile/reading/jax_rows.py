@@ -14,8 +14,6 @@ import jax
 from spile.reading.rows import RowBatch
 from spile.reading.shuffle import Shuffled
 
-__all__ = ["DeviceBatches", "process_part"]
-
 
 def process_part() -> tuple[int, int]:
     """Return (k, n): this process is number k of the n processes of JAX."""

@@ -18,8 +18,6 @@ from spile.errors import UserError
 from spile.objects.ahead import read_ahead
 from spile.store.shard_reader import ShardReader
 
-__all__ = ["RowBatch", "SampleRef", "Selection", "context_of", "iterate", "ref_of", "selection_of"]
-
 _PIECE = 8 << 20
 """Bytes of one read, approximately."""
 _DEPTH = 8

@@ -24,8 +24,6 @@ from spile.reading.rows import RowBatch
 from spile.reading.shuffle_order import Position, RowChunk, ShuffleOrder
 from spile.store.statistics import widened
 
-__all__ = ["ShuffleBuffer", "Shuffled"]
-
 _AHEAD = 3
 """Batches that are ready before they are asked for."""
 _ROW_BITS = 32

@@ -29,8 +29,6 @@ import numpy.typing as npt
 from spile.errors import SpecError, UserError
 from spile.reading.rows import RowBatch
 
-__all__ = ["MEMORY", "BlockSource", "Position", "RowChunk", "ShuffleOrder", "ShufflePlan", "ShuffleSpec"]
-
 MEMORY = 2 << 30
 """Default size of the shuffle buffer in bytes."""
 _SPREAD = 12

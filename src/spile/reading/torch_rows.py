@@ -19,8 +19,6 @@ from spile.reading.shuffle import Shuffled
 if TYPE_CHECKING:
     from spile.reading.dataset import Dataset
 
-__all__ = ["TorchRows", "tensor_of"]
-
 # Dtypes that torch has and NumPy does not: an integer of the same size, and the torch dtype of its bits.
 _BITS: dict[np.dtype[Any], tuple[Any, torch.dtype]] = {
     np.dtype(ml_dtypes.bfloat16): (np.int16, torch.bfloat16),

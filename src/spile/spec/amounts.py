@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["amount", "counted", "duration", "size"]
-
-
 _NEARLY = 0.9995
 """A value that rounds up to the next unit is shown in that unit, to avoid ``1e+03 kB``."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-__all__ = ["REFERENCE", "secret_values", "struck_out"]
-
 REFERENCE = "secret:"
 """The prefix of a value that refers to a secret instead of containing it."""
 _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|CREDENTIAL|PRIVATE|_KEY$|^KEY", re.IGNORECASE)

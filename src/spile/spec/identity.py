@@ -13,8 +13,6 @@ from spile.spec.positions import ALL
 from spile.spec.run import GenerationSpec, PromptSpec
 from spile.spec.taps import SCALED, Tap, TapRows
 
-__all__ = ["RunIdentity", "StreamIdentity"]
-
 
 @dataclass(frozen=True)
 class RunIdentity:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import enum
 
-__all__ = ["Phase"]
-
 
 class Phase(enum.StrEnum):
     """The phase of a worker or of the machine that starts it. The value is the JSON text."""

@@ -12,16 +12,6 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-__all__ = [
-    "ALL",
-    "ANSWER",
-    "LAST",
-    "check_positions",
-    "choose_positions",
-    "random_count",
-]
-
-
 ALL, LAST, ANSWER = "all", "last", "answer"
 _RANDOM = re.compile(r"random:([1-9]\d{0,6})")
 

@@ -11,8 +11,6 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from operator import itemgetter
 
-__all__ = ["Ranges"]
-
 _start = itemgetter(0)
 """The sort key of ranges: sorting by an integer is several times faster than sorting tuples."""
 

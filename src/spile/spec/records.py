@@ -8,8 +8,6 @@ from dataclasses import fields
 from functools import cache
 from typing import Any
 
-__all__ = ["known_fields", "typed_fields"]
-
 
 def known_fields(cls: type, found: Mapping[str, Any], renamed: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Return the fields of a record that the dataclass has; fields that a newer version added are left out.

@@ -25,34 +25,6 @@ from spile.errors import SpecError
 from spile.spec.positions import ALL, ANSWER, check_positions
 from spile.spec.taps import TOP, Tap, layers_text, parse_heads, parse_layers, parse_tap_words
 
-__all__ = [
-    "DEFAULT_ENCODER",
-    "EMBEDDED",
-    "PROMPT_VERSIONS",
-    "SPEC_VERSION",
-    "STREAM_FILE",
-    "Backend",
-    "BackfillSpec",
-    "BadRows",
-    "Capture",
-    "ComputeDtype",
-    "DataSpec",
-    "ExtractSpec",
-    "GenerationSpec",
-    "LongPolicy",
-    "Option",
-    "PromptKind",
-    "PromptSpec",
-    "RunSpec",
-    "SpecField",
-    "StoreDtype",
-    "make_spec",
-    "parse_mesh_shape",
-    "parse_taps",
-    "spec_fields",
-]
-
-
 SPEC_VERSION = 1
 """The version of the serialised form. A spec of a newer version is refused."""
 

@@ -16,8 +16,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-__all__ = ["DTYPES", "SafetensorsHeader", "TensorPlace", "encode_header", "header_length", "parse_header"]
-
 DTYPES: dict[str, np.dtype[Any]] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F64": np.dtype("<f8"),

@@ -12,14 +12,6 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-__all__ = [
-    "Prediction",
-    "Role",
-    "Sample",
-    "Skip",
-    "StopReason",
-]
-
 
 class Role(enum.IntFlag):
     """The role of a token, stored as one byte per token in ``roles``, so that readers can filter by it.

@@ -14,27 +14,6 @@ from typing import Any, Literal, NamedTuple
 
 from spile.errors import SpecError
 
-__all__ = [
-    "MODULE",
-    "SCALED",
-    "SCALE_BYTES",
-    "SITES",
-    "TOP",
-    "Site",
-    "SiteSpec",
-    "Size",
-    "Tap",
-    "TapRows",
-    "layers_text",
-    "parse_heads",
-    "parse_layers",
-    "parse_tap_words",
-    "select_taps",
-    "tap_kinds",
-    "tap_rows",
-]
-
-
 Size = Literal["d_model", "d_mid", "d_ff", "heads", "kv_heads", "head_dim", "experts", "top", "1"]
 """The size of one dimension of a token's row, as the name of a size of the model."""
 

@@ -29,8 +29,6 @@ from typing import NamedTuple
 from spile.errors import SpileError
 from spile.objects.folder import Folder, NotFound
 
-__all__ = ["CLAIMS", "CLAIM_SECONDS", "Claim", "ClaimBook", "ClaimReader", "Holding"]
-
 CLAIMS = "claims/"
 CLAIM_SECONDS = 90.0
 """Default time without a renewal after which another worker may take a stream over."""

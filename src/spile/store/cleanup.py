@@ -37,23 +37,6 @@ from spile.store.report import Garbage
 from spile.store.stream import now_iso, parse_iso, read_stream
 from spile.version import __version__
 
-__all__ = [
-    "HOUR",
-    "clear_folder",
-    "clear_stream",
-    "empty_commit",
-    "fence",
-    "find_garbage",
-    "free_number",
-    "is_alive",
-    "is_ours",
-    "remove_garbage",
-    "remove_remains",
-    "repair_ledger",
-    "stream_has_commits",
-    "stream_is_begun",
-]
-
 _RECORDS = (METADATA, PREDICTIONS, SUBMISSION, PROGRESS, STREAM)
 
 

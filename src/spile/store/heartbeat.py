@@ -1,8 +1,7 @@
-"""The heartbeat of a worker (``progress.json``), and snapshots of the progress of all streams."""
+"""The heartbeat of a worker: ``progress.json``."""
 
 from __future__ import annotations
 
-import enum
 import json
 import math
 import os
@@ -11,7 +10,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from types import TracebackType
@@ -21,15 +19,9 @@ from spile.errors import Damaged, Fenced, Interrupted, SpileError
 from spile.objects.folder import Folder, NotFound
 from spile.spec.hiding import secret_values, struck_out
 from spile.spec.phase import Phase
-from spile.spec.ranges import Ranges
 from spile.spec.records import known_fields
-from spile.store.layout import PROGRESS, stream_folder
-from spile.store.ledger import Ledger, read_commits
-from spile.store.stream import StreamRecord, parse_iso, read_stream
-from spile.store.streams import find_streams
+from spile.store.layout import PROGRESS
 from spile.version import __version__
-
-__all__ = ["SILENCE", "Beat", "Heartbeat", "Reading", "Snapshot", "SnapshotReader", "State", "StreamView", "read_beat"]
 
 _COUNTS = ("samples", "samples_committed", "tokens", "shards_written", "shards_committed", "retries")
 
@@ -234,235 +226,3 @@ def _iso(seconds: float) -> str:
 
 SILENCE = 150.0
 """Seconds without a heartbeat after which a worker is considered dead; the normal interval is 30 seconds."""
-
-
-class State(enum.Enum):
-    """The state of a stream. In ``silent``, ``stopped``, ``failed`` and ``damaged`` it does not finish by itself."""
-
-    DONE = "done"
-    """Every sample is stored or skipped."""
-    WORKING = "working"
-    """A worker's heartbeat is recent."""
-    WAITING = "waiting"
-    """The stream was started recently and has no heartbeat yet: its worker may be starting."""
-    SILENT = "silent"
-    """Unfinished, and its worker has sent no heartbeat for a while: it was preempted or killed."""
-    STOPPED = "stopped"
-    """Unfinished, and its worker ended without an error: it was interrupted, or asked to process only a part."""
-    FAILED = "failed"
-    """Its worker ended with an error."""
-    DAMAGED = "damaged"
-    """Its ledger cannot be read."""
-
-
-_NEEDS_RECOVERY = {State.SILENT, State.STOPPED, State.FAILED, State.DAMAGED}
-_HEALTHY = {State.DONE, State.WORKING, State.WAITING}
-
-
-@dataclass(frozen=True)
-class StreamView:
-    """The progress of one stream at one moment."""
-
-    number: int
-    name: str
-    """The machine's name if there is a fleet, else the stream's folder."""
-    state: State
-    samples: int = 0
-    """The committed samples, and those that the worker has computed but not committed."""
-    expected: int | None = None
-    shards: int = 0
-    """The number of written shards, committed or not."""
-    committed: int = 0
-    """The number of committed shards."""
-    tokens: int = 0
-    bytes: int = 0
-    tokens_per_second: float = 0.0
-    seconds_left: float | None = None
-    phase: Phase = Phase.UNKNOWN
-    host: str = ""
-    age: float | None = None
-    """Seconds since the last heartbeat."""
-    idle: float | None = None
-    """Seconds since the worker's last progress."""
-    retries: int = 0
-    last_error: str | None = None
-    log_tail: tuple[str, ...] = ()
-    machine: str | None = None
-    """The machine's own status (READY, PREEMPTED …) if there is a fleet."""
-    streams: int | None = None
-    """The number of streams of the split; None if the stream's record does not state it."""
-
-    @property
-    def percent(self) -> float | None:
-        """The percentage of finished samples."""
-        return None if not self.expected else min(100.0, 100.0 * self.samples / self.expected)
-
-    @property
-    def status(self) -> str:
-        """The status for tables: the worker's phase if it is working, else the state."""
-        return self.phase if self.state is State.WORKING and self.phase else self.state.value
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """The progress of all streams of a dataset at one moment."""
-
-    root: str
-    taken: float
-    """Seconds since the epoch."""
-    streams: tuple[StreamView, ...]
-
-    def total(self, field: str) -> float:
-        """Return the sum of a field over all streams where it is known."""
-        return sum(getattr(stream, field) or 0 for stream in self.streams)
-
-    @property
-    def percent(self) -> float | None:
-        """The percentage of finished samples; None if the size of a stream is unknown or a stream was never started."""
-        if not self.streams or self.never_begun or any(stream.expected is None for stream in self.streams):
-            return None
-        expected = self.total("expected")
-        return min(100.0, 100.0 * self.total("samples") / expected) if expected else 100.0
-
-    @property
-    def seconds_left(self) -> float | None:
-        """Seconds until the slowest stream is done; None if the time of a stream is unknown or nothing is left."""
-        if self.never_begun:
-            return None
-        left = [stream.seconds_left for stream in self.streams if stream.state is not State.DONE]
-        known = [seconds for seconds in left if seconds is not None]
-        return None if not left or len(known) < len(left) else max(known)
-
-    @property
-    def done(self) -> bool:
-        """Whether all streams are done."""
-        return (
-            bool(self.streams) and not self.never_begun and all(stream.state is State.DONE for stream in self.streams)
-        )
-
-    @property
-    def never_begun(self) -> int:
-        """The number of streams of the split that no worker has started."""
-        return max(0, max((stream.streams or 0 for stream in self.streams), default=0) - len(self.streams))
-
-    def count(self, *states: State) -> int:
-        """Return the number of streams in these states."""
-        return sum(stream.state in states for stream in self.streams)
-
-    @property
-    def healthy(self) -> int:
-        """The number of streams that are done, working or waiting for their worker to start."""
-        return self.count(*_HEALTHY)
-
-    @property
-    def working(self) -> int:
-        """The number of streams whose heartbeat is recent."""
-        return self.count(State.WORKING)
-
-    @property
-    def needs_recovery(self) -> int:
-        """The number of unfinished streams without a live worker."""
-        return self.count(*_NEEDS_RECOVERY)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values for ``--json``."""
-        totals = {name: self.total(name) for name in ("samples", "shards", "committed", "tokens", "bytes")}
-        return {
-            "root": self.root,
-            "taken": self.taken,
-            "streams": [
-                {**vars(stream), "state": stream.state.value, "percent": stream.percent} for stream in self.streams
-            ],
-            "totals": {**totals, "tokens_per_second": self.total("tokens_per_second")},
-            "percent": self.percent,
-            "seconds_left": self.seconds_left,
-            "healthy": self.healthy,
-            "working": self.working,
-            "needs_recovery": self.needs_recovery,
-            "never_begun": self.never_begun,
-            "done": self.done,
-        }
-
-
-class SnapshotReader:
-    """Takes repeated snapshots of a dataset. Each one reads only new commits."""
-
-    def __init__(self, root: Folder, clock: Callable[[], float] = time.time) -> None:
-        self._root, self._clock = root, clock
-        self._ledgers: dict[int, tuple[str, Ledger]] = {}
-
-    def take(self) -> Snapshot:
-        """Return the current state of the dataset."""
-        numbers = find_streams(self._root)
-        with ThreadPoolExecutor(16, thread_name_prefix="snapshot") as pool:
-            views = tuple(pool.map(self._view, numbers))
-        return Snapshot(self._root.url, self._clock(), views)
-
-    def _view(self, number: int) -> StreamView:
-        folder = self._root.child(stream_folder(number))
-        try:
-            record = read_stream(folder)
-            ledger = self._ledger(number, folder, record)
-        except Damaged as error:  # Other errors of the store do not mean that the stream is damaged.
-            return StreamView(number, stream_folder(number), State.DAMAGED, last_error=str(error))
-        return view_of(number, record, ledger, read_beat(folder), self._clock())
-
-    def _ledger(self, number: int, folder: Folder, record: StreamRecord | None) -> Ledger:
-        if record is None:
-            return Ledger()
-        known_id, known = self._ledgers.get(number, (record.id, Ledger()))
-        if known_id != record.id:  # The stream was cleared and started again.
-            known = Ledger()
-        ledger = known.plus(read_commits(folder, record.id, after=known.commits))
-        self._ledgers[number] = record.id, ledger
-        return ledger
-
-
-def view_of(number: int, record: StreamRecord | None, ledger: Ledger, beat: Beat | None, now: float) -> StreamView:
-    """Return the view of one stream. The ledger is authoritative; the heartbeat adds what is not committed yet."""
-    total = ledger.end if record is None or record.identity.samples is None else record.identity.samples
-    expected = beat.expected if beat is not None and beat.expected is not None else total
-    done = expected is not None and not Ranges([(0, expected)]) - ledger.done
-    state = State.DONE if done else _state(beat, ledger, now)
-    working = state is State.WORKING and beat is not None
-    rate = beat.tokens_per_second if beat is not None and working else 0.0
-    under_way = max(0, beat.samples - beat.samples_committed) if beat is not None and working else 0
-    samples = len(ledger.done) + under_way
-    per_sample = ledger.tokens / ledger.samples if ledger.samples else None
-    if per_sample is None and beat is not None and beat.samples:
-        per_sample = beat.tokens / beat.samples
-    left = None
-    if done:
-        left = 0.0
-    elif expected is not None and rate and per_sample:
-        left = max(0, expected - samples) * per_sample / rate
-    return StreamView(
-        number=number,
-        name=stream_folder(number),
-        state=state,
-        samples=samples,
-        expected=expected,
-        shards=ledger.shards + (max(0, beat.shards_written - beat.shards_committed) if beat and working else 0),
-        committed=ledger.shards,
-        tokens=ledger.tokens,
-        bytes=ledger.bytes,
-        tokens_per_second=rate,
-        seconds_left=left,
-        phase=beat.phase if beat is not None else Phase.UNKNOWN,
-        host=beat.host if beat is not None else "",
-        age=None if beat is None else max(0.0, beat.age(now)),
-        idle=None if beat is None else beat.idle(now),
-        retries=beat.retries if beat is not None else 0,
-        last_error=beat.last_error if beat is not None else None,
-        log_tail=beat.log_tail if beat is not None else (),
-        streams=record.identity.streams if record is not None else None,
-    )
-
-
-def _state(beat: Beat | None, ledger: Ledger, now: float) -> State:
-    if beat is None:
-        quiet = ledger.created is not None and now - parse_iso(ledger.created) > SILENCE
-        return State.SILENT if quiet else State.WAITING
-    if beat.phase.ended:  # A worker may be done with its part while the stream is not.
-        return State.FAILED if beat.phase is Phase.FAILED else State.STOPPED
-    return State.WORKING if beat.age(now) <= SILENCE else State.SILENT

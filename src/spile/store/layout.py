@@ -9,31 +9,6 @@ from collections.abc import Iterable
 
 from spile.errors import SpecError
 
-__all__ = [
-    "COMMITS",
-    "METADATA",
-    "PREDICTIONS",
-    "PROGRESS",
-    "RUN",
-    "SPEC",
-    "STREAM",
-    "SUBMISSION",
-    "addition_folder",
-    "commit_key",
-    "commit_number",
-    "is_addition",
-    "is_data",
-    "is_shard",
-    "new_attempt",
-    "predictions_name",
-    "shard_host",
-    "shard_name",
-    "stray_key",
-    "stream_folder",
-    "stream_number",
-    "valid_attempt",
-]
-
 RUN = "run.json"
 SPEC = "spec.json"
 STREAM = "stream.json"

@@ -21,23 +21,6 @@ from spile.spec.ranges import Ranges
 from spile.spec.sample import Skip
 from spile.store.layout import COMMITS, commit_key, commit_number, is_shard, predictions_name
 
-__all__ = [
-    "FORMAT",
-    "RUN_FORMATS",
-    "Commit",
-    "Ledger",
-    "PredictionsRecord",
-    "ShardFile",
-    "ShardRecord",
-    "commit_numbers",
-    "has_commits",
-    "read_commits",
-    "read_entries",
-    "read_ledger",
-    "seal",
-    "unseal",
-]
-
 FORMAT = 1
 """The version of the format; ``docs/format.md`` describes it."""
 RUN_FORMATS = (1, 2)

@@ -17,8 +17,6 @@ from spile.store.ledger import Commit, PredictionsRecord, ShardRecord
 from spile.store.shard_format import POSITIONS
 from spile.store.shard_reader import ShardReader
 
-__all__ = ["answers_problem", "merged", "put_predictions", "read_predictions"]
-
 
 def put_predictions(folder: Folder, record: ShardRecord, predictions: Sequence[Prediction]) -> ShardRecord:
     """Store the answers of a shard that is not committed yet, and return its record with them."""

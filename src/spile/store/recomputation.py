@@ -38,8 +38,6 @@ from spile.store.shard_format import as_stored, decode, split
 from spile.store.shard_reader import ShardReader
 from spile.store.streams import Stream
 
-__all__ = ["OWN", "ROW", "SAMPLE", "VARIANTS", "Recompute", "StoredRows", "compare", "distances"]
-
 ROW, OWN, ENCODING, SAMPLE, GAIN = 16.0, 4.0, 2.0, 1.5, 8.0
 VARIANTS = 8
 """Additional computations of a sample that breaks a rule."""

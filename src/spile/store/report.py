@@ -8,8 +8,6 @@ from typing import Any, Literal
 
 from spile.spec.ranges import Ranges
 
-__all__ = ["Garbage", "Kind", "Problem", "Recomputed", "Report", "StreamReport", "TapNoise"]
-
 Kind = Literal["missing", "doubled", "damaged", "wrong"]
 """``damaged``: bytes or records differ from what was committed. ``wrong``: a recomputed row differs, or the streams
 belong to different splits."""

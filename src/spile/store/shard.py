@@ -29,8 +29,6 @@ from spile.store.shard_format import (
 )
 from spile.store.statistics import SUMS, TapAccumulator
 
-__all__ = ["ShardBuilder"]
-
 _PIECE = 4 << 20
 """Bytes, in whole chunks, that are checksummed and then written while they are still in the processor's cache.
 

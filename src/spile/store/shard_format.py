@@ -24,28 +24,6 @@ from spile.spec.taps import SCALE_BYTES, SCALED, TapRows
 from spile.store.ledger import FORMAT
 from spile.store.statistics import SUMS
 
-__all__ = [
-    "ALIGN",
-    "CHUNKS",
-    "CONTEXT",
-    "CONTEXT_OFFSETS",
-    "POSITIONS",
-    "SCALE",
-    "TAIL",
-    "Chunking",
-    "ShardHeader",
-    "ShardLayout",
-    "ShardSchema",
-    "as_stored",
-    "decode",
-    "encode",
-    "notes_of",
-    "parse_shard_header",
-    "plan_shard",
-    "rounding",
-    "split",
-]
-
 SCALE = ".scale"
 """The suffix of the tensor that contains a tap's scales."""
 _LARGEST = {"int8": 127.0, "float8_e4m3": 448.0}

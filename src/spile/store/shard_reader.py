@@ -33,8 +33,6 @@ from spile.store.shard_format import (
 )
 from spile.store.statistics import SUMS
 
-__all__ = ["SMALL_SHARD", "JoinedShard", "ShardReader"]
-
 _LARGE = 64 << 20
 _SMALL = 4 << 20
 """A tail (the tensors that are not taps) of at most this many bytes is fetched with one read."""

@@ -17,8 +17,6 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["SUMS", "TapAccumulator", "TapStatistics", "TopRow", "widened"]
-
 SUMS = ".sums"
 """The suffix of the tensor that contains a tap's sums and sums of squares."""
 SINK = 10.0

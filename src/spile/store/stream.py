@@ -11,10 +11,9 @@ from datetime import UTC, datetime
 from typing import Any
 
 from spile.errors import Damaged, Fenced, RunMismatch, SpecError, StoreError, untrusted
-from spile.objects import open_folder, split
 from spile.objects.folder import Folder, NotFound
 from spile.objects.mirror import home_of
-from spile.objects.opening import is_remote
+from spile.objects.opening import is_remote, open_folder, split
 from spile.spec.identity import RunIdentity, StreamIdentity
 from spile.spec.positions import ALL
 from spile.spec.ranges import Ranges
@@ -38,22 +37,6 @@ from spile.store.shard import ShardBuilder
 from spile.store.shard_format import ShardSchema
 from spile.store.statistics import TapStatistics
 from spile.version import __version__
-
-__all__ = [
-    "StreamRecord",
-    "StreamStore",
-    "differences",
-    "join_run",
-    "join_stream",
-    "metadata",
-    "now_iso",
-    "parse_iso",
-    "read_run",
-    "read_spec",
-    "read_stream",
-    "stream_bytes",
-    "write_spec",
-]
 
 _ABSENT = "nothing"
 

@@ -25,25 +25,6 @@ from spile.store.shard_format import CONTEXT, CONTEXT_OFFSETS, POSITIONS
 from spile.store.shard_reader import JoinedShard, ShardReader
 from spile.store.stream import StreamRecord, StreamStore, read_stream, stream_bytes
 
-__all__ = [
-    "AT_ONCE",
-    "Addition",
-    "Alignment",
-    "Lacking",
-    "Stream",
-    "alignment",
-    "expected_streams",
-    "find_additions",
-    "find_streams",
-    "join_addition",
-    "judge_split",
-    "lacking",
-    "mixed_splits",
-    "open_streams",
-    "read_ledgers",
-    "stranger",
-]
-
 
 def expected_streams(records: Sequence[StreamRecord]) -> int | None:
     """Return the number of streams of the split according to the streams' records, or None if no record states it."""

@@ -29,8 +29,6 @@ from spile.store.statistics import SUMS
 from spile.store.stream import StreamRecord, read_run, read_stream
 from spile.store.streams import AT_ONCE, Addition, Stream, alignment, expected_streams, judge_split, stranger
 
-__all__ = ["inspect_shard", "verify"]
-
 _PIECE = 8 << 20
 """Bytes that are read at once, in whole chunks, at least one chunk."""
 # A value is infinite or NaN if all bits of its exponent are set.

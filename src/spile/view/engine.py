@@ -16,11 +16,9 @@ from rich.text import Text
 from spile.errors import SpileError
 from spile.launch.supervisor import EngineOutcome, Supervisor
 from spile.spec.amounts import counted
-from spile.store.heartbeat import Snapshot, SnapshotReader, StreamView
+from spile.store.snapshot import Snapshot, SnapshotReader, StreamView
 from spile.view.streams import render
 from spile.view.table import Lasting, headline, totals_line
-
-__all__ = ["EngineView", "watched_engine"]
 
 _LINE_EVERY = 10.0
 

@@ -15,7 +15,7 @@ from rich.text import Text
 from spile.fleet.monitor import FleetStatus, WorkerStatus
 from spile.fleet.provider import Life
 from spile.spec.amounts import amount, counted
-from spile.store.heartbeat import Snapshot, State, StreamView
+from spile.store.snapshot import Snapshot, State, StreamView
 from spile.view import watching
 from spile.view.table import (
     COUNTS,
@@ -31,8 +31,6 @@ from spile.view.table import (
     totals_line,
 )
 from spile.view.watching import footer, health_line
-
-__all__ = ["plain_lines", "render", "watch"]
 
 _NEWS = 6
 _STYLE = {Life.ALIVE: "green", Life.COMING: "cyan", Life.LEAVING: "yellow", Life.DEAD: "red", Life.ABSENT: "red"}

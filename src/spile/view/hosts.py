@@ -17,8 +17,6 @@ from spile.errors import Failure
 from spile.hosts.hosts import Host
 from spile.hosts.run import HostOutcome
 
-__all__ = ["Logs", "outcome_table", "print_outcomes"]
-
 COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_red", "bright_cyan", "bright_green")
 LONGEST = 1 << 16
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")

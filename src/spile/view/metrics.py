@@ -9,8 +9,6 @@ from typing import Any
 
 from spile.errors import SpecError
 
-__all__ = ["MetricsServer", "metrics_text"]
-
 _TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 _TOTALS = {
     "samples": "Samples that are stored or computed.",

@@ -23,12 +23,6 @@ from spile.reading.inspection import HeatMap, Inspection
 from spile.spec.amounts import amount, size
 from spile.spec.sample import Role
 
-__all__ = [
-    "report_page",
-    "score_page",
-]
-
-
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c2430; --dim: #66707f; --line: #d9dee6; --page: #ffffff;
   --a: #2864c7; --b: #c7522a; }

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from spile.spec.amounts import duration
-from spile.store.heartbeat import Snapshot, State, StreamView
+from spile.store.snapshot import Snapshot, State, StreamView
 from spile.view import watching
 from spile.view.table import (
     COUNTS,
@@ -27,8 +27,6 @@ from spile.view.table import (
     totals_line,
 )
 from spile.view.watching import footer, health_line
-
-__all__ = ["plain_lines", "render", "watch"]
 
 _STYLE = {
     State.DONE: "green",

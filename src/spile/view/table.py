@@ -15,26 +15,7 @@ from rich.text import Text
 from spile.spec.amounts import amount, counted, duration, size
 
 if TYPE_CHECKING:
-    from spile.store.heartbeat import Snapshot, StreamView
-
-__all__ = [
-    "COUNTS",
-    "Column",
-    "Fitting",
-    "Lasting",
-    "ago",
-    "counts_line",
-    "draw",
-    "first_lines",
-    "headline",
-    "keep_rows",
-    "of",
-    "one_line_each",
-    "output",
-    "share_height",
-    "totals_line",
-]
-
+    from spile.store.snapshot import Snapshot, StreamView
 
 _NO_WIDTH = 10_000
 """The width for pipes and files: tables are not truncated and lines are not wrapped there."""

@@ -14,8 +14,6 @@ from rich.text import Text
 
 from spile.errors import SpileError
 
-__all__ = ["HealthCounts", "footer", "health_line", "showing", "watch"]
-
 Seen = TypeVar("Seen")
 
 

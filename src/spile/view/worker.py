@@ -21,8 +21,6 @@ from spile.view.table import Lasting
 from spile.worker.progress import Progress, ProgressSnapshot, Summary, Timeline
 from spile.worker.signals import handling_signals
 
-__all__ = ["WatchedWorker", "bar", "facts", "line", "report", "watched"]
-
 _LINE_EVERY = 10.0
 """Seconds between plain lines if the output is not a terminal."""
 _BAR = 24

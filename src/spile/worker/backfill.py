@@ -49,11 +49,6 @@ from spile.worker.progress import Progress, StatusFiles, Summary, peak_memory
 from spile.worker.resolve import find_model, rows_of, torch_producer, wants_statistics
 from spile.worker.sizes import choose_sizes
 
-__all__ = [
-    "add_taps",
-    "add_to_stream",
-]
-
 
 def refuse_other_numbers(spec: BackfillSpec, root: Folder) -> RunIdentity:
     """Return the run of the dataset; refuse settings that differ from it."""

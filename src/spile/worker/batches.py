@@ -17,18 +17,6 @@ from dataclasses import dataclass, replace
 from spile.spec.sample import Prediction, Sample
 from spile.spec.taps import TapRows
 
-__all__ = [
-    "Batch",
-    "BatchPlan",
-    "Row",
-    "Sizes",
-    "batches",
-    "batches_in_order",
-    "row_bytes",
-    "single_row",
-]
-
-
 Row = tuple[Sample, ...]
 """A packed sequence: samples one after another, then padding."""
 

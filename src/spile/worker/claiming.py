@@ -8,16 +8,14 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 
-from spile.data.split import STREAM
+from spile.data.manifest import STREAM
 from spile.data.upload import read_manifest
 from spile.errors import DataError, Fenced, SpecError
 from spile.objects import open_folder
 from spile.spec.run import DataSpec
 from spile.store.claims import Claim, ClaimBook
-from spile.store.heartbeat import SnapshotReader, State
+from spile.store.snapshot import SnapshotReader, State
 from spile.worker.pod.pod import SingleProcess, WorkerGroup
-
-__all__ = ["default_worker_name", "work_on_claims"]
 
 _NOTHING = -1
 """The value that the first host of a pod sends to the others if no stream is left to claim."""

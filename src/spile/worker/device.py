@@ -41,8 +41,6 @@ from spile.worker.producer import BatchProducer, OutOfDeviceMemory, RowBlock, ch
 from spile.worker.progress import Progress
 from spile.worker.sizes import UNRELEASED, choose_sizes
 
-__all__ = ["DeviceProducer", "configure_jax", "place_model", "put", "translated"]
-
 _COMPILERS = max(2, (os.cpu_count() or 2) // 4)
 """Programs that are compiled in parallel."""
 _POLL = 0.1

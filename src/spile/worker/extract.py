@@ -32,8 +32,6 @@ from spile.worker.progress import Progress, StatusFiles, Summary, peak_memory, w
 from spile.worker.resolve import ResolvedRun, resolve, torch_producer, wants_statistics
 from spile.worker.sizes import sizes_for_stream
 
-__all__ = ["extract", "make_device_producer", "make_producer", "run_stream"]
-
 MakeProducer = Callable[[ResolvedRun, Progress, SampleReader], Producer]
 """Loads the model onto its devices; may look at the samples that come next."""
 Finish = Callable[[ResolvedRun, StreamStore], None]

@@ -51,17 +51,6 @@ from spile.worker.progress import Progress
 from spile.worker.resolve import ResolvedRun
 from spile.worker.sizes import first_lengths, host_memory
 
-__all__ = [
-    "Answer",
-    "AnswerRows",
-    "GenerationPrograms",
-    "Generator",
-    "SlotPlan",
-    "captured_tokens",
-    "make_generator",
-    "plan_slots",
-]
-
 
 def captured_tokens(capture: Capture, prompt: int, answer: int) -> int:
     """Return how many of these prompt and answer tokens have their activations captured."""

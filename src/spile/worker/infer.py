@@ -39,8 +39,6 @@ from spile.worker.producer import BatchProducer, Control, RowBlock, Verdict
 from spile.worker.progress import Progress, Summary
 from spile.worker.resolve import ResolvedRun
 
-__all__ = ["AnswerBatch", "AnswerProducer", "AnswerSource", "infer"]
-
 _TOKEN_BYTES = 8
 """About what a token of an answer takes in ``predictions.jsonl``."""
 

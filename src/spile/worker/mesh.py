@@ -21,8 +21,6 @@ from spile.models.experts import Mixture, choose_mixture, mixture_over_mesh
 from spile.models.params import build
 from spile.models.tensors import Tensor
 
-__all__ = ["AXES", "RULES", "MeshPlan", "default_shape", "device_memory", "make_mesh", "plan_mesh"]
-
 AXES = ("data", "model")
 
 RULES: Mapping[str, str | None] = {

@@ -33,21 +33,6 @@ from spile.worker.batches import Batch, Sizes, row_bytes
 from spile.worker.producer import Control, OutOfDeviceMemory, Producer, RowBlock, Verdict
 from spile.worker.progress import Progress
 
-__all__ = [
-    "AHEAD",
-    "Channel",
-    "LocalControl",
-    "Pipeline",
-    "ShardTask",
-    "Sink",
-    "StreamSink",
-    "ThreadGroup",
-    "ThreadsEnded",
-    "plan_shards",
-    "run_pipeline",
-]
-
-
 T = TypeVar("T")
 
 _POLL = 0.1
@@ -250,15 +235,12 @@ def plan_shards(
 ) -> Iterator[ShardTask]:
     """Group batches into shards of about ``shard_bytes``, each with the samples that were skipped before it.
 
-    A shard ends early if very many samples are skipped, so that they are committed and forgotten.
-
     Args:
         items: The samples of the stream that are left, and those to skip.
         make_batches: Turns samples into batches; a verdict ``commit`` closes the shard, ``stop`` ends the run.
         bytes_per_token: What one token takes in a shard.
         shard_bytes: The size of a shard; a single batch may exceed it.
         end: Returns the number of samples of the stream, to be called after all were read; None if known before.
-
     """
     waiting = iter(items)
     skipped: list[Skip] = []

@@ -20,20 +20,6 @@ from spile.spec.run import ExtractSpec
 from spile.spec.sample import Sample, Skip
 from spile.worker.batches import Batch, BatchPlan, batches
 
-__all__ = [
-    "BatchProducer",
-    "Control",
-    "OutOfDeviceMemory",
-    "Packed",
-    "Producer",
-    "RowBlock",
-    "Verdict",
-    "check_tokens",
-    "pack",
-    "refuse_no_answers",
-    "with_positions",
-]
-
 Verdict = Literal["go", "commit", "stop"]
 """Go on; commit the open shards and go on; commit them and end."""
 

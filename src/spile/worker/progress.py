@@ -24,19 +24,6 @@ from spile.spec.run import ExtractSpec
 from spile.store.heartbeat import Heartbeat, Reading
 from spile.store.stream import StreamStore
 
-__all__ = [
-    "STAGES",
-    "Progress",
-    "ProgressSnapshot",
-    "StatusFiles",
-    "Summary",
-    "Timeline",
-    "TimelineSpan",
-    "WallTime",
-    "peak_memory",
-    "write_checkpoint_file",
-]
-
 
 @dataclass(frozen=True)
 class TimelineSpan:

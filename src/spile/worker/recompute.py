@@ -36,8 +36,6 @@ from spile.worker.producer import check_tokens, pack
 from spile.worker.resolve import find_model
 from spile.worker.torch_backend import TorchProducer, alike, load_model
 
-__all__ = ["recomputer"]
-
 _BATCH_TOKENS = {"cpu": 512, "gpu": 16384, "tpu": 8192}
 _BATCH_BYTES = {"cpu": 256 << 20, "gpu": 4 << 30, "tpu": 1 << 30}
 """The largest size of a batch's float32 rows at all taps together."""

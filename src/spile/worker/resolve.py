@@ -37,17 +37,6 @@ from spile.worker.progress import Progress, Timeline
 from spile.worker.sizes import choose_sizes
 from spile.worker.torch_backend import TorchProducer, installed, load_model, torch_device, torch_rows
 
-__all__ = [
-    "ResolvedRun",
-    "compute_dtype_for",
-    "find_model",
-    "resolve",
-    "rows_of",
-    "torch_producer",
-    "wants_statistics",
-    "with_stops",
-]
-
 
 def with_stops(generation: GenerationSpec, files: model_files.ModelFiles, tokenizer: Tokenizer) -> GenerationSpec:
     """Return the settings with the numbers of all stop tokens: the model's own and those of ``--stop``."""

@@ -25,18 +25,6 @@ if TYPE_CHECKING:
 
     from spile.worker.progress import Progress
 
-__all__ = [
-    "INTERRUPTED",
-    "before_exit",
-    "end_soon",
-    "handled",
-    "handling_signals",
-    "interruptible",
-    "interrupting",
-    "leaving",
-]
-
-
 INTERRUPTED = "spile: interrupted"
 _RESEND_AFTER = 0.01
 """Seconds after which a lost signal is sent again; by then the callback that lost it has probably returned."""

@@ -20,8 +20,6 @@ from spile.spec.sample import Sample
 from spile.worker.batches import Sizes
 from spile.worker.pipeline import AHEAD
 
-__all__ = ["UNRELEASED", "choose_sizes", "first_lengths", "host_memory", "in_flight", "sizes_for_stream"]
-
 _BATCH_TOKENS = {"cpu": (4096, 4096), "gpu": (4096, 32768), "tpu": (4096, 16384)}
 """Least and most tokens per device and batch: enough to keep the device busy, and a fraction of a shard."""
 _ROWS = {"cpu": (4096, True), "gpu": (1024, False), "tpu": (1024, False)}

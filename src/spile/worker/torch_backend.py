@@ -25,20 +25,6 @@ from spile.store.shard_format import as_stored
 from spile.worker.batches import Batch
 from spile.worker.producer import BatchProducer, OutOfDeviceMemory, RowBlock, check_tokens
 
-__all__ = [
-    "Hooks",
-    "Place",
-    "TorchProducer",
-    "alike",
-    "find_layers",
-    "find_place",
-    "installed",
-    "load_model",
-    "torch_device",
-    "torch_rows",
-]
-
-
 Side = Literal["input", "output"]
 Part = Callable[[Any], Any]
 """Maps the value of a module, ``[rows, seq, …]``, to the value of the tap."""

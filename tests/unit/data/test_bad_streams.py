@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from spile.data.split import MANIFEST, make_streams
+from spile.data.manifest import MANIFEST
+from spile.data.split import make_streams
 from spile.data.stream import open_stream
 from spile.data.tokens import Tokenizer
 from spile.errors import DataError, ModelError, SpecError

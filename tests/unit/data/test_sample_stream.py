@@ -16,7 +16,8 @@ import pytest
 import spile.models
 from spile.data.arc.encoders import parse_encoder
 from spile.data.arc.prompts import revert
-from spile.data.split import MANIFEST, make_streams
+from spile.data.manifest import MANIFEST
+from spile.data.split import make_streams
 from spile.data.stream import open_stream
 from spile.data.tokens import Tokenizer, load_tokenizer
 from spile.errors import DataError

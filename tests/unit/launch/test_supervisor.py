@@ -19,7 +19,7 @@ from spile.launch.supervisor import (
     WorkerEnd,
     slow_stream,
 )
-from spile.store.heartbeat import State, StreamView
+from spile.store.snapshot import State, StreamView
 
 
 class Script:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from spile.objects import open_folder
-from spile.store.heartbeat import State
+from spile.store.snapshot import State
 from world import produce
 
 PAGE = (Path(__file__).parents[3] / "docs" / "guides" / "reading.md").read_text()

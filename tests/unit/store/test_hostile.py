@@ -15,9 +15,9 @@ from spile.errors import Damaged, SpileError
 from spile.objects import open_folder
 from spile.reading.dataset import open as open_dataset
 from spile.store.cleanup import clear_stream
-from spile.store.heartbeat import SnapshotReader, State
 from spile.store.layout import commit_number, stream_number
 from spile.store.ledger import seal
+from spile.store.snapshot import SnapshotReader, State
 from spile.store.stream import join_stream
 from spile.store.verification import verify
 from world import items, produce, run_identity, stream_identity, write_shard

@@ -9,7 +9,7 @@ import pytest
 from spile.errors import StoreError
 from spile.objects import Folder
 from spile.store.cleanup import clear_stream
-from spile.store.heartbeat import SnapshotReader, State
+from spile.store.snapshot import SnapshotReader, State
 from spile.store.stream import StreamStore, join_run, join_stream
 from world import produce, run_identity, sample_of, stream_identity, write_shard
 

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from spile.errors import StoreError
-from spile.store.heartbeat import Snapshot, State, StreamView
+from spile.store.snapshot import Snapshot, State, StreamView
 from spile.view.streams import plain_lines, render, watch
 
 VIEWS = (

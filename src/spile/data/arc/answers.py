@@ -18,19 +18,6 @@ from spile.errors import DataError
 from spile.spec.run import DataSpec
 from spile.spec.sample import Prediction
 
-__all__ = [
-    "Score",
-    "TaskAnswers",
-    "TaskScore",
-    "by_task",
-    "parse_answer",
-    "read_references",
-    "read_tasks",
-    "score_answers",
-    "submission",
-]
-
-
 _ATTEMPTS = 2
 """The number of attempts that the challenge accepts for a test input."""
 _NO_GRID: Grid = [[0]]

@@ -16,23 +16,6 @@ from typing import Protocol, TypeAlias
 from spile.data.arc.grids import Grid, grid_problem
 from spile.errors import DataError, SpecError
 
-__all__ = [
-    "ENCODERS",
-    "Call",
-    "GridCodeBlockEncoder",
-    "GridEncoder",
-    "GridShapeEncoder",
-    "GridWithSeparationEncoder",
-    "MinimalGridEncoder",
-    "RepeatNumberEncoder",
-    "ReplaceNumberEncoder",
-    "RowNumberEncoder",
-    "Value",
-    "parse_call",
-    "parse_encoder",
-]
-
-
 _LONGEST, _DEEPEST = 1000, 8
 _TOKEN = re.compile(
     r"""\s*(?:(?P<name>[A-Za-z_]\w*)|(?P<number>-?\d{1,9})|(?P<string>'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|(?P<mark>[()\[\],=])|(?P<end>$))""",

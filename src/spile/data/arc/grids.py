@@ -8,18 +8,6 @@ from functools import cache
 from itertools import chain
 from typing import Any
 
-__all__ = [
-    "MAX_SIDE",
-    "Grid",
-    "Pair",
-    "Task",
-    "grid_problem",
-    "parse_task",
-    "passes_fast_check",
-    "task_problem",
-]
-
-
 Grid = list[list[int]]
 """Rows of cells with values 0 to 9; 1×1 to 30×30, all rows of the same length."""
 

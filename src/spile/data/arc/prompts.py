@@ -14,17 +14,6 @@ from spile.data.arc.encoders import GridEncoder
 from spile.data.arc.grids import Grid, Pair, Task
 from spile.spec.run import PROMPT_VERSIONS
 
-__all__ = [
-    "VERSIONS",
-    "Augmentation",
-    "apply",
-    "arc_messages",
-    "augment",
-    "draw",
-    "revert",
-    "shuffled",
-]
-
 
 def shuffled(count: int, *key: object) -> list[int]:
     """Return a permutation of ``range(count)`` that depends only on the key."""

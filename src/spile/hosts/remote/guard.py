@@ -21,8 +21,6 @@ import sys
 import time
 from typing import Any
 
-__all__ = ["main"]
-
 MARK = "\x1espile "
 ROOM = 1 << 18
 GIVE_UP = 15.0

@@ -22,17 +22,6 @@ from spile.errors import ModelError
 from spile.models.architecture import Activation, ModelConfig, Rope, RopeKind
 from spile.models.families.weight_names import PLAIN, Names
 
-__all__ = [
-    "ConfigFields",
-    "Declared",
-    "Family",
-    "Windows",
-    "decoder",
-    "read_rope",
-    "windows_by_type",
-    "windows_everywhere",
-]
-
 Windows = tuple[int | None, ...]
 """For each layer, its attention window; None: no window."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from spile.models.architecture import ModelConfig
 from spile.models.families.base import ConfigFields, Family, decoder
 
-__all__ = ["FAMILY"]
-
 
 def _read(fields: ConfigFields) -> ModelConfig:
     bias = fields.flag("attention_bias")

@@ -8,8 +8,6 @@ from spile.models.architecture import ModelConfig
 from spile.models.families.base import ConfigFields, Family, decoder, windows_in_turn
 from spile.models.families.weight_names import SANDWICH, extend
 
-__all__ = ["FAMILY", "read_gemma"]
-
 
 def read_gemma(fields: ConfigFields, pattern: int, **options: Any) -> ModelConfig:
     """Read what Gemma 2 and 3 have in common; all layers except each ``pattern``-th have a window."""

@@ -9,8 +9,6 @@ from spile.models.families.base import ConfigFields, Family, read_rope
 from spile.models.families.gemma2 import read_gemma
 from spile.models.families.weight_names import BESIDE_VISION, PLAIN, SANDWICH, extend
 
-__all__ = ["FAMILY"]
-
 _PATTERN = 6
 
 

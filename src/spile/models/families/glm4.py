@@ -8,8 +8,6 @@ from spile.models.architecture import ModelConfig
 from spile.models.families.base import ConfigFields, Family, decoder
 from spile.models.families.weight_names import Fused, extend
 
-__all__ = ["FAMILY", "GLM"]
-
 
 def _read_glm(fields: ConfigFields, **options: Any) -> ModelConfig:
     return decoder(

@@ -8,8 +8,6 @@ from spile.models.architecture import Experts, ModelConfig
 from spile.models.families.base import ConfigFields, Family, decoder, windows_in_turn
 from spile.models.families.weight_names import Fused, extend
 
-__all__ = ["FAMILY"]
-
 
 def _read(fields: ConfigFields) -> ModelConfig:
     bias = fields.flag("attention_bias")

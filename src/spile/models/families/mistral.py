@@ -5,8 +5,6 @@ from __future__ import annotations
 from spile.models.architecture import ModelConfig
 from spile.models.families.base import ConfigFields, Family, decoder, windows_everywhere
 
-__all__ = ["FAMILY"]
-
 
 def _read(fields: ConfigFields) -> ModelConfig:
     return decoder(fields, windows=windows_everywhere(fields))

@@ -8,8 +8,6 @@ from spile.models.architecture import Experts, ModelConfig
 from spile.models.families.base import ConfigFields, Family, decoder, windows_everywhere
 from spile.models.families.weight_names import extend
 
-__all__ = ["FAMILY"]
-
 
 def _read(fields: ConfigFields) -> ModelConfig:
     config = decoder(fields, windows=windows_everywhere(fields))

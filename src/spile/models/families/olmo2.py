@@ -8,8 +8,6 @@ from spile.models.architecture import ModelConfig
 from spile.models.families.base import ConfigFields, Family, decoder
 from spile.models.families.weight_names import extend
 
-__all__ = ["FAMILY", "NAMES", "read_olmo"]
-
 NAMES = extend(
     {
         "post_attention_layernorm.weight": "attn_post_norm",

@@ -6,8 +6,6 @@ from spile.models.architecture import ModelConfig
 from spile.models.families.base import ConfigFields, Family, read_rope, windows_in_turn
 from spile.models.families.olmo2 import NAMES, read_olmo
 
-__all__ = ["FAMILY"]
-
 
 def _read(fields: ConfigFields) -> ModelConfig:
     # transformers gives a top-level rope_theta to the layers without a window only.

@@ -8,8 +8,6 @@ from spile.models.architecture import ModelConfig
 from spile.models.families.base import ConfigFields, Family, decoder, read_rope, windows_everywhere
 from spile.models.families.weight_names import Fused, Names
 
-__all__ = ["FAMILY"]
-
 
 def _read(fields: ConfigFields) -> ModelConfig:
     rope = read_rope(fields, kinds={"su": "longrope", "yarn": "longrope"})

@@ -5,8 +5,6 @@ from __future__ import annotations
 from spile.models.architecture import ModelConfig
 from spile.models.families.base import ConfigFields, Family, Windows, decoder, layer_count, windows_by_type
 
-__all__ = ["FAMILY", "qwen_windows"]
-
 
 def qwen_windows(fields: ConfigFields) -> Windows:
     """Return windows by ``layer_types``, or from layer ``max_window_layers`` on, if ``use_sliding_window``."""

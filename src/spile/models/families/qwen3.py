@@ -6,8 +6,6 @@ from spile.models.architecture import ModelConfig
 from spile.models.families.base import ConfigFields, Family, decoder
 from spile.models.families.qwen2 import qwen_windows
 
-__all__ = ["FAMILY"]
-
 
 def _read(fields: ConfigFields) -> ModelConfig:
     bias = fields.flag("attention_bias")

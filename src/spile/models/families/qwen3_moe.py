@@ -6,8 +6,6 @@ from spile.models.architecture import Experts, ModelConfig
 from spile.models.families.base import ConfigFields, Family, decoder, layer_count, windows_everywhere
 from spile.models.families.weight_names import extend
 
-__all__ = ["FAMILY"]
-
 
 def _read(fields: ConfigFields) -> ModelConfig:
     count, bias = layer_count(fields), fields.flag("attention_bias")

@@ -6,8 +6,6 @@ from spile.errors import ModelError
 from spile.models.architecture import ModelConfig
 from spile.models.families.base import ConfigFields, Family, decoder, layer_count, windows_by_type
 
-__all__ = ["FAMILY"]
-
 
 def _read(fields: ConfigFields) -> ModelConfig:
     count, bias = layer_count(fields), fields.flag("attention_bias")

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal
 
-__all__ = ["BESIDE_VISION", "PLAIN", "SANDWICH", "Fused", "Match", "Names", "Order", "extend"]
-
 Order = Literal["rows", "columns", "heads", "interleaved"]
 """How a tensor of a file contains tensors of the model:
 

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from spile.errors import PodError
 from spile.worker.pod.pod import BARRIERS, WorkerGroup
 
-__all__ = ["check_pod", "log_devices"]
-
 _LENGTH = 64
 _TOLERANCE = 0.02
 """More than the rounding of bfloat16; a wrong collective differs by far more."""

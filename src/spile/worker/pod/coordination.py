@@ -25,8 +25,6 @@ from typing import IO, Any
 from spile.errors import PodError
 from spile.worker.pod.identity import Identity
 
-__all__ = ["SERVICE_HEARTBEAT", "Coordination", "Service", "detect_cluster", "serve", "start_service"]
-
 SERVICE_HEARTBEAT = 100
 """Seconds, JAX's default. Our own watch notices dead processes earlier."""
 _POLL = 0.25

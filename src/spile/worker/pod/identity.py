@@ -17,18 +17,6 @@ from pathlib import Path
 from spile.errors import PodError, SpecError
 from spile.objects.machine import google_metadata_url
 
-__all__ = [
-    "ROLL_CALL_PORT",
-    "Identity",
-    "Metadata",
-    "NoMetadata",
-    "Patience",
-    "find_identity",
-    "gce_metadata",
-    "this_process",
-]
-
-
 Metadata = Callable[[str], str | None]
 """Returns an attribute of the VM; None if it does not exist. Raises :class:`NoMetadata` if there is no answer."""
 

@@ -33,23 +33,6 @@ from spile.worker.pod.identity import Identity
 from spile.worker.pod.rollcall import RollConnections, answer_roll_call, hold_roll_call
 from spile.worker.producer import Control, Verdict
 
-__all__ = [
-    "BARRIERS",
-    "Beats",
-    "End",
-    "Pod",
-    "PodControl",
-    "PodSink",
-    "PodTimes",
-    "PodWatch",
-    "SingleProcess",
-    "WorkerGroup",
-    "check_same_command",
-    "end_process",
-    "join",
-    "joined_group",
-]
-
 T = TypeVar("T")
 
 

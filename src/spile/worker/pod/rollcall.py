@@ -21,18 +21,6 @@ from spile.errors import PodError, untrusted
 from spile.version import __version__
 from spile.worker.pod.identity import Identity
 
-__all__ = [
-    "MOST_BYTES",
-    "Line",
-    "RollAnswer",
-    "RollConnections",
-    "answer_roll_call",
-    "hold_roll_call",
-    "receive",
-    "send_all",
-]
-
-
 MOST_BYTES = 1 << 16
 
 Line = Callable[[str], None]
