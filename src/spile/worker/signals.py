@@ -205,11 +205,15 @@ class _SignalReceiver:
         self._progress.log(f"{name}: finishing the batches in flight and committing them (again: end at once)")
 
     def woken(self, number: int, over: threading.Event) -> None:
-        """Notice a signal in another thread, at once."""
+        """Notice a signal in another thread. The wait is in a third one, so that the next signal is read at once."""
         if self._repeats["arrived"].includes(number):
             return
         self._arrived += 1
-        if not over.wait(_NOTICE) and self._handled < self._arrived and self._at_once(self._arrived):
+        threading.Thread(target=self._check_handled, args=(self._arrived, over), daemon=True).start()
+
+    def _check_handled(self, arrived: int, over: threading.Event) -> None:
+        """End the process if the main thread does not handle this signal soon."""
+        if not over.wait(_NOTICE) and self._handled < arrived and self._at_once(arrived):
             end_soon()
 
 

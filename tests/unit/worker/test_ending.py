@@ -123,6 +123,30 @@ def test_output_that_nobody_reads_any_more_does_not_end_a_run() -> None:
     assert process.returncode == 0
 
 
+_TERMINATED_TWICE = """
+import os, signal, sys, time
+from spile.spec.phase import Phase
+from spile.view.worker import watched
+from spile.worker import signals
+signals._SAME_REQUEST, signals._NOTICE, signals._EXIT_AFTER = 1, 1, 0.1
+with watched() as watch:
+    watch.progress.phase(Phase.RUNNING)
+    for number in {numbers}:
+        os.kill(os.getpid(), number)
+    time.sleep(4)  # the batches in flight take longer than any deadline of the signals
+    sys.stderr.write(f"stopped {{watch.stop.is_set()}}")
+"""
+
+
+@pytest.mark.parametrize(("numbers", "commits"), [("(15, 15)", True), ("(2, 2)", False), ("(15, 2)", False)])
+def test_only_a_repeated_sigterm_leaves_time_to_commit(numbers: str, commits: bool) -> None:
+    """Slurm sends SIGTERM twice when it preempts a job; a second Ctrl+C ends at once."""
+    words = [sys.executable, "-c", _TERMINATED_TWICE.format(numbers=numbers)]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert ended.stderr.endswith("stopped True") == commits
+    assert (ended.returncode == 0) == commits
+
+
 _HANGS_AT_EXIT = """
 import os, signal, sys, time
 from concurrent.futures import ThreadPoolExecutor
