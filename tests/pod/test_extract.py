@@ -263,16 +263,16 @@ from spile.spec.run import DataSpec, ExtractSpec
 with join(identity, times=PodTimes(120, 120, 60)) as pod:
     data = DataSpec(max_seq_length=64, max_samples=16)
     spec = ExtractSpec(data=data, output={root!r}, store_dtype="float32", layers=(1,), batch_size=1, mesh_shape=(2, 1))
-    real = module._agreed
-    def agreed(parts, stream, hosts):
-        found = real(parts, stream, hosts)
+    real = module._agree_on_stream
+    def agreed(run, stream, hosts):
+        found = real(run, stream, hosts)
         if me == 0:  # another worker takes the stream between our plan and our first commit
             from spile.spec.sample import Skip
             from spile.store.stream import join_stream
-            other = join_stream(parts.root, 0, parts.stream_identity, parts.identity)
+            other = join_stream(run.root, 0, run.stream_identity, run.identity)
             other.commit([], [Skip(0, "x", "taken by another")])
         return found
-    module._agreed = agreed
+    module._agree_on_stream = agreed
     module.extract(spec, hosts=pod)
 """
     with launch(tmp_path, body.format(root=str(tmp_path / "out")), 2) as group:

@@ -18,7 +18,7 @@ from ports import free_port
 PREAMBLE = """
 import ctypes, pathlib, sys, threading
 from spile.cli.main import main
-from spile.worker import device, startup
+from spile.worker import device
 here = pathlib.Path({folder!r})
 number = sys.argv[1]
 
@@ -56,7 +56,7 @@ def ended_at_once(ended: Sequence[Ended]) -> None:
 @pytest.mark.parametrize("kind", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_while_the_model_is_loaded(tmp_path: Path, kind: int) -> None:
     """The main thread is in a library that never comes back."""
-    with start(tmp_path, f"startup.load = hang; main({WORDS}])") as group:
+    with start(tmp_path, f"device.load = hang; main({WORDS}])") as group:
         appears(tmp_path / "hangs-0", group)
         group.kill(0, kind)
         ended_at_once(group.wait(120))
@@ -98,7 +98,7 @@ def test_while_a_pod_waits_at_a_barrier(tmp_path: Path, asked: int) -> None:
     body = f"""
 from spile.worker.pod.pod import Pod
 if number == "1":
-    startup.load = hang
+    device.load = hang
 before = Pod.report
 def report(self, text):
     before(self, text)
@@ -138,7 +138,7 @@ def test_in_the_roll_call(tmp_path: Path, present: int) -> None:
 
 SECOND_HANGS = """
 import json
-from spile.planning import batches
+from spile.worker import batches
 from spile.worker import sizes as sizing
 sizing._ROWS = {"cpu": (512, False)}
 batches._WINDOW_TOKENS, batches._FIRST_WINDOW, batches._WINDOW = 2000, 1, 1  # the long ones come in a later window

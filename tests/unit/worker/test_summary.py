@@ -19,7 +19,7 @@ def test_the_peak_is_of_this_process_and_not_of_who_started_it() -> None:
 
 
 def test_an_interruption_has_its_own_exit_code() -> None:
-    facts = {"root": "r", "stream": "r/tpu_0", "complete": False, "visit": Progress().snapshot(), "samples": 0}
+    facts = {"root": "r", "stream": "r/tpu_0", "complete": False, "progress": Progress().snapshot(), "samples": 0}
     facts |= {"tokens": 0, "bytes": 0, "shards": 0, "skipped": 0, "device": "", "sink": "disk", "peak_memory": 0}
     assert Summary(**facts, interrupted=True).exit_code == 130
     assert Summary(**facts, interrupted=False).exit_code == 0
