@@ -343,6 +343,7 @@ def _cases(slow: bool) -> list[object]:
     return cases
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("old", _cases(slow=False))
 def test_a_line_of_an_old_guide_comes_to_its_end(old: OldLine, at: GuideWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     one_machine(monkeypatch)

@@ -131,6 +131,7 @@ def same(left: Sequence[Answer], right: Sequence[Answer]) -> None:
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_seed_decides_whatever_the_batch(tmp_path: Path) -> None:
     case = "qwen2-tied"
     folder = cases.write_model(case, tmp_path)

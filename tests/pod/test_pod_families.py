@@ -115,6 +115,7 @@ def run(names: tuple[str, ...], home: Path) -> None:
     assert done.stdout.strip() == "same", done.stderr[-3000:]
 
 
+@pytest.mark.slow
 def test_gemma2_and_experts(tmp_path: Path) -> None:
     run(QUICK, tmp_path)
 

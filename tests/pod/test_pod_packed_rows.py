@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import numpy as np
 from spile.models import model_files, weights
@@ -53,6 +55,7 @@ print("same")
 """
 
 
+@pytest.mark.slow
 def test_any_mesh_gives_the_same_rows() -> None:
     environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False)

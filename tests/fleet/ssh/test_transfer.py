@@ -77,6 +77,7 @@ def world(empty_hosts: Hosts) -> World:
     return World(empty_hosts)
 
 
+@pytest.mark.slow
 # Not shrunk: each example is a dozen logins.
 @settings(
     max_examples=5,

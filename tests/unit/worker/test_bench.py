@@ -15,6 +15,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> BenchResult:
     return found
 
 
+@pytest.mark.slow
 def test_the_run_is_set_against_the_slowest_of_its_limits(result: BenchResult) -> None:
     assert result.tokens >= 8000
     assert result.slowest == min(result.limit_tokens, key=result.limit_tokens.__getitem__)
