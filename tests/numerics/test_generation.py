@@ -100,7 +100,7 @@ def check_rows(folder: Path, case: str, answers: dict[int, Answer]) -> None:
         padded[0, : len(tokens)] = tokens
         assert answer.rows.taps == len(taps(case))
         for tap, expected in enumerate(step(params, padded)):
-            rows = answer.rows.taken(tap)
+            rows = answer.rows.take(tap)
             assert rows is not None
             assert rows.shape == (len(tokens), files.config.d_model)
             assert cases.error(rows, np.asarray(expected)[0, : len(tokens)]) <= TOLERANCE
@@ -153,4 +153,4 @@ def test_what_is_captured(capture: str, prompt: int, answer: int, tmp_path: Path
     for one in found.values():
         expected = prompt * len(one.sample) + answer * len(one.tokens)
         assert len(one.rows) == expected
-        assert [one.rows.taken(tap) is None for tap in range(one.rows.taps)] == [not expected] * len(taps(case))
+        assert [one.rows.take(tap) is None for tap in range(one.rows.taps)] == [not expected] * len(taps(case))

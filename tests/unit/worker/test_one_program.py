@@ -13,12 +13,12 @@ from spile.worker.progress import Progress, Timeline
 
 
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """The shapes that programs were compiled for."""
-    shapes: list[tuple[int, int]] = []
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    """Return the shapes that programs were compiled for: rows per device, their length, and stored rows."""
+    shapes: list[tuple[int, int, int]] = []
     real = DeviceProducer.compile
 
-    def counting(self: DeviceProducer, shape: tuple[int, int]) -> object:
+    def counting(self: DeviceProducer, shape: tuple[int, int, int]) -> object:
         shapes.append(shape)
         return real(self, shape)
 
@@ -26,14 +26,16 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return shapes
 
 
-def test_programs_are_one_or_two_and_the_wall_time_is_told(tmp_path: Path, compiled: list[tuple[int, int]]) -> None:
+def test_programs_are_one_or_two_and_the_wall_time_is_told(
+    tmp_path: Path, compiled: list[tuple[int, int, int]]
+) -> None:
     spec = ExtractSpec(
         model="embedded", data=DataSpec(dataset="embedded", max_samples=14), output=str(tmp_path), layers=(0,)
     )
     progress = Progress(timeline=Timeline.of_process())
     visit = extract(spec, progress=progress).progress
     assert 1 <= len(compiled) <= 2
-    assert compiled[0] == (1, 4096)  # the tail's row is shorter
+    assert compiled[0] == (1, 4096, 4096)  # Without --positions, every row of the batch is stored.
     assert visit.shapes == len(compiled)
     names = {span.name.split(" ")[0] for span in progress.timeline.spans()}
     assert {"interpreter", "devices", "weights", "compile"} <= names
