@@ -161,6 +161,6 @@ def test_a_store_that_does_not_answer_is_no_damage(folder: Folder, monkeypatch: 
     def out_of_reach(*_: object, **__: object) -> None:
         raise StoreError("the bucket is out of reach")
 
-    monkeypatch.setattr("spile.store.heartbeat.read_commits", out_of_reach)
+    monkeypatch.setattr("spile.store.snapshot.read_commits", out_of_reach)
     with pytest.raises(StoreError, match="out of reach"):
         take(folder)
