@@ -251,7 +251,7 @@ def test_debug_after_two_dashes_is_another_programs(
         seen.append(words)
         raise SpecError("stopped here")
 
-    monkeypatch.setattr(run.RunFlags, "line", line)
+    monkeypatch.setattr(run.HostCommandFlags, "line", line)
     spile("run", "--tpu-prefix", "p", "--", "train", "--debug", "--config", "x")
     assert seen == [("train", "--debug", "--config", "x")]
 
