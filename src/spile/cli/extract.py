@@ -162,7 +162,7 @@ def run_stream(
                 for span in watch.progress.timeline.spans():
                     log(str(span))
             watch.finish(summary, spec.data.max_samples)
-            _log_lacking(spec, summary.stream)
+            _warn_of_incomplete_copy(spec, summary.stream)
             _log_answers(spec, summary)
         else:
             log(f"{hosts.name}: done; worker 0 has the summary")
@@ -178,14 +178,14 @@ def _log_answers(spec: RunSpec, summary: Summary) -> None:
         log(f"{'score':<11}  spile score {summary.root}")
 
 
-def _log_lacking(spec: RunSpec, home: str) -> None:
+def _warn_of_incomplete_copy(spec: RunSpec, home: str) -> None:
     """Warn that a local copy started after the first commit and is therefore incomplete."""
     if spec.local_copy is None or spec.delete_local_after_upload:
         return
     from spile.objects import open_folder
-    from spile.store.streams import lacking
+    from spile.store.streams import missing_from_copy
 
-    if found := lacking(open_folder(spec.local_copy), spec.data.worker_id):
+    if found := missing_from_copy(open_folder(spec.local_copy), spec.data.worker_id):
         log(found.line(home))
 
 

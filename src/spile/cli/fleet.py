@@ -435,7 +435,7 @@ def delete(
     *,
     place: PlaceFlags = _PLACE,
     workers_per_zone: Annotated[
-        int | None, Parameter(help="Only the first so many of each zone. [default: all of the fleet's there]")
+        int | None, Parameter(help="Only the first N machines of each zone. [default: all of the fleet's there]")
     ] = None,
     node_prefix: Annotated[str | None, Parameter(help="A queued resource, with its nodes.")] = None,
     queued_id: Annotated[str | None, Parameter(help="The same, by the name it was given of its own.")] = None,
@@ -517,7 +517,7 @@ def list_all(
 def recreate_preempted(
     *,
     place: PlaceFlags = _PLACE,
-    workers_per_zone: Annotated[int | None, Parameter(help="Only the first so many of each zone.")] = None,
+    workers_per_zone: Annotated[int | None, Parameter(help="Only the first N machines of each zone.")] = None,
     yes: Annotated[bool, _YES] = False,
 ) -> int:
     """Delete the fleet's preempted, terminated and stopped machines and make each again as it was."""

@@ -317,12 +317,12 @@ def _check(client: CloudTpu, api: str, resource: str, needed: tuple[str, ...], w
         held = client.held(api, resource, needed)
     except (CloudError, UserError) as error:  # The API is disabled, or the account may not read the policy.
         return f"{name}: cannot tell whether your account may {what} ({error.found})"
-    lacking = [each for each in needed if each not in held]
-    if lacking:
+    missing = [each for each in needed if each not in held]
+    if missing:
         raise NotAllowed(
             f"{name}: your account may not {what}",
             expected=", ".join(needed),
-            found=f"no {', '.join(lacking)}",
+            found=f"no {', '.join(missing)}",
             fix=f"ask its owner: {give}",
         )
     return f"{name}: your account may {what}"

@@ -120,7 +120,7 @@ def remember_deployment(home: str, found: str, deployment: str) -> None:
             f"{home}/fleet.json is not that deployment",
             expected=f"sha256:{wanted}",
             found=f"sha256:{found}",
-            fix="where nobody deployed since, somebody else wrote the bucket: deploy again, and see who may write it",
+            fix="deploy again, and check who may write to the bucket",
         )
     remember(home, wanted)
 

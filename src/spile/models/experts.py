@@ -95,8 +95,8 @@ def blocks(x: Hidden, chosen: Array, weights: Array, matrices: Matrices, config:
     last = jnp.cumsum(of_expert)
     begin = jnp.cumsum(order.sizes) - order.sizes
     slot = (last - of_expert)[order.expert] * size + jnp.arange(pairs, dtype=jnp.int32) - begin[order.expert]
-    nobody = flat.shape[0]
-    source = jnp.full((count * size,), nobody, jnp.int32).at[slot].set(order.pair // per_token)
+    no_token = flat.shape[0]
+    source = jnp.full((count * size,), no_token, jnp.int32).at[slot].set(order.pair // per_token)
     filled = jnp.concatenate([flat, jnp.zeros((1, flat.shape[1]), flat.dtype)])[source].reshape(count, size, -1)
     expert = jnp.clip(jnp.searchsorted(last, jnp.arange(count, dtype=jnp.int32), side="right"), 0, experts - 1)
     used = jnp.arange(count, dtype=jnp.int32) < last[-1]

@@ -38,7 +38,7 @@ Seen = Callable[[int, int], None]
 """A function that is told how much is done, and of how much."""
 
 
-def nobody(_done: int, _total: int) -> None:
+def ignore_progress(_done: int, _total: int) -> None:
     """Ignore progress."""
 
 
@@ -114,7 +114,7 @@ class Export:
     dtype: str = "float32"
     streams: Sequence[int] | None = None
     """None: all streams that have these taps."""
-    seen: Seen = nobody
+    seen: Seen = ignore_progress
 
     @property
     def rows(self) -> int:

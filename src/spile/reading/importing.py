@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from spile.errors import DataError
 from spile.objects import Folder
-from spile.reading.export import Seen, nobody
+from spile.reading.export import Seen, ignore_progress
 from spile.spec.identity import RunIdentity, StreamIdentity
 from spile.spec.ranges import Ranges
 from spile.spec.run import PromptSpec, StoreDtype
@@ -390,7 +390,7 @@ def import_pickles(
     site: str = "residual",
     model: str = "unknown",
     store_dtype: StoreDtype = "bfloat16",
-    seen: Seen = nobody,
+    seen: Seen = ignore_progress,
 ) -> StreamStore:
     """Store pickles as one stream of a dataset. Files that an earlier import committed are not stored again.
 

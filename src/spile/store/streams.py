@@ -149,7 +149,7 @@ _BRINGS = {"gs": "gcloud storage rsync --recursive", "s3": "aws s3 sync", "az": 
 
 
 @dataclass(frozen=True)
-class Lacking:
+class IncompleteCopy:
     """Committed shards of a stream that are missing from its local copy."""
 
     copy: str
@@ -168,12 +168,12 @@ class Lacking:
         )
 
 
-def lacking(copy: Folder, worker_id: int) -> Lacking | None:
+def missing_from_copy(copy: Folder, worker_id: int) -> IncompleteCopy | None:
     """Return which committed shards are missing from a local copy, or None if it is complete."""
     folder = copy.child(stream_folder(worker_id))
     files = read_ledger(folder, None).files
     absent = [file.size for file in files if _size(folder, file.name) != file.size]
-    return Lacking(folder.url, len(absent), len(files), sum(absent)) if absent else None
+    return IncompleteCopy(folder.url, len(absent), len(files), sum(absent)) if absent else None
 
 
 def _size(folder: Folder, name: str) -> int | None:

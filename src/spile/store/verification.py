@@ -104,9 +104,9 @@ def _index(shard: ShardReader, keep: tuple[str, ...]) -> list[str]:
         says.append("sample_index is not the commit's samples")
     if [note.get("index") for note in shard.notes] != index.tolist():
         says.append("the header's samples are not those of sample_index")
-    lacking = [note["index"] for note in shard.notes if sorted(note.get("kept") or ()) != sorted(keep)]
-    if lacking:
-        says.append(f"samples {Ranges.of(lacking).text()} do not have the kept fields {', '.join(keep) or '(none)'}")
+    incomplete = [note["index"] for note in shard.notes if sorted(note.get("kept") or ()) != sorted(keep)]
+    if incomplete:
+        says.append(f"samples {Ranges.of(incomplete).text()} do not have the kept fields {', '.join(keep) or '(none)'}")
     return says + (_context(shard) if POSITIONS in shard.header.places and not says else [])
 
 

@@ -13,7 +13,7 @@ from spile.objects.local import LocalFolder, LocalWriter
 from spile.objects.mirror import MirrorFolder
 from spile.store.cleanup import clear_stream
 from spile.store.stream import StreamStore, join_run, join_stream
-from spile.store.streams import lacking
+from spile.store.streams import missing_from_copy
 from spile.store.verification import verify
 from world import produce, run_identity, sample_of, stream_identity, write_shard
 
@@ -84,7 +84,7 @@ def test_a_copy_that_comes_later_gets_every_record_and_is_told_what_it_lacks(mir
     assert produce(mirror, 30).ledger.samples == 28
     assert verify(mirror.home).ok
     assert records(mirror.copy) == records(mirror.home)
-    found = lacking(mirror.copy, 0)
+    found = missing_from_copy(mirror.copy, 0)
     assert found is not None
     assert (found.shards, found.bytes) == (first.ledger.shards, first.ledger.bytes)
     assert found.line("gs://b/run/tpu_0").startswith(
@@ -96,7 +96,7 @@ def test_a_copy_that_comes_later_gets_every_record_and_is_told_what_it_lacks(mir
     assert [problem.text for problem in verify(mirror.copy).all_problems] == ["the shard is gone"] * found.shards
     for name in (file.name for file in first.ledger.files):  # as that command would
         mirror.copy.put(f"tpu_0/{name}", mirror.home.get(f"tpu_0/{name}"))
-    assert lacking(mirror.copy, 0) is None
+    assert missing_from_copy(mirror.copy, 0) is None
     assert verify(mirror.copy).ok
 
 
@@ -178,5 +178,5 @@ def test_a_commit_of_another_worker_is_copied_as_theirs(both: MirrorFolder, monk
         produce(both, 30)
     assert [key for key in keys(both.copy) if "commits" in key] == ["tpu_0/commits/0001.json"]
     assert both.copy.get("tpu_0/commits/0001.json") == both.home.get("tpu_0/commits/0001.json")
-    assert lacking(both.copy, 0) is not None
+    assert missing_from_copy(both.copy, 0) is not None
     assert verify(both.home).ok
