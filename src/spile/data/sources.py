@@ -235,9 +235,8 @@ class RowSource(Protocol):
         """Yield rows from number ``start`` up to, but not including, ``stop``."""
 
 
-@dataclass(frozen=True)
-class Jsonl:
-    """A file with one JSON object per line, local or in a bucket."""
+class _Located:
+    """A source that is described by its location alone."""
 
     location: str
 
@@ -245,6 +244,13 @@ class Jsonl:
     def origin(self) -> dict[str, object]:
         """The location of the dataset."""
         return {"dataset": self.location}
+
+
+@dataclass(frozen=True)
+class Jsonl(_Located):
+    """A file with one JSON object per line, local or in a bucket."""
+
+    location: str
 
     def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
         """Yield one row per line; a line that is not JSON becomes a row with a problem."""
@@ -259,7 +265,7 @@ class Jsonl:
 
 
 @dataclass(frozen=True)
-class JsonFile:
+class JsonFile(_Located):
     """One JSON document: a list of rows, or ARC tasks by id as in ``arc_format_train.json``. It is read into memory.
 
     A file with this suffix that holds one JSON object per line is read as such.
@@ -267,11 +273,6 @@ class JsonFile:
 
     location: str
     column: str
-
-    @property
-    def origin(self) -> dict[str, object]:
-        """The location of the dataset."""
-        return {"dataset": self.location}
 
     def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
         """Yield one row per element, in the file's order."""
@@ -306,17 +307,12 @@ class JsonFile:
 
 
 @dataclass(frozen=True)
-class Csv:
+class Csv(_Located):
     """A CSV or TSV file with a header, local or in a bucket. Values are strings."""
 
     location: str
     columns: frozenset[str] = field(default_factory=frozenset)
     keep: tuple[str, ...] = ()
-
-    @property
-    def origin(self) -> dict[str, object]:
-        """The location of the dataset."""
-        return {"dataset": self.location}
 
     def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
         """Yield one row per record; a record with missing or additional cells becomes a row with a problem."""
@@ -340,16 +336,11 @@ class Csv:
 
 
 @dataclass(frozen=True)
-class TextFile:
+class TextFile(_Located):
     """A text file with one prompt per line, local or in a bucket."""
 
     location: str
     column: str
-
-    @property
-    def origin(self) -> dict[str, object]:
-        """The location of the dataset."""
-        return {"dataset": self.location}
 
     def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
         """Yield one row per non-blank line."""
@@ -359,17 +350,12 @@ class TextFile:
 
 
 @dataclass(frozen=True)
-class TextFolder:
+class TextFolder(_Located):
     """A folder of text files, one prompt per file, whose id is its path within the folder."""
 
     folder: Path
     location: str
     column: str
-
-    @property
-    def origin(self) -> dict[str, object]:
-        """The location of the dataset."""
-        return {"dataset": self.location}
 
     def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
         """Yield one row per file, sorted by path."""
@@ -420,16 +406,11 @@ def _text_lines(location: str) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class ArcFolder:
+class ArcFolder(_Located):
     """A folder with one JSON file per task, named by the task's id, as in ARC-AGI."""
 
     files: tuple[Path, ...]
     location: str
-
-    @property
-    def origin(self) -> dict[str, object]:
-        """The location of the dataset."""
-        return {"dataset": self.location}
 
     def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
         """Yield one row per file, sorted by name."""
@@ -443,7 +424,7 @@ class ArcFolder:
 
 
 @dataclass(frozen=True)
-class Parquet:
+class Parquet(_Located):
     """A Parquet file, read in batches of rows and only the columns that are needed."""
 
     path: Path | None
@@ -451,11 +432,6 @@ class Parquet:
     location: str
     columns: frozenset[str] = field(default_factory=frozenset)
     keep: tuple[str, ...] = ()
-
-    @property
-    def origin(self) -> dict[str, object]:
-        """The location of the dataset."""
-        return {"dataset": self.location}
 
     def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
         """Yield one row per row of the table."""
