@@ -307,7 +307,7 @@ def _reads(
         if not step:
             # The rows of a chunk are checked together, so pieces of whole chunks are read once.
             dtype, columns = shard.row_type(tap)
-            chunk = shard.chunk_rows(tap) or 1
+            chunk = shard.chunk_rows(tap)
             step = max(1, _PIECE // (chunk * max(1, dtype.itemsize * columns))) * chunk
         for first in range(0, shard.record.tokens, step):
             last = min(first + step, shard.record.tokens)

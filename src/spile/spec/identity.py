@@ -54,7 +54,8 @@ class RunIdentity:
         for part in ("prompt", "generation"):
             fields.update({f"{part}.{name}": value for name, value in (fields.pop(part) or {}).items()})
         fields.update(fields.pop("unknown"))
-        if self.backend == "jax":  # Defaults are left out, so that fingerprints of older versions stay valid.
+        # Defaults are left out, so that a new field does not change the fingerprints of existing runs.
+        if self.backend == "jax":
             del fields["backend"]
         if not self.keep:
             del fields["keep"]

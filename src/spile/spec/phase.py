@@ -19,7 +19,7 @@ class Phase(enum.StrEnum):
     INSTALLING = "installing"
     """The machine installs spile."""
     STARTING = "starting"
-    """The machine's supervisor starts the worker. Heartbeats of older workers contain it too."""
+    """The machine's supervisor starts the worker."""
     LOOKING = "looking"
     """The worker inspects the model and the data. It has written nothing yet, so no heartbeat contains this phase."""
     LOADING = "loading"

@@ -9,23 +9,19 @@ from functools import cache
 from typing import Any
 
 
-def known_fields(cls: type, found: Mapping[str, Any], renamed: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return the fields of a record that the dataclass has; fields that a newer version added are left out.
-
-    ``renamed`` maps former names of fields to current ones, for records of older versions.
-    """
-    current = {renamed.get(name, name): value for name, value in found.items()} if renamed else found
-    return {name: current[name] for name in _names(cls) if name in current}
+def known_fields(cls: type, found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a record that the dataclass has; fields that a newer version added are left out."""
+    return {name: found[name] for name in _names(cls) if name in found}
 
 
-def typed_fields(cls: type, found: object, renamed: Mapping[str, str] | None = None) -> dict[str, Any]:
+def typed_fields(cls: type, found: object) -> dict[str, Any]:
     """Return the known fields of an untrusted record; raise TypeError if a plain field has the wrong type.
 
     Numbers must be finite, and lists become tuples. The caller must check the fields that are not plain.
     """
     if not isinstance(found, dict):
         raise TypeError(f"expected a JSON object, found {type(found).__name__}")
-    known = known_fields(cls, found, renamed)
+    known = known_fields(cls, found)
     for name, kind, checks in _plain(cls):
         if name not in known:
             continue

@@ -24,7 +24,7 @@ from spile.store.layout import COMMITS, commit_key, commit_number, is_shard, pre
 FORMAT = 1
 """The version of the format; ``docs/format.md`` describes it."""
 RUN_FORMATS = (1, 2)
-"""The versions of ``run.json``. Version 2 makes older readers refuse rows that they would misread."""
+"""The versions of ``run.json``. Version 2 stops readers of version 1, which would misread the rows."""
 _TAIL = re.compile(rb',"crc32c":"([0-9a-f]{8})"\}\n')
 _TAIL_LENGTH = 22
 

@@ -106,9 +106,9 @@ class Chunking:
     """The length of the chunks of each tensor; the last chunk of a tensor may be shorter."""
 
     bytes: int
-    """The length of chunks in bytes, for tensors that ``rows`` does not name."""
+    """The length of chunks in bytes, for tensors that are not taps."""
     rows: Mapping[str, int] = field(default_factory=dict)
-    """The number of rows in a chunk, by tensor."""
+    """The number of rows in a chunk, by tap."""
 
     def length(self, name: str, code: str, shape: Sequence[int]) -> int:
         """Return the length of a chunk of this tensor in bytes."""
@@ -129,7 +129,7 @@ class Chunking:
         """Return the chunking that an untrusted header describes.
 
         Raises:
-            Damaged: If the fields are malformed or the lengths impossible.
+            Damaged: If the fields are malformed, the lengths are impossible, or a tap is missing.
 
         """
         with untrusted(Damaged, f"{where} has a header that does not say how it is cut into chunks"):
@@ -141,11 +141,17 @@ class Chunking:
             if expected := _wanted(count, places.get(name)):
                 found = f"{name[:_SHOWN]!r}: {str(count)[:_SHOWN]}"
                 raise Damaged(f"{where} has a header of impossible {_ROWS}", expected=expected, found=found)
+        if missing := [name for name in places if name not in rows and _is_tap(name, places[name])]:
+            raise Damaged(f"{where} has a header without {_ROWS} of a tap", expected=", ".join(missing)[:_SHOWN])
         return cls(size, rows)
 
 
 def _row_bytes(code: str, shape: Sequence[int]) -> int:
     return DTYPES[code].itemsize * shape[1]
+
+
+def _is_tap(name: str, place: TensorPlace) -> bool:
+    return len(place.shape) == 2 and not name.endswith(SUMS)
 
 
 def _wanted(count: object, place: TensorPlace | None) -> str | None:

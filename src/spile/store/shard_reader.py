@@ -158,9 +158,9 @@ class ShardReader:
         """Return the length of a tensor's chunks in bytes."""
         return self.header.chunk_bytes(name)
 
-    def chunk_rows(self, name: str) -> int | None:
-        """Return the number of rows in a chunk, or None if chunks do not end at row boundaries."""
-        return self.header.chunking.rows.get(name)
+    def chunk_rows(self, tap: str) -> int:
+        """Return the number of rows in a chunk of a tap."""
+        return self.header.chunking.rows[tap]
 
     def pieces(self, name: str, size: int) -> list[tuple[int, int]]:
         """Return ranges of chunks of about ``size`` bytes that cover a tensor, as arguments for :meth:`chunks`."""
@@ -360,10 +360,10 @@ class JoinedShard(ShardReader):
         other = self._beside(name)
         return super().chunk_bytes(name) if other is None else other.chunk_bytes(name)
 
-    def chunk_rows(self, name: str) -> int | None:
-        """Return the number of rows in a chunk, or None if chunks do not end at row boundaries."""
-        other = self._beside(name)
-        return super().chunk_rows(name) if other is None else other.chunk_rows(name)
+    def chunk_rows(self, tap: str) -> int:
+        """Return the number of rows in a chunk of a tap."""
+        other = self._beside(tap)
+        return super().chunk_rows(tap) if other is None else other.chunk_rows(tap)
 
     def chunks(self, name: str, begin: int, end: int) -> memoryview:
         """Return the bytes of chunks ``begin`` to ``end`` of a tensor, checked."""

@@ -338,7 +338,7 @@ def open_streams(root: Folder, run: RunIdentity) -> list[Stream]:
             fix = f"move {folder.url} out of the dataset; spile verify {root.url} tells the rest"
             raise Damaged(f"{folder.url} does not belong to the dataset", found=why, fix=fix)
         streams.append(Stream(folder, record, find_additions(folder, record, found[number])))
-    # Older versions did not record the split. Such streams are accepted here; spile verify reports them.
+    # A stream whose data is not listed in streams.json states no split. It is accepted here; spile verify reports it.
     told = [stream.record for stream in streams if stream.record.identity.streams is not None]
     for problem in mixed_splits(root.url, told):
         raise Damaged(problem.where, found=problem.text, fix="move the streams of one split to a dataset of their own")

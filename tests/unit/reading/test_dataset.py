@@ -22,7 +22,6 @@ from spile.errors import Damaged, StoreError, UserError
 from spile.objects import Folder, ObjectInfo, open_folder
 from spile.reading.dataset import open as open_dataset
 from spile.spec.sample import Role, Sample
-from spile.store.shard_format import Chunking, ShardSchema
 from spile.store.stream import join_run, join_stream
 from spile.store.streams import Stream
 from world import TAPS, items, produce, rows_of, run_identity, sample_of, stream_identity
@@ -133,9 +132,8 @@ def _made_once() -> Folder:
     return _MADE[0]
 
 
-def test_rows_that_lie_across_chunks_and_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As earlier versions cut, and a width that no chunk is a multiple of: 3 columns of bf16, 13 MB per tap."""
-    monkeypatch.setattr(ShardSchema, "chunking", lambda _: Chunking(1 << 20))
+def test_rows_that_lie_across_chunks_and_pieces(tmp_path: Path) -> None:
+    """Batches that end inside chunks: 3 columns of bf16, 13 MB per tap."""
     root = open_folder(str(tmp_path))
     run = run_identity(d_model=3)
     join_run(root, run)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import zipfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -17,8 +16,6 @@ from hypothesis import strategies as st
 from counting import Counting
 from spile.errors import Damaged
 from spile.objects import Folder, open_folder
-from spile.reading.dataset import open as open_dataset
-from spile.reading.export import Export, write_npy
 from spile.reading.rows import RowBatch, iterate
 from spile.spec.safetensors import encode_header
 from spile.spec.sample import Sample
@@ -27,11 +24,7 @@ from spile.store.ledger import ShardRecord
 from spile.store.shard import ShardBuilder
 from spile.store.shard_format import CHUNKS, Chunking, ShardSchema, as_stored, parse_shard_header, plan_shard
 from spile.store.shard_reader import JoinedShard, ShardReader
-from spile.store.verification import verify
-from world import TAPS, items, produce, rows_of
 
-OLDER = Path(__file__).parent / "data" / "cut_in_bytes.zip"
-"""Two shards of three of a run that was killed, written by an earlier version: one checksum for each MiB."""
 NAME = "shard_0001-abcd.safetensors"
 
 
@@ -66,7 +59,7 @@ SHAPES = st.tuples(
     st.integers(1, 40),  # tokens
     st.sampled_from(["float32", "bfloat16"]),
 )
-CUTS = st.builds(Chunking, st.integers(1, 60), st.just({}) | st.fixed_dictionaries({"residual.0": st.integers(1, 9)}))
+CUTS = st.builds(Chunking, st.integers(1, 60), st.fixed_dictionaries({"residual.0": st.integers(1, 9)}))
 
 
 @given(shape=SHAPES, chunking=CUTS, steps=st.integers(1, 7), data=st.data())
@@ -125,7 +118,7 @@ def test_rows_in_whole_chunks_are_read_without_another_byte(tmp_path: Path, dtyp
         record, _ = write(folder, tap, 21)
         shard = ShardReader(folder, record)
         shard.rows("residual.0", 0, 1)
-        assert (shard.chunk_rows("residual.0"), shard.chunk_rows("tokens")) == (4, None)
+        assert shard.chunk_rows("residual.0") == 4
         for start, stop in [(0, 4), (4, 12), (16, 21), (20, 21), (0, 21)]:
             folder.ranges.clear()
             shard.rows("residual.0", start, stop)
@@ -145,7 +138,7 @@ def test_an_empty_shard_has_no_chunks_of_rows(tmp_path: Path) -> None:
 def test_added_taps_may_be_cut_otherwise(tmp_path: Path) -> None:
     folders = [open_folder(str(tmp_path / name)) for name in ("own", "added")]
     made = []
-    cuts = [Chunking(50), Chunking(64, {"mlp.1": 4})]
+    cuts = [Chunking(50, {"residual.0": 3}), Chunking(64, {"mlp.1": 4})]
     taps = [TapRows(name, (5,), "float32") for name in ("residual.0", "mlp.1")]
     for folder, tap, chunking in zip(folders, taps, cuts, strict=True):
         with cut(chunking):
@@ -153,8 +146,8 @@ def test_added_taps_may_be_cut_otherwise(tmp_path: Path) -> None:
     own, added = (ShardReader(folder, record) for folder, (record, _) in zip(folders, made, strict=True))
     shard = JoinedShard(own, {"mlp.1": added})
     for tap, chunking, (_, rows) in zip(taps, cuts, made, strict=True):
-        assert shard.chunk_rows(tap.name) == chunking.rows.get(tap.name)
-        assert shard.chunk_bytes(tap.name) == (50 if tap.name == "residual.0" else 80)
+        assert shard.chunk_rows(tap.name) == chunking.rows[tap.name]
+        assert shard.chunk_bytes(tap.name) == (60 if tap.name == "residual.0" else 80)
         with patch("spile.reading.rows._PIECE", 100):
             parts = list(iterate([(0, shard)], tap.name, 7, include=None, exclude=None, context=False))
         np.testing.assert_array_equal(np.concatenate([part.rows for part in parts]), rows)
@@ -177,8 +170,7 @@ def header_of(metadata: dict[str, str], chunks: int = 6, width: int = 2, tokens:
 
 def test_a_header_says_how_it_is_cut() -> None:
     for metadata, chunks, length in [
-        ({"chunk_bytes": "1048576"}, 5, 1 << 20),
-        ({"chunk_bytes": "24"}, 5, 24),
+        ({"chunk_bytes": "1048576", "chunk_rows": '{"residual.0":3}'}, 5, 24),
         ({"chunk_bytes": "24", "chunk_rows": '{"residual.0":2}'}, 6, 16),
         ({"chunk_bytes": "24", "chunk_rows": '{"residual.0":1,"from_the":"future"}'}, 7, None),
     ]:
@@ -197,7 +189,11 @@ HOSTILE: dict[str, tuple[dict[str, str], str]] = {
     "nothing at a time": ({"chunk_bytes": "0"}, "impossible chunk_bytes: expected 1 to 67108864, found 0"),
     "less than nothing": ({"chunk_bytes": "-1048576"}, "impossible chunk_bytes: .* found -1048576"),
     "all at a time": ({"chunk_bytes": str(1 << 40)}, "impossible chunk_bytes: .* found 1099511627776"),
-    "byte for byte": ({"chunk_bytes": "1"}, r"another number of chunks: expected U32 \[63\], found U32 \[6\]"),
+    "byte for byte": (
+        {"chunk_bytes": "1", "chunk_rows": '{"residual.0":1}'},
+        r"another number of chunks: expected U32 \[42\], found U32 \[6\]",
+    ),
+    "no rows": ({"chunk_bytes": "64"}, "without chunk_rows of a tap: expected residual.0"),
     "no object": ({"chunk_bytes": "64", "chunk_rows": "[1]"}, "does not say how it is cut into chunks"),
     "no JSON": ({"chunk_bytes": "64", "chunk_rows": "{"}, "does not say how it is cut into chunks"),
     "a deep one": ({"chunk_bytes": "64", "chunk_rows": "[" * 100_000}, "does not say how it is cut into chunks"),
@@ -234,36 +230,3 @@ def test_rows_of_no_width_are_in_no_chunks() -> None:
 def test_one_row_may_be_longer_than_any_chunk() -> None:
     data, size = header_of({"chunk_bytes": "64", "chunk_rows": '{"residual.0":1}'}, 5, width=20 << 20, tokens=1)
     assert parse_shard_header(data, size, "it").chunk_bytes("residual.0") == 80 << 20
-
-
-@pytest.fixture
-def older(tmp_path: Path) -> Folder:
-    with zipfile.ZipFile(OLDER) as file:
-        file.extractall(tmp_path / "run")
-    return open_folder(str(tmp_path / "run"))
-
-
-def test_what_an_earlier_version_wrote_is_read_proven_and_finished(older: Folder, tmp_path: Path) -> None:
-    assert [problem.text for problem in verify(older).problems] == []
-    assert not verify(older).ok  # the run was killed
-    assert len(list(open_dataset(older).samples)) == 20
-    produce(older, 30)
-    report = verify(older)
-    assert report.ok
-    assert report.streams[0].shards == 3
-    dataset = open_dataset(older)
-    wanted = [item for item in items(30) if isinstance(item, Sample)]
-    cuts = {dataset.streams[0].open(shard).chunk_rows("attn.1") for shard in dataset.streams[0].shards}
-    assert cuts == {None, 32768}
-    for number, tap in enumerate(map(str, TAPS)):
-        rows = np.concatenate([rows_of(sample, number) for sample in wanted])
-        np.testing.assert_array_equal(np.concatenate(list(dataset.rows(tap, 100))), rows)
-        mixed = np.concatenate(list(dataset.shuffled(tap, batch_rows=16, seed=0)))
-        assert sorted(row.tobytes() for row in mixed) == sorted(row.tobytes() for row in rows)
-        sample = dataset.sample(0, wanted[12].index)
-        np.testing.assert_array_equal(sample.rows(tap), rows_of(wanted[12], number))
-    write_npy(Export(dataset, ("residual.1",)), str(tmp_path / "npy"))
-    np.testing.assert_array_equal(np.load(tmp_path / "npy/residual.1.npy"), rows.astype(np.float32))
-    (path,) = tmp_path.glob("run/tpu_0/shard_0002-*.safetensors")
-    flip(path, path.stat().st_size - 4000)
-    assert not verify(older).ok

@@ -82,7 +82,7 @@ def test_streams_of_different_splits_are_told_apart(folder: Folder) -> None:
     assert lines(folder)[0].endswith(f"; tpu_2 of 3 streams (split {'c' * 32}); tpu_3 of no split")
 
 
-def test_a_stream_that_was_begun_before_splits_were_recorded_goes_on(folder: Folder) -> None:
+def test_a_stream_that_states_no_split_goes_on(folder: Folder) -> None:
     begin(folder, 0, None)
     begin(folder, 0, 4)
     assert verify(folder).streams_expected is None
