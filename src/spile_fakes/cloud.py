@@ -113,6 +113,8 @@ class Cloud:
         self.lock = threading.RLock()
         self.dry: set[str] = set()
         self.quota: dict[str, int] = {}
+        self.quota_infos: list[dict[str, Any]] = []
+        """What the Cloud Quotas API answers. It is not enforced: ``quota`` is."""
         self.refused: set[str] = set()
         """Permissions that the caller does not have."""
         self._on_start, self._on_stop = on_start, on_stop

@@ -29,6 +29,7 @@ _PATH = re.compile(
     r"^/(v2|v2alpha1)/projects/([^/]+)(?:/locations(?:/([^/:]+)(?:/(\w+)(?:/([^/:]+))?)?)?)?(?::(\w+))?$"
 )
 _PERMISSIONS = re.compile(r"^/v1/projects/[^:]+:testIamPermissions$")
+_QUOTAS = re.compile(r"^/v1/projects/[^/]+/locations/global/services/tpu\.googleapis\.com/quotaInfos$")
 _COMPUTE = re.compile(r"^/compute/v1/projects/([^/]+)(?:/zones/([^/]+))?$")
 
 
@@ -87,6 +88,8 @@ class Api:
             return _compute(compute.group(1), compute.group(2))
         if _PERMISSIONS.match(path):
             return {"permissions": [each for each in body["permissions"] if each not in self.cloud.refused]}
+        if _QUOTAS.match(path):
+            return _page("quotaInfos", self.cloud.quota_infos, params)
         match = _PATH.match(path)
         if match is None:
             raise ApiError(404, f"The requested URL {path} was not found on this server.")

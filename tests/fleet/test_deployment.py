@@ -217,7 +217,7 @@ def test_a_second_deployment_is_taken_by_running_machines(world: World) -> None:
     deadline = time.monotonic() + 120
     while not world.commits() and time.monotonic() < deadline:
         time.sleep(0.02)
-    code, text = world.spile(*words, "--skip-dataset", "--max-samples", "44", "--yes")
+    code, text = world.spile(*words, "--skip-dataset", "--batch-size", "2", "--yes")
     assert code == 0, text
     assert "it takes this deployment by itself" in text
     new = json.loads(world.gcs.buckets.buckets["b"].objects["fleet/default/fleet.json"].data)["deployment"]
@@ -226,7 +226,7 @@ def test_a_second_deployment_is_taken_by_running_machines(world: World) -> None:
         time.sleep(0.1)
     report = json.loads(world.gcs.buckets.buckets["b"].objects["fleet/default/workers/tpu-us-central1-a-0.json"].data)
     assert (report["deployment"], report["verdict"]) == (new, "finished"), world.logs()
-    code, said = world.spile("verify", "gs://b/activations", "--max-samples", "44")
+    code, said = world.spile("verify", "gs://b/activations", "--max-samples", "40")
     assert code == 0, said
 
 

@@ -256,6 +256,64 @@ def test_a_dry_run_says_what_would_be_made_and_makes_nothing(world: World, promp
     assert world.cloud.cloud.nodes("-") == []
 
 
+def quota_info(name: str, location: str, value: str | None) -> dict[str, Any]:
+    details = {} if value is None else {"value": value}
+    return {"quotaId": name, "dimensionsInfos": [{"applicableLocations": [location], "details": details}]}
+
+
+@pytest.mark.parametrize(
+    ("infos", "code", "said"),
+    [
+        ([], 0, "us-central1-a: quota for v5litepod-16 is not known"),
+        ([("TPUV5sLitepodPerProjectPerZoneForTPUAPI", A, "0")], 0, "v5litepod-16 is not known"),
+        ([("TPUV5sPreemptibleLitepodServingPerProjectPerZoneForTPUAPI", A, "0")], 0, "v5litepod-16 is not known"),
+        ([("TPUV5sPreemptibleLitepodPerProjectPerZoneForTPUAPI", A, "32")], 0, "ForTPUAPI is 32; the fleet needs 32"),
+        ([("TPUV5sPreemptibleLitepodPerProjectPerRegionForTPUAPI", A[:-2], "-1")], 0, "us-central1: quota TPUV5s"),
+        (
+            [("TPUV5sPreemptibleLitepodPerProjectPerZoneForTPUAPI", A, "31")], 1,
+            "is too small for this fleet: expected 32, for 2 new machines v5litepod-16, found 31",
+        ),
+        ([("TPUV5sPreemptibleLitepodPerProjectPerZoneForTPUAPI", A, None)], 1, "found 0; ask for more quota"),
+    ],
+)  # fmt: skip
+def test_a_dry_run_compares_the_fleet_with_the_quota(
+    world: World, prompt: Prompt, infos: list[tuple[str, str, str | None]], code: int, said: str
+) -> None:
+    world.cloud.cloud.quota_infos = [quota_info(*each) for each in infos]
+    words = ("deploy", "--gcs-bucket", "b", "--zones", A, *TASK, "--dry-run", "--workers-per-zone", 2)
+    ended, text = prompt(*words, "--tpu-type", "v5litepod-16")
+    assert (ended, said in text) == (code, True), text
+
+
+def test_a_dry_run_counts_machines_in_use_and_says_what_it_cannot_know(world: World, prompt: Prompt) -> None:
+    world.cloud.vms.start = lambda *_: None  # type: ignore[method-assign]  # no process is needed
+    name = "TPUV6EPreemptiblePerProjectPerZoneForTPUAPI"
+    world.cloud.cloud.quota_infos = [quota_info(name, A, "16")]
+    node = {"acceleratorType": "v6e-8", "schedulingConfig": {"preemptible": True}}
+    world.cloud.cloud.create("fake-project", A, "of-a-colleague", node, "v2")
+    words = ("deploy", "--gcs-bucket", "b", "--zones", A, *TASK, "--dry-run", "--tpu-type", "v6e-8")
+    code, text = prompt(*words)
+    assert (code, f"{A}: quota {name} is 16; the fleet needs 16\n" in text) == (0, True), text
+    code, text = prompt(*words, "--workers-per-zone", 2)
+    assert (code, "expected 24, for 2 new machines v6e-8 and 8 in use, found 16" in text) == (1, True), text
+    world.cloud.admin("fault", {"path": "quotaInfos", "count": 1, "status": 403, "message": "API is off"})
+    code, text = prompt(*words)
+    assert (code, "quota: not checked (API is off). To let spile read it: gcloud services enable" in text) == (0, True)
+
+
+def test_max_samples_limits_what_is_prepared_and_uploaded(world: World, prompt: Prompt, tmp_path: Path) -> None:
+    """Streams of the whole dataset were uploaded, of which workers read the first samples."""
+    data = ("--model", "embedded", "--dataset", tasks(tmp_path / "many.jsonl", 500), "--prompt", "text")
+    code, text = prompt(*PREPARE, *data, "--workers-per-zone", 2, "--max-samples", 3)
+    assert (code, "6 samples of " in text, "in 2 streams, as --max-samples 3 of each" in text) == (0, True, True), text
+    streams = open_folder(fleet_of(world).streams or "")
+    assert [len(streams.get(f"stream_{number:03d}.jsonl").splitlines()) for number in range(2)] == [3, 3]
+    again = ("deploy", "--gcs-bucket", "b", "--skip-launch", "--skip-dataset", "--yes")
+    code, text = prompt(*again, "--max-samples", 4)
+    assert (code, "has fewer samples than --max-samples 4 of each stream needs" in text) == (2, True), text
+    assert prompt(*again, "--max-samples", 2)[0] == 0
+
+
 def test_a_fleet_is_listed_looked_at_and_stopped(world: World, prompt: Prompt) -> None:
     assert prompt(*PREPARE, *TASK, "--fleet", "one")[0] == 0
     assert prompt(*PREPARE, *TASK, "--fleet", "two", "--gcs-prefix", "second")[0] == 0

@@ -151,7 +151,7 @@ def deploy(
     the bucket: what is preempted and made again resumes by itself. A fleet that is deployed already and would change
     is asked about first.
     """
-    from spile.fleet.deploy import changes, check_access, check_root, fleet_bucket, publish
+    from spile.fleet.deploy import changes, check_access, check_quota, check_root, fleet_bucket, publish
     from spile.fleet.home import FleetHome, fleet_url
     from spile.fleet.pins import pin_machines
 
@@ -173,6 +173,8 @@ def deploy(
     with _streams(fleet, request, bucket, before, console) as streams:
         streams.check(len(fleet.workers))
         fleet = request.work(fleet, bucket, streams)
+        if steps.skip_dataset:
+            streams.check_limit(request.run_spec("gs://b/x", streams.url).data)
         cleared = _streams_to_clear(fleet, request.flags)
         try:
             check_root(bucket, fleet, streams, cleared=bool(cleared))
@@ -181,7 +183,10 @@ def deploy(
             check_root(bucket, fleet, streams, cleared=False)
         changed = changes(before, fleet) if before is not None else []
         if steps.dry_run:
-            return _show_plan(console, fleet, streams, request, changed, cleared)
+            code = _show_plan(console, fleet, streams, request, changed, cleared)
+            for line in () if steps.skip_launch else check_quota(client, fleet):
+                console.print(line, markup=False)
+            return code
         _confirm_changes(console, fleet, changed, cleared, yes=steps.yes)
         streams.put(lambda line: console.print(line, markup=False))
     _clear(fleet, cleared)
@@ -436,7 +441,7 @@ def _streams(
         known = before.stream_count if before is not None else 0
         # A trial may have had fewer streams than this fleet has workers: then the dataset is split again.
         count = request.steps.num_streams or max(known, len(fleet.workers))
-        with split_streams(dataset, below, count, data=data, log=log) as made:
+        with split_streams(dataset, below, count, data=data, log=log, limited=True) as made:
             yield made
 
 

@@ -214,7 +214,7 @@ def open_stream(spec: DataSpec, tokenizer: Tokenizer, vocabulary: int | None = N
                 raise
             continue
         if drafter is None:
-            drafter, last = checked, _last_line(spec, checked.prompt)
+            drafter, last = checked, lines_needed(spec, checked.prompt)
     if drafter is None:
         found = f"{lines} rows that cannot be used" if lines else "no row"
         raise DataError(f"{file.location} is empty", expected="at least one usable row", found=found)
@@ -236,8 +236,8 @@ def open_stream(spec: DataSpec, tokenizer: Tokenizer, vocabulary: int | None = N
     )
 
 
-def _last_line(spec: DataSpec, prompt: PromptSpec) -> int | None:
-    """Return the index of the first line that is not needed, or None if all are."""
+def lines_needed(spec: DataSpec, prompt: PromptSpec) -> int | None:
+    """Return the number of lines that ``max_samples`` needs, or None if all are needed."""
     if spec.max_samples is None or prompt.pack:
         return None
     return -(-spec.max_samples // prompt.predictions_per_task)

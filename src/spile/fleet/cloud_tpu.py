@@ -31,6 +31,7 @@ from spile.fleet.provider import (
     QueuedResource,
     QueuedState,
     Quota,
+    QuotaLimit,
     Stockout,
     Unavailable,
 )
@@ -172,6 +173,16 @@ def read_queued(raw: Mapping[str, Any]) -> QueuedResource:
         labels=dict(node.get("labels", {})),
         detail=state.get("failedData", {}).get("error", {}).get("message", ""),
     )
+
+
+@_answer("quota")
+def read_quota(raw: Mapping[str, Any]) -> QuotaLimit:
+    """Parse a ``quotaInfo`` of the Cloud Quotas API. A place without a value has no quota."""
+    values: dict[str, int] = {}
+    for info in raw.get("dimensionsInfos", ()):
+        value = int(info.get("details", {}).get("value", 0))
+        values.update(dict.fromkeys(map(str, info.get("applicableLocations", ())), value))
+    return QuotaLimit(str(raw["quotaId"]), values)
 
 
 @_answer("operation")
@@ -432,12 +443,14 @@ class CloudTpu:
         again = slower or reply.status_code == 503 or (repeatable and reply.status_code >= 500)
         return error_of(reply.status_code, message, doing), again
 
-    def _pages(self, path: str, key: str, doing: str, version: str = "v2") -> list[dict[str, Any]]:
+    def _pages(
+        self, path: str, key: str, doing: str, version: str = "v2", api: str | None = None
+    ) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
         token = ""
         while True:
             params = {"pageSize": "500", **({"pageToken": token} if token else {})}
-            page = self._send("GET", path, doing, params=params, version=version)
+            page = self._send("GET", path, doing, params=params, version=version, api=api)
             found.extend(page.get(key, []))
             token = page.get("nextPageToken", "")
             if not token:
@@ -526,6 +539,12 @@ class CloudTpu:
         """Return the machine types of a zone."""
         raws = self._pages(f"{self._parent(zone)}/acceleratorTypes", "acceleratorTypes", f"list TPU types in {zone}")
         return sorted(raw["type"] for raw in raws)
+
+    def quotas(self) -> list[QuotaLimit]:
+        """Return the project's limits for TPUs."""
+        path = f"{self._parent('global')}/services/tpu.googleapis.com/quotaInfos"
+        raws = self._pages(path, "quotaInfos", "list the quota for TPUs", version="v1", api="cloudquotas")
+        return [read_quota(raw) for raw in raws]
 
     def held(self, api: str, resource: str, permissions: Sequence[str]) -> list[str]:
         """Return which of these permissions the current account has on a project or a service account."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import secrets
 import shlex
 import tempfile
@@ -17,15 +18,16 @@ from spile.data.convert import RowSelection
 from spile.data.manifest import MANIFEST, STREAM, StreamsManifest, stream_name
 from spile.data.sources import RowRange
 from spile.data.split import make_streams
+from spile.data.stream import lines_needed
 from spile.data.upload import read_manifest, upload
-from spile.errors import DataError, ModelError, RunMismatch, SpecError, SpileError, UserError
+from spile.errors import CloudError, DataError, ModelError, RunMismatch, SpecError, SpileError, UserError
 from spile.fleet.cloud_tpu import CloudTpu, check_roles
 from spile.fleet.home import STARTUP, FleetHome, fleets_of
 from spile.fleet.install import build_wheel
 from spile.fleet.manage import NodeResult, hosts_of, list_nodes, slice_secret
 from spile.fleet.monitor import machine_metadata, startup_script
 from spile.fleet.pins import REQUIREMENTS, machine_requirements, sha256
-from spile.fleet.provider import Life, NodeState, Provider
+from spile.fleet.provider import Life, NodeState, Provider, Quota, QuotaLimit
 from spile.fleet.spec import FleetSpec, owns
 from spile.hosts.hosts import Access, Host
 from spile.hosts.run import launch
@@ -34,6 +36,7 @@ from spile.models.architecture import ModelConfig
 from spile.objects import bucket_url, is_remote, open_folder
 from spile.objects.clouds import check_machines, check_own
 from spile.objects.preflight import preflight
+from spile.planning.machines import Machine, parse_machine
 from spile.spec.amounts import counted
 from spile.spec.run import EMBEDDED, DataSpec, ExtractSpec, PromptSpec, RunSpec
 from spile.spec.taps import select_taps
@@ -78,6 +81,20 @@ class StreamsPlan:
                 fix="deploy fewer workers, or split the dataset again with --num-streams and another --gcs-prefix",
             )
 
+    def check_limit(self, data: DataSpec) -> None:
+        """Raise if an earlier deployment prepared fewer rows than ``data.max_samples`` of each stream need."""
+        lines = lines_needed(data, data.prompt)
+        if lines is None or self.manifest is None:
+            return
+        prepared = self.manifest.source.get("max_samples")
+        if isinstance(prepared, int) and prepared <= self.manifest.samples and prepared < lines * self.count:
+            raise DataError(
+                f"{self.url} has fewer samples than --max-samples {data.max_samples} of each stream needs",
+                expected=f"{lines * self.count:,} rows in {counted(self.count, 'stream')}",
+                found=f"{prepared:,}",
+                fix="leave out --skip-dataset to prepare more, or give a smaller --max-samples",
+            )
+
     def put(self, log: Callable[[str], None]) -> None:
         """Upload the streams to where workers read them, skipping files that are already there."""
         if self.local is None:
@@ -114,22 +131,26 @@ def split_streams(
     *,
     data: DataSpec,
     log: Callable[[str], None],
+    limited: bool = False,
 ) -> Iterator[StreamsPlan]:
-    """Split a dataset into one stream per worker in a temporary local folder, which exists inside the ``with`` block.
+    """Split a dataset into streams in a temporary local folder, which exists inside the ``with`` block.
 
-    ``data`` selects the rows and their order.
+    ``data`` selects the rows and their order. ``limited``: prepare no more rows than ``data.max_samples`` needs.
     """
+    lines = lines_needed(data, data.prompt) if limited else None
+    selection = replace(_selection(data), max_samples=None if lines is None else lines * count)
     with tempfile.TemporaryDirectory(prefix="spile-streams-") as folder:
         made = make_streams(
             dataset,
             Path(folder),
             count,
-            selection=_selection(data),
+            selection=selection,
             split=RowRange.parse(data.split).split,
             config_name=data.config_name,
             seed=data.seed,
         )
-        log(f"{made.tally.samples:,} samples of {dataset} in {counted(count, 'stream')}")
+        bound = "" if lines is None else f", as --max-samples {data.max_samples} of each stream needs no more"
+        log(f"{made.tally.samples:,} samples of {dataset} in {counted(count, 'stream')}{bound}")
         yield local_streams(Path(folder), below)
 
 
@@ -208,6 +229,85 @@ def check_access(urls: Iterable[str], account: str | None, client: CloudTpu | No
             yield f"{bucket}: your account may write it; machines may where --env gives them keys of S3 that may"
     if client is not None:
         yield from check_roles(client, account)
+
+
+_QUOTA_NAMES = {"v5e": r"TPUV5s(Preemptible)?Litepod", "v5p": "TPUV5P", "v6e": "TPUV6E"}
+"""How the names of a generation's quotas begin, if not as in ``TPUV3``."""
+
+
+def check_quota(client: CloudTpu, fleet: FleetSpec) -> Iterator[str]:
+    """Yield a line for each limit that the fleet's machines count against. Raise :class:`Quota` if one is too small.
+
+    The API lists limits, not what is in use, so the machines in the fleet's zones are counted. Quota is no promise of
+    capacity, and machines of other products, such as GKE, are not known here.
+    """
+    try:
+        limits = client.quotas()
+    except (CloudError, UserError) as error:
+        enable = f"gcloud services enable cloudquotas.googleapis.com --project {client.project}"
+        yield f"quota: not checked ({error.found}). To let spile read it: {enable}"
+        return
+    machine = parse_machine(fleet.machine.accelerator_type)
+    cheap = fleet.machine.preemptible or fleet.machine.spot or fleet.best_effort
+    limits = [each for each in limits if _counts(each, machine, cheap=cheap, reserved=fleet.machine.reserved)]
+    nodes = list_nodes(client, fleet.zones)
+    there = {(node.zone, node.name) for node in nodes}
+    missing = [worker.zone for worker in fleet.workers if (worker.zone, worker.name) not in there]
+    used = [
+        (node.zone, _size(node.accelerator_type))
+        for node in nodes
+        if node.preemptible == cheap and _generation(node.accelerator_type) == machine.generation
+    ]
+    for zone in fleet.zones:
+        known = [(limit, place) for limit in limits for place in (zone, _region(zone)) if place in limit.values]
+        if not known:
+            yield f"{zone}: quota for {machine.name} is not known: the project's list has no limit for it"
+        for limit, place in known:
+            count = sum(1 for each in missing if place in (each, _region(each)))
+            held = sum(size for each, size in used if place in (each, _region(each)))
+            yield _compare(limit, place, held, count, machine)
+
+
+def _compare(limit: QuotaLimit, place: str, held: int, count: int, machine: Machine) -> str:
+    value, needed = limit.values[place], held + count * _size(machine.name)
+    beside = f" and {held} in use" if held else ""
+    if value >= 0 and needed > value:
+        raise Quota(
+            f"{place}: quota {limit.name} is too small for this fleet",
+            expected=f"{needed}, for {counted(count, 'new machine')} {machine.name}{beside}",
+            found=str(value),
+            fix="ask for more quota, deploy fewer workers, or use another zone or --tpu-type",
+        )
+    allowed = "is not limited" if value < 0 else f"is {value}"
+    return f"{place}: quota {limit.name} {allowed}; the fleet needs {needed}"
+
+
+def _counts(limit: QuotaLimit, machine: Machine, *, cheap: bool, reserved: bool) -> bool:
+    """Return whether machines of this type and tier count against the limit."""
+    name, small = limit.name, machine.chips <= 8
+    if not re.match(_QUOTA_NAMES.get(machine.generation, f"TPU{machine.generation.upper()}"), name):
+        return False
+    if machine.generation == "v5e" and ("Serving" in name) != small:
+        return False
+    if machine.generation in ("v2", "v3") and ("Pod" in name) != (machine.cores > 8):
+        return False
+    return ("Preemptible" in name) == cheap and ("Reserved" in name) == reserved
+
+
+def _generation(accelerator_type: str) -> str:
+    try:
+        return parse_machine(accelerator_type).generation
+    except SpecError:
+        return ""
+
+
+def _size(accelerator_type: str) -> int:
+    """Return the number in ``v3-8``: what quota counts, cores or chips."""
+    return int(accelerator_type.rpartition("-")[2])
+
+
+def _region(zone: str) -> str:
+    return zone.rpartition("-")[0]
 
 
 def check_root(bucket: str, fleet: FleetSpec, streams: StreamsPlan, *, cleared: bool) -> None:
