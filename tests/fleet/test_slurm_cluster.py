@@ -135,6 +135,21 @@ def test_a_preempted_job_commits_and_is_requeued(
     assert job.ends("COMPLETED")
 
 
+def test_every_task_of_a_preempted_array_is_requeued_once(
+    slurm: SlurmCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last task has the array's own number: questions and orders about it meant all tasks, and it failed."""
+    job = Job(slurm, tmp_path, capsys, "--partition", "graced", streams=3)
+    assert wait_until(lambda: [len(job.log(stream)) for stream in range(3)] == [1, 1, 1], 60), job.output()
+    (tmp_path / "other.sh").write_text("#!/bin/bash\nsleep 1\n")
+    slurm.submit(tmp_path / "other.sh", "--partition=high", "--nodes=3", "--exclusive", "--output=/dev/null")
+    again = ["start 0", "committed", "start 0"]
+    assert wait_until(lambda: all(job.log(stream) == again for stream in range(3)), 60), job.output(2)
+    assert [slurm.show(f"{job.number}_{stream}")["Restarts"] for stream in range(3)] == ["1", "1", "1"]
+    job.end(0)
+    assert all(job.ends("COMPLETED", stream) for stream in range(3))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_before_its_time_limit_a_job_commits_and_is_requeued(
