@@ -14,13 +14,16 @@
     ├── Fenced               exit 3   another worker owns this stream; this is not a crash
     └── Interrupted          exit 130 Ctrl+C or SIGTERM; finished work is committed
 
-Every message is one line: what happened, what was expected, what was found, and how to fix it.
+Every message is one line: what happened, what was expected and found, and, as a sentence of its own, how to fix it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+_COMMANDS = frozenset({"pip", "spile"})
+"""First words of a fix that keep their small letter."""
 
 
 class SpileError(Exception):
@@ -43,14 +46,16 @@ class SpileError(Exception):
         super().__init__(self.line())
 
     def line(self) -> str:
-        """Return ``problem: expected A, found B; do C`` on one line, without the parts that are not given."""
+        """Return ``problem: expected A, found B. Do C.`` on one line, without the parts that are not given."""
         comparison = ", ".join(
             f"{word} {value}"
             for word, value in (("expected", self.expected), ("found", self.found))
             if value is not None
         )
         text = ": ".join(part for part in (self.problem, comparison) if part)
-        text = "; ".join(part for part in (text, self.fix) if part)
+        if self.fix:
+            text += " " if text.endswith((".", "?", "!", "…")) else ". "
+            text += _as_sentence(self.fix)
         return " ".join(text.split())
 
 
@@ -122,13 +127,22 @@ def untrusted(
     except SpileError:
         raise
     except Exception as error:
-        raise kind(problem, expected=expected, found=_said(error), fix=fix) from error
+        raise kind(problem, expected=expected, found=_describe(error), fix=fix) from error
     except BaseException as error:
         if type(error).__module__ != "pyo3_runtime":
             raise
-        raise kind(problem, expected=expected, found=_said(error), fix=fix) from error
+        raise kind(problem, expected=expected, found=_describe(error), fix=fix) from error
 
 
-def _said(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     text = str(error)
     return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
+
+
+def _as_sentence(text: str) -> str:
+    """Return the text with a capital letter and a full stop, except where a command, a flag or a path would change."""
+    first = text.split(maxsplit=1)[0].rstrip(",;:")
+    if first.isalpha() and first not in _COMMANDS:
+        text = text[0].upper() + text[1:]
+    ends_with_command = ": " in text
+    return text if ends_with_command or text.endswith((".", "?", "!", "…")) else f"{text}."

@@ -122,15 +122,15 @@ BAD = {
         "embedded",
         "--worker-id",
         "1",
-    ): "--worker-id with an engine: expected all streams; leave it out, or --engine",
+    ): "--worker-id with an engine: expected all streams. Leave out --worker-id or --engine.",
     ("--num-workers", "0"): "--num-workers: expected 1 to 10,000, found 0",
     ("--num-workers", "1", "--ray-address", "a:1"): "--ray-address: expected --engine ray beside it, "
     "found --engine local",
     ("--num-workers", "1", "--resources", "GPU"): "--resources: expected NAME=number such as GPU=1, found 'GPU'",
-    ("--num-workers", "1", "--dataset-dir", "."): "no stream in .: expected stream_000.jsonl, stream_001.jsonl, …; "
-    "make them: spile data streams --output-dir DIR; or name one file with --dataset",
+    ("--num-workers", "1", "--dataset-dir", "."): "no stream in .: expected stream_000.jsonl, stream_001.jsonl, … "
+    "Make them with spile data streams --output-dir DIR, or name one file with --dataset.",
     ("--num-workers", "1", "--num-streams", "49"): "--num-streams: expected at most 48, one per sample, found 49",
-    ("--engine", "loco"): "--engine: expected local or ray, found loco; see spile extract --help",
+    ("--engine", "loco"): "--engine: expected local or ray, found loco. See spile extract --help.",
 }
 
 

@@ -231,11 +231,11 @@ INSTEAD: dict[str, str] = {
     # 002
     "./launch_all_workers.sh": "spile deploy",
     "./check_all_workers.sh": "spile monitor",
-    "gcloud auth list": "as it is",
-    "gcloud auth application-default login": "as it is",
+    "gcloud auth list": "without spile",
+    "gcloud auth application-default login": "without spile",
     "gsutil mb -l us-central1 gs://your-bucket/": "gs://",
     # 003
-    "gcloud config set project my-project": "as it is",
+    "gcloud config set project my-project": "without spile",
     "ssh-keygen -f ~/.ssh/google_compute_engine": "spile tpu create",
     "gcloud alpha compute tpus queued-resources create qr --accelerator-type=v4-8 "
     "--runtime-version=tpu-ubuntu2204-base --node-count=2 --node-prefix=my-tpu --reserved": "spile tpu create --queued",

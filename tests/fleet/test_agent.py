@@ -223,7 +223,7 @@ def test_no_assignment(tmp_path: Path) -> None:
     home = a_home(tmp_path)
     with pytest.raises(SpecError, match=r"nobody has no work in .*fleet.json: expected one of tpu-us-central1-a-0"):
         Agent(home, "nobody", "").run()
-    with pytest.raises(UserError, match=r"no fleet at .*: expected fleet.json; spile deploy makes one"):
+    with pytest.raises(UserError, match=r"no fleet at .*: expected fleet.json\. Create one with: spile deploy"):
         Agent(FleetHome.open(str(tmp_path / "empty")), NAME, "").run()
 
 

@@ -138,11 +138,15 @@ def test_what_is_no_sha256_is_said(text: str) -> None:
 def test_a_folder_speaks_for_the_fleet_of_its_own_name(home: FleetHome) -> None:
     """Else ending this one would delete another one's machines."""
     home.folder.put(FLEET, replace(home.read_fleet(), name="other").to_json())
-    with pytest.raises(UserError, match="is of another fleet: expected f, found other; see who may write the bucket"):
+    with pytest.raises(
+        UserError, match=r"is of another fleet: expected f, found other\. Check who can write to the bucket"
+    ):
         home.read_fleet()
     home.folder.put(FLEET, b"[" * 100_000)
     for look in (home.read_fleet, home.find_fleet, home.read_ordered):
-        with pytest.raises(Damaged, match=r"fleet.json cannot be read: .*; see who may write the bucket, remove it"):
+        with pytest.raises(
+            Damaged, match=r"fleet.json cannot be read: .*\. Check who can write to the bucket, remove the file"
+        ):
             look()
 
 

@@ -230,7 +230,7 @@ def test_pages_are_all_read(client: CloudTpu, fake: FakeCloud) -> None:
         (429, "Quota exceeded for 'Create requests per minute per user'", Unavailable, "status 429"),
         (500, "Internal error", Unavailable, "status 500"),
         (503, "Try later", Unavailable, "status 503"),
-        (400, "Accelerator type not found", BadRequest, "check the zone, the type and the version"),
+        (400, "Accelerator type not found", BadRequest, "Check the zone, the type and the version."),
     ],
 )
 def test_each_status_is_one_line(
@@ -256,7 +256,7 @@ def test_a_page_in_the_place_of_an_answer_is_one_line(
         return reply
 
     monkeypatch.setattr(client._session, "request", request)
-    with pytest.raises(Unavailable, match=r"cannot list TPUs in .*: expected the API's JSON, found '.*'; check"):
+    with pytest.raises(Unavailable, match=r"cannot list TPUs in .*: expected the API's JSON, found '.*'\. Check"):
         client.nodes(ZONE)
 
 
@@ -305,7 +305,7 @@ def test_no_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
         raise DefaultCredentialsError("none")
 
     monkeypatch.setattr(google.auth, "default", none)
-    with pytest.raises(NotAllowed, match="no Google credentials; run: gcloud auth application-default login"):
+    with pytest.raises(NotAllowed, match=r"no Google credentials\. Run: gcloud auth application-default login"):
         open_session(CloudSettings("p"))
 
 

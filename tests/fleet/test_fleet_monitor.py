@@ -252,7 +252,7 @@ def test_no_permission_anywhere_is_an_error_and_not_a_table(
     home: FleetHome, fake: FakeCloud, client: CloudTpu, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake.admin("fault", {"status": 403, "message": "Permission 'tpu.nodes.list' denied", "count": 1000})
-    with pytest.raises(NotAllowed, match=r"not allowed to list TPUs in us-central1-a: .*; ask for the role"):
+    with pytest.raises(NotAllowed, match=r"not allowed to list TPUs in us-central1-a: .*\. Ask for the role"):
         watch_fleet(home, client, Console(), interval=1, adjust=lambda fleet: fleet)
 
 

@@ -119,8 +119,8 @@ def test_the_folder_that_ray_unpacks_and_deletes_is_refused(
     monkeypatch.chdir(folder)
     line = refused(capsys, "--output", "out")
     assert line == (
-        "spile: --output out is inside the working directory that Ray unpacked for this job and deletes after it; "
-        "name a bucket, or the absolute path of a folder that all nodes share"
+        "spile: --output out is inside the working directory that Ray unpacked for this job and deletes after it. "
+        "Name a bucket, or the absolute path of a folder that all nodes share."
     )
     assert list(folder.iterdir()) == []
 
@@ -136,7 +136,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 def test_no_cluster_is_told_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     line = refused(capsys, "--ray-address", "127.0.0.1:9", "--output", str(tmp_path / "out"))
     assert line.startswith(
-        "spile: no Ray cluster at 127.0.0.1:9: found [Errno 111] Connection refused; name the head's"
+        "spile: no Ray cluster at 127.0.0.1:9: found [Errno 111] Connection refused. Name the head's"
     )
     line = refused(capsys, "--ray-address", "nonsense", "--output", str(tmp_path / "out"))
     assert line == "spile: --ray-address: expected HOST:6379 or ray://HOST:10001, found 'nonsense'"

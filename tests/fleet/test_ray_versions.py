@@ -62,7 +62,7 @@ def test_a_cluster_of_another_version_is_told_with_both(cluster: RayNodes, other
     ours, _ = versions(sys.executable)
     assert extract(cluster, tmp_path / "out").startswith(
         f"spile: the Ray cluster at {cluster.address} is of another version: expected Ray {ours} and Python "
-        f"{platform.python_version()}, as here, found Ray {ray} and Python {python}; "
+        f"{platform.python_version()}, as here, found Ray {ray} and Python {python}. "
     )
     assert not (tmp_path / "out").exists()
 

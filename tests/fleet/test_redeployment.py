@@ -395,7 +395,7 @@ def test_a_deploy_by_somebody_who_may_not_make_machines_names_the_role(world: Wo
         world.cloud.cloud.refused.add(permission)
         for more in (("--dry-run",), ("--create-tpus",)):
             code, text = prompt(*words, *more)
-            assert (code, f"found no {permission}; ask its owner: gcloud" in text) == (2, True), text
+            assert (code, f"found no {permission}. Ask its owner: gcloud" in text) == (2, True), text
             assert f"--role={role}" in text
     assert world.objects() == []
     assert world.cloud.cloud.nodes("-") == []

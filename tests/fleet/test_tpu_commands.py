@@ -105,7 +105,7 @@ def test_a_taken_name_is_refused_and_can_be_adopted(spile, client: CloudTpu) -> 
     code, text = spile("tpu", "create", "--zones", A)
     assert code == 1
     assert (
-        "tpu-us-central1-a-0 in us-central1-a is not of fleet default: found fleet none; take it over with --adopt"
+        "tpu-us-central1-a-0 in us-central1-a is not of fleet default: found fleet none. Take it over with --adopt"
         in text
     )
     code, text = spile("tpu", "create", "--zones", A, "--adopt", "tpu-us-central1-a-0")
@@ -230,7 +230,7 @@ def test_queued_workers(spile, client: CloudTpu) -> None:
         (("--zones", "us-central1-x"), "zone us-central1-x has no TPUs: expected one of us-central1-a"),
         (("--zones", A, "--tpu-type", "v9-8"), "--topology: expected a machine such as v3-8"),
         (("--zones", f"{A},{A}"), "--zones: expected each zone once"),
-        ((), "no zone; pass --zones us-central1-a,us-central1-b"),
+        ((), "no zone. Pass --zones us-central1-a,us-central1-b."),
         (("--zones", A, "--best-effort"), "--best-effort: expected --queued beside it"),
         (("--zones", A, "--fleet", "Big Fleet"), "--fleet: expected a label"),
         (("--zones", A, "--workers-per-zone", "0"), "--workers-per-zone: expected 1 or more, found 0"),
@@ -254,7 +254,7 @@ def test_a_lost_answer_is_looked_up(spile, fake: FakeCloud, client: CloudTpu) ->
 def test_no_project(spile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CLOUDSDK_CORE_PROJECT")
     code, text = spile("tpu", "list")
-    assert (code, "no Google Cloud project; pass --project" in text) == (2, True)
+    assert (code, "no Google Cloud project. Pass --project" in text) == (2, True)
 
 
 def test_ctrl_c_ends_the_waiting_and_what_was_asked_for_goes_on(
@@ -276,8 +276,8 @@ def test_an_operation_that_cannot_be_followed_is_not_forgotten(spile, fake: Fake
     fake.admin("pace", {"create": 3600})
     fake.admin("fault", {"method": "GET", "path": "/operations/", "status": 403, "message": "denied", "count": 99})
     _, text = spile("tpu", "create", "--zones", A)
-    assert "tpu-us-central1-a-0 in us-central1-a: asked for: lost sight of it" in text
-    assert "look with spile tpu status" in text
+    assert "tpu-us-central1-a-0 in us-central1-a: asked for: its state is unknown" in text
+    assert "check it with spile tpu status" in text
 
 
 def test_adopting_a_machine_makes_no_other(spile, client: CloudTpu) -> None:

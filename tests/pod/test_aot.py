@@ -50,7 +50,7 @@ def test_nothing_fits() -> None:
 
 @pytest.mark.skipif(available(), reason="the compiler is here")
 def test_without_the_compiler() -> None:
-    with pytest.raises(SpecError, match=r"expected libtpu, found none; pip install 'spile\[tpu\]'"):
+    with pytest.raises(SpecError, match=r"expected libtpu, found none\. Run: pip install 'spile\[tpu\]'"):
         list(search(program(QWEN_05, "v5e-4"), 1))
 
 

@@ -141,7 +141,7 @@ def test_a_silent_one_on_a_slice_is_an_error(tmp_path: Path, chip: str) -> None:
 def test_one_that_only_fails_is_an_error_that_says_so(chips: Path, status: int, asked: str) -> None:
     with serving(SLICE, lambda *_: status) as server:
         read = gce_metadata({"GCE_METADATA_IP": server.address}, devices=chips, patience=SURE)
-        with pytest.raises(NoMetadata, match=f"found status {status}; run it again"):
+        with pytest.raises(NoMetadata, match=rf"found status {status}\. Run it again."):
             find_identity({}, metadata=read)
         assert (len(server.asked) > 1) == (asked == "more")
 
@@ -185,7 +185,7 @@ def test_silence_about_the_slices_is_no_single_slice(chips: Path) -> None:
 def test_half_of_it_is_an_error(chips: Path, key: str, has: str) -> None:
     with serving({key: SLICE[key]}) as server:
         read = gce_metadata({"GCE_METADATA_IP": server.address}, devices=chips)
-        with pytest.raises(PodError, match=f"found only the {has}; wait until the TPU is READY"):
+        with pytest.raises(PodError, match=rf"found only the {has}\. Wait until the TPU is READY"):
             find_identity({}, metadata=read)
 
 

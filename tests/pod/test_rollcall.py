@@ -106,7 +106,7 @@ def test_a_second_worker_0_on_this_host() -> None:
     ready = threading.Event()
     workers.first(ready=ready)
     assert ready.wait(120)
-    with pytest.raises(PodError, match="another process holds it; end the earlier launch"):
+    with pytest.raises(PodError, match=r"another process holds it\. End the earlier launch"):
         hold_roll_call(workers.base, lambda: "", timeout=1)
     workers.other(1)
     workers.join()

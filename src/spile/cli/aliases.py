@@ -67,32 +67,41 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
 """Scripts of the guides and the commands that replace them, so that a line of a guide can be pasted after ``spile``."""
 
 INSTEAD: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("docker", "ps"), "what runs, and how far it is: spile monitor"),
-    (("docker", "logs"), "spile logs"),
-    (("docker", "images"), "spile docker build makes the image, on every host at once with --tpu-prefix"),
-    (("gcloud", "queued-resources", "create"), "spile tpu create --queued --node-prefix P --node-count N"),
-    (("gcloud", "queued-resources", "delete"), "spile tpu delete --node-prefix P"),
-    (("gcloud", "queued-resources"), "spile tpu status"),
-    (("gcloud", "ssh"), "on every host: spile run --tpu-prefix NAME -- …; a worker's log: spile logs NAME"),
-    (("gcloud", "scp"), "spile run copies this directory to every host; spile collect brings back what hosts keep"),
-    (("gcloud", "create"), "spile tpu create"),
-    (("gcloud", "delete"), "spile tpu delete"),
-    (("gcloud", "describe-quota"), "spile deploy --dry-run checks what can be known before"),
-    (("gcloud", "auth"), "run it as it is: spile takes the credentials that gcloud leaves"),
-    (("gcloud", "config"), "run it as it is: spile reads gcloud's project and zone"),
-    (("gcloud",), "spile tpu, spile run, spile logs, spile collect"),
-    (("gsutil",), "data and models are read from gs:// and written there; look with spile monitor and spile verify"),
-    (("huggingface-cli",), "a model of the hub is fetched by itself: --model OWNER/NAME"),
-    (("ssh-keygen",), "spile tpu create makes gcloud's key where there is none"),
-    (("apt-get",), "on every host: spile run --tpu-prefix NAME -- 'sudo apt-get …'"),
-    (("pip",), "on every host: spile install --tpu-prefix NAME brings spile and all that it needs"),
+    (("docker", "ps"), "see what runs and its progress with: spile monitor"),
+    (("docker", "logs"), "use: spile logs"),
+    (("docker", "images"), "build the image with spile docker build; --tpu-prefix builds it on every host"),
+    (("gcloud", "queued-resources", "create"), "use: spile tpu create --queued --node-prefix P --node-count N"),
+    (("gcloud", "queued-resources", "delete"), "use: spile tpu delete --node-prefix P"),
+    (("gcloud", "queued-resources"), "use: spile tpu status"),
+    (
+        ("gcloud", "ssh"),
+        "on every host, use spile run --tpu-prefix NAME -- …; for a worker's log, use: spile logs NAME",
+    ),
+    (
+        ("gcloud", "scp"),
+        "copy this directory to every host with spile run, and fetch files from the hosts with: spile collect",
+    ),
+    (("gcloud", "create"), "use: spile tpu create"),
+    (("gcloud", "delete"), "use: spile tpu delete"),
+    (("gcloud", "describe-quota"), "check what can be known in advance with: spile deploy --dry-run"),
+    (("gcloud", "auth"), "run it without spile; spile uses the credentials that gcloud stores"),
+    (("gcloud", "config"), "run it without spile; spile reads gcloud's project and zone"),
+    (("gcloud",), "use spile tpu, spile run, spile logs or spile collect"),
+    (("gsutil",), "give gs:// locations to spile itself; look at them with spile monitor and spile verify"),
+    (("huggingface-cli",), "give --model OWNER/NAME; spile downloads the model from the hub"),
+    (("ssh-keygen",), "use spile tpu create, which creates gcloud's key if there is none"),
+    (("apt-get",), "on every host, run: spile run --tpu-prefix NAME -- 'sudo apt-get …'"),
+    (("pip",), "install spile and its dependencies on every host with: spile install --tpu-prefix NAME"),
     (
         ("run_distributed_docker.sh",),
-        "spile docker pod --tpu-prefix NAME --mount /tmp/model:/app/model -- spile infer …",
+        "use: spile docker pod --tpu-prefix NAME --mount /tmp/model:/app/model -- spile infer …",
     ),
-    (("multihost_docker_run.sh",), "spile tpu create, spile docker build, spile docker pod: docs/guides/containers.md"),
-    (("launch_all_workers.sh",), "spile deploy, or on one cluster spile extract --engine ray"),
-    (("check_all_workers.sh",), "spile monitor ROOT --once"),
+    (
+        ("multihost_docker_run.sh",),
+        "use spile tpu create, spile docker build and spile docker pod; see docs/guides/containers.md",
+    ),
+    (("launch_all_workers.sh",), "use spile deploy, or on one cluster spile extract --engine ray"),
+    (("check_all_workers.sh",), "use: spile monitor ROOT --once"),
 )
 """Other programs in the guides, by words of their command lines, and their replacements. The first match counts."""
 _RUNNERS = frozenset({"python", "python3", "bash", "sh", "nohup", "sudo"})
@@ -169,7 +178,7 @@ def _of_script(words: list[str]) -> list[str]:
     if first and words[first:] and words[first].startswith(_PIPES):
         raise SpecError(
             "a script that the shell fetched",
-            fix="run_extraction_worker.sh is spile extract --gcs-bucket … --dataset …",
+            fix="run_extraction_worker.sh is now: spile extract --gcs-bucket … --dataset …",
         )
     ours = set(words[: words.index("--")] if "--" in words else words)  # Arguments after -- belong to another program.
     others = [fix for (program, *more), fix in INSTEAD if program == name and set(more) <= ours]
@@ -208,7 +217,7 @@ def _without_answers(words: list[str], command: str) -> list[str]:
     names = [word.partition("=")[0] for word in words]
     for name in names if command == "extract" else ():
         if name in ANSWERS:
-            fix = f"spile infer makes them: spile infer {name} …"
+            fix = f"generate answers with: spile infer {name} …"
             raise SpecError(f"extract {name}", expected="no flag for answers", fix=fix)
     if "--activations-dir" not in names or "--output-dir" not in names:
         return words
@@ -285,7 +294,7 @@ def settled(
             f"no dataset, with {why}",
             expected="--dataset FILE or --dataset-dir DIR",
             found=f"neither, and no {GUIDES_STREAMS} here",
-            fix="--dataset embedded takes the embedded tasks all the same",
+            fix="give --dataset embedded to use the embedded tasks",
         )
     if flags.worker_id is None and not pod and not every_stream:
         raise SpecError("which stream?", expected=f"--worker-id N or {_WORKER}", found=f"only {GUIDES_STREAMS}")

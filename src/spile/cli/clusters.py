@@ -45,7 +45,9 @@ class ClusterFlags:
         if flags.dataset_dir is None:
             raise SpecError("no streams", expected="--dataset-dir gs://…", fix="make them: spile data streams")
         if flags.model is None:
-            raise SpecError("no model", expected="--model NAME", found="none", fix="--model embedded for a try-out")
+            raise SpecError(
+                "no model", expected="--model NAME", found="none", fix="use --model embedded to try spile out"
+            )
         spec = flags.replaced(worker_id=0).spec()
         for name, place in (("--output", spec.output), ("--dataset-dir", flags.dataset_dir)):
             if not is_remote(place) and not any(PurePosixPath(place).is_relative_to(folder) for folder in shared):

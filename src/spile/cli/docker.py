@@ -84,7 +84,7 @@ class ContainerFlags:
             raise UserError(
                 f"no {self.runtime} here",
                 expected="docker, podman or nerdctl",
-                fix="install one, or name it: --runtime",
+                fix="install one, or name it with --runtime",
             )
 
 
@@ -105,7 +105,7 @@ def build(
         return 0
     if not (context / "Dockerfile").is_file():
         raise UserError(
-            f"no Dockerfile in {context.absolute()}", expected="a checkout of spile", fix="name one: --context"
+            f"no Dockerfile in {context.absolute()}", expected="a checkout of spile", fix="name one with --context"
         )
     if here:
         flags.found()
@@ -190,7 +190,7 @@ def stop(
 
     if words:
         raise SpecError(
-            "docker stop", expected="--name NAME, or --all", found=" ".join(words), fix="spile docker stop --all"
+            "docker stop", expected="--name NAME, or --all", found=" ".join(words), fix="use: spile docker stop --all"
         )
     here = not (where.hosts or where.tpu_prefix)
     script = stop_script(flags.runtime, None if everything else flags.name, flags.grace, none_is_error=here)
@@ -207,7 +207,7 @@ def _not_the_runtimes(words: Sequence[str]) -> None:
     """Refuse flags of docker itself, which the guides put before the image name."""
     if words and words[0].startswith("-"):
         flag = words[0].partition("=")[0]
-        fix = "-v is --mount, -e is --env, the rest is given by itself; on every host: spile docker pod … -- COMMAND"
+        fix = "use --mount instead of -v and --env instead of -e; on every host, run: spile docker pod … -- COMMAND"
         raise SpecError(f"no flag {flag}", expected="the command after --", fix=fix)
 
 

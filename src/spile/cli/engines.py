@@ -32,7 +32,7 @@ def extract_on_engine(flags: RunFlags, engine: EngineFlags) -> int:
 
     engine.check()
     if flags.worker_id is not None:
-        raise SpecError("--worker-id with an engine", expected="all streams", fix="leave it out, or --engine")
+        raise SpecError("--worker-id with an engine", expected="all streams", fix="leave out --worker-id or --engine")
     spec = flags.spec()
     output = spec.output
     runner = make_engine(engine.name, engine.request(output))
@@ -100,7 +100,7 @@ def _split(flags: RunFlags, spec: RunSpec, workers: int, asked: int | None) -> s
             f"{place} holds streams of another dataset",
             expected=source,
             found=dataset if flags.dataset is not None else f"no --dataset, which is {EMBEDDED} with its model",
-            fix=f"--dataset {source} goes on with them, --dataset-dir takes any folder's; or give another --output",
+            fix=f"continue with --dataset {source}, name other streams with --dataset-dir, or give another --output",
         )
     refuse_other_rows(known, spec.data, place)
     if asked is not None and asked != len(known.streams):

@@ -190,7 +190,7 @@ def fleet_home(root: str, fleet: str | None) -> FleetHome | None:
         except NotFound:
             continue
     raise UserError(
-        f"no fleet {fleet or last} at {root}", expected=f"{places[0]}/{FLEET}", fix="spile deploy makes one"
+        f"no fleet {fleet or last} at {root}", expected=f"{places[0]}/{FLEET}", fix="create one with: spile deploy"
     )
 
 

@@ -51,7 +51,7 @@ class HostCommandFlags:
         """Return the command as one line; a single word is taken as a line already."""
         if words and words[0].startswith("-"):
             flag = words[0].partition("=")[0]
-            raise SpecError(f"no flag {flag}", fix="flags of the command itself go after --; see spile run --help")
+            raise SpecError(f"no flag {flag}", fix="put the flags of the command itself after --; see spile run --help")
         if bool(words) == bool(self.command):
             raise SpecError("two commands" if words else "no command", expected="one, after -- or with --command")
         return self.command or (words[0] if len(words) == 1 else shlex.join(words))
@@ -131,7 +131,9 @@ def put_on(hosts: Sequence[Host], where: HostFlags, *, force: bool = False) -> N
     if bad:
         told = "; ".join(str(each.error) for each in bad[:4])
         raise Failure(
-            f"not installed on {len(bad)} of {len(hosts)} hosts", found=told, fix="the log: ~/.spile/startup.log"
+            f"not installed on {len(bad)} of {len(hosts)} hosts",
+            found=told,
+            fix="see ~/.spile/startup.log on those hosts",
         )
     log(f"{name} is on {len(hosts)} hosts, as spile on PATH")
 

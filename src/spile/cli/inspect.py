@@ -42,7 +42,7 @@ def inspect(
     if tap is not None and tap not in dataset.taps:
         raise UserError(f"no tap {tap} in this dataset", expected=f"one of {', '.join(dataset.taps)}")
     if html is not None and not len(dataset.samples):
-        raise UserError(f"{root} has no samples yet", fix="inspect it when something was committed")
+        raise UserError(f"{root} has no samples yet", fix="inspect it after the first commit")
     wanted = stats or html is not None
     found = {name: dataset.stats(name) if wanted or known_stats(dataset, name) else None for name in dataset.taps}
     if as_json:
@@ -176,7 +176,7 @@ def _tasks(places: list[str], needed: bool) -> dict[str, Task]:
             tasks |= read_tasks(place)
         except DataError as error:
             if needed:
-                raise DataError(error.problem, fix="say where the tasks are with --dataset, or --reference") from error
+                raise DataError(error.problem, fix="name the tasks with --dataset or --reference") from error
     return tasks
 
 

@@ -140,7 +140,10 @@ COMMANDS: tuple[Command, ...] = (
 
 
 _HINTS = {
-    ("extract", "--force"): "extract goes on where it was; spile deploy --launch ssh --force installs anew",
+    (
+        "extract",
+        "--force",
+    ): "leave it out, because extract always resumes; to install again, run: spile deploy --launch ssh --force",
 }
 """Hints for flags that only another command has, or that were removed."""
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
@@ -148,7 +151,7 @@ _KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
 
 def mistake(error: CycloptsError, command: str, known: Iterable[str]) -> str:
     """Return the error as one line. ``command`` is the requested command, ``known`` are the names of all commands."""
-    fix = f"see {' '.join(word for word in ('spile', command, '--help') if word)}"
+    fix = f"See {' '.join(word for word in ('spile', command, '--help') if word)}"
     match error:
         case UnknownCommandError(unused_tokens=[word, *_]):
             below = [name.removeprefix(command).strip() for name in known if name.startswith(command)]
@@ -195,7 +198,7 @@ def _expected(kind: type | None) -> str:
 
 def _near(word: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"did you mean {near[0]}? or " if near else ""
+    return f"did you mean {near[0]}? " if near else ""
 
 
 def build(config: str | None = None, meant: str | None = None) -> App:

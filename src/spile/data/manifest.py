@@ -91,7 +91,7 @@ def check_stream(
                 f"{location} is not of the split that {MANIFEST} describes",
                 expected=f"one of its {len(listed)} streams",
                 found=f"{name}, which it does not list",
-                fix="make the streams again: spile data streams; or use another folder",
+                fix="make the streams again with spile data streams, or use another folder",
             )
         return None
     if listed[name].sha256 != sha256:
@@ -99,6 +99,6 @@ def check_stream(
             f"{location} changed since {MANIFEST} was written",
             expected=f"sha256 {listed[name].sha256}",
             found=sha256,
-            fix="make it again: spile data streams --streams …, or use the folder's own files",
+            fix="make it again with spile data streams --streams …, or use the folder's own files",
         )
     return manifest

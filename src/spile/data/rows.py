@@ -184,7 +184,7 @@ def kept_of(row: Mapping[str, Any], names: Sequence[str], place: str) -> dict[st
             place,
             expected=f"the fields of --keep: {', '.join(names)}",
             found=f"no {', '.join(missing)}, but {', '.join(row)}",
-            fix="leave it out of --keep, or give every row one (null where there is none)",
+            fix="leave it out of --keep, or give every row one (null if there is none)",
         )
     kept = {name: row[name] for name in names}
     size = len(orjson.dumps(kept))

@@ -99,7 +99,9 @@ class Hub:
         try:
             from datasets import load_dataset
         except ImportError as error:
-            raise DataError("datasets of the hub need the datasets library", fix="pip install 'spile[data]'") from error
+            raise DataError(
+                "datasets of the hub need the datasets library", fix="run: pip install 'spile[data]'"
+            ) from error
         if self.location is not None:
             return self._load(load_dataset)
         return self._while_out(lambda: self._reached(load_dataset))
@@ -441,7 +443,7 @@ class Parquet(_Located):
         try:
             import pyarrow.parquet as parquet
         except ImportError as error:
-            raise DataError("Parquet needs pyarrow", fix="pip install 'spile[data]'") from error
+            raise DataError("Parquet needs pyarrow", fix="run: pip install 'spile[data]'") from error
         from pyarrow import ArrowException
 
         try:

@@ -71,7 +71,7 @@ class Tokenizer:
                 f"no tokenizer in {self.missing}",
                 expected="tokenizer.json",
                 found="none",
-                fix="download the model whole, save it with a fast tokenizer, or give rows with input_ids",
+                fix="download the complete model, save it with a fast tokenizer, or give rows with input_ids",
             )
 
     def encode(

@@ -100,7 +100,9 @@ def _local(folder: Path) -> list[_File]:
                 fix="make the missing ones: spile data streams --streams …",
             )
     if not paths:
-        raise DataError(f"{folder} holds no streams", expected="*.jsonl", found="none", fix="spile data streams")
+        raise DataError(
+            f"{folder} holds no streams", expected="*.jsonl", found="none", fix="make them with: spile data streams"
+        )
     files = [_File(path, path.stat().st_size, _sha256(_chunks(path))) for path in paths]
     for file in files:
         check_stream(file.path.name, raw, file.sha256, str(file.path))

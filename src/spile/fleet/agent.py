@@ -310,7 +310,11 @@ def _fetch_secret(variable: str, name: str) -> str:
     import requests
     from google.auth.transport.requests import AuthorizedSession
 
-    with untrusted(CloudError, f"the secret {name} for {variable} cannot be read", fix="see the machine's account"):
+    with untrusted(
+        CloudError,
+        f"the secret {name} for {variable} cannot be read",
+        fix="check the permissions of the machine's service account",
+    ):
         if endpoint.startswith("http://"):  # Google never uses plain http, so a token must not be sent over it.
             session: requests.Session = requests.Session()
         else:

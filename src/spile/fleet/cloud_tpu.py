@@ -56,7 +56,7 @@ def error_of(status: int, message: str, doing: str) -> CloudError | UserError:
     """Return the error for an HTTP status and the API's message, as one line."""
     found = " ".join(message.split()) or f"status {status}"
     if _STOCK.search(message):
-        return Stockout(f"no capacity to {doing}", found=found, fix="another zone may have some")
+        return Stockout(f"no capacity to {doing}", found=found, fix="try another zone")
     if _QUOTA.search(message) and not is_rate_limit(message) and status in (403, 429):
         return Quota(f"no quota to {doing}", found=found, fix="ask for quota, or use another region or type")
     if status == 401:

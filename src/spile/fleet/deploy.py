@@ -340,7 +340,7 @@ def check_stored(number: int, sha256: str, where: str, streams: StreamsPlan, *, 
             f"{where} holds rows of another dataset or of another split",
             expected=f"stream sha256 {wanted}" if wanted else f"{len(entries)} streams, this one not among them",
             found=f"sha256 {sha256}",
-            fix="give another --gcs-prefix, so that nothing of it is lost",
+            fix="give another --gcs-prefix, so that none of it is lost",
         )
 
 

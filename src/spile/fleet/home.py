@@ -116,7 +116,9 @@ class FleetHome:
         try:
             data = self.folder.get(FLEET)
         except NotFound:
-            raise UserError(f"no fleet at {self.folder.url}", expected=FLEET, fix="spile deploy makes one") from None
+            raise UserError(
+                f"no fleet at {self.folder.url}", expected=FLEET, fix="create one with: spile deploy"
+            ) from None
         return self._own(FleetSpec.from_json(data, f"{self.folder.url}/{FLEET}")), hashlib.sha256(data).hexdigest()
 
     def find_fleet(self) -> FleetSpec | None:
@@ -134,7 +136,7 @@ class FleetHome:
                 f"{self.folder.url}/{FLEET} is of another fleet",
                 expected=name,
                 found=fleet.name,
-                fix="see who may write the bucket, remove it, and deploy again",
+                fix="check who can write to the bucket, remove the file, and deploy again",
             )
         return fleet
 

@@ -137,7 +137,9 @@ def settle(provider: Provider, operation: Operation, every: float | None = None)
 def pause(every: float | None) -> None:
     """Wait between two requests. Ctrl+C in another thread ends the wait."""
     if _stop.wait(EVERY if every is None else every):
-        raise Interrupted("stopped waiting", fix="what was asked for goes on: look with spile tpu status")
+        raise Interrupted(
+            "stopped waiting", fix="the cloud continues with these requests; check them with spile tpu status"
+        )
 
 
 def create(
@@ -228,7 +230,7 @@ def _awaited(
     try:
         operation = settle(provider, operation, every=every)
     except (CloudError, UserError) as error:
-        detail = f"lost sight of it: {error.line()}; look with spile tpu status"
+        detail = f"its state is unknown; check it with spile tpu status: {error.line()}"
         return NodeResult(worker.name, worker.zone, "asked for", detail)
     if operation.error is None:
         return NodeResult(worker.name, worker.zone, "created")
@@ -238,11 +240,11 @@ def _awaited(
         node = provider.node(worker.zone, worker.name)
         if owns(fleet.name, node) and node.state.life is not Life.LEAVING:
             provider.delete_node(worker.zone, worker.name)
-            detail += "; what it left is being deleted"
+            detail += " (what it left is being deleted)"
     except Missing:
-        detail += "; it left nothing behind"
+        detail += " (it left nothing behind)"
     except (CloudError, UserError):
-        detail += "; look with spile tpu status whether it left something behind"
+        detail += " (it may have left something behind; check with spile tpu status)"
     return NodeResult(worker.name, worker.zone, "failed", detail)
 
 
@@ -313,7 +315,7 @@ def _deleted(
     try:
         failed = settle(provider, operation, every=every).error
     except (CloudError, UserError) as error:
-        detail = f"asked for, and lost sight of it: {error.line()}; look with spile tpu status"
+        detail = f"requested, but its state is unknown; check it with spile tpu status: {error.line()}"
         return NodeResult(node.name, node.zone, "failed", detail)
     return (
         NodeResult(node.name, node.zone, "failed", failed.line())
@@ -450,13 +452,13 @@ def hosts_of(nodes: Iterable[Node], prefix: str, *, internal_ip: bool = False, z
         raise UserError(
             f"no TPU VM named {prefix}, nor {prefix}-0, {prefix}-1, …",
             found=found,
-            fix="look at spile tpu list, or name --zone and --project",
+            fix="look at spile tpu list, or give --zone and --project",
         )
     chosen = [_only(by_name[name], zone) for name in names]
     unready = [f"{node.name} is {node.state}" for node in chosen if node.state != NodeState.READY]
     if unready:
         raise CloudError(
-            "not every slice is READY", found=", ".join(unready), fix="wait, or spile tpu recreate-preempted"
+            "not every slice is READY", found=", ".join(unready), fix="wait, or run: spile tpu recreate-preempted"
         )
     return [host for number, node in enumerate(chosen) for host in _hosts_of_node(node, number, internal_ip)]
 

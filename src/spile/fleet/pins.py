@@ -120,7 +120,7 @@ def remember_deployment(home: str, found: str, deployment: str) -> None:
             f"{home}/fleet.json is not that deployment",
             expected=f"sha256:{wanted}",
             found=f"sha256:{found}",
-            fix="deploy again, and check who may write to the bucket",
+            fix="check who can write to the bucket, and deploy again",
         )
     remember(home, wanted)
 
@@ -145,8 +145,8 @@ def check_pinned(provider: Provider, home: str, fleet: FleetSpec, found: str) ->
         f"{home}/fleet.json was deployed neither from this computer nor to a machine of the fleet",
         expected=f"sha256:{known}" if known else "one that is known outside of the bucket",
         found=f"sha256:{found}",
-        fix="if that is what spile deploy printed elsewhere: spile monitor "
-        f"{home} --deployment sha256:{found}; if not, see who may write the bucket, and deploy again",
+        fix="if spile deploy printed this hash on another computer, run spile monitor "
+        f"{home} --deployment sha256:{found}; if not, check who can write to the bucket, and deploy again",
     )
 
 

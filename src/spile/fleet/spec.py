@@ -193,7 +193,9 @@ class FleetSpec:
     def from_json(cls, data: bytes, place: str = "fleet.json") -> FleetSpec:
         """Parse ``fleet.json``. Fields that only a newer version knows are ignored."""
         with untrusted(
-            Damaged, f"{place} cannot be read", fix="see who may write the bucket, remove it, and deploy again"
+            Damaged,
+            f"{place} cannot be read",
+            fix="check who can write to the bucket, remove the file, and deploy again",
         ):
             raw: dict[str, Any] = json.loads(data)
             if raw.get("format") != 1:

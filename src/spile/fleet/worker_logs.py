@@ -133,7 +133,7 @@ def find_machine(nodes: Iterable[Node], worker: str, *, fleet: str | None, host:
     found = [node for node in mine if (node.name == worker if number is None else worker_of(node) == number)]
     if len(found) > 1:
         names = ", ".join(f"{node.name} in {node.zone}" for node in found)
-        raise UserError(f"several machines are worker {worker}", found=names, fix="name one, with --zone or --fleet")
+        raise UserError(f"several machines are worker {worker}", found=names, fix="name one with --zone or --fleet")
     if not found:
         return LogMachine(None, number, "it has no machine")
     node = found[0]

@@ -100,7 +100,9 @@ def load(folder: Path, limit: int) -> CopyList:
     names = [name for name in list_files(folder) if (folder / name).is_symlink() or (folder / name).is_file()]
     size = sum((folder / name).lstat().st_size for name in names)
     if not names:
-        raise UserError(f"nothing to copy in {folder}", fix="run it where the code is, or with --no-copy")
+        raise UserError(
+            f"nothing to copy in {folder}", fix="run the command in the folder of your code, or add --no-copy"
+        )
     if size > limit:
         raise UserError(
             f"{folder} is large",
@@ -400,7 +402,7 @@ def assemble(into: Path, folders: Sequence[Path]) -> bool:
                     f"{part} and {first[1]} hold parts of different lives of {stream.parent.name}",
                     expected=f"stream id {first[0]}",
                     found=mine.id,
-                    fix="they cannot be put together: run it again on all hosts, into a bucket or an empty folder",
+                    fix="run it again on all hosts, into a bucket or an empty folder; these parts cannot be merged",
                 )
     for part in parts:
         for file in sorted(path for path in part.rglob("*") if path.is_file()):

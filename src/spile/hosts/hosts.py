@@ -156,5 +156,7 @@ def ensure_key(path: Path = GCLOUD_KEY) -> str:
         if made.returncode != 0:
             raise Failure("ssh-keygen failed", found=made.stderr.strip() or made.returncode)
     if not public.exists():
-        raise UserError("a private key without its public half", expected=public, fix=f"ssh-keygen -y -f {private}")
+        raise UserError(
+            "a private key without its public half", expected=public, fix=f"create it with: ssh-keygen -y -f {private}"
+        )
     return public.read_text(encoding="utf-8").strip()

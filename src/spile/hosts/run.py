@@ -45,7 +45,7 @@ TABLE: tuple[SshFailure, ...] = (
         "check --user and --ssh-key; a TPU VM takes the keys in its ssh-keys metadata",
     ),
     SshFailure(
-        r"Connection refused", Failure, "nothing listens there", "is sshd running on the host, and the port right"
+        r"Connection refused", Failure, "nothing listens there", "check that sshd is running on the host, and the port"
     ),
     SshFailure(
         r"timed out|No route to host|Network is unreachable",

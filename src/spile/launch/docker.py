@@ -157,5 +157,5 @@ def check_hosts(hosts: Sequence[Host], runtime: str, image: str, access: Access)
     raise UserError(
         f"{len(failed)} of {len(hosts)} hosts cannot run the container",
         found="; ".join(problems[:4]) + (f"; and {len(problems) - 4} more" if len(problems) > 4 else ""),
-        fix="build it there: spile docker build with the same hosts; or install the runtime",
+        fix="build it there with spile docker build and the same hosts, or install the runtime",
     )

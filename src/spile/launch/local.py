@@ -86,7 +86,7 @@ def _chips_each(workers: int, chips: Mapping[str, Sequence[str]], asked: Mapping
             f"--num-workers {workers} with {each or 1} {kind} each",
             expected=f"at most {there} {kind} in all",
             found=str((each or 1) * workers),
-            fix=f"--num-workers {max(1, there // max(1, each))}",
+            fix=f"use --num-workers {max(1, there // max(1, each))}",
         )
     return kind, each
 

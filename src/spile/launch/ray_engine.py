@@ -387,7 +387,7 @@ def _connect(address: str | None) -> Any:
         import ray
         import ray.exceptions
     except ImportError as error:
-        raise UserError("no Ray here", expected="the extra spile[ray]", fix="pip install 'spile[ray]'") from error
+        raise UserError("no Ray here", expected="the extra spile[ray]", fix="run: pip install 'spile[ray]'") from error
     address = address or os.environ.get("RAY_ADDRESS") or "auto"
     where = "on this machine" if address == "auto" else f"at {address}"
     _knock(address)

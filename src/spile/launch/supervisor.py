@@ -251,7 +251,7 @@ def stream_tasks(dataset_dir: str, words: Callable[[int], tuple[str, ...]]) -> l
         raise DataError(
             f"no stream in {dataset_dir}",
             expected="stream_000.jsonl, stream_001.jsonl, …",
-            fix="make them: spile data streams --output-dir DIR; or name one file with --dataset",
+            fix="make them with spile data streams --output-dir DIR, or name one file with --dataset",
         )
     return found
 

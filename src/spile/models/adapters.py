@@ -19,7 +19,7 @@ from spile.models.safetensors_files import Entry, LocalSource, Piece, Values, re
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _NAME = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
-_WHOLE_LAYERS = "where PEFT wrote embedding layers along, save it again with save_embedding_layers=False"
+_WHOLE_LAYERS = "if PEFT saved embedding layers too, save the adapter again with save_embedding_layers=False"
 _HARMLESS = frozenset({
     "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "eva_config",
     "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform",

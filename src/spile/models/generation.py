@@ -108,7 +108,7 @@ def empty_slots(config: ModelConfig, groups: int, slots: int, capacity: int, dty
             "spile infer with longrope",
             expected=f"at most {config.rope.original_length} tokens of prompt and answer",
             found=f"{capacity}",
-            fix="use a smaller --max-seq-length or --max-new-tokens: beyond that length all positions would change",
+            fix="use a smaller --max-seq-length or --max-new-tokens; beyond that length all positions would change",
         )
     shape = (groups, config.n_kv_heads, slots, capacity, config.head_dim)
     caches = [tuple(jnp.zeros(shape, dtype) for _ in range(config.n_layers)) for _ in range(2)]

@@ -38,7 +38,7 @@ def find_in_bucket(url: str, *, weights: bool = True, read: ReadConfig = read_co
     folder = open_folder(url)
     present = {found.key for found in folder.list() if "/" not in found.key}
     if "config.json" not in present:
-        raise ModelError(f"no config.json in {url}", fix="give the folder of a whole Hugging Face model")
+        raise ModelError(f"no config.json in {url}", fix="give the folder of a complete Hugging Face model")
     content = {name: folder.get(name) for name in SMALL_FILES if name in present}
     return describe(url, _keep(url, content), BucketSource(folder), present, None, weights=weights, read=read)
 
@@ -75,8 +75,8 @@ def download(name: str, revision: str | None, *, weights: bool = True, files: Se
     except RequestFailure as outage:
         raise Failure(
             f"no folder {name} here, and the hub does not give a model of that name",
-            found=outage.cause,
-            fix=f"tried for {retry.total:.0f} s: check the name and the network, or try again later",
+            found=f"{outage.cause}, after {retry.total:.0f} s of attempts",
+            fix="check the name and the network, or try again later",
         ) from outage
 
 
@@ -140,7 +140,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 def _token_fix(name: str) -> str:
     if os.environ.get("HF_TOKEN"):
-        return f"HF_TOKEN holds a token without access: ask for it at huggingface.co/{name}"
+        return f"HF_TOKEN holds a token without access; ask for access at huggingface.co/{name}"
     return f"ask for access at huggingface.co/{name} and set HF_TOKEN to your token"
 
 
@@ -258,7 +258,7 @@ def find(name: str, revision: str | None = None, *, weights: bool = True, any_fa
 def _in_folder(name: str, folder: Path, revision: str | None, weights: bool, read: ReadConfig) -> ModelFiles:
     present = {path.name for path in folder.iterdir() if path.is_file()}
     if "config.json" not in present:
-        raise ModelError(f"no config.json in {folder}", fix="give the folder of a whole Hugging Face model")
+        raise ModelError(f"no config.json in {folder}", fix="give the folder of a complete Hugging Face model")
     return describe(name, folder, LocalSource(folder), present, revision, weights=weights, read=read)
 
 

@@ -212,5 +212,7 @@ def _rows(source: ByteSource, entry: Entry, first: int, last: int) -> Values:
     row = entry.length // max(entry.shape[0], 1)
     data = source.read(entry.file, entry.start + first * row, (last - first) * row)
     if len(data) != (last - first) * row:
-        raise ModelError(f"{entry.file} ended inside {entry.name}", fix="it changed while it was read; run again")
+        raise ModelError(
+            f"{entry.file} ended inside {entry.name}", fix="the file changed while it was read; run the command again"
+        )
     return data.view(DTYPES[entry.dtype]).reshape(last - first, *entry.shape[1:])

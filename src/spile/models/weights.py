@@ -54,7 +54,7 @@ def catalogue(files: ModelFiles, *, head: bool = False) -> Mapping[str, Piece]:
             raise ModelError(
                 f"{entry.file} of {files.name} has a tensor that {files.config.architecture} does not",
                 found=entry.name,
-                fix="this is another model than its config.json says",
+                fix="check that config.json and the weights belong to the same model",
             )
         for name, piece in _pieces(files, entry, match, wanted, changes.get(entry.name)):
             stacked = found.setdefault(name, {})

@@ -360,8 +360,8 @@ def _fix(cloud: Cloud, failure: RequestFailure) -> str | None:
     if failure.wrong_region:
         return f"set AWS_REGION to the region of {url}"
     if failure.code == "InvalidPath":
-        return "rename or remove that object: a name must not contain an empty part, . or .."
-    return "run the same command again: what is committed stays" if failure.transient else None
+        return 'rename or remove that object; a name must not contain an empty part, "." or ".."'
+    return "run the same command again; what is committed stays" if failure.transient else None
 
 
 class Buffers:

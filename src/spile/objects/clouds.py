@@ -552,7 +552,7 @@ class AzureContainer:
             raise UserError(
                 f"no storage account for az://{self.bucket}",
                 expected="AZURE_STORAGE_ACCOUNT_NAME",
-                fix="export AZURE_STORAGE_ACCOUNT_NAME=NAME",
+                fix="run: export AZURE_STORAGE_ACCOUNT_NAME=NAME",
             )
         if not any(os.environ.get(name) for name in _AZURE_CREDENTIALS) and not _is_azure_machine():
             raise UserError(

@@ -90,7 +90,7 @@ def _try_bucket(folder: BucketFolder, find_machine: Callable[[], Region | None])
             f"cannot use {url}",
             expected="a store that creates an object only if it is absent (If-None-Match: *)",
             found="one that overwrites it",
-            fix="use another store: with this one, two workers could both process the same stream",
+            fix="use another store, because with this one two workers could process the same stream",
         )
 
 

@@ -205,7 +205,7 @@ def refuse_over_budget(found: Estimate, budget: float, *, preemptible: bool) -> 
     kind = "preemptible" if preemptible else "on demand"
     start = found.start_hours * found.workers * (cost / found.machine_hours)
     samples = math.floor(found.volume.samples * max(0.0, budget - start) / max(cost - start, 1e-9))
-    cheaper = "" if preemptible or found.dollars.preemptible > budget else "--preemptible would fit; or "
+    cheaper = "" if preemptible or found.dollars.preemptible > budget else "--preemptible would fit, or "
     fewer = f"--max-samples {samples} would fit" if samples else "not one sample would fit"
     raise SpecError(
         f"over budget on {found.workers} × {found.machine.name} {kind}",

@@ -108,7 +108,7 @@ def available() -> bool:
 def search(program: Program, rows: int, *, find_largest: bool = True) -> Iterator[Fit]:
     """Compile for ``rows`` sequences per device; then, if asked, for others until the largest that fits is known."""
     if not available():
-        raise SpecError("the TPU compiler", expected="libtpu", found="none", fix="pip install 'spile[tpu]'")
+        raise SpecError("the TPU compiler", expected="libtpu", found="none", fix="run: pip install 'spile[tpu]'")
     with _compiler(program) as ask:
         if not find_largest:
             yield ask(rows)

@@ -264,7 +264,7 @@ def _arrow() -> Any:
     try:
         import pyarrow
     except ImportError as error:
-        raise UserError("this export needs pyarrow", fix="pip install 'spile[data]'") from error
+        raise UserError("this export needs pyarrow", fix="run: pip install 'spile[data]'") from error
     return pyarrow
 
 
@@ -272,7 +272,7 @@ def _hub_datasets() -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise UserError("this export needs datasets", fix="pip install 'spile[data]'") from error
+        raise UserError("this export needs datasets", fix="run: pip install 'spile[data]'") from error
     return datasets
 
 

@@ -475,7 +475,9 @@ def _check_numbers(content: _Content, path: Path, store_dtype: StoreDtype) -> No
                 stored = rows.astype(np.float32 if store_dtype in SCALED else store_dtype)
             if not np.isfinite(stored).all():
                 largest = f"{np.abs(rows).max():.3g}"
-                raise DataError(f"{at} has values too large for {store_dtype}", found=largest, fix="use --store-dtype")
+                raise DataError(
+                    f"{at} has values too large for {store_dtype}", found=largest, fix="choose another --store-dtype"
+                )
 
 
 def _store(store: StreamStore, content: _Content, path: Path, layers: tuple[int, ...]) -> None:

@@ -356,7 +356,7 @@ def _late(folder: Folder, absent: Ranges, last: int) -> Iterator[Commit]:
             f"the ledger of {folder.url} has a gap",
             expected=f"commits 1 to {last}",
             found=f"none numbered {lost.text()}",
-            fix="restore them from a copy of it; without one give another --output, and what is stored here stays",
+            fix="restore them from a copy, or give another --output, which keeps what is stored here",
         )
     for number, data in found.items():
         yield _checked(Commit.from_bytes(data, f"{folder.url}/{commit_key(number)}"), number, folder.url)

@@ -295,14 +295,14 @@ class StreamStore:
             raise StoreError(
                 f"{self.folder.url}/{STREAM} is gone",
                 expected=f"the stream that this worker joined, {self.record.id}",
-                fix="find out who removed it, then run the same command again",
+                fix="find out what removed it, then run the same command again",
             )
         if stored.id != self.record.id:
             raise Fenced(
                 f"{self.folder.url} was begun again",
                 expected=f"stream id {self.record.id}",
                 found=stored.id,
-                fix="this worker stops; what it had committed was removed with --overwrite",
+                fix="this worker stops; its commits were removed with --overwrite",
             )
 
     def _created(self, commit: Commit) -> bool:
@@ -321,7 +321,7 @@ class StreamStore:
             f"another worker owns this stream: {self.folder.url}/{key}",
             expected=f"attempt {self.attempt}",
             found=f"attempt {owner.attempt}",
-            fix="this worker stops; what it had not committed is the other's to do",
+            fix="this worker stops; the other worker processes what is not committed",
         )
 
     def _read_back(self) -> Ledger:
@@ -340,7 +340,7 @@ class StreamStore:
                 f"{self.folder.url} is not as this worker left it",
                 expected=f"{self._ledger.samples} samples in {self._ledger.shards} shards",
                 found=f"samples {lost.text()} no longer committed" if lost else f"{len(absent)} shards gone or cut",
-                fix="find out who changed it; then spile verify tells what is left, and the same command does the rest",
+                fix="find out what changed it, see what is left with spile verify, then run the same command again",
             )
         return stored
 
@@ -433,8 +433,8 @@ def join_stream(
         raise mismatch(
             f"{folder.url} holds another stream",
             differing,
-            f"if another worker made it, give this one its own number with --worker-id (this is {worker_id}); "
-            "else the same dataset and taps, or another --output",
+            f"if another worker made it, give this worker its own number with --worker-id (this is {worker_id}); "
+            "otherwise give the same dataset and taps, or another --output",
         )
     attempt = new_attempt() if attempt is None else valid_attempt(attempt)
     return StreamStore(folder, stored, run, attempt, read_ledger(folder, stored.id))

@@ -335,7 +335,7 @@ def open_streams(root: Folder, run: RunIdentity) -> list[Stream]:
         if record is None:
             continue  # The stream was removed after it was listed.
         if why := stranger(record, number, run):
-            fix = f"move {folder.url} out of the dataset; spile verify {root.url} tells the rest"
+            fix = f"move {folder.url} out of the dataset, then look for other problems with: spile verify {root.url}"
             raise Damaged(f"{folder.url} does not belong to the dataset", found=why, fix=fix)
         streams.append(Stream(folder, record, find_additions(folder, record, found[number])))
     # A stream whose data is not listed in streams.json states no split. It is accepted here; spile verify reports it.

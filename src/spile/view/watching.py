@@ -92,7 +92,7 @@ def watch(
         try:
             seen = look()
         except SpileError as error:
-            notice = Text(f"Could not refresh: {error} Retrying in {interval:g} s.", style="yellow")
+            notice = Text(f"Could not refresh, retrying in {interval:g} s: {error}", style="yellow")
             console.print(notice, soft_wrap=True)
         else:
             show(seen)

@@ -70,7 +70,11 @@ def refuse_other_numbers(spec: BackfillSpec, root: Folder) -> RunIdentity:
     given = {name: value for name, value in asked.items() if value is not None}
     differing = differences({name: getattr(run, name) for name in given}, given)
     if differing:
-        raise mismatch(f"{root.url} holds another run", differing, "leave them out: added rows are as those there")
+        raise mismatch(
+            f"{root.url} holds another run",
+            differing,
+            "leave them out, because added rows always have the settings of the stored ones",
+        )
     capture = None if run.generation is None else run.generation.capture
     if capture == "none" or (capture == "answer" and run.positions == ALL):
         raise SpecError(
@@ -108,7 +112,7 @@ def _unfinished(root: Folder, found: str) -> SpecError:
         "--add-taps",
         expected=f"a finished dataset in {root.url}",
         found=found,
-        fix="finish it with the command that began it, or give the --max-samples that it was made with",
+        fix="finish it with the command that started it, or give the --max-samples that it was made with",
     )
 
 

@@ -68,7 +68,7 @@ def work_on_claims(
             with nullcontext() if claim is None else claim.kept(log):
                 code = run(stream)
         except Fenced as error:
-            log(f"{error}; taking the next stream")
+            log(f"{error.problem}; taking the next stream")
             continue
         if code not in (0, Fenced.exit_code):
             return code

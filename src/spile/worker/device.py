@@ -320,7 +320,7 @@ class DeviceProducer(BatchProducer):
     def _refuse_infinite(self, finite: np.ndarray[Any, Any]) -> None:
         found = sorted(number for number, good in zip(self._arriving(), finite, strict=True) if not good.all())
         bad = ", ".join(str(self.taps[number]) for number in found)
-        fix = "--store-dtype bfloat16 holds larger values" if self._store_dtype == "float16" else None
+        fix = "use --store-dtype bfloat16, which holds larger values" if self._store_dtype == "float16" else None
         raise Failure(f"NaN or infinity at {bad}", expected="finite activations", fix=fix)
 
     def _translated(self, error: jax.errors.JaxRuntimeError, shape: _Shape) -> Failure:

@@ -72,7 +72,7 @@ def infer(
             "--taps",
             expected="what a layer or the embedding shows, where answers are made",
             found=", ".join(refused),
-            fix="predictions.jsonl has the log-probability of each token",
+            fix="leave it out; predictions.jsonl has the log-probability of each token",
         )
     return run_stream(spec, _make_producer, finish=write_answers, progress=progress, stop=stop, hosts=hosts)
 

@@ -85,7 +85,7 @@ def find_model(
             f"{url} was begun with --backend {began}",
             expected=f"--backend {began}",
             found=f"--backend {backend}",
-            fix="leave --backend out, or declare both's numbers equal with --same-numbers, or give another --output",
+            fix="leave out --backend, declare the numbers of both equal with --same-numbers, or give another --output",
         )
     adapter = None if spec.adapter is None else find_adapter(spec.adapter)
     if backend != "jax":

@@ -280,7 +280,7 @@ def installed() -> None:
         import transformers  # noqa: F401
     except ImportError as error:
         raise SpecError(
-            "--backend torch", expected="torch", found=f"no {error.name}", fix="pip install 'spile[torch]'"
+            "--backend torch", expected="torch", found=f"no {error.name}", fix="run: pip install 'spile[torch]'"
         ) from error
 
 
@@ -411,7 +411,7 @@ class TorchProducer(BatchProducer):
         blocks = [np.concatenate([rows[tap] for rows in pending.values()]) for tap in range(len(self._taps))]
         bad = [str(tap) for tap, block in zip(self._taps, blocks, strict=True) if not _finite(block)]
         if bad:
-            fix = "--store-dtype bfloat16 holds larger values" if self._store_dtype == "float16" else None
+            fix = "use --store-dtype bfloat16, which holds larger values" if self._store_dtype == "float16" else None
             raise Failure(f"NaN or infinity at {', '.join(bad)}", expected="finite activations", fix=fix)
         both = zip(self._taps, blocks, strict=True)
         return [[RowBlock(0, as_stored(b, tap.stored_as(self._store_dtype, b.shape[1])))] for tap, b in both]

@@ -156,11 +156,14 @@ def test_no_runtime_is_one_line(
             main(["docker", *words])
         assert ended.value.code == 2
         assert capsys.readouterr().err == (
-            "spile: no docker here: expected docker, podman or nerdctl; install one, or name it: --runtime\n"
+            "spile: no docker here: expected docker, podman or nerdctl. Install one, or name it with --runtime.\n"
         )
     with pytest.raises(SystemExit) as ended:
         main(["docker", "build", "--context", str(tmp_path)])
-    assert f"no Dockerfile in {tmp_path}: expected a checkout of spile; name one: --context" in capsys.readouterr().err
+    assert (
+        f"no Dockerfile in {tmp_path}: expected a checkout of spile. Name one with --context."
+        in capsys.readouterr().err
+    )
 
 
 DAEMON = """#!/bin/bash

@@ -65,13 +65,15 @@ def test_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     assert list_files(tmp_path) == ["a.py", "b/c.py"]
     make(tmp_path, ".gitignore")
-    with pytest.raises(UserError, match=r"^no git here: expected git, to read \.gitignore; install git$"):
+    with pytest.raises(UserError, match=r"^no git here: expected git, to read \.gitignore\. Install git\.$"):
         list_files(tmp_path)
 
 
 def test_nothing_and_too_much(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"^nothing to copy in .*; run it where the code is, or with --no-copy$"):
+    with pytest.raises(
+        UserError, match=r"^nothing to copy in .*\. Run the command in the folder of your code, or add --no-copy\.$"
+    ):
         load(tmp_path, 10)
     make(tmp_path, "a-file-of-more-than-ten-bytes")
-    with pytest.raises(UserError, match=r"is large: expected at most 1e-08 GB to copy, found 0\.0 GB; ignore data in"):
+    with pytest.raises(UserError, match=r"is large: expected at most 1e-08 GB to copy, found 0\.0 GB\. Ignore data in"):
         load(tmp_path, 10)

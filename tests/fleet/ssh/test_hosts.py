@@ -58,21 +58,21 @@ def test_the_variables_tell_each_host_its_place() -> None:
         (
             [],
             UserError,
-            "no TPU VM named t, nor t-0, t-1, …: found no TPU VM at all; "
-            "look at spile tpu list, or name --zone and --project",
+            "no TPU VM named t, nor t-0, t-1, …: found no TPU VM at all. "
+            "Look at spile tpu list, or give --zone and --project.",
         ),
         (
             [node("u"), node("tt")],
             UserError,
-            "no TPU VM named t, nor t-0, t-1, …: found tt, u; look at spile tpu list, or name --zone and --project",
+            "no TPU VM named t, nor t-0, t-1, …: found tt, u. Look at spile tpu list, or give --zone and --project.",
         ),
         (
             [node("t-0"), node("t-1", state=NodeState.PREEMPTED)],
             CloudError,
-            "not every slice is READY: found t-1 is PREEMPTED; wait, or spile tpu recreate-preempted",
+            "not every slice is READY: found t-1 is PREEMPTED. Wait, or run: spile tpu recreate-preempted",
         ),
-        ([node("t"), node("t", zone="y")], UserError, "t is in 2 zones: found y, z; choose one with --zone"),
-        ([node("t", 0)], CloudError, "t has no network endpoint; wait until it is READY"),
+        ([node("t"), node("t", zone="y")], UserError, "t is in 2 zones: found y, z. Choose one with --zone."),
+        ([node("t", 0)], CloudError, "t has no network endpoint. Wait until it is READY."),
     ],
 )
 def test_a_prefix_that_does_not_do(nodes: list[Node], kind: type[SpileError], line: str) -> None:
@@ -139,13 +139,13 @@ def test_what_ssh_says_becomes_one_line() -> None:
     host = Host("t", "7", 0, "h", 0)
     error = explain(host, 255, "ssh: connect to host h port 22: Connection timed out\n")
     assert str(error) == (
-        "t: the host cannot be reached: found ssh: connect to host h port 22: Connection timed out; "
-        "open tcp:22 in the firewall, or use --internal-ip from inside the network"
+        "t: the host cannot be reached: found ssh: connect to host h port 22: Connection timed out. "
+        "Open tcp:22 in the firewall, or use --internal-ip from inside the network."
     )
     assert str(explain(host, 255, "kex_exchange: strange\n")) == "t: ssh failed: found kex_exchange: strange"
     assert str(explain(host, 7, "")) == "t: ssh failed: found exit code 7"
     both = together([error, explain(host, 127, "")], 4)
-    assert str(both) == "2 of 4 hosts failed; t: no python3 on the host; install Python 3.8 or newer there"
+    assert str(both) == "2 of 4 hosts failed; t: no python3 on the host. Install Python 3.8 or newer there."
     assert both.exit_code == 2
 
 
@@ -156,5 +156,7 @@ def test_the_key_is_made_once(tmp_path: Path) -> None:
     assert key.stat().st_mode & 0o077 == 0
     assert ensure_key(key) == public
     key.with_name("key.pub").unlink()
-    with pytest.raises(UserError, match=r"a private key without its public half: expected .*key.pub; ssh-keygen -y"):
+    with pytest.raises(
+        UserError, match=r"a private key without its public half: expected .*key.pub\. Create it with: ssh-keygen -y"
+    ):
         ensure_key(key)

@@ -19,8 +19,8 @@ def test_each_host_by_itself(hosts: Hosts) -> None:
     assert [one.output for one in done] == ["launched w 0\n", "", "launched w 2\n", "launched w 3\n"]
     assert [str(one.error) if one.error else None for one in done] == [
         None,
-        "127.0.0.1:1: nothing listens there: found ssh: connect to host 127.0.0.1 port 1: Connection refused; "
-        "is sshd running on the host, and the port right",
+        "127.0.0.1:1: nothing listens there: found ssh: connect to host 127.0.0.1 port 1: Connection refused. "
+        "Check that sshd is running on the host, and the port.",
         f"{hosts[1].name}: the launch failed: found exit code 4, after: launched w 2",
         None,
     ]

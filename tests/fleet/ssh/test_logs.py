@@ -86,13 +86,13 @@ def test_a_machine_that_is_gone(fake: FakeCloud, client: CloudTpu, tmp_path: Pat
         ]  # fmt: skip
     code, _, err = finish(spile(tmp_path, "logs", "5", **env))
     line = (
-        "no log of worker 5: found tpu-us-central1-a-0 is PREEMPTED; pass --home gs://bucket/fleet/NAME, where its log"
+        "no log of worker 5: found tpu-us-central1-a-0 is PREEMPTED. Pass --home gs://bucket/fleet/NAME, where its log"
     )
-    assert (code, err) == (2, f"spile: {line} is kept, or --output gs://… for the last lines\n")
+    assert (code, err) == (2, f"spile: {line} is kept, or --output gs://… for the last lines.\n")
     code, _, err = finish(spile(tmp_path, "logs", "6", "--output", "out", **env))
     assert code == 2
     assert "no heartbeat of worker 6 in" in err
-    assert "expected one in tpu_N/progress.json; check --output" in err
+    assert "expected one in tpu_N/progress.json. Check --output." in err
     code, _, err = finish(spile(tmp_path, "logs", "t1v-n-0-w-0", "--output", "out", **env))
     assert code == 0
 
@@ -118,6 +118,6 @@ def test_slices_by_their_prefix(fake: FakeCloud, client: CloudTpu, empty_hosts: 
     code, _, err = finish(spile(project, "run", "--tpu-prefix", "none", "--", "true", **env))
     assert (code, err) == (
         2,
-        "spile: no TPU VM named none, nor none-0, none-1, …: found multi-0, multi-1, multi-other; "
-        "look at spile tpu list, or name --zone and --project\n",
+        "spile: no TPU VM named none, nor none-0, none-1, …: found multi-0, multi-1, multi-other. "
+        "Look at spile tpu list, or give --zone and --project.\n",
     )

@@ -181,7 +181,7 @@ def test_bad_input_is_one_line(hosts: Hosts, project: Path, tmp_path: Path) -> N
     assert code == 2
     assert err.startswith("spile: no-such-host.invalid: no such host: found ssh: Could not resolve hostname")
     code, err = bad(project, "run", *[str(other) if word == str(hosts.key) else word for word in flags], *tail)
-    assert (code, "refused the login" in err, "check --user and --ssh-key" in err) == (2, True, True)
+    assert (code, "refused the login" in err, "Check --user and --ssh-key" in err) == (2, True, True)
     code, err = bad(project, "run", *["none" if word == str(hosts.key) else word for word in flags], *tail)
     assert (code, "no such ssh key" in err) == (2, True)
     code, err = bad(project, "run", "--hosts", f"127.0.0.1:1,{hosts.named(0)}", *login, *tail)
@@ -224,6 +224,6 @@ def test_a_changed_host_key_is_one_line(hosts: Hosts, project: Path) -> None:
 def test_a_host_without_python_is_one_line(empty_hosts: Hosts, project: Path) -> None:
     empty_hosts.start(0, config="SetEnv PATH=/nowhere")
     code, err = bad(project, "run", *empty_hosts.flags(0), "--", "true")
-    assert (code, "neither rsync nor tar on the host" in err, "install rsync" in err) == (2, True, True)
+    assert (code, "neither rsync nor tar on the host" in err, "Install rsync" in err) == (2, True, True)
     code, err = bad(project, "run", *empty_hosts.flags(0), "--no-copy", "--", "true")
     assert (code, "no python3 on the host" in err) == (2, True)

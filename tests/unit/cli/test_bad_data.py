@@ -15,7 +15,7 @@ TASK = {"task_id": "a", "train": [{"input": GRID, "output": GRID}], "test": [{"i
 
 def test_no_such_dataset(refused: Refuse, fresh: Path) -> None:
     line = refused("--dataset", "nowhere.jsonl", "--output", fresh)
-    assert line == "no such dataset: nowhere.jsonl; check --dataset, or --dataset-dir and --worker-id"
+    assert line == "no such dataset: nowhere.jsonl. Check --dataset, or --dataset-dir and --worker-id."
 
 
 def test_no_such_stream(refused: Refuse, tmp_path: Path, fresh: Path) -> None:

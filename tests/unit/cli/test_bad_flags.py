@@ -49,7 +49,7 @@ def test_an_absurd_flag(refused: Refuse, fresh: Path, words: list[str], line: st
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["--dataset", "nowhere.jsonl"], "spile: no such dataset: nowhere.jsonl; check"),
+        (["--dataset", "nowhere.jsonl"], "spile: no such dataset: nowhere.jsonl. Check"),
         (["--layers", "77"], "spile: --layers: expected layers 0 to 5"),
     ],
 )

@@ -31,14 +31,14 @@ def test_a_hub_that_is_out_is_exit_code_1_and_leaves_nothing_behind(
     assert spile("extract", "--model", "nobody/nothing", "--output", fresh) == 1
     line = capfd.readouterr().err.splitlines()[-1]
     assert line.startswith("spile: no folder nobody/nothing here, and the hub does not give a model of that name")
-    assert line.endswith("check the name and the network, or try again later")
+    assert line.endswith("Check the name and the network, or try again later.")
     assert not fresh.exists()
 
 
 def test_a_folder_without_a_config(refused: Refuse, tmp_path: Path, fresh: Path) -> None:
     (tmp_path / "model").mkdir()
     line = refused("--model", tmp_path / "model", "--output", fresh)
-    assert line == f"no config.json in {tmp_path}/model; give the folder of a whole Hugging Face model"
+    assert line == f"no config.json in {tmp_path}/model. Give the folder of a complete Hugging Face model."
 
 
 def configured(folder: Path, **changes: Any) -> Path:
@@ -78,7 +78,7 @@ def test_truncated_weights(refused: Refuse, tmp_path: Path, fresh: Path, texts: 
     _truncate(copy_model(tmp_path / "model") / "model.safetensors", keep)
     line = refused("--model", tmp_path / "model", "--dataset", texts, "--output", fresh)
     assert line.startswith("model.safetensors is no whole safetensors file: found ")
-    assert line.endswith("download or copy it again, then run the same command")
+    assert line.endswith("Download or copy it again, then run the same command.")
 
 
 def test_corrupt_weights(refused: Refuse, tmp_path: Path, fresh: Path, texts: Path) -> None:
@@ -117,7 +117,7 @@ def test_pickled_weights_are_refused(refused: Refuse, tmp_path: Path, fresh: Pat
     (model / "model.safetensors").rename(model / "pytorch_model.bin")
     line = refused("--model", model, "--output", fresh)
     assert "pickled weights (pytorch_model.bin), which can run code" in line
-    assert line.endswith("convert them to safetensors, or name a revision that has them")
+    assert line.endswith("Convert them to safetensors, or name a revision that has them.")
 
 
 def test_no_tokenizer(refused: Refuse, tmp_path: Path, fresh: Path, texts: Path) -> None:

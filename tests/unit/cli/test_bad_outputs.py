@@ -80,7 +80,7 @@ def test_a_gap_in_the_ledger(refused: Refuse, made: Path, run: Path) -> None:
 def test_a_file_where_the_output_should_be(refused: Refuse, texts: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     line = refused("--dataset", texts, "--output", tmp_path / "file")
-    assert "found a file where a folder should be; choose another --output" in line
+    assert "found a file where a folder should be. Choose another --output." in line
 
 
 @contextmanager
@@ -106,7 +106,7 @@ def test_a_full_disk(refused: Refuse, texts: Path, tmp_path: Path) -> None:
     with mounted(tmp_path / "disk", "size=64k") as disk:
         (disk / "mine").write_bytes(b"x" * 65536)
         line = refused("--dataset", texts, "--output", disk / "out", *SMALL)
-    assert line.startswith(f"cannot write {disk}/out: expected a folder with room, found a full disk; free some room")
+    assert line.startswith(f"cannot write {disk}/out: expected a folder with room, found a full disk. Free some room")
 
 
 @needs_root
@@ -120,7 +120,7 @@ def test_a_disk_that_fills_up_during_the_run(
     with mounted(tmp_path / "disk", "size=400k") as disk:
         assert spile(*words, disk / "out") == 1, "nobody's mistake"
         (line,) = capfd.readouterr().err.splitlines()
-        assert "found a full disk; free some room or choose another --output, then run the same command again" in line
+        assert "found a full disk. Free some room or choose another --output, then run the same command again." in line
         assert not list(disk.rglob(".tmp-*"))
         commits = sorted(path.name for path in disk.glob("out/tpu_0/commits/*"))
         assert commits
@@ -138,5 +138,5 @@ def test_a_read_only_folder(refused: Refuse, texts: Path, tmp_path: Path) -> Non
     with mounted(tmp_path / "disk", "size=64k,ro") as disk:
         line = refused("--dataset", texts, "--output", disk / "out", *SMALL)
     assert line == (
-        f"cannot write {disk}/out: expected a folder with room, found a read-only file system; choose another --output"
+        f"cannot write {disk}/out: expected a folder with room, found a read-only file system. Choose another --output."
     )

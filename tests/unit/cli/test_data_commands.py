@@ -108,7 +108,7 @@ def test_streams_then_some_again_then_upload(rows: str, tmp_path: Path, capsys: 
         (["streams", "--num-streams", "2", "--end-index", "0"], "spile: --end-index: expected 1 or more, found 0"),
         (
             ["upload", "--bucket", "b", "--local-dir", "none"],
-            "spile: no such folder: none; make streams first: spile data streams",
+            "spile: no such folder: none. Make streams first: spile data streams",
         ),
     ],
 )

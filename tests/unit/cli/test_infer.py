@@ -141,7 +141,7 @@ def test_a_cache_that_does_not_fit_names_the_batch_that_would() -> None:
 
     plan = plan_slots(1000, 24, 1000, 10**6, 10**9, None)
     assert plan.capacity == 1024
-    with pytest.raises(SpecError, match=r"use --batch-size 585"):
+    with pytest.raises(SpecError, match=r"Use --batch-size 585"):
         plan_slots(1000, 24, 1000, 10**6, 10**9, 4000)
     with pytest.raises(SpecError, match=r"not room for one.*smaller --max-seq-length"):
         plan_slots(1000, 24, 1000, 10**6, 2 * 10**6, None)

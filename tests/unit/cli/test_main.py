@@ -54,33 +54,33 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[ExtractFlags]:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["extrct"], "spile: no command extrct; did you mean extract? or see spile --help"),
+        (["extrct"], "spile: no command extrct. Did you mean extract? See spile --help"),
         (
             ["extract", "--modle", "x"],
-            "spile: no flag --modle; did you mean --model? or see spile extract --help",
+            "spile: no flag --modle. Did you mean --model? See spile extract --help",
         ),
-        (["extract", "5"], "spile: extract: expected flags only, found 5; did you mean --worker-id 5?"),
+        (["extract", "5"], "spile: extract: expected flags only, found 5. Did you mean --worker-id 5?"),
         (
             ["extract", "--force"],
-            "spile: no flag --force; extract goes on where it was; spile deploy --launch ssh --force",
+            "spile: no flag --force. Leave it out, because extract always resumes",
         ),
-        (["run", "--zonee", "x", "--", "ls"], "spile: no flag --zonee; flags of the command itself go after --"),
-        (["extract", "x"], "spile: extract: expected flags only, found x; see spile extract --help"),
-        (["extract", "--batch-size", "many"], "spile: --batch-size: expected a whole number, found many; see"),
-        (["extract", "--batch-size"], "spile: --batch-size: expected a value, found none; see spile extract --help"),
-        (["verify", "--older-than", "soon"], "spile: --older-than: expected a number, found soon; see"),
+        (["run", "--zonee", "x", "--", "ls"], "spile: no flag --zonee. Put the flags of the command itself after --"),
+        (["extract", "x"], "spile: extract: expected flags only, found x. See spile extract --help."),
+        (["extract", "--batch-size", "many"], "spile: --batch-size: expected a whole number, found many. See"),
+        (["extract", "--batch-size"], "spile: --batch-size: expected a value, found none. See spile extract --help."),
+        (["verify", "--older-than", "soon"], "spile: --older-than: expected a number, found soon. See"),
         (["extract", "--batch-size", "-3"], "spile: --batch-size: expected from 1 to 1,048,576, found -3"),
         (
             ["extract", "--prompt", "poem"],
-            "spile: --prompt: expected auto, arc, chat, text or tokens, found poem; see spile extract --help",
+            "spile: --prompt: expected auto, arc, chat, text or tokens, found poem. See spile extract --help.",
         ),
         (["extract", "--mesh-shape", "big"], "spile: --mesh-shape"),
         (["extract", "--layers", "a-b"], "spile: --layers"),
-        (["data", "streams"], "spile: data streams: expected --num-streams, found none; see spile data streams"),
-        (["data", "convrt"], "spile: no command data convrt; did you mean convert? or see spile data --help"),
-        (["frobnicate"], "spile: no command frobnicate; see spile --help"),
-        (["--frobnicate"], "spile: no flag --frobnicate; see spile --help"),
-        (["logs"], "spile: logs: expected WORKER, found none; see spile logs --help"),
+        (["data", "streams"], "spile: data streams: expected --num-streams, found none. See spile data streams"),
+        (["data", "convrt"], "spile: no command data convrt. Did you mean convert? See spile data --help"),
+        (["frobnicate"], "spile: no command frobnicate. See spile --help"),
+        (["--frobnicate"], "spile: no flag --frobnicate. See spile --help"),
+        (["logs"], "spile: logs: expected WORKER, found none. See spile logs --help"),
         (["verify", "--yes"], "spile: --yes: expected --gc or --repair beside it, found --yes alone"),
         (["verify", "no-such-folder"], "spile: "),
         (["verify", "--recompute", "-1"], "spile: --recompute: expected 0 or more, found -1"),
@@ -100,7 +100,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[ExtractFlags]:
         (["extract", "--config"], "spile: --config: expected a TOML file after it, found nothing"),
         (["extract", "--config", "none.toml"], "spile: --config: expected a TOML file, found no none.toml"),
         (["extract", "--config=none.toml"], "spile: --config: expected a TOML file, found no none.toml"),
-        (["extract", "--dataset", "none.jsonl"], "spile: no such dataset: none.jsonl; check --dataset"),
+        (["extract", "--dataset", "none.jsonl"], "spile: no such dataset: none.jsonl. Check --dataset"),
         (["extract", "--model", "./none"], "spile: "),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
@@ -134,8 +134,8 @@ def test_help_and_version(spile: Callable[..., tuple[int, str, str]]) -> None:
     ("text", "line"),
     [
         ("model = ", "spile: --config: expected a TOML file, found bad.toml: Invalid value"),
-        ("modle = 'x'", "spile: no flag --modle in bad.toml; did you mean --model? or see spile extract --help"),
-        ("batch-size = 'many'", "spile: --batch-size in bad.toml: expected a whole number, found many; see"),
+        ("modle = 'x'", "spile: no flag --modle in bad.toml. Did you mean --model? See spile extract --help"),
+        ("batch-size = 'many'", "spile: --batch-size in bad.toml: expected a whole number, found many. See"),
         ("batch-size = 0", "spile: --batch-size: expected from 1 to 1,048,576, found 0"),
     ],
 )
@@ -207,7 +207,7 @@ def test_a_variable_that_is_wrong_is_named(
     monkeypatch.setenv("SPILE_BATCH_SIZE", "many")
     code, _, err = spile("extract")
     assert code == 2
-    assert err.startswith("spile: SPILE_BATCH_SIZE: expected a whole number, found many; see spile extract --help")
+    assert err.startswith("spile: SPILE_BATCH_SIZE: expected a whole number, found many. See spile extract --help.")
 
 
 TREE = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.SpileError)]
@@ -220,7 +220,7 @@ def test_every_error_is_one_line_and_its_own_code(
     monkeypatch.setattr(
         ExtractFlags, "spec", lambda _: (_ for _ in ()).throw(kind("a [bold]thing\nhappened", fix="do it"))
     )
-    assert spile("extract") == (kind.exit_code, "", "spile: a [bold]thing happened; do it\n")
+    assert spile("extract") == (kind.exit_code, "", "spile: a [bold]thing happened. Do it.\n")
     codes = {errors.UserError: 2, errors.Failure: 1, errors.Fenced: 3, errors.Interrupted: 130, errors.SpileError: 1}
     assert kind.exit_code == next(code for base, code in codes.items() if issubclass(kind, base))
 

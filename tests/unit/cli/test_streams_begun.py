@@ -39,7 +39,7 @@ def test_an_engines_streams_are_not_taken_for_other_rows(tmp_path: Path, capfd: 
     run = ("extract", "--model", "embedded", "--engine", "local", "--dataset", data, "--output", out, *SMALL)
     assert spile(*run) == 2
     said = capfd.readouterr().err
-    assert "holds streams of another selection: rows: expected 0 to 6, found 0 to the last; give --split" in said
+    assert "holds streams of another selection: rows: expected 0 to 6, found 0 to the last. Give --split" in said
     assert not list(out.glob("tpu_*"))
 
 

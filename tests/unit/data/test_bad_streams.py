@@ -29,15 +29,15 @@ BAD = [
     ('{"text": "a"}\n[1]', r"line 2: expected a JSON object, found '\[1\]'"),
     (
         '{"text": "a"}\n\n{"body": 1}',
-        r"line 3: expected a text in 'text', found the fields body; name its field with --column",
+        r"line 3: expected a text in 'text', found the fields body. Name its field with --column.",
     ),
     ('{"text": "a"}\n{"text": 1}', r"line 2: expected a text in 'text', found a number there"),
-    ('{"body": "a"}', r"line 1: expected an ARC task .*, found the fields body; name the text's field with --column"),
+    ('{"body": "a"}', r"line 1: expected an ARC task .*, found the fields body. Name the text's field with --column."),
     (
         '{"id1": {"train": [], "test": []}, "id2": {"train": [], "test": []}}',
-        r"line 1 is all tasks in one object, by their ids: expected one task per line; make lines of them: spile data",
+        r"line 1 is all tasks in one object, by their ids: expected one task per line. Make lines of them: spile data",
     ),
-    ('{"a":1,"b":1,"c":1,"d":1,"e":1,"f":1,"g":1,"h":1,"i":1,"j":1}', r"found the fields a, .*, h and 2 more; name"),
+    ('{"a":1,"b":1,"c":1,"d":1,"e":1,"f":1,"g":1,"h":1,"i":1,"j":1}', r"found the fields a, .*, h and 2 more\. Name"),
     ('{"messages": []}', r"line 1: expected a list of messages, found an empty list"),
     ('{"messages": [{"content": "x"}]}', r"line 1: expected messages like"),
     ('{"messages": [{"role": "user", "content": 5}]}', r"line 1: expected a message's content as text, found a number"),
@@ -79,7 +79,7 @@ def test_a_bad_line_beyond_max_samples_is_not_looked_at(jsonl: Write, chatml: To
 
 
 def test_bad_requests(tmp_path: Path, jsonl: Write, task: Task, chatml: Tokenizer, with_bos: Tokenizer) -> None:
-    with pytest.raises(DataError, match=r"no such dataset: .*missing.jsonl; check --dataset"):
+    with pytest.raises(DataError, match=r"no such dataset: .*missing.jsonl\. Check --dataset"):
         open_stream(DataSpec(dataset=str(tmp_path / "missing.jsonl")), chatml)
     with pytest.raises(DataError, match=r"contains no dataset: expected"):
         open_stream(DataSpec(dataset=str(tmp_path)), chatml)

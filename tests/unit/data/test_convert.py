@@ -153,7 +153,7 @@ def test_nothing_usable_leaves_nothing(jsonl: Write, tmp_path: Path) -> None:
     ):
         convert(jsonl([{"a": 1}, {"b": 1}]), out, selection=SKIP)
     assert not out.parent.exists()
-    with pytest.raises(DataError, match=r"found no rows; check --column, --split"):
+    with pytest.raises(DataError, match=r"found no rows\. Check --column, --split"):
         convert(jsonl([{"examples": pairs()}]), out, selection=RowSelection(start_index=5))
     with pytest.raises(DataError, match=r"can be used: .* found no rows"):
         convert(jsonl([]), out)
@@ -211,7 +211,7 @@ def test_bad_files(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
         convert(str(tmp_path / "z.json"), tmp_path / "t.jsonl")
     pytest.importorskip("datasets")
     parquet(tmp_path / "hub" / "train.parquet", rows)
-    with pytest.raises(DataError, match=r"Bad split: nope. Available splits: \['train'\]; check --split"):
+    with pytest.raises(DataError, match=r"Bad split: nope\. Available splits: \['train'\]\. Check --split"):
         convert(str(tmp_path / "hub"), tmp_path / "t.jsonl", split="nope")
     assert not (tmp_path / "t.jsonl").exists()
 
@@ -266,7 +266,7 @@ def test_without_the_extra_one_line_names_it(
 ) -> None:
     place = parquet(tmp_path / "x.parquet", rows)
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(DataError, match=rf"{words}.*; pip install 'spile\[data\]'"):
+    with pytest.raises(DataError, match=rf"{words}.*\. Run: pip install 'spile\[data\]'"):
         convert(place if module != "datasets" else str(tmp_path), tmp_path / "t.jsonl")
 
 

@@ -189,7 +189,7 @@ def test_where_a_template_may_stand(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"no tokenizer in .*: expected tokenizer.json, found none; download"):
+    with pytest.raises(ModelError, match=r"no tokenizer in .*: expected tokenizer.json, found none\. Download"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelError, match=r"tokenizer.json is no tokenizer: found "):

@@ -123,7 +123,7 @@ def test_up_to_a_bucket_and_read_from_there(cloud_url: str, local: Path, chatml:
 
 def test_bad_folders(local: Path, tmp_path: Path) -> None:
     folder = open_folder(str(tmp_path / "b"))
-    with pytest.raises(DataError, match=r"no such folder: .*nope; make streams first"):
+    with pytest.raises(DataError, match=r"no such folder: .*nope\. Make streams first"):
         upload(tmp_path / "nope", folder)
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"holds no streams: expected \*.jsonl, found none"):

@@ -35,7 +35,7 @@ def test_a_plain_http_endpoint_never_gets_a_token(tmp_path: Path) -> None:
 
 
 def test_no_project(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no Google Cloud project; pass --project, or run: gcloud config set project"):
+    with pytest.raises(UserError, match=r"no Google Cloud project\. Pass --project, or run: gcloud config set project"):
         read_settings({"CLOUDSDK_CONFIG": str(tmp_path)})
 
 

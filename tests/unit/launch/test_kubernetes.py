@@ -186,11 +186,11 @@ FINE = ("--output", "gs://b/o", "--dataset-dir", "gs://b/s", "--num-streams", "2
 BAD = {
     ("--output", "out", "--dataset-dir", "gs://b/s", "--num-streams", "2"): "--output out: expected a bucket, "
     "or a folder that all hosts share, found a folder of this machine",
-    ("--output", "gs://b/o"): "no streams: expected --dataset-dir gs://…; make them: spile data streams",
+    ("--output", "gs://b/o"): "no streams: expected --dataset-dir gs://… Make them: spile data streams",
     (*FINE, "--name", "A_b"): "--name: expected small letters, digits and dashes, 48 at most, found 'A_b'",
     (*FINE, "--secret", "x"): "--secret: expected VARIABLE=secret/key, found 'x'",
     (*FINE, "--worker-id", "2"): "--worker-id: expected none: the cluster numbers the workers, found 2",
-    (*FINE, "--jobset"): "--jobset: expected a slice of many hosts, found one host; leave it out",
+    (*FINE, "--jobset"): "--jobset: expected a slice of many hosts, found one host. Leave it out.",
     (*FINE, "--gpus", "-1"): "--gpus: expected 0 or more, found -1",
     (*FINE, "--retries", "-3"): "--retries: expected 0 or more, found -3",
     (*FINE, "--hosts-per-worker", "0"): "--hosts-per-worker: expected 1 or more, found 0",

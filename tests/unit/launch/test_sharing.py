@@ -31,7 +31,7 @@ def test_gpus_are_never_shared() -> None:
     assert [share.env["CUDA_VISIBLE_DEVICES"] for share in found] == ["0,1", "2,5"]
     found = shares(3, range(8), chips, {"GPU": 1.0})
     assert [share.env["CUDA_VISIBLE_DEVICES"] for share in found] == ["0", "1", "2"]
-    with pytest.raises(SpecError, match="at most 4 GPU in all, found 5; --num-workers 4"):
+    with pytest.raises(SpecError, match=r"at most 4 GPU in all, found 5\. Use --num-workers 4"):
         shares(5, range(8), chips, {})
 
 

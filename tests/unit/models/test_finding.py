@@ -55,7 +55,7 @@ def test_a_file_is_no_model(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_config(tmp_path: Path) -> None:
-    assert one_line(str(tmp_path)).startswith(f"no config.json in {tmp_path}; give the folder of a whole")
+    assert one_line(str(tmp_path)).startswith(f"no config.json in {tmp_path}. Give the folder of a complete")
 
 
 def test_a_config_that_is_no_json(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_an_unknown_architecture(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps({"model_type": "mamba"}))
     said = one_line(str(folder))
     assert said.startswith("unknown architecture: expected one of qwen2, qwen3, llama, mistral, gemma")
-    assert said.endswith("found 'mamba'; use --backend torch, which runs any Hugging Face causal model")
+    assert said.endswith("found 'mamba'. Use --backend torch, which runs any Hugging Face causal model.")
 
 
 def test_only_pickles_are_refused(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def test_the_token_is_sent(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_no_such_revision(hub: FakeHub) -> None:
-    assert one_line("me/tiny", "v9") == "me/tiny has no such revision: found 'v9'; name a branch, tag or commit of it"
+    assert one_line("me/tiny", "v9") == "me/tiny has no such revision: found 'v9'. Name a branch, tag or commit of it."
 
 
 def test_no_such_model(hub: FakeHub) -> None:
@@ -66,17 +66,17 @@ def test_no_such_model(hub: FakeHub) -> None:
     assert line.startswith(
         "no such model: me/other: expected a folder here, or a public name on the hub, found neither"
     )
-    assert line.endswith("set HF_TOKEN to your token")
+    assert line.endswith("set HF_TOKEN to your token.")
 
 
 def test_a_gated_model(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.refuse = (403, "GatedRepo")
     assert one_line("me/tiny") == (
-        "me/tiny is gated on the hub; ask for access at huggingface.co/me/tiny and set HF_TOKEN to your token"
+        "me/tiny is gated on the hub. Ask for access at huggingface.co/me/tiny and set HF_TOKEN to your token."
     )
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     line = one_line("me/tiny")
-    assert line.endswith("HF_TOKEN holds a token without access: ask for it at huggingface.co/me/tiny")
+    assert line.endswith("HF_TOKEN holds a token without access; ask for access at huggingface.co/me/tiny.")
     assert "hf_secret" not in line
 
 
@@ -111,7 +111,7 @@ def test_no_network_is_a_failure_and_not_a_mistake(hub: FakeHub, monkeypatch: py
     monkeypatch.setenv("SPILE_RETRY_SECONDS", "0.3")
     line = one_line("me/tiny", kind=Failure)
     assert line.startswith("no folder me/tiny here, and the hub does not give a model of that name")
-    assert line.endswith("check the name and the network, or try again later")
+    assert line.endswith("Check the name and the network, or try again later.")
 
 
 def test_a_look_at_the_config_fetches_no_weights(hub: FakeHub) -> None:

@@ -232,7 +232,7 @@ def test_a_truncated_file(size: int, tmp_path: Path) -> None:
     os.truncate(path, size if size >= 0 else path.stat().st_size + size)
     line = one_line(folder)
     assert line.startswith("model.safetensors is no whole safetensors file: found ")
-    assert line.endswith("download or copy it again, then run the same command")
+    assert line.endswith("Download or copy it again, then run the same command.")
 
 
 @pytest.mark.parametrize(

@@ -132,11 +132,11 @@ SSO = "[profile work]\nsso_start_url = https://x\nsso_region = us-east-1\nsso_ac
 @pytest.mark.parametrize(
     ("config", "found"),
     [
-        ("[profile other]\n", "no such profile; set AWS_PROFILE to one of: aws configure list-profiles"),
-        ("[profile work]\naws_access_key_id = hush-hush\n", "half of a key; run: aws configure"),
-        (FAILS, "a source of keys that failed; check with: aws sts get-caller-identity"),
-        (SSO, "an SSO session that has ended; run: aws sso login"),
-        ("[profile work\n", "a config file that cannot be read; correct ~/.aws/config"),
+        ("[profile other]\n", "no such profile. Set AWS_PROFILE to one of: aws configure list-profiles"),
+        ("[profile work]\naws_access_key_id = hush-hush\n", "half of a key. Run: aws configure"),
+        (FAILS, "a source of keys that failed. Check with: aws sts get-caller-identity"),
+        (SSO, "an SSO session that has ended. Run: aws sso login"),
+        ("[profile work\n", "a config file that cannot be read. Correct ~/.aws/config."),
     ],
 )
 def test_a_profile_that_does_not_work_is_one_line(
@@ -210,13 +210,13 @@ def test_keys_that_worked_and_cannot_be_renewed_are_no_mistake_of_the_users(
 def test_no_credentials_at_all_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     for verb in (lambda f: f.get("x"), lambda f: f.info("x"), lambda f: f.put("x", b"")):
-        with pytest.raises(UserError, match=r"no AWS credentials: expected a profile.*run: aws configure"):
+        with pytest.raises(UserError, match=r"no AWS credentials: expected a profile.*Run: aws configure"):
             verb(open_folder("s3://b"))
 
 
 NO_BOTOCORE = (
-    "no AWS credentials: expected AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, found neither; "
-    "set both, or install botocore for profiles, SSO and roles: pip install 'spile[s3]'"
+    "no AWS credentials: expected AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, found neither. "
+    "Set both, or install botocore for profiles, SSO and roles: pip install 'spile[s3]'"
 )
 
 

@@ -73,16 +73,18 @@ def test_a_run_is_stored_and_proven(folder: Folder) -> None:
 
 
 def test_errors_name_the_container_and_the_fix(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    missing = r"there is no bucket az://nothing; create it: az storage container create --name nothing$"
+    missing = r"there is no bucket az://nothing. Create it: az storage container create --name nothing$"
     with pytest.raises(UserError, match=missing):
         preflight(open_folder("az://nothing/x"), environment={"SPILE_MACHINE_REGION": "none"})
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", base64.b64encode(b"wrong").decode())
-    with pytest.raises(StoreError, match=r"cannot read az://bucket/x/y: found 403.*; let this account read"):
+    with pytest.raises(StoreError, match=r"cannot read az://bucket/x/y: found 403.*\. Let this account read"):
         open_folder("az://bucket/x").get("y")
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_KEY")
     monkeypatch.setattr("spile.objects.clouds.ask_metadata", lambda *_: None)
-    with pytest.raises(UserError, match=r"no Azure credentials: expected AZURE_STORAGE_ACCOUNT_KEY, .*; set one, or"):
+    with pytest.raises(UserError, match=r"no Azure credentials: expected AZURE_STORAGE_ACCOUNT_KEY, .*\. Set one, or"):
         open_folder("az://bucket/x").get("y")
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME")
-    with pytest.raises(UserError, match=r"no storage account for az://bucket: .*; export AZURE_STORAGE_ACCOUNT_NAME"):
+    with pytest.raises(
+        UserError, match=r"no storage account for az://bucket: .*\. Run: export AZURE_STORAGE_ACCOUNT_NAME"
+    ):
         open_folder("az://bucket/x").get("y")

@@ -56,7 +56,7 @@ def test_a_region_that_could_not_be_found_out_is_an_error_with_a_fix(amazon: _Am
     amazon.silent = True
     for name in "ab":
         with pytest.raises(
-            StoreError, match=r"the bucket is in another region; set AWS_REGION to the region of s3://buc"
+            StoreError, match=r"the bucket is in another region\. Set AWS_REGION to the region of s3://buc"
         ):
             open_folder(f"s3://bucket/{name}").get("x")
     assert amazon.seen == ["HEAD all", "GET us-west-2", "GET us-west-2"]

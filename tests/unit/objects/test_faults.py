@@ -181,7 +181,7 @@ def test_giving_up_names_the_object_and_the_cause(
     monkeypatch.setenv("SPILE_RETRY_SECONDS", "0.1")
     folder = open_folder(cloud_url)
     clouds.faults(folder.url).add("status", status=503, count=-1)
-    with pytest.raises(StoreError, match=r"503.*run the same command again") as caught:
+    with pytest.raises(StoreError, match=r"503.*Run the same command again") as caught:
         verb(folder)
     assert folder.url in str(caught.value)
 
@@ -256,7 +256,7 @@ def test_no_bucket(clouds: Clouds, monkeypatch: pytest.MonkeyPatch, payload: np.
     folder = open_folder("gs://short-lived/run")
     folder.put("x", b"1")
     clouds.gcs.delete_bucket("short-lived")
-    words = r"404 no such bucket; create it \(gcloud storage buckets create gs://short-lived --location=REGION\)"
+    words = r"404 no such bucket. Create it \(gcloud storage buckets create gs://short-lived --location=REGION\)"
     for verb in (check_put, check_create, check_list, lambda f: write(f, "shard", payload), check_get):
         with pytest.raises(StoreError, match=words):
             verb(folder)
@@ -350,5 +350,5 @@ def test_a_name_that_obstore_cannot_list_is_reported(cloud_folder: Folder, cloud
     prefix = cloud_folder.url.removeprefix(f"s3://{BUCKET}/")
     cloud_folder.put("good", b"")
     clouds.s3_client(clouds.s3.url).put_object(Bucket=BUCKET, Key=f"{prefix}/a/../b", Body=b"")
-    with pytest.raises(StoreError, match=r"cannot list .*a/\.\./b.*; rename or remove that object"):
+    with pytest.raises(StoreError, match=r"cannot list .*a/\.\./b.*\. Rename or remove that object"):
         list(cloud_folder.list())

@@ -52,7 +52,7 @@ def test_a_disk_that_fills_is_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, words: str
 ) -> None:
     failing(monkeypatch, "pwrite", number)
-    with pytest.raises(StoreError, match=f"found {words}; free some room") as caught:
+    with pytest.raises(StoreError, match=rf"found {words}\. Free some room") as caught:
         LocalFolder(tmp_path).put("x", b"1")
     assert caught.value.exit_code == 1
     monkeypatch.undo()

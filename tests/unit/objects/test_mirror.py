@@ -60,8 +60,8 @@ def test_a_copy_of_another_dataset_is_refused_and_left_alone(mirror: MirrorFolde
             produce(mirror, 30)
         assert str(refused.value) == (
             f"{mirror.copy.url}/tpu_0 is not a copy of {mirror.url}/tpu_0: expected an empty folder, or one with the "
-            "same stream.json, found a different stream.json; choose another --output-dir, or remove what is there; "
-            "the dataset itself is complete"
+            "same stream.json, found a different stream.json. Choose another --output-dir, or remove what is there; "
+            "the dataset itself is complete."
         )
         assert refused.value.exit_code == 2
     assert {key: mirror.copy.get(key) for key in keys(mirror.copy)} == before

@@ -44,13 +44,13 @@ def test_a_read_only_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_full_disk(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no room in .*: expected 1000000000.0 GB free, found .* GB; free some room"):
+    with pytest.raises(UserError, match=r"no room in .*: expected 1000000000.0 GB free, found .* GB\. Free some room"):
         preflight(open_folder(str(tmp_path)), need=10**18)
 
 
 def test_no_bucket_says_what_to_type(cloud_url: str) -> None:
     folder = open_folder(cloud_url.replace(BUCKET, "not-there"))
-    with pytest.raises(UserError, match=r"there is no bucket .*://not-there; create it: ") as caught:
+    with pytest.raises(UserError, match=r"there is no bucket .*://not-there\. Create it: ") as caught:
         preflight(folder, environment={"SPILE_MACHINE_REGION": "gs/europe-west4"})
     expected = {
         "gs": "gcloud storage buckets create gs://not-there --location=europe-west4",
@@ -62,7 +62,7 @@ def test_no_bucket_says_what_to_type(cloud_url: str) -> None:
 
 def test_forbidden(cloud_folder: Folder, clouds: Clouds) -> None:
     clouds.faults(cloud_folder.url).add("status", status=403, count=-1)
-    with pytest.raises(UserError, match="found 403 permission denied; let this account read and write") as caught:
+    with pytest.raises(UserError, match=r"found 403 permission denied\. Let this account read and write") as caught:
         preflight(cloud_folder, environment=NOWHERE)
     assert caught.value.exit_code == 2
 

@@ -63,7 +63,7 @@ def test_the_budget() -> None:
         refuse_over_budget(found, cost * 0.5, preemptible=False)
     line = str(caught.value)
     assert "over budget on 1 × v5litepod-4 on demand: expected at most $" in line
-    assert "--preemptible would fit; or --max-samples 500 would fit" in line
+    assert "--preemptible would fit, or --max-samples 500 would fit" in line
     with pytest.raises(SpecError, match="preemptible: expected at most") as caught:
         refuse_over_budget(found, 0.01, preemptible=True)
     assert "--preemptible" not in str(caught.value)

@@ -66,7 +66,7 @@ def test_a_real_config() -> None:
 
 
 def test_an_unknown_architecture_is_named_with_those_known() -> None:
-    said = r"unknown architecture: expected one of qwen2, qwen3, llama, .*, found 'x'; use --backend torch"
+    said = r"unknown architecture: expected one of qwen2, qwen3, llama, .*, found 'x'. Use --backend torch"
     with pytest.raises(ModelError, match=said):
         read("x")
     with pytest.raises(ModelError, match=r"found a config\.json without model_type"):

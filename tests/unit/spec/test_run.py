@@ -73,5 +73,5 @@ def test_a_stream_is_its_content_and_its_taps():
 
 def test_an_error_is_one_line_with_its_four_parts():
     error = SpileError("it\nbroke", expected=1, found="two\n  lines", fix="mend it")
-    assert str(error) == "it broke: expected 1, found two lines; mend it"
+    assert str(error) == "it broke: expected 1, found two lines. Mend it."
     assert str(SpileError("it broke")) == "it broke"

@@ -79,9 +79,9 @@ def test_every_field_changes_the_file(each: SpecField) -> None:
 @pytest.mark.parametrize(
     ("changed", "line"),
     [
-        ({"modle": "x"}, "spec.json has an unknown field 'modle'; did you mean model?"),
-        ({"hf_token": "x"}, "spec.json has an unknown field 'hf_token'; remove it"),
-        ({"temperature": 1.0}, "spec.json: temperature is a field of infer; remove it"),
+        ({"modle": "x"}, "spec.json has an unknown field 'modle'. Did you mean model?"),
+        ({"hf_token": "x"}, "spec.json has an unknown field 'hf_token'. Remove it"),
+        ({"temperature": 1.0}, "spec.json: temperature is a field of infer. Remove it"),
         ({"batch_size": "8"}, "spec.json: batch_size: expected a whole number, found '8'"),
         ({"pack": 1}, "spec.json: pack: expected true or false, found 1"),
         ({"dtype": "int4"}, "spec.json: dtype: expected one of auto, float32, bfloat16, found 'int4'"),

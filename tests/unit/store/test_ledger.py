@@ -147,7 +147,7 @@ def test_a_gap_is_damage(folder: Folder) -> None:
     for number in range(4):
         store.commit([], skips(number))
     folder.child("tpu_0").delete(commit_key(2))
-    with pytest.raises(Damaged, match="has a gap: expected commits 1 to 4, found none numbered 2; restore") as caught:
+    with pytest.raises(Damaged, match=r"has a gap: expected commits 1 to 4, found none numbered 2\. Restore") as caught:
         joined(folder)
     assert "--overwrite" not in str(caught.value), "no hint offers to remove what is stored"
 
@@ -174,7 +174,7 @@ def test_a_garbled_record_is_named(folder: Folder, key: str, how: str) -> None:
 
 
 def test_a_later_format_is_refused_with_advice() -> None:
-    with pytest.raises(Damaged, match="expected 1, found 2; upgrade spile"):
+    with pytest.raises(Damaged, match=r"expected 1, found 2\. Upgrade spile"):
         unseal(seal({"format": 2}), "x")
 
 
@@ -219,7 +219,7 @@ def test_run_json_is_made_once_and_compared(folder: Folder) -> None:
         join_run(folder, run_identity(weights="other", max_seq_length=128))
     line = str(caught.value)
     assert "holds another run: expected max_seq_length = 64, weights = wwwwwwww, found max_seq_length = 128" in line
-    assert "weights = other; give the same settings" in line
+    assert "weights = other. Give the same settings" in line
     assert caught.value.exit_code == 2
     assert folder.get("run.json") == before
     assert read_run(folder) == run_identity()
@@ -322,7 +322,7 @@ def test_a_worker_that_slept_through_overwrite_stops_at_its_next_commit(folder: 
     with pytest.raises(StoreError, match=r"stream.json is gone"):
         zombie.commit([record], [])
     heir = joined(folder, "heir")
-    with pytest.raises(Fenced, match=r"tpu_0 was begun again: expected stream id \w+, found \w+; this worker stops"):
+    with pytest.raises(Fenced, match=r"tpu_0 was begun again: expected stream id \w+, found \w+\. This worker stops"):
         zombie.commit([record], [])
     with pytest.raises(Fenced, match="was begun again"):
         zombie.finish()

@@ -157,7 +157,7 @@ def test_a_look_that_fails_is_told_and_done_again() -> None:
     for terminal in (True, False):
         text, slept = watched(terminal, [SNAPSHOT, _Hiccup, DONE])
         assert slept == [7, 7]
-        assert "Could not refresh: no answer Retrying in 7 s." in text
+        assert "Could not refresh, retrying in 7 s: no answer" in text
         assert "1,180/1,180" in text
     with pytest.raises(StoreError):
         watched(False, [_Hiccup])

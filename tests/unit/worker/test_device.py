@@ -148,11 +148,13 @@ def test_tokens_beyond_the_vocabulary_are_refused_before_anything_runs(producer:
         producer.start(Batch((((sample(0, 4), beyond),),), 2, 16))
     assert str(caught.value) == (
         f"the tokenizer is not this model's: sample 7 (seven): expected tokens below the model's vocabulary of "
-        f"{size:,}, found {size}; give the model its own tokenizer files"
+        f"{size:,}, found {size}. Give the model its own tokenizer files."
     )
 
 
-@pytest.mark.parametrize(("store_dtype", "hint"), [("float32", ""), ("float16", "; --store-dtype bfloat16 holds")])
+@pytest.mark.parametrize(
+    ("store_dtype", "hint"), [("float32", ""), ("float16", ". Use --store-dtype bfloat16, which holds")]
+)
 def test_nan_names_its_taps(params: Params, store_dtype: str, hint: str) -> None:
     first, second = params.layers
     broken = replace(params, layers=(first, replace(second, up=second.up * jnp.inf)))

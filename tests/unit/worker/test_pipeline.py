@@ -142,7 +142,7 @@ def test_a_batch_that_does_not_fit_is_halved_and_said(tmp_path, groups, writers)
 
 
 def test_one_sample_that_does_not_fit_is_an_error_that_says_what_to_do(tmp_path):
-    with pytest.raises(OutOfDeviceMemory, match="one row of 64 tokens does not fit on the device; use fewer --taps"):
+    with pytest.raises(OutOfDeviceMemory, match=r"one row of 64 tokens does not fit on the device\. Use fewer --taps"):
         visit(tmp_path, [sample_of(0, length=5)], NumpyProducer(fits=10))
 
 

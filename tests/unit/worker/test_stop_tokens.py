@@ -39,6 +39,6 @@ def test_the_tokenizers_and_those_of_the_generation_config(
 @pytest.mark.parametrize("config", ["{", "[1]", "7"])
 def test_a_generation_config_that_is_none_is_one_line(tmp_path: Path, config: str) -> None:
     with pytest.raises(
-        ModelError, match=r"^generation_config.json of embedded cannot be read: found \w+: .*; download"
+        ModelError, match=r"^generation_config.json of embedded cannot be read: found \w+: .*\. Download"
     ):
         stops(tmp_path, config)

@@ -134,7 +134,7 @@ def test_a_run_begun_in_jax_is_not_continued_in_torch_unasked(tmp_path: Path) ->
 
 
 def test_places_that_are_not_there_are_named(opt: str, tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match=r"--taps router: expected .* found none for router\.0; name the module"):
+    with pytest.raises(SpecError, match=r"--taps router: expected .* found none for router\.0\. Name the module"):
         extract(spec(opt, tmp_path / "a", taps=["router"]))
     with pytest.raises(SpecError, match=r"module:model\.decoder\.nothing.*found none of that name"):
         extract(spec(opt, tmp_path / "a", taps=["module:model.decoder.nothing"]))

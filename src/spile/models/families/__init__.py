@@ -63,7 +63,7 @@ _ALL = (
 FAMILIES: Mapping[str, Family] = {name: family for family in _ALL for name in family.model_types}
 """By the ``model_type`` of config.json."""
 
-_QUANTIZED_FIX = "give the model's 16-bit original: its name is usually this one without -GPTQ, -AWQ, -bnb-4bit or -FP8"
+_QUANTIZED_FIX = "give the model's 16-bit original; its name is usually this one without -GPTQ, -AWQ, -bnb-4bit or -FP8"
 _TOWERS = ("text_config", "vision_config", "audio_config")
 
 
@@ -110,7 +110,7 @@ def read_any_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Read the sizes of a model of any family, for a backend that runs the model's own code."""
     name = raw.get("model_type")
     if not isinstance(name, str):
-        raise ModelError("config.json has no model_type", fix="check that the folder holds a whole model")
+        raise ModelError("config.json has no model_type", fix="check that the folder holds a complete model")
     refuse_quantized(raw)
     with suppress(ModelError):  # The same config, and therefore the same hash, as for the JAX backend.
         return read_config(raw)

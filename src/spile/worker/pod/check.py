@@ -73,7 +73,7 @@ def _forward(hosts: WorkerGroup, log: Callable[[str], None]) -> None:
             f"{hosts.name or 'this process'}: the forward over all devices",
             expected=f"rows as one device computes them, to {_TOLERANCE:g} of their size",
             found=f"{worst:.3g}",
-            fix="a chip or a link of this slice is broken: recreate it",
+            fix="recreate this slice; one of its chips or links is broken",
         )
     log(f"✓ Forward over {jax.device_count()} devices agrees with one device (largest difference {worst:.1e})")
 

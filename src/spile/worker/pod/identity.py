@@ -104,8 +104,8 @@ def _no_answer(key: str, trouble: str, waited: float) -> NoMetadata:
         f"this TPU VM's metadata server does not say which host of which slice this is ({waited:.0f} s)",
         expected=f"an answer to {key}",
         found=trouble,
-        fix="run it again, or say it: --process-id, --num-processes and --coordinator-address "
-        "(--num-processes 1: this host works alone)",
+        fix="run it again, or give --process-id, --num-processes and --coordinator-address "
+        "(--num-processes 1 if this host works alone)",
     )
 
 

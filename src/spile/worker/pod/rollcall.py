@@ -358,5 +358,5 @@ def _connect(identity: Identity, until: float, timeout: float) -> socket.socket:
     raise PodError(
         f"worker 0 is unreachable at {identity.coordinator}:{identity.port} for {timeout:g} s ({why})",
         found=f"this is worker {identity.process} of {identity.count} ({identity.source})",
-        fix="see worker 0's log; --coordinator-address HOST:PORT names another place",
+        fix="see worker 0's log, or give another address with --coordinator-address HOST:PORT",
     )
