@@ -29,9 +29,9 @@ from spile.objects import open_folder
 from spile.spec.identity import RunIdentity, StreamIdentity
 from spile.spec.run import PromptSpec
 from spile.spec.sample import Sample
-from spile.spec.taps import Tap, TapRows
+from spile.spec.taps import Tap, TapRows, row_bytes
 from spile.store.stream import join_run, join_stream
-from spile.worker.batches import Batch, Sizes, row_bytes
+from spile.worker.batches import Batch, Sizes
 from spile.worker.pipeline import LocalControl, run_pipeline
 from spile.worker.producer import BatchProducer, RowBlock
 from spile.worker.progress import Progress

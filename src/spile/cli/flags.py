@@ -194,7 +194,7 @@ def _flag(each: SpecField) -> tuple[str, Any, Any]:
     """Return the dataclass field of a flag: its name, its annotated type, and None as its default."""
     option, hint = each.option, _plain(each.hint)
     many = get_origin(hint) is tuple and each.name != "mesh_shape"
-    kind = list[str] if many else str if get_origin(hint) is tuple else hint
+    kind = list[str] if many else str if option.parse is not None else hint
     more: dict[str, Any] = {"consume_multiple": True, "negative": ""} if many else {}
     if hint is bool and each.default is False:
         more["negative"] = ""

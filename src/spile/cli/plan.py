@@ -355,8 +355,7 @@ def models(
 def _worked(family: str, machine: Machine) -> dict[str, Any]:
     from spile.models.tensors import flops_per_token, parameter_count
     from spile.planning.cost import Volume, estimate
-    from spile.spec.taps import Tap, tap_rows
-    from spile.worker.batches import row_bytes
+    from spile.spec.taps import Tap, row_bytes, tap_rows
 
     name, fields = FAMILIES[family].example
     config = read_config({"model_type": family, **fields})

@@ -35,7 +35,9 @@ def verify(
     streams: Annotated[str | None, Parameter(help="Only these: 0-3,7. [default: all that the data has]")] = None,
     recompute: Annotated[int, Parameter(help="Compute this many random samples again and compare.")] = 0,
     seed: Annotated[int, Parameter(help="Which samples are recomputed.")] = 0,
-    max_samples: Annotated[int | None, Parameter(help="The bound that the run was given, if it was.")] = None,
+    max_samples: Annotated[
+        int | None, Parameter(help="Expect this many samples of each stream. [default: as the run was asked for]")
+    ] = None,
     gc: Annotated[bool, Parameter(negative="", help="Look for orphaned shards and unfinished uploads.")] = False,
     repair: Annotated[
         bool, Parameter(negative="", help="Say how commits of an earlier life of a stream would leave its ledger.")
@@ -235,6 +237,7 @@ def _verdict(report: Report) -> Text:
         added = sorted({tap for stream in report.streams for tap in stream.added})
         files += f", {counted(len(added), 'tap')} added row for row" if added else ""
         text = f"✓ proven: {where}; {files}, every checksum right, no NaN"
+        text += f"; the run was limited with {report.asked}" if report.asked else ""
         return Text(text, style="bold green")
     kinds = [problem.kind for problem in report.all_problems]
     found = ", ".join(_amount_wrong(report, kind, kinds.count(kind)) for kind in _KINDS if kind in kinds)

@@ -19,8 +19,7 @@ from spile.spec.positions import ALL
 from spile.spec.ranges import Ranges
 from spile.spec.run import ExtractSpec
 from spile.spec.sample import Sample
-from spile.spec.taps import Tap, select_taps, tap_rows
-from spile.worker.batches import row_bytes
+from spile.spec.taps import Tap, row_bytes, select_taps, tap_rows
 from spile.worker.producer import refuse_no_answers, with_positions
 
 

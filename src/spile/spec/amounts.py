@@ -1,6 +1,10 @@
-"""Format bytes, seconds and rates with three digits for display."""
+"""Format bytes, seconds and rates with three digits for display, and parse amounts."""
 
 from __future__ import annotations
+
+import re
+
+from spile.errors import SpecError
 
 _NEARLY = 0.9995
 """A value that rounds up to the next unit is shown in that unit, to avoid ``1e+03 kB``."""
@@ -41,3 +45,16 @@ def duration(seconds: float) -> str:
 def counted(count: int, noun: str) -> str:
     """Format a count with its noun: ``1 shard``, ``2 shards``, ``1,048 shards``."""
     return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
+_AMOUNT = re.compile(r"(\d+(?:\.\d+)?) ?([kMGTP]?)(i?)", re.ASCII | re.IGNORECASE)
+
+
+def parse_amount(flag: str, text: str, unit: str = "") -> int:
+    """Parse ``100M``, ``1.5k`` or ``4096``; with ``unit`` B also ``1GB`` and ``1GiB``."""
+    found = _AMOUNT.fullmatch(text.strip().replace("_", "").removesuffix(unit or " "))
+    if found is None or (found[3] and not (unit and found[2])):
+        example = "1GB, 500MB or 4096" if unit else "100M, 500k or 4096"
+        raise SpecError(flag, expected=f"an amount such as {example}", found=repr(text))
+    step = 1024 if found[3] else 1000
+    return int(float(found[1]) * step ** " kmgtp".index(found[2].lower() or " "))

@@ -18,10 +18,11 @@ import tomllib
 import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from spile.errors import SpecError
+from spile.spec.amounts import parse_amount
 from spile.spec.positions import ALL, ANSWER, check_positions
 from spile.spec.taps import TOP, Tap, layers_text, parse_heads, parse_layers, parse_tap_words
 
@@ -192,6 +193,20 @@ class DataSpec:
         default="truncate; skip if answers are generated",
     )
     max_samples: int | None = _option(None, "Stop after this many samples of the stream.", "Data", basic=True)
+    max_tokens: int | None = _option(
+        None,
+        "Stop the stream once it holds this many tokens: 100M, 500k, …",
+        "Data",
+        basic=True,
+        parse=partial(parse_amount, "--max-tokens"),
+    )
+    max_bytes: int | None = _option(
+        None,
+        "Stop the stream once it holds this many bytes of activations: 1GB, 500MB, …",
+        "Data",
+        basic=True,
+        parse=partial(parse_amount, "--max-bytes", unit="B"),
+    )
     seed: int = _option(
         0, "The seed of augmentations, of sampling and of --positions random.", "Prompts", identity=True
     )
@@ -220,6 +235,8 @@ class DataSpec:
         _within("--worker-id", self.worker_id, 0, 99_999)
         _within("--max-seq-length", self.max_seq_length, 1, 1 << 20)
         _within("--max-samples", self.max_samples, 1, 1 << 40)
+        _within("--max-tokens", self.max_tokens, 1, 1 << 50)
+        _within("--max-bytes", self.max_bytes, 1, 1 << 60)
         _within("--seed", self.seed, 0, (1 << 63) - 1)
         _one_of("--long", self.long, LongPolicy)
         _one_of("--bad-rows", self.bad_rows, BadRows)
@@ -231,6 +248,17 @@ class DataSpec:
             raise SpecError(
                 "--keep", expected="one sample per row", found="--pack, which joins parts of many rows to one sample"
             )
+
+    def token_limit(self, bytes_per_token: int) -> int | None:
+        """Return the number of stored tokens at which ``max_tokens`` or ``max_bytes`` ends a stream, or None."""
+        of_bytes = None if self.max_bytes is None else -(-self.max_bytes // bytes_per_token)
+        return min((limit for limit in (self.max_tokens, of_bytes) if limit is not None), default=None)
+
+    @property
+    def limits(self) -> str:
+        """The flags that limit the stream, as they would be typed; empty without a limit."""
+        values = {name: getattr(self, name) for name in ("max_samples", "max_tokens", "max_bytes")}
+        return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in values.items() if value is not None)
 
     @property
     def location(self) -> str:
@@ -398,6 +426,8 @@ class RunSpec:
         if self.layers is not None and (not self.layers or min(self.layers) < 0):
             raise SpecError("--layers", expected="layers from 0 up", found=str(list(self.layers)))
         self._check_captured()
+        if self.generation is not None and self.generation.capture == "none" and self.data.token_limit(1) is not None:
+            raise SpecError("--max-tokens and --max-bytes", expected="stored activations", found="--capture none")
         if self.overwrite and self.checkpointing:
             raise SpecError("--overwrite", expected="--no-checkpointing as well", found="--overwrite alone")
 

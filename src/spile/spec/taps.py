@@ -275,6 +275,15 @@ class TapRows:
         return self.number_bytes + SCALE_BYTES * self.scaled
 
 
+_INDEX_BYTES = 5
+"""Bytes of a token's id and role."""
+
+
+def row_bytes(taps: Iterable[TapRows]) -> int:
+    """Return the bytes that one token takes in a shard, over all taps."""
+    return sum(tap.bytes for tap in taps) + _INDEX_BYTES
+
+
 def parse_layers(text: str, flag: str = "--layers") -> tuple[int, ...] | None:
     """Parse ``--layers``: ``"all"`` gives None (every layer); ``"0-11,20"`` gives sorted distinct numbers."""
     words = text.replace(",", " ").split()

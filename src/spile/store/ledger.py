@@ -277,6 +277,21 @@ class Ledger:
         """The number of shards."""
         return len(self.files)
 
+    def expected(self, total: int | None, max_samples: int | None = None, max_tokens: int | None = None) -> int | None:
+        """Return the number of samples that the stream must hold, or None if it is not known yet.
+
+        Args:
+            total: The number of samples of the data; None if it is only known after reading them.
+            max_samples: The limit of the run in samples.
+            max_tokens: The limit of the run in stored tokens. A stream that holds as many must hold every sample up to
+                its last one.
+
+        """
+        known = [self.end if total is None else total, max_samples]
+        if max_tokens is not None and self.tokens >= max_tokens:
+            known.append(max(self.done.bounds(), default=0))
+        return min((count for count in known if count is not None), default=None)
+
     def plus(self, commits: Iterable[Commit]) -> Ledger:
         """Return the ledger with these commits appended. All samples are sorted only once."""
         pairs = self.done.pairs()

@@ -142,6 +142,8 @@ class Report:
     """The number of streams of the split; None if no stream's record states it."""
     never_begun: Ranges = field(default_factory=Ranges)
     """The streams that must exist but were never started."""
+    asked: str = ""
+    """The flags that limited the samples of each stream, such as ``--max-samples 100``."""
 
     @property
     def all_problems(self) -> tuple[Problem, ...]:
@@ -161,6 +163,7 @@ class Report:
             "ok": self.ok,
             "streams": [_stream_json(stream) for stream in self.streams],
             "streams_expected": self.streams_expected,
+            "asked": self.asked,
             "never_begun": self.never_begun.pairs(),
             "problems": [vars(problem) for problem in self.all_problems],
             "garbage": [vars(item) for item in self.garbage],

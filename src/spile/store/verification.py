@@ -11,14 +11,26 @@ from dataclasses import replace
 
 import numpy as np
 
-from spile.errors import Damaged, Failure, UserError
+from spile.errors import Damaged, Failure, SpecError, UserError
 from spile.objects import open_folder
 from spile.objects.crc import crc32c, fold, to_hex
 from spile.objects.folder import Folder, NotFound
 from spile.spec.identity import RunIdentity
 from spile.spec.ranges import Ranges
+from spile.spec.run import DataSpec, RunSpec
+from spile.spec.taps import row_bytes
 from spile.store.cleanup import HOUR, find_garbage, free_number, remove_garbage, repair_ledger
-from spile.store.layout import COMMITS, RUN, STREAM, commit_number, is_addition, is_shard, stream_folder, stream_number
+from spile.store.layout import (
+    COMMITS,
+    RUN,
+    SPEC,
+    STREAM,
+    commit_number,
+    is_addition,
+    is_shard,
+    stream_folder,
+    stream_number,
+)
 from spile.store.ledger import Commit, Ledger, ShardRecord, read_entries
 from spile.store.predictions import answers_problem
 from spile.store.recomputation import Recompute, compare
@@ -201,9 +213,10 @@ def verify(
     """Check every sample, every checksum and every shape of the dataset at ``root``.
 
     ``streams`` selects streams; None checks all, and reports streams of the split that were never started.
-    ``max_samples`` is the ``--max-samples`` of the run, if it had one. ``recompute`` computes ``k`` random samples
-    again and compares them. ``gc`` searches for garbage older than ``older_than`` seconds, and ``remove`` removes it.
-    ``repair`` replaces commits of earlier incarnations and keeps copies. ``progress`` gets the checked and total bytes.
+    ``max_samples`` replaces the ``--max-samples`` of the run, whose limits are read from ``spec.json``. ``recompute``
+    computes ``k`` random samples again and compares them. ``gc`` searches for garbage older than ``older_than``
+    seconds, and ``remove`` removes it. ``repair`` replaces commits of earlier incarnations and keeps copies.
+    ``progress`` gets the checked and total bytes.
     """
     folder = open_folder(root) if isinstance(root, str) else root
     run = read_run(folder)
@@ -221,10 +234,12 @@ def verify(
         readable = [_stream(stream, stream.record) for stream in found if stream.record and stream.readable]
         recomputed, wrong = compare(run, readable, recompute, k, seed)
         problems += wrong
+    asked = _asked(folder, max_samples)
     report = Report(
         folder.url,
         run.fingerprint(),
-        tuple(_judge(stream, max_samples) for stream in found),
+        tuple(_judge(stream, run, asked) for stream in found),
+        asked=asked.limits,
         recomputed=recomputed,
         problems=tuple(problems),
         streams_expected=expected_streams(records),
@@ -233,6 +248,18 @@ def verify(
     if repair:
         report = replace(report, streams=tuple(map(_repaired, found, report.streams)))
     return _collect(folder, found, report, remove, older_than, now) if gc or remove else report
+
+
+def _asked(root: Folder, max_samples: int | None) -> DataSpec:
+    """Return the limits that the last command of the run was given; no limit if there is no readable ``spec.json``.
+
+    Without the limits more samples are expected, so an unreadable spec never makes an incomplete dataset complete.
+    """
+    try:
+        asked = RunSpec.from_json(root.get(SPEC), f"{root.url}/{SPEC}").data
+    except (NotFound, SpecError):
+        asked = DataSpec()
+    return asked if max_samples is None else replace(asked, max_samples=max_samples)
 
 
 def _repaired(stream: _StreamEvidence, report: StreamReport) -> StreamReport:
@@ -322,13 +349,14 @@ def _inspect(
             stream.problems += problems
 
 
-def _judge(stream: _StreamEvidence, max_samples: int | None) -> StreamReport:
+def _judge(stream: _StreamEvidence, run: RunIdentity, asked: DataSpec) -> StreamReport:
     """Compare the stream's samples with those that it must have."""
     ledger = Ledger().plus(stream.commits)
     where = stream.folder.url
-    total = stream.record.identity.samples if stream.record is not None else None
-    total = ledger.end if total is None else total
-    expected = max_samples if total is None else min(total, max_samples or total)
+    identity = None if stream.record is None else stream.record.identity
+    total = ledger.end if identity is None or identity.samples is None else identity.samples
+    most = None if identity is None else asked.token_limit(row_bytes(identity.rows(run)))
+    expected = ledger.expected(total, asked.max_samples, most)
     problems = [problem for each in stream.ledgers for problem in each.problems]
     problems += [problem for added in stream.additions for problem in _judge_added(stream, added)]
     missing = Ranges()

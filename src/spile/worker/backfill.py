@@ -25,7 +25,7 @@ from spile.spec.ranges import Ranges
 from spile.spec.records import known_fields
 from spile.spec.run import BackfillSpec, DataSpec, ExtractSpec
 from spile.spec.sample import Sample, Skip
-from spile.spec.taps import Tap, TapRows
+from spile.spec.taps import Tap, TapRows, row_bytes
 from spile.store.cleanup import remove_remains
 from spile.store.layout import RUN
 from spile.store.ledger import Ledger, ShardRecord
@@ -41,7 +41,7 @@ from spile.store.streams import (
     open_streams,
     read_ledgers,
 )
-from spile.worker.batches import Sizes, batches_in_order, row_bytes
+from spile.worker.batches import Sizes, batches_in_order
 from spile.worker.device import DeviceProducer, configure_jax, place_model
 from spile.worker.pipeline import LocalControl, Pipeline, ShardTask, StreamSink
 from spile.worker.producer import Control, Producer

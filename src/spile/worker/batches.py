@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from spile.spec.sample import Prediction, Sample
-from spile.spec.taps import TapRows
 
 Row = tuple[Sample, ...]
 """A packed sequence: samples one after another, then padding."""
@@ -30,8 +29,6 @@ _FULL = 31 / 32
 """A batch row that is less full than this waits once for the samples of the next window."""
 _NEAR = 4
 """A batch row may be this many times as long as needed if a program for that length exists already."""
-_INDEX_BYTES = 5
-"""Bytes of a token's id and role."""
 _SMALL = 2
 """A run whose samples fit into one part in so many of a batch gets a smaller batch."""
 
@@ -44,11 +41,6 @@ def single_row(length: int) -> int:
     """Return the padded length of a batch row with one sample: at most an eighth longer, so few lengths occur."""
     step = max(64, (1 << max(length - 1, 1).bit_length() - 1) // 8)
     return -(-length // step) * step
-
-
-def row_bytes(taps: Iterable[TapRows]) -> int:
-    """Return the bytes that one token takes in a shard, over all taps."""
-    return sum(tap.bytes for tap in taps) + _INDEX_BYTES
 
 
 @dataclass(frozen=True)

@@ -57,8 +57,10 @@ def work_on_claims(
     hosts = hosts or SingleProcess()
     total = _stream_sizes(data)
     snapshots = SnapshotReader(open_folder(output))
+    finished: set[int] = set()
     while True:
-        claim = _claim(book, snapshots, total, sleep) if hosts.first else None
+        left = {number: size for number, size in total.items() if number not in finished}
+        claim = _claim(book, snapshots, left, sleep) if hosts.first else None
         stream = int(hosts.agree("claim", _NOTHING if claim is None else claim.stream))
         if stream == _NOTHING:
             log("no stream is left to claim")
@@ -70,7 +72,9 @@ def work_on_claims(
         except Fenced as error:
             log(f"{error.problem}; taking the next stream")
             continue
-        if code not in (0, Fenced.exit_code):
+        if code == 0:
+            finished.add(stream)  # --max-tokens may end a stream before its last sample
+        elif code != Fenced.exit_code:
             return code
 
 

@@ -27,7 +27,7 @@ from spile.worker.batches import Batch, batches
 from spile.worker.device import DeviceProducer, configure_jax, place_model
 from spile.worker.pipeline import LocalControl, run_pipeline
 from spile.worker.pod.pod import SingleProcess, WorkerGroup, check_same_command
-from spile.worker.producer import Producer, with_positions
+from spile.worker.producer import Producer, TokenLimit, with_positions
 from spile.worker.progress import Progress, StatusFiles, Summary, peak_memory, write_checkpoint_file
 from spile.worker.resolve import ResolvedRun, resolve, torch_producer, wants_statistics
 from spile.worker.sizes import sizes_for_stream
@@ -90,7 +90,7 @@ def run_stream(
         hosts.barrier("model_loaded")
         if start_over:
             clear_stream(run.root, spec.data.worker_id)  # only now: the model is known to be complete
-        stream, agreed = _agree_on_stream(run, stream, hosts)
+        stream, agreed, stored = _agree_on_stream(run, stream, hosts)
         if agreed != done:
             reader.close()
             done, reader = agreed, run.samples.read(agreed)
@@ -100,9 +100,12 @@ def run_stream(
         hosts.barrier("extraction_start")
         status = status or stack.enter_context(_status_files(run, stream, progress, hosts))
         stack.enter_context(closing(producer))
-        expected = run.expected_samples(stream.ledger.end)
-        progress.total_samples = None if expected is None else len(Ranges([(0, expected)]) - done)
-        finished = _run_pipeline(run, stream, reader, producer, status, stop or threading.Event(), hosts)
+        expected, most = run.expected_samples(stream.ledger), run.token_limit
+        known = expected is not None and most is None
+        progress.total_samples = len(Ranges([(0, expected or 0)]) - done) if known else None
+        limit = None if most is None else TokenLimit(most, stored, done)
+        finished = _run_pipeline(run, stream, reader, producer, status, stop or threading.Event(), hosts, limit)
+        status.expected = run.expected_samples(stream.ledger)
         progress.phase(Phase.DONE if finished else Phase.STOPPED)
     hosts.barrier("final_checkpoint")
     if not finished:
@@ -133,6 +136,7 @@ def _run_pipeline(
     status: StatusFiles,
     stop: threading.Event,
     hosts: WorkerGroup,
+    limit: TokenLimit | None,
 ) -> bool:
     def end() -> int | None:
         """Return the number of samples of a stream that only reading it tells, unless the ledger has it."""
@@ -149,6 +153,7 @@ def _run_pipeline(
         control=hosts.control(LocalControl(stop, run.spec.commit_every)),
         end=end,
         sink=hosts.sink(stream, status.committed),
+        limit=limit,
     )
 
 
@@ -207,7 +212,7 @@ def _known_stream(run: ResolvedRun) -> StreamStore | None:
 
 
 def _has_work(run: ResolvedRun, stream: StreamStore) -> bool:
-    expected = run.expected_samples(stream.ledger.end)
+    expected = run.expected_samples(stream.ledger)
     return expected is None or bool(len(Ranges([(0, expected)]) - stream.ledger.done))
 
 
@@ -228,18 +233,21 @@ def _starts_over(run: ResolvedRun) -> bool:
     return False
 
 
-def _agree_on_stream(run: ResolvedRun, stream: StreamStore | None, hosts: WorkerGroup) -> tuple[StreamStore, Ranges]:
-    """Return the stream and what of it is done, the same on every process: process 0's ledger and attempt count."""
+def _agree_on_stream(
+    run: ResolvedRun, stream: StreamStore | None, hosts: WorkerGroup
+) -> tuple[StreamStore, Ranges, int]:
+    """Return the stream, its done samples and its stored tokens: on every process those of process 0's ledger."""
     plan: dict[str, Any] = {}
     if hosts.first:
         join_run(run.root, run.identity)
         stream = stream or _join(run)
         plan = {"attempt": stream.attempt, "stream": stream.record.id, "done": stream.ledger.done.pairs()}
+        plan["tokens"] = stream.ledger.tokens
     plan = hosts.agree("plan", plan)
     if stream is None:
         join_run(run.root, run.identity)  # compares: a host with another model or data fails, and all end
         stream = _join(run, plan["attempt"], plan["stream"])
-    return stream, Ranges((start, stop) for start, stop in plan["done"])
+    return stream, Ranges((start, stop) for start, stop in plan["done"]), int(plan["tokens"])
 
 
 def _remove_remains(stream: StreamStore, progress: Progress) -> None:
@@ -251,7 +259,7 @@ def _remove_remains(stream: StreamStore, progress: Progress) -> None:
 
 
 def _status_files(run: ResolvedRun, stream: StreamStore, progress: Progress, hosts: WorkerGroup) -> StatusFiles:
-    expected = run.expected_samples(stream.ledger.end)
+    expected = run.expected_samples(stream.ledger)
     return StatusFiles(run.spec, stream, progress, pulse=hosts.first, expected=expected)
 
 

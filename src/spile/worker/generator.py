@@ -44,6 +44,7 @@ from spile.spec.phase import Phase
 from spile.spec.run import Capture, GenerationSpec
 from spile.spec.sample import Sample, StopReason
 from spile.spec.taps import Tap
+from spile.store.ledger import Ledger
 from spile.worker.device import put, translated
 from spile.worker.mesh import default_shape, device_memory, make_mesh, plan_mesh
 from spile.worker.producer import OutOfDeviceMemory, check_tokens
@@ -587,7 +588,7 @@ def _prompts(run: ResolvedRun, reader: SampleReader) -> tuple[int, int | None]:
     before they have agreed on what is done.
     """
     if jax.process_count() > 1:
-        return run.spec.data.max_seq_length, run.expected_samples()
+        return run.spec.data.max_seq_length, run.expected_samples(Ledger())
     lengths = first_lengths(reader, _LOOK_TOKENS)
     if lengths is None:
         return run.spec.data.max_seq_length, None

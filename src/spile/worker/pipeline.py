@@ -25,12 +25,13 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from spile.spec.phase import Phase
 from spile.spec.sample import Prediction, Sample, Skip
+from spile.spec.taps import row_bytes
 from spile.store.ledger import ShardRecord
 from spile.store.predictions import put_predictions
 from spile.store.shard import ShardBuilder
 from spile.store.stream import StreamStore
-from spile.worker.batches import Batch, Sizes, row_bytes
-from spile.worker.producer import Control, OutOfDeviceMemory, Producer, RowBlock, Verdict
+from spile.worker.batches import Batch, Sizes
+from spile.worker.producer import Control, OutOfDeviceMemory, Producer, RowBlock, TokenLimit, Verdict
 from spile.worker.progress import Progress
 
 T = TypeVar("T")
@@ -299,6 +300,7 @@ def run_pipeline(
     end: Callable[[], int | None] = lambda: None,
     after_commit: Callable[[], None] = lambda: None,
     sink: Sink | None = None,
+    limit: TokenLimit | None = None,
 ) -> bool:
     """Compute and store what is left of a stream.
 
@@ -312,6 +314,7 @@ def run_pipeline(
         end: See :func:`plan_shards`.
         after_commit: Called after each commit if no ``sink`` is given.
         sink: Where rows go; by default the stream's own store.
+        limit: Ends the stream once it holds a number of tokens.
 
     Returns:
         True if the stream was worked off, False if the control stopped it; then everything computed is committed.
@@ -319,9 +322,17 @@ def run_pipeline(
     """
     bytes_per_token = row_bytes(stream.record.identity.rows(stream.run))
     plan = sizes.batch_plan(producer.groups)
+    answers = producer.asks_control  # the length of an answer is known once it is made
+
+    def make_batches(samples: Iterator[Sample]) -> Iterator[Batch | Verdict]:
+        for batch in producer.batches(samples, plan, control):
+            if answers and limit is not None and isinstance(batch, Batch):
+                limit.add(batch.stored_rows)
+            yield batch
+
     tasks = plan_shards(
-        items,
-        lambda samples: producer.batches(samples, plan, control),
+        items if limit is None else limit.cut(items, count=not answers),
+        make_batches,
         bytes_per_token,
         sizes.shard_bytes,
         end,

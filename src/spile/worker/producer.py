@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from spile.errors import Failure, ModelError, SpecError
 from spile.spec.positions import ALL, ANSWER, choose_positions
+from spile.spec.ranges import Ranges
 from spile.spec.run import ExtractSpec
 from spile.spec.sample import Sample, Skip
 from spile.worker.batches import Batch, BatchPlan, batches
@@ -171,6 +172,35 @@ def _choose(items: Iterable[Sample | Skip], spec: ExtractSpec) -> Iterator[Sampl
         else:
             chosen = choose_positions(spec.positions, spec.data.seed, item.index, item.roles)
             yield replace(item, positions=chosen)
+
+
+class TokenLimit:
+    """Ends a stream once it holds a number of tokens (``--max-tokens``, ``--max-bytes``).
+
+    The samples of a limited stream are the first ones of the data: samples that an earlier run left out between
+    committed ones are always done. Every process of a pod therefore ends at the same sample.
+    """
+
+    def __init__(self, most: int, stored: int, done: Ranges) -> None:
+        """``stored``: the tokens that the ledger holds for the samples ``done``."""
+        self._most, self._tokens = most, stored
+        self._gaps = len(Ranges([(0, max(done.bounds(), default=0))]) - done)
+
+    def add(self, tokens: int) -> None:
+        """Count stored tokens."""
+        self._tokens += tokens
+
+    def cut(self, items: Iterable[Sample | Skip], *, count: bool) -> Iterator[Sample | Skip]:
+        """Yield items until the limit is reached. ``count``: count their tokens here, before they are computed."""
+        iterator = iter(items)
+        while self._tokens < self._most or self._gaps > 0:
+            item = next(iterator, None)
+            if item is None:
+                return
+            self._gaps -= 1
+            if count and isinstance(item, Sample):
+                self._tokens += item.rows
+            yield item
 
 
 def refuse_no_answers(spec: ExtractSpec, kind: str) -> None:

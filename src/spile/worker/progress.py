@@ -347,7 +347,9 @@ class StatusFiles:
     def __init__(
         self, spec: ExtractSpec, stream: StreamStore, progress: Progress, *, pulse: bool, expected: int | None
     ) -> None:
-        self._spec, self._stream, self.progress, self._expected = spec, stream, progress, expected
+        self._spec, self._stream, self.progress = spec, stream, progress
+        self.expected = expected
+        """The number of samples that the stream must hold, if it is known."""
         self._heart = Heartbeat(stream.folder, stream.attempt, self._reading, log=progress.log) if pulse else None
         self._deleted = 0
         self._stack = ExitStack()
@@ -387,7 +389,7 @@ class StatusFiles:
             shards_committed=now.shards_committed,
             tokens_per_second=now.recent_tokens_per_second,
             retries=self._stream.folder.stats.retries,
-            expected=self._expected,
+            expected=self.expected,
         )
 
     def _delete_local_copies(self) -> None:

@@ -29,9 +29,10 @@ from spile.spec.identity import RunIdentity, StreamIdentity
 from spile.spec.ranges import Ranges
 from spile.spec.run import ExtractSpec, GenerationSpec
 from spile.spec.sample import Sample
-from spile.spec.taps import Tap, TapRows, select_taps, tap_rows
+from spile.spec.taps import Tap, TapRows, row_bytes, select_taps, tap_rows
+from spile.store.ledger import Ledger
 from spile.store.stream import join_run, read_run
-from spile.worker.batches import Sizes, row_bytes
+from spile.worker.batches import Sizes
 from spile.worker.producer import check_tokens, refuse_no_answers
 from spile.worker.progress import Progress, Timeline
 from spile.worker.sizes import choose_sizes
@@ -161,16 +162,14 @@ class ResolvedRun:
         """How much is computed, held and written at once."""
         return choose_sizes(self.spec, self.bytes_per_token, self.files.config)
 
-    def expected_samples(self, end: int | None = None) -> int | None:
-        """Return the number of samples to do, if it is known before the stream is read.
+    @property
+    def token_limit(self) -> int | None:
+        """The number of stored tokens at which the stream ends, if the spec limits them."""
+        return self.spec.data.token_limit(self.bytes_per_token)
 
-        Args:
-            end: The number of samples of the stream, if the ledger has it.
-
-        """
-        total = self.samples.samples if self.samples.samples is not None else end
-        limits = [count for count in (total, self.spec.data.max_samples) if count is not None]
-        return min(limits) if limits else None
+    def expected_samples(self, ledger: Ledger) -> int | None:
+        """Return the number of samples that the stream must hold, if it is known before the stream is read."""
+        return ledger.expected(self.samples.samples, self.spec.data.max_samples, self.token_limit)
 
 
 def resolve(spec: ExtractSpec, timeline: Timeline | None = None) -> ResolvedRun:

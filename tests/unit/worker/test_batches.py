@@ -4,8 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spile.spec.sample import Sample
-from spile.spec.taps import TapRows
-from spile.worker.batches import Batch, BatchPlan, batches, row_bytes, single_row
+from spile.spec.taps import TapRows, row_bytes
+from spile.worker.batches import Batch, BatchPlan, batches, single_row
 from spile.worker.pipeline import plan_shards
 
 
