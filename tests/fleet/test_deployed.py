@@ -139,7 +139,7 @@ def test_a_folder_speaks_for_the_fleet_of_its_own_name(home: FleetHome) -> None:
     """Else ending this one would delete another one's machines."""
     home.folder.put(FLEET, replace(home.read_fleet(), name="other").to_json())
     with pytest.raises(
-        UserError, match=r"is of another fleet: expected f, found other\. Check who can write to the bucket"
+        UserError, match=r"belongs to another fleet: expected f, found other\. Check who can write to the bucket"
     ):
         home.read_fleet()
     home.folder.put(FLEET, b"[" * 100_000)

@@ -61,7 +61,7 @@ def test_a_cluster_of_another_version_is_told_with_both(cluster: RayNodes, other
     ray, python = versions(other)
     ours, _ = versions(sys.executable)
     assert extract(cluster, tmp_path / "out").startswith(
-        f"spile: the Ray cluster at {cluster.address} is of another version: expected Ray {ours} and Python "
+        f"spile: the Ray cluster at {cluster.address} has a different version: expected Ray {ours} and Python "
         f"{platform.python_version()}, as here, found Ray {ray} and Python {python}. "
     )
     assert not (tmp_path / "out").exists()

@@ -74,7 +74,7 @@ def test_a_deploy_without_a_dataset_takes_the_guides_streams_said_aloud(world: W
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (("--output", "./local"), "--output: expected gs://… or s3://…: a machine's own disk goes with the machine"),
+        (("--output", "./local"), "--output: expected gs://… or s3://…: a machine's disk is deleted with the machine"),
         (("--output", "/tmp/x"), "--output: expected gs://…"),
         (("--output", "file:///tmp/x"), "--output: expected gs://…"),
         (("--gcs-bucket", "./here"), "--gcs-bucket: expected a bucket"),

@@ -186,7 +186,7 @@ def test_what_stands_in_the_queue_is_seen(spile, client: CloudTpu, fake: FakeClo
     code, text = spile("tpu", "delete", "--zones", A, "--queued-id", "mine", "--yes")
     assert (code, names(client), client.queued(A)) == (0, [], [])
     code, text = spile("tpu", "create", "--zones", A, "--queued-id", "mine")
-    assert (code, "--queued-id: expected --node-prefix beside it" in text) == (2, True)
+    assert (code, "--queued-id: expected --node-prefix as well" in text) == (2, True)
 
 
 def test_queued_multislice(spile, client: CloudTpu) -> None:
@@ -208,8 +208,8 @@ def test_deleting_an_adopted_machine_takes_no_others_with_it(spile, client: Clou
     assert code == 0, text
     code, text = spile("tpu", "delete", "--zones", A, "--yes")
     assert code == 1
-    assert "queued resource s in us-central1-a is not deleted: expected machines of fleet default alone" in text
-    assert "found s-1 beside them" in text
+    assert "queued resource s in us-central1-a is not deleted: expected only machines of fleet default" in text
+    assert "found also s-1" in text
     assert names(client) == ["s-0", "s-1"]
     assert spile("tpu", "create", "--zones", A, "--adopt", "s-1")[0] == 0
     code, text = spile("tpu", "delete", "--zones", A, "--yes")
@@ -231,7 +231,7 @@ def test_queued_workers(spile, client: CloudTpu) -> None:
         (("--zones", A, "--tpu-type", "v9-8"), "--topology: expected a machine such as v3-8"),
         (("--zones", f"{A},{A}"), "--zones: expected each zone once"),
         ((), "no zone. Pass --zones us-central1-a,us-central1-b."),
-        (("--zones", A, "--best-effort"), "--best-effort: expected --queued beside it"),
+        (("--zones", A, "--best-effort"), "--best-effort: expected --queued as well"),
         (("--zones", A, "--fleet", "Big Fleet"), "--fleet: expected a label"),
         (("--zones", A, "--workers-per-zone", "0"), "--workers-per-zone: expected 1 or more, found 0"),
     ],
@@ -297,5 +297,7 @@ def test_deleting_a_machine_that_is_not_the_fleets_is_no_success(spile, client: 
 
 def test_two_ways_to_pay_are_a_mistake(spile, client: CloudTpu) -> None:
     code, text = spile("tpu", "create", "--zones", A, "--spot", "--reserved")
-    assert (code, "how machines are paid for: expected one of --spot, --reserved" in text) == (2, True), text
+    assert (code, "more than one way to pay for machines: expected one of --spot, --reserved" in text) == (2, True), (
+        text
+    )
     assert names(client) == []

@@ -56,9 +56,9 @@ def test_an_exit_code_counts_though_nobody_reads_the_line() -> None:
             (),
             {"CLOUD_TPU_TASK_ID": "3"},
             2,
-            "CLOUD_TPU_TASK_ID says that this is worker 3, and nothing says of how many",
+            "CLOUD_TPU_TASK_ID says that this is worker 3, but the number of workers is unknown",
         ),
-        (("--topology", "v5litepod-64"), {}, 2, "16 processes, and nothing says which one this is"),
+        (("--topology", "v5litepod-64"), {}, 2, "16 processes, but the number of this one is unknown"),
         (("--topology", "v5e-9"), {}, 2, "v5e has no slice of 9 chips"),
         (
             ("--topology", "v5e-64"),

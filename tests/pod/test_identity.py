@@ -107,11 +107,15 @@ def test_jax_detects_the_rest() -> None:
 @pytest.mark.parametrize(
     ("environment", "flags", "says"),
     [
-        ({"CLOUD_TPU_TASK_ID": "3"}, {}, "CLOUD_TPU_TASK_ID says that this is worker 3, and nothing says of how many"),
+        (
+            {"CLOUD_TPU_TASK_ID": "3"},
+            {},
+            "CLOUD_TPU_TASK_ID says that this is worker 3, but the number of workers is unknown",
+        ),
         ({"CLOUD_TPU_TASK_ID": "x", "TPU_WORKER_HOSTNAMES": FOUR}, {}, "expected a number, found 'x'"),
         ({"TPU_WORKER_ID": "4", "TPU_WORKER_HOSTNAMES": FOUR}, {}, "expected from 0 to 3, found 4"),
         ({"TPU_WORKER_ID": "0", "TPU_WORKER_HOSTNAMES": FOUR}, {"hosts": 16}, "expected 16 (--topology), found 4"),
-        ({}, {"hosts": 16}, "16 processes, and nothing says which one this is"),
+        ({}, {"hosts": 16}, "16 processes, but the number of this one is unknown"),
         ({}, {"process_id": 1, "num_processes": 2}, "does not know where worker 0 is"),
         ({}, {"num_processes": 1, "hosts": 4}, "expected 4 (--topology), found 1"),
     ],

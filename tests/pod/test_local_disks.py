@@ -61,5 +61,5 @@ def test_parts_of_different_lives_are_not_put_together(tmp_path: Path) -> None:
 
     other = module.StreamRecord("5" * 16, record.worker_id, record.fingerprint, record.identity)
     file.write_bytes(module.stream_bytes(other))
-    with pytest.raises(Damaged, match=r"hold parts of different lives of tpu_0"):
+    with pytest.raises(Damaged, match=r"hold different streams for tpu_0"):
         assemble(tmp_path / "all", [disk / "activations" for disk in disks])

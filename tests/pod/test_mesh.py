@@ -80,6 +80,6 @@ def test_unknown_memory_is_data_parallel() -> None:
 
 def test_a_shape_that_is_not_the_devices() -> None:
     with pytest.raises(
-        SpecError, match=r"--mesh-shape: expected DATA,MODEL whose product is the \d+ devices there are"
+        SpecError, match=r"--mesh-shape: expected DATA,MODEL whose product is the number of devices, \d+"
     ):
         make_mesh((16, 17))

@@ -183,7 +183,7 @@ def _of_script(words: list[str]) -> list[str]:
     ours = set(words[: words.index("--")] if "--" in words else words)  # Arguments after -- belong to another program.
     others = [fix for (program, *more), fix in INSTEAD if program == name and set(more) <= ours]
     if others:
-        raise SpecError(f"{name} is another program", fix=others[0])
+        raise SpecError(f"{name} is not a command of spile", fix=others[0])
     if name not in SCRIPTS:
         return words
     rest = words[first + 1 :]
@@ -222,7 +222,7 @@ def _without_answers(words: list[str], command: str) -> list[str]:
     if "--activations-dir" not in names or "--output-dir" not in names:
         return words
     if command == "extract":
-        line = "spile: --output-dir beside --activations-dir is for answers; extract makes none: spile infer does"
+        line = "spile: ignoring --output-dir, which is for answers; generate answers with spile infer"
         print(line, file=sys.stderr)
     place = names.index("--output-dir")
     return words[:place] + words[place + (1 if "=" in words[place] else 2) :]
@@ -297,7 +297,7 @@ def settled(
             fix="give --dataset embedded to use the embedded tasks",
         )
     if flags.worker_id is None and not pod and not every_stream:
-        raise SpecError("which stream?", expected=f"--worker-id N or {_WORKER}", found=f"only {GUIDES_STREAMS}")
+        raise SpecError("no stream was chosen", expected=f"--worker-id N or {_WORKER}", found=f"only {GUIDES_STREAMS}")
     log(f"no dataset was named: {GUIDES_STREAMS}, as in the guides")
     return flags.replaced(dataset_dir=GUIDES_STREAMS)
 

@@ -91,7 +91,7 @@ def convert(
         found = (
             "both" if output is not None and output_dir is not None else "the other" if output or output_dir else "none"
         )
-        raise SpecError("where to write", expected=expected, found=found)
+        raise SpecError("the output", expected=expected, found=found)
     source = source or SourceFlags()
     selection = source.selection()
     console = output_console(soft_wrap=True)

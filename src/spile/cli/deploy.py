@@ -284,7 +284,7 @@ class _Request:
             if not is_remote(self.flags.output):
                 raise SpecError(
                     "--output",
-                    expected="gs://… or s3://…: a machine's own disk goes with the machine",
+                    expected="gs://… or s3://…: a machine's disk is deleted with the machine",
                     found=repr(self.flags.output),
                 )
             return fleet_bucket("--output", self.flags.output)
@@ -352,7 +352,7 @@ def _stored_machines(flags: MachineFlags, before: FleetSpec) -> dict[str, Any]:
     }
     if machine.runtime_version != default_runtime(parse_machine(machine.accelerator_type)):
         stored["runtime_version"] = machine.runtime_version
-    # The four flags for how machines are paid for exclude each other, and --queued changes their default.
+    # The four flags that choose how machines are paid for exclude each other, and --queued changes their default.
     paid = flags.preemptible is not None or flags.spot or flags.reserved or flags.best_effort
     if not paid and (before.queued or not flags.queued):
         plain = not (machine.spot or machine.reserved or before.best_effort)

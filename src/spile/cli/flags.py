@@ -550,10 +550,12 @@ class MachineFlags:
         from spile.planning.machines import parse_machine
 
         if self.best_effort and not self.queued:
-            raise SpecError("--best-effort", expected="--queued beside it", found="--best-effort alone")
+            raise SpecError("--best-effort", expected="--queued as well", found="--best-effort alone")
         chosen = [f"--{name.replace('_', '-')}" for name in _MODELS if getattr(self, name)]
         if len(chosen) > 1:
-            raise SpecError("how machines are paid for", expected=f"one of {', '.join(chosen)}", found="all of them")
+            raise SpecError(
+                "more than one way to pay for machines", expected=f"one of {', '.join(chosen)}", found="all of them"
+            )
         machine = parse_machine(self.tpu_type or "v3-8")
         zones = place.zone_list()
         plain = not (self.spot or self.reserved or self.best_effort)

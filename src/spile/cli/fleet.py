@@ -339,7 +339,9 @@ def _home(root: str, fleet: str | None) -> FleetHome:
 
     found = fleet_home(bucket_url(root), fleet)
     if found is None:
-        raise UserError(f"{root} names no fleet", expected="gs://bucket/fleet/NAME, or a bucket and --fleet NAME")
+        raise UserError(
+            f"{root} does not name a fleet", expected="gs://bucket/fleet/NAME, or a bucket and --fleet NAME"
+        )
     return found
 
 
@@ -390,9 +392,9 @@ def create(
             raise SpecError("--name", expected="one zone, no --workers-per-zone and no --node-prefix", found=repr(name))
         fleet = replace(fleet, workers=(Worker(0, name, fleet.zones[0]),))
     if node_prefix and not machines.queued:
-        raise SpecError("--node-prefix", expected="--queued beside it", found="--node-prefix alone")
+        raise SpecError("--node-prefix", expected="--queued as well", found="--node-prefix alone")
     if queued_id and not node_prefix:
-        raise SpecError("--queued-id", expected="--node-prefix beside it", found="--queued-id alone")
+        raise SpecError("--queued-id", expected="--node-prefix as well", found="--queued-id alone")
     for zone in fleet.zones:
         check_place(client, zone, fleet.machine.accelerator_type)
     console = _console()

@@ -60,7 +60,7 @@ class HostCommandFlags:
         """Return a folder that does not exist yet: the given one, or one named after the time."""
         if self.logs is not None:
             if self.logs.exists():
-                raise SpecError("--logs is there already", expected="a folder to be made", found=self.logs)
+                raise SpecError("--logs names an existing folder", expected="a new folder", found=self.logs)
             return self.logs
         stem = f"{prefix}{datetime.now():%Y%m%d-%H%M%S}"
         names = (Path(f"{stem}-{again}" if again else stem) for again in count())
@@ -172,7 +172,7 @@ def logs(
     if as_json and home is None:
         raise SpecError("--json", expected="--home gs://bucket/fleet/NAME", found="--json alone")
     if grep is not None and home is None:
-        raise SpecError("--grep", expected="--home gs://bucket/fleet/NAME beside it", found="--grep alone")
+        raise SpecError("--grep", expected="--home gs://bucket/fleet/NAME as well", found="--grep alone")
     if home is not None:
         return _kept(worker, home, lines, grep, host, console, as_json)
     machine = _machine(worker, fleet, host, where)

@@ -62,11 +62,11 @@ def verify(
         if value is not None and not least <= value < math.inf:
             raise SpecError(flag, expected=f"{least} or more", found=f"{value:g}")
     if yes and not (gc or repair):
-        raise SpecError("--yes", expected="--gc or --repair beside it", found="--yes alone")
+        raise SpecError("--yes", expected="--gc or --repair as well", found="--yes alone")
     if gc and repair:
-        raise SpecError("--repair", expected="one thing at a time", found="--gc beside it")
+        raise SpecError("--repair", expected="no --gc", found="--gc as well")
     if gc and streams is not None:
-        raise SpecError("--gc", expected="all streams", found="--streams beside it")
+        raise SpecError("--gc", expected="all streams", found="--streams")
     with _bar(Console(stderr=True), quiet=as_json) as progress:
         report = prove(
             root,

@@ -386,7 +386,7 @@ def check_names(names: Unique, source: RowSource, selection: RowSelection) -> No
         one = replace(selection, start_index=repeat[0], end_index=repeat[0] + 1, max_samples=None)
         name = next((item.task_id for item in usable(source, one, ItemTally())), "")
         raise DataError(
-            f"task id {name!r} stands twice in {source.origin['dataset']}",
+            f"task id {name!r} occurs twice in {source.origin['dataset']}",
             expected="each id once",
             found=f"rows {repeat[0]} and {repeat[1]}, counted from 0",
             fix="rename one, or choose rows with --start-index and --end-index",
@@ -398,7 +398,7 @@ def check_some(tally: ItemTally, source: RowSource) -> None:
     if tally.samples == 0:
         why = "; ".join(f"{count} × {reason}" for reason, count in tally.rejected.most_common(3))
         raise DataError(
-            f"nothing in {source.origin['dataset']} can be used",
+            f"{source.origin['dataset']} has no usable rows",
             expected="at least one task",
             found=why or "no rows",
             fix="check --column, --split, --start-index and --end-index",

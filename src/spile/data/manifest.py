@@ -60,7 +60,7 @@ class StreamsManifest:
         with untrusted(DataError, f"{place} is damaged", fix="make the streams again: spile data streams"):
             value: dict[str, Any] = orjson.loads(raw)
             if value["version"] != VERSION:
-                raise DataError(f"{place} is of another version", expected=str(VERSION), found=str(value["version"]))
+                raise DataError(f"{place} has a different version", expected=str(VERSION), found=str(value["version"]))
             streams = tuple(StreamEntry(**known_fields(StreamEntry, entry)) for entry in value["streams"])
             return cls(**{**known_fields(cls, value), "streams": streams})
 
@@ -79,7 +79,7 @@ def check_stream(
     found = None if manifest is None else manifest.digest()
     if split is not None and found != split:
         raise DataError(
-            f"{location} is not the stream that was given out",
+            f"{location} is not the stream that was assigned",
             expected=f"split {split}",
             found=f"split {found}" if found else f"no {place}",
             fix="put the streams back, or deploy again",
@@ -88,7 +88,7 @@ def check_stream(
     if name not in listed:
         if listed and STREAM.fullmatch(name):  # its samples may be in other streams too
             raise DataError(
-                f"{location} is not of the split that {MANIFEST} describes",
+                f"{location} does not belong to the split that {MANIFEST} describes",
                 expected=f"one of its {len(listed)} streams",
                 found=f"{name}, which it does not list",
                 fix="make the streams again with spile data streams, or use another folder",

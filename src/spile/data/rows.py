@@ -31,7 +31,7 @@ def parse_row(raw: bytes, place: str) -> dict[str, Any]:
     try:
         row = orjson.loads(raw)
     except ValueError as error:
-        raise DataError(f"{place} is no JSON", found=f"{error}: {_shown(raw)}") from error
+        raise DataError(f"{place} is not JSON", found=f"{error}: {_shown(raw)}") from error
     if isinstance(row, str) and row.startswith(_REJECTED):
         raise DataError(place, expected="a usable row", found=row.removeprefix(_REJECTED))
     if not isinstance(row, dict):

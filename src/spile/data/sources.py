@@ -452,7 +452,7 @@ class Parquet(_Located):
                 for batch in file.iter_batches(batch_size=256, columns=names):
                     yield from batch.to_pylist()
         except (ArrowException, OSError) as error:
-            raise DataError(f"{self.location} is no Parquet file", found=str(error)) from error
+            raise DataError(f"{self.location} is not a Parquet file", found=str(error)) from error
 
     def _opened(self) -> IO[bytes]:
         if self.path is not None:

@@ -103,7 +103,7 @@ def split_source(
     """Split an open source; see :func:`make_streams`."""
     chosen = _chosen(num_streams, only)
     if only is not None and overwrite:
-        raise SpecError("--overwrite", expected="all streams made again", found="--streams beside it")
+        raise SpecError("--overwrite", expected="no --streams: it makes all streams again", found="--streams")
     _check_folder(output_dir, num_streams, overwrite)
     with workspace(output_dir) as work:
         manifest, tally = _write(source, work, num_streams, chosen, selection, seed, progress)
@@ -203,7 +203,7 @@ def refuse_others(there: StreamsManifest, manifest: StreamsManifest, file: str) 
         )
     old, new = next((a, b) for a, b in zip(there.streams, manifest.streams, strict=True) if a != b)
     raise DataError(
-        f"{file} lists another {old.name}: the source or what is taken of it has changed",
+        f"{file} lists a different {old.name}: the source or the selection has changed",
         expected=f"{old.samples} samples, sha256 {old.sha256}",
         found=f"{new.samples} samples, {new.sha256}",
         fix=fix,
@@ -216,7 +216,7 @@ def _compare_files(folder: Path, manifest: StreamsManifest) -> None:
         path = folder / entry.name
         if path.is_file() and _sha256(path) != entry.sha256:
             raise DataError(
-                f"{path} is another stream, and no {MANIFEST} says of what",
+                f"{path} is a different stream, and no {MANIFEST} describes it",
                 expected=f"sha256 {entry.sha256}",
                 found=_sha256(path),
                 fix="use another --output-dir, or --overwrite to replace it",

@@ -182,9 +182,9 @@ def load_tokenizer(folder: Path, *, optional: bool = False) -> Tokenizer:
         if not optional:
             none.refuse_none()
         return none
-    with untrusted(ModelError, f"{file} is no tokenizer"):
+    with untrusted(ModelError, f"{file} is not a tokenizer"):
         backend = Backend.from_file(str(file))
-    with untrusted(ModelError, f"the tokenizer's configuration in {folder} makes no sense"):
+    with untrusted(ModelError, f"the tokenizer's configuration in {folder} is invalid"):
         return _configured(backend, folder)
 
 
@@ -234,7 +234,7 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         value = orjson.loads(file.read_bytes())
     except ValueError as error:
-        raise ModelError(f"{file} is no JSON", found=str(error)) from error
+        raise ModelError(f"{file} is not JSON", found=str(error)) from error
     if not isinstance(value, dict):
         raise ModelError(str(file), expected="a JSON object", found=type(value).__name__)
     return value

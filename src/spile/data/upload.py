@@ -94,7 +94,7 @@ def _local(folder: Path) -> list[_File]:
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise DataError(
-                f"{folder} lacks {missing[0]}",
+                f"{folder} does not contain {missing[0]}",
                 expected=f"the {len(names)} streams of {MANIFEST}",
                 found=f"{len(names) - len(missing)}",
                 fix="make the missing ones: spile data streams --streams …",

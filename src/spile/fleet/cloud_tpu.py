@@ -81,7 +81,7 @@ def _answer(what: str) -> Callable[[Callable[[Mapping[str, Any]], Read]], Callab
     def wrapped(read: Callable[[Mapping[str, Any]], Read]) -> Callable[[Mapping[str, Any]], Read]:
         @wraps(read)
         def checked(raw: Mapping[str, Any]) -> Read:
-            with untrusted(Unavailable, f"the API's answer is no {what}", fix="try again later"):
+            with untrusted(Unavailable, f"the API's answer is not a valid {what}", fix="try again later"):
                 return read(raw)
 
         return checked

@@ -316,7 +316,7 @@ def check_root(bucket: str, fleet: FleetSpec, streams: StreamsPlan, *, cleared: 
         if other.name != fleet.name and other.root == fleet.root and not _over(bucket, other):
             raise UserError(
                 f"fleet {other.name} writes to {fleet.root}",
-                expected="a place of its own for each fleet",
+                expected="a separate output for each fleet",
                 fix="give another --gcs-prefix, or stop that one: spile fleet stop",
             )
     root = open_folder(fleet.root)
@@ -356,7 +356,7 @@ def refuse_at_work(root: str, numbers: list[int]) -> None:
         if view.number in numbers and view.age is not None and view.age < 300 and not view.phase.ended:
             raise DataError(
                 f"{root}/{stream_folder(view.number)} is being written",
-                found=f"a worker's sign of life {view.age:.0f} s ago",
+                found=f"a worker's heartbeat of {view.age:.0f} s ago",
                 fix="end it first: spile fleet stop",
             )
 
@@ -411,7 +411,7 @@ def fleet_bucket(flag: str, text: str) -> str:
     if scheme not in ("gs", "s3") or not rest or text.startswith(("/", ".", "~")):
         raise SpecError(
             flag,
-            expected="a bucket, gs://NAME or s3://NAME: a machine's own disk goes with the machine",
+            expected="a bucket, gs://NAME or s3://NAME: a machine's disk is deleted with the machine",
             found=repr(text),
         )
     return url

@@ -194,7 +194,7 @@ class History:
     @classmethod
     def from_json(cls, data: bytes) -> History:
         """Parse a stored history. Fields that only a newer version knows are ignored."""
-        with untrusted(Damaged, "a fleet's history that cannot be read", fix="remove the last of its history/*.json"):
+        with untrusted(Damaged, "the fleet's history cannot be read", fix="remove the last of its history/*.json"):
             raw: dict[str, Any] = orjson.loads(data)
             known = typed_fields(cls, raw)
             known.update(

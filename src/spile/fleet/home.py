@@ -85,7 +85,7 @@ class WorkerReport:
     @classmethod
     def from_json(cls, data: bytes) -> WorkerReport:
         """Parse a report. Fields that only a newer version knows are ignored."""
-        with untrusted(Damaged, "a worker's report that cannot be read"):
+        with untrusted(Damaged, "the worker's report cannot be read"):
             known = typed_fields(cls, json.loads(data))
             verdict = known.get("verdict", "")
             if verdict not in get_args(Verdict):
@@ -133,7 +133,7 @@ class FleetHome:
         name = self.folder.url.rstrip("/").rpartition("/")[2]
         if fleet.name != name:
             raise UserError(
-                f"{self.folder.url}/{FLEET} is of another fleet",
+                f"{self.folder.url}/{FLEET} belongs to another fleet",
                 expected=name,
                 found=fleet.name,
                 fix="check who can write to the bucket, remove the file, and deploy again",
@@ -175,7 +175,7 @@ class FleetHome:
             data = self.folder.get(key)
         except NotFound:
             return {}
-        with untrusted(Damaged, f"{self.folder.url}/{key} is no order", fix="remove it"):
+        with untrusted(Damaged, f"{self.folder.url}/{key} is not an order", fix="remove it"):
             order = typed_fields(_Order, json.loads(data))
         return order if order.get("deployment") == fleet.deployment else {}
 

@@ -125,7 +125,7 @@ class Lease:
                 data = self._folder.get(_key(number))
             except NotFound:  # Deleted by a later monitor meanwhile.
                 continue
-            with untrusted(Damaged, f"{self._folder.url}/{_key(number)} is no lease", fix="remove it"):
+            with untrusted(Damaged, f"{self._folder.url}/{_key(number)} is not a lease", fix="remove it"):
                 found = json.loads(data)
                 return Holder(**typed_fields(Holder, {**found, "owner": found["who"], "number": number}))
         return None

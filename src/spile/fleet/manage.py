@@ -75,14 +75,14 @@ def delete_queued_of(provider: Provider, fleet: str, zone: str, name: str) -> Op
     if found is None:
         raise Missing(f"queued resource {name} is not in {zone} any more")
     if found.labels.get(FLEET_LABEL, fleet) != fleet:
-        raise Missing(f"queued resource {name} in {zone} is another fleet's now")
+        raise Missing(f"queued resource {name} in {zone} now belongs to another fleet")
     if found.labels.get(FLEET_LABEL) is None:  # One machine was adopted; the others may not belong to the fleet.
         others = {node.name for node in provider.nodes(zone) if not owns(fleet, node)}.intersection(found.nodes)
         if others:
             raise CloudError(
                 f"queued resource {name} in {zone} is not deleted",
-                expected=f"machines of fleet {fleet} alone",
-                found=f"{', '.join(sorted(others))} beside them",
+                expected=f"only machines of fleet {fleet}",
+                found=f"also {', '.join(sorted(others))}",
                 fix=f"delete it by hand: gcloud compute tpus queued-resources delete {name} --zone {zone} --force",
             )
     return provider.delete_queued(zone, name, force=True)

@@ -178,7 +178,7 @@ def _delete(fleet: FleetSpec, provider: Provider, action: Action) -> Operation:
         return delete_queued_of(provider, fleet.name, action.zone, action.queued)
     node = provider.node(action.zone, action.name)
     if node.uid != action.uid or not owns(fleet.name, node):
-        raise Missing(f"{action.name} in {action.zone} is another machine now")
+        raise Missing(f"{action.name} in {action.zone} was replaced by a new machine")
     return provider.delete_node(action.zone, action.name)
 
 

@@ -181,7 +181,7 @@ class Transfers:
         """Start a process that is killed if another transfer fails."""
         with self._lock:
             if self._over:
-                raise Failure("the copy broke off", found="another host failed", fix="run it again")
+                raise Failure("the copy was interrupted", found="another host failed", fix="run it again")
             pipe = subprocess.PIPE
             process = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)  # noqa: S603
             self._running.append(process)
@@ -350,7 +350,7 @@ def _tally(stats: bytes) -> Moved:
 
 def _error(host: Host, code: int, err: bytes) -> SpileError:
     if code < 0:
-        return Failure(f"{host.label}: the copy broke off", found=f"signal {-code}", fix="run it again")
+        return Failure(f"{host.label}: the copy was interrupted", found=f"signal {-code}", fix="run it again")
     return explain(host, code, err.decode("utf-8", "replace"))
 
 
@@ -399,7 +399,7 @@ def assemble(into: Path, folders: Sequence[Path]) -> bool:
             first = ids.setdefault(stream.parent.name, (mine.id if mine else "", part))
             if mine is not None and mine.id != first[0]:
                 raise Damaged(
-                    f"{part} and {first[1]} hold parts of different lives of {stream.parent.name}",
+                    f"{part} and {first[1]} hold different streams for {stream.parent.name}",
                     expected=f"stream id {first[0]}",
                     found=mine.id,
                     fix="run it again on all hosts, into a bucket or an empty folder; these parts cannot be merged",

@@ -117,10 +117,10 @@ def parse_hosts(groups: Sequence[str]) -> list[Host]:
         for worker, name in enumerate(names):
             match = _NAMED.fullmatch(name)
             if match is None or name.startswith("-") or match["address"].startswith("-"):
-                raise SpecError("a host that cannot be", expected="user@address:port", found=repr(name))
+                raise SpecError("--hosts contains an invalid host", expected="user@address:port", found=repr(name))
             port = int(match["port"]) if match["port"] else None
             if port is not None and not 0 < port < 65536:
-                raise SpecError("a port that cannot be", expected="1 to 65535", found=port)
+                raise SpecError("--hosts contains an invalid port", expected="1 to 65535", found=port)
             address = match["address"].strip("[]")
             label = name.rpartition("@")[2]
             hosts.append(Host(label, "", worker, address, number, address, port, match["user"]))

@@ -123,11 +123,11 @@ class KubernetesJob:
         if self.gpus and self.machine is not None:
             raise SpecError("two kinds of accelerators", expected="--topology or --gpus", found="both")
         if self.gpu_type is not None and not self.gpus:
-            raise SpecError("--gpu-type", expected="--gpus N beside it", found="no --gpus")
+            raise SpecError("--gpu-type", expected="--gpus N as well", found="no --gpus")
         if self.jobset and self.job.hosts == 1:
             raise SpecError("--jobset", expected="a slice of many hosts", found="one host", fix="leave it out")
         if self.privileged and self.machine is None:
-            raise SpecError("--privileged", expected="--topology beside it", found="no TPUs", fix="leave it out")
+            raise SpecError("--privileged", expected="--topology as well", found="no TPUs", fix="leave it out")
         for path in self.volumes:
             if not path.startswith("/"):
                 raise SpecError("--volume", expected="/path=claim", found=repr(path))

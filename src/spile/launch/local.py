@@ -192,7 +192,7 @@ class LocalEngine:
     def __init__(self, request: EngineRequest) -> None:
         for flag, given in (("--ray-address", request.address), ("--hosts-per-worker", request.hosts_per_worker > 1)):
             if given:
-                raise SpecError(flag, expected="--engine ray beside it", found="--engine local")
+                raise SpecError(flag, expected="--engine ray", found="--engine local")
         cores = this_machines_cores()
         workers = request.workers or len(cores)
         self.workers = self.room = workers

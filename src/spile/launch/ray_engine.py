@@ -398,7 +398,7 @@ def _connect(address: str | None) -> Any:
         if "ersion" in said and "mismatch" in said:
             theirs = _VERSIONS.search(said)  # The cluster's versions come before ours.
             raise UserError(
-                f"the Ray cluster {where} is of another version",
+                f"the Ray cluster {where} has a different version",
                 expected=f"Ray {ray.__version__} and Python {platform.python_version()}, as here",
                 found=said[-200:] if theirs is None else f"Ray {theirs[1]} and Python {theirs[2]}",
                 fix="install the cluster's versions here, or start the command on one of its nodes",

@@ -81,7 +81,9 @@ class Adapter:
             found = _NAME.fullmatch(entry.name.removeprefix(_PREFIX))
             if found is None:
                 raise ModelError(
-                    f"the adapter {self.name} has a tensor that is no LoRA", found=entry.name, fix=_WHOLE_LAYERS
+                    f"the adapter {self.name} has a tensor that is not part of a LoRA",
+                    found=entry.name,
+                    fix=_WHOLE_LAYERS,
                 )
             yield found["module"], found["side"], entry
 
@@ -89,7 +91,7 @@ class Adapter:
         self, module: str, pair: dict[str, Values], entries: dict[str, tuple[int, ...]]
     ) -> list[tuple[str, LoraChange]]:
         if set(pair) != {"A", "B"}:
-            raise ModelError(f"the adapter {self.name} lacks a half of {module}", expected="lora_A and lora_B")
+            raise ModelError(f"the adapter {self.name} has only one half of {module}", expected="lora_A and lora_B")
         name = next((each for each in (f"{module}.weight", _below(module)) if each in entries), None)
         down, up = pair["A"], pair["B"]
         plain, turned = (up.shape[0], down.shape[1]), (down.shape[1], up.shape[0])
@@ -122,7 +124,7 @@ def find_adapter(name: str) -> Adapter:
     try:
         raw = json.loads((folder / _CONFIG).read_bytes())
     except ValueError as error:
-        raise ModelError(f"{_CONFIG} of {name} is no JSON", found=str(error)) from error
+        raise ModelError(f"{_CONFIG} of {name} is not JSON", found=str(error)) from error
     _refuse(name, raw)
     alpha = raw.get("lora_alpha", 8)
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):

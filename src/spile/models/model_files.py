@@ -215,7 +215,7 @@ class ModelFiles:
         """Return a hash over the tokenizer's files: 64 hex digits."""
         present = [name for name in TOKENIZER_FILES if (self.tokenizer_folder / name).is_file()]
         if not present:
-            raise ModelError(f"no tokenizer beside {self.name}", expected="a tokenizer.json", found="none")
+            raise ModelError(f"no tokenizer in {self.name}", expected="a tokenizer.json", found="none")
         digest = hashlib.sha256()
         for name in present:
             content = (self.tokenizer_folder / name).read_bytes()
@@ -234,7 +234,7 @@ def find(name: str, revision: str | None = None, *, weights: bool = True, any_fa
     path = Path(name).expanduser()
     bucket = is_remote(name)
     if revision is not None and (bucket or name == EMBEDDED or path.is_dir()):
-        raise ModelError("--revision", expected="a name on the Hugging Face hub beside it", found=name)
+        raise ModelError("--revision", expected="a model of the Hugging Face hub", found=name)
     if name == EMBEDDED:
         return _in_folder(name, Path(__file__).parent / "embedded", None, weights, read)
     if bucket:
@@ -273,11 +273,11 @@ def describe(
     read: ReadConfig = read_config,
 ) -> ModelFiles:
     """Read the small files of a model, and return what :func:`find` returns."""
-    with untrusted(ModelError, f"config.json of {name} is no JSON"):
+    with untrusted(ModelError, f"config.json of {name} is not JSON"):
         raw = json.loads((small / "config.json").read_bytes())
     if not isinstance(raw, dict):
         raise ModelError(f"config.json of {name}", expected="a JSON object", found=type(raw).__name__)
-    with untrusted(ModelError, f"config.json of {name} makes no sense"):
+    with untrusted(ModelError, f"config.json of {name} is invalid"):
         config = read(raw)
     return ModelFiles(
         name=name,
@@ -296,7 +296,7 @@ def _weight_files(name: str, small: Path, present: set[str]) -> tuple[str, ...]:
         missing = [file for file in files if file not in present]
         if missing:
             raise ModelError(
-                f"{name} lacks weight files that its index names",
+                f"{name} does not have all weight files of its index",
                 found=f"{len(missing)} missing, the first {missing[0]}",
                 fix="download or copy the model again",
             )

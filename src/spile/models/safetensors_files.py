@@ -107,7 +107,7 @@ def read_header(source: ByteSource, file: str) -> list[Entry]:
         header = parse_header(source.read(file, 0, 8 + length).tobytes(), size)
     except ValueError as error:
         raise ModelError(
-            f"{file} is no whole safetensors file",
+            f"{file} is not a complete safetensors file",
             found=str(error),
             fix="download or copy it again, then run the same command",
         ) from error
@@ -118,7 +118,7 @@ def read_header(source: ByteSource, file: str) -> list[Entry]:
 
 def read_index(content: bytes, where: str) -> dict[str, str]:
     """Read ``model.safetensors.index.json``, and return the file of each tensor."""
-    with untrusted(ModelError, f"{where} is no index of weights", expected='JSON with a "weight_map"'):
+    with untrusted(ModelError, f"{where} is not an index of weights", expected='JSON with a "weight_map"'):
         index = json.loads(content)["weight_map"]
         names = {str(name): str(file) for name, file in index.items()}
     outside = sorted(file for file in names.values() if "/" in file or "\\" in file or file.startswith("."))

@@ -72,7 +72,7 @@ def catalogue(files: ModelFiles, *, head: bool = False) -> Mapping[str, Piece]:
     ]
     if missing:
         raise ModelError(
-            f"{files.name} lacks {len(missing)} of its {len(wanted)} tensors",
+            f"{files.name} has only {len(wanted) - len(missing)} of its {len(wanted)} tensors",
             found=f"no {names.file_name(missing[0])}",
         )
     if head and copy is not None:
@@ -120,7 +120,7 @@ def _refuse_another_head(files: ModelFiles, copy: Entry, embedding: Entry) -> No
     raise ModelError(
         f"{files.name} has a head of its own, though config.json says tie_word_embeddings",
         expected=f"{copy.name} equal to {embedding.name}",
-        found="other numbers",
+        found="different numbers",
         fix="set tie_word_embeddings to false in config.json to use the head, or remove the tensor from the file",
     )
 

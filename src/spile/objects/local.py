@@ -120,7 +120,7 @@ class MappedFile:
 
     @classmethod
     def of(cls, path: Path, size: int) -> MappedFile | None:
-        """Map a file of ``size`` bytes; return None if it has another size or cannot be mapped."""
+        """Map a file of ``size`` bytes; return None if it has the wrong size or cannot be mapped."""
         try:
             with open_plain(path) as file:
                 mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)

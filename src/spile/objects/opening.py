@@ -40,7 +40,7 @@ def open_folder(url: str) -> Folder:
     prefix = prefix.strip("/")
     if not _BUCKET.fullmatch(bucket) or (prefix and not possible_prefix(f"{prefix}/")):
         raise SpecError(
-            f"{url} names no folder of a bucket",
+            f"{url} is not a valid folder of a bucket",
             expected=f"{scheme}://bucket/prefix, with no empty part, . or .. in it",
             found=url,
         )

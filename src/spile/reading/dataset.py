@@ -260,7 +260,7 @@ class Dataset:
         if spec["drop_last"] and part[1] > 1 and source.selection.by_norm:
             raise UserError(
                 "drop_last with a bound on norms",
-                expected="one reader, since only reading tells how many rows each of several has",
+                expected="one reader, because the rows of each of several readers are counted only by reading",
                 found=f"{part[1]} readers",
                 fix="use epochs=None, whose batches are all full, and count steps",
             )

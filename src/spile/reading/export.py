@@ -398,5 +398,5 @@ def hook_name(tap: str) -> str:
     """Return what TransformerLens calls a tap: ``residual.12`` is ``blocks.12.hook_resid_post``."""
     parsed = Tap.parse(tap)
     if parsed.site not in _HOOKS:
-        raise UserError(f"no hook's name is known for {tap}", fix="give one with --hook-name")
+        raise UserError(f"the hook name of {tap} is unknown", fix="give one with --hook-name")
     return f"blocks.{parsed.layer}.{_HOOKS[parsed.site]}"

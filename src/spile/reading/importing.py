@@ -336,7 +336,7 @@ def read_pickle(path: Path) -> _Content:
     except (OSError, EOFError) as error:
         raise DataError(f"{where} cannot be read", found=str(error)) from error
     except Exception as error:  # pickletools and zlib raise many types for damaged files
-        raise DataError(f"{where} is no pickle", found=f"{type(error).__name__}: {str(error)[:80]}") from error
+        raise DataError(f"{where} is not a pickle", found=f"{type(error).__name__}: {str(error)[:80]}") from error
     return _checked(content, where)
 
 
@@ -437,7 +437,7 @@ def _survey(files: list[Path], store_dtype: StoreDtype) -> _Survey:
             )
         for index, rows in _samples(content, path):
             if index in indices:
-                raise DataError(f"sample {index} is there twice", found=f"{indices[index]} and {path}")
+                raise DataError(f"sample {index} occurs twice", found=f"{indices[index]} and {path}")
             indices[index] = str(path)
             width = rows.shape[1] if width is None else width
             if rows.shape[1] != width:

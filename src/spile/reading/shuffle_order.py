@@ -315,7 +315,7 @@ class ShuffleOrder:
         wrong = [name for name, value in wanted.items() if state[name] != value]
         if wrong:
             raise UserError(
-                "a state of another reader",
+                "the state of a different reader",
                 expected=", ".join(f"{name} = {str(state[name])[:80]}" for name in wrong),
                 found=", ".join(f"{name} = {str(wanted[name])[:80]}" for name in wrong),
                 fix=fix,

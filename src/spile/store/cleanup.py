@@ -111,8 +111,8 @@ def clear_folder(folder: Folder) -> None:
     merged = [info.key for info in folder.list() if info.key in (PREDICTIONS, SUBMISSION)]
     if not removal.in_order([METADATA, *merged]):
         raise StoreError(
-            f"{folder.url} is not begun again",
-            expected="a stream that nobody is working on",
+            f"{folder.url} cannot be started again",
+            expected="a stream without an active worker",
             found="a worker that has just committed",
             fix="stop it, then run the same command again",
         )
@@ -128,7 +128,7 @@ def _fence(folder: Folder) -> bool:
     except Damaged:
         record = None
     last = max(commit_numbers(folder), default=0)
-    return record is None or fence(folder, record.id, last + 1, "the stream was begun again")
+    return record is None or fence(folder, record.id, last + 1, "the stream was started again")
 
 
 HOUR = 3600.0

@@ -47,13 +47,15 @@ def unseal(data: bytes, where: str, formats: tuple[int, ...] = (FORMAT,)) -> dic
     tail = _TAIL.fullmatch(data[-_TAIL_LENGTH:])
     if tail is None:
         raise Damaged(
-            f"{where} is torn", expected="a record that ends with its checksum", found=f"{len(data)} bytes that do not"
+            f"{where} is incomplete",
+            expected="a record that ends with its checksum",
+            found=f"{len(data)} bytes that do not",
         )
     body = data[:-_TAIL_LENGTH]
     found = to_hex(crc32c(body))
     if found != tail[1].decode():
         raise Damaged(f"{where} is damaged", expected=f"crc32c {tail[1].decode()}", found=found)
-    with untrusted(Damaged, f"{where} is no JSON object"):
+    with untrusted(Damaged, f"{where} is not a JSON object"):
         record = json.loads(body + b"}")
     version = record.get("format") if isinstance(record, dict) else None
     if version not in formats:
@@ -152,10 +154,10 @@ class ShardRecord:
             *record.samples.bounds(),
         )
         if not 0 <= min(numbers) <= max(numbers) < _MOST or record.header[0] > record.size:
-            raise ValueError(f"{record.name!r} has a number that is none of a shard's")
+            raise ValueError(f"{record.name!r} has an invalid shard number")
         answers = record.predictions
         if not is_shard(record.name) or (answers is not None and answers.name != predictions_name(record.name)):
-            raise ValueError(f"{record.name!r} is no shard's name, or its answers have another's")
+            raise ValueError(f"{record.name!r} is not the name of a shard, or its answers have a different name")
         if len(record.samples) != record.count:
             raise ValueError(f"{record.name} counts {record.count} samples and lists {len(record.samples)}")
         return record
@@ -201,7 +203,7 @@ class Commit:
     def from_bytes(cls, data: bytes, where: str) -> Commit:
         """Return the commit that :meth:`to_bytes` wrote; raise :class:`Damaged` if the content is malformed."""
         fields = unseal(data, where)
-        with untrusted(Damaged, f"{where} is no commit"):
+        with untrusted(Damaged, f"{where} is not a commit"):
             commit = cls(
                 number=int(fields["number"]),
                 attempt=str(fields["attempt"]),
@@ -386,7 +388,9 @@ def _data(folder: Folder, key: str) -> bytes | None:
 
 def _checked(commit: Commit, number: int, url: str) -> Commit:
     if commit.number != number:
-        raise Damaged(f"{url}/{commit_key(number)} is another commit", expected=f"number {number}", found=commit.number)
+        raise Damaged(
+            f"{url}/{commit_key(number)} holds another commit", expected=f"number {number}", found=commit.number
+        )
     return commit
 
 

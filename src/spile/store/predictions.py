@@ -39,11 +39,11 @@ def read_predictions(folder: Folder, record: ShardRecord) -> list[Prediction]:
             expected=f"{named.size} bytes with crc32c {to_hex(named.crc32c)}",
             found=f"{len(data)} bytes with {to_hex(crc32c(data))}",
         )
-    with untrusted(Damaged, f"{where} has a line that is no prediction"):
+    with untrusted(Damaged, f"{where} has a line that is not a prediction"):
         predictions = [Prediction.from_line(line) for line in data.splitlines()]
     samples = Ranges.of(prediction.sample for prediction in predictions)
     if len(predictions) != named.count or named.count != record.count or samples != record.samples:
-        raise Damaged(f"{where} answers other samples than its shard holds", expected=record.samples.text())
+        raise Damaged(f"{where} has answers to other samples than its shard", expected=record.samples.text())
     return predictions
 
 

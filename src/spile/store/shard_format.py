@@ -132,15 +132,15 @@ class Chunking:
             Damaged: If the fields are malformed, the lengths are impossible, or a tap is missing.
 
         """
-        with untrusted(Damaged, f"{where} has a header that does not say how it is cut into chunks"):
+        with untrusted(Damaged, f"{where} has a header without the sizes of its chunks"):
             size, rows = int(metadata[_BYTES]), dict(json.loads(metadata.get(_ROWS, "{}")))
         if not 1 <= size <= _MOST:
             found = metadata[_BYTES][:_SHOWN]
-            raise Damaged(f"{where} has a header of impossible {_BYTES}", expected=f"1 to {_MOST}", found=found)
+            raise Damaged(f"{where} has a header with an invalid {_BYTES}", expected=f"1 to {_MOST}", found=found)
         for name, count in rows.items():
             if expected := _wanted(count, places.get(name)):
                 found = f"{name[:_SHOWN]!r}: {str(count)[:_SHOWN]}"
-                raise Damaged(f"{where} has a header of impossible {_ROWS}", expected=expected, found=found)
+                raise Damaged(f"{where} has a header with an invalid {_ROWS}", expected=expected, found=found)
         if missing := [name for name in places if name not in rows and _is_tap(name, places[name])]:
             raise Damaged(f"{where} has a header without {_ROWS} of a tap", expected=", ".join(missing)[:_SHOWN])
         return cls(size, rows)
@@ -259,7 +259,7 @@ class ShardHeader(SafetensorsHeader):
 
     def notes(self) -> list[dict[str, Any]]:
         """Return each sample's index, task id, preview, augmentation, truncation and kept fields."""
-        with untrusted(Damaged, "a shard's header has no notes of its samples"):
+        with untrusted(Damaged, "a shard's header has no records of its samples"):
             return [dict(note) for note in json.loads(self.metadata["samples"])]
 
 
@@ -328,5 +328,5 @@ def parse_shard_header(data: bytes, size: int, where: str) -> ShardHeader:
     expected, sums = sum(map(shard.chunk_count, header.places.keys() - {CHUNKS})), header.places[CHUNKS]
     if (sums.code, sums.shape) != ("U32", (expected,)):
         found = f"{sums.code} {list(sums.shape)}"
-        raise Damaged(f"{where} has another number of chunks", expected=f"U32 [{expected}]", found=found)
+        raise Damaged(f"{where} has the wrong number of chunks", expected=f"U32 [{expected}]", found=found)
     return shard

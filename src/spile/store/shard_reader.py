@@ -77,7 +77,7 @@ class ShardReader:
                 for name, wanted in self.belongs.items():
                     if wanted is not None and header.metadata.get(name) != wanted:
                         found = header.metadata.get(name)
-                        raise Damaged(f"{self.where} is another {name}'s shard", expected=wanted, found=found)
+                        raise Damaged(f"{self.where} is a shard of another {name}", expected=wanted, found=found)
                 self._header = header
             return self._header
 
@@ -290,12 +290,12 @@ class ShardReader:
     def was_cut(self) -> NoReturn:
         """Raise the error for a file that is shorter than its commit states."""
         self._check_size()
-        raise Damaged(f"{self.where} was cut while it was read")
+        raise Damaged(f"{self.where} became shorter while it was read")
 
     def _check_size(self) -> None:
         found = self.folder.info(self.record.name).size
         if found != self.record.size:
-            raise Damaged(f"{self.where} has another size", expected=self.record.size, found=found)
+            raise Damaged(f"{self.where} has the wrong size", expected=self.record.size, found=found)
 
     def _mapping(self, path: Path) -> MappedFile | None:
         with self._lock:

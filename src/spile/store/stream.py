@@ -99,7 +99,7 @@ def join_run(root: Folder, identity: RunIdentity) -> None:
     differing = differences(stored["numbers"], identity.compared())
     if differing:
         raise mismatch(
-            f"{root.url} holds another run",
+            f"{root.url} was created with other settings",
             differing,
             "give the same settings, or another --output",
         )
@@ -140,7 +140,7 @@ def read_run(root: Folder) -> RunIdentity | None:
     record = _read(root)
     if record is None:
         return None
-    with untrusted(Damaged, f"{root.url}/{RUN} is no run's record"):
+    with untrusted(Damaged, f"{root.url}/{RUN} is not the record of a run"):
         compared = dict(record["numbers"])
         prompt = {each.name: compared.pop(f"prompt.{each.name}") for each in fields(PromptSpec)}
         own = {each.name: compared.pop(each.name) for each in fields(RunIdentity) if each.name in compared}
@@ -178,7 +178,7 @@ def _read(root: Folder) -> dict[str, Any] | None:
     except NotFound:
         return None
     if not isinstance(record.get("numbers"), dict):
-        raise Damaged(f"{root.url}/{RUN} is no run's record", expected="an object named numbers")
+        raise Damaged(f"{root.url}/{RUN} is not the record of a run", expected="an object named numbers")
     return record
 
 
@@ -247,7 +247,8 @@ class StreamStore:
         with self._lock:
             if self._unsure:
                 raise StoreError(
-                    f"the last commit of {self.folder.url} may or may not have landed", fix="run the same command again"
+                    f"it is unknown whether the last commit of {self.folder.url} was stored",
+                    fix="run the same command again",
                 )
             commit = Commit(
                 number=self._ledger.commits + 1,
@@ -299,7 +300,7 @@ class StreamStore:
             )
         if stored.id != self.record.id:
             raise Fenced(
-                f"{self.folder.url} was begun again",
+                f"{self.folder.url} was started again",
                 expected=f"stream id {self.record.id}",
                 found=stored.id,
                 fix="this worker stops; its commits were removed with --overwrite",
@@ -337,7 +338,7 @@ class StreamStore:
         ]
         if lost or absent or stored.doubled:
             raise Damaged(
-                f"{self.folder.url} is not as this worker left it",
+                f"{self.folder.url} has lost committed data",
                 expected=f"{self._ledger.samples} samples in {self._ledger.shards} shards",
                 found=f"samples {lost.text()} no longer committed" if lost else f"{len(absent)} shards gone or cut",
                 fix="find out what changed it, see what is left with spile verify, then run the same command again",
@@ -422,7 +423,7 @@ def join_stream(
         raise Damaged(f"{folder.url}/{STREAM} vanished while it was being read")
     if stream is not None and stored.id != stream:
         raise RunMismatch(
-            f"{folder.url} on this host is of another life of this stream than worker 0's",
+            f"{folder.url} on this host holds a different stream than on worker 0",
             expected=f"stream id {stream}",
             found=stored.id,
             fix="move it away on this host, or give all hosts another --output",
@@ -431,7 +432,7 @@ def join_stream(
     differing = differences({**stored.identity.compared(), "fingerprint": stored.fingerprint}, ours)
     if differing:
         raise mismatch(
-            f"{folder.url} holds another stream",
+            f"{folder.url} was created for another stream",
             differing,
             f"if another worker made it, give this worker its own number with --worker-id (this is {worker_id}); "
             "otherwise give the same dataset and taps, or another --output",
@@ -472,7 +473,7 @@ def read_stream(folder: Folder) -> StreamRecord | None:
         fields = unseal(folder.get(STREAM), where)
     except NotFound:
         return None
-    with untrusted(Damaged, f"{where} is no stream's record"):
+    with untrusted(Damaged, f"{where} is not the record of a stream"):
         identity = StreamIdentity(
             data=str(fields["data"]),
             sha256=str(fields["sha256"]),

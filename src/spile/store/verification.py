@@ -63,7 +63,7 @@ def inspect_shard(
     try:
         size = folder.info(record.name).size
         if size != record.size:
-            raise Damaged(f"{where} has another size", expected=f"{record.size} bytes", found=size)
+            raise Damaged(f"{where} has the wrong size", expected=f"{record.size} bytes", found=size)
         shard = ShardReader(folder, record)
         wrong = _header(shard, schema) or _index(shard, schema.keep)
         wrong += _bytes(shard, seen)
@@ -78,7 +78,7 @@ def inspect_shard(
         return [Problem("damaged", where, str(error).removeprefix(f"{where} "))]
     except (ValueError, KeyError, TypeError, IndexError) as error:
         # The checksums match but the content is invalid: the writer was faulty. Report it and check the other shards.
-        return [Problem("damaged", where, f"its content makes no sense: {type(error).__name__}: {error}")]
+        return [Problem("damaged", where, f"its content is invalid: {type(error).__name__}: {error}")]
     return [Problem("damaged", where, text) for text in wrong]
 
 
@@ -372,7 +372,13 @@ def _judge(stream: _StreamEvidence, run: RunIdentity, asked: DataSpec) -> Stream
             problems.append(Problem("doubled", where, f"samples {ledger.doubled.text()}"))
         beyond = Ranges() if total is None else ledger.done - Ranges([(0, total)])
         if beyond:
-            problems.append(Problem("damaged", where, f"samples {beyond.text()} lie beyond its {total} samples"))
+            problems.append(
+                Problem(
+                    "damaged",
+                    where,
+                    f"samples {beyond.text()} are beyond the end of the stream, which has {total} samples",
+                )
+            )
         ends = {commit.end for commit in stream.commits if commit.end is not None}
         if len(ends | ({total} if total is not None else set())) > 1:
             problems.append(Problem("damaged", where, f"its commits disagree about its end: {sorted(ends)}"))

@@ -57,8 +57,8 @@ def refuse_other_numbers(spec: BackfillSpec, root: Folder) -> RunIdentity:
         raise UserError(f"no dataset at {root.url}", expected=f"a folder with {RUN}", found="none")
     if run.unknown:
         raise RunMismatch(
-            f"{root.url} is of a newer version of spile",
-            expected="a run whose every setting is known",
+            f"{root.url} was written by a newer version of spile",
+            expected="a run with settings that this version knows",
             found=", ".join(sorted(run.unknown)),
             fix="upgrade spile to add to it",
         )
@@ -71,7 +71,7 @@ def refuse_other_numbers(spec: BackfillSpec, root: Folder) -> RunIdentity:
     differing = differences({name: getattr(run, name) for name in given}, given)
     if differing:
         raise mismatch(
-            f"{root.url} holds another run",
+            f"{root.url} was created with other settings",
             differing,
             "leave them out, because added rows always have the settings of the stored ones",
         )

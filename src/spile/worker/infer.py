@@ -65,12 +65,12 @@ def infer(
     if spec.generation is None:
         raise SpecError("infer", expected="a spec with generation settings", found="none")
     if spec.data.prompt.pack:
-        raise SpecError("--pack", expected="prompts, each a sample", found="documents in windows")
+        raise SpecError("--pack", expected="one prompt per sample", found="--pack, which joins documents")
     refused = [site for site in tap_kinds(spec.taps) if site.startswith(MODULE) or head_needed((Tap(site),))]
     if refused:
         raise SpecError(
             "--taps",
-            expected="what a layer or the embedding shows, where answers are made",
+            expected="taps of layers or of the embedding, because answers are generated",
             found=", ".join(refused),
             fix="leave it out; predictions.jsonl has the log-probability of each token",
         )

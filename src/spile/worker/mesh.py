@@ -174,7 +174,7 @@ def make_mesh(shape: tuple[int, int], devices: Sequence[jax.Device] | None = Non
     if math.prod(shape) != len(devices):
         raise SpecError(
             "--mesh-shape",
-            expected=f"DATA,MODEL whose product is the {len(devices)} devices there are",
+            expected=f"DATA,MODEL whose product is the number of devices, {len(devices)}",
             found=f"{shape[0]},{shape[1]} ({math.prod(shape)})",
         )
     if devices[0].platform != "tpu":

@@ -208,7 +208,7 @@ def refuse_no_answers(spec: ExtractSpec, kind: str) -> None:
     if spec.positions == ANSWER and spec.generation is None and kind != "chat":
         raise SpecError(
             "--positions answer",
-            expected="chats, whose assistant's words are kept",
+            expected="chats, which contain answers of an assistant",
             found=f"--prompt {kind}",
             fix="use spile infer, which makes answers, or --positions last",
         )

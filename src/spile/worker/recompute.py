@@ -55,7 +55,7 @@ def recomputer(root: str) -> Recompute:
     if run is None:
         raise DataError(f"no run in {root}", expected="a run.json")
     if run.generation is not None and run.generation.capture == "answer" and run.positions == ALL:
-        raise DataError(f"{root} cannot be recomputed", expected="prompts beside their answers", found="answers alone")
+        raise DataError(f"{root} cannot be recomputed", expected="prompts and answers", found="only answers")
     configure_jax()
     again = ExtractSpec(model=run.model, revision=run.revision, adapter=run.adapter)
     files, backend = find_model(again, run, root)

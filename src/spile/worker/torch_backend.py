@@ -69,7 +69,7 @@ def find_place(model: Any, layers: Sequence[Any], tap: Tap) -> Place:
     if place is None:
         raise SpecError(
             f"--taps {tap.site}",
-            expected=f"a place that {type(model).__name__} is known to have",
+            expected=f"a tap that {type(model).__name__} has",
             found=f"none for {tap}",
             fix=f"name the module, such as --taps {MODULE}{_example(model, tap.layer)}",
         )

@@ -196,10 +196,10 @@ BAD = {
     ("--", "true"): "no hosts: expected either --tpu-prefix or --hosts",
     ("--hosts", "a", "--tpu-prefix", "b", "--", "x"): "hosts named twice: expected either --tpu-prefix or --hosts",
     ("--hosts", "a,a", "--", "x"): "a host is named twice: expected each host once, found a",
-    ("--hosts=-oA=x", "--", "x"): "a host that cannot be: expected user@address:port, found '-oA=x'",
-    ("--hosts", "a:99999", "--", "x"): "a port that cannot be: expected 1 to 65535, found 99999",
+    ("--hosts=-oA=x", "--", "x"): "--hosts contains an invalid host: expected user@address:port, found '-oA=x'",
+    ("--hosts", "a:99999", "--", "x"): "--hosts contains an invalid port: expected 1 to 65535, found 99999",
     ("--hosts", "a", "--env", "1", "--", "x"): "--env: expected NAME=value, found '1'",
-    ("--hosts", "a", "--logs", ".", "--", "x"): "--logs is there already: expected a folder to be made, found .",
+    ("--hosts", "a", "--logs", ".", "--", "x"): "--logs names an existing folder: expected a new folder, found .",
 }
 
 

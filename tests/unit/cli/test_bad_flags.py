@@ -36,7 +36,7 @@ from unit.cli.refusals import Refuse
         (["--upload-to-gcs"], "--upload-to-gcs: expected --gcs-bucket as well, found no bucket"),
         (["--mesh-shape", "3"], "--mesh-shape"),
         (["--mesh-shape", "7,9"], "mesh"),
-        (["--revision", "main"], "--revision: expected a name on the Hugging Face hub beside it, found embedded"),
+        (["--revision", "main"], "--revision: expected a model of the Hugging Face hub, found embedded"),
         (["--grid-encoder", "Nothing()"], "Nothing"),
         (["--dtype", "int3"], "--dtype"),
         (["--store-dtype", "int4"], "--store-dtype"),

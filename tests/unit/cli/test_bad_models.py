@@ -77,7 +77,7 @@ def _truncate(file: Path, keep: float) -> None:
 def test_truncated_weights(refused: Refuse, tmp_path: Path, fresh: Path, texts: Path, keep: float) -> None:
     _truncate(copy_model(tmp_path / "model") / "model.safetensors", keep)
     line = refused("--model", tmp_path / "model", "--dataset", texts, "--output", fresh)
-    assert line.startswith("model.safetensors is no whole safetensors file: found ")
+    assert line.startswith("model.safetensors is not a complete safetensors file: found ")
     assert line.endswith("Download or copy it again, then run the same command.")
 
 
@@ -87,13 +87,13 @@ def test_corrupt_weights(refused: Refuse, tmp_path: Path, fresh: Path, texts: Pa
     data[40:44] = b"\xff\xff\xff\xff"
     file.write_bytes(data)
     line = refused("--model", tmp_path / "model", "--dataset", texts, "--output", fresh)
-    assert line.startswith("model.safetensors is no whole safetensors file: found a header that cannot be read")
+    assert line.startswith("model.safetensors is not a complete safetensors file: found a header that cannot be read")
 
 
 def test_a_missing_tensor_is_named(refused: Refuse, tmp_path: Path, fresh: Path, texts: Path) -> None:
     model = edit_tensors(copy_model(tmp_path / "model"), model__layers__1__mlp__up_proj__weight=None)
     line = refused("--model", model, "--dataset", texts, "--output", fresh)
-    assert "lacks 1 of its" in line
+    assert "has only 73 of its" in line
     assert line.endswith("found no model.layers.1.mlp.up_proj.weight")
 
 

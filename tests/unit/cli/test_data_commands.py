@@ -91,15 +91,15 @@ def test_streams_then_some_again_then_upload(rows: str, tmp_path: Path, capsys: 
     [
         (
             ["convert"],
-            "spile: where to write: expected --output tasks.jsonl, or --output-dir DIR for the JSON pair, found none",
+            "spile: the output: expected --output tasks.jsonl, or --output-dir DIR for the JSON pair, found none",
         ),
         (
             ["convert", "--format", "arc-json"],
-            "spile: where to write: expected --output-dir DIR with --format arc-json, found none",
+            "spile: the output: expected --output-dir DIR with --format arc-json, found none",
         ),
         (
             ["convert", "--output", "a", "--output-dir", "b"],
-            "spile: where to write: expected --output tasks.jsonl, or --output-dir DIR for the JSON pair, found both",
+            "spile: the output: expected --output tasks.jsonl, or --output-dir DIR for the JSON pair, found both",
         ),
         (
             ["streams", "--num-streams", "2", "--streams", "9-5"],

@@ -81,7 +81,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[ExtractFlags]:
         (["frobnicate"], "spile: no command frobnicate. See spile --help"),
         (["--frobnicate"], "spile: no flag --frobnicate. See spile --help"),
         (["logs"], "spile: logs: expected WORKER, found none. See spile logs --help"),
-        (["verify", "--yes"], "spile: --yes: expected --gc or --repair beside it, found --yes alone"),
+        (["verify", "--yes"], "spile: --yes: expected --gc or --repair as well, found --yes alone"),
         (["verify", "no-such-folder"], "spile: "),
         (["verify", "--recompute", "-1"], "spile: --recompute: expected 0 or more, found -1"),
         (["verify", "--older-than", "nan"], "spile: --older-than: expected 0 or more, found nan"),

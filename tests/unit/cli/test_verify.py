@@ -93,11 +93,11 @@ def test_mistakes_exit_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert spile("verify", str(tmp_path / "nowhere")) == 2
     assert "expected a folder with run.json" in capsys.readouterr().err
     assert spile("verify", str(tmp_path), "--yes") == 2
-    assert "--yes: expected --gc or --repair beside it" in capsys.readouterr().err
+    assert "--yes: expected --gc or --repair as well" in capsys.readouterr().err
     assert spile("verify", str(tmp_path), "--recompute", "-1") == 2
     capsys.readouterr()
     assert spile("verify", str(tmp_path), "--gc", "--streams", "0") == 2
-    assert "--gc: expected all streams, found --streams beside it" in capsys.readouterr().err
+    assert "--gc: expected all streams, found --streams" in capsys.readouterr().err
     assert spile("verify", str(tmp_path), "--streams", "three") == 2
     assert "--streams: expected numbers and ranges such as 5-9,12, found 'three'" in capsys.readouterr().err
 

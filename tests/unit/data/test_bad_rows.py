@@ -29,7 +29,7 @@ def bad_file(tmp_path: Path) -> str:
 
 
 def test_by_default_a_bad_row_is_an_error_that_names_file_line_and_reason(bad_file: str, chatml: Tokenizer) -> None:
-    with pytest.raises(DataError, match=r"rows.jsonl line 2 is no JSON: found"):
+    with pytest.raises(DataError, match=r"rows.jsonl line 2 is not JSON: found"):
         open_stream(DataSpec(dataset=bad_file), chatml)
     selection = RowSelection(column="text")
     with pytest.raises(DataError, match=r"rows.jsonl line 2: expected a usable row, found a line that is not JSON"):

@@ -25,7 +25,7 @@ NONE = Ranges()
 
 
 BAD = [
-    ('{"text": "a"}\n{oops', r"line 2 is no JSON: found .*oops"),
+    ('{"text": "a"}\n{oops', r"line 2 is not JSON: found .*oops"),
     ('{"text": "a"}\n[1]', r"line 2: expected a JSON object, found '\[1\]'"),
     (
         '{"text": "a"}\n\n{"body": 1}',

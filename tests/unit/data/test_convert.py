@@ -149,13 +149,13 @@ def test_rows_that_cannot_be_used_are_counted_by_reason(jsonl: Write, tmp_path: 
 def test_nothing_usable_leaves_nothing(jsonl: Write, tmp_path: Path) -> None:
     out = tmp_path / "new" / "t.jsonl"
     with pytest.raises(
-        DataError, match=r"nothing in .* can be used: expected at least one task, found 2 × no column 'examples'"
+        DataError, match=r".* has no usable rows: expected at least one task, found 2 × no column 'examples'"
     ):
         convert(jsonl([{"a": 1}, {"b": 1}]), out, selection=SKIP)
     assert not out.parent.exists()
     with pytest.raises(DataError, match=r"found no rows\. Check --column, --split"):
         convert(jsonl([{"examples": pairs()}]), out, selection=RowSelection(start_index=5))
-    with pytest.raises(DataError, match=r"can be used: .* found no rows"):
+    with pytest.raises(DataError, match=r"has no usable rows: .* found no rows"):
         convert(jsonl([]), out)
 
 
@@ -165,7 +165,7 @@ def test_a_task_id_that_stands_twice_is_refused_and_the_old_file_stays(
     out = tmp_path / "t.jsonl"
     out.write_text("old")
     rows = [task(name) for name in ("a", "b", "c", "b", "a")]
-    with pytest.raises(DataError, match=r"task id 'b' stands twice in .*: expected each id once, found rows 1 and 3"):
+    with pytest.raises(DataError, match=r"task id 'b' occurs twice in .*: expected each id once, found rows 1 and 3"):
         convert(jsonl(rows), out)
     assert out.read_text() == "old"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.jsonl", "t.jsonl"]
@@ -199,7 +199,7 @@ def test_no_such_source(name: str, words: str, tmp_path: Path) -> None:
 
 def test_bad_files(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
     (tmp_path / "x.parquet").write_bytes(b"PAR1 not at all")
-    with pytest.raises(DataError, match=r"x.parquet is no Parquet file: found "):
+    with pytest.raises(DataError, match=r"x.parquet is not a Parquet file: found "):
         convert(str(tmp_path / "x.parquet"), tmp_path / "t.jsonl")
     with pytest.raises(
         DataError,

@@ -300,7 +300,7 @@ def test_a_stream_left_from_another_split_is_refused(tmp_path: Path, tasks: str,
     assert open_stream(DataSpec(dataset_dir=str(four), worker_id=1), chatml).streams == 2
     for number in (2, 3):
         with pytest.raises(
-            DataError, match=rf"stream_00{number}.jsonl is not of the split that streams.json describes"
+            DataError, match=rf"stream_00{number}.jsonl does not belong to the split that streams.json describes"
         ):
             open_stream(DataSpec(dataset_dir=str(four), worker_id=number), chatml)
     given = DataSpec(dataset_dir=str(four), worker_id=1, expect_split=manifest.digest())
@@ -312,7 +312,7 @@ def test_a_stream_left_from_another_split_is_refused(tmp_path: Path, tasks: str,
 def test_another_split_than_the_one_given_out_is_refused(tmp_path: Path, tasks: str, chatml: Tokenizer) -> None:
     make_streams(tasks, tmp_path / "s", 2)
     for where in (DataSpec(dataset_dir=str(tmp_path / "s"), worker_id=0), DataSpec(dataset=tasks)):
-        with pytest.raises(DataError, match=r"is not the stream that was given out: expected split 5555"):
+        with pytest.raises(DataError, match=r"is not the stream that was assigned: expected split 5555"):
             open_stream(replace(where, expect_split="5" * 32), chatml)
 
 

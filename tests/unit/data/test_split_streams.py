@@ -123,7 +123,7 @@ def test_streams_that_nothing_describes_are_not_replaced_unasked(tasks: str, tmp
     mine = out / "stream_001.jsonl"
     mine.write_text('{"text": "mine"}\n')
     with pytest.raises(
-        DataError, match=r"stream_001.jsonl is another stream, and no streams.json says of what: expected"
+        DataError, match=r"stream_001.jsonl is a different stream, and no streams.json describes it: expected"
     ):
         make_streams(tasks, out, 3)
     assert [file.name for file in out.iterdir()] == ["stream_001.jsonl"]

@@ -192,10 +192,10 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no tokenizer in .*: expected tokenizer.json, found none\. Download"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ModelError, match=r"tokenizer.json is no tokenizer: found "):
+    with pytest.raises(ModelError, match=r"tokenizer.json is not a tokenizer: found "):
         load_tokenizer(tmp_path)
     shutil.rmtree(tmp_path)
     save_tokenizer(tmp_path, {})
     (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(ModelError, match=r"tokenizer_config.json is no JSON"):
+    with pytest.raises(ModelError, match=r"tokenizer_config.json is not JSON"):
         load_tokenizer(tmp_path)

@@ -147,7 +147,7 @@ def test_a_cluster_of_another_ray_is_told_with_both_versions(monkeypatch: pytest
         engine(monkeypatch, StandInRay({}, said), address)
     here = platform.python_version()
     assert str(caught.value) == (
-        f"the Ray cluster at {address} is of another version: expected Ray 2.60.0 and Python {here}, as here, "
+        f"the Ray cluster at {address} has a different version: expected Ray 2.60.0 and Python {here}, as here, "
         "found Ray 2.49.1 and Python 3.12.1. Install the cluster's versions here, or start the command on one of its "
         "nodes."
     )

@@ -135,7 +135,7 @@ def test_layers_that_were_saved_whole_are_refused_with_what_to_do(tmp_path: Path
     head = {"base_model.model.lm_head.base_layer.weight": load_file(model / "model.safetensors")["lm_head.weight"]}
     save_file({**load_file(adapter / "adapter_model.safetensors"), **head}, adapter / "adapter_model.safetensors")
     with pytest.raises(
-        ModelError, match=r"no LoRA: found .*base_layer\.weight\. If PEFT .*save_embedding_layers=False"
+        ModelError, match=r"not part of a LoRA: found .*base_layer\.weight\. If PEFT .*save_embedding_layers=False"
     ):
         model_files.find(str(model)).adapted(find_adapter(str(adapter))).adapter.changes({})  # type: ignore[union-attr]
 

@@ -54,5 +54,5 @@ def test_an_empty_folder(cloud_url: str, cache: Path) -> None:  # noqa: F811
 def test_a_truncated_object(cloud_folder: Folder, cloud_url: str, cache: Path) -> None:  # noqa: F811
     upload(cloud_folder)
     cloud_folder.put("model.safetensors", (EMBEDDED / "model.safetensors").read_bytes()[:-9])
-    with pytest.raises(ModelError, match=r"model\.safetensors is no whole safetensors file"):
+    with pytest.raises(ModelError, match=r"model\.safetensors is not a complete safetensors file"):
         weights.load(model_files.find(cloud_url))

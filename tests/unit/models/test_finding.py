@@ -61,7 +61,7 @@ def test_a_folder_without_config(tmp_path: Path) -> None:
 def test_a_config_that_is_no_json(tmp_path: Path) -> None:
     folder = copy_model(tmp_path / "m")
     (folder / "config.json").write_text("{")
-    assert "is no JSON" in one_line(str(folder))
+    assert "is not JSON" in one_line(str(folder))
     (folder / "config.json").write_text("[]")
     assert "expected a JSON object, found list" in one_line(str(folder))
 
@@ -91,9 +91,9 @@ def test_an_index_with_a_missing_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("index", "line"),
     [
-        ("no json", "is no index of weights"),
-        ("[]", "is no index of weights"),
-        ("{}", "is no index of weights"),
+        ("no json", "is not an index of weights"),
+        ("[]", "is not an index of weights"),
+        ("{}", "is not an index of weights"),
         ('{"weight_map": {"a": "../x"}}', "names a file outside its folder: found ../x"),
     ],
 )
@@ -104,9 +104,7 @@ def test_a_bad_index(index: str, line: str, tmp_path: Path) -> None:
 
 
 def test_a_revision_needs_the_hub(tmp_path: Path) -> None:
-    assert (
-        one_line("embedded", "main") == "--revision: expected a name on the Hugging Face hub beside it, found embedded"
-    )
+    assert one_line("embedded", "main") == "--revision: expected a model of the Hugging Face hub, found embedded"
 
 
 def test_hashes_follow_the_content(tmp_path: Path) -> None:
@@ -146,5 +144,5 @@ def test_no_tokenizer(tmp_path: Path) -> None:
     folder = copy_model(tmp_path / "m")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).unlink()
-    with pytest.raises(ModelError, match="no tokenizer beside"):
+    with pytest.raises(ModelError, match="no tokenizer in"):
         model_files.find(str(folder)).tokenizer_hash()

@@ -86,7 +86,7 @@ def test_the_final_norm_and_the_head_are_loaded_when_asked_for(tmp_path: Path) -
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
     weights.load(model_files.find(str(folder)))  # nobody needs the head
-    with pytest.raises(ModelError, match=r"lacks 1 of its .* found no lm_head.weight"):
+    with pytest.raises(ModelError, match=r"has only \d+ of its .* found no lm_head.weight"):
         weights.load(model_files.find(str(folder)), head=True)
 
 
@@ -186,9 +186,9 @@ def test_a_tensor_that_this_config_does_not_have(tmp_path: Path) -> None:
 
 def test_a_missing_tensor_even_in_a_layer_that_is_not_needed(tmp_path: Path) -> None:
     folder = edit_tensors(copy_model(tmp_path / "m"), model__layers__3__self_attn__q_proj__bias=None)
-    assert "lacks 1 of its 74 tensors: found no model.layers.3.self_attn.q_proj.bias" in one_line(folder)
+    assert "has only 73 of its 74 tensors: found no model.layers.3.self_attn.q_proj.bias" in one_line(folder)
     edit_tensors(folder, model__embed_tokens__weight=None)
-    assert "lacks 2 of its 74 tensors: found no" in one_line(folder)
+    assert "has only 72 of its 74 tensors: found no" in one_line(folder)
 
 
 def test_a_misshapen_tensor(tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_a_truncated_file(size: int, tmp_path: Path) -> None:
     path = folder / "model.safetensors"
     os.truncate(path, size if size >= 0 else path.stat().st_size + size)
     line = one_line(folder)
-    assert line.startswith("model.safetensors is no whole safetensors file: found ")
+    assert line.startswith("model.safetensors is not a complete safetensors file: found ")
     assert line.endswith("Download or copy it again, then run the same command.")
 
 
@@ -251,7 +251,7 @@ def test_a_truncated_file(size: int, tmp_path: Path) -> None:
 def test_a_corrupt_header(header: bytes, tmp_path: Path) -> None:
     folder = copy_model(tmp_path / "m")
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
-    assert one_line(folder).startswith("model.safetensors is no whole safetensors file: found ")
+    assert one_line(folder).startswith("model.safetensors is not a complete safetensors file: found ")
 
 
 def test_every_bit_of_a_header_may_flip(tmp_path: Path) -> None:

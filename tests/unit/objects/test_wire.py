@@ -15,9 +15,9 @@ from spile_fakes.gcs import FakeReply, Request
 @pytest.mark.parametrize("prefix", ["../other", "a//c", "a/../b", "./a", "..", "a/."])
 @pytest.mark.parametrize("scheme", ["gs", "s3", "az"])
 def test_a_prefix_leads_nowhere_else(scheme: str, prefix: str) -> None:
-    with pytest.raises(SpecError, match="names no folder of a bucket"):
+    with pytest.raises(SpecError, match="is not a valid folder of a bucket"):
         open_folder(f"{scheme}://bucket/{prefix}")
-    with pytest.raises(SpecError, match="names no folder of a bucket"):
+    with pytest.raises(SpecError, match="is not a valid folder of a bucket"):
         open_folder(f"{scheme}://b@cket/x")
 
 

@@ -234,7 +234,7 @@ def test_a_sample_read_is_checked_too(tmp_path: Path) -> None:
         dataset.sample(0, 0).rows("residual.0")
     assert len(dataset.sample(0, 0).rows("residual.1")) == 100_000
     path.write_bytes(data[:-1])
-    with pytest.raises(Damaged, match=r"has another size: expected \d+, found \d+"):
+    with pytest.raises(Damaged, match=r"has the wrong size: expected \d+, found \d+"):
         open_dataset(root).sample(0, 0)
     path.unlink()
     with pytest.raises(StoreError, match=record.name):
@@ -345,7 +345,7 @@ def test_a_shard_that_says_it_is_another_streams_is_refused(tmp_path: Path) -> N
     produce(root, 12)
     stream = open_dataset(root).streams[0]
     liar = Stream(stream.folder, replace(stream.record, id="0123456789abcdef"))
-    with pytest.raises(Damaged, match=r"is another stream's shard: expected 0123456789abcdef, found"):
+    with pytest.raises(Damaged, match=r"is a shard of another stream: expected 0123456789abcdef, found"):
         _ = liar.open(stream.shards[0]).header
 
 

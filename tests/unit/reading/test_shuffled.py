@@ -243,7 +243,7 @@ def test_what_a_caller_gets_wrong() -> None:
     with pytest.raises(UserError, match=r"no tap mlp\.9 in this dataset: expected one of residual\.0"):
         dataset.shuffled(["attn.1", "mlp.9"])
     state = dataset.shuffled("attn.1", 64).state()
-    with pytest.raises(UserError, match="a state of another reader: expected seed = 0, found seed = 7"):
+    with pytest.raises(UserError, match="the state of a different reader: expected seed = 0, found seed = 7"):
         dataset.shuffled("attn.1", 64, seed=7, state=state)
 
 
@@ -377,7 +377,7 @@ def test_a_state_with_a_correct_checksum_is_still_bounded() -> None:
 
 def test_a_state_of_another_dataset_is_refused() -> None:
     state = made(45, cut=4).shuffled("attn.1", 64).state()
-    with pytest.raises(UserError, match="a state of another reader: expected dataset = "):
+    with pytest.raises(UserError, match="the state of a different reader: expected dataset = "):
         made(40, cut=4).shuffled("attn.1", 64, state=state)
 
 
@@ -398,7 +398,7 @@ def test_predicates_with_one_name_are_not_equal() -> None:
     ):
         state = dataset.shuffled("attn.1", 64, samples=first).state()
         dataset.shuffled("attn.1", 64, samples=same, state=state).close()
-        with pytest.raises(UserError, match="a state of another reader: expected selection"):
+        with pytest.raises(UserError, match="the state of a different reader: expected selection"):
             dataset.shuffled("attn.1", 64, samples=other, state=state)
 
 

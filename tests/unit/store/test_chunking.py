@@ -183,20 +183,20 @@ def test_a_header_says_how_it_is_cut() -> None:
 
 
 HOSTILE: dict[str, tuple[dict[str, str], str]] = {
-    "nothing": ({}, "does not say how it is cut into chunks: found KeyError"),
-    "no number": ({"chunk_bytes": "many"}, "does not say how it is cut into chunks: found ValueError"),
-    "a number without end": ({"chunk_bytes": "9" * 5000}, "does not say how it is cut into chunks: found ValueError"),
-    "nothing at a time": ({"chunk_bytes": "0"}, "impossible chunk_bytes: expected 1 to 67108864, found 0"),
-    "less than nothing": ({"chunk_bytes": "-1048576"}, "impossible chunk_bytes: .* found -1048576"),
-    "all at a time": ({"chunk_bytes": str(1 << 40)}, "impossible chunk_bytes: .* found 1099511627776"),
+    "nothing": ({}, "a header without the sizes of its chunks: found KeyError"),
+    "no number": ({"chunk_bytes": "many"}, "a header without the sizes of its chunks: found ValueError"),
+    "a number without end": ({"chunk_bytes": "9" * 5000}, "a header without the sizes of its chunks: found ValueError"),
+    "nothing at a time": ({"chunk_bytes": "0"}, "an invalid chunk_bytes: expected 1 to 67108864, found 0"),
+    "less than nothing": ({"chunk_bytes": "-1048576"}, "an invalid chunk_bytes: .* found -1048576"),
+    "all at a time": ({"chunk_bytes": str(1 << 40)}, "an invalid chunk_bytes: .* found 1099511627776"),
     "byte for byte": (
         {"chunk_bytes": "1", "chunk_rows": '{"residual.0":1}'},
-        r"another number of chunks: expected U32 \[42\], found U32 \[6\]",
+        r"the wrong number of chunks: expected U32 \[42\], found U32 \[6\]",
     ),
     "no rows": ({"chunk_bytes": "64"}, "without chunk_rows of a tap: expected residual.0"),
-    "no object": ({"chunk_bytes": "64", "chunk_rows": "[1]"}, "does not say how it is cut into chunks"),
-    "no JSON": ({"chunk_bytes": "64", "chunk_rows": "{"}, "does not say how it is cut into chunks"),
-    "a deep one": ({"chunk_bytes": "64", "chunk_rows": "[" * 100_000}, "does not say how it is cut into chunks"),
+    "no object": ({"chunk_bytes": "64", "chunk_rows": "[1]"}, "a header without the sizes of its chunks"),
+    "no JSON": ({"chunk_bytes": "64", "chunk_rows": "{"}, "a header without the sizes of its chunks"),
+    "a deep one": ({"chunk_bytes": "64", "chunk_rows": "[" * 100_000}, "a header without the sizes of its chunks"),
     **{
         f"rows: {value}": ({"chunk_bytes": "64", "chunk_rows": json.dumps({"residual.0": value})}, "a positive number")
         for value in (0, -1, 1.5, "4", True, None, [4], {"a": 1})

@@ -80,7 +80,7 @@ def test_states_come_from_the_ledger_first_and_the_heartbeat_second(folder: Fold
     silent = snapshot.streams[3]  # what it had in hand is gone with it
     assert (silent.samples, silent.shards, silent.committed, silent.tokens_per_second) == (10, 1, 1, 0)
     assert snapshot.streams[4].last_error == "disk full"
-    assert "0002.json is torn" in (snapshot.streams[7].last_error or "")
+    assert "0002.json is incomplete" in (snapshot.streams[7].last_error or "")
     assert (snapshot.healthy, snapshot.working, snapshot.needs_recovery) == (4, 1, 5)
     assert snapshot.total("samples") == 20 + 14 + 10 + 1 + 4
     assert snapshot.seconds_left is None

@@ -87,7 +87,7 @@ def test_a_packed_stream_ends_where_its_commits_say(folder: Folder) -> None:
     assert lines(folder) == []
     store.commit([shard(store, 6)], end=5)
     assert lines(folder)[0].startswith("missing: ROOT/tpu_0: samples 4")
-    assert "samples 6 lie beyond its 5 samples" in lines(folder)[1]
+    assert "samples 6 are beyond the end of the stream, which has 5 samples" in lines(folder)[1]
     assert "its commits disagree about its end: [4, 5]" in lines(folder)[2]
 
 
@@ -130,7 +130,7 @@ def test_a_lost_or_short_shard_is_damage(folder: Folder) -> None:
     folder.put(f"tpu_0/{names[1]}", data[:-1])
     found = lines(folder)
     assert found[0] == f"damaged: ROOT/tpu_0/{names[0]}: the shard is gone"
-    assert f"{names[1]}: has another size: expected {len(data)} bytes, found {len(data) - 1}" in found[1]
+    assert f"{names[1]}: has the wrong size: expected {len(data)} bytes, found {len(data) - 1}" in found[1]
 
 
 def test_any_changed_byte_is_found(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_a_shard_that_is_not_what_its_commit_says_is_damage(tmp_path: Path) -> N
         "the commit has checksums of other tensors": {"tensors": {**good.tensors, "extra": 5}},
         "expected crc32c 00000007": {"crc32c": 7},
         "its commit has no checksum of chunk_crc32c": {"tensors": {}},
-        "its content makes no sense: KeyError: 'residual.0'": {
+        "its content is invalid: KeyError: 'residual.0'": {
             "tensors": {name: crc for name, crc in good.tensors.items() if name != "residual.0"}
         },
         "its header: expected crc32c 00000001": {"header": (good.header[0], 1)},
@@ -421,7 +421,7 @@ except spile.errors.Damaged as error:
 """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert "has another size: expected" in ended.stdout
+    assert "has the wrong size: expected" in ended.stdout
 
 
 @pytest.mark.parametrize("call", ["open", "preadv"])

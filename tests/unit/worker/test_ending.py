@@ -28,7 +28,7 @@ class _Contested(StreamSink):
 
     def commit(self, record, skipped, end) -> None:
         if self.refused:
-            raise StoreError("may or may not have landed")
+            raise StoreError("it is unknown whether the last commit was stored")
         self.refused = True
         time.sleep(0.2)  # the others come to the lock
         raise Fenced("another worker owns this stream")

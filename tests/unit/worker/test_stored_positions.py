@@ -170,9 +170,7 @@ def test_answers_of_chats_are_the_assistant_s_words(made: Path) -> None:
 
 
 def test_prompts_have_no_answers(made: Path) -> None:
-    wanted = (
-        "--positions answer: expected chats, whose assistant's words are kept, found --prompt text. Use spile infer"
-    )
+    wanted = "expected chats, which contain answers of an assistant, found --prompt text. Use spile infer"
     with pytest.raises(SpecError, match=wanted):
         extract(spec(made, "none", "answer"))
     with pytest.raises(SpecError, match=wanted):

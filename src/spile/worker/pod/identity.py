@@ -234,7 +234,7 @@ def find_identity(
         return Identity(0, 1, source=found.source or "one process", name=name)
     if found.process is None:
         raise SpecError(
-            f"{count} processes, and nothing says which one this is",
+            f"{count} processes, but the number of this one is unknown",
             expected="CLOUD_TPU_TASK_ID, TPU_WORKER_ID or a TPU VM's metadata",
             fix="give --process-id, or leave --topology out for a single host",
         )
@@ -279,7 +279,7 @@ def _refuse_half(found: _Found, count: int | None) -> None:
     """Refuse a process number without a process count."""
     if count is None and found.process:
         raise SpecError(
-            f"{found.source} says that this is worker {found.process}, and nothing says of how many",
+            f"{found.source} says that this is worker {found.process}, but the number of workers is unknown",
             fix="give --num-processes or --topology, or unset the variable if an earlier launch left it",
         )
 
@@ -319,7 +319,7 @@ def _from_metadata(metadata: Metadata | None, environment: Mapping[str, str]) ->
         return _Found(), None
     if not number or not endpoints:
         raise PodError(
-            "the VM's metadata has half of what says which host of which slice this is",
+            "the VM's metadata names only a part of the host's place in the slice",
             expected="agent-worker-number and worker-network-endpoints",
             found="only the " + ("first" if number else "second"),
             fix="wait until the TPU is READY and run it again, or give --process-id and --num-processes",

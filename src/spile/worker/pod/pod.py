@@ -104,7 +104,7 @@ def check_same_command(hosts: WorkerGroup, spec: ExtractSpec) -> None:
     if differing:
         name = differing[0]
         raise SpecError(
-            f"{hosts.name} was given another command than worker 0: {', '.join(differing)}",
+            f"{hosts.name} was started with a different command than worker 0: {', '.join(differing)}",
             expected=theirs.get(name),
             found=mine[name],
             fix="run the same command on every host",
@@ -312,7 +312,7 @@ class PodControl:
         verdict = directory.get(f"verdict/{self._number}", self._pod.times.barrier)
         if verdict not in ("go", "commit", "stop"):
             raise PodError(
-                f"{self._pod.identity.host(0)} did not say how to go on after batch {self._number - 1} "
+                f"{self._pod.identity.host(0)} did not decide how to continue after batch {self._number - 1} "
                 f"within {self._pod.times.barrier:g} s",
                 fix="see that host's log, then run the same command again",
             )
