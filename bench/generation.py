@@ -67,9 +67,9 @@ class _Limited(Generator):
         super().__init__(*args, **settings)
         self.calls: Counter[str] = Counter()
 
-    def _called(self, program: Any, pieces: Any, *given: Any) -> Any:
+    def _call(self, program: Any, pieces: Any, *given: Any) -> Any:
         self.calls["steps" if pieces is None else "read"] += 1
-        return super()._called(program, pieces, *given)
+        return super()._call(program, pieces, *given)
 
     def _append_token(self, answer: Answer, token: int, logprob: float) -> None:
         super()._append_token(answer, token, logprob)

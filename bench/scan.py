@@ -25,7 +25,7 @@ from bench.shapes import _COMMON, SHAPES
 from spile.models.attention import choose
 from spile.models.decoder import layers_needed
 from spile.models.families import read_config
-from spile.models.params import LayerRun, Params, choose_runs, one_by_one, placed, random, stacked
+from spile.models.params import LayerRun, Params, choose_runs, one_run_per_layer, placed, random, stacked
 from spile.planning.machines import parse_machine
 from spile.planning.tpu_compiler import _topology_devices
 from spile.spec.sample import Sample
@@ -52,7 +52,7 @@ def make(args: argparse.Namespace, way: str) -> DeviceProducer:
     shape = default_shape(config, count, itemsize, memory, layers)
     mesh = make_mesh(shape, devices)
     place = plan_mesh(config, shape).place(mesh)
-    known = {"unrolled": one_by_one(layers), "scan": choose_runs(config, taps, layers, itemsize)}
+    known = {"unrolled": one_run_per_layer(layers), "scan": choose_runs(config, taps, layers, itemsize)}
     runs = known[way]
     params = placed(config, dtype, runs, place)
     if devices is None:

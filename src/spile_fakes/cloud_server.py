@@ -365,8 +365,8 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             if path.startswith("/vm/"):
                 with self.fake.api.faulty(self.command, path):
-                    said = self.fake.metadata(path[4:])
-                self._reply(200, said.encode(), "application/text")
+                    value = self.fake.metadata(path[4:])
+                self._reply(200, value.encode(), "application/text")
                 return
             body = json.loads(data) if data else {}
             if path.startswith("/admin/"):

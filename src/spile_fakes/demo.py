@@ -80,10 +80,10 @@ class Demo:
     def _show(self, process: subprocess.Popen[str]) -> None:
         last = ""
         for line in process.stdout or ():
-            said = line.rstrip().partition(" UTC ")[2] or line.rstrip()
-            news = said.partition(", $")[0]  # The cost grows with every line.
-            if said.startswith(_KEPT) and news != last:
-                print(f"    {said}", flush=True)
+            text = line.rstrip().partition(" UTC ")[2] or line.rstrip()
+            news = text.partition(", $")[0]  # The cost grows with every line.
+            if text.startswith(_KEPT) and news != last:
+                print(f"    {text}", flush=True)
                 last = news
 
     def _command(self, words: Sequence[str]) -> list[str]:

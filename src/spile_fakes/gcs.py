@@ -718,8 +718,8 @@ class FaultyProxy(FaultyServer):
         A body that does not match its checksum is refused. Conditional writes are serialised: moto checks whether an
         object exists and then writes it, so two clients could both create it.
         """
-        said = request.headers.get("x-amz-checksum-crc32c")
-        if said is not None and request.method == "PUT" and said != crc32c_base64(request.body or b""):
+        checksum = request.headers.get("x-amz-checksum-crc32c")
+        if checksum is not None and request.method == "PUT" and checksum != crc32c_base64(request.body or b""):
             return FakeReply(400, b"<Error><Code>BadDigest</Code></Error>")
         signed = request.headers.get("x-amz-content-sha256", "")
         if len(signed) == 64 and signed != hashlib.sha256(request.body).hexdigest():

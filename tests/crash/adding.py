@@ -41,7 +41,7 @@ class Cast(NumpyProducer):
 
 def left(stream: Stream) -> list:
     begun = [added for added in stream.begun if added.taps == tuple(map(str, ADDED))]
-    return begun[0].left(stream.shards) if begun else list(stream.shards)
+    return begun[0].remaining(stream.shards) if begun else list(stream.shards)
 
 
 class StopAfter(LocalControl):

@@ -244,7 +244,7 @@ def _from_variables(command: str, words: list[str], environment: Mapping[str, st
     """Return the flags that the guides' variables stand for."""
     given = {word.partition("=")[0] for word in words}
 
-    def said(flag: str) -> bool:
+    def is_given(flag: str) -> bool:
         return flag in given or f"SPILE_{flag[2:].replace('-', '_').upper()}" in environment
 
     def counts(name: str) -> bool:
@@ -252,14 +252,16 @@ def _from_variables(command: str, words: list[str], environment: Mapping[str, st
         text = environment.get(name, "").strip()
         if command not in variable.commands or not text or (variable.switch and text.lower() not in _TRUE):
             return False
-        return not said(variable.flag)
+        return not is_given(variable.flag)
 
     added: list[str] = []
     for name, variable in VARIABLES.items():
         if not counts(name):
             continue
         needs = variable.only_with
-        unwanted = any(map(said, variable.unless)) or (needs and not (counts(needs) or said(VARIABLES[needs].flag)))
+        unwanted = any(map(is_given, variable.unless)) or (
+            needs and not (counts(needs) or is_given(VARIABLES[needs].flag))
+        )
         if unwanted and command not in variable.always:
             continue
         added.append(variable.flag if variable.switch else f"{variable.flag}={environment[name].strip()}")
@@ -272,7 +274,7 @@ GUIDES_DATASET = "barc0/200k_HEAVY_gpt4o-description-gpt4omini-code_generated_pr
 _WORKER = "TPU_WORKER_ID"
 
 
-def settled(
+def with_guide_defaults(
     flags: RunFlags,
     environment: Mapping[str, str],
     log: Callable[[str], None],

@@ -447,11 +447,11 @@ def _streams(
 
 def _streams_to_clear(fleet: FleetSpec, flags: RunFlags) -> list[int]:
     """Return the streams that ``--no-checkpointing --overwrite`` removes. Workers never remove any."""
-    from spile.fleet.deploy import begun, refuse_at_work
+    from spile.fleet.deploy import refuse_active_streams, streams_with_commits
 
     if flags.checkpointing is not False:
         return []
-    found = begun(fleet.root, fleet)
+    found = streams_with_commits(fleet.root, fleet)
     if found and not flags.overwrite:
         raise SpecError(
             "--no-checkpointing",
@@ -459,7 +459,7 @@ def _streams_to_clear(fleet: FleetSpec, flags: RunFlags) -> list[int]:
             found=f"commits of {len(found)} streams in {fleet.root}",
             fix="leave it out to resume, or give another --gcs-prefix",
         )
-    refuse_at_work(fleet.root, found)
+    refuse_active_streams(fleet.root, found)
     return found
 
 
@@ -493,7 +493,7 @@ def _launch(client: CloudTpu, home: FleetHome, fleet: FleetSpec, steps: DeployFl
     if steps.adopt:
         results = manage.adopt(client, fleet, steps.adopt)
     bare = [] if ssh else prepare_bare_machines(client, fleet, home.folder.url)
-    untold = pin_machines(client, fleet, home.folder.url)
+    not_pinned = pin_machines(client, fleet, home.folder.url)
     made_here = ssh or not steps.monitor  # Otherwise the monitor creates them.
     if steps.create_tpus and not steps.adopt and made_here:
         results = _create_machines(client, home, fleet, console)
@@ -509,7 +509,7 @@ def _launch(client: CloudTpu, home: FleetHome, fleet: FleetSpec, steps: DeployFl
             client, fleet, home.folder.url, access, only=None if ssh else bare, internal_ip=steps.internal_ip,
             force=steps.force,
         )  # fmt: skip
-    code = print_results(console, [*results, *untold])
+    code = print_results(console, [*results, *not_pinned])
     if steps.monitor:
         adjust = adjusted(steps.interval, steps.keep_finished)
         return watch_fleet(home, client, console, interval=steps.interval, adjust=adjust)

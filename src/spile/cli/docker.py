@@ -116,7 +116,7 @@ def build(
     copied = copy_to(hosts, load(context.absolute(), int(1e9)), target, where.access())
     log(f"copied {copied.files} files to {target} on {copied.hosts} hosts")
     line = shlex.join(build_words(flags.runtime, flags.device(here=here), flags.image_name(), "."))
-    return _everywhere(hosts, line, where, HostCommandFlags(), folder=target)
+    return _run_on_all(hosts, line, where, HostCommandFlags(), folder=target)
 
 
 def run(
@@ -130,7 +130,7 @@ def run(
     """
     from spile.launch.docker import run_words
 
-    _not_the_runtimes(words)
+    _refuse_runtime_flags(words)
     user = f"{os.getuid()}:{os.getgid()}"
     command = run_words(flags.container(words, here=True), user=user)
     if show:
@@ -156,7 +156,7 @@ def pod(
     """
     from spile.launch.docker import check_hosts, host_script, stop_script
 
-    _not_the_runtimes(words)
+    _refuse_runtime_flags(words)
     container = flags.container(words, here=False)
     script = host_script(container)
     if show:
@@ -165,12 +165,12 @@ def pod(
     hosts, access = where.find(), where.access()
     check_hosts(hosts, flags.runtime, container.image, access)
     try:
-        code = _everywhere(hosts, script, where, HostCommandFlags(logs=logs), grace=flags.grace)
+        code = _run_on_all(hosts, script, where, HostCommandFlags(logs=logs), grace=flags.grace)
     except SpileError:
-        _sweep(hosts, stop_script(flags.runtime, flags.name, flags.grace, none_is_error=False), where)
+        _run_stop_script(hosts, stop_script(flags.runtime, flags.name, flags.grace, none_is_error=False), where)
         raise
     if code != 0:
-        _sweep(hosts, stop_script(flags.runtime, flags.name, flags.grace, none_is_error=False), where)
+        _run_stop_script(hosts, stop_script(flags.runtime, flags.name, flags.grace, none_is_error=False), where)
     elif collect is not None:
         from spile.cli.hosts import collect as bring_back
 
@@ -198,12 +198,12 @@ def stop(
         print(script, end="")
         return 0
     if not here:
-        return _sweep(where.find(), script, where)
+        return _run_stop_script(where.find(), script, where)
     flags.found()
     return int(subprocess.run(["/bin/bash", "-c", script], check=False).returncode != 0)  # noqa: S603
 
 
-def _not_the_runtimes(words: Sequence[str]) -> None:
+def _refuse_runtime_flags(words: Sequence[str]) -> None:
     """Refuse flags of docker itself, which the guides put before the image name."""
     if words and words[0].startswith("-"):
         flag = words[0].partition("=")[0]
@@ -211,7 +211,7 @@ def _not_the_runtimes(words: Sequence[str]) -> None:
         raise SpecError(f"no flag {flag}", expected="the command after --", fix=fix)
 
 
-def _everywhere(
+def _run_on_all(
     hosts: Sequence[Host],
     line: str,
     where: HostFlags,
@@ -248,7 +248,7 @@ def _variables(host: Host, hosts: Sequence[Host]) -> dict[str, str]:
     return found
 
 
-def _sweep(hosts: Sequence[Host], script: str, where: HostFlags) -> int:
+def _run_stop_script(hosts: Sequence[Host], script: str, where: HostFlags) -> int:
     """Run a stop script on each host and print what it says; return the exit code: 0 if one stopped and none failed."""
     from spile.hosts.run import launch
 

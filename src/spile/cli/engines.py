@@ -38,7 +38,7 @@ def extract_on_engine(flags: RunFlags, engine: EngineFlags) -> int:
     runner = make_engine(engine.name, engine.request(output))
     try:
         streams = flags.dataset_dir or _split(flags, spec, runner.workers, engine.num_streams)
-        spec = _placed(spec, streams)
+        spec = _with_absolute_paths(spec, streams)
         inputs = tuple(map(_absolute, filter(_is_place, (streams, spec.model))))
         with cluster_check(spec.output, inputs) as asked:
             runner.check(asked)
@@ -57,7 +57,7 @@ def extract_on_engine(flags: RunFlags, engine: EngineFlags) -> int:
         runner.close()
 
 
-def _placed(spec: RunSpec, streams: str) -> RunSpec:
+def _with_absolute_paths(spec: RunSpec, streams: str) -> RunSpec:
     """Return the spec that every worker gets. Paths are absolute, because workers start in other folders."""
     data = replace(spec.data, dataset=EMBEDDED, dataset_dir=_absolute_folder(streams), split=None, config_name=None)
     copy = None if spec.local_copy is None else _absolute_folder(spec.local_copy)

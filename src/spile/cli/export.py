@@ -42,7 +42,7 @@ def export(
     dataset = open_dataset(root)
     chosen = _taps(dataset, taps)
     numbers = None if streams is None else sorted(parse_numbers("--streams", streams))
-    with _watched("exporting", "rows") as seen:
+    with _show_progress("exporting", "rows") as seen:
         wanted = Export(dataset, chosen, dtype, numbers, seen)
         if to == "saelens":
             if len(chosen) != 1:
@@ -87,7 +87,7 @@ def import_(
     from spile.objects import open_folder
     from spile.reading.importing import import_pickles
 
-    with _watched("importing", "files") as seen:
+    with _show_progress("importing", "files") as seen:
         store = import_pickles(
             source,
             open_folder(output),
@@ -107,7 +107,7 @@ def import_(
 
 
 @contextmanager
-def _watched(verb: str, unit: str) -> Iterator[Callable[[int, int], None]]:
+def _show_progress(verb: str, unit: str) -> Iterator[Callable[[int, int], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 

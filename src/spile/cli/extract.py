@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from spile.cli.aliases import settled
+from spile.cli.aliases import with_guide_defaults
 from spile.cli.flags import BackfillFlags, EngineFlags, ExtractFlags, InferFlags, PodFlags, RunFlags, log
 from spile.errors import SpecError
 from spile.spec.phase import Phase
@@ -41,7 +41,7 @@ def extract(
     if engine is not None and engine.asked:
         from spile.cli.engines import extract_on_engine
 
-        return extract_on_engine(settled(flags, os.environ, log, every_stream=True), engine)
+        return extract_on_engine(with_guide_defaults(flags, os.environ, log, every_stream=True), engine)
     return run_flags(flags, pod, verbose)
 
 
@@ -135,7 +135,7 @@ def run_flags(flags: RunFlags, pod: PodFlags, verbose: bool) -> int:
     """Run the stream that the flags of extract or infer name, and return the exit code."""
     flags.spec()  # Report a mistake before looking for a pod or waiting for its other hosts.
     identity = pod.identity()
-    spec = settled(flags, os.environ, log, pod=identity.count > 1).spec()
+    spec = with_guide_defaults(flags, os.environ, log, pod=identity.count > 1).spec()
     return run_stream(spec, pod, identity, verbose)
 
 

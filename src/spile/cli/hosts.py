@@ -129,10 +129,10 @@ def put_on(hosts: Sequence[Host], where: HostFlags, *, force: bool = False) -> N
     name, done = install_on(hosts, where.access(), force=force)
     bad = [each for each in done if each.error is not None]
     if bad:
-        told = "; ".join(str(each.error) for each in bad[:4])
+        errors = "; ".join(str(each.error) for each in bad[:4])
         raise Failure(
             f"not installed on {len(bad)} of {len(hosts)} hosts",
-            found=told,
+            found=errors,
             fix="see ~/.spile/startup.log on those hosts",
         )
     log(f"{name} is on {len(hosts)} hosts, as spile on PATH")
@@ -174,10 +174,10 @@ def logs(
     if grep is not None and home is None:
         raise SpecError("--grep", expected="--home gs://bucket/fleet/NAME as well", found="--grep alone")
     if home is not None:
-        return _kept(worker, home, lines, grep, host, console, as_json)
+        return _print_stored_log(worker, home, lines, grep, host, console, as_json)
     machine = _machine(worker, fleet, host, where)
     if machine.host is None:
-        return _last_words(worker, machine, output, lines, console)
+        return _print_last_lines(worker, machine, output, lines, console)
     job = Job(tail_command(lines, follow))
     try:
         with Logs([machine.host], None, console, bare=True) as shown:
@@ -185,7 +185,7 @@ def logs(
     except Failure as error:
         if output is None:
             raise
-        return _last_words(worker, replace(machine, story=str(error)), output, lines, console)
+        return _print_last_lines(worker, replace(machine, story=str(error)), output, lines, console)
     if outcome.code == NO_LOG:
         raise UserError(f"no log on {machine.host.label}", expected=f"the unit {UNIT}, or {', '.join(LOG_FILES)}")
     if outcome.cause not in ("ended", "stopped"):
@@ -193,7 +193,9 @@ def logs(
     return 0 if outcome.stopped else outcome.code
 
 
-def _kept(worker: str, home: str, lines: int, grep: str | None, host: int, console: Console, as_json: bool) -> int:
+def _print_stored_log(
+    worker: str, home: str, lines: int, grep: str | None, host: int, console: Console, as_json: bool
+) -> int:
     """Print the log that a worker's agent stored in the bucket; the machine need not exist."""
     from collections import deque
 
@@ -234,7 +236,7 @@ def _machine(worker: str, fleet: str | None, host: int, where: HostFlags) -> Log
     return find_machine(nodes, worker, fleet=fleet, host=host, internal_ip=where.internal_ip)
 
 
-def _last_words(worker: str, machine: LogMachine, output: str | None, lines: int, console: Console) -> int:
+def _print_last_lines(worker: str, machine: LogMachine, output: str | None, lines: int, console: Console) -> int:
     """Print the last lines of the log from the worker's heartbeat."""
     from spile.fleet.worker_logs import last_words
     from spile.objects import open_folder
@@ -246,8 +248,8 @@ def _last_words(worker: str, machine: LogMachine, output: str | None, lines: int
             fix="pass --home gs://bucket/fleet/NAME, where its log is kept, or --output gs://… for the last lines",
         )
     beat = last_words(open_folder(output), worker, machine.worker)
-    told = f"{machine.story}; the heartbeat of {beat.updated} ({beat.phase}, on {beat.host}) has the log's end:"
-    console.print(told, markup=False, style="dim", soft_wrap=True)
+    line = f"{machine.story}; the heartbeat of {beat.updated} ({beat.phase}, on {beat.host}) has the log's end:"
+    console.print(line, markup=False, style="dim", soft_wrap=True)
     for line in beat.log_tail[max(0, len(beat.log_tail) - lines) :]:
         console.print(line, markup=False, soft_wrap=True)
     if beat.last_error:

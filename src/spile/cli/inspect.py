@@ -126,7 +126,7 @@ def score(
     from spile.view.report import score_page
     from spile.view.table import Lasting
 
-    found = _scored(open_folder(root), reference, dataset)
+    found = _score_answers(open_folder(root), reference, dataset)
     if html is not None:
         write_page(score_page(found, root), html)
     console = Lasting(highlight=False)
@@ -135,11 +135,11 @@ def score(
 
         console.print(dumps(found.record()), markup=False, soft_wrap=True)
     else:
-        _tell(console, found, html)
+        _print_score(console, found, html)
     return 0
 
 
-def _scored(folder: Folder, reference: str | None, dataset: str | None) -> Score:
+def _score_answers(folder: Folder, reference: str | None, dataset: str | None) -> Score:
     from spile.data.arc.answers import by_task, read_references, score_answers
     from spile.data.arc.encoders import parse_encoder
     from spile.store.predictions import merged
@@ -180,7 +180,7 @@ def _tasks(places: list[str], needed: bool) -> dict[str, Task]:
     return tasks
 
 
-def _tell(console: Console, found: Score, html: Path | None) -> None:
+def _print_score(console: Console, found: Score, html: Path | None) -> None:
     from rich.table import Table
 
     record = found.record()

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from spile.cli.aliases import settled
+from spile.cli.aliases import with_guide_defaults
 from spile.cli.flags import ExtractFlags, flag
 from spile.errors import SpecError
 from spile.models.families import FAMILIES, read_config
@@ -73,7 +73,7 @@ def plan(
     machines = [parse_machine(word, table) for word in topology or _USUAL]
     rates = Rates(efficiency=efficiency, start_seconds=start_minutes * 60, tokens_per_second=tokens_per_second)
     console = output(soft_wrap=True)
-    named = settled(
+    named = with_guide_defaults(
         flags or ExtractFlags(), os.environ, lambda line: None if json_ else console.print(line, markup=False)
     )
     found = forecast(named.spec(), count)
@@ -95,7 +95,7 @@ def plan(
         for machine in machines:
             console.print(_by_arithmetic(found, machine), markup=False)
     if budget is not None:
-        _hold(estimates, budget, preemptible)
+        _check_budget(estimates, budget, preemptible)
     return 0
 
 
@@ -110,7 +110,7 @@ def read_prices(path: Path) -> Prices:
     return prices_from(raw, str(path))
 
 
-def _hold(estimates: list[Estimate], budget: float, preemptible: bool) -> None:
+def _check_budget(estimates: list[Estimate], budget: float, preemptible: bool) -> None:
     """Raise if no requested machine is within the budget; the error describes what the cheapest one could do."""
     cost = {id(each): each.dollars.preemptible if preemptible else each.dollars.on_demand for each in estimates}
     refuse_over_budget(min(estimates, key=lambda each: cost[id(each)]), budget, preemptible=preemptible)
@@ -151,7 +151,7 @@ def _print(console: Console, found: Forecast, estimates: list[Estimate], prices:
         ("data", f"{found.location}: {volume.samples:,} samples"),
         ("tokens", f"{volume.tokens:,} ({counted}; {lengths.mean:,.0f} per sample)"),
         ("stored", f"{size(volume.bytes)} in {shards}: {len(found.taps)} taps, "
-         f"{volume.bytes_per_token:,} bytes per token{_some(found)}"),
+         f"{volume.bytes_per_token:,} bytes per token{_positions_text(found)}"),
         ("storage", f"${estimates[0].storage_month:,.2f} per month"),
     ]  # fmt: skip
     grid = Table.grid(padding=(0, 2))
@@ -172,7 +172,7 @@ def _print(console: Console, found: Forecast, estimates: list[Estimate], prices:
     )
 
 
-def _some(found: Forecast) -> str:
+def _positions_text(found: Forecast) -> str:
     if found.volume.rows is None:
         return ""
     return f", rows of {found.volume.rows:,} tokens (--positions {found.spec.positions})"
@@ -208,7 +208,7 @@ def _compile(console: Console, found: Forecast, machine: Machine, *, quiet: bool
     for fit in search(program, max(1, _FIRST_TOKENS // program.length), find_largest=find_largest):
         fits.append(fit)
         if not quiet:
-            console.print(_said(machine, fit), markup=False)
+            console.print(_describe_fit(machine, fit), markup=False)
     best = largest(fits)
     if not quiet and find_largest:
         console.print(
@@ -220,7 +220,7 @@ def _compile(console: Console, found: Forecast, machine: Machine, *, quiet: bool
     return {"tried": [vars(fit) for fit in fits], "largest_batch_tokens": best.tokens if best else None}
 
 
-def _said(machine: Machine, fit: Fit) -> str:
+def _describe_fit(machine: Machine, fit: Fit) -> str:
     batch = f"  mesh {fit.mesh[0]} × {fit.mesh[1]}, {fit.rows} × {fit.length} tokens per device"
     if not fit.peak:
         return f"{batch}: does not fit in {size(fit.memory)}"
@@ -249,7 +249,7 @@ def bench(
 
     if tokens < 1:
         raise SpecError("--tokens", expected="1 or more", found=tokens)
-    result = run(_at_home(flags or ExtractFlags()).spec(), tokens=tokens, compare=compare)
+    result = run(_with_own_output(flags or ExtractFlags()).spec(), tokens=tokens, compare=compare)
     console = output()
     if as_json:
         console.print_json(json.dumps(result.record()))
@@ -258,7 +258,7 @@ def bench(
     return 0
 
 
-def _at_home(flags: ExtractFlags) -> ExtractFlags:
+def _with_own_output(flags: ExtractFlags) -> ExtractFlags:
     """Return the flags with a separate output folder if none is given, to keep away from real activations."""
     named = flags.output or flags.output_dir or flags.gcs_bucket
     return flags if named else flags.replaced(output=_HOME)
@@ -279,7 +279,7 @@ def _show(result: BenchResult, console: Console) -> None:
     console.print(table)
     for name, run in (("cold, no program cached", result.cold), ("again, programs cached", result.warm)):
         if run is not None:
-            console.print(f"the command, {name}: {_whole(run)}", soft_wrap=True)
+            console.print(f"the command, {name}: {_describe_timed_run(run)}", soft_wrap=True)
     console.print(
         "laboratory, all compiled, pinned and tokenized beforehand: "
         f"reached {amount(result.tokens_per_second)} tokens/s over {duration(result.seconds)}: "
@@ -298,7 +298,7 @@ def _show(result: BenchResult, console: Console) -> None:
         )
 
 
-def _whole(run: TimedRun) -> str:
+def _describe_timed_run(run: TimedRun) -> str:
     end = run.seconds - run.first_batch - run.wall.run
     return (
         f"{duration(run.seconds)} for {amount(run.tokens)} tokens, {amount(run.tokens_per_second)} tokens/s of it all; "
@@ -327,7 +327,7 @@ def models(
 
     console = Lasting(highlight=False)
     prices = list_prices()
-    rows = [_worked(family, parse_machine(_MACHINE, prices)) for family in FAMILIES]
+    rows = [_example_size(family, parse_machine(_MACHINE, prices)) for family in FAMILIES]
     if json:
         from json import dumps
 
@@ -352,7 +352,7 @@ def models(
     return 0
 
 
-def _worked(family: str, machine: Machine) -> dict[str, Any]:
+def _example_size(family: str, machine: Machine) -> dict[str, Any]:
     from spile.models.tensors import flops_per_token, parameter_count
     from spile.planning.cost import Volume, estimate
     from spile.spec.taps import Tap, row_bytes, tap_rows

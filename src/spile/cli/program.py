@@ -220,9 +220,9 @@ def build(config: str | None = None, meant: str | None = None) -> App:
         app.command(group)
     for command in COMMANDS:
         group_name, _, name = command.name.rpartition(" ")
-        told = None if command.name == meant else command.help
+        help_text = None if command.name == meant else command.help
         place = {} if group_name else places[name]
-        (groups[group_name] if group_name else app).command(command.function, name=name, help=told, **place)
+        (groups[group_name] if group_name else app).command(command.function, name=name, help=help_text, **place)
     more = Group("More", sort_key=99)
     for flag in ("--help", "--version"):
         app[flag].group = more
@@ -270,12 +270,12 @@ def _run(words: list[str], debug: bool) -> int:
     try:
         words, config = _config(words)
         words = modern(words, os.environ)
-        app = build(config, _meant(words))
+        app = build(config, _named_command(words))
         with interruptible():
             code = app(words, exit_on_error=False, print_error=False, result_action="return_value")
     except CycloptsError as error:
         known = [*GROUPS, *(command.name for command in COMMANDS)]
-        errors.print(f"spile: {mistake(error, _meant(words), known)}", markup=False)
+        errors.print(f"spile: {mistake(error, _named_command(words), known)}", markup=False)
         return 2
     except SpileError as error:
         if debug:
@@ -309,8 +309,8 @@ def _fault(error: Exception) -> str:
     """Describe an unexpected error in one line: what, where, and how to see more."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     where = f"{Path(place.filename).name}:{place.lineno}"
-    said = " ".join(f"{type(error).__name__}: {error}".split())
-    return f"a fault in spile, or in what it uses: {said} ({where}); the same command with --debug shows more"
+    message = " ".join(f"{type(error).__name__}: {error}".split())
+    return f"a fault in spile, or in what it uses: {message} ({where}); the same command with --debug shows more"
 
 
 def _config(words: list[str]) -> tuple[list[str], str | None]:
@@ -348,7 +348,7 @@ def _read_config(location: str) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in ("version", "command")}  # RunSpec.to_toml
 
 
-def _meant(words: list[str]) -> str:
+def _named_command(words: list[str]) -> str:
     """Return the command or group that the arguments name, or an empty string."""
     known = {command.name for command in COMMANDS} | set(GROUPS)
     names = [word for word in words if not word.startswith("-")]

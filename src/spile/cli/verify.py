@@ -113,7 +113,7 @@ def show(report: Report, console: Console) -> None:
         console.print(f"✗ and {len(problems) - _MOST_LINES} more; --json lists them all")
     _show_recomputed(report, console)
     _show_garbage(report, console)
-    _show_strangers(report, console)
+    _show_foreign_commits(report, console)
     console.print(_verdict(report), soft_wrap=True)
 
 
@@ -192,7 +192,7 @@ def _show_garbage(report: Report, console: Console) -> None:
     young = sum(item.state == "too young" for item in report.garbage)
     if young:
         console.print(
-            f"{young} younger than --older-than allows (1 hour unless told): spile verify {report.root} --gc --yes "
+            f"{young} younger than --older-than allows (default: 1 hour): spile verify {report.root} --gc --yes "
             "--older-than 0 removes them, where no worker is alive",
             soft_wrap=True,
         )
@@ -208,20 +208,21 @@ def _full_name(item: Garbage) -> str:
     return item.handle if "/" in item.handle else f"{item.key} (upload {item.handle})"
 
 
-def _show_strangers(report: Report, console: Console) -> None:
-    """Print commits of an earlier life of a stream, and what --repair does or did about them."""
+def _show_foreign_commits(report: Report, console: Console) -> None:
+    """Print commits from before a stream was started again, and what --repair does or did about them."""
     for stream in report.streams:
-        if not stream.strangers:
+        if not stream.foreign_commits:
             continue
-        said = f"tpu_{stream.number}: commits {stream.strangers.text()} were made by a worker of an earlier life of it"
+        numbers = stream.foreign_commits.text()
+        found = f"tpu_{stream.number}: commits {numbers} were written before the stream was started again"
         if stream.kept:
-            told = f"{said}; taken out of the ledger, and kept as {', '.join(stream.kept)}: copy them back to undo it"
+            text = f"{found}; moved out of the ledger to {', '.join(stream.kept)}; copy them back to undo this"
         else:
-            told = (
-                f"{said}; they count for nothing. spile verify {report.root} --repair --yes fills their places with "
-                f"empty commits, and keeps them in {report.root}/tpu_{stream.number}/strays"
+            text = (
+                f"{found}, and are ignored. spile verify {report.root} --repair --yes replaces them by "
+                f"empty commits and keeps copies in {report.root}/tpu_{stream.number}/strays"
             )
-        console.print(told, soft_wrap=True)
+        console.print(text, soft_wrap=True)
 
 
 def _verdict(report: Report) -> Text:

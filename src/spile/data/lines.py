@@ -156,7 +156,7 @@ class StreamFile:
         except OSError as error:
             raise StoreError(f"{self.location} cannot be read", found=error.strerror or str(error)) from error
 
-    def beside(self, name: str) -> bytes | None:
+    def read_sibling(self, name: str) -> bytes | None:
         """Return the content of the file ``name`` in the same folder, or None."""
         if self._rows is not None:
             return None

@@ -50,7 +50,7 @@ def plain_text(messages: list[dict[str, str]]) -> Rendered:
     return Rendered(text + "\n", tuple(spans))
 
 
-def _folded(messages: list[dict[str, str]]) -> list[dict[str, str]]:
+def _fold_system(messages: list[dict[str, str]]) -> list[dict[str, str]]:
     """Join all messages into one user message, for templates that do not accept a system message."""
     return [{"role": "user", "content": "\n\n".join(message["content"] for message in messages)}]
 
@@ -112,7 +112,7 @@ class Drafter:
             tokens = tokens_of(row, self.prompt.column, self.vocabulary, place)
             yield Draft(line, name, "", place, tokens=tokens, kept=kept)
         else:
-            rendered = self._rendered(chat_of(row, place), place)
+            rendered = self._render(chat_of(row, place), place)
             yield Draft(line, name, rendered.text, place, rendered.spans, rendered=True, kept=kept)
 
     def _arc(self, row: Mapping[str, Any], line: int, place: str, wanted: Callable[[int], bool]) -> Iterator[Draft]:
@@ -124,13 +124,13 @@ class Drafter:
                 continue
             changed, how = augment(task, self.seed, variant)
             messages = arc_messages(changed, self._encoder, self.prompt.version)
-            messages = _folded(messages) if self._fold else messages
-            rendered = plain_text(messages) if self.template is None else self._rendered(messages, place)
+            messages = _fold_system(messages) if self._fold else messages
+            rendered = plain_text(messages) if self.template is None else self._render(messages, place)
             record = how.record() if variant else None
             templated = self.template is not None
             yield Draft(index, task.task_id, rendered.text, place, rendered.spans, templated, record, kept=kept)
 
-    def _rendered(self, messages: list[Message] | list[dict[str, Any]] | list[dict[str, str]], place: str) -> Rendered:
+    def _render(self, messages: list[Message] | list[dict[str, Any]] | list[dict[str, str]], place: str) -> Rendered:
         assert self.template is not None  # noqa: S101  for the type checker: a chat was refused without one
         try:
             rendered = self.template.render(messages)

@@ -145,8 +145,8 @@ def tokens_of(row: Mapping[str, Any], column: str, vocabulary: int | None, place
     found = row.get(column)
     tokens = _integers(found)
     if tokens is None:
-        said = f"{_kind(found)} there" if column in row else f"the fields {', '.join(row)}"
-        raise DataError(place, expected=f"a list of token ids in {column!r}", found=said, fix="name it with --column")
+        fields = f"{_kind(found)} there" if column in row else f"the fields {', '.join(row)}"
+        raise DataError(place, expected=f"a list of token ids in {column!r}", found=fields, fix="name it with --column")
     if vocabulary is not None and len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocabulary:
         wrong = tokens[(tokens < 0) | (tokens >= vocabulary)][0]
         raise DataError(

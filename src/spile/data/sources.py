@@ -59,40 +59,40 @@ class Hub:
             except StopIteration:
                 return
             except Exception as error:
-                trouble = self._passing(error)
+                trouble = self._classify(error)
                 if self.location is not None or not isinstance(trouble, RequestFailure):
                     raise self._failed(error) from error
-                rows = self._again(number, stop)
+                rows = self._rows_from(number, stop)
             else:
                 yield SourceRow(number, data, f"row {number}")
                 number += 1
 
-    def _again(self, number: int, stop: int | None) -> Iterator[Any]:
+    def _rows_from(self, number: int, stop: int | None) -> Iterator[Any]:
         """Return the rows from ``number`` on, retrying until the hub gives the first of them."""
         from datasets import load_dataset
 
         def attempt() -> Iterator[Any]:
-            rows = _between(self._reached(load_dataset), number, stop)
+            rows = _between(self._open_once(load_dataset), number, stop)
             try:
                 return chain([next(rows)], rows)
             except StopIteration:
                 return iter(())
             except Exception as error:
-                raise self._passing(error) from error
+                raise self._classify(error) from error
 
-        return self._while_out(attempt)
+        return self._retry(attempt)
 
-    def _while_out(self, attempt: Callable[[], Result]) -> Result:
+    def _retry(self, attempt: Callable[[], Result]) -> Result:
         try:
             return retry_while_unavailable(self.name, attempt, Retry.from_environment())
         except RequestFailure as outage:
             raise _unreachable(self.name, outage.cause) from outage
 
-    def _passing(self, error: Exception) -> Exception:
+    def _classify(self, error: Exception) -> Exception:
         """Return a :class:`RequestFailure` if the hub is temporarily unavailable, else the permanent error."""
         failure = self._failed(error)
         failure.__cause__ = error
-        out = isinstance(failure, StoreError) and _may_pass(failure)
+        out = isinstance(failure, StoreError) and _is_transient(failure)
         return RequestFailure(str(failure.found), transient=True) if out else failure
 
     def _open(self) -> Any:
@@ -104,15 +104,15 @@ class Hub:
             ) from error
         if self.location is not None:
             return self._load(load_dataset)
-        return self._while_out(lambda: self._reached(load_dataset))
+        return self._retry(lambda: self._open_once(load_dataset))
 
-    def _reached(self, load: Callable[..., Any]) -> Any:
+    def _open_once(self, load: Callable[..., Any]) -> Any:
         """Try once to open the dataset; raise :class:`RequestFailure` if the hub is temporarily unavailable."""
         try:
             _reach(self.name)
             return self._load(load)
         except StoreError as error:
-            if not _may_pass(error):
+            if not _is_transient(error):
                 raise
             raise RequestFailure(str(error.found), transient=True) from error
 
@@ -133,18 +133,18 @@ class Hub:
         """Translate an exception of the library to one of ours, with a way to fix it."""
         from datasets.exceptions import DatasetNotFoundError
 
-        name, said = self.location or self.name, f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        name, message = self.location or self.name, f"{type(error).__name__}: {error}".splitlines()[0][:300]
         if _no_network(error):
-            return _unreachable(name, said)
+            return _unreachable(name, message)
         if isinstance(error, DatasetNotFoundError):
             return DataError(
                 f"no dataset {name} on the hub, or no access to it",
-                found=said,
+                found=message,
                 fix="check its name, and for a private or gated one set HF_TOKEN",
             )
         if isinstance(error, ValueError):
-            return DataError(f"{name} cannot be opened", found=said, fix="check --split and --config-name")
-        return StoreError(f"{name} cannot be read", found=said)
+            return DataError(f"{name} cannot be opened", found=message, fix="check --split and --config-name")
+        return StoreError(f"{name} cannot be read", found=message)
 
 
 def _between(dataset: Any, start: int, stop: int | None) -> Iterator[Any]:
@@ -152,10 +152,10 @@ def _between(dataset: Any, start: int, stop: int | None) -> Iterator[Any]:
     return iter(dataset if stop is None else dataset.take(stop - start))
 
 
-def _unreachable(name: str, said: str) -> StoreError:
+def _unreachable(name: str, message: str) -> StoreError:
     return StoreError(
         f"the hub cannot be reached for {name}",
-        found=said,
+        found=message,
         fix="check the network, or download it elsewhere and name the folder or file: --dataset DIR",
     )
 
@@ -176,7 +176,7 @@ def _reach(name: str) -> None:
         raise _unreachable(name, f"{constants.ENDPOINT}: {error.strerror or error}") from trouble
 
 
-def _may_pass(error: StoreError) -> bool:
+def _is_transient(error: StoreError) -> bool:
     """Return whether the cause is a missing network or a transient status such as 503 or 429."""
     from huggingface_hub import constants
 
@@ -641,8 +641,8 @@ def _line(row: SourceRow, location: str) -> bytes:
         return orjson.dumps(row.data, option=orjson.OPT_APPEND_NEWLINE)
     except TypeError as error:
         wrong = {name: type(value).__name__ for name, value in row.data.items() if not _is_json(value)}
-        said = ", ".join(f"{name} ({kind})" for name, kind in wrong.items())
-        raise DataError(f"{location} {row.place}", expected="columns that JSON can hold", found=said) from error
+        message = ", ".join(f"{name} ({kind})" for name, kind in wrong.items())
+        raise DataError(f"{location} {row.place}", expected="columns that JSON can hold", found=message) from error
 
 
 def _is_json(value: object) -> bool:

@@ -218,7 +218,7 @@ def open_stream(spec: DataSpec, tokenizer: Tokenizer, vocabulary: int | None = N
     if drafter is None:
         found = f"{lines} rows that cannot be used" if lines else "no row"
         raise DataError(f"{file.location} is empty", expected="at least one usable row", found=found)
-    split = check_stream(file.name, file.beside(MANIFEST), hashes.hexdigest, file.location, spec.expect_split)
+    split = check_stream(file.name, file.read_sibling(MANIFEST), hashes.hexdigest, file.location, spec.expect_split)
     if file.name != stream_name(spec.worker_id):
         split = None  # the file is used under another number, so the split's other streams are unknown
     prompt = drafter.prompt

@@ -39,7 +39,7 @@ from spile.fleet.pins import own_pin
 from spile.fleet.spec import FleetSpec, Worker, owns
 from spile.fleet.worker_logs import LogKeeper
 from spile.launch.supervisor import AttemptHistory, RestartAction, RestartPolicy
-from spile.spec.hiding import REFERENCE, secret_values, struck_out
+from spile.spec.hiding import REFERENCE, hide_values, secret_values
 from spile.spec.phase import Phase
 from spile.version import __version__
 
@@ -219,7 +219,7 @@ class Agent:
                 watcher = threading.Thread(target=self._watch, args=(fleet, child, ended, verdict, keeper), daemon=True)
                 watcher.start()
                 for line in child.stdout or ():
-                    shown = struck_out(line, hidden)  # The line goes to the machine's log and to the bucket.
+                    shown = hide_values(line, hidden)  # The line goes to the machine's log and to the bucket.
                     tail.append(shown.rstrip("\n"))
                     keeper.add(shown)
                     print(shown, end="", flush=True)

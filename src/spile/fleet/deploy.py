@@ -344,13 +344,13 @@ def check_stored(number: int, sha256: str, where: str, streams: StreamsPlan, *, 
         )
 
 
-def begun(root: str, fleet: FleetSpec) -> list[int]:
+def streams_with_commits(root: str, fleet: FleetSpec) -> list[int]:
     """Return the fleet's streams of which something is stored."""
     folder = open_folder(root)
     return [stream for stream in range(fleet.stream_count) if stream_has_commits(folder, stream)]
 
 
-def refuse_at_work(root: str, numbers: list[int]) -> None:
+def refuse_active_streams(root: str, numbers: list[int]) -> None:
     """Raise if a worker is still writing one of these streams, which must not be removed then."""
     for view in SnapshotReader(open_folder(root), time.time).take().streams:
         if view.number in numbers and view.age is not None and view.age < 300 and not view.phase.ended:

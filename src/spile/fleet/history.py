@@ -27,7 +27,7 @@ class Pulse:
     phase: Phase = Phase.UNKNOWN
     verdict: Verdict = ""
     """How the worker ended in this deployment, by its agent's report."""
-    said: float = 0.0
+    reported: float = 0.0
     """The time of that report."""
     error: str = ""
     """The last lines of its log."""
@@ -77,7 +77,7 @@ class Observed:
     def verdict(self, worker: int, node: Node) -> Verdict:
         """Return the agent's verdict if it came from this machine."""
         pulse = self.pulse(worker)
-        return pulse.verdict if pulse.said > node.created else ""
+        return pulse.verdict if pulse.reported > node.created else ""
 
 
 def spec_zones(fleet: FleetSpec) -> tuple[str, ...]:

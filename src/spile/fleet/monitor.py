@@ -76,10 +76,10 @@ def _zone_nodes(fleet: FleetSpec, provider: Provider, zone: str) -> list[Node]:
         return nodes
     # A queued resource without a node is shown as a node: it waits, or it is dead and holds quota.
     named = {node.queued for node in nodes}
-    return [*nodes, *(_stand_in(each) for each in provider.queued(zone) if each.name not in named)]
+    return [*nodes, *(_node_of(each) for each in provider.queued(zone) if each.name not in named)]
 
 
-def _stand_in(queued: QueuedResource) -> Node:
+def _node_of(queued: QueuedResource) -> Node:
     return Node(
         name=queued.nodes[0] if queued.nodes else queued.name,
         zone=queued.zone,
@@ -260,9 +260,9 @@ def pulses_of(
             beats.append((snapshot.taken - view.age, view.phase))
             steps.append(snapshot.taken - (view.age if view.idle is None else view.idle))
         beat, phase = max(beats, default=(None, Phase.UNKNOWN))
-        verdict, said, error = (report.verdict, report.updated, report.error) if report else ("", 0.0, "")
+        verdict, reported, error = (report.verdict, report.updated, report.error) if report else ("", 0.0, "")
         error = error or (view.last_error or "" if view else "")
-        found[worker.id] = Pulse(beat, phase, verdict, said, error, max(steps, default=None), crash_loop(report))
+        found[worker.id] = Pulse(beat, phase, verdict, reported, error, max(steps, default=None), crash_loop(report))
     return found
 
 

@@ -56,7 +56,9 @@ def pin_machines(provider: Provider, fleet: FleetSpec, home: str) -> list[NodeRe
             try:
                 provider.set_metadata(zone, node.name, {**node.metadata, PIN: pin})
             except SpileError as error:
-                failed.append(NodeResult(node.name, zone, "failed", f"it was not told of this deployment: {error}"))
+                failed.append(
+                    NodeResult(node.name, zone, "failed", f"its metadata does not name this deployment: {error}")
+                )
         return failed
 
     return by_zone(fleet.zones, zone_work)
@@ -65,16 +67,16 @@ def pin_machines(provider: Provider, fleet: FleetSpec, home: str) -> list[NodeRe
 def own_pin(zone: str, node: str, project: str, wanted: str) -> str:
     """Return the sha256 in this machine's metadata, from the metadata server or the API."""
     url = google_metadata_url(f"instance/attributes/{PIN}", os.environ)
-    said = ask_metadata("GET", url, {"Metadata-Flavor": "Google"}, _PATIENCE) or ""
-    if said == wanted or not zone:
-        return said
+    pinned = ask_metadata("GET", url, {"Metadata-Flavor": "Google"}, _PATIENCE) or ""
+    if pinned == wanted or not zone:
+        return pinned
     from spile.fleet.cloud_tpu import CloudTpu, read_settings
 
     try:
         return CloudTpu(read_settings(os.environ, project=project)).node(zone, node).metadata.get(PIN, "")
     except SpileError as error:
         print(f"spile agent: {error}", flush=True)
-        return said
+        return pinned
 
 
 class NotDeployed(UserError):

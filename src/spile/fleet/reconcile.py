@@ -44,7 +44,7 @@ class WorkerCase:
     observed: Observed = field(default_factory=lambda: Observed(""))
     history: History = field(default_factory=History)
 
-    def knowing(self, past: WorkerHistory) -> WorkerCase:
+    def with_history(self, past: WorkerHistory) -> WorkerCase:
         """Return this case with a newer history of the worker."""
         return self if past is self.past else replace(self, past=past)
 
@@ -125,10 +125,10 @@ def update_history(look: FleetCase) -> History:
         elif before is not None and before.verb == "delete" and past.pending is None:
             # A machine that is gone has returned its quota, so the zone can be tried again.
             blocks.pop(before.zone, None)
-        past = _verdicts(case.knowing(past))
+        past = _verdicts(case.with_history(past))
         if not past.finished and not history.stopped:
-            past = _deaths(case.knowing(past))
-        past = _without_machine(case.knowing(past))
+            past = _deaths(case.with_history(past))
+        past = _without_machine(case.with_history(past))
         name = case.worker.name
         if not case.nodes and (past.zone, name) in observed.foreign:
             past = replace(past, note=f"{name} in {past.zone} is a machine that is not of this fleet")
@@ -224,18 +224,18 @@ def _deaths(case: WorkerCase) -> WorkerHistory:
     for node in case.nodes:
         if node.uid == past.last_dead or node.state.life is Life.LEAVING:
             continue
-        current = case.knowing(past)
+        current = case.with_history(past)
         health = health_of(current, node)
         if not health.fine:
             past = replace(_count_death(current, node, silent=health.silent), lost=health.reason)
         elif node.state.life is Life.ALIVE:
             heard = case.beat(node) is not None
-            unheard = 0 if heard else past.never_heard
-            past = past.with_facts(alive=node.uid, since=node.created, never_heard=unheard)
+            never_heard = 0 if heard else past.never_heard
+            past = past.with_facts(alive=node.uid, since=node.created, never_heard=never_heard)
     vanished = past.alive and not case.nodes and past.alive != past.last_dead and not past.finished
     if vanished and not case.observed.unanswered.intersection(past.used):
         gone = Node(case.worker.name, past.zone, NodeState.NOT_FOUND, uid=past.alive, created=past.since)
-        past = replace(_count_death(case.knowing(past), gone, silent=False), lost="it vanished")
+        past = replace(_count_death(case.with_history(past), gone, silent=False), lost="it vanished")
     return past
 
 
@@ -290,7 +290,7 @@ def _bills(case: FleetCase) -> History:
 def _final(bill: Bill, observed: Observed, now: float) -> Bill:
     """Extend the bill of a machine that disappeared between two rounds to its worker's last report."""
     pulse = observed.pulse(bill.worker)
-    last = max(pulse.beat or 0.0, pulse.said)
+    last = max(pulse.beat or 0.0, pulse.reported)
     alone = not observed.own.get(bill.worker)
     return replace(bill, seen=max(bill.seen, last)) if alone and last <= now else bill
 

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from spile.errors import Damaged, Failure, SpileError, UserError
 from spile.hosts.hosts import Access, Host
-from spile.hosts.run import explain, together
+from spile.hosts.run import combine_errors, explain
 from spile.objects import open_folder
 from spile.store.layout import RUN, STREAM
 from spile.store.stream import read_stream
@@ -167,7 +167,7 @@ class Transfers:
             if not isinstance(error, SpileError):
                 raise error
         if errors:
-            raise together([error for error in errors if isinstance(error, SpileError)], len(hosts))
+            raise combine_errors([error for error in errors if isinstance(error, SpileError)], len(hosts))
         return [future.result() for future in futures]
 
     def _end(self) -> None:

@@ -87,7 +87,7 @@ def explain(host: Host, code: int | None, words: str) -> SpileError:
     return Failure(f"{host.label}: ssh failed", found=_last(words) or f"exit code {code}")
 
 
-def together(errors: Sequence[SpileError], total: int) -> SpileError:
+def combine_errors(errors: Sequence[SpileError], total: int) -> SpileError:
     """Return the errors of several hosts as one: the first error and the number of hosts."""
     first = next((error for error in errors if isinstance(error, UserError)), errors[0])
     if len(errors) == 1:
@@ -344,7 +344,7 @@ async def run_everywhere(
             env = {**variables(session.host, hosts), **job.env}
             session.go(replace(job, env=env))
         ends = [asyncio.create_task(session.ended()) for session in sessions]
-        await _until_over(sessions, ends, pace, interrupt)
+        await _wait_for_all(sessions, ends, pace, interrupt)
         return [
             HostOutcome(end.code, end.cause, end.seconds, end.left, host=session.host)
             for session, end in zip(sessions, [task.result() for task in ends], strict=True)
@@ -371,10 +371,10 @@ async def _connect(sessions: Sequence[Session], interrupt: asyncio.Event) -> Non
         if not isinstance(error, SpileError):
             raise error
     if errors:
-        raise together([error for error in errors if isinstance(error, SpileError)], len(sessions))
+        raise combine_errors([error for error in errors if isinstance(error, SpileError)], len(sessions))
 
 
-async def _until_over(
+async def _wait_for_all(
     sessions: Sequence[Session], ends: Sequence[asyncio.Task[Ended]], pace: SessionTimes, interrupt: asyncio.Event
 ) -> None:
     """Wait for all sessions; at the first failure or interrupt, stop the others."""
@@ -479,11 +479,11 @@ def launch(
 async def _launch_one(
     host: Host, hosts: Sequence[Host], job: Job, access: Access, pace: SessionTimes | None
 ) -> Launched:
-    said = bytearray()
+    printed = bytearray()
 
     def keep(_: Host, data: bytes) -> None:
-        said.extend(data)
-        del said[:-KEPT]
+        printed.extend(data)
+        del printed[:-KEPT]
 
     error: SpileError | None = None
     try:
@@ -491,9 +491,9 @@ async def _launch_one(
             [host], job, access=access, output=keep, pace=pace, variables=lambda one, _: environment_of(one, hosts)
         )
         if outcome.code != 0:
-            last = said.decode("utf-8", "replace").strip().rpartition("\n")[2]
+            last = printed.decode("utf-8", "replace").strip().rpartition("\n")[2]
             how = f"exit code {outcome.code}" if outcome.cause == "ended" else outcome.cause
             error = Failure(f"{host.label}: the launch failed", found=f"{how}, after: {last}" if last else how)
     except SpileError as caught:
         error = caught
-    return Launched(host, error, said.decode("utf-8", "replace"))
+    return Launched(host, error, printed.decode("utf-8", "replace"))

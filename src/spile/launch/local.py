@@ -143,7 +143,7 @@ class WorkerProcess:
         return self._process.pid
 
     @property
-    def said(self) -> str:
+    def last_lines(self) -> str:
         """Its last lines of output."""
         return "\n".join(self._tail)
 
@@ -227,7 +227,7 @@ class LocalEngine:
             if code is not None:
                 del self._running[stream]
                 self._free.append(share)
-                ends.append(WorkerEnd(stream, code, "", process.said))
+                ends.append(WorkerEnd(stream, code, "", process.last_lines))
         return ends
 
     def stop(self, stream: int) -> None:

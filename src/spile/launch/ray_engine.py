@@ -82,7 +82,7 @@ def run_stream(words: Sequence[str], env: Mapping[str, str]) -> tuple[int, str, 
                 break
     finally:
         worker.kill()
-    return 130 if code is None else code, worker.said, socket.gethostname()
+    return 130 if code is None else code, worker.last_lines, socket.gethostname()
 
 
 # -- several hosts as one worker --------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ class Gang:
         self._stopped = True
         return list(self.refs)
 
-    def heard(self, ends: Mapping[Any, WorkerEnd], cancel: Callable[[Any], None]) -> WorkerEnd | None:
+    def record_ends(self, ends: Mapping[Any, WorkerEnd], cancel: Callable[[Any], None]) -> WorkerEnd | None:
         """Record hosts that ended and cancel the others if one failed; return the gang's end after the last one."""
         self.refs = [ref for ref in self.refs if ref not in ends]
         self._ends += ends.values()
@@ -298,7 +298,7 @@ class RayEngine:
             ready, _ = self._ray.wait(refs, num_returns=1, timeout=seconds)
         ends = [self._end(ref, self._refs.pop(ref)) for ref in ready if ref in self._refs]
         for stream, gang in list(self._gangs.items()):
-            end = gang.heard({ref: self._end(ref, stream) for ref in ready if ref in gang.refs}, self._cancel)
+            end = gang.record_ends({ref: self._end(ref, stream) for ref in ready if ref in gang.refs}, self._cancel)
             if end is not None:
                 del self._gangs[stream]
                 ends.append(end)
@@ -326,14 +326,14 @@ class RayEngine:
     def _end(self, ref: Any, stream: int) -> WorkerEnd:
         errors = self._ray.exceptions
         try:
-            code, said, where = self._ray.get(ref)
-            return WorkerEnd(stream, code, where, said)
+            code, last_lines, where = self._ray.get(ref)
+            return WorkerEnd(stream, code, where, last_lines)
         except errors.TaskCancelledError:
             return WorkerEnd(stream, 130)
         except errors.OutOfMemoryError as error:
-            return WorkerEnd(stream, 137, said=" ".join(str(error).split())[:400])
+            return WorkerEnd(stream, 137, last_lines=" ".join(str(error).split())[:400])
         except errors.RayTaskError as error:
-            return WorkerEnd(stream, 1, said=" ".join(str(error).split())[-400:])
+            return WorkerEnd(stream, 1, last_lines=" ".join(str(error).split())[-400:])
         except errors.RayError as error:  # The node, or the worker's parent process on it, is gone.
             return WorkerEnd(stream, None, cause=_first_sentence(error))
 
@@ -394,18 +394,18 @@ def _connect(address: str | None) -> Any:
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
-        said = " ".join(str(error).split())
-        if "ersion" in said and "mismatch" in said:
-            theirs = _VERSIONS.search(said)  # The cluster's versions come before ours.
+        message = " ".join(str(error).split())
+        if "ersion" in message and "mismatch" in message:
+            theirs = _VERSIONS.search(message)  # The cluster's versions come before ours.
             raise UserError(
                 f"the Ray cluster {where} has a different version",
                 expected=f"Ray {ray.__version__} and Python {platform.python_version()}, as here",
-                found=said[-200:] if theirs is None else f"Ray {theirs[1]} and Python {theirs[2]}",
+                found=message[-200:] if theirs is None else f"Ray {theirs[1]} and Python {theirs[2]}",
                 fix="install the cluster's versions here, or start the command on one of its nodes",
             ) from error
         raise UserError(
             f"no Ray cluster {where}",
-            found=None if "any running Ray instance" in said else said[:200],  # This message adds nothing.
+            found=None if "any running Ray instance" in message else message[:200],  # This message adds nothing.
             fix="name one with --ray-address HOST:6379, or start one: ray start --head",
         ) from error
     return ray

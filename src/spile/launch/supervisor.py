@@ -166,7 +166,7 @@ class WorkerEnd:
     """Its exit code; None if its machine was lost, so that only the ledger says how far it came."""
     where: str = ""
     """The machine."""
-    said: str = ""
+    last_lines: str = ""
     """Its last lines of output."""
     cause: str = ""
     """The engine's explanation if it lost the worker."""
@@ -174,7 +174,7 @@ class WorkerEnd:
     @property
     def last_line(self) -> str:
         """The last line of output, which is the error if there was one."""
-        return self.said.strip().rpartition("\n")[2]
+        return self.last_lines.strip().rpartition("\n")[2]
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from spile.models.architecture import ModelConfig
 from spile.models.attention import ATTENTIONS, Attention, precision
 from spile.models.experts import MIXTURES, Mixture, routed_mlp
 from spile.models.layers import Hidden, Look, linear, mlp, norm, rms_norm, softcap
-from spile.models.params import Layer, LayerRun, Params, one_by_one, tap_groups
+from spile.models.params import Layer, LayerRun, Params, one_run_per_layer, tap_groups
 from spile.models.rope import Angles
 from spile.spec.taps import Site, Tap
 
@@ -52,7 +52,7 @@ def _head(params: Params, normed: Float[Array, "rows d_model"], config: ModelCon
     return softcap(out, config.final_softcap)
 
 
-def look_after_layers(
+def report_head_taps(
     x: Hidden,
     tokens: Int[Array, "rows seq"],
     segments: Int[Array, "rows seq"] | None,
@@ -93,8 +93,8 @@ def look_after_layers(
 
 
 def _loss(all_logits: Float32[Array, "tokens vocab"], token: Int[Array, " tokens"]) -> Float32[Array, " tokens"]:
-    said = jnp.take_along_axis(all_logits, token[:, None], axis=1, mode="clip")[:, 0]
-    return jax.nn.logsumexp(all_logits, axis=-1) - said
+    chosen_logit = jnp.take_along_axis(all_logits, token[:, None], axis=1, mode="clip")[:, 0]
+    return jax.nn.logsumexp(all_logits, axis=-1) - chosen_logit
 
 
 def _is_last(tokens: Int[Array, "rows seq"], segments: Int[Array, "rows seq"] | None) -> Array:
@@ -112,7 +112,7 @@ Keep = Callable[[Tap, Array], Any]
 _AFTER_LAYERS = frozenset({"final_norm", "loss", "logits_ids", "logits"})
 
 
-def as_it_is(_tap: Tap, x: Array) -> Array:
+def keep_unchanged(_tap: Tap, x: Array) -> Array:
     """Return a tap's value unchanged."""
     return x
 
@@ -173,7 +173,7 @@ def forward(
     taps: tuple[Tap, ...],
     attention: str | Attention = "xla",
     mixture: str | Mixture = "blocks",
-    keep: Keep = as_it_is,
+    keep: Keep = keep_unchanged,
     runs: Sequence[LayerRun] | None = None,
 ) -> tuple[Any, ...]:
     """Return the activations ``[rows, seq, width]`` of the taps, in their order, each passed through ``keep``.
@@ -192,11 +192,11 @@ def forward(
         runs: How the layers of ``params`` are stacked, if they are. Each run is then a scan, and there is one result
             for each of :func:`~spile.models.params.tap_groups`, with one more dimension in front for the steps.
     """
-    runs = one_by_one(layers_needed(taps, config.n_layers)) if runs is None else runs
+    runs = one_run_per_layer(layers_needed(taps, config.n_layers)) if runs is None else runs
     drawn = Drawn(taps, keep)
     x = hidden(params, tokens, positions, segments, config, runs, attention, mixture, drawn)
     if head_needed(taps):
-        look_after_layers(x, tokens, segments, params, config, taps, drawn.at(None))
+        report_head_taps(x, tokens, segments, params, config, taps, drawn.at(None))
     return drawn.all(tap_groups(taps, runs))
 
 

@@ -26,7 +26,7 @@ from spile.errors import ModelError
 from spile.models import rope
 from spile.models.architecture import ModelConfig
 from spile.models.attention import MASKED, precision, scaled
-from spile.models.decoder import Drawn, Keep, as_it_is, block, embed, logits
+from spile.models.decoder import Drawn, Keep, block, embed, keep_unchanged, logits
 from spile.models.experts import MIXTURES, Mixture
 from spile.models.params import Params
 from spile.spec.taps import Tap
@@ -126,7 +126,7 @@ def read_prompts(
     sampling: Sampling,
     mixture: Mixture = MIXTURES["blocks"],
     attention: str = "xla",
-    keep: Keep = as_it_is,
+    keep: Keep = keep_unchanged,
 ) -> tuple[Slots, Choices, tuple[Any, ...]]:
     """Read a chunk of each batch row's prompt; after the last chunk, select the first token of the answer.
 
@@ -173,7 +173,7 @@ def take_steps(
     taps: tuple[Tap, ...],
     sampling: Sampling,
     mixture: Mixture = MIXTURES["blocks"],
-    keep: Keep = as_it_is,
+    keep: Keep = keep_unchanged,
 ) -> tuple[Slots, Choices, tuple[Any, ...]]:
     """Feed ``stride`` tokens of each slot one after another, and select the token after each.
 

@@ -47,7 +47,7 @@ class LayerRun:
         return range(self.first + place, self.stop, self.period)
 
 
-def one_by_one(n_layers: int) -> tuple[LayerRun, ...]:
+def one_run_per_layer(n_layers: int) -> tuple[LayerRun, ...]:
     """Return one run per layer: no scan."""
     return tuple(LayerRun(layer) for layer in range(n_layers))
 

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from spile.models.decoder import Drawn, as_it_is, hidden, layers_needed
+from spile.models.decoder import Drawn, hidden, keep_unchanged, layers_needed
 from spile.models.safetensors_files import LocalSource
 from spile.models.tensors import flops_per_token
 from spile.objects import open_folder
@@ -366,7 +366,7 @@ def bare_forward(producer: DeviceProducer, batches: Sequence[Batch]) -> tuple[fl
     def step(params: Any, batch: jax.Array) -> jax.Array:
         # The maximum: the compiler could move a sum inside the products and remove them.
         tokens, positions, segments = (batch[:, part] for part in range(3))
-        nothing, attend, mix = Drawn((), as_it_is), producer.attend, producer.mixture
+        nothing, attend, mix = Drawn((), keep_unchanged), producer.attend, producer.mixture
         x = hidden(params, tokens, positions, segments, config, producer.runs, attend, mix, nothing)
         return jnp.max(jnp.abs(x))
 

@@ -115,14 +115,14 @@ def _count(stream: SampleStream, spec: ExtractSpec, count: int) -> tuple[Lengths
     """Return the lengths of the counted samples, and their stored rows."""
     most = spec.data.max_samples
     total = stream.samples if most is None or stream.samples is None else min(most, stream.samples)
-    done = Ranges() if total is None else _all_but(total, count)
+    done = Ranges() if total is None else _all_except(total, count)
     items = with_positions(stream.read(done), spec)
     found = [(len(item), item.rows) if isinstance(item, Sample) else (0, 0) for item in items]
     samples = len(found) if total is None else total
     return Lengths([tokens for tokens, _ in found], samples), Lengths([rows for _, rows in found], samples)
 
 
-def _all_but(total: int, count: int) -> Ranges:
+def _all_except(total: int, count: int) -> Ranges:
     """Return all samples except ``count`` of them, evenly spread."""
     kept: Sequence[int] = range(total) if count >= total else [place * total // count for place in range(count)]
     return Ranges([(0, total)]) - Ranges.of(kept)

@@ -65,7 +65,7 @@ class _OpenShard(NamedTuple):
 
     def ranges(self, indices: _Numbers, part: _Numbers, parts: int) -> tuple[_Numbers, _Numbers, _Numbers]:
         """Return for a part of each sample the first row, the row after the last, and the sample's first row."""
-        index, offsets = self.reader.whole("sample_index"), self.reader.whole("offsets")
+        index, offsets = self.reader.read_tensor("sample_index"), self.reader.read_tensor("offsets")
         if not self.sorter:
             self.sorter.append(np.argsort(index, kind="stable"))
         place = self.sorter[0][np.searchsorted(index, indices, sorter=self.sorter[0])]

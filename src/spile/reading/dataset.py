@@ -119,10 +119,10 @@ class Dataset:
     def sample(self, stream: int, index: int) -> StoredSample:
         """Return the sample with this index in its stream."""
         source = self.stream(stream)
-        record = source.holding(index)
+        record = source.shard_with(index)
         if record is not None:
             shard = self.shard(source, record)
-            place = int(np.flatnonzero(shard.whole("sample_index") == index)[0])
+            place = int(np.flatnonzero(shard.read_tensor("sample_index") == index)[0])
             return StoredSample(shard, place, ref_of(source.number, shard, place), source.taps)
         why = "it was skipped" if index in source.skipped else "it is not stored"
         raise UserError(f"no sample {index} in stream {stream} of {self.root.url}", found=why)
@@ -181,9 +181,9 @@ class Dataset:
         first, step = part or (0, 1)
         if not 0 <= first < step:
             raise UserError("part", expected="(k, n) with k from 0 to n - 1", found=part)
-        having = self.having((str(tap),), streams)
-        read_ledgers(having)
-        records = ((stream, record) for stream in having for record in stream.shards)
+        chosen = self.streams_with((str(tap),), streams)
+        read_ledgers(chosen)
+        records = ((stream, record) for stream in chosen for record in stream.shards)
         mine = islice(records, first, None, step)
         shards = ((stream.number, self._fresh(stream, record)) for stream, record in mine)
         return iterate(shards, str(tap), batch_rows, include=include, exclude=exclude, context=context)
@@ -236,7 +236,7 @@ class Dataset:
                 ``tokens``, ``without_tokens``, ``min_norm``, ``max_norm`` and ``samples``.
         """
         names = (str(tap),) if isinstance(tap, str | Tap) else tuple(map(str, tap))
-        shards = self._shards(self.having(names, streams))
+        shards = self._shards(self.streams_with(names, streams))
         cached = page_cache is not False
         source = StoredBlocks(names, shards, selection_of(**wanted), context=context, keep_cached=cached)
         sizes = {"memory": memory, "buffer_rows": buffer_rows, "piece": piece}
@@ -334,16 +334,16 @@ class Dataset:
 
         return tap_statistics(self, str(tap), streams)
 
-    def having(self, taps: Sequence[str], streams: Iterable[int] | None) -> list[Stream]:
+    def streams_with(self, taps: Sequence[str], streams: Iterable[int] | None) -> list[Stream]:
         """Return the streams that have all of these taps."""
         wanted = self.streams if streams is None else tuple(self.stream(number) for number in streams)
         for tap in taps:
             if self.streams and tap not in self.taps:
                 raise _no_tap(tap, self.taps)
-        having = [stream for stream in wanted if set(taps) <= set(stream.taps)]
-        if wanted and not having:
+        chosen = [stream for stream in wanted if set(taps) <= set(stream.taps)]
+        if wanted and not chosen:
             raise _no_tap(" with ".join(taps), self.taps)
-        return having
+        return chosen
 
     def _fresh(self, stream: Stream, record: ShardRecord) -> ShardReader:
         # Not cached: a pass over the dataset must not evict the shards that lookups use.

@@ -93,7 +93,7 @@ class Block:
 
     def task_ids(self) -> list[str]:
         """Return the task id of each row."""
-        lengths = np.diff(self.shard.whole("offsets"))
+        lengths = np.diff(self.shard.read_tensor("offsets"))
         return [note["task_id"] for note, count in zip(self.shard.notes, lengths, strict=True) for _ in range(count)]
 
 
@@ -119,12 +119,12 @@ class Export:
     @property
     def rows(self) -> int:
         """Number of rows of all streams that have these taps."""
-        return sum(stream.tokens for stream in self.dataset.having(self.taps, self.streams))
+        return sum(stream.tokens for stream in self.dataset.streams_with(self.taps, self.streams))
 
     def blocks(self) -> Iterator[Block]:
         """Yield the shards that have these taps, in the order of streams and commits."""
         total, done = self.rows, 0
-        for stream in self.dataset.having(self.taps, self.streams):
+        for stream in self.dataset.streams_with(self.taps, self.streams):
             for number, record in enumerate(stream.shards, 1):
                 yield Block(stream.number, number, stream.open(record), self.taps, self.dtype)
                 done += record.tokens
@@ -230,7 +230,7 @@ def write_pickles(export: Export, output: str) -> Exported:
 
 
 def _pickled_samples(block: Block, tap: str) -> list[dict[str, Any]]:
-    offsets, found = block.shard.whole("offsets").tolist(), []
+    offsets, found = block.shard.read_tensor("offsets").tolist(), []
     for place, note in enumerate(block.shard.notes):
         rows = block.rows(tap, offsets[place], offsets[place + 1])
         known = {"sample_idx": int(note["index"]), "activation": rows, "shape": rows.shape}
@@ -348,7 +348,7 @@ def _contexts(source: Iterator[Block], tap: str, size: int, schema: Any) -> Iter
     arrow = _arrow()
     rest, rest_tokens = None, None
     for block in source:
-        tokens = block.shard.whole("tokens")
+        tokens = block.shard.read_tensor("tokens")
         for start in range(0, block.length, _SLICE):
             stop = min(start + _SLICE, block.length)
             rows, ids = block.rows(tap, start, stop), tokens[start:stop]

@@ -33,7 +33,7 @@ _Array = npt.NDArray[Any]
 
 def tap_statistics(dataset: Dataset, tap: str, streams: Iterable[int] | None = None) -> TapStatistics:
     """Return the statistics of a tap: from the commits if they have them, otherwise from the rows."""
-    shards = [(stream, record) for stream in dataset.having((tap,), streams) for record in stream.shards]
+    shards = [(stream, record) for stream in dataset.streams_with((tap,), streams) for record in stream.shards]
     calls = (partial(_shard_statistics, stream, record, tap) for stream, record in shards)
     return TapStatistics.merged(read_ahead(calls, _THREADS))
 
@@ -42,7 +42,7 @@ def _shard_statistics(stream: Stream, record: ShardRecord, tap: str) -> TapStati
     shard = stream.open(record)
     known = TapStatistics.from_json(record.statistics[tap], stream.number) if tap in record.statistics else None
     if known is not None and tap + SUMS in shard.of(tap).header.places:
-        return replace(known, sums=(shard.whole(tap + SUMS),))
+        return replace(known, sums=(shard.read_tensor(tap + SUMS),))
     taken = TapAccumulator(shard.place(tap).shape[1])
     for start in range(0, record.tokens, _READ_ROWS):
         stop = min(start + _READ_ROWS, record.tokens)
@@ -84,7 +84,7 @@ class Inspection:
 
 def known_stats(dataset: Dataset, tap: str) -> bool:
     """Return whether the statistics of a tap were computed while extracting, in every shard."""
-    shards = [shard for stream in dataset.having((tap,), None) for shard in stream.shards]
+    shards = [shard for stream in dataset.streams_with((tap,), None) for shard in stream.shards]
     return bool(shards) and all(TapStatistics.from_json(shard.statistics.get(tap)) is not None for shard in shards)
 
 
@@ -110,7 +110,7 @@ def inspect_dataset(dataset: Dataset, *, samples: int = 3, tap: str | None = Non
 
 
 def _is_float(dataset: Dataset, tap: str) -> bool:
-    (stream, *_) = dataset.having((tap,), None)
+    (stream, *_) = dataset.streams_with((tap,), None)
     return bool(stream.shards) and dataset.shard(stream, stream.shards[0]).row_type(tap)[0].kind not in "iu"
 
 

@@ -46,10 +46,10 @@ class SampleRef:
 def ref_of(stream: int, shard: ShardReader, place: int) -> SampleRef:
     """Return the reference of the sample at this place of a shard."""
     note = shard.notes[place]
-    offsets = shard.whole("offsets")
+    offsets = shard.read_tensor("offsets")
     return SampleRef(
         stream=stream,
-        index=int(shard.whole("sample_index")[place]),
+        index=int(shard.read_tensor("sample_index")[place]),
         task_id=note["task_id"],
         length=int(offsets[place + 1] - offsets[place]),
         preview=note["preview"],
@@ -104,14 +104,14 @@ def _concatenate(parts: list[Any]) -> Any:
 def context_of(stream: int, shard: ShardReader, first: int, last: int) -> RowBatch:
     """Return what is known of rows ``first`` to ``last`` of a shard, without the rows themselves."""
     numbers = np.arange(first, last)
-    sample = np.searchsorted(shard.whole("offsets"), numbers, side="right") - 1
+    sample = np.searchsorted(shard.read_tensor("offsets"), numbers, side="right") - 1
     begin, end = (int(sample[0]), int(sample[-1]) + 1) if len(sample) else (0, 0)
     return RowBatch(
         rows=np.empty((len(numbers), 0), np.float32),
-        tokens=shard.whole("tokens")[first:last],
-        roles=shard.whole("roles")[first:last],
+        tokens=shard.read_tensor("tokens")[first:last],
+        roles=shard.read_tensor("roles")[first:last],
         streams=np.full(len(numbers), stream),
-        samples=shard.whole("sample_index")[sample],
+        samples=shard.read_tensor("sample_index")[sample],
         positions=shard.positions(first, last),
         kept={name: values[sample - begin] for name, values in _kept_fields(shard, begin, end).items()} or None,
     )
@@ -167,15 +167,15 @@ class Selection:
         """Return which of the rows ``start`` to ``stop`` of a shard meet all conditions but those on norms."""
         wanted = np.ones(stop - start, np.bool_)
         if self.include is not None or self.exclude is not None:
-            roles = shard.whole("roles")[start:stop]
+            roles = shard.read_tensor("roles")[start:stop]
             if self.include is not None:
                 wanted &= (roles & self.include) != 0
             if self.exclude is not None:
                 wanted &= (roles & self.exclude) == 0
         if self.tokens is not None:
-            wanted &= np.isin(shard.whole("tokens")[start:stop], list(self.tokens))
+            wanted &= np.isin(shard.read_tensor("tokens")[start:stop], list(self.tokens))
         if self.without_tokens is not None:
-            wanted &= ~np.isin(shard.whole("tokens")[start:stop], list(self.without_tokens))
+            wanted &= ~np.isin(shard.read_tensor("tokens")[start:stop], list(self.without_tokens))
         if self.positions is not None:
             first, last = self.positions
             position = shard.positions(start, stop)
@@ -188,7 +188,7 @@ class Selection:
         assert self.samples is not None  # noqa: S101  for the type checker
         if start == stop:
             return np.zeros(0, np.bool_)
-        place = np.searchsorted(shard.whole("offsets"), np.arange(start, stop), side="right") - 1
+        place = np.searchsorted(shard.read_tensor("offsets"), np.arange(start, stop), side="right") - 1
         first, last = int(place[0]), int(place[-1])
         chosen = [bool(self.samples(ref_of(stream, shard, number))) for number in range(first, last + 1)]
         return np.array(chosen, np.bool_)[place - first]

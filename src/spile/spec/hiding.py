@@ -19,7 +19,7 @@ def secret_values(environment: Mapping[str, str], given: Mapping[str, str]) -> f
     return frozenset(value for value in named | brought if len(value) >= _SHORTEST)
 
 
-def struck_out(text: str, values: Iterable[str]) -> str:
+def hide_values(text: str, values: Iterable[str]) -> str:
     """Return the text with these values replaced by ``***``."""
     for value in sorted(values, key=len, reverse=True):
         text = text.replace(value, "***")

@@ -40,7 +40,7 @@ class Ranges:
         return cls((number, number + 1) for number in numbers)
 
     @classmethod
-    def twice(cls, pairs: Iterable[tuple[int, int]]) -> Ranges:
+    def repeated(cls, pairs: Iterable[tuple[int, int]]) -> Ranges:
         """Return the numbers that are in more than one of these ranges."""
         found: list[tuple[int, int]] = []
         end = -1

@@ -162,7 +162,7 @@ class Claim:
                 self._root.delete(info.key)
 
     @contextmanager
-    def kept(self, log: Callable[[str], None] = lambda _line: None) -> Iterator[None]:
+    def keep_renewed(self, log: Callable[[str], None] = lambda _line: None) -> Iterator[None]:
         """Renew the claim in a thread until the block ends, then release it.
 
         The work in the block goes on if the claim is lost: the ledger fences it at its next commit.

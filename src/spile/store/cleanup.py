@@ -224,9 +224,9 @@ _MOST_FILLED = 1000
 """The widest gap of numbers that is filled with empty commits. A foreign commit after a wider gap is removed."""
 
 
-def free_number(commits: Sequence[Commit], strangers: Sequence[Commit]) -> int:
+def free_number(commits: Sequence[Commit], foreign_commits: Sequence[Commit]) -> int:
     """Return the number of the next commit of this incarnation."""
-    taken = {commit.number for commit in strangers}
+    taken = {commit.number for commit in foreign_commits}
     number = commits[-1].number + 1 if commits else 1
     while number in taken:
         number += 1
@@ -234,9 +234,9 @@ def free_number(commits: Sequence[Commit], strangers: Sequence[Commit]) -> int:
 
 
 def repair_ledger(
-    folder: Folder, stream: str, commits: Sequence[Commit], strangers: Sequence[Commit]
+    folder: Folder, stream: str, commits: Sequence[Commit], foreign_commits: Sequence[Commit]
 ) -> tuple[str, ...] | None:
-    """Replace commits of earlier incarnations (``strangers``) by empty ones and keep copies of them.
+    """Replace commits of earlier incarnations (``foreign_commits``) by empty ones and keep copies of them.
 
     Returns:
         The locations of the copies, or None if a worker is active and nothing was changed.
@@ -244,15 +244,15 @@ def repair_ledger(
     """
     removal = Removal(
         folder.url,
-        ours=lambda key: commit_number(key) in {commit.number for commit in strangers},
+        ours=lambda key: commit_number(key) in {commit.number for commit in foreign_commits},
         remove=folder.delete,
-        fence=lambda: fence(folder, stream, free_number(commits, strangers), "the ledger was mended"),
+        fence=lambda: fence(folder, stream, free_number(commits, foreign_commits), "the ledger was repaired"),
     )
     if not removal.fenced():
         return None
     kept: list[str] = []
-    filled = max([free_number(commits, strangers), *(commit.number for commit in commits)])
-    for commit in strangers:
+    filled = max([free_number(commits, foreign_commits), *(commit.number for commit in commits)])
+    for commit in foreign_commits:
         copy = stray_key(commit.number, commit.stream)
         folder.create(copy, folder.get(commit_key(commit.number)))
         kept.append(f"{folder.url}/{copy}")
@@ -260,7 +260,9 @@ def repair_ledger(
             removal.in_order([commit_key(commit.number)])
             continue
         for number in range(filled + 1, commit.number):
-            fence(folder, stream, number, "the ledger was mended")
-        folder.put(commit_key(commit.number), empty_commit(commit.number, stream, "in a stranger's place").to_bytes())
+            fence(folder, stream, number, "the ledger was repaired")
+        folder.put(
+            commit_key(commit.number), empty_commit(commit.number, stream, "in place of a foreign commit").to_bytes()
+        )
         filled = max(filled, commit.number)
     return tuple(kept)

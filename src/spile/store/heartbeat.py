@@ -17,7 +17,7 @@ from typing import Any
 
 from spile.errors import Damaged, Fenced, Interrupted, SpileError
 from spile.objects.folder import Folder, NotFound
-from spile.spec.hiding import secret_values, struck_out
+from spile.spec.hiding import hide_values, secret_values
 from spile.spec.phase import Phase
 from spile.spec.records import known_fields
 from spile.store.layout import PROGRESS
@@ -48,7 +48,7 @@ class Reading:
     expected: int | None = None
     """The number of samples of the stream when this worker is done, limited by ``--max-samples``."""
 
-    def got_no_further_than(self, before: Reading) -> bool:
+    def has_no_progress_since(self, before: Reading) -> bool:
         """Return whether there was no progress since ``before``. The rate and retries are not progress."""
         return replace(self, tokens_per_second=0.0, retries=0) == replace(before, tokens_per_second=0.0, retries=0)
 
@@ -166,14 +166,14 @@ class Heartbeat:
 
     def note(self, line: str) -> None:
         """Add a line of the log. The heartbeat contains the last lines, without the values of secret variables."""
-        self._tail.append(struck_out(line, self._hidden)[:_LINE])
+        self._tail.append(hide_values(line, self._hidden)[:_LINE])
 
     def note_error(self, error: BaseException | str) -> None:
         """Record the last error."""
         text = str(error) if isinstance(error, str | SpileError) else f"{type(error).__name__}: {error}"
         if isinstance(error, KeyboardInterrupt):
             text = "interrupted"
-        self._error = struck_out(text, self._hidden)[:_LINE]
+        self._error = hide_values(text, self._hidden)[:_LINE]
 
     def _run(self) -> None:
         while not self._over.is_set():
@@ -186,7 +186,7 @@ class Heartbeat:
     def _write(self) -> None:
         try:
             now = self._read()
-            if self._last is None or not now.got_no_further_than(self._last):
+            if self._last is None or not now.has_no_progress_since(self._last):
                 self._last, self._progressed = now, _iso(self._clock())
             beat = Beat(
                 attempt=self._attempt,

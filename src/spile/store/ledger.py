@@ -236,7 +236,7 @@ class Commit:
 
     def doubled(self) -> Ranges:
         """Return the samples that this commit lists twice."""
-        return Ranges.twice(self.pairs())
+        return Ranges.repeated(self.pairs())
 
 
 _ASKED_FOR = 1000
@@ -312,7 +312,7 @@ class Ledger:
         return replace(
             self,
             done=done,
-            doubled=self.doubled if single else self.doubled | Ranges.twice(pairs),
+            doubled=self.doubled if single else self.doubled | Ranges.repeated(pairs),
             commits=last,
             files=(*self.files, *files),
             samples=self.samples + samples,
@@ -356,13 +356,13 @@ def read_entries(folder: Folder, stream: str | None, after: int = 0) -> Iterator
             absent.append((last + 1, number))
         commit = Commit.from_bytes(data, f"{folder.url}/{commit_key(number)}")
         if absent and (stream is None or commit.stream == stream):
-            yield from _late(folder, Ranges(absent), numbers[-1])
+            yield from _read_unlisted(folder, Ranges(absent), numbers[-1])
             absent = []
         yield _checked(commit, number, folder.url)
         last = number
 
 
-def _late(folder: Folder, absent: Ranges, last: int) -> Iterator[Commit]:
+def _read_unlisted(folder: Folder, absent: Ranges, last: int) -> Iterator[Commit]:
     """Yield commits that a listing missed: beyond 9999, a new name may sort before those already listed."""
     lost = absent
     if len(absent) <= _ASKED_FOR:

@@ -51,13 +51,13 @@ def answers_problem(folder: Folder, shard: ShardReader) -> list[str]:
     """Return the problems of a shard's answers, including rows that do not belong to the tokens of the answers."""
     predictions = {prediction.sample: prediction for prediction in read_predictions(folder, shard.record)}
     some = POSITIONS in shard.header.places  # Then the context contains all tokens and ends with the answer.
-    tokens, roles = shard.whole("tokens"), shard.whole("roles")
+    tokens, roles = shard.read_tensor("tokens"), shard.read_tensor("roles")
     wrong = []
-    for place, index in enumerate(shard.whole("sample_index").tolist()):
-        rows, said = slice(*shard.bounds(place)), predictions[index].tokens if index in predictions else ()
+    for place, index in enumerate(shard.read_tensor("sample_index").tolist()):
+        rows, answer = slice(*shard.bounds(place)), predictions[index].tokens if index in predictions else ()
         answered = tokens[rows][(roles[rows] & np.uint8(Role.ANSWER)) != 0]
-        answered = shard.context(place)[-len(said) :] if some else answered
-        if index not in predictions or (len(answered) and tuple(answered.tolist()) != said):
+        answered = shard.context(place)[-len(answer) :] if some else answered
+        if index not in predictions or (len(answered) and tuple(answered.tolist()) != answer):
             wrong.append(f"the rows of sample {index} are not those of its answer")
     return wrong
 

@@ -197,7 +197,7 @@ def _choose(streams: Sequence[Stream], k: int, seed: int) -> tuple[list[_Chosen]
 
 def _read_tokens(stream: Stream, shard: ShardReader, place: int) -> _Chosen:
     start, stop = shard.bounds(place)
-    index, tokens = int(shard.whole("sample_index")[place]), shard.context(place)
+    index, tokens = int(shard.read_tensor("sample_index")[place]), shard.context(place)
     positions = None if stop - start == len(tokens) else shard.positions(start, stop).astype(np.int32)
     sample = Sample(index, "", tokens, np.zeros(len(tokens), np.uint8), positions=positions)
     return _Chosen(stream, shard, sample, slice(start, stop))

@@ -116,7 +116,7 @@ class StreamReport:
     missing: Ranges = field(default_factory=Ranges)
     doubled: Ranges = field(default_factory=Ranges)
     problems: tuple[Problem, ...] = ()
-    strangers: Ranges = field(default_factory=Ranges)
+    foreign_commits: Ranges = field(default_factory=Ranges)
     """The numbers of commits of an earlier incarnation. They are ignored and are not a problem."""
     kept: tuple[str, ...] | None = None
     """The locations of the copies of commits that a repair removed from the ledger; None if there was no repair."""
@@ -173,5 +173,5 @@ class Report:
 
 def _stream_json(stream: StreamReport) -> dict[str, Any]:
     plain = {name: value for name, value in vars(stream).items() if name != "problems"}
-    ranges = {name: getattr(stream, name).pairs() for name in ("missing", "doubled", "strangers")}
+    ranges = {name: getattr(stream, name).pairs() for name in ("missing", "doubled", "foreign_commits")}
     return {**plain, **ranges, "ok": stream.ok}

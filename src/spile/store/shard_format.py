@@ -298,9 +298,9 @@ def plan_shard(schema: ShardSchema, notes: Sequence[dict[str, Any]], tokens: int
 
     ``tokens`` is the number of rows; ``context`` is the number of all tokens if some have no rows.
     """
-    said = json.dumps(notes, separators=(",", ":"), ensure_ascii=False)
+    records = json.dumps(notes, separators=(",", ":"), ensure_ascii=False)
     chunking = schema.chunking()
-    metadata = {**schema.metadata(), **chunking.metadata(), "samples": said}
+    metadata = {**schema.metadata(), **chunking.metadata(), "samples": records}
     shapes = _shapes(schema, len(notes), tokens, context)
     try:
         data, header = encode_header(shapes, metadata, align=ALIGN)

@@ -89,7 +89,7 @@ class ShardReader:
                 self._notes = self.header.notes()
             return self._notes
 
-    def whole(self, name: str) -> npt.NDArray[Any]:
+    def read_tensor(self, name: str) -> npt.NDArray[Any]:
         """Return a whole tensor that is not a tap, checked against the commit. It is kept in memory."""
         with self._lock:
             if name not in self._kept:
@@ -106,21 +106,21 @@ class ShardReader:
 
     def bounds(self, place: int) -> tuple[int, int]:
         """Return the first row of the sample at this index of the shard, and the end of its rows."""
-        start, stop = self.whole("offsets")[place : place + 2].tolist()
+        start, stop = self.read_tensor("offsets")[place : place + 2].tolist()
         return start, stop
 
     def context(self, place: int) -> npt.NDArray[np.int32]:
         """Return all tokens of the sample at this index of the shard, including those without rows."""
         if CONTEXT not in self.header.places:
             return self.rows("tokens", *self.bounds(place))
-        start, stop = self.whole(CONTEXT_OFFSETS)[place : place + 2].tolist()
+        start, stop = self.read_tensor(CONTEXT_OFFSETS)[place : place + 2].tolist()
         return self.rows(CONTEXT, start, stop)
 
     def positions(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Return the position of each row in its sample, starting from 0."""
         if POSITIONS in self.header.places:
-            return self.whole(POSITIONS)[start:stop].astype(np.int64)
-        rows, offsets = np.arange(start, stop), self.whole("offsets")
+            return self.read_tensor(POSITIONS)[start:stop].astype(np.int64)
+        rows, offsets = np.arange(start, stop), self.read_tensor("offsets")
         return np.asarray(rows - offsets[np.searchsorted(offsets, rows, side="right") - 1])
 
     def rows(self, name: str, start: int, stop: int) -> npt.NDArray[Any]:
@@ -149,7 +149,7 @@ class ShardReader:
         """Decode stored rows, the first of which is row ``start``."""
         if not self._encoded(name):
             return rows
-        return decode(rows, self.whole(name + SCALE)[start : start + len(rows)])
+        return decode(rows, self.read_tensor(name + SCALE)[start : start + len(rows)])
 
     def _encoded(self, name: str) -> bool:
         return name + SCALE in self.header.places
@@ -191,7 +191,7 @@ class ShardReader:
         """Return whether these chunks of a local file were checked before. Remote data is checked at each read."""
         return self.folder.local_path is not None and bool(self.sums(name).trusted[begin:end].all())
 
-    def folded(self, name: str) -> int:
+    def tensor_checksum(self, name: str) -> int:
         """Return the crc32c of a whole tensor, computed from those of its chunks."""
         return fold_chunks(self.sums(name).crcs.tolist(), self.place(name).length, self.chunk_bytes(name))
 
@@ -237,7 +237,7 @@ class ShardReader:
         """Return the checksums of a tensor's chunks."""
         with self._lock:
             if not self._sums:
-                sums, at = self.whole(CHUNKS), 0
+                sums, at = self.read_tensor(CHUNKS), 0
                 for each in self.header.places:
                     count = self.header.chunk_count(each) if each != CHUNKS else 0
                     self._sums[each] = ChunkSums(sums[at : at + count], np.zeros(count, np.bool_))
@@ -285,9 +285,9 @@ class ShardReader:
 
     def _fill(self, path: Path, start: int, target: memoryview) -> None:
         if read_into(path / self.record.name, start, target) != len(target):
-            self.was_cut()
+            self.raise_cut_short()
 
-    def was_cut(self) -> NoReturn:
+    def raise_cut_short(self) -> NoReturn:
         """Raise the error for a file that is shorter than its commit states."""
         self._check_size()
         raise Damaged(f"{self.where} became shorter while it was read")
@@ -315,31 +315,31 @@ class JoinedShard(ShardReader):
         self._added = added
         """The readers of added taps, by tap."""
 
-    def _beside(self, name: str) -> ShardReader | None:
+    def _added_reader(self, name: str) -> ShardReader | None:
         return self._added.get(name.removesuffix(SUMS).removesuffix(SCALE))
 
     def of(self, name: str) -> ShardReader:
         """Return the reader of the file that contains a tensor."""
-        return self._beside(name) or self
+        return self._added_reader(name) or self
 
     def place(self, name: str) -> TensorPlace:
         """Return the place of a tensor in the file that contains it."""
-        other = self._beside(name)
+        other = self._added_reader(name)
         return super().place(name) if other is None else other.place(name)
 
-    def whole(self, name: str) -> _Array:
+    def read_tensor(self, name: str) -> _Array:
         """Return a whole tensor that is not a tap."""
-        other = self._beside(name)
-        return super().whole(name) if other is None else other.whole(name)
+        other = self._added_reader(name)
+        return super().read_tensor(name) if other is None else other.read_tensor(name)
 
     def rows(self, name: str, start: int, stop: int) -> _Array:
         """Return rows ``start`` to ``stop`` of a tensor."""
-        other = self._beside(name)
+        other = self._added_reader(name)
         return super().rows(name, start, stop) if other is None else other.rows(name, start, stop)
 
     def drop_cached(self, name: str, start: int, stop: int) -> None:
         """Ask the system to drop rows from the page cache."""
-        other = self._beside(name)
+        other = self._added_reader(name)
         if other is None:
             super().drop_cached(name, start, stop)
         else:
@@ -347,25 +347,25 @@ class JoinedShard(ShardReader):
 
     def row_type(self, name: str) -> tuple[np.dtype[Any], int]:
         """Return the dtype in which a tap's rows are returned, and their width."""
-        other = self._beside(name)
+        other = self._added_reader(name)
         return super().row_type(name) if other is None else other.row_type(name)
 
     def decoded(self, name: str, start: int, rows: _Array) -> _Array:
         """Decode stored rows."""
-        other = self._beside(name)
+        other = self._added_reader(name)
         return super().decoded(name, start, rows) if other is None else other.decoded(name, start, rows)
 
     def chunk_bytes(self, name: str) -> int:
         """Return the length of a tensor's chunks in bytes."""
-        other = self._beside(name)
+        other = self._added_reader(name)
         return super().chunk_bytes(name) if other is None else other.chunk_bytes(name)
 
     def chunk_rows(self, tap: str) -> int:
         """Return the number of rows in a chunk of a tap."""
-        other = self._beside(tap)
+        other = self._added_reader(tap)
         return super().chunk_rows(tap) if other is None else other.chunk_rows(tap)
 
     def chunks(self, name: str, begin: int, end: int) -> memoryview:
         """Return the bytes of chunks ``begin`` to ``end`` of a tensor, checked."""
-        other = self._beside(name)
+        other = self._added_reader(name)
         return super().chunks(name, begin, end) if other is None else other.chunks(name, begin, end)

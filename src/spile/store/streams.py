@@ -61,11 +61,13 @@ def mixed_splits(root: str, records: Sequence[StreamRecord]) -> list[Problem]:
         )
     if len(groups) < 2:
         return []
-    told = "; ".join(_told(group, numbers) for group, numbers in sorted(groups.items(), key=lambda item: item[1]))
-    return [Problem("wrong", root, f"its streams are of different splits of the data: {told}")]
+    groups_text = "; ".join(
+        _describe_group(group, numbers) for group, numbers in sorted(groups.items(), key=lambda item: item[1])
+    )
+    return [Problem("wrong", root, f"its streams are of different splits of the data: {groups_text}")]
 
 
-def _told(group: tuple[int, str | None] | None, numbers: list[int]) -> str:
+def _describe_group(group: tuple[int, str | None] | None, numbers: list[int]) -> str:
     names = f"{stream_folder(numbers[0])}{f' and {len(numbers) - 1} more' if len(numbers) > 1 else ''}"
     return f"{names} of no split" if group is None else f"{names} of {group[0]} streams (split {group[1] or 'unknown'})"
 
@@ -96,15 +98,15 @@ class Addition:
         """The committed shards, in the order of their commits."""
         return tuple(shard for commit in self.commits for shard in commit.shards)
 
-    def beside(self, shards: Iterable[ShardRecord]) -> dict[str, ShardRecord]:
+    def added_shards(self, shards: Iterable[ShardRecord]) -> dict[str, ShardRecord]:
         """Map names of a stream's shards to the added shards for the same rows; shards without one are left out."""
         known = {alignment(shard): shard for shard in self.shards}
         return {shard.name: known[alignment(shard)] for shard in shards if alignment(shard) in known}
 
-    def left(self, shards: Iterable[ShardRecord]) -> list[ShardRecord]:
+    def remaining(self, shards: Iterable[ShardRecord]) -> list[ShardRecord]:
         """Return the shards of a stream that do not have the added taps yet."""
         every = list(shards)
-        done = self.beside(every)
+        done = self.added_shards(every)
         return [shard for shard in every if shard.name not in done]
 
 
@@ -200,7 +202,7 @@ class Stream:
     @cached_property
     def additions(self) -> tuple[Addition, ...]:
         """The finished additions, which have every row. Readers use only these."""
-        return tuple(added for added in self.begun if not added.left(self._own))
+        return tuple(added for added in self.begun if not added.remaining(self._own))
 
     @cached_property
     def taps(self) -> tuple[str, ...]:
@@ -226,9 +228,9 @@ class Stream:
         return tuple(shard for commit in self.commits for shard in commit.shards)
 
     @cached_property
-    def _beside(self) -> tuple[dict[str, ShardRecord], ...]:
+    def _added_by_shard(self) -> tuple[dict[str, ShardRecord], ...]:
         """For each addition: its shards by the names of the stream's own shards."""
-        return tuple(added.beside(self._own) for added in self.additions)
+        return tuple(added.added_shards(self._own) for added in self.additions)
 
     @cached_property
     def shards(self) -> tuple[ShardRecord, ...]:
@@ -242,7 +244,7 @@ class Stream:
 
     def _with_added(self, shard: ShardRecord) -> ShardRecord:
         known = dict(shard.statistics)
-        for beside in self._beside:
+        for beside in self._added_by_shard:
             known |= beside[shard.name].statistics
         return replace(shard, statistics=known)
 
@@ -250,7 +252,7 @@ class Stream:
         """Open a shard together with its added taps. The header must name this stream."""
         own = ShardReader(self.folder, shard, stream=self.record.id, fingerprint=self.record.fingerprint)
         added: dict[str, ShardReader] = {}
-        for each, beside in zip(self.additions, self._beside, strict=True):
+        for each, beside in zip(self.additions, self._added_by_shard, strict=True):
             reader = ShardReader(
                 each.folder, beside[shard.name], stream=each.record.id, fingerprint=each.record.fingerprint
             )
@@ -262,7 +264,7 @@ class Stream:
         """Sorted (first, last + 1, shard) of every range of samples, for bisection."""
         return sorted((a, b, place) for place, shard in enumerate(self.shards) for a, b in shard.samples.pairs())
 
-    def holding(self, index: int) -> ShardRecord | None:
+    def shard_with(self, index: int) -> ShardRecord | None:
         """Return the shard that contains a sample, or None."""
         place = bisect_right(self._ranges, index, key=itemgetter(0)) - 1
         if place < 0 or index >= self._ranges[place][1]:
@@ -309,7 +311,7 @@ def _folders(root: Folder) -> dict[int, list[str]]:
     return {number: added.get(number, []) for number in found}
 
 
-def stranger(record: StreamRecord, number: int, run: RunIdentity) -> str | None:
+def foreign_reason(record: StreamRecord, number: int, run: RunIdentity) -> str | None:
     """Return why a ``stream.json`` does not belong to folder ``number`` of this run, or None if it does."""
     if record.fingerprint != run.fingerprint():
         return f"{STREAM} belongs to another run: expected fingerprint {run.fingerprint()}, found {record.fingerprint}"
@@ -334,13 +336,13 @@ def open_streams(root: Folder, run: RunIdentity) -> list[Stream]:
     for number, folder, record in zip(numbers, folders, records, strict=True):
         if record is None:
             continue  # The stream was removed after it was listed.
-        if why := stranger(record, number, run):
+        if why := foreign_reason(record, number, run):
             fix = f"move {folder.url} out of the dataset, then look for other problems with: spile verify {root.url}"
             raise Damaged(f"{folder.url} does not belong to the dataset", found=why, fix=fix)
         streams.append(Stream(folder, record, find_additions(folder, record, found[number])))
     # A stream whose data is not listed in streams.json states no split. It is accepted here; spile verify reports it.
-    told = [stream.record for stream in streams if stream.record.identity.streams is not None]
-    for problem in mixed_splits(root.url, told):
+    with_split = [stream.record for stream in streams if stream.record.identity.streams is not None]
+    for problem in mixed_splits(root.url, with_split):
         raise Damaged(problem.where, found=problem.text, fix="move the streams of one split to a dataset of their own")
     return streams
 

@@ -39,7 +39,7 @@ from spile.store.shard_format import CHUNKS, CONTEXT, CONTEXT_OFFSETS, POSITIONS
 from spile.store.shard_reader import ShardReader
 from spile.store.statistics import SUMS
 from spile.store.stream import StreamRecord, read_run, read_stream
-from spile.store.streams import AT_ONCE, Addition, Stream, alignment, expected_streams, judge_split, stranger
+from spile.store.streams import AT_ONCE, Addition, Stream, alignment, expected_streams, foreign_reason, judge_split
 
 _PIECE = 8 << 20
 """Bytes that are read at once, in whole chunks, at least one chunk."""
@@ -108,7 +108,7 @@ def _header(shard: ShardReader, schema: ShardSchema) -> list[str]:
 
 
 def _index(shard: ShardReader, keep: tuple[str, ...]) -> list[str]:
-    offsets, index = shard.whole("offsets"), shard.whole("sample_index")
+    offsets, index = shard.read_tensor("offsets"), shard.read_tensor("sample_index")
     says = []
     if offsets[0] != 0 or offsets[-1] != shard.record.tokens or (np.diff(offsets) < 0).any():
         says.append("offsets do not rise from 0 to the number of tokens")
@@ -124,8 +124,8 @@ def _index(shard: ShardReader, keep: tuple[str, ...]) -> list[str]:
 
 def _context(shard: ShardReader) -> list[str]:
     """Check the positions and the context of a shard in which only some tokens have rows."""
-    offsets, starts, context = (shard.whole(name) for name in ("offsets", CONTEXT_OFFSETS, CONTEXT))
-    positions, lengths = shard.whole(POSITIONS).astype(np.int64), np.diff(starts)
+    offsets, starts, context = (shard.read_tensor(name) for name in ("offsets", CONTEXT_OFFSETS, CONTEXT))
+    positions, lengths = shard.read_tensor(POSITIONS).astype(np.int64), np.diff(starts)
     if starts[0] != 0 or starts[-1] != len(context) or (lengths < 0).any():
         return ["context_offsets do not rise from 0 to the number of all tokens"]
     sample = np.repeat(np.arange(len(lengths)), np.diff(offsets))
@@ -133,7 +133,7 @@ def _context(shard: ShardReader) -> list[str]:
         return ["positions lie outside their samples"]
     if (np.diff(positions)[np.diff(sample) == 0] <= 0).any():
         return ["positions do not rise within their samples"]
-    if not np.array_equal(context[starts[sample] + positions], shard.whole("tokens")):
+    if not np.array_equal(context[starts[sample] + positions], shard.read_tensor("tokens")):
         return ["tokens are not those of context at positions"]
     return []
 
@@ -145,7 +145,7 @@ def _bytes(shard: ShardReader, seen: Callable[[int], None]) -> list[str]:
     seen(shard.record.header[0])
     for name, place in shard.header.places.items():
         if name == CHUNKS:
-            sums.append((crc32c(shard.whole(name).tobytes()), place.length))
+            sums.append((crc32c(shard.read_tensor(name).tobytes()), place.length))
             continue
         bad = 0
         for begin, end in shard.pieces(name, _PIECE):
@@ -156,7 +156,7 @@ def _bytes(shard: ShardReader, seen: Callable[[int], None]) -> list[str]:
             seen(len(data))
         if bad:
             says.append(f"{name} has {bad} values that are NaN or infinite")
-        sums.append((shard.folded(name), place.length))
+        sums.append((shard.tensor_checksum(name), place.length))
         if sums[-1][0] != shard.record.tensors[name]:
             says.append(f"{name}: expected crc32c {to_hex(shard.record.tensors[name])}, found {to_hex(sums[-1][0])}")
     if fold(sums) != shard.record.crc32c:
@@ -173,7 +173,7 @@ class _StreamEvidence:
         self.folder = root.child(self.path)
         self.record: StreamRecord | None = None
         self.commits: tuple[Commit, ...] = ()
-        self.strangers: tuple[Commit, ...] = ()
+        self.foreign_commits: tuple[Commit, ...] = ()
         self.readable = False
         self.problems: list[Problem] = []
         self.additions: list[_StreamEvidence] = []
@@ -263,9 +263,9 @@ def _asked(root: Folder, max_samples: int | None) -> DataSpec:
 
 
 def _repaired(stream: _StreamEvidence, report: StreamReport) -> StreamReport:
-    if stream.record is None or not stream.readable or not stream.strangers:
+    if stream.record is None or not stream.readable or not stream.foreign_commits:
         return report
-    return replace(report, kept=repair_ledger(stream.folder, stream.record.id, stream.commits, stream.strangers))
+    return replace(report, kept=repair_ledger(stream.folder, stream.record.id, stream.commits, stream.foreign_commits))
 
 
 def _workers(root: Folder) -> int:
@@ -310,11 +310,11 @@ def _read_ledger(number: int, root: Folder, run: RunIdentity, added: str = "") -
         if stream.record is None:
             stream.problems.append(Problem("damaged", where, f"{STREAM} is gone"))
             return stream
-        if why := stranger(stream.record, number, run):
+        if why := foreign_reason(stream.record, number, run):
             stream.problems.append(Problem("damaged", where, why))
         entries = tuple(read_entries(stream.folder, stream.record.id))
         stream.commits = tuple(commit for commit in entries if commit.stream == stream.record.id)
-        stream.strangers = tuple(commit for commit in entries if commit.stream != stream.record.id)
+        stream.foreign_commits = tuple(commit for commit in entries if commit.stream != stream.record.id)
         stream.readable = True
     except Failure as error:
         stream.problems.append(Problem("damaged", f"{where}/{COMMITS.rstrip('/')}", str(error)))
@@ -362,7 +362,7 @@ def _judge(stream: _StreamEvidence, run: RunIdentity, asked: DataSpec) -> Stream
     missing = Ranges()
     if stream.readable:
         if expected is None:
-            text = "its end is not known yet: nobody has read it to the end"
+            text = "its length is unknown until a worker has read it to the end"
             problems.append(Problem("missing", where, text))
         else:
             missing = Ranges([(0, expected)]) - ledger.done
@@ -395,7 +395,7 @@ def _judge(stream: _StreamEvidence, run: RunIdentity, asked: DataSpec) -> Stream
         missing=missing,
         doubled=ledger.doubled,
         problems=tuple(problems),
-        strangers=Ranges.of(commit.number for commit in stream.strangers),
+        foreign_commits=Ranges.of(commit.number for commit in stream.foreign_commits),
     )
 
 
@@ -426,7 +426,7 @@ def _collect(
     garbage = find_garbage(root, named, now=time.time() if now is None else now, older_than=older_than)
     if remove:
         ids = {
-            ledger.path: (ledger.record.id, free_number(ledger.commits, ledger.strangers))
+            ledger.path: (ledger.record.id, free_number(ledger.commits, ledger.foreign_commits))
             for ledger in readable
             if ledger.record is not None
         }

@@ -38,7 +38,7 @@ _STYLE = {Life.ALIVE: "green", Life.COMING: "cyan", Life.LEAVING: "yellow", Life
 
 def render(status: FleetStatus, *, interval: float | None = None, height: int | None = None) -> RenderableType:
     """Return the dashboard. With ``height``, texts are cut to one line and healthy workers omitted so that it fits."""
-    status = _told_once(status)
+    status = _report_quota_once(status)
     zones = len(status.fleet.zones)
     head = [
         Text("ACTIVATION EXTRACTION - LIVE MONITORING", style="bold"),
@@ -58,7 +58,7 @@ def render(status: FleetStatus, *, interval: float | None = None, height: int | 
     return Group(*lines[: len(head)], Text(""), table, Text(""), *lines[len(head) :])
 
 
-def _told_once(status: FleetStatus) -> FleetStatus:
+def _report_quota_once(status: FleetStatus) -> FleetStatus:
     """Report the long quota message of a zone once, in a line of its own, instead of in every row and action."""
     blocks = {zone: block.why.strip() for zone, block in status.history.blocks.items() if block.why.strip()}
     blocked = [each for each in status.workers if _waits_for_quota(each) and each.past.zone in blocks]
@@ -66,8 +66,8 @@ def _told_once(status: FleetStatus) -> FleetStatus:
     workers = tuple(
         replace(each, note=f"no quota in {each.past.zone}") if each in blocked else each for each in status.workers
     )
-    told = [blocks[zone] for zone in counts]
-    actions = tuple(line for line in status.actions if not any(why in line for why in told))
+    shown_reasons = [blocks[zone] for zone in counts]
+    actions = tuple(line for line in status.actions if not any(why in line for why in shown_reasons))
     lines = (f"no quota in {zone} for {counted(count, 'worker')}: {blocks[zone]}" for zone, count in counts.items())
     return replace(status, workers=workers, problems=(*lines, *status.problems), actions=actions)
 
@@ -86,7 +86,7 @@ def _view(each: WorkerStatus) -> StreamView:
     return each.view or StreamView(each.worker.id, each.worker.name, State.WAITING)
 
 
-def _begun_by_all(status: FleetStatus) -> Snapshot:
+def _with_empty_streams(status: FleetStatus) -> Snapshot:
     """Return the snapshot with an empty stream for each worker that has not started."""
     return replace(status.snapshot, streams=tuple(map(_view, status.workers)))
 
@@ -96,7 +96,7 @@ def _of_view(column: Column[StreamView, Snapshot]) -> Column[WorkerStatus, Fleet
     return Column(
         column.title,
         lambda each: column.cell(_view(each)),
-        lambda status: column.total(_begun_by_all(status)),
+        lambda status: column.total(_with_empty_streams(status)),
         column.justify,
     )
 
@@ -195,7 +195,7 @@ def _spent(status: FleetStatus) -> str:
 
 def plain_lines(status: FleetStatus) -> list[str]:
     """Return one line per worker and one for the total, for a log."""
-    status = _told_once(status)
+    status = _report_quota_once(status)
     lines = [
         f"{each.worker.name} {_status_word(each)}: {counts_line(_view(each))}"
         + (f"; {_story(each)}" if _story(each) else "")

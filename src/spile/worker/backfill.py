@@ -122,15 +122,15 @@ def refuse_taps_there(taps: Sequence[Tap], streams: Sequence[Stream]) -> None:
     for stream in streams:
         own = set(names) & {str(tap) for tap in stream.record.identity.taps}
         if own:
-            raise _there(own, f"they are in {stream.folder.url} already")
+            raise _taps_exist(own, f"they are in {stream.folder.url} already")
         for added in stream.begun:
             if added.taps != names and set(names) & set(added.taps):
                 words = " ".join(added.taps)
                 state = "added already" if added in stream.additions else f"begun: --add-taps {words} finishes them"
-                raise _there(set(names) & set(added.taps), f"in {stream.folder.url} {words} are {state}")
+                raise _taps_exist(set(names) & set(added.taps), f"in {stream.folder.url} {words} are {state}")
 
 
-def _there(taps: set[str], found: str) -> SpecError:
+def _taps_exist(taps: set[str], found: str) -> SpecError:
     return SpecError(
         f"--add-taps {' '.join(sorted(taps))}", expected="taps that the dataset does not have", found=found
     )
@@ -220,13 +220,15 @@ def shard_tasks(
 
 def _samples(shard: ShardReader, some: bool) -> list[Sample]:
     """Read the samples of a stored shard as they were computed."""
-    every, starts = (shard.whole(name) for name in ((CONTEXT, CONTEXT_OFFSETS) if some else ("tokens", "offsets")))
+    every, starts = (
+        shard.read_tensor(name) for name in ((CONTEXT, CONTEXT_OFFSETS) if some else ("tokens", "offsets"))
+    )
     found = []
     for place, note in enumerate(shard.notes):
         rows = slice(*shard.bounds(place))
-        tokens, roles, positions = every[starts[place] : starts[place + 1]], shard.whole("roles")[rows], None
+        tokens, roles, positions = every[starts[place] : starts[place + 1]], shard.read_tensor("roles")[rows], None
         if some:
-            positions = shard.whole(POSITIONS)[rows]
+            positions = shard.read_tensor(POSITIONS)[rows]
             known, roles = roles, np.zeros(len(tokens), np.uint8)
             roles[positions] = known
         found.append(Sample(**{**known_fields(Sample, note), "tokens": tokens, "roles": roles, "positions": positions}))
@@ -261,7 +263,7 @@ def add_taps(spec: BackfillSpec, *, progress: Progress | None = None, stop: thre
     for warning in preflight(root):
         progress.log(warning)
     plan = _plan(spec, root)
-    left = sum(shard.count for stream in plan.streams for shard in _left(stream, plan))
+    left = sum(shard.count for stream in plan.streams for shard in _remaining_shards(stream, plan))
     progress.total_samples = left
     device, finished = "none: nothing was left to do", True
     if left:
@@ -330,7 +332,7 @@ class _Plan:
         return place_model(self.files, taps, spec, row_bytes(self.rows), progress, prepare)
 
     def tasks(self, stream: Stream, groups: int) -> Iterator[ShardTask]:
-        return shard_tasks(stream, _left(stream, self), self.sizes, groups, some=self.run.positions != ALL)
+        return shard_tasks(stream, _remaining_shards(stream, self), self.sizes, groups, some=self.run.positions != ALL)
 
     def join(self, stream: Stream) -> StreamStore:
         """Join the store of the added taps of a stream."""
@@ -351,15 +353,15 @@ def _plan(spec: BackfillSpec, root: Folder) -> _Plan:
     return _Plan(spec, root, run, streams, files, backend, rows)
 
 
-def _left(stream: Stream, plan: _Plan) -> list[ShardRecord]:
+def _remaining_shards(stream: Stream, plan: _Plan) -> list[ShardRecord]:
     """Return the shards of a stream for which these taps are not stored yet."""
     begun = next((added for added in stream.begun if added.taps == plan.names), None)
-    return list(stream.shards) if begun is None else begun.left(stream.shards)
+    return list(stream.shards) if begun is None else begun.remaining(stream.shards)
 
 
 def _add_to(stream: Stream, plan: _Plan, producer: Any, progress: Progress, stop: threading.Event) -> bool:
     """Add the taps to one stream. Return False if stopped early."""
-    store, left = plan.join(stream), _left(stream, plan)
+    store, left = plan.join(stream), _remaining_shards(stream, plan)
     remove_remains(store.folder)
     expected = sum(shard.count for shard in left)
     progress.phase(Phase.RUNNING)

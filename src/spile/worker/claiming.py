@@ -67,7 +67,7 @@ def work_on_claims(
             return 0
         log(f"stream {stream} of {len(total)}")
         try:
-            with nullcontext() if claim is None else claim.kept(log):
+            with nullcontext() if claim is None else claim.keep_renewed(log):
                 code = run(stream)
         except Fenced as error:
             log(f"{error.problem}; taking the next stream")

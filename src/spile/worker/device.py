@@ -29,7 +29,7 @@ from spile.models.attention import choose
 from spile.models.decoder import forward, head_needed, layers_needed
 from spile.models.encoding import as_stored, finite_rows
 from spile.models.model_files import ModelFiles
-from spile.models.params import LayerRun, Params, choose_runs, one_by_one, placed, tap_groups
+from spile.models.params import LayerRun, Params, choose_runs, one_run_per_layer, placed, tap_groups
 from spile.models.weights import load
 from spile.spec.phase import Phase
 from spile.spec.positions import ALL
@@ -113,7 +113,7 @@ class DeviceProducer(BatchProducer):
         runs: Sequence[LayerRun] | None = None,
     ) -> None:
         self.params, self.config, self.taps = params, config, taps
-        self.runs = one_by_one(layers_needed(taps, config.n_layers)) if runs is None else runs
+        self.runs = one_run_per_layer(layers_needed(taps, config.n_layers)) if runs is None else runs
         """How the layers of ``params`` are stacked."""
         self._tap_groups = tap_groups(taps, self.runs)
         self._store_dtype = store_dtype
@@ -310,15 +310,15 @@ class DeviceProducer(BatchProducer):
             raise translated(error) from error
         if not finite.all():
             self._refuse_infinite(finite)
-        blocks = dict(zip(self._arriving(), (blocks for stack in stacks for blocks in stack), strict=True))
+        blocks = dict(zip(self._arrival_order(), (blocks for stack in stacks for blocks in stack), strict=True))
         return [blocks[number] for number in range(len(self.taps))]
 
-    def _arriving(self) -> list[int]:
+    def _arrival_order(self) -> list[int]:
         """Return the numbers of the taps in the order in which they arrive from the device."""
         return [number for group in self._tap_groups for number in group]
 
     def _refuse_infinite(self, finite: np.ndarray[Any, Any]) -> None:
-        found = sorted(number for number, good in zip(self._arriving(), finite, strict=True) if not good.all())
+        found = sorted(number for number, good in zip(self._arrival_order(), finite, strict=True) if not good.all())
         bad = ", ".join(str(self.taps[number]) for number in found)
         fix = "use --store-dtype bfloat16, which holds larger values" if self._store_dtype == "float16" else None
         raise Failure(f"NaN or infinity at {bad}", expected="finite activations", fix=fix)

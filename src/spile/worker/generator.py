@@ -333,7 +333,7 @@ class Generator:
         try:
             self._slots = self._programs.empty()
         except jax.errors.JaxRuntimeError as error:
-            raise self._no_room(error, plan.slots) from error
+            raise self._memory_error(error, plan.slots) from error
         self._in_slots: list[list[Answer | None]] = [[None] * plan.slots for _ in range(self.groups)]
         self._pending: deque[_Call] = deque()
         self._copiers = ThreadPoolExecutor(max(1, min(8, (os.cpu_count() or 2) // 2)), "spile-copy")
@@ -358,8 +358,8 @@ class Generator:
 
     def prepare(self) -> None:
         """Wait until both programs are compiled."""
-        self._ready(self._programs.reader, "reading prompts")
-        self._ready(self._programs.stepper, "making tokens")
+        self._wait_for(self._programs.reader, "reading prompts")
+        self._wait_for(self._programs.stepper, "making tokens")
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
@@ -372,7 +372,7 @@ class Generator:
         more = True
         while True:
             more = more and self._fill_slots(waiting)
-            taken = self._taken()
+            taken = self._slots_in_use()
             unread = [slot for slot in taken if slot[2].read < len(slot[2].sample)]
             if taken:
                 self._pending.append(self._read(unread) if unread else self._step())
@@ -380,10 +380,10 @@ class Generator:
                 return
             ended: list[Answer] = []
             while len(self._pending) > (_LATE if taken else 0):
-                ended += self._look(self._pending.popleft())
+                ended += self._collect(self._pending.popleft())
             yield ended
 
-    def _taken(self) -> list[tuple[int, int, Answer]]:
+    def _slots_in_use(self) -> list[tuple[int, int, Answer]]:
         """Return (group, slot, answer) of each slot in use."""
         return [
             (group, slot, answer)
@@ -424,12 +424,12 @@ class Generator:
                 last[at], sample[at] = answer.read == len(answer.sample), answer.sample.index & 0x7FFFFFFF
                 pieces.append(_Piece(answer, *at, len(piece), bool(last[at])))
         chunk = Chunk(*(put(array, self._programs.by_group) for array in (tokens, slot, start, length, last, sample)))
-        return self._called(self._ready(self._programs.reader, "reading prompts"), tuple(pieces), chunk)
+        return self._call(self._wait_for(self._programs.reader, "reading prompts"), tuple(pieces), chunk)
 
     def _step(self) -> _Call:
-        return self._called(self._ready(self._programs.stepper, "making tokens"), None)
+        return self._call(self._wait_for(self._programs.stepper, "making tokens"), None)
 
-    def _ready(self, program: Future[Any], what: str) -> Any:
+    def _wait_for(self, program: Future[Any], what: str) -> Any:
         self._progress.start()
         if not program.done():
             self._progress.phase(Phase.COMPILING, f"for {what}")
@@ -439,14 +439,14 @@ class Generator:
             self._progress.phase(Phase.RUNNING)
         return program.result()
 
-    def _called(self, program: Any, pieces: tuple[_Piece, ...] | None, *given: Chunk) -> _Call:
+    def _call(self, program: Any, pieces: tuple[_Piece, ...] | None, *given: Chunk) -> _Call:
         try:
             self._slots, chosen, kept, finite = program(self._params, self._slots, *given)
         except jax.errors.JaxRuntimeError as error:
-            raise self._no_room(error, self._plan.slots) from error
+            raise self._memory_error(error, self._plan.slots) from error
         return _Call(pieces, chosen, kept, finite)
 
-    def _no_room(self, error: jax.errors.JaxRuntimeError, slots: int) -> Failure:
+    def _memory_error(self, error: jax.errors.JaxRuntimeError, slots: int) -> Failure:
         failure = translated(error)
         if not isinstance(failure, OutOfDeviceMemory):
             return failure
@@ -457,24 +457,24 @@ class Generator:
 
     # -- results ------------------------------------------------------------------------------------------------------
 
-    def _look(self, call: _Call) -> list[Answer]:
+    def _collect(self, call: _Call) -> list[Answer]:
         with self._progress.busy("model"):
             try:
                 tokens, logprobs = np.asarray(call.chosen.tokens).tolist(), np.asarray(call.chosen.logprobs).tolist()
                 finite = np.asarray(call.finite)
                 kept = [_by_row(array) for array in call.kept]
             except jax.errors.JaxRuntimeError as error:
-                raise self._no_room(error, self._plan.slots) from error
+                raise self._memory_error(error, self._plan.slots) from error
         if not finite.all():
             raise Failure("NaN or infinity in the activations", expected="finite activations")
         with self._progress.busy("host copy"):
             if call.pieces is not None:
-                self._keep(self._pieces_read(call.pieces, tokens, logprobs), kept)
+                self._keep(self._append_pieces(call.pieces, tokens, logprobs), kept)
                 return []
-            self._keep(self._stepped(tokens, logprobs), kept)
+            self._keep(self._append_step(tokens, logprobs), kept)
             return self._free_slots()
 
-    def _pieces_read(self, pieces: tuple[_Piece, ...], tokens: Any, logprobs: Any) -> list[_Part]:
+    def _append_pieces(self, pieces: tuple[_Piece, ...], tokens: Any, logprobs: Any) -> list[_Part]:
         generated = 0
         for answer, group, row, _, last in pieces:
             if last:
@@ -487,9 +487,9 @@ class Generator:
         )
         return [_Part(answer, group * self._plan.rows + row, length) for answer, group, row, length, _ in pieces]
 
-    def _stepped(self, tokens: Any, logprobs: Any) -> list[_Part]:
+    def _append_step(self, tokens: Any, logprobs: Any) -> list[_Part]:
         parts, generated = [], 0
-        for group, slot, answer in self._taken():
+        for group, slot, answer in self._slots_in_use():
             if not answer.tokens:
                 continue  # its prompt was still being read when this call began
             begun, known = answer.fed, len(answer.tokens)
@@ -510,7 +510,7 @@ class Generator:
     def _free_slots(self) -> list[Answer]:
         """Return the answers whose last token was fed, and free their slots."""
         ended = []
-        for group, slot, answer in self._taken():
+        for group, slot, answer in self._slots_in_use():
             if answer.reason is not None and answer.fed == len(answer.tokens):
                 self._in_slots[group][slot] = None
                 ended.append(answer)

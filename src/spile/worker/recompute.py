@@ -34,7 +34,7 @@ from spile.worker.batches import Batch, BatchPlan, batches
 from spile.worker.device import configure_jax
 from spile.worker.producer import check_tokens, pack
 from spile.worker.resolve import find_model
-from spile.worker.torch_backend import TorchProducer, alike, load_model
+from spile.worker.torch_backend import TorchProducer, group_by_length, load_model
 
 _BATCH_TOKENS = {"cpu": 512, "gpu": 16384, "tpu": 8192}
 _BATCH_BYTES = {"cpu": 256 << 20, "gpu": 4 << 30, "tpu": 1 << 30}
@@ -239,7 +239,7 @@ class _TorchRecomputer:
         tokens = max(_BATCH_TOKENS["cpu"], *map(len, samples)) if samples else 0
         wide = TorchProducer(self._wide, chosen, store_dtype="float32", dtype="float32", most_tokens=tokens)
         own = TorchProducer(self._model, chosen, store_dtype="float32", dtype=self._dtype, most_tokens=tokens)
-        for batch in alike(samples, tokens):
+        for batch in group_by_length(samples, tokens):
             reference = dict(wide.rows(batch))
             with _changed_embeddings(self._model, variant, _CHANGE[self._dtype]):
                 fresh = dict(own.rows(batch)) if variant or self._dtype != "float32" else reference

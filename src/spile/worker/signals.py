@@ -149,7 +149,7 @@ def before_exit(call: Callable[[], None]) -> Iterator[None]:
 def handling_signals(stop: threading.Event, progress: Progress) -> Iterator[None]:
     """Set ``stop`` on the first signal; raise KeyboardInterrupt on the second, or if nothing was computed yet."""
     receiver = _SignalReceiver(stop, progress)
-    with handled(receiver.handle, *_KINDS), _woken(receiver.woken):
+    with handled(receiver.handle, *_KINDS), _call_on_signal(receiver.notice):
         yield
 
 
@@ -186,7 +186,7 @@ class _SignalReceiver:
         self._handled = self._arrived = 0
         self._repeats = {"handled": _Repeats(), "arrived": _Repeats()}
 
-    def _at_once(self, number: int) -> bool:
+    def _ends_at_once(self, number: int) -> bool:
         now = self._progress.snapshot()
         return number > 1 or (not now.samples and now.phase.early)
 
@@ -196,7 +196,7 @@ class _SignalReceiver:
             return
         self._handled += 1
         name = signal.Signals(number).name
-        if self._at_once(self._handled):
+        if self._ends_at_once(self._handled):
             end_soon()
             if self._handled == 1:
                 self._progress.log(f"{name}: nothing is computed yet, so this ends at once")
@@ -204,7 +204,7 @@ class _SignalReceiver:
         self._stop.set()
         self._progress.log(f"{name}: finishing the batches in flight and committing them (again: end at once)")
 
-    def woken(self, number: int, over: threading.Event) -> None:
+    def notice(self, number: int, over: threading.Event) -> None:
         """Notice a signal in another thread. The wait is in a third one, so that the next signal is read at once."""
         if self._repeats["arrived"].includes(number):
             return
@@ -213,12 +213,12 @@ class _SignalReceiver:
 
     def _check_handled(self, arrived: int, over: threading.Event) -> None:
         """End the process if the main thread does not handle this signal soon."""
-        if not over.wait(_NOTICE) and self._handled < arrived and self._at_once(arrived):
+        if not over.wait(_NOTICE) and self._handled < arrived and self._ends_at_once(arrived):
             end_soon()
 
 
 @contextmanager
-def _woken(call: Callable[[int, threading.Event], None]) -> Iterator[None]:
+def _call_on_signal(call: Callable[[int, threading.Event], None]) -> Iterator[None]:
     """Make this call from a thread for each signal, even while the main thread is inside a library."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)

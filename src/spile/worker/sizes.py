@@ -52,7 +52,7 @@ def choose_sizes(spec: ExtractSpec, bytes_per_token: int, config: ModelConfig | 
         finishers=_finishers(spec.output),
         in_flight=in_flight(writers, tokens * bytes_per_token * jax.local_device_count(), host_memory()),
         shortest_row=_ROWS[jax.default_backend()][0],
-        short_tail=_ROWS[jax.default_backend()][1] and _worth_a_program(spec, tokens, config),
+        short_tail=_ROWS[jax.default_backend()][1] and _needs_own_program(spec, tokens, config),
     )
 
 
@@ -76,7 +76,7 @@ def first_lengths(reader: SampleReader, most: int) -> list[int] | None:
     return lengths
 
 
-def _worth_a_program(spec: ExtractSpec, batch_tokens: int, config: ModelConfig | None) -> bool:
+def _needs_own_program(spec: ExtractSpec, batch_tokens: int, config: ModelConfig | None) -> bool:
     if config is None or spec.backend == "torch":  # PyTorch compiles nothing
         return True
     return flops_per_token(config, spec.data.max_seq_length) * batch_tokens >= _PROGRAM_FLOPS

@@ -259,11 +259,11 @@ def _of_logits(logits: Any, tokens: Any, follows: Any, taps: Sequence[Tap]) -> d
     found: dict[Tap, Any] = {}
     for tap in taps:
         if tap.site == "loss":
-            said = torch.nn.functional.cross_entropy(
+            loss = torch.nn.functional.cross_entropy(
                 logits[:, :-1].float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="none"
             ).reshape(tokens.shape[0], -1)
-            said = torch.nn.functional.pad(said, (0, 1))
-            found[tap] = torch.where(follows, said, torch.zeros_like(said))
+            loss = torch.nn.functional.pad(loss, (0, 1))
+            found[tap] = torch.where(follows, loss, torch.zeros_like(loss))
         elif tap.site in _OF_LOGITS:
             top = logits.topk(tap.top, dim=-1)
             found[tap] = top.values if tap.site == "logits" else top.indices
@@ -306,13 +306,13 @@ def load_model(files: ModelFiles, dtype: str, *, weights: bool = True) -> Any:
         if not weights:
             with torch.device("meta"):
                 return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).eval()
-        model, said = AutoModelForCausalLM.from_pretrained(
+        model, info = AutoModelForCausalLM.from_pretrained(
             folder, dtype=getattr(torch, dtype), output_loading_info=True, use_safetensors=True
         )
     except (ValueError, KeyError, OSError, RuntimeError, AttributeError, TypeError) as error:
         found = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
         raise ModelError(f"transformers cannot load {files.name}", found=found) from error
-    if wrong := sorted({*said["missing_keys"], *said["mismatched_keys"]}):
+    if wrong := sorted({*info["missing_keys"], *info["mismatched_keys"]}):
         raise SpecError(f"the weights of {files.name}", expected="every tensor of the model", found=f"no {wrong[0]}")
     if files.adapter is not None:
         _merge(model, files.adapter)
@@ -372,7 +372,7 @@ class TorchProducer(BatchProducer):
         """Compute a batch; return the rows of each tap by sample index."""
         check_tokens(batch.samples, self._vocabulary)
         found: dict[int, Sequence[Rows]] = {}
-        for some in alike(batch.samples, self._most):
+        for some in group_by_length(batch.samples, self._most):
             found.update(self.rows(some))
         return {sample.index: found[sample.index] for sample in batch.samples}
 
@@ -421,7 +421,7 @@ def _finite(block: Rows) -> bool:
     return block.dtype.kind in "iu" or bool(np.isfinite(block.astype(np.float32)).all())
 
 
-def alike(samples: Sequence[Sample], most_tokens: int) -> Iterator[list[Sample]]:
+def group_by_length(samples: Sequence[Sample], most_tokens: int) -> Iterator[list[Sample]]:
     """Yield samples of similar lengths, the longest first, as many as the token budget allows when padded."""
     some: list[Sample] = []
     for sample in sorted(samples, key=len, reverse=True):

@@ -11,7 +11,7 @@ from spile.errors import CloudError, SpileError, UserError
 from spile.fleet.manage import hosts_of, slices_named
 from spile.fleet.provider import Endpoint, Node, NodeState
 from spile.hosts.hosts import Access, Host, ensure_key, parse_hosts
-from spile.hosts.run import HostOutcome, environment_of, explain, together, worst
+from spile.hosts.run import HostOutcome, combine_errors, environment_of, explain, worst
 
 
 def node(name: str, hosts: int = 1, state: NodeState = NodeState.READY, zone: str = "z", uid: str = "77") -> Node:
@@ -144,7 +144,7 @@ def test_what_ssh_says_becomes_one_line() -> None:
     )
     assert str(explain(host, 255, "kex_exchange: strange\n")) == "t: ssh failed: found kex_exchange: strange"
     assert str(explain(host, 7, "")) == "t: ssh failed: found exit code 7"
-    both = together([error, explain(host, 127, "")], 4)
+    both = combine_errors([error, explain(host, 127, "")], 4)
     assert str(both) == "2 of 4 hosts failed; t: no python3 on the host. Install Python 3.8 or newer there."
     assert both.exit_code == 2
 

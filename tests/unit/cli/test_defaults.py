@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from spile.cli.aliases import GUIDES_MODEL, GUIDES_STREAMS, VARIABLES, settled
+from spile.cli.aliases import GUIDES_MODEL, GUIDES_STREAMS, VARIABLES, with_guide_defaults
 from spile.cli.flags import ExtractFlags
 from spile.errors import SpecError
 from spile.spec.run import ExtractSpec
@@ -15,7 +15,7 @@ from spile.spec.run import ExtractSpec
 
 def taken(given: dict[str, Any], environment: dict[str, str], *, pod: bool = False) -> tuple[ExtractSpec, list[str]]:
     said: list[str] = []
-    return settled(ExtractFlags(**given), environment, said.append, pod=pod).spec(), said
+    return with_guide_defaults(ExtractFlags(**given), environment, said.append, pod=pod).spec(), said
 
 
 def test_a_try_out_here_takes_the_embedded_model_and_tasks() -> None:

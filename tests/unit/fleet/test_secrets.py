@@ -12,7 +12,7 @@ import pytest
 import spile.fleet
 from spile.errors import CloudError, SpecError
 from spile.fleet.agent import resolve_secrets
-from spile.spec.hiding import secret_values, struck_out
+from spile.spec.hiding import hide_values, secret_values
 from spile_fakes.gcs import FakeReply, FaultyServer, Request
 
 
@@ -43,7 +43,7 @@ def test_secrets_are_struck_out_of_what_is_told() -> None:
     given = {**environment, "MODEL": "brought-by-reference"}
     hidden = secret_values(environment, given)
     line = "401 for hf_very_secret with brought-by-reference while debugging"
-    assert struck_out(line, hidden) == "401 for *** with *** while debugging"
+    assert hide_values(line, hidden) == "401 for *** with *** while debugging"
 
 
 def test_no_secret_stands_in_a_command_line_of_the_startup_script() -> None:

@@ -38,34 +38,34 @@ def gang(size: int = 3) -> Gang:
 
 def test_ones_failure_is_the_end_of_all_and_the_cause_is_told() -> None:
     made, cancelled = gang(), list[object]()
-    assert made.heard({1: WorkerEnd(5, 1, "n1", "spile: sorry")}, cancelled.append) is None
+    assert made.record_ends({1: WorkerEnd(5, 1, "n1", "spile: sorry")}, cancelled.append) is None
     assert cancelled == [0, 2]
-    assert made.heard({0: WorkerEnd(5, 130)}, cancelled.append) is None
-    end = made.heard({2: WorkerEnd(5, 1, "n2", "spile: worker 1 has gone")}, cancelled.append)
+    assert made.record_ends({0: WorkerEnd(5, 130)}, cancelled.append) is None
+    end = made.record_ends({2: WorkerEnd(5, 1, "n2", "spile: worker 1 has gone")}, cancelled.append)
     assert end is not None
     assert (end.code, end.where) == (1, "n1")
 
 
 def test_it_is_done_when_all_are() -> None:
     made = gang(2)
-    assert made.heard({0: WorkerEnd(5, 0)}, lambda _: None) is None
-    end = made.heard({1: WorkerEnd(5, 0)}, lambda _: None)
+    assert made.record_ends({0: WorkerEnd(5, 0)}, lambda _: None) is None
+    end = made.record_ends({1: WorkerEnd(5, 0)}, lambda _: None)
     assert (end.code if end else None) == 0
 
 
 def test_a_lost_node_is_a_loss_whatever_the_others_say() -> None:
     made = gang(2)
-    made.heard({0: WorkerEnd(5, 1, "n0")}, lambda _: None)
-    end = made.heard({1: WorkerEnd(5, None)}, lambda _: None)
+    made.record_ends({0: WorkerEnd(5, 1, "n0")}, lambda _: None)
+    end = made.record_ends({1: WorkerEnd(5, None)}, lambda _: None)
     assert end is not None
     assert end.code is None
 
 
 def test_one_that_waits_for_nodes_can_be_stopped() -> None:
     made = Gang(StreamTask(5, ("extract",)), 2)
-    assert made.heard({}, lambda _: None) is None
+    assert made.record_ends({}, lambda _: None) is None
     assert made.stop() == []
-    end = made.heard({}, lambda _: None)
+    end = made.record_ends({}, lambda _: None)
     assert (end.code if end else None) == 130
     assert made.words(1, "10.0.0.1")[-6:] == [
         "--coordinator-address", "10.0.0.1", "--process-id", "1", "--num-processes", "2",

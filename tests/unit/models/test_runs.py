@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from spile.models import params
 from spile.models.architecture import Experts, ModelConfig, Rope
 from spile.models.decoder import forward, layers_needed
-from spile.models.params import LayerRun, choose_runs, layer_runs, one_by_one, tap_groups
+from spile.models.params import LayerRun, choose_runs, layer_runs, one_run_per_layer, tap_groups
 from spile.spec.taps import Tap, select_taps
 
 PLAIN = ModelConfig("qwen2", 32, 8, 4, 2, 8, 32, 32, qkv_bias=True)
@@ -107,7 +107,7 @@ def test_a_scan_gives_what_its_layers_give_one_by_one(name: str, layers: tuple[i
     tokens = jnp.asarray(draw.integers(0, 32, (2, 12)), jnp.int32)
     segments = jnp.asarray([[1] * 5 + [2] * 7, [1] * 12], jnp.int32)
     positions = jnp.asarray([[*range(5), *range(7)], [*range(12)]], jnp.int32)
-    alone = forward(tree, tokens, positions, segments, config=config, taps=taps, runs=one_by_one(count))
+    alone = forward(tree, tokens, positions, segments, config=config, taps=taps, runs=one_run_per_layer(count))
     grouped = forward(joined, tokens, positions, segments, config=config, taps=taps, runs=runs)
     groups = tap_groups(taps, runs)
     assert len(grouped) == len(groups)

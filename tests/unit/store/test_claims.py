@@ -107,7 +107,7 @@ def test_a_claim_is_kept_and_released(root: Folder) -> None:
     claim = ClaimBook(root, "a", expiry=0.04).take([7])
     assert claim is not None
     lines: list[str] = []
-    with claim.kept(lines.append):
+    with claim.keep_renewed(lines.append):
         other = ClaimBook(root, "b", expiry=30.0)
         while not other.all_busy([7]):
             assert other.take([7]) is None
@@ -119,7 +119,7 @@ def test_an_owner_that_was_replaced_is_told(root: Folder) -> None:
     claim = ClaimBook(root, "a", expiry=0.04).take([7])
     assert claim is not None
     lines: list[str] = []
-    with claim.kept(lines.append):
+    with claim.keep_renewed(lines.append):
         assert ClaimBook(root, "a").take([7]) is not None
         for _ in range(500):
             if lines:

@@ -370,7 +370,7 @@ def test_a_ledger_with_strangers_is_mended_and_can_be_put_back(folder: Folder) -
     below = folder.child("tpu_0")
     strays = {number: below.get(commit_key(number)) for number in (3, 4, 5_000_000)}
     told = verify(folder)
-    assert told.streams[0].strangers.pairs() == [(3, 5), (5_000_000, 5_000_001)]
+    assert told.streams[0].foreign_commits.pairs() == [(3, 5), (5_000_000, 5_000_001)]
     (stream,) = verify(folder, repair=True).streams
     assert stream.kept is not None
     assert len(stream.kept) == 3
@@ -380,7 +380,7 @@ def test_a_ledger_with_strangers_is_mended_and_can_be_put_back(folder: Folder) -
     assert (again.ledger.commits, again.ledger.done.pairs()) == (4, [(0, 1)])
     again.commit([shard(again, 1)], [])
     assert verify(folder).ok
-    assert not verify(folder).streams[0].strangers
+    assert not verify(folder).streams[0].foreign_commits
     assert [below.get(f"strays/{number:04d}-{zombie.record.id}.json") for number in strays] == list(strays.values())
     for number, data in strays.items():
         below.put(commit_key(number), data)
@@ -428,10 +428,10 @@ def test_scattered_samples_add_up_in_one_pass() -> None:
     stripes = [Ranges([(start, start + 1) for start in range(place, 400, 20)]) for place in range(20)]
     records = [ShardRecord(f"s{n}", 5, 1, (4096, 1), {}, samples, 20, 40) for n, samples in enumerate(stripes)]
     commits = [Commit(n, "a", "i", (record,), (), None) for n, record in enumerate(records, 1)]
-    at_once, one_by_one = Ledger().plus(commits), Ledger()
+    at_once, one_run_per_layer = Ledger().plus(commits), Ledger()
     for commit in commits:
-        one_by_one = one_by_one.plus([commit])
-    assert at_once == one_by_one
+        one_run_per_layer = one_run_per_layer.plus([commit])
+    assert at_once == one_run_per_layer
     assert at_once.done.pairs() == [(0, 400)]
     assert Ledger().plus([*commits, replace(commits[3], number=21)]).doubled == stripes[3]
 

@@ -79,7 +79,7 @@ def test_missing_samples_are_named(folder: Folder) -> None:
 def test_a_packed_stream_ends_where_its_commits_say(folder: Folder) -> None:
     store = joined(folder, None)
     store.commit([shard(store, 0, 1)])
-    assert lines(folder) == ["missing: ROOT/tpu_0: its end is not known yet: nobody has read it to the end"]
+    assert lines(folder) == ["missing: ROOT/tpu_0: its length is unknown until a worker has read it to the end"]
     assert lines(folder, max_samples=2) == []
     store.commit([shard(store, 2)], end=4)
     assert lines(folder) == ["missing: ROOT/tpu_0: samples 3 (1 of 4)"]

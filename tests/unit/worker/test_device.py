@@ -17,7 +17,7 @@ import pytest
 from spile.errors import Failure, ModelError
 from spile.models import model_files
 from spile.models.decoder import forward
-from spile.models.params import LayerRun, Params, layer_runs, one_by_one
+from spile.models.params import LayerRun, Params, layer_runs, one_run_per_layer
 from spile.models.weights import load
 from spile.spec.sample import Sample
 from spile.spec.taps import Tap, select_taps
@@ -131,7 +131,7 @@ def test_layers_in_a_scan_give_the_same_rows_each_to_its_tap(sites: tuple[str, .
         more = {"store_dtype": "float32", "attention": "xla", "dtype": "float32"}
         return DeviceProducer(params, FILES.config, taps, mesh=mesh, runs=runs, **more)  # type: ignore[arg-type]
 
-    scanned, alone = (each.fetch(each.start(BATCH)) for each in (made(runs), made(one_by_one(count))))
+    scanned, alone = (each.fetch(each.start(BATCH)) for each in (made(runs), made(one_run_per_layer(count))))
     for tap, one, other in zip(taps, scanned, alone, strict=True):
         assert [block.group for block in one] == [0]
         np.testing.assert_allclose(one[0].rows[:15], other[0].rows[:15], rtol=1e-5, atol=1e-5, err_msg=str(tap))

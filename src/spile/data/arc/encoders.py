@@ -38,7 +38,7 @@ def parse_call(text: str) -> Call:
     """Parse an expression."""
     if len(text) > _LONGEST:
         raise SpecError("--grid-encoder", expected=f"at most {_LONGEST} characters", found=str(len(text)))
-    return _Parser(text).whole()
+    return _Parser(text).parse()
 
 
 class _Parser:
@@ -47,7 +47,7 @@ class _Parser:
         self._kind, self._value, self._start = "end", "", 0
         self._advance()
 
-    def whole(self) -> Call:
+    def parse(self) -> Call:
         name = self._take("name", "an encoder's name")
         call = self._call(name)
         self._take("end", "the end")

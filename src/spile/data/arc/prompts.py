@@ -17,14 +17,14 @@ from spile.spec.run import PROMPT_VERSIONS
 
 def shuffled(count: int, *key: object) -> list[int]:
     """Return a permutation of ``range(count)`` that depends only on the key."""
-    numbers, words = list(range(count)), _words(key)
+    numbers, words = list(range(count)), _random_numbers(key)
     for last in range(count - 1, 0, -1):
         other = next(words) % (last + 1)
         numbers[last], numbers[other] = numbers[other], numbers[last]
     return numbers
 
 
-def _words(key: Sequence[object]) -> Iterator[int]:
+def _random_numbers(key: Sequence[object]) -> Iterator[int]:
     """Yield 64-bit numbers derived from a key, without end."""
     seed = hashlib.blake2b("\0".join(map(str, key)).encode(), digest_size=32).digest()
     block = 0
@@ -57,7 +57,7 @@ def draw(seed: int, task_id: str, variant: int, pairs: int) -> Augmentation:
     if variant == 0:
         return Augmentation(0, False, tuple(range(10)), tuple(range(pairs)))
     key = ("augment", seed, task_id, variant)
-    turns = next(_words((*key, "turns"))) % 8
+    turns = next(_random_numbers((*key, "turns"))) % 8
     return Augmentation(
         rotation=turns % 4,
         flip=turns >= 4,
@@ -84,7 +84,7 @@ def augment(task: Task, seed: int, variant: int) -> tuple[Task, Augmentation]:
 def apply(grid: Grid, augmentation: Augmentation) -> Grid:
     """Apply the augmentation to one grid."""
     for _ in range(augmentation.rotation):
-        grid = _turned(grid)
+        grid = _rotate(grid)
     rows = [row[::-1] for row in grid] if augmentation.flip else grid
     return [[augmentation.colors[cell] for cell in row] for row in rows]
 
@@ -101,11 +101,11 @@ def revert(grid: Grid, augmentation: Augmentation | Mapping[str, object] | None)
     rows = [[old[cell] for cell in row] for row in grid]
     rows = [row[::-1] for row in rows] if record["flip"] else rows
     for _ in range(-rotation % 4):
-        rows = _turned(rows)
+        rows = _rotate(rows)
     return rows
 
 
-def _turned(grid: Grid) -> Grid:
+def _rotate(grid: Grid) -> Grid:
     """Rotate a grid by a quarter turn counter-clockwise."""
     return [list(column) for column in zip(*grid, strict=True)][::-1]
 

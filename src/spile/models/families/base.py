@@ -231,7 +231,7 @@ def layer_count(fields: ConfigFields) -> int:
 # -- attention windows ------------------------------------------------------------------------------------------------
 
 
-def windows_everywhere(fields: ConfigFields) -> Windows:
+def uniform_windows(fields: ConfigFields) -> Windows:
     """Return one window for all layers; none if ``sliding_window`` is null."""
     window = None if fields.get("sliding_window") is None else fields.integer("sliding_window")
     return (window,) * layer_count(fields)
@@ -249,7 +249,7 @@ def windows_by_type(types: Sequence[object], window: object) -> Windows:
     return tuple(window if kind == "sliding_attention" and isinstance(window, int) else None for kind in types)
 
 
-def windows_in_turn(fields: ConfigFields, pattern: int) -> Windows:
+def alternating_windows(fields: ConfigFields, pattern: int) -> Windows:
     """Return windows by ``layer_types``, or in all layers except each ``pattern``-th."""
     types = fields.get("layer_types")
     if types is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from spile.models.architecture import ModelConfig
-from spile.models.families.base import ConfigFields, Family, decoder, windows_in_turn
+from spile.models.families.base import ConfigFields, Family, alternating_windows, decoder
 from spile.models.families.weight_names import SANDWICH, extend
 
 
@@ -15,7 +15,7 @@ def read_gemma(fields: ConfigFields, pattern: int, **options: Any) -> ModelConfi
     return decoder(
         fields,
         activation="hidden_activation",
-        windows=windows_in_turn(fields, pattern),
+        windows=alternating_windows(fields, pattern),
         qkv_bias=bias,
         o_bias=bias,
         norm="rms_plus_one",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from spile.models.architecture import Experts, ModelConfig
-from spile.models.families.base import ConfigFields, Family, decoder, windows_in_turn
+from spile.models.families.base import ConfigFields, Family, alternating_windows, decoder
 from spile.models.families.weight_names import Fused, extend
 
 
@@ -15,7 +15,7 @@ def _read(fields: ConfigFields) -> ModelConfig:
         fields,
         qkv_bias=bias,
         o_bias=bias,
-        windows=windows_in_turn(fields, 2),
+        windows=alternating_windows(fields, 2),
         sinks=True,
         expert_biases=True,
         swiglu_limit=fields.number("swiglu_limit"),

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from spile.models.architecture import ModelConfig
-from spile.models.families.base import ConfigFields, Family, decoder, windows_everywhere
+from spile.models.families.base import ConfigFields, Family, decoder, uniform_windows
 
 
 def _read(fields: ConfigFields) -> ModelConfig:
-    return decoder(fields, windows=windows_everywhere(fields))
+    return decoder(fields, windows=uniform_windows(fields))
 
 
 FAMILY = Family(

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from spile.models.architecture import Experts, ModelConfig
-from spile.models.families.base import ConfigFields, Family, decoder, windows_everywhere
+from spile.models.families.base import ConfigFields, Family, decoder, uniform_windows
 from spile.models.families.weight_names import extend
 
 
 def _read(fields: ConfigFields) -> ModelConfig:
-    config = decoder(fields, windows=windows_everywhere(fields))
+    config = decoder(fields, windows=uniform_windows(fields))
     count, chosen = fields.integer("num_local_experts"), fields.integer("num_experts_per_tok")
     return replace(config, experts=Experts(count, chosen, config.d_ff, normalized=True))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from spile.models.architecture import ModelConfig
-from spile.models.families.base import ConfigFields, Family, read_rope, windows_in_turn
+from spile.models.families.base import ConfigFields, Family, alternating_windows, read_rope
 from spile.models.families.olmo2 import NAMES, read_olmo
 
 
@@ -11,7 +11,7 @@ def _read(fields: ConfigFields) -> ModelConfig:
     # transformers gives a top-level rope_theta to the layers without a window only.
     local, _ = read_rope(fields, "sliding_attention", theta=None)
     return read_olmo(
-        fields, rope=read_rope(fields, "full_attention"), local_rope=local, windows=windows_in_turn(fields, 4)
+        fields, rope=read_rope(fields, "full_attention"), local_rope=local, windows=alternating_windows(fields, 4)
     )
 
 

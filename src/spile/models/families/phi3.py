@@ -5,13 +5,13 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from spile.models.architecture import ModelConfig
-from spile.models.families.base import ConfigFields, Family, decoder, read_rope, windows_everywhere
+from spile.models.families.base import ConfigFields, Family, decoder, read_rope, uniform_windows
 from spile.models.families.weight_names import Fused, Names
 
 
 def _read(fields: ConfigFields) -> ModelConfig:
     rope = read_rope(fields, kinds={"su": "longrope", "yarn": "longrope"})
-    return decoder(fields, rope=rope, partial_rotary=True, windows=windows_everywhere(fields))
+    return decoder(fields, rope=rope, partial_rotary=True, windows=uniform_windows(fields))
 
 
 FAMILY = Family(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from spile.models.architecture import Experts, ModelConfig
-from spile.models.families.base import ConfigFields, Family, decoder, layer_count, windows_everywhere
+from spile.models.families.base import ConfigFields, Family, decoder, layer_count, uniform_windows
 from spile.models.families.weight_names import extend
 
 
 def _read(fields: ConfigFields) -> ModelConfig:
     count, bias = layer_count(fields), fields.flag("attention_bias")
-    windows = windows_everywhere(fields) if fields.flag("use_sliding_window") else (None,) * count
+    windows = uniform_windows(fields) if fields.flag("use_sliding_window") else (None,) * count
     fields.get("sliding_window")
     step, dense_only = fields.integer("decoder_sparse_step"), fields.get("mlp_only_layers") or ()
     dense = tuple(layer for layer in range(count) if layer in dense_only or (layer + 1) % step)

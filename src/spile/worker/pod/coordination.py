@@ -174,7 +174,7 @@ class Coordination:
         try:
             _in_thread(lambda: self._client.wait_at_barrier(self._scope + name, max(1, int(timeout * 1000))))
         except jax.errors.JaxRuntimeError as error:
-            late = self._late(name, timeout)
+            late = self._late_error(name, timeout)
             if late is None:
                 raise
             raise late from error
@@ -182,7 +182,7 @@ class Coordination:
     def _alive(self) -> dict[str, str]:
         return Coordination(self._client, self.identity).entries("alive")
 
-    def _late(self, name: str, timeout: float) -> PodError | None:
+    def _late_error(self, name: str, timeout: float) -> PodError | None:
         here = {int(process) for process in self.entries(f"at/{name}")}
         reports = {int(process): text.partition("\t")[2] for process, text in self._alive().items()}
         missing = [process for process in range(self.identity.count) if process not in here]

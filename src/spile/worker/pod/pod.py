@@ -273,14 +273,14 @@ class PodControl:
         self._local.committed()
 
     def _decide(self, mine: Verdict) -> Verdict:
-        verdict: Verdict = "stop" if self._others_asked_to_stop() else mine
+        verdict: Verdict = "stop" if self._wait_for_others() else mine
         directory = self._pod.coordination
         directory.put(f"verdict/{self._number}", verdict)
         if self._number > _KEPT:
             directory.delete(f"verdict/{self._number - _KEPT}")
         return verdict
 
-    def _others_asked_to_stop(self) -> bool:
+    def _wait_for_others(self) -> bool:
         """Wait until no other host is too far behind; return whether one of them got a signal."""
         until = time.monotonic() + self._pod.times.barrier
         pause = 0.001
@@ -344,7 +344,7 @@ class PodSink(StreamSink):
             directory.put(f"committed/{self._number}", "")
             directory.delete(f"record/{self._number}/")
         elif directory.get(f"committed/{self._number}", self._pod.times.barrier) is None:
-            raise self._late("commit", 0)
+            raise self._late_error("commit", 0)
         else:
             self._stream.follow([] if record is None else [record], skipped, end)
         self._after()
@@ -353,11 +353,11 @@ class PodSink(StreamSink):
     def _record(self, process: int) -> ShardRecord | None:
         text = self._pod.coordination.get(f"record/{self._number}/{process}", self._pod.times.barrier)
         if text is None:
-            raise self._late("finish", process)
+            raise self._late_error("finish", process)
         fields = json.loads(text)
         return None if fields is None else ShardRecord.from_json(fields)
 
-    def _late(self, verb: str, process: int) -> PodError:
+    def _late_error(self, verb: str, process: int) -> PodError:
         return PodError(
             f"{self._pod.identity.host(process)} did not {verb} shard {self._number} of this run "
             f"within {self._pod.times.barrier:g} s",
