@@ -294,4 +294,4 @@ def test_another_command_on_one_host_is_refused_by_name(tmp_path: Path) -> None:
         ended = group.wait(120)
     assert [end.code for end in ended] == [2, 2], ended[0].err
     assert ended[1].lines[0].startswith("spile: worker 1 of 2 was started with a different command than worker 0: data")
-    assert "ended: worker 1 of 2 was given another command" in ended[0].lines[0]
+    assert "ended: worker 1 of 2 was started with a different command" in ended[0].lines[0]

@@ -130,7 +130,7 @@ def test_a_silent_one_on_a_slice_is_an_error(tmp_path: Path, chip: str) -> None:
     line = str(caught.value)
     assert line.startswith("this TPU VM's metadata server does not say which host of which slice this is (")
     assert "expected an answer to agent-worker-number, found no answer within" in line
-    assert "say it: --process-id, --num-processes and --coordinator-address" in line
+    assert "give --process-id, --num-processes and --coordinator-address" in line
     assert "\n" not in line
     assert caught.value.exit_code == 1
 

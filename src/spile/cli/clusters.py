@@ -28,13 +28,19 @@ class ClusterFlags:
     """The flags that all clusters share."""
 
     name: Annotated[str, flag(_JOB, "The job's name.")] = "spile"
-    num_streams: Annotated[int | None, flag(_JOB, "How many streams. [default: as many as --dataset-dir holds]")] = None
-    num_workers: Annotated[int | None, flag(_JOB, "Streams worked on at once. [default: all]")] = None
+    num_streams: Annotated[
+        int | None, flag(_JOB, "The number of streams. [default: as many as --dataset-dir holds]")
+    ] = None
+    num_workers: Annotated[
+        int | None, flag(_JOB, "The number of streams that are processed at once. [default: all]")
+    ] = None
     cpus: Annotated[int | None, flag(_JOB, "Processors of each host.")] = None
     memory_gb: Annotated[int | None, flag(_JOB, "Memory of each host, in GB.")] = None
-    env: Annotated[list[str] | None, flag(_JOB, "NAME=value for every worker; never a secret.", negative="")] = None
-    grace: Annotated[int, flag(_JOB, "Seconds that a worker has to commit when it must end.")] = 120
-    retries: Annotated[int, flag(_JOB, "Attempts more after a worker's own errors; a disruption does not count.")] = 6
+    env: Annotated[
+        list[str] | None, flag(_JOB, "NAME=value for every worker. Do not use it for secrets.", negative="")
+    ] = None
+    grace: Annotated[int, flag(_JOB, "Seconds that a worker has to commit before it is killed.")] = 120
+    retries: Annotated[int, flag(_JOB, "Retries after errors of a worker. Disruptions do not count.")] = 6
 
     def job(self, flags: ExtractFlags, *, hosts: int, shared: Sequence[str] = ()) -> ClusterJob:
         """Return the job that these flags ask for. ``shared`` are the folders that every host can read."""
@@ -81,34 +87,38 @@ class ClusterFlags:
 class KubernetesFlags:
     """Names and options of the Kubernetes cluster."""
 
-    image: Annotated[str, flag(_CLUSTER, "The image: spile docker build makes it, your registry holds it.")]
+    image: Annotated[
+        str, flag(_CLUSTER, "The image that the cluster pulls. spile docker build builds it; push it to your registry.")
+    ]
     topology: Annotated[
-        str | None, flag(_CLUSTER, "GKE TPUs: v5e-8, v5litepod-64, …; many hosts act as one worker.")
+        str | None, flag(_CLUSTER, "The TPUs on GKE: v5e-8, v5litepod-64, … Several hosts act as one worker.")
     ] = None
     gpus: Annotated[int, flag(_CLUSTER, "GPUs of each pod (nvidia.com/gpu).")] = 0
-    gpu_type: Annotated[str | None, flag(_CLUSTER, "GKE's name of them: nvidia-l4, nvidia-h100-80gb, …")] = None
+    gpu_type: Annotated[str | None, flag(_CLUSTER, "The type of the GPUs on GKE: nvidia-l4, nvidia-h100-80gb, …")] = (
+        None
+    )
     hosts_per_worker: Annotated[int, flag(_CLUSTER, "Without --topology: pods that act as one worker.")] = 1
-    spot: Annotated[bool, flag(_CLUSTER, "GKE's spot machines.", negative="")] = False
+    spot: Annotated[bool, flag(_CLUSTER, "Use spot machines of GKE.", negative="")] = False
     jobset: Annotated[bool, flag(_CLUSTER, "For many hosts: JobSets instead of a Service and Jobs.", negative="")] = (
         False
     )
     namespace: Annotated[str | None, flag(_CLUSTER, "The namespace. [default: kubectl's]")] = None
     service_account: Annotated[
-        str | None, flag(_CLUSTER, "The pods' service account: one that may write the bucket.")
+        str | None, flag(_CLUSTER, "The service account of the pods. It must be able to write to the bucket.")
     ] = None
     secret: Annotated[
         list[str] | None, flag(_CLUSTER, "A variable from a secret, HF_TOKEN=huggingface/token.", negative="")
     ] = None
-    volume: Annotated[list[str] | None, flag(_CLUSTER, "A claim that is mounted, /data=my-claim.", negative="")] = None
-    node_selector: Annotated[list[str] | None, flag(_CLUSTER, "A node's label, key=value.", negative="")] = None
+    volume: Annotated[list[str] | None, flag(_CLUSTER, "A volume claim to mount, /data=my-claim.", negative="")] = None
+    node_selector: Annotated[
+        list[str] | None, flag(_CLUSTER, "A label that nodes must have, key=value.", negative="")
+    ] = None
     queue: Annotated[str | None, flag(_CLUSTER, "A LocalQueue of Kueue.")] = None
     disk_gb: Annotated[int, flag(_CLUSTER, "Ephemeral storage that each pod requests, in GB.")] = 50
     cache_claim: Annotated[
-        str | None, flag(_CLUSTER, "A claim that keeps models between pods. [default: a folder of each pod]")
+        str | None, flag(_CLUSTER, "A volume claim that keeps models between pods. [default: a folder of each pod]")
     ] = None
-    pull_secret: Annotated[
-        list[str] | None, flag(_CLUSTER, "A secret with which the image is pulled.", negative="")
-    ] = None
+    pull_secret: Annotated[list[str] | None, flag(_CLUSTER, "A secret for pulling the image.", negative="")] = None
     toleration: Annotated[
         list[str] | None, flag(_CLUSTER, "A taint that pods tolerate: key=value:NoSchedule.", negative="")
     ] = None
@@ -151,10 +161,10 @@ class KubernetesFlags:
 def k8s_job(
     *, kubernetes: KubernetesFlags, cluster: ClusterFlags | None = None, flags: ExtractFlags | None = None
 ) -> int:
-    """Print the run as Kubernetes manifests: spile k8s job … | kubectl apply -f -
+    """Print Kubernetes manifests for a run: spile k8s job … | kubectl apply -f -
 
-    Takes every flag of spile extract. One worker is an Indexed Job's pod with one stream; a slice of many hosts is a
-    Job or JobSet of its own. Nothing is sent anywhere: --dry-run=server of kubectl asks the cluster what it thinks.
+    Takes every flag of spile extract. Each stream is processed by one pod of an Indexed Job. Each slice of several
+    hosts is a separate Job or JobSet. Nothing is sent to the cluster; kubectl apply --dry-run=server checks the output.
     """
     from spile.launch.kubernetes import to_yaml
 
@@ -169,15 +179,17 @@ class SlurmFlags:
 
     partition: Annotated[str | None, flag(_CLUSTER, "The partition to run in.")] = None
     account: Annotated[str | None, flag(_CLUSTER, "The account to charge.")] = None
-    time: Annotated[str | None, flag(_CLUSTER, "The limit of one attempt, D-HH:MM:SS; a longer one is requeued.")] = (
-        None
-    )
+    time: Annotated[
+        str | None, flag(_CLUSTER, "The time limit of one attempt, D-HH:MM:SS. A task that reaches it is requeued.")
+    ] = None
     gpus: Annotated[int, flag(_CLUSTER, "GPUs of each host.")] = 0
     hosts_per_worker: Annotated[int, flag(_CLUSTER, "Hosts that act as one worker.")] = 1
-    log_dir: Annotated[str, flag(_CLUSTER, "Where the logs go.")] = "slurm-logs"
-    setup: Annotated[str | None, flag(_CLUSTER, "A line before the worker: a module, a virtual environment.")] = None
+    log_dir: Annotated[str, flag(_CLUSTER, "The folder for the logs.")] = "slurm-logs"
+    setup: Annotated[
+        str | None, flag(_CLUSTER, "A shell line that runs before the worker, such as module load or activate.")
+    ] = None
     sbatch: Annotated[
-        list[str] | None, flag(_CLUSTER, "More of sbatch's options, --sbatch=--constraint=a100.", negative="")
+        list[str] | None, flag(_CLUSTER, "An additional option of sbatch: --sbatch=--constraint=a100.", negative="")
     ] = None
 
 
@@ -187,7 +199,7 @@ def slurm_job(
     cluster: ClusterFlags = ClusterFlags(),  # noqa: B008
     flags: ExtractFlags = ExtractFlags(),  # noqa: B008
 ) -> int:
-    """Print the run as a Slurm array: spile slurm job … > job.sh; mkdir slurm-logs; sbatch job.sh
+    """Print a Slurm array job for a run: spile slurm job … > job.sh; mkdir slurm-logs; sbatch job.sh
 
     Takes every flag of spile extract. One task of the array is one stream. A task that is preempted or runs out of time
     commits what it has and is requeued.

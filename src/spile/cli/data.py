@@ -46,7 +46,9 @@ class SourceFlags:
     start_index: Annotated[int, Parameter(help="The first row, from 0.")] = 0
     end_index: Annotated[int | None, Parameter(help="The row to stop before.")] = None
     max_samples: Annotated[int | None, Parameter(help="At most so many samples.")] = None
-    max_train_examples: Annotated[int | None, Parameter(help="Keep a task's first so many train pairs.")] = None
+    max_train_examples: Annotated[int | None, Parameter(help="Keep at most this many training pairs of each task.")] = (
+        None
+    )
 
     bad_rows: Annotated[
         Literal["error", "skip"],
@@ -77,7 +79,7 @@ def convert(
         Literal["arc-jsonl", "arc-json"] | None,
         Parameter(help="One task per line, or the challenge pair of JSON files. [default: arc-json with --output-dir]"),
     ] = None,
-    test_outputs: Annotated[bool, Parameter(help="Keep the held-back outputs in the JSONL.", negative="")] = False,
+    test_outputs: Annotated[bool, Parameter(help="Keep the test outputs in the JSONL file.", negative="")] = False,
 ) -> int:
     """Turn a dataset of the Hugging Face hub, or local files, into ARC tasks."""
     from spile.data.convert import convert as run
@@ -120,7 +122,7 @@ def convert(
 
 def streams(
     *,
-    num_streams: Annotated[int, Parameter(help="How many parts: one for each worker.")],
+    num_streams: Annotated[int, Parameter(help="The number of streams, at least one per worker.")],
     output_dir: Annotated[
         str, Parameter(help="The folder for stream_000.jsonl … and streams.json, here or in a bucket.")
     ] = "data/streams",
@@ -129,7 +131,7 @@ def streams(
         str | None, Parameter(help="Columns of a table that lines keep too, for extract --keep: label,source.")
     ] = None,
     seed: Annotated[int, Parameter(help="Which sample goes to which stream.")] = 0,
-    streams: Annotated[str | None, Parameter(help="Make only these again: 5-9 or 0,3.")] = None,
+    streams: Annotated[str | None, Parameter(help="Make only these streams again, such as 5-9 or 0,3.")] = None,
     overwrite: Annotated[bool, Parameter(help="Replace streams of another split.", negative="")] = False,
 ) -> int:
     """Split a dataset into independent streams, balanced to one sample, the same bytes each time."""
@@ -170,11 +172,11 @@ def streams(
 
 def upload(
     *,
-    bucket: Annotated[str, Parameter(help="The bucket's name, with or without gs://; s3://… too.")],
+    bucket: Annotated[str, Parameter(help="The bucket: a name, gs://… or s3://…")],
     prefix: Annotated[str, Parameter(help="The folder in the bucket.")] = "datasets",
     local_dir: Annotated[Path, Parameter(help="The folder of streams.")] = Path("data/streams"),
 ) -> int:
-    """Put streams into a bucket, skipping what is there already and identical."""
+    """Upload streams to a bucket. Identical files are skipped."""
     from spile.data.upload import upload as run
     from spile.objects import bucket_url, open_folder
 

@@ -49,18 +49,19 @@ _COUNTED = 200
 class DeployFlags:
     """The flags of ``spile deploy`` itself."""
 
-    create_tpus: Annotated[bool, flag(_STEPS, "Make the machines that are not there.", negative="")] = False
+    create_tpus: Annotated[bool, flag(_STEPS, "Create the machines that do not exist yet.", negative="")] = False
     adopt: Annotated[
         list[str] | None,
         flag(
             _STEPS,
-            "The machines: these, which somebody else made and named; over ssh.",
+            "Use these existing machines instead of creating new ones. They are reached over ssh.",
             consume_multiple=True,
             negative="",
         ),
     ] = None
     skip_dataset: Annotated[
-        bool, flag(_STEPS, "The streams are in the bucket already; flags not given are as before.", negative="")
+        bool,
+        flag(_STEPS, "Use the streams in the bucket. Flags that are not given keep their earlier values.", negative=""),
     ] = False
     num_streams: Annotated[
         int | None,
@@ -70,38 +71,50 @@ class DeployFlags:
             "so that the fleet can grow later. [default: as before; else one per worker]",
         ),
     ] = None
-    skip_launch: Annotated[bool, flag(_STEPS, "Only prepare: streams, code, assignment.", negative="")] = False
-    dry_run: Annotated[
-        bool, flag(_STEPS, "Check all, say what would be made and what it costs; make nothing.", negative="")
+    skip_launch: Annotated[
+        bool, flag(_STEPS, "Only prepare streams, code and assignments; start no worker.", negative="")
     ] = False
-    launch: Annotated[
-        Literal["startup", "ssh"], flag(_STEPS, "How workers start: by themselves at boot, or over ssh.")
-    ] = "startup"
-    force: Annotated[bool, flag(_STEPS, "With --launch ssh: install anew.", negative="")] = False
-    monitor: Annotated[bool, flag(_STEPS, "Then watch and heal, as spile monitor does.", negative="")] = False
-    interval: Annotated[float, flag(_STEPS, "Seconds between looks.")] = 60.0
-    budget: Annotated[float | None, flag(_STEPS, "Dollars after which the fleet is deleted.")] = None
+    dry_run: Annotated[
+        bool,
+        flag(_STEPS, "Check everything and print what would be created and its cost. Create nothing.", negative=""),
+    ] = False
+    launch: Annotated[Literal["startup", "ssh"], flag(_STEPS, "How workers start: at boot (startup), or over ssh.")] = (
+        "startup"
+    )
+    force: Annotated[bool, flag(_STEPS, "With --launch ssh: install again.", negative="")] = False
+    monitor: Annotated[bool, flag(_STEPS, "Then monitor the fleet, as spile monitor does.", negative="")] = False
+    interval: Annotated[float, flag(_STEPS, "Seconds between two updates.")] = 60.0
+    budget: Annotated[float | None, flag(_STEPS, "The cost in dollars at which the machines are deleted.")] = None
     keep_finished: Annotated[bool, flag(_STEPS, "Do not delete machines whose work is finished.", negative="")] = False
     env: Annotated[
         list[str] | None,
         flag(
             _STEPS,
-            "NAME=value for every worker, kept in the bucket for all who read it; for a token "
-            "NAME=secret:projects/P/secrets/S, which each machine asks Secret Manager for.",
+            "NAME=value for every worker. It is stored in the bucket, where every reader can see it. For a token, use "
+            "NAME=secret:projects/P/secrets/S; each machine reads it from Secret Manager.",
             negative="",
         ),
     ] = None
     notify: Annotated[
         list[str] | None,
-        flag(_STEPS, "A webhook for given up, budget, stopped, finished, silent; Slack's too.", negative=""),
+        flag(
+            _STEPS,
+            "A webhook, such as Slack's. It is called when a worker is given up, the budget is reached, or the fleet "
+            "stops, finishes or is silent.",
+            negative="",
+        ),
     ] = None
     yes: Annotated[
         bool,
-        flag(_STEPS, "Do not ask: replace another deployment of this fleet, remove with --overwrite.", negative=""),
+        flag(
+            _STEPS,
+            "Do not ask before replacing an earlier deployment of this fleet, or before --overwrite removes data.",
+            negative="",
+        ),
     ] = False
-    user: Annotated[str | None, flag(_STEPS, "The login for ssh. [default: yours]")] = None
+    user: Annotated[str | None, flag(_STEPS, "The user name for ssh. [default: yours]")] = None
     ssh_key: Annotated[Path | None, flag(_STEPS, "The private key for ssh. [default: gcloud's]")] = None
-    internal_ip: Annotated[bool, flag(_STEPS, "ssh to internal addresses.", negative="")] = False
+    internal_ip: Annotated[bool, flag(_STEPS, "Use internal addresses for ssh.", negative="")] = False
 
     def policy(self, budget: float | None) -> Policy:
         """How patient the monitor is."""
@@ -145,11 +158,11 @@ def deploy(
     flags: ExtractFlags = ExtractFlags(),  # noqa: B008
     steps: DeployFlags = DeployFlags(),  # noqa: B008
 ) -> int:
-    """Split the dataset into a stream per worker, put streams and code in the bucket, and start every worker.
+    """Split the dataset into streams, upload streams and code to the bucket, and start the workers.
 
-    Every flag of spile extract goes to every worker, and every variable of the guides counts. Machines need nothing but
-    the bucket: what is preempted and made again resumes by itself. A fleet that is deployed already and would change
-    is asked about first.
+    Takes every flag of spile extract, which every worker gets, and every variable of the guides. Machines need only the
+    bucket: a machine that is preempted and created again resumes. Before a deployed fleet is changed, the command asks
+    for confirmation.
     """
     from spile.fleet.deploy import changes, check_access, check_quota, check_root, fleet_bucket, publish
     from spile.fleet.home import FleetHome, fleet_url

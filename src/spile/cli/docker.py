@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _WHAT = Group("The container", sort_key=1)
 _WORDS = Annotated[str, Parameter(show=False, allow_leading_hyphen=True)]
-_PRINT = Annotated[bool, Parameter(name="--print", negative="", help="Show the command, and run nothing.")]
+_PRINT = Annotated[bool, Parameter(name="--print", negative="", help="Print the command instead of running it.")]
 _DEFAULT = ("spile", "extract")
 
 
@@ -35,15 +35,19 @@ class ContainerFlags:
 
     target: Annotated[
         Literal["cpu", "cuda", "tpu"] | None,
-        flag(_WHAT, "The kind of image, and the devices it gets. [default: tpu on hosts, cpu here]"),
+        flag(_WHAT, "The kind of image, and the devices that the container gets. [default: tpu on hosts, cpu here]"),
     ] = None
     image: Annotated[
         str | None, flag(_WHAT, "The image's name. [default: spile:VERSION, with -TARGET if --target is given]")
     ] = None
     runtime: Annotated[str, flag(_WHAT, "docker, podman or nerdctl.")] = "docker"
     name: Annotated[str, flag(_WHAT, "The container's name.")] = "spile"
-    mount: Annotated[list[str] | None, flag(_WHAT, "A folder for the container, FOLDER:/PATH.", negative="")] = None
-    env: Annotated[list[str] | None, flag(_WHAT, "A variable for the container, NAME=value.", negative="")] = None
+    mount: Annotated[
+        list[str] | None, flag(_WHAT, "A folder to mount in the container, FOLDER:/PATH.", negative="")
+    ] = None
+    env: Annotated[
+        list[str] | None, flag(_WHAT, "An environment variable for the container, NAME=value.", negative="")
+    ] = None
     grace: Annotated[int, flag(_WHAT, "Seconds that a worker has to commit when it is stopped.")] = 60
 
     def image_name(self) -> str:
@@ -95,7 +99,7 @@ def build(
     context: Annotated[Path, Parameter(help="A checkout of spile.")] = Path(),
     show: _PRINT = False,
 ) -> int:
-    """Build the image from a checkout: here, or with --tpu-prefix or --hosts on every host at once."""
+    """Build the image from a checkout: on this machine, or with --tpu-prefix or --hosts on every host."""
     from spile.launch.docker import build_words
 
     here = not (where.hosts or where.tpu_prefix)
@@ -124,9 +128,9 @@ def run(
     flags: ContainerFlags = ContainerFlags(),  # noqa: B008
     show: _PRINT = False,
 ) -> int:
-    """Run a command in a container here: spile docker run --mount ./data:/data -- spile extract --dataset-dir /data …
+    """Run a command in a container on this machine: spile docker run --mount ./data:/data -- spile extract …
 
-    Files that it writes in mounted folders are yours. Ctrl+C stops it, after the worker has committed.
+    Files that it writes to mounted folders belong to you. Ctrl+C stops the container after the worker has committed.
     """
     from spile.launch.docker import run_words
 
@@ -146,13 +150,13 @@ def pod(
     where: HostFlags = HostFlags(),  # noqa: B008
     logs: Annotated[Path | None, Parameter(help="The folder for the logs. [default: spile-run-TIME]")] = None,
     collect: Annotated[
-        str | None, Parameter(help="Then bring this folder of every host back, as spile collect does.")
+        str | None, Parameter(help="Afterwards fetch this folder from every host, as spile collect does.")
     ] = None,
     show: _PRINT = False,
 ) -> int:
-    """One container on every host of a slice: spile docker pod --tpu-prefix my-tpu -- spile extract …
+    """Run a command in one container on every host of a slice: spile docker pod --tpu-prefix my-tpu -- spile extract …
 
-    All start together. The first that fails, or Ctrl+C, stops all, after a chance to commit; nothing stays behind.
+    All containers start together. If one fails, or after Ctrl+C, all of them commit and stop.
     """
     from spile.launch.docker import check_hosts, host_script, stop_script
 
@@ -182,7 +186,7 @@ def stop(
     *words: _WORDS,
     flags: ContainerFlags = ContainerFlags(),  # noqa: B008
     where: HostFlags = HostFlags(),  # noqa: B008
-    everything: Annotated[bool, Parameter(name="--all", negative="", help="All of spile's containers.")] = False,
+    everything: Annotated[bool, Parameter(name="--all", negative="", help="Stop all containers of spile.")] = False,
     show: _PRINT = False,
 ) -> int:
     """Stop a container here, or with --tpu-prefix or --hosts on every host; the worker in it commits first."""

@@ -24,18 +24,23 @@ Form = Literal["pickle", "saelens", "npy", "parquet", "hf"]
 def export(
     root: Annotated[str, Parameter(help="A dataset: a folder, gs://…, s3://… or az://…")] = "./activations",
     *,
-    to: Annotated[Form, Parameter(help="The old guides' pickles, SAELens' cache, NumPy, Parquet, Hugging Face.")],
+    to: Annotated[
+        Form,
+        Parameter(help="The format: the pickles of the old guides, SAELens' cache, NumPy, Parquet or Hugging Face."),
+    ],
     output: Annotated[Path, Parameter(help="A new folder on this machine.")],
     taps: Annotated[
         list[str] | None,
         Parameter(consume_multiple=True, negative="", help="Such as residual.3; [default: residual of all layers]"),
     ] = None,
-    streams: Annotated[str | None, Parameter(help="Only these: 0-3,7. [default: all]")] = None,
+    streams: Annotated[str | None, Parameter(help="Only these streams, such as 0-3,7. [default: all]")] = None,
     dtype: Annotated[Literal["float32", "float16"], Parameter(help="Of the numbers written.")] = "float32",
-    context_size: Annotated[int, Parameter(help="Of SAELens' cache.")] = 128,
-    hook_name: Annotated[str | None, Parameter(help="SAELens' name of the tap. [default: TransformerLens']")] = None,
+    context_size: Annotated[int, Parameter(help="The context size of SAELens' cache.")] = 128,
+    hook_name: Annotated[
+        str | None, Parameter(help="The name of the tap in SAELens. [default: TransformerLens']")
+    ] = None,
 ) -> int:
-    """Write a dataset in a form that another program reads. The dataset is left as it is."""
+    """Export a dataset to a format that other programs read. The dataset is not changed."""
     from spile.reading.dataset import open as open_dataset
     from spile.reading.export import Export, write_hf, write_npy, write_parquet, write_pickles, write_saelens
 
@@ -77,13 +82,16 @@ def import_(
         str, Parameter(help="Where the dataset is stored: a folder, gs://…, s3://… or az://…")
     ] = "./activations",
     worker_id: Annotated[int, Parameter(help="The stream's number: writes tpu_5/.")] = 0,
-    site: Annotated[Literal["residual", "attn", "mlp"], Parameter(help="What the pickles hold of each layer.")] = (
+    site: Annotated[Literal["residual", "attn", "mlp"], Parameter(help="The tap kind of the pickled activations.")] = (
         "residual"
     ),
     model: Annotated[str, Parameter(help="The model's name, for people.")] = "unknown",
     store_dtype: Annotated[StoreDtype, Parameter(help="What rows are stored as.")] = "bfloat16",
 ) -> int:
-    """Make a dataset of the old guides' pickles. Nothing in them is run; what they do not hold (tokens) is -1."""
+    """Import the pickles of the old guides as a dataset.
+
+    Code in them is not run. They contain no tokens, so each token of the dataset is -1.
+    """
     from spile.objects import open_folder
     from spile.reading.importing import import_pickles
 

@@ -86,9 +86,10 @@ def worker(
 ) -> int:
     """Run one stream of a run spec, or claim streams until none is left. Launchers start this.
 
-    The spec is the spec.json that spile extract or spile infer wrote. It says everything else. Exit codes: 0 success,
-    1 failure, 2 a mistake in the spec, 3 fenced by another worker, 130 interrupted; what was done is committed, and
-    the same command resumes.
+    The spec is the spec.json that spile extract or spile infer wrote. It contains all other settings.
+
+    Exit codes: 0 success, 1 failure, 2 a mistake in the spec, 3 fenced by another worker, 130 interrupted. Finished
+    work is committed, and the same command resumes.
     """
     pod = pod or PodFlags()
     found = _read_spec(spec)
@@ -208,7 +209,7 @@ def add_taps(backfill: BackfillFlags, flags: ExtractFlags, pod: PodFlags, verbos
 
 
 def check(*, flags: PodFlags | None = None) -> int:
-    """Test a slice in a minute, without a dataset: roll call, barriers, devices, one tiny forward on all of them.
+    """Test a slice in a minute without a dataset: hosts, barriers, devices and one small forward pass on all devices.
 
     Run it on every host: gcloud compute tpus tpu-vm ssh $TPU --worker=all --command="spile pod check".
     """

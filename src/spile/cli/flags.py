@@ -264,7 +264,7 @@ else:
     )
 
 
-_PODS = Group("Pods (found out by itself where every host runs the same command)", sort_key=5)
+_PODS = Group("Pods (detected automatically if every host runs the same command)", sort_key=5)
 
 
 @Parameter(name="*")
@@ -272,10 +272,16 @@ _PODS = Group("Pods (found out by itself where every host runs the same command)
 class PodFlags:
     """The place of this process in a pod."""
 
-    topology: Annotated[str | None, flag(_PODS, "The slice: v5litepod-64, v5e:8x8, v3-8 …; checked.")] = None
-    coordinator_address: Annotated[str | None, flag(_PODS, "Worker 0's HOST, or HOST:PORT of the roll call.")] = None
-    process_id: Annotated[int | None, flag(_PODS, "This host's number.")] = None
-    num_processes: Annotated[int | None, flag(_PODS, "How many hosts there are.")] = None
+    topology: Annotated[
+        str | None,
+        flag(
+            _PODS,
+            "The expected slice, such as v5litepod-64, v5e:8x8 or v3-8. Fail if the hosts do not match it.",
+        ),
+    ] = None
+    coordinator_address: Annotated[str | None, flag(_PODS, "The address of worker 0: HOST or HOST:PORT.")] = None
+    process_id: Annotated[int | None, flag(_PODS, "The number of this host.")] = None
+    num_processes: Annotated[int | None, flag(_PODS, "The number of hosts.")] = None
     barrier_timeout: Annotated[float | None, flag(_PODS, "Seconds that hosts wait for each other.")] = None
     heartbeat_timeout: Annotated[float | None, flag(_PODS, "Seconds after which a silent host counts as dead.")] = None
 
@@ -321,11 +327,12 @@ class EngineFlags:
             "Run all streams: local, with N processes on this machine, or ray, on a cluster. [default: one stream]",
         ),
     ] = None
-    num_workers: Annotated[int | None, flag(_ENGINE, "Streams worked on at once. Alone it means --engine local.")] = (
-        None
-    )
+    num_workers: Annotated[
+        int | None,
+        flag(_ENGINE, "The number of streams that are processed at once. Without --engine it implies --engine local."),
+    ] = None
     num_streams: Annotated[
-        int | None, flag(_ENGINE, "Into how many streams --dataset is split. [default: 4 for each worker]")
+        int | None, flag(_ENGINE, "The number of streams that --dataset is split into. [default: 4 for each worker]")
     ] = None
     resources: Annotated[
         list[str] | None,
@@ -336,9 +343,9 @@ class EngineFlags:
         flag(_ENGINE, "The cluster: HOST:6379, or ray://HOST:10001. [default: RAY_ADDRESS, else this machine's]"),
     ] = None
     hosts_per_worker: Annotated[
-        int, flag(_ENGINE, "With ray: hosts that act as one worker, a slice's; 1 unless a model needs more.")
+        int, flag(_ENGINE, "With ray: the number of hosts that act as one worker, such as the hosts of a slice.")
     ] = 1
-    log_dir: Annotated[Path | None, flag(_ENGINE, "With local: a folder that gets each stream's output.")] = None
+    log_dir: Annotated[Path | None, flag(_ENGINE, "With local: a folder for the log of each stream.")] = None
 
     @property
     def asked(self) -> bool:
@@ -401,7 +408,7 @@ class BackfillFlags:
         list[str] | None,
         Parameter(
             group=_ADD,
-            help="Compute these for every row that --to holds, and store them beside it: mlp.12 residual.0",
+            help="Compute these taps for every stored row of --to and add them to that dataset: mlp.12 residual.0",
             consume_multiple=True,
             negative="",
         ),
@@ -443,19 +450,20 @@ _LOGIN = Group("How to log in", sort_key=3)
 class HostFlags:
     """The hosts, and how to log in."""
 
-    tpu_prefix: Annotated[str | None, flag(_WHICH, "The TPU VM of this name, or all slices PREFIX-0, PREFIX-1, …")] = (
-        None
-    )
+    tpu_prefix: Annotated[
+        str | None, flag(_WHICH, "The TPU VM with this name, or all slices PREFIX-0, PREFIX-1, …")
+    ] = None
     hosts: Annotated[
-        list[str] | None, flag(_WHICH, "Instead: user@address:port,…; given again, one more slice.", negative="")
+        list[str] | None,
+        flag(_WHICH, "Hosts by address instead: user@address:port,… Each --hosts is one slice.", negative=""),
     ] = None
     project: Annotated[str | None, flag(_WHICH, "The Google Cloud project. [default: gcloud's]")] = None
-    zone: Annotated[str | None, flag(_WHICH, "The zone to look in. [default: all]")] = None
+    zone: Annotated[str | None, flag(_WHICH, "The zone of the machines. [default: all]")] = None
     internal_ip: Annotated[bool, flag(_LOGIN, "Use internal addresses, from a machine in the same network.")] = False
-    user: Annotated[str | None, flag(_LOGIN, "The login. [default: yours]")] = None
-    ssh_key: Annotated[Path | None, flag(_LOGIN, "The private key. [default, for TPU VMs: gcloud's]")] = None
+    user: Annotated[str | None, flag(_LOGIN, "The user name on the hosts. [default: yours]")] = None
+    ssh_key: Annotated[Path | None, flag(_LOGIN, "The private ssh key. [default, for TPU VMs: gcloud's]")] = None
     ssh_option: Annotated[
-        list[str] | None, flag(_LOGIN, "One of ssh's options, such as ProxyJump=bastion.", negative="")
+        list[str] | None, flag(_LOGIN, "An option for ssh, such as ProxyJump=bastion.", negative="")
     ] = None
 
     def access(self) -> Access:
@@ -487,7 +495,7 @@ class PlaceFlags:
     """The fleet, its project and its zones."""
 
     zones: Annotated[str | None, flag(_PLACE, "us-central1-a,us-central1-b [default: gcloud's compute/zone]")] = None
-    fleet: Annotated[str, flag(_PLACE, "The fleet's name: the label of its machines.")] = "default"
+    fleet: Annotated[str, flag(_PLACE, "The name of the fleet. Its machines have it as a label.")] = "default"
     project: Annotated[str | None, flag(_PLACE, "The Google Cloud project. [default: gcloud's]")] = None
     name_prefix: Annotated[str, flag(_PLACE, "Machines are named PREFIX-ZONE-N.")] = "tpu"
 
@@ -522,7 +530,10 @@ class MachineFlags:
     workers_per_zone: Annotated[int | None, flag(_MACHINE, "Machines in each zone. [default: 1]")] = None
     tpu_type: Annotated[
         str | None,
-        flag(_MACHINE, "v3-8, v5litepod-8, v5e:2x4, …; a slice of many hosts is one worker. [default: v3-8]"),
+        flag(
+            _MACHINE,
+            "The machine type: v3-8, v5litepod-8, v5e:2x4, … A slice of several hosts is one worker. [default: v3-8]",
+        ),
     ] = None
     preemptible: Annotated[
         bool | None,
@@ -532,15 +543,17 @@ class MachineFlags:
             "--queued on demand, as in gcloud]",
         ),
     ] = None
-    spot: Annotated[bool, flag(_MACHINE, "Like preemptible, without the 24 hours.", negative="")] = False
-    reserved: Annotated[bool, flag(_MACHINE, "From the project's reservation.", negative="")] = False
-    best_effort: Annotated[bool, flag(_MACHINE, "Queued: preemptible capacity.", negative="")] = False
-    queued: Annotated[bool, flag(_MACHINE, "Stand in the queue for them (queued resources).", negative="")] = False
-    runtime_version: Annotated[str | None, flag(_MACHINE, "The VM's image. [default: the type's]")] = None
+    spot: Annotated[bool, flag(_MACHINE, "Like --preemptible, but without the limit of 24 hours.", negative="")] = False
+    reserved: Annotated[bool, flag(_MACHINE, "Use the project's reservation.", negative="")] = False
+    best_effort: Annotated[bool, flag(_MACHINE, "With --queued: use preemptible capacity.", negative="")] = False
+    queued: Annotated[bool, flag(_MACHINE, "Create the machines as queued resources.", negative="")] = False
+    runtime_version: Annotated[str | None, flag(_MACHINE, "The software version of the VM. [default: the type's]")] = (
+        None
+    )
     network: Annotated[str | None, flag(_MACHINE, "The VPC network.")] = None
     subnetwork: Annotated[str | None, flag(_MACHINE, "The VPC subnetwork.")] = None
     external_ips: Annotated[bool, flag(_MACHINE, "Give machines public addresses.")] = True
-    service_account: Annotated[str | None, flag(_MACHINE, "Who the machines act as.")] = None
+    service_account: Annotated[str | None, flag(_MACHINE, "The service account of the machines.")] = None
 
     def fleet(self, place: PlaceFlags, project: str, policy: Policy | None = None) -> FleetSpec:
         """Return the fleet that these flags describe."""

@@ -126,19 +126,28 @@ def monitor(
     ] = ("./activations"),
     *,
     fleet: Annotated[
-        str | None, Parameter(help="A fleet that was deployed to ROOT's bucket: watch and heal it.")
+        str | None,
+        Parameter(help="The name of a fleet that was deployed to ROOT's bucket. Its dead machines are replaced."),
     ] = None,
-    interval: Annotated[float, Parameter(help="Seconds between looks.")] = 60.0,
-    once: Annotated[bool, Parameter(negative="", help="Look once (with a fleet: and heal once) and exit.")] = False,
-    as_json: Annotated[bool, Parameter(name="--json", negative="", help="One look, as JSON.")] = False,
-    watch_only: Annotated[bool, Parameter(negative="", help="With a fleet: look, and do nothing.")] = False,
+    interval: Annotated[float, Parameter(help="Seconds between two updates.")] = 60.0,
+    once: Annotated[
+        bool, Parameter(negative="", help="Update once and exit. With a fleet, also replace dead machines once.")
+    ] = False,
+    as_json: Annotated[bool, Parameter(name="--json", negative="", help="Print the state once, as JSON.")] = False,
+    watch_only: Annotated[
+        bool, Parameter(negative="", help="With a fleet: only show it, and change no machine.")
+    ] = False,
     budget: Annotated[
-        float | None, Parameter(help="With a fleet: dollars after which it is deleted, from now on.")
+        float | None, Parameter(help="With a fleet: change the cost in dollars at which its machines are deleted.")
     ] = None,
-    keep_finished: Annotated[bool, Parameter(negative="", help="With a fleet: keep machines that are done.")] = False,
+    keep_finished: Annotated[
+        bool, Parameter(negative="", help="With a fleet: keep machines whose work is finished.")
+    ] = False,
     deployment: Annotated[
         str | None,
-        Parameter(help="With a fleet that another computer deployed: the sha256:… that spile deploy printed there."),
+        Parameter(
+            help="With a fleet that was deployed from another computer: the sha256:… that spile deploy printed there."
+        ),
     ] = None,
     metrics_port: Annotated[
         int | None, Parameter(help="Serve OpenMetrics for Prometheus at http://HOST:PORT/metrics while it watches.")
@@ -147,7 +156,7 @@ def monitor(
 ) -> int:
     """Watch a dataset grow, from its ledgers and its workers' heartbeats; with a fleet, replace its dead machines.
 
-    Ctrl+C stops watching; everything goes on. Ends by itself when every stream is done.
+    Ctrl+C stops the display; the workers continue. The command ends when every stream is done.
     """
     if not 0.1 <= interval <= 86400:
         raise SpecError("--interval", expected="from 0.1 to 86400 seconds", found=f"{interval:g}")
@@ -227,9 +236,9 @@ def _watch_root(
 
 
 _ROOT = Parameter(help="The fleet's gs://bucket/fleet/NAME; or its bucket, with --fleet.")
-_FLEET = Parameter(help="Its name, beside its bucket.")
+_FLEET = Parameter(help="The name of the fleet, if ROOT is a bucket.")
 _PROJECT = Parameter(help="The Google Cloud project. [default: the fleet's]")
-_JSON = Parameter(name="--json", negative="", help="For programs.")
+_JSON = Parameter(name="--json", negative="", help="Print JSON.")
 
 
 def list_fleets(
@@ -237,7 +246,7 @@ def list_fleets(
     *,
     as_json: Annotated[bool, _JSON] = False,
 ) -> int:
-    """List the fleets that were deployed to a bucket, with what each is doing."""
+    """List the fleets that were deployed to a bucket, with the state of each."""
     from spile.fleet.home import FleetHome, fleet_url, fleets_of
     from spile.fleet.lease import Lease
     from spile.fleet.monitor import crash_loop
@@ -296,7 +305,7 @@ def status(
     project: Annotated[str | None, _PROJECT] = None,
     as_json: Annotated[bool, _JSON] = False,
 ) -> int:
-    """One look at a fleet, as spile monitor shows it; nothing is done."""
+    """Show a fleet once, as spile monitor does, without changing anything."""
     home = _home(root, fleet)
     return watch_fleet(
         home, _client(home, project), output(), interval=60.0, adjust=lambda each: each, once=True, as_json=as_json,
@@ -309,16 +318,18 @@ def stop(
     *,
     fleet: Annotated[str | None, _FLEET] = None,
     project: Annotated[str | None, _PROJECT] = None,
-    interval: Annotated[float, Parameter(help="Seconds between looks.")] = 5.0,
+    interval: Annotated[float, Parameter(help="Seconds between two updates.")] = 5.0,
     wait: Annotated[
         bool,
-        Parameter(name="--wait", negative="--async", help="Wait until the machines are gone; --async: ask and leave."),
+        Parameter(
+            name="--wait", negative="--async", help="Wait until the machines are deleted. --async returns at once."
+        ),
     ] = True,
-    yes: Annotated[bool, Parameter(name=["--yes", "-y"], negative="", help="Do not ask.")] = False,
+    yes: Annotated[bool, Parameter(name=["--yes", "-y"], negative="", help="Do not ask for confirmation.")] = False,
 ) -> int:
-    """End a fleet for good: no machine is made any more, those that are there go. What is stored stays.
+    """Stop a fleet: create no more machines and delete the existing ones. Stored data is kept.
 
-    Whoever monitors it is told through the bucket, and deletes them; where nobody does, this command does.
+    A running monitor is notified through the bucket and deletes the machines. Without one, this command does.
     """
     home, console = _home(root, fleet), output(soft_wrap=True)
     deployed = home.read_fleet()
@@ -351,8 +362,8 @@ def _client(home: FleetHome, project: str | None) -> CloudTpu:
     return CloudTpu(read_settings(os.environ, project=project or home.read_fleet().project))
 
 
-_YES = Parameter(name=["--yes", "-y"], negative="", help="Do not ask.")
-_WAIT = Parameter(name="--wait", negative="--async", help="Wait until it is done; --async: ask and leave.")
+_YES = Parameter(name=["--yes", "-y"], negative="", help="Do not ask for confirmation.")
+_WAIT = Parameter(name="--wait", negative="--async", help="Wait until it is done. --async returns at once.")
 _PLACE = PlaceFlags()
 _MACHINES = MachineFlags()
 
@@ -367,14 +378,15 @@ def create(
     machines: MachineFlags = _MACHINES,
     adopt: Annotated[
         list[str] | None,
-        Parameter(help="Existing machines to label as this fleet's.", consume_multiple=True, negative=""),
+        Parameter(help="Existing machines to add to this fleet.", consume_multiple=True, negative=""),
     ] = None,
     node_prefix: Annotated[
-        str | None, Parameter(help="With --queued: one resource of nodes PREFIX-0 … in each zone.")
+        str | None,
+        Parameter(help="With --queued: create one queued resource with the nodes PREFIX-0, PREFIX-1, … in each zone."),
     ] = None,
-    node_count: Annotated[int, Parameter(help="With --node-prefix: how many nodes act together.")] = 1,
+    node_count: Annotated[int, Parameter(help="With --node-prefix: the number of nodes.")] = 1,
     queued_id: Annotated[
-        str | None, Parameter(help="With --node-prefix: the resource's own name. [default: the prefix]")
+        str | None, Parameter(help="With --node-prefix: the name of the queued resource. [default: the prefix]")
     ] = None,
     name: Annotated[str | None, Parameter(help="Create one machine with exactly this name, in one zone.")] = None,
     wait: Annotated[bool, _WAIT] = True,
@@ -439,8 +451,12 @@ def delete(
     workers_per_zone: Annotated[
         int | None, Parameter(help="Only the first N machines of each zone. [default: all of the fleet's there]")
     ] = None,
-    node_prefix: Annotated[str | None, Parameter(help="A queued resource, with its nodes.")] = None,
-    queued_id: Annotated[str | None, Parameter(help="The same, by the name it was given of its own.")] = None,
+    node_prefix: Annotated[
+        str | None, Parameter(help="Delete the queued resource with this prefix, and its nodes.")
+    ] = None,
+    queued_id: Annotated[
+        str | None, Parameter(help="The name of that queued resource, if it is not the prefix.")
+    ] = None,
     wait: Annotated[bool, _WAIT] = True,
     yes: Annotated[bool, _YES] = False,
 ) -> int:
@@ -478,12 +494,14 @@ def delete(
 def tpu_status(
     *,
     place: PlaceFlags = _PLACE,
-    workers_per_zone: Annotated[int | None, Parameter(help="How many each zone should have.")] = None,
+    workers_per_zone: Annotated[
+        int | None, Parameter(help="The number of machines that each zone should have.")
+    ] = None,
     as_json: Annotated[bool, _JSON] = False,
 ) -> int:
-    """Show the fleet's machines in these zones, and what stands in the queue for it.
+    """Show the fleet's machines in these zones, and its queued resources.
 
-    With --workers-per-zone also those that are not there.
+    With --workers-per-zone, missing machines are listed too.
     """
     from spile.fleet import manage
     from spile.fleet.provider import Node, NodeState
@@ -522,7 +540,7 @@ def recreate_preempted(
     workers_per_zone: Annotated[int | None, Parameter(help="Only the first N machines of each zone.")] = None,
     yes: Annotated[bool, _YES] = False,
 ) -> int:
-    """Delete the fleet's preempted, terminated and stopped machines and make each again as it was."""
+    """Delete the fleet's preempted, terminated and stopped machines and create each of them again."""
     from spile.fleet import manage
     from spile.fleet.provider import Life
     from spile.fleet.spec import owns, plan_workers

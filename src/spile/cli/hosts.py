@@ -34,18 +34,20 @@ _COPY = Group("What to copy, where to", sort_key=4)
 class HostCommandFlags:
     """The flags of ``spile run`` itself."""
 
-    command: Annotated[str | None, flag(_WHAT, "The command as one line for the hosts' shell, instead of -- CMD.")] = (
-        None
+    command: Annotated[
+        str | None, flag(_WHAT, "The command as one line for the hosts' shell, instead of words after --.")
+    ] = None
+    env: Annotated[
+        list[str] | None, flag(_WHAT, "An environment variable for the command, NAME=value.", negative="")
+    ] = None
+    install: Annotated[bool, flag(_WHAT, "Install spile on the hosts first, as spile install does.", negative="")] = (
+        False
     )
-    env: Annotated[list[str] | None, flag(_WHAT, "A variable for the command, NAME=value.", negative="")] = None
-    install: Annotated[
-        bool, flag(_WHAT, "Put spile itself onto the hosts first, as spile install does.", negative="")
-    ] = False
-    quiet: Annotated[bool, flag(_WHAT, "The hosts' output goes to the log files only.", negative="")] = False
+    quiet: Annotated[bool, flag(_WHAT, "Write the output of the hosts to the log files only.", negative="")] = False
     logs: Annotated[Path | None, flag(_COPY, "The folder for the logs. [default: spile-run-TIME]")] = None
-    folder: Annotated[str | None, flag(_COPY, "Where on the hosts. [default: ~/spile-run/THIS-DIRECTORY]")] = None
-    copy: Annotated[bool, flag(_COPY, "Copy first; or run in what an earlier copy left there.")] = True
-    copy_limit_gb: Annotated[float, flag(_COPY, "Refuse to copy more than this.")] = 2.0
+    folder: Annotated[str | None, flag(_COPY, "The folder on the hosts. [default: ~/spile-run/THIS-DIRECTORY]")] = None
+    copy: Annotated[bool, flag(_COPY, "Copy the directory first, or use an earlier copy.")] = True
+    copy_limit_gb: Annotated[float, flag(_COPY, "Fail if the directory is larger than this.")] = 2.0
 
     def line(self, words: tuple[str, ...]) -> str:
         """Return the command as one line; a single word is taken as a line already."""
@@ -80,10 +82,10 @@ def run(
     flags: HostCommandFlags = HostCommandFlags(),  # noqa: B008  (frozen)
     where: HostFlags = HostFlags(),  # noqa: B008
 ) -> int:
-    """Copy this directory to every host of the slices, run a command on all at once, bring back logs and codes.
+    """Copy this directory to every host of the slices, run a command on all of them, and fetch logs and exit codes.
 
     ``spile run --tpu-prefix my-tpu -- python3 train.py``. The first host that fails, or Ctrl+C, ends the command on all
-    hosts and leaves no process behind. The exit code is the worst of the hosts' own.
+    hosts and leaves no process behind. The exit code is the worst one of the hosts.
     """
     from spile.hosts import run as fanout
     from spile.hosts.files import RESULTS, copy_to, load
@@ -112,11 +114,11 @@ def run(
 def install(
     *,
     where: HostFlags = HostFlags(),  # noqa: B008  (frozen)
-    force: Annotated[bool, Parameter(negative="", help="Install anew what is there already.")] = False,
+    force: Annotated[bool, Parameter(negative="", help="Install again, even if the host has this version.")] = False,
 ) -> int:
-    """Put this very version of spile onto every host, with a Python that is new enough, and on PATH.
+    """Install this version of spile on every host, together with a recent Python, and put it on PATH.
 
-    In ~/.spile, for TPUs or GPUs where the host has some. The same version again changes nothing.
+    It is installed in ~/.spile, with support for the TPUs or GPUs of the host. A host with this version is not changed.
     """
     put_on(where.find(), where, force=force)
     return 0
@@ -139,27 +141,27 @@ def put_on(hosts: Sequence[Host], where: HostFlags, *, force: bool = False) -> N
 
 
 def logs(
-    worker: Annotated[str, Parameter(help="Its number, or its machine's name.")],
+    worker: Annotated[str, Parameter(help="The worker's number, or the name of its machine.")],
     *,
     follow: Annotated[
-        bool, Parameter(name=["--follow", "-f"], help="Go on as it grows, until Ctrl+C.", negative="")
+        bool, Parameter(name=["--follow", "-f"], help="Print new lines until Ctrl+C.", negative="")
     ] = False,
-    lines: Annotated[int, Parameter(name=["--lines", "-n"], help="How many of its last lines.")] = 100,
+    lines: Annotated[int, Parameter(name=["--lines", "-n"], help="The number of last lines to print.")] = 100,
     output: Annotated[
         str | None, Parameter(help="The dataset, for a machine that is gone: its heartbeat has the end.")
     ] = None,
     home: Annotated[
-        str | None, Parameter(help="Its fleet's gs://bucket/fleet/NAME: the log as the bucket keeps it.")
+        str | None, Parameter(help="The fleet's gs://bucket/fleet/NAME: print the log that is stored in the bucket.")
     ] = None,
-    grep: Annotated[str | None, Parameter(help="With --home: only lines that this regular expression is in.")] = None,
+    grep: Annotated[str | None, Parameter(help="With --home: only lines that match this regular expression.")] = None,
     as_json: Annotated[
-        bool, Parameter(name="--json", negative="", help="With --home: one JSON object per line of the log.")
+        bool, Parameter(name="--json", negative="", help="With --home: print one JSON object per line of the log.")
     ] = False,
     fleet: Annotated[str | None, Parameter(help="Only machines of this fleet.")] = None,
-    host: Annotated[int, Parameter(help="Which host of a pod.")] = 0,
+    host: Annotated[int, Parameter(help="The host of a pod.")] = 0,
     where: HostFlags = HostFlags(),  # noqa: B008  (frozen)
 ) -> int:
-    """A worker's log: from its machine, over ssh; or its last lines from the bucket, when the machine is gone."""
+    """Print a worker's log: from its machine over ssh, or its last lines from the bucket if the machine is gone."""
     from spile.fleet.worker_logs import LOG_FILES, NO_LOG, UNIT, tail_command
     from spile.hosts import run as fanout
     from spile.hosts.run import Job
@@ -263,13 +265,15 @@ REMOTE = "/tmp/activations"  # noqa: S108  (where the guides' containers write)
 def collect(
     path: Annotated[str, Parameter(help="The folder on the hosts.")] = REMOTE,
     *,
-    into: Annotated[Path, Parameter(help="Where to: worker_0, worker_1, … below it.")] = Path("collected_activations"),
+    into: Annotated[Path, Parameter(help="The local folder. It gets worker_0, worker_1, …")] = Path(
+        "collected_activations"
+    ),
     where: HostFlags = HostFlags(),  # noqa: B008  (frozen)
 ) -> int:
-    """Bring a folder of every host back here, one folder per worker: for runs that used no bucket.
+    """Fetch a folder from every host, into one folder per worker. For runs that did not use a bucket.
 
-    Parts of one dataset, as a pod's hosts keep them on their own disks, are put together there too. Files are checked
-    as they come. Run it again to go on where it broke off: what is here already is not sent again.
+    If the folders are parts of one dataset, as on the disks of a pod's hosts, they are merged into one dataset. The
+    checksum of each file is checked. After an interruption, run it again: files that are complete are not sent again.
     """
     from spile.hosts.files import assemble, collect_from
     from spile.view.table import output as output_console

@@ -28,13 +28,15 @@ if TYPE_CHECKING:
 def inspect(
     root: Annotated[str, Parameter(help="A folder, gs://bucket/prefix, s3://… or az://….")] = "./activations",
     *,
-    stats: Annotated[bool, Parameter(negative="", help="Read all rows where no statistics were taken.")] = False,
+    stats: Annotated[
+        bool, Parameter(negative="", help="Read all rows of taps that have no stored statistics.")
+    ] = False,
     html: Annotated[Path | None, Parameter(help="Write a page with plots to this file; implies --stats.")] = None,
     tap: Annotated[str | None, Parameter(help="The tap whose main directions the page shows.")] = None,
-    samples: Annotated[int, Parameter(help="Samples whose heat maps the page shows.")] = 3,
-    as_json: Annotated[bool, Parameter(name="--json", negative="", help="The facts as JSON.")] = False,
+    samples: Annotated[int, Parameter(help="The number of samples whose heat maps the page shows.")] = 3,
+    as_json: Annotated[bool, Parameter(name="--json", negative="", help="Print the description as JSON.")] = False,
 ) -> int:
-    """Show what a dataset is: its model, streams, samples, taps, and each tap's norms and attention sinks."""
+    """Describe a dataset: its model, streams, samples and taps, and each tap's norms and attention sinks."""
     from spile.reading.dataset import open as open_dataset
     from spile.reading.inspection import known_stats
 
@@ -114,13 +116,15 @@ def score(
         str | None, Parameter(help="test_outputs_train.json, or tasks with outputs. [default: the tasks' own outputs]")
     ] = None,
     dataset: Annotated[str | None, Parameter(help="The tasks. [default: where the run read them]")] = None,
-    html: Annotated[Path | None, Parameter(help="Write a page of grids there: examples, expected, answered.")] = None,
-    json: Annotated[bool, Parameter(help="One JSON object instead of a table.", negative="")] = False,
+    html: Annotated[
+        Path | None, Parameter(help="Write a page with the grids to this file: examples, expected outputs and answers.")
+    ] = None,
+    json: Annotated[bool, Parameter(help="Print one JSON object instead of a table.", negative="")] = False,
 ) -> int:
-    """Compare the answers of spile infer with what is right: a table, and with --html a page of grids.
+    """Compare the answers of spile infer with the expected outputs, as a table or with --html as a page of grids.
 
-    Variants of a task vote, once their changes are undone. An answer that holds no grid counts as wrong; a task that
-    the reference lacks is not scored.
+    The variants of a task vote, after their augmentations are undone. An answer without a grid counts as wrong. A
+    task without a reference is not scored.
     """
     from spile.objects import open_folder
     from spile.view.report import score_page

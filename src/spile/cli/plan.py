@@ -45,23 +45,32 @@ def plan(
     *,
     flags: ExtractFlags | None = None,
     topology: Annotated[
-        list[str] | None, flag(_PLAN, "Machines: v5litepod-64, v5e:16x16, v3-8 …", consume_multiple=True, negative="")
+        list[str] | None,
+        flag(_PLAN, "Machine types, such as v5litepod-64, v5e:16x16 or v3-8.", consume_multiple=True, negative=""),
     ] = None,
-    workers: Annotated[int, flag(_PLAN, "How many of the machine work side by side.")] = 1,
-    budget: Annotated[float | None, flag(_PLAN, "Dollars: refuse a run that costs more on each machine.")] = None,
-    preemptible: Annotated[bool, flag(_PLAN, "Hold the preemptible price against the budget.", negative="")] = False,
+    workers: Annotated[int, flag(_PLAN, "The number of machines that run at once.")] = 1,
+    budget: Annotated[
+        float | None, flag(_PLAN, "Fail if the run costs more than this many dollars on every machine type.")
+    ] = None,
+    preemptible: Annotated[bool, flag(_PLAN, "Compare the preemptible price with the budget.", negative="")] = False,
     prices: Annotated[Path | None, flag(_PLAN, "A TOML file with your own prices and machines.")] = None,
-    count: Annotated[int, flag(_PLAN, "Samples to tokenize, spread over the dataset.")] = 1000,
-    efficiency: Annotated[float, flag(_PLAN, "The part of the chips' peak that is reached.")] = Rates.efficiency,
+    count: Annotated[int, flag(_PLAN, "The number of samples to tokenize, spread over the dataset.")] = 1000,
+    efficiency: Annotated[
+        float, flag(_PLAN, "The fraction of the chips' peak FLOP/s that is reached.")
+    ] = Rates.efficiency,
     start_minutes: Annotated[
-        float, flag(_PLAN, "Paid for before the first token: to boot, install, load and compile.")
+        float, flag(_PLAN, "Minutes before the first token: boot, install, load and compile.")
     ] = START_SECONDS / 60,
-    tokens_per_second: Annotated[float | None, flag(_PLAN, "Measured on the whole machine, instead.")] = None,
-    compile: Annotated[bool | None, flag(_PLAN, "Ask the real TPU compiler. [default: where it is installed]")] = None,  # noqa: A002
-    largest: Annotated[bool, flag(_PLAN, "Also find the largest batch that fits.")] = True,
+    tokens_per_second: Annotated[
+        float | None, flag(_PLAN, "The measured rate of one machine, instead of --efficiency.")
+    ] = None,
+    compile: Annotated[  # noqa: A002
+        bool | None, flag(_PLAN, "Compile with the TPU compiler to find the memory use. [default: if it is installed]")
+    ] = None,
+    largest: Annotated[bool, flag(_PLAN, "Also find the largest batch that fits in memory.")] = True,
     json_: Annotated[bool, Parameter(name="--json", group=_PLAN, help="One JSON object.", negative="")] = False,
 ) -> int:
-    """Tell what a run would take, and refuse one that is over the budget. Takes the flags of spile extract."""
+    """Estimate what a run takes, and fail if it is over the budget. Takes the flags of spile extract."""
     from spile.planning.forecast import plan as forecast
     from spile.planning.tpu_compiler import available
 
@@ -237,13 +246,15 @@ _HOME = "./.bench"
 def bench(
     *,
     flags: ExtractFlags | None = None,
-    tokens: Annotated[int, Parameter(help="Real tokens to run, the dataset repeated as needed.")] = 100_000,
-    compare: Annotated[bool, Parameter(help="Run the loop people write with transformers too, where torch is.")] = True,
+    tokens: Annotated[
+        int, Parameter(help="The number of tokens to process. The dataset is repeated as needed.")
+    ] = 100_000,
+    compare: Annotated[bool, Parameter(help="Also run a plain loop with transformers, if torch is installed.")] = True,
     as_json: Annotated[bool, Parameter(name="--json", negative="", help="One JSON object.")] = False,
 ) -> int:
-    """Print this machine's limits for a model, the rate it reaches, and its fraction of the slowest limit.
+    """Measure the limits of this machine for a model, and the fraction of the lowest limit that a run reaches.
 
-    Nothing is kept: shards go to a temporary folder below --output, or below ./.bench, and are removed.
+    Shards are written to a temporary folder in --output or ./.bench and removed afterwards.
     """
     from spile.planning.bench import bench as run
 
@@ -314,9 +325,9 @@ _LENGTH = 1024
 
 def models(
     *,
-    json: Annotated[bool, Parameter(help="One JSON object per family instead of a table.", negative="")] = False,
+    json: Annotated[bool, Parameter(help="Print one JSON object per family instead of a table.", negative="")] = False,
 ) -> int:
-    """List the families that spile computes itself, with a size and a cost worked out for one model of each.
+    """List the model families that spile implements, with the size and cost of one model of each.
 
     The cost is that of every layer's residual stream over a billion tokens on a v5e-8, preemptible, at list prices;
     spile plan works out any other run. Every other Hugging Face causal model runs with --backend torch, and slower.

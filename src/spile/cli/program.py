@@ -92,50 +92,58 @@ COMMANDS: tuple[Command, ...] = (
     Command("extract", "spile.cli.extract:extract", "Run a model over a dataset and store its activations."),
     Command("infer", "spile.cli.extract:infer", "Answer prompts, and store the activations of prompts and answers."),
     Command("worker", "spile.cli.extract:worker", "Run one stream of a run spec; launchers start this."),
-    Command("score", "spile.cli.inspect:score", "How many answers are right, as a table and as a page of grids."),
-    Command("verify", "spile.cli.verify:verify", "Prove a dataset complete: every sample once, every checksum."),
+    Command("score", "spile.cli.inspect:score", "Score the answers of spile infer, as a table or an HTML page."),
+    Command(
+        "verify",
+        "spile.cli.verify:verify",
+        "Check that a dataset is complete and undamaged: every sample once, every checksum right.",
+    ),
     Command(
         "monitor", "spile.cli.fleet:monitor", "Watch a dataset grow: samples, shards, state and rate of each stream."
     ),
+    Command("plan", "spile.cli.plan:plan", "Estimate the tokens, bytes, hours, dollars and memory of a run."),
+    Command("inspect", "spile.cli.inspect:inspect", "Describe a dataset; --html writes a page with plots."),
     Command(
-        "plan", "spile.cli.plan:plan", "Before a run: tokens, bytes, hours, dollars, and whether it fits in memory."
+        "models", "spile.cli.plan:models", "List the model families that spile implements, with an example of each."
     ),
-    Command("inspect", "spile.cli.inspect:inspect", "What a dataset is and holds; --html draws it as a page."),
     Command(
-        "models", "spile.cli.plan:models", "The model families that spile computes itself, each with a worked size."
+        "export", "spile.cli.export:export", "Export a dataset to pickles, SAELens, NumPy, Parquet or Hugging Face."
     ),
-    Command("export", "spile.cli.export:export", "A dataset as pickles, for SAELens, NumPy, Parquet or Hugging Face."),
-    Command("import", "spile.cli.export:import_", "The old guides' pickles as a dataset."),
+    Command("import", "spile.cli.export:import_", "Import the pickles of the old guides as a dataset."),
     Command(
-        "pod check", "spile.cli.extract:check", "Test a slice in a minute: roll call, barriers, devices, a forward."
+        "pod check",
+        "spile.cli.extract:check",
+        "Test a slice in a minute: hosts, barriers, devices and one forward pass.",
     ),
-    Command("data convert", "spile.cli.data:convert", "A dataset of the hub, or local files, to ARC tasks."),
+    Command("data convert", "spile.cli.data:convert", "Convert a hub dataset or local files to ARC tasks."),
     Command("data streams", "spile.cli.data:streams", "Split a dataset into independent, balanced streams."),
-    Command("data upload", "spile.cli.data:upload", "Put streams into a bucket, skipping what is there."),
+    Command("data upload", "spile.cli.data:upload", "Upload streams to a bucket; identical files are skipped."),
     Command(
         "run",
         "spile.cli.hosts:run",
-        "Copy this directory to every host of a slice, run a command on all, bring back logs.",
+        "Copy this directory to every host of a slice, run a command on all hosts and fetch the logs.",
     ),
-    Command("install", "spile.cli.hosts:install", "Put this very version of spile onto every host of a slice."),
-    Command("logs", "spile.cli.hosts:logs", "A worker's log: from its machine, or its last lines from the bucket."),
-    Command("collect", "spile.cli.hosts:collect", "Bring back what hosts keep locally, one folder per worker."),
-    Command("bench", "spile.cli.plan:bench", "Measure this machine against its own limits."),
-    Command("tpu create", "spile.cli.fleet:create", "Make a fleet's machines in many zones."),
+    Command("install", "spile.cli.hosts:install", "Install this version of spile on every host of a slice."),
+    Command("logs", "spile.cli.hosts:logs", "Print a worker's log, from its machine or from the bucket."),
+    Command("collect", "spile.cli.hosts:collect", "Fetch a folder from every host, into one folder per worker."),
+    Command(
+        "bench", "spile.cli.plan:bench", "Measure how fast a model runs here, compared with the limits of this machine."
+    ),
+    Command("tpu create", "spile.cli.fleet:create", "Create a fleet's machines in one or more zones."),
     Command("tpu delete", "spile.cli.fleet:delete", "Delete a fleet's machines."),
     Command("tpu status", "spile.cli.fleet:tpu_status", "Show a fleet's machines."),
     Command("tpu list", "spile.cli.fleet:list_all", "List every TPU VM of the project."),
     Command("tpu recreate-preempted", "spile.cli.fleet:recreate_preempted", "Replace a fleet's dead machines."),
-    Command("fleet list", "spile.cli.fleet:list_fleets", "The fleets that were deployed to a bucket."),
-    Command("fleet status", "spile.cli.fleet:status", "One look at a fleet: its machines, its work, its bill."),
-    Command("fleet stop", "spile.cli.fleet:stop", "End a fleet for good: its machines go, what is stored stays."),
-    Command("deploy", "spile.cli.deploy:deploy", "Data, code and workers onto a fleet of TPU VMs."),
-    Command("docker build", "spile.cli.docker:build", "Build the container image, here or on every host."),
-    Command("docker run", "spile.cli.docker:run", "Run a command in a container here."),
-    Command("docker pod", "spile.cli.docker:pod", "One container on every host of a slice, as one run."),
-    Command("docker stop", "spile.cli.docker:stop", "Stop containers, here or on every host."),
-    Command("k8s job", "spile.cli.clusters:k8s_job", "Print the run as Kubernetes manifests."),
-    Command("slurm job", "spile.cli.clusters:slurm_job", "Print the run as a Slurm array."),
+    Command("fleet list", "spile.cli.fleet:list_fleets", "List the fleets that were deployed to a bucket."),
+    Command("fleet status", "spile.cli.fleet:status", "Show a fleet's machines, progress and cost once."),
+    Command("fleet stop", "spile.cli.fleet:stop", "Stop a fleet and delete its machines. Stored data is kept."),
+    Command("deploy", "spile.cli.deploy:deploy", "Prepare the data and start workers on a fleet of TPU VMs."),
+    Command("docker build", "spile.cli.docker:build", "Build the container image, on this machine or on every host."),
+    Command("docker run", "spile.cli.docker:run", "Run a command in a container on this machine."),
+    Command("docker pod", "spile.cli.docker:pod", "Run a command in one container on every host of a slice."),
+    Command("docker stop", "spile.cli.docker:stop", "Stop containers, on this machine or on every host."),
+    Command("k8s job", "spile.cli.clusters:k8s_job", "Print Kubernetes manifests for a run."),
+    Command("slurm job", "spile.cli.clusters:slurm_job", "Print a Slurm array job for a run."),
 )
 
 

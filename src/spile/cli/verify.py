@@ -32,24 +32,34 @@ _KINDS: tuple[Kind, ...] = ("missing", "doubled", "damaged", "wrong")
 def verify(
     root: Annotated[str, Parameter(help="A folder, gs://bucket/prefix, s3://… or az://….")] = "./activations",
     *,
-    streams: Annotated[str | None, Parameter(help="Only these: 0-3,7. [default: all that the data has]")] = None,
-    recompute: Annotated[int, Parameter(help="Compute this many random samples again and compare.")] = 0,
-    seed: Annotated[int, Parameter(help="Which samples are recomputed.")] = 0,
-    max_samples: Annotated[
-        int | None, Parameter(help="Expect this many samples of each stream. [default: as the run was asked for]")
+    streams: Annotated[
+        str | None, Parameter(help="Only these streams, such as 0-3,7. [default: all that the data has]")
     ] = None,
-    gc: Annotated[bool, Parameter(negative="", help="Look for orphaned shards and unfinished uploads.")] = False,
-    repair: Annotated[
-        bool, Parameter(negative="", help="Say how commits of an earlier life of a stream would leave its ledger.")
+    recompute: Annotated[
+        int, Parameter(help="Compute this many random samples again and compare them with the stored rows.")
+    ] = 0,
+    seed: Annotated[int, Parameter(help="The seed that chooses the samples to recompute.")] = 0,
+    max_samples: Annotated[
+        int | None, Parameter(help="The expected number of samples of each stream. [default: as the run was asked for]")
+    ] = None,
+    gc: Annotated[
+        bool, Parameter(negative="", help="List orphaned shards and unfinished uploads. Remove them with --yes.")
     ] = False,
-    yes: Annotated[bool, Parameter(negative="", help="With --gc: remove them. With --repair: do it.")] = False,
-    older_than: Annotated[float, Parameter(help="With --gc: only what is older than so many hours.")] = 1.0,
-    as_json: Annotated[bool, Parameter(name="--json", negative="", help="The report as JSON.")] = False,
+    repair: Annotated[
+        bool,
+        Parameter(
+            negative="",
+            help="List commits from before a stream was started again. Move them out of the ledger with --yes.",
+        ),
+    ] = False,
+    yes: Annotated[bool, Parameter(negative="", help="With --gc or --repair: make the changes.")] = False,
+    older_than: Annotated[float, Parameter(help="With --gc: only files that are older than this many hours.")] = 1.0,
+    as_json: Annotated[bool, Parameter(name="--json", negative="", help="Print the report as JSON.")] = False,
 ) -> int:
-    """Prove that every sample of every stream is there exactly once, and every byte as it was committed.
+    """Check that every sample of every stream is stored exactly once and that every byte is as it was committed.
 
-    Reads every shard once. Exits with 1 when anything is missing, doubled or damaged. A stream that the data was
-    split into and nobody has begun is missing.
+    Every shard is read once. The exit code is 1 if anything is missing, doubled or damaged. A stream of the split that
+    no worker has started counts as missing.
     """
     from spile.store.verification import verify as prove
 

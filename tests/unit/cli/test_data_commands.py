@@ -149,7 +149,7 @@ def test_streams_in_a_bucket_are_replaced_by_none_of_another_dataset(
     other.write_text("".join(Path(rows).read_text().splitlines(keepends=True)[:6]))
     code, _, wrong = spile([*make, str(other)], capsys)
     assert code == 2
-    assert f"{cloud_url}/streams.json lists another stream_000.jsonl: the source or what is taken of it has" in wrong
+    assert f"{cloud_url}/streams.json lists a different stream_000.jsonl: the source or the selection has" in wrong
     assert open_folder(cloud_url).get("stream_000.jsonl") == before
     assert spile([*make, rows], capsys)[0] == 0
     assert spile([*make, str(other), "--overwrite"], capsys)[0] == 0

@@ -149,7 +149,7 @@ def test_a_cache_that_does_not_fit_names_the_batch_that_would() -> None:
 
 def test_extract_says_who_makes_answers(capfd: pytest.CaptureFixture[str]) -> None:
     assert spile("extract", "--max_output_tokens", "100") == 2
-    assert "spile infer makes them" in capfd.readouterr().err
+    assert "Generate answers with: spile infer" in capfd.readouterr().err
 
 
 def test_no_answers_to_score(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

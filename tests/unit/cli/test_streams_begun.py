@@ -49,11 +49,11 @@ def test_an_engine_takes_no_streams_of_another_dataset(tmp_path: Path, capfd: py
     out = tmp_path / "out"
     prepare_streams(str(data), f"{out}/streams", 2, data=DataSpec(dataset=str(data)), log=lambda _: None)
     run = ("extract", "--model", "embedded", "--engine", "local", "--num-workers", 1, "--output", out, *SMALL)
-    for named, found in (((), "no --dataset, which is embedded"), (("--dataset", "embedded"), "embedded; ")):
+    for named, found in (((), "no --dataset, which is embedded"), (("--dataset", "embedded"), "embedded. ")):
         assert spile(*run, *named) == 2
         said = capfd.readouterr().err
         assert f"{out}/streams holds streams of another dataset: expected {data}, found {found}" in said
-        assert f"--dataset {data} goes on with them" in said
+        assert f"Continue with --dataset {data}" in said
     assert not list(out.glob("tpu_*"))
     assert spile(*run, "--dataset", data) == 0
     assert f"2 streams of {data}, as made before: {out}/streams" in capfd.readouterr().out

@@ -103,7 +103,7 @@ def test_streams_that_would_differ_are_refused(tasks: str, tmp_path: Path, jsonl
     before = content(tmp_path / "s")
     other = jsonl([task(f"t{n}") for n in range(51)], "other.jsonl")
     with pytest.raises(
-        DataError, match=r"lists another stream_00\d.jsonl: .*changed: expected \d samples, sha256 .*found"
+        DataError, match=r"lists a different stream_00\d.jsonl: .*changed: expected \d samples, sha256 .*found"
     ):
         make_streams(other, tmp_path / "s", 6, only={1})
     with pytest.raises(DataError, match=r"lists other streams: expected 6 streams of seed 0, found 6 of seed 9"):
@@ -135,7 +135,7 @@ def test_streams_that_nothing_describes_are_not_replaced_unasked(tasks: str, tmp
 
 
 def test_a_duplicate_is_refused_and_nothing_is_left(tmp_path: Path, jsonl: Write, task: Task) -> None:
-    with pytest.raises(DataError, match=r"task id 't1' stands twice .* found rows 1 and 2"):
+    with pytest.raises(DataError, match=r"task id 't1' occurs twice .* found rows 1 and 2"):
         make_streams(jsonl([task("t0"), task("t1"), task("t1")]), tmp_path / "s", 2)
     assert not (tmp_path / "s").exists()
 

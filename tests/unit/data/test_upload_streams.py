@@ -137,6 +137,8 @@ def test_bad_folders(local: Path, tmp_path: Path) -> None:
     ):
         upload(local, folder)
     file.unlink()
-    with pytest.raises(DataError, match=r"lacks stream_002.jsonl: expected the 4 streams of streams.json, found 3"):
+    with pytest.raises(
+        DataError, match=r"does not contain stream_002.jsonl: expected the 4 streams of streams.json, found 3"
+    ):
         upload(local, folder)
     assert not (tmp_path / "b").exists()

@@ -326,7 +326,7 @@ def test_a_stream_that_is_not_this_datasets_is_refused(tmp_path: Path) -> None:
     join_run(open_folder(str(other)), run)
     join_stream(open_folder(str(other)), 1, stream_identity(12), run)
     shutil.copytree(other / "tpu_1", ours / "tpu_1")
-    with pytest.raises(Damaged, match=r"tpu_1 does not belong .* stream.json belongs to another run.*move .*tpu_1 out"):
+    with pytest.raises(Damaged, match=r"tpu_1 does not belong .* stream.json belongs to another run.*Move .*tpu_1 out"):
         open_dataset(str(ours))
 
 
