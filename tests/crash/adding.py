@@ -40,7 +40,7 @@ class Cast(NumpyProducer):
 
 
 def left(stream: Stream) -> list:
-    begun = [added for added in stream.begun if added.taps == tuple(map(str, ADDED))]
+    begun = [added for added in stream.all_additions if added.taps == tuple(map(str, ADDED))]
     return begun[0].remaining(stream.shards) if begun else list(stream.shards)
 
 

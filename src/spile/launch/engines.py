@@ -1,7 +1,7 @@
-"""The registry of engines, and the job description that engines with a scheduler of their own share.
+"""The registry of engines, and the job description that engines with their own scheduler share.
 
 ``SUPERVISED`` lists the engines that :class:`spile.launch.supervisor.Supervisor` schedules (``spile extract --engine
-NAME``). Kubernetes and Slurm schedule by themselves: they get a :class:`ClusterJob` and print it in their own language.
+NAME``). Kubernetes and Slurm schedule by themselves: they get a :class:`ClusterJob` and print it in their own format.
 docs/guides/add-an-engine.md describes how to add one of either kind.
 """
 

@@ -1,7 +1,7 @@
 """The run as Kubernetes manifests: one Indexed Job, or one Job or JobSet for each slice of several hosts.
 
-Pods fit the Pod Security standard "restricted", except on TPUs, whose driver needs root and locked memory. How pods
-fail and what that costs:
+Pods fit the Pod Security standard "restricted", except on TPUs, whose driver needs root and locked memory. Why
+a pod ends, and what its Job does then:
 
     a pod ends because                                   the Job
     its node is preempted, drained or lost               starts a new pod, not counted
@@ -172,7 +172,8 @@ def to_yaml(job: KubernetesJob) -> str:
     run = job.job
     watch = f"spile monitor {run.root}"
     head = [
-        f"# {len(run.streams)} streams, {run.at_once} at once{_on(job)}. kubectl apply -f THIS; watch with: {watch}",
+        f"# {len(run.streams)} streams, {run.at_once} at once{_machine_text(job)}. "
+        f"kubectl apply -f THIS; watch with: {watch}",
         "# Apply it again, under any name, to continue: what is committed is not done again.",
     ]
     text: str = yaml.dump_all(manifests(job), Dumper=_Dumper, sort_keys=False, width=10_000, allow_unicode=True)
@@ -189,7 +190,7 @@ class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # yaml has no types
 _Dumper.add_representer(str, _Dumper.represent_text)
 
 
-def _on(job: KubernetesJob) -> str:
+def _machine_text(job: KubernetesJob) -> str:
     if job.machine is not None:
         return f", each on a {job.machine.name} ({job.job.hosts} {'host' if job.job.hosts == 1 else 'hosts'})"
     return f", each with {job.gpus} GPUs on {job.job.hosts} hosts" if job.gpus else ""

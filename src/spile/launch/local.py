@@ -19,7 +19,7 @@ from spile.errors import SpecError
 from spile.launch.engines import EngineRequest
 from spile.launch.supervisor import ClusterCheck, StreamTask, WorkerEnd
 from spile.objects import open_folder
-from spile.objects.machine import this_machines_cores
+from spile.objects.machine import local_cores
 from spile.objects.preflight import preflight
 
 
@@ -31,8 +31,8 @@ class WorkerShare:
     env: Mapping[str, str] = field(default_factory=dict)
 
 
-def this_machines_chips(environment: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """Return the accelerators by kind, as their runtimes number them. JAX is not asked, because it would take them."""
+def local_chips(environment: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """Return the accelerators by kind, numbered as by their runtimes. JAX is not used: it would reserve them."""
     tpus = len([*Path("/dev").glob("accel[0-9]*"), *Path("/dev").glob("vfio/[0-9]*")])
     return {"GPU": _gpus(environment), "TPU": tuple(map(str, range(tpus)))}
 
@@ -48,7 +48,7 @@ def _gpus(environment: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(listed.stdout.split()) if listed.returncode == 0 else ()
 
 
-def shares(
+def divide_machine(
     workers: int, cores: Sequence[int], chips: Mapping[str, Sequence[str]], asked: Mapping[str, float]
 ) -> list[WorkerShare]:
     """Return a share for each worker: separate cores if there are enough, and whole chips that no other worker has."""
@@ -118,11 +118,11 @@ class WorkerProcess:
         *,
         env: Mapping[str, str] | None = None,
         cores: Sequence[int] = (),
-        hear: Callable[[str], None] = lambda _line: None,
+        on_line: Callable[[str], None] = lambda _line: None,
     ) -> None:
         command = [sys.executable, "-m", "spile.cli.main", *words]
         place = ",".join(map(str, cores))
-        self._hear = hear
+        self._hear = on_line
         self._tail: deque[str] = deque(maxlen=_TAIL)
         self._process = subprocess.Popen(  # noqa: S603
             [sys.executable, _CHILD, str(os.getpid()), place, *command],
@@ -193,13 +193,13 @@ class LocalEngine:
         for flag, given in (("--ray-address", request.address), ("--hosts-per-worker", request.hosts_per_worker > 1)):
             if given:
                 raise SpecError(flag, expected="--engine ray", found="--engine local")
-        cores = this_machines_cores()
+        cores = local_cores()
         workers = request.workers or len(cores)
         self.workers = self.room = workers
         self._log_dir = request.log_dir
         if self._log_dir is not None:
             self._log_dir.mkdir(parents=True, exist_ok=True)
-        self._free = shares(workers, cores, this_machines_chips(os.environ), request.resources)
+        self._free = divide_machine(workers, cores, local_chips(os.environ), request.resources)
         self._running: dict[int, tuple[WorkerProcess, WorkerShare]] = {}
 
     def check(self, asked: ClusterCheck) -> None:
@@ -210,7 +210,7 @@ class LocalEngine:
         """Start a process on a free share."""
         share = self._free.pop(0)
         env = {**share.env, **task.env}
-        process = WorkerProcess(task.alone, env=env, cores=share.cores, hear=self._log(task.stream))
+        process = WorkerProcess(task.single_process_words, env=env, cores=share.cores, on_line=self._log(task.stream))
         self._running[task.stream] = process, share
 
     def wait(self, seconds: float) -> Sequence[WorkerEnd]:

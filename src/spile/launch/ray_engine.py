@@ -1,6 +1,6 @@
-"""Workers on a Ray cluster that exists: one Ray task per stream, or one per host for a worker of several hosts.
+"""Workers on an existing Ray cluster: one Ray task per stream, or one per host for a worker of several hosts.
 
-Ray's own settings are used as the cluster has them. In particular the driver sets no gRPC keepalive: servers with Ray's
+The settings of the cluster are not changed. In particular the driver sets no gRPC keepalive: servers with Ray's
 defaults answer a shorter one with ``too_many_pings`` and close the connection, which loses every worker after 40 s.
 """
 
@@ -68,7 +68,7 @@ def check_node(output: str, token: str, inputs: Sequence[str]) -> dict[str, Any]
 
 def run_stream(words: Sequence[str], env: Mapping[str, str]) -> tuple[int, str, str]:
     """Run one worker to its end; return its exit code, its last lines and the node. If cancelled, it commits first."""
-    worker = WorkerProcess(words, env=env, hear=lambda line: print(line, flush=True))
+    worker = WorkerProcess(words, env=env, on_line=lambda line: print(line, flush=True))
     code = None
     try:
         while code is None:
@@ -134,7 +134,7 @@ class Gang:
 
 
 def _rank(end: WorkerEnd) -> int:
-    """Rank ends by how much they explain: a mistake, a lost node, a failure, and last the hosts that followed."""
+    """Order ends by how well they explain a failure: a mistake, a lost node, an error, then hosts that were stopped."""
     return {2: 0, None: 1, 3: 2, 130: 4, 143: 4, 0: 5}.get(end.code, 3)
 
 
@@ -179,7 +179,7 @@ class RayEngine:
         self._needs = dict(request.resources) or {"CPU": 1.0}
         self._hosts_per_worker = request.hosts_per_worker
         try:
-            room = self._room()
+            room = self._count_fitting()
         except UserError:
             self._ray.shutdown()
             raise
@@ -193,7 +193,7 @@ class RayEngine:
     def _nodes(self) -> list[dict[str, Any]]:
         return [node for node in self._ray.nodes() if node["Alive"]]
 
-    def _room(self) -> int:
+    def _count_fitting(self) -> int:
         """Return how many workers fit now; raise if none does, with the resources of each node."""
         nodes = self._nodes()
         fits = sum(_fits(node["Resources"], self._needs) for node in nodes) // self._hosts_per_worker
@@ -266,7 +266,7 @@ class RayEngine:
         if self._hosts_per_worker > 1:
             self._gangs[task.stream] = Gang(task, self._hosts_per_worker)
             return
-        ref = self._submit(task.alone, task, self._options(f"stream {task.stream}", avoid))
+        ref = self._submit(task.single_process_words, task, self._options(f"stream {task.stream}", avoid))
         self._refs[ref] = task.stream
 
     def _options(self, name: str, avoid: Collection[str] = ()) -> dict[str, Any]:
@@ -390,7 +390,7 @@ def _connect(address: str | None) -> Any:
         raise UserError("no Ray here", expected="the extra spile[ray]", fix="run: pip install 'spile[ray]'") from error
     address = address or os.environ.get("RAY_ADDRESS") or "auto"
     where = "on this machine" if address == "auto" else f"at {address}"
-    _knock(address)
+    _check_listening(address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
@@ -411,7 +411,7 @@ def _connect(address: str | None) -> Any:
     return ray
 
 
-def _knock(address: str) -> None:
+def _check_listening(address: str) -> None:
     """Raise if nothing listens at the address. Ray itself would try for a minute."""
     host, colon, port = address.rpartition("://")[2].rpartition(":")
     if not colon or not port.isdecimal():

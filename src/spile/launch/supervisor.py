@@ -17,7 +17,7 @@ agent on each machine of a fleet. A caller with a loop of its own uses it like t
         sleep(decision.pause)
 
 The supervisor is the loop around it for many streams: it starts the longest stream first, keeps ``engine.workers``
-streams running, moves streams away from silent and slow machines, and passes on the user's request to stop.
+streams running, moves streams away from silent and slow machines, and stops the workers when the user asks for it.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class StreamTask:
     env: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def alone(self) -> tuple[str, ...]:
+    def single_process_words(self) -> tuple[str, ...]:
         """The arguments for a worker of one process, even on a machine that is part of a slice."""
         return (*self.words, "--num-processes", "1")
 
@@ -163,7 +163,7 @@ class WorkerEnd:
 
     stream: int
     code: int | None
-    """Its exit code; None if its machine was lost, so that only the ledger says how far it came."""
+    """Its exit code; None if its machine was lost, so that only the ledger shows its progress."""
     where: str = ""
     """The machine."""
     last_lines: str = ""
@@ -258,7 +258,7 @@ def stream_tasks(dataset_dir: str, words: Callable[[int], tuple[str, ...]]) -> l
 
 @contextmanager
 def cluster_check(output: str, inputs: tuple[str, ...]) -> Iterator[ClusterCheck]:
-    """Create the question for :meth:`Engine.check`; the token object exists inside the ``with`` block only."""
+    """Create the checks for :meth:`Engine.check`. The token object exists only inside the ``with`` block."""
     home = open_folder(output)
     preflight(home)
     token = f".spile-home-{secrets.token_hex(8)}"
@@ -274,7 +274,7 @@ def cluster_check(output: str, inputs: tuple[str, ...]) -> Iterator[ClusterCheck
 _SAME_CAUSE = 2
 """If this many streams fail for one cause and no stream makes progress, the whole run is stopped."""
 _LOOK_EVERY = 5.0
-"""Seconds between looks at the dataset."""
+"""Seconds between two observations of the dataset."""
 _WORTH_MOVING = 120.0
 """A slow worker's stream is moved only if that saves this many seconds."""
 
@@ -367,7 +367,7 @@ class Supervisor:
             asked_to_stop: Returns how many times the user has asked to stop.
         """
         heard, next_look = 0, 0.0
-        self._look()
+        self._observe_streams()
         at_first = self._total_committed()
         while self._unfinished():
             while heard < asked_to_stop():
@@ -376,14 +376,14 @@ class Supervisor:
             self._start_some()
             ends = self.engine.wait(0.2)
             if any(_is_loss(end) for end in ends):  # What follows depends on whether a lost worker had committed.
-                self._look()
+                self._observe_streams()
             for end in ends:
                 self._ended(end)
                 self._stop_if_hopeless(self._total_committed() > at_first)
             if self._clock() >= next_look:
-                self._move_streams(self._look())
+                self._move_streams(self._observe_streams())
                 next_look = self._clock() + _LOOK_EVERY
-        self._look()
+        self._observe_streams()
         failed = {number: stream.problem for number, stream in sorted(self._streams.items()) if stream.problem}
         return EngineOutcome(
             done=self.count("done"),
@@ -399,7 +399,7 @@ class Supervisor:
     def _unfinished(self) -> bool:
         return bool(self._running()) or (not self._stopping and self.count("waiting") > 0)
 
-    def _look(self) -> Mapping[int, StreamView]:
+    def _observe_streams(self) -> Mapping[int, StreamView]:
         views = self._observe(self)
         for number, view in views.items():
             if number in self._streams:

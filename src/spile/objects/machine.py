@@ -56,7 +56,7 @@ def positive_number(name: str, default: float) -> float:
     return value
 
 
-def this_machines_cores() -> tuple[int, ...]:
+def local_cores() -> tuple[int, ...]:
     """Return the cores that this process may use; in a container these can be fewer than the machine has."""
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))

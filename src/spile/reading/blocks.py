@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spile.objects.ahead import read_ahead
-from spile.objects.machine import this_machines_cores
+from spile.objects.machine import local_cores
 from spile.reading.rows import RowBatch, Selection, context_of
 from spile.reading.shuffle_order import RowChunk
 from spile.store.ledger import ShardRecord
@@ -135,7 +135,7 @@ class StoredBlocks:
 
     @property
     def _threads(self) -> int:
-        return _BUCKET_THREADS if self.remote else min(_DISK_THREADS, max(2, len(this_machines_cores())))
+        return _BUCKET_THREADS if self.remote else min(_DISK_THREADS, max(2, len(local_cores())))
 
     def _reads(
         self, samples: _Numbers, part: _Numbers, parts: int, put: Callable[[RowChunk], None]

@@ -58,7 +58,7 @@ class _Sighting:
 
 
 class Holding(NamedTuple):
-    """Who holds, or held, a stream."""
+    """The last claim on a stream: the name of its worker, and whether it is still active."""
 
     worker: str
     active: bool
@@ -165,7 +165,7 @@ class Claim:
     def keep_renewed(self, log: Callable[[str], None] = lambda _line: None) -> Iterator[None]:
         """Renew the claim in a thread until the block ends, then release it.
 
-        The work in the block goes on if the claim is lost: the ledger fences it at its next commit.
+        If the claim is lost, the work in the block continues until its next commit, at which the ledger fences it.
 
         Args:
             log: Called with a line if a renewal fails or another worker takes the stream over.
@@ -200,7 +200,7 @@ class Claim:
 
 
 class ClaimReader:
-    """Reads which worker holds each stream, again and again. A claim's owner never changes, so it is read once."""
+    """Reads repeatedly which worker holds each stream. The owner of a claim never changes, so it is read once."""
 
     def __init__(self, root: Folder) -> None:
         self._root = root
@@ -234,7 +234,12 @@ def _newest(root: Folder, stream: int | None = None) -> dict[int, _Version]:
 def _read_owner(root: Folder, key: str) -> str:
     try:
         return str(json.loads(root.get(key))["worker"])
-    except (NotFound, ValueError, KeyError, TypeError):  # Anyone may write the bucket; a damaged claim has no owner.
+    except (
+        NotFound,
+        ValueError,
+        KeyError,
+        TypeError,
+    ):  # Other programs can write to the bucket too, so a claim that cannot be parsed has no owner.
         return ""
 
 

@@ -86,7 +86,7 @@ def stream_has_commits(root: Folder, worker_id: int) -> bool:
     return has_commits(root.child(stream_folder(worker_id)))
 
 
-def stream_is_begun(root: Folder, worker_id: int) -> bool:
+def stream_exists(root: Folder, worker_id: int) -> bool:
     """Return whether the stream's folder contains any file that a worker created."""
     return any(is_ours(info.key) for info in root.child(stream_folder(worker_id)).list())
 

@@ -76,7 +76,7 @@ class Beat:
     missed: int = 0
     """The number of heartbeats that could not be written."""
     progressed: str | None = None
-    """The time of the last change of the counts or the phase: a live worker may make no progress."""
+    """The time of the last change of the counts or the phase: a worker can be alive without making progress."""
 
     def age(self, now: float) -> float:
         """Return the seconds since the heartbeat was written."""
@@ -112,7 +112,7 @@ EVERY = 30.0
 _TAIL = 20
 _LINE = 400
 _MOST = 1 << 20
-"""The largest heartbeat in bytes that is read. Those of workers have at most 10,000 bytes."""
+"""The largest heartbeat that is read, in bytes. Workers write at most 10,000 bytes."""
 _PATIENCE = 10.0
 """Seconds that the end of a run waits for the last heartbeat."""
 

@@ -138,7 +138,7 @@ class _Judged:
 
 
 def _relative(values: _Array, least: _Array) -> npt.NDArray[np.float64]:
-    """Return all but the norms, ``[taps, 5, rows]``, in units of the norms."""
+    """Return all figures except the norms, ``[taps, 5, rows]``, in units of the norms."""
     return np.asarray(values[:, 1:] / np.maximum(values[:, :1].astype(np.float64), least[:, None]))
 
 

@@ -155,7 +155,7 @@ def _is_tap(name: str, place: TensorPlace) -> bool:
 
 
 def _wanted(count: object, place: TensorPlace | None) -> str | None:
-    """Return what was expected if ``count`` is no valid number of rows in a chunk, else None."""
+    """Return what was expected if ``count`` is not a valid number of rows in a chunk, else None."""
     if place is None or len(place.shape) != 2 or not place.shape[1]:
         return "a tensor of rows"
     if type(count) is not int or count < 1:

@@ -93,7 +93,7 @@ class Snapshot:
 
     root: str
     taken: float
-    """Seconds since the epoch."""
+    """The time of the snapshot, in seconds since the epoch."""
     streams: tuple[StreamView, ...]
 
     def total(self, field: str) -> float:

@@ -81,7 +81,7 @@ class TapStatistics:
         return np.asarray(np.maximum(total[1] / max(self.count, 1) - (total[0] / max(self.count, 1)) ** 2, 0.0))
 
     def norm_quantile(self, q: float) -> float:
-        """Return the norm below which this part of the rows lies, within 2 %, and never above the largest norm."""
+        """Return the norm below which this fraction of the rows is, within 2 %, and never above the largest norm."""
         left, found = q * self.count, max(self.norms, default=_ZERO)
         for place, count in sorted(self.norms.items()):
             left -= count

@@ -262,7 +262,7 @@ class StreamStore:
                 version=__version__,
             )
             self._refuse_twice(commit)
-            self._refuse_another_life()
+            self._refuse_restarted_stream()
             self._unsure = True
             while not self._created(commit):
                 commit = replace(commit, number=commit.number + 1)
@@ -286,7 +286,7 @@ class StreamStore:
                 found=twice.text(),
             )
 
-    def _refuse_another_life(self) -> None:
+    def _refuse_restarted_stream(self) -> None:
         """Stop a worker whose stream was cleared with ``--overwrite`` in the meantime.
 
         If the stream is cleared right after this check, the commit is ignored, because it carries the old id.
@@ -327,7 +327,7 @@ class StreamStore:
 
     def _read_back(self) -> Ledger:
         """Read the stored ledger again; raise :class:`Damaged` if this worker's samples or any shards are missing."""
-        self._refuse_another_life()
+        self._refuse_restarted_stream()
         stored = read_ledger(self.folder, self.record.id)
         lost = self._ledger.done - stored.done
         there = {info.key: info.size for info in self.folder.list("shard_")}

@@ -185,7 +185,7 @@ def _size(folder: Folder, name: str) -> int | None:
         return None
 
 
-AT_ONCE = 32
+CONCURRENT_REQUESTS = 32
 """The number of concurrent requests for streams or shards: a bucket answers each after tens of milliseconds."""
 
 
@@ -196,13 +196,13 @@ class Stream:
         self.folder, self.record = folder, record
         self._commits: tuple[Commit, ...] | None = None
         self.number = record.worker_id
-        self.begun = tuple(begun)
-        """Additions of taps, finished or not."""
+        self.all_additions = tuple(begun)
+        """All additions of taps, including unfinished ones."""
 
     @cached_property
     def additions(self) -> tuple[Addition, ...]:
         """The finished additions, which have every row. Readers use only these."""
-        return tuple(added for added in self.begun if not added.remaining(self._own))
+        return tuple(added for added in self.all_additions if not added.remaining(self._own))
 
     @cached_property
     def taps(self) -> tuple[str, ...]:
@@ -330,7 +330,7 @@ def open_streams(root: Folder, run: RunIdentity) -> list[Stream]:
     found = _folders(root)
     numbers = sorted(found)
     folders = [root.child(stream_folder(number)) for number in numbers]
-    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="streams") as pool:
+    with ThreadPoolExecutor(CONCURRENT_REQUESTS, thread_name_prefix="streams") as pool:
         records = list(pool.map(read_stream, folders))
     streams = []
     for number, folder, record in zip(numbers, folders, records, strict=True):
@@ -349,6 +349,6 @@ def open_streams(root: Folder, run: RunIdentity) -> list[Stream]:
 
 def read_ledgers(streams: Iterable[Stream]) -> None:
     """Read the ledgers of these streams concurrently, unless they were read before."""
-    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="ledgers") as pool:
+    with ThreadPoolExecutor(CONCURRENT_REQUESTS, thread_name_prefix="ledgers") as pool:
         for _ in pool.map(lambda stream: stream.commits, streams):
             pass

@@ -39,7 +39,15 @@ from spile.store.shard_format import CHUNKS, CONTEXT, CONTEXT_OFFSETS, POSITIONS
 from spile.store.shard_reader import ShardReader
 from spile.store.statistics import SUMS
 from spile.store.stream import StreamRecord, read_run, read_stream
-from spile.store.streams import AT_ONCE, Addition, Stream, alignment, expected_streams, foreign_reason, judge_split
+from spile.store.streams import (
+    CONCURRENT_REQUESTS,
+    Addition,
+    Stream,
+    alignment,
+    expected_streams,
+    foreign_reason,
+    judge_split,
+)
 
 _PIECE = 8 << 20
 """Bytes that are read at once, in whole chunks, at least one chunk."""
@@ -224,7 +232,7 @@ def verify(
         raise UserError(f"no dataset at {folder.url}", expected=f"a folder with {RUN}", found="none")
     there = _folders(folder)
     begun = [number for number in sorted(there) if streams is None or number in streams]
-    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="ledgers") as pool:
+    with ThreadPoolExecutor(CONCURRENT_REQUESTS, thread_name_prefix="ledgers") as pool:
         found = list(pool.map(lambda number: _read(number, folder, run, there[number]), begun))
     records = [stream.record for stream in found if stream.record is not None]
     never, problems = judge_split(folder.url, begun, records, streams)
@@ -270,7 +278,7 @@ def _repaired(stream: _StreamEvidence, report: StreamReport) -> StreamReport:
 
 def _workers(root: Folder) -> int:
     """Return the number of threads: bound by the cores for a disk, and by the latency for a bucket."""
-    return min(16, 2 * (os.cpu_count() or 1)) if root.local_path is not None else AT_ONCE
+    return min(16, 2 * (os.cpu_count() or 1)) if root.local_path is not None else CONCURRENT_REQUESTS
 
 
 def _stream(stream: _StreamEvidence, record: StreamRecord) -> Stream:

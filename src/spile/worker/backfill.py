@@ -123,7 +123,7 @@ def refuse_taps_there(taps: Sequence[Tap], streams: Sequence[Stream]) -> None:
         own = set(names) & {str(tap) for tap in stream.record.identity.taps}
         if own:
             raise _taps_exist(own, f"they are in {stream.folder.url} already")
-        for added in stream.begun:
+        for added in stream.all_additions:
             if added.taps != names and set(names) & set(added.taps):
                 words = " ".join(added.taps)
                 state = "added already" if added in stream.additions else f"begun: --add-taps {words} finishes them"
@@ -355,7 +355,7 @@ def _plan(spec: BackfillSpec, root: Folder) -> _Plan:
 
 def _remaining_shards(stream: Stream, plan: _Plan) -> list[ShardRecord]:
     """Return the shards of a stream for which these taps are not stored yet."""
-    begun = next((added for added in stream.begun if added.taps == plan.names), None)
+    begun = next((added for added in stream.all_additions if added.taps == plan.names), None)
     return list(stream.shards) if begun is None else begun.remaining(stream.shards)
 
 

@@ -20,7 +20,7 @@ from spile.spec.positions import ALL
 from spile.spec.ranges import Ranges
 from spile.spec.run import ExtractSpec
 from spile.spec.sample import Sample
-from spile.store.cleanup import clear_stream, remove_remains, stream_has_commits, stream_is_begun
+from spile.store.cleanup import clear_stream, remove_remains, stream_exists, stream_has_commits
 from spile.store.layout import stream_folder
 from spile.store.stream import StreamStore, join_run, join_stream, read_stream, write_spec
 from spile.worker.batches import Batch, batches
@@ -219,7 +219,7 @@ def _has_work(run: ResolvedRun, stream: StreamStore) -> bool:
 def _starts_over(run: ResolvedRun) -> bool:
     """Return whether ``--no-checkpointing`` discards an existing stream; commits need ``--overwrite`` too."""
     worker_id = run.spec.data.worker_id
-    if run.spec.checkpointing or not stream_is_begun(run.root, worker_id):
+    if run.spec.checkpointing or not stream_exists(run.root, worker_id):
         return False
     if run.spec.overwrite:
         return True

@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spile.errors import SpecError
-from spile.launch.local import shares
+from spile.launch.local import divide_machine
 
 
 @given(st.integers(1, 40), st.integers(1, 64))
 def test_cores_are_apart_while_there_are_enough(workers: int, cores: int) -> None:
-    found = shares(workers, range(cores), {}, {})
+    found = divide_machine(workers, range(cores), {}, {})
     assert len(found) == workers
     sizes = {len(share.cores) for share in found}
     assert sizes == {max(1, cores // workers)}
@@ -27,25 +27,25 @@ def test_cores_are_apart_while_there_are_enough(workers: int, cores: int) -> Non
 
 def test_gpus_are_never_shared() -> None:
     chips = {"GPU": ("0", "1", "2", "5"), "TPU": ()}
-    found = shares(2, range(8), chips, {})
+    found = divide_machine(2, range(8), chips, {})
     assert [share.env["CUDA_VISIBLE_DEVICES"] for share in found] == ["0,1", "2,5"]
-    found = shares(3, range(8), chips, {"GPU": 1.0})
+    found = divide_machine(3, range(8), chips, {"GPU": 1.0})
     assert [share.env["CUDA_VISIBLE_DEVICES"] for share in found] == ["0", "1", "2"]
     with pytest.raises(SpecError, match=r"at most 4 GPU in all, found 5\. Use --num-workers 4"):
-        shares(5, range(8), chips, {})
+        divide_machine(5, range(8), chips, {})
 
 
 def test_tpu_chips_have_bounds() -> None:
     chips = {"TPU": tuple("01234567")}
-    (share, *_) = shares(2, range(8), chips, {"TPU": 4.0})
+    (share, *_) = divide_machine(2, range(8), chips, {"TPU": 4.0})
     assert share.env["TPU_VISIBLE_CHIPS"] == "0,1,2,3"
     assert (share.env["TPU_CHIPS_PER_PROCESS_BOUNDS"], share.env["TPU_PROCESS_BOUNDS"]) == ("2,2,1", "1,1,1")
     with pytest.raises(SpecError, match="expected 1, 2, 4 or 8 chips for each worker, found 3"):
-        shares(2, range(8), chips, {"TPU": 3.0})
+        divide_machine(2, range(8), chips, {"TPU": 3.0})
 
 
 def test_what_is_not_there_is_told() -> None:
     with pytest.raises(SpecError, match=r"--resources GPU: expected a machine with GPUs, found none here"):
-        shares(1, range(2), {"GPU": ()}, {"GPU": 1.0})
+        divide_machine(1, range(2), {"GPU": ()}, {"GPU": 1.0})
     with pytest.raises(SpecError, match="expected GPU=N or TPU=N with --engine local, found gold"):
-        shares(1, range(2), {}, {"gold": 1.0})
+        divide_machine(1, range(2), {}, {"gold": 1.0})
