@@ -41,10 +41,11 @@ from spile.spec.taps import select_taps
 from spile.store.stream import join_run, join_stream
 from spile.worker.batches import Sizes
 from spile.worker.device import configure_jax
-from spile.worker.generator import Answer, Generator, plan_slots
+from spile.worker.generator import Generator, plan_slots
 from spile.worker.infer import AnswerProducer
 from spile.worker.mesh import device_memory, make_mesh
 from spile.worker.pipeline import LocalControl, run_pipeline
+from spile.worker.producer import Answer
 from spile.worker.progress import Progress
 from spile.worker.resolve import compute_dtype_for
 

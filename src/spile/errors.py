@@ -5,6 +5,7 @@
     │   ├── SpecError                 a wrong flag or value of a spec
     │   ├── DataError                 a wrong dataset, stream or sample
     │   ├── ModelError                a wrong model name, config, weights or tokenizer
+    │   │   └── UnsupportedModel      a model that spile's own decoder does not implement; PyTorch may
     │   └── RunMismatch               the output belongs to another run
     ├── Failure              exit 1   a failure of the environment
     │   ├── StoreError                an object or a file could not be read or written
@@ -75,6 +76,10 @@ class DataError(UserError):
 
 class ModelError(UserError):
     """A model's name, config, weights or tokenizer is wrong."""
+
+
+class UnsupportedModel(ModelError):
+    """The model is valid, but spile's own decoder does not implement it. PyTorch may run it."""
 
 
 class RunMismatch(UserError):

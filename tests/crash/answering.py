@@ -22,9 +22,9 @@ from spile.spec.run import GenerationSpec
 from spile.spec.sample import Prediction, Role, Sample
 from spile.store.stream import StreamStore, join_run, join_stream
 from spile.worker.batches import Sizes
-from spile.worker.generator import Answer, AnswerRows
 from spile.worker.infer import AnswerProducer
 from spile.worker.pipeline import LocalControl, run_pipeline
+from spile.worker.producer import Answer, AnswerRows
 from spile.worker.progress import Progress
 from world import TAPS, items, rows_of, run_identity, stream_identity
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,16 +12,21 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 
 from numerics import cases
+from spile.cli.main import main
 from spile.errors import ModelError
 from spile.models import model_files, weights
 from spile.models.decoder import forward
 from spile.spec.run import GenerationSpec
 from spile.spec.sample import Sample
 from spile.spec.taps import Tap
-from spile.worker.generator import Answer, Generator, SlotPlan
+from spile.worker.generator import Generator, SlotPlan
 from spile.worker.mesh import make_mesh
+from spile.worker.producer import Answer
 
 TOLERANCE = 1e-4
 LENGTHS = (3, 17, 9, 30, 1, 12, 24)
@@ -88,6 +94,56 @@ def test_greedy_tokens_are_transformers_own(case: str, tmp_path: Path) -> None:
         settings = {"max_new_tokens": 64, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         expected = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, len(sample) :]
         assert answers[sample.index].tokens == expected.tolist()
+
+
+def first_cases() -> list[Any]:
+    """Return one case of each family; all but two are marked slow."""
+    first: dict[str, str] = {}
+    for case, about in cases.CASES.items():
+        if case != "phi3-longrope":
+            first.setdefault(about["model_type"], case)
+    return [
+        case if case in ("qwen2-tied", "gpt2") else pytest.param(case, marks=pytest.mark.slow)
+        for case in first.values()
+    ]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("case", first_cases())
+def test_the_command_infer_gives_transformers_tokens(case: str, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForCausalLM
+
+    folder, words = cases.write_model(case, tmp_path / "model"), [f"w{number}" for number in range(97)]
+    backend = Backend(WordLevel({word: number for number, word in enumerate(words)}, unk_token="w3"))
+    backend.pre_tokenizer = Whitespace()
+    backend.save(str(folder / "tokenizer.json"))
+    texts = [" ".join(words[token] for token in sample.tokens) for sample in prompts(case)]
+    data = tmp_path / "texts.jsonl"
+    data.write_text("".join(json.dumps({"task_id": str(n), "text": text}) + "\n" for n, text in enumerate(texts)))
+    command = ["infer", "--model", folder, "--dataset", data, "--output", tmp_path / "out", "--prompt", "text"]
+    options = [
+        "--max-new-tokens",
+        "24",
+        "--max-seq-length",
+        "64",
+        "--layers",
+        "0",
+        "--stop",
+        "w2",
+        "--dtype",
+        "float32",
+    ]
+    with pytest.raises(SystemExit, match="0"):
+        main([str(word) for word in [*command, *options]])
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    lines = (tmp_path / "out" / "tpu_0" / "predictions.jsonl").read_text().splitlines()
+    found = {answer["sample"]: answer["tokens"] for answer in map(json.loads, lines)}
+    settings = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": 2, "pad_token_id": 0}
+    for sample in prompts(case):
+        ids = torch.from_numpy(sample.tokens).long()[None]
+        expected = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, len(sample) :]
+        assert found[sample.index] == expected.tolist()
 
 
 def check_rows(folder: Path, case: str, answers: dict[int, Answer]) -> None:

@@ -57,6 +57,26 @@ def test_extract_and_verify(texts: Path, tmp_path: Path, dtype: str) -> None:
     assert norms[1] > 10 * norms[0]  # an attention sink: single values far above all others
 
 
+@pytest.mark.torch
+@pytest.mark.parametrize("backend", ["jax", "torch"])
+def test_greedy_answers_are_those_of_generate(texts: Path, tmp_path: Path, backend: str) -> None:
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForCausalLM
+
+    root = str(tmp_path / "out")
+    run("infer", "--model", str(MODEL), "--dataset", str(texts), "--output", root, "--max-new-tokens", "24",
+        "--layers", "29", "--dtype", "float32", "--backend", backend)  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    (file,) = Path(root).glob("*/predictions.jsonl")
+    answers = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len(answers) == len(TEXTS)
+    for answer in answers:
+        tokens = spile.open(root).sample(0, answer["sample"]).tokens[: -len(answer["tokens"])]
+        ids = torch.from_numpy(tokens.astype("int64"))[None]
+        found = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
+        assert answer["tokens"] == found[0, len(tokens) :].tolist()
+
+
 def test_infer_and_score(tmp_path: Path) -> None:
     grid = [[1, 2], [3, 4]]
     pair = {"input": grid, "output": grid}

@@ -330,7 +330,7 @@ def models(
     """List the model families that spile implements, with the size and cost of one model of each.
 
     The cost is that of every layer's residual stream over a billion tokens on a v5e-8, preemptible, at list prices;
-    spile plan works out any other run. Every other Hugging Face causal model runs with --backend torch, and slower.
+    spile plan works out any other run. extract and infer run any other model of transformers in PyTorch, slower.
     """
     from rich.table import Table
 
@@ -357,7 +357,7 @@ def models(
     console.print(table)
     console.print(
         f"Every layer's residual in bfloat16; hours on a {_MACHINE} at preemptible list prices as of {prices.as_of}."
-        " spile plan --model M works out yours. Any other Hugging Face causal model: --backend torch.",
+        " spile plan --model M works out yours. extract and infer run any other model of transformers in PyTorch.",
         markup=False,
     )
     return 0

@@ -1,6 +1,7 @@
 """Tokenize text exactly as ``AutoTokenizer`` of transformers does, without importing transformers.
 
 The tokenizer is built from ``tokenizer.json``; ``tokenizer_config.json`` adds the special tokens and the chat template.
+ESM models have only a ``vocab.txt``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import orjson
 from tokenizers import AddedToken, Encoding
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Metaspace
+from tokenizers.pre_tokenizers import Metaspace, WhitespaceSplit
+from tokenizers.processors import TemplateProcessing
 
 from spile.errors import ModelError, untrusted
 from spile.spec.sample import Role
@@ -177,6 +179,9 @@ def load_tokenizer(folder: Path, *, optional: bool = False) -> Tokenizer:
     # Set explicitly, so that a later fork neither warns nor turns the tokenizer's threads off.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     file = folder / "tokenizer.json"
+    if not file.is_file() and _read(folder / "tokenizer_config.json").get("tokenizer_class") == "EsmTokenizer":
+        with untrusted(ModelError, f"{folder / 'vocab.txt'} is no vocabulary"):
+            return _configured(_esm_backend((folder / "vocab.txt").read_text().split()), folder)
     if not file.is_file():
         none = Tokenizer(Backend(WordLevel()), None, None, None, {}, missing=folder)
         if not optional:
@@ -186,6 +191,16 @@ def load_tokenizer(folder: Path, *, optional: bool = False) -> Tokenizer:
         backend = Backend.from_file(str(file))
     with untrusted(ModelError, f"the tokenizer's configuration in {folder} is invalid"):
         return _configured(backend, folder)
+
+
+def _esm_backend(tokens: Sequence[str]) -> Backend:
+    """Return the tokenizer of ESM: each token of the vocabulary, which is an amino acid, is split off by itself."""
+    backend = Backend(WordLevel({token: number for number, token in enumerate(tokens)}, unk_token="<unk>"))  # noqa: S106 - no secret
+    backend.pre_tokenizer = WhitespaceSplit()
+    backend.add_tokens([AddedToken(token, normalized=False) for token in tokens])
+    ends = [(token, tokens.index(token)) for token in ("<cls>", "<eos>")]
+    backend.post_processor = TemplateProcessing(single="<cls> $A <eos>", special_tokens=ends)
+    return backend
 
 
 def _configured(backend: Backend, folder: Path) -> Tokenizer:

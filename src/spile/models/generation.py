@@ -149,7 +149,7 @@ def read_prompts(
     end = jnp.clip(chunk.length - 1, 0, size - 1).reshape(-1)
     last = jnp.take_along_axis(x, end[:, None, None], axis=1)[:, 0]
     zero = jnp.zeros_like(chunk.sample)
-    chosen = _choose(logits(params, last, config), chunk.sample, zero, sampling)
+    chosen = choose_tokens(logits(params, last, config), chunk.sample, zero, sampling)
     status = _status(chosen.tokens, zero + 1, sampling)
     at = jnp.where(chunk.last, chunk.slot, slots.token.shape[1])  # A slot beyond the end is dropped.
     fresh = {
@@ -202,7 +202,7 @@ def take_steps(
             return _recalled(q, pairs, config, params.layers[layer].sinks)
 
         x, kept = _through(params, now.token[..., None], place, attend, config, mixture, Drawn(taps, keep))
-        chosen = _choose(logits(params, x[:, 0], config), now.sample, now.made, sampling)
+        chosen = choose_tokens(logits(params, x[:, 0], config), now.sample, now.made, sampling)
         making = now.status == MAKING
         made = now.made + making
         after = replace(
@@ -317,7 +317,7 @@ def _status(token: Array, made: Array, sampling: Sampling) -> Array:
     return jnp.where(ends, CLOSING, MAKING).astype(jnp.int32)
 
 
-def _choose(
+def choose_tokens(
     scores: Float[Array, "all vocab"], sample: Int[Array, "groups rows"], made: Int[Array, "groups rows"], how: Sampling
 ) -> Choices:
     """Select the next token of each batch row with its sample's own random numbers, whatever the batch."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from spile.errors import Failure, ModelError, untrusted
 from spile.models.adapters import Adapter
 from spile.models.architecture import ModelConfig
-from spile.models.families import FAMILIES, read_any_config, read_config
+from spile.models.families import FAMILIES, read_config
 from spile.models.safetensors_files import BucketSource, ByteSource, LocalSource, read_index
 from spile.objects import open_folder
 from spile.objects.crc import crc32c
@@ -154,6 +154,7 @@ TOKENIZER_FILES = (
     "tokenizer.model",
     "tokenizer_config.json",
     "vocab.json",
+    "vocab.txt",
 )
 INDEX = "model.safetensors.index.json"
 GENERATION = "generation_config.json"
@@ -223,14 +224,12 @@ class ModelFiles:
         return digest.hexdigest()
 
 
-def find(name: str, revision: str | None = None, *, weights: bool = True, any_family: bool = False) -> ModelFiles:
+def find(name: str, revision: str | None = None, *, weights: bool = True, read: ReadConfig = read_config) -> ModelFiles:
     """Find the model of this name, or raise a ModelError that says what to do.
 
     ``embedded``; a folder; ``gs://…`` or ``s3://…``; else a name on the Hugging Face hub (``HF_TOKEN`` for gated ones).
-    Without ``weights`` its config and its tokenizer are enough, and no weights are fetched. ``any_family``: its sizes
-    are enough, for who does not run it with spile's own decoder.
+    Without ``weights`` its config and its tokenizer are enough, and no weights are fetched. ``read`` reads config.json.
     """
-    read = read_any_config if any_family else read_config
     path = Path(name).expanduser()
     bucket = is_remote(name)
     if revision is not None and (bucket or name == EMBEDDED or path.is_dir()):

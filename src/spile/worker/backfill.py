@@ -46,8 +46,9 @@ from spile.worker.device import DeviceProducer, configure_jax, place_model
 from spile.worker.pipeline import LocalControl, Pipeline, ShardTask, StreamSink
 from spile.worker.producer import Control, Producer
 from spile.worker.progress import Progress, StatusFiles, Summary, peak_memory
-from spile.worker.resolve import find_model, rows_of, torch_producer, wants_statistics
+from spile.worker.resolve import find_model, rows_of, wants_statistics
 from spile.worker.sizes import choose_sizes
+from spile.worker.torch_producers import torch_producer
 
 
 def refuse_other_numbers(spec: BackfillSpec, root: Folder) -> RunIdentity:

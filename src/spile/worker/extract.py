@@ -29,8 +29,9 @@ from spile.worker.pipeline import LocalControl, run_pipeline
 from spile.worker.pod.pod import SingleProcess, WorkerGroup, check_same_command
 from spile.worker.producer import Producer, TokenLimit, with_positions
 from spile.worker.progress import Progress, StatusFiles, Summary, peak_memory, write_checkpoint_file
-from spile.worker.resolve import ResolvedRun, resolve, torch_producer, wants_statistics
+from spile.worker.resolve import ResolvedRun, resolve, wants_statistics
 from spile.worker.sizes import sizes_for_stream
+from spile.worker.torch_producers import torch_producer
 
 MakeProducer = Callable[[ResolvedRun, Progress, SampleReader], Producer]
 """Loads the model onto its devices; may look at the samples that come next."""
@@ -75,6 +76,8 @@ def run_stream(
     progress.phase(Phase.LOOKING, "at the model and the data")
     _check(spec, progress, hosts)
     run = resolve(spec, progress.timeline)
+    if run.spec.data.max_seq_length != spec.data.max_seq_length:
+        progress.log(f"--max-seq-length {run.spec.data.max_seq_length}: {spec.model} has no positions beyond")
     start_over = hosts.first and _starts_over(run)
     stream = _known_stream(run) if hosts.first and not start_over else None
     if not hosts.agree("left", stream is None or _has_work(run, stream)):

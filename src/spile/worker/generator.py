@@ -7,12 +7,11 @@ results are looked at one call late, so that the devices always have work.
 
 from __future__ import annotations
 
-import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -42,74 +41,15 @@ from spile.models.weights import load
 from spile.spec.amounts import size
 from spile.spec.phase import Phase
 from spile.spec.run import Capture, GenerationSpec
-from spile.spec.sample import Sample, StopReason
+from spile.spec.sample import Sample
 from spile.spec.taps import Tap
 from spile.store.ledger import Ledger
 from spile.worker.device import put, translated
 from spile.worker.mesh import default_shape, device_memory, make_mesh, plan_mesh
-from spile.worker.producer import OutOfDeviceMemory, check_tokens
+from spile.worker.producer import Answer, AnswerRows, OutOfDeviceMemory, captured_tokens, check_tokens
 from spile.worker.progress import Progress
 from spile.worker.resolve import ResolvedRun
 from spile.worker.sizes import first_lengths, host_memory
-
-
-def captured_tokens(capture: Capture, prompt: int, answer: int) -> int:
-    """Return how many of these prompt and answer tokens have their activations captured."""
-    return prompt * (capture in ("prompt", "both")) + answer * (capture in ("answer", "both"))
-
-
-class AnswerRows:
-    """The captured activations of one answer: one array per tap, allocated for the longest answer.
-
-    Untouched memory costs nothing. The rows are one array because each piece would need a call to the writer.
-    """
-
-    def __init__(self, taps: int, room: int) -> None:
-        self._room, self._filled = room, 0
-        self._taps: list[npt.NDArray[Any] | None] = [None] * taps
-
-    @property
-    def taps(self) -> int:
-        """The number of taps."""
-        return len(self._taps)
-
-    def __len__(self) -> int:
-        return self._filled
-
-    def extend(self, count: int) -> int:
-        """Make room for ``count`` more rows at every tap; return the number of the first."""
-        self._filled += count
-        return self._filled - count
-
-    def put(self, tap: int, first: int, rows: npt.NDArray[Any]) -> None:
-        """Copy rows to their place. Several taps may be filled at once."""
-        own = self._taps[tap]
-        if own is None:
-            own = self._taps[tap] = np.empty((self._room, math.prod(rows.shape[1:])), rows.dtype)
-        own[first : first + len(rows)] = rows.reshape(len(rows), own.shape[1])
-
-    def take(self, tap: int) -> npt.NDArray[Any] | None:
-        """Return the rows of a tap, ``[rows, width]``, and forget them; None if there are none."""
-        own, self._taps[tap] = self._taps[tap], None
-        return None if own is None else own[: self._filled]
-
-
-@dataclass(eq=False)
-class Answer:
-    """A sample, the tokens of its answer so far, and its captured activations if this process stores them."""
-
-    sample: Sample
-    rows: AnswerRows
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    reason: StopReason | None = None
-    """Why it ended; None until it has."""
-    group: int = 0
-    """The data-parallel group that computes it."""
-    read: int = 0
-    """Prompt tokens that were sent to the devices."""
-    fed: int = 0
-    """Tokens of the answer whose own step was looked at."""
 
 
 @dataclass(frozen=True)
@@ -529,12 +469,7 @@ class Generator:
             pass
 
     def _append_token(self, answer: Answer, token: int, logprob: float) -> None:
-        answer.tokens.append(token)
-        answer.logprobs.append(logprob)
-        if token in self._sampling.stop:
-            answer.reason = "stop"
-        elif len(answer.tokens) >= self._sampling.max_new:
-            answer.reason = "length"
+        answer.append(token, logprob, self._sampling.stop, self._sampling.max_new)
 
 
 def _by_row(array: jax.Array) -> dict[int, npt.NDArray[np.generic]]:

@@ -33,11 +33,12 @@ from spile.store.predictions import merged
 from spile.store.stream import StreamStore
 from spile.worker.batches import Batch, BatchPlan
 from spile.worker.extract import run_stream
-from spile.worker.generator import Answer, AnswerRows, make_generator
+from spile.worker.generator import make_generator
 from spile.worker.pod.pod import WorkerGroup
-from spile.worker.producer import BatchProducer, Control, RowBlock, Verdict
+from spile.worker.producer import Answer, AnswerRows, BatchProducer, Control, RowBlock, Verdict
 from spile.worker.progress import Progress, Summary
 from spile.worker.resolve import ResolvedRun
+from spile.worker.torch_producers import TorchGenerator, torch_models
 
 _TOKEN_BYTES = 8
 """About what a token of an answer takes in ``predictions.jsonl``."""
@@ -83,12 +84,30 @@ def _make_producer(run: ResolvedRun, progress: Progress, reader: SampleReader) -
     if run.spec.positions == ANSWER:  # no row of a prompt is stored, so none leaves the device
         generation = replace(generation, capture="answer")
     return AnswerProducer(
-        make_generator(run, generation, progress, reader),
+        _make_source(run, generation, progress, reader),
         run.tokenizer,
         generation,
         progress,
         positions=run.spec.positions,
         seed=run.spec.data.seed,
+    )
+
+
+def _make_source(
+    run: ResolvedRun, generation: GenerationSpec, progress: Progress, reader: SampleReader
+) -> AnswerSource:
+    spec = run.spec
+    if spec.backend != "torch":
+        return make_generator(run, generation, progress, reader)
+    return TorchGenerator(
+        torch_models(run.files, spec, progress),
+        run.taps,
+        generation=generation,
+        seed=spec.data.seed,
+        dtype=spec.dtype,
+        store_dtype=spec.store_dtype,
+        batch_size=spec.batch_size,
+        progress=progress,
     )
 
 

@@ -1,15 +1,17 @@
 """The producer interface: what turns samples into activation rows, seen from the pipeline.
 
-There are three producers: ``extract`` on JAX devices (:mod:`spile.worker.device`), ``infer`` on JAX devices
-(:mod:`spile.worker.infer`) and ``extract`` in PyTorch (:mod:`spile.worker.torch_backend`). The pipeline never imports
-JAX, so the crash tests run the same pipeline with a producer of a few lines of NumPy.
+There are three producers: ``extract`` on JAX devices (:mod:`spile.worker.device`), ``extract`` in PyTorch
+(:mod:`spile.worker.torch_producers`) and ``infer`` (:mod:`spile.worker.infer`), whose generator runs on JAX devices or
+in PyTorch. The pipeline never imports JAX, so the crash tests run the same pipeline with a producer of a few lines of
+NumPy.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +19,8 @@ import numpy.typing as npt
 from spile.errors import Failure, ModelError, SpecError
 from spile.spec.positions import ALL, ANSWER, choose_positions
 from spile.spec.ranges import Ranges
-from spile.spec.run import ExtractSpec
-from spile.spec.sample import Sample, Skip
+from spile.spec.run import Capture, ExtractSpec
+from spile.spec.sample import Sample, Skip, StopReason
 from spile.worker.batches import Batch, BatchPlan, batches
 
 Verdict = Literal["go", "commit", "stop"]
@@ -212,3 +214,74 @@ def refuse_no_answers(spec: ExtractSpec, kind: str) -> None:
             found=f"--prompt {kind}",
             fix="use spile infer, which makes answers, or --positions last",
         )
+
+
+# -- answers -----------------------------------------------------------------------------------------------------------
+
+
+def captured_tokens(capture: Capture, prompt: int, answer: int) -> int:
+    """Return how many of these prompt and answer tokens have their activations captured."""
+    return prompt * (capture in ("prompt", "both")) + answer * (capture in ("answer", "both"))
+
+
+class AnswerRows:
+    """The captured activations of one answer: one array per tap, allocated for the longest answer.
+
+    Untouched memory costs nothing. The rows are one array because each piece would need a call to the writer.
+    """
+
+    def __init__(self, taps: int, room: int) -> None:
+        self._room, self._filled = room, 0
+        self._taps: list[npt.NDArray[Any] | None] = [None] * taps
+
+    @property
+    def taps(self) -> int:
+        """The number of taps."""
+        return len(self._taps)
+
+    def __len__(self) -> int:
+        return self._filled
+
+    def extend(self, count: int) -> int:
+        """Make room for ``count`` more rows at every tap; return the number of the first."""
+        self._filled += count
+        return self._filled - count
+
+    def put(self, tap: int, first: int, rows: npt.NDArray[Any]) -> None:
+        """Copy rows to their place. Several taps may be filled at once."""
+        own = self._taps[tap]
+        if own is None:
+            own = self._taps[tap] = np.empty((self._room, math.prod(rows.shape[1:])), rows.dtype)
+        own[first : first + len(rows)] = rows.reshape(len(rows), own.shape[1])
+
+    def take(self, tap: int) -> npt.NDArray[Any] | None:
+        """Return the rows of a tap, ``[rows, width]``, and forget them; None if there are none."""
+        own, self._taps[tap] = self._taps[tap], None
+        return None if own is None else own[: self._filled]
+
+
+@dataclass(eq=False)
+class Answer:
+    """A sample, the tokens of its answer so far, and its captured activations if this process stores them."""
+
+    sample: Sample
+    rows: AnswerRows
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    reason: StopReason | None = None
+    """Why it ended; None until it has."""
+    group: int = 0
+    """The data-parallel group that computes it."""
+    read: int = 0
+    """Prompt tokens that were sent to the devices."""
+    fed: int = 0
+    """Tokens of the answer whose own step was looked at."""
+
+    def append(self, token: int, logprob: float, stop: Sequence[int], most: int) -> None:
+        """Append a token; the answer ends if it is one of ``stop`` or the last of ``most`` tokens."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        if token in stop:
+            self.reason = "stop"
+        elif len(self.tokens) >= most:
+            self.reason = "length"

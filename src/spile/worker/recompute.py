@@ -34,7 +34,8 @@ from spile.worker.batches import Batch, BatchPlan, batches
 from spile.worker.device import configure_jax
 from spile.worker.producer import check_tokens, pack
 from spile.worker.resolve import find_model
-from spile.worker.torch_backend import TorchProducer, group_by_length, load_model
+from spile.worker.torch_backend import load_model, place_replicas, torch_devices
+from spile.worker.torch_producers import TorchProducer
 
 _BATCH_TOKENS = {"cpu": 512, "gpu": 16384, "tpu": 8192}
 _BATCH_BYTES = {"cpu": 256 << 20, "gpu": 4 << 30, "tpu": 1 << 30}
@@ -228,7 +229,7 @@ class _TorchRecomputer:
 
     def __init__(self, files: ModelFiles, run: RunIdentity) -> None:
         self._dtype = run.dtype
-        self._model = load_model(files, run.dtype)
+        (self._model,) = place_replicas(load_model(files, run.dtype), torch_devices()[:1])
         self._wide = self._model if run.dtype == "float32" else copy.deepcopy(self._model).float()
 
     def __call__(
@@ -237,9 +238,9 @@ class _TorchRecomputer:
         """Yield the distances of each sample, as :class:`spile.store.recomputation.Recompute` describes."""
         chosen = [Tap.parse(tap.name) for tap in taps]
         tokens = max(_BATCH_TOKENS["cpu"], *map(len, samples)) if samples else 0
-        wide = TorchProducer(self._wide, chosen, store_dtype="float32", dtype="float32", most_tokens=tokens)
-        own = TorchProducer(self._model, chosen, store_dtype="float32", dtype=self._dtype, most_tokens=tokens)
-        for batch in group_by_length(samples, tokens):
+        wide = TorchProducer([self._wide], chosen, store_dtype="float32", dtype="float32", most_tokens=tokens)
+        own = TorchProducer([self._model], chosen, store_dtype="float32", dtype=self._dtype, most_tokens=tokens)
+        for batch in wide.split(samples):
             reference = dict(wide.rows(batch))
             with _changed_embeddings(self._model, variant, _CHANGE[self._dtype]):
                 fresh = dict(own.rows(batch)) if variant or self._dtype != "float32" else reference

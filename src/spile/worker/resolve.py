@@ -17,26 +17,32 @@ import jax
 
 from spile.data.stream import SampleStream, open_stream
 from spile.data.tokens import Tokenizer, load_tokenizer
-from spile.errors import ModelError, RunMismatch, SpecError, untrusted
+from spile.errors import ModelError, RunMismatch, SpecError, UnsupportedModel, untrusted
 from spile.models import model_files
 from spile.models.adapters import find_adapter
-from spile.models.families import FAMILIES
 from spile.models.model_files import GENERATION
 from spile.objects import open_folder
 from spile.objects.folder import Folder
 from spile.objects.mirror import MirrorFolder
 from spile.spec.identity import RunIdentity, StreamIdentity
 from spile.spec.ranges import Ranges
-from spile.spec.run import ExtractSpec, GenerationSpec
+from spile.spec.run import DataSpec, ExtractSpec, GenerationSpec
 from spile.spec.sample import Sample
 from spile.spec.taps import Tap, TapRows, row_bytes, select_taps, tap_rows
 from spile.store.ledger import Ledger
 from spile.store.stream import join_run, read_run
 from spile.worker.batches import Sizes
 from spile.worker.producer import check_tokens, refuse_no_answers
-from spile.worker.progress import Progress, Timeline
+from spile.worker.progress import Timeline
 from spile.worker.sizes import choose_sizes
-from spile.worker.torch_backend import TorchProducer, installed, load_model, torch_device, torch_rows
+from spile.worker.torch_backend import (
+    installed,
+    learned_positions,
+    read_torch_config,
+    refuse_no_generation,
+    torch_devices,
+    torch_rows,
+)
 
 
 def with_stops(generation: GenerationSpec, files: model_files.ModelFiles, tokenizer: Tokenizer) -> GenerationSpec:
@@ -89,19 +95,32 @@ def find_model(
             fix="leave out --backend, declare the numbers of both equal with --same-numbers, or give another --output",
         )
     adapter = None if spec.adapter is None else find_adapter(spec.adapter)
-    if backend != "jax":
-        files = model_files.find(spec.model, spec.revision, any_family=True)
-        others = backend is None and find_spec("torch") is not None  # without torch, the error names the families
-        if backend == "torch" or (others and files.config.architecture not in FAMILIES):
-            if spec.generation is not None:
-                expected = "a family that spile computes itself (spile models)"
-                raise SpecError("spile infer", expected=expected, found=files.config.architecture)
-            if jax.process_count() > 1:
-                raise SpecError("--backend torch", expected="one process", found=f"a pod of {jax.process_count()}")
-            installed()
-            return replace(files, adapter=adapter), "torch"
-    files = model_files.find(spec.model, spec.revision)
-    return files if adapter is None else files.adapted(adapter), "jax"
+    if backend != "torch":
+        try:
+            files = model_files.find(spec.model, spec.revision)
+            return files if adapter is None else files.adapted(adapter), "jax"
+        except UnsupportedModel as unsupported:
+            if backend == "jax":
+                raise
+            _refuse_no_torch(spec.model, unsupported)
+    installed()
+    if jax.process_count() > 1:
+        raise SpecError("--backend torch", expected="one process", found=f"a pod of {jax.process_count()}")
+    files = model_files.find(spec.model, spec.revision, read=read_torch_config)
+    if spec.generation is not None:
+        refuse_no_generation(files)
+    return replace(files, adapter=adapter), "torch"
+
+
+def _refuse_no_torch(model: str, unsupported: UnsupportedModel) -> None:
+    """Refuse a model that needs PyTorch if it is not installed."""
+    if find_spec("torch") is None or find_spec("transformers") is None:
+        raise UnsupportedModel(
+            f"{model} needs PyTorch, which is not installed: {unsupported.problem}",
+            expected="a family that spile computes itself (spile models)",
+            found=unsupported.found,
+            fix="run: pip install 'spile[torch]'",
+        ) from unsupported
 
 
 def rows_of(files: model_files.ModelFiles, taps: Sequence[Tap], store_dtype: str, backend: str) -> tuple[TapRows, ...]:
@@ -109,18 +128,6 @@ def rows_of(files: model_files.ModelFiles, taps: Sequence[Tap], store_dtype: str
     if backend == "torch":
         return torch_rows(files, taps, store_dtype)
     return tuple(tap_rows(tap, files.config.sizes(tap.layer), store_dtype) for tap in taps)
-
-
-def torch_producer(
-    files: model_files.ModelFiles, taps: Sequence[Tap], spec: ExtractSpec, batch_tokens: int, progress: Progress
-) -> TorchProducer:
-    """Load the model in PyTorch, and log that this is the slower backend."""
-    if spec.mesh_shape is not None:
-        raise SpecError("--mesh-shape", expected="--backend jax, which has a mesh", found="--backend torch")
-    name = files.config.architecture
-    progress.log(f"{name} runs in PyTorch with forward hooks: slower than what spile computes itself (spile models)")
-    model = load_model(files, spec.dtype)
-    return TorchProducer(model, taps, store_dtype=spec.store_dtype, dtype=spec.dtype, most_tokens=batch_tokens)
 
 
 def wants_statistics(asked: bool | None) -> bool:
@@ -185,7 +192,8 @@ def resolve(spec: ExtractSpec, timeline: Timeline | None = None) -> ResolvedRun:
         known = read_run(root)
         files, backend = find_model(spec, known, root.url)
         spec = replace(spec, backend=backend)
-        _refuse_positions(spec, files.config.learned_positions)
+        positions = files.config.learned_positions if backend == "jax" else learned_positions(files)
+        spec = _within_positions(spec, positions)
         weights = threads.submit(_timed, timeline, "the weights' checksum", files.weights_hash)
         return _resolve(spec, root, known, files, platform, weights)
 
@@ -215,7 +223,7 @@ def _resolve(
     refuse_no_answers(spec, samples.prompt.kind)
     dtype = spec.dtype
     if dtype == "auto":
-        where = platform.result() if spec.backend == "jax" else "gpu" if torch_device() == "cuda" else "cpu"
+        where = platform.result() if spec.backend == "jax" else "cpu" if torch_devices() == ("cpu",) else "gpu"
         dtype = known.dtype if known else compute_dtype_for(where)  # type: ignore[assignment]
     identity = RunIdentity(
         model=files.name,
@@ -256,13 +264,19 @@ def _resolve(
     return ResolvedRun(replace(spec, dtype=dtype), root, files, taps, rows, samples, identity, stream, tokenizer)
 
 
-def _refuse_positions(spec: ExtractSpec, learned: int | None) -> None:
-    """Refuse samples, answers included, that are longer than the model's learned positions."""
+def _within_positions(spec: ExtractSpec, learned: int | None) -> ExtractSpec:
+    """Return a spec whose samples, answers included, are not longer than the model's learned positions.
+
+    The default of ``--max-seq-length`` is lowered; another value that is too large is refused.
+    """
     answer = 0 if spec.generation is None else spec.generation.max_new_tokens
-    if learned is not None and spec.data.max_seq_length + answer > learned:
-        raise SpecError(
-            "--max-seq-length and --max-new-tokens together" if answer else "--max-seq-length",
-            expected=f"at most {learned}, the positions that {spec.model} has learned",
-            found=spec.data.max_seq_length + answer,
-            fix=f"add --max-seq-length {max(1, learned - answer)}",
-        )
+    if learned is None or spec.data.max_seq_length + answer <= learned:
+        return spec
+    if spec.data.max_seq_length == DataSpec.max_seq_length and learned > answer:
+        return replace(spec, data=replace(spec.data, max_seq_length=learned - answer))
+    raise SpecError(
+        "--max-seq-length and --max-new-tokens together" if answer else "--max-seq-length",
+        expected=f"at most {learned}, the positions that {spec.model} has learned",
+        found=spec.data.max_seq_length + answer,
+        fix=f"add --max-seq-length {max(1, learned - answer)}",
+    )

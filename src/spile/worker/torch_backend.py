@@ -1,42 +1,39 @@
-"""The PyTorch producer of ``extract``: any Hugging Face model, with forward hooks at its taps.
+"""Models in PyTorch: any model of transformers, loaded onto all GPUs, with forward hooks at its taps.
 
-Modules are found by the names that model families give them.
+Modules are found by the names that model families give them. A causal model is loaded with its LM head; an encoder, the
+encoder of an encoder-decoder and any other model without an LM head are loaded through ``AutoModel``.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import ml_dtypes  # noqa: F401 - NumPy's bfloat16
-import numpy as np
-import numpy.typing as npt
-
-from spile.errors import Failure, ModelError, SpecError
+from spile.errors import Failure, ModelError, SpecError, UnsupportedModel
 from spile.models.adapters import Adapter
+from spile.models.architecture import ModelConfig
+from spile.models.families import read_config, refuse_quantized
 from spile.models.model_files import ModelFiles
 from spile.models.safetensors_files import LocalSource
-from spile.spec.sample import Sample
-from spile.spec.taps import MODULE, SCALED, Tap, TapRows
-from spile.store.shard_format import as_stored
-from spile.worker.batches import Batch
-from spile.worker.producer import BatchProducer, OutOfDeviceMemory, RowBlock, check_tokens
+from spile.spec.taps import MODULE, Tap, TapRows
 
 Side = Literal["input", "output"]
 Part = Callable[[Any], Any]
 """Maps the value of a module, ``[rows, seq, …]``, to the value of the tap."""
 
-_ATTENTION = ("self_attn", "attn", "attention", "self_attention", "mixer")
+_ATTENTION = ("self_attn", "attn", "attention", "self_attention", "linear_attn", "mixer")
 _MLP = ("mlp", "block_sparse_moe", "feed_forward", "ffn", "moe")
-_O = ("o_proj", "out_proj", "c_proj", "dense", "wo")
-_DOWN = ("down_proj", "c_proj", "dense_4h_to_h", "fc2", "w2", "fc_out", "wo")
+_O = ("o_proj", "out_proj", "c_proj", "dense", "wo", "Wo")
+_DOWN = ("down_proj", "c_proj", "dense_4h_to_h", "fc2", "w2", "fc_out", "wo", "Wo")
 _FUSED = ("qkv_proj", "c_attn", "query_key_value", "Wqkv", "qkv")
 _SEPARATE = {"q": ("q_proj", "wq", "query"), "k": ("k_proj", "wk", "key"), "v": ("v_proj", "wv", "value")}
 _ROUTER = ("gate", "router")
-_MIDDLE = ("pre_feedforward_layernorm", "post_attention_layernorm", "ln_2", "norm2", "ffn_norm")
+_MIDDLE = ("pre_feedforward_layernorm", "post_attention_layernorm", "ln_2", "norm2", "ffn_norm", "mlp_norm")
 
 
 @dataclass(frozen=True)
@@ -49,13 +46,23 @@ class Place:
 
 
 def find_layers(model: Any) -> Sequence[Any]:
-    """Return the decoder layers: the module list that is as long as the config says."""
+    """Return the layers of the text model: the module list that is as long as the config says."""
+    return _text_model(model)[1]
+
+
+def _text_model(model: Any) -> tuple[Any, Sequence[Any]]:
+    """Return the smallest module with the token embedding and the layers, and the layers.
+
+    It is not the whole model if there is a vision tower, which may have as many layers.
+    """
     from torch import nn
 
-    count = model.config.get_text_config().num_hidden_layers
-    for _, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return list(module)
+    count, table = text_config(model.config).num_hidden_layers, model.get_input_embeddings()
+    around = [module for module in model.modules() if any(each is table for each in module.modules())]
+    for module in reversed(around):
+        for each in module.modules():
+            if isinstance(each, nn.ModuleList) and len(each) == count:
+                return module, list(each)
     raise SpecError("--backend torch", expected=f"a list of {count} layers in the model", found=type(model).__name__)
 
 
@@ -102,11 +109,27 @@ def _at(module: Any, side: Side, part: Part = lambda value: value) -> Place | No
 
 
 def _attention(_model: Any, layer: Any) -> Any:
-    return _child(layer, _ATTENTION)
+    """Return the attention module. In layers like BERT's it is inside of one that adds the residual stream."""
+    found = _child(layer, _ATTENTION)
+    return found.self if _like_bert(layer) else found
+
+
+def _like_bert(layer: Any) -> bool:
+    """Return whether attention and MLP end with a ``dense`` layer to whose output the residual stream is added."""
+    return hasattr(getattr(layer, "output", None), "dense") and hasattr(getattr(layer, "attention", None), "self")
+
+
+def _ending(layer: Any, part: str) -> Any:
+    """Return the last matrix of ``attention`` or ``mlp`` in a layer like BERT's, else None."""
+    if not _like_bert(layer):
+        return None
+    return (layer.attention if part == "attention" else layer).output.dense
 
 
 def _added(layer: Any, after: str, inner: Any) -> Place | None:
     """Hook what a part adds to the residual stream: its output, or the output of the norm after it."""
+    if _like_bert(layer):
+        return _at(_ending(layer, "attention" if "attention" in after else "mlp"), "output")
     own = _child(layer, (after.replace("attention", "self_attn").replace("feedforward", "mlp"),))
     if own is not None:  # GLM-4
         return _at(own, "output")
@@ -130,6 +153,8 @@ def _resid_mid(model: Any, layer: Any) -> Place | None:
         return None
     if hasattr(layer, "post_feedforward_layernorm") and not hasattr(layer, "pre_feedforward_layernorm"):
         return _at(_mlp(layer), "input")
+    if _like_bert(layer):
+        return _at(layer.attention, "output")
     return _at(_child(layer, _MIDDLE), "input")
 
 
@@ -152,7 +177,7 @@ def _heads(site: str) -> Callable[[Any, Any], Place | None]:
 
 
 def _third(model: Any, site: str, interleaved: bool) -> Part:
-    config = model.config.get_text_config()
+    config = text_config(model.config)
     heads = config.num_attention_heads
     keys = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -173,13 +198,13 @@ _FINDERS: dict[str, Callable[[Any, Any], Place | None]] = {
     "attn": lambda model, layer: _added(layer, "post_attention_layernorm", _attention(model, layer)),
     "mlp": lambda _, layer: _added(layer, "post_feedforward_layernorm", _mlp(layer) or _child(layer, _DOWN)),
     "attn_in": lambda model, layer: _at(_attention(model, layer), "input"),
-    "mlp_in": lambda _, layer: _at(_mlp(layer) or _child(layer, ("fc1",)), "input"),
-    "mlp_hidden": lambda _, layer: _at(_down(layer), "input"),
+    "mlp_in": lambda _, layer: _at(_mlp(layer) or _child(layer, ("fc1", "intermediate")), "input"),
+    "mlp_hidden": lambda _, layer: _at(_ending(layer, "mlp") or _down(layer), "input"),
     "resid_mid": _resid_mid,
     "q": _heads("q"),
     "k": _heads("k"),
     "v": _heads("v"),
-    "z": lambda model, layer: _at(_child(_attention(model, layer), _O), "input"),
+    "z": lambda model, layer: _at(_ending(layer, "attention") or _child(_attention(model, layer), _O), "input"),
     "router": lambda _, layer: _at(_child(_mlp(layer), _ROUTER), "output"),
     "embed": lambda model, _: _at(model.get_input_embeddings(), "output"),
     "final_norm": lambda model, _: _at(model.get_output_embeddings(), "input"),
@@ -189,18 +214,44 @@ _FINDERS: dict[str, Callable[[Any, Any], Place | None]] = {
 _OF_LOGITS = frozenset({"logits", "logits_ids", "loss"})
 
 
+class _AllTapsComputed(Exception):
+    """Raised before the first layer that no tap needs."""
+
+
 class Hooks:
     """Hooks at the taps of a model. Values are ``[rows, seq, …]``."""
 
     def __init__(self, model: Any, taps: Sequence[Tap]) -> None:
         self.model, self.taps = model, tuple(taps)
         layers = find_layers(model)
+        headless = [str(tap) for tap in taps if tap.site in _OF_LOGITS and model.get_output_embeddings() is None]
+        if headless:
+            raise SpecError(
+                "--taps", expected="taps of a model without an LM head", found=", ".join(headless), fix="leave them out"
+            )
         self._places = {tap: find_place(model, layers, tap) for tap in taps if tap.site not in _OF_LOGITS}
+        last = self._last_layer(layers)
+        self._unneeded = layers[last + 1] if last is not None and last + 1 < len(layers) else None
+
+    def _last_layer(self, layers: Sequence[Any]) -> int | None:
+        """Return the last layer that a tap needs, -1 if none needs one, or None if a tap comes after the layers."""
+        if len(self._places) < len(self.taps):
+            return None
+        number = {id(module): index for index, layer in enumerate(layers) for module in layer.modules()}
+        needed = [
+            -1 if tap.site == "embed" else number.get(id(place.module), len(layers)) if tap.layer is None else tap.layer
+            for tap, place in self._places.items()
+        ]
+        return max(needed, default=-1)
 
     @contextmanager
     def drawing(self, keep: Callable[[Tap, Any], None]) -> Iterator[None]:
         """Pass the value of each tap to ``keep`` as it is computed, while the context is open."""
-        handles = [_hook(place, functools.partial(keep, tap)) for tap, place in self._places.items()]
+
+        def keep_heads(tap: Tap, value: Any) -> None:
+            keep(tap, _heads_of(tap, value, self.model))
+
+        handles = [_hook(place, functools.partial(keep_heads, tap)) for tap, place in self._places.items()]
         try:
             yield
         finally:
@@ -208,26 +259,70 @@ class Hooks:
                 handle.remove()
 
     def run(self, tokens: Any, mask: Any, follows: Any) -> Mapping[Tap, Any]:
-        """Run padded rows; return the values of every tap. ``follows``: whether a token of the same row comes next."""
+        """Run padded rows up to the last layer that a tap needs; return the values of every tap.
+
+        ``follows``: whether a token of the same row comes next.
+        """
         import torch
 
         kept: dict[Tap, Any] = {}
-
-        def keep(tap: Tap, value: Any) -> None:
-            kept[tap] = _heads_of(tap, value, self.model)
-
         needs_logits = any(tap.site in _OF_LOGITS for tap in self.taps)
-        with torch.inference_mode(), self.drawing(keep):
-            body = self.model if needs_logits or any(tap.site == "final_norm" for tap in self.taps) else self._body()
-            out = body(input_ids=tokens, attention_mask=mask, use_cache=False)
+        needs_head = needs_logits or any(tap.site == "final_norm" for tap in self.taps)
+        with torch.inference_mode(), self.drawing(kept.__setitem__), self._stopping(), suppress(_AllTapsComputed):
+            out = forward(self.model if needs_head else body_of(self.model), tokens, mask)
         if needs_logits:
             kept.update(_of_logits(out.logits, tokens, follows, self.taps))
         rows, length = tokens.shape
         return {tap: value.reshape(rows, length, -1) for tap, value in kept.items()}
 
-    def _body(self) -> Any:
-        """Return the model without its LM head."""
-        return getattr(self.model, self.model.base_model_prefix, self.model)
+    @contextmanager
+    def _stopping(self) -> Iterator[None]:
+        """End a forward pass before the first layer that no tap needs, while the context is open."""
+
+        def stop(_module: Any, _args: Any) -> None:
+            raise _AllTapsComputed
+
+        handle = None if self._unneeded is None else self._unneeded.register_forward_pre_hook(stop)
+        try:
+            yield
+        finally:
+            if handle is not None:
+                handle.remove()
+
+
+def body_of(model: Any) -> Any:
+    """Return the model without its LM head."""
+    return getattr(model, model.base_model_prefix, model)
+
+
+def forward(module: Any, tokens: Any, mask: Any) -> Any:
+    """Run a model without a cache. Some models accept no cache or no mask."""
+    accepted = inspect.signature(module.forward).parameters
+    options = {"attention_mask": mask, "use_cache": False}
+    return module(input_ids=tokens, **{name: value for name, value in options.items() if name in accepted})
+
+
+def padding_is_safe(model: Any) -> bool:
+    """Return whether the model gives a padded sample the same activations, beyond rounding.
+
+    Most models do; some that mix positions in other ways than by attention ignore the mask.
+    """
+    import torch
+
+    tokens = torch.arange(1, 6, device=input_device(model))[None]
+    padded = torch.nn.functional.pad(tokens, (0, 3))
+    with torch.inference_mode():
+        plain = forward(body_of(model), tokens, torch.ones_like(tokens))[0]
+        other = forward(body_of(model), padded, (padded > 0).long())[0][:, :5]
+    return close(plain, other, model.dtype)
+
+
+def close(left: Any, right: Any, dtype: Any) -> bool:
+    """Return whether two tensors differ by less than the root of the dtype's precision, relative to their norm."""
+    import torch
+
+    limit = torch.finfo(dtype).eps ** 0.5
+    return bool((left.float() - right.float()).norm() <= limit * left.float().norm())
 
 
 def _hook(place: Place, keep: Callable[[Any], None]) -> Any:
@@ -247,15 +342,15 @@ def _first(output: Any) -> Any:
 def _heads_of(tap: Tap, value: Any, model: Any) -> Any:
     if tap.heads is None:
         return value
-    heads = getattr(model.config.get_text_config(), "head_dim", None)
-    config = model.config.get_text_config()
-    head_dim = heads or config.hidden_size // config.num_attention_heads
+    config = text_config(model.config)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return value.unflatten(-1, (-1, head_dim))[..., list(tap.heads), :]
 
 
 def _of_logits(logits: Any, tokens: Any, follows: Any, taps: Sequence[Tap]) -> dict[Tap, Any]:
     import torch
 
+    tokens, follows = tokens.to(logits.device), follows.to(logits.device)
     found: dict[Tap, Any] = {}
     for tap in taps:
         if tap.site == "loss":
@@ -270,9 +365,6 @@ def _of_logits(logits: Any, tokens: Any, follows: Any, taps: Sequence[Tap]) -> d
     return found
 
 
-Rows = npt.NDArray[Any]
-
-
 def installed() -> None:
     """Refuse if torch or transformers is not installed."""
     try:
@@ -284,39 +376,201 @@ def installed() -> None:
         ) from error
 
 
-def torch_device() -> str:
-    """Return ``cuda`` or ``cpu``: where models run."""
+def torch_devices() -> tuple[str, ...]:
+    """Return the devices that models run on: all GPUs, or the CPU."""
     import torch
 
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return tuple(f"cuda:{number}" for number in range(torch.cuda.device_count())) or ("cpu",)
 
 
-def load_model(files: ModelFiles, dtype: str, *, weights: bool = True) -> Any:
-    """Load a model in evaluation mode; without ``weights`` only its shapes, which take no memory."""
+def input_device(model: Any) -> Any:
+    """Return the device of the token embedding, to which token ids are sent."""
+    return model.get_input_embeddings().weight.device
+
+
+def text_config(config: Any) -> Any:
+    """Return the part of a config of transformers that describes the text model; of an encoder-decoder, the encoder."""
+    encoder = getattr(config, "encoder", None) if config.is_encoder_decoder else None
+    return encoder if hasattr(encoder, "num_hidden_layers") else config.get_text_config()
+
+
+def read_torch_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """Read the sizes of a model of any family, with the defaults of its config class in transformers."""
     installed()
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    disable_progress_bar()
+    with suppress(UnsupportedModel):  # The same config, and therefore the same hash, as for the JAX backend.
+        return read_config(raw)
+    refuse_quantized(raw)
+    name = str(raw["model_type"])
+    if name not in CONFIG_MAPPING:
+        raise ModelError(
+            f"transformers {transformers.__version__} does not know the model type {name!r}",
+            fix="run: pip install -U transformers",
+        )
+    text = text_config(CONFIG_MAPPING[name].from_dict(_decode_floats(raw)))
+    heads = getattr(text, "num_attention_heads", None)
+    heads = heads if isinstance(heads, int) and heads > 0 else 1
+    head_dim = max(2, 2 * (text.hidden_size // heads // 2))
+    layers, width = text.num_hidden_layers, text.hidden_size
+    return ModelConfig(name, width, layers, heads, heads, head_dim, 4 * width, text.vocab_size)
+
+
+def _decode_floats(value: Any) -> Any:
+    """Decode infinity and NaN, which transformers writes as ``{"__float__": "Infinity"}``."""
+    if isinstance(value, Mapping):
+        if set(value) == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _decode_floats(each) for key, each in value.items()}
+    return [_decode_floats(each) for each in value] if isinstance(value, list) else value
+
+
+def _choose_class(config: Any) -> Any:
+    """Return the class that loads a model: with an LM head if the model was saved with one, else without."""
+    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForTextEncoding
+    from transformers.models.auto import modeling_auto as auto
+
+    kind, saved = config.model_type, tuple(config.architectures or ())
+    if not config.is_encoder_decoder:
+        causal = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+        vision = auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(kind)
+        if causal in saved or (causal and any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in saved)):
+            return AutoModelForCausalLM
+        if vision is not None and (vision in saved or not saved):
+            return AutoModelForImageTextToText
+        if causal is not None and not saved and kind not in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+            return AutoModelForCausalLM
+    return AutoModelForTextEncoding if kind in auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES else AutoModel
+
+
+def _model_folder(files: ModelFiles) -> Any:
+    installed()
     if not isinstance(files.source, LocalSource):
         raise SpecError("--backend torch", expected="a model in a folder or on the hub", found=files.name)
-    folder = files.source.folder
+    return files.source.folder
+
+
+@contextmanager
+def _transformers_errors(name: str) -> Iterator[None]:
+    """Convert the errors of transformers to one line."""
+    from transformers.utils.logging import disable_progress_bar, set_verbosity_error
+
+    disable_progress_bar()
+    set_verbosity_error()
     try:
-        if not weights:
-            with torch.device("meta"):
-                return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).eval()
-        model, info = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=getattr(torch, dtype), output_loading_info=True, use_safetensors=True
-        )
-    except (ValueError, KeyError, OSError, RuntimeError, AttributeError, TypeError) as error:
+        yield
+    except (ValueError, KeyError, OSError, RuntimeError, AttributeError, TypeError, ImportError) as error:
         found = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
-        raise ModelError(f"transformers cannot load {files.name}", found=found) from error
-    if wrong := sorted({*info["missing_keys"], *info["mismatched_keys"]}):
+        raise ModelError(f"transformers cannot load {name}", found=found) from error
+
+
+@functools.lru_cache(maxsize=1)
+def _load_shapes(files: ModelFiles) -> Any:
+    """Return the model without values, which takes no memory."""
+    import torch
+    from transformers import AutoConfig
+
+    folder = _model_folder(files)
+    with _transformers_errors(files.name), torch.device("meta"):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        return _text_part(_choose_class(config).from_config(config, trust_remote_code=False)).eval()
+
+
+def load_model(files: ModelFiles, dtype: str) -> Any:
+    """Load a model on the CPU, in evaluation mode."""
+    import torch
+    from transformers import AutoConfig
+
+    folder = _model_folder(files)
+    with _transformers_errors(files.name):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        model, info = _choose_class(config).from_pretrained(
+            folder,
+            dtype=getattr(torch, dtype),
+            output_loading_info=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+        )
+    missing = {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}
+    pooler = {key for key in missing if key.startswith("pooler.")}
+    if pooler:  # no activation depends on it, and masked language models are saved without it
+        model.pooler = None
+    if wrong := sorted(missing - pooler):
         raise SpecError(f"the weights of {files.name}", expected="every tensor of the model", found=f"no {wrong[0]}")
     if files.adapter is not None:
         _merge(model, files.adapter)
-    return model.to(torch_device()).eval()
+    return _text_part(model).eval()
+
+
+def _text_part(model: Any) -> Any:
+    """Return the encoder of an encoder-decoder, and any other model as it is."""
+    return model.get_encoder() if model.config.is_encoder_decoder and hasattr(model, "decoder") else model
+
+
+_WEIGHTS_PART = 0.9
+"""The part of a GPU's memory that the weights of a replica may take."""
+
+
+def load_replicas(files: ModelFiles, dtype: str) -> list[Any]:
+    """Load a model onto all GPUs: a replica on each, or one that is spread over them if it does not fit on one."""
+    import torch
+
+    model, devices = load_model(files, dtype), torch_devices()
+    size = sum(each.numel() * each.element_size() for each in model.parameters())
+    try:
+        if len(devices) > 1 and size > _WEIGHTS_PART * torch.cuda.get_device_properties(0).total_memory:
+            return [_spread(model)]
+        return place_replicas(model, devices)
+    except torch.OutOfMemoryError as error:
+        raise Failure(
+            f"{files.name} does not fit on {devices[0]}", fix="use --dtype bfloat16, or a machine with more GPUs"
+        ) from error
+
+
+def place_replicas(model: Any, devices: Sequence[str]) -> list[Any]:
+    """Return the model on the first device, and a copy of it on each other device."""
+    copies = [copy.deepcopy(model).to(device) for device in devices[1:]]
+    return [model.to(devices[0]), *copies]
+
+
+def _spread(model: Any) -> Any:
+    """Return a model whose layers are on several GPUs."""
+    try:
+        from accelerate import dispatch_model, infer_auto_device_map
+    except ImportError as error:
+        raise SpecError(
+            "a model that does not fit on one GPU",
+            expected="accelerate",
+            found="none",
+            fix="run: pip install accelerate",
+        ) from error
+    split = list(model._no_split_modules or ())
+    return dispatch_model(model, infer_auto_device_map(model, no_split_module_classes=split))
+
+
+def refuse_no_generation(files: ModelFiles) -> None:
+    """Refuse a model that generates no text, such as an encoder."""
+    model = _load_shapes(files)
+    if not model.can_generate() or model.get_output_embeddings() is None:
+        raise SpecError(
+            "spile infer",
+            expected="a model that generates text",
+            found=f"{files.config.architecture}, loaded as {type(model).__name__}",
+            fix="use spile extract",
+        )
+
+
+def learned_positions(files: ModelFiles) -> int | None:
+    """Return the number of positions with a learned embedding, if the model has these."""
+    from torch import nn
+
+    found = [
+        module.num_embeddings - (module.padding_idx or -1) - 1 - getattr(module, "offset", 0)
+        for name, module in _text_model(_load_shapes(files))[0].named_modules()
+        if isinstance(module, nn.Embedding) and ("position" in name or name.endswith("wpe"))
+    ]
+    return min(found, default=None)
 
 
 def _merge(model: Any, adapter: Adapter) -> None:
@@ -334,100 +588,13 @@ def torch_rows(files: ModelFiles, taps: Sequence[Tap], store_dtype: str) -> tupl
     """Return name, shape and dtype of the stored rows of each tap, from a forward pass of shapes."""
     import torch
 
-    def found(weights: bool) -> Mapping[Tap, Any]:
-        model = load_model(files, "float32", weights=weights)
-        tokens = torch.zeros((1, 2), dtype=torch.long, device=model.device)
-        mask = torch.ones_like(tokens) if weights else None
-        return Hooks(model, taps).run(tokens, mask, torch.ones_like(tokens, dtype=torch.bool))
+    def found(model: Any, mask: bool) -> Mapping[Tap, Any]:
+        tokens = torch.ones((1, 2), dtype=torch.long, device=input_device(model))
+        return Hooks(model, taps).run(tokens, torch.ones_like(tokens) if mask else None, tokens > 0)
 
     try:
-        values = found(weights=False)
+        values = found(_load_shapes(files), mask=False)
     except RuntimeError:  # the model depends on values, which shapes do not have
-        values = found(weights=True)
+        values = found(load_model(files, "float32"), mask=True)
     widths = {tap: values[tap].shape[-1] for tap in taps}
     return tuple(TapRows(str(tap), (width,), tap.stored_as(store_dtype, width)) for tap, width in widths.items())
-
-
-class TorchProducer(BatchProducer):
-    """A model on one device. Samples of a batch are computed sorted by length, which avoids padding."""
-
-    groups = 1
-    owned = (0,)
-
-    def __init__(self, model: Any, taps: Sequence[Tap], *, store_dtype: str, dtype: str, most_tokens: int) -> None:
-        self._hooks = Hooks(model, taps)
-        self._model, self._taps, self._dtype = model, tuple(taps), dtype
-        self._store_dtype, self._most = store_dtype, most_tokens
-        self._vocabulary = model.get_input_embeddings().num_embeddings
-
-    def describe(self) -> str:
-        """Return ``PyTorch on NVIDIA H200, bfloat16, sdpa attention``."""
-        import torch
-
-        where = torch.cuda.get_device_name() if torch_device() == "cuda" else f"{torch.get_num_threads()} CPU threads"
-        attention = getattr(self._model.config, "_attn_implementation", "its own")
-        return f"PyTorch on {where}, {self._dtype}, {attention} attention"
-
-    def start(self, batch: Batch) -> Mapping[int, Sequence[Rows]]:
-        """Compute a batch; return the rows of each tap by sample index."""
-        check_tokens(batch.samples, self._vocabulary)
-        found: dict[int, Sequence[Rows]] = {}
-        for some in group_by_length(batch.samples, self._most):
-            found.update(self.rows(some))
-        return {sample.index: found[sample.index] for sample in batch.samples}
-
-    def rows(self, samples: Sequence[Sample]) -> Iterator[tuple[int, Sequence[Rows]]]:
-        """Run one forward pass over padded rows; yield the stored rows of each sample."""
-        import torch
-
-        longest = max(map(len, samples))
-        tokens = np.zeros((len(samples), longest), np.int64)
-        mask = np.zeros_like(tokens)
-        for row, sample in enumerate(samples):
-            tokens[row, : len(sample)], mask[row, : len(sample)] = sample.tokens, 1
-        given = [torch.from_numpy(array).to(torch_device()) for array in (tokens, mask)]
-        follows = torch.nn.functional.pad(given[1][:, 1:], (0, 1)).bool()
-        try:
-            drawn = self._hooks.run(given[0], given[1], follows)
-        except torch.OutOfMemoryError as error:
-            raise OutOfDeviceMemory("the device's memory ran out") from error
-        arrays = [self._stored(tap, drawn[tap]) for tap in self._taps]
-        for row, sample in enumerate(samples):
-            yield sample.index, [sample.of_rows(array[row, : len(sample)]) for array in arrays]
-
-    def _stored(self, tap: Tap, value: Any) -> Rows:
-        import torch
-
-        kind = tap.stored_as(self._store_dtype, value.shape[-1])
-        if kind == "bfloat16":  # reinterpret the same bits for NumPy
-            halves: Rows = value.to(torch.bfloat16).contiguous().view(torch.int16).cpu().numpy()
-            return halves.view(np.dtype("bfloat16"))
-        rows: Rows = value.to(getattr(torch, "float32" if kind in SCALED else kind)).cpu().numpy()
-        return rows
-
-    def fetch(self, pending: object) -> Sequence[Sequence[RowBlock]]:
-        """Return the rows of a batch, sample after sample; refuse NaN and infinity."""
-        assert isinstance(pending, dict)  # noqa: S101 - start returned it
-        blocks = [np.concatenate([rows[tap] for rows in pending.values()]) for tap in range(len(self._taps))]
-        bad = [str(tap) for tap, block in zip(self._taps, blocks, strict=True) if not _finite(block)]
-        if bad:
-            fix = "use --store-dtype bfloat16, which holds larger values" if self._store_dtype == "float16" else None
-            raise Failure(f"NaN or infinity at {', '.join(bad)}", expected="finite activations", fix=fix)
-        both = zip(self._taps, blocks, strict=True)
-        return [[RowBlock(0, as_stored(b, tap.stored_as(self._store_dtype, b.shape[1])))] for tap, b in both]
-
-
-def _finite(block: Rows) -> bool:
-    return block.dtype.kind in "iu" or bool(np.isfinite(block.astype(np.float32)).all())
-
-
-def group_by_length(samples: Sequence[Sample], most_tokens: int) -> Iterator[list[Sample]]:
-    """Yield samples of similar lengths, the longest first, as many as the token budget allows when padded."""
-    some: list[Sample] = []
-    for sample in sorted(samples, key=len, reverse=True):
-        if some and (len(some) + 1) * len(some[0]) > most_tokens:
-            yield some
-            some = []
-        some.append(sample)
-    if some:
-        yield some

@@ -71,7 +71,9 @@ def test_an_unknown_architecture(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps({"model_type": "mamba"}))
     said = one_line(str(folder))
     assert said.startswith("unknown architecture: expected one of qwen2, qwen3, llama, mistral, gemma")
-    assert said.endswith("found 'mamba'. Use --backend torch, which runs any Hugging Face causal model.")
+    assert said.endswith(
+        "found 'mamba'. Use --backend torch with spile extract or infer, which runs any model of transformers."
+    )
 
 
 def test_only_pickles_are_refused(tmp_path: Path) -> None:

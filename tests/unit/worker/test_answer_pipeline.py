@@ -20,10 +20,10 @@ from spile.store.predictions import merged
 from spile.store.stream import StreamStore, join_run, join_stream
 from spile.store.streams import open_streams
 from spile.worker.batches import Sizes
-from spile.worker.generator import Answer, AnswerRows, plan_slots
+from spile.worker.generator import plan_slots
 from spile.worker.infer import AnswerProducer
 from spile.worker.pipeline import LocalControl, run_pipeline
-from spile.worker.producer import Verdict
+from spile.worker.producer import Answer, AnswerRows, Verdict
 from spile.worker.progress import Progress
 from unit.worker.test_pipeline import Script
 from world import TAPS, D, items, rows_of, run_identity, stream_identity

@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
-from spile.errors import ModelError
+from spile.errors import ModelError, UnsupportedModel
 from spile.models.architecture import ModelConfig
 from spile.models.families import (
     gemma,
@@ -33,7 +32,7 @@ from spile.models.families import (
 )
 from spile.models.families.base import ConfigFields, Family, declared_fields
 
-__all__ = ["FAMILIES", "Family", "read_any_config", "read_config", "refuse_quantized"]
+__all__ = ["FAMILIES", "Family", "read_config", "refuse_quantized"]
 
 _log = logging.getLogger("spile.models")
 
@@ -71,15 +70,19 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Read the content of a ``config.json``.
 
     Raises:
-        ModelError: The family is unknown, or a field changes the numbers in a way that spile does not implement.
+        UnsupportedModel: The family is unknown, or a field changes the numbers in a way that spile does not implement.
+        ModelError: A field makes no sense, or the weights are quantized.
 
     """
     name = raw.get("model_type")
-    if not isinstance(name, str) or name not in FAMILIES:
+    known = f"one of {', '.join(FAMILIES)}"
+    if not isinstance(name, str):
         found = repr(name) if name is not None else "a config.json without model_type"
-        fix = "use --backend torch, which runs any Hugging Face causal model" if name is not None else None
-        raise ModelError("unknown architecture", expected=f"one of {', '.join(FAMILIES)}", found=found, fix=fix)
+        raise ModelError("unknown architecture", expected=known, found=found)
     refuse_quantized(raw)
+    if name not in FAMILIES:
+        fix = "use --backend torch with spile extract or infer, which runs any model of transformers"
+        raise UnsupportedModel("unknown architecture", expected=known, found=repr(name), fix=fix)
     family = FAMILIES[name]
     if isinstance(nested := raw.get("text_config"), Mapping):  # the decoder of a model with a vision tower
         outer = {key: value for key, value in raw.items() if key not in _TOWERS}
@@ -104,24 +107,3 @@ def refuse_quantized(raw: Mapping[str, Any]) -> None:
         raise ModelError(
             "quantized weights", expected="float32, float16 or bfloat16", found=f"{method}", fix=_QUANTIZED_FIX
         )
-
-
-def read_any_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """Read the sizes of a model of any family, for a backend that runs the model's own code."""
-    name = raw.get("model_type")
-    if not isinstance(name, str):
-        raise ModelError("config.json has no model_type", fix="check that the folder holds a complete model")
-    refuse_quantized(raw)
-    with suppress(ModelError):  # The same config, and therefore the same hash, as for the JAX backend.
-        return read_config(raw)
-    nested = raw.get("text_config")
-    fields = ConfigFields({**raw, **nested} if isinstance(nested, Mapping) else raw)
-
-    def first(*names: str) -> int:
-        return fields.integer(next((each for each in names if fields.has(each)), names[0]))
-
-    heads = first("num_attention_heads", "n_head", "n_heads", "num_heads")
-    d_model = first("hidden_size", "n_embd", "d_model", "dim")
-    n_layers = first("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-    head_dim = max(2, 2 * (d_model // max(heads, 1) // 2))
-    return ModelConfig(name, d_model, n_layers, heads, heads, head_dim, 4 * d_model, first("vocab_size"))

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any, get_args
 
-from spile.errors import ModelError
+from spile.errors import ModelError, UnsupportedModel
 from spile.models.architecture import Activation, ModelConfig, Rope, RopeKind
 from spile.models.families.weight_names import PLAIN, Names
 
@@ -133,14 +133,15 @@ class ConfigFields:
         """Return the activation function that the field names."""
         value = self.get(name)
         if not isinstance(value, str) or value not in ACTIVATIONS:
-            raise ModelError(f"config.json's {name}", expected=f"one of {', '.join(ACTIVATIONS)}", found=repr(value))
+            known = ", ".join(ACTIVATIONS)
+            raise UnsupportedModel(f"config.json's {name}", expected=f"one of {known}", found=repr(value))
         return ACTIVATIONS[value]
 
     def ignored(self, family: str) -> tuple[str, ...]:
         """Return the fields that cannot change the model's numbers.
 
         Raises:
-            ModelError: A field that can change them was not read and does not have its default value.
+            UnsupportedModel: A field that can change them was not read and does not have its default value.
 
         """
         rest = sorted(set(self.raw) - self._read - _HARMLESS - _BOOKKEEPING)
@@ -148,7 +149,7 @@ class ConfigFields:
             own = self.declared.names.get(name, name)
             value, default = self.raw[name], self.declared.fields.get(own)
             if self.declared.knows(name) and value != default and (value or default):
-                raise ModelError(
+                raise UnsupportedModel(
                     f"config.json's {name}",
                     expected=f"{default!r}: spile does not implement another value for {family}",
                     found=repr(value)[:80],
@@ -204,7 +205,7 @@ def decoder(
     head_dim = fields.integer("head_dim", d_model // max(n_heads, 1))
     found, part = read_rope(fields) if rope is None else rope
     if part != 1.0 and not partial_rotary:
-        raise ModelError("config.json's partial_rotary_factor", expected="1.0", found=repr(part))
+        raise UnsupportedModel("config.json's partial_rotary_factor", expected="1.0", found=repr(part))
     return ModelConfig(
         architecture=str(fields.raw["model_type"]),
         d_model=d_model,
@@ -241,7 +242,7 @@ def windows_by_type(types: Sequence[object], window: object) -> Windows:
     """Return the window for each ``sliding_attention`` in ``layer_types``, and None for each ``full_attention``."""
     unknown = sorted({str(kind) for kind in types} - {"full_attention", "sliding_attention"})
     if unknown:
-        raise ModelError(
+        raise UnsupportedModel(
             "config.json's layer_types", expected="full_attention or sliding_attention", found=", ".join(unknown)
         )
     if "sliding_attention" in types and (isinstance(window, bool) or not isinstance(window, int)):
@@ -291,7 +292,7 @@ def read_rope(
     kind = (kinds or {}).get(str(kind), kind)
     if kind not in get_args(RopeKind):
         known = ", ".join(get_args(RopeKind))
-        raise ModelError(
+        raise UnsupportedModel(
             "config.json's rope scaling",
             expected=f"one of {known}",
             found=repr(kind),

@@ -1,0 +1,442 @@
+"""The PyTorch producer of ``extract`` and the PyTorch generator of ``infer``."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import islice
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes  # noqa: F401 - NumPy's bfloat16
+import numpy as np
+import numpy.typing as npt
+
+from spile.errors import Failure, SpecError
+from spile.models.generation import Sampling, choose_tokens
+from spile.models.model_files import ModelFiles
+from spile.spec.run import ExtractSpec, GenerationSpec
+from spile.spec.sample import Sample
+from spile.spec.taps import SCALED, Tap
+from spile.store.shard_format import as_stored
+from spile.worker.batches import Batch
+from spile.worker.producer import (
+    Answer,
+    AnswerRows,
+    BatchProducer,
+    OutOfDeviceMemory,
+    RowBlock,
+    captured_tokens,
+    check_tokens,
+)
+from spile.worker.progress import Progress
+from spile.worker.torch_backend import Hooks, close, input_device, load_replicas, padding_is_safe
+
+Rows = npt.NDArray[Any]
+
+
+def torch_models(files: ModelFiles, spec: ExtractSpec, progress: Progress) -> list[Any]:
+    """Load the model in PyTorch onto all devices, and log what this backend costs."""
+    if spec.mesh_shape is not None:
+        raise SpecError("--mesh-shape", expected="--backend jax, which has a mesh", found="--backend torch")
+    progress.log(
+        f"{files.config.architecture} runs in PyTorch, not in spile's own decoder (spile models): "
+        "with padded batches and no overlap, about 1.5 to 4 times as slow"
+    )
+    return load_replicas(files, spec.dtype)
+
+
+def torch_producer(
+    files: ModelFiles, taps: Sequence[Tap], spec: ExtractSpec, batch_tokens: int, progress: Progress
+) -> TorchProducer:
+    """Return the producer of ``extract`` in PyTorch."""
+    models = torch_models(files, spec, progress)
+    return TorchProducer(models, taps, store_dtype=spec.store_dtype, dtype=spec.dtype, most_tokens=batch_tokens)
+
+
+def torch_device_names(model: Any, replicas: int) -> str:
+    """Return ``2 × NVIDIA H200`` or ``8 CPU threads``."""
+    import torch
+
+    if input_device(model).type != "cuda":
+        return f"{torch.get_num_threads()} CPU threads"
+    count = len(set(getattr(model, "hf_device_map", {}).values())) or replicas
+    return f"{count} × {torch.cuda.get_device_name()}"
+
+
+class TorchProducer(BatchProducer):
+    """A model on one or more devices, with a group of each batch on each replica.
+
+    Samples of a group are computed sorted by length, which avoids padding.
+    """
+
+    def __init__(
+        self, replicas: Sequence[Any], taps: Sequence[Tap], *, store_dtype: str, dtype: str, most_tokens: int
+    ) -> None:
+        self._hooks = [Hooks(model, taps) for model in replicas]
+        self._model, self._taps, self._dtype = replicas[0], tuple(taps), dtype
+        self._store_dtype, self._most = store_dtype, most_tokens
+        self._vocabulary = self._model.get_input_embeddings().num_embeddings
+        self._padded = padding_is_safe(self._model)
+        self._pool = ThreadPoolExecutor(len(replicas), "spile-torch")
+        self.groups, self.owned = len(replicas), tuple(range(len(replicas)))
+
+    def describe(self) -> str:
+        """Return ``PyTorch on 2 × NVIDIA H200, bfloat16, sdpa attention``."""
+        attention = getattr(self._model.config, "_attn_implementation", "its own")
+        return f"PyTorch on {torch_device_names(self._model, self.groups)}, {self._dtype}, {attention} attention"
+
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def start(self, batch: Batch) -> list[list[Rows]]:
+        """Compute a batch; return the rows of each group and tap."""
+        check_tokens(batch.samples, self._vocabulary)
+        return list(self._pool.map(self._compute, self.owned, [batch.of(group) for group in self.owned]))
+
+    def _compute(self, group: int, samples: Sequence[Sample]) -> list[Rows]:
+        found: dict[int, Sequence[Rows]] = {}
+        for some in self.split(samples):
+            found.update(self.rows(some, group))
+        parts = [found[sample.index] for sample in samples]
+        return [np.concatenate([part[tap] for part in parts]) for tap in range(len(self._taps)) if parts]
+
+    def split(self, samples: Sequence[Sample]) -> Iterator[list[Sample]]:
+        """Yield the samples of each forward pass."""
+        return group_by_length(samples, self._most, padded=self._padded)
+
+    def rows(self, samples: Sequence[Sample], group: int = 0) -> Iterator[tuple[int, Sequence[Rows]]]:
+        """Run one forward pass over padded rows; yield the stored rows of each sample."""
+        import torch
+
+        longest = max(map(len, samples))
+        tokens = np.zeros((len(samples), longest), np.int64)
+        mask = np.zeros_like(tokens)
+        for row, sample in enumerate(samples):
+            tokens[row, : len(sample)], mask[row, : len(sample)] = sample.tokens, 1
+        hooks = self._hooks[group]
+        given = [torch.from_numpy(array).to(input_device(hooks.model)) for array in (tokens, mask)]
+        follows = torch.nn.functional.pad(given[1][:, 1:], (0, 1)).bool()
+        try:
+            drawn = hooks.run(given[0], given[1], follows)
+            arrays = [copy_rows(tap, drawn[tap], self._store_dtype) for tap in self._taps]
+        except torch.OutOfMemoryError as error:
+            raise OutOfDeviceMemory("the device's memory ran out") from error
+        for row, sample in enumerate(samples):
+            yield sample.index, [sample.of_rows(array[row, : len(sample)]) for array in arrays]
+
+    def fetch(self, pending: object) -> Sequence[Sequence[RowBlock]]:
+        """Return the rows of a batch, sample after sample; refuse NaN and infinity."""
+        assert isinstance(pending, list)  # noqa: S101 - start returned it
+        return [
+            [
+                RowBlock(group, encode_rows(tap, blocks[number], self._store_dtype))
+                for group, blocks in enumerate(pending)
+                if blocks
+            ]
+            for number, tap in enumerate(self._taps)
+        ]
+
+
+def copy_rows(tap: Tap, value: Any, store_dtype: str) -> Rows:
+    """Copy the values of a tap to the host, in the stored dtype, or in float32 if the host encodes them."""
+    import torch
+
+    kind = tap.stored_as(store_dtype, value.shape[-1])
+    if kind == "bfloat16":  # reinterpret the same bits for NumPy
+        halves: Rows = value.to(torch.bfloat16).contiguous().view(torch.int16).cpu().numpy()
+        return halves.view(np.dtype("bfloat16"))
+    rows: Rows = value.to(getattr(torch, "float32" if kind in SCALED else kind)).cpu().numpy()
+    return rows
+
+
+def encode_rows(tap: Tap, rows: Rows, store_dtype: str) -> Rows:
+    """Return rows as they are stored; refuse NaN and infinity."""
+    if not _finite(rows):
+        fix = "use --store-dtype bfloat16, which holds larger values" if store_dtype == "float16" else None
+        raise Failure(f"NaN or infinity at {tap}", expected="finite activations", fix=fix)
+    return as_stored(rows, tap.stored_as(store_dtype, rows.shape[1]))
+
+
+def _finite(block: Rows) -> bool:
+    return block.dtype.kind in "iu" or bool(np.isfinite(block.astype(np.float32)).all())
+
+
+def group_by_length(samples: Sequence[Sample], most_tokens: int, *, padded: bool = True) -> Iterator[list[Sample]]:
+    """Yield samples of similar lengths, the longest first, as many as the token budget allows when padded.
+
+    Without ``padded``, yield samples of the same length.
+    """
+    some: list[Sample] = []
+    for sample in sorted(samples, key=len, reverse=True):
+        full = some and (len(some) + 1) * len(some[0]) > most_tokens
+        if full or (some and not padded and len(sample) != len(some[0])):
+            yield some
+            some = []
+        some.append(sample)
+    if some:
+        yield some
+
+
+# -- infer ------------------------------------------------------------------------------------------------------------
+
+_BATCH = {"cpu": 16, "cuda": 64}
+"""Answers at a time on each replica."""
+_SORTED = 4
+"""Batches of prompts that are sorted by length together."""
+
+
+class TorchGenerator:
+    """Answers samples with ``generate`` of transformers (an :class:`~spile.worker.infer.AnswerSource`).
+
+    Each replica answers a batch of prompts at a time, in a thread of its own. A batch takes as long as its longest
+    answer. Tokens are selected here, with the random numbers of the JAX generator.
+    """
+
+    groups, owned = 1, (0,)
+
+    def __init__(
+        self,
+        replicas: Sequence[Any],
+        taps: Sequence[Tap],
+        *,
+        generation: GenerationSpec,
+        seed: int,
+        dtype: str,
+        store_dtype: str,
+        batch_size: int | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self._hooks = [Hooks(model, taps) for model in replicas]
+        self._model, self._dtype, self._progress = replicas[0], dtype, progress or Progress()
+        for model in replicas:  # its own settings, such as a penalty for repetition, would change greedy answers
+            model.generation_config = type(model.generation_config)(pad_token_id=0)
+        self._size = batch_size or _BATCH[input_device(self._model).type]
+        self._padded = left_padding_is_safe(self._model)
+        self._vocabulary = self._model.get_input_embeddings().num_embeddings
+        self._options = _Options(
+            tuple(taps),
+            generation,
+            Sampling(generation.stop_tokens, generation.max_new_tokens, generation.temperature, generation.top_p, seed),
+            store_dtype,
+        )
+
+    def describe(self) -> str:
+        """Return ``PyTorch on 2 × NVIDIA H200, bfloat16, 128 answers at a time``."""
+        count = len(self._hooks)
+        names = torch_device_names(self._model, count)
+        return f"PyTorch on {names}, {self._dtype}, {count * self._size} answers at a time"
+
+    def close(self) -> None:
+        """Do nothing: the threads end with :meth:`answers`."""
+
+    def answers(self, samples: Iterator[Sample]) -> Iterator[list[Answer]]:
+        """Yield, after each token, the answers that ended with it.
+
+        Closing the iterator leaves unfinished answers unanswered.
+        """
+        self._progress.start()
+        waiting, lock, stop = self._batches(samples), threading.Lock(), threading.Event()
+        ended: SimpleQueue[list[Answer] | BaseException | None] = SimpleQueue()
+
+        def work(hooks: Hooks) -> None:
+            try:
+                while not stop.is_set():
+                    with lock:
+                        batch = next(waiting, None)
+                    if batch is None:
+                        break
+                    self._answer(hooks, batch, ended.put, stop)
+                ended.put(None)
+            except BaseException as error:  # noqa: BLE001 - raised again below
+                ended.put(error)
+
+        threads = [threading.Thread(target=work, args=(hooks,), name="spile-torch") for hooks in self._hooks]
+        for thread in threads:
+            thread.start()
+        try:
+            for _ in threads:
+                while (found := ended.get()) is not None:
+                    if isinstance(found, BaseException):
+                        raise found
+                    yield found
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
+
+    def _batches(self, samples: Iterator[Sample]) -> Iterator[list[Sample]]:
+        """Yield prompts of similar lengths, or of the same length if the model does not ignore padding."""
+        while some := list(islice(samples, _SORTED * self._size)):
+            check_tokens(some, self._vocabulary)
+            for batch in group_by_length(some, len(some) * max(map(len, some)), padded=self._padded):
+                yield from (batch[start : start + self._size] for start in range(0, len(batch), self._size))
+
+    def _answer(
+        self, hooks: Hooks, samples: Sequence[Sample], report: Callable[[list[Answer]], None], stop: threading.Event
+    ) -> None:
+        """Answer a batch, in two halves if it does not fit on the device."""
+        import torch
+
+        steps = _Steps(samples, self._options, self._progress, stop)
+        try:
+            with self._progress.busy("model", len(self._hooks)), torch.inference_mode(), hooks.drawing(steps.keep):
+                hooks.model.generate(
+                    **left_padded([sample.tokens for sample in samples], input_device(hooks.model)),
+                    max_new_tokens=self._options.sampling.max_new + 1,  # the last token of an answer is fed too
+                    do_sample=False,
+                    logits_processor=[partial(steps.select, report)],
+                    stopping_criteria=[steps.ended],
+                )
+        except torch.OutOfMemoryError as error:
+            if len(samples) == 1:
+                raise Failure(
+                    "the device's memory ran out with one answer at a time", fix="use a smaller --max-new-tokens"
+                ) from error
+            half = len(samples) // 2
+            self._progress.log(f"device memory ran out with {len(samples)} answers at a time: going on with {half}")
+            left = [sample for sample in samples if sample.index not in steps.reported]
+            for part in (left[:half], left[half:]):
+                self._answer(hooks, part, report, stop)
+
+
+class _Options(NamedTuple):
+    """What is the same for all batches."""
+
+    taps: tuple[Tap, ...]
+    generation: GenerationSpec
+    sampling: Sampling
+    store_dtype: str
+
+
+class _StepRows(NamedTuple):
+    """The rows of an answer in the values of a forward pass."""
+
+    answer: Answer
+    row: int
+    tokens: slice
+
+
+class _Steps:
+    """The answers of one batch, while ``generate`` calls back after each forward pass."""
+
+    def __init__(self, samples: Sequence[Sample], options: _Options, progress: Progress, stop: threading.Event) -> None:
+        self._options, self._progress, self._stop = options, progress, stop
+        capture, most = options.generation.capture, options.sampling.max_new
+        self._answers = [
+            Answer(sample, AnswerRows(len(options.taps), captured_tokens(capture, len(sample), most)))
+            for sample in samples
+        ]
+        self._length = max(map(len, samples))
+        """Tokens per row of the next forward pass: the prompts, then one."""
+        self._values: dict[Tap, Any] = {}
+        self.reported: set[int] = set()
+
+    def keep(self, tap: Tap, value: Any) -> None:
+        """Receive the value of a tap."""
+        self._values[tap] = value
+
+    def select(self, report: Callable[[list[Answer]], None], _tokens: Any, scores: Any) -> Any:
+        """Store the rows of a forward pass, report answers that ended, and select the next token of each other answer.
+
+        This is a logits processor. The scores that it returns allow only the selected tokens.
+        """
+        import torch
+
+        prompts = not self._answers[0].tokens
+        live = [(row, each) for row, each in enumerate(self._answers) if each.sample.index not in self.reported]
+        self._store(live, prompts)
+        how = self._options.sampling
+        tokens, logprobs = self._choose(scores)
+        unfinished = [(row, answer) for row, answer in live if answer.reason is None]
+        for row, answer in unfinished:
+            answer.append(tokens[row], logprobs[row], how.stop, how.max_new)
+        ended = [answer for _, answer in live if answer.reason is not None and answer.fed == len(answer.tokens)]
+        self.reported |= {answer.sample.index for answer in ended}
+        self._progress.add(
+            tokens=len(unfinished) + (sum(len(answer.sample) for _, answer in live) if prompts else 0),
+            generated_tokens=len(unfinished),
+            computed_tokens=len(self._answers) * self._length,
+        )
+        self._length = 1
+        report(ended)
+        forced = torch.full_like(scores, -torch.inf)
+        return forced.scatter_(1, torch.tensor(tokens, device=scores.device)[:, None], 0.0)
+
+    def ended(self, tokens: Any, _scores: Any, **_more: Any) -> Any:
+        """Return whether nothing is left to do: a stopping criterion."""
+        import torch
+
+        done = len(self.reported) == len(self._answers) or self._stop.is_set()
+        return torch.full((len(tokens),), done, device=tokens.device)
+
+    def _store(self, live: Sequence[tuple[int, Answer]], prompts: bool) -> None:
+        """Copy the captured rows of a forward pass to the answers."""
+        if prompts:
+            parts = [_StepRows(each, row, slice(self._length - len(each.sample), self._length)) for row, each in live]
+        else:
+            parts = [_StepRows(answer, row, slice(0, 1)) for row, answer in live]
+            for _, answer in live:
+                answer.fed += 1
+        options, values = self._options, self._values
+        self._values = {}
+        if not parts or options.generation.capture not in ("both", "prompt" if prompts else "answer"):
+            return
+        sizes = [part.tokens.stop - part.tokens.start for part in parts]
+        firsts = [part.answer.rows.extend(size) for part, size in zip(parts, sizes, strict=True)]
+        for number, tap in enumerate(options.taps):
+            value = values[tap].reshape(len(self._answers), self._length, -1)
+            array = copy_rows(tap, value, options.store_dtype)
+            together = np.concatenate([array[part.row, part.tokens] for part in parts])
+            split = np.split(encode_rows(tap, together, options.store_dtype), np.cumsum(sizes)[:-1])
+            for part, first, rows in zip(parts, firsts, split, strict=True):
+                part.answer.rows.put(number, first, rows)
+
+    def _choose(self, scores: Any) -> tuple[list[int], list[float]]:
+        how = self._options.sampling
+        if how.temperature == 0:
+            best = scores.float().log_softmax(-1).max(-1)
+            return scores.argmax(-1).tolist(), best.values.tolist()
+        samples = jnp.array([[answer.sample.index & 0x7FFFFFFF for answer in self._answers]], jnp.int32)
+        made = jnp.array([[len(answer.tokens) for answer in self._answers]], jnp.int32)
+        chosen = _draw(scores.float().cpu().numpy(), samples, made, how)
+        return chosen.tokens[0].tolist(), chosen.logprobs[0].tolist()
+
+
+_draw = jax.jit(choose_tokens, static_argnums=3)
+
+
+def left_padded(prompts: Sequence[npt.NDArray[np.int32]], device: Any, length: int = 0) -> Mapping[str, Any]:
+    """Return the inputs of ``generate`` for prompts, all as long as the longest one or as ``length``."""
+    import torch
+
+    longest = max(length, *map(len, prompts))
+    tokens = np.zeros((len(prompts), longest), np.int64)
+    mask = np.zeros_like(tokens)
+    for row, prompt in enumerate(prompts):
+        tokens[row, longest - len(prompt) :], mask[row, longest - len(prompt) :] = prompt, 1
+    return {
+        "input_ids": torch.from_numpy(tokens).to(device),
+        "attention_mask": torch.from_numpy(mask).to(device),
+    }
+
+
+def left_padding_is_safe(model: Any) -> bool:
+    """Return whether ``generate`` gives a padded prompt the same answer as without padding, beyond rounding.
+
+    Models with a recurrent state may ignore the mask.
+    """
+    import torch
+
+    def logits(length: int) -> Any:
+        given = left_padded([np.arange(1, 6, dtype=np.int32)], input_device(model), length)
+        more = {"do_sample": False, "max_new_tokens": 3, "return_dict_in_generate": True, "output_logits": True}
+        return torch.stack(model.generate(**given, **more).logits)
+
+    with torch.inference_mode():
+        return close(logits(5), logits(8), model.dtype)
