@@ -73,7 +73,7 @@ def interrupted(folder: Path, kind: str, moment: str, *words: str) -> tuple[int,
         ("swallowed", "jax._src.dtypes"),
     ],
 )
-def test_ctrl_c_is_one_line_whatever_is_being_loaded(tmp_path: Path, kind: str, moment: str) -> None:
+def test_ctrl_c_is_one_line_during_any_import(tmp_path: Path, kind: str, moment: str) -> None:
     assert interrupted(tmp_path, kind, moment, "extract") == (130, "", "spile: interrupted\n")
     assert list(tmp_path.iterdir()) == []
 

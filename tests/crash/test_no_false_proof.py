@@ -181,7 +181,7 @@ def test_no_sequence_of_events_ends_in_a_false_proof(
     one()
 
 
-def test_a_life_with_an_edit_in_its_middle_commits_nothing_of_the_edit(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_a_worker_whose_data_is_edited_commits_nothing_of_the_edit(tmp_path: Path, tokenizer: Tokenizer) -> None:
     _try([("life with an edit in its middle", 3), ("put back", 0), ("whole life", 0)], tmp_path, tokenizer)
     assert verify(open_folder(str(tmp_path / "out"))).ok
 

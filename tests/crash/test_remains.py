@@ -46,5 +46,5 @@ def test_a_killed_workers_unfinished_shards_go_and_a_live_ones_stay(tmp_path: Pa
     assert len(list(tmp_path.rglob("shard_*"))) == len(list(tmp_path.rglob("commits/*.json")))
 
 
-def test_a_run_commits_every_minute_unless_told() -> None:
+def test_a_run_commits_every_minute_by_default() -> None:
     assert ExtractSpec().commit_every == 60

@@ -39,7 +39,7 @@ def test_an_upload_that_cannot_succeed(
     assert_whole(cloud_url, COUNT)
 
 
-def test_a_commit_whose_reply_is_lost_is_no_rival(clouds: Clouds, cloud_url: str) -> None:
+def test_a_commit_whose_reply_is_lost_is_recognised_as_our_own(clouds: Clouds, cloud_url: str) -> None:
     clouds.faults(cloud_url).add("reset_after", method="PUT", target="commits/0002", count=1)
     finished, stream = visit(cloud_url, COUNT, LIFE)
     assert finished

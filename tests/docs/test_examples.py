@@ -39,7 +39,7 @@ def unexplained(line: str) -> float:
     return float(line.split(": ")[1].split()[0])
 
 
-def test_the_sae_learns_and_goes_on_where_it_was_stopped(demo: str, tmp_path: Path) -> None:
+def test_the_sae_learns_and_continues_where_it_was_stopped(demo: str, tmp_path: Path) -> None:
     words = ("train_sae.py", demo, "--features", "128", "--batch-rows", "256", "--k", "8")
     (first,) = run(tmp_path, *words, "--steps", "20").splitlines()
     more = run(tmp_path, *words, "--steps", "100").splitlines()

@@ -97,7 +97,7 @@ def script_of(line: str) -> str:
 
 
 @pytest.mark.parametrize("old", LINES, ids=NAMES)
-def test_the_guides_table_has_every_line_beside_our_command(old: OldLine) -> None:
+def test_the_guides_table_has_every_line_next_to_our_command(old: OldLine) -> None:
     named = [row[1] for row in table("Commands") if script_of(old.line) in row[0]]
     assert any(f"spile {old.command}" in cell for cell in named), (script_of(old.line), named)
 

@@ -16,7 +16,7 @@ def test_every_old_flag_is_in_the_table() -> None:
     assert missing == []
 
 
-def test_every_old_flag_stands_beside_ours() -> None:
+def test_every_old_flag_is_listed_next_to_ours() -> None:
     rows = [row.split(" | ") for row in (GUIDES / "README.md").read_text(encoding="utf-8").splitlines() if " | " in row]
     for old, new in FLAGS.items():
         found = [row[1] for row in rows if re.search(rf"`{old}\b", row[0].replace("_", "-").lower())]

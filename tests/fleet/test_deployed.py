@@ -99,7 +99,7 @@ def test_a_deployment_that_changes_under_a_monitor_makes_no_machine(
     assert len(client.node(A, NAME).metadata["spile-secret"]) == 64
 
 
-def test_a_colleagues_deploy_under_a_running_monitor_counts_by_the_machines_it_told(
+def test_a_deployment_of_another_user_is_accepted_if_the_machines_metadata_names_it(
     home: FleetHome, client: CloudTpu
 ) -> None:
     before = home.folder.get(FLEET)
@@ -116,7 +116,7 @@ def test_a_colleagues_deploy_under_a_running_monitor_counts_by_the_machines_it_t
 
 
 @pytest.mark.usefixtures("elsewhere")
-def test_another_computer_has_to_be_told(home: FleetHome, client: CloudTpu) -> None:
+def test_another_computer_needs_the_deployment_hash(home: FleetHome, client: CloudTpu) -> None:
     found = sha256(home.folder.get(FLEET))
     with pytest.raises(NotDeployed, match="expected one that is known outside of the bucket"):
         FleetMonitor(home, client)
@@ -130,7 +130,7 @@ def test_another_computer_has_to_be_told(home: FleetHome, client: CloudTpu) -> N
 
 
 @pytest.mark.parametrize("text", ["", "sha256:12", "d", "sha256:" + "g" * 64])
-def test_what_is_no_sha256_is_said(text: str) -> None:
+def test_an_invalid_sha256_is_reported(text: str) -> None:
     with pytest.raises(SpecError, match="--deployment: expected sha256: and 64 digits"):
         parse_deployment(text)
 

@@ -277,7 +277,7 @@ def test_stockout_shows_in_the_operation_and_leaves_nothing(client: CloudTpu, fa
     assert client.nodes(ZONE) == []
 
 
-def test_nobody_listens(tmp_path: Path) -> None:
+def test_nothing_listens_at_the_address(tmp_path: Path) -> None:
     from spile.fleet.cloud_tpu import CloudSettings
 
     client = CloudTpu(CloudSettings("p", endpoint="http://127.0.0.1:1/", anonymous=True), sleep=lambda _: None)

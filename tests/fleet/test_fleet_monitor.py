@@ -154,9 +154,7 @@ def test_a_budget_raised_on_one_monitor_counts_for_the_next(home: FleetHome, fak
     assert home.read_ordered().policy.budget is None, "the next deployment has its own"
 
 
-def test_a_run_that_is_complete_is_a_success_whatever_it_cost(
-    home: FleetHome, fake: FakeCloud, client: CloudTpu
-) -> None:
+def test_a_complete_run_is_a_success_at_any_cost(home: FleetHome, fake: FakeCloud, client: CloudTpu) -> None:
     monitor = FleetMonitor(home, client, clock=fake.clock)
     until(monitor, lambda status: all(each.machine == "READY" for each in status.workers))
     fake.admin("clock", {"advance": 1500})
@@ -199,7 +197,7 @@ def test_a_new_deployment_is_watched_where_it_writes(home: FleetHome, client: Cl
     assert monitor.step().snapshot.root == str(tmp_path / "other")
 
 
-def test_quota_is_said(home: FleetHome, fake: FakeCloud, client: CloudTpu) -> None:
+def test_a_quota_error_is_reported(home: FleetHome, fake: FakeCloud, client: CloudTpu) -> None:
     for zone in (A, B):
         fake.admin("quota", {"zone": zone, "limit": 0})
     monitor = FleetMonitor(home, client)
@@ -212,7 +210,7 @@ def test_quota_is_said(home: FleetHome, fake: FakeCloud, client: CloudTpu) -> No
     assert not [call for call in fake.api.calls[calls:] if call[0] == "POST"], "and not asked for again and again"
 
 
-def test_a_zone_that_does_not_answer_is_said_and_holds_nobody_else_up(
+def test_a_zone_that_does_not_answer_is_reported_and_delays_no_other_zone(
     home: FleetHome, fake: FakeCloud, client: CloudTpu
 ) -> None:
     fake.admin("fault", {"method": "GET", "path": A, "status": 500, "count": 1000})
@@ -297,7 +295,7 @@ def test_a_table_taller_than_the_terminal_keeps_what_is_in_trouble(home: FleetHo
     assert "Needs recovery: 1" in text
 
 
-def test_a_machine_that_is_not_heard_of_is_said_to_be_and_why_it_was_replaced_stays(
+def test_a_silent_machine_is_reported_and_the_reason_of_its_replacement_stays(
     home: FleetHome, fake: FakeCloud, client: CloudTpu
 ) -> None:
     """Such as one that may not write the bucket: no empty column for twenty minutes."""
@@ -334,7 +332,7 @@ def test_the_same_long_quota_text_stands_in_one_row(home: FleetHome, fake: FakeC
     assert notes[1:] == [f"no quota in {A}, as above"] * 2
 
 
-def test_a_webhook_is_told_what_happened_once(home: FleetHome, fake: FakeCloud, client: CloudTpu) -> None:
+def test_a_webhook_is_called_once_for_each_event(home: FleetHome, fake: FakeCloud, client: CloudTpu) -> None:
     told: list[dict[str, str]] = []
 
     class Hook(BaseHTTPRequestHandler):

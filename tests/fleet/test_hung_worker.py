@@ -153,7 +153,7 @@ if "extract" in sys.orig_argv and not (here / "hung").exists():
 
 
 @pytest.mark.slow
-def test_a_worker_whose_device_hangs_is_replaced_though_its_heart_beats(
+def test_a_worker_whose_device_hangs_is_replaced_despite_its_heartbeats(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", world.gcs.url)

@@ -133,7 +133,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return line
 
 
-def test_no_cluster_is_told_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_missing_cluster_is_reported_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     line = refused(capsys, "--ray-address", "127.0.0.1:9", "--output", str(tmp_path / "out"))
     assert line.startswith(
         "spile: no Ray cluster at 127.0.0.1:9: found [Errno 111] Connection refused. Name the head's"
@@ -144,7 +144,7 @@ def test_no_cluster_is_told_at_once(capsys: pytest.CaptureFixture[str], tmp_path
 
 
 @pytest.mark.slow
-def test_what_nodes_lack_is_told_before_the_run_starts(cluster: RayNodes, tmp_path: Path) -> None:
+def test_missing_parts_of_nodes_are_reported_before_the_run_starts(cluster: RayNodes, tmp_path: Path) -> None:
     """Each node has a resource of its own name, so that each can be asked for alone."""
     streams(tmp_path, 2)
     source = Path(spile.__file__).parent

@@ -56,7 +56,7 @@ def extract(cluster: RayNodes, output: Path) -> str:
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_a_cluster_of_another_version_is_told_with_both(cluster: RayNodes, other: str, tmp_path: Path) -> None:
+def test_a_cluster_version_mismatch_names_both_versions(cluster: RayNodes, other: str, tmp_path: Path) -> None:
     cluster.start(0, python=other)
     ray, python = versions(other)
     ours, _ = versions(sys.executable)

@@ -32,7 +32,7 @@ def tasks(path: Path, count: int, start: int = 0) -> Path:
     return path
 
 
-def test_a_deploy_without_a_model_is_the_guides_model_said_aloud(
+def test_a_deploy_without_a_model_uses_the_guides_model_and_says_so(
     world: World, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Never the embedded one; here the hub is out, so that it ends there, before anything is made."""
@@ -63,7 +63,7 @@ def test_a_deploy_reads_the_same_variables_as_extract(
     assert (run["output"], run["local_copy"]) == ("gs://b/activations", None)
 
 
-def test_a_deploy_without_a_dataset_takes_the_guides_streams_said_aloud(world: World, prompt: Prompt) -> None:
+def test_a_deploy_without_a_dataset_uses_the_guides_streams_and_says_so(world: World, prompt: Prompt) -> None:
     assert prompt("data", "streams", "--dataset", "embedded", "--num-streams", 2)[0] == 0
     code, text = prompt(*PREPARE, "--model", "embedded", "--workers-per-zone", 2)
     assert code == 0, text
@@ -207,7 +207,7 @@ def test_a_second_deploy_keeps_variables_webhooks_and_names(world: World, prompt
     assert (code, "with another task: variables: HF_TOKEN. Replace it?" in text) == (2, True), text
 
 
-def test_flags_that_nobody_outside_of_the_bucket_knows_are_not_taken_unasked(world: World, prompt: Prompt) -> None:
+def test_flags_that_only_the_bucket_contains_need_confirmation(world: World, prompt: Prompt) -> None:
     """Who may write the bucket would say what the next deployment runs, and it would be check_pinned for."""
     assert prompt(*PREPARE, *TASK, "--layers", "1")[0] == 0
     home = open_folder("gs://b/fleet/default")
@@ -382,7 +382,7 @@ def test_a_deploy_to_a_bucket_that_the_operator_may_not_write_names_the_role(wor
     assert world.objects() == []
 
 
-def test_a_deploy_by_somebody_who_may_not_make_machines_names_the_role(world: World, prompt: Prompt) -> None:
+def test_a_deploy_without_permission_to_create_machines_names_the_role(world: World, prompt: Prompt) -> None:
     words = ("deploy", "--gcs-bucket", "b", "--zones", A, *TASK, "--service-account", "m@p")
     code, text = prompt(*words, "--dry-run")
     assert code == 0, text

@@ -132,7 +132,7 @@ def test_a_new_wheel_is_installed(home: FleetHome, vm: Vm) -> None:
     assert not any("systemctl" in call for call in calls)
 
 
-def test_a_failed_installation_is_told_in_the_bucket(home: FleetHome, vm: Vm) -> None:
+def test_a_failed_installation_is_reported_in_the_bucket(home: FleetHome, vm: Vm) -> None:
     (vm.folder / "broken").touch()
     done = vm.boot("--home", home.folder.url, "--node", NAME)
     assert done.returncode == 1
@@ -141,7 +141,7 @@ def test_a_failed_installation_is_told_in_the_bucket(home: FleetHome, vm: Vm) ->
     assert "no matching distribution" in report.error
 
 
-def test_no_chips_is_told_in_the_bucket(home: FleetHome, vm: Vm) -> None:
+def test_missing_chips_are_reported_in_the_bucket(home: FleetHome, vm: Vm) -> None:
     done = vm.boot("--home", home.folder.url, "--node", NAME, SPILE_EXPECT="tpu", JAX_PLATFORMS="cpu")
     assert done.returncode == 1
     report = home.read_reports()[NAME]
@@ -167,7 +167,7 @@ def test_no_assignment_and_unknown_flags(vm: Vm) -> None:
     assert (done.returncode, "unknown flag --wrong" in done.stderr) == (2, True)
 
 
-def test_a_host_that_is_not_told_its_number_is_not_the_first(home: FleetHome, vm: Vm) -> None:
+def test_a_host_without_a_number_is_not_host_0(home: FleetHome, vm: Vm) -> None:
     """Else every host of a slice would speak for all."""
     words = ("--home", home.folder.url, "--node", NAME, "--zone", ZONE)
     (vm.folder / "dev" / "vfio").mkdir(parents=True)
@@ -295,7 +295,7 @@ def pinned(home: FleetHome, vm: Vm, fake: FakeCloud) -> Vm:
 
 
 @pytest.mark.parametrize("name", ["fleet.json", "startup.sh", "requirements.txt", "the wheel"])
-def test_what_somebody_put_into_the_bucket_is_not_run(home: FleetHome, pinned: Vm, name: str) -> None:
+def test_injected_files_in_the_bucket_are_not_run(home: FleetHome, pinned: Vm, name: str) -> None:
     key = str(home.read_fleet().wheel) if name == "the wheel" else name
     home.folder.put(key, home.folder.get(key) + b"\n")
     done = pinned.boot()

@@ -257,9 +257,7 @@ def test_no_project(spile, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (code, "no Google Cloud project. Pass --project" in text) == (2, True)
 
 
-def test_ctrl_c_ends_the_waiting_and_what_was_asked_for_goes_on(
-    fake: FakeCloud, client: CloudTpu, tmp_path: Path
-) -> None:
+def test_ctrl_c_ends_the_wait_but_not_the_requests(fake: FakeCloud, client: CloudTpu, tmp_path: Path) -> None:
     fake.admin("pace", {"create": 3600})
     home = str(a_home(tmp_path / "home"))
     environment = {**os.environ, **fake.environment(), "CLOUDSDK_CONFIG": home, "HOME": home}

@@ -437,7 +437,7 @@ def test_a_right_seal_lets_nonsense_through_to_the_parser() -> None:
         "{% for m in messages recursive %}{{ loop(messages) }}{% endfor %}",
     ],
 )
-def test_a_template_that_goes_on_and_on_ends(source: str) -> None:
+def test_an_endless_template_is_ended(source: str) -> None:
     with pytest.raises(SpileError, match=r"the model's chat template (refuses|fails on) these messages"):
         ChatTemplate(source, {}).render([{"role": "user", "content": "hi"}])
 

@@ -112,7 +112,7 @@ def test_fields_that_the_class_does_not_declare_are_ignored_and_logged(caplog: p
     ]
 
 
-def test_a_decoder_beside_a_vision_tower() -> None:
+def test_a_decoder_with_a_vision_tower() -> None:
     text = cases.CASES["gemma3"]
     whole = {
         "model_type": "gemma3",

@@ -188,7 +188,7 @@ def same(left: Sequence[Answer], right: Sequence[Answer]) -> None:
 
 
 @pytest.mark.slow
-def test_a_seed_decides_whatever_the_batch(tmp_path: Path) -> None:
+def test_a_seed_determines_the_answer_for_any_batch(tmp_path: Path) -> None:
     case = "qwen2-tied"
     folder = cases.write_model(case, tmp_path)
     drawing = {"generation": {"temperature": 0.9, "top_p": 0.8, "max_new_tokens": 24}}

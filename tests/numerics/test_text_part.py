@@ -44,7 +44,7 @@ def test_missing_fields_have_the_defaults_of_the_text_config() -> None:
 
 
 @pytest.mark.torch
-def test_gemma_3_beside_its_vision_tower_equals_transformers(tmp_path: Path) -> None:
+def test_gemma_3_with_its_vision_tower_equals_transformers(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     from transformers import Gemma3ForConditionalGeneration
 

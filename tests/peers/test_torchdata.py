@@ -15,7 +15,7 @@ from world import produce  # noqa: E402
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_stateful_loader_goes_on_where_it_was(tmp_path: Path, workers: int) -> None:
+def test_a_stateful_loader_continues_where_it_stopped(tmp_path: Path, workers: int) -> None:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     produce(open_folder(str(tmp_path)), 60)

@@ -83,7 +83,7 @@ def test_it_compiles_and_fits(config: ModelConfig, machine: str, mesh: tuple[int
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(not available(), reason="needs libtpu: pip install 'spile[tpu]'")
-def test_what_does_not_fit_is_said() -> None:
+def test_a_run_that_does_not_fit_is_reported() -> None:
     small = replace(QWEN_05, n_layers=4, windows=())
     (fit,) = search(program(small, "v5e-1", None, 2048), 4096, find_largest=False)
     assert not fit.fits

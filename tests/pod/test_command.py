@@ -37,7 +37,7 @@ def test_a_terminal_without_the_signs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert raw.getvalue() == b" Passed 'complete' barrier\n"
 
 
-def test_an_exit_code_counts_though_nobody_reads_the_line() -> None:
+def test_an_exit_code_counts_even_if_the_line_is_not_read() -> None:
     """The agent of a worker, or a person's ssh, may die first."""
     reader, writer = os.pipe()
     os.close(reader)

@@ -51,7 +51,7 @@ def test_what_hosts_kept_on_their_own_disks_is_one_dataset_that_verify_proves(tm
     assert sum(stream.samples for stream in report.streams) == 12
 
 
-def test_parts_of_different_lives_are_not_put_together(tmp_path: Path) -> None:
+def test_parts_of_different_incarnations_are_not_merged(tmp_path: Path) -> None:
     disks = [tmp_path / "a", tmp_path / "b"]
     run(disks)
     file = disks[1] / "activations" / "tpu_0" / "stream.json"

@@ -31,7 +31,7 @@ def test_heads_are_never_cut() -> None:
     ]
 
 
-def test_nothing_is_said_where_all_divides() -> None:
+def test_no_warning_if_everything_divides_evenly() -> None:
     assert plan_mesh(QWEN_05, (8, 2)).notes(QWEN_05) == []
     assert plan_mesh(QWEN_05, (8, 1)).notes(QWEN_05) == []
     assert plan_mesh(QWEN_05, (8, 2)).spec(("heads", "d_model"), (896, 896)) == PartitionSpec("model", None)

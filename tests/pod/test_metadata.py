@@ -193,7 +193,7 @@ def silent(key: str) -> str | None:
     raise NoMetadata(f"no answer to {key}")
 
 
-def test_who_says_it_all_asks_nobody() -> None:
+def test_with_all_flags_no_metadata_server_is_asked() -> None:
     identity = find_identity({}, process_id=3, num_processes=4, coordinator_address="a", metadata=silent)
     assert (identity.process, identity.count) == (3, 4)
     assert find_identity({}, num_processes=1, metadata=silent).count == 1

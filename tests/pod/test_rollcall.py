@@ -129,7 +129,7 @@ def test_an_unreachable_worker_0() -> None:
     assert "this is worker 1 of 2 (test)" in str(error)
 
 
-def test_one_who_left_again_is_missing() -> None:
+def test_a_host_that_left_again_is_missing() -> None:
     workers = Workers(2, timeout=4)
     ready = threading.Event()
     workers.first(ready=ready)
@@ -140,7 +140,7 @@ def test_one_who_left_again_is_missing() -> None:
     assert "1 of 2 workers did not come" in str(error)
 
 
-def test_a_stranger_does_not_end_it() -> None:
+def test_an_unknown_client_does_not_end_the_roll_call() -> None:
     workers = Workers(2, timeout=4)
     ready = threading.Event()
     workers.first(ready=ready)
@@ -153,7 +153,7 @@ def test_a_stranger_does_not_end_it() -> None:
     assert "worker 1 (1 callers were not spile workers)" in str(error)
 
 
-def test_a_stranger_among_workers() -> None:
+def test_an_unknown_client_among_workers() -> None:
     workers = Workers(2)
     ready = threading.Event()
     workers.first(ready=ready)
@@ -164,7 +164,7 @@ def test_a_stranger_among_workers() -> None:
         assert all(isinstance(answer, RollAnswer) for answer in workers.join().values())
 
 
-def test_one_who_dies_before_jax_has_started_is_named() -> None:
+def test_a_host_that_dies_before_jax_starts_is_named() -> None:
     workers = Workers(3)
     lines: dict[str, list[str]] = {"0": [], "2": []}
     rolls: dict[str, RollConnections] = {}
@@ -191,7 +191,7 @@ def test_one_who_dies_before_jax_has_started_is_named() -> None:
     assert lines["2"] == [line]
 
 
-def test_all_go_on_when_all_are_connected() -> None:
+def test_all_hosts_continue_when_all_are_connected() -> None:
     workers = Workers(2)
     rolls: dict[str, RollConnections] = {}
     first = threading.Thread(
@@ -225,7 +225,7 @@ def test_lines_that_come_together_are_heard_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("said", [{}, {"secret": "guessed"}, {"secret": float("inf")}])
-def test_a_caller_without_the_slices_secret_is_a_stranger_whatever_it_says(said: dict[str, object]) -> None:
+def test_a_caller_without_the_secret_of_the_slice_is_rejected(said: dict[str, object]) -> None:
     """It speaks the protocol, with a wrong count and another version: without the secret it ends nothing."""
     workers, ready = Workers(2), threading.Event()
     workers.base = replace(workers.base, secret="shared")

@@ -41,7 +41,7 @@ def test_a_hole_fails_and_nothing_else_does(tmp_path: Path, found: list[Any], co
     assert audit(tmp_path, json.dumps({"dependencies": found, "fixes": []}), code) == (code, f"{line}\n")
 
 
-def test_no_network_is_said(tmp_path: Path) -> None:
+def test_a_missing_network_is_reported(tmp_path: Path) -> None:
     assert audit(tmp_path, "ERROR: connection refused", 1) == (
         0,
         "audit: left out, the database of known holes does not answer\n",

@@ -103,7 +103,7 @@ def test_stop_from_elsewhere(pod: Hosts, project: Path) -> None:
     assert pod.processes() == []
 
 
-def test_what_hosts_lack_is_told_before_anything_starts(pod: Hosts, project: Path) -> None:
+def test_missing_parts_of_hosts_are_reported_before_anything_starts(pod: Hosts, project: Path) -> None:
     (pod[1].home / ".bash_profile").unlink()
     code, _, err = finish(start(pod, project, "echo never"))
     assert code == 2

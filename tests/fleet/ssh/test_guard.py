@@ -126,7 +126,7 @@ def test_stop_asks_first(guarded: Guarded) -> None:
     assert marked(guarded.mark) == []
 
 
-def test_stop_kills_whoever_does_not_listen(guarded: Guarded) -> None:
+def test_stop_kills_containers_that_ignore_the_request(guarded: Guarded) -> None:
     guarded.go(f"trap '' TERM; echo up; {STUBBORN}")  # deaf before it is heard
     assert guarded.line() == b"up\n"
     guarded.say(b"s")
@@ -173,7 +173,7 @@ def test_silence_ends_it_and_heartbeats_do_not() -> None:
         one.close()
 
 
-def test_silence_ends_it_though_nobody_reads_its_output() -> None:
+def test_silence_ends_the_command_even_if_its_output_is_not_read() -> None:
     one = Guarded(silence=1.0)
     try:
         one.go("yes")

@@ -75,7 +75,7 @@ def test_the_variables_tell_each_host_its_place() -> None:
         ([node("t", 0)], CloudError, "t has no network endpoint. Wait until it is READY."),
     ],
 )
-def test_a_prefix_that_does_not_do(nodes: list[Node], kind: type[SpileError], line: str) -> None:
+def test_a_prefix_that_matches_no_usable_slice(nodes: list[Node], kind: type[SpileError], line: str) -> None:
     with pytest.raises(kind) as caught:
         hosts_of(nodes, "t")
     assert str(caught.value) == line

@@ -35,7 +35,7 @@ EARNEST: list[tuple[dict[str, Any], dict[str, str], bool]] = [
 
 
 @pytest.mark.parametrize(("given", "environment", "pod"), EARNEST, ids=str)
-def test_a_run_in_earnest_without_a_model_is_the_guides_model_said_aloud(
+def test_a_production_run_without_a_model_uses_the_guides_model_and_says_so(
     given: dict[str, Any], environment: dict[str, str], pod: bool
 ) -> None:
     spec, said = taken({"dataset": "tasks.jsonl", **given}, environment, pod=pod)
@@ -47,7 +47,7 @@ def test_a_run_in_earnest_without_a_model_is_the_guides_model_said_aloud(
 
 
 @pytest.mark.parametrize(("given", "environment", "pod"), EARNEST, ids=str)
-def test_a_run_in_earnest_without_a_dataset_is_one_line_of_error(
+def test_a_production_run_without_a_dataset_is_a_one_line_error(
     given: dict[str, Any], environment: dict[str, str], pod: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -55,7 +55,7 @@ def test_a_run_in_earnest_without_a_dataset_is_one_line_of_error(
         taken({"model": "m", **given}, environment, pod=pod)
 
 
-def test_a_run_in_earnest_takes_the_guides_streams_where_they_are(
+def test_a_production_run_uses_the_guides_streams_if_they_exist(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -86,7 +86,7 @@ def test_the_variable_is_the_workers_number_wherever_one_process_runs(
     assert taken({"model": "m", **given}, {"TPU_WORKER_ID": variable})[0].data.worker_id == worker
 
 
-def test_a_stream_of_another_number_than_the_variable_is_said() -> None:
+def test_a_stream_number_that_differs_from_the_variable_is_reported() -> None:
     spec, said = taken({"model": "m", "dataset": "d/stream_002.jsonl"}, {"TPU_WORKER_ID": "5"})
     assert spec.data.worker_id == 2
     assert said == ["TPU_WORKER_ID=5 does not count: d/stream_002.jsonl is stream 2 (--worker-id says otherwise)"]

@@ -147,7 +147,7 @@ def test_a_cache_that_does_not_fit_names_the_batch_that_would() -> None:
         plan_slots(1000, 24, 1000, 10**6, 2 * 10**6, None)
 
 
-def test_extract_says_who_makes_answers(capfd: pytest.CaptureFixture[str]) -> None:
+def test_extract_names_the_command_that_generates_answers(capfd: pytest.CaptureFixture[str]) -> None:
     assert spile("extract", "--max_output_tokens", "100") == 2
     assert "Generate answers with: spile infer" in capfd.readouterr().err
 

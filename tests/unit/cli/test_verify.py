@@ -34,7 +34,7 @@ def test_a_whole_dataset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "✓ proven: 42 samples in 1 stream, each exactly once; 5 shards, every checksum right, no NaN" in text
 
 
-def test_what_is_wrong_is_said_and_exits_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_problems_are_reported_and_exit_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = produce(open_folder(str(tmp_path)), 45)
     (tmp_path / "tpu_0" / "commits" / "0005.json").unlink()
     assert spile("verify", str(tmp_path)) == 1
@@ -50,7 +50,9 @@ def test_what_is_wrong_is_said_and_exits_with_1(tmp_path: Path, capsys: pytest.C
     assert [problem["kind"] for problem in report["problems"]] == ["damaged", "missing"]
 
 
-def test_streams_never_begun_are_said_and_exit_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_streams_that_were_never_started_are_reported_and_exit_with_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     root, run = open_folder(str(tmp_path)), run_identity()
     join_run(root, run)
     identity = replace(stream_identity(45), streams=4, split="5" * 32)

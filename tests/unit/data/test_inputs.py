@@ -97,7 +97,7 @@ def test_files_as_users_have_them(kind: str, tmp_path: Path, jsonl: Write, chatm
     assert len({sample.task_id for sample in found}) == 3
 
 
-def test_a_column_of_a_csv_file_is_kept_beside_the_text(tmp_path: Path, chatml: Tokenizer) -> None:
+def test_a_column_of_a_csv_file_is_kept_with_the_text(tmp_path: Path, chatml: Tokenizer) -> None:
     spec = DataSpec(dataset=written("csv", tmp_path), prompt=PromptSpec(column="prompt"), keep=("n",))
     assert [sample.kept for sample in read(spec, chatml)] == [{"n": "0"}, {"n": "1"}, {"n": "2"}]
 
@@ -247,7 +247,7 @@ def test_token_ids_are_used_as_they_are(jsonl: Write, chatml: Tokenizer) -> None
     assert (long.tokens.tolist(), long.truncated) == ([0, 1, 2, 3, 4, 5], 4)
 
 
-def test_a_text_beside_tokens_counts_unless_tokens_are_asked_for(jsonl: Write, chatml: Tokenizer) -> None:
+def test_a_text_next_to_tokens_is_used_unless_tokens_are_requested(jsonl: Write, chatml: Tokenizer) -> None:
     place = jsonl([{"text": "hello", "input_ids": [3], "ids": [4]}])
     assert open_stream(DataSpec(dataset=place), chatml).prompt.kind == "text"
     for prompt, wanted in ((PromptSpec(kind="tokens"), [3]), (PromptSpec(column="ids"), [4])):

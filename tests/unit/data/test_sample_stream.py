@@ -96,7 +96,7 @@ def test_a_template_without_system_messages_gets_their_words_before_the_users(
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_each_index_is_the_same_whatever_is_done(tasks: str, chatml: Tokenizer, count: int) -> None:
+def test_each_index_stays_the_same_in_all_cases(tasks: str, chatml: Tokenizer, count: int) -> None:
     spec = DataSpec(dataset=tasks, prompt=PromptSpec(predictions_per_task=count), seed=5)
     whole = {item.index: shown(item) for item in read(spec, chatml)}
     assert list(whole) == list(range(40 * count))
@@ -245,7 +245,9 @@ def test_what_was_looked_at_is_given_all_the_same_and_an_error_too(
     assert alive() == 0
 
 
-def test_a_template_without_parts_is_said_once(tmp_path: Path, jsonl: Write, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_template_without_parts_is_reported_once(
+    tmp_path: Path, jsonl: Write, caplog: pytest.LogCaptureFixture
+) -> None:
     source = "{%- for m in messages %}{{- m['content'] | reverse }}{%- endfor %}"
     tokenizer = load_tokenizer(save_tokenizer(tmp_path / "t", {"chat_template": source}))
     place = jsonl([{"messages": [{"role": "user", "content": "abc"}]}] * 3)

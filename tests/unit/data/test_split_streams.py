@@ -117,7 +117,7 @@ def test_streams_that_would_differ_are_refused(tasks: str, tmp_path: Path, jsonl
     assert list(content(tmp_path / "s")) == [*(f"stream_{n:03d}.jsonl" for n in range(4)), MANIFEST]
 
 
-def test_streams_that_nothing_describes_are_not_replaced_unasked(tasks: str, tmp_path: Path) -> None:
+def test_streams_without_a_manifest_are_not_replaced_by_default(tasks: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     mine = out / "stream_001.jsonl"

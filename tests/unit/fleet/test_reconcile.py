@@ -86,7 +86,7 @@ def test_nothing_there_makes_everything() -> None:
     assert words(actions) == [("create", 0, A), ("create", 1, B)]
 
 
-def test_all_well_does_nothing() -> None:
+def test_a_healthy_fleet_needs_no_action() -> None:
     _, actions = turn(a_fleet(), see(a_node(0), a_node(1, NodeState.CREATING), pulses={0: fresh()}))
     assert actions == ()
 
@@ -159,7 +159,7 @@ def test_the_heartbeat_of_the_machine_before_does_not_count() -> None:
     assert "no heartbeat since it was created" in actions[0].reason
 
 
-def test_finished_machines_are_deleted_unless_told_otherwise() -> None:
+def test_finished_machines_are_deleted_by_default() -> None:
     seen = see(a_node(0), a_node(1), pulses={0: Pulse(NOW, Phase.DONE, "finished", NOW), 1: fresh()})
     assert words(turn(a_fleet(), seen)[1]) == [("delete", 0, A)]
     assert turn(a_fleet(delete_finished=False), seen)[1] == ()
@@ -307,7 +307,7 @@ def test_what_is_asked_for_is_remembered_before_it_is_asked() -> None:
     assert turn(fleet, see(), dead_monitors, NOW + 60)[1] == ()
 
 
-def test_a_zone_without_an_answer_stops_only_who_may_be_there() -> None:
+def test_a_zone_without_an_answer_stops_only_workers_that_may_be_there() -> None:
     fleet = a_fleet()
     _, actions = turn(fleet, see(unanswered=frozenset({A})))
     assert words(actions) == [("create", 1, B)]
@@ -378,7 +378,7 @@ def test_a_refusal_to_delete_is_tried_again_and_a_missing_one_is_no_error() -> N
     assert gone.workers[0].pending is None
 
 
-def test_a_new_deployment_begins_anew_and_the_bill_goes_on() -> None:
+def test_a_new_deployment_resets_the_history_but_not_the_bill() -> None:
     fleet = a_fleet()
     old = History(
         {0: WorkerHistory(zone=A, finished=True, gave_up="x")}, settled=3.0, stopped="budget", deployment="old"
@@ -399,7 +399,7 @@ def test_fleet_and_history_survive_json() -> None:
         replace(fleet, name="No Such")
 
 
-def test_a_machine_that_went_while_nobody_looked_is_billed_until_its_last_sign() -> None:
+def test_a_machine_that_vanished_unobserved_is_billed_until_its_last_heartbeat() -> None:
     fleet = a_fleet()
     history, _ = turn(fleet, see(a_node(0), a_node(1), pulses={0: fresh(), 1: fresh()}))
     before = history.dollars
@@ -423,7 +423,7 @@ def test_machines_of_an_earlier_larger_deployment_are_deleted() -> None:
     assert words(turn(shrunk, see(a_node(0), a_node(1), pulses={0: fresh()}))[1]) == [("delete", 1, B)]
 
 
-def test_a_name_that_somebody_else_has_is_said() -> None:
+def test_a_name_of_another_fleet_is_reported() -> None:
     foreign = a_node(0, labels={})
     history, _ = turn(a_fleet(move=False), see(foreign, a_node(1), pulses={1: fresh()}))
     assert history.workers[0].note == "tpu-us-central1-a-0 in us-central1-a is a machine that is not of this fleet"
@@ -447,7 +447,7 @@ def test_machines_that_never_speak_are_given_up() -> None:
     assert history.workers[0].never_heard == 0
 
 
-def test_a_raised_budget_lets_the_fleet_go_on() -> None:
+def test_a_raised_budget_lets_the_fleet_continue() -> None:
     seen = see(a_node(0), a_node(1), pulses={0: fresh(), 1: fresh()})
     history, actions = turn(a_fleet(budget=4.0), seen)
     assert len(actions) == 2

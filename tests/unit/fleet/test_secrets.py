@@ -38,7 +38,7 @@ def test_a_reference_is_resolved_on_the_machine(monkeypatch: pytest.MonkeyPatch)
         resolve_secrets({"HF_TOKEN": "secret:../etc/passwd"})
 
 
-def test_secrets_are_struck_out_of_what_is_told() -> None:
+def test_secrets_are_hidden_in_reports() -> None:
     environment = {"HF_TOKEN": "hf_very_secret", "MODEL": "secret:projects/p/secrets/m", "LEVEL": "debugging"}
     given = {**environment, "MODEL": "brought-by-reference"}
     hidden = secret_values(environment, given)

@@ -36,7 +36,7 @@ def gang(size: int = 3) -> Gang:
     return made
 
 
-def test_ones_failure_is_the_end_of_all_and_the_cause_is_told() -> None:
+def test_the_failure_of_one_host_ends_all_and_its_cause_is_shown() -> None:
     made, cancelled = gang(), list[object]()
     assert made.record_ends({1: WorkerEnd(5, 1, "n1", "spile: sorry")}, cancelled.append) is None
     assert cancelled == [0, 2]
@@ -53,7 +53,7 @@ def test_it_is_done_when_all_are() -> None:
     assert (end.code if end else None) == 0
 
 
-def test_a_lost_node_is_a_loss_whatever_the_others_say() -> None:
+def test_a_lost_node_is_a_loss_even_if_other_hosts_report_errors() -> None:
     made = gang(2)
     made.record_ends({0: WorkerEnd(5, 1, "n0")}, lambda _: None)
     end = made.record_ends({1: WorkerEnd(5, None)}, lambda _: None)

@@ -232,7 +232,7 @@ def test_the_commands_of_a_slices_pods_make_one_worker(tmp_path: Path, capsys: p
     }
 
 
-def test_a_folder_beside_the_mounted_one_is_no_shared_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_next_to_the_mounted_one_is_not_shared(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["k8s", "job", "--image", "i", "--volume", "/data=claim", "--model", "embedded", "--num-streams", "2"]
     with pytest.raises(SystemExit) as ended:
         main([*words, "--dataset-dir", "/data/streams", "--output", "/database/out"])

@@ -130,7 +130,9 @@ def test_nodes_that_differ_in_the_last_number_of_python_may_work(monkeypatch: py
     engine(monkeypatch, StandInRay({"node1": {**WELL, "python": python}}), address).check(ASKED)
 
 
-def test_every_node_is_told_of_and_one_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+def test_every_failing_node_is_named_and_so_is_one_that_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
     ray = StandInRay({"node1": {**WELL, "spile": "0.0.1"}, "node2": None, "node3": {**WELL, "ray": "2.49.1"}})
     with pytest.raises(UserError, match="3 of 3 nodes cannot work") as caught:
         engine(monkeypatch, ray, address).check(ASKED)
@@ -138,7 +140,7 @@ def test_every_node_is_told_of_and_one_that_does_not_answer(monkeypatch: pytest.
         assert word in str(caught.value)
 
 
-def test_a_cluster_of_another_ray_is_told_with_both_versions(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+def test_a_ray_version_mismatch_names_both_versions(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     said = RuntimeError(
         "Version mismatch: The cluster was started with:\n    Ray: 2.49.1\n    Python: 3.12.1\nThis process on node "
         "127.0.0.1 was started with:\n    Ray: 2.60.0\n    Python: 3.11.7\n"

@@ -44,7 +44,7 @@ def test_tpu_chips_have_bounds() -> None:
         divide_machine(2, range(8), chips, {"TPU": 3.0})
 
 
-def test_what_is_not_there_is_told() -> None:
+def test_a_missing_machine_is_reported() -> None:
     with pytest.raises(SpecError, match=r"--resources GPU: expected a machine with GPUs, found none here"):
         divide_machine(1, range(2), {"GPU": ()}, {"GPU": 1.0})
     with pytest.raises(SpecError, match="expected GPU=N or TPU=N with --engine local, found gold"):

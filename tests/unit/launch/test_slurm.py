@@ -29,7 +29,7 @@ def test_the_header_says_how_many_and_which() -> None:
     assert lines[0] == "#!/bin/bash"
 
 
-def test_each_host_is_told_its_place() -> None:
+def test_each_host_gets_its_place_in_the_slice() -> None:
     (step,) = [line.strip() for line in to_script(job(hosts=2)).splitlines() if "srun" in line]
     words = shlex.split(step.removesuffix(" &"))
     assert words[:4] == ["srun", "--nodes=2", "--ntasks=2", "--kill-on-bad-exit=0"]

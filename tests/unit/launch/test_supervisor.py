@@ -149,7 +149,7 @@ def test_a_cluster_that_loses_every_worker_ends_the_run() -> None:
     assert set(engine.started) <= set(range(5)), "the other streams are not tried"
 
 
-def test_errors_of_its_own_are_counted_and_the_others_go_on() -> None:
+def test_errors_of_one_stream_are_counted_and_the_others_continue() -> None:
     engine = Script({1: [1, 137, 1, 1, 1]})
     said: list[str] = []
     outcome = supervisor(engine, 4, said).run(lambda: 0)
@@ -159,7 +159,7 @@ def test_errors_of_its_own_are_counted_and_the_others_go_on() -> None:
     assert "stream 1: its worker on host1 ended with exit code 137: the last line; it continues in 10 s" in said
 
 
-def test_an_attempt_that_lasted_starts_the_count_anew() -> None:
+def test_a_long_attempt_resets_the_count() -> None:
     engine = Script({0: [1] * 10})
     outcome = supervisor(engine, 1, policy=RestartPolicy(retries=1, pause=1.0, long_attempt=0.5)).run(lambda: 0)
     assert outcome.exit_code == 0
@@ -177,7 +177,7 @@ def test_one_refused_stream_is_given_up_and_two_end_the_run() -> None:
     assert any("the command is at fault" in line for line in said)
 
 
-def test_a_stream_of_somebody_elses_is_asked_for_again_later() -> None:
+def test_a_stream_of_another_worker_is_requested_again_later() -> None:
     engine = Script({0: [3] * 12})
     outcome = supervisor(engine, 1).run(lambda: 0)
     assert (outcome.exit_code, engine.started.count(0)) == (0, 13)
@@ -242,7 +242,7 @@ def test_a_slow_workers_rest_goes_to_a_free_one(elsewhere: bool) -> None:
         assert engine.avoided[2] == {"host2"}
 
 
-def test_nobody_is_moved_while_others_wait_or_for_little() -> None:
+def test_no_stream_is_moved_while_others_wait_or_for_a_small_gain() -> None:
     assert slow_stream(views(1000.0, 900.0, 400.0).values(), views(1000.0, 900.0, 400.0).values(), 120.0) is None
     near = views(1000.0, 900.0, 100.0, left=60.0)
     assert slow_stream(near.values(), near.values(), 120.0) is None
@@ -256,7 +256,7 @@ def test_nobody_is_moved_while_others_wait_or_for_little() -> None:
     st.integers(1, 5),
     st.integers(0, 60),
 )
-def test_whatever_happens_every_stream_ends_once(ends: dict[int, list[int | None]], workers: int, ask: int) -> None:
+def test_every_stream_ends_once_after_any_events(ends: dict[int, list[int | None]], workers: int, ask: int) -> None:
     engine = Script(ends, workers)
     outcome = supervisor(engine, 8).run(lambda: int(bool(ask) and engine.now >= ask))
     assert engine.running == {}

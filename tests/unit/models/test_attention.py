@@ -44,7 +44,7 @@ def inputs(length: int, heads: int = 4, kv_heads: int = 2, head_dim: int = 16, b
 @pytest.mark.parametrize("window", [None, 1, 7, 300])
 @pytest.mark.parametrize("length", [1, 5, 256, 700])
 @pytest.mark.parametrize("name", ["xla", "blocked"])
-def test_plain_attention_whatever_the_chunks(name: str, length: int, window: int | None) -> None:
+def test_plain_attention_for_any_chunks(name: str, length: int, window: int | None) -> None:
     q, k, v = inputs(length, batch=1)
     found = jax.jit(functools.partial(attention.ATTENTIONS[name], window=window))(q, k, v)
     np.testing.assert_allclose(found, plain(*map(np.asarray, (q, k, v)), window), atol=2e-6)

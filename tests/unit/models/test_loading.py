@@ -62,7 +62,7 @@ def test_only_the_layers_asked_for(tmp_path: Path) -> None:
     equal(two.layers, weights.load(files).layers[:2])
 
 
-def test_a_head_beside_the_embedding_that_it_should_be(tmp_path: Path) -> None:
+def test_a_separate_head_that_should_equal_the_embedding(tmp_path: Path) -> None:
     """A copy is passed over. Another one counts for transformers 5 and not for config.json: no logits are made."""
     model = copy_model(tmp_path / "model")
     stored = load_file(model / "model.safetensors")

@@ -207,7 +207,7 @@ def test_keys_that_worked_and_cannot_be_renewed_are_no_mistake_of_the_users(
     assert "sesame" not in str(ended.value)
 
 
-def test_no_credentials_at_all_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_credentials_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     for verb in (lambda f: f.get("x"), lambda f: f.info("x"), lambda f: f.put("x", b"")):
         with pytest.raises(UserError, match=r"no AWS credentials: expected a profile.*Run: aws configure"):

@@ -103,7 +103,7 @@ def test_memory_in_flight_is_bounded() -> None:
     buffers.give_back(second, 4 << 20)
 
 
-def test_two_writers_fit_whatever_the_budget() -> None:
+def test_two_writers_fit_any_budget() -> None:
     buffers = Buffers(budget=1)
     for _ in range(2):
         buffers.take(10 << 20)
@@ -158,7 +158,7 @@ def test_no_secret_in_any_word(clouds: Clouds, monkeypatch: pytest.MonkeyPatch) 
     assert "AKIA" not in str(caught.value)
 
 
-def test_no_google_credentials_is_said(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_google_credentials_are_reported(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("STORAGE_EMULATOR_HOST", raising=False)
     monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS", raising=False)
     monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))

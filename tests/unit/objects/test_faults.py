@@ -161,7 +161,7 @@ def test_a_hang_is_cut_off_and_tried_again(
 
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize(("status", "words"), [(403, "403 permission denied"), (401, "401 no valid credentials")])
-def test_no_permission_is_said_at_once(
+def test_a_missing_permission_is_reported_at_once(
     cloud_folder: Folder, clouds: Clouds, verb: Callable[[Folder], None], status: int, words: str
 ) -> None:
     clouds.faults(cloud_folder.url).add("status", status=status, count=-1)

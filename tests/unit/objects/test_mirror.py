@@ -79,7 +79,7 @@ def begun(root: Folder) -> StreamStore:
     return store
 
 
-def test_a_copy_that_comes_later_gets_every_record_and_is_told_what_it_lacks(mirror: MirrorFolder) -> None:
+def test_a_local_copy_added_later_gets_every_record_and_lists_missing_shards(mirror: MirrorFolder) -> None:
     first = begun(mirror.home)
     assert produce(mirror, 30).ledger.samples == 28
     assert verify(mirror.home).ok
@@ -108,7 +108,7 @@ def test_a_copy_follows_a_stream_that_starts_over(mirror: MirrorFolder) -> None:
     assert verify(mirror.copy).ok
 
 
-def test_a_copy_of_an_earlier_life_is_not_mixed_with_the_next(mirror: MirrorFolder) -> None:
+def test_a_copy_of_an_earlier_incarnation_is_not_mixed_with_the_next(mirror: MirrorFolder) -> None:
     produce(mirror, 30)
     clear_stream(mirror.home, 0)  # from another machine, which has no such copy
     produce(mirror.home, 12)
@@ -164,7 +164,7 @@ def test_a_commit_whose_reply_was_lost_is_copied(both: MirrorFolder, monkeypatch
     assert verify(both.copy).ok
 
 
-def test_a_commit_of_another_worker_is_copied_as_theirs(both: MirrorFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_commit_of_another_worker_is_copied_unchanged(both: MirrorFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     create = LocalFolder.create
 
     def late(self: LocalFolder, key: str, data: bytes) -> bool:

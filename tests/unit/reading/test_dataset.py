@@ -282,7 +282,7 @@ def test_a_dataset_goes_to_another_process_as_its_address(tmp_path: Path) -> Non
     assert np.array_equal(again.sample(0, 4).rows("attn.1"), dataset.sample(0, 4).rows("attn.1"))
 
 
-def test_no_dataset_is_said_so(tmp_path: Path) -> None:
+def test_a_missing_dataset_is_reported(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no dataset at .*: expected a folder with run.json"):
         spile.open(str(tmp_path))
 

@@ -54,7 +54,7 @@ def test_samples_and_filters_have_them(dataset: Dataset) -> None:
 
 
 @pytest.mark.parametrize("memory", [2000, 1 << 30])
-def test_rows_have_their_samples_fields_beside_them(dataset: Dataset, memory: int) -> None:
+def test_rows_come_with_the_fields_of_their_sample(dataset: Dataset, memory: int) -> None:
     total = 0
     shuffled = dataset.shuffled("attn.1", 50, memory=memory, context=True)
     for batch in (*shuffled, *dataset.batches("attn.1", 50)):
@@ -88,7 +88,9 @@ def test_they_are_proven(tmp_path: Path) -> None:
     assert "samples 8 do not have the kept fields label, mixed, source" in str(problem)
 
 
-def test_a_run_keeps_them_over_a_resume_and_refuses_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_keeps_its_fields_over_a_resume_and_refuses_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     data, root = tmp_path / "rows.jsonl", tmp_path / "out"
     data.write_text("".join(f'{{"text": "number {n}", "label": {n}, "source": "s{n}"}}\n' for n in range(6)))
 

@@ -58,7 +58,7 @@ def test_torch_gives_each_row_once_over_ranks_and_workers(dataset: Dataset) -> N
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_plain_loader_goes_on_after_any_batch(dataset: Dataset, workers: int) -> None:
+def test_a_plain_loader_continues_after_any_batch(dataset: Dataset, workers: int) -> None:
     pytest.importorskip("torch")
     from torch.utils.data import DataLoader
 
@@ -71,7 +71,7 @@ def test_a_plain_loader_goes_on_after_any_batch(dataset: Dataset, workers: int) 
         assert given(after) == whole[after:]
 
 
-def test_an_endless_reader_goes_on_after_any_batch(dataset: Dataset) -> None:
+def test_an_endless_reader_continues_after_any_batch(dataset: Dataset) -> None:
     def given(after: int, count: int) -> list[bytes]:
         with dataset.shuffled("attn.1", 100, epochs=None, memory=5000, exclude=Role.FIRST, after=after) as reader:
             return [next(reader).tobytes() for _ in range(count)]

@@ -58,7 +58,7 @@ def test_every_row_comes_once(dataset: Dataset, read: Callable[[Dataset], Iterat
 
 
 @pytest.mark.parametrize("read", WAYS)
-def test_each_shard_takes_two_requests_beside_its_rows(
+def test_each_shard_takes_two_requests_besides_its_rows(
     dataset: Dataset, read: Callable[[Dataset], Iterator[Any]]
 ) -> None:
     (stream,) = dataset.streams

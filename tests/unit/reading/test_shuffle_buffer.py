@@ -113,7 +113,7 @@ def test_rows_that_wait_for_the_next_window_outlive_what_was_left_out(dataset: D
 @pytest.mark.slow
 @given(batch=st.integers(1, 150), memory=st.sampled_from([1500, 4000, 9000]), part=st.sampled_from([(0, 1), (1, 2)]))
 @settings(max_examples=25, deadline=None)
-def test_an_endless_reader_goes_on_over_epochs_wherever_it_was_stopped(
+def test_an_endless_reader_continues_over_epochs_from_any_stop(
     dataset: Dataset, batch: int, memory: int, part: tuple[int, int]
 ) -> None:
     how: dict[str, Any] = {"memory": memory, "part": part, "epochs": None, "piece": 100}

@@ -267,7 +267,7 @@ def test_a_scratch_disk_is_written_from_front_to_back(tmp_path: Path, monkeypatc
     assert sorted(seconds[0] + seconds[1]) == sorted(parts[0] + parts[1])
 
 
-def test_its_quality_is_said() -> None:
+def test_its_quality_is_reported() -> None:
     dataset = made(cut=4)
     assert dataset.shuffled("attn.1").quality == "a full permutation"
     assert "one of 3" in dataset.shuffled("attn.1", part=(0, 3)).quality

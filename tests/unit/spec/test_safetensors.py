@@ -73,6 +73,6 @@ def test_a_header_that_cannot_be_says_why(fields: object, size: int, message: st
 
 
 @pytest.mark.parametrize(("start", "size"), [(b"", 0), (bytes(7), 7), (bytes(8), 8), (b"\xff" * 8, 100)])
-def test_a_length_that_cannot_be(start: bytes, size: int) -> None:
+def test_an_impossible_length(start: bytes, size: int) -> None:
     with pytest.raises(ValueError, match="bytes"):
         header_length(start, size)

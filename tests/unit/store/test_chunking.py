@@ -213,7 +213,7 @@ HOSTILE: dict[str, tuple[dict[str, str], str]] = {
 
 
 @pytest.mark.parametrize("what", HOSTILE)
-def test_a_header_that_cannot_be_meant_is_refused(what: str) -> None:
+def test_an_impossible_header_is_refused(what: str) -> None:
     metadata, says = HOSTILE[what]
     data, size = header_of(metadata)
     with pytest.raises(Damaged, match=f"^it has .*{says}") as raised:

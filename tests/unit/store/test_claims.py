@@ -115,7 +115,7 @@ def test_a_claim_is_kept_and_released(root: Folder) -> None:
     assert taken(other.take([7])) == 7
 
 
-def test_an_owner_that_was_replaced_is_told(root: Folder) -> None:
+def test_an_owner_that_was_replaced_is_notified(root: Folder) -> None:
     claim = ClaimBook(root, "a", expiry=0.04).take([7])
     assert claim is not None
     lines: list[str] = []

@@ -83,7 +83,7 @@ def test_a_device_encodes_as_the_host_does(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", SCALED)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_is_told_by_the_scale(dtype: str, bad: float) -> None:
+def test_a_row_that_is_not_finite_has_a_nan_scale(dtype: str, bad: float) -> None:
     rows = np.ones((3, 16), np.float32)
     rows[1, 5] = bad
     assert np.isnan(split(encode(rows, dtype), dtype)[1]).tolist() == [False, True, False]
@@ -140,7 +140,7 @@ def test_any_safetensors_reader_reads_it(tmp_path: Path, dtype: str) -> None:
     assert np.array_equal(rows * scales[:, None], next(spile.open(str(tmp_path)).rows("attn.1")))
 
 
-def test_readers_of_version_1_are_told_to_upgrade(tmp_path: Path) -> None:
+def test_readers_of_version_1_are_asked_to_upgrade(tmp_path: Path) -> None:
     """They would give the numbers without their scales."""
     store_of(tmp_path / "int8", "int8")
     store_of(tmp_path / "plain", "bfloat16")

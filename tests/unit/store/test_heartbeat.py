@@ -110,7 +110,7 @@ def test_it_beats_by_itself() -> None:
             assert puts.came.acquire(timeout=120)
 
 
-def test_a_failing_heartbeat_is_counted_and_said_and_kills_nothing() -> None:
+def test_a_failing_heartbeat_is_counted_and_logged_and_ends_nothing() -> None:
     puts, said = Puts(broken=True), []
     with Heartbeat(puts, "a1b2", reading, every=0.01, log=said.append) as heart:  # type: ignore[arg-type]
         for _ in range(3):

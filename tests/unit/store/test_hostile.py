@@ -138,7 +138,7 @@ def test_one_stream_under_two_names_is_refused(root: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["progress.json", "stream.json", "commits/0001.json", "commits/0002.json"])
-def test_a_pipe_keeps_nobody_waiting(root: Path, name: str) -> None:
+def test_a_pipe_does_not_block_the_writer(root: Path, name: str) -> None:
     path = root / "tpu_0" / name
     path.unlink(missing_ok=True)
     os.mkfifo(path)
@@ -167,7 +167,7 @@ def _live(root: Path, ended: list[str]) -> None:
 
 
 @pytest.mark.parametrize("what", ["overwrite", "collect garbage"])
-def test_removal_beside_two_lives_leaves_no_mix(root: Path, what: str) -> None:
+def test_removal_during_two_incarnations_leaves_no_mix(root: Path, what: str) -> None:
     """They race; then one life alone makes it whole, and nothing that a commit names was ever removed."""
     folder, ended = open_folder(str(root)), []
     for _ in range(6):

@@ -340,7 +340,7 @@ def zombie_commits(zombie: StreamStore, number: int, index: int) -> None:
     assert zombie.folder.create(commit_key(number), commit.to_bytes())
 
 
-def test_commits_of_an_earlier_life_keep_their_numbers_and_count_for_nothing(folder: Folder) -> None:
+def test_commits_of_an_earlier_incarnation_keep_their_numbers_and_are_ignored(folder: Folder) -> None:
     zombie = joined(folder, "zombie")
     clear_stream(folder, 0)
     heir = joined(folder, "heir")
@@ -359,7 +359,7 @@ def test_commits_of_an_earlier_life_keep_their_numbers_and_count_for_nothing(fol
         joined(folder)
 
 
-def test_a_ledger_with_strangers_is_mended_and_can_be_put_back(folder: Folder) -> None:
+def test_a_ledger_with_foreign_commits_is_repaired_and_can_be_restored(folder: Folder) -> None:
     join_run(folder, run_identity())
     zombie = joined(folder, "zombie", samples=2)
     clear_stream(folder, 0)

@@ -98,7 +98,7 @@ def test_percent_and_time_left_of_a_healthy_root(folder: Folder) -> None:
     assert snapshot.seconds_left == pytest.approx(90 * tokens / 10 / 10)
 
 
-def test_streams_that_the_data_has_and_nobody_has_begun(folder: Folder) -> None:
+def test_streams_of_the_data_that_were_never_started(folder: Folder) -> None:
     join_run(folder, run_identity())
     join_stream(folder, 1, replace(stream_identity(20), streams=3, split="5" * 32), run_identity())
     produce(folder, 20, worker_id=1)

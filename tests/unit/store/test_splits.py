@@ -47,7 +47,7 @@ def test_streams_that_say_nothing_of_a_split_ask_for_no_others(folder: Folder) -
     assert lines(folder) == []
 
 
-def test_a_stream_of_no_split_beside_a_split_is_named(folder: Folder) -> None:
+def test_a_stream_without_a_split_next_to_a_split_is_named(folder: Folder) -> None:
     """Four streams, then two, then four again: the last two are left from the first split, and no list has them."""
     for number in (0, 1):
         begin(folder, number, 2)
@@ -72,7 +72,7 @@ def test_some_streams_alone(folder: Folder) -> None:
     assert len(lines(folder)) == 2
 
 
-def test_streams_of_different_splits_are_told_apart(folder: Folder) -> None:
+def test_streams_of_different_splits_are_distinguished(folder: Folder) -> None:
     begin(folder, 0, 2, "a" * 32)
     begin(folder, 1, 2, "b" * 32)
     mixed = "wrong: ROOT: its streams are of different splits of the data: "
@@ -82,7 +82,7 @@ def test_streams_of_different_splits_are_told_apart(folder: Folder) -> None:
     assert lines(folder)[0].endswith(f"; tpu_2 of 3 streams (split {'c' * 32}); tpu_3 of no split")
 
 
-def test_a_stream_that_states_no_split_goes_on(folder: Folder) -> None:
+def test_a_stream_without_a_split_continues(folder: Folder) -> None:
     begin(folder, 0, None)
     begin(folder, 0, 4)
     assert verify(folder).streams_expected is None

@@ -288,7 +288,7 @@ def garbage(folder: Folder, **options: object) -> list[tuple[str, str]]:
     return [(item.key, item.state) for item in report.garbage]
 
 
-def test_orphans_are_found_and_removed_only_when_told(folder: Folder) -> None:
+def test_orphans_are_found_and_removed_only_on_request(folder: Folder) -> None:
     store = produce(folder, 45)
     name = f"tpu_0/{orphan(store)}"
     left = store.begin([sample_of(3)])
@@ -360,7 +360,7 @@ def test_the_shards_of_an_unreadable_ledger_are_no_garbage(folder: Folder) -> No
 
 
 @pytest.mark.parametrize("stranger", ["tpu_0/.tmp-report.docx", "tpu_0/.tmp-0123456789abcdef-thesis.tex", "other/x"])
-def test_a_strangers_temporary_file_is_no_garbage(tmp_path: Path, stranger: str) -> None:
+def test_a_temporary_file_of_another_program_is_not_garbage(tmp_path: Path, stranger: str) -> None:
     """Only names of exactly our shape, in this dataset's own streams."""
     root = open_folder(str(tmp_path / "root"))
     produce(root, 4)

@@ -79,7 +79,7 @@ def test_the_narrowest_has_what_matters_most() -> None:
     assert row(drawn(named, 32), "NAME") == ["NAME", "STATUS", "SAMPLES"]
 
 
-def test_streams_that_nobody_has_begun_are_not_done() -> None:
+def test_streams_that_were_never_started_are_not_done() -> None:
     one = replace(SNAPSHOT, streams=(replace(VIEWS[1], streams=4),))
     assert "Total workers: 1 of 4; 3 not begun" in drawn(one)
     assert "% done" not in drawn(one)
@@ -153,7 +153,7 @@ def test_ctrl_c_stops_the_view() -> None:
         assert "1,250/2,000" in text
 
 
-def test_a_look_that_fails_is_told_and_done_again() -> None:
+def test_an_update_that_fails_is_reported_and_retried() -> None:
     for terminal in (True, False):
         text, slept = watched(terminal, [SNAPSHOT, _Hiccup, DONE])
         assert slept == [7, 7]

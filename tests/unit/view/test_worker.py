@@ -87,7 +87,7 @@ def test_the_last_lines() -> None:
     assert "retries" not in rows
 
 
-def test_a_slow_store_is_told_in_units_that_show_it() -> None:
+def test_a_slow_store_is_shown_in_fitting_units() -> None:
     slow = replace(DONE, progress=replace(NOW, bytes=70_300, compile_seconds=1.0, busy={"sink": 2.0}))
     assert dict(facts(slow))["limited by"] == "disk, 35.1 kB/s"
 
@@ -114,7 +114,7 @@ def test_without_a_terminal_every_fact_is_one_whole_line() -> None:
     assert not any(each.endswith(" ") for each in text.splitlines())
 
 
-def test_in_a_terminal_long_facts_go_on_below_their_first_word() -> None:
+def test_in_a_terminal_long_facts_are_wrapped_and_indented() -> None:
     text = shown(terminal=True, width=60)
     assert "a line with [/brackets]" in text
     assert "speed" in text

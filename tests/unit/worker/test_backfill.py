@@ -195,7 +195,7 @@ def test_a_stream_that_is_begun_again_takes_its_additions_with_it(made: Path, ba
     assert "mlp.2" in spile.open(str(base)).taps
 
 
-def test_an_addition_of_another_life_counts_for_nothing(made: Path, base: Path, tmp_path: Path) -> None:
+def test_an_addition_to_an_earlier_incarnation_is_ignored(made: Path, base: Path, tmp_path: Path) -> None:
     """As a version that knew nothing of additions would leave it behind."""
     add_taps(backfill(base))
     other = tmp_path / "other"

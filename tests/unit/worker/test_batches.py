@@ -115,7 +115,7 @@ def test_halves_hold_the_same_samples_in_half_the_rows(sizes, plan):
         assert sorted(s.index for s in first.samples + second.samples) == sorted(s.index for s in batch.samples)
 
 
-def test_a_window_is_bounded_whatever_the_stream():
+def test_a_window_is_bounded_for_any_stream():
     taken = 0
 
     def endless():

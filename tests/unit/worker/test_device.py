@@ -181,7 +181,7 @@ def test_what_the_device_says_is_translated(producer: DeviceProducer) -> None:
         producer.start(BATCH)
 
 
-def test_closing_forgets_programs_that_nobody_waits_for(
+def test_closing_forgets_programs_without_waiters(
     params: Params, monkeypatch: pytest.MonkeyPatch, producer: DeviceProducer
 ) -> None:
     go = threading.Event()

@@ -35,7 +35,7 @@ class _Contested(StreamSink):
 
 
 @pytest.mark.parametrize("turn", range(3))
-def test_the_refusal_is_told_and_not_what_followed_from_it(tmp_path: Path, turn: int) -> None:
+def test_the_refusal_is_reported_and_not_its_consequences(tmp_path: Path, turn: int) -> None:
     items = [sample_of(i, length=n) for i, n in enumerate(lengths(60, seed=turn))]
     sizes = Sizes(128, None, 64, 1500, writers=3)
     sink = _Contested(open_stream(tmp_path, 60))
@@ -110,7 +110,7 @@ with watched() as watch:
 """
 
 
-def test_output_that_nobody_reads_any_more_does_not_end_a_run() -> None:
+def test_a_closed_output_does_not_end_a_run() -> None:
     """Ctrl+C in ``spile extract | tee log`` reaches tee as well: what is in flight must be committed all the same."""
     process = subprocess.Popen(
         [sys.executable, "-c", _READER_GONE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE

@@ -26,7 +26,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
     return shapes
 
 
-def test_programs_are_one_or_two_and_the_wall_time_is_told(
+def test_one_or_two_programs_are_compiled_and_the_wall_time_is_shown(
     tmp_path: Path, compiled: list[tuple[int, int, int]]
 ) -> None:
     spec = ExtractSpec(

@@ -130,7 +130,7 @@ def test_commit_every_ends_the_shards_of_all_lanes(tmp_path):
 
 
 @pytest.mark.parametrize(("groups", "writers"), [(1, 1), (3, 1), (1, 3)])
-def test_a_batch_that_does_not_fit_is_halved_and_said(tmp_path, groups, writers):
+def test_a_batch_that_does_not_fit_is_halved_and_logged(tmp_path, groups, writers):
     items = [sample_of(i, length=n) for i, n in enumerate(lengths(50))]
     said: list[str] = []
     producer = NumpyProducer(groups, fits=130)
@@ -214,7 +214,7 @@ class Counting(Progress):
 
 
 @pytest.mark.parametrize(("writers", "in_flight"), [(1, 2), (1, 5), (3, 2), (3, 9)])
-def test_as_many_batches_are_in_flight_as_told_and_no_more(tmp_path, writers, in_flight):
+def test_the_number_of_batches_in_flight_is_limited(tmp_path, writers, in_flight):
     progress, full = Counting(), threading.Event()
     seen = []
 

@@ -106,7 +106,7 @@ def test_only_one_process_of_a_pod_has_a_pulse(tmp_path: Path) -> None:
     assert not (tmp_path / "notes").exists()
 
 
-def test_a_checkpoint_folder_that_cannot_be_written_is_told_before_any_work(tmp_path: Path) -> None:
+def test_an_unwritable_checkpoint_folder_is_reported_before_any_work(tmp_path: Path) -> None:
     (tmp_path / "notes").write_text("in the way")
     spec = ExtractSpec(output=str(tmp_path), checkpoint_dir=str(tmp_path / "notes"))
     said: list[str] = []

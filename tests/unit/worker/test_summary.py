@@ -12,7 +12,7 @@ from spile.worker.progress import Progress, Summary, peak_memory
 _PEAK = "from spile.worker.progress import peak_memory; print(peak_memory())"
 
 
-def test_the_peak_is_of_this_process_and_not_of_who_started_it() -> None:
+def test_the_peak_memory_is_that_of_this_process_and_not_of_its_parent() -> None:
     held = np.ones(300 << 20, np.uint8)
     peak = int(subprocess.run([sys.executable, "-c", _PEAK], capture_output=True, check=True).stdout)
     assert 5e6 < peak < held.nbytes < peak_memory()

@@ -117,7 +117,7 @@ def test_the_same_rows_as_jax(tmp_path: Path) -> None:
             assert np.abs(values - theirs[tap]).max() <= (1e-5 if tap == "loss" else 1e-4 * scale), tap
 
 
-def test_a_run_begun_in_jax_is_not_continued_in_torch_unasked(tmp_path: Path) -> None:
+def test_a_run_of_the_jax_backend_is_not_continued_with_torch_by_default(tmp_path: Path) -> None:
     given = spec("embedded", tmp_path / "a", 2, taps=["residual"])
     extract(given)
     more = replace(given, backend="torch", data=replace(given.data, max_samples=4))
