@@ -41,7 +41,7 @@ AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZ
 
 
 class Clouds:
-    """The fake GCS and moto's S3 behind a proxy that can spoil it; each started when it is first asked for."""
+    """The fake GCS, and moto's S3 behind a proxy that can corrupt replies. Each server is started at its first use."""
 
     def __init__(self) -> None:
         self._stack = ExitStack()
@@ -87,13 +87,13 @@ class Clouds:
         return boto3.client("s3", endpoint_url=url, **keys)
 
     def server(self, url: str) -> FaultyServer:
-        """The one that holds this folder."""
+        """Return the server of this folder."""
         if url.startswith("az:"):
             return self.azure
         return self.gcs if url.startswith("gs:") else self.s3
 
     def faults(self, url: str) -> Faults:
-        """What spoils this folder's requests."""
+        """Return the faults that are injected into requests for this folder."""
         return self.server(url).faults
 
     def close(self) -> None:
@@ -117,7 +117,7 @@ def _make_container(url: str, name: str) -> None:
 
 
 def environment(clouds: Clouds, backend: str) -> dict[str, str]:
-    """What leads a process to the servers, and away from the network."""
+    """Return variables that point a process at the servers and away from the network."""
     variables = {"NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost"}
     if backend == "gs":
         variables |= {"STORAGE_EMULATOR_HOST": clouds.gcs.url}
@@ -140,7 +140,7 @@ def shared_clouds() -> Iterator[Clouds]:
 
 @pytest.fixture
 def clouds(shared_clouds: Clouds) -> Iterator[Clouds]:
-    """With no faults in force, before and after."""
+    """The servers, without faults before and after the test."""
     yield shared_clouds
     for server in (shared_clouds.__dict__.get(name) for name in ("gcs", "s3", "azure")):
         if server is not None:
@@ -171,12 +171,12 @@ def folder(folder_url: str) -> Folder:
 
 @pytest.fixture(params=BACKENDS[1:])
 def cloud_url(request: pytest.FixtureRequest, clouds: Clouds, tmp_path: Path) -> Iterator[str]:
-    """As ``folder_url``, without the disk."""
+    """Like ``folder_url``, but only buckets."""
     with _at(clouds, request.param, tmp_path) as url:
         yield url
 
 
 @pytest.fixture
 def cloud_folder(cloud_url: str) -> Folder:
-    """As ``folder``, without the disk."""
+    """Like ``folder``, but only buckets."""
     return open_folder(cloud_url)

@@ -17,7 +17,7 @@ install_import_hook(
     ],
     "beartype.beartype",
 )
-settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
+settings.register_profile("untimed", deadline=None)  # A slow machine is not a failure.
 settings.load_profile("untimed")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell's background job ignores Ctrl+C, and so would every process that a test starts and interrupts.

@@ -1,4 +1,4 @@
-"""A folder that is no local disk to the reader, and that counts what is read of each object."""
+"""A folder that looks remote to the reader and counts the bytes read from each object."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A fleet's life on a fake clock: the real reconciler, lease and client, the fake cloud, and everything going wrong.
+"""A simulated fleet on a fake clock: the real reconciler, lease and client on the fake cloud, with many faults.
 
 ``Simulation(seed).run()`` plays one history: hours of preemptions, stockouts, quota, lost replies, errors, slow
 operations, hung and crashing workers, and monitors that pause, die and overlap; redeployments while it runs, another
@@ -138,7 +138,7 @@ class Stream:
 
 @dataclass
 class Said:
-    """What the bucket says of a worker."""
+    """The report of a worker in the bucket."""
 
     crashes_left: int = 0
     deployment: str = ""
@@ -608,7 +608,7 @@ class Simulation:
         self._hold(set(self.foreign) <= listed, "a foreign machine is gone")
 
     def state(self) -> str:
-        """Where it stands, for a failure."""
+        """Return the state for a failure message."""
         nodes = [(raw["name"].split("/")[3], raw["name"].split("/")[5], raw["state"]) for raw in self.cloud.nodes("-")]
         holder = [monitor for monitor in self.monitors if monitor.lease.number]
         history = holder[-1].history.workers if holder else {}

@@ -12,7 +12,7 @@ _PORTS = range(15_000, 32_000)
 
 
 def free_port(address: str = "127.0.0.1") -> int:
-    """One that nobody listens on now."""
+    """Return a port on which nothing listens now."""
     for port in random.SystemRandom().sample(_PORTS, 100):
         with socket.socket() as probe:
             try:

@@ -1,4 +1,4 @@
-"""A world with no model: rows are a function of tokens, positions and taps, so anybody can say what a row must be.
+"""Rows without a model: they are a function of tokens, positions and taps, so a test can compute the expected rows.
 
 ``NumpyProducer`` gives them to the real worker's loop; ``produce`` writes them to the store alone, in shards of a
 chosen number of samples.
@@ -66,7 +66,7 @@ def stream_identity(samples: int | None, taps: tuple[Tap, ...] = TAPS, sha256: s
 
 
 def sample_of(index: int, longest: int = 40, *, length: int | None = None) -> Sample:
-    """Sample ``index`` of a stream: everything of it follows from its number."""
+    """Return sample ``index`` of a stream, which depends only on its index."""
     source = np.random.default_rng(index)
     drawn = int(source.integers(1, longest))
     length = drawn if length is None else length
@@ -88,7 +88,7 @@ def lengths(count: int, longest: int = 40, seed: int = 0) -> list[int]:
 
 
 def rows_of(sample: Sample, tap: int, d: int = D, dtype: str = "bfloat16") -> np.ndarray:
-    """What tap number ``tap`` gives for this sample: no row equals another."""
+    """Return the rows of tap number ``tap`` for this sample. No two rows are equal."""
     return _values(sample.tokens, np.arange(len(sample)), tap, d).astype(dtype)
 
 
@@ -115,9 +115,9 @@ class NumpyProducer(BatchProducer):
         self.groups = groups
         self.owned: Sequence[int] = range(groups)
         self.fits = fits
-        """Computed tokens per group that there is memory for."""
+        """The number of tokens per group that fit in memory."""
         self.seconds = seconds
-        """How long a batch takes."""
+        """The seconds that a batch takes."""
         self.shapes: list[tuple[int, int]] = []
 
     def describe(self) -> str:
@@ -163,7 +163,7 @@ def produce(
     attempt: str | None = None,
     cut: int | None = None,
 ) -> StreamStore:
-    """One worker's life: join, do what is left, finish. ``cut`` ends each shard early, after so many samples."""
+    """Run one worker: join, process the rest, finish. ``cut`` ends each shard after this many samples."""
     run = run_identity()
     join_run(root, run)
     store = join_stream(root, worker_id, stream_identity(samples), run, attempt)

@@ -1,4 +1,4 @@
-"""Taps added to a finished stream in a process of its own that dies at a chosen step."""
+"""Add taps to a finished stream in a separate process that is killed at a chosen step."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def left(stream: Stream) -> list:
 
 
 class StopAfter(LocalControl):
-    """Says stop before the batch of this number."""
+    """Requests a stop before the batch with this number."""
 
     def __init__(self, batches: int) -> None:
         super().__init__(threading.Event(), None)
@@ -59,7 +59,7 @@ class StopAfter(LocalControl):
 def add(
     root: Folder, groups: int = 1, writers: int = 1, fits: int | None = None, batches: int = 10**9
 ) -> tuple[bool, StreamStore]:
-    """One life: what is left, in batches of any size, or so many of them."""
+    """Process the remaining shards in batches of any size, or only some of the batches."""
     run = read_run(root)
     assert run is not None
     (stream,) = open_streams(root, run)
@@ -78,7 +78,7 @@ def add(
 
 
 def life(url: str, switch: Switch) -> None:
-    """A process's whole work."""
+    """Run the worker; this is the target of a process."""
     switch.patch_system()
     try:
         add(open_folder(url))

@@ -69,7 +69,7 @@ def _made(sample: Sample) -> Answer:
 
 
 class Source:
-    """Answers so many samples at a time, which end in another order than they began."""
+    """Answers several samples at once; they end in a different order than they started."""
 
     groups, owned = 1, (0,)
 
@@ -97,7 +97,7 @@ class CommitAlways(LocalControl):
 def answer(
     url: str, count: int, shard: int, attempt: str | None = None, *, shard_bytes: float = 1e9, writers: int = 1
 ) -> StreamStore:
-    """One worker's life: answers what is left, ``shard`` samples at a time, and commits after each."""
+    """Run one worker: answer the remaining samples, ``shard`` at a time, with a commit after each group."""
     root = open_folder(url)
     join_run(root, RUN)
     stream = join_stream(root, 0, stream_identity(count), RUN, attempt)

@@ -1,4 +1,4 @@
-"""Workers in processes of their own that die, or stop, at a chosen step: a real signal, no clean-up, no finally.
+"""Workers in separate processes that are killed or stopped at a chosen step by a real signal, without clean-up.
 
 On a local disk every system call that writes is a step, and a write in progress is torn in half. On a bucket
 every request that writes is two steps, before it is sent and after it was answered.
@@ -88,7 +88,7 @@ class Stepped:
 
 
 def life(url: str, samples: int, environment: Mapping[str, str], switch: Switch, options: dict[str, Any]) -> None:
-    """One worker's life, as the process's whole work: ends with the exit code of ``spile extract``."""
+    """Run one worker in this process and exit with the exit code of ``spile extract``."""
     os.environ.update(environment)
     folder: Any = open_folder(url)
     if "://" in url or (switch.name is not None and " " in switch.name):
@@ -139,6 +139,6 @@ class _paths:
 
 
 def assert_whole(folder: Folder, samples: int) -> None:
-    """The dataset is proven, and every row is what an uninterrupted run's would be."""
+    """Check that the dataset is verified and that every row equals that of an uninterrupted run."""
     wanted = [item for item in items(samples) if isinstance(item, Sample)]
     assert_rows(folder, wanted, TAPS, rows_of)

@@ -1,4 +1,4 @@
-"""Killed anywhere between a shard, its answers and their commit: each sample is answered once, and verify proves it."""
+"""Kills between a shard, its answers and their commit: each sample is answered exactly once."""
 
 from __future__ import annotations
 

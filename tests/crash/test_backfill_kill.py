@@ -1,4 +1,4 @@
-"""``--add-taps`` killed at every write step; then the same again: every row once, beside its own."""
+"""``--add-taps`` is killed at every write step and run again: every added row exists exactly once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COUNT = 24
 
 
 def assert_added(root: Path, count: int = COUNT) -> None:
-    """Each sample's old and new rows, and one read of both, row for row."""
+    """Check each sample's old and new rows, and that one read returns both."""
     report = verify(str(root))
     assert report.ok, report.all_problems
     dataset = spile.open(str(root))
@@ -84,7 +84,7 @@ def test_a_kill_at_every_system_call(base: Path, tmp_path: Path, each: int) -> N
 def test_any_batch_gives_the_same_order(
     base: Path, tmp_path: Path, groups: int, writers: int, fits: int | None
 ) -> None:
-    """Also where the device's memory runs out and batches are halved: a shard is begun again, not divided."""
+    """If the device runs out of memory and batches are halved, a shard is started again and not divided."""
     root = tmp_path / "root"
     shutil.copytree(base, root)
     finished, store = add(open_folder(str(root)), groups, writers, fits)
@@ -97,7 +97,7 @@ def test_any_batch_gives_the_same_order(
 
 @pytest.mark.parametrize("writers", [1, 2])
 def test_a_stop_at_every_batch(base: Path, tmp_path: Path, writers: int) -> None:
-    """A shard in the making is dropped, and a tap that is half there is not read; verify says how to finish it."""
+    """An unfinished shard is dropped, an incomplete tap is not read, and verify names the command that finishes it."""
     interrupted = 0
     for batches in range(12):
         root = tmp_path / str(batches)
@@ -119,7 +119,7 @@ def test_a_stop_at_every_batch(base: Path, tmp_path: Path, writers: int) -> None
 
 
 def test_two_that_add_the_same_taps(base: Path, tmp_path: Path) -> None:
-    """The one who commits second is fenced; nothing is there twice."""
+    """The worker that commits second is fenced, and nothing is stored twice."""
     root = tmp_path / "root"
     shutil.copytree(base, root)
     folder = open_folder(str(root))
@@ -143,7 +143,7 @@ def test_two_that_add_the_same_taps(base: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_command_killed_in_the_middle(tmp_path: Path) -> None:
-    """``spile extract --add-taps`` itself, model and all."""
+    """``spile extract --add-taps`` with a real model."""
     tasks = tmp_path / "tasks.jsonl"
     tasks.write_text("\n".join(sorted(embedded_tasks().read_text().splitlines(), key=len)[:12]) + "\n")
     root = tmp_path / "out"

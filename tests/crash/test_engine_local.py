@@ -69,7 +69,7 @@ def test_a_killed_worker_is_restarted_and_nothing_is_stored_twice(
 ) -> None:
     """With tiny shards, so that the killed one has commits, which its successor does not repeat."""
     words = ["--dataset-dir", str(streams), "--output", "out", "--num-workers", "2", "--shard-size-gb", "1e-6"]
-    monkeypatch.setenv("SPILE_ENGINE", "local")  # said by a variable: its workers must not take it for theirs
+    monkeypatch.setenv("SPILE_ENGINE", "local")  # Set by a variable, which the workers must not inherit.
     held = HeldCommits(tmp_path / "held", after=1)
     run = start(tmp_path, *words, "--log-dir", "logs", environment={**os.environ, **held.environment})
     assert wait_until(lambda: len(workers(run)) == 2)
@@ -145,7 +145,7 @@ def test_bad_input_is_one_line(
 
 
 def test_the_command_that_starts_the_workers_has_no_jax_itself(tmp_path: Path) -> None:
-    """It starts in half a second, and a Ctrl+C then is not lost in what jax calls back."""
+    """A Ctrl+C during the start is not lost in a callback of JAX."""
     words = ["extract", "--num-workers", "1", "--num-streams", "49", "--model", "embedded", "--output", "out"]
     program = f"import sys\nfrom spile.cli.main import main\ntry: main({words})\nfinally: print('jax' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)

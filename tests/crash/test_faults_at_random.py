@@ -31,7 +31,7 @@ def _life(url: str, seed: int) -> str | None:
 
 
 def schedule(clouds: Clouds, url: str, seed: int) -> None:
-    """Lives of a worker, each through faults, until one gets to the end; then the proof, with no fault in force."""
+    """Start workers under faults until one finishes, then verify the dataset without faults."""
     faults = clouds.faults(url)
     faults.extend(random_faults(seed, 4 + seed % 20, requests=10 + seed % 60))
     for _ in range(LIVES):
@@ -65,7 +65,7 @@ def test_a_thousand_random_faults(clouds: Clouds, cloud_url: str, first: int) ->
 def test_an_upload_that_cannot_succeed_ends_the_run_and_resumes_once_fixed(
     clouds: Clouds, cloud_url: str, status: int
 ) -> None:
-    """The bucket turns us away half way: one line that names the object and the cause."""
+    """The bucket refuses requests in the middle of the run: one line names the object and the cause."""
     clouds.faults(cloud_url).add("status", status=status, method="PUT", target="shard_0003", count=-1)
     trouble = _life(cloud_url, 0)
     assert trouble is not None

@@ -1,4 +1,4 @@
-"""``spile infer`` itself, model and all, killed in the middle; the same command finishes it, and the score agrees."""
+"""``spile infer`` with a real model is killed and run again; it finishes, and the score is correct."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def finished(tasks: Path, output: Path, *words: object) -> None:
 
 
 def told(root: Path) -> list[tuple[int, str, list[int]]]:
-    """Every answer, as often as it is there."""
+    """Return every stored answer, with duplicates."""
     lines = [line for file in root.glob("tpu_0/predictions.jsonl") for line in file.read_text().splitlines()]
     return [(one["sample"], one["text"], one["tokens"]) for one in map(json.loads, lines)]
 
@@ -59,7 +59,7 @@ def proven(root: Path) -> None:
 
 
 def kills(tasks: Path, home: Path, count: int, seed: int) -> None:
-    """Killed at moments that have nothing to do with its steps, with other sizes each time, and finished at last."""
+    """Kill the command at random moments, with different sizes each time, and then finish it."""
     whole = home / "whole"
     finished(tasks, whole)
     dice = random.Random(seed)

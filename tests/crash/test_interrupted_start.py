@@ -79,7 +79,7 @@ def test_ctrl_c_is_one_line_during_any_import(tmp_path: Path, kind: str, moment:
 
 
 def test_ctrl_c_that_is_lost_just_before_the_run_ends_the_start_or_the_run(tmp_path: Path) -> None:
-    """It comes again a moment later, when the run may have begun: then that one is told, as at any other time."""
+    """A second signal a moment later, when the run may have started, is reported as usual."""
     code, said, errors = interrupted(tmp_path, "collected", "spile.view.worker", "extract")
     assert code == 130, (said, errors)
     assert errors == "spile: interrupted\n" or (not errors and "the same command again resumes" in said), (said, errors)
@@ -94,7 +94,7 @@ def test_every_command_that_loads_jax_ends_alike(tmp_path: Path, command: str) -
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(24))
 def test_ctrl_c_at_any_moment_of_the_start(tmp_path: Path, seed: int) -> None:
-    """By the clock. The interpreter's own start is not ours; so many samples are not done before the signal comes."""
+    """Signals at fixed times. The start of the interpreter is not tested; the samples take longer than the signal."""
     words = [sys.executable, "-m", "spile.cli.main", "extract", "--layers", "1", "--predictions-per-task", "64"]
     run = subprocess.Popen(
         words, cwd=tmp_path, env={**os.environ, "JAX_PLATFORMS": "cpu"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE

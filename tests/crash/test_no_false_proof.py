@@ -1,6 +1,6 @@
-"""Any sequence of edits, lives, kills, overwrites and stray objects ends in rows that are right, or in an error.
+"""Any sequence of edits, workers, kills, overwrites and stray objects ends in correct rows or in an error.
 
-Never in a proof that is false: where ``verify`` proves a dataset, each row is what the data of its identity gives.
+It never ends in a false proof: if ``verify`` accepts a dataset, each row is computed from the data of its identity.
 """
 
 from __future__ import annotations
@@ -90,7 +90,9 @@ class World:
         elif what == "zombie" and self.workers:
             store = self.workers[0]
             self.commit(store, [self.sample(store, index) for index in range(2)])
-        elif what == "sleepwalker" and self.workers:  # fell asleep between its look at stream.json and its commit
+        elif (
+            what == "sleepwalker" and self.workers
+        ):  # It was suspended between its check of stream.json and its commit.
             store = self.workers[0]
             taken = max(commit_numbers(store.folder), default=0) + number
             commit = Commit(taken, "sleep", store.record.id, (), (Skip(number, "t", "empty"),), None)
@@ -140,7 +142,7 @@ class World:
         store.commit([builder.finish()])
 
     def judge(self) -> None:
-        """What is proven is right."""
+        """Check that a verified dataset is correct."""
         try:
             proven = verify(self.root).ok
         except SpileError:
@@ -164,7 +166,7 @@ class World:
 def _try(steps: list[tuple[str, int]], place: Path, tokenizer: Tokenizer) -> None:
     world = World(place, tokenizer)
     for what, number in steps:
-        with suppress(SpileError):  # an error is a right answer; a traceback of anything else is not
+        with suppress(SpileError):  # An error of ours is accepted; any other exception is not.
             world.do(what, number)
         world.judge()
 

@@ -1,4 +1,4 @@
-"""Many workers on one stream, and one that wakes up after its successor has gone on: one wins each commit."""
+"""Several workers on one stream, one of them suspended for a while: exactly one wins each commit."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def until_stopped(pid: int) -> None:
 
 @pytest.mark.parametrize("moment", ["before create commits/0002.json", "after finish", "before create stream.json"])
 def test_a_zombie_that_wakes_after_its_successor(folder_url: str, moment: str) -> None:
-    """Stopped with a finished shard in its hands; the successor does it all; then it goes on where it was."""
+    """A worker is suspended with a finished shard; its successor finishes the stream; then the worker continues."""
     switch = Switch(0, signal.SIGSTOP, moment)
     zombie = start(folder_url, 30, switch=switch)
     assert zombie.pid is not None
@@ -68,7 +68,7 @@ def test_a_zombie_that_wakes_after_its_successor(folder_url: str, moment: str) -
 
 
 def test_a_zombie_whose_shard_was_collected_cannot_commit_it(folder_url: str) -> None:
-    """The store alone: the loop would have begun the next shard, and that would be collected too."""
+    """Only the store: the worker's loop would have started the next shard, which would be collected too."""
     zombie = killing.start(folder_url, 30, Switch(0, signal.SIGSTOP, "before create commits/0002.json"), shard=6)
     assert zombie.pid is not None
     until_stopped(zombie.pid)

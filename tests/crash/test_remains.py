@@ -1,4 +1,4 @@
-"""What a killed worker leaves on a disk is removed by the next one; what a live one writes is not."""
+"""Files of a killed worker are removed by the next one; files of a live worker are not."""
 
 from __future__ import annotations
 

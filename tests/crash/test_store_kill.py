@@ -1,4 +1,4 @@
-"""SIGKILL at every single write step of the store; then the same again: nothing lost, doubled or damaged.
+"""SIGKILL at every write step of the store, then a second run: nothing is lost, doubled or damaged.
 
 The store alone, in one thread, so that the steps are the same at each run and none is left out: a commit has several.
 ``test_worker_kill`` kills the real worker's loop at the same steps, where threads mix them, and at random instants.
@@ -19,7 +19,7 @@ from world import produce
 
 
 def steps_killed(root: str, samples: int, each: int = 1, **options: int) -> int:
-    """Kill at step 0, ``each``, 2 × ``each`` … each on a folder of its own, and resume; how many steps there were."""
+    """Kill at step 0, ``each``, 2 × ``each``, …, each in a new folder, and resume; return the number of steps."""
     step = 0
     while True:
         url = f"{root}/{step}"
@@ -49,7 +49,7 @@ def test_a_kill_at_every_system_call_of_a_local_run(tmp_path: Path) -> None:
 
 
 def test_a_kill_at_every_system_call_while_shards_are_cut_short(tmp_path: Path) -> None:
-    """Compaction moves bytes in place: the torn file must never be taken for a shard."""
+    """Compaction moves bytes in place: an incomplete file must never be read as a shard."""
     assert steps_killed(str(tmp_path), 7, each=2, shard=7, step=4, cut=4) > 40
 
 

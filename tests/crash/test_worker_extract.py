@@ -1,4 +1,4 @@
-"""``spile extract`` itself, model and all, killed and interrupted in the middle; the same command again finishes it.
+"""``spile extract`` with a real model is killed and interrupted; the same command finishes it.
 
 A row does not depend on what it was computed with beyond rounding. Another batch gives other shapes, and XLA sums a
 product of another shape in another order: float32 rows differ in their last bits, and where such a value lies
@@ -63,7 +63,7 @@ class Command:
         )
 
     def run(self, *words: object) -> str:
-        """To the end; what it said."""
+        """Run the command to its end and return its output."""
         process = self.start(*words)
         out, errors = process.communicate(timeout=200)
         assert (process.returncode, errors) == (0, "")
@@ -78,7 +78,7 @@ class Command:
 
 
 def until_said(word: str, process: subprocess.Popen[str]) -> str:
-    """What it printed, up to the line with this word."""
+    """Return the output up to the line with this word."""
     assert process.stdout is not None
     said = ""
     while word not in said:
@@ -99,7 +99,7 @@ def rows(root: Path) -> dict[tuple[int, str], np.ndarray]:
 
 
 def assert_equal(found: Path, wanted: Path, rounding: float = ROUNDING) -> None:
-    """The same rows, but for rounding."""
+    """Check that the rows are equal up to rounding."""
     left, right = rows(found), rows(wanted)
     assert left.keys() == right.keys()
     for key in left:
@@ -117,7 +117,7 @@ def whole(tasks: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def finish(command: Command, whole: Path, *words: object) -> None:
-    """The second run resumes, the third has nothing to do, and the rows are those of an uninterrupted one."""
+    """Run it again to resume and a third time with nothing left; the rows equal those of an uninterrupted run."""
     before = {path: path.stat().st_mtime_ns for path in command.output.glob("tpu_0/commits/*.json")}
     said = command.run(*words)
     assert f"{TASKS} stored" in said
@@ -194,7 +194,7 @@ def test_ctrl_c_twice(tasks: Path, whole: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_what_another_batch_changes_in_bfloat16(tasks: Path, tmp_path: Path) -> None:
-    """The stored value or its neighbour, 2⁻⁸ of it away at most; and nearly always the value itself."""
+    """A value is the stored one or its neighbour in bfloat16, and nearly always the stored one."""
     commands = [Command(tasks, tmp_path / name, "bfloat16") for name in ("a", "b")]
     commands[0].run()
     commands[1].run("--batch-size", "1")
@@ -209,7 +209,7 @@ def test_what_another_batch_changes_in_bfloat16(tasks: Path, tmp_path: Path) -> 
 
 
 def test_four_devices_of_one_process(tasks: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Data-parallel over local devices: each keeps its own samples' rows, which are those of one device."""
+    """Data parallelism over local devices gives the same rows as one device."""
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
     command = Command(tasks, tmp_path / "out")
     said = command.run("--batch-tokens", "1024")

@@ -63,7 +63,7 @@ def test_a_second_signal_does_not_wait_for_a_bucket_that_hangs(clouds: Clouds, c
 
 
 def schedule(clouds: Clouds, url: str, seed: int) -> None:
-    """Lives through random faults until one gets to the end."""
+    """Start workers under random faults until one finishes."""
     faults = clouds.faults(url)
     faults.extend(random_faults(seed, 4 + seed % 20, requests=10 + seed % 60))
     for life in range(30):

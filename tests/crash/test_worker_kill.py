@@ -1,4 +1,4 @@
-"""SIGKILL through the real worker loop, whatever it is doing; then another batch, shard and lane: nothing is amiss."""
+"""SIGKILL at any step of the real worker loop, then a run with other batch and shard sizes: the dataset is complete."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COUNT = 150
 
 
 def any_life(dice: random.Random, seconds: float = 0.0) -> Life:
-    """Sizes that have nothing to do with those of the life before."""
+    """Return random sizes, independent of those of the previous worker."""
     return Life(
         writers=dice.choice([1, 3]),
         groups=dice.choice([1, 2, 3]),
@@ -30,7 +30,7 @@ def any_life(dice: random.Random, seconds: float = 0.0) -> Life:
 
 
 def resumed(url: str, dice: random.Random) -> None:
-    """What was committed stays as it was, and the rest is added."""
+    """Check that committed data is unchanged and the rest is added."""
     before = committed(open_folder(url))
     if before:
         kinds = {problem.kind for problem in verify(open_folder(url)).all_problems}
@@ -77,7 +77,7 @@ def test_fifty_kills_at_random_instants(folder_url: str) -> None:
 
 
 def kills_at_steps(url: str, steps: list[int], seed: int) -> int:
-    """Kill at these write steps of all threads together; how many came that far."""
+    """Kill at these write steps, counted over all threads; return how many workers reached their step."""
     dice = random.Random(seed)
     died = 0
     for step in steps:

@@ -1,4 +1,4 @@
-"""Signals and rivals, through the real worker loop: what was computed is committed, and the loser says so in a line."""
+"""Signals and competing workers in the real worker loop: finished work is committed, and the loser reports one line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from spile.store.heartbeat import read_beat
 COUNT = 150
 FENCED = 3
 ENDLESS = 10**9
-"""A shard that is never full: what is committed early was committed because of the signal."""
+"""The shard is never full, so an early commit is caused by the signal."""
 
 
 def signalled(url: str, tmp_path: Path, number: int, **changes: object) -> int | None:

@@ -1,4 +1,4 @@
-"""What every kill and fault suite asks at its end: the dataset is proven, and its rows are an uninterrupted run's."""
+"""The final check of every kill and fault suite: the dataset is verified and its rows equal an uninterrupted run's."""
 
 from __future__ import annotations
 

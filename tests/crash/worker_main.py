@@ -1,4 +1,4 @@
-"""The real worker loop in a process of its own: NumPy for a model, the command line's signals, any backend.
+"""The real worker loop in a separate process, with NumPy as the model, the signals of the command line and any backend.
 
 ``start`` forks one from a clean server. It ends as ``spile extract`` does: an exit code, and one line of error.
 """
@@ -41,7 +41,7 @@ _HANDED_ON = ("STORAGE_EMULATOR_HOST", "AWS_", "SPILE_", "NO_PROXY", "no_proxy")
 
 @dataclass(frozen=True)
 class Life:
-    """How a worker goes about it. Nothing of it may change a row."""
+    """The settings of one worker. None of them may change a row."""
 
     writers: int = 1
     groups: int = 1
@@ -50,11 +50,11 @@ class Life:
     shard_bytes: float = 12_000
     commit_every: float | None = None
     seconds: float = 0.0
-    """How long a batch takes."""
+    """The seconds that a batch takes."""
     stuck_after: int | None = None
-    """The batch after which the device does not answer any more."""
+    """The batch after which the device stops answering."""
     mark: tuple[str, int] | None = None
-    """A file to create once so many batches are fetched."""
+    """A file that is created after this many batches."""
     holds: bool = False
     """Whether the device waits there, with the next batch, until the worker was asked to stop."""
     stopping: str | None = None
@@ -64,7 +64,7 @@ class Life:
 
 
 class _Producer(NumpyProducer):
-    """Marks when it is on its way, and may wait there, or stop answering."""
+    """Creates the mark, and may then wait or stop answering."""
 
     def __init__(self, life: Life, stop: Event) -> None:
         super().__init__(life.groups, seconds=life.seconds)
@@ -126,7 +126,7 @@ def _mark_stop(stop: Event, mark: Path) -> None:
 
 
 def main(url: str, count: int, environment: dict[str, str], life: Life) -> None:
-    """A process's whole work."""
+    """Run the worker; this is the target of a process."""
     for name in [name for name in os.environ if name.startswith(_HANDED_ON)]:
         del os.environ[name]  # what the fork server was started with
     os.environ.update(environment)
@@ -163,7 +163,7 @@ def start(url: str, count: int, life: Life | None = None, **changes: Any) -> For
 
 
 def until(path: Path, process: ForkServerProcess) -> None:
-    """Wait for a file that the worker makes."""
+    """Wait until the worker has created this file."""
     while not path.exists():
         assert process.is_alive(), process.exitcode
         time.sleep(0.005)
@@ -175,7 +175,7 @@ def committed(folder: Folder) -> Ranges:
 
 
 def assert_whole(url: str, count: int) -> None:
-    """Proven, and every row of every sample is what an uninterrupted run stores."""
+    """Check that the dataset is verified and that every row equals that of an uninterrupted run."""
     folder = open_folder(url)
     wanted = [item for item in items(count) if isinstance(item, Sample)]
     assert_rows(folder, wanted, TAPS, lambda s, number: rows_of(s, number, dtype="float32"))

@@ -1,4 +1,4 @@
-"""Nothing of the machine's own environment counts here."""
+"""Tests here do not depend on the machine's environment."""
 
 from __future__ import annotations
 

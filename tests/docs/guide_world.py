@@ -1,4 +1,4 @@
-"""The world that the old guides' readers have: their buckets, their cloud, the hub with their model and dataset.
+"""The environment of the old guides: buckets, a cloud, and a hub with the model and the dataset.
 
 The model is a small one of Qwen2.5's kind with its 24 layers, the dataset a few tasks; the servers and commands are
 real. What a machine would run is run here, or on real processes of the fake cloud.
@@ -59,7 +59,7 @@ def stream_text(first: int = 0, count: int = 3) -> bytes:
 
 @dataclass
 class GuideWorld:
-    """A working directory, a prompt, and what there is around them."""
+    """A working directory, a command prompt and the servers around them."""
 
     world: World
     prompt: Prompt
@@ -149,11 +149,11 @@ def _with_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This is no host of a pod, whatever the machine says."""
+    """Make this machine a single host, independent of its variables."""
     from spile.worker.pod.identity import Identity
 
     monkeypatch.setattr("spile.cli.flags.PodFlags.identity", lambda *_: Identity(0, 1))
 
 
 Ending = Callable[[GuideWorld, OldLine], None]
-"""Prepares what the guide's earlier steps made, types the line, and looks at what came of it."""
+"""Prepares the results of the guide's earlier steps, runs the line and checks the result."""

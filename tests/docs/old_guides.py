@@ -17,14 +17,14 @@ BARC = "barc0/200k_HEAVY_gpt4o-description-gpt4omini-code_generated_problems"
 
 @dataclass(frozen=True)
 class OldLine:
-    """One command line, and what has to come of it."""
+    """One command line and its expected meaning."""
 
     guide: str
     line: str
     command: str
     """Ours, whose function is called."""
     means: dict[str, Any]
-    """What that function has to be given: of extract, the spec; of others, the flags by their dotted names."""
+    """The expected arguments: the spec for extract, the flags by their dotted names for other commands."""
     environment: dict[str, str] = field(default_factory=dict)
 
 
@@ -244,4 +244,4 @@ INSTEAD: dict[str, str] = {
     # 004
     f"{_SSH} my-tpu --zone=us-central1-a --worker=all --command='cd ~/activation-extract-multihost'": "spile run",
 }
-"""What belongs to other programs, and what the one line says to type instead."""
+"""Lines of other programs, and the replacement that the error names."""

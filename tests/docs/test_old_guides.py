@@ -1,4 +1,4 @@
-"""The old guides' command lines, as written there, after ``spile``: each means what it meant, or says what to type."""
+"""The command lines of the old guides after ``spile``: each keeps its meaning, or the error names the replacement."""
 
 from __future__ import annotations
 

@@ -319,7 +319,7 @@ _SLOW = (infers_on_256_devices, checks_the_pod, extracts_as_a_pod, deploys_and_w
 
 
 def ending(old: OldLine) -> Ending:
-    """What has to come of a line."""
+    """Return the check for the result of a line."""
     if "--topology" in old.line:
         return extracts_as_a_pod
     if old.command != "deploy":

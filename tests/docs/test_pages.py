@@ -1,4 +1,4 @@
-"""What the documentation shows is what there is: links lead somewhere, commands are understood, examples run."""
+"""The documentation is correct: links resolve, commands parse and examples run."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
 
 
 def understood(words: list[str], *, whole: bool) -> None:
-    """All flags exist; where the command is ``whole``, nothing that it needs is missing."""
+    """Check that all flags exist and, if the command is ``whole``, that no required flag is missing."""
     name = " ".join(words[1:3])
     if " ".join(words[1:]) in GROUPS:
         return
@@ -131,7 +131,7 @@ def test_every_file_of_the_project_that_a_page_names_is_there(page: Path) -> Non
 
 @pytest.mark.parametrize("name", ["pods.md", "parallel-workers.md", "quick-experiments.md", "verify-a-pod.md"])
 def test_a_guide_for_bare_hosts_begins_with_installing_spile(name: str) -> None:
-    """They assumed a ``spile`` that nothing had put there."""
+    """The guides once assumed that spile was installed on the hosts."""
     text = (ROOT / "docs" / "guides" / name).read_text(encoding="utf-8")
     first = next(line for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) for line in block.splitlines())
     assert first.startswith(("spile install ", "spile run ")), first

@@ -1,4 +1,4 @@
-"""What others may import, and what that costs."""
+"""The public names and the cost of importing them."""
 
 from __future__ import annotations
 

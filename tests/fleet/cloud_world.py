@@ -27,7 +27,7 @@ def a_home(folder: Path) -> Path:
 
 
 class World:
-    """A cloud and a bucket, and spile at the prompt."""
+    """A fake cloud and bucket, and a way to run spile commands."""
 
     def __init__(self, folder: Path, gcs: FakeGcs) -> None:
         self.folder, self.gcs = folder, gcs

@@ -16,7 +16,7 @@ from spile_fakes.gcs import FakeGcs
 
 @pytest.fixture(autouse=True)
 def _state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was deployed from this computer is remembered for the test alone."""
+    """Deployments of this computer are recorded separately for each test."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 

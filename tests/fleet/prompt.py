@@ -1,4 +1,4 @@
-"""``spile`` at the prompt of a world, in this very process: a command costs no start of Python."""
+"""Run ``spile`` commands in this process, which avoids starting Python for each."""
 
 from __future__ import annotations
 

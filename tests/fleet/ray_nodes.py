@@ -40,11 +40,11 @@ def ip(*words: str) -> None:
 
 
 class NotJoined(Exception):
-    """A node that ended instead; what it said."""
+    """A node that failed to join, with its output."""
 
 
 class RayNodes:
-    """A head without CPUs in a namespace of its own, and nodes beside it on one bridge."""
+    """A head without CPUs and nodes, each in its own network namespace, on one bridge."""
 
     def __init__(self, env: dict[str, str] | None = None) -> None:
         _sweep()
@@ -82,7 +82,7 @@ class RayNodes:
             words += [f"--num-cpus={cpus}", f"--node-name=node{number}"]
         log = (Path(self.folder) / f"node{number}.log").open("wb")
         self.nodes[number] = subprocess.Popen(
-            [sys.executable, _CHILD, str(os.getpid()), "", *words],  # told to end if this process is killed
+            [sys.executable, _CHILD, str(os.getpid()), "", *words],  # It ends if this process is killed.
             env={**self.env, **(env or {})},
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -111,7 +111,7 @@ class RayNodes:
         ip("-n", space, "route", "add", "default", "via", self.gateway)  # Ray asks the routes for its address
 
     def cut(self, number: int) -> None:
-        """Nobody hangs up; packets just stop."""
+        """Drop all packets without closing connections."""
         ip("link", "set", f"{self.name}v{number}", "nomaster")
 
     def processes(self, number: int) -> list[int]:
@@ -119,7 +119,7 @@ class RayNodes:
         return [*below(pid), pid]
 
     def kill(self, number: int) -> None:
-        """All of it at once, as a machine goes."""
+        """Kill all its processes at once, as when a machine is lost."""
         victims = self.processes(number)
         for sign in (signal.SIGSTOP, signal.SIGKILL):
             for pid in victims:
@@ -142,7 +142,7 @@ class RayNodes:
 
 
 def _sweep() -> None:
-    """Take away the networks of clusters whose maker was killed: nobody else can."""
+    """Remove the networks of clusters whose test process was killed."""
     for kind in (["netns", "list"], ["-brief", "link", "show", "type", "bridge"]):
         listed = subprocess.run([_IP, *kind], capture_output=True, text=True, check=False).stdout
         for line in listed.splitlines():

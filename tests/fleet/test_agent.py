@@ -1,4 +1,4 @@
-"""The agent on a machine: what it does with each way a worker can end. Real processes, a real folder."""
+"""The agent on a machine and each way a worker can end, with real processes and a real folder."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_a_deployment_that_the_machines_metadata_does_not_name_is_not_taken(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Who may write the bucket is not who may deploy."""
+    """Permission to write to the bucket is not permission to deploy."""
     for key, value in fake.environment().items():
         monkeypatch.setenv(key, value)
     monkeypatch.setenv("GCE_METADATA_HOST", f"127.0.0.1:{fake.port}/vm/{ZONE}/{NAME}/0")
@@ -171,7 +171,7 @@ def test_an_assignment_that_changed_since_the_start_is_judged_before_it_is_run(t
 
 
 def test_the_service_ends_and_the_worker_had_its_notice(tmp_path: Path) -> None:
-    """systemd sends SIGTERM to agent and worker alike: the worker commits, the agent waits, nobody relaunches."""
+    """systemd sends SIGTERM to agent and worker: the worker commits, the agent waits, and nothing is restarted."""
     home = a_home(tmp_path)
     mark = tmp_path / "committed"
     code = f"""
@@ -239,7 +239,7 @@ def test_reports_survive_json_and_later_versions(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("code", [2, 1, 0])
 def test_a_corrected_deploy_starts_where_the_first_was_refused_crashed_or_done(tmp_path: Path, code: int) -> None:
-    """No monitor is there, and the machine is: the agent waits, and takes the next deployment."""
+    """Without a monitor, the agent waits for the next deployment."""
     home = a_home(tmp_path)
     agent = an_agent(home, f"raise SystemExit({code})", stay=True, retries=0)
     ended: list[int] = []
@@ -333,7 +333,7 @@ def test_a_kept_log_is_rotated_and_bounded(tmp_path: Path) -> None:
 def test_a_machine_whose_worker_gave_up_deletes_itself_after_the_limit(
     tmp_path: Path, fake: FakeCloud, client: CloudTpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No monitor is there: nothing is billed for ever that does not work."""
+    """Without a monitor, a machine that does not work is not billed for ever."""
     for key, value in fake.environment().items():
         monkeypatch.setenv(key, value)
     home = a_home(tmp_path, policy=Policy(idle_limit=0.3))

@@ -1,4 +1,4 @@
-"""A monitor makes machines for what was deployed, as somebody beside the bucket knows it, and for nothing else."""
+"""A monitor creates machines only for a deployment that is confirmed outside of the bucket."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def home(tmp_path: Path) -> FleetHome:
 
 
 def forged(home: FleetHome) -> bytes:
-    """What somebody with the bucket alone puts there: another wheel, under the same deployment's name."""
+    """A forged deployment by someone who can only write to the bucket: another wheel under the same name."""
     data = replace(home.read_fleet(), wheel="evil-1-py3-none-any.whl").to_json()
     home.folder.put(FLEET, data)
     return data
@@ -136,7 +136,7 @@ def test_an_invalid_sha256_is_reported(text: str) -> None:
 
 
 def test_a_folder_speaks_for_the_fleet_of_its_own_name(home: FleetHome) -> None:
-    """Else ending this one would delete another one's machines."""
+    """Otherwise stopping this fleet would delete the machines of another one."""
     home.folder.put(FLEET, replace(home.read_fleet(), name="other").to_json())
     with pytest.raises(
         UserError, match=r"belongs to another fleet: expected f, found other\. Check who can write to the bucket"
@@ -151,7 +151,7 @@ def test_a_folder_speaks_for_the_fleet_of_its_own_name(home: FleetHome) -> None:
 
 
 def test_at_the_prompt(prompt: Prompt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Deploy here, monitor there, with the line that deploy printed; then somebody writes the bucket."""
+    """Deploy on one computer, monitor on another with the printed line; then the bucket is modified."""
     words = f"deploy --gcs-bucket b --model embedded --dataset embedded --skip-launch --zones {A} --max-seq-length 128"
     code, text = prompt(*words.split())
     assert code == 0, text

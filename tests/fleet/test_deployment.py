@@ -47,7 +47,7 @@ def finish(world: World, process: subprocess.Popen[str], log: Path, seconds: flo
 
 @pytest.mark.timeout(600)
 def test_a_fleet_survives_a_preemption_and_ends_with_nothing_left(world: World) -> None:
-    """Two zones of one worker; one machine is killed without notice while it works; one zone is dry for a while."""
+    """Two zones with one worker each: a machine is killed without notice, and one zone has no capacity for a while."""
     log = world.folder / "monitor.txt"
     world.cloud.admin("stock", {"zone": B, "available": False})
     world.gcs.faults.add("hang", method="PUT", target="/commits/0002", count=-1, seconds=300)  # not before the end
@@ -126,7 +126,7 @@ def test_a_refused_task_is_reported_and_its_machine_deleted(world: World) -> Non
 
 
 def test_deploy_without_monitor_then_one_look(world: World) -> None:
-    """The laptop sleeps: machines finish and delete themselves with nobody watching."""
+    """Without a monitor, machines finish and delete themselves."""
     words = ("deploy", *TASK, "--gcs-bucket", "gs://b", "--zones", A, "--max-samples", "1", "--create-tpus")
     code, text = world.spile(*words)
     assert code == 0, text
@@ -219,7 +219,7 @@ def test_ctrl_c_leaves_everything_running_and_the_next_monitor_starts_at_once(wo
 
 @pytest.mark.slow
 def test_a_second_deployment_is_taken_by_running_machines(world: World) -> None:
-    """Running workers commit what they have, take the new flags and go on; no machine is made anew."""
+    """Running workers commit, take the new flags and continue; no machine is created again."""
     words = ("deploy", "--gcs-bucket", "b", "--zones", A, "--shard-size-gb", "0.0005")
     code, text = world.spile(*words, *TASK, "--create-tpus", "--max-samples", "40")
     assert code == 0, text

@@ -67,7 +67,7 @@ def say(home: FleetHome, name: str, at: float | None = None, **more: object) -> 
 
 
 class StillClock:
-    """A monitor and its cloud on a clock that moves a second a round, and only then: no machine is too busy for it."""
+    """A monitor and its cloud on a clock that advances one second per round, independent of the machine's load."""
 
     def __init__(self, home: FleetHome) -> None:
         self.now = 1_000_000.0
@@ -176,7 +176,7 @@ def last_line(status: FleetStatus) -> str:
 
 
 def test_a_fleet_that_is_stopped_ends_for_good(home: FleetHome, client: CloudTpu) -> None:
-    """Told through the bucket: the monitor that runs deletes the machines, and no later one makes them again."""
+    """The order is in the bucket: the running monitor deletes the machines, and no later one creates them."""
     monitor = FleetMonitor(home, client)
     until(monitor, lambda status: all(each.machine == "READY" for each in status.workers))
     home.order_stop(home.read_fleet())
@@ -298,7 +298,7 @@ def test_a_table_taller_than_the_terminal_keeps_what_is_in_trouble(home: FleetHo
 def test_a_silent_machine_is_reported_and_the_reason_of_its_replacement_stays(
     home: FleetHome, fake: FakeCloud, client: CloudTpu
 ) -> None:
-    """Such as one that may not write the bucket: no empty column for twenty minutes."""
+    """For example a machine that cannot write to the bucket: the column is not empty for twenty minutes."""
     monitor = FleetMonitor(home, client, clock=fake.clock)
     until(monitor, lambda status: all(each.machine == "READY" for each in status.workers))
     fake.admin("clock", {"advance": 600})

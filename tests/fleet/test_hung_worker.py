@@ -1,4 +1,4 @@
-"""A worker that is alive and does nothing: found by its heartbeat, replaced, and fenced when it comes to itself."""
+"""A worker that hangs is found by its heartbeat, replaced, and fenced when it continues."""
 
 from __future__ import annotations
 
@@ -94,13 +94,13 @@ class Watched:
         return json.loads(found.data) if found is not None else {}
 
     def deleted(self) -> str:
-        """Why the one machine that was deleted unfinished was."""
+        """Return why the one unfinished machine was deleted."""
         logged = [json.loads(line) for line in self.home.folder.get("actions/000001.jsonl").splitlines()]
         (reason,) = [entry["reason"] for entry in logged if entry["verb"] == "delete"]
         return str(reason)
 
     def finish(self) -> None:
-        """Whole, each sample once, and nothing left."""
+        """Check that the dataset is complete, each sample is stored once, and no machine is left."""
         self.until(lambda status: status.over)
         self.monitor.close()
         self.client.close()

@@ -77,7 +77,7 @@ def test_machines_without_the_script_get_it_over_ssh(tmp_path: Path, fake: FakeC
 
 
 def _end_what_runs_below(folder: Path) -> None:
-    """The machine's agent waits for a new order for as long as the machine stands."""
+    """The agent of a machine waits for new orders as long as the machine exists."""
     for process in psutil.process_iter(["cmdline"]):
         if any(word.startswith(str(folder)) for word in process.info["cmdline"] or ()):
             process.kill()

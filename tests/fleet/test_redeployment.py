@@ -1,4 +1,4 @@
-"""Deployments beside and after one another: nothing silent, nothing replaced, nothing removed unasked."""
+"""Several deployments to one bucket: nothing is replaced or removed without confirmation."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_a_second_deploy_reuses_the_stored_run_spec_and_machines(world: World, p
 
 
 def test_a_second_deploy_keeps_variables_webhooks_and_names(world: World, prompt: Prompt) -> None:
-    """They are flags too: a token that is gone would end every worker. Their values are not shown."""
+    """Variables are kept like flags: without a token every worker would fail. Their values are not shown."""
     words = ("--env", "HF_TOKEN=secret-token", "--notify", "http://127.0.0.1:9/hook", "--keep-finished")
     code, text = prompt(*PREPARE, *TASK, *words, "--name-prefix", "mine")
     assert code == 0, text
@@ -208,7 +208,7 @@ def test_a_second_deploy_keeps_variables_webhooks_and_names(world: World, prompt
 
 
 def test_flags_that_only_the_bucket_contains_need_confirmation(world: World, prompt: Prompt) -> None:
-    """Who may write the bucket would say what the next deployment runs, and it would be check_pinned for."""
+    """Otherwise anyone who can write to the bucket could choose what the next deployment runs."""
     assert prompt(*PREPARE, *TASK, "--layers", "1")[0] == 0
     home = open_folder("gs://b/fleet/default")
     stored = home.get("fleet.json")
@@ -445,7 +445,7 @@ def test_a_dry_run_says_what_is_known_of_the_machines_account(
 def test_machines_that_were_created_by_hand_are_launched_over_ssh_or_are_an_error(
     world: World, prompt: Prompt, create: tuple[str, ...]
 ) -> None:
-    """They have no startup script: they were READY for ever, with exit code 0. There is no ssh server here."""
+    """Such machines have no startup script and were READY for ever. There is no ssh server here."""
     code, text = prompt("tpu", "create", "--zones", A, "--workers-per-zone", 1)
     assert code == 0, text
     code, text = prompt("deploy", *TASK, "--gcs-bucket", "b", "--zones", A, *create)
@@ -469,7 +469,7 @@ def test_gclouds_own_words_for_a_machine(world: World, prompt: Prompt) -> None:
 
 
 def test_a_trial_and_then_production_in_the_same_bucket(world: World, prompt: Prompt) -> None:
-    """The trial's streams are another split: production is stored in a folder of its own, and says which."""
+    """The trial's streams are another split, so production is stored in a separate, named folder."""
     assert prompt(*PREPARE, *TASK, "--workers-per-zone", 1)[0] == 0
     data = ("--dataset-dir", fleet_of(world).streams, "--worker-id", 0, "--max-samples", 1)
     code, text = prompt("extract", "--model", "embedded", *data, "--output", "gs://b/activations")

@@ -1,4 +1,4 @@
-"""Seeded histories of a fleet: it always ends well once the cloud allows it, and never breaks a rule on the way."""
+"""Random histories of a fleet: it finishes once the cloud allows it, and never violates an invariant."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_ten_thousand_histories_end_well(block: int) -> None:
 
 
 def test_histories_meet_everything() -> None:
-    """The chaos is worth its name: over some seeds every kind of trouble was met and overcome."""
+    """Over several seeds, every kind of fault occurs and is recovered from."""
     met: Counter[str] = Counter()
     for seed in range(30):
         simulation = Simulation(seed).run()
@@ -69,7 +69,7 @@ def test_a_failure_names_its_seed() -> None:
 
 
 def test_256_workers_cost_a_request_a_zone() -> None:
-    """A round's requests grow with the zones and with what is under way, not with the workers that are well."""
+    """The requests of a round grow with zones and pending operations, not with healthy workers."""
     zones = ("us-central1-a", "us-central1-b", "us-east1-d", "europe-west4-a")
     fleet = FleetSpec("big", "p", zones, plan_workers(zones, 64), NodeRequest("v3-8", "r"), deployment="d")
     now = [1_000_000.0]

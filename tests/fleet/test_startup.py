@@ -168,7 +168,7 @@ def test_no_assignment_and_unknown_flags(vm: Vm) -> None:
 
 
 def test_a_host_without_a_number_is_not_host_0(home: FleetHome, vm: Vm) -> None:
-    """Else every host of a slice would speak for all."""
+    """Otherwise every host of a slice would report for all."""
     words = ("--home", home.folder.url, "--node", NAME, "--zone", ZONE)
     (vm.folder / "dev" / "vfio").mkdir(parents=True)
     (vm.folder / "dev" / "vfio" / "0").touch()
@@ -325,7 +325,7 @@ def test_a_deploy_tells_the_machines_what_they_may_run(home: FleetHome, pinned: 
 
 
 def test_a_metadata_server_that_is_behind_the_api(home: FleetHome, pinned: Vm, tmp_path: Path) -> None:
-    """Whether a machine hears of changed metadata while it runs is the cloud's business: the API knows."""
+    """A running machine may see old metadata, so the API is asked."""
     fleet = publish(home, replace(home.read_fleet(), deployment="d2"), lambda _: None)
     with FakeCloud(tmp_path / "ahead", pace=CloudTimes(0, 0, 0)) as ahead:
         metadata = machine_metadata(home.folder.url, NAME, "", sha256(fleet.to_json()))

@@ -200,7 +200,7 @@ def test_queued_multislice(spile, client: CloudTpu) -> None:
 
 
 def test_deleting_an_adopted_machine_takes_no_others_with_it(spile, client: CloudTpu) -> None:
-    """A queued resource goes as a whole: where somebody else has a machine in it, it stays."""
+    """A queued resource is deleted as a whole, so it is kept if it contains a machine of another fleet."""
     request = QueuedRequest(NodeRequest("v4-8", "r"), node_count=2, node_prefix="s")
     manage.settle(client, client.create_queued(A, "s", request), every=0.02)
     wait_for_queued(client, A, "s", every=0.02)

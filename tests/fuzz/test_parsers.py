@@ -1,4 +1,4 @@
-"""Every parser of what somebody else wrote: whatever the bytes, it gives a value or an error of ours, and it ends.
+"""Every parser of untrusted data: for any bytes it returns a value or one of our errors, and it ends.
 
 Each target has a valid document. What is tried are random JSON values in its place and in its fields, bytes flipped,
 cut and put in, and what is known to hurt parsers: deep nesting, Infinity, numbers without end, lone surrogates.
@@ -95,7 +95,7 @@ def _plain(value: Any) -> bool:
 
 
 class Targets:
-    """Each: a valid document, and what reads one."""
+    """For each parser: a valid document and the function that reads it."""
 
     def __init__(self, dataset: Path, scratch: Path) -> None:
         self._dataset, self._scratch = dataset, scratch
@@ -112,7 +112,7 @@ class Targets:
         return (self._dataset / "tpu_0/commits/0001.json").read_bytes(), read
 
     def whole_dataset(self) -> tuple[bytes, Callable[[bytes], object]]:
-        """A forged commit under a right checksum, met by all who read a dataset, to the last row."""
+        """A forged commit with a correct checksum, read by every reader of a dataset."""
         root = self._scratch / "whole"
         shutil.copytree(self._dataset, root)
         path, folder = root / "tpu_0/commits/0001.json", open_folder(str(root))
@@ -345,7 +345,7 @@ _PIECES = (b"[", b"}", b"\0", b"9" * 400, b"-", b"1e999", b"\xff", b"Infinity", 
 
 
 def spoilt(dice: Random, valid: bytes) -> bytes:
-    """The document with something done to it."""
+    """Return the document with random damage."""
     kind = dice.choice(_KINDS)
     if kind == "nasty":
         return dice.choice(NASTY)
@@ -400,7 +400,7 @@ def _fuzzed(name: str, dataset: Path, scratch: Path) -> Callable[[Random], None]
 
 @pytest.mark.parametrize("name", NAMES)
 def test_only_our_errors_come_out(name: str, dataset: Path, tmp_path: Path) -> None:
-    """Hypothesis rolls the dice: what fails is cut down to its least."""
+    """Hypothesis chooses the inputs and shrinks failing ones."""
     one = _fuzzed(name, dataset, tmp_path)
     roll = given(st.randoms(use_true_random=False))
     limits = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck), database=None)
@@ -411,7 +411,7 @@ def test_only_our_errors_come_out(name: str, dataset: Path, tmp_path: Path) -> N
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", NAMES)
 def test_only_our_errors_come_out_of_ten_thousand(name: str, dataset: Path, tmp_path: Path) -> None:
-    """Plain dice: the number of a failing input is the seed that makes it again."""
+    """Random inputs; the seed reproduces a failing one."""
     one = _fuzzed(name, dataset, tmp_path)
     for number in range(10_000):
         try:
@@ -444,7 +444,7 @@ def test_an_endless_template_is_ended(source: str) -> None:
 
 @pytest.mark.parametrize("name", ["hidden_size", "num_hidden_layers", "vocab_size"])
 def test_a_config_without_end_is_a_models_fault(name: str) -> None:
-    """Before memory is asked for it."""
+    """The size is checked before memory is allocated."""
     config = json.loads((load_embedded() / "config.json").read_bytes())
     read_config(config)
     for number in (10**10, 10**400):

@@ -314,7 +314,7 @@ def _exists(tap: Tap, about: ModelConfig) -> bool:
 
 
 def tokens(case: str, batch: int = 2, length: int | None = None) -> NDArray[np.int32]:
-    """Random tokens, the same for ever."""
+    """Return random tokens with a fixed seed."""
     length = length or (9 if case in _EVERY_SITE else 28)
     draw = np.random.Generator(np.random.Philox(len(case) * 1000 + batch + length))
     return draw.integers(3, CASES[case]["vocab_size"], (batch, length)).astype(np.int32)

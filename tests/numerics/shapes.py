@@ -63,7 +63,7 @@ def _sandwich(raw: dict[str, Any], about: ModelConfig) -> Shapes:
 
 
 def _gemma3(raw: dict[str, Any], about: ModelConfig) -> Shapes:
-    """With a vision tower beside it, as the hub's files are; its tensors are not needed."""
+    """With a vision tower, as in the hub's files; its tensors are not needed."""
     text = {f"language_model.{name}": shape for name, shape in _sandwich(raw, about).items()}
     return {**text, "vision_tower.vision_model.embeddings.position_embedding.weight": (4, 4)}
 

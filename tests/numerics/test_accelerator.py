@@ -50,7 +50,7 @@ def test_bfloat16_with_the_attention_that_is_chosen(case: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("case", _ROUNDED)
 def test_packed_rows_in_bfloat16(case: str, tmp_path: Path) -> None:
-    """Several samples per row, layers in scans, the attention that is chosen: as near to the goldens as one by one."""
+    """Packed samples, scanned layers and the chosen attention are as close to the goldens as single samples."""
     golden = load_file(cases.golden_path(case))
     params, config = load(case, tmp_path, jnp.bfloat16)
     chosen = attention.choose(config, "gpu", jnp.bfloat16)

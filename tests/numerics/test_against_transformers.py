@@ -141,7 +141,7 @@ def test_a_broken_switch_is_seen(switch: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", ["qwen2-tied", "qwen3", "llama-3", "mistral-window"])
 def test_bfloat16_is_within_its_rounding_of_float32(case: str, tmp_path: Path) -> None:
-    """The yardstick: how far float32 moves when only its weights are rounded to bfloat16, once."""
+    """The scale for comparison: the change of float32 results if only the weights are rounded to bfloat16."""
     golden = load_file(cases.golden_path(case))
     params, config = load(case, tmp_path, jnp.bfloat16)
     rounded = jax.tree.map(lambda weight: weight.astype(jnp.float32), params)

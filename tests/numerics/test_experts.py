@@ -1,4 +1,4 @@
-"""Routed experts: the reference's choice for every token, and none dropped, whatever the router does."""
+"""Routed experts: the same experts as the reference for every token, and no token is dropped."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def mixing(name: str) -> Any:
 @settings(max_examples=15)
 @given(data=st.data())
 def test_no_token_is_dropped(name: str, data: st.DataObject) -> None:
-    """Every token through one expert, or any other crowd: each pair is computed."""
+    """If all tokens choose one expert, every pair is still computed."""
     config = cases.config("mixtral")
     assert config.experts is not None
     count, per_token, width = config.experts.count, config.experts.per_token, config.d_model

@@ -1,4 +1,4 @@
-"""Several samples in one row are the numbers that each gives alone, whatever stands beside it."""
+"""Packed samples give the same numbers as each sample alone, independent of their neighbours."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def ragged(tokens: np.ndarray) -> tuple[Piece, ...]:
 
 
 def of_piece(tap: Tap, whole: np.ndarray, piece: Piece) -> np.ndarray:
-    """What a tap's golden says of a piece."""
+    """Return the golden values of a piece."""
     part = whole[piece.sample, : piece.size].copy()
     part[-1] = 0 if tap.site == "loss" else part[-1]  # nothing follows a piece's last token
     return part

@@ -47,7 +47,7 @@ class Launch:
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def wait(self, seconds: float = 120) -> list[Ended]:
-        """All of them, ended; a test fails if one does not end."""
+        """Wait for all of them; fail if one does not end."""
         until = time.monotonic() + seconds
         ended = []
         for process in self.processes:

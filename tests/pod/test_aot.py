@@ -1,4 +1,4 @@
-"""The real TPU compiler, where it is installed: the worker's own program for topologies that nobody has here."""
+"""The real TPU compiler, if it is installed, on the worker's program for several topologies."""
 
 from __future__ import annotations
 

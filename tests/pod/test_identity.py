@@ -1,4 +1,4 @@
-"""Who am I, from every source, with the VM's metadata faked and the variables of an earlier launch left behind."""
+"""The host's identity from every source, with fake VM metadata and variables of an earlier launch."""
 
 from __future__ import annotations
 

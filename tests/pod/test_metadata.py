@@ -1,4 +1,4 @@
-"""A metadata server that is slow, hangs, drips, fails or is not there: no slice's host is ever taken for a lone one."""
+"""A metadata server that is slow, hangs, fails or is absent: a host of a slice is never taken for a single host."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Trouble = Callable[["Server", int], int]
 
 
 class Server:
-    """A metadata server with a trouble of its own."""
+    """A metadata server with a given fault."""
 
     def __init__(self, known: dict[str, str], trouble: Trouble) -> None:
         self.known, self.trouble = known, trouble
@@ -137,7 +137,7 @@ def test_a_silent_one_on_a_slice_is_an_error(tmp_path: Path, chip: str) -> None:
 
 @pytest.mark.parametrize(
     ("status", "asked"), [(500, "more"), (503, "more"), (429, "more"), (403, "once")]
-)  # who is forbidden to ask need not ask again
+)  # A refused request is not repeated.
 def test_one_that_only_fails_is_an_error_that_says_so(chips: Path, status: int, asked: str) -> None:
     with serving(SLICE, lambda *_: status) as server:
         read = gce_metadata({"GCE_METADATA_IP": server.address}, devices=chips, patience=SURE)

@@ -1,4 +1,4 @@
-"""The roll call names everyone who is missing, doubled or miscounted, with real sockets."""
+"""The roll call names every host that is missing, doubled or miscounted, over real sockets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from spile.worker.pod.rollcall import RollAnswer, RollConnections, answer_roll_c
 
 
 class Workers:
-    """Roll calls in threads, with what each came to."""
+    """Roll calls in threads, with the result of each."""
 
     def __init__(self, count: int, timeout: float = 120) -> None:
         self.base = Identity(0, count, "127.0.0.1", free_port(), source="test", name="host-0")

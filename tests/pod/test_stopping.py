@@ -55,7 +55,7 @@ def ended_at_once(ended: Sequence[Ended]) -> None:
 
 @pytest.mark.parametrize("kind", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_while_the_model_is_loaded(tmp_path: Path, kind: int) -> None:
-    """The main thread is in a library that never comes back."""
+    """The main thread is blocked in a library."""
     with start(tmp_path, f"device.load = hang; main({WORDS}])") as group:
         appears(tmp_path / "hangs-0", group)
         group.kill(0, kind)
@@ -64,7 +64,7 @@ def test_while_the_model_is_loaded(tmp_path: Path, kind: int) -> None:
 
 
 def test_while_a_program_is_compiled(tmp_path: Path) -> None:
-    """The compiler's thread never comes back, and the interpreter would wait for it."""
+    """The compiler's thread hangs, and the interpreter would wait for it."""
     with start(tmp_path, f"device.DeviceProducer.compile = hang; main({WORDS}])") as group:
         appears(tmp_path / "hangs-0", group)
         group.kill(0, signal.SIGTERM)
@@ -76,7 +76,7 @@ def test_while_a_program_is_compiled(tmp_path: Path) -> None:
 
 
 def test_while_the_model_is_downloaded(tmp_path: Path) -> None:
-    """A hub that takes the call and says nothing."""
+    """A hub that accepts the connection and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as hub:
         more = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.getsockname()[1]}", "HF_HOME": str(tmp_path / "hf")}
         body = f"main({WORDS}, '--model', 'some/model'])"
@@ -91,7 +91,7 @@ def test_while_the_model_is_downloaded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("asked", [0, 1])
 def test_while_a_pod_waits_at_a_barrier(tmp_path: Path, asked: int) -> None:
-    """Worker 1 never comes back from loading, worker 0 waits for it: whichever is asked to end, both do."""
+    """Worker 1 hangs while loading and worker 0 waits for it: a signal to either ends both."""
     words = f"""{WORDS}, '--model', 'embedded', '--dataset', 'embedded',
                 '--coordinator-address', '127.0.0.1:{free_port()}', '--process-id', number,
                 '--num-processes', '2', '--barrier-timeout', '100'])"""

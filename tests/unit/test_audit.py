@@ -1,4 +1,4 @@
-"""``scripts/audit.py``: what it makes of pip-audit's answers; the real one needs a network."""
+"""``scripts/audit.py`` with given answers of pip-audit, which needs a network."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def test_no_two_classes_have_one_name() -> None:
 
 
 def test_no_two_files_of_tests_have_one_name() -> None:
-    """Pytest imports them by it: a room's tests pass alone and all of them together do not."""
+    """pytest imports test modules by name, so two files with one name fail together but not alone."""
     homes = defaultdict(list)
     for file in Path(__file__).parents[1].rglob("test_*.py"):
         homes[file.name].append(str(file))

@@ -1,4 +1,4 @@
-"""Every room asks a machine's metadata server by its number: a name server that hangs would cost ten seconds each."""
+"""Every package asks the metadata server by its IP address: a name server that hangs would cost ten seconds each."""
 
 from __future__ import annotations
 

@@ -381,8 +381,7 @@ def create(
         Parameter(help="Existing machines to add to this fleet.", consume_multiple=True, negative=""),
     ] = None,
     node_prefix: Annotated[
-        str | None,
-        Parameter(help="With --queued: create one queued resource with the nodes PREFIX-0, PREFIX-1, … in each zone."),
+        str | None, Parameter(help="With --queued: one queued resource with nodes PREFIX-0, PREFIX-1, … in each zone.")
     ] = None,
     node_count: Annotated[int, Parameter(help="With --node-prefix: the number of nodes.")] = 1,
     queued_id: Annotated[

@@ -45,28 +45,19 @@ def plan(
     *,
     flags: ExtractFlags | None = None,
     topology: Annotated[
-        list[str] | None,
-        flag(_PLAN, "Machine types, such as v5litepod-64, v5e:16x16 or v3-8.", consume_multiple=True, negative=""),
+        list[str] | None, flag(_PLAN, "Machines: v5litepod-64, v5e:16x16, v3-8 …", consume_multiple=True, negative="")
     ] = None,
     workers: Annotated[int, flag(_PLAN, "The number of machines that run at once.")] = 1,
-    budget: Annotated[
-        float | None, flag(_PLAN, "Fail if the run costs more than this many dollars on every machine type.")
-    ] = None,
+    budget: Annotated[float | None, flag(_PLAN, "Fail if the run costs more dollars on every machine.")] = None,
     preemptible: Annotated[bool, flag(_PLAN, "Compare the preemptible price with the budget.", negative="")] = False,
     prices: Annotated[Path | None, flag(_PLAN, "A TOML file with your own prices and machines.")] = None,
     count: Annotated[int, flag(_PLAN, "The number of samples to tokenize, spread over the dataset.")] = 1000,
-    efficiency: Annotated[
-        float, flag(_PLAN, "The fraction of the chips' peak FLOP/s that is reached.")
-    ] = Rates.efficiency,
+    efficiency: Annotated[float, flag(_PLAN, "The fraction of the chips' peak that is reached.")] = Rates.efficiency,
     start_minutes: Annotated[
         float, flag(_PLAN, "Minutes before the first token: boot, install, load and compile.")
     ] = START_SECONDS / 60,
-    tokens_per_second: Annotated[
-        float | None, flag(_PLAN, "The measured rate of one machine, instead of --efficiency.")
-    ] = None,
-    compile: Annotated[  # noqa: A002
-        bool | None, flag(_PLAN, "Compile with the TPU compiler to find the memory use. [default: if it is installed]")
-    ] = None,
+    tokens_per_second: Annotated[float | None, flag(_PLAN, "The measured rate of one machine instead.")] = None,
+    compile: Annotated[bool | None, flag(_PLAN, "Use the TPU compiler. [default: if it is installed]")] = None,  # noqa: A002
     largest: Annotated[bool, flag(_PLAN, "Also find the largest batch that fits in memory.")] = True,
     json_: Annotated[bool, Parameter(name="--json", group=_PLAN, help="One JSON object.", negative="")] = False,
 ) -> int:

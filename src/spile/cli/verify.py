@@ -33,26 +33,20 @@ def verify(
     root: Annotated[str, Parameter(help="A folder, gs://bucket/prefix, s3://… or az://….")] = "./activations",
     *,
     streams: Annotated[
-        str | None, Parameter(help="Only these streams, such as 0-3,7. [default: all that the data has]")
+        str | None, Parameter(help="Only these streams: 0-3,7. [default: all that the data has]")
     ] = None,
-    recompute: Annotated[
-        int, Parameter(help="Compute this many random samples again and compare them with the stored rows.")
-    ] = 0,
+    recompute: Annotated[int, Parameter(help="Compute this many random samples again and compare them.")] = 0,
     seed: Annotated[int, Parameter(help="The seed that chooses the samples to recompute.")] = 0,
     max_samples: Annotated[
         int | None, Parameter(help="The expected number of samples of each stream. [default: as the run was asked for]")
     ] = None,
-    gc: Annotated[
-        bool, Parameter(negative="", help="List orphaned shards and unfinished uploads. Remove them with --yes.")
-    ] = False,
+    gc: Annotated[bool, Parameter(negative="", help="List orphaned shards and unfinished uploads.")] = False,
     repair: Annotated[
-        bool,
-        Parameter(
-            negative="",
-            help="List commits from before a stream was started again. Move them out of the ledger with --yes.",
-        ),
+        bool, Parameter(negative="", help="List commits that were written before their stream was started again.")
     ] = False,
-    yes: Annotated[bool, Parameter(negative="", help="With --gc or --repair: make the changes.")] = False,
+    yes: Annotated[
+        bool, Parameter(negative="", help="With --gc: remove them. With --repair: move them out of the ledger.")
+    ] = False,
     older_than: Annotated[float, Parameter(help="With --gc: only files that are older than this many hours.")] = 1.0,
     as_json: Annotated[bool, Parameter(name="--json", negative="", help="Print the report as JSON.")] = False,
 ) -> int:

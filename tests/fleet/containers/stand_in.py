@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """A container runtime for tests: it execs the command, detached from the client, as a daemon would.
 
-So what a client's death leaves behind is left behind here too, unless somebody stops the container. Containers are
+So a container outlives a killed client here too, unless it is stopped. Containers are
 files in ``~/containers``: their pid.
 """
 

@@ -1,4 +1,4 @@
-"""``spile docker`` on real sshds with a runtime that execs: one's failure ends all, and nothing is left behind."""
+"""``spile docker`` on real sshds with a stand-in runtime: the failure of one host ends all, and no process is left."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ WHY_NOT = "OpenSSH's sshd is not installed (apt-get install openssh-server)"
 
 
 def wait_until(true: Callable[[], object], seconds: float = 120.0) -> bool:
-    """Whether it comes true: as soon as it does, and late enough for a busy machine."""
+    """Return whether the condition becomes true, with a long timeout for a busy machine."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if true():

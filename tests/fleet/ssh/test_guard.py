@@ -1,4 +1,4 @@
-"""The guard by itself, over plain pipes: whoever dies first, nothing is left."""
+"""The guard over plain pipes: no process is left, whichever process dies first."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_stop_asks_first(guarded: Guarded) -> None:
 
 
 def test_stop_kills_containers_that_ignore_the_request(guarded: Guarded) -> None:
-    guarded.go(f"trap '' TERM; echo up; {STUBBORN}")  # deaf before it is heard
+    guarded.go(f"trap '' TERM; echo up; {STUBBORN}")  # It ignores SIGTERM before it prints.
     assert guarded.line() == b"up\n"
     guarded.say(b"s")
     _, events = guarded.read()

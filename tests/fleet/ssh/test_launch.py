@@ -1,4 +1,4 @@
-"""Launching: what stays, and hosts that do not hold up others."""
+"""Launching: which processes stay, and that slow hosts do not delay others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Links that go silent: no one hangs up, packets just stop."""
+"""Links that go silent: packets are dropped, and no connection is closed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from spile.hosts.run import Job, SessionTimes, run_everywhere
 
 
 class Proxy:
-    """A wire to a host that can be made to swallow everything."""
+    """A proxy to a host that can drop everything."""
 
     def __init__(self, port: int) -> None:
         self.silent = threading.Event()

@@ -1,4 +1,4 @@
-"""The runner over real sshds: codes, logs, and nothing left, whoever fails."""
+"""The runner over real sshds: exit codes, logs, and no process left after any failure."""
 
 from __future__ import annotations
 

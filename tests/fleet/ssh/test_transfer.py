@@ -1,4 +1,4 @@
-"""Files over a real sshd, by rsync and by tar: any tree arrives whole, what is stale goes, what the host made stays."""
+"""Files over a real sshd, by rsync and by tar: a tree arrives complete, stale files go, files of the host stay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nothing of the machine's own environment counts here; and what the tests of bad input begin with."""
+"""Tests here do not depend on the machine's environment; fixtures for tests of bad input."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Refuse:
-    """The one line that ``spile extract`` ends with; nothing below the test's folder has changed."""
+    """Return the one-line error of ``spile extract``, and check that it changed no file."""
 
     def run(*words: object, code: int = 2) -> str:
         before = listing(tmp_path)
@@ -40,7 +40,7 @@ def refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Refuse:
 
 @pytest.fixture
 def fresh(tmp_path: Path) -> Path:
-    """An output that is not there yet, and must not be after a refusal."""
+    """An output folder that does not exist and must not be created by a refused command."""
     return tmp_path / "fresh"
 
 

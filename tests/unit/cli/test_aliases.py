@@ -1,4 +1,4 @@
-"""Every flag and variable that the five guides spell, as they spell it, means what it meant."""
+"""Every flag and variable of the five guides, as written there, keeps its meaning."""
 
 from __future__ import annotations
 

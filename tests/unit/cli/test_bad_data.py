@@ -1,4 +1,4 @@
-"""Datasets that ``spile extract`` cannot use: one line that says why, exit code 2, and nothing was touched."""
+"""Datasets that ``spile extract`` cannot use: a one-line error, exit code 2, and no file is changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flags that make no sense: one line that says why, exit code 2, and nothing was touched."""
+"""Invalid flags: a one-line error, exit code 2, and no file is changed."""
 
 from __future__ import annotations
 

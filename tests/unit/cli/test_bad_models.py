@@ -1,4 +1,4 @@
-"""Models that ``spile extract`` cannot use: one line that says why, exit code 2, and nothing was touched."""
+"""Models that ``spile extract`` cannot use: a one-line error, exit code 2, and no file is changed."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_a_tokenizer_of_another_model(refused: Refuse, tmp_path: Path, fresh: Pa
 
 
 def test_a_tokenizer_with_tokens_that_no_sample_has(tmp_path: Path, fresh: Path, texts: Path) -> None:
-    """Many models ship one: it is no fault."""
+    """Many models have one; it is not an error."""
     from spile.data.tokens import load_tokenizer
 
     model = copy_model(tmp_path / "model")

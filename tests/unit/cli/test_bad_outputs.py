@@ -1,4 +1,4 @@
-"""Outputs that ``spile extract`` cannot write to: one line that says why, exit code 2, and nothing was touched."""
+"""Outputs that ``spile extract`` cannot write to: a one-line error, exit code 2, and no file is changed."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_starting_over(made: Path, run: Path) -> None:
 
 
 def test_a_stream_without_commits_can_be_started_over(refused: Refuse, tmp_path: Path, made: Path, run: Path) -> None:
-    """With the very flags that the refusal recommends."""
+    """With the flags that the error message recommends."""
     other = lines(tmp_path / "other.jsonl", {"text": "1 2 3"}, {"text": "x y z"})
     shutil.rmtree(run / "tpu_0" / "commits")
     line = refused("--dataset", other, "--output", run, *SMALL)
@@ -113,7 +113,7 @@ def test_a_full_disk(refused: Refuse, texts: Path, tmp_path: Path) -> None:
 def test_a_disk_that_fills_up_during_the_run(
     texts: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], made: Path
 ) -> None:
-    """What was committed stays, nothing half-written does, and with more room the same command goes on."""
+    """Commits are kept, partial files are removed, and with more space the same command continues."""
     rows = [{"text": " ".join(map(str, range(n, n + 40)))} for n in range(60)]
     data = lines(tmp_path / "many.jsonl", *rows)
     words = ("extract", "--dataset", data, *SMALL, "--shard-size-gb", "5e-5", "--batch-tokens", "64", "--output")

@@ -1,4 +1,4 @@
-"""No model or no dataset named: the embedded ones for a try-out, never where a user's own run is meant."""
+"""Without a model or a dataset, the embedded ones are used for a trial, but never in a production run."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_production_run_uses_the_guides_streams_if_they_exist(
     spec, said = taken({"model": "m"}, {"TPU_WORKER_ID": "5"})
     assert spec.data.location == f"{GUIDES_STREAMS}/stream_005.jsonl"
     assert said == ["no dataset was named: ./data/streams, as in the guides"]
-    with pytest.raises(SpecError, match=r"^which stream\?: expected --worker-id N or TPU_WORKER_ID"):
+    with pytest.raises(SpecError, match=r"^no stream was chosen: expected --worker-id N or TPU_WORKER_ID"):
         taken({"model": "m", "gcs_bucket": "b"}, {})
 
 

@@ -24,7 +24,7 @@ from spile.version import __version__
 
 @pytest.fixture
 def spile(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Run ``spile`` in this process: its exit code, what it printed, what it complained of."""
+    """Run ``spile`` in this process; return its exit code, output and errors."""
 
     def run(*words: str) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as exit_:
@@ -269,7 +269,7 @@ def test_a_reader_that_has_gone_is_no_failure() -> None:
 def test_another_pipe_that_breaks_is_a_failure(
     spile: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server's or a child's: the end of a command that did half of its work is not told as success."""
+    """A broken pipe of a server or a child process: a command that did half of its work must not report success."""
 
     def broken(_: ExtractFlags) -> None:
         read, write = os.pipe()

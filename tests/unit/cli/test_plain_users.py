@@ -1,4 +1,4 @@
-"""What a user's terminal, variables and folders do to a run: never more than they should."""
+"""The effects of a user's terminal, variables and folders on a run."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _YEAR = 365 * 86400
 def test_a_clock_that_is_years_off_changes_nothing_that_counts(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A life whose clock is ahead, one whose clock is behind, and a look with the right one."""
+    """One worker's clock is ahead, another one's is behind, and the monitor's is correct."""
     data = lines(tmp_path / "data.jsonl", *({"text": f"a b {number}"} for number in range(4)))
     out = tmp_path / "out"
     words = ["extract", "--dataset", str(data), "--output", str(out), *SMALL]

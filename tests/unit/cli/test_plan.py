@@ -27,7 +27,7 @@ def test_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_brackets_in_a_path_are_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """They are no markup of the terminal's library."""
+    """Brackets are not markup of the terminal library."""
     data = tmp_path / "[old]" / "texts.jsonl"
     data.parent.mkdir()
     data.write_text('{"text": "1 2 3"}\n')

@@ -44,7 +44,7 @@ def test_an_engines_streams_are_not_taken_for_other_rows(tmp_path: Path, capfd: 
 
 
 def test_an_engine_takes_no_streams_of_another_dataset(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Also where no dataset is named, which means the embedded one and not whatever lies there."""
+    """Without --dataset the embedded one is meant, not the streams in the folder."""
     data = lines(tmp_path / "texts.jsonl", *({"text": f"{n} {n + 1}"} for n in range(4)))
     out = tmp_path / "out"
     prepare_streams(str(data), f"{out}/streams", 2, data=DataSpec(dataset=str(data)), log=lambda _: None)

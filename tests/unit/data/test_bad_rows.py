@@ -1,4 +1,4 @@
-"""Rows that cannot be used: an error that names them, or recorded as skipped, in every path."""
+"""Unusable rows: an error that names them, or recorded as skipped, for every kind of input."""
 
 from __future__ import annotations
 

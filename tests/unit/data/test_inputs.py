@@ -1,4 +1,4 @@
-"""What ``--dataset`` takes beside lines: Parquet, the hub, rows of tokens; and what ``--keep`` keeps of a row."""
+"""The inputs of ``--dataset`` besides JSONL: Parquet, the hub, rows of tokens; and the fields of ``--keep``."""
 
 from __future__ import annotations
 

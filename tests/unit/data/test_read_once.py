@@ -16,7 +16,7 @@ PIECES = [b'{"text": "a"}\n{"te', b'xt": "b"}\n', b'{"text": "c"}']
 
 @pytest.fixture
 def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The keys that were asked for, as often as they were."""
+    """Return the requested keys, with repetitions."""
     keys: list[str] = []
 
     def read(_folder: Any, key: str) -> Iterator[bytes]:

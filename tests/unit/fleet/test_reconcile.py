@@ -135,7 +135,7 @@ def test_stale_heartbeats(age: float, phase: Phase, dead: bool) -> None:
     [(1700, Phase.RUNNING, False), (1900, Phase.RUNNING, True), (1900, Phase.COMPILING, True)],
 )
 def test_fresh_heartbeats_of_a_worker_that_gets_no_further(idle: float, phase: Phase, dead: bool) -> None:
-    """Its device hangs, and the thread with its pulse does not."""
+    """The device hangs, but the heartbeat thread continues."""
     old = a_node(0, created=NOW - 9000)
     seen = see(old, a_node(1), pulses={0: Pulse(NOW - 10, phase, progress=NOW - idle), 1: fresh()})
     history, actions = turn(a_fleet(), seen)
@@ -430,7 +430,7 @@ def test_a_name_of_another_fleet_is_reported() -> None:
 
 
 def test_machines_that_never_speak_are_given_up() -> None:
-    """A bucket that machines may not write would else cost a machine every 20 minutes, for ever."""
+    """Otherwise a bucket that machines cannot write to would cost a new machine every 20 minutes."""
     fleet, history, now = a_fleet(), History(), NOW
     for number in range(3):
         born = a_node(0, uid=f"m{number}", created=now)

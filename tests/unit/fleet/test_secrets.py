@@ -1,4 +1,4 @@
-"""Secrets by reference, and struck out of what is told."""
+"""Secrets by reference, and hidden in reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hosts that act as one worker: found together, ended together."""
+"""Hosts that act as one worker are chosen together and end together."""
 
 from __future__ import annotations
 

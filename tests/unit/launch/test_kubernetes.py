@@ -82,7 +82,7 @@ def test_the_rules_that_schemas_miss(case: str) -> None:
 
 
 def obey(each: dict[str, Any]) -> None:
-    """What a real API server refuses, or the kubelet cannot do."""
+    """Check the rules of a real API server and of the kubelet."""
     spec, pod = each["spec"], each["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     assert pod["restartPolicy"] == "Never", "with a podFailurePolicy"

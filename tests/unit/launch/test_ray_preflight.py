@@ -1,4 +1,4 @@
-"""Other versions of Ray, Python or spile are told before the run starts, node by node.
+"""Other versions of Ray, Python or spile are reported before the run starts, for each node.
 
 What nodes answer is given here, at the edge: Ray's own calls. Real ones of two versions are in
 ``tests/fleet/test_ray_versions.py``, where a second interpreter is.
@@ -26,7 +26,7 @@ WELL = {"python": platform.python_version(), "ray": "2.60.0", "spile": __version
 
 
 class StandInRay(ModuleType):
-    """A cluster of nodes that answer what they are told to."""
+    """A cluster of nodes with given answers."""
 
     __version__ = "2.60.0"
 

@@ -1,4 +1,4 @@
-"""Cores and chips, shared out: none twice while there are enough."""
+"""Cores and chips are divided among workers; none is used twice if there are enough."""
 
 from __future__ import annotations
 

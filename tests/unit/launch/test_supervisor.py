@@ -23,7 +23,7 @@ from spile.store.snapshot import State, StreamView
 
 
 class Script:
-    """Each stream's attempts end as it says, in order; then with 0. A step of waiting is a second."""
+    """An engine whose attempts end with the given codes, then with 0. Each wait takes one second of its clock."""
 
     name = "script"
 
@@ -119,7 +119,7 @@ def test_the_longest_are_first_and_never_more_than_there_are_workers() -> None:
 
 
 def growing(engine: Script) -> dict[int, StreamView]:
-    """Every look at the dataset finds one commit more."""
+    """Return a view with one more commit at each call."""
     engine.looks = getattr(engine, "looks", 0) + 1  # type: ignore[attr-defined]
     return {0: replace(VIEW, committed=engine.looks, age=None)}  # type: ignore[attr-defined]
 

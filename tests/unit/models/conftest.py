@@ -8,6 +8,6 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _strict_promotion() -> Iterator[None]:
-    """Nothing may widen or narrow by accident."""
+    """Refuse implicit dtype promotion."""
     with jax.numpy_dtype_promotion("strict"):
         yield

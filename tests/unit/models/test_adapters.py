@@ -1,4 +1,4 @@
-"""LoRA adapters: merged as the weights are read, part of their hash, refused by name where they are more than that."""
+"""LoRA adapters: merged while the weights are read, part of their hash, and refused if they are more than a LoRA."""
 
 from __future__ import annotations
 

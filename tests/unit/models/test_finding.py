@@ -1,4 +1,4 @@
-"""A model is found by the name a user types; what is wrong is one line that says what to do."""
+"""A model is found by the name that a user types; every mistake is one line with a fix."""
 
 from __future__ import annotations
 

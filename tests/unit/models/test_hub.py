@@ -1,4 +1,4 @@
-"""A name on the hub: only what is needed is fetched, and what the hub refuses is one line that says what to do."""
+"""A model of the hub: only needed files are fetched, and a refusal of the hub is one line with a fix."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_model_with_only_pickles(hub: FakeHub) -> None:
 
 
 def closed() -> str:
-    """An address where nobody answers."""
+    """An address at which nothing answers."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return f"http://127.0.0.1:{listener.getsockname()[1]}"

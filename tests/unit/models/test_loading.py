@@ -85,7 +85,7 @@ def test_the_final_norm_and_the_head_are_loaded_when_asked_for(tmp_path: Path) -
     folder = copy_model(tmp_path / "untied")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
-    weights.load(model_files.find(str(folder)))  # nobody needs the head
+    weights.load(model_files.find(str(folder)))  # The head is not needed.
     with pytest.raises(ModelError, match=r"has only \d+ of its .* found no lm_head.weight"):
         weights.load(model_files.find(str(folder)), head=True)
 
@@ -255,7 +255,7 @@ def test_a_corrupt_header(header: bytes, tmp_path: Path) -> None:
 
 
 def test_every_bit_of_a_header_may_flip(tmp_path: Path) -> None:
-    """Never a crash, never a wrong model in silence: an error, or the same shapes as before."""
+    """A damaged file gives an error or the same shapes, never a crash or a silently wrong model."""
     folder = copy_model(tmp_path / "m")
     path = folder / "model.safetensors"
     content = path.read_bytes()

@@ -1,4 +1,4 @@
-"""The tree of weights: shapes before memory, axes beside them, random ones that depend on names only."""
+"""The tree of weights: shapes without memory, axes for each dimension, and random weights that depend only on names."""
 
 from __future__ import annotations
 

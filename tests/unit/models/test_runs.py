@@ -1,4 +1,4 @@
-"""Layers of one kind are one scan, whatever is tapped, and a scan gives what its layers give one by one."""
+"""Equal layers are one scan for any taps, and a scan gives the same result as its layers one by one."""
 
 from __future__ import annotations
 

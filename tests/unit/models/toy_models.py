@@ -17,7 +17,7 @@ EMBEDDED = Path(weights.__file__).parent / "embedded"
 
 
 def copy_model(folder: Path) -> Path:
-    """The embedded model, as a folder of one's own."""
+    """Copy the embedded model to a folder that a test may change."""
     shutil.copytree(EMBEDDED, folder)
     return folder
 

@@ -1,4 +1,4 @@
-"""Where an S3 bucket lies: asked once, and told by the bucket itself where nobody answered."""
+"""The region of an S3 bucket: requested once, or taken from the bucket's reply."""
 
 from __future__ import annotations
 

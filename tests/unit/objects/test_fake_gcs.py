@@ -1,4 +1,4 @@
-"""The fake is taken for the real thing by three clients that know the real thing."""
+"""Three real clients accept the fake GCS."""
 
 from __future__ import annotations
 

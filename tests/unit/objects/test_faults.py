@@ -1,4 +1,4 @@
-"""Every kind of fault on every verb: it passes, or it is one clear line; never wrong data, never a silent loss."""
+"""Every kind of fault in every operation: it is retried or is one clear line; never wrong data or silent loss."""
 
 from __future__ import annotations
 
@@ -279,7 +279,7 @@ def test_no_connection(host: str, words: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def _schedule(folder: Folder, clouds: Clouds, seed: int, payload: np.ndarray) -> None:
-    """A small run under faults: what was said to be done is there, what was refused is not ours."""
+    """A small run under faults: confirmed writes exist, and refused ones were not stored by us."""
     faults = clouds.faults(folder.url)
     faults.extend(random_faults(seed, 6, 20))
     root = folder.child(f"schedule-{seed}")
@@ -295,7 +295,7 @@ def _schedule(folder: Folder, clouds: Clouds, seed: int, payload: np.ndarray) ->
     said["shard"] = payload[: 6 << 20].tobytes()
     faults.clear()
     assert {item.key: root.get(item.key) for item in root.list()} == said
-    assert len(said) == 9  # nobody else was there: each create must have won
+    assert len(said) == 9  # There was no other writer, so each create must have succeeded.
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -1,4 +1,4 @@
-"""Every verb of the seam, on every backend."""
+"""Every operation of a folder, on every backend."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_sixteen_replacements_one_winner(folder: Folder) -> None:
 
 
 def assert_one_winner(folder: Folder) -> None:
-    """Sixteen at once: one wins, and what is stored is its own."""
+    """Create from sixteen threads at once: one wins, and its content is stored."""
     start = threading.Barrier(16)
 
     def create(author: int) -> bool:

@@ -145,7 +145,7 @@ def test_processes_race(tmp_path: Path) -> None:
 
 
 def test_everything_is_synced_before_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A power cut cannot be tried here; the order of the calls can."""
+    """A power cut cannot be tested here, but the order of the calls can."""
     steps: list[str] = []
     fsync, link, rename = os.fsync, os.link, Path.rename
 

@@ -1,4 +1,4 @@
-"""A folder with a copy: the home is the truth, the copy follows it, and neither is left with half of anything."""
+"""A folder with a copy: the copy follows the home, and neither is left with partial files."""
 
 from __future__ import annotations
 

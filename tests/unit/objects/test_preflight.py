@@ -1,4 +1,4 @@
-"""What is said before anything is computed."""
+"""The checks before anything is computed."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_machines_know_where_they_are() -> None:
         amazon = {"NO_GCE_CHECK": "true", "AWS_EC2_METADATA_SERVICE_ENDPOINT": server.url}
         assert machine_region(amazon) == Region("s3", "eu-west-1")
     assert machine_region(NOWHERE) is None
-    assert machine_region({**google, "AWS_EC2_METADATA_DISABLED": "true"}) is None  # nobody answers any more
+    assert machine_region({**google, "AWS_EC2_METADATA_DISABLED": "true"}) is None  # Nothing answers any more.
 
 
 class _Careless(FaultyServer):

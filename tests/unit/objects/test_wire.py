@@ -1,4 +1,4 @@
-"""What comes over the wire is not believed: replies, addresses, variables, credentials."""
+"""Untrusted replies, addresses, variables and credentials."""
 
 from __future__ import annotations
 

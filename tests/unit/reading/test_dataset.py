@@ -1,4 +1,4 @@
-"""The reader: right rows, nothing that was not asked for, nothing damaged."""
+"""The reader returns the correct rows, reads nothing else, and detects damage."""
 
 from __future__ import annotations
 
@@ -295,7 +295,7 @@ def test_import_spile_is_light() -> None:
 
 
 def test_a_flip_on_the_way_is_read_again(tmp_path: Path) -> None:
-    """Once is an accident of the network; the same twice is the object."""
+    """One mismatch may be a network error; the same mismatch twice means that the object is damaged."""
     counting = Counting(open_folder(str(tmp_path)))
     big(counting, shards=1)
     flipped: list[int] = []
@@ -340,7 +340,7 @@ def test_streams_of_two_splits_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_shard_that_says_it_is_another_streams_is_refused(tmp_path: Path) -> None:
-    """Right checksums, in the right place, under another id: only its own header tells."""
+    """Correct checksums and position but another id: only the header shows it."""
     root = open_folder(str(tmp_path))
     produce(root, 12)
     stream = open_dataset(root).streams[0]
@@ -370,7 +370,7 @@ def test_a_hundred_streams_are_asked_for_side_by_side(tmp_path: Path) -> None:
 
 
 def test_ledgers_are_read_side_by_side(tmp_path: Path) -> None:
-    """No lock that all streams share: what they wait for is a bucket's answer."""
+    """Streams share no lock, because they wait for replies of the bucket."""
     root = open_folder(str(tmp_path))
     join_run(root, run_identity())
     for number in range(8):

@@ -293,7 +293,7 @@ WRITERS: dict[str, Any] = {
 def test_an_export_that_fails_leaves_nothing(
     dataset: Dataset, tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever shard it fails at; and the same export then starts clean."""
+    """The export fails at any shard, and the next export starts clean."""
     if form in ("parquet", "hf", "saelens"):
         pytest.importorskip("datasets")
     real, calls = Block.rows, []

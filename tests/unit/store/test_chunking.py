@@ -1,4 +1,4 @@
-"""How shards are cut: whatever the header says is read and checked, and a header that cannot be meant is refused."""
+"""The chunks of shards: any valid header is read and checked, and an impossible one is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Claims: one owner per stream, takeover after expiry, and no lost stream however workers come and go."""
+"""Claims: one owner per stream, takeover after expiry, and no stream is lost when workers come and go."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A dataset that somebody turned against its readers: they say one line or the truth, soon, and do nobody harm."""
+"""A malicious dataset: readers report one line or correct data, quickly and without harm."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def use(root: Path) -> bool:
-    """Everything that reads a dataset, to its end; whether it was proven. Nothing but our errors comes out."""
+    """Run every reader over a dataset and return whether it was verified. Only our errors may be raised."""
     folder = open_folder(str(root))
     SnapshotReader(folder).take()  # never an error
     try:
@@ -48,7 +48,7 @@ def use(root: Path) -> bool:
 
 
 def forge(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Another content under a checksum that is right."""
+    """Return other content with a correct checksum."""
     record = json.loads(path.read_bytes())
     del record["crc32c"]
     change(record)
@@ -93,7 +93,7 @@ def test_a_forged_commit_is_no_proof_and_no_crash(root: Path, what: str) -> None
 
 
 def test_a_commit_numbered_beyond_all_others(root: Path) -> None:
-    """It is a gap, told at once, and not a loop over a thousand million numbers."""
+    """It is reported as a gap at once, without a loop over all numbers."""
     data = json.loads(first_commit(root).read_bytes())
     for number in (99_999_999, 999_999_999_999):
         path = root / "tpu_0" / "commits" / f"{number}.json"
@@ -152,7 +152,7 @@ def test_a_heartbeat_of_a_hundred_megabytes_is_none(root: Path) -> None:
 
 
 def _live(root: Path, ended: list[str]) -> None:
-    """One life of a worker, in shards of two samples."""
+    """Run one worker with shards of two samples."""
     folder = open_folder(str(root))
     try:
         store = join_stream(folder, 0, stream_identity(SAMPLES), run_identity())
@@ -168,7 +168,7 @@ def _live(root: Path, ended: list[str]) -> None:
 
 @pytest.mark.parametrize("what", ["overwrite", "collect garbage"])
 def test_removal_during_two_incarnations_leaves_no_mix(root: Path, what: str) -> None:
-    """They race; then one life alone makes it whole, and nothing that a commit names was ever removed."""
+    """Workers and removals race; then one worker completes the stream, and no committed file was removed."""
     folder, ended = open_folder(str(root)), []
     for _ in range(6):
         clear_stream(folder, 0)
@@ -186,7 +186,7 @@ def test_removal_during_two_incarnations_leaves_no_mix(root: Path, what: str) ->
         for life in lives:
             life.join()
         report = verify(folder, repair=True)
-        # A commit may slip in between a stream's end and the look at what it left: said, and the next life's to mend.
+        # A commit may come between the end of a stream and the search for garbage: the next worker removes it.
         told = ("stream.json is gone",) if what == "overwrite" else ()
         wrong = [p for p in report.all_problems if p.kind != "missing" and p.text not in told]
         assert not wrong, (wrong, ended)

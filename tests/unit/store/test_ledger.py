@@ -188,7 +188,7 @@ def test_a_commit_under_another_number_is_damage(folder: Folder) -> None:
 
 
 def test_past_9999_commits_sort_as_numbers(folder: Folder) -> None:
-    """Names grow a digit; the ledger reads by number, whatever the listing's order."""
+    """Names get one more digit; the ledger is read by number in any order of the listing."""
     store = joined(folder, "long", samples=None)
     below = folder.child("tpu_0")
     numbers = range(1, 10_012) if "://" not in folder.url else range(1, 1)
@@ -276,7 +276,7 @@ def test_a_pod_commits_one_shard_of_each_host(folder: Folder) -> None:
 
 
 def test_clearing_leaves_a_shorter_ledger_at_every_step(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed after any number of deletions, the stream is a prefix of what it was, or gone."""
+    """After a kill at any deletion, the stream is a prefix of the old one, or empty."""
     step = 0
     while True:
         root = folder.child(f"case{step}")
@@ -300,7 +300,7 @@ def test_clearing_leaves_a_shorter_ledger_at_every_step(folder: Folder, monkeypa
 
 
 def _clear_until(root: Folder, step: int, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Clear with the power cut before deletion number ``step``; True when it came to its end."""
+    """Clear the stream, interrupted before deletion number ``step``; return True if it finished."""
     deletions = iter(range(step))
     kind = type(root)
     real = kind.delete
@@ -335,7 +335,7 @@ def test_a_worker_that_slept_through_overwrite_stops_at_its_next_commit(folder: 
 
 
 def zombie_commits(zombie: StreamStore, number: int, index: int) -> None:
-    """What a worker of an earlier life leaves that fell asleep between its look at stream.json and its commit."""
+    """Commits of a worker that was suspended between its check of stream.json and its commit, and is now outdated."""
     commit = Commit(number, "zombie", zombie.record.id, (shard(zombie, index),), (), None)
     assert zombie.folder.create(commit_key(number), commit.to_bytes())
 
@@ -348,7 +348,7 @@ def test_commits_of_an_earlier_incarnation_keep_their_numbers_and_are_ignored(fo
         zombie_commits(zombie, number, number)
     heir.commit([shard(heir, 0)], [])
     assert joined(folder).ledger.commits == 1
-    heir.commit([shard(heir, 1)], [])  # as number 4, past the strangers
+    heir.commit([shard(heir, 1)], [])  # as number 4, after the foreign commits
     again = joined(folder, "late")
     assert (again.ledger.commits, again.ledger.done.pairs()) == (4, [(0, 2)])
     heir.commit([], skips(2))
@@ -424,7 +424,7 @@ def test_a_worker_does_not_claim_what_is_no_longer_there(folder: Folder) -> None
 
 
 def test_scattered_samples_add_up_in_one_pass() -> None:
-    """One sort, whatever the number of commits: adding them one after the other gives the same."""
+    """One sort for any number of commits gives the same result as adding them one by one."""
     stripes = [Ranges([(start, start + 1) for start in range(place, 400, 20)]) for place in range(20)]
     records = [ShardRecord(f"s{n}", 5, 1, (4096, 1), {}, samples, 20, 40) for n, samples in enumerate(stripes)]
     commits = [Commit(n, "a", "i", (record,), (), None) for n, record in enumerate(records, 1)]

@@ -58,7 +58,7 @@ def test_states_come_from_the_ledger_first_and_the_heartbeat_second(folder: Fold
     begun(folder, 7)
     folder.put("tpu_7/commits/0002.json", b"junk")
     begun(folder, 8)
-    put_beat(folder, 8, phase="done", age=5)  # claims to be done; the ledger knows better
+    put_beat(folder, 8, phase="done", age=5)  # It reports that it is done, but the ledger is authoritative.
     snapshot = SnapshotReader(folder, lambda: NOW).take()
     assert {view.number: view.state for view in snapshot.streams} == {
         0: State.DONE,
@@ -77,7 +77,7 @@ def test_states_come_from_the_ledger_first_and_the_heartbeat_second(folder: Fold
     assert working.seconds_left == pytest.approx(86 * tokens / 10 / 50)
     assert (working.status, working.host, working.age) == ("running", "vm-1", 10.0)
     assert [snapshot.streams[number].status for number in (3, 4, 5)] == ["silent", "failed", "stopped"]
-    silent = snapshot.streams[3]  # what it had in hand is gone with it
+    silent = snapshot.streams[3]  # Its uncommitted work is lost.
     assert (silent.samples, silent.shards, silent.committed, silent.tokens_per_second) == (10, 1, 1, 0)
     assert snapshot.streams[4].last_error == "disk full"
     assert "0002.json is incomplete" in (snapshot.streams[7].last_error or "")

@@ -1,4 +1,4 @@
-"""verify, and the streams that nobody has begun: known from the split that a stream is of."""
+"""verify reports streams that were never started, which it knows from the split."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Statistics: equal to a float64 recomputation, the same in whatever order they are merged, the same from rows."""
+"""Statistics: equal to a float64 recomputation, independent of the order of merges, and the same from stored rows."""
 
 from __future__ import annotations
 

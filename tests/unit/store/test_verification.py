@@ -1,4 +1,4 @@
-"""verify: passes on what is whole, and names whatever is not."""
+"""verify accepts a complete dataset and names every problem of any other one."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_nan_and_infinity_are_found(tmp_path: Path, bad: float, dtype: str) -> N
 
 
 def test_a_shard_that_is_not_what_its_commit_says_is_damage(tmp_path: Path) -> None:
-    """Right checksums, wrong meaning: a writer's mistake, or a forgery."""
+    """Correct checksums but invalid content: a bug of the writer, or a forgery."""
     root = open_folder(str(tmp_path))
     store = joined(root, 4)
     good = shard(store, 0, 1)
@@ -309,7 +309,7 @@ def test_orphans_are_found_and_removed_only_on_request(folder: Folder) -> None:
 
 
 def test_a_worker_that_slept_through_the_collection_is_fenced(folder: Folder) -> None:
-    """It wakes with a shard that is gone; its commit must not land."""
+    """The worker continues with a shard that was removed; its commit must fail."""
     store = joined(folder, 4)
     store.commit([shard(store, 0)])
     record = shard(store, 1, 2, 3)
@@ -380,7 +380,7 @@ def test_another_datasets_uploads_and_files_below_the_root_are_no_garbage(cloud_
     inner = cloud_folder.child("experiment")
     produce(inner, 4)
     shard_file = "shard_0009-abcd.safetensors"
-    for place in (cloud_folder, inner, cloud_folder.child("tpu_7")):  # a stream that nobody has begun is nobody's
+    for place in (cloud_folder, inner, cloud_folder.child("tpu_7")):  # A stream that was never started has no garbage.
         place.child("tpu_0").put(shard_file, b"orphan")
     bucket = open_folder(cloud_folder.url)
     handles = [begin_upload(bucket, f"{key}{shard_file}") for key in ("tpu_0/", "experiment/tpu_0/", "")]

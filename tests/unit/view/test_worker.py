@@ -1,4 +1,4 @@
-"""What a run shows: a bar that keeps to its one line, plain lines elsewhere, and last lines that can be acted upon."""
+"""The display of a run: a one-line progress bar, plain lines in a pipe, and a useful summary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``--add-taps``: what was there and what is added, row for row; and every reason to refuse."""
+"""``--add-taps``: existing and added rows are aligned, and invalid requests are refused."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_a_stream_that_is_begun_again_takes_its_additions_with_it(made: Path, ba
 
 
 def test_an_addition_to_an_earlier_incarnation_is_ignored(made: Path, base: Path, tmp_path: Path) -> None:
-    """As a version that knew nothing of additions would leave it behind."""
+    """As an older version, which did not know added taps, would leave it."""
     add_taps(backfill(base))
     other = tmp_path / "other"
     extract(spec(made, "unused", output=str(other)))

@@ -1,4 +1,4 @@
-"""The model on devices as a producer: rows in their place, and what is wrong said in a line."""
+"""The model on devices as a producer: rows in their positions, and one-line errors."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def test_describing(producer: DeviceProducer) -> None:
 
 
 def test_a_plugin_that_cannot_start_is_a_line_and_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
-    """As JAX tells of its CUDA plugin on a machine that has no driver."""
+    """The message of JAX's CUDA plugin on a machine without a driver."""
     configure_jax()
     try:
         raise RuntimeError("Unable to load cuPTI. Is it installed?")

@@ -1,4 +1,4 @@
-"""How the worker's loop ends: one error of many, an interrupt at any moment, skips without end."""
+"""How the worker's loop ends: one error of several, an interrupt at any moment, or endless skipped samples."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from world import NumpyProducer, lengths, sample_of
 
 
 class _Contested(StreamSink):
-    """The first commit is refused; those that waited for it are told something less useful."""
+    """The first commit is refused; the commits that waited for it get a less useful error."""
 
     refused = False
 

@@ -1,4 +1,4 @@
-"""Every byte of a shard is written by somebody, and no row of padding ever reaches it."""
+"""Every byte of a shard is written, and no row of padding reaches it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ POISON = b"\xa5\x5a\xc3\x3c"
 
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Room for a shard is full of something else before its first row comes."""
+    """Fill the buffer of a shard with other bytes before its first row."""
     real = LocalFolder.writer
 
     def writer(self: LocalFolder, key: str, size: int) -> LocalWriter:

@@ -65,7 +65,7 @@ def planned(items, sizes, bytes_per_token=101):
 
 
 class Script:
-    """A control that answers as it was told, then goes on."""
+    """A control with given answers, which then continues."""
 
     def __init__(self, *verdicts: Verdict) -> None:
         self.verdicts = list(verdicts)
@@ -204,7 +204,7 @@ def test_a_failing_dataset_ends_the_run_with_its_own_error(tmp_path):
 
 
 class Counting(Progress):
-    """Tells how many batches have been written."""
+    """Counts the batches that were written."""
 
     written = 0
 
@@ -301,7 +301,7 @@ def test_no_program_is_waited_for_that_the_device_has_no_room_for(tmp_path):
             awaited.append((batch.rows * batch.length, min(refused, default=math.inf)))
 
         def start(self, batch):
-            if len(self.shapes) == 4:  # somebody else takes the rest of the memory
+            if len(self.shapes) == 4:  # Another process uses the rest of the memory.
                 self.fits = 200
             try:
                 return super().start(batch)

@@ -100,7 +100,7 @@ def test_a_bfloat16_run_is_judged_by_the_noise_of_bfloat16(made: Path, tmp_path:
 
 
 def test_rows_of_other_weights_are_found(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checksums and records are right, the numbers are wrong: only the model itself can tell."""
+    """Checksums and records are correct but the numbers are wrong: only a recomputation finds it."""
     run = spile.open(str(made / "out")).run
     model = Path(run.model)
     kept = (model / "model.safetensors").read_bytes()

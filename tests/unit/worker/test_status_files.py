@@ -1,4 +1,4 @@
-"""What a worker leaves beside the ledger: its heartbeat, the guides' checkpoint file, a tidy local copy."""
+"""What a worker writes besides the ledger: its heartbeat, the guides' checkpoint file and a local copy."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_local_copies_go_once_their_commit_stands(tmp_path: Path, tidy: bool) ->
     spec = ExtractSpec(output=str(home), local_copy=str(copy), delete_local_after_upload=tidy)
     visit(spec, root, control=Script(*["go"] * 5, "stop"))
     orphan = next(home.glob("tpu_0/shard_*"))
-    (copy / "tpu_0" / orphan.name).touch()  # a life that was killed before it tidied
+    (copy / "tpu_0" / orphan.name).touch()  # A worker that was killed before it cleaned up.
     stream = visit(spec, root)
     assert len(list(home.glob("tpu_0/shard_*"))) == stream.ledger.shards
     assert len(list(copy.glob("tpu_0/shard_*"))) == (0 if tidy else stream.ledger.shards)

@@ -1,4 +1,4 @@
-"""Any Hugging Face model through PyTorch: the same store, ledger, reader and proof, and the same rows as JAX."""
+"""Any Hugging Face model on PyTorch: the same store, ledger, reader and verification, and the same rows as JAX."""
 
 from __future__ import annotations
 
