@@ -44,9 +44,7 @@ def verify(
     repair: Annotated[
         bool, Parameter(negative="", help="List commits that were written before their stream was started again.")
     ] = False,
-    yes: Annotated[
-        bool, Parameter(negative="", help="With --gc: remove them. With --repair: move them out of the ledger.")
-    ] = False,
+    yes: Annotated[bool, Parameter(negative="", help="With --gc: remove them. With --repair: set them aside.")] = False,
     older_than: Annotated[float, Parameter(help="With --gc: only files that are older than this many hours.")] = 1.0,
     as_json: Annotated[bool, Parameter(name="--json", negative="", help="Print the report as JSON.")] = False,
 ) -> int:
