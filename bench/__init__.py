@@ -3,4 +3,4 @@
 from pathlib import Path
 
 SCRATCH = Path(".bench")
-"""Where they write: on the disk that is measured, out of git's sight."""
+"""The folder for temporary files, on the measured disk and ignored by git."""

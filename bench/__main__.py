@@ -22,12 +22,12 @@ BENCHES: dict[str, tuple[tuple[str, ...], str | None]] = {
     "stored": ((), None),
     "engines": ((), None),
 }
-"""Module → its arguments, and the package without which it is left out."""
+"""The arguments of each module, and the package that it needs."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("only", nargs="*", choices=[[], *BENCHES], help="which; all unless told")
+    parser.add_argument("only", nargs="*", choices=[[], *BENCHES], help="the benchmarks to run (default: all)")
     wanted = parser.parse_args().only or list(BENCHES)
     failed = []
     for name in wanted:

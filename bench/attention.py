@@ -27,14 +27,14 @@ _TOKENS, _ROW, _TURNS = 4096, 2048, 5
 
 
 def inputs(heads: int, kv_heads: int, width: int) -> list[np.ndarray]:
-    """Queries, keys and values of a batch."""
+    """Return queries, keys and values of a batch."""
     draw = np.random.default_rng(0)
     sizes = (heads, kv_heads, kv_heads)
     return [draw.standard_normal((_TOKENS // _ROW, _ROW, size, width)).astype(np.float32) for size in sizes]
 
 
 def with_jax(name: str, arrays: list[np.ndarray]) -> Callable[[], Any]:
-    """One implementation, compiled."""
+    """Return one implementation, compiled."""
     segments = jnp.asarray(np.repeat([[1, 2]], _TOKENS // _ROW, 0).repeat(_ROW // 2, 1), jnp.int32)
     attend = jax.jit(functools.partial(ATTENTIONS[name], window=None))
     values = [jnp.asarray(array) for array in arrays]
@@ -42,7 +42,7 @@ def with_jax(name: str, arrays: list[np.ndarray]) -> Callable[[], Any]:
 
 
 def with_torch(arrays: list[np.ndarray], *, mask: bool) -> Callable[[], Any] | None:
-    """Torch's fused attention over the same samples."""
+    """Return torch's fused attention over the same samples."""
     try:
         import torch
     except ImportError:
@@ -57,7 +57,7 @@ def with_torch(arrays: list[np.ndarray], *, mask: bool) -> Callable[[], Any] | N
 
 
 def best(run: Callable[[], Any] | None) -> str:
-    """The quickest of a few turns, in milliseconds."""
+    """Return the shortest of several times, in milliseconds."""
     if run is None:
         return "no torch"
     run()

@@ -30,37 +30,37 @@ from bench.made_up import arc_tasks, write_texts
 __all__ = ["Turn", "main", "turn"]
 
 MUST = 1.05
-"""The most that a figure may be over the older one's: below that two runs of the same code differ."""
+"""The largest accepted ratio to the older figure. Two runs of the same code differ by less."""
 _SPILE = ("-m", "spile.cli.main")
 
 
 @dataclass(frozen=True)
 class Case:
-    """What both do."""
+    """One command that both checkouts run."""
 
     name: str
     words: tuple[str, ...]
     now: tuple[str, ...] = ()
-    """More words for this checkout: flags that the older one lacks."""
+    """Additional arguments for this checkout: flags that the older one does not have."""
 
     @property
     def writes(self) -> bool:
-        """Whether it makes a dataset."""
+        """Whether the command creates a dataset."""
         return "extract" in self.words
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One process."""
+    """The measurements of one process."""
 
     wall: float
     cpu: float
     peak: int
-    """Bytes of memory, at most; no less than this process held when it began the other, which is little."""
+    """The peak memory in bytes. It includes the memory that this process held when it forked, which is small."""
 
 
 def turn(checkout: Path, words: tuple[str, ...], cache: Path) -> Turn:
-    """Run it with that checkout's ``spile``."""
+    """Run the command with ``spile`` of that checkout."""
     environment = {**os.environ, "PYTHONPATH": str(checkout / "src"), "JAX_COMPILATION_CACHE_DIR": str(cache)}
     with tempfile.TemporaryFile() as said:
         began = time.perf_counter()
@@ -76,17 +76,17 @@ def turn(checkout: Path, words: tuple[str, ...], cache: Path) -> Turn:
 
 
 class Sides:
-    """Both checkouts, and the files that both read."""
+    """Both checkouts, and the files that they share."""
 
     def __init__(self, old: Path, home: Path, turns: int) -> None:
         self.checkouts = {"before": old, "now": Path(__file__).parents[1]}
         self.home, self.turns = home, turns
 
     def compare(self, case: Case) -> tuple[Turn, Turn]:
-        """Before and now; a first turn that fills caches is thrown away."""
+        """Return the figures before and now. The first turn fills caches and is discarded."""
         found: dict[str, list[Turn]] = {side: [] for side in self.checkouts}
         for number in range(self.turns + 1):
-            # Neither is always the one that comes after the other.
+            # Alternate the order, so that neither always runs second.
             for side in list(self.checkouts)[:: 1 if number % 2 else -1]:
                 output = self.home / f"{side}-output"
                 words = (*case.words, *(case.now if side == "now" else ()))
@@ -98,7 +98,7 @@ class Sides:
         return _summed_up(found["before"]), _summed_up(found["now"])
 
     def model(self, shape: str) -> str:
-        """Made in a process of its own: what this one holds, the measured ones seem to."""
+        """Create the model in a separate process, because a forked process would inherit this one's memory."""
         folder = str(self.home / shape)
         subprocess.run([sys.executable, "-m", "bench.shapes", shape, folder], check=True, stdout=subprocess.DEVNULL)
         return folder
@@ -135,7 +135,7 @@ def _figures(before: float, now: float, unit: str) -> tuple[str, bool]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print each case's figures; 1 where one is worse than before."""
+    """Print the figures of each case; return 1 if one is worse than before."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--old", type=Path, required=True, help="a checkout to compare with")
     parser.add_argument("--turns", type=int, default=3)

@@ -33,21 +33,21 @@ time.sleep(3600)
 
 
 class BucketCase(NamedTuple):
-    """A server, and what it has."""
+    """A server and its bucket."""
 
     name: str
     server: list[str]
     opened: Callable[[str], tuple[str, Any]]
-    """The bucket's address and obstore's store, of a server's URL."""
+    """Return the address of the bucket and obstore's store for a server's URL."""
     rows: int
     shard_rows: int
     later: float = 0.0
-    """Seconds that each answer takes more: those of a bucket in the same region come after some 30 ms."""
+    """Additional seconds per reply. A bucket in the same region replies after about 30 ms."""
     tls: bool = False
 
 
 def read_bucket(case: BucketCase, turns: int) -> None:
-    """Beside plain range reads of the same bytes."""
+    """Compare the reader with plain range reads of the same bytes."""
     with tempfile.TemporaryDirectory() as certificates:
         command = [sys.executable, *case.server, *(["--tls", certificates] if case.tls else [])]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:

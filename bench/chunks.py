@@ -46,11 +46,11 @@ def _busy() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="such as /dev/shm")
-    parser.add_argument("--times", type=int, default=12, help="that all threads together write a file's length")
+    parser.add_argument("folder", type=Path, help="a folder in memory, such as /dev/shm")
+    parser.add_argument("--times", type=int, default=12, help="the number of times that each file is overwritten")
     parser.add_argument("--threads", default="1,2,4,8")
     parser.add_argument("--turns", type=int, default=15)
-    parser.add_argument("--busy", action="store_true", help="beside a thread that never waits")
+    parser.add_argument("--busy", action="store_true", help="run another thread of Python code all the time")
     args = parser.parse_args()
     counts = [int(word) for word in args.threads.split(",")]
     if args.busy:

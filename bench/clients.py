@@ -33,11 +33,11 @@ from spile_fakes.certificates import loopback_context
 
 SIZE = 8 << 20
 Transfer = Callable[[int], int]
-"""One transfer; returns its bytes."""
+"""A function that transfers data once and returns the number of bytes."""
 
 
 def serve(path: str, later: float, certificates: str | None) -> None:
-    """Every GET is a range of one file, every PUT is read and forgotten."""
+    """Serve ranges of one file for GET, and discard the body of PUT."""
     file = Path(path).open("rb")  # noqa: SIM115
     context = loopback_context(Path(certificates))[0] if certificates is not None else None
     listener = socket.create_server(("127.0.0.1", 0), backlog=128)
@@ -83,7 +83,7 @@ def _answer(connection: socket.socket, file: int, later: float, context: ssl.SSL
 
 
 def readers(url: str) -> dict[str, Transfer]:
-    """Ways to read a range, those whose package is installed."""
+    """Return the functions that read a range, for the installed packages."""
     import obstore
 
     folder, store = _spile(url), _obstore(url)
@@ -104,7 +104,7 @@ def readers(url: str) -> dict[str, Transfer]:
 
 
 def writers(url: str) -> dict[str, Transfer]:
-    """Ways to write an object, with a checksum that the server compares."""
+    """Return the functions that write an object with a checksum that the server checks."""
     import obstore
 
     from spile.objects.crc import crc32c, to_base64
@@ -164,7 +164,7 @@ def _boto(url: str) -> Any:
 
 
 def measure(ways: dict[str, Transfer], threads: int, transfers: int, rounds: int) -> dict[str, dict[str, float]]:
-    """GB/s of the best round, and this process's CPU seconds per GB in it."""
+    """Return the GB/s of the best round and its CPU seconds per GB in this process."""
     best: dict[str, dict[str, float]] = {}
     for _ in range(rounds):
         for name, way in ways.items():
@@ -184,7 +184,7 @@ def main() -> None:
     parser.add_argument("--transfers", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tls", action="store_true")
-    parser.add_argument("--later", type=float, default=0.0, help="seconds before each answer")
+    parser.add_argument("--later", type=float, default=0.0, help="additional seconds before each reply")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rows: dict[str, Any] = {}

@@ -33,14 +33,14 @@ _DTYPES: tuple[ComputeDtype, ...] = ("float32", "bfloat16")
 
 
 class Turn(NamedTuple):
-    """One run of ours."""
+    """One run of spile."""
 
     rate: float
     padding: float
 
 
 def ours(spec: ExtractSpec, samples: Sequence[Sample], producer: DeviceProducer) -> Turn:
-    """Extract these samples."""
+    """Run spile on these samples."""
     parts = resolve(spec)
     join_run(parts.root, parts.identity)
     stream = join_stream(parts.root, 0, parts.stream_identity, parts.identity)
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("tasks", nargs="?", default=EMBEDDED)
     parser.add_argument("--shape", default="small", choices=sorted(SHAPES))
     parser.add_argument("--samples", type=int, default=32)
-    parser.add_argument("--batch-size", type=int, default=8, help="of the loop beside us")
+    parser.add_argument("--batch-size", type=int, default=8, help="batch size of the transformers loop")
     parser.add_argument("--turns", type=int, default=3)
     args = parser.parse_args(arguments)
     folder = Path(tempfile.mkdtemp(prefix="spile-bench-"))

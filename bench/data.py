@@ -39,7 +39,7 @@ print(json.dumps({"seconds": seconds, "cpu": cpu, "samples": made.manifest.sampl
 
 
 def generate(file: Path, count: int) -> None:
-    """The embedded tasks over and over, each under a name of its own."""
+    """Write the embedded tasks repeatedly, each with a unique name."""
     tasks = [json.loads(line) for line in embedded_tasks().read_text().splitlines()]
     bodies = [orjson.dumps({key: task[key] for key in ("train", "test")})[1:] for task in tasks]
     with file.open("wb", buffering=1 << 20) as out:
@@ -48,7 +48,7 @@ def generate(file: Path, count: int) -> None:
 
 
 def parse_seconds(file: Path) -> tuple[float, float]:
-    """How long the JSON parser alone takes: by the clock, and of the processor's time."""
+    """Return the wall and CPU seconds of the JSON parser alone."""
     began, cpu = time.perf_counter(), time.process_time()
     with file.open("rb", buffering=1 << 20) as lines:
         for line in lines:
@@ -57,7 +57,7 @@ def parse_seconds(file: Path) -> tuple[float, float]:
 
 
 def streams(folder: Path, count: int) -> dict[str, Any]:
-    """Split that many tasks in a process of its own."""
+    """Split this many tasks in a separate process."""
     file = folder / f"tasks_{count}.jsonl"
     generate(file, count)
     parse, parse_cpu = parse_seconds(file)
@@ -78,7 +78,7 @@ def streams(folder: Path, count: int) -> dict[str, Any]:
 
 
 def tokens(seconds: float = 8.0) -> dict[str, Any]:
-    """Read variants of the embedded tasks for a while; then the tokenizer alone over the same texts."""
+    """Measure reading variants of the embedded tasks, then the tokenizer alone on the same texts."""
     tokenizer = load_tokenizer(Path(spile.models.__file__).parent / "embedded")
     spec = DataSpec(prompt=PromptSpec(predictions_per_task=256), max_seq_length=1 << 16)
     stream = open_stream(spec, tokenizer)

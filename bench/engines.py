@@ -54,12 +54,12 @@ PROGRAMS = {
     "monitor.py": "autoscaler monitor",
     "ray.scripts": "ray start",
 }
-"""What a command line holds, and whose time it is; the first that fits."""
+"""Parts of command lines, and the name under which their time is counted. The first match counts."""
 
 
 @dataclass
 class Place:
-    """Where the streams are, where the output goes, and the cluster, if there is one."""
+    """The folders of the streams and the output, and the cluster if there is one."""
 
     streams: str
     output: str
@@ -71,7 +71,7 @@ class Place:
     running: set[subprocess.Popen[str]] = field(default_factory=set)
 
     def flags(self, name: str) -> list[str]:
-        """Of a run into a folder of its own."""
+        """Return the flags of a run into a new folder."""
         self.made.append(f"{self.output}/{name}")
         return ["--dataset-dir", self.streams, "--output", self.made[-1], "--predictions-per-task", str(self.variants)]
 
@@ -86,7 +86,7 @@ class Place:
             raise SystemExit(f"failed: {' '.join(words)}\n{said[-2000:]}")
 
     def end(self) -> None:
-        """Of what still runs; an engine's workers end with it."""
+        """End processes that are still running. The workers of an engine end with it."""
         for process in list(self.running):
             process.terminate()
         for process in list(self.running):
@@ -94,7 +94,7 @@ class Place:
 
 
 def by_hand(place: Place, flags: list[str], streams: int, workers: int) -> None:
-    """As ``seq 0 15 | xargs -P 4 -I{} spile extract … --worker-id {}``: whoever is free takes the next stream."""
+    """Run the streams as ``seq 0 15 | xargs -P 4 -I{} spile extract … --worker-id {}`` does."""
     left = iter(range(streams))
 
     def work() -> None:
@@ -113,7 +113,7 @@ def on_ray(place: Place, flags: list[str], workers: int) -> None:
 
 
 def in_trouble(place: Place, flags: list[str], streams: int, workers: int) -> None:
-    """One node is killed, one cut off, one joins, while the run is on."""
+    """Kill one node, disconnect another and add a third during the run."""
     root = open_folder(flags[flags.index("--output") + 1])
     run = threading.Thread(target=on_ray, args=(place, flags, workers), daemon=True)
     run.start()
@@ -132,17 +132,17 @@ def in_trouble(place: Place, flags: list[str], streams: int, workers: int) -> No
 
 @contextlib.contextmanager
 def here(folder: str) -> Iterator[Place]:
-    """No cluster: folders of this machine."""
+    """Return local folders, without a cluster."""
     yield Place(f"{folder}/streams", folder, os.environ)
 
 
 @contextlib.contextmanager
 def ray_cluster(folder: str, nodes: int, address: str | None) -> Iterator[Place]:
-    """A bucket that every node reaches, and a cluster: the one at the address, or one that is started here."""
+    """Return a bucket that every node can reach, and a cluster: an existing one, or one that is started here."""
     from spile.data.upload import upload
 
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-    parts = importlib.import_module("fleet.ray_nodes")  # the cluster that the tests have
+    parts = importlib.import_module("fleet.ray_nodes")  # The cluster of the tests.
     if address is not None:
         yield Place(f"{folder}/streams", folder, os.environ, address)
         return
@@ -162,7 +162,7 @@ def ray_cluster(folder: str, nodes: int, address: str | None) -> Iterator[Place]
 
 
 def prove(place: Place) -> None:
-    """Every run's dataset is whole: a fast engine that loses samples is none."""
+    """Verify the dataset of every run: a fast result with missing samples does not count."""
     for root in place.made:
         report = verify(root)
         if not report.ok:
@@ -170,12 +170,12 @@ def prove(place: Place) -> None:
 
 
 def program(words: str) -> str | None:
-    """Whose time a process's is; the kernel's own threads have no words."""
+    """Return the name under which a process's time is counted. Threads of the kernel have no command line."""
     return next((name for part, name in PROGRAMS.items() if part in words), "others") if words else None
 
 
 def timed(place: Place, kind: str, turn: int, streams: int, workers: int) -> float:
-    """One contender's turn, from nothing compiled."""
+    """Run one contender without compiled programs."""
     flags = place.flags(f"{kind}-{turn}")
     shutil.rmtree(Path(os.environ["XDG_CACHE_HOME"]), ignore_errors=True)
     began = time.perf_counter()
@@ -199,7 +199,7 @@ def timed(place: Place, kind: str, turn: int, streams: int, workers: int) -> flo
 
 
 def compare(place: Place, kinds: list[str], options: argparse.Namespace) -> None:
-    """Turns of all contenders, then the trouble, after which the cluster is not what it was; and what they come to."""
+    """Run all contenders in turns, then the run with failures, which changes the cluster; return the results."""
     place.variants = options.variants
     times: dict[str, list[float]] = {kind: [] for kind in kinds}
     turns = [kind for _ in range(options.turns) for kind in kinds if kind != "trouble"]
@@ -217,18 +217,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--variants", type=int, default=8, help="of each of the 48 embedded tasks")
+    parser.add_argument("--variants", type=int, default=8, help="variants of each of the 48 embedded tasks")
     parser.add_argument("--turns", type=int, default=1)
-    parser.add_argument("--ray", action="store_true", help="on a cluster that is started here")
+    parser.add_argument("--ray", action="store_true", help="also measure Ray, on a cluster that is started here")
     parser.add_argument("--ray-address", default=os.environ.get("RAY_ADDRESS"))
     parser.add_argument("--trouble", action="store_true", help="with --ray: a node dies, a link is cut, a node joins")
-    parser.add_argument("--only", help="of hand, local and ray, in this order")
+    parser.add_argument("--only", help="contenders: some of hand,local,ray")
     options = parser.parse_args()
     ray = options.ray or options.ray_address
     kinds = options.only.split(",") if options.only else ["hand", "local", *(["ray"] if ray else [])]
     if options.trouble and options.ray:
         kinds = [*kinds, "trouble"]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a timeout's: the cluster is taken down all the same
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # After a timeout, too, the cluster is removed.
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = f"{folder}/cache"
         make_streams("embedded", Path(folder) / "streams", options.streams)

@@ -17,7 +17,7 @@ from bench.shapes import FAMILIES
 
 
 def race(shape: str, args: argparse.Namespace) -> dict[str, float]:
-    """Wall seconds by contender."""
+    """Return the wall seconds of each contender."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "race.json"
         words = [
@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=["cuda", "cpu"])
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--count", type=int, default=48, help="tasks")
-    parser.add_argument("--budget", type=int, default=4096, help="tokens of the torch loop's batch")
+    parser.add_argument("--budget", type=int, default=4096, help="tokens per batch of the torch loop")
     parser.add_argument("--ram", default="/dev/shm")
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--json", type=Path)

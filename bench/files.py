@@ -19,7 +19,7 @@ CHUNK = 1 << 20
 
 
 def timed(task: Callable[[int], None], threads: int, repeat: int = 3) -> float:
-    """Seconds of the fastest of several tries, the threads side by side."""
+    """Return the seconds of the fastest of several attempts with concurrent threads."""
     times = []
     for _ in range(repeat):
         began = time.perf_counter()
@@ -30,7 +30,7 @@ def timed(task: Callable[[int], None], threads: int, repeat: int = 3) -> float:
 
 
 def one_file(folder: Path, source: memoryview, threads: int, mapped: bool) -> float:
-    """Bytes/s of checksum and write by threads into parts of one new file."""
+    """Return the bytes/s of threads that checksum and write parts of one new file."""
     part = len(source) // threads
     with tempfile.NamedTemporaryFile(dir=folder) as file:
 
@@ -49,7 +49,7 @@ def one_file(folder: Path, source: memoryview, threads: int, mapped: bool) -> fl
 
 
 def many_files(folder: Path, source: memoryview, files: int, sync: bool) -> float:
-    """Bytes/s of checksum and write, a thread and a new file each."""
+    """Return the bytes/s of threads that each checksum and write a new file."""
 
     def write(_: int) -> None:
         with tempfile.NamedTemporaryFile(dir=folder) as file:
@@ -67,7 +67,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--megabytes", type=int, default=512)
-    parser.add_argument("--sync", action="store_true", help="a disk: count the time until it is durable")
+    parser.add_argument("--sync", action="store_true", help="count the time until the data is durable on the disk")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     source = np.random.default_rng(0).integers(0, 256, args.megabytes * CHUNK, np.uint8).data

@@ -60,7 +60,7 @@ def prompts_of(model: Path, tasks: str, count: int, longest: int) -> list[Sample
 
 
 class _Limited(Generator):
-    """Ends each answer where it is told to: random weights would not by themselves."""
+    """Ends each answer at a given length, because random weights generate no stop token."""
 
     limits: Sequence[int] = ()
 
@@ -94,7 +94,7 @@ def spile_seconds(
         max_seq_length=longest, long="skip", dtype=dtype, store_dtype="bfloat16", generation=generation,
     )  # fmt: skip
     seconds, calls = [], {}
-    for visit in range(2):  # the first compiles and warms up
+    for visit in range(2):  # The first run compiles and warms up.
         home = Path(args.output) / f"visit-{visit}"
         shutil.rmtree(home, ignore_errors=True)
         generator = _Limited(
@@ -123,7 +123,7 @@ def spile_seconds(
 
 
 def call_milliseconds(generator: _Limited, times: int = 4) -> dict[str, float]:
-    """What each program takes alone, its rows on the host: a call over no prompt or idle slots is as long as any."""
+    """Return the milliseconds of each program, with rows copied to the host. A call takes as long without work."""
     found = {}
     programs: dict[str, Callable[[], Any]] = {"read": lambda: generator._read([]), "steps": generator._step}
     for name, call in programs.items():
@@ -138,14 +138,14 @@ def call_milliseconds(generator: _Limited, times: int = 4) -> dict[str, float]:
 
 
 def transformers_seconds(model: Path, samples: list[Sample], limits: Sequence[int], batch: int, dtype: str) -> float:
-    """Batches as people write them: prompts padded on the left, each batch as long as its longest answer."""
+    """Return the seconds of plain transformers batches: left-padded, each as long as its longest answer."""
     import torch
     from transformers import AutoModelForCausalLM
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     judge = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval().to(device)
     began = 0.0
-    for first in (None, *range(0, len(samples), batch)):  # the first batch, short, warms up
+    for first in (None, *range(0, len(samples), batch)):  # A short first batch warms up.
         part = samples[:batch] if first is None else samples[first : first + batch]
         new = 4 if first is None else max(limits[sample.index] for sample in part)
         longest = max(map(len, part))

@@ -32,12 +32,12 @@ from spile.worker.progress import Progress
 from spile.worker.sizes import in_flight
 
 _SETS = 6
-"""Batches' worth of rows, used in turn: more than a processor's cache holds."""
+"""The number of sets of rows that are used in turn, more than fit in the processor's cache."""
 _LIMIT_BYTES = 1 << 28
 
 
 class ReadyProducer(BatchProducer):
-    """Rows that were made beforehand."""
+    """A producer that returns prepared rows."""
 
     groups = 1
     owned = (0,)
@@ -48,21 +48,21 @@ class ReadyProducer(BatchProducer):
         self._next = 0
 
     def start(self, batch: Batch) -> Sequence[Sequence[RowBlock]]:
-        """The next set's first rows."""
+        """Return the next set."""
         self._next = (self._next + 1) % _SETS
         return [[RowBlock(0, rows[: batch.real_tokens])] for rows in self._sets[self._next]]
 
     def fetch(self, pending: object) -> Sequence[Sequence[RowBlock]]:
-        """As they are."""
+        """Return the rows unchanged."""
         return pending  # type: ignore[return-value]
 
     def describe(self) -> str:
-        """For people."""
+        """Return a description for logs."""
         return "rows that are ready"
 
 
 def samples(tokens: int) -> Iterator[Sample]:
-    """Lengths like those of ARC prompts."""
+    """Return samples with the lengths of ARC prompts."""
     lengths = np.random.default_rng(1).integers(300, 1700, 1 + tokens // 900)
     for index, length in enumerate(lengths.tolist()):
         yield Sample(index, f"task-{index}", np.zeros(length, np.int32), np.zeros(length, np.uint8), "", None, 0)
@@ -71,7 +71,7 @@ def samples(tokens: int) -> Iterator[Sample]:
 def measure(
     folder: Path, producer: ReadyProducer, writers: int, size: float, batch_tokens: int, statistics: bool = False
 ) -> float:
-    """Bytes/s through the worker's loop."""
+    """Return the bytes/s of the worker's loop."""
     with tempfile.TemporaryDirectory(dir=folder) as name:
         root, run, items = open_folder(name), run_identity(), list(samples(int(size / A_TOKEN)))
         join_run(root, run)

@@ -35,12 +35,12 @@ class LedgerTimes:
     commits: int
     listed: float
     read: float
-    """Listing, fetching, checking and adding up."""
+    """Seconds to list, fetch, check and sum the commits."""
 
 
 @contextmanager
 def fake_gcs(bucket: str = "bench") -> Iterator[str]:
-    """A fake GCS in a process of its own; the environment leads to it. Gives its URL."""
+    """Start a fake GCS in a separate process, set the environment for it, and yield its URL."""
     command = [sys.executable, "-m", "spile_fakes.gcs", "--bucket", bucket, "--with-parent"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     before = os.environ.get("STORAGE_EMULATOR_HOST")
@@ -58,7 +58,7 @@ def fake_gcs(bucket: str = "bench") -> Iterator[str]:
 
 
 def _commit(number: int) -> Commit:
-    """Of a shard as real ones are: samples in a few runs, because batches are sorted by length."""
+    """Return a realistic commit: its samples are a few ranges, because batches are sorted by length."""
     first = (number - 1) * _SAMPLES
     record = ShardRecord(
         name=f"shard_{number:04d}-0123456789abcdef.safetensors",

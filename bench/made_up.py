@@ -12,7 +12,7 @@ _WORDS = ("light", "water", "three", "under", "carry", "stone", "seven", "north"
 
 
 def arc_tasks(count: int) -> list[dict[str, object]]:
-    """Tasks of the sizes that ARC's have."""
+    """Return tasks of the sizes of ARC tasks."""
     draw = random.Random(0)
 
     def grid(rows: int, columns: int) -> list[list[int]]:
@@ -27,7 +27,7 @@ def arc_tasks(count: int) -> list[dict[str, object]]:
 
 
 def write_texts(file: Path, samples: int) -> None:
-    """A JSONL of so many texts of four to eight words."""
+    """Write a JSONL file with this many texts of four to eight words."""
     with file.open("w") as out:
         for number in range(samples):
             words = (_WORDS[(number // 10**place) % 10] for place in range(4 + number % 5))

@@ -22,7 +22,7 @@ from bench.shapes import make_model
 __all__ = ["Peak", "main", "measure"]
 
 MUST = 1.15
-"""The peak of the many over that of the few, which are too few to fill the queues between the stages."""
+"""The largest accepted ratio of the two peaks. The smaller run does not fill all queues of the pipeline."""
 
 _MEASURED = """
 import sys
@@ -37,17 +37,17 @@ finally:
 
 @dataclass(frozen=True)
 class Peak:
-    """One run."""
+    """The result of one run."""
 
     samples: int
     bytes: int
-    """The most host memory that the process ever held."""
+    """The peak host memory of the process in bytes."""
     seconds: float
     shards: int
 
 
 def measure(samples: int, model: Path, folder: Path) -> Peak:
-    """``spile extract`` over so many samples, in a process of its own."""
+    """Run ``spile extract`` over this many samples in a separate process."""
     data, output = folder / f"{samples}.jsonl", Path(tempfile.mkdtemp(dir=folder))
     write_texts(data, samples)
     command = [sys.executable, "-c", _MEASURED, "extract", "--model", str(model), "--dataset", str(data)]
@@ -60,14 +60,14 @@ def measure(samples: int, model: Path, folder: Path) -> Peak:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print a line for each size and their ratio; 1 where the many take more."""
+    """Print a line for each size and the ratio; return 1 if the larger size needs more memory."""
     given = arguments if arguments is not None else sys.argv[1:]
     few, many = (int(given[0]), int(given[1])) if given else (10_000, 1_000_000)
     console = Console()
     SCRATCH.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=SCRATCH) as name:
         model = make_model("speck", Path(name) / "speck")
-        # Compiles what the others then find in the cache: a compiler's memory is no sample's.
+        # The first run fills the cache of compiled programs, because the compiler's memory is not measured.
         measure(few, model, Path(name))
         peaks = [measure(count, model, Path(name)) for count in (few, many)]
     for peak in peaks:

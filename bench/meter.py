@@ -15,14 +15,14 @@ __all__ = ["ProcessorMeter"]
 
 _EVERY = 0.5
 _Process = tuple[int, float]
-"""Its number, and when it began: numbers come again."""
+"""A process id with its start time, because ids are reused."""
 
 
 class ProcessorMeter:
-    """Counts from ``with`` on. Of a process that ends, its last half second at most is missed."""
+    """Counts inside a ``with`` block. At most the last half second of a process that ends is not counted."""
 
     def __init__(self, name: Callable[[str], str | None]) -> None:
-        """``name``: of the program with this command line; None: not to be counted."""
+        """Create a meter. ``name`` returns the program of a command line, or None if it is not counted."""
         self._name = name
         self._names: dict[_Process, str | None] = {}
         self._last: dict[_Process, float] = {}
@@ -58,7 +58,7 @@ class ProcessorMeter:
 
     @property
     def seconds(self) -> Mapping[str, float]:
-        """Of each program, the greatest first."""
+        """Return the CPU seconds of each program, the largest first."""
         total: dict[str, float] = {}
         for key, spent in self._last.items():
             name = self._names[key] or ""

@@ -49,23 +49,23 @@ _RATE = 50e6
 
 @dataclass(frozen=True)
 class Overlap:
-    """One run."""
+    """The result of one run."""
 
     where: str
     bytes: int
     rate: float
-    """Bytes a second, of the compute; and of the store where it is capped."""
+    """The bytes per second of the producer, and of the store if it is limited."""
     seconds: float
     retries: int
 
     @property
     def fraction(self) -> float:
-        """The slower of the two by itself, over the whole."""
+        """The time of the slower part divided by the total time."""
         return self.bytes / self.rate / self.seconds
 
 
 class PacedProducer(BatchProducer):
-    """Rows at a fixed rate, computed nowhere."""
+    """A producer of constant rows at a fixed rate."""
 
     groups = 1
     owned = (0,)
@@ -77,19 +77,19 @@ class PacedProducer(BatchProducer):
         self._rows = source.standard_normal((16 * _LENGTH, D_MODEL), np.float32).astype(ml_dtypes.bfloat16)
 
     def start(self, batch: Batch) -> tuple[float, Batch]:
-        """Queued behind what was started before."""
+        """Start a batch after the previous ones."""
         self._ready = max(self._ready, time.perf_counter()) + batch.real_tokens * A_TOKEN / self._rate
         return self._ready, batch
 
     def fetch(self, pending: object) -> Sequence[Sequence[RowBlock]]:
-        """When it is its time."""
+        """Return the rows when their time has come."""
         assert isinstance(pending, tuple)
         ready, batch = pending
         time.sleep(max(0.0, ready - time.perf_counter()))
         return [[RowBlock(0, self._rows[: batch.real_tokens])] for _ in TAPS]
 
     def describe(self) -> str:
-        """For people."""
+        """Return a description for logs."""
         return f"rows at {self._rate / 1e6:.0f} MB/s"
 
 
@@ -100,7 +100,7 @@ def _samples(count: int) -> Iterator[Sample]:
 
 
 def run_identity() -> RunIdentity:
-    """Of a run that no model makes."""
+    """Return the identity of a run without a model."""
     return RunIdentity(
         model="bench", revision=None, architecture="none", d_model=D_MODEL, n_layers=len(TAPS), weights="",
         tokenizer="", prompt=PromptSpec(kind="text"), seed=0, max_seq_length=_LENGTH, long="truncate", dtype="bfloat16",
@@ -109,7 +109,7 @@ def run_identity() -> RunIdentity:
 
 
 def measure(url: str, size: float, rate: float) -> Overlap:
-    """About so many bytes through the worker's loop into a folder."""
+    """Send about this many bytes through the worker's loop into a folder."""
     count = int(size / (_LENGTH * A_TOKEN))
     root = open_folder(url)
     run = run_identity()
@@ -136,7 +136,7 @@ def _cap(url: str, rate: float) -> None:
 
 
 def _disk_rate(folder: Path, size: int = 256 << 20) -> float:
-    """What a plain write and sync reaches."""
+    """Return the rate of a plain write with sync."""
     data = np.random.default_rng(0).bytes(size)
     began = time.perf_counter()
     with (folder / "plain").open("wb") as file:
@@ -149,7 +149,7 @@ def _disk_rate(folder: Path, size: int = 256 << 20) -> float:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print a line for the capped bucket and one for the disk; 1 when the first falls short."""
+    """Print a line for the limited bucket and one for the disk; return 1 if the first is too slow."""
     given = arguments if arguments is not None else sys.argv[1:]
     size = float(given[0] if given else "1") * 1e9
     console = Console()

@@ -12,7 +12,7 @@ _SIZES = (1, 4, 8)
 
 
 def once(way: str, size: int) -> None:
-    """Take ``size`` bytes in one piece, twice: the second time they are the pool's."""
+    """Allocate ``size`` bytes twice in one piece; the second time they come from the pool."""
     import jax
     import jax.numpy as jnp
     import numpy as np

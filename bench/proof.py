@@ -184,7 +184,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="build/real/smollm2", help="a folder with one model.safetensors")
     parser.add_argument("--samples", type=int, default=48)
-    parser.add_argument("--characters", type=int, default=1200, help="of each text")
+    parser.add_argument("--characters", type=int, default=1200, help="characters of each text")
     parser.add_argument("--compute", nargs="*", default=["bfloat16"])
     parser.add_argument("--dtypes", nargs="*", default=list(DTYPES))
     parser.add_argument("--sinks", nargs="*", type=float, default=[])

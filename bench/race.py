@@ -29,33 +29,33 @@ from bench.made_up import arc_tasks
 from bench.shapes import SHAPES, make_model
 
 _LIMIT = 170
-"""Seconds that one contender may take."""
+"""The time limit of one contender in seconds."""
 
 
 _BYTECODE = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(Path(tempfile.gettempdir(), "race-bytecode"))}
-"""Installed programs have their bytecode: without it every start compiles some hundred source files."""
+"""Compile the bytecode first, as for installed programs; otherwise every start compiles hundreds of files."""
 
 
 @dataclass
 class Result:
-    """One process."""
+    """The measurements of one process."""
 
     name: str
     wall: float
     tokens: int = 0
     steady: float = 0.0
-    """Tokens per second while it ran, its start left out."""
+    """Tokens per second without the start-up."""
     notes: list[str] = field(default_factory=list)
 
 
 def texts(count: int) -> list[dict[str, object]]:
-    """Digits with spaces between, which are two tokens each: 50 to 500 tokens."""
+    """Return texts of 50 to 500 tokens: digits and spaces, two tokens each."""
     draw = random.Random(0)
     return [{"text": " ".join(draw.choices("0123456789", k=draw.randint(25, 250)))} for _ in range(count)]
 
 
 def write_tasks(source: str | None, count: int, target: Path, *, as_texts: bool = False) -> Path:
-    """One JSONL of ``count`` tasks, or texts."""
+    """Write a JSONL file with ``count`` tasks or texts."""
     if as_texts:
         tasks = texts(count)
     elif source is None or not Path(source).exists():
@@ -70,7 +70,7 @@ def write_tasks(source: str | None, count: int, target: Path, *, as_texts: bool 
 
 
 def process(name: str, words: list[str], **environment: str) -> tuple[Result, str]:
-    """Run it; how long, and what it said."""
+    """Run the command; return its seconds and output."""
     began = time.perf_counter()
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     before = used.ru_utime + used.ru_stime
@@ -90,7 +90,7 @@ def process(name: str, words: list[str], **environment: str) -> tuple[Result, st
 
 
 class Race:
-    """The contenders on one model and one set of tasks."""
+    """All contenders on one model and one set of tasks."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -105,7 +105,7 @@ class Race:
         self._touch(args.touch << 30)
 
     def _touch(self, size: int) -> None:
-        """Write that much once and remove it: a virtual machine's memory is slow for whoever uses it first."""
+        """Write this many bytes once and remove them, because the first use of a virtual machine's memory is slow."""
         piece = bytes(64 << 20)
 
         def write(number: int) -> None:
@@ -119,7 +119,7 @@ class Race:
             file.unlink()
 
     def spile(self, name: str, cache: str, variants: int, *more: str) -> Result:
-        """The command that people start."""
+        """Run the spile command."""
         words = [
             "-m", "spile.cli.main", "extract", "--model", str(self.model), "--dataset", str(self.tasks),
             "--predictions-per-task", str(variants), "--output", str(self.home / "out"), "--verbose", *more,
@@ -142,7 +142,7 @@ class Race:
         return self._done(result)
 
     def torch(self, name: str, variants: int, *more: str) -> Result:
-        """The loop beside it."""
+        """Run the torch loop."""
         words = ["-m", "bench.torch_loop", str(self.model), str(self.tasks), str(self.home / "out")]
         words += ["--variants", str(variants), "--device", self.args.device, "--dtype", self.args.dtype, *more]
         result, text = process(name, words)
@@ -180,7 +180,7 @@ def main() -> None:
     parser.add_argument("--variants", type=int, default=2)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--budgets", default="32768,65536", help="of the torch loop")
+    parser.add_argument("--budgets", default="32768,65536", help="token budgets of the torch loop")
     parser.add_argument("--ram", default="/dev/shm")
     parser.add_argument("--only", default="cold,warm,torch,naive,layer")
     parser.add_argument("--touch", type=int, default=0, help="GiB of the RAM disk to write once beforehand")

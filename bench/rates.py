@@ -25,7 +25,7 @@ _SAMPLE = 512
 
 
 def make(root: Folder, rows: int, shard_rows: int = SHARD_ROWS, d: int = D) -> None:
-    """Random rows in shards of one tap."""
+    """Create a dataset of random rows with one tap."""
     run = replace(run_identity(), d_model=d)
     join_run(root, run)
     samples = rows // _SAMPLE if shard_rows >= _SAMPLE else rows // shard_rows
@@ -46,16 +46,16 @@ def make(root: Folder, rows: int, shard_rows: int = SHARD_ROWS, d: int = D) -> N
 
 
 class Rate(NamedTuple):
-    """How fast, and what it cost: on a machine that does other work only the second says much."""
+    """A speed and its CPU cost. On a busy machine only the cost is meaningful."""
 
     rows: float
-    """Per second."""
+    """Rows per second."""
     cpu: float
-    """Seconds of processors per row."""
+    """CPU seconds per row."""
 
 
 def rate(read: Callable[[], Iterator[int]]) -> Rate:
-    """Of all that it gives."""
+    """Return the rate of reading everything."""
     began, used = time.perf_counter(), time.process_time()
     rows = sum(read())
     return Rate(rows / (time.perf_counter() - began), (time.process_time() - used) / rows)
@@ -65,14 +65,14 @@ Read = Callable[[], Iterator[int]]
 
 
 class Twice(NamedTuple):
-    """What was read for the first time in a turn, and for the second."""
+    """The rates of the first and the second read of a turn."""
 
     first: Rate
     second: Rate
 
 
 def in_turns(reads: dict[str, Read], turns: int, before: Callable[[str], None] = lambda _: None) -> dict[str, Twice]:
-    """The medians of each, which one after the other has its turn: what the machine gives changes by the minute."""
+    """Return the median rate of each reader. They take turns, because the speed of a machine varies."""
     found: dict[str, list[list[Rate]]] = {name: [[], []] for name in reads}
     for _ in range(turns):
         for name, read in reads.items():
@@ -87,7 +87,7 @@ def _median(rates: list[Rate]) -> Rate:
 
 
 def show(found: dict[str, Twice], base: Twice, ours: Sequence[str] = ()) -> None:
-    """Beside the rates that are to be reached, and beside the slowest of ``ours``."""
+    """Print the rates next to the required ones and to the slowest of ``ours``."""
     print(f"  {'':44} {'first, GB/s':>12} {'of base':>8} {'CPU s/GB':>9}   {'again':>6} {'of base':>8} {'CPU s/GB':>9}")
     width = 2 * D
     for name, both in found.items():

@@ -29,7 +29,7 @@ from spile.reading.shuffle_order import MEMORY
 
 
 def forget(folder: Path) -> None:
-    """Drop a folder's files from the page cache."""
+    """Drop the files of a folder from the page cache."""
     for path in folder.rglob("*"):
         if path.is_file():
             handle = os.open(path, os.O_RDONLY)
@@ -39,7 +39,7 @@ def forget(folder: Path) -> None:
 
 
 def sequential(folder: Path) -> Iterator[int]:
-    """Read every file from end to end, 8 MiB a call, into the same memory."""
+    """Read every file from start to end in calls of 8 MiB into the same memory."""
     buffer = bytearray(8 << 20)
     for path in sorted(folder.rglob("*.safetensors")):
         with path.open("rb", buffering=0) as file:
@@ -107,7 +107,7 @@ def local(rows: int, peers: str | None, turns: int) -> None:
             "the same, blocks of 4 MiB": {"memory": size // 4, "piece": 4 << 20},
         }
         if size <= MEMORY:
-            del modes["spile, as it is (two levels, 2 GiB)"]  # it is a full permutation
+            del modes["spile, as it is (two levels, 2 GiB)"]  # This is a full permutation.
         files = "the files, from end to end"
         reads: dict[str, Read] = {files: partial(sequential, root)}
         reads |= {label: partial(shuffled, root, **how) for label, how in modes.items()}
@@ -163,7 +163,7 @@ def _saelens(home: Path, rows: int, peers: str) -> None:
 
 
 def first_batch(shards: int = 1000) -> None:
-    """From nothing to the first batch."""
+    """Measure the time to the first batch."""
     with tempfile.TemporaryDirectory() as name:
         make(open_folder(name), shards * 256, shard_rows=256, d=256)
         code = (

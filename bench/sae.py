@@ -35,7 +35,7 @@ from spile.store.stream import join_run, join_stream
 
 D, TRUE, LENGTH, BATCH, K = 256, 512, 512, 2048, 16
 EVERY = 17
-"""Steps between two looks."""
+"""Steps between two measurements."""
 REFERENCE = "a permutation in memory, by hand"
 
 
@@ -51,7 +51,7 @@ def example() -> Any:
 
 
 def make(root: str, documents: int) -> None:
-    """Documents of 512 rows, each of 24 features of its own choice."""
+    """Create documents of 512 rows, each with its own 24 features."""
     source = np.random.default_rng(7)
     features = source.standard_normal((TRUE, D)).astype(np.float32)
     features /= np.linalg.norm(features, axis=1, keepdims=True)
@@ -117,7 +117,7 @@ def in_parts(dataset: Dataset, seed: int, steps: int, parts: list[int]) -> dict[
 
 
 def curve(sae: Any, batches: Iterator[Any], held: Any, steps: int, seed: int) -> list[float]:
-    """What is unexplained of the held rows, every few steps and at the end."""
+    """Return the unexplained variance of held-out rows, every few steps and at the end."""
     how = {"features": 2 * TRUE, "k": K, "steps": steps, "rate": 1e-3, "seed": seed}
     found = []
     for step, trained, _, _ in sae.train(sae.scaled(batches, 1.0), **how):

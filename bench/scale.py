@@ -42,7 +42,7 @@ Result = TypeVar("Result")
 
 @dataclass
 class Traffic:
-    """Requests, and how many were under way at once."""
+    """Counts requests and how many were concurrent."""
 
     requests: int = 0
     now: int = 0
@@ -50,7 +50,7 @@ class Traffic:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def over(self, call: Callable[[], Result]) -> Result:
-        """One request, there and back."""
+        """Simulate one request."""
         with self.lock:
             self.requests += 1
             self.now += 1
@@ -64,7 +64,7 @@ class Traffic:
 
 
 class Distant:
-    """A folder whose every request takes a while, as a bucket's does."""
+    """A folder with a delay for every request, like a bucket."""
 
     local_path = None
 
@@ -173,7 +173,7 @@ def _scattered(folder: Path) -> None:
 
 
 def main() -> int:
-    """Print what each takes."""
+    """Print the seconds of each operation."""
     console = Console()
     with tempfile.TemporaryDirectory() as scratch:
         root = open_folder(f"{scratch}/run")

@@ -36,11 +36,11 @@ from spile.worker.mesh import default_shape, make_mesh, plan_mesh
 from spile.worker.resolve import compute_dtype_for
 
 _DEPTH = 3
-"""Batches on their way at once."""
+"""The number of batches in flight."""
 
 
 def make(args: argparse.Namespace, way: str) -> DeviceProducer:
-    """A producer of random weights, or of shapes where there is no device to run on."""
+    """Return a producer with random weights, or only with shapes if there is no device."""
     config = read_config({**_COMMON, **SHAPES[args.shape]})
     devices = None if args.machine is None else _topology_devices(args.machine)
     platform = jax.default_backend() if devices is None else "tpu"
@@ -70,7 +70,7 @@ def make(args: argparse.Namespace, way: str) -> DeviceProducer:
 
 
 def together(params: Params, shapes: Params, runs: tuple[LayerRun, ...]) -> Params:
-    """Weights as they would have been loaded."""
+    """Return the weights as the loader would return them."""
     joined = stacked(params, runs, jnp.stack)
     placed_there: Params = jax.tree.map(lambda array, shape: jax.device_put(array, shape.sharding), joined, shapes)
     return placed_there
@@ -93,7 +93,7 @@ def measure(args: argparse.Namespace, way: str) -> None:
 
 
 def rate(producer: DeviceProducer, shape: tuple[int, int, int], batches: int) -> float:
-    """Tokens per second, every batch's rows on the host."""
+    """Return tokens per second, with the rows of every batch copied to the host."""
     rows, length, _ = shape
     draw = np.random.default_rng(0)
 
@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--batches", type=int, default=100)
     parser.add_argument("--ways", default="unrolled,scan")
-    parser.add_argument("--one", type=int, help="a layer whose rows alone leave the device")
+    parser.add_argument("--one", type=int, help="copy only the rows of this layer to the host")
     args = parser.parse_args()
     about = "every layer" if args.one is None else f"layer {args.one}"
     where = args.machine or jax.devices()[0].device_kind

@@ -93,7 +93,7 @@ SHAPES |= {name: {"tie_word_embeddings": True, **about} for name, about in FAMIL
 
 
 def make_model(shape: str, folder: Path) -> Path:
-    """A folder as the hub would have it: config, random weights, and the embedded model's tokenizer."""
+    """Write a model folder with a config, random weights and the tokenizer of the embedded model."""
     config = SHAPES[shape] if "model_type" in SHAPES[shape] else {**_COMMON, **SHAPES[shape]}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -105,7 +105,7 @@ def make_model(shape: str, folder: Path) -> Path:
 
 
 def _file_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """What a family's files hold, by its own names."""
+    """Return the tensors of a family's files by their names."""
     names, shapes = families.FAMILIES[config.architecture].names, {}
     for name, tensor in model_tensors(config, head=True).items():
         shapes[names.file_name(name)] = tensor.shape
@@ -128,7 +128,7 @@ def _file_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def _tensors(config: dict[str, Any]) -> dict[str, Any]:
     shapes = _file_shapes(read_config(config))
-    # Fresh normals for billions of weights would take minutes: each tensor is a slice of one pool, from its own place.
+    # Drawing billions of weights would take minutes, so each tensor is a slice of one pool of random numbers.
     pool = np.random.default_rng(0).standard_normal((1 << 24) + 4099, np.float32)
     scaled = {std: (pool * std).astype(ml_dtypes.bfloat16) for std in {_std(name, s) for name, s in shapes.items()}}
     return {
@@ -140,7 +140,7 @@ def _tensors(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _filled(values: Any, shape: tuple[int, ...]) -> Any:
-    """So many of the values, again from the first where there are too few: ``np.resize`` alone copies all of them."""
+    """Return this many values, repeated if needed. ``np.resize`` would copy all of them."""
     return np.resize(values[: math.prod(shape)], shape)
 
 

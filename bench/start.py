@@ -8,7 +8,7 @@ import time
 
 
 def seconds(*words: str, repeat: int = 7) -> float:
-    """The shortest of several runs of a fresh process."""
+    """Return the shortest time of several new processes."""
     times = []
     for _ in range(repeat):
         began = time.perf_counter()

@@ -33,14 +33,14 @@ Tokens = npt.NDArray[np.int32]
 
 
 def prompts(model: Path, tasks: str, variants: int, most: int | None) -> list[Tokens]:
-    """The same tokens that spile would run."""
+    """Return the same tokens that spile computes."""
     data = DataSpec(dataset=tasks, prompt=PromptSpec(predictions_per_task=variants), max_samples=most)
     stream = open_stream(data, load_tokenizer(model))
     return [item.tokens for item in stream.read(Ranges()) if isinstance(item, Sample)]
 
 
 def by_budget(samples: Sequence[Tokens], budget: int) -> Iterator[list[Tokens]]:
-    """Longest first, as many as fit in ``budget`` tokens with their padding."""
+    """Yield batches, longest samples first, that fit in ``budget`` tokens with padding."""
     ordered = sorted(samples, key=len, reverse=True)
     start = 0
     while start < len(ordered):
@@ -50,7 +50,7 @@ def by_budget(samples: Sequence[Tokens], budget: int) -> Iterator[list[Tokens]]:
 
 
 def padded(batch: Sequence[Tokens]) -> tuple[Any, Any]:
-    """Token ids and attention mask."""
+    """Return token ids and attention mask."""
     import torch
 
     ids = torch.zeros((len(batch), max(map(len, batch))), dtype=torch.long)
@@ -62,7 +62,7 @@ def padded(batch: Sequence[Tokens]) -> tuple[Any, Any]:
 
 
 class Writers:
-    """Threads that write a batch's layers, one file per batch, and give its buffer back."""
+    """Threads that write the layers of each batch to one file and return its buffer."""
 
     def __init__(self, folder: Path, count: int, buffers: Sequence[Any]) -> None:
         self.free: queue.Queue[Any] = queue.Queue()
@@ -75,7 +75,7 @@ class Writers:
             thread.start()
 
     def put(self, number: int, layers: Any, ready: Any, buffer: Any) -> None:
-        """Write these layers once they are ready."""
+        """Write these layers when they are ready."""
         self._work.put((number, layers, ready, buffer))
 
     def _run(self) -> None:
@@ -93,7 +93,7 @@ class Writers:
                 self.free.put(buffer)
 
     def close(self) -> None:
-        """Wait until all is written."""
+        """Wait until everything is written."""
         for _ in self._threads:
             self._work.put(None)
         for thread in self._threads:
@@ -101,7 +101,7 @@ class Writers:
 
 
 def tuned(model: Any, batches: Sequence[Sequence[Tokens]], args: argparse.Namespace, config: Any) -> None:
-    """The good loop."""
+    """Run the optimized loop."""
     import torch
 
     cuda = args.device == "cuda"
@@ -140,7 +140,7 @@ def tuned(model: Any, batches: Sequence[Sequence[Tokens]], args: argparse.Namesp
 
 
 def naive(model: Any, batches: Sequence[Sequence[Tokens]], args: argparse.Namespace) -> None:
-    """The loop that people write."""
+    """Run the simple loop."""
     import torch
 
     for number, batch in enumerate(batches):

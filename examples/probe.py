@@ -1,4 +1,4 @@
-"""A linear probe: what can be told from a token's activation about the sample that it is of?
+"""A linear probe: predict a label of a sample from the activation of a token.
 
     spile extract --dataset reviews.jsonl --keep label
     python examples/probe.py ./activations --tap residual.1 --label label
@@ -21,17 +21,17 @@ from spile.spec.sample import Role
 
 
 def held_out(ref: SampleRef) -> bool:
-    """A quarter of the samples, the same ones in every run."""
+    """Return whether a sample is held out: a quarter of all samples, the same in every run."""
     return hashlib.sha256(ref.task_id.encode()).digest()[0] < 64
 
 
 def kept(ref: SampleRef) -> bool:
-    """The others."""
+    """Return whether a sample is used for training."""
     return not held_out(ref)
 
 
 def main() -> None:
-    """The command line."""
+    """Parse the command line and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("root")
     parser.add_argument("--tap", default="residual.1")

@@ -19,7 +19,7 @@ from spile.spec.sample import Role
 
 
 def trainer(rows: Iterator[Any], *, steps: int, batch_rows: int, features: int, k: int) -> SAETrainer[Any, Any]:
-    """A top-k autoencoder and its trainer; the first batch tells how wide rows are."""
+    """Return a top-k autoencoder and its trainer; the first batch determines the width of rows."""
     width = next(rows).shape[1]
     sae = TopKTrainingSAE(TopKTrainingSAEConfig(d_in=width, d_sae=features, k=k, device="cpu", dtype="float32"))
     config = SAETrainerConfig(
@@ -46,7 +46,7 @@ def trainer(rows: Iterator[Any], *, steps: int, batch_rows: int, features: int, 
 
 
 def main() -> None:
-    """The command line."""
+    """Parse the command line and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("root")
     parser.add_argument("--tap", default="residual.1")

@@ -3,8 +3,8 @@
     spile extract                                   # the demo: ./activations
     python examples/train_sae.py ./activations --tap residual.1 --steps 500
 
-Rows come shuffled and are on the device before they are asked for. The run goes on where it was stopped: the
-reader's state is saved with the parameters.
+Rows are shuffled and copied to the device ahead of time. A stopped run continues where it ended, because the reader's
+state is saved with the parameters.
 """
 
 from __future__ import annotations
@@ -42,32 +42,32 @@ class Adam(NamedTuple):
 
 
 def initial(key: jax.Array, rows: jax.Array, features: int) -> Sae:
-    """Random directions, the encoder their transpose, the bias the rows' mean."""
+    """Return random decoder directions, the encoder as their transpose, and the bias as the mean of the rows."""
     directions = jax.random.normal(key, (features, rows.shape[1]))
     directions /= jnp.linalg.norm(directions, axis=1, keepdims=True)
     return Sae(directions.T, jnp.zeros(features), directions, rows.mean(0))
 
 
 def encode(sae: Sae, rows: jax.Array, k: int) -> jax.Array:
-    """[rows, features], of which k in each row are not zero."""
+    """Return ``[rows, features]`` with k values per row that are not zero."""
     values = (rows - sae.bias) @ sae.encoder + sae.threshold
     best, places = jax.lax.top_k(values, k)
     return jnp.zeros_like(values).at[jnp.arange(len(rows))[:, None], places].set(jax.nn.relu(best))
 
 
 def reconstruct(sae: Sae, rows: jax.Array, k: int) -> jax.Array:
-    """What k features make of each row."""
+    """Reconstruct each row from its k features."""
     return encode(sae, rows, k) @ sae.decoder + sae.bias
 
 
 def loss(sae: Sae, rows: jax.Array, k: int) -> jax.Array:
-    """Squared error per row."""
+    """Return the squared error per row."""
     return jnp.mean(jnp.sum((reconstruct(sae, rows, k) - rows) ** 2, axis=1))
 
 
 @partial(jax.jit, static_argnames=("k", "rate"), donate_argnums=(0, 1))
 def train_step(sae: Sae, state: Adam, rows: jax.Array, k: int, rate: float) -> tuple[Sae, Adam, jax.Array]:
-    """One step of Adam; then the decoder's rows are brought back to length 1."""
+    """Take one step of Adam, then normalise the rows of the decoder to length 1."""
     value, slope = jax.value_and_grad(loss)(sae, rows, k)
     step = state.step + 1
     first = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state.first, slope)
@@ -83,26 +83,26 @@ def train_step(sae: Sae, state: Adam, rows: jax.Array, k: int, rate: float) -> t
 
 @partial(jax.jit, static_argnames="k")
 def unexplained(sae: Sae, rows: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """Squared error, and squared distance from the rows' mean: their ratio is the fraction of variance unexplained."""
+    """Return the squared error and the squared distance from the mean; their ratio is the unexplained variance."""
     error = jnp.sum((reconstruct(sae, rows, k) - rows) ** 2)
     return error, jnp.sum((rows - rows.mean(0)) ** 2)
 
 
 def fvu(sae: Sae, rows: jax.Array, k: int) -> float:
-    """The fraction of variance unexplained."""
+    """Return the fraction of variance that is unexplained."""
     error, total = unexplained(sae, rows, k)
     return float(error / total)
 
 
 def scaled(batches: Iterator[Any], scale: float) -> Iterator[jax.Array]:
-    """In float32, of length √d on average: so one learning rate does for every layer."""
+    """Return rows as float32 with length √d on average, so that one learning rate fits every layer."""
     return (jnp.asarray(rows, jnp.float32) * scale for rows in batches)
 
 
 def train(
     batches: Iterator[jax.Array], *, features: int, k: int, steps: int, rate: float, seed: int, start: Any = None
 ) -> Iterator[tuple[int, Sae, Adam, jax.Array]]:
-    """Yields after every step."""
+    """Train and yield after every step."""
     rows = next(batches)
     sae = initial(jax.random.key(seed), rows, features) if start is None else start[0]
     zeros = jax.tree.map(jnp.zeros_like, sae)
@@ -114,14 +114,14 @@ def train(
 
 
 def save(path: Path, sae: Sae, state: Adam, reader: dict[str, Any]) -> None:
-    """Parameters, optimiser and the reader's place in one file."""
+    """Save parameters, optimiser and the reader's state to one file."""
     arrays = {f"{part}.{name}": value for part, of in _parts(sae, state) for name, value in of._asdict().items()}
     with path.open("wb") as file:
         np.savez(file, step=np.asarray(state.step), reader=np.array(json.dumps(reader)), **arrays)
 
 
 def restore(path: Path) -> tuple[tuple[Sae, Adam], dict[str, Any]]:
-    """What :func:`save` wrote."""
+    """Return what :func:`save` wrote."""
     saved = np.load(path)
     parts = [
         Sae(*(jnp.asarray(saved[f"{part}.{name}"]) for name in Sae._fields)) for part in ("sae", "first", "second")
@@ -134,7 +134,7 @@ def _parts(sae: Sae, state: Adam) -> list[tuple[str, Sae]]:
 
 
 def main() -> None:
-    """The command line."""
+    """Parse the command line and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("root", help="a folder, gs://… or s3://…")
     parser.add_argument("--tap", default="residual.1")

@@ -3,7 +3,7 @@
     spile extract
     python examples/train_sae_torch.py ./activations --tap residual.1 --steps 300 --workers 2
 
-Under ``torchrun`` each rank reads rows of its own: ``dataset.torch`` asks torch.distributed for rank and number.
+Under ``torchrun`` each rank reads different rows: ``dataset.torch`` gets the rank from torch.distributed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from spile.spec.sample import Role
 
 
 class TopK(torch.nn.Module):
-    """k features a row."""
+    """A top-k autoencoder with k features per row."""
 
     def __init__(self, d: int, features: int, k: int) -> None:
         super().__init__()
@@ -30,14 +30,14 @@ class TopK(torch.nn.Module):
         self.bias = torch.nn.Parameter(torch.zeros(d))
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """The rows, made of k features each."""
+        """Reconstruct the rows from k features each."""
         values = (rows - self.bias) @ self.encoder + self.threshold
         best, places = values.topk(self.k, dim=1)
         return torch.zeros_like(values).scatter(1, places, best.relu()) @ self.decoder + self.bias
 
 
 def main() -> None:
-    """The command line."""
+    """Parse the command line and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("root")
     parser.add_argument("--tap", default="residual.1")

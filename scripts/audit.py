@@ -1,6 +1,6 @@
-"""Known holes in what we depend on: ``pip-audit`` over requirements.txt, where it is installed and can ask.
+"""Look for known vulnerabilities of dependencies with ``pip-audit``, if it is installed and has a network.
 
-Finding one fails. Not being able to ask (no pip-audit, no network) does not: nobody keeps a check that fails for that.
+A vulnerability is a failure. A missing pip-audit or network is not, because such a check would be disabled soon.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _SECONDS = 120
 
 
 def main() -> int:
-    """0 where nothing was found or nobody could be asked."""
+    """Return 0 if nothing was found or the database could not be asked."""
     if importlib.util.find_spec("pip_audit") is None:
         print("audit: left out, no pip-audit here (pip install pip-audit)")
         return 0

@@ -1,4 +1,4 @@
-"""Writes docs/reference/api.md: the public names of ``spile`` with their signatures and docstrings.
+"""Write docs/reference/api.md: the public names of ``spile`` with their signatures and docstrings.
 
 python scripts/make_api_reference.py [OUTPUT]
 """
@@ -34,7 +34,7 @@ HEAD = """\
 
 
 def reference() -> str:
-    """The whole page."""
+    """Return the whole page."""
     parts = [HEAD, _indented(inspect.getdoc(spile) or "")]
     for name in spile.__all__:
         thing = getattr(spile, name)
@@ -50,7 +50,7 @@ def reference() -> str:
 
 
 def _indented(text: str) -> str:
-    """The module's own docstring: its example as a code block."""
+    """Return the module's docstring with its example as a code block."""
     lines, code = [], False
     for line in text.split("\n"):
         if line.startswith("    ") and not code:
@@ -82,7 +82,7 @@ def _signature(name: str, function: Any) -> str:
 
 
 def _unquoted(text: str) -> str:
-    """Annotations as they are written; a default that is a function has no address."""
+    """Return annotations as written, and functions in defaults without their address."""
     return re.sub(r"(: |-> )'([^']*)'", r"\1\2", re.sub(r"<function .*? at 0x\w+>", "…", text))
 
 
@@ -135,7 +135,7 @@ def _fields(kind: type) -> Iterator[str]:
 
 
 def _field_words(kind: type) -> dict[str, str]:
-    """What is written below each field."""
+    """Return the docstring below each field."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     body = tree.body if isinstance(tree, ast.ClassDef) else []
     found = {}

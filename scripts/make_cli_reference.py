@@ -1,4 +1,4 @@
-"""Writes docs/cli.md: every command with its flags, from the program itself, the same bytes each time.
+"""Write docs/cli.md: every command with its flags, generated from the program.
 
 python scripts/make_cli_reference.py [OUTPUT]
 """
@@ -46,7 +46,7 @@ variables, and those over the file. The old guides' spellings work too: [the tab
 
 
 def application(command: Command) -> App:
-    """A command's own part of the program."""
+    """Return the application of one command."""
     app = build(meant=command.name)
     for word in command.name.split(" "):
         app = app[word]
@@ -54,7 +54,7 @@ def application(command: Command) -> App:
 
 
 def flags(command: Command) -> Iterator[Argument]:
-    """The flags and arguments that ``--help`` shows."""
+    """Yield the flags and arguments that ``--help`` shows."""
     for argument in application(command).assemble_argument_collection():
         if argument.show and argument.names[0] != "*":
             yield argument
@@ -69,7 +69,7 @@ def reference() -> str:
 
 
 def _place(command: Command) -> tuple[str, int]:
-    """Groups by name, and within a group, or outside of all, as in the table of commands."""
+    """Return the sort key of a command: its group, then its place in the table of commands."""
     group, _, _ = command.name.rpartition(" ")
     return group, COMMANDS.index(command)
 
@@ -100,16 +100,16 @@ def _spaced(paragraphs: list[str]) -> list[str]:
 
 
 def _row(argument: Argument) -> str:
-    text, default = _told(argument)
+    text, default = _describe(argument)
     kind = _kind(argument)
-    placed = argument.index is not None  # known by its place: its name alone is enough
+    placed = argument.index is not None  # A positional argument is shown by its name.
     names = f"`{argument.names[0].strip('-').upper()}`" if placed else " ".join(f"`{name}`" for name in argument.names)
     kind = "" if placed else kind
     return f"| {names}{f' {kind}' if kind else ''} | {text} | {default} |".replace("  ", " ")
 
 
-def _told(argument: Argument) -> tuple[str, str]:
-    """Its help, and its default: the one in the help's own words where it has them."""
+def _describe(argument: Argument) -> tuple[str, str]:
+    """Return the help and the default of a flag. A default that the help states in words is used."""
     text = (argument.parameter.help or "").replace("|", "\\|")
     found = re.search(r"\s*\[default(?:, ([^:\]]*))?: ([^\]]*)\]\s*$", text)
     if found:
@@ -123,7 +123,7 @@ def _told(argument: Argument) -> tuple[str, str]:
 
 
 def _kind(argument: Argument) -> str:
-    """What stands after the flag."""
+    """Return the placeholder after the flag."""
     choices = argument.get_choices()
     if choices:
         return " \\| ".join(f"`{choice}`" for choice in choices)

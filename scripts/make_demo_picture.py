@@ -1,4 +1,4 @@
-"""Draws docs/images/demo.svg: an extraction that is interrupted, goes on and is proven, from a run here and now.
+"""Draw docs/images/demo.svg: an extraction that is interrupted, resumed and verified, recorded from a real run.
 
 python scripts/make_demo_picture.py [OUTPUT]
 """
@@ -32,7 +32,7 @@ INTERRUPTED_AT = 16
 
 
 def draw(console: Console) -> None:
-    """The commands, as a terminal would show them when they are done."""
+    """Print the commands with their output, as a terminal would show them."""
     console.print("[bold green]$[/] spile extract")
     run(console, interrupt=True)
     console.print("\n[bold green]$[/] spile extract")
@@ -42,7 +42,7 @@ def draw(console: Console) -> None:
 
 
 def run(console: Console, *, interrupt: bool) -> None:
-    """What ``spile extract`` does, without its bar; a real signal interrupts it."""
+    """Run ``spile extract`` without its progress bar; a real signal interrupts it."""
     stop, over = threading.Event(), threading.Event()
     progress = Progress(log=lambda text: console.print(Text.assemble(("^C\n· " if interrupt else "· ", "dim"), text)))
 
@@ -64,14 +64,14 @@ def run(console: Console, *, interrupt: bool) -> None:
 
 
 def main(target: Path) -> None:
-    """Run, record, write."""
+    """Run the commands, record their output and write the picture."""
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, highlight=False)
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         draw(console)
         os.chdir("/")
     picture = console.export_svg(title="spile", unique_id="demo")
-    picture = re.sub(r"\s*@font-face \{.*?\}", "", picture, flags=re.DOTALL)  # no font is fetched from anywhere
+    picture = re.sub(r"\s*@font-face \{.*?\}", "", picture, flags=re.DOTALL)  # No font is downloaded.
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(re.sub(r"[ \t]+$", "", picture, flags=re.MULTILINE), encoding="utf-8")
 

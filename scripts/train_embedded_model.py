@@ -322,7 +322,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=1.5e-3)
     parser.add_argument("--workers", type=int, default=max(1, (multiprocessing.cpu_count() or 2) - 2))
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--tests", type=int, help="Only so many of the held-out tasks.")
+    parser.add_argument("--tests", type=int, help="Use only this many of the held-out tasks.")
     args = parser.parse_args()
     words = tokenizer().decode()
     spawning = multiprocessing.get_context("spawn")
