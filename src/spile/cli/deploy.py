@@ -222,7 +222,7 @@ class _Request:
     base: Mapping[str, Any] = field(default_factory=dict)
     """The run spec of the earlier deployment; empty if it is not reused."""
     workers: tuple[Worker, ...] = ()
-    """The workers of the earlier deployment; empty if they are planned anew."""
+    """The workers of the earlier deployment; empty if they are planned again."""
 
     def complete(self, before: FleetSpec | None, console: Console) -> _Request:
         """Return the request with the settings of an earlier deployment or the model of the guides, and check it."""

@@ -36,7 +36,7 @@ def flag(group: Group, text: str, **more: Any) -> Parameter:
 
 
 def log(line: str) -> None:
-    """Print a line to stdout at once, without characters that its encoding lacks."""
+    """Print a line to stdout at once, without characters that its encoding does not have."""
     encoding = sys.stdout.encoding or "ascii"
     print(line.encode(encoding, "ignore").decode(encoding), flush=True)
 

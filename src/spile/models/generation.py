@@ -244,7 +244,7 @@ def _through(
     mixture: Mixture,
     drawn: Drawn,
 ) -> tuple[Float[Array, "all seq d_model"], tuple[Any, ...]]:
-    """Compute all layers, whatever is tapped, because the next token needs the last one."""
+    """Compute all layers for any taps, because the next token needs the last layer."""
     flat = (-1, tokens.shape[-1])
     positions = place.reshape(flat)
     x = embed(params, tokens.reshape(flat), positions, config, drawn.at(None))
@@ -320,7 +320,7 @@ def _status(token: Array, made: Array, sampling: Sampling) -> Array:
 def choose_tokens(
     scores: Float[Array, "all vocab"], sample: Int[Array, "groups rows"], made: Int[Array, "groups rows"], how: Sampling
 ) -> Choices:
-    """Select the next token of each batch row with its sample's own random numbers, whatever the batch."""
+    """Select the next token of each batch row. Its random numbers depend on its sample and not on the batch."""
     likely = jax.nn.log_softmax(scores, axis=-1)
     if how.temperature == 0:
         token = jnp.argmax(scores, axis=-1)

@@ -153,7 +153,7 @@ class GoogleBucket:
         def token() -> dict[str, Any]:
             return {"token": self.credentials.token(), "expires_at": datetime.now(UTC) + _VALID}
 
-        # A service account with OAuth disabled is how obstore is told an address and kept from looking for credentials.
+        # A service account with OAuth disabled gives obstore an address and prevents a search for credentials.
         account = {"gcs_base_url": self._url, "disable_oauth": True}
         account |= {"client_email": "", "private_key": "", "private_key_id": ""}
         known = {} if self.emulated else {"credential_provider": token}

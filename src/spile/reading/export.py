@@ -1,6 +1,6 @@
 """``spile export``: a dataset in the formats of other programs.
 
-Every export is written to a hidden folder beside its output and renamed at the end. So an output folder is complete or
+Every export is written to a hidden folder next to its output and renamed at the end. So an output folder is complete or
 does not exist, however the export ends; the next export to the same output removes what a killed one left behind.
 """
 
@@ -35,7 +35,7 @@ _UNFINISHED = ".spile-export"
 
 _Array = npt.NDArray[Any]
 Seen = Callable[[int, int], None]
-"""A function that is told how much is done, and of how much."""
+"""A function that is called with the finished and the total amount."""
 
 
 def ignore_progress(_done: int, _total: int) -> None:

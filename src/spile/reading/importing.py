@@ -40,12 +40,12 @@ UNKNOWN_TOKEN = -1
 _MOST_EXPANSION = 10
 """Bytes that a compressed byte may become. Activations compress by a factor of 1.1 to 3."""
 _ALWAYS_ALLOWED = 256 << 20
-"""Unpacked bytes that are accepted whatever the size of the compressed file."""
+"""Unpacked bytes that are accepted for any size of the compressed file."""
 _MOST_INSTRUCTIONS = 4_000_000
 """Instructions of one pickle. A sample takes about fifty."""
 _MOST_LAYERS = 100_000
 _MOST_MISSING = 100_000
-"""Sample indices without a sample, beside twenty for each sample that there is."""
+"""Sample indices without a sample that are accepted, in addition to twenty for each sample."""
 
 _Array = npt.NDArray[Any]
 _Content = dict[int, list[dict[str, Any]]]

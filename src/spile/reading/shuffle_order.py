@@ -51,7 +51,7 @@ _Numbers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class ShuffleSpec:
-    """Everything that decides the order, beside the samples and the selection of rows."""
+    """Everything that determines the order, besides the samples and the selection of rows."""
 
     buffer_rows: int
     """Rows that the shuffle buffer holds."""

@@ -30,7 +30,7 @@ _FULL = 31 / 32
 _NEAR = 4
 """A batch row may be this many times as long as needed if a program for that length exists already."""
 _SMALL = 2
-"""A run whose samples fit into one part in so many of a batch gets a smaller batch."""
+"""A run whose samples fill less than half of a batch gets a smaller batch."""
 
 
 def _power_of_two(number: int) -> int:
@@ -108,7 +108,7 @@ class Sizes:
     short_tail: bool = False
 
     def batch_plan(self, groups: int) -> BatchPlan:
-        """Return the limits of a batch for so many groups."""
+        """Return the limits of a batch for this number of groups."""
         return BatchPlan(self.batch_tokens, self.batch_size, self.longest, groups, self.shortest_row, self.short_tail)
 
     def for_samples(self, lengths: Sequence[int], groups: int) -> Sizes:

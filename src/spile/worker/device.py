@@ -48,7 +48,7 @@ _POLL = 0.1
 
 
 _BLOCK_PARTS = (64, 16, 4)
-"""With ``--positions``, the rows of a batch leave the device in a block of one part in so many of the batch, or all."""
+"""With ``--positions``, the rows of a batch leave the device in a block of 1/64, 1/16, 1/4 or all of the batch."""
 
 _Shape = tuple[int, int, int]
 """Batch rows per device, their length, and the rows of the block that is sent to the host."""

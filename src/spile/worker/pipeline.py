@@ -504,7 +504,7 @@ class Pipeline:
         self._credits.release()
 
     def _advance(self, shard: _Shard, open_: list[_Shard | None]) -> _Shard | None:
-        """Start the next batch of a shard; return the shard that its writer goes on with, if any."""
+        """Start the next batch of a shard; return the shard that its writer continues with, if any."""
         if shard.waiting and self._fits(shard.waiting[0]):  # no wait for a program that will not run
             self._progress.start()
             self._producer.await_program(shard.waiting[0], lambda: self._threads.failed or self._control.stopping())

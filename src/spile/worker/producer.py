@@ -24,7 +24,7 @@ from spile.spec.sample import Sample, Skip, StopReason
 from spile.worker.batches import Batch, BatchPlan, batches
 
 Verdict = Literal["go", "commit", "stop"]
-"""Go on; commit the open shards and go on; commit them and end."""
+"""Continue; commit the open shards and continue; or commit them and end."""
 
 
 class OutOfDeviceMemory(Failure):

@@ -78,7 +78,7 @@ def _resend(lost: UnraisableHookArgs) -> bool:
 def interruptible() -> Iterator[None]:
     """Raise KeyboardInterrupt on Ctrl+C inside the context; exit at once while JAX is being imported.
 
-    The import of JAX has many bare ``except:`` clauses, and no command has begun anything by then.
+    The import of JAX has many bare ``except:`` clauses, and no command has started any work by then.
     """
 
     def handle(_number: int, frame: FrameType | None) -> None:

@@ -32,7 +32,7 @@ _MOST_WRITERS = 8
 UNRELEASED = 2
 """Batches whose memory is still in use when their place in flight is free."""
 _MEMORY_SHARE = 4
-"""Rows in flight, and the finished answers of ``infer``, take at most one part in so many of the host's memory."""
+"""Rows in flight, and the finished answers of ``infer``, take at most a quarter of the host's memory."""
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 

@@ -504,7 +504,7 @@ def load_model(files: ModelFiles, dtype: str) -> Any:
 
 
 def _text_part(model: Any) -> Any:
-    """Return the encoder of an encoder-decoder, and any other model as it is."""
+    """Return the encoder of an encoder-decoder, and any other model unchanged."""
     return model.get_encoder() if model.config.is_encoder_decoder and hasattr(model, "decoder") else model
 
 

@@ -200,7 +200,7 @@ class Guard:
             tell("ended", code=self.tree.code)  # The runner need not wait for the remaining processes.
             self.stop("ended", self.grace)
             if self.keep and self.tree.code == 0:
-                self.gone = True  # What the command started keeps running; the outer guard is told, too.
+                self.gone = True  # The processes of the command keep running; the outer guard is notified too.
                 self.give_up = time.monotonic() + 1.0
                 os.write(self.kept, b"k")
         if time.monotonic() - self.heard > self.silence:

@@ -272,7 +272,7 @@ def read_rope(
 ) -> tuple[Rope, float]:
     """Read the rotary positions and the fraction of each head that they rotate.
 
-    Both spellings are understood: ``rope_parameters``, and ``rope_theta`` beside ``rope_scaling``.
+    Both spellings are understood: ``rope_parameters``, and ``rope_theta`` with ``rope_scaling``.
 
     Args:
         fields: The config.json.

@@ -7,7 +7,7 @@ from dataclasses import replace
 from spile.models.architecture import ModelConfig
 from spile.models.families.base import ConfigFields, Family, read_rope
 from spile.models.families.gemma2 import read_gemma
-from spile.models.families.weight_names import BESIDE_VISION, PLAIN, SANDWICH, extend
+from spile.models.families.weight_names import PLAIN, SANDWICH, VISION_PREFIX, extend
 
 _PATTERN = 6
 
@@ -38,7 +38,7 @@ FAMILY = Family(
     read=_read,
     names=replace(
         extend(SANDWICH),
-        prefix=BESIDE_VISION,
+        prefix=VISION_PREFIX,
         unused=(*PLAIN.unused, r"vision_tower\..*", r"multi_modal_projector\..*"),
     ),
 )

@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia: a plain MLP beside attention, and a part of each head rotated."""
+"""GPT-NeoX and Pythia: a plain MLP parallel to attention, and a part of each head rotated."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _read(fields: ConfigFields) -> ModelConfig:
 FAMILY = Family(
     model_types=("gpt_neox",),
     models="Pythia, GPT-NeoX",
-    differs="LayerNorm, a plain MLP beside attention (`use_parallel_residual`), a part of each head rotated "
+    differs="LayerNorm, a plain MLP parallel to attention (`use_parallel_residual`), a part of each head rotated "
     "(`rotary_pct`)",
     example=(
         "EleutherAI/pythia-1.4b",

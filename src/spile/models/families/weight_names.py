@@ -15,7 +15,7 @@ Order = Literal["rows", "columns", "heads", "interleaved"]
 """How a tensor of a file contains tensors of the model:
 
 - ``rows``: one above the other;
-- ``columns``: transposed, one beside the other;
+- ``columns``: transposed, side by side;
 - ``heads``: head by head;
 - ``interleaved``: transposed, with the columns of two tensors in alternation.
 """
@@ -139,5 +139,5 @@ SANDWICH: Mapping[str, str | Fused] = MappingProxyType(
 )
 """The norms of Gemma 2 and 3, before and after attention and MLP."""
 
-BESIDE_VISION = r"(?:(?:language_model\.)?model\.(?:language_model\.)?)?"
-"""The prefix of decoders that stand beside a vision tower."""
+VISION_PREFIX = r"(?:(?:language_model\.)?model\.(?:language_model\.)?)?"
+"""The prefix of decoders that are part of a model with a vision tower."""
