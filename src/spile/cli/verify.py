@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,6 +23,7 @@ from spile.spec.amounts import amount, counted, duration, size
 from spile.view.table import Fitting, output
 
 if TYPE_CHECKING:
+    from spile.store.predictions import Decode
     from spile.store.recomputation import Recompute
     from spile.store.report import Garbage, Kind, Report, StreamReport
 
@@ -69,6 +71,7 @@ def verify(
         raise SpecError("--repair", expected="no --gc", found="--gc as well")
     if gc and streams is not None:
         raise SpecError("--gc", expected="all streams", found="--streams")
+    decode, unchecked = _decoder(root)
     with _bar(Console(stderr=True), quiet=as_json) as progress:
         report = prove(
             root,
@@ -82,7 +85,9 @@ def verify(
             repair=repair and yes,
             older_than=older_than * 3600,
             progress=progress,
+            decode=decode,
         )
+    report = replace(report, unchecked=unchecked)
     if as_json:
         print(json.dumps(report.to_json(), indent=1))
     else:
@@ -94,6 +99,27 @@ def _recomputer(root: str) -> Recompute:
     from spile.worker.recompute import recomputer  # Imported here because it imports the model.
 
     return recomputer(root)
+
+
+def _decoder(root: str) -> tuple[Decode | None, tuple[str, ...]]:
+    """Return the tokenizer's function for texts of answers, or why they cannot be compared."""
+    from spile.data.tokens import load_tokenizer
+    from spile.errors import SpileError
+    from spile.models.model_files import find
+    from spile.objects import open_folder
+    from spile.store.stream import read_run
+
+    run = read_run(open_folder(root))
+    if run is None or run.generation is None:
+        return None, ()
+    what = "texts of answers were not compared with their tokens"
+    try:
+        files = find(run.model, run.revision, weights=False, any_family=True)
+        if files.tokenizer_hash() == run.tokenizer:
+            return load_tokenizer(files.tokenizer_folder).decode, ()
+    except SpileError as error:
+        return None, (f"{what}: the tokenizer was not found: {error}",)
+    return None, (f"{what}: the tokenizer of {run.model} has changed since the run",)
 
 
 @contextmanager
@@ -113,6 +139,8 @@ def show(report: Report, console: Console) -> None:
         console.print(Text(f"✗ {problem.line()}", style="red"), soft_wrap=True)
     if len(problems) > _MOST_LINES:
         console.print(f"✗ and {len(problems) - _MOST_LINES} more; --json lists them all")
+    for line in report.unchecked:
+        console.print(line, soft_wrap=True)
     _show_recomputed(report, console)
     _show_garbage(report, console)
     _show_foreign_commits(report, console)

@@ -13,6 +13,8 @@ from spile.spec.positions import ALL
 from spile.spec.run import GenerationSpec, PromptSpec
 from spile.spec.taps import SCALED, Tap, TapRows
 
+_NOT_COMPARED = ("model", "revision", "adapter", "vocab_size")
+
 
 @dataclass(frozen=True)
 class RunIdentity:
@@ -45,6 +47,8 @@ class RunIdentity:
     """The fields of each dataset row that are stored with its sample."""
     positions: str = ALL
     """The tokens whose rows are stored."""
+    vocab_size: int | None = None
+    """The number of token ids of the model; None if it is unknown. It is not compared: the weights are."""
     unknown: Mapping[str, Any] = field(default_factory=dict)
     """Compared fields that only a newer version knows. Such a run can be read but not continued."""
 
@@ -61,7 +65,7 @@ class RunIdentity:
             del fields["keep"]
         if self.positions == ALL:
             del fields["positions"]
-        return {name: value for name, value in sorted(fields.items()) if name not in ("model", "revision", "adapter")}
+        return {name: value for name, value in sorted(fields.items()) if name not in _NOT_COMPARED}
 
     @property
     def format(self) -> int:

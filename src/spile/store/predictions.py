@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from spile.errors import Damaged, untrusted
 from spile.objects.crc import crc32c, to_hex
 from spile.objects.folder import Folder
+from spile.spec.identity import RunIdentity
 from spile.spec.ranges import Ranges
+from spile.spec.run import GenerationSpec
 from spile.spec.sample import Prediction, Role
 from spile.store.layout import predictions_name
 from spile.store.ledger import Commit, PredictionsRecord, ShardRecord
 from spile.store.shard_format import POSITIONS
 from spile.store.shard_reader import ShardReader
+
+_LARGEST_LOGPROB = 1e-3
+"""A log-probability is at most 0, plus rounding."""
 
 
 def put_predictions(folder: Folder, record: ShardRecord, predictions: Sequence[Prediction]) -> ShardRecord:
@@ -47,19 +55,57 @@ def read_predictions(folder: Folder, record: ShardRecord) -> list[Prediction]:
     return predictions
 
 
-def answers_problem(folder: Folder, shard: ShardReader) -> list[str]:
-    """Return the problems of a shard's answers, including rows that do not belong to the tokens of the answers."""
-    predictions = {prediction.sample: prediction for prediction in read_predictions(folder, shard.record)}
+Decode = Callable[[Sequence[int]], str]
+"""Return the text of token ids."""
+
+
+def answers_problem(
+    shard: ShardReader, predictions: Mapping[int, Prediction], run: RunIdentity, decode: Decode | None = None
+) -> list[str]:
+    """Return the problems of a shard's answers: of each answer alone, and compared with the sample's tokens and note.
+
+    Texts are compared only if ``decode`` is given.
+    """
+    generation = run.generation or GenerationSpec()
+    captured = generation.capture in ("both", "answer")
     some = POSITIONS in shard.header.places  # Then the context contains all tokens and ends with the answer.
     tokens, roles = shard.read_tensor("tokens"), shard.read_tensor("roles")
     wrong = []
-    for place, index in enumerate(shard.read_tensor("sample_index").tolist()):
-        rows, answer = slice(*shard.bounds(place)), predictions[index].tokens if index in predictions else ()
+    for place, (index, note) in enumerate(zip(shard.read_tensor("sample_index").tolist(), shard.notes, strict=True)):
+        rows, answer = slice(*shard.bounds(place)), predictions[index]
         answered = tokens[rows][(roles[rows] & np.uint8(Role.ANSWER)) != 0]
-        answered = shard.context(place)[-len(answer) :] if some else answered
-        if index not in predictions or (len(answered) and tuple(answered.tolist()) != answer):
+        answered = shard.context(place)[-len(answer.tokens) :] if some else answered
+        if tuple(answered.tolist()) != (answer.tokens if captured or some else ()):
             wrong.append(f"the rows of sample {index} are not those of its answer")
+        if (answer.task_id, answer.augmentation) != (note["task_id"], note.get("augmentation")):
+            wrong.append(f"the answer of sample {index} has the task id {answer.task_id!r}, the sample another one")
+        wrong += [f"the answer of sample {index} {why}" for why in _contradictions(answer, generation, run, decode)]
     return wrong
+
+
+def _contradictions(
+    answer: Prediction, generation: GenerationSpec, run: RunIdentity, decode: Decode | None
+) -> Iterator[str]:
+    """Yield how an answer contradicts itself or the settings of the run."""
+    ended = [place for place, token in enumerate(answer.tokens) if token in generation.stop_tokens]
+    last = len(answer.tokens) - 1
+    if answer.stop_reason == "stop" and ended != [last]:
+        yield "ends with stop, but a stop token is not its last token, or not only"
+    if answer.stop_reason == "length" and (ended or len(answer.tokens) != generation.max_new_tokens):
+        yield f"ends with length, but has {len(answer.tokens)} tokens of {generation.max_new_tokens}, or a stop token"
+    if not all(-math.inf < each <= _LARGEST_LOGPROB for each in answer.logprobs):
+        yield "has a log-probability above 0 or not a number"
+    if outside_vocabulary(np.array(answer.tokens, np.int64), run):
+        yield "has token ids outside the vocabulary"
+    elif decode is not None:
+        kept = answer.tokens[:-1] if answer.stop_reason == "stop" else answer.tokens
+        if decode(kept) != answer.text:
+            yield "has a text that is not that of its tokens"
+
+
+def outside_vocabulary(ids: npt.NDArray[Any], run: RunIdentity) -> bool:
+    """Return whether any token id is negative, or too large if the run states the size of the vocabulary."""
+    return bool(len(ids)) and bool(ids.min() < 0 or (run.vocab_size is not None and ids.max() >= run.vocab_size))
 
 
 def merged(folder: Folder, commits: Iterable[Commit]) -> list[Prediction]:

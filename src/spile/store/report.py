@@ -144,6 +144,8 @@ class Report:
     """The streams that must exist but were never started."""
     asked: str = ""
     """The flags that limited the samples of each stream, such as ``--max-samples 100``."""
+    unchecked: tuple[str, ...] = ()
+    """What could not be checked, and why."""
 
     @property
     def all_problems(self) -> tuple[Problem, ...]:
@@ -166,6 +168,7 @@ class Report:
             "asked": self.asked,
             "never_begun": self.never_begun.pairs(),
             "problems": [vars(problem) for problem in self.all_problems],
+            "unchecked": list(self.unchecked),
             "garbage": [vars(item) for item in self.garbage],
             "recomputed": None if self.recomputed is None else self.recomputed.to_json(),
         }

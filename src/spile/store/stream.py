@@ -17,9 +17,9 @@ from spile.objects.opening import is_remote, open_folder, split
 from spile.spec.identity import RunIdentity, StreamIdentity
 from spile.spec.positions import ALL
 from spile.spec.ranges import Ranges
-from spile.spec.run import GenerationSpec, PromptSpec, RunSpec
+from spile.spec.run import GenerationSpec, PromptSpec, RunSpec, spec_fields
 from spile.spec.sample import Sample, Skip
-from spile.spec.taps import Tap
+from spile.spec.taps import Tap, select_taps
 from spile.store.layout import (
     METADATA,
     RUN,
@@ -85,6 +85,7 @@ def join_run(root: Folder, identity: RunIdentity) -> None:
         "model": identity.model,
         "revision": identity.revision,
         **({} if identity.adapter is None else {"adapter": identity.adapter}),
+        **({} if identity.vocab_size is None else {"vocab_size": identity.vocab_size}),
         "numbers": identity.compared(),
         "created": now_iso(),
         "version": __version__,
@@ -109,15 +110,53 @@ def write_spec(root: Folder, spec: RunSpec) -> str:
     """Write ``spec.json`` next to ``run.json``, unless it holds this spec already, and return its location.
 
     The number of the stream is not stored: every worker of the run starts from the same file.
+
+    Raises:
+        RunMismatch: If a run exists whose workers would refuse this spec. Nothing is written then.
+
     """
     content = spec.for_stream(0).to_json()
     try:
         stored = root.get(SPEC)
     except NotFound:
         stored = b""
-    if stored != content:
-        root.put(SPEC, content)
+    if stored == content:
+        return f"{root.url}/{SPEC}"
+    run = read_run(root)
+    if run is not None:
+        _refuse_other_spec(root.url, run, spec, stored)
+    root.put(SPEC, content)
     return f"{root.url}/{SPEC}"
+
+
+def _refuse_other_spec(url: str, run: RunIdentity, spec: RunSpec, stored: bytes) -> None:
+    """Compare what a spec states with the run and with the taps of the stored spec. ``auto`` agrees with anything."""
+    known, ours = run.compared(), _stated(spec)
+    theirs: dict[str, Any] = {name: known.get(name, "jax" if name == "backend" else _ABSENT) for name in ours}
+    theirs["positions"], theirs["keep"] = run.positions, list(run.keep)
+    if stored:
+        other = RunSpec.from_json(stored, f"{url}/{SPEC}")
+        for each, fields in ((spec, ours), (other, theirs)):
+            taps = select_taps(each.taps, each.layers, run.n_layers, each.heads, each.top_k)
+            fields["taps"] = [str(tap) for tap in taps]
+    differing = differences(json.loads(json.dumps(theirs)), ours)
+    if differing:
+        raise mismatch(f"{url} holds another run", differing, "give the same settings, or another --output")
+
+
+def _stated(spec: RunSpec) -> dict[str, Any]:
+    """Return the identity of the run as far as the spec alone states it, by the names of ``run.json``."""
+    found: dict[str, Any] = {"generation.capture": _ABSENT if spec.generation is None else spec.generation.capture}
+    for each in spec_fields():
+        part, name = each.path[:-1], each.path[-1]
+        if not each.option.identity or (part == ("generation",) and spec.generation is None):
+            continue
+        value = each.get(spec)
+        if name in ("model", "adapter") or value == "auto" or (name == "backend" and spec.same_numbers):
+            continue  # The run has the hash of the weights, which only a worker can compare.
+        prefix = f"{part[-1]}." if part and part[-1] in ("prompt", "generation") else ""
+        found[prefix + name] = sorted(value) if name == "keep" else value
+    return found
 
 
 def read_spec(location: str) -> RunSpec:
@@ -151,6 +190,7 @@ def read_run(root: Folder) -> RunIdentity | None:
             model=record["model"],
             revision=record["revision"],
             adapter=record.get("adapter"),
+            vocab_size=None if record.get("vocab_size") is None else int(record["vocab_size"]),
             prompt=PromptSpec(**prompt),
             generation=generation,
             unknown=compared,

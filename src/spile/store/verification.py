@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from spile.errors import Damaged, Failure, SpecError, UserError
 from spile.objects import open_folder
 from spile.objects.crc import crc32c, fold, to_hex
 from spile.objects.folder import Folder, NotFound
 from spile.spec.identity import RunIdentity
+from spile.spec.positions import ANSWER, choose_positions
 from spile.spec.ranges import Ranges
 from spile.spec.run import DataSpec, RunSpec
+from spile.spec.sample import Prediction, Role
 from spile.spec.taps import row_bytes
 from spile.store.cleanup import HOUR, find_garbage, free_number, remove_garbage, repair_ledger
 from spile.store.layout import (
@@ -32,12 +37,12 @@ from spile.store.layout import (
     stream_number,
 )
 from spile.store.ledger import Commit, Ledger, ShardRecord, read_entries
-from spile.store.predictions import answers_problem
+from spile.store.predictions import Decode, answers_problem, outside_vocabulary, read_predictions
 from spile.store.recomputation import Recompute, compare
 from spile.store.report import Problem, Report, StreamReport
 from spile.store.shard_format import CHUNKS, CONTEXT, CONTEXT_OFFSETS, POSITIONS, TAIL, ShardSchema
 from spile.store.shard_reader import ShardReader
-from spile.store.statistics import SUMS
+from spile.store.statistics import SUMS, TapAccumulator, TapStatistics, TopRow
 from spile.store.stream import StreamRecord, read_run, read_stream
 from spile.store.streams import (
     CONCURRENT_REQUESTS,
@@ -63,10 +68,16 @@ _EXPONENT = {
 def inspect_shard(
     folder: Folder,
     record: ShardRecord,
-    schema: ShardSchema,
+    stream: StreamRecord,
+    run: RunIdentity,
     seen: Callable[[int], None] = lambda _: None,
+    decode: Decode | None = None,
 ) -> list[Problem]:
-    """Return the problems of a shard. ``seen`` is called with the number of bytes after each read."""
+    """Return the problems of a shard. ``seen`` is called with the number of bytes after each read.
+
+    ``decode`` returns the text of token ids; None does not compare the texts of answers.
+    """
+    schema = replace(stream.schema(run), fingerprint=run.fingerprint())
     where = f"{folder.url}/{record.name}"
     try:
         size = folder.info(record.name).size
@@ -74,8 +85,10 @@ def inspect_shard(
             raise Damaged(f"{where} has the wrong size", expected=f"{record.size} bytes", found=size)
         shard = ShardReader(folder, record)
         wrong = _header(shard, schema) or _index(shard, schema.keep)
-        wrong += _bytes(shard, seen)
-        wrong += [] if record.predictions is None else answers_problem(folder, shard)
+        sound = not wrong
+        wrong += _bytes(shard, run, seen)
+        if sound and stream.base is None:  # Added taps have the tokens of the stream, compared by their checksums.
+            wrong += _content(shard, run, decode)
     except NotFound:
         return [
             Problem(
@@ -112,6 +125,8 @@ def _header(shard: ShardReader, schema: ShardSchema) -> list[str]:
         ]
     if set(record.tensors) != set(header.places):
         says.append("the commit has checksums of other tensors")
+    if any(tap + SUMS not in header.places for tap in record.statistics):
+        says.append("the commit has statistics of taps whose sums the shard does not have")
     return says
 
 
@@ -146,7 +161,100 @@ def _context(shard: ShardReader) -> list[str]:
     return []
 
 
-def _bytes(shard: ShardReader, seen: Callable[[int], None]) -> list[str]:
+def _content(shard: ShardReader, run: RunIdentity, decode: Decode | None) -> list[str]:
+    """Check tokens, positions and answers against each other and against the run."""
+    wrong = [
+        f"{name} has ids outside the vocabulary of {run.vocab_size or 'the model'}"
+        for name in ("tokens", CONTEXT)
+        if name in shard.header.places and outside_vocabulary(shard.read_tensor(name), run)
+    ]
+    answers: dict[int, Prediction] = {}
+    if run.generation is not None:
+        if shard.record.predictions is None:
+            return [*wrong, "its commit names no predictions"]
+        answers = {answer.sample: answer for answer in read_predictions(shard.folder, shard.record)}
+        wrong += answers_problem(shard, answers, run, decode)
+    return wrong + (_positions(shard, run, answers) if POSITIONS in shard.header.places else [])
+
+
+def _positions(shard: ShardReader, run: RunIdentity, answers: Mapping[int, Prediction]) -> list[str]:
+    """Check that the rows are at the positions that the run selects.
+
+    Without generated answers, ``answer`` depends on the roles of all tokens, and a shard has only those of rows: each
+    row must have the role, and a token without a row is not judged.
+    """
+    offsets, starts, positions = (shard.read_tensor(name) for name in ("offsets", CONTEXT_OFFSETS, POSITIONS))
+    index, wrong = shard.read_tensor("sample_index").tolist(), []
+    by_role = run.positions == ANSWER and run.generation is None
+    capture = "both" if run.generation is None else "answer" if run.positions == ANSWER else run.generation.capture
+    marked = (shard.read_tensor("roles") & np.uint8(Role.ANSWER | Role.ASSISTANT)) != 0
+    for place, sample in enumerate(index):
+        rows, length = slice(*offsets[place : place + 2]), int(starts[place + 1] - starts[place])
+        if by_role:
+            right = bool(marked[rows].all())
+        else:
+            prompt = length - (len(answers[sample].tokens) if answers else 0)
+            first, stop = 0 if capture in ("both", "prompt") else prompt, prompt if capture == "prompt" else length
+            roles = np.full(length, Role.ANSWER, np.uint8)
+            chosen = choose_positions(run.positions, run.seed, sample, roles, first, stop)
+            right = chosen is not None and np.array_equal(positions[rows], chosen)
+        if not right:
+            wrong.append(sample)
+    text = f"samples {Ranges.of(wrong).text()} have rows at other positions than --positions {run.positions} selects"
+    return [text] if wrong else []
+
+
+class _StatisticsCheck:
+    """Compares the stored statistics of a tap with its rows, which are added piece by piece."""
+
+    def __init__(self, shard: ShardReader, tap: str) -> None:
+        self._told = TapStatistics.from_json(shard.record.statistics.get(tap))
+        self._sums = shard.read_tensor(tap + SUMS)
+        self._seen = TapAccumulator(self._sums.shape[1])
+        self._listed = [] if self._told is None else [(_row_of(shard, row), row) for row in self._told.top]
+        self._norms: dict[int, float] = {}
+
+    def add(self, first: int, rows: npt.NDArray[Any]) -> None:
+        """Add the rows from row ``first`` on."""
+        nothing = np.zeros(len(rows), np.int8)
+        self._seen.add(rows, nothing, nothing, nothing)
+        for number, _ in self._listed:
+            if number is not None and first <= number < first + len(rows):
+                self._norms[number] = float(np.linalg.norm(rows[number - first].astype(np.float64)))
+
+    def problem(self) -> str | None:
+        """Return what differs, or None. The order of float64 additions may differ, so sums are compared to 1e-9."""
+        found, told = self._seen.result(), self._told
+        if told is None:
+            return "are missing in the commit or malformed"
+        size = np.stack([np.sqrt(found.count * found.sums[0][1]), found.sums[0][1]])
+        close = np.abs(found.sums[0] - self._sums) <= 1e-9 * size
+        if not (close | ~np.isfinite(found.sums[0])).all():
+            return "have other sums of columns"
+        if (found.count, found.norms) != (told.count, dict(told.norms)):
+            return "have other counts or norms"
+        numbers = [number for number, _ in self._listed]
+        if len(set(numbers)) != len(numbers) or len(numbers) != len(found.top):
+            return "list other rows with the largest norms"
+        norms = [(self._norms.get(-1 if number is None else number, -1.0), row.norm) for number, row in self._listed]
+        norms += [(row.norm, listed.norm) for row, (_, listed) in zip(found.top, self._listed, strict=True)]
+        if not all(math.isclose(a, b, rel_tol=1e-5, abs_tol=1e-30) for a, b in norms):
+            return "list other rows with the largest norms"
+        return None
+
+
+def _row_of(shard: ShardReader, listed: TopRow) -> int | None:
+    """Return the row of the shard that the statistics list, or None if it has no such row with this token."""
+    (places,) = np.nonzero(shard.read_tensor("sample_index") == listed.sample)
+    if not len(places):
+        return None
+    start, stop = shard.bounds(int(places[0]))
+    (rows,) = np.nonzero(shard.positions(start, stop) == listed.position)
+    found = start + int(rows[0]) if len(rows) else None
+    return found if found is not None and shard.read_tensor("tokens")[found] == listed.token else None
+
+
+def _bytes(shard: ShardReader, run: RunIdentity, seen: Callable[[int], None]) -> list[str]:
     """Check every chunk, then derive the checksums of tensors and object from the chunks, so bytes are read once."""
     says: list[str] = []
     sums: list[tuple[int, int]] = [(shard.record.header[1], shard.record.header[0])]
@@ -155,15 +263,26 @@ def _bytes(shard: ShardReader, seen: Callable[[int], None]) -> list[str]:
         if name == CHUNKS:
             sums.append((crc32c(shard.read_tensor(name).tobytes()), place.length))
             continue
-        bad = 0
+        bad, first, strange = 0, 0, False
+        check = _StatisticsCheck(shard, name) if name + SUMS in shard.header.places else None
         for begin, end in shard.pieces(name, _PIECE):
             data = shard.chunks(name, begin, end)
             if name not in TAIL and place.code in _EXPONENT:
                 kind, ones = _EXPONENT[place.code]
                 bad += int(np.count_nonzero((np.frombuffer(data, kind) & ones) == ones))
+            if check is not None:
+                rows = np.frombuffer(data, place.dtype).reshape(-1, place.shape[1])
+                check.add(first, shard.decoded(name, first, rows))
+                first += len(rows)
+            if place.code == "I32" and len(place.shape) == 2:  # the ids of the largest logits
+                strange |= outside_vocabulary(np.frombuffer(data, "<i4"), run)
             seen(len(data))
         if bad:
             says.append(f"{name} has {bad} values that are NaN or infinite")
+        if strange:
+            says.append(f"{name} has ids outside the vocabulary")
+        if check is not None and (differs := check.problem()):
+            says.append(f"the stored statistics of {name} {differs}")
         sums.append((shard.tensor_checksum(name), place.length))
         if sums[-1][0] != shard.record.tensors[name]:
             says.append(f"{name}: expected crc32c {to_hex(shard.record.tensors[name])}, found {to_hex(sums[-1][0])}")
@@ -217,6 +336,7 @@ def verify(
     workers: int | None = None,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
     now: float | None = None,
+    decode: Decode | None = None,
 ) -> Report:
     """Check every sample, every checksum and every shape of the dataset at ``root``.
 
@@ -225,6 +345,7 @@ def verify(
     computes ``k`` random samples again and compares them. ``gc`` searches for garbage older than ``older_than``
     seconds, and ``remove`` removes it. ``repair`` replaces commits of earlier incarnations and keeps copies.
     ``progress`` gets the checked and total bytes.
+    ``decode`` returns the text of token ids, to compare the texts of answers; None does not compare them.
     """
     folder = open_folder(root) if isinstance(root, str) else root
     run = read_run(folder)
@@ -236,7 +357,7 @@ def verify(
         found = list(pool.map(lambda number: _read(number, folder, run, there[number]), begun))
     records = [stream.record for stream in found if stream.record is not None]
     never, problems = judge_split(folder.url, begun, records, streams)
-    _inspect(found, run, workers or _workers(folder), progress)
+    _inspect(found, run, workers or _workers(folder), progress, decode)
     recomputed = None
     if recompute is not None and k:
         readable = [_stream(stream, stream.record) for stream in found if stream.record and stream.readable]
@@ -330,7 +451,11 @@ def _read_ledger(number: int, root: Folder, run: RunIdentity, added: str = "") -
 
 
 def _inspect(
-    streams: Sequence[_StreamEvidence], run: RunIdentity, workers: int, progress: Callable[[int, int], None]
+    streams: Sequence[_StreamEvidence],
+    run: RunIdentity,
+    workers: int,
+    progress: Callable[[int, int], None],
+    decode: Decode | None,
 ) -> None:
     ledgers = [ledger for stream in streams for ledger in stream.ledgers]
     total = sum(shard.size for ledger in ledgers for shard in ledger.shards)
@@ -343,11 +468,7 @@ def _inspect(
 
     def one(task: tuple[_StreamEvidence, StreamRecord, ShardRecord]) -> tuple[_StreamEvidence, list[Problem]]:
         stream, record, shard = task
-        schema = replace(record.schema(run), fingerprint=run.fingerprint())
-        problems = inspect_shard(stream.folder, shard, schema, seen)
-        if run.generation is not None and shard.predictions is None and record.base is None:
-            problems.append(Problem("damaged", f"{stream.folder.url}/{shard.name}", "its commit names no predictions"))
-        return stream, problems
+        return stream, inspect_shard(stream.folder, shard, record, run, seen, decode)
 
     tasks = [
         (ledger, ledger.record, shard) for ledger in ledgers if ledger.record is not None for shard in ledger.shards

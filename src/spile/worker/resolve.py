@@ -241,6 +241,7 @@ def _resolve(
         store_dtype=spec.store_dtype,
         backend=known.backend if known is not None and spec.same_numbers else spec.backend,
         adapter=spec.adapter,
+        vocab_size=files.config.vocab_size or None,
         keep=tuple(sorted(spec.data.keep)),
         positions=spec.positions,
         generation=None if generation is None else with_stops(generation, files, tokenizer),

@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from spile.errors import RunMismatch
 from spile.objects import open_folder
 from spile.reading.dataset import open as open_dataset
-from spile.spec.run import DataSpec, GenerationSpec, RunSpec
-from spile.store.stream import read_spec, write_spec
+from spile.spec.run import DataSpec, GenerationSpec, PromptSpec, RunSpec
+from spile.store.stream import join_run, read_spec, write_spec
 from spile_fakes.gcs import FakeGcs
 from unit.cli.refusals import lines, spile
+from world import run_identity
 
 
 def worker(*words: object, text: str | None = None) -> subprocess.CompletedProcess[str]:
@@ -96,3 +98,38 @@ def test_extract_writes_its_spec(tmp_path: Path, streams: Path) -> None:
     spec = read_spec(str(output / "spec.json"))
     assert (spec.taps, spec.data.dataset_dir, spec.data.worker_id) == (("residual.1", "mlp.0"), str(streams), 0)
     assert spile("worker", "--spec", output / "spec.json", "--stream", 0) == 0
+
+
+OTHERS: dict[str, tuple[dict[str, object], str]] = {
+    "numbers": ({"store_dtype": "float32", "positions": "last"}, "positions = last, store_dtype = float32"),
+    "taps": ({"taps": ("residual.0", "mlp.1")}, r"taps = \['residual.0', 'mlp.1'\]"),
+    "answers": ({"generation": GenerationSpec(max_new_tokens=3)}, "generation.max_new_tokens = 3"),
+    "data": ({"data": DataSpec(seed=7, max_seq_length=99, keep=("label",))}, "keep = .*max_seq_length = 99, seed = 7"),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_spec_that_workers_would_refuse_is_not_written(other: str, tmp_path: Path, streams: Path) -> None:
+    output = tmp_path / "out"
+    spec = small(streams, output)
+    root = open_folder(str(output))
+    join_run(root, run_identity(prompt=PromptSpec(kind="text"), seed=0, max_seq_length=2048, store_dtype="bfloat16"))
+    url = write_spec(root, spec)
+    changes, found = OTHERS[other]
+    with pytest.raises(RunMismatch, match=f"holds another run: expected .*, found .*{found}"):
+        write_spec(root, replace(spec, **changes))
+    assert read_spec(url) == spec
+    same = replace(spec, batch_size=3, taps=("residual",), layers=(0, 1), dtype="float32")
+    assert read_spec(write_spec(root, same)) == same
+
+
+def test_an_engine_refuses_another_run_before_it_starts_workers(
+    tmp_path: Path, streams: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("extract", "--model", "embedded", "--dataset-dir", streams, "--output", tmp_path / "out", "--layers", "0")
+    assert spile(*words, "--worker-id", 0) == 0
+    before = (tmp_path / "out" / "spec.json").read_bytes()
+    capsys.readouterr()
+    assert spile(*words, "--engine", "local", "--num-workers", 1, "--store-dtype", "int8") == 2
+    assert "expected store_dtype = bfloat16, found store_dtype = int8" in capsys.readouterr().err
+    assert (tmp_path / "out" / "spec.json").read_bytes() == before
