@@ -27,7 +27,7 @@ def extract_on_engine(flags: RunFlags, engine: EngineFlags) -> int:
     from spile.launch.supervisor import Supervisor, cluster_check, stream_tasks
     from spile.objects import open_folder
     from spile.store.snapshot import SnapshotReader
-    from spile.store.stream import write_spec
+    from spile.store.stream import refuse_other_spec, write_spec
     from spile.view.engine import watched_engine
 
     engine.check()
@@ -43,6 +43,7 @@ def extract_on_engine(flags: RunFlags, engine: EngineFlags) -> int:
         with cluster_check(spec.output, inputs) as asked:
             runner.check(asked)
         root = open_folder(spec.output)
+        refuse_other_spec(root, spec)
         url = write_spec(root, spec)
         tasks = stream_tasks(streams, lambda stream: ("worker", "--spec", url, "--stream", str(stream)))
         if runner.room < runner.workers:

@@ -6,6 +6,7 @@ import json
 import secrets
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -110,38 +111,45 @@ def write_spec(root: Folder, spec: RunSpec) -> str:
     """Write ``spec.json`` next to ``run.json``, unless it holds this spec already, and return its location.
 
     The number of the stream is not stored: every worker of the run starts from the same file.
-
-    Raises:
-        RunMismatch: If a run exists whose workers would refuse this spec. Nothing is written then.
-
     """
     content = spec.for_stream(0).to_json()
-    try:
-        stored = root.get(SPEC)
-    except NotFound:
-        stored = b""
-    if stored == content:
-        return f"{root.url}/{SPEC}"
-    run = read_run(root)
-    if run is not None:
-        _refuse_other_spec(root.url, run, spec, stored)
-    root.put(SPEC, content)
+    if _stored_spec(root) != content:
+        root.put(SPEC, content)
     return f"{root.url}/{SPEC}"
 
 
-def _refuse_other_spec(url: str, run: RunIdentity, spec: RunSpec, stored: bytes) -> None:
-    """Compare what a spec states with the run and with the taps of the stored spec. ``auto`` agrees with anything."""
+def refuse_other_spec(root: Folder, spec: RunSpec) -> None:
+    """Refuse a spec that the workers of an existing run would refuse, as far as the spec alone shows it.
+
+    A launcher calls it before it writes the spec. The fields are compared with ``run.json``, and the taps with the
+    stored ``spec.json``. The value ``auto`` agrees with any other.
+
+    Raises:
+        RunMismatch: If a field differs. The message names each one.
+
+    """
+    run = read_run(root)
+    if run is None:
+        return
     known, ours = run.compared(), _stated(spec)
     theirs: dict[str, Any] = {name: known.get(name, "jax" if name == "backend" else _ABSENT) for name in ours}
     theirs["positions"], theirs["keep"] = run.positions, list(run.keep)
-    if stored:
-        other = RunSpec.from_json(stored, f"{url}/{SPEC}")
-        for each, fields in ((spec, ours), (other, theirs)):
-            taps = select_taps(each.taps, each.layers, run.n_layers, each.heads, each.top_k)
-            fields["taps"] = [str(tap) for tap in taps]
+    with suppress(SpecError):  # A damaged spec.json is replaced.
+        other = RunSpec.from_json(_stored_spec(root), f"{root.url}/{SPEC}")
+        theirs["taps"], ours["taps"] = (
+            [str(tap) for tap in select_taps(each.taps, each.layers, run.n_layers, each.heads, each.top_k)]
+            for each in (other, spec)
+        )
     differing = differences(json.loads(json.dumps(theirs)), ours)
     if differing:
-        raise mismatch(f"{url} holds another run", differing, "give the same settings, or another --output")
+        raise mismatch(f"{root.url} was created with other settings", differing, "give the same settings, or another --output")
+
+
+def _stored_spec(root: Folder) -> bytes:
+    try:
+        return root.get(SPEC)
+    except NotFound:
+        return b""
 
 
 def _stated(spec: RunSpec) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from spile.errors import RunMismatch
 from spile.objects import open_folder
 from spile.reading.dataset import open as open_dataset
 from spile.spec.run import DataSpec, GenerationSpec, PromptSpec, RunSpec
-from spile.store.stream import join_run, read_spec, write_spec
+from spile.store.stream import join_run, read_spec, refuse_other_spec, write_spec
 from spile_fakes.gcs import FakeGcs
 from unit.cli.refusals import lines, spile
 from world import run_identity
@@ -109,18 +109,19 @@ OTHERS: dict[str, tuple[dict[str, object], str]] = {
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_a_spec_that_workers_would_refuse_is_not_written(other: str, tmp_path: Path, streams: Path) -> None:
+def test_a_spec_that_workers_would_refuse_is_refused(other: str, tmp_path: Path, streams: Path) -> None:
     output = tmp_path / "out"
     spec = small(streams, output)
     root = open_folder(str(output))
+    refuse_other_spec(root, spec)
     join_run(root, run_identity(prompt=PromptSpec(kind="text"), seed=0, max_seq_length=2048, store_dtype="bfloat16"))
-    url = write_spec(root, spec)
+    write_spec(root, spec)
     changes, found = OTHERS[other]
-    with pytest.raises(RunMismatch, match=f"holds another run: expected .*, found .*{found}"):
-        write_spec(root, replace(spec, **changes))
-    assert read_spec(url) == spec
-    same = replace(spec, batch_size=3, taps=("residual",), layers=(0, 1), dtype="float32")
-    assert read_spec(write_spec(root, same)) == same
+    with pytest.raises(RunMismatch, match=f"was created with other settings: expected .*, found .*{found}"):
+        refuse_other_spec(root, replace(spec, **changes))  # type: ignore[arg-type]
+    refuse_other_spec(root, replace(spec, batch_size=3, taps=("residual",), layers=(0, 1), dtype="float32"))
+    root.put("spec.json", b"{")
+    refuse_other_spec(root, replace(spec, taps=("mlp.0",)))
 
 
 def test_an_engine_refuses_another_run_before_it_starts_workers(
