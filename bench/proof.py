@@ -35,20 +35,20 @@ SAMPLE_ERRORS = ("scaled by 0.97", "layer below", "other weights")
 Rows = Callable[[Sample], Sequence[np.ndarray]]
 
 
-def write_texts(file: Path, count: int, characters: int) -> None:
-    """Write paragraphs of this repository's documentation as a JSONL file."""
+def write_texts(file: Path, count: int, characters: int, seed: int) -> None:
+    """Write random paragraphs of this repository's documentation as a JSONL file."""
     texts: list[str] = []
     for page in sorted(Path(__file__).parents[1].glob("docs/**/*.md")):
         texts += [part for part in re.split(r"\n(?=## )|\n\n(?=\S)", page.read_text()) if len(part) > 80]
-    texts = [texts[n] for n in np.random.default_rng(0).permutation(len(texts))[:count]]
+    texts = [texts[n] for n in np.random.default_rng(seed).permutation(len(texts))[:count]]
     lines = [json.dumps({"task_id": str(n), "text": text[:characters]}) for n, text in enumerate(texts)]
     file.write_text("\n".join(lines) + "\n")
 
 
-def extract(model: str, texts: Path, output: Path, dtype: str, store_dtype: str) -> str:
+def extract(model: str, texts: Path, output: str, dtype: str, store_dtype: str) -> str:
     """Store all taps of the residual stream, and return the dataset's root."""
     data = DataSpec(dataset=str(texts), max_seq_length=512)
-    spec = ExtractSpec(model=model, data=data, output=str(output), dtype=dtype, store_dtype=store_dtype)  # type: ignore[arg-type]
+    spec = ExtractSpec(model=model, data=data, output=output, dtype=dtype, store_dtype=store_dtype)  # type: ignore[arg-type]
     spile.extract(spec)
     return spec.output
 
@@ -132,9 +132,9 @@ def lengthen_embedding(token: int, ratio: float) -> Callable[[dict[str, np.ndarr
     return change
 
 
-def measure(model: str, other: str, texts: Path, scratch: Path, dtype: str, store_dtype: str, samples: int) -> None:
-    """Print the tables of one model and one stored dtype."""
-    root = extract(model, texts, scratch / "run", dtype, store_dtype)
+def measure(model: str, texts: Path, root: str, dtype: str, store_dtype: str, samples: int) -> Recompute:
+    """Store the rows of a model in one dtype, and print the false alarms and the smallest errors that are found."""
+    extract(model, texts, root, dtype, store_dtype)
     recompute = recomputer(root)
     found, problems, seconds = judge(root, recompute, samples)
     pairs = found.samples * len(found.taps)
@@ -147,7 +147,13 @@ def measure(model: str, other: str, texts: Path, scratch: Path, dtype: str, stor
         noise = found.taps[tap]
         figures = (noise.fresh, noise.stored, noise.row_limit, noise.sample_limit, noise.gain_limit)
         print(f"  {tap:14}" + "".join(f"{100 * x:8.3g}%" for x in figures) + f"{noise.worst:8.2f}")
-    theirs = spile.open(extract(other, texts, scratch / "other", dtype, store_dtype))
+    return recompute
+
+
+def measure_errors(root: str, recompute: Recompute, other: str, texts: Path, scratch: Path, samples: int) -> None:
+    """Print how many errors of each kind are found in the dataset at ``root``."""
+    run = spile.open(root).run
+    theirs = spile.open(extract(other, texts, str(scratch / "other"), run.dtype, run.store_dtype))
     others: dict[bytes, list[np.ndarray]] = {}
     kinds: dict[bytes, str] = {}
     by_index: dict[int, str] = {}
@@ -157,9 +163,8 @@ def measure(model: str, other: str, texts: Path, scratch: Path, dtype: str, stor
         others[key] = [np.asarray(sample.rows(tap), np.float32) for tap in theirs.taps]
         kinds[key] = by_index[ref.index] = [*ROW_ERRORS, *SAMPLE_ERRORS][number % 8]
     _, problems, _ = judge(root, with_errors(recompute, others, kinds), samples)
-    show_found(problems, by_index, list(found.taps))
-    for name in ("run", "other"):
-        shutil.rmtree(scratch / name)
+    show_found(problems, by_index, list(theirs.taps))
+    shutil.rmtree(scratch / "other")
 
 
 def show_found(problems: Sequence[Problem], kinds: dict[int, str], taps: Sequence[str]) -> None:
@@ -185,6 +190,8 @@ def main() -> None:
     parser.add_argument("--model", default="build/real/smollm2", help="a folder with one model.safetensors")
     parser.add_argument("--samples", type=int, default=48)
     parser.add_argument("--characters", type=int, default=1200, help="characters of each text")
+    parser.add_argument("--seed", type=int, default=0, help="for the choice of texts")
+    parser.add_argument("--no-errors", action="store_true", help="only count false alarms, which is nine times faster")
     parser.add_argument("--compute", nargs="*", default=["bfloat16"])
     parser.add_argument("--dtypes", nargs="*", default=list(DTYPES))
     parser.add_argument("--sinks", nargs="*", type=float, default=[])
@@ -193,7 +200,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         texts = scratch / "texts.jsonl"
-        write_texts(texts, args.samples, args.characters)
+        write_texts(texts, args.samples, args.characters, args.seed)
         for ratio in (1.0, *args.sinks):
             model, other = args.model, scratch / f"other-{ratio:g}"
             if ratio != 1.0:
@@ -204,7 +211,11 @@ def main() -> None:
             changed_model(model, other, scale_down_projection)
             for dtype in args.compute:
                 for store_dtype in args.dtypes:
-                    measure(model, str(other), texts, scratch, dtype, store_dtype, args.samples)
+                    root = str(scratch / "run")
+                    recompute = measure(model, texts, root, dtype, store_dtype, args.samples)
+                    if not args.no_errors:
+                        measure_errors(root, recompute, str(other), texts, scratch, args.samples)
+                    shutil.rmtree(root)
 
 
 if __name__ == "__main__":

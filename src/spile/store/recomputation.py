@@ -10,8 +10,9 @@ Three rules judge a sample at a tap:
 - one row: its distance is at most ``ROW`` times the tap's median noise, or ``OWN`` times the row's own noise, plus
   ``ENCODING`` times the error of its encoding, which has no heavy tail;
 - all rows: the median distance is at most ``1 + (ROW - 1) / rows`` times the median noise, at least ``SAMPLE`` times;
-- the gain: the median change of the rows' length, in the direction of the reference, is as small as that of the fresh
-  rows. Noise has no preferred direction, so this finds a wrong factor that is smaller than the noise of a row.
+- the gain: the stored rows are not all longer, or all shorter, than the fresh rows in the direction of the reference.
+  Noise has no preferred direction, and the error of an encoding is nearly the same in stored and fresh rows, so this
+  finds a wrong factor that is smaller than the noise of a row. A quarter of the rows at either end is left out.
 
 Noise has a heavy tail: a few rows are twenty times noisier than the median, and not in every computation. Therefore a
 sample that breaks a rule is computed several times more with embeddings that are changed by one rounding error, and a
@@ -50,7 +51,7 @@ _NARROW = 8
 """A narrower row, such as a loss, may be almost 0, so its distance is relative to the tap's median norm."""
 
 _FEWEST = 4
-"""A sample of fewer rows is not judged by its gain: the variation from row to row is not known."""
+"""A sample of fewer rows is not judged by its gain: a few noisy rows may agree by chance."""
 
 FIGURES = ("norm", "noise", "encoding", "stored", "fresh_gain", "stored_gain")
 """The measurements of each row: the norm of the reference row; the distance of the fresh row from it, the error of the
@@ -108,29 +109,33 @@ class _Judged:
     """``[taps, rows]``: the largest noise of any computation so far, without the error of the encoding."""
     encoding: npt.NDArray[np.float64]
     stored: npt.NDArray[np.float64]
+    fresh_gain: npt.NDArray[np.float64]
+    """``[taps, rows]``: how much longer the rows of the first computation are than those of the reference."""
     gain: npt.NDArray[np.float64]
-    """``[taps]``: the median change of length of the stored rows."""
+    """``[taps]``: how much longer the stored rows are than those of the first computation, as :func:`_common`."""
     middle: npt.NDArray[np.float64]
     """``[taps]``: the largest median distance of any computation so far, with the error of the encoding."""
-    bias: npt.NDArray[np.float64]
-    """``[taps]``: the largest median change of length of any computation so far."""
+    drift: npt.NDArray[np.float64]
+    """``[taps]``: how much longer or shorter the rows of any other computation are than those of the first."""
     spread: npt.NDArray[np.float64]
-    """``[taps]``: how much the change of length varies from row to row, as a standard deviation."""
+    """``[taps]``: how much such changes vary from row to row, as a standard deviation; the largest one so far."""
 
     @classmethod
     def measured(cls, stream: Stream, sample: Sample, values: _Array, least: _Array) -> _Judged:
         """Return what the first computation measured: ``[taps, 6, rows]`` as :func:`distances` returns it."""
         noise, encoding, stored, along, gain = np.moveaxis(_relative(values, least), 1, 0)
-        bias, middle = _median(along), _median(np.hypot(noise, encoding))
-        spread = 1.48 * _median(np.abs(along - bias[:, None]))
-        return cls(stream, sample, noise, encoding, stored, _median(gain), middle, np.abs(bias), spread)
+        middle, change = _median(np.hypot(noise, encoding)), gain - along
+        drift = np.zeros(len(middle))
+        return cls(stream, sample, noise, encoding, stored, along, _common(change), middle, drift, _spread(change))
 
     def add(self, values: _Array, least: _Array) -> None:
         """Add the noise of another computation."""
         noise, encoding, _, along, _ = np.moveaxis(_relative(values, least), 1, 0)
         self.noise = np.fmax(self.noise, noise)
         self.middle = np.fmax(self.middle, _median(np.hypot(noise, encoding)))
-        self.bias = np.fmax(self.bias, np.abs(_median(along)))
+        change = along - self.fresh_gain
+        self.drift = np.fmax(self.drift, np.abs(_common(change)))
+        self.spread = np.fmax(self.spread, _spread(change))
 
     @property
     def rows(self) -> int:
@@ -144,6 +149,23 @@ def _relative(values: _Array, least: _Array) -> npt.NDArray[np.float64]:
 
 def _median(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return np.median(values, axis=1) if values.shape[1] else np.zeros(len(values))
+
+
+def _spread(changes: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    return 1.48 * _median(np.abs(changes - _median(changes)[:, None]))
+
+
+def _common(changes: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Return, for ``[taps, rows]``, the change nearest 0 that all rows have in the same direction, or 0.
+
+    A quarter of the rows at either end is left out, and none of fewer than eight.
+    """
+    count = changes.shape[1]
+    if not count:
+        return np.zeros(len(changes))
+    ordered, cut = np.sort(changes, axis=1), count // 8 * 2
+    low, high = ordered[:, cut], ordered[:, count - 1 - cut]
+    return np.where(low > 0, low, np.where(high < 0, high, 0.0))
 
 
 @dataclass(frozen=True)
@@ -254,7 +276,7 @@ class _Judge:
 
     def _gain_limits(self, each: _Judged) -> npt.NDArray[np.float64]:
         deviation = each.spread / max(1, each.rows) ** 0.5
-        return np.asarray(2 * self.floor[:, 0] + SAMPLE * each.bias + GAIN * deviation)
+        return np.asarray(2 * self.floor[:, 0] + SAMPLE * each.drift + GAIN * deviation)
 
     def _wrong(self, each: _Judged) -> npt.NDArray[np.bool_]:
         """Return ``[taps]``: whether one of the rules is broken. A distance that is NaN breaks them."""
@@ -292,11 +314,9 @@ class _Judge:
                 f"its rows are {_percent(middle)} (median) of their norm away from the float32 reference; {fresh} is "
                 f"{_percent(each.middle[tap])} away, and noise explains up to {_percent(limit)}"
             )
-        return (
-            f"its rows are {_percent(each.gain[tap])} (median) longer than those of the float32 reference; those of "
-            f"{fresh} are {_percent(each.bias[tap])} longer, and noise explains up to "
-            f"{_percent(self._gain_limits(each)[tap])}"
-        )
+        change = f"{_percent(abs(each.gain[tap]))} {'longer' if each.gain[tap] > 0 else 'shorter'}"
+        limit = _percent(self._gain_limits(each)[tap])
+        return f"its rows are {change} than those of {fresh}, and noise explains up to {limit}"
 
     def report(self) -> list[TapNoise]:
         """Return what was measured at each tap."""

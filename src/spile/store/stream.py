@@ -142,7 +142,9 @@ def refuse_other_spec(root: Folder, spec: RunSpec) -> None:
         )
     differing = differences(json.loads(json.dumps(theirs)), ours)
     if differing:
-        raise mismatch(f"{root.url} was created with other settings", differing, "give the same settings, or another --output")
+        raise mismatch(
+            f"{root.url} was created with other settings", differing, "give the same settings, or another --output"
+        )
 
 
 def _stored_spec(root: Folder) -> bytes:
