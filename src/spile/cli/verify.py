@@ -23,6 +23,7 @@ from spile.spec.amounts import amount, counted, duration, size
 from spile.view.table import Fitting, output
 
 if TYPE_CHECKING:
+    from spile.models.model_files import ReadConfig
     from spile.store.predictions import Decode
     from spile.store.recomputation import Recompute
     from spile.store.report import Garbage, Kind, Report, StreamReport
@@ -114,12 +115,22 @@ def _decoder(root: str) -> tuple[Decode | None, tuple[str, ...]]:
         return None, ()
     what = "texts of answers were not compared with their tokens"
     try:
-        files = find(run.model, run.revision, weights=False, any_family=True)
+        files = find(run.model, run.revision, weights=False, read=_config_reader(run.backend))
         if files.tokenizer_hash() == run.tokenizer:
             return load_tokenizer(files.tokenizer_folder).decode, ()
     except SpileError as error:
         return None, (f"{what}: the tokenizer was not found: {error}",)
     return None, (f"{what}: the tokenizer of {run.model} has changed since the run",)
+
+
+def _config_reader(backend: str) -> ReadConfig:
+    if backend == "torch":
+        from spile.worker.torch_backend import read_torch_config
+
+        return read_torch_config
+    from spile.models.families import read_config
+
+    return read_config
 
 
 @contextmanager
