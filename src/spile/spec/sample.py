@@ -93,9 +93,10 @@ class Prediction:
     augmentation: dict[str, Any] | None = None
     """The augmentation of the variant that was answered; None for the task itself."""
 
-    def line(self) -> bytes:
-        """Return the prediction as a line of JSON."""
+    def line(self, stream: int | None = None) -> bytes:
+        """Return the prediction as a line of JSON, which begins with the number of its stream if that is given."""
         record = {
+            **({} if stream is None else {"stream": stream}),
             "sample": self.sample,
             "task_id": self.task_id,
             "augmentation": self.augmentation,

@@ -22,15 +22,16 @@ from spile.data.stream import SampleReader
 from spile.data.tokens import Tokenizer
 from spile.errors import SpecError
 from spile.models.decoder import head_needed
-from spile.objects import open_folder
+from spile.objects import Folder, open_folder
 from spile.spec.positions import ALL, ANSWER, choose_positions
 from spile.spec.run import Capture, ExtractSpec, GenerationSpec
 from spile.spec.sample import Prediction, Role, Sample
 from spile.spec.taps import MODULE, Tap, tap_kinds
-from spile.store.layout import PREDICTIONS, SUBMISSION
-from spile.store.ledger import read_commits
+from spile.store.layout import PREDICTIONS, SUBMISSION, stream_folder
+from spile.store.ledger import Commit, read_commits
 from spile.store.predictions import merged
-from spile.store.stream import StreamStore
+from spile.store.stream import StreamStore, read_stream
+from spile.store.streams import find_streams
 from spile.worker.batches import Batch, BatchPlan
 from spile.worker.extract import run_stream
 from spile.worker.generator import make_generator
@@ -249,10 +250,38 @@ def _group(batch: Batch) -> int:
 
 
 def write_answers(run: ResolvedRun, stream: StreamStore) -> None:
-    """Write ``predictions.jsonl`` and, for ARC tasks, ``submission.json``, from the commits: each answer once."""
-    folder = stream.folder if run.spec.answers_dir is None else open_folder(run.spec.answers_dir)
-    predictions = merged(stream.folder, read_commits(stream.folder, stream.record.id))
-    folder.put(PREDICTIONS, b"".join(prediction.line() for prediction in predictions))
+    """Write ``predictions.jsonl`` and, for ARC tasks, ``submission.json``, from the commits: each answer once.
+
+    The folder of a stream gets the answers of the stream. ``--output-dir`` gets those of all streams of the run,
+    because several workers may share it.
+    """
+    if run.spec.answers_dir is None:
+        predictions = merged(stream.folder, read_commits(stream.folder, stream.record.id))
+        _put_answers(run, stream.folder, predictions, b"".join(prediction.line() for prediction in predictions))
+        return
+    folder = open_folder(run.spec.answers_dir)
+    written: dict[int, list[Commit]] = {}
+    # Another worker may have committed after this one read the ledgers and written its view before this one did. So the
+    # view is written again until no ledger has changed: whichever worker writes last has then seen every commit.
+    while (commits := _all_commits(run.root)) != written:
+        by_stream = {number: merged(run.root.child(stream_folder(number)), each) for number, each in commits.items()}
+        lines = (prediction.line(number) for number, each in by_stream.items() for prediction in each)
+        _put_answers(run, folder, [prediction for each in by_stream.values() for prediction in each], b"".join(lines))
+        written = commits
+
+
+def _all_commits(root: Folder) -> dict[int, list[Commit]]:
+    """Return the commits of each stream of a run."""
+    records = {number: read_stream(root.child(stream_folder(number))) for number in find_streams(root)}
+    return {
+        number: list(read_commits(root.child(stream_folder(number)), record.id))
+        for number, record in records.items()
+        if record is not None
+    }
+
+
+def _put_answers(run: ResolvedRun, folder: Folder, predictions: list[Prediction], lines: bytes) -> None:
+    folder.put(PREDICTIONS, lines)
     prompt = run.identity.prompt
     if prompt.kind == "arc" and prompt.version.startswith("output-from-examples"):
         answers = by_task(predictions, parse_encoder(prompt.encoder))

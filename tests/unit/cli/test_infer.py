@@ -122,6 +122,57 @@ def test_long_prompts_are_skipped_and_wrong_and_cut_answers_kept(
     assert spile("verify", tmp_path / "out", "--max-samples", "8") == 0
 
 
+def test_workers_share_a_folder_for_answers(tasks: Path, tmp_path: Path) -> None:
+    """Each replaced the other's predictions.jsonl and submission.json with its own, without a word."""
+    streams, answers = tmp_path / "streams", tmp_path / "answers"
+    assert spile("data", "streams", "--dataset", tasks, "--num-streams", 2, "--output-dir", streams) == 0
+    short = ("--max-seq-length", 760, "--max-new-tokens", 3, "--capture", "none", "--n-tasks", 4)
+    for number in (1, 0):
+        words = ("infer", "--dataset-dir", streams, "--worker-id", number, "--model", "embedded")
+        assert spile(*words, "--output", tmp_path / "out", "--output-dir", answers, *short) == 0
+    each = {
+        number: [
+            json.loads(line)
+            for file in (tmp_path / "out").glob(f"tpu_{number}/*.jsonl")
+            for line in file.read_text().splitlines()
+        ]
+        for number in (0, 1)
+    }
+    assert each[0]
+    assert each[1]
+    expected = [{"stream": number, **one} for number, stored in each.items() for one in stored]
+    assert [json.loads(line) for line in (answers / "predictions.jsonl").read_text().splitlines()] == expected
+    submitted = json.loads((answers / "submission.json").read_text())
+    assert set(submitted) == {one["task_id"] for one in expected}
+
+
+def test_a_view_of_the_answers_that_another_worker_outran_is_written_again(
+    tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one commits and writes its view while this one has read the ledgers and not yet written."""
+    from spile.worker import infer as module
+
+    streams, answers = tmp_path / "streams", tmp_path / "answers"
+    assert spile("data", "streams", "--dataset", tasks, "--num-streams", 2, "--output-dir", streams) == 0
+    short = ("--max-seq-length", 760, "--max-new-tokens", 3, "--capture", "none", "--n-tasks", 4)
+
+    def infer(number: int) -> None:
+        words = ("infer", "--dataset-dir", streams, "--worker-id", number, "--model", "embedded")
+        assert spile(*words, "--output", tmp_path / "out", "--output-dir", answers, *short) == 0
+
+    put, waiting = module._put_answers, [1]
+
+    def outrun(*arguments: Any) -> None:
+        if waiting:
+            infer(waiting.pop())
+        put(*arguments)
+
+    monkeypatch.setattr(module, "_put_answers", outrun)
+    infer(0)
+    lines = (answers / "predictions.jsonl").read_text().splitlines()
+    assert {json.loads(line)["stream"] for line in lines} == {0, 1}
+
+
 def test_a_model_without_a_stop_token(tasks: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     model = copy_model(tmp_path / "model")
     about = json.loads((model / "tokenizer_config.json").read_text())
