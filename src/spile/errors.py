@@ -20,11 +20,19 @@ Every message is one line: what happened, what was expected and found, and, as a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 _COMMANDS = frozenset({"pip", "spile"})
 """First words of a fix that keep their small letter."""
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters except tab and line feed, characters that change the direction of text, and lone surrogates."""
+
+
+def printable(text: str) -> str:
+    """Return text with control characters as ``\\x1b``, so that names from outside cannot command a terminal."""
+    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 
 
 class SpileError(Exception):
@@ -57,7 +65,7 @@ class SpileError(Exception):
         if self.fix:
             text += " " if text.endswith((".", "?", "!", "…")) else ". "
             text += _as_sentence(self.fix)
-        return " ".join(text.split())
+        return printable(" ".join(text.split()))
 
 
 class UserError(SpileError):

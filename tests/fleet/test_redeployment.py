@@ -334,6 +334,22 @@ def test_a_fleet_is_listed_looked_at_and_stopped(world: World, prompt: Prompt) -
     assert prompt(*PREPARE, *TASK, "--fleet", "three")[0] == 0, "the root of a fleet that is stopped is free"
 
 
+def test_hostile_records_and_cloud_errors_do_not_command_the_terminal(world: World, prompt: Prompt) -> None:
+    evil = "\x1b]0;owned\x07\x1b[2J"
+    assert prompt(*PREPARE, *TASK)[0] == 0
+    fleet, home = fleet_of(world), FleetHome.open("gs://b/fleet/default")
+    name = fleet.workers[0].name
+    report = WorkerReport(name, fleet.deployment, verdict="crashed", updated=time.time(), error=evil, version=evil)
+    home.folder.put(f"workers/{name}.json", report.to_json())
+    order = {"deployment": fleet.deployment, "who": evil, "time": evil}
+    home.folder.put("orders/stop.json", json.dumps(order).encode())
+    said = [prompt("fleet", *words)[1] for words in (("list", "b"), ("status", "gs://b"))]
+    world.cloud.admin("fault", {"path": "nodes", "count": 9, "status": 403, "message": f"no {evil}"})
+    said.append(prompt("tpu", "list")[1])
+    assert all(r"\x1b]0;owned" in text for text in (said[0], said[-1])), said
+    assert not any("\x1b" in text or "\x07" in text for text in said)
+
+
 def test_deleting_machines_under_a_monitor_is_refused_with_the_command_that_ends_the_fleet(
     world: World, prompt: Prompt
 ) -> None:

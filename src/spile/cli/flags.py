@@ -16,7 +16,7 @@ from cyclopts import Group, Parameter
 from rich.console import Console
 from rich.table import Table
 
-from spile.errors import SpecError, UserError
+from spile.errors import SpecError, UserError, printable
 from spile.objects.opening import is_remote
 from spile.spec.run import BackfillSpec, RunSpec, SpecField, make_spec, parse_mesh_shape, parse_taps, spec_fields
 
@@ -38,6 +38,7 @@ def flag(group: Group, text: str, **more: Any) -> Parameter:
 def log(line: str) -> None:
     """Print a line to stdout at once, without characters that its encoding does not have."""
     encoding = sys.stdout.encoding or "ascii"
+    line = printable(line)
     print(line.encode(encoding, "ignore").decode(encoding), flush=True)
 
 

@@ -20,7 +20,7 @@ from rich.text import Text
 from spile.cli.flags import parse_numbers
 from spile.errors import SpecError
 from spile.spec.amounts import amount, counted, duration, size
-from spile.view.table import Fitting, output
+from spile.view.table import Fitting, SafeConsole, output
 
 if TYPE_CHECKING:
     from spile.models.model_files import ReadConfig
@@ -73,7 +73,7 @@ def verify(
     if gc and streams is not None:
         raise SpecError("--gc", expected="all streams", found="--streams")
     decode, unchecked = _decoder(root)
-    with _bar(Console(stderr=True), quiet=as_json) as progress:
+    with _bar(SafeConsole(stderr=True), quiet=as_json) as progress:
         report = prove(
             root,
             streams=None if streams is None else parse_numbers("--streams", streams),

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.measure import Measurement
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from spile.errors import printable
 from spile.spec.amounts import amount, counted, duration, size
 
 if TYPE_CHECKING:
@@ -21,22 +23,35 @@ _NO_WIDTH = 10_000
 """The width for pipes and files: tables are not truncated and lines are not wrapped there."""
 
 
-def output(**more: Any) -> Console:
-    """Return a console on the current standard output. Brackets in names are not interpreted as markup."""
-    console = Console(highlight=False, markup=False, **more)
+class SafeConsole(Console):
+    """A console that prints text from outside literally: no markup, and control characters as ``\\x1b``.
+
+    Task ids, file names, records in a bucket and messages of a cloud may contain sequences that command a terminal.
+    Rich's own sequences are control segments or styles, not text.
+    """
+
+    def __init__(self, **more: Any) -> None:
+        super().__init__(**{"highlight": False, "markup": False, **more})
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        """Render, with control characters in texts escaped."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=printable(segment.text))
+
+
+def output(**more: Any) -> SafeConsole:
+    """Return a console on the current standard output."""
+    console = SafeConsole(**more)
     if not console.is_terminal:
         console.width = _NO_WIDTH
     return console
 
 
-class Lasting(Console):
+class Lasting(SafeConsole):
     """A console that survives a broken pipe.
 
     Ctrl+C in ``spile extract | tee log`` ends tee first; the work and the exit code still count.
     """
-
-    def __init__(self, **more: Any) -> None:
-        super().__init__(**{"highlight": False, "markup": False, **more})
 
     def on_broken_pipe(self) -> None:
         """Discard all further output, including the interpreter's final flush."""
