@@ -1,5 +1,6 @@
 # One image of spile under every engine: spile docker build --target cpu | cuda | tpu, or docker compose up.
 # The base needs nothing but a Python that is new enough; what is installed is pinned by hash in requirements.txt.
+# `make base-image` pins the base to the digest that its tag has at that moment.
 ARG BASE=python:3.12-slim-bookworm
 
 FROM ${BASE} AS build
@@ -18,13 +19,13 @@ RUN tools/bin/python scripts/runtime_requirements.py hatchling > build.txt \
  && tools/bin/pip wheel --no-deps --no-build-isolation --wheel-dir wheels . \
  && tools/bin/pip --python /opt/spile/bin/python install --no-deps wheels/*.whl
 
-# The accelerators' libraries: of the very version of jax that is pinned.
+# The accelerators' libraries, pinned by hash like those of fleet machines.
 FROM build AS build-tpu
-RUN jax="$(/opt/spile/bin/python -c 'import importlib.metadata as m; print(m.version("jax"))')" \
- && tools/bin/pip --python /opt/spile/bin/python install "jax[tpu]==$jax"
+RUN sed -n '/^libtpu==/,/[^\\]$/p' src/spile/fleet/requirements.txt > tpu.txt && test -s tpu.txt \
+ && tools/bin/pip --python /opt/spile/bin/python install --require-hashes --no-deps -r tpu.txt
 FROM build AS build-cuda
-RUN jax="$(/opt/spile/bin/python -c 'import importlib.metadata as m; print(m.version("jax"))')" \
- && tools/bin/pip --python /opt/spile/bin/python install "jax[cuda13]==$jax"
+RUN tools/bin/pip --python /opt/spile/bin/python install --require-hashes --no-deps \
+      -r src/spile/fleet/requirements-cuda.txt
 
 # Not root, and at home under any number: --user gives mounted files their owner.
 FROM ${BASE} AS runtime

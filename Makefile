@@ -8,7 +8,7 @@ JOBS   ?= 5
 IMAGE  ?= cpu
 PYTEST := $(BIN)/pytest -n $(JOBS) --dist worksteal
 
-.PHONY: help demo fleet-demo test test-all real check bench soak peers-install peers docs docs-serve image-check release-check requirements clean
+.PHONY: help demo fleet-demo test test-all real check bench soak peers-install peers docs docs-serve image-check release-check base-image requirements clean
 help:            ## list the targets
 	@grep -hE '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
@@ -81,11 +81,18 @@ docs: $(VENV)/.ready  ## build the documentation site in build/site; every link 
 docs-serve: docs  ## serve the documentation on a loopback port and rebuild it on changes
 	NO_MKDOCS_2_WARNING=1 build/docs-venv/bin/mkdocs serve
 
-release-check:   ## build sdist and wheel, install them into an empty environment and run the demo
+release-check:   ## build sdist, wheel and bill of materials, install the wheel into an empty environment and run the demo
 	PYTHON=$(PYTHON) scripts/release_check.sh
 
 image-check:     ## build the container image without a container engine (root, buildah, debootstrap) and run it
 	scripts/image_check.sh $(IMAGE)
+
+# The digest of a tag is known only to its registry, so this needs docker and the network.
+base-image:      ## pin the base of the Dockerfile to the digest that its tag has now
+	tag="$$(sed -n 's/^ARG BASE=\([^@]*\).*/\1/p' Dockerfile)" && \
+	  digest="$$(docker buildx imagetools inspect "$$tag" --format '{{.Manifest.Digest}}')" && \
+	  case "$$digest" in sha256:*) sed -i "s|^ARG BASE=.*|ARG BASE=$$tag@$$digest|" Dockerfile ;; \
+	  *) echo "docker gave no digest of $$tag: $$digest" >&2; exit 1 ;; esac
 
 requirements: $(VENV)/.ready  ## pin every dependency again, with hashes
 	$(BIN)/pip-compile --quiet --strip-extras --generate-hashes --allow-unsafe --no-header --no-emit-index-url \

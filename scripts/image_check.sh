@@ -10,7 +10,7 @@ for program in buildah debootstrap; do
 done
 [ "$(id -u)" = 0 ] || { echo "image-check needs root, for chroot" >&2; exit 2; }
 target="${1:-cpu}"
-base="$(sed -n 's/^ARG BASE=//p' Dockerfile)"
+base="$(sed -n 's/^ARG BASE=\([^@]*\).*/\1/p' Dockerfile)"
 folder="${IMAGE_CHECK_FOLDER:-$(mktemp -d)}"
 mkdir -p "$folder/run"
 [ -n "${IMAGE_CHECK_FOLDER:-}" ] || trap 'rm -rf "$folder"' EXIT
@@ -28,7 +28,7 @@ if ! image inspect "docker.io/library/$base" > /dev/null 2>&1; then
 fi
 # No --layers: this storage copies the whole root for each.
 # shellcheck disable=SC2086
-image build --isolation chroot --pull-never --target "$target" --tag "spile:check-$target" ${IMAGE_CHECK_FLAGS:-} .
+image build --isolation chroot --pull-never --build-arg "BASE=$base" --target "$target" --tag "spile:check-$target" ${IMAGE_CHECK_FLAGS:-} .
 
 container="$(image from --pull-never "spile:check-$target")"
 trap 'image rm "$container" > /dev/null; [ -n "${IMAGE_CHECK_FOLDER:-}" ] || rm -rf "$folder"' EXIT
