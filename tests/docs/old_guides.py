@@ -112,9 +112,6 @@ LINES: tuple[OldLine, ...] = (
     _tpu("status", f"--zones {_A}", place__zones=_A),
     _tpu("recreate-preempted", f"--zones {_AB} --workers_per_zone 4", place__zones=_AB, workers_per_zone=4),
     _tpu("list", ""),
-    OldLine("001", "./setup_tpu_worker.sh", "deploy", {"steps.force": False, "steps.launch": "ssh"}),
-    OldLine("001", "./setup_tpu_worker.sh --force", "deploy", {"steps.force": True, "steps.launch": "ssh"}),
-    OldLine("001", "./scripts/setup_tpu_worker.sh --force", "deploy", {"steps.force": True, "steps.launch": "ssh"}),
     OldLine(
         "001",
         "./scripts/upload_dataset_streams_to_gcs.sh --bucket fineweb-data-us-central1 --prefix datasets "
@@ -159,6 +156,9 @@ LINES: tuple[OldLine, ...] = (
         "--layers_to_extract 12 13 14 15 16 17 18 19 20 21 22 23",
         {"TPU_WORKER_ID": "1"}, location="data/streams/stream_001.jsonl", worker=1, layers=tuple(range(12, 24)),
     ),
+    OldLine("002", "./check_all_workers.sh", "monitor", {"root": "./activations", "once": True}),
+    OldLine("002", "./check_all_workers.sh", "monitor", {"root": "gs://your-bucket-name/activations", "once": True},
+            {"GCS_BUCKET": "your-bucket-name", "UPLOAD_TO_GCS": "true"}),
     # 003 · multihost_runner.py
     OldLine("003", 'python3 multihost_runner.py --TPU_PREFIX=my-tpu --COMMAND="bash setup.sh"', "run",
             {"where.tpu_prefix": "my-tpu", "flags.command": "bash setup.sh"}),
@@ -171,7 +171,7 @@ LINES: tuple[OldLine, ...] = (
          "flags.command": "python3 MaxText/train.py MaxText/configs/base.yml run_name=mine"},
     ),
     # 004 · TPU pod verification
-    OldLine("004", "./test_multihost_v5e64.sh", "pod check", {}),
+    OldLine("004", "./test_multihost_v5e64.sh", "pod check", {"flags.topology": "v5litepod-64"}),
     _extract(
         "004",
         "python3 multihost_extract.py --topology v5litepod-64 --dataset_path gs://bucket/data.jsonl "
@@ -227,10 +227,12 @@ INSTEAD: dict[str, str] = {
     f"{_SSH} {_TPU0} --command='cat ~/activation-extract/checkpoints/checkpoint_worker_0.json'": "spile run",
     f"{_SSH} {_TPU0}": "spile run",
     "gsutil du -sh gs://fineweb-data-us-central1/activations/": "spile monitor",
+    "./setup_tpu_worker.sh": "spile install --tpu-prefix",
+    "./setup_tpu_worker.sh --force": "spile install --tpu-prefix",
+    "./scripts/setup_tpu_worker.sh --force": "again with --force",
     "gcloud compute tpus describe-quota --zone=us-central1-a": "spile deploy --dry-run",
     # 002
     "./launch_all_workers.sh": "spile deploy",
-    "./check_all_workers.sh": "spile monitor",
     "gcloud auth list": "without spile",
     "gcloud auth application-default login": "without spile",
     "gsutil mb -l us-central1 gs://your-bucket/": "gs://",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -124,7 +125,29 @@ def test_the_guides_table_has_every_flag_that_a_line_uses() -> None:
     listed = " ".join(row[0] for row in table("Flags"))
     used = {word.partition("=")[0] for old in LINES for word in shlex.split(old.line) if word.startswith("--")}
     known = {flag for flag in used if re.search(rf"{re.escape(flag)}\b", listed)}
-    assert used - known == {"--model", "--dataset", "--force", "--no_checkpointing"} - known, used - known
+    assert used - known == {"--model", "--dataset", "--no_checkpointing"} - known, used - known
+
+
+def test_the_guides_conversion_is_imported_as_there(tmp_path: Path) -> None:
+    from convert_hf_to_arc_format import convert_hf_dataset_to_arc_format
+
+    rows = [{"examples": [[[[number]], [[1]]], [[[2]], [[number]]]]} for number in range(9)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = convert_hf_dataset_to_arc_format(
+        dataset_name=str(tmp_path / "rows.jsonl"), column_name="examples",
+        output_filename="data/custom_stream_1.jsonl", start_index=5, end_index=8,
+    )  # fmt: skip
+    tasks = [json.loads(line) for line in (tmp_path / "data" / "custom_stream_1.jsonl").read_text().splitlines()]
+    assert (done, [task["train"][0]["input"] for task in tasks]) == (3, [[[5]], [[6]], [[7]]])
+
+
+def test_the_fleet_guide_shows_the_columns_of_the_monitor() -> None:
+    from spile.view.fleet import _COLUMNS
+
+    text = (ROOT / "docs" / "guides" / "fleet.md").read_text(encoding="utf-8")
+    titles = [column.title for column in _COLUMNS]
+    assert titles in [line.split() for line in text.splitlines() if line.startswith("NAME ")]
+    assert set(re.findall(r"the column ([A-Z/]+)", text)) <= set(titles)
 
 
 def test_every_script_of_the_guides_is_followed() -> None:

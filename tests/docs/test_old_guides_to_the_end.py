@@ -58,6 +58,18 @@ def extracts(at: GuideWorld, old: OldLine) -> None:
         assert (told["worker_id"], told["total_samples_processed"]) == (worker, 3)
 
 
+def shows_all_workers(at: GuideWorld, old: OldLine) -> None:
+    code, text = at.type(old.line, old.environment)
+    assert (code, f"no dataset at {old.means['root']}" in text) == (2, True), "nothing was started"
+    for number in range(3):
+        at.put(f"./data/streams/stream_{number:03d}.jsonl", stream_text(number))
+    code, text = at.type("./launch_worker.sh 1 --layers 0", old.environment)
+    assert code == 0, text
+    code, text = at.type(old.line, old.environment)
+    assert code == 0, text
+    assert re.search(r"tpu_1 +done +3/3 ", text), text
+
+
 def converts(at: GuideWorld, old: OldLine) -> None:
     code, text = at.type(old.line)
     assert code == 0, text
@@ -193,11 +205,6 @@ def deploys(at: GuideWorld, old: OldLine) -> None:
         assert fleet.max_samples == old.means["flags.max_samples"]
 
 
-def is_told_to_name_a_bucket(at: GuideWorld, old: OldLine) -> None:
-    code, text = at.type(old.line)
-    assert (code, text) == (2, "spile: no bucket: expected --gcs-bucket NAME, with or without gs://\n")
-
-
 def deploys_and_watches(at: GuideWorld, old: OldLine) -> None:
     """Real machines' processes, to the last sample."""
     code, text = at.type(old.line)
@@ -306,6 +313,7 @@ ENDINGS: dict[str, Ending] = {
     "data upload": uploads,
     "docker build": builds_an_image,
     "extract": extracts,
+    "monitor": shows_all_workers,
     "infer": infers_on_256_devices,
     "pod check": checks_the_pod,
     "run": runs_on_every_host,
@@ -324,8 +332,6 @@ def ending(old: OldLine) -> Ending:
         return extracts_as_a_pod
     if old.command != "deploy":
         return ENDINGS[old.command]
-    if "--gcs_bucket" not in old.line:
-        return is_told_to_name_a_bucket
     return deploys_and_watches if "--monitor" in shlex.split(old.line) else deploys
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import pkgutil
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -127,6 +129,15 @@ def test_every_file_of_the_project_that_a_page_names_is_there(page: Path) -> Non
         if name.split("/")[0] in rooms:
             places = (ROOT / name, ROOT / "src" / "spile" / name, ROOT / "tests" / name)
             assert any(place.exists() for place in places), f"{name_of(page)}: no {name}"
+
+
+def test_the_batch_job_starts_a_worker_for_each_task() -> None:
+    (block,) = blocks(ROOT / "docs" / "guides" / "parallel-workers.md", "json")
+    (group,) = json.loads(block)["taskGroups"]
+    (runnable,) = group["taskSpec"]["runnables"]
+    words = shlex.split(runnable["container"]["commands"][1].replace("$BATCH_TASK_INDEX", "7"))
+    _, bound, _ = build().parse_args(words[1:], exit_on_error=False, print_error=False)
+    assert bound.arguments["flags"].worker_id == 7
 
 
 @pytest.mark.parametrize("name", ["pods.md", "parallel-workers.md", "quick-experiments.md", "verify-a-pod.md"])

@@ -25,6 +25,7 @@ def spile(*words: str, more: Mapping[str, str] | None = None, devices: int = 1) 
 def test_one_host_checks_itself() -> None:
     ended = spile("pod", "check", devices=4, more={"PYTHONUTF8": "1"})
     assert ended.code == 0, ended.err
+    assert "One host: nothing between hosts is tested. On every host: spile run --tpu-prefix" in ended.out
     assert "This process sees 4 of 4 devices: cpu" in ended.out
     assert "Forward over 4 devices agrees with one device" in ended.out
     assert ended.out.endswith("This process: all checks passed\n")
@@ -52,6 +53,12 @@ def test_an_exit_code_counts_even_if_the_line_is_not_read() -> None:
 @pytest.mark.parametrize(
     ("words", "variables", "code", "says"),
     [
+        (
+            ("--topology", "v5litepod-64"),
+            {},
+            2,
+            "run it on every host of the slice: spile run --tpu-prefix NAME",
+        ),
         (
             (),
             {"CLOUD_TPU_TASK_ID": "3"},

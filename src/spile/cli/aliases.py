@@ -51,18 +51,18 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
     "deploy_to_tpus.sh": ("deploy",),
     "run_extraction_worker.sh": ("extract",),
     "manage_tpus.sh": ("tpu",),
-    "setup_tpu_worker.sh": ("deploy", "--launch", "ssh"),
     "upload_dataset_streams_to_gcs.sh": ("data", "upload"),
     # guide 002
     "create_dataset_streams.py": ("data", "streams"),
     "convert_hf_to_arc_format.py": ("data", "convert"),
     "extract_activations.py": ("extract",),
     "launch_worker.sh": ("extract",),
+    "check_all_workers.sh": ("monitor", "--once"),
     # guide 003
     "multihost_runner.py": ("run",),
     # guide 004
     "multihost_extract.py": ("extract",),
-    "test_multihost_v5e64.sh": ("pod", "check"),
+    "test_multihost_v5e64.sh": ("pod", "check", "--topology", "v5litepod-64"),
 }
 """Scripts of the guides and the commands that replace them, so that a line of a guide can be pasted after ``spile``."""
 
@@ -101,7 +101,10 @@ INSTEAD: tuple[tuple[tuple[str, ...], str], ...] = (
         "use spile tpu create, spile docker build and spile docker pod; see docs/guides/containers.md",
     ),
     (("launch_all_workers.sh",), "use spile deploy, or on one cluster spile extract --engine ray"),
-    (("check_all_workers.sh",), "use: spile monitor ROOT --once"),
+    (
+        ("setup_tpu_worker.sh",),
+        "install spile on every host with spile install --tpu-prefix NAME, again with --force; spile deploy does it too",
+    ),
 )
 """Other programs in the guides, by words of their command lines, and their replacements. The first match counts."""
 _RUNNERS = frozenset({"python", "python3", "bash", "sh", "nohup", "sudo"})
@@ -159,7 +162,7 @@ VARIABLES: dict[str, Variable] = {
 
 def modern(words: list[str], environment: Mapping[str, str]) -> list[str]:
     """Return the command line with old flags renamed and with the flags for the guides' variables added."""
-    words = _of_script(words)
+    words = _of_script(words, environment)
     end = words.index("--") if "--" in words else len(words)  # Arguments after -- belong to another program.
     given = [_dashed(word) for word in words[:end]]
     command = next((word for word in given if not word.startswith("-")), "")
@@ -171,7 +174,7 @@ def modern(words: list[str], environment: Mapping[str, str]) -> list[str]:
     return ours + _from_variables(command, ours, environment) + words[end:]
 
 
-def _of_script(words: list[str]) -> list[str]:
+def _of_script(words: list[str], environment: Mapping[str, str]) -> list[str]:
     """Translate a line of a guide into a command: ``./scripts/manage_tpus.sh list`` → ``tpu list``."""
     first = next((place for place, word in enumerate(words) if word not in _RUNNERS), len(words))
     name = words[first].rpartition("/")[2] if first < len(words) else ""
@@ -189,7 +192,17 @@ def _of_script(words: list[str]) -> list[str]:
     rest = words[first + 1 :]
     if name == "launch_worker.sh" and rest and rest[0].isdecimal():
         rest = ["--worker-id", *rest]
+    if name == "check_all_workers.sh" and not rest:
+        rest = _guide_root(environment)
     return [*SCRIPTS[name], *rest]
+
+
+def _guide_root(environment: Mapping[str, str]) -> list[str]:
+    """Return the dataset that the guides' variables name."""
+    bucket, folder = (environment.get(name, "").strip() for name in ("GCS_BUCKET", "OUTPUT_DIR"))
+    if bucket and environment.get("UPLOAD_TO_GCS", "").strip().lower() in _TRUE:
+        return [f"gs://{bucket.removeprefix('gs://').strip('/')}/activations"]
+    return [folder or "./activations"]
 
 
 def _dashed(word: str) -> str:
@@ -285,6 +298,12 @@ def with_guide_defaults(
     """Return the flags with stream number, model and data filled in. ``every_stream``: they are for all workers."""
     if not pod and not every_stream:  # On a pod the variable contains the number of the host, not of the stream.
         flags = flags.replaced(worker_id=worker_number(flags, environment, log))
+    bucket = environment.get("GCS_BUCKET", "").strip()
+    if bucket and not flags.gcs_bucket and flags.output is None:
+        log(
+            f"GCS_BUCKET={bucket} is not used, because UPLOAD_TO_GCS is not true: the activations stay on this "
+            "machine. To store them in the bucket, set UPLOAD_TO_GCS=true or give --upload-to-gcs"
+        )
     why = _guide_signal(flags, environment, pod)
     if not why:
         return flags

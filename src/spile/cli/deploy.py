@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -581,7 +582,8 @@ def _show_plan(
     lines += [
         f"about {duration(found.hours * 3600)}, ${dollars:,.2f}, {size(found.volume.bytes)} stored "
         f"(assumed: {duration(START_SECONDS)} to boot, install, load and compile, {Rates.efficiency:.0%} of the chips' "
-        f"peak, no preemption; {list_prices().source})",
+        f"peak, no preemption; {list_prices().source}, as of {list_prices().as_of})",
+        *filter(None, [list_prices().warning(date.today())]),
         "nothing was made",
     ]
     for line in lines:

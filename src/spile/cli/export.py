@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
 from spile.cli.flags import parse_numbers
 from spile.errors import SpecError, UserError
+from spile.objects.opening import is_remote
 from spile.spec.amounts import counted
 from spile.spec.run import StoreDtype
+from spile.view.table import SafeConsole
 from spile.view.table import output as console
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def export(
         Form,
         Parameter(help="The format: the pickles of the old guides, SAELens' cache, NumPy, Parquet or Hugging Face."),
     ],
-    output: Annotated[Path, Parameter(help="A new folder on this machine.")],
+    output: Annotated[str, Parameter(help="A new folder on this machine, or for pickles in a bucket.")],
     taps: Annotated[
         list[str] | None,
         Parameter(consume_multiple=True, negative="", help="Such as residual.3; [default: residual of all layers]"),
@@ -44,6 +45,8 @@ def export(
     from spile.reading.dataset import open as open_dataset
     from spile.reading.export import Export, write_hf, write_npy, write_parquet, write_pickles, write_saelens
 
+    if to != "pickle" and is_remote(output):
+        raise SpecError("--output", expected="a path on this machine", found=output)
     dataset = open_dataset(root)
     chosen = _taps(dataset, taps)
     numbers = None if streams is None else sorted(parse_numbers("--streams", streams))
@@ -54,10 +57,10 @@ def export(
                 raise SpecError("--to saelens", expected="one tap, such as --taps residual.3", found=len(chosen))
             if context_size < 1:
                 raise SpecError("--context-size", expected="1 or more", found=context_size)
-            done = write_saelens(wanted, str(output), context_size=context_size, name=hook_name)
+            done = write_saelens(wanted, output, context_size=context_size, name=hook_name)
         else:
             writers = {"pickle": write_pickles, "npy": write_npy, "parquet": write_parquet, "hf": write_hf}
-            done = writers[to](wanted, str(output))
+            done = writers[to](wanted, output)
     unit = "context" if to == "saelens" else "row"
     console().print(
         f"wrote {counted(done.rows, unit)} of {', '.join(chosen)} to {output} ({counted(done.files, 'file')})",
@@ -116,10 +119,9 @@ def import_(
 
 @contextmanager
 def _show_progress(verb: str, unit: str) -> Iterator[Callable[[int, int], None]]:
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    errors = Console(stderr=True)
+    errors = SafeConsole(stderr=True)
     bar = Progress(
         TextColumn(verb), BarColumn(), MofNCompleteColumn(), TextColumn(unit), console=errors, transient=True
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
@@ -12,6 +14,7 @@ from cyclopts import Parameter
 from spile.cli.aliases import with_guide_defaults
 from spile.cli.flags import BackfillFlags, EngineFlags, ExtractFlags, InferFlags, PodFlags, RunFlags, log
 from spile.errors import SpecError
+from spile.objects.opening import is_remote
 from spile.spec.phase import Phase
 from spile.spec.run import RunSpec
 
@@ -137,7 +140,42 @@ def run_flags(flags: RunFlags, pod: PodFlags, verbose: bool) -> int:
     flags.spec()  # Report a mistake before looking for a pod or waiting for its other hosts.
     identity = pod.identity()
     spec = with_guide_defaults(flags, os.environ, log, pod=identity.count > 1).spec()
+    _check_local_run(spec)
     return run_stream(spec, pod, identity, verbose)
+
+
+def _check_local_run(spec: RunSpec) -> None:
+    """Say that a run into a bucket does not continue the same run that was stored on this machine before.
+
+    Raises:
+        SpecError: The bucket's local copy would go where that run is stored.
+
+    """
+    from spile.objects import open_folder
+    from spile.store.cleanup import stream_has_commits
+    from spile.store.layout import stream_folder
+    from spile.store.stream import read_run, read_stream
+    from spile.store.streams import copy_command
+
+    local = spec.local_copy or ("./activations" if spec.generation is None else "./inference")
+    if not is_remote(spec.output) or not Path(local).is_dir():
+        return
+    root, number = open_folder(local), spec.data.worker_id
+    run, stream = read_run(root), read_stream(root.child(stream_folder(number)))
+    if run is None or stream is None or not stream_has_commits(root, number):
+        return
+    if (run.model, stream.identity.data) != (spec.model, spec.data.location):
+        return
+    if stream_has_commits(open_folder(spec.output), number):
+        return
+    continues = f"to continue it in the bucket, copy it there first: {copy_command(local, spec.output)}"
+    if spec.local_copy is not None:
+        raise SpecError(
+            f"--output-dir {local} already holds stream {number} of a run that was stored only there",
+            expected=f"a copy of {spec.output}, which has nothing of this stream",
+            fix=f"{continues}; to begin again, choose another --output-dir",
+        )
+    log(f"{local} has stream {number} of a run of this model, which {spec.output} does not continue; {continues}")
 
 
 def run_stream(
@@ -162,6 +200,7 @@ def run_stream(
             if verbose:
                 for span in watch.progress.timeline.spans():
                     log(str(span))
+            summary = replace(summary, scattered=bool(hosts.name) and not is_remote(spec.output))
             watch.finish(summary, spec.data.max_samples)
             _warn_of_incomplete_copy(spec, summary.stream)
             _log_answers(spec, summary)

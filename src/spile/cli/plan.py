@@ -6,6 +6,7 @@ import json
 import math
 import os
 import tomllib
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -170,6 +171,8 @@ def _print(console: Console, found: Forecast, estimates: list[Estimate], prices:
         f"Prices: {prices.source}, as of {prices.as_of}; --prices FILE overrides them.",
         markup=False,
     )
+    if warning := prices.warning(date.today()):
+        console.print(warning, markup=False)
 
 
 def _positions_text(found: Forecast) -> str:

@@ -54,7 +54,7 @@ def upload(local_dir: Path, folder: Folder, progress: Callable[[str, bool, int, 
         changed = [file for file in streams if not known[file.path.name]]
         _tell(progress, (file.path.name for file in streams if known[file.path.name]), False, 0, len(files))
         done = len(streams) - len(changed)
-        puts = {pool.submit(_put, folder, file): file for file in changed}
+        puts = {pool.submit(put_file, folder, file.path.name, file.path): file for file in changed}
         for put in as_completed(puts):
             put.result()
             done += 1
@@ -62,7 +62,7 @@ def upload(local_dir: Path, folder: Folder, progress: Callable[[str, bool, int, 
     for file in manifests:
         same = not changed and _same(folder, file, None)
         if not same:
-            _put(folder, file)
+            put_file(folder, file.path.name, file.path)
             changed.append(file)
         _tell(progress, [file.path.name], not same, done, len(files))
     names = {file.path.name for file in changed}
@@ -133,17 +133,19 @@ def _same(folder: Folder, file: _File, listed: str | None) -> bool:
     return listed == file.sha256 or _sha256(read_chunks(folder, file.path.name)) == file.sha256
 
 
-def _put(folder: Folder, file: _File) -> None:
-    if file.size <= _CHUNK:
-        folder.put(file.path.name, file.path.read_bytes())
+def put_file(folder: Folder, key: str, path: Path) -> None:
+    """Upload a file, in parts if it is large."""
+    size = path.stat().st_size
+    if size <= _CHUNK:
+        folder.put(key, path.read_bytes())
         return
-    writer = folder.writer(file.path.name, file.size)
+    writer = folder.writer(key, size)
     try:
         offset = 0
-        for chunk in _chunks(file.path):
+        for chunk in _chunks(path):
             writer.write_at(offset, chunk)
             offset += len(chunk)
-        writer.finish(file.size)
+        writer.finish(size)
     finally:
         writer.abort()
 

@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import date
 from typing import Any
 
 from spile.errors import SpecError
@@ -173,6 +174,13 @@ class Prices:
     """Machines that the user defines, such as GPUs."""
     storage_gb_month: float = 0.020
     """Dollars per GB (10⁹ bytes) and month: standard storage in one region."""
+
+    def warning(self, today: date) -> str:
+        """Return a warning if the prices are a year old, or an empty string. A date that cannot be read has no age."""
+        found = re.match(r"(\d{4})-(0[1-9]|1[0-2])\b", self.as_of)
+        if found is None or today < date(int(found[1]) + 1, int(found[2]), 1):
+            return ""
+        return f"These prices are from {self.as_of}, a year ago or more: check them before you rely on them."
 
     def of(self, machine: Machine) -> Price:
         """Return the price of the whole machine per hour."""

@@ -11,7 +11,9 @@ import gzip
 import json
 import os
 import pickle
+import re
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,11 +23,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from spile.data.upload import put_file
 from spile.errors import DataError, UserError
+from spile.objects import is_remote, open_folder
 from spile.objects.local import sync_folder, write_errors
 from spile.reading.dataset import Dataset
 from spile.reading.rows import context_of
 from spile.spec.taps import Tap
+from spile.store.layout import METADATA
 from spile.store.shard_reader import ShardReader
 
 _HOOKS = {"residual": "hook_resid_post", "attn": "hook_attn_out", "mlp": "hook_mlp_out"}
@@ -211,22 +216,78 @@ def _per_shard(export: Export, write: Callable[[Block], None]) -> Exported:
 def write_pickles(export: Export, output: str) -> Exported:
     """Write one ``tpu_N/shard_NNNN.pkl.gz`` for each stored shard, as the loaders of earlier scripts read them.
 
-    Each is ``{layer: [{"sample_idx", "activation", "shape", "text_preview"}, …]}``.
+    Each is ``{layer: [{"sample_idx", "activation", "shape", "text_preview"}, …]}``. ``tpu_N/metadata.json`` lists them;
+    it is written last. ``output`` may be a bucket.
     """
     parsed = [Tap.parse(tap) for tap in export.taps]
     if len({tap.layer for tap in parsed}) != len(parsed):
         raise UserError(
             "--to pickle", expected="one tap per layer, since it has one list per layer", found=", ".join(export.taps)
         )
-    with new_folder(output) as folder:
+    shards: dict[int, list[dict[str, Any]]] = {}
+    with _pickle_folder(output) as (folder, send):
 
         def write(block: Block) -> None:
             path = folder / f"tpu_{block.stream}" / f"shard_{block.number:04d}.pkl.gz"
             path.parent.mkdir(exist_ok=True)
             with gzip.open(path, "wb", compresslevel=1) as file:
                 pickle.dump({tap.layer: _pickled_samples(block, str(tap)) for tap in parsed}, file, protocol=4)
+            facts = {"shard_id": block.number, "file": path.name, "samples": len(block.shard.notes)}
+            size = path.stat().st_size
+            shards.setdefault(block.stream, []).append({**facts, "tokens": block.length, "size": size})
+            send(path)
 
-        return _per_shard(export, write)
+        done = _per_shard(export, write)
+        for stream, listed in shards.items():
+            path = folder / f"tpu_{stream}" / METADATA
+            path.write_text(json.dumps(_pickle_metadata(export, stream, listed), indent=1) + "\n", encoding="utf-8")
+            send(path)
+    return done
+
+
+@contextmanager
+def _pickle_folder(output: str) -> Iterator[tuple[Path, Callable[[Path], None]]]:
+    """Give a folder to write to, and a function to call for each finished file.
+
+    Files for a bucket are uploaded one by one. The folder is then temporary and holds one file at a time.
+    """
+    if not is_remote(output):
+        with new_folder(output) as folder:
+            yield folder, lambda _: None
+        return
+    target = open_folder(output)
+    remains = [info.key for info in target.list()]
+    if any(not re.fullmatch(r"tpu_\d+/shard_\d+\.pkl\.gz", key) for key in remains):
+        raise UserError(f"--output {output}", expected="a new or an empty folder", found="something there already")
+    for key in remains:  # An export that was killed left them: it writes metadata.json last.
+        target.delete(key)
+    with tempfile.TemporaryDirectory(prefix="spile-export-") as name:
+
+        def send(path: Path) -> None:
+            put_file(target, path.relative_to(name).as_posix(), path)
+            path.unlink()
+
+        yield Path(name), send
+
+
+def _pickle_metadata(export: Export, number: int, shards: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the content of ``metadata.json``, with the names that a stream's own one has."""
+    (stream,) = export.dataset.having(export.taps, [number])
+    run = export.dataset.run
+    return {
+        "worker_id": number,
+        "total_samples": sum(shard["samples"] for shard in shards),
+        "total_shards": len(shards),
+        "shards": shards,
+        "dataset_path": stream.record.identity.data,
+        "model_path": run.model,
+        "layers": sorted(layer for tap in export.taps if (layer := Tap.parse(tap).layer) is not None),
+        "taps": list(export.taps),
+        "d_model": run.d_model,
+        "dtype": export.dtype,
+        "total_tokens": sum(shard["tokens"] for shard in shards),
+        "total_bytes": sum(shard["size"] for shard in shards),
+    }
 
 
 def _pickled_samples(block: Block, tap: str) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import shlex
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -147,7 +148,15 @@ def join_addition(stream: Folder, base: StreamRecord, identity: StreamIdentity, 
     return StreamStore(folder, stored, run, new_attempt(), read_ledger(folder, stored.id))
 
 
-_BRINGS = {"gs": "gcloud storage rsync --recursive", "s3": "aws s3 sync", "az": "azcopy sync"}
+_COPY = {"gs": "gcloud storage rsync --recursive", "s3": "aws s3 sync", "az": "azcopy sync"}
+
+
+def copy_command(source: str, target: str) -> str:
+    """Return the shell command that copies a folder from or to a bucket."""
+    schemes = (place.partition("://")[0] for place in (source, target) if "://" in place)
+    program = _COPY.get(next(schemes, ""), "cp -rn")
+    places = (place.replace("az://", "https://ACCOUNT.blob.core.windows.net/") for place in (source, target))
+    return f"{program} {shlex.join(places)}"
 
 
 @dataclass(frozen=True)
@@ -162,11 +171,10 @@ class IncompleteCopy:
 
     def line(self, home: str) -> str:
         """Return a message with the command that copies the shards from the stream's folder at ``home``."""
-        brings = _BRINGS.get(home.partition("://")[0], "cp -rn")
         return (
             f"the local copy {self.copy} has {self.of - self.shards} of {self.of} shards: {self.shards} "
             f"({size(self.bytes)}) were stored before it was there, or by other machines; "
-            f"{brings} {home.replace('az://', 'https://ACCOUNT.blob.core.windows.net/')} {self.copy} brings them"
+            f"{copy_command(home, self.copy)} brings them"
         )
 
 

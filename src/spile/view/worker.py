@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.cells import cell_len
 from rich.console import Console, RenderableType
@@ -238,4 +239,10 @@ def _next(summary: Summary, max_samples: int | None) -> str:
     if summary.interrupted or not summary.complete:
         return "the same command again resumes"
     bound = "" if max_samples is None else f" --max-samples {max_samples}"
+    if summary.scattered:
+        here = Path(summary.root).absolute()
+        collect = (
+            f"on your computer: spile collect {here} --tpu-prefix NAME && spile verify collected_activations{bound}"
+        )
+        return f"{collect} (if the hosts share this disk: spile verify {here}{bound})"
     return f"spile verify {summary.root}{bound}"

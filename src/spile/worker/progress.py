@@ -117,6 +117,8 @@ class Summary:
     """``disk`` or ``bucket``."""
     peak_memory: int
     retries: int = 0
+    scattered: bool = False
+    """Whether each host of a pod may have its part of the stream on its own disk."""
 
     @property
     def exit_code(self) -> int:

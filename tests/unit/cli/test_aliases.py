@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from spile.cli.aliases import ALWAYS, FLAGS, SWITCHES, VARIABLES, modern
+from spile.cli.aliases import ALWAYS, FLAGS, SWITCHES, VARIABLES, modern, with_guide_defaults
 from spile.cli.flags import ExtractFlags
 from spile.cli.program import COMMANDS, build
 
@@ -228,6 +228,19 @@ def test_a_bucket_variable_alone_uploads_nothing() -> None:
     assert flags("extract", {"GCS_BUCKET": "b", "UPLOAD_TO_GCS": "false"}).spec().output == "./activations"
     assert flags("extract --upload_to_gcs", {"GCS_BUCKET": "b"}).spec().output == "gs://b/activations"
     assert flags("deploy", {"GCS_BUCKET": "b"}).gcs_bucket == "b"
+
+
+def test_a_bucket_variable_that_is_not_used_is_said_aloud() -> None:
+    """``launch_worker.sh`` with only GCS_BUCKET stored on the VM's disk without a word."""
+    said: list[str] = []
+    flags = ExtractFlags(model="embedded", dataset="x.jsonl")
+    with_guide_defaults(flags, {"GCS_BUCKET": "mine"}, said.append)
+    (line,) = said
+    assert line.startswith("GCS_BUCKET=mine is not used, because UPLOAD_TO_GCS is not true: the activations stay on")
+    said.clear()
+    with_guide_defaults(flags.replaced(output="gs://other/x"), {"GCS_BUCKET": "mine"}, said.append)
+    with_guide_defaults(flags.replaced(gcs_bucket="mine"), {"GCS_BUCKET": "mine"}, said.append)
+    assert said == []
 
 
 def test_a_flag_wins_over_its_variable() -> None:

@@ -47,6 +47,41 @@ def test_a_copy_that_comes_later(bucket: str, tmp_path: Path, texts: Path, capfd
     assert spile("verify", bucket) == 0
 
 
+def test_a_local_run_that_goes_on_in_a_bucket_says_what_is_not_continued(
+    bucket: str, tmp_path: Path, texts: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It computed everything again without a word; with the folder as its copy it failed after the first shard."""
+    monkeypatch.chdir(tmp_path)
+    words = ("extract", "--dataset", texts, "--model", "embedded", *SMALL)
+    assert spile(*words, "--max-samples", 1) == 0
+    capfd.readouterr()
+    assert spile(*words, "--output", bucket, "--output-dir", "activations") == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "--output-dir activations already holds stream 0 of a run that was stored only there" in line
+    command = f"gcloud storage rsync --recursive activations {bucket}"
+    assert f"copy it there first: {command}; to begin again, choose another --output-dir" in line
+    assert not list(open_folder(bucket).list())
+    assert spile(*words, "--output", bucket) == 0
+    said = capfd.readouterr().out
+    assert f"./activations has stream 0 of a run of this model, which {bucket} does not continue; to continue" in said
+    assert spile(*words, "--output", bucket) == 0, "the bucket's own stream is continued"
+    assert "does not continue" not in capfd.readouterr().out
+
+
+def test_a_local_run_that_was_copied_to_a_bucket_goes_on_there(
+    bucket: str, tmp_path: Path, texts: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ("extract", "--dataset", texts, "--model", "embedded", *SMALL)
+    assert spile(*words, "--max-samples", 1) == 0
+    local, home = open_folder("activations"), open_folder(bucket)
+    for info in local.list():
+        home.put(info.key, local.get(info.key))
+    assert spile(*words, "--output", bucket, "--output-dir", "activations") == 0
+    assert "1 of them now" in capfd.readouterr().out
+    assert spile("verify", bucket) == 0
+
+
 def test_copies_that_are_deleted_anyway_lack_nothing(
     bucket: str, tmp_path: Path, texts: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

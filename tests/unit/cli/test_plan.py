@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from datetime import date, timedelta
 from pathlib import Path
 
 import pytest
 
 import spile.models
 from spile.cli.main import main
+from spile.planning.machines import list_prices
 
 
 def run(*words: str) -> int:
@@ -24,6 +26,19 @@ def test_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
     assert "all counted" in out
     assert "v5litepod-64" in out
     assert "list prices, US, as of 20" in out
+
+
+def test_prices_a_year_old_are_said_to_be(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "prices.toml"
+    for as_of, old in (("2020-01-31", True), ("2999-01", False), ("of our contract", False)):
+        file.write_text(f'as_of = "{as_of}"\n')
+        assert run("--topology", "v3-8", "--no-compile", "--prices", str(file)) == 0
+        out = " ".join(capsys.readouterr().out.split())
+        assert (f"These prices are from {as_of}, a year ago or more" in out) == old, as_of
+    prices = list_prices()
+    year, month = map(int, prices.as_of.split("-"))
+    assert prices.warning(date(year + 1, month, 1))
+    assert not prices.warning(date(year + 1, month, 1) - timedelta(1))
 
 
 def test_brackets_in_a_path_are_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from spile.reading.export import (
 )
 from spile.reading.importing import import_pickles, read_pickle
 from spile.store.verification import verify
+from spile_fakes.gcs import FakeGcs
 from world import produce
 
 TAPS = ("residual.0", "residual.1")
@@ -78,6 +79,33 @@ def test_a_pickle_is_what_the_old_loader_expects_and_comes_back(dataset: Dataset
         write_pickles(Export(dataset, ("residual.1", "attn.1")), str(tmp_path / "both"))
     with pytest.raises(UserError, match="expected a new or an empty folder"):
         write_pickles(Export(dataset, TAPS), str(tmp_path / "old"))
+
+
+def test_pickles_in_a_bucket_with_the_metadata_of_the_guides(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_pickles(Export(dataset, TAPS), str(tmp_path / "old"))
+    with FakeGcs() as fake:
+        fake.add_bucket("bucket")
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", fake.url)
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        bucket = open_folder("gs://bucket/old")
+        for number in (1, 9):  # what an export that was killed leaves
+            bucket.put(f"tpu_3/shard_{number:04d}.pkl.gz", b"half")
+        write_pickles(Export(dataset, TAPS), bucket.url)
+        keys = {info.key for info in bucket.list()}
+        assert keys == {str(path.relative_to(tmp_path / "old")) for path in (tmp_path / "old").rglob("*.*")}
+        for number in (0, 3):
+            listed = json.loads(bucket.get(f"tpu_{number}/metadata.json"))
+            assert (listed["worker_id"], listed["layers"], listed["model_path"]) == (number, [0, 1], dataset.run.model)
+            assert {f"tpu_{number}/{shard['file']}" for shard in listed["shards"]} == {
+                key for key in keys if key.startswith(f"tpu_{number}/shard")
+            }
+            assert listed["total_samples"] == sum(ref.stream == number for ref in dataset.samples)
+            for shard in listed["shards"]:
+                assert bucket.info(f"tpu_{number}/{shard['file']}").size == shard["size"]
+        with pytest.raises(UserError, match="expected a new or an empty folder"):
+            write_pickles(Export(dataset, TAPS), bucket.url)
 
 
 class _Evil:

@@ -23,6 +23,8 @@ def log_devices(hosts: WorkerGroup, log: Callable[[str], None]) -> None:
 
 def check_pod(hosts: WorkerGroup, log: Callable[[str], None]) -> None:
     """Check barriers, devices, and a forward pass over all devices against one on this host."""
+    if not hosts.name:
+        log("One host: nothing between hosts is tested. On every host: spile run --tpu-prefix NAME -- spile pod check")
     log_devices(hosts, log)
     for name in BARRIERS[1:-1]:
         if name == "extraction_start":

@@ -236,7 +236,8 @@ def find_identity(
         raise SpecError(
             f"{count} processes, but the number of this one is unknown",
             expected="CLOUD_TPU_TASK_ID, TPU_WORKER_ID or a TPU VM's metadata",
-            fix="give --process-id, or leave --topology out for a single host",
+            fix="run it on every host of the slice: spile run --tpu-prefix NAME -- spile …; or give --process-id; or "
+            "leave --topology out for a single host",
         )
     if not 0 <= found.process < count:
         raise SpecError(
