@@ -273,7 +273,7 @@ def quota_info(name: str, location: str, value: str | None) -> dict[str, Any]:
             [("TPUV5sPreemptibleLitepodPerProjectPerZoneForTPUAPI", A, "31")], 1,
             "is too small for this fleet: expected 32, for 2 new machines v5litepod-16, found 31",
         ),
-        ([("TPUV5sPreemptibleLitepodPerProjectPerZoneForTPUAPI", A, None)], 1, "found 0; ask for more quota"),
+        ([("TPUV5sPreemptibleLitepodPerProjectPerZoneForTPUAPI", A, None)], 1, "found 0. Ask for more quota"),
     ],
 )  # fmt: skip
 def test_a_dry_run_compares_the_fleet_with_the_quota(

@@ -57,7 +57,7 @@ def test_an_exit_code_counts_even_if_the_line_is_not_read() -> None:
             ("--topology", "v5litepod-64"),
             {},
             2,
-            "run it on every host of the slice: spile run --tpu-prefix NAME",
+            "Run it on every host of the slice: spile run --tpu-prefix NAME",
         ),
         (
             (),

@@ -103,7 +103,7 @@ INSTEAD: tuple[tuple[tuple[str, ...], str], ...] = (
     (("launch_all_workers.sh",), "use spile deploy, or on one cluster spile extract --engine ray"),
     (
         ("setup_tpu_worker.sh",),
-        "install spile on every host with spile install --tpu-prefix NAME, again with --force; spile deploy does it too",
+        "install spile on every host with spile install --tpu-prefix NAME, again with --force; spile deploy does it",
     ),
 )
 """Other programs in the guides, by words of their command lines, and their replacements. The first match counts."""

@@ -272,7 +272,7 @@ def _pickle_folder(output: str) -> Iterator[tuple[Path, Callable[[Path], None]]]
 
 def _pickle_metadata(export: Export, number: int, shards: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the content of ``metadata.json``, with the names that a stream's own one has."""
-    (stream,) = export.dataset.having(export.taps, [number])
+    (stream,) = export.dataset.streams_with(export.taps, [number])
     run = export.dataset.run
     return {
         "worker_id": number,
