@@ -2,10 +2,11 @@
 
 ``python -m bench.engines`` processes the same streams of the embedded model with the same number of workers on one
 machine: by hand (``xargs -P``, one process per stream) and with ``--engine local``. Each run starts without compiled
-programs, the runs take turns, and figures are medians. ``--ray`` also measures ``--engine ray`` on a cluster that is
-started here, with a head and one node per worker in network namespaces (requires root and Ray). ``--ray-address
-HOST:PORT`` uses an existing cluster. ``--trouble`` repeats the run on a cluster that was started here while one node is
-killed, another is disconnected and a third joins. ``--only hand,ray`` measures only these.
+programs, the runs take turns, and figures are medians: elapsed seconds, and seconds of processor time, which other
+work on the machine changes less. ``--ray`` also measures ``--engine ray`` on a cluster that is started here, with a
+head and one node per worker in network namespaces (requires root and Ray). ``--ray-address HOST:PORT`` uses an
+existing cluster. ``--trouble`` repeats the run on a cluster that was started here while one node is killed, another is
+disconnected and a third joins. ``--only hand,ray`` measures only these.
 """
 
 from __future__ import annotations
@@ -174,8 +175,8 @@ def program(words: str) -> str | None:
     return next((name for part, name in PROGRAMS.items() if part in words), "others") if words else None
 
 
-def timed(place: Place, kind: str, turn: int, streams: int, workers: int) -> float:
-    """Run one contender without compiled programs."""
+def timed(place: Place, kind: str, turn: int, streams: int, workers: int) -> tuple[float, float]:
+    """Run one contender's turn without compiled programs; return the elapsed and the processor seconds."""
     flags = place.flags(f"{kind}-{turn}")
     shutil.rmtree(Path(os.environ["XDG_CACHE_HOME"]), ignore_errors=True)
     began = time.perf_counter()
@@ -195,21 +196,24 @@ def timed(place: Place, kind: str, turn: int, streams: int, workers: int) -> flo
     print(
         f"{kind:8} {seconds:6.1f} s; processor {sum(spent.values()):.0f} s: {used}; not ours {others:.1f}", flush=True
     )
-    return seconds
+    return seconds, sum(spent.values())
 
 
 def compare(place: Place, kinds: list[str], options: argparse.Namespace) -> None:
     """Run all contenders in turns, then the run with failures, which changes the cluster; return the results."""
     place.variants = options.variants
-    times: dict[str, list[float]] = {kind: [] for kind in kinds}
+    times: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
     turns = [kind for _ in range(options.turns) for kind in kinds if kind != "trouble"]
     for kind in [*turns, *(["trouble"] if "trouble" in kinds else [])]:
         times[kind].append(timed(place, kind, len(times[kind]), options.streams, options.workers))
-    for kind, seconds in times.items():
+    for kind, measured in times.items():
         base = AGAINST.get(kind, "")
-        ratio = statistics.median(seconds) / statistics.median(times[base]) if base in times else None
-        told = "" if ratio is None else f"  {ratio:.2f} of {KINDS[base]}"
-        print(f"{KINDS[kind]:16} {statistics.median(seconds):6.1f} s{told}", flush=True)
+        for unit, place_of in (("elapsed", 0), ("processor", 1)):
+            median = statistics.median(each[place_of] for each in measured)
+            told = ""
+            if base in times:
+                told = f"  {median / statistics.median(each[place_of] for each in times[base]):.2f} of {KINDS[base]}"
+            print(f"{KINDS[kind]:16} {median:6.1f} s {unit}{told}", flush=True)
     prove(place)
 
 

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import tomllib
+from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -173,6 +174,22 @@ def _print(console: Console, found: Forecast, estimates: list[Estimate], prices:
     )
     if warning := prices.warning(date.today()):
         console.print(warning, markup=False)
+    for line in _small_shards(found, estimates):
+        console.print(line, markup=False)
+
+
+def _small_shards(found: Forecast, estimates: list[Estimate]) -> Iterator[str]:
+    """Yield a line for each machine on which ``--commit-every`` closes shards before they are half full."""
+    every = found.spec.commit_every
+    for each in estimates:
+        expected, seconds = each.shard_bytes(every), each.full_shard_seconds()
+        whole = min(found.volume.shard_bytes, each.volume.bytes / each.workers)
+        if every is not None and expected < whole / 2:
+            yield (
+                f"Shards on a {each.machine.name}: about {size(expected)} instead of {size(whole)}, because "
+                f"--commit-every {every:g} closes them early. --commit-every {math.ceil(seconds)} fills them; a killed "
+                f"worker then loses up to {duration(seconds)} of work."
+            )
 
 
 def _positions_text(found: Forecast) -> str:

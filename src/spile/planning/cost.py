@@ -150,6 +150,17 @@ class Estimate:
         """The rate of all workers together."""
         return self.volume.tokens / (self.slowest.hours * _HOUR) if self.slowest.hours else 0.0
 
+    def full_shard_seconds(self) -> float:
+        """Return the seconds that one worker needs to fill a shard."""
+        rate = self.volume.bytes / (self.slowest.hours * _HOUR * self.workers) if self.slowest.hours else math.inf
+        return self.volume.shard_bytes / rate
+
+    def shard_bytes(self, commit_every: float | None) -> float:
+        """Return the size of most shards: a commit closes a shard that is not full."""
+        seconds = self.full_shard_seconds()
+        part = 1.0 if commit_every is None or seconds <= commit_every else commit_every / seconds
+        return min(self.volume.bytes / self.workers, self.volume.shard_bytes * part)
+
     def record(self) -> dict[str, Any]:
         """Return the fields for ``--json``."""
         return {

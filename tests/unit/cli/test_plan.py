@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from datetime import date, timedelta
 from pathlib import Path
 
@@ -26,6 +27,21 @@ def test_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
     assert "all counted" in out
     assert "v5litepod-64" in out
     assert "list prices, US, as of 20" in out
+
+
+def test_it_says_what_size_shards_have_on_a_slow_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    data = tmp_path / "many.jsonl"
+    data.write_text('{"text": "1 2 3 4 5 6 7 8"}\n' * 20_000)
+    words = ("--dataset", str(data), "--topology", "v3-8", "--no-compile", "--shard-size-gb", "0.1")
+    assert run(*words, "--tokens-per-second", "100") == 0
+    out = " ".join(capsys.readouterr().out.split())
+    found = re.search(r"Shards on a v3-8: about ([\d.]+) (kB|MB) instead of (\S+ MB), because --commit-every 60", out)
+    assert found is not None, out
+    enough = re.search(r"--commit-every (\d+) fills them; a killed worker then loses up to", out)
+    assert enough is not None
+    for more in (("--commit-every", enough[1]), ("--tokens-per-second", "1e9")):
+        assert run(*words, "--tokens-per-second", "100", *more) == 0
+        assert "Shards on a" not in capsys.readouterr().out
 
 
 def test_prices_a_year_old_are_said_to_be(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
