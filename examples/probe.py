@@ -1,61 +1,37 @@
-"""A linear probe: predict a label of a sample from the activation of a token.
+"""Train a linear probe: can the label of a text be read from the activation of its last token?
 
-    spile extract --dataset reviews.jsonl --keep label
-    python examples/probe.py ./activations --tap residual.1 --label label
+    python examples/probe.py reviews.csv --column review --label label --tap residual.3
 
-Labels are a field of the dataset's rows that ``--keep`` stored with each sample. Train and test are different samples,
-chosen by their own ids.
+The data is a CSV, JSONL or Parquet file with a text and a label in each row. ``--model`` names another model.
 """
 
-from __future__ import annotations
-
 import argparse
-import hashlib
-from typing import Any
 
 import numpy as np
 
 import spile
-from spile.reading.rows import SampleRef
-from spile.spec.sample import Role
 
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("data")
+parser.add_argument("--model", default="embedded")
+parser.add_argument("--column", default="text")
+parser.add_argument("--label", default="label")
+parser.add_argument("--tap", default="residual.3")
+parser.add_argument("--output", default="./probe")
+args = parser.parse_args()
 
-def held_out(ref: SampleRef) -> bool:
-    """Return whether a sample is held out: a quarter of all samples, the same in every run."""
-    return hashlib.sha256(ref.task_id.encode()).digest()[0] < 64
+how = {"column": args.column, "keep": [args.label], "positions": "last"}
+spile.extract(args.model, args.data, args.output, taps=[args.tap], **how)
+dataset = spile.open(args.output)
+x = dataset.numpy(args.tap)  # [samples, d], in the order of the data
+labels, y = np.unique(dataset.labels(args.label).astype(str), return_inverse=True)
 
-
-def kept(ref: SampleRef) -> bool:
-    """Return whether a sample is used for training."""
-    return not held_out(ref)
-
-
-def main() -> None:
-    """Parse the command line and run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("root")
-    parser.add_argument("--tap", default="residual.1")
-    parser.add_argument("--label", default="label")
-    parser.add_argument("--rows", type=int, default=8192)
-    args = parser.parse_args()
-
-    dataset = spile.open(args.root)
-    how: dict[str, Any] = {"exclude": Role.FIRST, "context": True, "dtype": "float32"}
-    train = next(dataset.shuffled(args.tap, args.rows, samples=kept, **how))
-    test = next(dataset.shuffled(args.tap, args.rows, samples=held_out, **how))
-    names, wanted = np.unique(train.kept[args.label].astype(str), return_inverse=True)
-    mean, spread = train.rows.mean(0), train.rows.std(0) + 1e-6
-
-    def features(batch: Any) -> np.ndarray[Any, Any]:
-        return np.column_stack([(batch.rows - mean) / spread, np.ones(len(batch.rows), np.float32)])
-
-    x, targets = features(train), np.eye(len(names))[wanted]
-    weights = np.linalg.solve(x.T @ x + 10.0 * np.eye(x.shape[1]), x.T @ targets)  # ridge regression
-    labels = test.kept[args.label].astype(str)
-    right = np.mean(names[np.argmax(features(test) @ weights, 1)] == labels)
-    usual = np.mean(labels == names[np.argmax(np.bincount(wanted))])
-    print(f"{len(train.rows):,} rows to train, {len(test.rows):,} to test: {right:.1%} right; usual guess: {usual:.1%}")
-
-
-if __name__ == "__main__":
-    main()
+train = np.random.default_rng(0).permutation(len(x)) % 4 > 0  # three quarters
+mean, spread = x[train].mean(0), x[train].std(0) + 1e-6
+x = np.column_stack([(x - mean) / spread, np.ones(len(x))])
+weights = np.linalg.solve(x[train].T @ x[train] + 10 * np.eye(x.shape[1]), x[train].T @ np.eye(len(labels))[y[train]])
+correct = np.mean(np.argmax(x[~train] @ weights, axis=1) == y[~train])
+guess = np.mean(y[~train] == np.bincount(y[train]).argmax())
+print(
+    f"{train.sum()} samples to train, {(~train).sum()} to test: {correct:.1%} correct; most frequent label: {guess:.1%}"
+)

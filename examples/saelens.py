@@ -15,7 +15,6 @@ from sae_lens.config import SAETrainerConfig
 from sae_lens.training.sae_trainer import SAETrainer
 
 import spile
-from spile.spec.sample import Role
 
 
 def trainer(rows: Iterator[Any], *, steps: int, batch_rows: int, features: int, k: int) -> SAETrainer[Any, Any]:
@@ -56,7 +55,9 @@ def main() -> None:
     args = parser.parse_args()
 
     dataset = spile.open(args.root)
-    rows = iter(dataset.torch(args.tap, batch_rows=args.batch_rows, epochs=None, exclude=Role.FIRST, dtype="float32"))
+    rows = iter(
+        dataset.torch(args.tap, batch_rows=args.batch_rows, epochs=None, exclude=spile.Role.FIRST, dtype="float32")
+    )
     trained = trainer(rows, steps=args.steps, batch_rows=args.batch_rows, features=512, k=16).fit()
     trained.save_model(args.output)
     print(f"saved {args.output}")

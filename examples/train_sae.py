@@ -21,7 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import spile
-from spile.spec.sample import Role
 
 
 class Sae(NamedTuple):
@@ -148,7 +147,7 @@ def main() -> None:
     args = parser.parse_args()
 
     dataset = spile.open(args.root)
-    how = {"seed": args.seed, "exclude": Role.FIRST, "epochs": None}  # without the attention sink at position 0
+    how = {"seed": args.seed, "exclude": spile.Role.FIRST, "epochs": None}  # without the attention sink at position 0
     start, place = restore(args.output) if args.output.exists() else (None, None)
     sample = jnp.asarray(next(dataset.shuffled(args.tap, 4096, **{**how, "seed": args.seed + 1})), jnp.float32)
     scale = float(jnp.sqrt(sample.shape[1]) / jnp.linalg.norm(sample, axis=1).mean())

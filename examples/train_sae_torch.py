@@ -14,7 +14,6 @@ import torch
 from torch.utils.data import DataLoader
 
 import spile
-from spile.spec.sample import Role
 
 
 class TopK(torch.nn.Module):
@@ -49,7 +48,7 @@ def main() -> None:
 
     torch.manual_seed(0)
     dataset = spile.open(args.root)
-    rows = dataset.torch(args.tap, batch_rows=1024, epochs=None, exclude=Role.FIRST)
+    rows = dataset.torch(args.tap, batch_rows=1024, epochs=None, exclude=spile.Role.FIRST)
     loader = iter(DataLoader(rows, batch_size=None, num_workers=args.workers))
     first = next(loader).float()
     scale = first.shape[1] ** 0.5 / first.norm(dim=1).mean()

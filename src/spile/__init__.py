@@ -1,31 +1,33 @@
-"""spile taps language models: it runs one over a dataset and stores the activations of its layers, each sample once.
+"""spile runs a language model over a dataset and stores the activations of its layers, each sample exactly once.
 
-Extract, prove, read::
+Activations of a few texts, in memory::
 
     import spile
 
-    spec = spile.ExtractSpec(model="Qwen/Qwen2.5-0.5B", data=spile.DataSpec("tasks.jsonl"), output="./activations")
-    summary = spile.extract(spec)                # resumes where an earlier run was interrupted
-    report = spile.verify("./activations")       # every sample once, every checksum
-    assert report.ok, report.all_problems
+    acts = spile.tap("Qwen/Qwen2.5-0.5B", ["The cat sat on the mat"], taps=["residual.12"])
+    acts[0]["residual.12"]                       # [tokens, d_model] float32
+    acts[0].token_texts                          # ['The', ' cat', …]
+
+A dataset of activations::
+
+    spile.extract("Qwen/Qwen2.5-0.5B", "reviews.csv", "./activations", taps=["residual.12"], column="review")
+    assert spile.verify("./activations").ok      # every sample once, every checksum
 
     dataset = spile.open("./activations")        # or gs://…, s3://…; needs neither jax nor torch
-    for rows in dataset.rows("residual.12", batch_rows=4096):
-        ...                                      # [rows, d_model] NumPy arrays, bfloat16
+    x = dataset.numpy("residual.12", positions="last")    # one row per sample, in the order of the data
+    y = dataset.labels("label")                  # aligned with x, if keep="label" was given
     for batch in dataset.shuffled("residual.12", batch_rows=4096, seed=0):
-        ...                                      # the same rows in random order, resumable, for training
+        ...                                      # rows of all tokens in random order, resumable, for training
 
 What is here:
 
-- ``extract(spec)``, ``ExtractSpec``, ``DataSpec``, ``PromptSpec``: run a model and store what its layers compute.
-- ``RunSpec``: the same class as ``ExtractSpec``; ``spec.to_json()`` is the content of ``spec.json``.
-- ``add_taps(spec)``, ``BackfillSpec``: more taps of a finished dataset, row for row beside what is there.
-- ``infer(spec)``, ``GenerationSpec``: the same with answers, which ``spec.generation`` asks for.
-- ``plan(spec)``: tokens, bytes, hours and dollars of a run before it starts.
-- ``verify(root)``: proves a dataset complete, or says what is missing, doubled or damaged.
-- ``open(root)`` gives a ``Dataset``: samples, rows by tap, shuffled batches, statistics.
-- ``Role``: whose words a token is; rows are filtered by it.
-- ``errors``: one exception tree. Every error is one line: what is wrong, what was expected, what was found, what to do.
+- ``tap``, ``load``: run a model on a few texts and keep it loaded.
+- ``extract``, ``infer``, ``add_taps``: run a model over a dataset and store what its layers compute.
+- ``plan``: tokens, bytes, hours and dollars of a run before it starts.
+- ``open``, ``verify``, ``inspect``, ``compare``, ``export``, ``score``: read and examine what was stored.
+- ``RunSpec`` and its parts: everything that a run is asked for as one object, which ``extract`` accepts as well.
+- ``Dataset``, ``Activations``, ``Model``, ``Summary``, ``Report``, ``RowBatch``, ``Role``: what the functions return.
+- ``errors``: one exception tree. Every error is one line: what is wrong, what was expected, and how to fix it.
 
 The command line is ``spile --help``; the guides and the format on disk are in ``docs/``.
 """
@@ -39,50 +41,73 @@ from spile import errors
 from spile.version import __version__
 
 if TYPE_CHECKING:
-    from spile.planning.forecast import plan
+    from spile.api import compare, export, extract, infer, inspect, load, plan, score, tap, verify
     from spile.reading.dataset import Dataset, open  # noqa: A004
+    from spile.reading.rows import RowBatch
     from spile.spec.run import BackfillSpec, DataSpec, ExtractSpec, GenerationSpec, PromptSpec, RunSpec
     from spile.spec.sample import Role
-    from spile.store.verification import verify
+    from spile.store.report import Report
     from spile.worker.backfill import add_taps
-    from spile.worker.extract import extract
-    from spile.worker.infer import infer
+    from spile.worker.progress import Summary
+    from spile.worker.tapping import Activations, Model
 
 __all__ = [
+    "Activations",
     "BackfillSpec",
     "DataSpec",
     "Dataset",
     "ExtractSpec",
     "GenerationSpec",
+    "Model",
     "PromptSpec",
+    "Report",
     "Role",
+    "RowBatch",
     "RunSpec",
+    "Summary",
     "__version__",
     "add_taps",
+    "compare",
     "errors",
+    "export",
     "extract",
     "infer",
+    "inspect",
+    "load",
     "open",
     "plan",
+    "score",
+    "tap",
     "verify",
 ]
 
 # Imported when first used, so that ``import spile`` and ``spile --help`` stay light.
 _LAZY = {
+    "Activations": "spile.worker.tapping",
     "BackfillSpec": "spile.spec.run",
     "DataSpec": "spile.spec.run",
     "Dataset": "spile.reading.dataset",
     "ExtractSpec": "spile.spec.run",
     "GenerationSpec": "spile.spec.run",
+    "Model": "spile.worker.tapping",
     "PromptSpec": "spile.spec.run",
+    "Report": "spile.store.report",
     "Role": "spile.spec.sample",
+    "RowBatch": "spile.reading.rows",
     "RunSpec": "spile.spec.run",
+    "Summary": "spile.worker.progress",
     "add_taps": "spile.worker.backfill",
-    "extract": "spile.worker.extract",
-    "infer": "spile.worker.infer",
+    "compare": "spile.api",
+    "export": "spile.api",
+    "extract": "spile.api",
+    "infer": "spile.api",
+    "inspect": "spile.api",
+    "load": "spile.api",
     "open": "spile.reading.dataset",
-    "plan": "spile.planning.forecast",
-    "verify": "spile.store.verification",
+    "plan": "spile.api",
+    "score": "spile.api",
+    "tap": "spile.api",
+    "verify": "spile.api",
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from spile.cli.main import main
-from spile.data.lines import embedded_tasks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -55,15 +55,29 @@ def test_the_torch_sae_learns(demo: str, tmp_path: Path) -> None:
     assert 0 < unexplained(line) < 1
 
 
+def test_the_short_sae_and_the_crosscoder_learn(tmp_path: Path) -> None:
+    root = extracted(tmp_path / "activations", "--max-samples", "4", "--taps", "residual.1", "residual.4")
+    for words in (("sae.py", root, "residual.1"), ("crosscoder.py", root, "residual.1", "residual.4")):
+        (first,) = run(tmp_path, *words, "--steps", "1").splitlines()
+        (last,) = run(tmp_path, *words, "--steps", "60").splitlines()
+        assert unexplained(last) < 0.9 * unexplained(first), words[0]
+
+
 def test_the_probe_is_better_than_a_guess(tmp_path: Path) -> None:
-    tasks = [json.loads(line) for line in embedded_tasks().read_text().splitlines()]
-    labelled = [{**task, "size": task["task_id"].rpartition("-")[2]} for task in tasks]
-    (tmp_path / "labelled.jsonl").write_text("\n".join(map(json.dumps, labelled)))
-    words = ["--dataset", str(tmp_path / "labelled.jsonl"), "--keep", "size"]
-    demo = extracted(tmp_path / "activations", *words, "--max-seq-length", "256")
-    line = run(tmp_path, "probe.py", demo, "--label", "size", "--rows", "8000")
-    right, usual = (float(part.split("%")[0].split()[-1]) for part in line.split(": ")[1:])
-    assert right > usual
+    words = ["apple", "river", "seven", "green", "paper"]
+    rows = [f"{word} {other} {place},{place % 2}" for place in range(4) for word in words for other in words]
+    rows = [row.replace(",", " yes," if row.endswith("1") else " no,") for row in rows]
+    (tmp_path / "texts.csv").write_text("review,label\n" + "\n".join(rows))
+    line = run(tmp_path, "probe.py", "texts.csv", "--column", "review")
+    correct, guess = (float(part.split("%")[0].split()[-1]) for part in line.split(": ")[1:])
+    assert correct > guess + 20
+
+
+def test_the_new_examples_are_short_and_no_example_imports_a_private_module() -> None:
+    for name in ("probe.py", "sae.py", "crosscoder.py"):
+        assert len((EXAMPLES / name).read_text().splitlines()) < 40, name
+    for file in EXAMPLES.glob("*.py"):
+        assert not re.search(r"^\s*(from|import) spile\.", file.read_text(), re.MULTILINE), file.name
 
 
 def test_the_notebook_goes_from_extraction_to_a_plot(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_commands_are_found_at_all() -> None:
     assert {"extract", "verify", "monitor", "deploy", "run", "data", "tpu", "plan"} <= {words[1] for words in found}
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/guides/extract.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/guides/extract.md", "docs/guides/python.md"])
 def test_the_python_examples_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     produce(open_folder(str(tmp_path / "activations")), 30)
     monkeypatch.chdir(tmp_path)

@@ -15,9 +15,11 @@ HEAVY = ("jax", "jaxlib", "transformers", "torch", "numpy", "obstore", "datasets
 
 def test_the_public_names_are_these() -> None:
     """A change here is a change for every user: say so in CHANGELOG.md."""
-    classes = ["BackfillSpec", "DataSpec", "Dataset", "ExtractSpec", "GenerationSpec", "PromptSpec", "Role", "RunSpec"]
-    functions = ["extract", "infer", "open", "plan", "verify"]
-    assert sorted(spile.__all__) == [*classes, "__version__", "add_taps", "errors", *functions]
+    specs = ["BackfillSpec", "DataSpec", "ExtractSpec", "GenerationSpec", "PromptSpec", "RunSpec"]
+    results = ["Activations", "Dataset", "Model", "Report", "Role", "RowBatch", "Summary"]
+    runs = ["add_taps", "extract", "infer", "load", "plan", "tap"]
+    reads = ["compare", "export", "inspect", "open", "score", "verify"]
+    assert sorted(spile.__all__) == sorted([*specs, *results, *runs, *reads, "__version__", "errors"])
     assert dir(spile) == sorted(spile.__all__)
     for name in spile.__all__:
         assert getattr(spile, name) is not None
@@ -29,6 +31,7 @@ def test_the_public_names_are_these() -> None:
     [
         "import spile",
         "import spile; spile.ExtractSpec, spile.DataSpec, spile.PromptSpec",
+        "import spile; spile.tap, spile.extract, spile.verify, spile.Role",
         "import spile.cli.main",
         "from spile.cli.main import main; main(['--help'])",
         "from spile.cli.main import main; main(['extract', '--help'])",

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
 from spile.cli.flags import parse_numbers
-from spile.errors import SpecError, UserError
+from spile.errors import SpecError
 from spile.objects.opening import is_remote
 from spile.spec.amounts import counted
 from spile.spec.run import StoreDtype
 from spile.view.table import SafeConsole
 from spile.view.table import output as console
-
-if TYPE_CHECKING:
-    from spile.reading.dataset import Dataset
 
 Form = Literal["pickle", "saelens", "npy", "parquet", "hf"]
 
@@ -43,39 +40,31 @@ def export(
 ) -> int:
     """Export a dataset to a format that other programs read. The dataset is not changed."""
     from spile.reading.dataset import open as open_dataset
-    from spile.reading.export import Export, write_hf, write_npy, write_parquet, write_pickles, write_saelens
+    from spile.reading.export import chosen_taps, export_dataset
 
     if to != "pickle" and is_remote(output):
         raise SpecError("--output", expected="a path on this machine", found=output)
     dataset = open_dataset(root)
-    chosen = _taps(dataset, taps)
+    chosen = chosen_taps(dataset, taps)
     numbers = None if streams is None else sorted(parse_numbers("--streams", streams))
     with _show_progress("exporting", "rows") as seen:
-        wanted = Export(dataset, chosen, dtype, numbers, seen)
-        if to == "saelens":
-            if len(chosen) != 1:
-                raise SpecError("--to saelens", expected="one tap, such as --taps residual.3", found=len(chosen))
-            if context_size < 1:
-                raise SpecError("--context-size", expected="1 or more", found=context_size)
-            done = write_saelens(wanted, output, context_size=context_size, name=hook_name)
-        else:
-            writers = {"pickle": write_pickles, "npy": write_npy, "parquet": write_parquet, "hf": write_hf}
-            done = writers[to](wanted, output)
+        done = export_dataset(
+            dataset,
+            str(output),
+            to=to,
+            taps=chosen,
+            streams=numbers,
+            dtype=dtype,
+            context_size=context_size,
+            hook_name=hook_name,
+            seen=seen,
+        )
     unit = "context" if to == "saelens" else "row"
     console().print(
         f"wrote {counted(done.rows, unit)} of {', '.join(chosen)} to {output} ({counted(done.files, 'file')})",
         soft_wrap=True,
     )
     return 0
-
-
-def _taps(dataset: Dataset, given: list[str] | None) -> tuple[str, ...]:
-    """Return the given taps, or those of the residual stream: exporting all tap kinds at once is rarely intended."""
-    words = [word for text in given or [] for word in text.replace(",", " ").split()]
-    chosen = tuple(words) or tuple(tap for tap in dataset.taps if tap.startswith("residual."))
-    if not chosen:
-        raise UserError("--taps", expected=f"some of {', '.join(dataset.taps)}", found="none")
-    return chosen
 
 
 def import_(

@@ -183,7 +183,7 @@ def run_stream(
 ) -> int:
     """Run one stream with a progress display, and return the exit code. ``hosts``: the pod, if it was joined before."""
     from spile.view.worker import watched
-    from spile.worker.pod.check import log_devices
+    from spile.worker.pod.pod import log_devices
     from spile.worker.signals import end_soon
 
     if spec.generation is None:
@@ -252,7 +252,7 @@ def check(*, flags: PodFlags | None = None) -> int:
 
     Run it on every host: gcloud compute tpus tpu-vm ssh $TPU --worker=all --command="spile pod check".
     """
-    from spile.worker.pod.check import check_pod
+    from spile.worker.pod.pod import check_pod
 
     with (flags or PodFlags()).joined(log) as hosts:
         check_pod(hosts, log)

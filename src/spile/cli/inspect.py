@@ -11,7 +11,7 @@ from rich.box import ROUNDED
 from rich.table import Table
 
 from spile.cli.flags import write_page
-from spile.errors import DataError, UserError
+from spile.errors import UserError
 from spile.spec.amounts import counted, size
 from spile.view.table import output
 
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from spile.data.arc.answers import Score
-    from spile.data.arc.grids import Grid, Task
-    from spile.objects.folder import Folder
     from spile.reading.dataset import Dataset
     from spile.store.statistics import TapStatistics
 
@@ -126,11 +124,11 @@ def score(
     The variants of a task vote, after their augmentations are undone. An answer without a grid counts as wrong. A
     task without a reference is not scored.
     """
-    from spile.objects import open_folder
+    from spile.api import score_run
     from spile.view.report import score_page
     from spile.view.table import Lasting
 
-    found = _score_answers(open_folder(root), reference, dataset)
+    found = score_run(root, reference, dataset)
     if html is not None:
         write_page(score_page(found, root), html)
     console = Lasting(highlight=False)
@@ -141,47 +139,6 @@ def score(
     else:
         _print_score(console, found, html)
     return 0
-
-
-def _score_answers(folder: Folder, reference: str | None, dataset: str | None) -> Score:
-    from spile.data.arc.answers import by_task, read_references, score_answers
-    from spile.data.arc.encoders import parse_encoder
-    from spile.store.predictions import merged
-    from spile.store.stream import read_run
-    from spile.store.streams import open_streams
-
-    run = read_run(folder)
-    if run is None or run.generation is None:
-        found = "none" if run is None else "activations alone"
-        raise UserError(f"no answers at {folder.url}", expected="what spile infer wrote", found=found)
-    if run.prompt.kind != "arc" or not run.prompt.version.startswith("output-from-examples"):
-        raise UserError(f"the answers at {folder.url}", expected="outputs of ARC tasks", found=run.prompt.version)
-    encoder = parse_encoder(run.prompt.encoder)
-    predictions, skipped = [], []
-    places = [] if dataset is None else [dataset]
-    for stream in open_streams(folder, run):
-        predictions += merged(stream.folder, stream.commits)
-        skipped += [skip.task_id for commit in stream.commits for skip in commit.skipped]
-        places += [] if dataset is not None else [stream.record.identity.data]
-    tasks = _tasks(places, needed=reference is None)
-    expected: dict[str, Grid] = {}
-    for place in places if reference is None else [reference]:
-        expected |= read_references(place)
-    return score_answers(by_task(predictions, encoder), skipped, expected, tasks)
-
-
-def _tasks(places: list[str], needed: bool) -> dict[str, Task]:
-    """Return the tasks. Unless they are needed, unreadable ones are left out, and a page shows only the answers."""
-    from spile.data.arc.answers import read_tasks
-
-    tasks: dict[str, Task] = {}
-    for place in places:
-        try:
-            tasks |= read_tasks(place)
-        except DataError as error:
-            if needed:
-                raise DataError(error.problem, fix="name the tasks with --dataset or --reference") from error
-    return tasks
 
 
 def _print_score(console: Console, found: Score, html: Path | None) -> None:

@@ -17,14 +17,13 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
+from spile.api import answer_decoder
 from spile.cli.flags import parse_numbers
 from spile.errors import SpecError
 from spile.spec.amounts import amount, counted, duration, size
 from spile.view.table import Fitting, SafeConsole, output
 
 if TYPE_CHECKING:
-    from spile.models.model_files import ReadConfig
-    from spile.store.predictions import Decode
     from spile.store.recomputation import Recompute
     from spile.store.report import Garbage, Kind, Report, StreamReport
 
@@ -72,7 +71,7 @@ def verify(
         raise SpecError("--repair", expected="no --gc", found="--gc as well")
     if gc and streams is not None:
         raise SpecError("--gc", expected="all streams", found="--streams")
-    decode, unchecked = _decoder(root)
+    decode, unchecked = answer_decoder(root)
     with _bar(SafeConsole(stderr=True), quiet=as_json) as progress:
         report = prove(
             root,
@@ -100,37 +99,6 @@ def _recomputer(root: str) -> Recompute:
     from spile.worker.recompute import recomputer  # Imported here because it imports the model.
 
     return recomputer(root)
-
-
-def _decoder(root: str) -> tuple[Decode | None, tuple[str, ...]]:
-    """Return the tokenizer's function for texts of answers, or why they cannot be compared."""
-    from spile.data.tokens import load_tokenizer
-    from spile.errors import SpileError
-    from spile.models.model_files import find
-    from spile.objects import open_folder
-    from spile.store.stream import read_run
-
-    run = read_run(open_folder(root))
-    if run is None or run.generation is None:
-        return None, ()
-    what = "texts of answers were not compared with their tokens"
-    try:
-        files = find(run.model, run.revision, weights=False, read=_config_reader(run.backend))
-        if files.tokenizer_hash() == run.tokenizer:
-            return load_tokenizer(files.tokenizer_folder).decode, ()
-    except SpileError as error:
-        return None, (f"{what}: the tokenizer was not found: {error}",)
-    return None, (f"{what}: the tokenizer of {run.model} has changed since the run",)
-
-
-def _config_reader(backend: str) -> ReadConfig:
-    if backend == "torch":
-        from spile.worker.torch_backend import read_torch_config
-
-        return read_torch_config
-    from spile.models.families import read_config
-
-    return read_config
 
 
 @contextmanager

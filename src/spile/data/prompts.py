@@ -90,7 +90,7 @@ class Drafter:
     def check(self, row: Mapping[str, Any], place: str) -> None:
         """Raise :class:`DataError` if the row cannot become samples; cheaper than making the drafts."""
         kind, column = self.prompt.kind, self.prompt.column
-        kept_of(row, self.keep, place)
+        kept_of(row, self.keep, column, place)
         if kind == "arc":
             task_of(row, place)
         elif kind == "chat":
@@ -105,7 +105,7 @@ class Drafter:
         if self.prompt.kind == "arc":
             yield from self._arc(row, line, place, wanted)
             return
-        name, kept = row_id(row) or f"line-{line}", kept_of(row, self.keep, place)
+        name, kept = row_id(row) or f"line-{line}", kept_of(row, self.keep, self.prompt.column, place)
         if self.prompt.kind == "text":
             yield Draft(line, name, text_of(row, self.prompt.column, place), place, kept=kept)
         elif self.prompt.kind == "tokens":
@@ -116,7 +116,7 @@ class Drafter:
             yield Draft(line, name, rendered.text, place, rendered.spans, rendered=True, kept=kept)
 
     def _arc(self, row: Mapping[str, Any], line: int, place: str, wanted: Callable[[int], bool]) -> Iterator[Draft]:
-        task, kept = task_of(row, place), kept_of(row, self.keep, place)
+        task, kept = task_of(row, place), kept_of(row, self.keep, self.prompt.column, place)
         count = self.prompt.predictions_per_task
         for variant in range(count):
             index = line * count + variant

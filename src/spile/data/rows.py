@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,18 @@ import orjson
 from spile.data.arc.encoders import parse_encoder
 from spile.data.arc.grids import Task, parse_task
 from spile.errors import DataError, SpecError
-from spile.spec.run import PromptKind, PromptSpec
+from spile.spec.run import EVERY_FIELD, PromptKind, PromptSpec
 
 TOKENS, MASK = "input_ids", "attention_mask"
 """The fields with token ids and the attention mask, named as in transformers."""
 _MOST_KEPT = 1024
 """Maximum size of the JSON of kept fields, so that the header of a shard stays small."""
+_SHORT = 200
+"""Maximum length of a text that ``--keep '*'`` stores."""
+_TABLE_ROWS = 1024
+"""Rows of a table that are converted at a time."""
+SAMPLE_FIELDS = frozenset({"train", "test", "messages", "task_id", "id", TOKENS, MASK})
+"""The fields that make a sample, which ``--keep '*'`` does not store again."""
 
 _REJECTED = "rejected row: "
 _FIELDS = 8
@@ -174,8 +181,44 @@ def _integers(value: object) -> npt.NDArray[np.int64] | None:
     return found if found.dtype == np.int64 and found.ndim == 1 else None
 
 
-def kept_of(row: Mapping[str, Any], names: Sequence[str], place: str) -> dict[str, object] | None:
+def elements(data: Any) -> Iterator[Any]:
+    """Yield the elements of a sequence, or the rows of a table as dicts."""
+    if hasattr(data, "iter_rows"):  # polars
+        return iter(data.iter_rows(named=True))
+    if hasattr(data, "to_batches"):  # pyarrow
+        return chain.from_iterable(batch.to_pylist() for batch in data.to_batches(max_chunksize=_TABLE_ROWS))
+    if hasattr(data, "iloc") and hasattr(data, "columns"):  # pandas
+        starts = range(0, len(data), _TABLE_ROWS)
+        return chain.from_iterable(data.iloc[start : start + _TABLE_ROWS].to_dict("records") for start in starts)
+    return iter(data)
+
+
+def plain_value(value: Any) -> Any:
+    """Return a scalar or an array of NumPy, or a time, as JSON holds it."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return value.isoformat() if hasattr(value, "isoformat") else value
+
+
+def scalar_fields(row: Mapping[str, Any], column: str) -> dict[str, object]:
+    """Return the numbers, booleans and short texts of a row besides its sample, up to the maximum size."""
+    kept: dict[str, object] = {}
+    size = 0
+    for name, value in row.items():
+        if name == column or name in SAMPLE_FIELDS or not isinstance(value, bool | int | float | str | None):
+            continue
+        if isinstance(value, str) and len(value) > _SHORT:
+            continue
+        size += len(orjson.dumps({name: value}))
+        if size > _MOST_KEPT:
+            break
+        kept[name] = value
+    return kept
+
+
+def kept_of(row: Mapping[str, Any], names: Sequence[str], column: str, place: str) -> dict[str, object] | None:
     """Return the fields of a row that the run keeps, or None if it keeps none."""
+    if tuple(names) == (EVERY_FIELD,):
+        return scalar_fields(row, column) or None
     if not names:
         return None
     missing = [name for name in names if name not in row]

@@ -9,7 +9,7 @@ import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -21,11 +21,11 @@ import orjson
 
 from spile.data.arc.grids import passes_fast_check
 from spile.data.lines import StreamFile, embedded_tasks, fetched
-from spile.data.rows import MASK, TOKENS, rejected_line
+from spile.data.rows import MASK, SAMPLE_FIELDS, TOKENS, elements, plain_value, rejected_line, scalar_fields
 from spile.errors import DataError, SpecError, SpileError, StoreError
 from spile.objects.opening import is_remote
 from spile.objects.retry import RequestFailure, Retry, from_status, retry_while_unavailable
-from spile.spec.run import EMBEDDED, BadRows, DataSpec
+from spile.spec.run import EMBEDDED, EVERY_FIELD, BadRows, DataSpec
 
 Result = TypeVar("Result")
 
@@ -371,18 +371,49 @@ class TextFolder(_Located):
                 raise StoreError(f"{path} cannot be read", found=error.strerror or str(error)) from error
 
 
+@dataclass(frozen=True, eq=False)
+class PythonRows:
+    """Rows that a caller gives in Python: strings, dicts, chats or lists of token ids, or the rows of a table."""
+
+    data: Any
+    column: str
+    keep: tuple[str, ...] = ()
+
+    @property
+    def origin(self) -> dict[str, object]:
+        """The type of the data."""
+        return {"dataset": f"Python {type(self.data).__name__}"}
+
+    def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
+        """Yield one row per element, with the fields of the sample and those to keep."""
+        for number, element in islice(enumerate(elements(self.data)), start, stop):
+            row = _element(number, plain_value(element), self.column)
+            yield row if row.data is None else replace(row, data=self._used(row.data))
+
+    def _used(self, row: dict[str, Any]) -> dict[str, Any]:
+        row = {str(name): plain_value(value) for name, value in row.items()}
+        names = {self.column, "text", *SAMPLE_FIELDS, *self.keep}
+        kept = scalar_fields(row, self.column) if self.keep == (EVERY_FIELD,) else {}
+        return {name: value for name, value in row.items() if name in names or name in kept}
+
+
 def text_files(folder: Path) -> list[Path]:
     """Return the text files below a folder, sorted by path."""
     return sorted(path for path in folder.rglob("*") if path.suffix in (".txt", ".md") and path.is_file())
 
 
 def _element(number: int, element: object, column: str) -> SourceRow:
-    """Return an element of a JSON list as a row: an object, or a string as its text."""
+    """Return an element of a list as a row: an object, a string as its text, a list of messages or of token ids."""
     place = f"row {number}"
-    if isinstance(element, str):
-        return SourceRow(number, {column: element}, place)
-    if isinstance(element, dict):
-        return SourceRow(number, element, place)
+    match element:
+        case str():
+            return SourceRow(number, {column: element}, place)
+        case dict():
+            return SourceRow(number, element, place)
+        case [dict(), *_]:
+            return SourceRow(number, {"messages": element}, place)
+        case [int(), *_]:
+            return SourceRow(number, {TOKENS: element}, place)
     return SourceRow(number, None, place, problem="an element that is neither an object nor a string")
 
 
@@ -468,6 +499,7 @@ class Parquet(_Located):
 
 def check_columns(names: list[str], wanted: frozenset[str], keep: tuple[str, ...], location: str) -> list[str]:
     """Return the columns to read; raise an error if none is usable or one of ``keep`` is missing."""
+    keep = tuple(names) if keep == (EVERY_FIELD,) else keep
     chosen = [name for name in names if name in wanted]
     missing = [name for name in keep if name not in names]
     if missing:
@@ -591,6 +623,9 @@ _BLOCK = 1 << 20
 
 def open_input(spec: DataSpec) -> StreamFile:
     """Open the data of a stream as lines."""
+    if spec.rows is not None:
+        source: RowSource = PythonRows(spec.rows, spec.prompt.column, spec.keep)
+        return StreamFile(spec.dataset, partial(_json_lines, source, RowRange(None), spec.dataset, spec.bad_rows))
     if spec.dataset_dir is not None or not _is_table(spec.dataset):
         if spec.split is not None or spec.config_name is not None:
             flag = "--split" if spec.split is not None else "--config-name"

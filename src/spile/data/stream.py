@@ -16,7 +16,7 @@ from spile.data.lines import BlockHashes, StreamFile
 from spile.data.manifest import MANIFEST, check_stream, stream_name
 from spile.data.prompts import Document, Draft, Drafter, pack
 from spile.data.rows import parse_row, resolve
-from spile.data.sources import open_input
+from spile.data.sources import RowSource, open_input
 from spile.data.tokens import Encoded, Tokenizer
 from spile.errors import DataError, SpileError
 from spile.objects.ahead import iterate_ahead
@@ -155,12 +155,17 @@ class SampleStream:
                 return
             if window.index not in done:
                 roles = self._tokenizer.roles(window.tokens)
-                yield [Sample(window.index, window.name, window.tokens, roles, self._preview(window.tokens)[:_PREVIEW])]
+                yield [
+                    Sample(
+                        window.index,
+                        window.name,
+                        window.tokens,
+                        roles,
+                        _preview(self._tokenizer, window.tokens)[:_PREVIEW],
+                    )
+                ]
             count = window.index + 1
         counted.append(count)
-
-    def _preview(self, tokens: npt.NDArray[np.int32]) -> str:
-        return self._tokenizer.decode(tokens[: _PREVIEW // 2].tolist())
 
     def _documents(self, drafter: Drafter) -> Iterator[Document]:
         """Yield all documents from the first: the start of a packed sequence depends on all tokens before it."""
@@ -171,21 +176,49 @@ class SampleStream:
                 yield Document(draft.task_id, encoded.tokens)
 
     def _finished(self, draft: Draft, encoded: Encoded) -> Sample | Skip:
-        count, most = len(encoded.tokens), self._spec.max_seq_length
-        if count == 0 or (draft.tokens is None and not draft.text.strip()):
-            return Skip(draft.index, draft.task_id, "empty")
-        if count > most and self._spec.long == "skip":
-            return Skip(draft.index, draft.task_id, "too long", {"tokens": count, "max_seq_length": most})
-        return Sample(
-            index=draft.index,
-            task_id=draft.task_id,
-            tokens=encoded.tokens if count <= most else encoded.tokens[:most],
-            roles=encoded.roles if count <= most else encoded.roles[:most],
-            preview=(draft.text if draft.tokens is None else self._preview(draft.tokens))[:_PREVIEW],
-            augmentation=draft.augmentation,
-            truncated=max(0, count - most),
-            kept=draft.kept,
-        )
+        return _finished(draft, encoded, self._spec, self._tokenizer)
+
+
+def _preview(tokenizer: Tokenizer, tokens: npt.NDArray[np.int32]) -> str:
+    return tokenizer.decode(tokens[: _PREVIEW // 2].tolist())
+
+
+def _finished(draft: Draft, encoded: Encoded, spec: DataSpec, tokenizer: Tokenizer) -> Sample | Skip:
+    count, most = len(encoded.tokens), spec.max_seq_length
+    if count == 0 or (draft.tokens is None and not draft.text.strip()):
+        return Skip(draft.index, draft.task_id, "empty")
+    if count > most and spec.long == "skip":
+        return Skip(draft.index, draft.task_id, "too long", {"tokens": count, "max_seq_length": most})
+    return Sample(
+        index=draft.index,
+        task_id=draft.task_id,
+        tokens=encoded.tokens if count <= most else encoded.tokens[:most],
+        roles=encoded.roles if count <= most else encoded.roles[:most],
+        preview=(draft.text if draft.tokens is None else _preview(tokenizer, draft.tokens))[:_PREVIEW],
+        augmentation=draft.augmentation,
+        truncated=max(0, count - most),
+        kept=draft.kept,
+    )
+
+
+def make_samples(
+    source: RowSource, location: str, spec: DataSpec, tokenizer: Tokenizer, vocabulary: int
+) -> tuple[PromptSpec, list[Sample | Skip]]:
+    """Return the prompt options, with the kind resolved, and all samples of a small source, in order and in memory."""
+    drafts: list[Draft] = []
+    drafter: Drafter | None = None
+    for row in source.rows(0, None):
+        place = f"{location} {row.place}"
+        if row.problem is not None:
+            raise DataError(place, expected="a usable row", found=row.problem)
+        data = row.data if row.data is not None else parse_row(row.raw or b"", place)
+        if drafter is None:
+            drafter = Drafter.of(resolve(spec.prompt, data, place), spec, tokenizer, vocabulary)
+        drafts += drafter.drafts(data, row.number, place, lambda _index: True)
+    if drafter is None:
+        raise DataError(f"{location} is empty", expected="at least one row", found="none")
+    encoded = _encode(drafts, tokenizer)
+    return drafter.prompt, [_finished(*each, spec, tokenizer) for each in zip(drafts, encoded, strict=True)]
 
 
 def open_stream(spec: DataSpec, tokenizer: Tokenizer, vocabulary: int | None = None) -> SampleStream:

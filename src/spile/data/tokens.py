@@ -19,6 +19,7 @@ import numpy.typing as npt
 import orjson
 from tokenizers import AddedToken, Encoding
 from tokenizers import Tokenizer as Backend
+from tokenizers.decoders import DecodeStream
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Metaspace, WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
@@ -103,6 +104,16 @@ class Tokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, including special ones."""
         return str(self.backend.decode([int(token) for token in tokens], skip_special_tokens=False))
+
+    def pieces(self, tokens: Sequence[int]) -> list[str]:
+        """Return the text of each token, which together are the text of all.
+
+        A character that consists of several tokens belongs to the last of them.
+        """
+        stream, found = DecodeStream(skip_special_tokens=False), list[str]()
+        for token in tokens:
+            found.append(stream.step(self.backend, int(token)) or "")
+        return found
 
     @property
     def size(self) -> int:

@@ -39,8 +39,8 @@ from spile.fleet.pins import own_pin
 from spile.fleet.spec import FleetSpec, Worker, owns
 from spile.fleet.worker_logs import LogKeeper
 from spile.launch.supervisor import AttemptHistory, RestartAction, RestartPolicy
-from spile.spec.hiding import REFERENCE, hide_values, secret_values
 from spile.spec.phase import Phase
+from spile.store.heartbeat import REFERENCE, hide_values, secret_values
 from spile.version import __version__
 
 AGAIN = 75

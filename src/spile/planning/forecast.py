@@ -13,8 +13,9 @@ from spile.models.architecture import ModelConfig
 from spile.models.decoder import head_needed, layers_needed
 from spile.models.tensors import flops_per_token, parameter_count
 from spile.planning.cost import Estimate, Lengths, Rates, Volume, estimate
-from spile.planning.machines import Machine, Prices
+from spile.planning.machines import Machine, Price, Prices
 from spile.planning.tpu_compiler import Program
+from spile.spec.amounts import counted, duration, size
 from spile.spec.positions import ALL
 from spile.spec.ranges import Ranges
 from spile.spec.run import ExtractSpec
@@ -23,7 +24,7 @@ from spile.spec.taps import Tap, row_bytes, select_taps, tap_rows
 from spile.worker.producer import refuse_no_answers, with_positions
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Forecast:
     """The sizes of a run, independent of a machine."""
 
@@ -37,6 +38,42 @@ class Forecast:
     """Counted samples without rows."""
     rows: Lengths | None = None
     """Stored rows of the same samples; None means that all tokens are stored."""
+    estimate: Estimate | None = None
+    """Hours and dollars on the machine that was asked for."""
+
+    def __repr__(self) -> str:
+        volume, taps = self.volume, counted(len(self.taps), "tap")
+        text = f"{counted(volume.samples, 'sample')}, {counted(volume.tokens, 'token')}, {size(volume.bytes)} at {taps}"
+        if self.estimate is not None:
+            price = self.estimate.dollars
+            text += f"; {duration(self.estimate.hours * 3600)} on {self.estimate.machine.name}"
+            text += f", ${price.on_demand:,.2f} on demand, ${price.preemptible:,.2f} preemptible"
+        return f"<plan for {self.model}: {text}>"
+
+    @property
+    def samples(self) -> int:
+        """The number of samples."""
+        return self.volume.samples
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens."""
+        return self.volume.tokens
+
+    @property
+    def bytes(self) -> int:
+        """The size of the stored activations."""
+        return self.volume.bytes
+
+    @property
+    def hours(self) -> float | None:
+        """Hours on the machine that was asked for; None without one."""
+        return None if self.estimate is None else self.estimate.hours
+
+    @property
+    def dollars(self) -> Price | None:
+        """The price on demand and preemptible of the machine that was asked for; None without one."""
+        return None if self.estimate is None else self.estimate.dollars
 
     @property
     def volume(self) -> Volume:

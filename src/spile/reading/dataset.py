@@ -6,25 +6,28 @@ Readers see committed shards only. All bytes are verified against the commit: a 
 
 from __future__ import annotations
 
+import difflib
 import hashlib
+import os
 import threading
-from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
-from itertools import accumulate, islice
-from typing import TYPE_CHECKING, Any, overload
+from functools import cached_property
+from html import escape
+from itertools import islice
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from spile.errors import UserError
+from spile.errors import SpileError, UserError
 from spile.objects import Folder, open_folder
-from spile.objects.ahead import read_ahead
 from spile.reading.blocks import StoredBlocks
 from spile.reading.rows import RowBatch, SampleRef, iterate, ref_of, selection_of
+from spile.reading.samples import RowChoice, SampleList, StoredSample, Where, no_tap, sample_labels, sample_matrix
 from spile.reading.shuffle import Shuffled
 from spile.reading.shuffle_order import MEMORY, ShuffleOrder, ShufflePlan, ShuffleSpec
+from spile.spec.amounts import counted, size
 from spile.spec.identity import RunIdentity
 from spile.spec.ranges import Ranges
 from spile.spec.taps import Tap
@@ -35,68 +38,106 @@ from spile.store.stream import read_run
 from spile.store.streams import Stream, open_streams, read_ledgers
 
 if TYPE_CHECKING:
+    from spile.data.tokens import Tokenizer
     from spile.reading.grain_rows import GrainRows
     from spile.reading.jax_rows import DeviceBatches
     from spile.reading.torch_rows import TorchRows
     from spile.store.statistics import TapStatistics
 
 _OPEN_SHARDS = 64
-_PARALLEL = 16
 
 
-class StoredSample:
-    """One sample: its reference, its tokens and roles, and its rows at any tap, which are read on request."""
+class SelectionOptions(TypedDict, total=False):
+    """Conditions on rows, as in :class:`~spile.reading.rows.Selection`."""
 
-    def __init__(self, shard: ShardReader, place: int, ref: SampleRef, taps: Sequence[str]) -> None:
-        self._shard, self._place = shard, place
-        self._start, self._stop = shard.bounds(place)
-        self.ref, self.taps = ref, tuple(taps)
-
-    @cached_property
-    def tokens(self) -> npt.NDArray[np.int32]:
-        """Token ids of the rows."""
-        return self._shard.rows("tokens", self._start, self._stop)
-
-    @cached_property
-    def positions(self) -> npt.NDArray[np.int64]:
-        """Position of each row in the sample, from 0. It differs from the row number if not all tokens have rows."""
-        return self._shard.positions(self._start, self._stop)
-
-    @cached_property
-    def context(self) -> npt.NDArray[np.int32]:
-        """Ids of all tokens that the model read, including tokens without rows."""
-        return self._shard.context(self._place)
-
-    @cached_property
-    def roles(self) -> npt.NDArray[np.uint8]:
-        """The :class:`~spile.spec.sample.Role` bits of each row's token."""
-        return self._shard.rows("roles", self._start, self._stop)
-
-    def rows(self, tap: str | Tap) -> npt.NDArray[Any]:
-        """Return the rows ``[length, d]`` at one tap, with one range read."""
-        if str(tap) not in self.taps:
-            raise _no_tap(str(tap), self.taps)
-        return self._shard.rows(str(tap), self._start, self._stop)
-
-    def all_rows(self, taps: Iterable[str | Tap] | None = None) -> dict[str, npt.NDArray[Any]]:
-        """Return the rows ``[length, d]`` at all taps, or at the given ones, read in parallel."""
-        names = self.taps if taps is None else tuple(str(tap) for tap in taps)
-        calls = (partial(self.rows, name) for name in names)
-        return dict(zip(names, read_ahead(calls, _PARALLEL), strict=True))
+    include: int | None
+    exclude: int | None
+    positions: tuple[int, int | None] | range | None
+    tokens: Iterable[int] | None
+    without_tokens: Iterable[int] | None
+    min_norm: float | None
+    max_norm: float | None
+    samples: Callable[[SampleRef], bool] | None
 
 
-class Dataset:
-    """An open dataset. Ledgers are read once; open the dataset again to see later commits."""
+class ShuffleOptions(SelectionOptions, total=False):
+    """The arguments of :meth:`Dataset.shuffled`, for the adapters of torch, JAX and Grain."""
 
-    def __init__(self, root: Folder, run: RunIdentity, streams: Sequence[Stream]) -> None:
-        self.root, self.run = root, run
+    batch_rows: int
+    seed: int
+    epochs: int | None
+    memory: int
+    buffer_rows: int | None
+    scratch: str | None
+    piece: int | None
+    part: tuple[int, int]
+    drop_last: bool
+    dtype: npt.DTypeLike | None
+    context: bool
+    streams: Iterable[int] | None
+    state: Mapping[str, Any] | None
+    after: int
+    page_cache: bool | None
+
+
+class TorchOptions(ShuffleOptions, total=False):
+    """The arguments of :meth:`Dataset.torch`."""
+
+    rank: int | None
+    world: int | None
+
+
+class Dataset(Sequence[StoredSample]):
+    """An open dataset: a sequence of samples in the order of the data, and readers of activation rows.
+
+    Ledgers are read once; open the dataset again to see later commits.
+    """
+
+    def __init__(self, root: Folder, run: RunIdentity, streams: Sequence[Stream], model: str | None = None) -> None:
+        self.root, self.run, self._model = root, run, model
         self.streams = tuple(streams)
         self._opened: OrderedDict[tuple[int, str], ShardReader] = OrderedDict()
         self._lock = threading.Lock()
 
-    def __reduce__(self) -> tuple[Callable[[str], Dataset], tuple[str]]:
+    def __reduce__(self) -> tuple[Callable[..., Dataset], tuple[str, str | None]]:
         """Pickle the address only: the worker process of a data loader opens the dataset again."""
-        return open, (self.root.url,)
+        return open, (self.root.url, self._model)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __bool__(self) -> bool:
+        return True  # also without samples
+
+    @overload
+    def __getitem__(self, which: int | str) -> StoredSample: ...
+    @overload
+    def __getitem__(self, which: slice) -> list[StoredSample]: ...
+    def __getitem__(self, which: int | str | slice) -> StoredSample | list[StoredSample]:
+        """Return the sample at a place in the data, or with a task id (of several variants, the first); or a list."""
+        if isinstance(which, slice):
+            return [self[place] for place in range(*which.indices(len(self)))]
+        if isinstance(which, str):
+            return self.sample(*self._by_task_id(which))
+        return self.sample(*self.samples.address(which))
+
+    @cached_property
+    def _task_ids(self) -> dict[str, tuple[int, int]]:
+        """The stream and index of the first sample with each task id; reads the headers of all shards."""
+        found: dict[str, tuple[int, int]] = {}
+        for stream, record in self._shards(self.streams):
+            for note in self.shard(stream, record).notes:
+                place = (stream.number, int(note["index"]))
+                found[note["task_id"]] = min(found.get(note["task_id"], place), place)
+        return found
+
+    def _by_task_id(self, task_id: str) -> tuple[int, int]:
+        if task_id not in self._task_ids:
+            near = difflib.get_close_matches(task_id, self._task_ids, n=1)
+            raise UserError(
+                f"no sample {task_id!r} in {self.root.url}", fix=f"did you mean {near[0]}?" if near else None
+            )
+        return self._task_ids[task_id]
 
     @cached_property
     def taps(self) -> tuple[str, ...]:
@@ -105,7 +146,7 @@ class Dataset:
 
     @cached_property
     def samples(self) -> SampleList:
-        """All stored samples, in the order of streams and commits. Indexing reads the header of one shard."""
+        """References of all samples, stream by stream in the order of the data. Indexing reads one shard's header."""
         return SampleList(self)
 
     def stream(self, number: int) -> Stream:
@@ -122,10 +163,73 @@ class Dataset:
         record = source.shard_with(index)
         if record is not None:
             shard = self.shard(source, record)
-            place = int(np.flatnonzero(shard.read_tensor("sample_index") == index)[0])
-            return StoredSample(shard, place, ref_of(source.number, shard, place), source.taps)
+            place = shard.place_of(index)
+            ref = ref_of(source.number, shard, place)
+            return StoredSample(shard, place, ref, source.taps, lambda: self.tokenizer)
         why = "it was skipped" if index in source.skipped else "it is not stored"
         raise UserError(f"no sample {index} in stream {stream} of {self.root.url}", found=why)
+
+    def numpy(
+        self,
+        tap: str | Tap,
+        *,
+        positions: Where = "last",
+        include: int | None = None,
+        exclude: int | None = None,
+    ) -> npt.NDArray[Any]:
+        """Return one row per sample ``[samples, d]`` as float32, in the order of the data and of :meth:`labels`.
+
+        Args:
+            tap: The tap.
+            positions: The row of each sample: ``last``, ``first``, the ``mean`` of its rows, or the number of a row.
+                ``all`` returns all rows, sample after sample.
+            include: Take only rows with any of these :class:`~spile.spec.sample.Role` bits.
+            exclude: Leave out rows with any of these bits.
+        """
+        return sample_matrix(self, str(tap), RowChoice(positions, include, exclude))
+
+    def labels(
+        self, name: str, *, positions: Where = "last", include: int | None = None, exclude: int | None = None
+    ) -> npt.NDArray[Any]:
+        """Return a field of the data that was kept with each sample, aligned with :meth:`numpy`.
+
+        Args:
+            name: The field.
+            positions: As for :meth:`numpy`: with ``all``, the value of each row's sample.
+            include: As for :meth:`numpy`.
+            exclude: As for :meth:`numpy`.
+        """
+        return sample_labels(self, name, RowChoice(positions, include, exclude))
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the model that was run, from the hub's cache or from the model's folder."""
+        from spile.data.tokens import load_tokenizer
+        from spile.models import model_files
+
+        name, revision = (self.run.model, self.run.revision) if self._model is None else (self._model, None)
+        try:
+            files = model_files.find(name, revision, weights=False, read=_no_config)
+            found = load_tokenizer(files.tokenizer_folder)
+            wrong = files.tokenizer_hash() != self.run.tokenizer
+        except SpileError as error:
+            raise UserError(
+                f"no tokenizer for {self.root.url}",
+                expected=f"the model {name}",
+                found=str(error),
+                fix='name the model of this run: spile.open(root, model="…")',
+            ) from error
+        if wrong:
+            raise UserError(
+                f"{name} has another tokenizer than the run",
+                expected=f"hash {self.run.tokenizer}",
+                fix='name the model of this run: spile.open(root, model="…")',
+            )
+        return found
+
+    def decode(self, tokens: int | Iterable[int]) -> str:
+        """Return the text of token ids, including special tokens."""
+        return self.tokenizer.decode([tokens] if isinstance(tokens, int | np.integer) else [*map(int, tokens)])
 
     def rows(
         self,
@@ -207,7 +311,7 @@ class Dataset:
         state: Mapping[str, Any] | None = None,
         after: int = 0,
         page_cache: bool | None = None,
-        **wanted: Any,
+        **wanted: Unpack[SelectionOptions],
     ) -> Shuffled:
         """Return the rows of a tap, or the rows of several taps that belong together, in random order.
 
@@ -293,7 +397,7 @@ class Dataset:
         text = "\n".join(f"{number} {tokens} {ranges.pairs()}" for number, tokens, ranges in samples)
         return hashlib.sha256(f"{self.run.fingerprint()}\n{text}".encode()).hexdigest()[:16]
 
-    def torch(self, tap: str | Tap | Sequence[str | Tap], **how: Any) -> TorchRows:
+    def torch(self, tap: str | Tap | Sequence[str | Tap], **how: Unpack[TorchOptions]) -> TorchRows:
         """Return :meth:`shuffled` as a torch ``IterableDataset``, for ``DataLoader(…, batch_size=None)`` and DDP.
 
         Args:
@@ -306,7 +410,12 @@ class Dataset:
         return TorchRows(self, tap, **how)
 
     def jax(
-        self, tap: str | Tap | Sequence[str | Tap], *, sharding: Any = None, ahead: int = 2, **how: Any
+        self,
+        tap: str | Tap | Sequence[str | Tap],
+        *,
+        sharding: Any = None,
+        ahead: int = 2,
+        **how: Unpack[ShuffleOptions],
     ) -> DeviceBatches:
         """Return :meth:`shuffled` as JAX arrays that are copied to the device before they are needed.
 
@@ -320,9 +429,10 @@ class Dataset:
         """
         from spile.reading.jax_rows import DeviceBatches, process_part
 
-        return DeviceBatches(self.shuffled(tap, **{"part": process_part(), **how}), sharding, ahead)
+        how.setdefault("part", process_part())
+        return DeviceBatches(self.shuffled(tap, **how), sharding, ahead)
 
-    def grain(self, tap: str | Tap | Sequence[str | Tap], **how: Any) -> GrainRows:
+    def grain(self, tap: str | Tap | Sequence[str | Tap], **how: Unpack[ShuffleOptions]) -> GrainRows:
         """Return :meth:`shuffled` as a ``grain.IterDataset`` of batches, which Grain can checkpoint."""
         from spile.reading.grain_rows import GrainRows
 
@@ -339,11 +449,11 @@ class Dataset:
         wanted = self.streams if streams is None else tuple(self.stream(number) for number in streams)
         for tap in taps:
             if self.streams and tap not in self.taps:
-                raise _no_tap(tap, self.taps)
-        chosen = [stream for stream in wanted if set(taps) <= set(stream.taps)]
-        if wanted and not chosen:
-            raise _no_tap(" with ".join(taps), self.taps)
-        return chosen
+                raise no_tap(tap, self.taps)
+        having = [stream for stream in wanted if set(taps) <= set(stream.taps)]
+        if wanted and not having:
+            raise no_tap(" with ".join(taps), self.taps)
+        return having
 
     def _fresh(self, stream: Stream, record: ShardRecord) -> ShardReader:
         # Not cached: a pass over the dataset must not evict the shards that lookups use.
@@ -360,40 +470,36 @@ class Dataset:
             return found
 
     def __repr__(self) -> str:
-        return f"Dataset({self.root.url!r}, {len(self.streams)} streams, {len(self.taps)} taps)"
+        samples = sum(stream.samples for stream in self.streams)
+        taps = ", ".join(self.taps[:3]) + (f" and {len(self.taps) - 3} more" if len(self.taps) > 3 else "")
+        return f"<dataset {self.root.url}: {counted(samples, 'sample')} of {self.run.model}, {taps or 'no taps'}>"
+
+    def _repr_html_(self) -> str:
+        tokens = sum(stream.tokens for stream in self.streams)
+        stored = sum(file.size for stream in self.streams for file in stream.files)
+        facts = {
+            "dataset": self.root.url,
+            "model": self.run.model,
+            "samples": f"{len(self):,}",
+            "tokens": f"{tokens:,}",
+            "stored": f"{size(stored)} as {self.run.store_dtype}",
+            "taps": ", ".join(self.taps[:12]) + (" …" if len(self.taps) > 12 else ""),
+        }
+        cells = "".join(
+            f'<tr><th style="text-align:left">{name}</th><td style="text-align:left">{escape(str(value))}</td></tr>'
+            for name, value in facts.items()
+        )
+        return f"<table>{cells}</table>{self[0]._repr_html_() if len(self) else ''}"
 
 
-class SampleList(Sequence[SampleRef]):
-    """The samples of a dataset, as a sequence that reads headers on demand."""
+def open(root: str | os.PathLike[str] | Folder, model: str | None = None) -> Dataset:  # noqa: A001
+    """Open the dataset at a path, or at ``gs://…``, ``s3://…`` or ``az://…``.
 
-    def __init__(self, dataset: Dataset) -> None:
-        self._dataset = dataset
-        read_ledgers(dataset.streams)
-        self._shards = [(stream, record) for stream in dataset.streams for record in stream.shards]
-        self._ends = list(accumulate(record.count for _, record in self._shards))
-
-    def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
-
-    @overload
-    def __getitem__(self, place: int) -> SampleRef: ...
-    @overload
-    def __getitem__(self, place: slice) -> list[SampleRef]: ...
-    def __getitem__(self, place: int | slice) -> SampleRef | list[SampleRef]:
-        if isinstance(place, slice):
-            return [self[number] for number in range(*place.indices(len(self)))]
-        number = place + len(self) if place < 0 else place
-        if not 0 <= number < len(self):
-            raise IndexError(f"sample {place} of {len(self)}")
-        which = bisect_right(self._ends, number)
-        stream, record = self._shards[which]
-        first = self._ends[which] - record.count
-        return ref_of(stream.number, self._dataset.shard(stream, record), number - first)
-
-
-def open(root: str | Folder) -> Dataset:  # noqa: A001
-    """Open the dataset at a path, or at ``gs://…``, ``s3://…`` or ``az://…``."""
-    folder = open_folder(root) if isinstance(root, str) else root
+    Args:
+        root: Where the dataset is.
+        model: Where the model is now, if it moved: its tokenizer is needed for the texts of tokens.
+    """
+    folder = open_folder(str(root)) if isinstance(root, str | os.PathLike) else root
     run = read_run(folder)
     if run is None:
         raise UserError(
@@ -401,8 +507,8 @@ def open(root: str | Folder) -> Dataset:  # noqa: A001
             expected=f"a folder with {RUN}, as spile extract writes it",
             found="none",
         )
-    return Dataset(folder, run, open_streams(folder, run))
+    return Dataset(folder, run, open_streams(folder, run), model)
 
 
-def _no_tap(tap: str, known: Sequence[str]) -> UserError:
-    return UserError(f"no tap {tap} in this dataset", expected=f"one of {', '.join(known)}")
+def _no_config(_raw: Mapping[str, Any]) -> Any:
+    """Read nothing of a model's config: its tokenizer is enough, whatever runs the model."""

@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from spile.data.upload import put_file
-from spile.errors import DataError, UserError
+from spile.errors import DataError, SpecError, UserError
 from spile.objects import is_remote, open_folder
 from spile.objects.local import sync_folder, write_errors
 from spile.reading.dataset import Dataset
@@ -39,6 +39,7 @@ _SLICE = 16_384
 _UNFINISHED = ".spile-export"
 
 _Array = npt.NDArray[Any]
+ExportFormat = Literal["pickle", "saelens", "npy", "parquet", "hf"]
 Seen = Callable[[int, int], None]
 """A function that is called with the finished and the total amount."""
 
@@ -461,3 +462,41 @@ def hook_name(tap: str) -> str:
     if parsed.site not in _HOOKS:
         raise UserError(f"the hook name of {tap} is unknown", fix="give one with --hook-name")
     return f"blocks.{parsed.layer}.{_HOOKS[parsed.site]}"
+
+
+def export_dataset(
+    dataset: Dataset,
+    output: str,
+    *,
+    to: ExportFormat,
+    taps: Sequence[str] | None = None,
+    streams: Sequence[int] | None = None,
+    dtype: Literal["float32", "float16"] = "float32",
+    context_size: int = 128,
+    hook_name: str | None = None,
+    seen: Seen = ignore_progress,
+) -> Exported:
+    """Write taps of a dataset in one of the formats; without ``taps``, the residual stream of all layers."""
+    if to not in get_args(ExportFormat):
+        raise SpecError("--to", expected=f"one of {', '.join(get_args(ExportFormat))}", found=repr(to))
+    if dtype not in ("float32", "float16"):
+        raise SpecError("--dtype", expected="float32 or float16", found=repr(dtype))
+    wanted = Export(dataset, chosen_taps(dataset, taps), dtype, streams, seen)
+    if to == "saelens":
+        if len(wanted.taps) != 1:
+            raise SpecError("--to saelens", expected="one tap, such as --taps residual.3", found=len(wanted.taps))
+        if context_size < 1:
+            raise SpecError("--context-size", expected="1 or more", found=context_size)
+        return write_saelens(wanted, output, context_size=context_size, name=hook_name)
+    writers = {"pickle": write_pickles, "npy": write_npy, "parquet": write_parquet, "hf": write_hf}
+    return writers[to](wanted, output)
+
+
+def chosen_taps(dataset: Dataset, given: Sequence[str] | None) -> tuple[str, ...]:
+    """Return the given taps, or those of the residual stream: exporting all tap kinds at once is rarely intended."""
+    texts = [given] if isinstance(given, str) else given or []
+    words = [word for text in texts for word in text.replace(",", " ").split()]
+    chosen = tuple(words) or tuple(tap for tap in dataset.taps if tap.startswith("residual."))
+    if not chosen:
+        raise UserError("--taps", expected=f"some of {', '.join(dataset.taps)}", found="none")
+    return chosen

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from spile.errors import UserError
 from spile.objects.ahead import read_ahead
 from spile.reading.rows import context_of
+from spile.spec.amounts import counted
 from spile.spec.sample import Role
 from spile.store.ledger import ShardRecord
 from spile.store.statistics import SUMS, TapAccumulator, TapStatistics
@@ -64,9 +67,12 @@ class HeatMap:
     """[taps, positions]"""
 
 
-@dataclass(frozen=True)
+_NORMS = ("tap", "rows", "median norm", "99 %", "largest", "sinks")
+
+
+@dataclass(frozen=True, repr=False)
 class Inspection:
-    """Everything that the page of ``spile inspect --html`` shows."""
+    """Statistics of each tap, and everything else that the page of ``spile inspect --html`` shows."""
 
     taps: tuple[str, ...]
     stats: dict[str, TapStatistics]
@@ -80,6 +86,25 @@ class Inspection:
     explained: tuple[float, float] = (0.0, 0.0)
     timeline: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
     """Stream → when it committed, and how many samples it had then."""
+
+    def _lines(self) -> list[list[str]]:
+        """Return the table of norms: a row for each tap."""
+        found = []
+        for tap in self.taps:
+            known, top = self.stats[tap], self.stats[tap].top
+            cells = [f"{known.norm_quantile(part):.4g}" for part in (0.5, 0.99)] if known.count else ["–", "–"]
+            found.append([tap, f"{known.count:,}", *cells, f"{top[0].norm:.4g}" if top else "–", f"{known.sinks:,}"])
+        return found
+
+    def __repr__(self) -> str:
+        rows = [list(_NORMS), *self._lines()]
+        widths = [max(len(row[place]) for row in rows) for place in range(len(_NORMS))]
+        return "\n".join("  ".join(map(str.rjust, row, widths)) for row in rows)
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{name}</th>" for name in _NORMS)
+        body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in self._lines())
+        return f"<table><tr>{head}</tr>{body}</table>"
 
 
 def known_stats(dataset: Dataset, tap: str) -> bool:
@@ -152,3 +177,76 @@ def _timeline(dataset: Dataset) -> dict[int, list[tuple[float, int]]]:
             if commit.created:
                 found.setdefault(stream.number, []).append((parse_iso(commit.created), total))
     return found
+
+
+@dataclass(frozen=True)
+class TapComparison:
+    """How far the rows of one tap in two datasets are apart. Distances are relative to the norms of the first."""
+
+    rows: int
+    median: float
+    largest: float
+    cosine: float
+    """The mean cosine similarity of the rows of the same tokens."""
+
+
+@dataclass(frozen=True, repr=False)
+class Comparison:
+    """The same samples in two datasets, tap by tap."""
+
+    samples: int
+    """Samples with the same tokens in both datasets."""
+    different: tuple[str, ...]
+    """Task ids of samples at the same place of the data whose tokens differ."""
+    taps: dict[str, TapComparison]
+
+    def __repr__(self) -> str:
+        lines = [f"{counted(self.samples, 'sample')} in both datasets, {len(self.different):,} with other tokens"]
+        for tap, found in self.taps.items():
+            lines.append(
+                f"{tap}: {counted(found.rows, 'row')}, distance {found.median:.2g} (median) to {found.largest:.2g} of "
+                f"the norm, cosine similarity {found.cosine:.4f}"
+            )
+        return "\n".join(lines)
+
+
+def compare_datasets(a: Dataset, b: Dataset, taps: Sequence[str] | None = None) -> Comparison:
+    """Compare the rows of the same samples in two datasets. Samples are matched by stream and index."""
+    for tap in taps or ():
+        a.streams_with((tap,), None), b.streams_with((tap,), None)
+    wanted = [tap for tap in (taps or a.taps) if tap in b.taps]
+    if not wanted:
+        raise UserError("taps", expected=f"a tap of both datasets, such as {', '.join(a.taps[:3])}", found="none")
+    here = {b.samples.address(place) for place in range(len(b))}
+    common = [address for place in range(len(a)) if (address := a.samples.address(place)) in here]
+    pairs: dict[str, list[tuple[_Array, _Array]]] = {tap: [] for tap in wanted}
+    different, same = [], 0
+    for address in common:
+        one, other = a.sample(*address), b.sample(*address)
+        if not np.array_equal(one.context, other.context) or not np.array_equal(one.positions, other.positions):
+            different.append(one.task_id)
+            continue
+        same += 1
+        for tap in wanted:
+            if tap in one.taps and tap in other.taps:
+                pairs[tap].append(_distance_of(one[tap], other[tap], tap))
+    if not same:
+        raise UserError("the two datasets have no sample with the same tokens", fix="extract the same data with both")
+    return Comparison(same, tuple(different), {tap: _compared(found) for tap, found in pairs.items() if found})
+
+
+def _distance_of(one: _Array, other: _Array, tap: str) -> tuple[_Array, _Array]:
+    """Return the relative distance and the cosine similarity of each row."""
+    if one.shape != other.shape:
+        raise UserError(f"{tap} of the two datasets", expected=f"rows of {one.shape[1]}", found=other.shape[1])
+    x, y = one.astype(np.float64), other.astype(np.float64)
+    norms = np.maximum(np.linalg.norm(x, axis=1), 1e-30)
+    alike = (x * y).sum(axis=1) / (norms * np.maximum(np.linalg.norm(y, axis=1), 1e-30))
+    return np.linalg.norm(x - y, axis=1) / norms, alike
+
+
+def _compared(parts: Sequence[tuple[_Array, _Array]]) -> TapComparison:
+    distances, alike = (np.concatenate(each) for each in zip(*parts, strict=True))
+    if not len(distances):
+        return TapComparison(0, 0.0, 0.0, 1.0)
+    return TapComparison(len(distances), float(np.median(distances)), float(distances.max()), float(alike.mean()))

@@ -27,7 +27,7 @@ class DeviceBatches(Iterator[Any]):
         self._reader, self._ahead = reader, max(1, ahead)
         self._put = _putter(sharding)
         self._coming: deque[tuple[Any, Mapping[str, Any]]] = deque()
-        self._state: Mapping[str, Any] = reader.state()
+        self._state: Mapping[str, Any] = self._reader.state()
 
     def __next__(self) -> Any:
         # A copy to the device returns before it is complete and continues during the caller's step.
@@ -41,6 +41,16 @@ class DeviceBatches(Iterator[Any]):
     def state(self) -> dict[str, Any]:
         """Return the state after the last batch, for ``dataset.jax(…, state=…)``."""
         return dict(self._state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state after the last batch, as torch and torchdata name it."""
+        return self.state()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state."""
+        self._reader.load_state_dict(state)
+        self._coming.clear()
+        self._state = self._reader.state()
 
     def close(self) -> None:
         """Stop reading ahead."""

@@ -87,8 +87,10 @@ class RowBatch:
         """Concatenate batches; a single one is not copied."""
         if len(parts) == 1:
             return parts[0]
-        names = [field.name for field in fields(RowBatch) if getattr(parts[0], field.name) is not None]
-        return RowBatch(**{name: _concatenate([getattr(part, name) for part in parts]) for name in names})
+        known = [field.name for field in fields(RowBatch) if field.name not in ("rows", "kept")]
+        names = ["rows", *(name for name in known if getattr(parts[0], name) is not None)]
+        joined = {name: _concatenate([getattr(part, name) for part in parts]) for name in names}
+        return RowBatch(**joined, kept=_joined_fields(parts))
 
 
 def _each(change: Callable[[_Array], _Array], part: Any) -> Any:
@@ -99,6 +101,14 @@ def _concatenate(parts: list[Any]) -> Any:
     if isinstance(parts[0], Mapping):
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     return np.concatenate(parts)
+
+
+def _joined_fields(parts: list[RowBatch]) -> dict[str, _Array] | None:
+    """Concatenate the kept fields of batches; a field that a batch lacks is None in its rows."""
+    names = dict.fromkeys(name for part in parts for name in part.kept or ())
+    empty = {id(part): np.full(len(part), None) for part in parts}
+    found = {name: np.concatenate([(part.kept or {}).get(name, empty[id(part)]) for part in parts]) for name in names}
+    return found or None
 
 
 def context_of(stream: int, shard: ShardReader, first: int, last: int) -> RowBatch:
@@ -120,17 +130,18 @@ def context_of(stream: int, shard: ShardReader, first: int, last: int) -> RowBat
 def _kept_fields(shard: ShardReader, first: int, last: int) -> dict[str, _Array]:
     """Return each field that ``--keep`` named, of the samples from ``first`` to before ``last`` of a shard."""
     kept = [note.get("kept", {}) for note in shard.notes[first:last]]
-    return {name: _column([each[name] for each in kept]) for name in kept[0]} if kept else {}
+    names = dict.fromkeys(name for each in kept for name in each)  # a row may lack a field that others have
+    return {name: column([each.get(name) for each in kept]) for name in names}
 
 
-def _column(values: list[Any]) -> _Array:
+def column(values: list[Any]) -> _Array:
     """Return numbers as an array of numbers, anything else as objects, so that no text is cut to a common length."""
     if {type(value) for value in values} in ({bool}, {int}, {float}, {int, float}):
         return np.array(values)
-    column = np.empty(len(values), object)
+    objects = np.empty(len(values), object)
     for place, value in enumerate(values):
-        column[place] = value
-    return column
+        objects[place] = value
+    return objects
 
 
 @dataclass(frozen=True)

@@ -162,12 +162,16 @@ class Shuffled(Iterator[Any]):
         start: Position = Position(),  # noqa: B008  immutable
         scratch: str | None = None,
     ) -> None:
-        self._order, self._position = order, start
-        self._stop = threading.Event()
-        engine = _Engine(order, epochs, None if dtype is None else np.dtype(dtype), single, scratch, self._stop)
+        self._order, self._epochs = order, epochs
+        self._how = None if dtype is None else np.dtype(dtype), single, scratch
+        self._begin(start)
+
+    def _begin(self, start: Position) -> None:
+        self._position, stop = start, threading.Event()
+        engine = _Engine(self._order, self._epochs, *self._how, stop)
         self._items: Iterator[tuple[Any, Position]] = iterate_ahead(engine.run(start), _AHEAD)
         # Also called at the end of the program, while threads can still be stopped in order.
-        self._end = weakref.finalize(self, _close, self._stop, self._items)
+        self._end = weakref.finalize(self, _close, stop, self._items)
 
     def __iter__(self) -> Shuffled:
         return self
@@ -179,6 +183,16 @@ class Shuffled(Iterator[Any]):
     def state(self) -> dict[str, Any]:
         """Return the position after the last batch, as plain JSON for ``shuffled(…, state=…)``."""
         return self._order.state(self._position)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position after the last batch, as torch and torchdata name it."""
+        return self.state()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue after the batch at which a state of the same reader was taken."""
+        position = self._order.position(state, self._epochs)
+        self.close()
+        self._begin(position)
 
     @property
     def quality(self) -> str:

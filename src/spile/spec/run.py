@@ -42,6 +42,9 @@ PROMPT_VERSIONS = (
 )
 """The ARC prompts; ``docs/prompts.md`` shows their texts."""
 
+EVERY_FIELD = "*"
+"""The value of ``keep`` that stands for all short scalar fields of each row."""
+
 STREAM_FILE = re.compile(r"(?:.*/)?stream_(\d{3,})\.jsonl", re.ASCII)
 """The file name of one stream of a split dataset."""
 
@@ -225,11 +228,13 @@ class DataSpec:
     config_name: str | None = _option(None, "The configuration of a hub dataset.", "Data")
     keep: tuple[str, ...] = _option(
         (),
-        "Fields of each row to store with its sample, such as label,source.",
+        "Fields of each row to store with its sample, such as label,source; * stores all numbers and short texts.",
         "Data",
         identity=True,
         parse=_names,
     )
+    rows: Any = field(default=None, repr=False, compare=False)
+    """The rows of data that is given in Python instead of by name. It is not part of the serialised form."""
 
     def __post_init__(self) -> None:
         _within("--worker-id", self.worker_id, 0, 99_999)
@@ -571,6 +576,8 @@ def _walk(kind: type, path: tuple[str, ...]) -> Iterable[SpecField]:
         nested = next((part for part in (hints[each.name], *get_args(hints[each.name])) if is_dataclass(part)), None)
         if isinstance(nested, type):
             yield from _walk(nested, (*path, each.name))
+            continue
+        if _OPTION not in each.metadata:  # DataSpec.rows, which has no serialised form
             continue
         option: Option = each.metadata[_OPTION]
         yield SpecField(option.name or each.name, (*path, each.name), hints[each.name], _default(each), option)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from types import TracebackType
@@ -17,7 +18,6 @@ from typing import Any
 
 from spile.errors import Damaged, Fenced, Interrupted, SpileError
 from spile.objects.folder import Folder, NotFound
-from spile.spec.hiding import hide_values, secret_values
 from spile.spec.phase import Phase
 from spile.spec.records import known_fields
 from spile.store.layout import PROGRESS
@@ -226,3 +226,26 @@ def _iso(seconds: float) -> str:
 
 SILENCE = 150.0
 """Seconds without a heartbeat after which a worker is considered dead; the normal interval is 30 seconds."""
+
+
+# -- secrets -----------------------------------------------------------------------------------------------------------
+
+REFERENCE = "secret:"
+"""The prefix of a value that refers to a secret instead of containing it."""
+_SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|CREDENTIAL|PRIVATE|_KEY$|^KEY", re.IGNORECASE)
+_SHORTEST = 6
+"""Shorter values are not removed: replacing every ``0`` would make a log unreadable."""
+
+
+def secret_values(environment: Mapping[str, str], given: Mapping[str, str]) -> frozenset[str]:
+    """Return the secret values in ``given``: those whose names suggest it, and those that ``environment`` refers to."""
+    named = {value for name, value in given.items() if _SECRET.search(name)}
+    brought = {given[name] for name, value in environment.items() if value.startswith(REFERENCE) and name in given}
+    return frozenset(value for value in named | brought if len(value) >= _SHORTEST)
+
+
+def hide_values(text: str, values: Iterable[str]) -> str:
+    """Return the text with these values replaced by ``***``."""
+    for value in sorted(values, key=len, reverse=True):
+        text = text.replace(value, "***")
+    return text

@@ -65,6 +65,7 @@ class ShardReader:
         self._tail: tuple[int, memoryview] | None = None
         self._kept: dict[str, npt.NDArray[Any]] = {}
         self._sums: dict[str, ChunkSums] = {}
+        self._places: npt.NDArray[np.intp] | None = None
 
     @property
     def header(self) -> ShardHeader:
@@ -108,6 +109,14 @@ class ShardReader:
         """Return the first row of the sample at this index of the shard, and the end of its rows."""
         start, stop = self.read_tensor("offsets")[place : place + 2].tolist()
         return start, stop
+
+    def place_of(self, index: int) -> int:
+        """Return the place in this shard of the sample with this index in its stream."""
+        numbers = self.read_tensor("sample_index")
+        with self._lock:
+            if self._places is None:
+                self._places = np.argsort(numbers, kind="stable")
+        return int(self._places[np.searchsorted(numbers, index, sorter=self._places)])
 
     def context(self, place: int) -> npt.NDArray[np.int32]:
         """Return all tokens of the sample at this index of the shard, including those without rows."""

@@ -21,7 +21,7 @@ from spile.objects.folder import Folder, NotFound
 from spile.spec.identity import RunIdentity
 from spile.spec.positions import ANSWER, choose_positions
 from spile.spec.ranges import Ranges
-from spile.spec.run import DataSpec, RunSpec
+from spile.spec.run import EVERY_FIELD, DataSpec, RunSpec
 from spile.spec.sample import Prediction, Role
 from spile.spec.taps import row_bytes
 from spile.store.cleanup import HOUR, find_garbage, free_number, remove_garbage, repair_ledger
@@ -140,7 +140,7 @@ def _index(shard: ShardReader, keep: tuple[str, ...]) -> list[str]:
     if [note.get("index") for note in shard.notes] != index.tolist():
         says.append("the header's samples are not those of sample_index")
     incomplete = [note["index"] for note in shard.notes if sorted(note.get("kept") or ()) != sorted(keep)]
-    if incomplete:
+    if incomplete and keep != (EVERY_FIELD,):  # which fields a row has is then known from the data alone
         says.append(f"samples {Ranges.of(incomplete).text()} do not have the kept fields {', '.join(keep) or '(none)'}")
     return says + (_context(shard) if POSITIONS in shard.header.places and not says else [])
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 
 from rich.cells import cell_len
@@ -18,12 +20,15 @@ from rich.table import Table
 from rich.text import Text
 
 from spile.spec.amounts import amount, counted, duration, size
+from spile.spec.phase import Phase
 from spile.view.table import Lasting
 from spile.worker.progress import Progress, ProgressSnapshot, Summary, Timeline
 from spile.worker.signals import handling_signals
 
 _LINE_EVERY = 10.0
 """Seconds between plain lines if the output is not a terminal."""
+_NOTEBOOK_EVERY = 0.5
+"""Seconds between updates of the bar in a notebook."""
 _BAR = 24
 
 
@@ -114,6 +119,42 @@ def _lines(progress: Progress, console: Console, every: float) -> Iterator[None]
     finally:
         over.set()
         thread.join()
+
+
+def in_notebook() -> bool:
+    """Return whether this is the kernel of a notebook, which shows HTML."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return type(shell).__name__ == "ZMQInteractiveShell"
+
+
+@contextmanager
+def notebook_bar() -> Iterator[Progress]:
+    """Show a progress bar below the running cell, and yield the counters that it shows."""
+    from IPython.display import HTML, display
+
+    progress, over = Progress(), threading.Event()
+    shown = display(HTML(notebook_html(progress)), display_id=True)
+
+    def write() -> None:
+        while not over.wait(_NOTEBOOK_EVERY):
+            shown.update(HTML(notebook_html(progress)))
+
+    thread = threading.Thread(target=write, name="spile-notebook", daemon=True)
+    thread.start()
+    try:
+        yield progress
+    finally:
+        over.set()
+        thread.join()
+        shown.update(HTML(notebook_html(progress)))
+
+
+def notebook_html(progress: Progress) -> str:
+    """Return the progress as a bar and a line of text."""
+    now, total = progress.snapshot(), progress.total_samples
+    part = f' value="{now.samples}" max="{total}"' if total else ""
+    bar = "" if now.phase is Phase.DONE else f'<progress{part} style="width:16rem;vertical-align:middle"></progress> '
+    return f"<div>{bar}{escape(line(now, total))}</div>"
 
 
 class _View:

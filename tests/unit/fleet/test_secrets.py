@@ -12,7 +12,7 @@ import pytest
 import spile.fleet
 from spile.errors import CloudError, SpecError
 from spile.fleet.agent import resolve_secrets
-from spile.spec.hiding import hide_values, secret_values
+from spile.store.heartbeat import hide_values, secret_values
 from spile_fakes.gcs import FakeReply, FaultyServer, Request
 
 

@@ -1,0 +1,644 @@
+"""The functions of ``import spile``: one call for each thing that the command line does, with Python objects as data.
+
+Heavy modules are imported inside the functions, so that ``import spile`` stays fast.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
+
+from spile.errors import DataError, SpecError, SpileError, UserError
+from spile.spec.run import (
+    EVERY_FIELD,
+    Backend,
+    BadRows,
+    Capture,
+    ComputeDtype,
+    LongPolicy,
+    PromptKind,
+    RunSpec,
+    StoreDtype,
+    make_spec,
+)
+
+if TYPE_CHECKING:
+    from spile.data.arc.answers import Score
+    from spile.data.arc.grids import Grid, Task
+    from spile.models.model_files import ReadConfig
+    from spile.planning.forecast import Forecast
+    from spile.reading.dataset import Dataset
+    from spile.reading.export import Exported, ExportFormat
+    from spile.reading.inspection import Comparison, Inspection
+    from spile.store.predictions import Decode
+    from spile.store.report import Report
+    from spile.worker.pod.pod import WorkerGroup
+    from spile.worker.progress import Progress, Summary
+    from spile.worker.tapping import Activations, Model
+
+Data = Any
+"""A path or a name as for ``--dataset``, or the rows themselves: a sequence of strings, dicts, chats or lists of token
+ids, a ``datasets.Dataset``, or a frame of pandas, polars or pyarrow."""
+
+
+class RunOptions(TypedDict, total=False):
+    """The options of :func:`extract` and :func:`plan`: the flags of ``spile extract``, by their names in Python."""
+
+    revision: str | None
+    adapter: str | None
+    backend: Backend
+    same_numbers: bool
+    dataset_dir: str | None
+    worker_id: int
+    prompt: PromptKind
+    grid_encoder: str
+    prompt_version: str
+    predictions_per_task: int
+    column: str
+    pack: bool
+    max_seq_length: int
+    long: LongPolicy
+    max_samples: int | None
+    max_tokens: int | str | None
+    max_bytes: int | str | None
+    seed: int
+    expect_split: str | None
+    bad_rows: BadRows
+    split: str | None
+    config_name: str | None
+    keep: Sequence[str] | str
+    local_copy: str | None
+    delete_local_after_upload: bool
+    layers: Sequence[int] | str | int | None
+    heads: Sequence[int] | str | int | None
+    top_k: int
+    dtype: ComputeDtype
+    store_dtype: StoreDtype
+    positions: str
+    batch_size: int | None
+    batch_tokens: int | None
+    mesh_shape: tuple[int, int] | str | None
+    shard_size_gb: float
+    commit_every: float | None
+    statistics: bool | None
+    checkpointing: bool
+    overwrite: bool
+    checkpoint_dir: str | None
+    answers_dir: str | None
+
+
+class InferOptions(RunOptions, total=False):
+    """The options of :func:`infer`: the flags of ``spile infer``, by their names in Python."""
+
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    stop_tokens: Sequence[int]
+    capture: Capture
+
+
+class LoadOptions(TypedDict, total=False):
+    """The options of :func:`load`: which weights are loaded, and how they are computed."""
+
+    revision: str | None
+    adapter: str | None
+    backend: Backend
+    dtype: ComputeDtype
+    mesh_shape: tuple[int, int] | str | None
+
+
+class TapOptions(TypedDict, total=False):
+    """The options of :func:`tap` for the texts: which tokens are returned, and how rows become prompts."""
+
+    layers: Sequence[int] | str | int | None
+    heads: Sequence[int] | str | int | None
+    top_k: int
+    positions: str
+    prompt: PromptKind
+    column: str
+    grid_encoder: str
+    prompt_version: str
+    max_seq_length: int
+    long: LongPolicy
+    seed: int
+
+
+# -- run a model ------------------------------------------------------------------------------------------------------
+
+
+def load(model: str = "embedded", **options: Unpack[LoadOptions]) -> Model:
+    """Load a model and keep it in memory, for repeated calls of its method ``tap``.
+
+    Args:
+        model: A model on the Hugging Face hub, a folder, a folder in a bucket, or ``embedded``.
+        options: Which revision or adapter, and how it is computed.
+    """
+    from spile.worker.tapping import load_tapped
+
+    with _naming("load"):
+        return load_tapped(make_spec({"model": model, **_plain(options)}, source="spile.load()"))
+
+
+_last_model: list[tuple[object, Any]] = []
+"""The arguments and the model of the last call of :func:`tap`."""
+
+
+def tap(
+    model: str | Model,
+    data: Data,
+    *,
+    taps: Sequence[str] | str = "residual",
+    revision: str | None = None,
+    adapter: str | None = None,
+    dtype: ComputeDtype = "auto",
+    **options: Unpack[TapOptions],
+) -> Activations:
+    """Return the activations of a few texts in memory. The model of the last call stays loaded.
+
+    Args:
+        model: The name of a model, or the result of :func:`load`.
+        data: A list of strings, dicts, chats or lists of token ids, a frame, or the name of a dataset.
+        taps: What to compute, such as ``["residual.12", "mlp.3-5"]``.
+        revision: The branch, tag or commit of a hub model.
+        adapter: A LoRA adapter to merge into the weights.
+        dtype: The precision of the computation.
+        options: Which tokens are returned, and how rows become prompts.
+
+    Returns:
+        One :class:`~spile.worker.tapping.TappedSample` per row, in the order of the data.
+
+    """
+    with _naming("tap"):
+        if isinstance(model, str):
+            key = (model, revision, adapter, dtype)
+            if not _last_model or _last_model[0][0] != key:
+                _last_model.clear()  # before the next model is loaded, so that both need not fit into memory
+                _last_model.append((key, load(model, revision=revision, adapter=adapter, dtype=dtype)))
+            loaded: Model = _last_model[0][1]
+        else:
+            loaded = model
+        return loaded.tap(data, taps=taps, **options)
+
+
+def extract(
+    model: str | RunSpec = "embedded",
+    data: Data = None,
+    output: str | os.PathLike[str] | None = None,
+    *,
+    taps: Sequence[str] | str | None = None,
+    progress: Progress | bool | None = None,
+    stop: threading.Event | None = None,
+    hosts: WorkerGroup | None = None,
+    **options: Unpack[RunOptions],
+) -> Summary:
+    """Run a model over a dataset and store its activations. The same call resumes an interrupted run.
+
+    Args:
+        model: A model on the Hugging Face hub, a folder, or ``embedded``; or a run spec, which says everything.
+        data: A file, a folder or a name as for ``--dataset``; or the rows themselves: a list of strings or dicts, a
+            ``datasets.Dataset``, or a frame of pandas or polars.
+        output: Where the activations are stored: a folder, ``gs://…``, ``s3://…`` or ``az://…``.
+        taps: What to store, such as ``["residual.12", "mlp.3-5"]``.
+        progress: True shows the progress, False does not; None shows it in a notebook. Or counters for a display of
+            your own.
+        stop: Set it to commit what is done and return.
+        hosts: The pod that this process is part of. Every process of the pod makes this call.
+        options: The flags of ``spile extract``, with underscores.
+
+    Returns:
+        What the stream holds afterwards.
+
+    Raises:
+        spile.errors.UserError: An argument is wrong; nothing was changed.
+
+    """
+    from spile.worker.extract import extract as run
+
+    with _naming("extract"):
+        spec = _run_spec("extract", model, data, output, taps, options)
+        with _shown(progress, stop) as (counters, ended):
+            return run(spec, progress=counters, stop=ended, hosts=hosts)
+
+
+def infer(
+    model: str | RunSpec = "embedded",
+    data: Data = None,
+    output: str | os.PathLike[str] | None = None,
+    *,
+    taps: Sequence[str] | str | None = None,
+    stop: Sequence[str] | threading.Event | None = None,
+    progress: Progress | bool | None = None,
+    hosts: WorkerGroup | None = None,
+    **options: Unpack[InferOptions],
+) -> Summary:
+    """Answer every prompt of a dataset, and store the activations of prompts and answers.
+
+    Args:
+        model: As for :func:`extract`.
+        data: As for :func:`extract`.
+        output: As for :func:`extract`.
+        taps: As for :func:`extract`.
+        stop: Tokens that end an answer, in addition to the model's own; or an event, which ends the run when it is set.
+        progress: As for :func:`extract`.
+        hosts: As for :func:`extract`.
+        options: The flags of ``spile infer``, with underscores.
+    """
+    from spile.worker.infer import infer as run
+
+    with _naming("infer"):
+        event = stop if isinstance(stop, threading.Event) else None
+        words: dict[str, Any] = {} if stop is None or event is not None else {"stop": stop}
+        spec = _run_spec("infer", model, data, output, taps, {**options, **words})
+        with _shown(progress, event) as (counters, ended):
+            return run(spec, progress=counters, stop=ended, hosts=hosts)
+
+
+def plan(
+    model: str | RunSpec = "embedded",
+    data: Data = None,
+    *,
+    taps: Sequence[str] | str | None = None,
+    machine: str | None = None,
+    workers: int = 1,
+    count: int = 1000,
+    **options: Unpack[RunOptions],
+) -> Forecast:
+    """Forecast the tokens and bytes of a run and, for a machine, its hours and dollars.
+
+    Args:
+        model: A model as for :func:`extract`, or a run spec. No weights are fetched.
+        data: The data as for :func:`extract`.
+        taps: The taps as for :func:`extract`.
+        machine: The machine type, such as ``v5e-64``; None forecasts sizes only.
+        workers: The number of such machines.
+        count: The number of samples to tokenize, evenly spread over the data.
+        options: The flags of ``spile extract``, with underscores.
+    """
+    from spile.planning.cost import Rates
+    from spile.planning.forecast import plan as forecast
+    from spile.planning.machines import list_prices, parse_machine
+
+    with _naming("plan"):
+        if count < 1:
+            raise SpecError("--count", expected="at least 1", found=count)
+        spec = _run_spec("plan", model, data, None, taps, options)
+        kind = None if machine is None else parse_machine(machine)
+        found = forecast(spec, count)
+        if kind is None:
+            return found
+        return replace(found, estimate=found.on(kind, list_prices(), rates=Rates(), workers=workers))
+
+
+# -- examine what was stored ------------------------------------------------------------------------------------------
+
+
+def verify(
+    root: str | os.PathLike[str],
+    *,
+    recompute: int = 0,
+    streams: Collection[int] | None = None,
+    max_samples: int | None = None,
+    seed: int = 0,
+    gc: bool = False,
+    remove: bool = False,
+    repair: bool = False,
+    older_than: float = 3600.0,
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
+) -> Report:
+    """Prove that every sample of a dataset is stored exactly once, and every byte as it was committed.
+
+    Args:
+        root: The dataset: a folder, ``gs://…``, ``s3://…`` or ``az://…``.
+        recompute: The number of random samples to compute again and compare.
+        streams: Only these streams; None verifies all, and reports those that were never started.
+        max_samples: The limit that the run was started with, if any.
+        seed: Chooses the samples that are recomputed.
+        gc: Search for orphaned shards and unfinished uploads.
+        remove: Remove those that are older than ``older_than`` seconds.
+        repair: Replace commits of an earlier life of a stream, and keep copies of them.
+        older_than: The least age, in seconds, of what ``gc`` finds and ``remove`` removes.
+        progress: Called with the checked and the total number of bytes.
+
+    Returns:
+        The report: ``report.ok``, and ``report.all_problems``.
+
+    """
+    from spile.store.verification import verify as prove
+
+    with _naming("verify"):
+        if isinstance(recompute, bool) or not isinstance(recompute, int) or recompute < 0:
+            raise SpecError("--recompute", expected="the number of samples to compute again", found=repr(recompute))
+        again = None
+        if recompute:
+            from spile.worker.recompute import recomputer
+
+            again = recomputer(str(root))
+        decode, unchecked = answer_decoder(str(root))
+        report = prove(
+            str(root),
+            streams=streams,
+            max_samples=max_samples,
+            recompute=again,
+            k=recompute,
+            seed=seed,
+            gc=gc,
+            remove=remove,
+            repair=repair,
+            older_than=older_than,
+            progress=progress,
+            decode=decode,
+        )
+        return replace(report, unchecked=unchecked)
+
+
+def answer_decoder(root: str) -> tuple[Decode | None, tuple[str, ...]]:
+    """Return the tokenizer's function for texts of answers, or why they cannot be compared."""
+    from spile.data.tokens import load_tokenizer
+    from spile.models.model_files import find
+    from spile.objects import open_folder
+    from spile.store.stream import read_run
+
+    run = read_run(open_folder(root))
+    if run is None or run.generation is None:
+        return None, ()
+    what = "texts of answers were not compared with their tokens"
+    try:
+        files = find(run.model, run.revision, weights=False, read=_config_reader(run.backend))
+        if files.tokenizer_hash() == run.tokenizer:
+            return load_tokenizer(files.tokenizer_folder).decode, ()
+    except SpileError as error:
+        return None, (f"{what}: the tokenizer was not found: {error}",)
+    return None, (f"{what}: the tokenizer of {run.model} has changed since the run",)
+
+
+def _config_reader(backend: str) -> ReadConfig:
+    if backend == "torch":
+        from spile.worker.torch_backend import read_torch_config
+
+        return read_torch_config
+    from spile.models.families import read_config
+
+    return read_config
+
+
+def inspect(
+    root: str | os.PathLike[str] | Dataset,
+    *,
+    tap: str | None = None,
+    samples: int = 3,
+    html: str | os.PathLike[str] | None = None,
+) -> Inspection:
+    """Return the statistics of each tap, and heat maps of a few samples.
+
+    Args:
+        root: A dataset, or where it is stored.
+        tap: The tap whose main directions are computed; None takes one in the middle.
+        samples: The number of heat maps.
+        html: A file that gets a page with plots.
+    """
+    from spile.reading.inspection import inspect_dataset
+
+    with _naming("inspect"):
+        dataset = _opened(root)
+        if not len(dataset):
+            raise UserError(f"{dataset.root.url} has no samples yet", fix="inspect it after the first commit")
+        found = inspect_dataset(dataset, tap=tap, samples=max(0, samples))
+        if html is not None:
+            from spile.cli.flags import write_page
+            from spile.view.report import report_page
+
+            write_page(report_page(dataset, found), Path(html))
+        return found
+
+
+def export(
+    root: str | os.PathLike[str] | Dataset,
+    output: str | os.PathLike[str],
+    *,
+    to: ExportFormat = "npy",
+    taps: Sequence[str] | None = None,
+    streams: Sequence[int] | None = None,
+    dtype: Literal["float32", "float16"] = "float32",
+    context_size: int = 128,
+    hook_name: str | None = None,
+) -> Exported:
+    """Write taps of a dataset in the format of another program. The dataset is not changed.
+
+    Args:
+        root: A dataset, or where it is stored.
+        output: A new folder on this machine.
+        to: ``npy``, ``parquet``, ``hf``, ``saelens`` or ``pickle``.
+        taps: The taps; None takes the residual stream of all layers.
+        streams: Only these streams.
+        dtype: The dtype of the numbers.
+        context_size: The length of a context in the cache of SAELens.
+        hook_name: The name of the tap in the cache of SAELens; None takes that of TransformerLens.
+    """
+    from spile.reading.export import export_dataset
+
+    with _naming("export"):
+        return export_dataset(
+            _opened(root),
+            str(output),
+            to=to,
+            taps=taps,
+            streams=streams,
+            dtype=dtype,
+            context_size=context_size,
+            hook_name=hook_name,
+        )
+
+
+def compare(
+    a: str | os.PathLike[str] | Dataset, b: str | os.PathLike[str] | Dataset, *, taps: Sequence[str] | None = None
+) -> Comparison:
+    """Compare the activations of the same samples in two datasets, such as of two dtypes, adapters or checkpoints.
+
+    Args:
+        a: A dataset, or where it is stored. Distances are relative to its norms.
+        b: The other dataset. Samples are matched by their order in the data, and must have the same tokens.
+        taps: The taps to compare; None compares all that both have.
+    """
+    from spile.reading.inspection import compare_datasets
+
+    with _naming("compare"):
+        return compare_datasets(_opened(a), _opened(b), taps)
+
+
+def score(root: str | os.PathLike[str], *, reference: str | None = None, dataset: str | None = None) -> Score:
+    """Compare the answers of :func:`infer` to ARC tasks with the expected outputs.
+
+    Variants of a task vote, after their changes are undone. An answer without a grid counts as wrong.
+
+    Args:
+        root: What :func:`infer` wrote.
+        reference: A file with the expected outputs; None takes those of the tasks.
+        dataset: The tasks; None takes the data of the run.
+    """
+    with _naming("score"):
+        return score_run(str(root), reference, dataset)
+
+
+def score_run(root: str, reference: str | None, dataset: str | None) -> Score:
+    """Score the answers of a run; errors name the flags of ``spile score``."""
+    from spile.data.arc.answers import by_task, read_references, score_answers
+    from spile.data.arc.encoders import parse_encoder
+    from spile.objects import open_folder
+    from spile.store.predictions import merged
+    from spile.store.stream import read_run
+    from spile.store.streams import open_streams
+
+    folder = open_folder(root)
+    run = read_run(folder)
+    if run is None or run.generation is None:
+        found = "none" if run is None else "activations alone"
+        raise UserError(f"no answers at {folder.url}", expected="what spile infer wrote", found=found)
+    if run.prompt.kind != "arc" or not run.prompt.version.startswith("output-from-examples"):
+        raise UserError(f"the answers at {folder.url}", expected="outputs of ARC tasks", found=run.prompt.version)
+    encoder = parse_encoder(run.prompt.encoder)
+    predictions, skipped = [], []
+    places = [] if dataset is None else [dataset]
+    for stream in open_streams(folder, run):
+        predictions += merged(stream.folder, stream.commits)
+        skipped += [skip.task_id for commit in stream.commits for skip in commit.skipped]
+        places += [] if dataset is not None else [stream.record.identity.data]
+    tasks = _tasks(places, needed=reference is None)
+    expected: dict[str, Grid] = {}
+    for place in places if reference is None else [reference]:
+        expected |= read_references(place)
+    return score_answers(by_task(predictions, encoder), skipped, expected, tasks)
+
+
+def _tasks(places: list[str], needed: bool) -> dict[str, Task]:
+    """Return the tasks. Unless they are needed, unreadable ones are left out, and a page shows only the answers."""
+    from spile.data.arc.answers import read_tasks
+
+    tasks: dict[str, Task] = {}
+    for place in places:
+        try:
+            tasks |= read_tasks(place)
+        except DataError as error:
+            if needed:
+                raise DataError(error.problem, fix="name the tasks with --dataset or --reference") from error
+    return tasks
+
+
+# -- arguments --------------------------------------------------------------------------------------------------------
+
+
+def _run_spec(
+    function: str,
+    model: str | RunSpec,
+    data: Data,
+    output: str | os.PathLike[str] | None,
+    taps: Sequence[str] | str | None,
+    options: Mapping[str, Any],
+) -> RunSpec:
+    """Return the run spec of a call."""
+    given = {"data": data, "output": output, "taps": taps, **options}
+    if isinstance(model, RunSpec):
+        more = [name for name, value in given.items() if value is not None]
+        if more:
+            raise SpecError(more[0], expected="a run spec alone, which says everything", found="both")
+        return model
+    values = {"model": model, **_plain(options)}
+    values |= {} if output is None else {"output": str(output)}
+    values |= {} if taps is None else {"taps": _plain({"taps": taps})["taps"]}
+    by_name = data is None or isinstance(data, str | os.PathLike)
+    values |= {"dataset": str(data)} if by_name and data is not None else {}
+    spec = make_spec(values, infer=function == "infer", source=f"spile.{function}()")
+    return spec if by_name else with_rows(spec, data, keep="keep" not in options)
+
+
+def with_rows(spec: RunSpec, data: Data, *, keep: bool = False) -> RunSpec:
+    """Return the spec with rows that are given in Python. ``keep``: store their short scalar fields."""
+    rows = hasattr(data, "__iter__") and not hasattr(data, "__next__")  # an iterator can be read only once
+    if isinstance(data, bytes | Mapping) or not (rows or hasattr(data, "to_batches")):
+        raise SpecError(
+            "data",
+            expected="a name, a list of strings or dicts, a datasets.Dataset, or a frame of pandas, polars or pyarrow",
+            found=type(data).__name__,
+            fix="pass list(data)" if hasattr(data, "__next__") else None,
+        )
+    kept = (EVERY_FIELD,) if keep and not spec.data.prompt.pack else spec.data.keep
+    return replace(
+        spec, data=replace(spec.data, rows=data, dataset=f"Python {type(data).__name__}", keep=kept, worker_id=0)
+    )
+
+
+def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options in the forms that the run spec accepts: any sequence as a list, a path as a text."""
+    found: dict[str, Any] = {}
+    for name, value in options.items():
+        if isinstance(value, os.PathLike):
+            found[name] = str(value)
+        elif isinstance(value, str | tuple) or not hasattr(value, "__iter__"):
+            found[name] = value
+        else:
+            found[name] = [each.item() if hasattr(each, "item") else each for each in value]
+    return found
+
+
+def _opened(root: str | os.PathLike[str] | Dataset) -> Dataset:
+    from spile.reading.dataset import Dataset
+    from spile.reading.dataset import open as open_dataset
+
+    return root if isinstance(root, Dataset) else open_dataset(str(root))
+
+
+@contextmanager
+def _naming(function: str) -> Iterator[None]:
+    """Name the public function and its arguments in errors, instead of the flags of the command line."""
+    try:
+        yield
+    except SpileError as error:
+        error.problem, error.fix = _arguments(error.problem), error.fix and _arguments(error.fix)
+        error.expected, error.found = (
+            _arguments(each) if isinstance(each, str) else each for each in (error.expected, error.found)
+        )
+        if isinstance(error, SpecError) and not error.problem.startswith("spile."):
+            error.problem = f"spile.{function}(): {error.problem}"
+        error.args = (error.line(),)
+        raise
+
+
+_WORDS = "auto|jax|torch|arc|chat|text|tokens|truncate|skip|error|both|prompt|answer|none|all|last"
+_FLAG = re.compile(rf"--([a-z][a-z0-9-]*)(?: (\d[\w.,]*|(?:b?float\d+|int8|{_WORDS})\b))?")
+
+
+def _arguments(text: str) -> str:
+    """Write ``--max-seq-length 512`` as ``max_seq_length=512``; a whole command stays as it is."""
+    if re.search(r"\bspile [a-z]", text):
+        return text
+
+    def argument(found: re.Match[str]) -> str:
+        name, value = found[1].replace("-", "_"), found[2]
+        return name if value is None else f"{name}={value if value[0].isdigit() else repr(value)}"
+
+    return _FLAG.sub(argument, text)
+
+
+@contextmanager
+def _shown(
+    progress: Progress | bool | None, stop: threading.Event | None
+) -> Iterator[tuple[Progress | None, threading.Event | None]]:
+    """Yield the counters of a run and what ends it, and show them if that is asked for, or in a notebook."""
+    if progress is not None and not isinstance(progress, bool):
+        yield progress, stop
+        return
+    from spile.view.worker import in_notebook, notebook_bar, watched
+
+    if not (in_notebook() if progress is None else progress):
+        yield None, stop
+    elif in_notebook():
+        with notebook_bar() as counters:
+            yield counters, stop
+    else:
+        with watched() as watch:
+            yield watch.progress, stop or watch.stop

@@ -1,0 +1,392 @@
+"""Samples as readers see them: tokens, their texts, activation rows by tap, and a heat map for notebooks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from html import escape
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any, Literal, get_args, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from spile.errors import SpileError, UserError
+from spile.objects.ahead import read_ahead
+from spile.reading.rows import SampleRef, column
+from spile.spec.amounts import counted
+from spile.spec.ranges import Ranges
+from spile.spec.sample import Role
+from spile.spec.taps import Tap
+from spile.store.ledger import ShardRecord
+from spile.store.shard_reader import ShardReader
+from spile.store.streams import Stream, read_ledgers
+
+if TYPE_CHECKING:
+    from spile.data.tokens import Tokenizer
+    from spile.reading.dataset import Dataset
+
+_PARALLEL = 16
+_SHARDS_AT_ONCE = 4
+_PIECE = 8 << 20
+"""Bytes of one read, approximately."""
+_SHOWN = 400
+"""Tokens of a sample that a heat map shows."""
+_NEWLINE = "↵\n"
+
+_Array = npt.NDArray[Any]
+
+
+def no_tap(tap: str, known: Sequence[str]) -> UserError:
+    """Return the error for a tap that is not there."""
+    return UserError(f"no tap {tap} in this dataset", expected=f"one of {', '.join(known)}")
+
+
+def as_float32(rows: _Array) -> _Array:
+    """Return rows as float32; rows of integers, such as token ids, stay as they are."""
+    return rows if rows.dtype.kind in "iu" else rows.astype(np.float32, copy=False)
+
+
+class SampleRows(ABC):
+    """One sample: its tokens and their texts, and one activation row per token at each tap."""
+
+    ref: SampleRef
+    """The sample's stream, index, task id, length, preview and kept fields."""
+    taps: tuple[str, ...]
+    _tokenizer: Callable[[], Tokenizer]
+    """Returns the tokenizer of the model."""
+
+    tokens: npt.NDArray[np.int32]
+    """Token ids of the rows."""
+    positions: npt.NDArray[np.int64]
+    """Position of each row in the sample, from 0. It differs from the row number if not all tokens have rows."""
+    context: npt.NDArray[np.int32]
+    """Ids of all tokens that the model read, including tokens without rows."""
+    roles: npt.NDArray[np.uint8]
+    """The :class:`~spile.spec.sample.Role` bits of each row's token."""
+
+    @abstractmethod
+    def rows(self, tap: str | Tap) -> _Array:
+        """Return the rows ``[length, d]`` at one tap."""
+
+    def __getitem__(self, tap: str | Tap) -> _Array:
+        """Return the rows ``[length, d]`` at one tap as float32."""
+        return as_float32(self.rows(tap))
+
+    def __len__(self) -> int:
+        return self.ref.length
+
+    @property
+    def task_id(self) -> str:
+        """The id of the sample's row in the data, or ``line-N``."""
+        return self.ref.task_id
+
+    @property
+    def labels(self) -> dict[str, Any]:
+        """The fields of the sample's row that were kept."""
+        return dict(self.ref.kept)
+
+    @cached_property
+    def text(self) -> str:
+        """The text of all tokens that the model read, including special tokens."""
+        return self._tokenizer().decode(self.context.tolist())
+
+    @cached_property
+    def token_texts(self) -> list[str]:
+        """The text of each row's token. A character of several tokens belongs to the last of them."""
+        pieces = self._tokenizer().pieces(self.context.tolist())
+        return [pieces[place] for place in self.positions]
+
+    def heat_map(self, tap: str | Tap | None = None, *, values: Sequence[float] | _Array | None = None) -> TokenMap:
+        """Return the tokens, coloured by one number for each: for a notebook, or as HTML with ``str()``.
+
+        Args:
+            tap: Colour by the norms of the rows at this tap; None takes one in the middle.
+            values: Colour by these numbers, such as the activations of a feature, one for each row.
+        """
+        if values is None:
+            chosen = str(tap) if tap is not None else self.taps[len(self.taps) // 2]
+            numbers: _Array = np.linalg.norm(self[chosen].astype(np.float64), axis=1)
+            return TokenMap(self._shown_texts(), numbers, self.roles, f"norm at {chosen}")
+        numbers = np.asarray(values, np.float64)
+        if numbers.shape != (len(self),):
+            raise UserError("values", expected=f"{len(self)} numbers, one for each row", found=f"shape {numbers.shape}")
+        return TokenMap(self._shown_texts(), numbers, self.roles, "value" if tap is None else str(tap))
+
+    def _shown_texts(self) -> list[str]:
+        """Return the texts of the tokens, or their ids if the tokenizer is not available."""
+        try:
+            return self.token_texts
+        except SpileError:
+            return [f" {token}" for token in self.tokens.tolist()]
+
+    def __repr__(self) -> str:
+        preview = self.ref.preview if len(self.ref.preview) <= 40 else f"{self.ref.preview[:40]}…"
+        return (
+            f"<sample {self.task_id!r}: {counted(len(self), 'row')} at {counted(len(self.taps), 'tap')}, {preview!r}>"
+        )
+
+    def _repr_html_(self) -> str:
+        title = f"<b>{escape(self.task_id)}</b> · {counted(len(self), 'row')}"
+        kept = ", ".join(f"{name}: {value}" for name, value in self.labels.items())
+        title += f" · {escape(kept)}" if kept else ""
+        return f"<div>{title}</div>" + (str(self.heat_map()) if self.taps and len(self) else "")
+
+
+class TokenMap:
+    """Tokens coloured by one number each. A notebook shows it; ``str()`` returns the HTML."""
+
+    def __init__(self, texts: Sequence[str], values: _Array, roles: _Array, name: str) -> None:
+        self._texts, self._values, self._roles, self._name = list(texts), values, roles, name
+
+    def _shares(self) -> _Array:
+        """Return how strongly each token is coloured, from -1 to 1: attention sinks do not fade all other tokens."""
+        values = np.nan_to_num(self._values)
+        usual = np.abs(values[(self._roles & Role.FIRST) == 0]) if len(values) > 1 else np.abs(values)
+        lowest = usual.min(initial=np.inf) if len(usual) and values.min() >= 0 else 0.0
+        lowest = 0.0 if values.min() < 0 or not np.isfinite(lowest) else 0.9 * lowest
+        most = max(float(np.quantile(usual, 0.98)) if len(usual) else 1.0, lowest + 1e-12)
+        size = np.clip((np.abs(values) - lowest) / (most - lowest), 0, 1)
+        return np.asarray(np.sign(values) * size)
+
+    def __str__(self) -> str:
+        spans = []
+        for text, value, share in zip(self._texts[:_SHOWN], self._values, self._shares(), strict=False):
+            colour = "232,119,34" if share >= 0 else "40,100,199"
+            shown = escape(text).replace("\n", _NEWLINE)
+            spans.append(
+                f'<span title="{escape(repr(text))}: {value:.4g}" '
+                f'style="background:rgba({colour},{0.85 * abs(share):.2f})">{shown}</span>'
+            )
+        more = len(self._texts) - _SHOWN
+        tail = f" … and {counted(more, 'more token')}" if more > 0 else ""
+        style = "white-space:pre-wrap;overflow-wrap:anywhere;font:13px/1.7 ui-monospace,monospace;max-width:60rem"
+        about = f'<div style="opacity:.65;font-size:12px">{escape(self._name)}</div>'
+        return f'{about}<div style="{style}">{"".join(spans)}{tail}</div>'
+
+    def _repr_html_(self) -> str:
+        return str(self)
+
+    def __repr__(self) -> str:
+        return f"<heat map of {counted(len(self._texts), 'token')}: {self._name}>"
+
+
+class StoredSample(SampleRows):
+    """A sample of a dataset, whose rows are read on request."""
+
+    def __init__(
+        self, shard: ShardReader, place: int, ref: SampleRef, taps: Sequence[str], tokenizer: Callable[[], Tokenizer]
+    ) -> None:
+        self._shard, self._place = shard, place
+        self._start, self._stop = shard.bounds(place)
+        self.ref, self.taps = ref, tuple(taps)
+        self._tokenizer = tokenizer
+
+    @cached_property
+    def tokens(self) -> npt.NDArray[np.int32]:  # type: ignore[override]  # read on request
+        """Token ids of the rows."""
+        return self._shard.rows("tokens", self._start, self._stop)
+
+    @cached_property
+    def positions(self) -> npt.NDArray[np.int64]:  # type: ignore[override]  # read on request
+        """Position of each row in the sample, from 0. It differs from the row number if not all tokens have rows."""
+        return self._shard.positions(self._start, self._stop)
+
+    @cached_property
+    def context(self) -> npt.NDArray[np.int32]:  # type: ignore[override]  # read on request
+        """Ids of all tokens that the model read, including tokens without rows."""
+        return self._shard.context(self._place)
+
+    @cached_property
+    def roles(self) -> npt.NDArray[np.uint8]:  # type: ignore[override]  # read on request
+        """The :class:`~spile.spec.sample.Role` bits of each row's token."""
+        return self._shard.rows("roles", self._start, self._stop)
+
+    def rows(self, tap: str | Tap) -> _Array:
+        """Return the rows ``[length, d]`` at one tap in the stored dtype, with one range read."""
+        if str(tap) not in self.taps:
+            raise no_tap(str(tap), self.taps)
+        return self._shard.rows(str(tap), self._start, self._stop)
+
+    def all_rows(self, taps: Iterable[str | Tap] | None = None) -> dict[str, _Array]:
+        """Return the rows ``[length, d]`` at all taps, or at the given ones, read in parallel."""
+        names = self.taps if taps is None else tuple(str(tap) for tap in taps)
+        calls = (partial(self.rows, name) for name in names)
+        return dict(zip(names, read_ahead(calls, _PARALLEL), strict=True))
+
+
+class SampleList(Sequence[SampleRef]):
+    """The references of all samples, stream by stream in the order of the data. Headers are read on demand."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset = dataset
+        read_ledgers(dataset.streams)
+        self._runs = [
+            (stream.number, start, stop)
+            for stream in dataset.streams
+            for start, stop in Ranges(pair for shard in stream.shards for pair in shard.samples.pairs()).pairs()
+        ]
+        self._ends = list(accumulate(stop - start for _, start, stop in self._runs))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    @overload
+    def __getitem__(self, place: int) -> SampleRef: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[SampleRef]: ...
+    def __getitem__(self, place: int | slice) -> SampleRef | list[SampleRef]:
+        if isinstance(place, slice):
+            return [self[number] for number in range(*place.indices(len(self)))]
+        return self._dataset.sample(*self.address(place)).ref
+
+    def address(self, place: int) -> tuple[int, int]:
+        """Return the stream and the index of the sample at this place."""
+        number = place + len(self) if place < 0 else place
+        if not 0 <= number < len(self):
+            raise IndexError(f"sample {place} of {len(self)}")
+        run = bisect_right(self._ends, number)
+        stream, _, stop = self._runs[run]
+        return stream, stop - (self._ends[run] - number)
+
+    def __repr__(self) -> str:
+        return f"<{counted(len(self), 'sample')} of {self._dataset.root.url}>"
+
+
+# -- one row per sample -----------------------------------------------------------------------------------------------
+
+Where = Literal["last", "first", "mean", "all"] | int
+"""Which rows of a sample are taken: one of them, their mean, all, or the row with this number."""
+
+
+@dataclass(frozen=True)
+class RowChoice:
+    """Which rows of each sample are taken, of those whose roles are selected."""
+
+    where: Where = "last"
+    include: int | None = None
+    exclude: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.where not in get_args(get_args(Where)[0]) and type(self.where) is not int:
+            raise UserError(
+                "positions", expected="last, first, mean, all, or the number of a row", found=repr(self.where)
+            )
+
+    def pick(self, roles: _Array, name: str) -> _Array:
+        """Return the numbers of the chosen rows of a sample whose rows have these roles."""
+        rows = np.arange(len(roles))
+        if self.include is not None:
+            rows = rows[(roles[rows] & int(self.include)) != 0]
+        if self.exclude is not None:
+            rows = rows[(roles[rows] & int(self.exclude)) == 0]
+        if self.where == "all":
+            return rows
+        number = {"last": -1, "first": 0, "mean": 0}[self.where] if isinstance(self.where, str) else self.where
+        if not -len(rows) <= number < len(rows):
+            raise UserError(
+                f"sample {name} has no row for positions={self.where!r}",
+                found=f"{counted(len(rows), 'row')} after include and exclude",
+            )
+        return rows if self.where == "mean" else rows[[number]]
+
+    def reduce(self, rows: _Array, counts: _Array) -> _Array:
+        """Average the rows of each sample, if that is asked for."""
+        if self.where != "mean" or not len(counts):
+            return rows
+        first = np.concatenate([[0], np.cumsum(counts)[:-1]])
+        return np.asarray(np.add.reduceat(rows, first, axis=0) / counts[:, None], np.float32)
+
+
+@dataclass(frozen=True)
+class _ShardRows:
+    stream: int
+    index: _Array
+    """The index of each sample in its stream."""
+    counts: _Array
+    """Chosen rows of each sample."""
+    rows: _Array
+    """The chosen rows, or a value for each of them."""
+
+
+def sample_matrix(dataset: Dataset, tap: str, choice: RowChoice) -> _Array:
+    """Return the chosen rows of every sample at one tap, as float32 and in the order of the data."""
+
+    def read(stream: Stream, record: ShardRecord) -> _ShardRows:
+        shard = dataset.shard(stream, record)
+        numbers, counts = _chosen(shard, choice)
+        rows = choice.reduce(_gathered(shard, tap, numbers), counts)
+        counts = counts if choice.where == "all" else np.ones_like(counts)
+        return _ShardRows(stream.number, shard.read_tensor("sample_index"), counts, rows)
+
+    parts = _of_shards(dataset.streams_with((tap,), None), read)
+    return _in_data_order(parts) if parts else np.zeros((0, 0), np.float32)
+
+
+def sample_labels(dataset: Dataset, name: str, choice: RowChoice) -> _Array:
+    """Return a kept field of every sample, in the order of the data; of every chosen row if all rows are chosen."""
+    known: set[str] = set()
+
+    def read(stream: Stream, record: ShardRecord) -> _ShardRows:
+        shard = dataset.shard(stream, record)
+        values = np.empty(len(shard.notes), object)
+        for place, note in enumerate(shard.notes):
+            kept = note.get("kept", {})
+            known.update(kept)
+            values[place] = kept.get(name)
+        counts = _chosen(shard, choice)[1] if choice.where == "all" else np.ones(len(values), np.int64)
+        return _ShardRows(stream.number, shard.read_tensor("sample_index"), counts, np.repeat(values, counts))
+
+    parts = _of_shards(dataset.streams, read)
+    if parts and name not in known:
+        raise UserError(
+            f"no field {name} is stored with the samples of {dataset.root.url}",
+            expected=f"one of {', '.join(sorted(known))}" if known else "fields that were kept",
+            found="none" if not known else None,
+            fix=f"extract with keep=[{name!r}], or --keep {name}",
+        )
+    return column(_in_data_order(parts).tolist()) if parts else np.zeros(0)
+
+
+def _of_shards(streams: Sequence[Stream], read: Callable[[Stream, ShardRecord], _ShardRows]) -> list[_ShardRows]:
+    read_ledgers(streams)
+    calls = (partial(read, stream, record) for stream in streams for record in stream.shards)
+    return list(read_ahead(calls, _SHARDS_AT_ONCE))
+
+
+def _chosen(shard: ShardReader, choice: RowChoice) -> tuple[_Array, _Array]:
+    """Return the numbers of the chosen rows of a shard, sorted, and how many each sample has."""
+    offsets, roles, notes = shard.read_tensor("offsets"), shard.read_tensor("roles"), shard.notes
+    found = [
+        start + choice.pick(roles[start:stop], notes[place]["task_id"])
+        for place, (start, stop) in enumerate(pairwise(offsets.tolist()))
+    ]
+    counts = np.array([len(rows) for rows in found], np.int64)
+    return np.concatenate(found) if found else np.zeros(0, np.int64), counts
+
+
+def _gathered(shard: ShardReader, tap: str, numbers: _Array) -> _Array:
+    """Read rows by their numbers, piece by piece, so that only the chosen rows are held."""
+    dtype, width = shard.row_type(tap)
+    step = max(1, _PIECE // max(1, dtype.itemsize * width))
+    parts = []
+    for first in range(0, shard.record.tokens, step):
+        low, high = np.searchsorted(numbers, [first, first + step])
+        if low < high:
+            start, stop = int(numbers[low]), int(numbers[high - 1]) + 1
+            parts.append(as_float32(shard.rows(tap, start, stop)[numbers[low:high] - start]))
+    return np.concatenate(parts) if parts else np.zeros((0, width), np.float32)
+
+
+def _in_data_order(parts: Sequence[_ShardRows]) -> _Array:
+    """Concatenate the rows of all shards, sample by sample in the order of streams and indexes."""
+    streams = np.concatenate([np.full(len(part.index), part.stream) for part in parts])
+    order = np.lexsort((np.concatenate([part.index for part in parts]), streams))
+    counts = np.concatenate([part.counts for part in parts])
+    rows = np.concatenate([part.rows for part in parts])
+    starts = np.concatenate([[0], np.cumsum(counts)[:-1]])
+    wanted = [np.arange(starts[place], starts[place] + counts[place]) for place in order]
+    return rows[np.concatenate(wanted)] if wanted else rows

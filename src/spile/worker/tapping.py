@@ -1,0 +1,310 @@
+"""Activations in memory: a model that stays loaded, and the rows of a few samples at some taps. Nothing is written."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from spile.data.sources import PythonRows, RowRange, RowSource, open_source
+from spile.data.stream import make_samples
+from spile.data.tokens import Tokenizer, load_tokenizer
+from spile.errors import SpecError
+from spile.models.attention import choose
+from spile.models.model_files import ModelFiles
+from spile.models.params import LayerRun, Params, choose_runs
+from spile.models.weights import load
+from spile.reading.rows import SampleRef, column
+from spile.reading.samples import RowChoice, SampleRows, Where, as_float32
+from spile.spec.amounts import counted
+from spile.spec.positions import choose_positions
+from spile.spec.run import EVERY_FIELD, RunSpec, make_spec
+from spile.spec.sample import Sample, Skip
+from spile.spec.taps import Tap, select_taps, tap_rows
+from spile.worker.batches import Batch, BatchPlan, batches
+from spile.worker.device import DeviceProducer, configure_jax
+from spile.worker.mesh import default_shape, device_memory, make_mesh, plan_mesh
+from spile.worker.producer import Producer, refuse_no_answers
+from spile.worker.resolve import compute_dtype_for, find_model
+from spile.worker.torch_backend import learned_positions, load_replicas, torch_devices
+from spile.worker.torch_producers import TorchProducer
+
+_ROWS_BYTES = 256 << 20
+"""The largest size of a batch's rows at all computed taps together."""
+_LEAST_TOKENS = 64
+"""The smallest batch. Sizes are powers of two, so that calls with other texts use the same few programs."""
+_MOST_TOKENS = 1 << 14
+
+_Array = npt.NDArray[Any]
+
+
+class TappedSample(SampleRows):
+    """A sample with its activation rows in memory."""
+
+    def __init__(self, sample: Sample, rows: dict[str, _Array], tokenizer: Tokenizer) -> None:
+        chosen = np.arange(len(sample)) if sample.positions is None else sample.positions
+        self.context, self.positions = sample.tokens, chosen.astype(np.int64)
+        self.tokens, self.roles = sample.of_rows(sample.tokens), sample.of_rows(sample.roles)
+        self.taps, self._rows = tuple(rows), rows
+        self._tokenizer = lambda: tokenizer
+        self.ref = SampleRef(
+            0, sample.index, sample.task_id, sample.rows, sample.preview, sample.augmentation, sample.truncated,
+            sample.kept or {},
+        )  # fmt: skip
+
+    def rows(self, tap: str | Tap) -> _Array:
+        """Return the rows ``[length, d]`` at one tap."""
+        if str(tap) not in self._rows:
+            raise SpecError("taps", expected=f"one of {', '.join(self.taps)}", found=str(tap))
+        return self._rows[str(tap)]
+
+
+class Activations(Sequence[TappedSample]):
+    """The activations of some samples in memory, in the order of the data."""
+
+    def __init__(self, samples: Sequence[TappedSample], taps: Sequence[str], skipped: Sequence[Skip]) -> None:
+        self._samples, self.taps = tuple(samples), tuple(taps)
+        self.skipped = tuple(skipped)
+        """Rows without a sample: empty texts, or texts that are too long for ``long="skip"``."""
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    @overload
+    def __getitem__(self, which: int | str) -> TappedSample: ...
+    @overload
+    def __getitem__(self, which: slice) -> Activations: ...
+    def __getitem__(self, which: int | str | slice) -> TappedSample | Activations:
+        """Return the sample at a place, or with a task id; or some of them."""
+        if isinstance(which, slice):
+            return Activations(self._samples[which], self.taps, ())
+        if isinstance(which, str):
+            found = next((sample for sample in self._samples if sample.task_id == which), None)
+            if found is None:
+                raise KeyError(which)
+            return found
+        return self._samples[which]
+
+    def numpy(
+        self, tap: str, *, positions: Where = "last", include: int | None = None, exclude: int | None = None
+    ) -> _Array:
+        """Return one row per sample ``[samples, d]``; see :meth:`spile.Dataset.numpy`."""
+        choice = RowChoice(positions, include, exclude)
+        chosen = [choice.pick(sample.roles, sample.task_id) for sample in self._samples]
+        rows = [sample[tap][numbers] for sample, numbers in zip(self._samples, chosen, strict=True)]
+        counts = np.array([len(numbers) for numbers in chosen], np.int64)
+        return choice.reduce(np.concatenate(rows), counts) if rows else np.zeros((0, 0), np.float32)
+
+    def labels(self, name: str) -> _Array:
+        """Return a field of the data, one value per sample."""
+        return column([sample.ref.kept.get(name) for sample in self._samples])
+
+    def __repr__(self) -> str:
+        tokens = sum(len(sample) for sample in self._samples)
+        taps = ", ".join(self.taps[:3]) + (f" and {len(self.taps) - 3} more" if len(self.taps) > 3 else "")
+        return f"<activations of {counted(len(self), 'sample')}, {counted(tokens, 'token')}: {taps}>"
+
+    def _repr_html_(self) -> str:
+        return "".join(sample._repr_html_() for sample in self._samples[:5]) + (
+            f"<div>… and {counted(len(self) - 5, 'more sample')}</div>" if len(self) > 5 else ""
+        )
+
+
+@dataclass(eq=False)
+class Model:
+    """A model in memory. ``model.tap(texts, taps=[…])`` returns activations; the weights stay loaded."""
+
+    spec: RunSpec
+    """With backend and dtype chosen."""
+    files: ModelFiles
+    tokenizer: Tokenizer
+    weights: Any
+    """The parameters in JAX, or a replica of the module per device in PyTorch."""
+    _producers: dict[tuple[Tap, ...], Producer] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def name(self) -> str:
+        """The name of the model."""
+        return self.files.name
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of token ids, including special tokens."""
+        return self.tokenizer.decode([*map(int, tokens)])
+
+    def tap(self, data: Any, *, taps: Sequence[str] | str = "residual", **options: Any) -> Activations:
+        """Return the activations of some texts in memory, in the order of the data.
+
+        Args:
+            data: A list of strings, dicts, chats or lists of token ids, a frame, or the name of a dataset.
+            taps: What to compute, such as ``["residual.12", "mlp.3-5"]``.
+            options: As for :func:`spile.tap`: ``layers``, ``positions``, ``prompt``, ``column``, ``max_seq_length``, ….
+        """
+        words = [taps] if isinstance(taps, str) else list(taps)
+        spec = self._spec(words, options)
+        wanted = select_taps(spec.taps, spec.layers, self.files.config.n_layers, spec.heads, spec.top_k)
+        items = self._samples(data, spec)
+        samples = [item for item in items if isinstance(item, Sample)]
+        with self._lock:  # one call at a time: two would hold the device's memory of both
+            found = self._compute(samples, wanted)
+        names = [str(tap) for tap in wanted]
+        tapped = [
+            TappedSample(sample, {name: found[sample.index][name] for name in names}, self.tokenizer)
+            for sample in samples
+        ]
+        return Activations(tapped, names, [item for item in items if isinstance(item, Skip)])
+
+    def _spec(self, taps: Sequence[str], options: dict[str, Any]) -> RunSpec:
+        own = self.spec.backend == "jax"
+        learned = self.files.config.learned_positions if own else learned_positions(self.files)
+        if learned is not None:
+            options = {"max_seq_length": min(2048, learned), **options}
+        spec = make_spec({**options, "taps": list(taps)}, source="tap()")
+        if learned is not None and spec.data.max_seq_length > learned:
+            expected = f"at most {learned}, the positions that {self.name} has learned"
+            raise SpecError("--max-seq-length", expected=expected, found=spec.data.max_seq_length)
+        return spec
+
+    def _samples(self, data: Any, spec: RunSpec) -> list[Sample | Skip]:
+        """Tokenize the data, and choose the positions whose rows are returned."""
+        source: RowSource
+        if isinstance(data, str):
+            part = RowRange.parse(spec.data.split)
+            source = open_source(data, column=spec.data.prompt.column, split=part.split)
+        else:
+            source = PythonRows(data, spec.data.prompt.column, (EVERY_FIELD,))
+        location = data if isinstance(data, str) else source.origin["dataset"]
+        keep = replace(spec.data, keep=() if isinstance(data, str) else (EVERY_FIELD,))
+        prompt, items = make_samples(source, str(location), keep, self.tokenizer, self.files.config.vocab_size)
+        refuse_no_answers(spec, prompt.kind)
+        return [
+            item
+            if isinstance(item, Skip)
+            else replace(item, positions=choose_positions(spec.positions, spec.data.seed, item.index, item.roles))
+            for item in items
+        ]
+
+    # -- computing ------------------------------------------------------------------------------------------------
+
+    def _compute(self, samples: Sequence[Sample], wanted: Sequence[Tap]) -> dict[int, dict[str, _Array]]:
+        """Return the rows of each sample, by its index, at the wanted taps."""
+        taps = self._computed_taps(wanted)
+        if taps not in self._producers:
+            self._producers[taps] = self._producer(taps)
+        producer = self._producers[taps]
+        names = {number: str(tap) for number, tap in enumerate(taps) if tap in wanted}
+        found: dict[int, dict[str, _Array]] = {sample.index: {} for sample in samples}
+        whole = [replace(sample, positions=None) for sample in samples]
+        chosen = {sample.index: sample for sample in samples}
+        for batch in batches(whole, self._plan(samples, taps, producer.groups)):
+            blocks = list(producer.fetch(producer.start(batch)))
+            for number, name in names.items():
+                for index, rows in _by_sample(batch, blocks[number]):
+                    found[index][name] = as_float32(chosen[index].of_rows(rows)).copy()
+        return found
+
+    def _computed_taps(self, wanted: Sequence[Tap]) -> tuple[Tap, ...]:
+        """Return the taps that one program computes.
+
+        In JAX these are all layers of the wanted kinds: layers are computed as a scan, and a call for another layer
+        uses the same program and the same weights.
+        """
+        if self.spec.backend == "torch":
+            return tuple(wanted)
+        config = self.files.config
+        for tap in wanted:
+            tap_rows(tap, config.sizes(tap.layer), "float32")  # raises an error for a tap that the model does not have
+        layers = range(config.n_layers)
+        found = dict.fromkeys(
+            each
+            for tap in wanted
+            for each in ([tap] if tap.layer is None else [replace(tap, layer=layer) for layer in layers])
+            if tap.layer is None or _exists(each, self.files)
+        )
+        return tuple(found)
+
+    def _plan(self, samples: Sequence[Sample], taps: Sequence[Tap], groups: int) -> BatchPlan:
+        """Return a plan whose batches hold all samples in few shapes."""
+        config = self.files.config
+        width = sum(4 * config.d_model for _ in taps)
+        most = max(_LEAST_TOKENS, min(_MOST_TOKENS, _ROWS_BYTES // max(1, width)))
+        total = sum(map(len, samples))
+        tokens = 1 << max(_LEAST_TOKENS, min(most, -(-total // groups)) - 1).bit_length() if total else _LEAST_TOKENS
+        longest = max(map(len, samples), default=1)
+        return BatchPlan(tokens, None, longest, groups, shortest_row=_LEAST_TOKENS)
+
+    def _producer(self, taps: tuple[Tap, ...]) -> Producer:
+        dtype = self.spec.dtype
+        if self.spec.backend == "torch":
+            return TorchProducer(self.weights, taps, store_dtype="float32", dtype=dtype, most_tokens=_MOST_TOKENS)
+        placed: _PlacedWeights = self.weights
+        return DeviceProducer(
+            placed.params,
+            self.files.config,
+            taps,
+            store_dtype="float32",
+            mesh=placed.mesh,
+            attention=choose(self.files.config, placed.mesh.devices.flat[0].platform, dtype),
+            dtype=dtype,
+            runs=placed.runs,
+        )
+
+    def __repr__(self) -> str:
+        config = self.files.config
+        return f"<model {self.name}: {config.n_layers} layers of {config.d_model}, {self.spec.dtype}>"
+
+
+@dataclass(frozen=True)
+class _PlacedWeights:
+    params: Params
+    runs: tuple[LayerRun, ...]
+    mesh: jax.sharding.Mesh
+
+
+def load_tapped(spec: RunSpec) -> Model:
+    """Load all layers of the model that a spec names, on all devices of this process."""
+    configure_jax()
+    files, backend = find_model(spec, None, "")
+    tokenizer = load_tokenizer(files.tokenizer_folder, optional=True)
+    dtype = spec.dtype
+    if dtype == "auto":
+        where = jax.default_backend() if backend == "jax" else "cpu" if torch_devices() == ("cpu",) else "gpu"
+        dtype = compute_dtype_for(where)  # type: ignore[assignment]
+    spec = replace(spec, backend=backend, dtype=dtype)
+    weights = load_replicas(files, dtype) if backend == "torch" else _placed(files, spec)
+    return Model(spec, files, tokenizer, weights)
+
+
+def _placed(files: ModelFiles, spec: RunSpec) -> _PlacedWeights:
+    config, itemsize = files.config, jnp.dtype(spec.dtype).itemsize
+    shape = spec.mesh_shape or default_shape(
+        config, jax.device_count(), itemsize, device_memory(), config.n_layers, head=True
+    )
+    mesh = make_mesh(shape)
+    runs = choose_runs(config, (), config.n_layers, itemsize)
+    place = plan_mesh(config, shape).place(mesh)
+    return _PlacedWeights(load(files, spec.dtype, config.n_layers, place, head=True, runs=runs), runs, mesh)
+
+
+def _exists(tap: Tap, files: ModelFiles) -> bool:
+    """Return whether a layer has this tap: in some models only some layers have experts."""
+    try:
+        tap_rows(tap, files.config.sizes(tap.layer), "float32")
+    except SpecError:
+        return False
+    return True
+
+
+def _by_sample(batch: Batch, blocks: Sequence[Any]) -> Iterator[tuple[int, _Array]]:
+    """Yield the index and the rows of each sample of a batch at one tap."""
+    for block in blocks:
+        start = 0
+        for sample in batch.of(block.group):
+            yield sample.index, block.rows[start : start + len(sample)]
+            start += len(sample)
