@@ -1,10 +1,12 @@
 """A simulated fleet on a fake clock: the real reconciler, lease and client on the fake cloud, with many faults.
 
 ``Simulation(seed).run()`` plays one history: hours of preemptions, stockouts, quota, lost replies, errors, slow
-operations, hung and crashing workers, and monitors that pause, die and overlap; redeployments while it runs, another
-fleet in the same bucket, budgets raised and lowered, stops, a hub that is out. Then all of it behaves, and the fleet
-has to end well. Never are another dataset's rows under a stream, never is a stream wiped, never is there a success that
-verify would refuse. The same seed plays the same history.
+operations, hung and crashing workers, samples that kill the worker that computes them, and monitors that pause, die and
+overlap, or are missing for hours; redeployments with more and fewer workers while it runs, another fleet in the same
+bucket, budgets raised and lowered, stops, a hub that is out. Then all of it behaves, and the fleet has to end well.
+Never are another dataset's rows under a stream, never is a stream wiped, never is a sample lost, doubled or, if it is
+healthy, quarantined, never is there a success that verify would refuse, and never is a machine billed for long after
+its work ended. The same seed plays the same history.
 """
 
 from __future__ import annotations
@@ -27,9 +29,12 @@ from spile.fleet.monitor import tick
 from spile.fleet.provider import NodeRequest
 from spile.fleet.reconcile import past_of
 from spile.fleet.spec import FLEET_LABEL, WORKER_LABEL, FleetSpec, Policy, keep_numbers, plan_workers
+from spile.launch.supervisor import LaunchCounter
 from spile.objects.folder import NotFound, ObjectInfo
 from spile.spec.phase import Phase
+from spile.spec.ranges import Ranges
 from spile.store.claims import Claim, ClaimBook
+from spile.store.quarantine import Supervision, Trials, resume_trials
 from spile_fakes.cloud import ApiError, Cloud, CloudTimes
 from spile_fakes.cloud_server import Api, ApiFault, Lost
 
@@ -115,6 +120,12 @@ class Vm:
     commits_seen: int = 0
     """The length of the ledger that the worker knows: its next commit has this number."""
     renewed: float = 0.0
+    launches: LaunchCounter = field(default_factory=LaunchCounter)
+    """Its agent's count of how its workers ended."""
+    trials: Trials | None = None
+    """What its worker knows of the suspects of the stream."""
+    healthy: bool = False
+    """Whether its worker has computed something."""
 
 
 @dataclass
@@ -122,14 +133,23 @@ class Stream:
     """A stream and its ledger."""
 
     samples: int
-    ledger: list[range] = field(default_factory=list)
+    poison: frozenset[int] = frozenset()
+    """The samples that kill the worker that computes them."""
+    ledger: list[list[int]] = field(default_factory=list)
     """The samples of each commit."""
+    quarantined: list[int] = field(default_factory=list)
+    record: Trials | None = None
+    """Its ``suspects.json``."""
     rows_of: str = ""
     """The sha256 of the stream whose rows are stored; empty if none are."""
 
     @property
     def done(self) -> int:
-        return self.ledger[-1].stop if self.ledger else 0
+        return sum(map(len, self.ledger))
+
+    @property
+    def covered(self) -> Ranges:
+        return Ranges.of(sample for commit in self.ledger for sample in commit)
 
     @property
     def complete(self) -> bool:
@@ -207,7 +227,7 @@ class Simulation:
         self.deployments = 1
         self.vms: dict[str, Vm] = {}
         self.root = MemoryFolder()
-        self.streams = {number: Stream(rng.randint(5, 60)) for number in range(self.fleet.stream_count)}
+        self.streams = {number: self._stream() for number in range(self.fleet.stream_count)}
         self.said: dict[int, Said] = {worker.id: Said() for worker in self.fleet.workers}
         self.poisoned = rng.choice(self.fleet.workers).id if rng.random() < 0.15 else None
         for worker in self.fleet.workers:
@@ -219,10 +239,17 @@ class Simulation:
         self.reports: list[int] = []
         self.calm_at = self.now + (self.chaos if self.chaos is not None else rng.uniform(1200, 7200))
         self.calm = False
+        self.unmonitored_until = 0.0
         self.ticks = 0
         self._foreigners()
 
     # -- the world --------------------------------------------------------------------------------------------------
+
+    def _stream(self) -> Stream:
+        """A stream; one in 25 has a sample or two that kill their worker."""
+        samples = self.rng.randint(5, 60)
+        poison = self.rng.sample(range(samples), self.rng.randint(1, 2)) if self.rng.random() < 0.04 else ()
+        return Stream(samples, frozenset(poison))
 
     def _foreigners(self) -> None:
         """Machines of somebody else: one with a name that a worker would like, one of another fleet."""
@@ -338,7 +365,7 @@ class Simulation:
         vm.deployment, vm.ended, vm.booted = self.fleet.deployment, 0.0, self.now + 15.0
         if vm.claim is not None:
             vm.claim.release()
-            vm.claim = None
+        vm.claim, vm.trials, vm.launches = None, None, LaunchCounter()  # another agent runs from now on
         if vm.name not in {worker.name for worker in self.fleet.workers}:
             vm.ended = self.now  # it has no work in this deployment
 
@@ -355,6 +382,7 @@ class Simulation:
                     self._end(vm, "finished")
                 return
             vm.commits_seen, vm.renewed = len(self.streams[vm.claim.stream].ledger), self.now
+            vm.trials = None
             if not self._may_write(vm.claim.stream):
                 self._end(vm, "refused")
                 return
@@ -365,30 +393,67 @@ class Simulation:
             said.crashes_left -= 1
             self._end(vm, "crashed")
             return
-        self._commit(vm, max(1, int(seconds / 5)))
+        self._take_step(vm, self.streams[vm.claim.stream], max(1, int(seconds / 5)))
 
-    def _commit(self, vm: Vm, count: int) -> None:
+    def _take_step(self, vm: Vm, stream: Stream, count: int) -> None:
+        """Compute some samples, as :class:`spile.worker.extract.StreamWork` does it."""
+        if vm.trials is None:
+            heard = Supervision.from_environment(vm.launches.environment())
+            vm.trials = resume_trials(stream.record, heard, "id", stream.covered)
+            stream.record = vm.trials if stream.record is not None or heard.kills else None
+        trials = vm.trials.without(stream.covered)
+        step = trials.choose(Ranges([(0, stream.samples)]) - stream.covered, section=4 * count)
+        if step.kind == "done":
+            self._commit(vm, [])
+            return
+        if step.kind == "quarantine":
+            if self._commit(vm, list(step.samples)):
+                stream.quarantined += step.samples
+                self._say(f"quarantined {list(step.samples)} of stream {list(self.streams.values()).index(stream)}")
+            return
+        samples = list(step.samples)
+        if step.kind == "trial":
+            trials = stream.record = trials.began(step.samples, controlled=vm.healthy or stream.done > 0)
+        else:
+            samples = samples[:count]
+        vm.trials = trials
+        if stream.poison.intersection(samples):
+            self._kill(vm)
+        elif self._commit(vm, samples):
+            vm.healthy = True
+            if step.kind == "trial":
+                vm.trials = stream.record = trials.passed()
+
+    def _kill(self, vm: Vm) -> None:
+        """A sample ends the worker. Its agent starts it again under the same name, so it has its claim back at once."""
+        self._say(f"a sample kills the worker of {vm.name}")
+        vm.launches.ended(137)
+        vm.claim, vm.trials, vm.healthy, vm.booted = None, None, False, self.now + 15.0
+        name, chance = vm.name, random.Random(self.rng.random())
+        vm.book = ClaimBook(self.root, name, clock=lambda: self.now, chance=chance)  # type: ignore[arg-type]
+
+    def _commit(self, vm: Vm, samples: list[int]) -> bool:
         """Create the next commit of the stream if it is absent; else this worker is fenced and takes another stream."""
         assert vm.claim is not None
         stream = self.streams[vm.claim.stream]
-        if len(stream.ledger) > vm.commits_seen:
+        fenced = len(stream.ledger) > vm.commits_seen
+        if fenced:
             self._say(f"{vm.name} is fenced from stream {vm.claim.stream}")
+        elif samples:
+            stream.ledger.append(samples)
+            vm.commits_seen += 1
+        if fenced or stream.complete:
             vm.claim.release()
-            vm.claim = None
-            return
-        done = stream.done
-        stream.ledger.append(range(done, min(stream.samples, done + count)))
-        vm.commits_seen += 1
-        if stream.complete:
-            vm.claim.release()
-            vm.claim = None
+            vm.claim, vm.trials = None, None
+        return not fenced
 
     def _end(self, vm: Vm, verdict: str) -> None:
         said = self.said[vm.worker]
         vm.ended, said.verdict, said.said, said.deployment = self.now, verdict, self.now, vm.deployment
         if vm.claim is not None and verdict == "refused":
             vm.claim.release()
-        vm.claim = None  # a crash releases nothing
+        vm.claim, vm.trials = None, None  # a crash releases nothing
+        vm.launches.ended(1)
         if verdict == "finished" and self.rng.random() < 0.7:
             self._delete_itself(vm)
 
@@ -429,7 +494,7 @@ class Simulation:
         elif roll < 0.56:
             self.monitors.append(self._monitor())
             self._say(f"another monitor: {len(self.monitors)}")
-        elif roll < 0.62:
+        elif roll < 0.62 and self.monitors:
             monitor = rng.choice(self.monitors)
             monitor.paused_until = self.now + rng.uniform(60, 1200)
         elif roll < 0.66 and len(self.monitors) > 1:
@@ -459,6 +524,10 @@ class Simulation:
         elif roll < 0.92:
             self.hub_out_until = self.now + rng.uniform(60, 1200)
             self._say("the hub is out")
+        elif roll < 0.95 and not any(monitor.busy for monitor in self.monitors):
+            self.monitors.clear()
+            self.unmonitored_until = self.now + rng.uniform(600, 7200)
+            self._say("no monitor runs for a while")
 
     def _calm(self) -> None:
         self.cloud.dry.clear()
@@ -467,7 +536,7 @@ class Simulation:
         self.cloud.pace = CloudTimes(60, 30, 20)
         for monitor in self.monitors:
             monitor.paused_until = 0.0
-        self.hub_out_until = 0.0
+        self.hub_out_until = self.unmonitored_until = 0.0
         if self.home.read_stop(self.fleet):
             self._redeploy("ours" if self._ours() else "theirs")
         self.home.order_budget(self.fleet, 1e6)
@@ -569,8 +638,12 @@ class Simulation:
             self._hold(self.now < limit, f"it did not converge: {self.state()}" if self.now >= limit else "")
             self._step()
         for number, stream in self.streams.items():
-            stored = [sample for commit in stream.ledger for sample in commit]
-            self._hold(stored == list(range(len(stored))), f"stream {number} lost or doubled a sample: {stored}")
+            stored = sorted(sample for commit in stream.ledger for sample in commit)
+            self._hold(len(set(stored)) == len(stored), f"stream {number} doubled a sample: {stored}")
+            self._hold(not stream.complete or stored == list(range(stream.samples)), f"stream {number} lost a sample")
+            self._hold(set(stream.quarantined) <= stream.poison, f"stream {number} quarantined {stream.quarantined}")
+            if stream.complete:
+                self._hold(set(stream.quarantined) == stream.poison, f"stream {number} stored {stream.poison}")
         return self
 
     def _step(self) -> None:
@@ -587,7 +660,7 @@ class Simulation:
             if self.now >= max(monitor.next, monitor.paused_until) and not monitor.busy and monitor in self.monitors:
                 monitor.next = self.now + 60.0
                 self._watch(monitor)
-        if not self.monitors:
+        if not self.monitors and self.now >= self.unmonitored_until:
             self.monitors.append(self._monitor())
         self._invariants()
 

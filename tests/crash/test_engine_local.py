@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from spile.objects import open_folder
 from spile.store.verification import verify
 
 COUNT = 12
+POISON_FOLDER = Path(__file__).parent.parent / "poison"
 
 
 @pytest.fixture
@@ -88,6 +90,31 @@ def test_a_killed_worker_is_restarted_and_nothing_is_stored_twice(
     assert report.ok, [problem.line() for problem in report.all_problems]
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["stream_000.log", "stream_001.log"]
     assert list((tmp_path / "out").glob(".spile-*")) == []
+
+
+CAUSES = {
+    "kill": "worker killed by signal 9 three times",
+    "segv": "worker killed by signal 11 three times",
+    "hang": "worker hung three times",
+    "memory": "out of memory (three|four) times",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", CAUSES)
+def test_a_sample_that_ends_its_workers_is_quarantined_and_the_rest_completes(
+    streams: Path, tmp_path: Path, how: str
+) -> None:
+    words = ["--dataset-dir", str(streams), "--output", "out", "--num-workers", "2", "--shard-size-gb", "0.001"]
+    path = os.pathsep.join(filter(None, [str(POISON_FOLDER), os.environ.get("PYTHONPATH", "")]))
+    run = start(tmp_path, *words, environment={**os.environ, "PYTHONPATH": path, "POISON": f"double-small:{how}"})
+    code, out = finish(run)
+    assert code == 0, out
+    assert re.search(rf"quarantined  in tpu_\d: double-small \({CAUSES[how]}\)", out), out
+    report = verify(open_folder(str(tmp_path / "out")))
+    assert report.ok, [problem.line() for problem in report.all_problems]
+    assert [skip.task_id for skip in report.quarantined] == ["double-small"]
+    assert sum(stream.samples for stream in report.streams) == 47
 
 
 def test_one_interrupt_commits_and_stops_all(streams: Path, tmp_path: Path) -> None:

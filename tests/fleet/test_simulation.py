@@ -17,13 +17,16 @@ from spile.spec.phase import Phase
 from spile_fakes.cloud import Cloud, CloudTimes
 from spile_fakes.cloud_server import Api
 
-ORDERS = ("redeployed", "is refused", "another fleet", "the budget of", "stopped by", "the hub is out")
+ORDERS = (
+    "redeployed", "is refused", "another fleet", "the budget of", "stopped by", "the hub is out", "scaled",
+    "no monitor runs for a while", "a sample kills the worker", "quarantined [", "is fenced from stream",
+)  # fmt: skip
 """What owners and the world do, as a history's log has it."""
 
 
-@pytest.mark.parametrize("block", range(4))
+@pytest.mark.parametrize("block", range(8))
 def test_histories_end_well(block: int) -> None:
-    for seed in range(block * 20, block * 20 + 20):
+    for seed in range(block * 25, block * 25 + 25):
         Simulation(seed).run()
 
 
@@ -107,3 +110,11 @@ def test_streams_in_one_place_for_all_would_be_noticed(monkeypatch: pytest.Monke
     monkeypatch.setattr("fleet_simulation.place_of", lambda below, _digest: below)
     with pytest.raises(AssertionError, match="streams were replaced by others"):
         _ = [Simulation(seed).run() for seed in range(20)]
+
+
+def test_a_healthy_sample_in_quarantine_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The simulation would fail if the samples of a lost machine, or of a whole group, were blamed like any other."""
+    monkeypatch.setattr("spile.store.quarantine.Suspects.convicted", property(lambda self: len(self.causes) >= 2))
+    monkeypatch.setattr("spile.store.quarantine.Suspects.divided", lambda self: [self])
+    with pytest.raises(AssertionError, match=r"quarantined \["):
+        _ = [Simulation(seed).run() for seed in range(40)]

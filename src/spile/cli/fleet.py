@@ -250,7 +250,8 @@ def list_fleets(
     from spile.fleet.home import FleetHome, fleet_url, fleets_of
     from spile.fleet.lease import Lease
     from spile.fleet.monitor import crash_loop
-    from spile.objects import bucket_url
+    from spile.objects import bucket_url, open_folder
+    from spile.store.streams import finished_quarantines
 
     url = bucket_url(bucket)
     rows: list[dict[str, Any]] = []
@@ -261,6 +262,7 @@ def list_fleets(
         finished = sum(each.verdict == "finished" and each.deployment == fleet.deployment for each in mine)
         failed = [f"{each.node} {each.verdict}" for each in mine if each.verdict in ("crashed", "refused")]
         failed += [f"{each.node}: {loop}" for each in mine if (loop := crash_loop(each))]
+        failed += [f"quarantined: {sample}" for sample in finished_quarantines(open_folder(fleet.root))]
         holder = Lease(home.folder, clock=time.time, ttl=0.0).holder()
         state = home.read_stop(fleet) or ("finished" if finished == len(fleet.workers) else "deployed")
         rows.append(

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from spile.store.report import Garbage, Kind, Report, StreamReport
 
 _MOST_LINES = 50
+_MOST_NAMED = 16
 _KINDS: tuple[Kind, ...] = ("missing", "doubled", "damaged", "wrong")
 
 
@@ -53,7 +54,8 @@ def verify(
     """Check that every sample of every stream is stored exactly once and that every byte is as it was committed.
 
     Every shard is read once. The exit code is 1 if anything is missing, doubled or damaged. A stream of the split that
-    no worker has started counts as missing.
+    no worker has started counts as missing. Quarantined samples, which ended their workers, are named. The dataset
+    records them as skipped, so the exit code is 0 if all other samples are proven.
     """
     from spile.store.verification import verify as prove
 
@@ -246,12 +248,23 @@ def _verdict(report: Report) -> Text:
         files = counted(shards, "shard") + (f", {counted(answers, 'answer')}" if answers else "")
         added = sorted({tap for stream in report.streams for tap in stream.added})
         files += f", {counted(len(added), 'tap')} added row for row" if added else ""
-        text = f"✓ proven: {where}; {files}, every checksum right, no NaN"
+        aside = _quarantined(report)
+        text = f"✓ proven{aside}: {where}; {files}, every checksum right, no NaN"
         text += f"; the run was limited with {report.asked}" if report.asked else ""
-        return Text(text, style="bold green")
+        return Text(text, style="bold yellow" if aside else "bold green")
     kinds = [problem.kind for problem in report.all_problems]
     found = ", ".join(_amount_wrong(report, kind, kinds.count(kind)) for kind in _KINDS if kind in kinds)
     return Text(f"✗ not proven: {found}{_hint(report, damaged='damaged' in kinds)}", style="bold red")
+
+
+def _quarantined(report: Report) -> str:
+    """Return which samples are not part of what is proven."""
+    found = report.quarantined
+    if not found:
+        return ""
+    more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+    named = ", ".join(map(str, found[:_MOST_NAMED]))
+    return f" except {counted(len(found), 'quarantined sample')}: {named}{more}"
 
 
 def _amount_wrong(report: Report, kind: Kind, problems: int) -> str:

@@ -112,6 +112,15 @@ class SampleStream:
         counted: list[int] = []
         return SampleReader(self._chunks(done, counted), counted, self.samples)
 
+    def task_id(self, index: int) -> str:
+        """Return the id of a sample without tokenizing it; its number if only the tokens would tell."""
+        if not self.prompt.pack:
+            others = Ranges([(0, index), (index + 1, (self.samples or 0) + 1)])
+            drafter = Drafter.of(self.prompt, self._spec, self._tokenizer)
+            for draft in self._drafts(others, index + 1, drafter):
+                return draft.task_id
+        return f"sample-{index}"
+
     def _chunks(self, done: Ranges, counted: list[int]) -> Iterator[list[Sample | Skip]]:
         drafter = Drafter.of(self.prompt, self._spec, self._tokenizer)
         if self.prompt.pack:

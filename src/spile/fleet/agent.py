@@ -38,7 +38,7 @@ from spile.fleet.home import FleetHome, WorkerReport
 from spile.fleet.pins import own_pin
 from spile.fleet.spec import FleetSpec, Worker, owns
 from spile.fleet.worker_logs import LogKeeper
-from spile.launch.supervisor import AttemptHistory, RestartAction, RestartPolicy
+from spile.launch.supervisor import AttemptHistory, LaunchCounter, RestartAction, RestartPolicy
 from spile.spec.phase import Phase
 from spile.store.heartbeat import REFERENCE, hide_values, secret_values
 from spile.version import __version__
@@ -46,6 +46,9 @@ from spile.version import __version__
 AGAIN = 75
 """The exit code that asks the launch script to read ``fleet.json`` again, because there is a new deployment."""
 _TAIL = 40
+_KILL_FACTOR = 10
+"""Restarts after a kill, as a multiple of those after errors: a worker works on many streams, and an agent does not see
+whether it commits."""
 _BUDGET_MARGIN = 1.05
 """Machines stop by themselves at this multiple of the budget. A monitor stops them at the budget itself."""
 _VERDICTS: dict[RestartAction, Verdict] = {
@@ -68,7 +71,7 @@ class Agent:
     node: str
     zone: str
     host: int = 0
-    restarts: RestartPolicy = field(default_factory=lambda: RestartPolicy(pause=10.0))
+    restarts: RestartPolicy = field(default_factory=lambda: RestartPolicy(pause=10.0, kill_factor=_KILL_FACTOR))
     look: float = 60.0
     """Seconds between checks for a new deployment, a stop order and the budget."""
     pin: str = ""
@@ -96,11 +99,12 @@ class Agent:
         self._dollars_before = before.dollars if before is not None else 0.0
         self._price = fleet.price if self.host == 0 else 0.0
         self._report = WorkerReport(self._name(), fleet.deployment, version=__version__)
-        history = AttemptHistory()
+        history, launches = AttemptHistory(), LaunchCounter()
         while True:
             self._tell(phase=Phase.STARTING, launches=self._report.launches + 1)
             began = time.monotonic()
-            code, tail, why = self._work(fleet, worker)
+            code, tail, why = self._work(fleet, worker, launches)
+            launches.ended(code)
             if code == AGAIN or self.stopping.is_set():
                 return AGAIN if code == AGAIN else 0
             if why:
@@ -192,7 +196,7 @@ class Agent:
         self._report = replace(self._report, dollars=cost, **{**changes, **moved})  # type: ignore[arg-type]
         self.home.write_report(self._report)
 
-    def _work(self, fleet: FleetSpec, worker: Worker) -> tuple[int, str, str]:
+    def _work(self, fleet: FleetSpec, worker: Worker, launches: LaunchCounter) -> tuple[int, str, str]:
         """Run the worker to its end.
 
         Returns:
@@ -209,7 +213,7 @@ class Agent:
             # The same process group as the agent, so that the end of the machine's service ends the worker too.
             with subprocess.Popen(  # noqa: S603
                 list(self.command(fleet, worker)),
-                env={**os.environ, **given},
+                env={**os.environ, **given, **launches.environment()},
                 stdin=spec,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -224,6 +228,7 @@ class Agent:
                     keeper.add(shown)
                     print(shown, end="", flush=True)
                 code = child.wait()
+        code = code if code >= 0 else 128 - code
         ended.set()
         watcher.join()
         _flush(keeper)
@@ -342,7 +347,7 @@ def main(words: Sequence[str] | None = None) -> int:
         options.node,
         options.zone,
         options.host,
-        restarts=RestartPolicy(pause=options.pause),
+        restarts=RestartPolicy(pause=options.pause, kill_factor=_KILL_FACTOR),
         look=options.look,
         pin=options.pin,
     )

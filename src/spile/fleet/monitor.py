@@ -397,6 +397,7 @@ class FleetStatus:
             "monitor": None if self.holder is None else self.holder.owner,
             "actions": list(self.actions),
             "problems": list(self.problems),
+            "quarantined": self.snapshot.quarantined,
         }
 
 

@@ -24,9 +24,17 @@ import yaml
 from spile.errors import Fenced, Interrupted, SpecError, UserError
 from spile.launch.engines import ClusterJob, refuse_control_characters
 from spile.planning.machines import Machine
+from spile.store.quarantine import UNKNOWN, VARIABLE
 
 INDEX = "JOB_COMPLETION_INDEX"
 """The variable that Kubernetes sets in each pod of an Indexed Job, and expands in a command."""
+_SUPERVISION = {
+    "JOB_UID": "metadata.labels['batch.kubernetes.io/controller-uid']",
+    "JOB_FAILURES": "metadata.annotations['batch.kubernetes.io/job-index-failure-count']",
+    "JOB_DISRUPTIONS": "metadata.annotations['batch.kubernetes.io/job-index-ignored-failure-count']",
+}
+"""What the Job controller writes on a pod about the earlier pods of its index. A worker that ended with an error of its
+own says so in its stream's folder, so a failure that it says nothing about was a kill."""
 CONTAINER = "spile"
 LOST_HOST = 4
 """The exit code of a worker that ends because another host of its slice is gone, set by LOST_HOST_EXIT_CODE."""
@@ -429,6 +437,10 @@ def _variables(job: KubernetesJob) -> Iterator[dict[str, Any]]:
         own["LOST_HOST_EXIT_CODE"] = str(LOST_HOST)
     for name, value in {**own, **job.job.env}.items():
         yield {"name": name, "value": _literal(value)}
+    if job.job.hosts == 1:  # Only a Job with a backoff limit for each index counts the failures of an index.
+        for name, path in _SUPERVISION.items():
+            yield {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+        yield {"name": VARIABLE, "value": ":".join([*(f"$({name})" for name in _SUPERVISION), UNKNOWN])}
     for each in job.secrets:
         yield {"name": each.variable, "valueFrom": {"secretKeyRef": {"name": each.secret, "key": each.key}}}
 

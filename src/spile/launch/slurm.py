@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 
 from spile.errors import SpecError
 from spile.launch.engines import ClusterJob, refuse_control_characters
+from spile.store.quarantine import VARIABLE
 
 _PAUSE = 10
 """Seconds before a worker that failed is started again; a multiple of it for each further error."""
@@ -81,7 +82,10 @@ def to_script(slurm: SlurmJob) -> str:
             "# Before the time limit it sends SIGUSR1 to this script only.",
             "trap 'scancel --signal=TERM \"$task\"' USR1",
             "",
+            "# Each worker is told how the one before it ended, so that it can find a sample that kills workers.",
+            "kills=0 others=0 how=",
             f"for attempt in $(seq 0 {job.retries}); do",
+            f'  export {VARIABLE}="$task.${{SLURM_RESTART_COUNT:-0}}:$kills:$others:$how"',
             f"  {_worker(slurm)} &",
             "  while kill -0 $! 2> /dev/null; do wait $!; done  # a signal ends one wait, not the worker",
             "  wait $!",
@@ -96,6 +100,11 @@ def to_script(slurm: SlurmJob) -> str:
             "  case $code in",
             '    130 | 143) scontrol requeue "$task"; exit $code ;;  # continues where the ledger ends',
             "  esac",
+            "  if [ $code -gt 128 ]; then",
+            '    kills=$((kills + 1)) how="signal $((code - 128))"',
+            "  else",
+            "    others=$((others + 1)) how=",
+            "  fi",
             f'  echo "spile: attempt $((attempt + 1)) of {job.retries + 1} ended with exit code $code" >&2',
             f"  [ $attempt -lt {job.retries} ] && sleep $(({_PAUSE} * (attempt + 1)))",
             "done",

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import re
 import secrets
+import signal
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -36,13 +37,42 @@ from spile.errors import DataError, Failure, Fenced, Interrupted, UserError
 from spile.objects import open_folder
 from spile.objects.preflight import preflight
 from spile.store.heartbeat import SILENCE
+from spile.store.quarantine import VARIABLE, Supervision
 from spile.store.snapshot import State, StreamView
 
 # -- the policy -------------------------------------------------------------------------------------------------------
 
+_SIGNALS = 128
 _STOPPED = (Interrupted.exit_code, 143)
 """Exit codes of a worker that was asked to stop: 130, and 143 if SIGTERM came before it could answer."""
-_LONGEST_DOUBLING = 5
+_LONGEST_DOUBLING, _LONGEST_AFTER_KILL = 5, 2
+
+
+def is_kill(code: int | None) -> bool:
+    """Return whether an exit code, 128 + n for signal n, means that something other than a request ended the worker."""
+    return code is not None and code > _SIGNALS and code not in (*_STOPPED, _SIGNALS + signal.SIGHUP)
+
+
+class LaunchCounter:
+    """Tells each launch of a worker how the launches before it ended.
+
+    The worker finds it in its environment (:data:`spile.store.quarantine.VARIABLE`). A supervisor that dies with its
+    machine begins a new count, so the loss of a machine is never taken for a killed worker.
+    """
+
+    def __init__(self) -> None:
+        self._now = Supervision(token=secrets.token_hex(8))
+
+    def ended(self, code: int | None) -> None:
+        """Count the end of a launch."""
+        if code is not None and is_kill(code):
+            self._now = replace(self._now, kills=self._now.kills + 1, how=f"signal {code - _SIGNALS}")
+        else:
+            self._now = replace(self._now, others=self._now.others + 1, how="")
+
+    def environment(self) -> dict[str, str]:
+        """Return the variable for the next launch."""
+        return {VARIABLE: str(self._now)}
 
 
 class RestartAction(Enum):
@@ -68,6 +98,8 @@ class AttemptHistory:
     """Attempts that found the stream owned by another worker, since the last long attempt."""
     losses: int = 0
     """Attempts in a row whose machine was lost, or that were stopped, before anything was committed."""
+    kills: int = 0
+    """Attempts whose worker was killed by a signal, since the last long attempt or the last commit."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +123,9 @@ class RestartPolicy:
 
     retries: int = 3
     """Restarts after errors."""
+    kill_factor: int = 4
+    """A worker that is killed by a signal is restarted this many times as often: a sample may be the cause, and each
+    attempt leaves fewer that it can be (:mod:`spile.store.quarantine`)."""
     fence_retries: int = 30
     """Restarts while another worker owns the stream."""
     loss_retries: int = 5
@@ -132,9 +167,15 @@ class RestartPolicy:
             history = replace(history, fences=history.fences + 1)
             action = RestartAction.RESTART if history.fences <= self.fence_retries else RestartAction.GIVE_UP
             return Decision(action, "another worker owns it", history, self.pause, fenced=True)
-        history = replace(history, errors=history.errors + 1)
-        action = RestartAction.RESTART if history.errors <= self.retries else RestartAction.GIVE_UP
-        pause = self.pause * 2.0 ** min(history.errors - 1, _LONGEST_DOUBLING)
+        longest = _LONGEST_DOUBLING
+        if is_kill(code):
+            history = replace(history, kills=(0 if committed else history.kills) + 1)
+            enough, longest = history.kills > self.retries * self.kill_factor, _LONGEST_AFTER_KILL
+        else:
+            history = replace(history, errors=history.errors + 1)
+            enough = history.errors > self.retries
+        pause = self.pause * 2.0 ** min(history.errors + history.kills - 1, longest)
+        action = RestartAction.GIVE_UP if enough else RestartAction.RESTART
         return Decision(action, f"exit code {code}", history, pause)
 
 
@@ -285,6 +326,7 @@ class _Stream:
     state: str = "waiting"
     """``waiting``, ``running``, ``done`` or ``failed``."""
     history: AttemptHistory = field(default_factory=AttemptHistory)
+    launches: LaunchCounter = field(default_factory=LaunchCounter)
     attempts: int = 0
     began: float = 0.0
     not_before: float = 0.0
@@ -375,7 +417,8 @@ class Supervisor:
                 self.stop()
             self._start_some()
             ends = self.engine.wait(0.2)
-            if any(_is_loss(end) for end in ends):  # What follows depends on whether a lost worker had committed.
+            # What follows depends on whether a worker that was lost or killed had committed.
+            if any(_is_loss(end) or is_kill(end.code) for end in ends):
                 self._observe_streams()
             for end in ends:
                 self._ended(end)
@@ -418,7 +461,8 @@ class Supervisor:
             stream.state, stream.began, stream.moving = "running", self._clock(), False
             stream.committed_at_start = stream.committed
             stream.attempts += 1
-            self.engine.start(stream.task, stream.avoid)
+            env = {**stream.task.env, **stream.launches.environment()}
+            self.engine.start(replace(stream.task, env=env), stream.avoid)
 
     def _ended(self, end: WorkerEnd) -> None:
         stream = self._streams[end.stream]
@@ -429,6 +473,7 @@ class Supervisor:
             return
         if stream.moving and end.where and end.code in _STOPPED:
             stream.avoid.add(end.where)
+        stream.launches.ended(end.code)
         decision = self._policy.decide(
             stream.history,
             end.code,
@@ -478,6 +523,7 @@ class Supervisor:
             if age is not None and SILENCE < age < self._clock() - stream.began:
                 self._log(f"stream {number}: its worker on {view.host if view else ''} is silent; another takes over")
                 self.engine.abandon(number)
+                stream.launches.ended(None)
                 stream.state = "waiting"
                 stream.avoid.update(filter(None, [view.host if view else ""]))
         free = self.engine.workers > len(self._running()) and not self.count("waiting")

@@ -64,14 +64,21 @@ class Sample:
         return values if self.positions is None else values[self.positions]
 
 
+QUARANTINED = "quarantined"
+"""The reason of a skipped sample that ended the workers that computed it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """A sample that was skipped, with the reason: ``too long``, ``empty`` …"""
+    """A sample that was skipped, with the reason: ``too long``, ``empty``, ``quarantined`` …"""
 
     index: int
     task_id: str
     reason: str
     detail: dict[str, object] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.task_id} ({self.detail.get('cause') or self.reason})"
 
 
 StopReason = Literal["stop", "length"]

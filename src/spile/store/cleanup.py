@@ -23,6 +23,7 @@ from spile.store.layout import (
     PROGRESS,
     STREAM,
     SUBMISSION,
+    SUSPECTS,
     commit_key,
     commit_number,
     is_addition,
@@ -37,7 +38,7 @@ from spile.store.report import Garbage
 from spile.store.stream import now_iso, parse_iso, read_stream
 from spile.version import __version__
 
-_RECORDS = (METADATA, PREDICTIONS, SUBMISSION, PROGRESS, STREAM)
+_RECORDS = (METADATA, PREDICTIONS, SUBMISSION, PROGRESS, SUSPECTS, STREAM)
 
 
 def is_ours(name: str) -> bool:
@@ -108,7 +109,8 @@ def clear_stream(root: Folder, worker_id: int) -> None:
 def clear_folder(folder: Folder) -> None:
     """Remove one ledger and its shards in the order that :func:`clear_stream` describes."""
     removal = Removal(folder.url, ours=is_ours, remove=folder.delete, fence=lambda: _fence(folder))
-    merged = [info.key for info in folder.list() if info.key in (PREDICTIONS, SUBMISSION)]
+    names = {info.key for info in folder.list()}
+    merged, suspects = sorted(names & {PREDICTIONS, SUBMISSION}), sorted(names & {SUSPECTS})
     if not removal.in_order([METADATA, *merged]):
         raise StoreError(
             f"{folder.url} cannot be started again",
@@ -118,7 +120,7 @@ def clear_folder(folder: Folder) -> None:
         )
     removal.in_order(commit_key(number) for number in reversed(commit_numbers(folder)))
     removal.in_parallel(info.key for info in folder.list() if is_data(info.key))
-    removal.in_order([PROGRESS, STREAM])
+    removal.in_order([PROGRESS, *suspects, STREAM])
 
 
 def _fence(folder: Folder) -> bool:

@@ -18,7 +18,7 @@ from spile.errors import Damaged, untrusted
 from spile.objects.crc import crc32c, from_hex, to_hex
 from spile.objects.folder import Folder, NotFound
 from spile.spec.ranges import Ranges
-from spile.spec.sample import Skip
+from spile.spec.sample import QUARANTINED, Skip
 from spile.store.layout import COMMITS, commit_key, commit_number, is_shard, predictions_name
 
 FORMAT = 1
@@ -267,6 +267,8 @@ class Ledger:
     samples: int = 0
     """The number of stored samples."""
     skipped: int = 0
+    quarantined: tuple[Skip, ...] = ()
+    """The skipped samples that ended workers."""
     tokens: int = 0
     bytes: int = 0
     end: int | None = None
@@ -298,11 +300,13 @@ class Ledger:
         """Return the ledger with these commits appended. All samples are sorted only once."""
         pairs = self.done.pairs()
         files: list[ShardFile] = []
+        quarantined = list(self.quarantined)
         skipped, last, end, created = self.skipped, self.commits, self.end, self.created
         for commit in commits:
             pairs += commit.pairs()
             files += [ShardFile(shard.name, shard.count, shard.tokens, shard.size) for shard in commit.shards]
             skipped += len(commit.skipped)
+            quarantined += [skip for skip in commit.skipped if skip.reason == QUARANTINED]
             last = commit.number
             end = commit.end if commit.end is not None else end
             created = commit.created or created
@@ -317,6 +321,7 @@ class Ledger:
             files=(*self.files, *files),
             samples=self.samples + samples,
             skipped=skipped,
+            quarantined=tuple(quarantined),
             tokens=self.tokens + sum(file.tokens for file in files),
             bytes=self.bytes + sum(file.size for file in files),
             end=end,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from spile.spec.ranges import Ranges
+from spile.spec.sample import Skip
 
 Kind = Literal["missing", "doubled", "damaged", "wrong"]
 """``damaged``: bytes or records differ from what was committed. ``wrong``: a recomputed row differs, or the streams
@@ -118,6 +119,8 @@ class StreamReport:
     problems: tuple[Problem, ...] = ()
     foreign_commits: Ranges = field(default_factory=Ranges)
     """The numbers of commits of an earlier incarnation. They are ignored and are not a problem."""
+    quarantined: tuple[Skip, ...] = ()
+    """The skipped samples that ended their workers."""
     kept: tuple[str, ...] | None = None
     """The locations of the copies of commits that a repair removed from the ledger; None if there was no repair."""
 
@@ -153,6 +156,11 @@ class Report:
         return (*self.problems, *(problem for stream in self.streams for problem in stream.problems))
 
     @property
+    def quarantined(self) -> tuple[Skip, ...]:
+        """The quarantined samples of all streams. They are recorded, so they are not a problem."""
+        return tuple(skip for stream in self.streams for skip in stream.quarantined)
+
+    @property
     def ok(self) -> bool:
         """Whether the dataset is verified. Garbage is not a problem, because readers ignore it."""
         return not self.all_problems
@@ -177,4 +185,5 @@ class Report:
 def _stream_json(stream: StreamReport) -> dict[str, Any]:
     plain = {name: value for name, value in vars(stream).items() if name != "problems"}
     ranges = {name: getattr(stream, name).pairs() for name in ("missing", "doubled", "foreign_commits")}
-    return {**plain, **ranges, "ok": stream.ok}
+    quarantined = [{"index": skip.index, "task_id": skip.task_id, **skip.detail} for skip in stream.quarantined]
+    return {**plain, **ranges, "quarantined": quarantined, "ok": stream.ok}

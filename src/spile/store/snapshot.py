@@ -75,6 +75,8 @@ class StreamView:
     """The machine's own status (READY, PREEMPTED …) if there is a fleet."""
     streams: int | None = None
     """The number of streams of the split; None if the stream's record does not state it."""
+    quarantined: tuple[str, ...] = ()
+    """The samples that were set aside because workers end when they compute them, with the causes."""
 
     @property
     def percent(self) -> float | None:
@@ -128,6 +130,11 @@ class Snapshot:
     def never_begun(self) -> int:
         """The number of streams of the split that no worker has started."""
         return max(0, max((stream.streams or 0 for stream in self.streams), default=0) - len(self.streams))
+
+    @property
+    def quarantined(self) -> list[str]:
+        """One line for each quarantined sample."""
+        return [f"quarantined in {each.name}: {sample}" for each in self.streams for sample in each.quarantined]
 
     def count(self, *states: State) -> int:
         """Return the number of streams in these states."""
@@ -240,6 +247,7 @@ def view_of(number: int, record: StreamRecord | None, ledger: Ledger, beat: Beat
         last_error=beat.last_error if beat is not None else None,
         log_tail=beat.log_tail if beat is not None else (),
         streams=record.identity.streams if record is not None else None,
+        quarantined=tuple(map(str, ledger.quarantined)),
     )
 
 

@@ -443,6 +443,7 @@ def metadata(record: StreamRecord, run: RunIdentity, ledger: Ledger) -> dict[str
         "total_tokens": ledger.tokens,
         "total_bytes": ledger.bytes,
         "skipped_samples": ledger.skipped,
+        **({"quarantined": list(map(str, ledger.quarantined))} if ledger.quarantined else {}),
         "stream_samples": expected,
         "fingerprint": record.fingerprint,
         "stream": record.id,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import shlex
 from bisect import bisect_right
@@ -19,7 +20,7 @@ from spile.spec.identity import RunIdentity, StreamIdentity
 from spile.spec.ranges import Ranges
 from spile.spec.taps import TapRows
 from spile.store.cleanup import clear_folder
-from spile.store.layout import STREAM, addition_folder, is_addition, new_attempt, stream_folder, stream_number
+from spile.store.layout import METADATA, STREAM, addition_folder, is_addition, new_attempt, stream_folder, stream_number
 from spile.store.ledger import Commit, ShardRecord, read_commits, read_ledger
 from spile.store.report import Problem
 from spile.store.shard_format import CONTEXT, CONTEXT_OFFSETS, POSITIONS
@@ -301,6 +302,20 @@ class Stream:
 def find_streams(root: Folder) -> list[int]:
     """Return the numbers of the streams below a root."""
     return sorted(_folders(root))
+
+
+def finished_quarantines(root: Folder) -> list[str]:
+    """Return the quarantined samples of finished streams, from their ``metadata.json``; no ledger is read."""
+    keys = [f"{stream_folder(number)}/{METADATA}" for number in find_streams(root)]
+
+    def read(key: str) -> list[str]:
+        try:
+            return [str(sample) for sample in json.loads(root.get(key)).get("quarantined", [])]
+        except (NotFound, ValueError, AttributeError, TypeError):  # The file is for people; a ledger has the truth.
+            return []
+
+    with ThreadPoolExecutor(CONCURRENT_REQUESTS, thread_name_prefix="metadata") as pool:
+        return [sample for found in pool.map(read, keys) for sample in found]
 
 
 def _folders(root: Folder) -> dict[int, list[str]]:

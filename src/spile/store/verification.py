@@ -516,6 +516,7 @@ def _judge(stream: _StreamEvidence, run: RunIdentity, asked: DataSpec) -> Stream
         expected=expected,
         samples=ledger.samples,
         skipped=ledger.skipped,
+        quarantined=ledger.quarantined,
         shards=sum(len(each.shards) for each in stream.ledgers),
         tokens=ledger.tokens,
         bytes=sum(shard.size for each in stream.ledgers for shard in each.shards),

@@ -60,8 +60,10 @@ class EngineView:
 
     def finish(self, outcome: EngineOutcome, streams: int, root: str, max_samples: int | None) -> None:
         """Print the result and the next command to type."""
+        quarantined: list[str] = []
         try:
-            totals = _totals(self.reader.take())
+            snapshot = self.reader.take()
+            totals, quarantined = _totals(snapshot), snapshot.quarantined
         except SpileError as error:
             totals = f"not seen: {error}"
         again = outcome.attempts - streams
@@ -69,6 +71,8 @@ class EngineView:
         self._print("activations", root)
         self._print("streams", f"{outcome.done} of {streams} done{more}")
         self._print("dataset", totals)
+        for line in quarantined:
+            self._print("quarantined", line.removeprefix("quarantined "))
         for number, problem in outcome.failed.items():
             self._print("given up", f"stream {number}: {problem}")
         bound = "" if max_samples is None else f" --max-samples {max_samples}"

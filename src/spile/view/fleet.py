@@ -160,6 +160,7 @@ def _news(status: FleetStatus) -> list[Text]:
     if status.holder is not None:
         lines.append(Text(_watched_by(status), style="yellow"))
     lines += [Text(f"{names}: {reason}", style="red") for reason, names in _given_up(status)]
+    lines += [Text(line, style="yellow") for line in status.snapshot.quarantined]
     news = (*status.problems, *status.actions)
     lines += [Text(line, style="yellow") for line in news[:_NEWS]]
     if len(news) > _NEWS:
@@ -209,7 +210,7 @@ def plain_lines(status: FleetStatus) -> list[str]:
     lines.append(", ".join(parts))
     if status.holder is not None:
         lines.append(_watched_by(status))
-    return [*lines, *status.problems, *status.actions]
+    return [*lines, *status.snapshot.quarantined, *status.problems, *status.actions]
 
 
 def watch(

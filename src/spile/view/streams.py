@@ -88,7 +88,7 @@ def _errors(snapshot: Snapshot) -> list[Text]:
         Text(f"{stream.name}: {stream.last_error}", style="red")
         for stream in snapshot.streams
         if stream.last_error and stream.state is not State.DONE
-    ]
+    ] + [Text(line, style="yellow") for line in snapshot.quarantined]
 
 
 def plain_lines(snapshot: Snapshot) -> list[str]:
@@ -101,7 +101,7 @@ def plain_lines(snapshot: Snapshot) -> list[str]:
     total = f"total: {totals_line(snapshot)}; {health_line(snapshot)}"
     never = f", not begun {snapshot.never_begun}" if snapshot.never_begun else ""
     left = f", about {duration(snapshot.seconds_left)} left" if snapshot.seconds_left else ""
-    return [*lines, total + never + left]
+    return [*lines, total + never + left, *snapshot.quarantined]
 
 
 def watch(

@@ -228,6 +228,7 @@ def facts(summary: Summary, max_samples: int | None = None) -> list[tuple[str, s
     rows = [
         ("activations", summary.stream),
         ("samples", _samples(summary)),
+        ("quarantined", ", ".join(map(str, summary.quarantined))),
         ("tokens", f"{summary.tokens:,}"),
         ("bytes", f"{size(summary.bytes)} in {counted(summary.shards, 'shard')}"),
         ("speed", _speed(summary.progress)),

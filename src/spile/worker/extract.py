@@ -5,30 +5,44 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext, suppress
+from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from spile.data.stream import SampleReader
-from spile.errors import SpecError
+from spile.errors import Failure, Fenced, SpecError, SpileError
 from spile.objects import is_remote, open_folder
 from spile.objects.preflight import preflight
-from spile.spec.amounts import counted, size
+from spile.spec.amounts import counted, duration, size
 from spile.spec.phase import Phase
 from spile.spec.positions import ALL
 from spile.spec.ranges import Ranges
 from spile.spec.run import ExtractSpec
-from spile.spec.sample import Sample
+from spile.spec.sample import QUARANTINED, Sample, Skip
 from spile.store.cleanup import clear_stream, remove_remains, stream_exists, stream_has_commits
 from spile.store.layout import stream_folder
+from spile.store.quarantine import (
+    MOST_QUARANTINED,
+    Step,
+    Supervision,
+    Trials,
+    read_trials,
+    resume_trials,
+    section_size,
+    write_trials,
+)
 from spile.store.stream import StreamStore, join_run, join_stream, read_stream, write_spec
 from spile.worker.batches import Batch, batches
 from spile.worker.device import DeviceProducer, configure_jax, place_model
 from spile.worker.pipeline import LocalControl, run_pipeline
 from spile.worker.pod.pod import SingleProcess, WorkerGroup, check_same_command
-from spile.worker.producer import Producer, TokenLimit, with_positions
-from spile.worker.progress import Progress, StatusFiles, Summary, peak_memory, write_checkpoint_file
+from spile.worker.producer import OutOfDeviceMemory, Producer, TokenLimit, with_positions
+from spile.worker.progress import HangWatch, Progress, StatusFiles, Summary, peak_memory, write_checkpoint_file
 from spile.worker.resolve import ResolvedRun, resolve, wants_statistics
 from spile.worker.sizes import sizes_for_stream
 from spile.worker.torch_producers import torch_producer
@@ -37,6 +51,12 @@ MakeProducer = Callable[[ResolvedRun, Progress, SampleReader], Producer]
 """Loads the model onto its devices; may look at the samples that come next."""
 Finish = Callable[[ResolvedRun, StreamStore], None]
 """Writes what is derived from the ledger once nothing is left to do."""
+_CONTROLS = 64
+"""Stored samples of which one is computed again before a suspect is tried alone. Some of them may have been skipped."""
+_MOST_FAILURES = 4
+"""Steps in a row that may run out of memory without a commit: if more do, no single sample is at fault."""
+_LAST_WRITE = 10.0
+"""Seconds for the last record of a worker that hangs."""
 
 
 def extract(
@@ -93,7 +113,7 @@ def run_stream(
         hosts.barrier("model_loaded")
         if start_over:
             clear_stream(run.root, spec.data.worker_id)  # only now: the model is known to be complete
-        stream, agreed, stored = _agree_on_stream(run, stream, hosts)
+        stream, agreed = _agree_on_stream(run, stream, hosts)
         if agreed != done:
             reader.close()
             done, reader = agreed, run.samples.read(agreed)
@@ -103,11 +123,10 @@ def run_stream(
         hosts.barrier("extraction_start")
         status = status or stack.enter_context(_status_files(run, stream, progress, hosts))
         stack.enter_context(closing(producer))
-        expected, most = run.expected_samples(stream.ledger), run.token_limit
-        known = expected is not None and most is None
+        expected = run.expected_samples(stream.ledger)
+        known = expected is not None and run.token_limit is None
         progress.total_samples = len(Ranges([(0, expected or 0)]) - done) if known else None
-        limit = None if most is None else TokenLimit(most, stored, done)
-        finished = _run_pipeline(run, stream, reader, producer, status, stop or threading.Event(), hosts, limit)
+        finished = StreamWork(run, stream, producer, status, stop or threading.Event(), hosts).work_off(reader)
         status.expected = run.expected_samples(stream.ledger)
         progress.phase(Phase.DONE if finished else Phase.STOPPED)
     hosts.barrier("final_checkpoint")
@@ -131,33 +150,210 @@ def _check(spec: ExtractSpec, progress: Progress, hosts: WorkerGroup) -> None:
         )
 
 
-def _run_pipeline(
-    run: ResolvedRun,
-    stream: StreamStore,
-    reader: SampleReader,
-    producer: Producer,
-    status: StatusFiles,
-    stop: threading.Event,
-    hosts: WorkerGroup,
-    limit: TokenLimit | None,
-) -> bool:
-    def end() -> int | None:
-        """Return the number of samples of a stream that only reading it tells, unless the ledger has it."""
-        known = run.stream_identity.samples is not None or stream.ledger.end is not None
-        return None if known else reader.total
+class StreamWork:
+    """Computes what is left of a stream: at once, or in trials if earlier workers were killed.
 
-    infer = run.spec.generation is not None  # its samples get their positions once the answers are known
-    return run_pipeline(
-        reader if infer else with_positions(reader, run.spec),
-        producer,
-        stream,
-        run.sizes if infer else sizes_for_stream(run.sizes, run.spec, reader, producer.groups),
-        progress=status.progress,
-        control=hosts.control(LocalControl(stop, run.spec.commit_every)),
-        end=end,
-        sink=hosts.sink(stream, status.committed),
-        limit=limit,
-    )
+    :mod:`spile.store.quarantine` has the rules. Every process of a pod takes the steps that the first one chooses.
+    """
+
+    def __init__(
+        self,
+        run: ResolvedRun,
+        stream: StreamStore,
+        producer: Producer,
+        status: StatusFiles,
+        stop: threading.Event,
+        hosts: WorkerGroup,
+    ) -> None:
+        self._run, self._stream, self._producer, self._hosts = run, stream, producer, hosts
+        self._progress = status.progress
+        self._control = hosts.control(LocalControl(stop, run.spec.commit_every))
+        self._sink = hosts.sink(stream, status.committed)
+        self._trials = Trials(stream.record.id)
+        self._recorded = False
+        """Whether ``suspects.json`` belongs to this worker."""
+        self._rest_done = False
+        self._steps = 0
+        self._limit: TokenLimit | None = None
+        self._healthy = False
+        """Whether the last step of this process stored samples, which is as good as a control."""
+        self._failures = 0
+        """Steps in a row that ran out of memory before anything was committed."""
+
+    def work_off(self, reader: SampleReader) -> bool:
+        """Take steps until nothing is left. Return False if stopped early; then what was computed is committed.
+
+        Args:
+            reader: All samples that are left. It serves if they are computed at once.
+
+        """
+        self._resume()
+        with HangWatch(self._progress, self._hung) if not self._hosts.name else nullcontext():
+            while (step := self._agree_on_step()).kind != "done":
+                if step.kind == "quarantine":
+                    self._quarantine(next(iter(step.samples)))
+                    continue
+                try:
+                    if not self._take(step, reader if step.whole else None):
+                        self._record(replace(self._trials, trial=Ranges()))
+                        return False
+                except (OutOfDeviceMemory, MemoryError) as error:
+                    self._blame(error)
+        self._record(self._trials)
+        return True
+
+    def _resume(self) -> None:
+        """Read what the last worker left, and log it if it was killed."""
+        if not self._hosts.first:
+            return
+        stored, supervision = read_trials(self._stream.folder), Supervision.from_environment(os.environ)
+        self._trials = resume_trials(stored, supervision, self._stream.record.id, self._stream.ledger.done)
+        if stored is not None or supervision.kills:
+            self._recorded = True
+            self._record(self._trials)
+        if self._trials.groups:
+            suspects = counted(len(self._trials.suspects), "sample")
+            self._progress.log(f"workers ended while they computed {suspects}: trying them in smaller groups, last")
+        elif self._trials.careful:
+            self._progress.log("the last worker was killed: computing in trials, to find out whether a sample did it")
+
+    def _agree_on_step(self) -> Step:
+        """Return the next step, the same on every process."""
+        plan: dict[str, Any] = {}
+        if self._hosts.first:
+            ledger, expected = self._stream.ledger, self._run.expected_samples(self._stream.ledger)
+            self._trials = self._trials.without(ledger.done)
+            left = Step("rest").others if expected is None else Ranges([(0, expected)])
+            left = self._trials.suspects if self._rest_done else left - ledger.done
+            step = self._trials.choose(left, section_size(ledger.samples, ledger.shards))
+            stored = ledger.done - Ranges.of(skip.index for skip in ledger.quarantined)
+            plan = {
+                "kind": step.kind,
+                "samples": step.samples.pairs(),
+                "whole": self._steps == 0 and step.kind == "rest" and not self._trials.groups,
+                "control": Ranges.of(islice(stored, 0 if self._healthy else _CONTROLS)).pairs(),
+                "tokens": ledger.tokens,
+                "done": [] if self._run.token_limit is None else ledger.done.pairs(),
+            }
+        self._steps += 1
+        plan = self._hosts.agree(f"step {self._steps}", plan)
+        if self._run.token_limit is not None:
+            done = Ranges((start, stop) for start, stop in plan["done"])
+            self._limit = TokenLimit(self._run.token_limit, plan["tokens"], done)
+        samples, control = (Ranges((start, stop) for start, stop in plan[name]) for name in ("samples", "control"))
+        return Step(plan["kind"], samples, plan["whole"], control)
+
+    def _take(self, step: Step, given: SampleReader | None) -> bool:
+        """Compute and commit the samples of a step; return False if stopped."""
+        committed, stored = self._stream.ledger.commits, self._stream.ledger.samples
+        if step.kind == "trial":
+            alone = len(step.samples) == 1
+            controlled = (alone and bool(step.control) and self._compute_control(step.control)) or self._healthy
+            self._recorded = True
+            self._record(self._trials.began(step.samples, controlled=controlled))
+        reader = given or self._run.samples.read(step.others)
+        try:
+            finished = self._run_pipeline(reader)
+        except BaseException as error:
+            # This process lives, so the error says what is wrong; running out of memory is blamed by the caller.
+            if self._trials.trial and not isinstance(error, Fenced | OutOfDeviceMemory | MemoryError):
+                with suppress(SpileError):
+                    self._record(replace(self._trials, trial=Ranges()))
+            raise
+        finally:
+            self._failures = 0 if self._stream.ledger.commits > committed else self._failures
+            if given is None:
+                reader.close()
+        self._healthy = self._stream.ledger.samples > stored
+        if finished and step.kind == "trial":
+            self._record(self._trials.passed())
+        self._rest_done = self._rest_done or (finished and step.kind == "rest")
+        return finished
+
+    def _run_pipeline(self, reader: SampleReader) -> bool:
+        run, stream, producer = self._run, self._stream, self._producer
+
+        def end() -> int | None:
+            """Return the number of samples of a stream that only reading it tells, unless the ledger has it."""
+            known = run.stream_identity.samples is not None or stream.ledger.end is not None
+            return None if known else reader.total
+
+        infer = run.spec.generation is not None  # its samples get their positions once the answers are known
+        return run_pipeline(
+            reader if infer else with_positions(reader, run.spec),
+            producer,
+            stream,
+            run.sizes if infer else sizes_for_stream(run.sizes, run.spec, reader, producer.groups),
+            progress=self._progress,
+            control=self._control,
+            end=end,
+            sink=self._sink,
+            limit=self._limit,
+        )
+
+    def _compute_control(self, stored: Ranges) -> bool:
+        """Compute one of these stored samples again, without storing it; return False if all of them were skipped."""
+        reader = self._run.samples.read(Step("trial", stored).others)
+        try:
+            sample = next((item for item in reader if isinstance(item, Sample)), None)
+        finally:
+            reader.close()
+        if sample is None:
+            return False
+        plan = self._run.sizes.for_samples([len(sample)], self._producer.groups).batch_plan(self._producer.groups)
+        alone = LocalControl(threading.Event(), None)
+        for batch in self._producer.batches(iter([sample]), plan, alone):
+            if isinstance(batch, Batch):
+                self._producer.await_program(batch, lambda: False)
+                with self._progress.computing():
+                    for _ in self._producer.fetch(self._producer.start(batch)):
+                        pass
+        return True
+
+    def _quarantine(self, index: int) -> None:
+        """Commit a sample as skipped because workers end when they compute it."""
+        plan: list[Any] = []
+        if self._hosts.first:
+            ledger = self._stream.ledger
+            if len(ledger.quarantined) >= MOST_QUARANTINED:
+                raise Failure(
+                    f"{len(ledger.quarantined)} samples of {self._stream.folder.url} ended their workers and are "
+                    "quarantined, and there are more",
+                    fix="look for the fault in the machine, its memory or the model; see the workers' logs",
+                )
+            why = next(group.verdict for group in self._trials.groups if index in group.samples)
+            plan = [self._run.samples.task_id(index), why]
+            self._progress.log(f"quarantined {plan[0]} (sample {index} of the stream): {why}")
+        task_id, why = self._hosts.agree(f"quarantine {self._steps}", plan)
+        self._sink.commit(None, [Skip(index, task_id, QUARANTINED, {"cause": why})], None)
+        self._progress.skip(QUARANTINED)
+
+    def _blame(self, error: OutOfDeviceMemory | MemoryError) -> None:
+        """Count running out of memory against the samples on trial; raise it again if it is not about samples."""
+        proven = len(self._trials.trial) == 1 and self._trials.controlled  # another sample was computed right before
+        self._failures += not proven
+        if self._hosts.name or self._failures > _MOST_FAILURES:
+            self._record(replace(self._trials, trial=Ranges()))
+            raise error
+        self._progress.log(f"{str(error) or 'host memory ran out'}: computing in trials, to find the sample at fault")
+        self._recorded, self._rest_done, self._healthy = True, False, False
+        self._record(self._trials.blamed("out of memory"))
+
+    def _hung(self, seconds: float) -> None:
+        """End this worker, and leave a record of what it was working on. No thread can be asked to end."""
+        self._progress.log(
+            f"no result from the device for {duration(seconds)}: this worker ends, another one continues"
+        )
+        trials = replace(self._trials, ended="worker hung")
+        writer = threading.Thread(target=write_trials, args=(self._stream.folder, trials), daemon=True)
+        writer.start()
+        writer.join(_LAST_WRITE)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _record(self, trials: Trials) -> None:
+        self._trials = trials
+        if self._hosts.first and self._recorded:
+            write_trials(self._stream.folder, trials)
 
 
 def _finish(
@@ -236,21 +432,18 @@ def _starts_over(run: ResolvedRun) -> bool:
     return False
 
 
-def _agree_on_stream(
-    run: ResolvedRun, stream: StreamStore | None, hosts: WorkerGroup
-) -> tuple[StreamStore, Ranges, int]:
-    """Return the stream, its done samples and its stored tokens: on every process those of process 0's ledger."""
+def _agree_on_stream(run: ResolvedRun, stream: StreamStore | None, hosts: WorkerGroup) -> tuple[StreamStore, Ranges]:
+    """Return the stream and its done samples: on every process those of process 0's ledger."""
     plan: dict[str, Any] = {}
     if hosts.first:
         join_run(run.root, run.identity)
         stream = stream or _join(run)
         plan = {"attempt": stream.attempt, "stream": stream.record.id, "done": stream.ledger.done.pairs()}
-        plan["tokens"] = stream.ledger.tokens
     plan = hosts.agree("plan", plan)
     if stream is None:
         join_run(run.root, run.identity)  # compares: a host with another model or data fails, and all end
         stream = _join(run, plan["attempt"], plan["stream"])
-    return stream, Ranges((start, stop) for start, stop in plan["done"]), int(plan["tokens"])
+    return stream, Ranges((start, stop) for start, stop in plan["done"])
 
 
 def _remove_remains(stream: StreamStore, progress: Progress) -> None:
@@ -279,6 +472,7 @@ def _summary(run: ResolvedRun, stream: StreamStore, progress: Progress, *, inter
         bytes=ledger.bytes,
         shards=ledger.shards,
         skipped=ledger.skipped,
+        quarantined=ledger.quarantined,
         device=device,
         sink="bucket" if run.root.local_path is None else "disk",
         peak_memory=peak_memory(),

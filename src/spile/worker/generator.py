@@ -398,7 +398,7 @@ class Generator:
     # -- results ------------------------------------------------------------------------------------------------------
 
     def _collect(self, call: _Call) -> list[Answer]:
-        with self._progress.busy("model"):
+        with self._progress.busy("model"), self._progress.computing():
             try:
                 tokens, logprobs = np.asarray(call.chosen.tokens).tolist(), np.asarray(call.chosen.logprobs).tolist()
                 finite = np.asarray(call.finite)

@@ -522,7 +522,8 @@ class Pipeline:
             self._credits.acquire()
             began = self._clock()  # before start: a CPU computes inside it
             try:
-                pending = self._producer.start(batch)
+                with self._progress.computing():
+                    pending = self._producer.start(batch)
             except OutOfDeviceMemory as error:
                 self._credits.release()
                 self._shrink(batch, error)
@@ -619,7 +620,8 @@ class Pipeline:
             if isinstance(step, _Close):
                 self._fetched[step.shard.writer].put(step)
                 continue
-            blocks = self._producer.fetch(step.pending)
+            with self._progress.computing():
+                blocks = self._producer.fetch(step.pending)
             ready = self._clock()
             self._progress.busy_for("model", ready - max(step.began, last_ready))
             last_ready = ready

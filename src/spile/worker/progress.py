@@ -21,6 +21,7 @@ from spile.objects.mirror import MirrorFolder
 from spile.spec.amounts import amount, counted, duration, size
 from spile.spec.phase import Phase
 from spile.spec.run import ExtractSpec
+from spile.spec.sample import Skip
 from spile.store.heartbeat import Heartbeat, Reading
 from spile.store.stream import StreamStore
 
@@ -119,6 +120,8 @@ class Summary:
     retries: int = 0
     scattered: bool = False
     """Whether each host of a pod may have its part of the stream on its own disk."""
+    quarantined: tuple[Skip, ...] = ()
+    """The samples that were set aside because workers end when they compute them."""
 
     @property
     def exit_code(self) -> int:
@@ -247,6 +250,8 @@ class Progress:
         self._written: float | None = None
         self._recent: deque[tuple[float, int]] = deque()
         """(time, tokens) of the last seconds."""
+        self._waits: dict[object, float] = {}
+        self._longest_wait: float | None = None
 
     @contextmanager
     def also_logged_to(self, listener: Callable[[str], None]) -> Iterator[None]:
@@ -310,6 +315,23 @@ class Progress:
         finally:
             self.busy_for(stage, (self.clock() - began) / threads)
 
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Mark a wait for the device, and for nothing else, so that :class:`HangWatch` sees if it never ends."""
+        wait = object()
+        with self._lock:
+            self._waits[wait] = self.clock()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._longest_wait = max(self._longest_wait or 0.0, self.clock() - self._waits.pop(wait))
+
+    def device_waits(self) -> tuple[frozenset[object], float | None]:
+        """Return the waits for the device that have not ended, and the seconds of the longest that has."""
+        with self._lock:
+            return frozenset(self._waits), self._longest_wait
+
     def snapshot(self) -> ProgressSnapshot:
         """Return a consistent copy of the counters."""
         with self._lock:
@@ -341,6 +363,52 @@ class Progress:
         first = self._started if self._started is not None else now
         last = self._written if self._written is not None else now
         return WallTime(first - self.timeline.origin, self._compile, last - first - self._compile, now - last)
+
+
+_HANG_TICK = 5.0
+_HANG_LEAST, _HANG_FIRST, _HANG_BATCHES = 600.0, 3600.0, 30
+"""Seconds after which a wait for the device is a hang: the first number, or as many times the longest wait so far as
+the third says; before any wait has ended, the second."""
+
+
+class HangWatch:
+    """A thread that ends the worker if the device does not finish a batch.
+
+    Only time that the worker spends waiting for the device counts: not compiling, tokenizing, writing or uploading.
+    It is counted in ticks of this thread, so a process that was suspended, or has no processor, gets more time.
+
+    Args:
+        progress: Knows the waits.
+        hung: Called with the seconds of the wait, once.
+
+    """
+
+    def __init__(self, progress: Progress, hung: Callable[[float], None]) -> None:
+        self._progress, self._hung = progress, hung
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hang-watch", daemon=True)
+
+    def __enter__(self) -> HangWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+
+    def _run(self) -> None:
+        ages: dict[object, float] = {}
+        while not self._over.wait(_HANG_TICK):
+            waits, longest = self._progress.device_waits()
+            ages = {wait: ages.get(wait, 0.0) + _HANG_TICK for wait in waits}
+            oldest = max(ages.values(), default=0.0)
+            if oldest > hang_limit(longest):
+                self._hung(oldest)
+                return
+
+
+def hang_limit(longest: float | None) -> float:
+    """Return the seconds after which a wait for the device is a hang, from the longest wait so far."""
+    return _HANG_FIRST if longest is None else max(_HANG_LEAST, _HANG_BATCHES * longest)
 
 
 class StatusFiles:

@@ -317,7 +317,7 @@ def test_no_text_of_the_user_is_expanded() -> None:
         assert hostile in command
         assert "7" in command
         assert not any("secret" in word for word in command)
-        env = {variable["name"]: expanded(variable["value"], {"HF_TOKEN": "secret"}) for variable in container["env"]}
+        env = {each["name"]: expanded(each.get("value", ""), {"HF_TOKEN": "secret"}) for each in container["env"]}
         assert env["A"] == hostile
 
 

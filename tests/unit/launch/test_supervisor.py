@@ -86,7 +86,9 @@ def supervisor(engine: Script, count: int, said: list[str] | None = None, **more
         (0, AttemptHistory(3, 3, 3), RestartAction.DONE, 0.0, AttemptHistory(3, 3, 3)),
         (2, AttemptHistory(), RestartAction.REFUSED, 0.0, AttemptHistory()),
         (1, AttemptHistory(), RestartAction.RESTART, 5.0, AttemptHistory(errors=1)),
-        (137, AttemptHistory(errors=2), RestartAction.RESTART, 20.0, AttemptHistory(errors=3)),
+        (137, AttemptHistory(errors=2), RestartAction.RESTART, 20.0, AttemptHistory(errors=2, kills=1)),
+        (139, AttemptHistory(kills=11), RestartAction.RESTART, 20.0, AttemptHistory(kills=12)),
+        (137, AttemptHistory(kills=12), RestartAction.GIVE_UP, 20.0, AttemptHistory(kills=13)),
         (1, AttemptHistory(errors=3), RestartAction.GIVE_UP, 40.0, AttemptHistory(errors=4)),
         (3, AttemptHistory(errors=3), RestartAction.RESTART, 5.0, AttemptHistory(errors=3, fences=1)),
         (3, AttemptHistory(fences=30), RestartAction.GIVE_UP, 5.0, AttemptHistory(fences=31)),
@@ -154,7 +156,7 @@ def test_errors_of_one_stream_are_counted_and_the_others_continue() -> None:
     said: list[str] = []
     outcome = supervisor(engine, 4, said).run(lambda: 0)
     assert (outcome.exit_code, outcome.done) == (1, 3)
-    assert engine.started.count(1) == 4, "one, and three more"
+    assert engine.started.count(1) == 5, "one, three more after errors, and one more after a kill"
     assert outcome.failed == {1: "exit code 1: the last line"}
     assert "stream 1: its worker on host1 ended with exit code 137: the last line; it continues in 10 s" in said
 

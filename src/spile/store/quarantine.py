@@ -1,0 +1,288 @@
+"""Find the sample that kills workers, and set it aside: the record of samples on trial, and the rules of the search.
+
+A sample may end the process that computes it: a fault in a runtime, an allocation that the system answers with a kill,
+or a loop that never ends. ``suspects.json`` in the stream's folder is how one worker tells the next what it was working
+on. After a worker was killed, the next one works in *trials*: it writes the samples of a trial into the record,
+computes and commits them, and goes on with the next trial. If it is killed too, its successor divides those samples
+into smaller groups, and so on. A sample that ends workers when it is computed alone is committed as skipped, with the
+reason ``quarantined``.
+
+The record only guides the search. The quarantine itself is a commit: it is durable, fenced and exactly once.
+
+Samples are blamed only for what is known to be no disruption. A worker that is restarted by a supervisor finds
+:data:`VARIABLE` in its environment, which says whether the launch before it was killed by a signal. A machine that was
+lost takes its supervisor with it, so no such message exists, and a worker that was stopped is not reported as killed.
+Before a sample is tried alone, the worker computes a sample that is already stored. If that fails, no sample is blamed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from spile.objects.folder import Folder, NotFound
+from spile.spec.ranges import Ranges
+from spile.store.layout import SUSPECTS
+
+VARIABLE = "SPILE_SUPERVISOR"
+"""``TOKEN:KILLS:OTHERS:HOW``: the supervisor, how many of its earlier launches of this worker were killed by a signal,
+how many ended in another way, and how the last one was killed: ``signal 9``, :data:`UNKNOWN`, or empty if it was not.
+"""
+UNKNOWN = "?"
+PARTS = 32
+"""A group that ended a worker is divided into so many groups: more of them need fewer attempts and more shards."""
+CAREFUL = 16
+"""Trials in the order of the stream after a worker was killed: about the shards that a worker has in flight."""
+_ALONE, _DEATHS = 2, 3
+"""A sample is quarantined after it ended so many workers, so many of them alone and after a successful control."""
+_SECTION = (256, 16_384)
+"""Least and most samples of a trial in the order of the stream. A shard has at most as many."""
+MOST_QUARANTINED = 16
+"""Samples of one stream. If more of them fail, the machine or the model is at fault."""
+_EVERYTHING = Ranges([(0, 1 << 53)])
+
+
+@dataclass(frozen=True)
+class Supervision:
+    """What the supervisor says about earlier launches of this worker."""
+
+    token: str = ""
+    kills: int = 0
+    others: int = 0
+    how: str = ""
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> Supervision:
+        """Read :data:`VARIABLE`; return an empty object if it is absent or malformed."""
+        token, *rest = environment.get(VARIABLE, "").split(":", 3)
+        try:
+            kills, others, how = rest
+            return cls(token, int(kills or 0), int(others or 0), how) if token else cls()
+        except ValueError:
+            return cls()
+
+    def __str__(self) -> str:
+        return f"{self.token}:{self.kills}:{self.others}:{self.how}"
+
+    @property
+    def launch(self) -> str:
+        """The name of this launch; empty without a supervisor."""
+        return f"{self.token}:{self.kills}:{self.others}" if self.token else ""
+
+    @property
+    def killed_launch(self) -> str:
+        """The name of the launch before this one if it was killed, else an empty string."""
+        return f"{self.token}:{self.kills - 1}:{self.others}" if self.kills and self.how else ""
+
+    @property
+    def cause(self) -> str:
+        """How the last launch was killed, as a clause."""
+        return "worker killed" if self.how == UNKNOWN else f"worker killed by {self.how}"
+
+
+@dataclass(frozen=True)
+class Suspects:
+    """Samples of which at least one may end a worker."""
+
+    samples: Ranges
+    causes: tuple[str, ...] = ()
+    """How each worker ended that was working on them."""
+    alone: int = 0
+    """How many of those were working on a single sample, after a successful control."""
+
+    @property
+    def convicted(self) -> bool:
+        """Whether this is one sample that is to be quarantined."""
+        return len(self.samples) == 1 and self.alone >= _ALONE and len(self.causes) >= _DEATHS
+
+    @property
+    def verdict(self) -> str:
+        """The causes as one clause: ``worker killed by signal 9 three times``."""
+        counts = {cause: self.causes.count(cause) for cause in self.causes}
+        return ", ".join(cause if count == 1 else f"{cause} {_times(count)}" for cause, count in counts.items())
+
+    def divided(self) -> list[Suspects]:
+        """Return the same samples as up to :data:`PARTS` groups."""
+        size = -(-len(self.samples) // PARTS)
+        return [replace(self, samples=part) for part in _parts(self.samples, size)]
+
+
+@dataclass(frozen=True)
+class Trials:
+    """The content of ``suspects.json``."""
+
+    stream: str
+    """The id of the incarnation of the stream."""
+    groups: tuple[Suspects, ...] = ()
+    careful: int = 0
+    """Trials in the order of the stream that are left before the rest is computed without trials."""
+    trial: Ranges = field(default_factory=Ranges)
+    """The samples that the writer of this record is working on; empty between trials."""
+    controlled: bool = False
+    """Whether a stored sample was computed again successfully right before this trial."""
+    launch: str = ""
+    """The launch that wrote this record: see :attr:`Supervision.launch`."""
+    ended: str = ""
+    """Why the writer ended, if it could still say so."""
+
+    @property
+    def suspects(self) -> Ranges:
+        """All samples under suspicion."""
+        return Ranges(pair for group in self.groups for pair in group.samples.pairs())
+
+    def began(self, samples: Ranges, *, controlled: bool = False) -> Trials:
+        """Return the record to write before these samples are tried."""
+        fresh = samples & self.suspects != samples
+        return replace(self, trial=samples, controlled=controlled, careful=max(0, self.careful - fresh))
+
+    def passed(self) -> Trials:
+        """Return the record after the samples on trial were committed."""
+        groups = tuple(group for group in self.groups if group.samples != self.trial)
+        return replace(self, groups=groups, trial=Ranges(), controlled=False)
+
+    def blamed(self, cause: str) -> Trials:
+        """Return the record after a worker ended while it was working on the trial."""
+        known = next((group for group in self.groups if group.samples == self.trial), Suspects(self.trial))
+        others = tuple(group for group in self.groups if group.samples != self.trial)
+        alone = len(self.trial) == 1 and self.controlled
+        group = replace(known, causes=(*known.causes, cause), alone=known.alone + alone)
+        parts = () if not self.trial else (group,) if len(self.trial) == 1 else group.divided()
+        return replace(self, groups=(*others, *parts), trial=Ranges(), controlled=False, careful=CAREFUL, ended="")
+
+    def without(self, done: Ranges) -> Trials:
+        """Return the record without the samples that are in the ledger."""
+        left = (replace(group, samples=group.samples - done) for group in self.groups)
+        return replace(self, groups=tuple(group for group in left if group.samples))
+
+    def choose(self, left: Ranges, section: int) -> Step:
+        """Return what to do next.
+
+        Samples that nobody suspects come first: they may all be fine, and then only the suspects are late.
+
+        Args:
+            left: The samples that are not in the ledger.
+            section: The number of samples of a trial in the order of the stream.
+
+        """
+        for group in self.groups:
+            if group.convicted:
+                return Step("quarantine", group.samples)
+        free = left - self.suspects
+        if free and self.careful:
+            return Step("trial", next(_parts(free, section)))
+        if free:
+            return Step("rest", free)
+        return Step("trial", self.groups[0].samples) if self.groups else Step("done")
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a worker does next."""
+
+    kind: str
+    """``trial``, ``rest`` (everything that nobody suspects, without a trial), ``quarantine`` or ``done``."""
+    samples: Ranges = field(default_factory=Ranges)
+    whole: bool = False
+    """Whether these are all samples that were left when the worker began."""
+    control: Ranges = field(default_factory=Ranges)
+    """Stored samples of which one is computed again before a suspect is tried alone."""
+
+    @property
+    def others(self) -> Ranges:
+        """All samples that are not part of this step."""
+        return _EVERYTHING - self.samples
+
+
+def resume_trials(stored: Trials | None, supervision: Supervision, stream: str, done: Ranges) -> Trials:
+    """Return the record with which a worker begins.
+
+    Args:
+        stored: The record in the stream's folder, if any.
+        supervision: What the supervisor says.
+        stream: The id of the stream.
+        done: The samples in the ledger.
+
+    """
+    trials = stored if stored is not None and stored.stream == stream else Trials(stream)
+    unfinished = bool(trials.trial - done) or not trials.trial
+    if trials.ended:
+        trials = trials.blamed(trials.ended) if unfinished else replace(trials, ended="")
+    elif supervision.killed_launch:
+        if trials.launch == supervision.killed_launch and unfinished:
+            trials = trials.blamed(supervision.cause)
+        trials = replace(trials, careful=CAREFUL)
+    return replace(trials, trial=Ranges(), controlled=False, launch=supervision.launch).without(done)
+
+
+def section_size(samples: int, shards: int) -> int:
+    """Return the samples of a trial in the order of the stream: about one shard, judged by those that exist."""
+    least, most = _SECTION
+    return min(most, max(least, samples // shards if shards else 0))
+
+
+def read_trials(folder: Folder) -> Trials | None:
+    """Read ``suspects.json``; return None if there is none, or if it cannot be read: it only guides the search."""
+    try:
+        found = json.loads(folder.get(SUSPECTS))
+        return Trials(
+            stream=str(found["stream"]),
+            groups=tuple(_group(each) for each in found["groups"]),
+            careful=int(found["careful"]),
+            trial=_ranges(found["trial"]),
+            controlled=bool(found["controlled"]),
+            launch=str(found["launch"]),
+            ended=str(found["ended"]),
+        )
+    except (NotFound, ValueError, KeyError, TypeError):
+        return None
+
+
+def write_trials(folder: Folder, trials: Trials) -> None:
+    """Write ``suspects.json``."""
+    record = {
+        "stream": trials.stream,
+        "launch": trials.launch,
+        "careful": trials.careful,
+        "trial": trials.trial.pairs(),
+        "controlled": trials.controlled,
+        "ended": trials.ended,
+        "groups": [
+            {"samples": group.samples.pairs(), "causes": list(group.causes), "alone": group.alone}
+            for group in trials.groups
+        ],
+        "process": os.getpid(),
+    }
+    folder.put(SUSPECTS, json.dumps(record).encode() + b"\n")
+
+
+def _group(found: Any) -> Suspects:
+    return Suspects(_ranges(found["samples"]), tuple(map(str, found["causes"])), int(found["alone"]))
+
+
+def _ranges(found: Any) -> Ranges:
+    return Ranges((int(start), int(stop)) for start, stop in found)
+
+
+def _parts(samples: Ranges, size: int) -> Iterator[Ranges]:
+    """Yield the samples in order, ``size`` at a time, without listing them one by one."""
+    part: list[tuple[int, int]] = []
+    room = size
+    for start, stop in samples.pairs():
+        begin = start
+        while begin < stop:
+            end = min(stop, begin + room)
+            part.append((begin, end))
+            room -= end - begin
+            begin = end
+            if not room:
+                yield Ranges(part)
+                part, room = [], size
+    if part:
+        yield Ranges(part)
+
+
+def _times(count: int) -> str:
+    return {2: "twice", 3: "three times", 4: "four times", 5: "five times"}.get(count, f"{count} times")

@@ -1,0 +1,230 @@
+"""A worker whose samples end it: the real pipeline and store, with a model of a few lines."""
+
+from __future__ import annotations
+
+import random
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import spile.worker.progress as watching
+from crash.whole import assert_rows
+from spile.errors import Failure, StoreError
+from spile.launch.supervisor import LaunchCounter
+from spile.objects import open_folder
+from spile.spec.ranges import Ranges
+from spile.spec.run import ExtractSpec
+from spile.spec.sample import Sample
+from spile.store.quarantine import VARIABLE, Trials, read_trials, write_trials
+from spile.store.stream import StreamStore, join_run, join_stream
+from spile.store.verification import verify
+from spile.worker.batches import Batch, Sizes
+from spile.worker.extract import StreamWork
+from spile.worker.pod.pod import SingleProcess
+from spile.worker.producer import OutOfDeviceMemory
+from spile.worker.progress import HangWatch, Progress, hang_limit
+from world import TAPS, NumpyProducer, items, rows_of, run_identity, stream_identity
+
+COUNT = 150
+
+
+class Killed(BaseException):
+    """The process is gone."""
+
+
+class Mortal:
+    """A folder that nothing can be written to after the death of the process."""
+
+    def __init__(self, inner: Any, life: SimpleNamespace) -> None:
+        self._inner, self._life = inner, life
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._inner, name)
+        if name == "child":
+            return lambda *args: Mortal(found(*args), self._life)
+        if name not in ("put", "create", "writer"):
+            return found
+
+        def write(*args: Any, **options: Any) -> Any:
+            if self._life.dead:
+                raise StoreError("the process is dead")
+            return found(*args, **options)
+
+        return write
+
+
+class Poisoned(NumpyProducer):
+    """Ends the process, or has no memory, if a batch has one of these samples."""
+
+    def __init__(self, poison: dict[int, str], life: SimpleNamespace) -> None:
+        super().__init__()
+        self._poison, self._life = poison, life
+
+    def start(self, batch: Batch) -> Batch:
+        for sample in batch.samples:
+            how = "kill" if self._life.broken else self._poison.get(sample.index)
+            if how == "memory":
+                raise OutOfDeviceMemory("the device's memory ran out")
+            if how == "kill":
+                self._life.dead = True
+                raise Killed
+        return super().start(batch)
+
+
+class Reader:
+    """The samples that are left."""
+
+    def __init__(self, done: Ranges) -> None:
+        self._items = items(COUNT, done)
+        self.total = COUNT
+
+    def __iter__(self) -> Any:
+        return self._items
+
+    def look(self) -> Any:
+        return iter(list(items(COUNT)))
+
+    def close(self) -> None:
+        pass
+
+
+def attempt(root: Path, poison: dict[int, str], *, broken: bool = False) -> tuple[bool, StreamStore, list[str]]:
+    """One worker's life; it raises :class:`Killed` if a sample ends it."""
+    life, said = SimpleNamespace(dead=False, broken=broken), list[str]()
+    folder: Any = Mortal(open_folder(str(root)), life)
+    identity = run_identity(store_dtype="float32")
+    join_run(folder, identity)
+    stream = join_stream(folder, 0, stream_identity(COUNT), identity)
+    spec = ExtractSpec(output=str(root), batch_tokens=128)
+    run: Any = SimpleNamespace(
+        samples=SimpleNamespace(read=Reader, task_id=lambda index: f"task-{index}"),
+        spec=spec,
+        sizes=Sizes(128, None, 64, 12_000),
+        stream_identity=stream_identity(COUNT),
+        expected_samples=lambda _ledger: COUNT,
+        token_limit=None,
+    )
+    status: Any = SimpleNamespace(progress=Progress(log=said.append), committed=lambda: None)
+    work = StreamWork(run, stream, Poisoned(poison, life), status, threading.Event(), SingleProcess())
+    finished = work.work_off(Reader(stream.ledger.done))  # type: ignore[arg-type]
+    stream.finish()
+    return finished, stream, said
+
+
+def wanted(poison: dict[int, str]) -> list[Sample]:
+    return [item for item in items(COUNT) if isinstance(item, Sample) and item.index not in poison]
+
+
+def assert_whole(root: Path, poison: dict[int, str]) -> None:
+    assert_rows(open_folder(str(root)), wanted(poison), TAPS, lambda s, tap: rows_of(s, tap, dtype="float32"))
+    found = verify(str(root)).quarantined
+    assert sorted(skip.index for skip in found) == sorted(poison)
+    assert all(skip.task_id == f"task-{skip.index}" for skip in found)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_the_samples_that_kill_workers_are_quarantined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    rng = random.Random(seed)
+    poison = dict.fromkeys(rng.sample([n for n in range(COUNT) if n % 17 != 5], 1 + seed % 2), "kill")
+    launches, kills = LaunchCounter(), 0
+    while True:
+        monkeypatch.setenv(VARIABLE, launches.environment()[VARIABLE])
+        try:
+            finished, stream, said = attempt(tmp_path, poison)
+            break
+        except Killed:
+            kills += 1
+            launches.ended(137)
+    assert finished
+    assert kills <= 5 * len(poison)
+    assert_whole(tmp_path, poison)
+    assert {skip.detail["cause"] for skip in stream.ledger.quarantined} <= {
+        f"worker killed by signal 9 {times}" for times in ("three times", "four times", "five times")
+    }
+    assert any(f"quarantined task-{index} (sample {index} of the stream)" in line for line in said for index in poison)
+    record = read_trials(stream.folder)
+    assert record is not None
+    assert (record.groups, record.trial) == ((), Ranges())
+
+
+def test_a_sample_without_room_is_quarantined_by_one_worker(tmp_path: Path) -> None:
+    finished, stream, said = attempt(tmp_path, {77: "memory"})
+    assert finished
+    assert_whole(tmp_path, {77: "memory"})
+    assert str(stream.ledger.quarantined[0]) == "task-77 (out of memory four times)"
+    assert any("to find the sample at fault" in line for line in said)
+
+
+def test_a_device_without_room_for_anything_is_an_error_and_no_samples_fault(tmp_path: Path) -> None:
+    with pytest.raises(Failure, match="does not fit on the device"):
+        attempt(tmp_path, dict.fromkeys(range(COUNT), "memory"))
+    assert not verify(str(tmp_path)).quarantined
+
+
+def test_a_machine_that_kills_every_worker_quarantines_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = LaunchCounter()
+    for number in range(14):
+        monkeypatch.setenv(VARIABLE, launches.environment()[VARIABLE])
+        with pytest.raises(Killed):
+            attempt(tmp_path, {40: "kill"}, broken=number > 3)
+        launches.ended(137)
+    assert not verify(str(tmp_path)).quarantined
+    monkeypatch.delenv(VARIABLE)
+    with pytest.raises(Killed):
+        attempt(tmp_path, {40: "kill"})
+    assert attempt(tmp_path, {})[0], "it was the machine after all"
+    assert_whole(tmp_path, {})
+
+
+def test_more_than_a_few_quarantined_samples_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(Failure, match=r"16 samples of .* ended their workers and are quarantined, and there are more"):
+        attempt(tmp_path, dict.fromkeys([n for n in range(2, COUNT, 5) if n % 17 != 5 and n // 5 % 3], "memory"))
+
+
+def test_samples_that_fail_everywhere_are_an_error(tmp_path: Path) -> None:
+    """Each group of the search has one: the device has too little memory for this run."""
+    with pytest.raises(Failure, match="does not fit on the device"):
+        attempt(tmp_path, dict.fromkeys([n for n in range(0, COUNT, 5) if n % 17 != 5], "memory"))
+    assert not verify(str(tmp_path)).quarantined
+
+
+def test_a_worker_that_hangs_leaves_word_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next worker blames the samples on trial, also without a supervisor."""
+    stream = attempt(tmp_path, {})[1]
+    fate: list[int] = []
+    monkeypatch.setattr("spile.worker.extract.os.kill", lambda _pid, number: fate.append(number))
+    work = StreamWork.__new__(StreamWork)
+    work._progress, work._stream = Progress(), stream
+    work._trials = Trials(stream.record.id).began(Ranges([(3, 4)]), controlled=True)
+    work._hung(700.0)
+    assert fate == [9]
+    left = read_trials(stream.folder)
+    assert left is not None
+    assert (left.ended, left.trial) == ("worker hung", Ranges([(3, 4)]))
+    write_trials(stream.folder, left)
+
+
+def test_only_waits_for_the_device_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching, "_HANG_TICK", 0.01)
+    monkeypatch.setattr(watching, "_HANG_LEAST", 0.05)
+    monkeypatch.setattr(watching, "_HANG_FIRST", 0.05)
+    progress, hung, seen = Progress(), threading.Event(), list[float]()
+
+    def heard(seconds: float) -> None:
+        seen.append(seconds)
+        hung.set()
+
+    with HangWatch(progress, heard):
+        assert not hung.wait(0.3), "compiling, tokenizing or uploading, for as long as it takes"
+        with progress.computing():
+            assert hung.wait(30)
+    assert [seconds > 0.05 for seconds in seen] == [True]
+
+
+def test_the_limit_grows_with_the_batches() -> None:
+    assert (hang_limit(None), hang_limit(0.5), hang_limit(300.0)) == (3600.0, 600.0, 9000.0)
