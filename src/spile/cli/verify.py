@@ -59,12 +59,8 @@ def verify(
     """
     from spile.store.verification import verify as prove
 
-    for flag, value, least in (
-        ("--recompute", recompute, 0),
-        ("--seed", seed, 0),
-        ("--max-samples", max_samples, 1),
-        ("--older-than", older_than, 0),
-    ):
+    least_values = ("--recompute", recompute, 0), ("--seed", seed, 0), ("--max-samples", max_samples, 1)
+    for flag, value, least in (*least_values, ("--older-than", older_than, 0)):
         if value is not None and not least <= value < math.inf:
             raise SpecError(flag, expected=f"{least} or more", found=f"{value:g}")
     if yes and not (gc or repair):

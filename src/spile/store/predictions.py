@@ -104,8 +104,12 @@ def _contradictions(
 
 
 def outside_vocabulary(ids: npt.NDArray[Any], run: RunIdentity) -> bool:
-    """Return whether any token id is negative, or too large if the run states the size of the vocabulary."""
-    return bool(len(ids)) and bool(ids.min() < 0 or (run.vocab_size is not None and ids.max() >= run.vocab_size))
+    """Return whether any token id is negative, or too large if the run states the size of the vocabulary.
+
+    Imported pickles have no token ids; -1 is stored for each.
+    """
+    least = -1 if run.weights.startswith("imported: ") else 0
+    return bool(len(ids)) and bool(ids.min() < least or (run.vocab_size is not None and ids.max() >= run.vocab_size))
 
 
 def merged(folder: Folder, commits: Iterable[Commit]) -> list[Prediction]:

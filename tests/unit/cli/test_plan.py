@@ -39,8 +39,8 @@ def test_it_says_what_size_shards_have_on_a_slow_machine(capsys: pytest.CaptureF
     assert found is not None, out
     enough = re.search(r"--commit-every (\d+) fills them; a killed worker then loses up to", out)
     assert enough is not None
-    for more in (("--commit-every", enough[1]), ("--tokens-per-second", "1e9")):
-        assert run(*words, "--tokens-per-second", "100", *more) == 0
+    for more in (("--tokens-per-second", "100", "--commit-every", enough[1]), ("--tokens-per-second", "1e9")):
+        assert run(*words, *more) == 0
         assert "Shards on a" not in capsys.readouterr().out
 
 
