@@ -1,15 +1,20 @@
-"""What every test has: shapes of the model room checked where it runs, no deadlines, and Ctrl+C that reaches processes.
+"""Settings of all tests: checked shapes, no deadlines, shared compiled programs, and Ctrl+C that reaches processes.
 
 Tests that do not touch the model never import jax.
 """
 
 from __future__ import annotations
 
+import os
 import signal
+from pathlib import Path
 
 from hypothesis import settings
 from jaxtyping import install_import_hook
 
+# All test processes share compiled programs; most of them use the same few shapes.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / "build" / "test-programs"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 install_import_hook(
     [
         f"spile.models.{name}"

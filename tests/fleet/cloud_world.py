@@ -35,7 +35,7 @@ class World:
         machines = {
             "STORAGE_EMULATOR_HOST": gcs.url,
             "JAX_PLATFORMS": "cpu",
-            "JAX_COMPILATION_CACHE_DIR": str(folder / "programs"),
+            **{name: value for name, value in os.environ.items() if "_CACHE_" in name and name.startswith("JAX_")},
             "SPILE_EXPECT": "any",
             "SPILE_AGENT_FLAGS": "--pause 0.1 --look 1",
         }

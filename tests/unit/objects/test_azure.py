@@ -38,7 +38,7 @@ pytestmark = pytest.mark.parametrize("folder_url", ["az"], indirect=True)
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SPILE_RETRY_SECONDS", "5")
+    monkeypatch.setenv("SPILE_RETRY_SECONDS", "60")
     monkeypatch.setattr(Retry, "first", 0.01)
 
 

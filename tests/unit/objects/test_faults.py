@@ -32,7 +32,7 @@ SIZE = 11 << 20
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SPILE_RETRY_SECONDS", "5")
+    monkeypatch.setenv("SPILE_RETRY_SECONDS", "60")
     monkeypatch.setattr(Retry, "first", 0.01)
     monkeypatch.setattr(bucket, "PART", 5 << 20)
 
