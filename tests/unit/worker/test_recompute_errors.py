@@ -1,0 +1,147 @@
+"""Recomputation finds every kind of error in the rows of a small model with an artificial attention sink."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spile.models.model_files import find
+from spile.spec.sample import Sample
+from spile.spec.taps import TapRows
+from spile.store.recomputation import VARIANTS, StoredRows, _Judge, distances
+from spile.store.shard_format import as_stored, decode, split
+from spile.worker.recompute import _Recomputer
+from unit.models.toy_models import copy_model, edit_tensors, tensors
+from world import run_identity
+
+SINK = 7
+"""The token whose embedding is 50 times as long as those of other tokens."""
+NAMES = ("residual.2", "residual.3")
+Rows = list[np.ndarray]
+
+
+class Computed(NamedTuple):
+    samples: list[Sample]
+    reference: dict[int, Rows]
+    fresh: list[dict[int, Rows]]
+    """In bfloat16, by variant."""
+    others: dict[int, Rows]
+    """In bfloat16, with other weights."""
+
+
+@pytest.fixture(scope="module")
+def computed(tmp_path_factory: pytest.TempPathFactory) -> Computed:
+    """The rows of a model before they are stored: the programs are compiled once for all dtypes and errors."""
+    model = copy_model(tmp_path_factory.mktemp("sink") / "model")
+    table = (
+        tensors(model)["model.embed_tokens.weight"] * 20
+    )  # The rows of different tokens differ by most of their norm.
+    table[SINK] *= 50
+    edit_tensors(model, model__embed_tokens__weight=table)
+    draw = np.random.default_rng(0)
+    samples = []
+    for index in range(6):
+        tokens = draw.integers(8, 1000, 24 + 4 * index).astype(np.int32)
+        tokens[::6] = SINK
+        samples.append(Sample(index, "", tokens, np.zeros(len(tokens), np.uint8)))
+    kinds = [TapRows(name, (192,), "float32") for name in NAMES]
+
+    def both(reference: jax.Array, fresh: jax.Array, _stored: jax.Array, _kind: TapRows) -> jax.Array:
+        return jnp.stack([reference, fresh.astype(jnp.float32)], axis=1)
+
+    def nothing(sample: Sample) -> Rows:
+        return [np.zeros((len(sample), 192), np.float32) for _ in NAMES]
+
+    with patch("spile.worker.recompute._distances", both):
+        recompute = _Recomputer(find(str(model)), run_identity(dtype="bfloat16"))
+        found = [dict(recompute(samples, kinds, nothing, variant)) for variant in range(VARIANTS + 1)]
+        assert recompute._model is not None
+        params = recompute._model._params
+        recompute._model._params = replace(params, layers=jax.tree.map(lambda x: x * 1.05, params.layers))
+        others = dict(recompute(samples, kinds, nothing, 0))
+    return Computed(
+        samples,
+        {index: list(rows[:, 0]) for index, rows in found[0].items()},
+        [{index: list(rows[:, 1]) for index, rows in each.items()} for each in found],
+        {index: list(rows[:, 1]) for index, rows in others.items()},
+    )
+
+
+def kept(rows: Rows, dtype: str) -> Rows:
+    """The rows as they are read after they were stored."""
+    stored = [as_stored(each, dtype) for each in rows]
+    return [decode(*split(each, dtype)) if dtype in ("int8", "float8_e4m3") else each for each in stored]
+
+
+def wrong(computed: Computed, dtype: str, stored: Callable[[int], Rows]) -> set[tuple[int, str]]:
+    """The samples and taps that are judged wrong if these rows are stored."""
+    kinds = [TapRows(name, (192,), dtype) for name in NAMES]
+
+    def recompute(
+        samples: Sequence[Sample], taps: Sequence[TapRows], stored: StoredRows, variant: int = 0
+    ) -> Iterator[tuple[int, Any]]:
+        for sample in samples:
+            rows = computed.reference[sample.index], computed.fresh[variant][sample.index], stored(sample)
+            yield sample.index, np.stack([distances(*each) for each in zip(*rows, taps, strict=True)])
+
+    place = SimpleNamespace(folder=SimpleNamespace(url="run"))
+    chosen = [SimpleNamespace(stream=place, sample=s, read=lambda s=s: stored(s.index)) for s in computed.samples]
+    judge = _Judge(kinds, "bfloat16")
+    judge.measure(chosen, recompute)  # type: ignore[arg-type]
+    found = [re.match(r"sample (\d+) at (\S+):", problem.text) for problem in judge.problems]
+    return {(int(match[1]), match[2]) for match in found if match}
+
+
+def row_error(change: Callable[[np.ndarray, int, Any, np.ndarray], np.ndarray]) -> Callable[[Rows, Rows, Any], Rows]:
+    """An error in one row of the second half, at each tap."""
+
+    def broken(rows: Rows, other: Rows, draw: Any) -> Rows:
+        found = [np.array(each, np.float32) for each in rows]
+        for each, theirs in zip(found, other, strict=True):
+            row = int(draw.integers(len(each) // 2, len(each)))
+            each[row] = change(each, row, draw, theirs)
+        return found
+
+    return broken
+
+
+def noise(rows: np.ndarray, row: int, draw: Any, _other: np.ndarray) -> np.ndarray:
+    random = draw.standard_normal(rows.shape[1])
+    return np.asarray(random * np.linalg.norm(rows[row]) / np.linalg.norm(random))
+
+
+ERRORS: dict[str, Callable[[Rows, Rows, Any], Rows]] = {
+    "zeroed row": row_error(lambda rows, row, _draw, _other: 0 * rows[row]),
+    "negated row": row_error(lambda rows, row, _draw, _other: -rows[row]),
+    "noise": row_error(noise),
+    "neighbour's row": row_error(lambda rows, row, _draw, _other: rows[row - 1]),
+    "other sample's row": row_error(lambda _rows, row, _draw, other: other[(row + 1) % len(other)]),
+    "scaled by 0.97": lambda rows, _other, _draw: [each.astype(np.float32) * np.float32(0.97) for each in rows],
+    "layer below": lambda rows, _other, _draw: [rows[1], rows[0]],
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8", "float8_e4m3"])
+def test_correct_rows_pass_and_every_error_is_found(computed: Computed, dtype: str) -> None:
+    """Rows of another computation in bfloat16 are correct, as they are from another machine."""
+    every = {(sample.index, name) for sample in computed.samples for name in NAMES}
+    norms = np.linalg.norm(computed.reference[0][0], axis=1)
+    assert norms.max() > 10 * np.median(norms)
+    for variant in (0, 5):
+        right = {index: kept(rows, dtype) for index, rows in computed.fresh[variant].items()}
+        assert wrong(computed, dtype, right.__getitem__) == set()
+        for name, error in ERRORS.items():
+            draw = np.random.default_rng(3)
+            broken = {n: error(rows, right[(n + 1) % len(right)], draw) for n, rows in right.items()}
+            assert (name, every - wrong(computed, dtype, broken.__getitem__)) == (name, set())
+    others = {index: kept(rows, dtype) for index, rows in computed.others.items()}
+    assert wrong(computed, dtype, others.__getitem__) == every
