@@ -140,7 +140,7 @@ def here(folder: str) -> Iterator[Place]:
 @contextlib.contextmanager
 def ray_cluster(folder: str, nodes: int, address: str | None) -> Iterator[Place]:
     """Return a bucket that every node can reach, and a cluster: an existing one, or one that is started here."""
-    from spile.data.upload import upload
+    from spile.data.manifest import upload
 
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
     parts = importlib.import_module("fleet.ray_nodes")  # The cluster of the tests.

@@ -54,7 +54,7 @@ def start(cluster: RayNodes, *words: str) -> subprocess.Popen[str]:
 
 
 def streams(tmp_path: Path, count: int) -> None:
-    from spile.data.upload import upload
+    from spile.data.manifest import upload
 
     make_streams("embedded", tmp_path / "streams", count)
     upload(tmp_path / "streams", open_folder(f"{BUCKET}/streams"))

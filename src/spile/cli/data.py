@@ -177,7 +177,7 @@ def upload(
     local_dir: Annotated[Path, Parameter(help="The folder of streams.")] = Path("data/streams"),
 ) -> int:
     """Upload streams to a bucket. Identical files are skipped."""
-    from spile.data.upload import upload as run
+    from spile.data.manifest import upload as run
     from spile.objects import bucket_url, open_folder
 
     if not bucket.rpartition("://")[2].strip("/"):
@@ -203,7 +203,7 @@ def written(target: str, *, file: bool = False) -> Iterator[Path]:
     if not is_remote(target):
         yield Path(target)
         return
-    from spile.data.upload import upload as run
+    from spile.data.manifest import upload as run
     from spile.objects import open_folder
 
     folder, _, name = target.rstrip("/").rpartition("/") if file else (target, "", "")
@@ -214,7 +214,7 @@ def written(target: str, *, file: bool = False) -> Iterator[Path]:
 
 def _streams_there(url: str, count: int, seed: int, *, some: bool, overwrite: bool) -> StreamsManifest | None:
     """Return the manifest of existing streams unless they are to be replaced; refuse another number or seed."""
-    from spile.data.upload import read_manifest
+    from spile.data.manifest import read_manifest
     from spile.objects import open_folder
 
     if some:

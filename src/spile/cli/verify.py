@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,6 +22,7 @@ from spile.api import answer_decoder
 from spile.cli.flags import parse_numbers
 from spile.errors import SpecError
 from spile.spec.amounts import amount, counted, duration, size
+from spile.spec.sample import BAD_ROW
 from spile.view.table import Fitting, SafeConsole, output
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
 _MOST_LINES = 50
 _MOST_NAMED = 16
+_BAD_ROWS = 5
 _KINDS: tuple[Kind, ...] = ("missing", "doubled", "damaged", "wrong")
 
 
@@ -116,6 +119,7 @@ def show(report: Report, console: Console) -> None:
         console.print(Text(f"✗ {problem.line()}", style="red"), soft_wrap=True)
     if len(problems) > _MOST_LINES:
         console.print(f"✗ and {len(problems) - _MOST_LINES} more; --json lists them all")
+    _show_skipped(report, console)
     for line in report.unchecked:
         console.print(line, soft_wrap=True)
     _show_recomputed(report, console)
@@ -155,6 +159,22 @@ _COLUMNS: dict[str, Callable[[StreamReport], str | Text]] = {
 }
 _SPARE = ("TOKENS", "SIZE", "SHARDS", "SKIPPED")
 """The columns that are omitted first in a narrow terminal."""
+
+
+def _show_skipped(report: Report, console: Console) -> None:
+    """Print why samples were skipped, and the first bad rows."""
+    reasons: Counter[str] = Counter()
+    for stream in report.streams:
+        reasons.update(stream.skip_reasons)
+    if not reasons:
+        return
+    found = ", ".join(f"{count:,} {reason}" for reason, count in sorted(reasons.items()))
+    console.print(f"skipped: {found}", markup=False, soft_wrap=True)
+    bad = [text for stream in report.streams for text in stream.bad_rows]
+    for text in bad[:_BAD_ROWS]:
+        console.print(f"  {text}", markup=False, soft_wrap=True)
+    if reasons[BAD_ROW] > _BAD_ROWS:
+        console.print(f"  and {reasons[BAD_ROW] - _BAD_ROWS:,} more bad rows; the commits list them all")
 
 
 def _show_recomputed(report: Report, console: Console) -> None:

@@ -22,7 +22,8 @@ import orjson
 
 from spile.data.arc.grids import task_problem
 from spile.data.rows import TOKENS, arc_task_id, rejected_line, row_id
-from spile.data.sources import RowSource, SourceRow, open_source
+from spile.data.sources import open_source
+from spile.data.tables import RowSource, SourceRow
 from spile.errors import DataError, SpecError
 from spile.objects import Unwritable
 from spile.spec.run import BadRows

@@ -1,8 +1,9 @@
-"""Read the lines of a stream's file from a folder or a bucket, hashing them block by block in constant memory.
+"""Read the lines of a stream's file from a folder or a bucket, and hash them, in constant memory.
 
-The first pass records the sha256 of the file up to the end of each block. A later pass compares these hashes before it
-yields a line, so that no sample is made of bytes that the stream's identity does not cover. A hash of the whole file
-would reveal an edit only after the last line, when samples are already committed.
+The data of a run must not change, neither between two runs nor during one. A small dataset is read once before the run:
+its identity is the sha256 of the whole file, and a later pass compares the hash of each block before it yields a line.
+A large dataset is not read before the run: :class:`PartReader` hashes its rows part by part as they are read, the
+commits record these hashes, and a later pass compares them before it yields a line.
 """
 
 from __future__ import annotations
@@ -11,14 +12,17 @@ import hashlib
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from importlib import resources
+from itertools import chain, islice
 from pathlib import Path
 
 from spile.errors import DataError, StoreError
 from spile.objects.opening import is_remote
 from spile.spec.run import EMBEDDED
+from spile.spec.sample import Part
 
 _CHUNK = 1 << 20
 _LONGEST = 256 << 20
@@ -74,12 +78,17 @@ class BlockHashes:
         return BlockHashes(self._location, self.blocks)
 
     def _refuse(self) -> None:
-        raise DataError(
-            f"{self._location} changed while it was read",
-            expected="the bytes that were hashed when the run began",
-            found="different bytes",
-            fix="restore the file, then run the same command again",
-        )
+        raise changed(self._location)
+
+
+def changed(location: str) -> DataError:
+    """Return the error for a file whose content changes while a run reads it."""
+    return DataError(
+        f"{location} changed while it was read",
+        expected="the bytes that were hashed when the run began",
+        found="different bytes",
+        fix="restore the file, then run the same command again",
+    )
 
 
 def embedded_tasks() -> Path:
@@ -128,8 +137,11 @@ class StreamFile:
     ``rows`` makes the lines of other sources, such as the rows of a table; they are also made only once.
     """
 
-    def __init__(self, location: str, rows: Callable[[], Iterator[bytes]] | None = None) -> None:
-        self.location = location
+    def __init__(
+        self, location: str, rows: Callable[[int], Iterator[bytes]] | None = None, revision: str | None = None
+    ) -> None:
+        """``rows`` makes the lines from a row number on. ``revision`` pins the content: it never changes."""
+        self.location, self.revision = location, revision
         self._rows = rows
         self._remote = is_remote(location)
         self._copy: _Copy | None = None
@@ -144,14 +156,18 @@ class StreamFile:
             return
         if self._remote or self._rows is not None:
             copy = _Copy()
-            for chunk in fetched(self.location) if self._rows is None else self._rows():
+            for chunk in fetched(self.location) if self._rows is None else self._rows(0):
                 copy.add(chunk)
                 yield chunk
             self._copy = copy.ended()
             return
         try:
             with self._path.open("rb") as file:
+                before = os.fstat(file.fileno())
                 while chunk := file.read(_CHUNK):
+                    now = os.fstat(file.fileno())
+                    if (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+                        raise changed(self.location)  # a line could be half of the old content and half of the new
                     yield chunk
         except OSError as error:
             raise StoreError(f"{self.location} cannot be read", found=error.strerror or str(error)) from error
@@ -185,8 +201,15 @@ class StreamFile:
         """Yield the non-blank lines. With ``hashes``, each line follows after all of its blocks have been checked."""
         yield from self._split(self._hashed(hashes))
 
-    def _split(self, chunks: Iterator[bytes]) -> Iterator[Line]:
-        index = number = held = 0
+    def lines_from(self, start: int) -> Iterator[Line]:
+        """Yield the non-blank lines from index ``start`` on. A table skips the rows before; a file is read through."""
+        if self._rows is not None:
+            return self._split(self._rows(start), start)
+        return (line for line in self._split(self._hashed(None)) if line.index >= start)
+
+    def _split(self, chunks: Iterator[bytes], start: int = 0) -> Iterator[Line]:
+        index = number = start
+        held = 0
         rest: list[bytes] = []
         for chunk in chunks:
             first, *more = chunk.split(b"\n")
@@ -219,6 +242,122 @@ class StreamFile:
             first = False
         if hashes is not None:
             hashes.end()
+
+
+_PART_BYTES, _PART_ROWS = 1 << 20, 8192
+"""The size of a new part: a few hundred rows of text, so that a commit records few hashes."""
+
+
+class PartReader:
+    """One pass over a streamed dataset. Its rows are hashed part by part; parts that are known are compared."""
+
+    def __init__(
+        self,
+        file: StreamFile,
+        head: tuple[int, str],
+        known: Sequence[Part],
+        end: int | None,
+        needed: Callable[[Part], bool] = lambda _: True,
+    ) -> None:
+        """Prepare a pass.
+
+        Args:
+            file: The dataset.
+            head: The number of rows that were read before the run, and their sha256, which the identity holds.
+            known: The parts that earlier runs read, from the first row on.
+            end: The number of all rows, if an earlier run read the last one.
+            needed: Returns whether a known part has rows that are needed. Others are skipped if the content is pinned,
+                and only compared if it is not.
+
+        """
+        self._file, self._head, self._known, self._end, self._needed = file, head, known, end, needed
+        self.parts: list[Part] = list(known)
+        """The parts that are known or were read so far. The reading thread appends to it."""
+
+    def lines(self) -> Iterator[Line]:
+        """Yield the needed lines; each after the whole part that it belongs to was hashed and compared."""
+        row = 0
+        source: Iterator[Line] | None = None
+        for part in self._known:
+            needed = self._needed(part)
+            if needed or self._file.revision is None:
+                source = source or self._opened(row)
+                lines = list(islice(source, part.rows))
+                if hash_lines(lines) != part.hash:
+                    raise self._differs(part)
+                yield from lines if needed else ()
+            else:
+                source = None
+            row = part.stop
+        if self._end is not None:
+            self._refuse_more(source)
+            return
+        source = source or self._opened(row)
+        while lines := _take(source):
+            self.parts.append(Part(row, len(lines), hash_lines(lines)))
+            row += len(lines)
+            yield from lines
+
+    def compare(self) -> None:
+        """Raise an error if a known part, or the known end, has changed."""
+        source = self._opened(0)
+        for part in self._known:
+            if hash_lines(islice(source, part.rows)) != part.hash:
+                raise self._differs(part)
+        if self._end is not None:
+            self._refuse_more(source)
+
+    def _refuse_more(self, source: Iterator[Line] | None) -> None:
+        if self._file.revision is None and source is not None and next(source, None) is not None:
+            raise DataError(
+                f"{self._file.location} has grown since it was read to its end",
+                expected=f"{self._end:,} rows",
+                found="more",
+                fix="restore the data, or use another --output",
+            )
+
+    def _opened(self, row: int) -> Iterator[Line]:
+        """Return the lines from a row on. If the content may change, the first rows must be those of the identity."""
+        source = self._file.lines_from(row)
+        if row or self._file.revision is not None:
+            return source
+        first = list(islice(source, self._head[0]))
+        if head_hash(first).hexdigest() != self._head[1]:
+            raise changed(self._file.location)
+        return chain(first, source)
+
+    def _differs(self, part: Part) -> DataError:
+        return DataError(
+            f"{self._file.location} changed since the run read it",
+            expected=f"{self._file.unit}s {part.first + 1:,} to {part.stop:,} as they were (hash {part.hash})",
+            found="other content",
+            fix="restore the data, then run the same command again; or use another --output",
+        )
+
+
+def head_hash(lines: Iterable[Line]) -> hashlib._Hash:
+    """Return the sha256 of the first rows of a streamed dataset."""
+    digest = hashlib.sha256()
+    for line in lines:
+        digest.update(line.raw + b"\n")
+    return digest
+
+
+def hash_lines(lines: Iterable[Line]) -> str:
+    """Return the hash of a part."""
+    return blake2b(b"".join(line.raw + b"\n" for line in lines), digest_size=16).hexdigest()
+
+
+def _take(source: Iterator[Line]) -> list[Line]:
+    """Return the lines of the next part."""
+    lines: list[Line] = []
+    size = 0
+    for line in source:
+        lines.append(line)
+        size += len(line.raw)
+        if size >= _PART_BYTES or len(lines) >= _PART_ROWS:
+            break
+    return lines
 
 
 def fetched(location: str) -> Iterator[bytes]:

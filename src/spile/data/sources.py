@@ -1,206 +1,27 @@
-"""Sources of rows: JSONL, Parquet, ARC folders, challenge files and datasets of the Hugging Face hub (streamed)."""
+"""Sources of rows: JSONL, CSV, text and JSON files, Parquet, ARC folders, and datasets of the Hugging Face hub."""
 
 from __future__ import annotations
 
 import codecs
 import csv
 import re
-import socket
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import IO, Any, Protocol, TypeVar
-from urllib.parse import urlsplit
-from urllib.request import getproxies
+from typing import Any
 
 import orjson
 
 from spile.data.arc.grids import passes_fast_check
-from spile.data.lines import StreamFile, embedded_tasks, fetched
+from spile.data.lines import StreamFile, embedded_tasks
 from spile.data.rows import MASK, SAMPLE_FIELDS, TOKENS, elements, plain_value, rejected_line, scalar_fields
-from spile.errors import DataError, SpecError, SpileError, StoreError
+from spile.data.tables import Hub, LocatedSource, Parquet, RowSource, SourceRow, check_columns
+from spile.errors import DataError, SpecError, StoreError
 from spile.objects.opening import is_remote
-from spile.objects.retry import RequestFailure, Retry, from_status, retry_while_unavailable
+from spile.spec.identity import StreamIdentity
 from spile.spec.run import EMBEDDED, EVERY_FIELD, BadRows, DataSpec
-
-Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class Hub:
-    """One split of a dataset on the hub, or of a local folder in the same layout."""
-
-    name: str
-    split: str
-    config_name: str | None
-    columns: frozenset[str] = field(default_factory=frozenset)
-    location: str | None = None
-    """The local folder that the user named, if any."""
-    keep: tuple[str, ...] = ()
-
-    @property
-    def origin(self) -> dict[str, object]:
-        """The dataset's name, split and configuration."""
-        return {"dataset": self.location or self.name, "split": self.split, "config_name": self.config_name}
-
-    def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
-        """Yield rows from ``start``; the library skips earlier rows, by whole shards if it can.
-
-        If the hub becomes unreachable, retry from the first row that was not received.
-        """
-        rows, number = _between(self._open(), start, stop), start
-        while True:
-            try:
-                data = next(rows)
-            except StopIteration:
-                return
-            except Exception as error:
-                trouble = self._classify(error)
-                if self.location is not None or not isinstance(trouble, RequestFailure):
-                    raise self._failed(error) from error
-                rows = self._rows_from(number, stop)
-            else:
-                yield SourceRow(number, data, f"row {number}")
-                number += 1
-
-    def _rows_from(self, number: int, stop: int | None) -> Iterator[Any]:
-        """Return the rows from ``number`` on, retrying until the hub gives the first of them."""
-        from datasets import load_dataset
-
-        def attempt() -> Iterator[Any]:
-            rows = _between(self._open_once(load_dataset), number, stop)
-            try:
-                return chain([next(rows)], rows)
-            except StopIteration:
-                return iter(())
-            except Exception as error:
-                raise self._classify(error) from error
-
-        return self._retry(attempt)
-
-    def _retry(self, attempt: Callable[[], Result]) -> Result:
-        try:
-            return retry_while_unavailable(self.name, attempt, Retry.from_environment())
-        except RequestFailure as outage:
-            raise _unreachable(self.name, outage.cause) from outage
-
-    def _classify(self, error: Exception) -> Exception:
-        """Return a :class:`RequestFailure` if the hub is temporarily unavailable, else the permanent error."""
-        failure = self._failed(error)
-        failure.__cause__ = error
-        out = isinstance(failure, StoreError) and _is_transient(failure)
-        return RequestFailure(str(failure.found), transient=True) if out else failure
-
-    def _open(self) -> Any:
-        try:
-            from datasets import load_dataset
-        except ImportError as error:
-            raise DataError(
-                "datasets of the hub need the datasets library", fix="run: pip install 'spile[data]'"
-            ) from error
-        if self.location is not None:
-            return self._load(load_dataset)
-        return self._retry(lambda: self._open_once(load_dataset))
-
-    def _open_once(self, load: Callable[..., Any]) -> Any:
-        """Try once to open the dataset; raise :class:`RequestFailure` if the hub is temporarily unavailable."""
-        try:
-            _reach(self.name)
-            return self._load(load)
-        except StoreError as error:
-            if not _is_transient(error):
-                raise
-            raise RequestFailure(str(error.found), transient=True) from error
-
-    def _load(self, load: Callable[..., Any]) -> Any:
-        try:
-            dataset = load(self.name, self.config_name, split=self.split, streaming=True)
-            if dataset.column_names is not None:
-                dataset = dataset.select_columns(
-                    check_columns(dataset.column_names, self.columns, self.keep, self.name)
-                )
-        except SpileError:
-            raise
-        except Exception as error:
-            raise self._failed(error) from error
-        return dataset
-
-    def _failed(self, error: Exception) -> SpileError:
-        """Translate an exception of the library to one of ours, with a way to fix it."""
-        from datasets.exceptions import DatasetNotFoundError
-
-        name, message = self.location or self.name, f"{type(error).__name__}: {error}".splitlines()[0][:300]
-        if _no_network(error):
-            return _unreachable(name, message)
-        if isinstance(error, DatasetNotFoundError):
-            return DataError(
-                f"no dataset {name} on the hub, or no access to it",
-                found=message,
-                fix="check its name, and for a private or gated one set HF_TOKEN",
-            )
-        if isinstance(error, ValueError):
-            return DataError(f"{name} cannot be opened", found=message, fix="check --split and --config-name")
-        return StoreError(f"{name} cannot be read", found=message)
-
-
-def _between(dataset: Any, start: int, stop: int | None) -> Iterator[Any]:
-    dataset = dataset.skip(start) if start else dataset
-    return iter(dataset if stop is None else dataset.take(stop - start))
-
-
-def _unreachable(name: str, message: str) -> StoreError:
-    return StoreError(
-        f"the hub cannot be reached for {name}",
-        found=message,
-        fix="check the network, or download it elsewhere and name the folder or file: --dataset DIR",
-    )
-
-
-def _reach(name: str) -> None:
-    """Fail at once without a network; the library would retry by itself and print each attempt."""
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE or getproxies():
-        return
-    url = urlsplit(constants.ENDPOINT)
-    try:
-        socket.create_connection(
-            (url.hostname or "", url.port or (80 if url.scheme == "http" else 443)), timeout=10
-        ).close()
-    except OSError as error:
-        trouble = ConnectionError(str(error))  # the error of a failed name resolution is not a ConnectionError
-        raise _unreachable(name, f"{constants.ENDPOINT}: {error.strerror or error}") from trouble
-
-
-def _is_transient(error: StoreError) -> bool:
-    """Return whether the cause is a missing network or a transient status such as 503 or 429."""
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:  # the user's own setting
-        return False
-    seen = error.__cause__
-    while seen is not None:
-        status = getattr(getattr(seen, "response", None), "status_code", None)
-        if isinstance(status, int):
-            return from_status(status).transient
-        seen = seen.__cause__ or seen.__context__
-    return error.__cause__ is not None and _no_network(error.__cause__)
-
-
-def _no_network(error: BaseException) -> bool:
-    """Return whether the cause is a missing network."""
-    seen: BaseException | None = error
-    words = ("Connect", "Timeout", "Offline", "NameResolution", "Resolve", "LocalEntryNotFound")
-    while seen is not None:
-        if isinstance(seen, ConnectionError | TimeoutError) or any(word in type(seen).__name__ for word in words):
-            return True
-        seen = seen.__cause__ or seen.__context__
-    return "Couldn't reach" in str(error) or "offline" in str(error).lower()
-
 
 _LARGEST_DOCUMENT = 256 << 20
 """Bytes of a JSON document, or characters of a line or a cell."""
@@ -209,47 +30,8 @@ _TABLES = (".parquet", ".csv", ".tsv", ".tab", ".txt", ".json")
 _SLICE = re.compile(r"([\w.-]+)(?:\[(\d*):(\d*)\])?", re.ASCII)
 
 
-@dataclass(frozen=True, slots=True)
-class SourceRow:
-    """One row of a source."""
-
-    number: int
-    """Its row number in the source, from 0."""
-    data: Any
-    """The parsed row; None if there is a ``problem``."""
-    place: str
-    """Its location for error messages, such as ``line 12``."""
-    raw: bytes | None = None
-    """The line of JSON it was parsed from, if any."""
-    problem: str | None = None
-    proven: str | None = None
-    """The id of a task that passed the fast check and was not parsed: ``data`` is None, the content is in ``raw``."""
-
-
-class RowSource(Protocol):
-    """A source of rows that can be read repeatedly, always in the same order."""
-
-    @property
-    def origin(self) -> dict[str, object]:
-        """The description of the source in ``streams.json``."""
-
-    def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
-        """Yield rows from number ``start`` up to, but not including, ``stop``."""
-
-
-class _Located:
-    """A source that is described by its location alone."""
-
-    location: str
-
-    @property
-    def origin(self) -> dict[str, object]:
-        """The location of the dataset."""
-        return {"dataset": self.location}
-
-
 @dataclass(frozen=True)
-class Jsonl(_Located):
+class Jsonl(LocatedSource):
     """A file with one JSON object per line, local or in a bucket."""
 
     location: str
@@ -267,7 +49,7 @@ class Jsonl(_Located):
 
 
 @dataclass(frozen=True)
-class JsonFile(_Located):
+class JsonFile(LocatedSource):
     """One JSON document: a list of rows, or ARC tasks by id as in ``arc_format_train.json``. It is read into memory.
 
     A file with this suffix that holds one JSON object per line is read as such.
@@ -309,7 +91,7 @@ class JsonFile(_Located):
 
 
 @dataclass(frozen=True)
-class Csv(_Located):
+class Csv(LocatedSource):
     """A CSV or TSV file with a header, local or in a bucket. Values are strings."""
 
     location: str
@@ -338,7 +120,7 @@ class Csv(_Located):
 
 
 @dataclass(frozen=True)
-class TextFile(_Located):
+class TextFile(LocatedSource):
     """A text file with one prompt per line, local or in a bucket."""
 
     location: str
@@ -352,7 +134,7 @@ class TextFile(_Located):
 
 
 @dataclass(frozen=True)
-class TextFolder(_Located):
+class TextFolder(LocatedSource):
     """A folder of text files, one prompt per file, whose id is its path within the folder."""
 
     folder: Path
@@ -439,7 +221,7 @@ def _text_lines(location: str) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class ArcFolder(_Located):
+class ArcFolder(LocatedSource):
     """A folder with one JSON file per task, named by the task's id, as in ARC-AGI."""
 
     files: tuple[Path, ...]
@@ -454,65 +236,6 @@ class ArcFolder(_Located):
                 yield SourceRow(number, None, path.name, problem="a file that is not JSON")
             except OSError as error:
                 raise StoreError(f"{path} cannot be read", found=error.strerror or str(error)) from error
-
-
-@dataclass(frozen=True)
-class Parquet(_Located):
-    """A Parquet file, read in batches of rows and only the columns that are needed."""
-
-    path: Path | None
-    """None for an object in a bucket, which is fetched first."""
-    location: str
-    columns: frozenset[str] = field(default_factory=frozenset)
-    keep: tuple[str, ...] = ()
-
-    def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
-        """Yield one row per row of the table."""
-        return (SourceRow(n, data, f"row {n}") for n, data in islice(enumerate(self._records()), start, stop))
-
-    def _records(self) -> Iterator[dict[str, Any]]:
-        try:
-            import pyarrow.parquet as parquet
-        except ImportError as error:
-            raise DataError("Parquet needs pyarrow", fix="run: pip install 'spile[data]'") from error
-        from pyarrow import ArrowException
-
-        try:
-            with self._opened() as content, parquet.ParquetFile(content) as file:
-                names = check_columns(list(file.schema_arrow.names), self.columns, self.keep, self.location)
-                for batch in file.iter_batches(batch_size=256, columns=names):
-                    yield from batch.to_pylist()
-        except (ArrowException, OSError) as error:
-            raise DataError(f"{self.location} is not a Parquet file", found=str(error)) from error
-
-    def _opened(self) -> IO[bytes]:
-        if self.path is not None:
-            return self.path.open("rb")
-        with ExitStack() as stack:
-            file = stack.enter_context(tempfile.TemporaryFile())
-            for chunk in fetched(self.location):
-                file.write(chunk)
-            file.seek(0)
-            stack.pop_all()  # the caller closes the file
-            return file
-
-
-def check_columns(names: list[str], wanted: frozenset[str], keep: tuple[str, ...], location: str) -> list[str]:
-    """Return the columns to read; raise an error if none is usable or one of ``keep`` is missing."""
-    keep = tuple(names) if keep == (EVERY_FIELD,) else keep
-    chosen = [name for name in names if name in wanted]
-    missing = [name for name in keep if name not in names]
-    if missing:
-        found = f"no {', '.join(missing)}, but {', '.join(names)}"
-        raise DataError(location, expected=f"the columns of --keep: {', '.join(keep)}", found=found)
-    if not {"task_id", "id", MASK}.issuperset(chosen):
-        return [*chosen, *(name for name in keep if name not in chosen)]
-    raise DataError(
-        f"{location} has no column that could be used",
-        expected=f"one of {', '.join(sorted(wanted - {'task_id', 'id', MASK}))}",
-        found=", ".join(names),
-        fix="name it with --column",
-    )
 
 
 @dataclass(frozen=True)
@@ -621,11 +344,11 @@ _BLOCK = 1 << 20
 """Bytes of lines that are hashed at once."""
 
 
-def open_input(spec: DataSpec) -> StreamFile:
-    """Open the data of a stream as lines."""
+def open_input(spec: DataSpec, stored: StreamIdentity | None = None) -> StreamFile:
+    """Open the data of a stream as lines. A run that is continued reads the commit of the hub that it began with."""
     if spec.rows is not None:
-        source: RowSource = PythonRows(spec.rows, spec.prompt.column, spec.keep)
-        return StreamFile(spec.dataset, partial(_json_lines, source, RowRange(None), spec.dataset, spec.bad_rows))
+        given: RowSource = PythonRows(spec.rows, spec.prompt.column, spec.keep)
+        return StreamFile(spec.dataset, partial(_json_lines, given, RowRange(None), spec.dataset, spec.bad_rows))
     if spec.dataset_dir is not None or not _is_table(spec.dataset):
         if spec.split is not None or spec.config_name is not None:
             flag = "--split" if spec.split is not None else "--config-name"
@@ -637,8 +360,12 @@ def open_input(spec: DataSpec) -> StreamFile:
     )
     if not isinstance(source, Hub | ArcFolder) and part.split not in (None, "train"):
         raise SpecError("--split", expected="train, the only split of a file", found=spec.split)
+    revision = None
+    if isinstance(source, Hub):
+        source = source.pinned() if stored is None else replace(source, revision=stored.revision)
+        revision = source.revision
     named = spec.dataset if spec.split is None else f"{spec.dataset}:{spec.split}"
-    return StreamFile(named, partial(_json_lines, source, part, spec.dataset, spec.bad_rows))
+    return StreamFile(named, partial(_json_lines, source, part, spec.dataset, spec.bad_rows), revision)
 
 
 def _is_table(dataset: str) -> bool:
@@ -654,9 +381,10 @@ def _is_table(dataset: str) -> bool:
     return is_hub_name(dataset) and (path.parent == Path() or not path.parent.is_dir())
 
 
-def _json_lines(source: RowSource, part: RowRange, location: str, bad_rows: BadRows) -> Iterator[bytes]:
+def _json_lines(source: RowSource, part: RowRange, location: str, bad_rows: BadRows, first: int = 0) -> Iterator[bytes]:
+    """Yield the rows of ``part`` from its row ``first`` on, as lines of JSON in blocks."""
     block = bytearray()
-    for row in source.rows(part.start, part.stop):
+    for row in source.rows(part.start + first, part.stop):
         if row.problem is not None and bad_rows == "error":
             raise DataError(f"{location} {row.place}", expected="a usable row", found=row.problem)
         block += _line(row, location)

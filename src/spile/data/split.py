@@ -14,7 +14,8 @@ from pathlib import Path
 from spile.data.arc.prompts import shuffled
 from spile.data.convert import ItemTally, RowSelection, Unique, check_names, check_some, replacing, usable, workspace
 from spile.data.manifest import MANIFEST, STREAM, StreamEntry, StreamsManifest, stream_name
-from spile.data.sources import RowSource, open_source
+from spile.data.sources import open_source
+from spile.data.tables import RowSource
 from spile.errors import DataError, SpecError
 
 MOST_STREAMS = 10_000

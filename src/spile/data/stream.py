@@ -4,29 +4,37 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from spile.data.arc.encoders import parse_encoder
 from spile.data.arc.grids import passes_fast_check
-from spile.data.lines import BlockHashes, StreamFile
+from spile.data.lines import BlockHashes, Line, PartReader, StreamFile, head_hash
 from spile.data.manifest import MANIFEST, check_stream, stream_name
 from spile.data.prompts import Document, Draft, Drafter, pack
 from spile.data.rows import parse_row, resolve
-from spile.data.sources import RowSource, open_input
+from spile.data.sources import open_input
+from spile.data.tables import RowSource
 from spile.data.tokens import Encoded, Tokenizer
-from spile.errors import DataError, SpileError
+from spile.errors import DataError, SpecError, SpileError
 from spile.objects.ahead import iterate_ahead
+from spile.spec.identity import StreamIdentity
 from spile.spec.ranges import Ranges
 from spile.spec.run import DataSpec, PromptSpec
-from spile.spec.sample import Sample, Skip
+from spile.spec.sample import BAD_ROW, Part, Sample, Skip
 
 _CHARACTERS, _SAMPLES, _AHEAD = 1 << 18, 2048, 16
 """The size of a chunk, which is tokenized in parallel, and the number of chunks in the queue: about two million tokens,
 made while the model is being loaded, so that a device faster than the tokenizer has a reserve."""
+HEAD, HEAD_ROWS = 16 << 20, 50_000
+"""Bytes and rows that are read and checked before a run. A dataset that is not larger is read as a whole."""
+BEYOND = 1 << 53
+"""A number that no sample has."""
+_ONE_HOST = "continue the run on one host, or begin it again with another --output"
 _PREVIEW = 96
 _MOST_REASON = 300
 
@@ -34,15 +42,22 @@ _MOST_REASON = 300
 class SampleReader:
     """One pass over a stream, tokenized ahead of the consumer."""
 
-    def __init__(self, chunks: Iterator[list[Sample | Skip]], counted: list[int], total: int | None) -> None:
-        self._total, self._end = total, list[int]()
+    def __init__(
+        self,
+        chunks: Iterator[list[Sample | Skip]],
+        counted: list[int],
+        total: int | None,
+        parts: Sequence[Part] = (),
+    ) -> None:
+        self._total, self._end, self.parts = total, list[int](), parts
+        """``parts``: the rows of a streamed dataset that were read so far. It grows while the pass goes on."""
         self._items = _read_ahead(chunks, counted, self._end)
         self._seen: deque[Sample | Skip | SpileError] = deque()
         """Items that were peeked at and not yet returned."""
 
     @property
     def total(self) -> int | None:
-        """The number of samples of the stream; None for packed documents until this pass has ended."""
+        """The number of samples of the stream; None until this pass has ended if only reading it tells."""
         return self._end[0] if self._end else self._total
 
     def __iter__(self) -> Iterator[Sample | Skip]:
@@ -89,8 +104,9 @@ class SampleStream:
 
     location: str
     sha256: str
-    """The hash of the file."""
-    lines: int
+    """The hash of the file or, of a streamed dataset, of its first ``head`` rows."""
+    lines: int | None
+    """The number of rows; None for a streamed dataset, which is read during the run."""
     prompt: PromptSpec
     """The prompt options, with the kind resolved."""
     streams: int | None
@@ -100,43 +116,99 @@ class SampleStream:
     _spec: DataSpec
     _tokenizer: Tokenizer
     _file: StreamFile
-    _hashes: BlockHashes
+    _hashes: BlockHashes | None
+    """None for a streamed dataset."""
+    _vocabulary: int | None = None
+    head: int | None = None
+    """For a streamed dataset: the number of rows that were read and checked before the run."""
 
     @property
     def samples(self) -> int | None:
-        """The number of samples regardless of ``max_samples``; None for packed documents, which must be read first."""
-        return None if self.prompt.pack else self.lines * self.prompt.predictions_per_task
+        """The number of samples regardless of ``max_samples``; None if the data must be read to know it."""
+        return None if self.prompt.pack or self.lines is None else self.lines * self.prompt.predictions_per_task
 
-    def read(self, done: Ranges) -> SampleReader:
-        """Read the samples that are not done, in index order. A sample does not depend on which others are done."""
+    @property
+    def revision(self) -> str | None:
+        """The commit of a dataset on the hub."""
+        return self._file.revision
+
+    def read(self, done: Ranges, parts: Sequence[Part] = (), end: int | None = None) -> SampleReader:
+        """Read the samples that are not done, in index order. A sample does not depend on which others are done.
+
+        Args:
+            done: The samples to leave out.
+            parts: The rows that earlier runs read, if the dataset is streamed.
+            end: The number of samples, if an earlier run read a streamed dataset to its end.
+
+        """
         counted: list[int] = []
-        return SampleReader(self._chunks(done, counted), counted, self.samples)
+        lines, read = self._pass(done, parts, end)
+        total = self.samples if self._hashes is not None else end
+        return SampleReader(self._chunks(done, lines, read, counted), counted, total, read)
 
-    def task_id(self, index: int) -> str:
-        """Return the id of a sample without tokenizing it; its number if only the tokens would tell."""
-        if not self.prompt.pack:
-            others = Ranges([(0, index), (index + 1, (self.samples or 0) + 1)])
-            drafter = Drafter.of(self.prompt, self._spec, self._tokenizer)
-            for draft in self._drafts(others, index + 1, drafter):
-                return draft.task_id
-        return f"sample-{index}"
+    def _pass(self, done: Ranges, parts: Sequence[Part], end: int | None) -> tuple[Iterator[Line], Sequence[Part]]:
+        """Return the lines with samples that are not done, and the parts of a streamed dataset as they are read."""
+        if self._hashes is not None:
+            return self._file.lines(self._hashes.again()), ()
+        reader = PartReader(self._file, self._first, parts, self._rows(parts, end), partial(self._needed, done))
+        return reader.lines(), reader.parts
 
-    def _chunks(self, done: Ranges, counted: list[int]) -> Iterator[list[Sample | Skip]]:
+    def task_id(self, index: int, parts: Sequence[Part] = (), end: int | None = None) -> tuple[str, Sequence[Part]]:
+        """Return the id of a sample without tokenizing it, and the rows that were read to find it.
+
+        The id is the number of the sample if only the tokens would tell it.
+        """
+        others = Ranges([(0, index), (index + 1, BEYOND)])
+        lines, read = self._pass(others, parts, end)
         drafter = Drafter.of(self.prompt, self._spec, self._tokenizer)
+        drafts = iter(()) if self.prompt.pack else self._drafts(others, index + 1, drafter, lines)
+        found = next((draft.task_id for draft in drafts), f"sample-{index}")
+        return found, read
+
+    def compare(self, parts: Sequence[Part], end: int | None) -> None:
+        """Raise an error if the rows that earlier runs read have changed. A pinned dataset cannot change."""
+        if self._hashes is None and self.revision is None:
+            reader = PartReader(self._file, self._first, parts, self._rows(parts, end))
+            reader.compare()
+
+    @property
+    def _first(self) -> tuple[int, str]:
+        return self.head or 0, self.sha256
+
+    def _rows(self, parts: Sequence[Part], end: int | None) -> int | None:
+        """Return the number of rows of a streamed dataset, if an earlier run read it to its end."""
+        return None if end is None else sum(part.rows for part in parts)
+
+    def _needed(self, done: Ranges, part: Part) -> bool:
+        """Return whether a part has samples to make. A packed sequence depends on all documents before it."""
+        count = self.prompt.predictions_per_task
+        return self.prompt.pack or bool(len(Ranges([(part.first * count, part.stop * count)]) - done))
+
+    def _chunks(
+        self, done: Ranges, lines: Iterator[Line], parts: Sequence[Part], counted: list[int]
+    ) -> Iterator[list[Sample | Skip]]:
+        """Yield samples in chunks. ``counted`` gets the number of all samples once all ``lines`` were read."""
+        drafter = Drafter.of(self.prompt, self._spec, self._tokenizer, self._vocabulary)
         if self.prompt.pack:
-            yield from self._windows(done, drafter, counted)
+            yield from self._windows(done, drafter, lines, counted)
             return
-        for drafts in _chunked(self._drafts(done, self._spec.max_samples, drafter)):
+        limit = min(self._spec.max_samples or BEYOND, _end_of_wanted(done))
+        for drafts in _chunked(self._drafts(done, limit, drafter, lines)):
             encoded = iter(_encode([draft for draft in drafts if isinstance(draft, Draft)], self._tokenizer))
             yield [draft if isinstance(draft, Skip) else self._finished(draft, next(encoded)) for draft in drafts]
+        rows, count = sum(part.rows for part in parts), self.prompt.predictions_per_task
+        if rows * count <= limit:
+            counted += [rows * count] if parts else []
 
-    def _drafts(self, done: Ranges, limit: int | None, drafter: Drafter) -> Iterator[Draft | Skip]:
+    def _drafts(
+        self, done: Ranges, limit: int | None, drafter: Drafter, lines: Iterator[Line]
+    ) -> Iterator[Draft | Skip]:
         count = self.prompt.predictions_per_task
 
         def wanted(index: int) -> bool:
             return (limit is None or index < limit) and index not in done
 
-        for line in self._file.lines(self._hashes.again()):
+        for line in lines:
             first = line.index * count
             if limit is not None and first >= limit:
                 return
@@ -149,16 +221,18 @@ class SampleStream:
                         raise
                     reason: dict[str, object] = {"error": str(error)[:_MOST_REASON]}
                     yield from (
-                        Skip(index, f"{self._file.unit}-{line.number}", "bad row", reason)
+                        Skip(index, f"{self._file.unit}-{line.number}", BAD_ROW, reason)
                         for index in range(first, first + count)
                         if wanted(index)
                     )
                 else:
                     yield from drafts
 
-    def _windows(self, done: Ranges, drafter: Drafter, counted: list[int]) -> Iterator[list[Sample | Skip]]:
+    def _windows(
+        self, done: Ranges, drafter: Drafter, lines: Iterator[Line], counted: list[int]
+    ) -> Iterator[list[Sample | Skip]]:
         limit, count = self._spec.max_samples, 0
-        documents = self._documents(drafter)
+        documents = self._documents(drafter, lines)
         for window in pack(documents, self._spec.max_seq_length, self._tokenizer):
             if limit is not None and window.index >= limit:
                 return
@@ -176,9 +250,9 @@ class SampleStream:
             count = window.index + 1
         counted.append(count)
 
-    def _documents(self, drafter: Drafter) -> Iterator[Document]:
+    def _documents(self, drafter: Drafter, lines: Iterator[Line]) -> Iterator[Document]:
         """Yield all documents from the first: the start of a packed sequence depends on all tokens before it."""
-        for items in _chunked(self._drafts(Ranges(), None, drafter)):
+        for items in _chunked(self._drafts(Ranges(), None, drafter, lines)):
             drafts = [item for item in items if isinstance(item, Draft)]
             texts = [draft.text for draft in drafts]
             for draft, encoded in zip(drafts, self._tokenizer.encode(texts, add_special=False), strict=True):
@@ -230,52 +304,126 @@ def make_samples(
     return drafter.prompt, [_finished(*each, spec, tokenizer) for each in zip(drafts, encoded, strict=True)]
 
 
-def open_stream(spec: DataSpec, tokenizer: Tokenizer, vocabulary: int | None = None) -> SampleStream:
-    """Read a stream once to hash, count and check its rows before any sample is made.
+def open_stream(
+    spec: DataSpec,
+    tokenizer: Tokenizer,
+    vocabulary: int | None = None,
+    *,
+    stored: StreamIdentity | None = None,
+    whole: bool = False,
+    pod: bool = False,
+) -> SampleStream:
+    """Read the first rows of a stream to hash and check them before any sample is made.
 
-    ``vocabulary``: the size of the model's vocabulary, to check rows of token ids.
+    A dataset that ends within these rows is known as a whole. A larger one is streamed: it is read during the run, and
+    its rows are hashed as they are read.
+
+    Args:
+        spec: The data.
+        tokenizer: The tokenizer of the model.
+        vocabulary: The size of the model's vocabulary, to check rows of token ids.
+        stored: The identity of the stream in the output, if a run began it. It says how much was read before that run.
+        whole: Read the whole dataset in any case.
+        pod: Whether several hosts read it. They compare its hash, so a dataset that can change is read as a whole.
+
     """
     parse_encoder(spec.prompt.encoder)
-    file = open_input(spec)
+    file = open_input(spec, stored)
+    if pod and file.revision is None:
+        if stored is not None and stored.head is not None:
+            raise SpecError(file.location, expected="one host, as when the run began", found="a pod", fix=_ONE_HOST)
+        whole = True
+    manifest = file.read_sibling(MANIFEST)
+    whole = (
+        whole or manifest is not None or spec.expect_split is not None or (stored is not None and stored.head is None)
+    )
     hashes = BlockHashes(file.location)
-    lines, drafter, last = 0, None, None
-    for line in file.lines(hashes):
-        lines += 1
-        if last is not None and line.index >= last:
-            continue
-        fast = drafter is not None and drafter.prompt.kind == "arc" and not spec.keep
-        if fast and passes_fast_check(line.raw) is not None:
-            continue
-        place = f"{file.location} {file.unit} {line.number}"
-        try:
-            row = parse_row(line.raw, place)
-            checked = drafter or Drafter.of(resolve(spec.prompt, row, place), spec, tokenizer, vocabulary)
-            checked.check(row, place)
-        except DataError:
-            if spec.bad_rows == "error":
-                raise
-            continue
-        if drafter is None:
-            drafter, last = checked, lines_needed(spec, checked.prompt)
+    check = partial(_checked_row, file=file, spec=spec, tokenizer=tokenizer, vocabulary=vocabulary)
+    rows, first, drafter = _read_first(file.lines(hashes), check, spec, whole, None if stored is None else stored.head)
+    streamed = first is not None
     if drafter is None:
-        found = f"{lines} rows that cannot be used" if lines else "no row"
+        found = f"{rows} rows that cannot be used" if rows else "no row"
         raise DataError(f"{file.location} is empty", expected="at least one usable row", found=found)
-    split = check_stream(file.name, file.read_sibling(MANIFEST), hashes.hexdigest, file.location, spec.expect_split)
+    split = None
+    if not streamed:
+        split = check_stream(file.name, manifest, hashes.hexdigest, file.location, spec.expect_split)
     if file.name != stream_name(spec.worker_id):
         split = None  # the file is used under another number, so the split's other streams are unknown
-    prompt = drafter.prompt
     return SampleStream(
         location=file.location,
-        sha256=hashes.hexdigest,
-        lines=lines,
-        prompt=prompt,
+        sha256=hashes.hexdigest if first is None else first,
+        lines=None if streamed else rows,
+        prompt=drafter.prompt,
         streams=None if split is None else len(split.streams),
         split=None if split is None else split.digest(),
         _spec=spec,
         _tokenizer=tokenizer,
         _file=file,
-        _hashes=hashes,
+        _hashes=None if streamed else hashes,
+        _vocabulary=vocabulary,
+        head=rows if streamed else None,
     )
+
+
+def _read_first(
+    lines: Iterator[Line],
+    check: Callable[[Line, Drafter | None], Drafter | None],
+    spec: DataSpec,
+    whole: bool,
+    head: int | None,
+) -> tuple[int, str | None, Drafter | None]:
+    """Read and check the first rows, or all if ``whole``. ``head``: how many, if an earlier run decided it.
+
+    Returns:
+        The number of rows; their hash if more rows follow; the drafter that the first usable row decides.
+
+    """
+    rows = size = 0
+    drafter, last = None, None
+    first: list[Line] = []
+    for line in lines:
+        rows += 1
+        if last is None or line.index < last:
+            drafter = check(line, drafter)
+            last = None if drafter is None else lines_needed(spec, drafter.prompt)
+        if whole:
+            continue
+        first.append(line)
+        size += len(line.raw)
+        if (size >= HEAD or rows >= HEAD_ROWS) if head is None else rows >= head:
+            return rows, head_hash(first).hexdigest(), drafter
+    return rows, None, drafter
+
+
+def _checked_row(
+    line: Line,
+    drafter: Drafter | None,
+    *,
+    file: StreamFile,
+    spec: DataSpec,
+    tokenizer: Tokenizer,
+    vocabulary: int | None,
+) -> Drafter | None:
+    """Check that a row can become samples; return the drafter, which the first usable row decides."""
+    fast = drafter is not None and drafter.prompt.kind == "arc" and not spec.keep
+    if fast and passes_fast_check(line.raw) is not None:
+        return drafter
+    place = f"{file.location} {file.unit} {line.number}"
+    try:
+        row = parse_row(line.raw, place)
+        checked = drafter or Drafter.of(resolve(spec.prompt, row, place), spec, tokenizer, vocabulary)
+        checked.check(row, place)
+    except DataError:
+        if spec.bad_rows == "error":
+            raise
+        return drafter
+    return checked
+
+
+def _end_of_wanted(done: Ranges) -> int:
+    """Return the number after the last sample that is not done. A part of a stream has all others marked as done."""
+    last = done.pairs()[-1:]
+    return last[0][0] if last and last[0][1] >= BEYOND else BEYOND
 
 
 def lines_needed(spec: DataSpec, prompt: PromptSpec) -> int | None:

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from spile.data.convert import RowSelection
-from spile.data.manifest import MANIFEST, STREAM, StreamsManifest, stream_name
+from spile.data.manifest import MANIFEST, STREAM, StreamsManifest, read_manifest, stream_name, upload
 from spile.data.sources import RowRange
 from spile.data.split import make_streams
 from spile.data.stream import lines_needed
-from spile.data.upload import read_manifest, upload
 from spile.errors import CloudError, DataError, ModelError, RunMismatch, SpecError, SpileError, UserError
 from spile.fleet.cloud_tpu import CloudTpu, check_roles
 from spile.fleet.home import STARTUP, FleetHome, fleets_of

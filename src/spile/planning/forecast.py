@@ -140,7 +140,8 @@ def plan(spec: ExtractSpec, count: int = 1000) -> Forecast:
     """Forecast a run: tokenize ``count`` samples, evenly spread over the stream, and count their tokens."""
     files = model_files.find(spec.model, spec.revision, weights=False)
     taps = select_taps(spec.taps, spec.layers, files.config.n_layers, spec.heads, spec.top_k)
-    stream = open_stream(spec.data, load_tokenizer(files.tokenizer_folder, optional=True), files.config.vocab_size)
+    tokenizer = load_tokenizer(files.tokenizer_folder, optional=True)
+    stream = open_stream(spec.data, tokenizer, files.config.vocab_size, whole=True)
     refuse_no_answers(spec, stream.prompt.kind)
     lengths, rows = _count(stream, spec, count)
     skipped = sum(not length for length in lengths.counted)

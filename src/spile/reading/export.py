@@ -23,7 +23,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from spile.data.upload import put_file
+from spile.data.manifest import put_file
 from spile.errors import DataError, SpecError, UserError
 from spile.objects import is_remote, open_folder
 from spile.objects.local import sync_folder, write_errors

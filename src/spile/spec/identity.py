@@ -85,9 +85,11 @@ class StreamIdentity:
     data: str
     """The location of the data. It is only displayed; the hash is compared."""
     sha256: str
-    lines: int
+    """The hash of all data or, of a streamed dataset, of its first ``head`` rows."""
+    lines: int | None
+    """The number of rows; None for a streamed dataset, whose rows are hashed as they are read."""
     samples: int | None
-    """lines × predictions-per-task; None if the number is only known after reading all data (packed documents)."""
+    """lines × predictions-per-task; None if the number is only known after reading all data."""
     taps: tuple[Tap, ...]
     streams: int | None = None
     """The number of streams of the split; None if it is unknown. It is not compared."""
@@ -95,6 +97,10 @@ class StreamIdentity:
     """A hash of all streams of the split; None if it is unknown. It is not compared."""
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """The shape of one token's row by tap, if it is not just the run's d_model."""
+    head: int | None = None
+    """For a streamed dataset: the number of rows that ``sha256`` covers. Commits hold the hashes of all rows."""
+    revision: str | None = None
+    """The commit of a dataset on the hub, which pins its content."""
 
     def rows(self, run: RunIdentity) -> tuple[TapRows, ...]:
         """Return the shape and dtype of each tap's stored rows, in the order of the taps."""
@@ -112,4 +118,5 @@ class StreamIdentity:
             "samples": self.samples,
             "taps": [str(tap) for tap in self.taps],
             **({"shapes": {tap: list(shape) for tap, shape in self.shapes.items()}} if self.shapes else {}),
+            **({} if self.head is None else {"head": self.head, "revision": self.revision}),
         }

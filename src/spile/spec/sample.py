@@ -66,6 +66,8 @@ class Sample:
 
 QUARANTINED = "quarantined"
 """The reason of a skipped sample that ended the workers that computed it."""
+BAD_ROW = "bad row"
+"""The reason of a sample that ``--bad-rows skip`` leaves out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,21 @@ class Skip:
 
     def __str__(self) -> str:
         return f"{self.task_id} ({self.detail.get('cause') or self.reason})"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Consecutive rows of a dataset, and the hash of their content."""
+
+    first: int
+    rows: int
+    hash: str
+    """The BLAKE2b hash, 16 bytes, of the rows as lines of JSON, each with a line feed."""
+
+    @property
+    def stop(self) -> int:
+        """The number of the first row after it."""
+        return self.first + self.rows
 
 
 StopReason = Literal["stop", "length"]

@@ -18,13 +18,15 @@ from spile.errors import Damaged, untrusted
 from spile.objects.crc import crc32c, from_hex, to_hex
 from spile.objects.folder import Folder, NotFound
 from spile.spec.ranges import Ranges
-from spile.spec.sample import QUARANTINED, Skip
+from spile.spec.sample import QUARANTINED, Part, Skip
 from spile.store.layout import COMMITS, commit_key, commit_number, is_shard, predictions_name
 
 FORMAT = 1
 """The version of the format; ``docs/format.md`` describes it."""
 RUN_FORMATS = (1, 2)
 """The versions of ``run.json``. Version 2 stops readers of version 1, which would misread the rows."""
+STREAM_FORMATS = (1, 2)
+"""The versions of ``stream.json``. In version 2 the data is bound by the hashes of rows in the commits."""
 _TAIL = re.compile(rb',"crc32c":"([0-9a-f]{8})"\}\n')
 _TAIL_LENGTH = 22
 
@@ -178,6 +180,8 @@ class Commit:
     statistics: Mapping[str, Any] = field(default_factory=dict)
     created: str = ""
     version: str = ""
+    parts: tuple[Part, ...] = ()
+    """The rows of a streamed dataset that were read since the last commit."""
 
     def to_bytes(self) -> bytes:
         """Return the content of the commit's object."""
@@ -196,6 +200,7 @@ class Commit:
                 "statistics": dict(self.statistics),
                 "created": self.created,
                 "version": self.version,
+                **({"parts": [[part.first, part.rows, part.hash] for part in self.parts]} if self.parts else {}),
             }
         )
 
@@ -217,6 +222,7 @@ class Commit:
                 statistics=dict(fields["statistics"]),
                 created=str(fields["created"]),
                 version=str(fields["version"]),
+                parts=tuple(Part(int(first), int(rows), str(hash_)) for first, rows, hash_ in fields.get("parts", ())),
             )
             numbers = (commit.number, commit.end or 0, *(skip.index for skip in commit.skipped))
             if not 0 <= min(numbers) <= max(numbers) < _MOST:
@@ -275,6 +281,15 @@ class Ledger:
     """The number of samples of the stream, if it was only known after reading the stream to its end."""
     created: str | None = None
     """The time of the last commit."""
+    parts: tuple[Part, ...] = ()
+    """The rows of a streamed dataset that were read, from its first row on."""
+
+    @property
+    def rows(self) -> int | None:
+        """The number of rows, from the first one on, whose hashes are recorded; None if some are doubled or missing."""
+        stops = [0, *(part.stop for part in self.parts)]
+        tiled = all(part.first == stop for part, stop in zip(self.parts, stops, strict=False))
+        return stops[-1] if tiled else None
 
     @property
     def shards(self) -> int:
@@ -302,11 +317,13 @@ class Ledger:
         files: list[ShardFile] = []
         quarantined = list(self.quarantined)
         skipped, last, end, created = self.skipped, self.commits, self.end, self.created
+        parts = list(self.parts)
         for commit in commits:
             pairs += commit.pairs()
             files += [ShardFile(shard.name, shard.count, shard.tokens, shard.size) for shard in commit.shards]
             skipped += len(commit.skipped)
             quarantined += [skip for skip in commit.skipped if skip.reason == QUARANTINED]
+            parts += commit.parts
             last = commit.number
             end = commit.end if commit.end is not None else end
             created = commit.created or created
@@ -326,6 +343,7 @@ class Ledger:
             bytes=self.bytes + sum(file.size for file in files),
             end=end,
             created=created,
+            parts=tuple(parts),
         )
 
 

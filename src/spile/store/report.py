@@ -107,6 +107,10 @@ class StreamReport:
     """The number of samples that it must have; None if its end is not known."""
     samples: int = 0
     skipped: int = 0
+    skip_reasons: dict[str, int] = field(default_factory=dict)
+    """The number of skipped samples by reason."""
+    bad_rows: tuple[str, ...] = ()
+    """The first rows that ``--bad-rows skip`` left out, each with its place and the reason."""
     shards: int = 0
     tokens: int = 0
     bytes: int = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
@@ -19,7 +19,7 @@ from spile.spec.identity import RunIdentity, StreamIdentity
 from spile.spec.positions import ALL
 from spile.spec.ranges import Ranges
 from spile.spec.run import GenerationSpec, PromptSpec, RunSpec, spec_fields
-from spile.spec.sample import Sample, Skip
+from spile.spec.sample import Part, Sample, Skip
 from spile.spec.taps import Tap, select_taps
 from spile.store.layout import (
     METADATA,
@@ -33,7 +33,18 @@ from spile.store.layout import (
     stream_folder,
     valid_attempt,
 )
-from spile.store.ledger import FORMAT, RUN_FORMATS, Commit, Ledger, ShardRecord, read_commits, read_ledger, seal, unseal
+from spile.store.ledger import (
+    FORMAT,
+    RUN_FORMATS,
+    STREAM_FORMATS,
+    Commit,
+    Ledger,
+    ShardRecord,
+    read_commits,
+    read_ledger,
+    seal,
+    unseal,
+)
 from spile.store.shard import ShardBuilder
 from spile.store.shard_format import ShardSchema
 from spile.store.statistics import TapStatistics
@@ -263,6 +274,8 @@ class StreamStore:
         self._committed = False
         self.statistics = False
         """Whether to compute statistics of the rows that are written."""
+        self.read_parts: Callable[[], Sequence[Part]] = tuple
+        """Returns the rows of a streamed dataset that were read so far; each commit records the new ones."""
 
     @property
     def ledger(self) -> Ledger:
@@ -300,6 +313,7 @@ class StreamStore:
                     f"it is unknown whether the last commit of {self.folder.url} was stored",
                     fix="run the same command again",
                 )
+            recorded = self._ledger.rows or 0
             commit = Commit(
                 number=self._ledger.commits + 1,
                 attempt=self.attempt,
@@ -310,8 +324,11 @@ class StreamStore:
                 statistics=dict(statistics or {}),
                 created=now_iso(),
                 version=__version__,
+                parts=tuple(part for part in self.read_parts() if part.first >= recorded),
             )
             self._refuse_twice(commit)
+            if self.record.identity.head is not None and not rows_recorded(self._ledger.plus([commit]), self.run):
+                raise StoreError(f"refused to commit samples of {self.folder.url} whose rows were not hashed")
             self._refuse_restarted_stream()
             self._unsure = True
             while not self._created(commit):
@@ -421,6 +438,13 @@ class StreamStore:
         return record
 
 
+def rows_recorded(ledger: Ledger, run: RunIdentity) -> bool:
+    """Return whether the commits of a streamed dataset cover the rows of all committed samples without a gap."""
+    per_row = run.prompt.predictions_per_task
+    needed = 0 if run.prompt.pack else -(-max(ledger.done.bounds(), default=0) // per_row)
+    return ledger.rows is not None and ledger.rows >= needed
+
+
 def metadata(record: StreamRecord, run: RunIdentity, ledger: Ledger) -> dict[str, Any]:
     """Return the content of ``metadata.json``."""
     expected = record.identity.samples if record.identity.samples is not None else ledger.end
@@ -496,7 +520,7 @@ def stream_bytes(record: StreamRecord) -> bytes:
     """Return the content of ``stream.json``."""
     return seal(
         {
-            "format": FORMAT,
+            "format": FORMAT if record.identity.head is None else STREAM_FORMATS[-1],
             "id": record.id,
             "worker_id": record.worker_id,
             "fingerprint": record.fingerprint,
@@ -513,27 +537,32 @@ def stream_bytes(record: StreamRecord) -> bytes:
 
 def _split_fields(identity: StreamIdentity) -> dict[str, Any]:
     """Return the optional fields about the split of the dataset."""
-    known = {"streams": identity.streams, "split": identity.split}
+    known = {"streams": identity.streams, "split": identity.split, "revision": identity.revision}
     return {name: value for name, value in known.items() if value is not None}
+
+
+_COUNTS = ("lines", "samples", "streams", "head")
 
 
 def read_stream(folder: Folder) -> StreamRecord | None:
     """Read the ``stream.json`` of a stream's folder; return None if there is none."""
     where = f"{folder.url}/{STREAM}"
     try:
-        fields = unseal(folder.get(STREAM), where)
+        fields = unseal(folder.get(STREAM), where, STREAM_FORMATS)
     except NotFound:
         return None
     with untrusted(Damaged, f"{where} is not the record of a stream"):
+        counts = {name: None if fields.get(name) is None else int(fields[name]) for name in _COUNTS}
+        if (counts["lines"] is None) == (counts["head"] is None):
+            raise ValueError("either the number of all rows or of the hashed first ones")
         identity = StreamIdentity(
             data=str(fields["data"]),
             sha256=str(fields["sha256"]),
-            lines=int(fields["lines"]),
-            samples=None if fields["samples"] is None else int(fields["samples"]),
             taps=tuple(Tap.parse(tap) for tap in fields["taps"]),
             shapes={str(tap): tuple(int(n) for n in shape) for tap, shape in fields.get("shapes", {}).items()},
-            streams=None if fields.get("streams") is None else int(fields["streams"]),
             split=None if fields.get("split") is None else str(fields["split"]),
+            revision=None if fields.get("revision") is None else str(fields["revision"]),
+            **counts,
         )
         base = None if fields.get("base") is None else str(fields["base"])
         return StreamRecord(str(fields["id"]), int(fields["worker_id"]), str(fields["fingerprint"]), identity, base)

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from spile.spec.identity import RunIdentity
 from spile.spec.positions import ANSWER, choose_positions
 from spile.spec.ranges import Ranges
 from spile.spec.run import EVERY_FIELD, DataSpec, RunSpec
-from spile.spec.sample import Prediction, Role
+from spile.spec.sample import BAD_ROW, Prediction, Role
 from spile.spec.taps import row_bytes
 from spile.store.cleanup import HOUR, find_garbage, free_number, remove_garbage, repair_ledger
 from spile.store.layout import (
@@ -43,7 +44,7 @@ from spile.store.report import Problem, Report, StreamReport
 from spile.store.shard_format import CHUNKS, CONTEXT, CONTEXT_OFFSETS, POSITIONS, TAIL, ShardSchema
 from spile.store.shard_reader import ShardReader
 from spile.store.statistics import SUMS, TapAccumulator, TapStatistics, TopRow
-from spile.store.stream import StreamRecord, read_run, read_stream
+from spile.store.stream import StreamRecord, read_run, read_stream, rows_recorded
 from spile.store.streams import (
     CONCURRENT_REQUESTS,
     Addition,
@@ -54,6 +55,8 @@ from spile.store.streams import (
     judge_split,
 )
 
+_BAD_ROWS = 10
+"""Bad rows of a stream that the report names."""
 _PIECE = 8 << 20
 """Bytes that are read at once, in whole chunks, at least one chunk."""
 # A value is infinite or NaN if all bits of its exponent are set.
@@ -508,15 +511,20 @@ def _judge(stream: _StreamEvidence, run: RunIdentity, asked: DataSpec) -> Stream
                     f"samples {beyond.text()} are beyond the end of the stream, which has {total} samples",
                 )
             )
+        if identity is not None and identity.head is not None and not rows_recorded(ledger, run):
+            problems.append(Problem("damaged", where, "its commits do not hold the hashes of all rows that were read"))
         ends = {commit.end for commit in stream.commits if commit.end is not None}
         if len(ends | ({total} if total is not None else set())) > 1:
             problems.append(Problem("damaged", where, f"its commits disagree about its end: {sorted(ends)}"))
+    skips = [skip for commit in stream.commits for skip in commit.skipped]
     return StreamReport(
         number=stream.number,
         expected=expected,
         samples=ledger.samples,
         skipped=ledger.skipped,
         quarantined=ledger.quarantined,
+        skip_reasons=dict(Counter(skip.reason for skip in skips)),
+        bad_rows=tuple(islice((str(skip.detail.get("error")) for skip in skips if skip.reason == BAD_ROW), _BAD_ROWS)),
         shards=sum(len(each.shards) for each in stream.ledgers),
         tokens=ledger.tokens,
         bytes=sum(shard.size for each in stream.ledgers for shard in each.shards),

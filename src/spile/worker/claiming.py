@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 
-from spile.data.manifest import STREAM
-from spile.data.upload import read_manifest
+from spile.data.manifest import STREAM, read_manifest
 from spile.errors import DataError, Fenced, SpecError
 from spile.objects import open_folder
 from spile.spec.run import DataSpec

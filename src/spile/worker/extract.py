@@ -26,6 +26,7 @@ from spile.spec.run import ExtractSpec
 from spile.spec.sample import QUARANTINED, Sample, Skip
 from spile.store.cleanup import clear_stream, remove_remains, stream_exists, stream_has_commits
 from spile.store.layout import stream_folder
+from spile.store.ledger import Ledger
 from spile.store.quarantine import (
     MOST_QUARANTINED,
     Step,
@@ -102,12 +103,13 @@ def run_stream(
     stream = _known_stream(run) if hosts.first and not start_over else None
     if not hosts.agree("left", stream is None or _has_work(run, stream)):
         stream = stream or _join(run)
+        run.samples.compare(stream.ledger.parts, stream.ledger.end)
         return _finish(run, stream, finish, progress, hosts, device="none: nothing was left to do")
     progress.phase(Phase.LOADING, "the model")
     with ExitStack() as stack:
         status = None if stream is None else stack.enter_context(_status_files(run, stream, progress, hosts))
         done = Ranges() if stream is None else stream.ledger.done
-        reader = run.samples.read(done)
+        reader = _read(run, stream, done)
         stack.callback(lambda: reader.close())
         producer = make(run, progress, reader)
         hosts.barrier("model_loaded")
@@ -116,7 +118,7 @@ def run_stream(
         stream, agreed = _agree_on_stream(run, stream, hosts)
         if agreed != done:
             reader.close()
-            done, reader = agreed, run.samples.read(agreed)
+            done, reader = agreed, _read(run, stream, agreed)
         if hosts.first:
             write_spec(run.root, spec)
             _remove_remains(stream, progress)
@@ -251,7 +253,8 @@ class StreamWork:
             controlled = (alone and bool(step.control) and self._compute_control(step.control)) or self._healthy
             self._recorded = True
             self._record(self._trials.began(step.samples, controlled=controlled))
-        reader = given or self._run.samples.read(step.others)
+        reader = given or _read(self._run, self._stream, step.others)
+        self._stream.read_parts = lambda: reader.parts
         try:
             finished = self._run_pipeline(reader)
         except BaseException as error:
@@ -293,7 +296,7 @@ class StreamWork:
 
     def _compute_control(self, stored: Ranges) -> bool:
         """Compute one of these stored samples again, without storing it; return False if all of them were skipped."""
-        reader = self._run.samples.read(Step("trial", stored).others)
+        reader = _read(self._run, self._stream, Step("trial", stored).others)
         try:
             sample = next((item for item in reader if isinstance(item, Sample)), None)
         finally:
@@ -322,7 +325,9 @@ class StreamWork:
                     fix="look for the fault in the machine, its memory or the model; see the workers' logs",
                 )
             why = next(group.verdict for group in self._trials.groups if index in group.samples)
-            plan = [self._run.samples.task_id(index), why]
+            task_id, read = self._run.samples.task_id(index, ledger.parts, ledger.end)
+            self._stream.read_parts = lambda: read
+            plan = [task_id, why]
             self._progress.log(f"quarantined {plan[0]} (sample {index} of the stream): {why}")
         task_id, why = self._hosts.agree(f"quarantine {self._steps}", plan)
         self._sink.commit(None, [Skip(index, task_id, QUARANTINED, {"cause": why})], None)
@@ -402,6 +407,12 @@ def _join(run: ResolvedRun, attempt: str | None = None, stream_id: str | None = 
     stream = join_stream(run.root, run.spec.data.worker_id, run.stream_identity, run.identity, attempt, stream_id)
     stream.statistics = wants_statistics(run.spec.statistics)
     return stream
+
+
+def _read(run: ResolvedRun, stream: StreamStore | None, done: Ranges) -> SampleReader:
+    """Read the samples that are not done; compare the rows of a streamed dataset with what earlier runs read."""
+    ledger = Ledger() if stream is None else stream.ledger
+    return run.samples.read(done, ledger.parts, ledger.end)
 
 
 def _known_stream(run: ResolvedRun) -> StreamStore | None:

@@ -29,8 +29,9 @@ from spile.spec.ranges import Ranges
 from spile.spec.run import DataSpec, ExtractSpec, GenerationSpec
 from spile.spec.sample import Sample
 from spile.spec.taps import Tap, TapRows, row_bytes, select_taps, tap_rows
+from spile.store.layout import stream_folder
 from spile.store.ledger import Ledger
-from spile.store.stream import join_run, read_run
+from spile.store.stream import join_run, read_run, read_stream
 from spile.worker.batches import Sizes
 from spile.worker.producer import check_tokens, refuse_no_answers
 from spile.worker.progress import Timeline
@@ -219,7 +220,7 @@ def _resolve(
     taps = () if generation is not None and generation.capture == "none" else taps
     rows = rows_of(files, taps, spec.store_dtype, spec.backend)
     tokenizer = load_tokenizer(files.tokenizer_folder, optional=generation is None)
-    samples = open_stream(spec.data, tokenizer, files.config.vocab_size)
+    samples = _open_samples(spec, root, tokenizer, files.config.vocab_size)
     refuse_no_answers(spec, samples.prompt.kind)
     dtype = spec.dtype
     if dtype == "auto":
@@ -255,6 +256,8 @@ def _resolve(
         samples.streams,
         samples.split,
         {row.name: row.shape for row in rows if row.shape != (files.config.d_model,)},
+        samples.head,
+        samples.revision,
     )
     if tokenizer.size > files.config.vocab_size:  # allowed; the producer checks every batch
         # After the identity: packed documents that end within these samples would have a count that others have not.
@@ -263,6 +266,13 @@ def _resolve(
     if known is not None:
         join_run(root, identity)  # compares: a run with other numbers is refused before anything is loaded
     return ResolvedRun(replace(spec, dtype=dtype), root, files, taps, rows, samples, identity, stream, tokenizer)
+
+
+def _open_samples(spec: ExtractSpec, root: Folder, tokenizer: Tokenizer, vocabulary: int) -> SampleStream:
+    """Open the data, in the way in which the stream that is continued was begun."""
+    record = None if spec.overwrite else read_stream(root.child(stream_folder(spec.data.worker_id)))
+    stored = None if record is None else record.identity
+    return open_stream(spec.data, tokenizer, vocabulary, stored=stored, pod=jax.process_count() > 1)
 
 
 def _within_positions(spec: ExtractSpec, learned: int | None) -> ExtractSpec:

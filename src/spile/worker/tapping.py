@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from spile.data.sources import PythonRows, RowRange, RowSource, open_source
+from spile.data.sources import PythonRows, RowRange, open_source
 from spile.data.stream import make_samples
+from spile.data.tables import RowSource
 from spile.data.tokens import Tokenizer, load_tokenizer
 from spile.errors import SpecError
 from spile.models.attention import choose

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from spile.data.convert import ANSWERS, CHALLENGES, RowSelection, Unique, convert
-from spile.data.sources import Hub, open_source
+from spile.data.sources import open_source
+from spile.data.tables import Hub
 from spile.errors import DataError, SpecError, StoreError
 
 Task = Callable[..., dict[str, Any]]

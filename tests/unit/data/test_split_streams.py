@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from spile.data.convert import RowSelection
 from spile.data.manifest import MANIFEST
-from spile.data.sources import SourceRow
 from spile.data.split import make_streams, split_source
+from spile.data.tables import SourceRow
 from spile.errors import DataError, SpecError, UserError
 
 Task = Callable[..., dict[str, Any]]

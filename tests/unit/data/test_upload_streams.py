@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from spile.data.manifest import MANIFEST
+from spile.data.manifest import MANIFEST, upload
 from spile.data.split import make_streams
 from spile.data.stream import open_stream
 from spile.data.tokens import Tokenizer
-from spile.data.upload import upload
 from spile.errors import DataError
 from spile.objects import open_folder
 from spile.spec.ranges import Ranges
@@ -73,7 +72,7 @@ def test_other_streams_replace_those_in_the_bucket(local: Path, tmp_path: Path, 
 
 
 def test_large_files_go_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local: Path) -> None:
-    monkeypatch.setattr("spile.data.upload._CHUNK", 64)
+    monkeypatch.setattr("spile.data.manifest._CHUNK", 64)
     upload(local, open_folder(str(tmp_path / "b")))
     assert same(local, tmp_path / "b")
 

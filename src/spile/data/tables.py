@@ -1,0 +1,373 @@
+"""Rows of tables: Parquet files, and datasets of the Hugging Face hub (streamed); and the interface of all sources."""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from importlib.util import find_spec
+from itertools import chain, islice
+from pathlib import Path
+from typing import IO, Any, Protocol, TypeVar
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+from spile.data.lines import fetched
+from spile.data.rows import MASK
+from spile.errors import DataError, SpileError, StoreError
+from spile.objects.ahead import read_ahead
+from spile.objects.retry import RequestFailure, Retry, from_status, retry_while_unavailable
+from spile.spec.run import EVERY_FIELD
+
+Result = TypeVar("Result")
+_FOOTERS = 8
+"""Footers of Parquet files that are fetched at once, to find the file with a row."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRow:
+    """One row of a source."""
+
+    number: int
+    """Its row number in the source, from 0."""
+    data: Any
+    """The parsed row; None if there is a ``problem``."""
+    place: str
+    """Its location for error messages, such as ``line 12``."""
+    raw: bytes | None = None
+    """The line of JSON it was parsed from, if any."""
+    problem: str | None = None
+    proven: str | None = None
+    """The id of a task that passed the fast check and was not parsed: ``data`` is None, the content is in ``raw``."""
+
+
+class RowSource(Protocol):
+    """A source of rows that can be read repeatedly, always in the same order."""
+
+    @property
+    def origin(self) -> dict[str, object]:
+        """The description of the source in ``streams.json``."""
+
+    def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
+        """Yield rows from number ``start`` up to, but not including, ``stop``."""
+
+
+class LocatedSource:
+    """A source that is described by its location alone."""
+
+    location: str
+
+    @property
+    def origin(self) -> dict[str, object]:
+        """The location of the dataset."""
+        return {"dataset": self.location}
+
+
+@dataclass(frozen=True)
+class Parquet(LocatedSource):
+    """A Parquet file, read in batches of rows and only the columns that are needed."""
+
+    path: Path | None
+    """None for an object in a bucket, which is fetched first."""
+    location: str
+    columns: frozenset[str] = field(default_factory=frozenset)
+    keep: tuple[str, ...] = ()
+
+    def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
+        """Yield one row per row of the table."""
+        count = None if stop is None else stop - start
+        return (SourceRow(n, data, f"row {n}") for n, data in enumerate(islice(self._records(start), count), start))
+
+    def _records(self, start: int) -> Iterator[dict[str, Any]]:
+        """Yield the rows from ``start`` on; row groups before it are not read."""
+        try:
+            import pyarrow.parquet as parquet
+        except ImportError as error:
+            raise DataError("Parquet needs pyarrow", fix="run: pip install 'spile[data]'") from error
+        from pyarrow import ArrowException
+
+        try:
+            with self._opened() as content, parquet.ParquetFile(content) as file:
+                yield from parquet_rows(file, start, self.columns, self.keep, self.location)
+        except (ArrowException, OSError) as error:
+            raise DataError(f"{self.location} is not a Parquet file", found=str(error)) from error
+
+    def _opened(self) -> IO[bytes]:
+        if self.path is not None:
+            return self.path.open("rb")
+        with ExitStack() as stack:
+            file = stack.enter_context(tempfile.TemporaryFile())
+            for chunk in fetched(self.location):
+                file.write(chunk)
+            file.seek(0)
+            stack.pop_all()  # the caller closes the file
+            return file
+
+
+def parquet_rows(
+    file: Any, start: int, wanted: frozenset[str], keep: tuple[str, ...], location: str
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows of an open Parquet file from ``start`` on; row groups before it are not read."""
+    names = check_columns(list(file.schema_arrow.names), wanted, keep, location)
+    groups, skip = _row_groups_from(file.metadata, start)
+    for batch in file.iter_batches(batch_size=256, row_groups=groups, columns=names):
+        for row in batch.to_pylist()[skip:]:
+            yield {name: row[name] for name in names}
+        skip = max(0, skip - len(batch))
+
+
+def _row_groups_from(metadata: Any, start: int) -> tuple[list[int], int]:
+    """Return the row groups of a Parquet file from row ``start`` on, and the rows to skip in the first of them."""
+    for group in range(metadata.num_row_groups):
+        rows = metadata.row_group(group).num_rows
+        if start < rows:
+            return list(range(group, metadata.num_row_groups)), start
+        start -= rows
+    return [], 0
+
+
+def check_columns(names: list[str], wanted: frozenset[str], keep: tuple[str, ...], location: str) -> list[str]:
+    """Return the columns to read; raise an error if none is usable or one of ``keep`` is missing."""
+    keep = tuple(names) if keep == (EVERY_FIELD,) else keep
+    chosen = [name for name in names if name in wanted]
+    missing = [name for name in keep if name not in names]
+    if missing:
+        found = f"no {', '.join(missing)}, but {', '.join(names)}"
+        raise DataError(location, expected=f"the columns of --keep: {', '.join(keep)}", found=found)
+    if not {"task_id", "id", MASK}.issuperset(chosen):
+        return [*chosen, *(name for name in keep if name not in chosen)]
+    raise DataError(
+        f"{location} has no column that could be used",
+        expected=f"one of {', '.join(sorted(wanted - {'task_id', 'id', MASK}))}",
+        found=", ".join(names),
+        fix="name it with --column",
+    )
+
+
+@dataclass(frozen=True)
+class Hub:
+    """One split of a dataset on the hub, or of a local folder in the same layout."""
+
+    name: str
+    split: str
+    config_name: str | None
+    columns: frozenset[str] = field(default_factory=frozenset)
+    location: str | None = None
+    """The local folder that the user named, if any."""
+    keep: tuple[str, ...] = ()
+    revision: str | None = None
+    """The commit that is read; None reads the newest one."""
+
+    def pinned(self) -> Hub:
+        """Return the same dataset at its newest commit. A local folder has none, and a hub may not tell it."""
+        if self.location is not None or find_spec("datasets") is None:
+            return self
+
+        def attempt() -> str | None:
+            try:
+                _reach(self.name)
+                return newest_revision(self.name)
+            except Exception as error:
+                raise self._classify(error) from error
+
+        try:
+            return replace(self, revision=self._retry(attempt))
+        except SpileError as error:
+            if isinstance(error.__cause__, RequestFailure):
+                raise
+            return self  # the cache may have it; otherwise reading it fails with an error that says more
+
+    @property
+    def origin(self) -> dict[str, object]:
+        """The dataset's name, split and configuration."""
+        return {"dataset": self.location or self.name, "split": self.split, "config_name": self.config_name}
+
+    def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
+        """Yield rows from ``start``. If the hub becomes unreachable, retry from the first row that was not received."""
+        rows, number = self._open(start, stop), start
+        while True:
+            try:
+                data = next(rows)
+            except StopIteration:
+                return
+            except Exception as error:
+                trouble = self._classify(error)
+                if self.location is not None or not isinstance(trouble, RequestFailure):
+                    raise self._failed(error) from error
+                rows = self._rows_from(number, stop)
+            else:
+                yield SourceRow(number, data, f"row {number}")
+                number += 1
+
+    def _rows_from(self, number: int, stop: int | None) -> Iterator[Any]:
+        """Return the rows from ``number`` on, retrying until the hub gives the first of them."""
+        from datasets import load_dataset
+
+        def attempt() -> Iterator[Any]:
+            rows = self._open_once(load_dataset, number, stop)
+            try:
+                return chain([next(rows)], rows)
+            except StopIteration:
+                return iter(())
+            except Exception as error:
+                raise self._classify(error) from error
+
+        return self._retry(attempt)
+
+    def _retry(self, attempt: Callable[[], Result]) -> Result:
+        try:
+            return retry_while_unavailable(self.name, attempt, Retry.from_environment())
+        except RequestFailure as outage:
+            raise _unreachable(self.name, outage.cause) from outage
+
+    def _classify(self, error: Exception) -> Exception:
+        """Return a :class:`RequestFailure` if the hub is temporarily unavailable, else the permanent error."""
+        failure = self._failed(error)
+        failure.__cause__ = error
+        out = isinstance(failure, StoreError) and _is_transient(failure)
+        return RequestFailure(str(failure.found), transient=True) if out else failure
+
+    def _open(self, start: int, stop: int | None) -> Iterator[Any]:
+        try:
+            from datasets import load_dataset
+        except ImportError as error:
+            raise DataError(
+                "datasets of the hub need the datasets library", fix="run: pip install 'spile[data]'"
+            ) from error
+        if self.location is not None:
+            return self._load(load_dataset, start, stop)
+        return self._retry(lambda: self._open_once(load_dataset, start, stop))
+
+    def _open_once(self, load: Callable[..., Any], start: int, stop: int | None) -> Iterator[Any]:
+        """Try once to open the dataset; raise :class:`RequestFailure` if the hub is temporarily unavailable."""
+        try:
+            _reach(self.name)
+            return self._load(load, start, stop)
+        except StoreError as error:
+            if not _is_transient(error):
+                raise
+            raise RequestFailure(str(error.found), transient=True) from error
+
+    def _load(self, load: Callable[..., Any], start: int, stop: int | None) -> Iterator[Any]:
+        """Return the rows of a range. Parquet files of a pinned dataset are read from the right row group on."""
+        try:
+            if self.revision is not None and self._parquet_files:
+                return islice(self._records(start), None if stop is None else stop - start)
+            pin = {} if self.revision is None else {"revision": self.revision}
+            dataset = load(self.name, self.config_name, split=self.split, streaming=True, **pin)
+            if dataset.column_names is not None:
+                dataset = dataset.select_columns(
+                    check_columns(dataset.column_names, self.columns, self.keep, self.name)
+                )
+        except SpileError:
+            raise
+        except Exception as error:
+            raise self._failed(error) from error
+        dataset = dataset.skip(start) if start else dataset
+        return iter(dataset if stop is None else dataset.take(stop - start))
+
+    @cached_property
+    def _parquet_files(self) -> list[str]:
+        """The addresses of the split's Parquet files; an empty list if the dataset has another format."""
+        from datasets import load_dataset_builder
+
+        builder = load_dataset_builder(self.name, self.config_name, revision=self.revision)
+        files = (builder.config.data_files or {}).get(self.split, [])
+        return list(files) if type(builder).__module__.endswith(".parquet") else []
+
+    def _records(self, start: int) -> Iterator[dict[str, Any]]:
+        """Yield the rows of the Parquet files from ``start`` on. Of the files before, only the footers are read."""
+        from huggingface_hub import HfFileSystem
+        from pyarrow import parquet
+
+        files = HfFileSystem()
+
+        def metadata(address: str) -> tuple[str, Any]:
+            with files.open(address) as content:
+                return address, parquet.read_metadata(content)
+
+        ahead = (partial(metadata, address) for address in self._parquet_files)
+        for address, footer in read_ahead(ahead, _FOOTERS):
+            if start >= footer.num_rows:
+                start -= footer.num_rows
+                continue
+            with files.open(address) as content, parquet.ParquetFile(content, metadata=footer) as file:
+                yield from parquet_rows(file, start, self.columns, self.keep, self.name)
+            start = 0
+
+    def _failed(self, error: Exception) -> SpileError:
+        """Translate an exception of the library to one of ours, with a way to fix it."""
+        from datasets.exceptions import DatasetNotFoundError
+
+        name, message = self.location or self.name, f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        if _no_network(error):
+            return _unreachable(name, message)
+        if isinstance(error, DatasetNotFoundError):
+            return DataError(
+                f"no dataset {name} on the hub, or no access to it",
+                found=message,
+                fix="check its name, and for a private or gated one set HF_TOKEN",
+            )
+        if isinstance(error, ValueError):
+            return DataError(f"{name} cannot be opened", found=message, fix="check --split and --config-name")
+        return StoreError(f"{name} cannot be read", found=message)
+
+
+def newest_revision(name: str) -> str | None:
+    """Return the newest commit of a dataset on the hub."""
+    from huggingface_hub import HfApi
+
+    return HfApi().dataset_info(name, timeout=30).sha
+
+
+def _unreachable(name: str, message: str) -> StoreError:
+    return StoreError(
+        f"the hub cannot be reached for {name}",
+        found=message,
+        fix="check the network, or download it elsewhere and name the folder or file: --dataset DIR",
+    )
+
+
+def _reach(name: str) -> None:
+    """Fail at once without a network; the library would retry by itself and print each attempt."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE or getproxies():
+        return
+    url = urlsplit(constants.ENDPOINT)
+    try:
+        socket.create_connection(
+            (url.hostname or "", url.port or (80 if url.scheme == "http" else 443)), timeout=10
+        ).close()
+    except OSError as error:
+        trouble = ConnectionError(str(error))  # the error of a failed name resolution is not a ConnectionError
+        raise _unreachable(name, f"{constants.ENDPOINT}: {error.strerror or error}") from trouble
+
+
+def _is_transient(error: StoreError) -> bool:
+    """Return whether the cause is a missing network or a transient status such as 503 or 429."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:  # the user's own setting
+        return False
+    seen = error.__cause__
+    while seen is not None:
+        status = getattr(getattr(seen, "response", None), "status_code", None)
+        if isinstance(status, int):
+            return from_status(status).transient
+        seen = seen.__cause__ or seen.__context__
+    return error.__cause__ is not None and _no_network(error.__cause__)
+
+
+def _no_network(error: BaseException) -> bool:
+    """Return whether the cause is a missing network."""
+    seen: BaseException | None = error
+    words = ("Connect", "Timeout", "Offline", "NameResolution", "Resolve", "LocalEntryNotFound")
+    while seen is not None:
+        if isinstance(seen, ConnectionError | TimeoutError) or any(word in type(seen).__name__ for word in words):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return "Couldn't reach" in str(error) or "offline" in str(error).lower()

@@ -1,0 +1,138 @@
+"""A Hugging Face hub on a loopback port that serves a folder as a dataset, with range requests."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs, unquote, urlsplit
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+_BLOCK = 1 << 20
+
+
+@dataclass
+class DatasetHub:
+    """The folder that is served as the dataset ``name``, and what was requested."""
+
+    folder: Path
+    name: str
+    commit: str = COMMIT
+    url: str = ""
+    requests: list[str] = field(default_factory=list)
+    bytes_sent: int = 0
+    """Bytes of files that were sent."""
+
+    def environment(self, cache: Path) -> dict[str, str]:
+        """Return the variables with which a process uses this hub."""
+        return {
+            "HF_ENDPOINT": self.url,
+            "HF_HOME": str(cache),
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            "NO_PROXY": "127.0.0.1",
+        }
+
+    def paths(self) -> list[Path]:
+        """Return the files of the dataset."""
+        return sorted(path for path in self.folder.rglob("*") if path.is_file())
+
+    def entry(self, path: Path) -> dict[str, object]:
+        """Return what the hub tells about a file."""
+        name = path.relative_to(self.folder).as_posix()
+        oid = hashlib.sha1(f"{self.commit}/{name}".encode(), usedforsecurity=False).hexdigest()
+        return {"type": "file", "path": name, "size": path.stat().st_size, "oid": oid}
+
+
+def _json(hub: DatasetHub, path: str, body: bytes) -> object | None:
+    """Return the answer of the API, or None if there is no such address."""
+    about = f"/api/datasets/{hub.name}"
+    entries = [hub.entry(file) for file in hub.paths()]
+    if path == about or re.fullmatch(rf"{re.escape(about)}/revision/(main|{hub.commit})", path):
+        return {"id": hub.name, "sha": hub.commit, "siblings": [{"rfilename": each["path"]} for each in entries]}
+    if found := re.fullmatch(rf"{re.escape(about)}/tree/(?:main|{hub.commit})/?(.*)", path):
+        return [each for each in entries if str(each["path"]).startswith(found[1])]
+    if path.startswith(f"{about}/paths-info/"):
+        wanted = json.loads(body)["paths"] if body.startswith(b"{") else parse_qs(body.decode()).get("paths", [])
+        return [each for each in entries if each["path"] in wanted]
+    return None
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    hub: DatasetHub
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+    def do_GET(self) -> None:
+        self._answer(send=True)
+
+    def do_HEAD(self) -> None:
+        self._answer(send=False)
+
+    def do_POST(self) -> None:
+        self._answer(send=True)
+
+    def _answer(self, *, send: bool) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        path = unquote(urlsplit(self.path).path)
+        self.hub.requests.append(f"{self.command} {path}")
+        found = re.fullmatch(rf"/datasets/{re.escape(self.hub.name)}/resolve/(main|{self.hub.commit})/(.+)", path)
+        if found and (self.hub.folder / found[2]).is_file():
+            self._file(self.hub.folder / found[2], send=send)
+            return
+        answer = _json(self.hub, path, body)
+        content = json.dumps(answer if answer is not None else {"error": "not found"}).encode()
+        self.send_response(200 if answer is not None else 404)
+        if answer is None:
+            self.send_header("X-Error-Code", "EntryNotFound" if found else "RepoNotFound")
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if send:
+            self.wfile.write(content)
+
+    def _file(self, file: Path, *, send: bool) -> None:
+        size = file.stat().st_size
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        start = int(wanted[1]) if wanted else 0
+        stop = min(size, int(wanted[2]) + 1) if wanted and wanted[2] else size
+        self.send_response(206 if wanted else 200)
+        if wanted:
+            self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{size}")
+        self.send_header("Accept-Ranges", "bytes")
+        self.send_header("Content-Length", str(stop - start))
+        self.send_header("ETag", f'"{self.hub.entry(file)["oid"]}"')
+        self.send_header("X-Repo-Commit", self.hub.commit)
+        self.end_headers()
+        if not send:
+            return
+        with file.open("rb") as content, suppress(BrokenPipeError, ConnectionResetError):
+            content.seek(start)
+            while start < stop and (block := content.read(min(_BLOCK, stop - start))):
+                self.wfile.write(block)
+                start += len(block)
+                self.hub.bytes_sent += len(block)
+
+
+@contextmanager
+def dataset_hub(folder: Path, name: str = "someone/rows") -> Iterator[DatasetHub]:
+    """Serve the files of a folder as a dataset of the hub."""
+    hub = DatasetHub(folder, name)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
+    hub.url = f"http://127.0.0.1:{server.server_address[1]}"
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()

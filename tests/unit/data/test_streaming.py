@@ -1,0 +1,179 @@
+"""A large dataset is read during the run: its rows are hashed part by part, and an edit of any of them is found."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spile.data import lines as lines_module
+from spile.data import stream as stream_module
+from spile.data.lines import Line, StreamFile, hash_lines
+from spile.data.stream import SampleReader, SampleStream, open_stream
+from spile.data.tokens import Tokenizer
+from spile.errors import DataError, SpecError
+from spile.spec.identity import StreamIdentity
+from spile.spec.ranges import Ranges
+from spile.spec.run import DataSpec, PromptSpec
+from spile.spec.sample import Part, Sample, Skip
+
+ROWS = [{"text": f"number {n} " + "fox " * (n % 7), "label": n} for n in range(100)]
+NONE = Ranges()
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Datasets of more than 300 bytes are large, and parts have at most eight rows."""
+    monkeypatch.setattr(stream_module, "HEAD", 300)
+    monkeypatch.setattr(lines_module, "_PART_ROWS", 8)
+
+
+def write(path: Path, rows: Sequence[dict[str, Any]]) -> DataSpec:
+    if path.suffix == ".parquet":
+        arrow = pytest.importorskip("pyarrow")
+        from pyarrow import parquet
+
+        parquet.write_table(arrow.Table.from_pylist(list(rows)), path, row_group_size=10)
+    elif path.suffix == ".csv":
+        path.write_text("text,label\n" + "".join(f"{row['text']},{row['label']}\n" for row in rows))
+    elif path.suffix == ".txt":
+        path.write_text("".join(f"{row['text']}\n" for row in rows))
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return DataSpec(dataset=str(path))
+
+
+def texts(items: list[Sample | Skip], tokenizer: Tokenizer) -> dict[int, str]:
+    return {item.index: tokenizer.decode(item.tokens.tolist()) for item in items if isinstance(item, Sample)}
+
+
+def read_all(stream: SampleStream, done: Ranges = NONE, parts: Sequence[Part] = (), end: int | None = None) -> Any:
+    reader = stream.read(done, parts, end)
+    return list(reader), reader
+
+
+KINDS = ["x.jsonl", "x.csv", "x.txt", "x.parquet"]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_streamed_dataset_gives_what_a_whole_one_gives(name: str, tmp_path: Path, chatml: Tokenizer) -> None:
+    spec = write(tmp_path / name, ROWS)
+    whole, streamed = open_stream(spec, chatml, whole=True), open_stream(spec, chatml)
+    assert (whole.lines, whole.samples, whole.head) == (100, 100, None)
+    assert (streamed.lines, streamed.samples) == (None, None)
+    assert streamed.head is not None
+    assert 1 < streamed.head < 50, "only the first rows are read before the run"
+    items, reader = read_all(streamed)
+    assert texts(items, chatml) == texts(list(whole.read(NONE)), chatml)
+    assert reader.total == 100
+    assert [part.first for part in reader.parts] == list(range(0, 100, 8))
+    again, _ = read_all(streamed, Ranges([(0, 41)]), reader.parts, 100)
+    assert [item.index for item in again] == list(range(41, 100))
+
+
+def test_the_end_is_known_if_all_samples_are_done(tmp_path: Path, chatml: Tokenizer) -> None:
+    """As after a kill between the last sample and the commit that records the end."""
+    stream = open_stream(write(tmp_path / "x.jsonl", ROWS), chatml)
+    _, reader = read_all(stream)
+    items, again = read_all(stream, Ranges([(0, 100)]), reader.parts)
+    assert (items, again.total) == ([], 100)
+
+
+def test_a_pod_reads_a_file_as_a_whole(tmp_path: Path, chatml: Tokenizer) -> None:
+    spec = write(tmp_path / "x.jsonl", ROWS)
+    assert open_stream(spec, chatml, pod=True).lines == 100
+    one = open_stream(spec, chatml)
+    stored = StreamIdentity(one.location, one.sha256, None, None, (), head=one.head)
+    assert open_stream(spec, chatml, stored=stored).sha256 == one.sha256
+    with pytest.raises(SpecError, match="expected one host, as when the run began, found a pod"):
+        open_stream(spec, chatml, stored=stored, pod=True)
+
+
+def test_the_number_of_samples_is_not_known_before_the_last_row(tmp_path: Path, chatml: Tokenizer) -> None:
+    reader: SampleReader = open_stream(write(tmp_path / "x.jsonl", ROWS), chatml).read(NONE)
+    next(reader)
+    assert reader.total is None
+    limited = DataSpec(dataset=str(tmp_path / "x.jsonl"), max_samples=12)
+    items, reader = read_all(open_stream(limited, chatml))
+    assert (len(items), reader.total) == (12, None)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_edit_between_two_runs_is_found(name: str, tmp_path: Path, chatml: Tokenizer) -> None:
+    spec = write(tmp_path / name, ROWS)
+    items, reader = read_all(open_stream(spec, chatml))
+    right = texts(items, chatml)
+    for edited in (0, 7, 8, 50, 99):
+        write(tmp_path / name, [{**row, "text": "dog"} if n == edited else row for n, row in enumerate(ROWS)])
+        stream = open_stream(spec, chatml)
+        for done in (NONE, Ranges([(0, 90)]), Ranges([(0, 100)])):
+            seen: list[Sample | Skip] = []
+            with pytest.raises(DataError, match=r"changed since the run read it: expected \w+s [\d,]+ to"):
+                seen.extend(stream.read(done, reader.parts, 100))
+            assert texts(seen, chatml).items() <= right.items(), "nothing is made of the edit"
+        with pytest.raises(DataError, match="changed since the run read it"):
+            stream.compare(reader.parts, 100)
+    for rows, words in ((ROWS[:-1], "changed since"), ([*ROWS, ROWS[0]], "has grown since it was read to its end")):
+        stream = open_stream(write(tmp_path / name, rows), chatml)
+        with pytest.raises(DataError, match=words):
+            stream.compare(reader.parts, 100)
+    write(tmp_path / name, ROWS)
+    open_stream(spec, chatml).compare(reader.parts, 100)
+
+
+def test_rows_that_no_run_has_read_may_change(tmp_path: Path, chatml: Tokenizer) -> None:
+    spec = write(tmp_path / "x.jsonl", ROWS)
+    _, reader = read_all(open_stream(spec, chatml))
+    write(tmp_path / "x.jsonl", [*ROWS[:80], {"text": "new"}])
+    items, again = read_all(open_stream(spec, chatml), Ranges([(0, 80)]), reader.parts[:10])
+    assert texts(items, chatml) == {80: "new"}
+    assert again.total == 81
+
+
+def test_an_edit_of_the_first_rows_changes_the_identity(tmp_path: Path, chatml: Tokenizer) -> None:
+    one = open_stream(write(tmp_path / "x.jsonl", ROWS), chatml)
+    assert open_stream(write(tmp_path / "x.jsonl", [*ROWS, ROWS[0]]), chatml).sha256 == one.sha256
+    assert open_stream(write(tmp_path / "x.jsonl", [{"text": "dog"}, *ROWS[1:]]), chatml).sha256 != one.sha256
+
+
+def test_an_edit_while_a_file_is_read_is_found(
+    tmp_path: Path, chatml: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lines_module, "_CHUNK", 512)
+    spec = write(tmp_path / "x.jsonl", ROWS)
+    lines = StreamFile(spec.dataset).lines_from(0)
+    next(lines)
+    with (tmp_path / "x.jsonl").open("r+b") as file:
+        file.seek(3000)
+        file.write(b"dog" * 1000)
+    with pytest.raises(DataError, match="changed while it was read"):
+        list(lines)
+
+
+def test_a_bad_row_far_from_the_first_ones(tmp_path: Path, chatml: Tokenizer) -> None:
+    rows: list[dict[str, Any]] = [*ROWS[:60], {"text": 7}, *ROWS[60:]]
+    spec = write(tmp_path / "x.jsonl", rows)
+    with pytest.raises(DataError, match=r"x.jsonl line 61: expected a text in 'text', found a number there"):
+        list(open_stream(spec, chatml).read(NONE))
+    skipping = DataSpec(dataset=spec.dataset, bad_rows="skip")
+    items, reader = read_all(open_stream(skipping, chatml))
+    assert [item.index for item in items if isinstance(item, Skip)] == [60]
+    assert reader.total == 101
+
+
+def test_packed_documents_of_a_streamed_dataset(tmp_path: Path, chatml: Tokenizer) -> None:
+    spec = write(tmp_path / "x.jsonl", ROWS)
+    packed = DataSpec(dataset=spec.dataset, prompt=PromptSpec(pack=True), max_seq_length=9)
+    whole, streamed = open_stream(packed, chatml, whole=True), open_stream(packed, chatml)
+    items, reader = read_all(streamed)
+    assert texts(items, chatml) == texts(list(whole.read(NONE)), chatml)
+    again, _ = read_all(streamed, Ranges([(0, 5)]), reader.parts, reader.total)
+    assert [item.index for item in again] == list(range(5, len(items)))
+
+
+def test_the_hash_of_a_part_depends_on_every_row() -> None:
+    rows = [Line(n, n + 1, b'{"text": "%d"}' % n) for n in range(3)]
+    assert len({hash_lines(rows), hash_lines(rows[:2]), hash_lines(rows[::-1])}) == 3
