@@ -42,8 +42,10 @@ AGAINST = {"local": "hand", "ray": "hand", "trouble": "ray"}
 PROGRAMS = {
     "raylet/raylet": "raylets",
     "src/ray/gcs/gcs_server": "gcs_server",
-    "--worker-id": "workers",
     "--engine": "the command",
+    f"{BUCKET}/": "workers",
+    "--worker-id": "workers",
+    "cli.main worker": "workers",
     "bench.engines": "bucket and bench",
     "ray::DashboardAgent": "dashboard agents",
     "ray::RuntimeEnvAgent": "runtime environment agents",
