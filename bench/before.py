@@ -62,15 +62,15 @@ class Turn:
 def turn(checkout: Path, words: tuple[str, ...], cache: Path) -> Turn:
     """Run the command with ``spile`` of that checkout."""
     environment = {**os.environ, "PYTHONPATH": str(checkout / "src"), "JAX_COMPILATION_CACHE_DIR": str(cache)}
-    with tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryFile() as message:
         began = time.perf_counter()
-        child = subprocess.Popen([sys.executable, *words], env=environment, stdout=said, stderr=said)
+        child = subprocess.Popen([sys.executable, *words], env=environment, stdout=message, stderr=message)
         _, status, used = os.wait4(child.pid, 0)
         wall = time.perf_counter() - began
         child.returncode = os.waitstatus_to_exitcode(status)
         if child.returncode:
-            said.seek(0)
-            text = said.read().decode(errors="replace")[-600:]
+            message.seek(0)
+            text = message.read().decode(errors="replace")[-600:]
             raise SystemExit(f"{checkout}: python {' '.join(words)} ended with {child.returncode}: {text}")
     return Turn(wall, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024)
 

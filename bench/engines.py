@@ -83,10 +83,10 @@ class Place:
             [*SPILE, *words], env=dict(self.environment), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         self.running.add(process)
-        said, _ = process.communicate()
+        message, _ = process.communicate()
         self.running.discard(process)
         if process.returncode:
-            raise SystemExit(f"failed: {' '.join(words)}\n{said[-2000:]}")
+            raise SystemExit(f"failed: {' '.join(words)}\n{message[-2000:]}")
 
     def end(self) -> None:
         """End processes that are still running. The workers of an engine end with it."""
@@ -212,10 +212,10 @@ def compare(place: Place, kinds: list[str], options: argparse.Namespace) -> None
         base = AGAINST.get(kind, "")
         for unit, place_of in (("elapsed", 0), ("processor", 1)):
             median = statistics.median(each[place_of] for each in measured)
-            told = ""
+            answer_text = ""
             if base in times:
-                told = f"  {median / statistics.median(each[place_of] for each in times[base]):.2f} of {KINDS[base]}"
-            print(f"{KINDS[kind]:16} {median:6.1f} s {unit}{told}", flush=True)
+                answer_text = f"  {median / statistics.median(each[place_of] for each in times[base]):.2f} of {KINDS[base]}"
+            print(f"{KINDS[kind]:16} {median:6.1f} s {unit}{answer_text}", flush=True)
     prove(place)
 
 

@@ -59,13 +59,13 @@ def expected(sample: Sample) -> Prediction:
 
 
 def _made(sample: Sample) -> Answer:
-    said, whole = expected(sample), stored(sample)
+    output, whole = expected(sample), stored(sample)
     rows = AnswerRows(len(TAPS), len(whole) + 3)
     for places in np.array_split(np.arange(len(whole)), 3):  # in pieces, as chunks and strides come
         first = rows.extend(len(places))
         for tap in range(len(TAPS)):
             rows.put(tap, first, rows_of(whole, tap)[places])
-    return Answer(sample, rows, list(said.tokens), list(said.logprobs), "stop")
+    return Answer(sample, rows, list(output.tokens), list(output.logprobs), "stop")
 
 
 class Source:

@@ -40,7 +40,7 @@ def finished(tasks: Path, output: Path, *words: object) -> None:
     assert (process.returncode, errors) == (0, "")
 
 
-def told(root: Path) -> list[tuple[int, str, list[int]]]:
+def answer_tokens(root: Path) -> list[tuple[int, str, list[int]]]:
     """Return every stored answer, with duplicates."""
     lines = [line for file in root.glob("tpu_0/predictions.jsonl") for line in file.read_text().splitlines()]
     return [(one["sample"], one["text"], one["tokens"]) for one in map(json.loads, lines)]
@@ -75,7 +75,7 @@ def kills(tasks: Path, home: Path, count: int, seed: int) -> None:
         process.kill()
         process.communicate()
     finished(tasks, output, "--batch-size", "3")
-    assert told(output) == told(whole)
+    assert answer_tokens(output) == answer_tokens(whole)
     assert score(output) == score(whole)
     proven(output)
 

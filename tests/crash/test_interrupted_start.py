@@ -80,10 +80,13 @@ def test_ctrl_c_is_one_line_during_any_import(tmp_path: Path, kind: str, moment:
 
 def test_ctrl_c_that_is_lost_just_before_the_run_ends_the_start_or_the_run(tmp_path: Path) -> None:
     """A second signal a moment later, when the run may have started, is reported as usual."""
-    code, said, errors = interrupted(tmp_path, "collected", "spile.view.worker", "extract")
-    assert code == 130, (said, errors)
-    assert errors == "spile: interrupted\n" or (not errors and "the same command again resumes" in said), (said, errors)
-    assert "Traceback" not in said
+    code, output, errors = interrupted(tmp_path, "collected", "spile.view.worker", "extract")
+    assert code == 130, (output, errors)
+    assert errors == "spile: interrupted\n" or (not errors and "the same command again resumes" in output), (
+        output,
+        errors,
+    )
+    assert "Traceback" not in output
 
 
 @pytest.mark.parametrize("command", JAX_USERS)
@@ -103,7 +106,7 @@ def test_ctrl_c_at_any_moment_of_the_start(tmp_path: Path, seed: int) -> None:
     for _ in range(1 + seed % 2):
         run.send_signal(signal.SIGINT)
         time.sleep(0.02)
-    said, errors = run.communicate(timeout=120)
+    output, errors = run.communicate(timeout=120)
     # An interrupt inside exec() is remembered by Python, which ends by the signal then. A shell says 130 of both.
-    assert run.returncode in (130, -signal.SIGINT), (said, errors)
-    assert errors.decode() in ("spile: interrupted\n", ""), said
+    assert run.returncode in (130, -signal.SIGINT), (output, errors)
+    assert errors.decode() in ("spile: interrupted\n", ""), output

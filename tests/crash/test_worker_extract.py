@@ -80,12 +80,12 @@ class Command:
 def until_said(word: str, process: subprocess.Popen[str]) -> str:
     """Return the output up to the line with this word."""
     assert process.stdout is not None
-    said = ""
-    while word not in said:
+    message = ""
+    while word not in message:
         line = process.stdout.readline()
-        assert line, said
-        said += line
-    return said
+        assert line, message
+        message += line
+    return message
 
 
 def rows(root: Path) -> dict[tuple[int, str], np.ndarray]:
@@ -111,17 +111,17 @@ def assert_equal(found: Path, wanted: Path, rounding: float = ROUNDING) -> None:
 def whole(tasks: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An uninterrupted run."""
     command = Command(tasks, tmp_path_factory.mktemp("whole") / "out")
-    said = command.run()
-    assert f"{TASKS} stored" in said
+    message = command.run()
+    assert f"{TASKS} stored" in message
     return command.output
 
 
 def finish(command: Command, whole: Path, *words: object) -> None:
     """Run it again to resume and a third time with nothing left; the rows equal those of an uninterrupted run."""
     before = {path: path.stat().st_mtime_ns for path in command.output.glob("tpu_0/commits/*.json")}
-    said = command.run(*words)
-    assert f"{TASKS} stored" in said
-    assert "of them now" in said or not before
+    message = command.run(*words)
+    assert f"{TASKS} stored" in message
+    assert "of them now" in message or not before
     assert "nothing was left to do" in command.run(*words)
     assert all(path.stat().st_mtime_ns == when for path, when in before.items())
     proof = subprocess.run(
@@ -212,6 +212,6 @@ def test_four_devices_of_one_process(tasks: Path, whole: Path, tmp_path: Path, m
     """Data parallelism over local devices gives the same rows as one device."""
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
     command = Command(tasks, tmp_path / "out")
-    said = command.run("--batch-tokens", "1024")
-    assert "device 4 × cpu" in said
+    message = command.run("--batch-tokens", "1024")
+    assert "device 4 × cpu" in message
     assert_equal(command.output, whole)

@@ -79,10 +79,10 @@ def test_what_is_another_programs_is_one_line_that_says_what_to_type_instead(
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         main(shlex.split(line))
-    said = capsys.readouterr().err
+    message = capsys.readouterr().err
     assert ended.value.code == 2
-    assert said.count("\n") == 1
-    assert INSTEAD[line] in said
+    assert message.count("\n") == 1
+    assert INSTEAD[line] in message
 
 
 def table(title: str) -> list[list[str]]:

@@ -54,8 +54,8 @@ def extracts(at: GuideWorld, old: OldLine) -> None:
     at.proven(root, worker, sha256, old.means.get("layers"))
     assert [info.key for info in open_folder(root).list("tpu_") if not info.key.startswith(f"tpu_{worker}/")] == []
     if "--checkpoint_dir" in old.line:
-        told = json.loads(Path(f"checkpoints/checkpoint_worker_{worker}.json").read_text())
-        assert (told["worker_id"], told["total_samples_processed"]) == (worker, 3)
+        output = json.loads(Path(f"checkpoints/checkpoint_worker_{worker}.json").read_text())
+        assert (output["worker_id"], output["total_samples_processed"]) == (worker, 3)
 
 
 def shows_all_workers(at: GuideWorld, old: OldLine) -> None:

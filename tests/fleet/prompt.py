@@ -27,7 +27,7 @@ def prompt_of(world: World, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
     def spile(*words: object) -> tuple[int, str]:
         with pytest.raises(SystemExit) as ended:
             main([str(word) for word in words])
-        said = capfd.readouterr()
-        return int(ended.value.code or 0), said.out + said.err
+        output = capfd.readouterr()
+        return int(ended.value.code or 0), output.out + output.err
 
     return spile

@@ -122,9 +122,9 @@ class SlurmCluster:
 
     def submit(self, script: Path, *words: str) -> str:
         """Submit a script; return its job number."""
-        said = self.run("sbatch", "--parsable", *words, str(script)).strip()
-        assert said.isdecimal(), said
-        return said
+        output = self.run("sbatch", "--parsable", *words, str(script)).strip()
+        assert output.isdecimal(), output
+        return output
 
     def jobs(self) -> dict[str, str]:
         """Return the states of all jobs that have not ended, ``JOB_TASK`` → ``RUNNING``."""

@@ -145,18 +145,18 @@ def test_a_deployment_that_the_machines_metadata_does_not_name_is_not_taken(
     codes: list[int] = []
     thread = threading.Thread(target=lambda: codes.append(agent.run()))
     thread.start()
-    said = ""
+    output = ""
     new = replace(home.read_fleet(), deployment="d2")
     deadline = time.monotonic() + 120
-    while "it is not used" not in said and time.monotonic() < deadline:
-        if "up" in said:
+    while "it is not used" not in output and time.monotonic() < deadline:
+        if "up" in output:
             home.write_fleet(new)
         time.sleep(0.1)
-        said += capfd.readouterr().out
-    assert f"name its sha256, {home.read_pinned()[1]}: it is not used" in said
+        output += capfd.readouterr().out
+    assert f"name its sha256, {home.read_pinned()[1]}: it is not used" in output
     time.sleep(0.3)
     assert codes == [], "the worker goes on with what was deployed"
-    assert said.count("it is not used") + capfd.readouterr().out.count("it is not used") == 1, "said once"
+    assert output.count("it is not used") + capfd.readouterr().out.count("it is not used") == 1, "said once"
     assert pin_machines(client, new, home.folder.url) == []
     thread.join(120)
     assert codes == [AGAIN]
@@ -278,8 +278,8 @@ def test_a_workers_log_is_kept_in_the_bucket_and_can_be_searched_when_its_machin
         capsys.readouterr()
         with pytest.raises(SystemExit) as ended:
             main(["logs", *words, "--home", home.folder.url])
-        told = capsys.readouterr()
-        return ended.value.code, (told.out + told.err).splitlines()
+        answer_text = capsys.readouterr()
+        return ended.value.code, (answer_text.out + answer_text.err).splitlines()
 
     assert logs("1", "--lines", "2") == (0, ["line 49", "spile: boom [x]"])
     assert logs(NAME, "--grep", "line 4[0-2]") == (0, ["line 40", "line 41", "line 42"])

@@ -69,8 +69,8 @@ def test_a_fleet_survives_a_preemption_and_ends_with_nothing_left(world: World) 
         text = finish(world, process, log, 280)
     assert "delete tpu-us-central1-a-0 in us-central1-a: it is PREEMPTED" in text
     assert "no capacity to create tpu-us-central1-b-0" in text
-    code, said = world.spile("verify", "gs://b/activations", "--max-samples", "16")
-    assert code == 0, said
+    code, output = world.spile("verify", "gs://b/activations", "--max-samples", "16")
+    assert code == 0, output
     history = json.loads(world.gcs.buckets.buckets["b"].objects[world.objects("fleet/t/history/")[-1]].data)
     assert history["workers"]["0"]["preemptions"] == 1
     assert history["workers"]["1"]["stockouts"] >= 1
@@ -110,8 +110,8 @@ def test_random_preemptions_again_and_again(world: World) -> None:
         world.cloud.admin("stock", {"zone": A, "available": True})
         finish(world, process, log, 280)
     assert taken >= 5
-    code, said = world.spile("verify", "gs://b/activations")
-    assert code == 0, said
+    code, output = world.spile("verify", "gs://b/activations")
+    assert code == 0, output
     named = sum(key.count("shard_") for key in world.objects("activations/"))
     committed = world.commits()
     assert named - committed <= taken, "nothing was done twice but the shards in flight"
@@ -236,8 +236,8 @@ def test_a_second_deployment_is_taken_by_running_machines(world: World) -> None:
         time.sleep(0.1)
     report = json.loads(world.gcs.buckets.buckets["b"].objects["fleet/default/workers/tpu-us-central1-a-0.json"].data)
     assert (report["deployment"], report["verdict"]) == (new, "finished"), world.logs()
-    code, said = world.spile("verify", "gs://b/activations", "--max-samples", "40")
-    assert code == 0, said
+    code, output = world.spile("verify", "gs://b/activations", "--max-samples", "40")
+    assert code == 0, output
 
 
 @pytest.mark.slow
@@ -250,5 +250,5 @@ def test_a_slice_of_two_hosts_is_a_worker_like_any_other(world: World) -> None:
     homes = sorted(path.name for path in (world.folder / "cloud" / A).glob("*/*"))
     assert homes == ["host0", "host1"]
     assert any("-h01." in key for key in world.objects("activations/tpu_0/")), "both hosts stored rows"
-    code, said = world.spile("verify", "gs://b/activations", "--max-samples", "4")
-    assert code == 0, said
+    code, output = world.spile("verify", "gs://b/activations", "--max-samples", "4")
+    assert code == 0, output

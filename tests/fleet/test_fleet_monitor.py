@@ -333,11 +333,11 @@ def test_the_same_long_quota_text_stands_in_one_row(home: FleetHome, fake: FakeC
 
 
 def test_a_webhook_is_called_once_for_each_event(home: FleetHome, fake: FakeCloud, client: CloudTpu) -> None:
-    told: list[dict[str, str]] = []
+    output: list[dict[str, str]] = []
 
     class Hook(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            told.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            output.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
             self.send_response(204)
             self.end_headers()
 
@@ -360,9 +360,9 @@ def test_a_webhook_is_called_once_for_each_event(home: FleetHome, fake: FakeClou
     monitor.step()
     server.shutdown()
     server.server_close()
-    assert [each["event"] for each in told] == ["given up", "stopped"]
-    assert "no such model" in told[0]["text"]
-    assert (told[0]["fleet"], told[0]["output"]) == ("f", home.read_fleet().root)
+    assert [each["event"] for each in output] == ["given up", "stopped"]
+    assert "no such model" in output[0]["text"]
+    assert (output[0]["fleet"], output[0]["output"]) == ("f", home.read_fleet().root)
     with pytest.raises(SpecError, match=r"^--notify: expected https"):
         check_url("slack")
 

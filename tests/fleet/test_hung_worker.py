@@ -105,8 +105,8 @@ class Watched:
         self.monitor.close()
         self.client.close()
         assert self.world.cloud.cloud.nodes("-") == []
-        code, said = self.world.spile("verify", "gs://b/activations")
-        assert code == 0, said
+        code, output = self.world.spile("verify", "gs://b/activations")
+        assert code == 0, output
 
 
 @pytest.mark.slow
@@ -183,6 +183,6 @@ def test_the_bucket_tells_how_long_a_worker_gets_no_further(tmp_path: Path) -> N
     mine = {0: Holding(workers[0].name, active=True)}
     assert pulses_of(fleet, {}, snapshot, mine)[0].progress == 9300.0
     assert pulses_of(fleet, {}, replace(snapshot, streams=(replace(view, idle=None),)), mine)[0].progress == 9990.0
-    said = {workers[0].name: WorkerReport(workers[0].name, "d", phase=Phase.STARTING, updated=9500.0)}
-    assert pulses_of(fleet, said, snapshot, mine)[0].progress == 9500.0
+    output = {workers[0].name: WorkerReport(workers[0].name, "d", phase=Phase.STARTING, updated=9500.0)}
+    assert pulses_of(fleet, output, snapshot, mine)[0].progress == 9500.0
     assert pulses_of(fleet, {}, replace(snapshot, streams=()), mine)[0].progress is None

@@ -156,19 +156,19 @@ def test_missing_parts_of_nodes_are_reported_before_the_run_starts(cluster: RayN
     cluster.start(2, "--resources", '{"none": 1}', env={"PYTHONPATH": str(tmp_path / "none")})
     cluster.start(3, "--resources", '{"far": 1}', env={"STORAGE_EMULATOR_HOST": "http://127.0.0.1:9"})
 
-    def told(need: str, *words: str) -> str:
+    def answer_tokens(need: str, *words: str) -> str:
         flags = ["--dataset-dir", f"{BUCKET}/streams", "--output", f"{BUCKET}/out", "--resources", need]
         process = start(cluster, *flags, *words)
         out, _ = process.communicate(timeout=180)
         assert process.returncode == 2, out
         return out.splitlines()[-1]
 
-    line = told("TPU=4")
+    line = answer_tokens("TPU=4")
     assert line.startswith("spile: --resources TPU=4: expected a node that has them, found ")
     assert "node1: CPU=1, older=1" in line
-    assert f"node1: expected spile {spile.__version__}, found 0.0.1" in told("older=1")
-    assert "node2: no spile there (ModuleNotFoundError: No module named 'spile.errors')" in told("none=1")
-    assert told("far=1").startswith("spile: 1 of 1 nodes cannot work: found node3: ")
+    assert f"node1: expected spile {spile.__version__}, found 0.0.1" in answer_tokens("older=1")
+    assert "node2: no spile there (ModuleNotFoundError: No module named 'spile.errors')" in answer_tokens("none=1")
+    assert answer_tokens("far=1").startswith("spile: 1 of 1 nodes cannot work: found node3: ")
     assert list(open_folder(f"{BUCKET}/out").list()) == [], "nothing was begun"
 
 

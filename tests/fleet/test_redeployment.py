@@ -262,7 +262,7 @@ def quota_info(name: str, location: str, value: str | None) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("infos", "code", "said"),
+    ("infos", "code", "output"),
     [
         ([], 0, "us-central1-a: quota for v5litepod-16 is not known"),
         ([("TPUV5sLitepodPerProjectPerZoneForTPUAPI", A, "0")], 0, "v5litepod-16 is not known"),
@@ -277,12 +277,12 @@ def quota_info(name: str, location: str, value: str | None) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_a_dry_run_compares_the_fleet_with_the_quota(
-    world: World, prompt: Prompt, infos: list[tuple[str, str, str | None]], code: int, said: str
+    world: World, prompt: Prompt, infos: list[tuple[str, str, str | None]], code: int, output: str
 ) -> None:
     world.cloud.cloud.quota_infos = [quota_info(*each) for each in infos]
     words = ("deploy", "--gcs-bucket", "b", "--zones", A, *TASK, "--dry-run", "--workers-per-zone", 2)
     ended, text = prompt(*words, "--tpu-type", "v5litepod-16")
-    assert (ended, said in text) == (code, True), text
+    assert (ended, output in text) == (code, True), text
 
 
 def test_a_dry_run_counts_machines_in_use_and_says_what_it_cannot_know(world: World, prompt: Prompt) -> None:
@@ -326,7 +326,7 @@ def test_a_fleet_is_listed_looked_at_and_stopped(world: World, prompt: Prompt) -
     code, text = prompt("fleet", "stop", "gs://b/fleet/one")
     assert (code, "an answer at a terminal, or --yes" in text) == (2, True), text
     code, text = prompt("fleet", "stop", "gs://b/fleet/one", "--yes", "--interval", "0.1")
-    assert (code, "fleet one is told to stop" in text, "stopped by" in text) == (0, True, True), text
+    assert (code, "fleet one is asked to stop" in text, "stopped by" in text) == (0, True, True), text
     code, text = prompt("fleet", "list", "b", "--json")
     assert [row["state"].split(" at ")[0] for row in json.loads(text)][1] == "deployed"
     assert json.loads(text)[0]["state"].startswith("stopped by")
@@ -436,7 +436,7 @@ def test_a_deploy_to_s3_tries_whether_it_may_write(
 
 
 @pytest.mark.parametrize(
-    ("bindings", "said"),
+    ("bindings", "output"),
     [
         ([{"role": "roles/storage.objectUser", "members": ["serviceAccount:m@p"]}], "account m@p may write it"),
         (
@@ -447,13 +447,13 @@ def test_a_deploy_to_s3_tries_whether_it_may_write(
     ],
 )
 def test_a_dry_run_says_what_is_known_of_the_machines_account(
-    world: World, prompt: Prompt, bindings: list[dict[str, object]] | None, said: str
+    world: World, prompt: Prompt, bindings: list[dict[str, object]] | None, output: str
 ) -> None:
     world.gcs.buckets.buckets["b"].bindings = bindings
     code, text = prompt(*PREPARE, *TASK, "--dry-run", "--service-account", "m@p")
     assert code == 0, text
     assert "gs://b: your account may write it" in text
-    assert said in text
+    assert output in text
     assert ("cannot tell" in text) == ("account m@p may write it\n" not in text)
 
 

@@ -35,8 +35,8 @@ def spile(fake: FakeCloud, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     def run(*words: str) -> tuple[int, str]:
         with pytest.raises(SystemExit) as ended:
             main(words)
-        said = capsys.readouterr()
-        return int(ended.value.code or 0), said.out + said.err
+        output = capsys.readouterr()
+        return int(ended.value.code or 0), output.out + output.err
 
     return run
 
@@ -73,8 +73,8 @@ def test_machines_are_born_with_a_key_for_ssh(spile, client: CloudTpu, fake: Fak
     public = private.with_name("google_compute_engine.pub")
 
     def born(name: str) -> str | None:
-        code, said = spile("tpu", "create", "--zones", A, "--name-prefix", name, "--fleet", name)
-        assert code == 0, said
+        code, output = spile("tpu", "create", "--zones", A, "--name-prefix", name, "--fleet", name)
+        assert code == 0, output
         return fake.cloud.node(A, f"{name}-{A}-0").get("metadata", {}).get("ssh-keys")
 
     assert born("known") == f"{getpass.getuser()}:ssh-rsa AAAA me@here"

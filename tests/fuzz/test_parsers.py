@@ -257,13 +257,13 @@ class Targets:
         return json.dumps(valid).encode(), lambda data: with_ours(lambda: StreamsManifest.from_json(data, "m"))
 
     def roll_call(self) -> tuple[bytes, Callable[[bytes], object]]:
-        said = b'{"process": 1, "count": 2, "name": "h", "version": "0"}'
+        output = b'{"process": 1, "count": 2, "name": "h", "version": "0"}'
         identity = Identity(process=0, count=2, coordinator="127.0.0.1", port=1, source="test", name="n")
 
         def read(data: bytes) -> None:
             _Roll(identity).enter(_Caller(None, data))  # type: ignore[arg-type]
 
-        return said, read
+        return output, read
 
     def api_answers(self) -> tuple[bytes, Callable[[bytes], object]]:
         def read(data: bytes) -> None:
@@ -297,7 +297,7 @@ class Targets:
         for name in ("lease", "orders", "workers"):
             (self._scratch / "fleet/f" / name).mkdir(parents=True, exist_ok=True)
         lease = {"who": "w", "token": "t", "renewed": 1.0, "ttl": 9.0, "released": False}
-        said = {
+        output = {
             "deployment": "d",
             "time": "now",
             "dollars": 3.0,
@@ -314,7 +314,9 @@ class Targets:
             home._seen.clear()
             home.read_reports()  # never an error: one machine's report stops no monitor
 
-        return json.dumps({**lease, **said, "updated": 1.0, "exit_code": 0, "launches": 1, "error": ""}).encode(), read
+        return json.dumps(
+            {**lease, **output, "updated": 1.0, "exit_code": 0, "launches": 1, "error": ""}
+        ).encode(), read
 
     def listings(self) -> tuple[bytes, Callable[[bytes], object]]:
         def read(data: bytes) -> None:

@@ -96,9 +96,9 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_honoured_is_refused_by_name(name: str) -> None:
-    family, more, said = REFUSED[name]
+    family, more, output = REFUSED[name]
     bare = _GPT2_BARE if family == "gpt2" else _BARE
-    with pytest.raises(ModelError, match=said):
+    with pytest.raises(ModelError, match=output):
         read_config({**bare, "model_type": family, **more})
 
 

@@ -69,7 +69,7 @@ def generated(folder: Path, case: str, plan: SlotPlan = PLAN, **more: Any) -> di
     return {answer.sample.index: answer for answer in found}
 
 
-def told(answers: dict[int, Answer]) -> list[list[int]]:
+def answer_tokens(answers: dict[int, Answer]) -> list[list[int]]:
     return [answers[number].tokens for number in sorted(answers)]
 
 
@@ -174,7 +174,7 @@ FAMILIES = ["gemma", "gemma2", "gemma3", "phi3", "gpt2", "gpt-neox", "olmo2", "q
 )  # fmt: skip
 def test_activations_are_those_of_one_forward(case: str, tmp_path: Path) -> None:
     folder = cases.write_model(case, tmp_path)
-    stop = told(generated(folder, case))[3][20]
+    stop = answer_tokens(generated(folder, case))[3][20]
     answers = generated(folder, case, stop=(stop,))
     assert {answer.reason for answer in answers.values()} == {"stop", "length"}
     assert all((answer.tokens[-1] == stop) == (answer.reason == "stop") for answer in answers.values())
@@ -194,12 +194,12 @@ def test_a_seed_determines_the_answer_for_any_batch(tmp_path: Path) -> None:
     drawing = {"generation": {"temperature": 0.9, "top_p": 0.8, "max_new_tokens": 24}}
     first = generated(folder, case, seed=3, **drawing)
     other = generated(folder, case, dataclasses.replace(PLAN, slots=7, chunk=16, rows=3, stride=1), seed=3, **drawing)
-    assert told(first) == told(other)
-    assert told(first) != told(generated(folder, case, seed=4, **drawing))
+    assert answer_tokens(first) == answer_tokens(other)
+    assert answer_tokens(first) != answer_tokens(generated(folder, case, seed=4, **drawing))
     greedy = generated(folder, case, generation={"max_new_tokens": 24})
-    assert told(first) != told(greedy)
+    assert answer_tokens(first) != answer_tokens(greedy)
     narrow = {"generation": {"temperature": 0.9, "top_p": 1e-6, "max_new_tokens": 24}}
-    assert told(generated(folder, case, **narrow)) == told(greedy)  # the likeliest alone is left
+    assert answer_tokens(generated(folder, case, **narrow)) == answer_tokens(greedy)  # the likeliest alone is left
 
 
 @pytest.mark.parametrize(("capture", "prompt", "answer"), [("prompt", 1, 0), ("answer", 0, 1), ("none", 0, 0)])

@@ -81,8 +81,8 @@ def run_cases(folder: Path, cases: list[tuple[str, tuple[int, int], int]], refer
         ended = group.wait(1200)
     assert [end.code for end in ended] == [0] * 4, ended[0].err
     for name, _, count in cases:
-        said = {(folder / f"{name}-{number}.txt").read_text() for number in range(4)}
-        assert said == {f"{count} {count}"}
+        text = {(folder / f"{name}-{number}.txt").read_text() for number in range(4)}
+        assert text == {f"{count} {count}"}
         report = verify(str(folder / name), max_samples=count)
         assert report.ok, report.problems
         assert_same_rows(open_dataset(str(folder / name)), reference, count)
@@ -245,9 +245,9 @@ with join(identity, times=PodTimes(120, 120, 60)) as pod:
     with launch(tmp_path, body.format(root=str(tmp_path / "out")), 2, devices=2) as group:
         ended = group.wait(280)
     assert [end.code for end in ended] == [0, 0], ended[0].err + ended[1].err
-    said = {(tmp_path / f"ended-{number}").read_text() for number in range(2)}
-    assert len(said) == 1
-    code, committed = map(int, said.pop().split())
+    text = {(tmp_path / f"ended-{number}").read_text() for number in range(2)}
+    assert len(text) == 1
+    code, committed = map(int, text.pop().split())
     assert code == 130
     assert 8 <= committed < WHOLE
     tpu = Slice(tmp_path / "out")

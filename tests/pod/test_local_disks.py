@@ -37,9 +37,9 @@ def run(disks: list[Path]) -> list[str]:
 
 def test_what_hosts_kept_on_their_own_disks_is_one_dataset_that_verify_proves(tmp_path: Path) -> None:
     disks = [tmp_path / "host0", tmp_path / "host1"]
-    said = run(disks)
-    assert any("on each host's own disk" in line and "spile collect" in line for line in said), said
-    (hint,) = [line for line in said if line.startswith("next ")]
+    output = run(disks)
+    assert any("on each host's own disk" in line and "spile collect" in line for line in output), output
+    (hint,) = [line for line in output if line.startswith("next ")]
     assert f"spile collect {disks[0]}/activations --tpu-prefix NAME && spile verify collected_activations" in hint
     parts = [disk / "activations" for disk in disks]
     records = [read_stream(open_folder(str(part / "tpu_0"))) for part in parts]

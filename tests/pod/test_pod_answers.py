@@ -42,7 +42,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def told(root: Path) -> list[tuple[int, list[int]]]:
+def answer_tokens(root: Path) -> list[tuple[int, list[int]]]:
     lines = (root / "tpu_0" / "predictions.jsonl").read_text().splitlines()
     return [(one["sample"], one["tokens"]) for one in map(json.loads, lines)]
 
@@ -67,7 +67,7 @@ def test_processes_give_the_answers_of_one(
         spec = ExtractSpec(data=data, output=str(alone), store_dtype="float32", layers=(0, 5), batch_size=3,
                            mesh_shape=(1, 1), generation=GenerationSpec(24, **drawing))  # fmt: skip
         assert infer(spec).complete
-        assert told(tmp_path / name) == told(alone)
+        assert answer_tokens(tmp_path / name) == answer_tokens(alone)
         report = verify(str(tmp_path / name))
         assert report.ok, report.all_problems
         found, reference = open_dataset(str(tmp_path / name)), open_dataset(str(alone))

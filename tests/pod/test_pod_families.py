@@ -82,7 +82,7 @@ def check_rows(case, files, shape):
     producer.close()
     assert seen == len(taps) * len(samples)
 
-def told(case, files, shape):
+def answer_tokens(case, files, shape):
     mesh, params = lying(files, shape, True)
     generator = Generator(
         params, files.config, (Tap("residual", 1),), mesh=mesh, plan=PLAN, stop=(),
@@ -97,9 +97,9 @@ for case in names:
     files = model_files.find(str(cases.write_model(case, home / case)))
     for shape in ((2, 2), (1, 4)):
         check_rows(case, files, shape)
-    alone = told(case, files, (1, 1))
+    alone = answer_tokens(case, files, (1, 1))
     assert len(alone) == 7
-    assert told(case, files, (2, 2)) == alone, case
+    assert answer_tokens(case, files, (2, 2)) == alone, case
 print("same")
 """
 

@@ -39,11 +39,11 @@ class Workers:
         self.threads[-1].start()
 
     def first(self, serve: Callable[[], str] = lambda: "1.2.3.4:5", ready: threading.Event | None = None) -> None:
-        def said(_: str) -> None:
+        def parts_said(_: str) -> None:
             if ready is not None:
                 ready.set()
 
-        self.start("0", lambda: hold_roll_call(self.base, serve, timeout=self.timeout, ready=said))
+        self.start("0", lambda: hold_roll_call(self.base, serve, timeout=self.timeout, ready=parts_said))
 
     def other(self, number: int, key: str | None = None, **changes: object) -> None:
         identity = replace(self.base, process=number, name=f"host-{number}", **changes)  # type: ignore[arg-type]
@@ -224,15 +224,15 @@ def test_lines_that_come_together_are_heard_one_by_one() -> None:
         assert receive(ours, identity, until) == {"error": "worker 2 died"}
 
 
-@pytest.mark.parametrize("said", [{}, {"secret": "guessed"}, {"secret": float("inf")}])
-def test_a_caller_without_the_secret_of_the_slice_is_rejected(said: dict[str, object]) -> None:
+@pytest.mark.parametrize("parts_said", [{}, {"secret": "guessed"}, {"secret": float("inf")}])
+def test_a_caller_without_the_secret_of_the_slice_is_rejected(parts_said: dict[str, object]) -> None:
     """It speaks the protocol, with a wrong count and another version: without the secret it ends nothing."""
     workers, ready = Workers(2), threading.Event()
     workers.base = replace(workers.base, secret="shared")
     workers.first(ready=ready)
     assert ready.wait(120)
     with socket.create_connection(("127.0.0.1", workers.base.port), timeout=120) as stranger:
-        line = {"process": 1, "count": 9, "name": "x", "version": "none", **said}
+        line = {"process": 1, "count": 9, "name": "x", "version": "none", **parts_said}
         stranger.sendall(json.dumps(line).encode() + b"\n")
         assert stranger.recv(10) == b"", "hung up on"
     workers.other(1)

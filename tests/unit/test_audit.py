@@ -17,11 +17,11 @@ HOLE = {"name": "urllib3", "version": "2", "vulns": [{"id": "PYSEC-1"}]}
 SKIPPED = {"name": "numpy", "skip_reason": "Dependency not found on PyPI and could not be audited"}
 
 
-def audit(folder: Path, said: str, code: int = 0) -> tuple[int, str]:
+def audit(folder: Path, output: str, code: int = 0) -> tuple[int, str]:
     """With a pip-audit that says this."""
     (folder / "pip_audit").mkdir(exist_ok=True)
     (folder / "pip_audit" / "__init__.py").touch()
-    (folder / "pip_audit" / "__main__.py").write_text(f"import sys; print({said!r}); sys.exit({code})")
+    (folder / "pip_audit" / "__main__.py").write_text(f"import sys; print({output!r}); sys.exit({code})")
     done = subprocess.run(
         [sys.executable, str(ROOT / "scripts" / "audit.py")],
         env={**os.environ, "PYTHONPATH": str(folder)}, capture_output=True, text=True, check=False,

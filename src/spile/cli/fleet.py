@@ -342,7 +342,7 @@ def stop(
     )
     client = _client(home, project)
     home.order_stop(deployed)
-    console.print(f"fleet {deployed.name} is told to stop", markup=False)
+    console.print(f"fleet {deployed.name} is asked to stop", markup=False)
     watch_fleet(home, client, console, interval=interval, adjust=lambda each: each, once=not wait, makes=False)
     return 0
 

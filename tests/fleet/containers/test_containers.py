@@ -47,11 +47,11 @@ def test_every_host_runs_one_with_its_place(pod: Hosts, project: Path, tmp_path:
     rows, logs = results(project)
     assert [row["code"] for row in rows] == [0, 0, 0, 0]
     assert logs == [f"up {number} of 127.0.0.1,127.0.0.1,127.0.0.1,127.0.0.1 b c\n" for number in range(4)]
-    told = json.loads((pod[0].home / "containers" / ".spile.json").read_text())
-    assert told["options"]["--privileged"] == [""]
-    assert told["options"]["--network"] == ["host"]
-    assert told["options"]["--volume"] == [f"{tmp_path}/data:/data"]
-    assert told["options"]["--rm"] == [""]
+    text = json.loads((pod[0].home / "containers" / ".spile.json").read_text())
+    assert text["options"]["--privileged"] == [""]
+    assert text["options"]["--network"] == ["host"]
+    assert text["options"]["--volume"] == [f"{tmp_path}/data:/data"]
+    assert text["options"]["--rm"] == [""]
     assert containers(pod) == []
     assert pod.processes() == []
 
@@ -175,7 +175,7 @@ esac
 
 
 @pytest.mark.parametrize(
-    ("names", "code", "said"),
+    ("names", "code", "output"),
     [
         ("spile\nother\n", 0, "stopped spile\nstopped other\n"),
         ("", 1, "no container spile here"),
@@ -186,7 +186,7 @@ esac
 def test_stop_says_whether_it_stopped_anything(
     names: str | None,
     code: int,
-    said: str,
+    output: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
@@ -200,8 +200,8 @@ def test_stop_says_whether_it_stopped_anything(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(SystemExit) as ended:
         main(["docker", "stop"])
-    told = capfd.readouterr()
-    assert (ended.value.code, said in told.out + told.err) == (code, True), told
+    text = capfd.readouterr()
+    assert (ended.value.code, output in text.out + text.err) == (code, True), text
 
 
 def test_build_run_and_pod_mean_the_same_image(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,8 +17,8 @@ from spile.objects import open_folder
 def spile(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[object, str, str]:
     with pytest.raises(SystemExit) as caught:
         main(["data", *words])
-    told = capsys.readouterr()
-    return caught.value.code, told.out, told.err
+    output = capsys.readouterr()
+    return caught.value.code, output.out, output.err
 
 
 @pytest.fixture
@@ -32,9 +32,9 @@ def rows(tmp_path: Path) -> str:
 
 def test_convert_says_what_it_read_and_what_it_could_not_use(rows: str, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "t.jsonl"
-    code, told, _ = spile(["convert", "--dataset", rows, "--output", str(out), "--bad-rows", "skip"], capsys)
+    code, output, _ = spile(["convert", "--dataset", rows, "--output", str(out), "--bad-rows", "skip"], capsys)
     assert code == 0
-    assert told.splitlines() == [
+    assert output.splitlines() == [
         "12 rows read, 10 samples, 2 could not be used:",
         "  1 × a pair of 3",
         "  1 × no column 'examples'",
@@ -46,11 +46,11 @@ def test_convert_says_what_it_read_and_what_it_could_not_use(rows: str, tmp_path
 
 
 def test_the_guides_spelling_writes_the_challenge_pair(rows: str, tmp_path: Path, capsys: Any) -> None:
-    code, told, _ = spile(
+    code, output, _ = spile(
         ["convert", "--dataset", rows, "--output_dir", str(tmp_path / "o"), "--max_samples", "3"], capsys
     )
     assert code == 0
-    assert "3 rows read, 3 samples\n" in told
+    assert "3 rows read, 3 samples\n" in output
     assert sorted(path.name for path in (tmp_path / "o").iterdir()) == [
         "arc_format_train.json",
         "test_outputs_train.json",
@@ -62,28 +62,28 @@ def test_equal_rows_without_ids_are_one_task_of_the_challenge_pair(tmp_path: Pat
     row = json.dumps({"examples": [[[[1]], [[2]]]] * 3})
     (tmp_path / "rows.jsonl").write_text(f"{row}\n{row}\n")
     words = ["convert", "--dataset", str(tmp_path / "rows.jsonl"), "--output_dir", str(tmp_path / "o")]
-    code, told, _ = spile(words, capsys)
+    code, output, _ = spile(words, capsys)
     assert code == 0
-    assert "2 rows read, 1 samples, 1 could not be used:\n  1 × the same task as an earlier row\n" in told
+    assert "2 rows read, 1 samples, 1 could not be used:\n  1 × the same task as an earlier row\n" in output
     assert len(json.loads((tmp_path / "o" / "arc_format_train.json").read_text())) == 1
 
 
 def test_streams_then_some_again_then_upload(rows: str, tmp_path: Path, capsys: Any) -> None:
     folder = tmp_path / "s"
     make = ["streams", "--dataset", rows, "--num-streams", "4", "--output-dir", str(folder), "--bad-rows", "skip"]
-    code, told, _ = spile(make, capsys)
+    code, output, _ = spile(make, capsys)
     assert code == 0
-    assert f"wrote 4 of 4 streams to {folder}, 3 samples each, " in told
+    assert f"wrote 4 of 4 streams to {folder}, 3 samples each, " in output
     (folder / "stream_002.jsonl").unlink()
-    code, told, _ = spile([*make, "--streams", "2-3"], capsys)
-    assert (code, "wrote 2 of 4 streams" in told) == (0, True)
+    code, output, _ = spile([*make, "--streams", "2-3"], capsys)
+    assert (code, "wrote 2 of 4 streams" in output) == (0, True)
     put = ["upload", "--bucket", f"file://{tmp_path}/b", "--prefix", "datasets", "--local-dir", str(folder)]
-    code, told, _ = spile(put, capsys)
+    code, output, _ = spile(put, capsys)
     assert code == 0
-    assert "5/5 streams.json uploaded\n5 uploaded (" in told
+    assert "5/5 streams.json uploaded\n5 uploaded (" in output
     assert (tmp_path / "b" / "datasets" / "stream_003.jsonl").is_file()
-    code, told, _ = spile(put, capsys)
-    assert "0 uploaded (0 bytes), 5 there already, in" in told
+    code, output, _ = spile(put, capsys)
+    assert "0 uploaded (0 bytes), 5 there already, in" in output
 
 
 @pytest.mark.parametrize(
@@ -116,8 +116,8 @@ def test_mistakes_are_one_line_and_exit_code_2(
     words: list[str], line: str, capsys: Any, monkeypatch: Any, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    code, told, wrong = spile(words, capsys)
-    assert (code, told, wrong) == (2, "", line + "\n")
+    code, output, wrong = spile(words, capsys)
+    assert (code, output, wrong) == (2, "", line + "\n")
     assert not list(tmp_path.iterdir())
 
 

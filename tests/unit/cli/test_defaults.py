@@ -14,15 +14,15 @@ from spile.spec.run import ExtractSpec
 
 
 def taken(given: dict[str, Any], environment: dict[str, str], *, pod: bool = False) -> tuple[ExtractSpec, list[str]]:
-    said: list[str] = []
-    return with_guide_defaults(ExtractFlags(**given), environment, said.append, pod=pod).spec(), said
+    output: list[str] = []
+    return with_guide_defaults(ExtractFlags(**given), environment, output.append, pod=pod).spec(), output
 
 
 def test_a_try_out_here_takes_the_embedded_model_and_tasks() -> None:
     for given in ({}, {"output": "out"}, {"dataset": "texts.jsonl", "output_dir": "out"}, {"output": "gs://b/x"}):
-        spec, said = taken(given, {})
+        spec, output = taken(given, {})
         assert spec.model == "embedded"
-        assert said == []
+        assert output == []
 
 
 EARNEST: list[tuple[dict[str, Any], dict[str, str], bool]] = [
@@ -38,12 +38,12 @@ EARNEST: list[tuple[dict[str, Any], dict[str, str], bool]] = [
 def test_a_production_run_without_a_model_uses_the_guides_model_and_says_so(
     given: dict[str, Any], environment: dict[str, str], pod: bool
 ) -> None:
-    spec, said = taken({"dataset": "tasks.jsonl", **given}, environment, pod=pod)
+    spec, output = taken({"dataset": "tasks.jsonl", **given}, environment, pod=pod)
     assert spec.model == GUIDES_MODEL == "Qwen/Qwen2.5-0.5B"
-    assert len(said) == 1
-    assert GUIDES_MODEL in said[0]
-    spec, said = taken({"dataset": "tasks.jsonl", "model": "embedded", **given}, environment, pod=pod)
-    assert (spec.model, said) == ("embedded", []), "asked for by its name it is had"
+    assert len(output) == 1
+    assert GUIDES_MODEL in output[0]
+    spec, output = taken({"dataset": "tasks.jsonl", "model": "embedded", **given}, environment, pod=pod)
+    assert (spec.model, output) == ("embedded", []), "asked for by its name it is had"
 
 
 @pytest.mark.parametrize(("given", "environment", "pod"), EARNEST, ids=str)
@@ -60,9 +60,9 @@ def test_a_production_run_uses_the_guides_streams_if_they_exist(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data" / "streams").mkdir(parents=True)
-    spec, said = taken({"model": "m"}, {"TPU_WORKER_ID": "5"})
+    spec, output = taken({"model": "m"}, {"TPU_WORKER_ID": "5"})
     assert spec.data.location == f"{GUIDES_STREAMS}/stream_005.jsonl"
-    assert said == ["no dataset was named: ./data/streams, as in the guides"]
+    assert output == ["no dataset was named: ./data/streams, as in the guides"]
     with pytest.raises(SpecError, match=r"^no stream was chosen: expected --worker-id N or TPU_WORKER_ID"):
         taken({"model": "m", "gcs_bucket": "b"}, {})
 
@@ -87,9 +87,9 @@ def test_the_variable_is_the_workers_number_wherever_one_process_runs(
 
 
 def test_a_stream_number_that_differs_from_the_variable_is_reported() -> None:
-    spec, said = taken({"model": "m", "dataset": "d/stream_002.jsonl"}, {"TPU_WORKER_ID": "5"})
+    spec, output = taken({"model": "m", "dataset": "d/stream_002.jsonl"}, {"TPU_WORKER_ID": "5"})
     assert spec.data.worker_id == 2
-    assert said == ["TPU_WORKER_ID=5 does not count: d/stream_002.jsonl is stream 2 (--worker-id says otherwise)"]
+    assert output == ["TPU_WORKER_ID=5 does not count: d/stream_002.jsonl is stream 2 (--worker-id says otherwise)"]
 
 
 def test_a_variable_that_is_no_number() -> None:

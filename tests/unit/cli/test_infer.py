@@ -63,15 +63,15 @@ def test_the_embedded_model_solves_tasks_it_never_saw(inferred: Path, capfd: pyt
 
 def test_answers_and_rows_agree(inferred: Path, capfd: pytest.CaptureFixture[str]) -> None:
     dataset = package.open(str(inferred))
-    told = {one["sample"]: one for one in predictions(inferred / "tpu_0")}
-    assert sorted(told) == sorted(sample.index for sample in dataset.samples)
+    text = {one["sample"]: one for one in predictions(inferred / "tpu_0")}
+    assert sorted(text) == sorted(sample.index for sample in dataset.samples)
     for sample in dataset.samples:
         one = dataset.sample(0, sample.index)
         answered = (one.roles & Role.ANSWER) != 0
-        assert one.tokens[answered].tolist() == told[sample.index]["tokens"]
+        assert one.tokens[answered].tolist() == text[sample.index]["tokens"]
         assert not answered[: int(np.argmax(answered))].any()
         assert one.rows("residual.5").shape == (len(one.tokens), 192)
-        assert told[sample.index]["stop_reason"] in ("stop", "length")
+        assert text[sample.index]["stop_reason"] in ("stop", "length")
     assert spile("verify", inferred) == 0
 
 

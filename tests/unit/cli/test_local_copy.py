@@ -29,9 +29,9 @@ def test_a_copy_that_comes_later(bucket: str, tmp_path: Path, texts: Path, capfd
     assert spile(*words, "--max-samples", 1) == 0
     assert "the local copy" not in capfd.readouterr().out
     assert spile(*words, "--output-dir", copy) == 0
-    said = capfd.readouterr().out.splitlines()[-1]
-    assert said.startswith(f"the local copy {copy}/tpu_0 has 1 of 2 shards: 1 (")
-    assert said.endswith(f"gcloud storage rsync --recursive {bucket}/tpu_0 {copy}/tpu_0 brings them")
+    output = capfd.readouterr().out.splitlines()[-1]
+    assert output.startswith(f"the local copy {copy}/tpu_0 has 1 of 2 shards: 1 (")
+    assert output.endswith(f"gcloud storage rsync --recursive {bucket}/tpu_0 {copy}/tpu_0 brings them")
     home, local = open_folder(bucket), open_folder(str(copy))
     absent = {info.key for info in home.list()} - {info.key for info in local.list()}
     assert [Path(key).suffix for key in absent] == [".safetensors"]

@@ -38,8 +38,8 @@ def test_a_checkpoint_folder_that_cannot_be_written_ends_no_run(
     (tmp_path / "file").write_text("in the way")
     words = ("--dataset", data, "--output", tmp_path / "out", *SMALL, "--checkpoint-dir", tmp_path / "file")
     assert spile("extract", *words) == 0
-    said = capfd.readouterr()
-    assert "could not write to --checkpoint-dir" in said.out + said.err
+    output = capfd.readouterr()
+    assert "could not write to --checkpoint-dir" in output.out + output.err
     assert spile("verify", tmp_path / "out") == 0
 
 
@@ -67,5 +67,5 @@ def test_a_clock_that_is_years_off_changes_nothing_that_counts(
         assert ended.returncode == 0, ended.stderr
     assert spile("monitor", out, "--once") == 0
     assert spile("verify", out, "--gc") == 0
-    said = capfd.readouterr().out
-    assert "proven: 4 samples in 1 stream, each exactly once" in said
+    output = capfd.readouterr().out
+    assert "proven: 4 samples in 1 stream, each exactly once" in output

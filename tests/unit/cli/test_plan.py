@@ -101,10 +101,10 @@ def test_over_budget(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     prices.write_text('as_of = "today"\nmachine_hour = { v3-8 = { on_demand = 1e9, preemptible = 1e3 } }')
     words = ("--topology", "v3-8", "--prices", str(prices), "--budget", "200")
     assert run(*words) == 2
-    said = capsys.readouterr()
-    assert "as of today" in said.out
-    assert "over budget on 1 × v3-8 on demand: expected at most $200.00, found $" in said.err
-    assert "--preemptible would fit" in said.err
+    output = capsys.readouterr()
+    assert "as of today" in output.out
+    assert "over budget on 1 × v3-8 on demand: expected at most $200.00, found $" in output.err
+    assert "--preemptible would fit" in output.err
     assert run(*words, "--preemptible") == 0
 
 

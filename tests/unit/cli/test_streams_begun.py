@@ -38,8 +38,8 @@ def test_an_engines_streams_are_not_taken_for_other_rows(tmp_path: Path, capfd: 
     prepare_streams(str(data), f"{out}/streams", 2, data=first, log=lambda _: None)
     run = ("extract", "--model", "embedded", "--engine", "local", "--dataset", data, "--output", out, *SMALL)
     assert spile(*run) == 2
-    said = capfd.readouterr().err
-    assert "holds streams of another selection: rows: expected 0 to 6, found 0 to the last. Give --split" in said
+    output = capfd.readouterr().err
+    assert "holds streams of another selection: rows: expected 0 to 6, found 0 to the last. Give --split" in output
     assert not list(out.glob("tpu_*"))
 
 
@@ -51,9 +51,9 @@ def test_an_engine_takes_no_streams_of_another_dataset(tmp_path: Path, capfd: py
     run = ("extract", "--model", "embedded", "--engine", "local", "--num-workers", 1, "--output", out, *SMALL)
     for named, found in (((), "no --dataset, which is embedded"), (("--dataset", "embedded"), "embedded. ")):
         assert spile(*run, *named) == 2
-        said = capfd.readouterr().err
-        assert f"{out}/streams holds streams of another dataset: expected {data}, found {found}" in said
-        assert f"Continue with --dataset {data}" in said
+        output = capfd.readouterr().err
+        assert f"{out}/streams holds streams of another dataset: expected {data}, found {found}" in output
+        assert f"Continue with --dataset {data}" in output
     assert not list(out.glob("tpu_*"))
     assert spile(*run, "--dataset", data) == 0
     assert f"2 streams of {data}, as made before: {out}/streams" in capfd.readouterr().out

@@ -22,7 +22,7 @@ GRIDS = st.integers(1, 30).flatmap(
 )
 
 
-def said(
+def parts_said(
     sample: int, text: str, task: str = "t", how: dict[str, object] | None = None, each: float = -1.0
 ) -> Prediction:
     return Prediction(sample, task, text, (5, 2), (each, each), "stop", how)
@@ -32,14 +32,16 @@ def said(
 def test_an_answer_to_a_variant_is_the_tasks_own(grid: list[list[int]], variant: int) -> None:
     how = draw(7, "t", variant, 3)
     text = ENCODER.to_text(apply(grid, how))
-    found = by_task([said(0, text, how=how.record() if variant else None)], ENCODER)["t"]
+    found = by_task([parts_said(0, text, how=how.record() if variant else None)], ENCODER)["t"]
     assert (found.grids, found.votes, found.unreadable) == ((grid,), (1,), 0)
 
 
 def test_votes_then_likelihood() -> None:
     a, b, c = ([[n]] for n in (1, 2, 3))
     given = [(a, -3.0), (b, -2.0), (b, -4.0), (c, -0.1), (a, -0.5)]
-    found = by_task([said(n, ENCODER.to_text(grid), each=each) for n, (grid, each) in enumerate(given)], ENCODER)["t"]
+    found = by_task([parts_said(n, ENCODER.to_text(grid), each=each) for n, (grid, each) in enumerate(given)], ENCODER)[
+        "t"
+    ]
     assert (found.grids, found.votes) == ((a, b, c), (2, 2, 1))
     assert submission([found]) == {"t": [{"attempt_1": a, "attempt_2": b}]}
 
@@ -49,7 +51,7 @@ def test_votes_then_likelihood() -> None:
     ["", "no grid", "size 1x2\n1 01\n2 01", "size 1x1\n1 a", "size 2x2\n1 00\n2 0", "1 00\n2 00"],
 )
 def test_what_holds_no_grid_is_counted(text: str) -> None:
-    found = by_task([said(0, text)], ENCODER)["t"]
+    found = by_task([parts_said(0, text)], ENCODER)["t"]
     assert (found.grids, found.predictions, found.unreadable) == ((), 1, 1)
     assert submission([found]) == {"t": [{"attempt_1": [[0]], "attempt_2": [[0]]}]}
 
@@ -70,7 +72,7 @@ def test_tasks_by_their_ids_are_a_line_each(tmp_path: Path) -> None:
     assert [json.loads(line.raw)["task_id"] for line in open_input(DataSpec(dataset=str(file))).lines()] == ["a", "b"]
     assert list(read_tasks(str(file))) == ["a", "b"]
     assert read_references(str(file)) == {}
-    answers = by_task([said(0, "size 1x1\n1 4", "a")], ENCODER)
+    answers = by_task([parts_said(0, "size 1x1\n1 4", "a")], ENCODER)
     score = score_answers(answers, ["b"], {"a": [[4]], "b": [[4]]}, {})
     assert (score.right, len(score.scored)) == (1, 2)
     assert score.record()["score"] == 0.5

@@ -42,7 +42,7 @@ def template(source: str) -> ChatTemplate:
     return ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"})
 
 
-def said(chat: ChatTemplate, messages: list[Message]) -> list[tuple[Role, str]] | None:
+def parts_said(chat: ChatTemplate, messages: list[Message]) -> list[tuple[Role, str]] | None:
     rendered = chat.render(messages)
     return None if rendered.spans is None else [(s.role, rendered.text[s.start : s.stop]) for s in rendered.spans]
 
@@ -52,15 +52,15 @@ def said(chat: ChatTemplate, messages: list[Message]) -> list[tuple[Role, str]] 
 @given(st.lists(st.tuples(st.sampled_from(["system", "user", "assistant", "tool"]), contents), min_size=1, max_size=5))
 def test_spans_are_exactly_the_contents(source: str, trims: bool, turns: list[tuple[str, str]]) -> None:
     messages = [{"role": role, "content": content} for role, content in turns]
-    found = said(template(source), messages)
+    found = parts_said(template(source), messages)
     words = [(role, content.strip() if trims else content) for role, content in turns]
     assert found == [(ROLES[role], content) for role, content in words if role in ROLES and content]
 
 
 def test_a_message_that_says_what_a_header_says() -> None:
     messages = [{"role": "user", "content": "user"}, {"role": "assistant", "content": "user\nassistant"}]
-    assert said(template(CHATML), messages) == [(Role.USER, "user"), (Role.ASSISTANT, "user\nassistant")]
-    assert said(template(MISTRAL), messages) == [(Role.USER, "user"), (Role.ASSISTANT, "user\nassistant")]
+    assert parts_said(template(CHATML), messages) == [(Role.USER, "user"), (Role.ASSISTANT, "user\nassistant")]
+    assert parts_said(template(MISTRAL), messages) == [(Role.USER, "user"), (Role.ASSISTANT, "user\nassistant")]
 
 
 def test_the_answers_header_comes_only_after_a_users_turn() -> None:
@@ -79,7 +79,7 @@ def test_a_template_that_drops_part_of_a_content_leaves_that_part_out() -> None:
     rendered = template(THINKING).render(messages)
     assert "hm" not in rendered.text
     plain = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "<think>hm</think>last"}]
-    assert said(template(THINKING), plain) == [(Role.USER, "q"), (Role.ASSISTANT, "<think>hm</think>last")]
+    assert parts_said(template(THINKING), plain) == [(Role.USER, "q"), (Role.ASSISTANT, "<think>hm</think>last")]
 
 
 def test_a_template_that_changes_its_messages_has_no_spans() -> None:
@@ -94,12 +94,15 @@ def test_contents_in_parts() -> None:
         "{%- for part in message['content'] %}{{- part['text'] + ';' }}{%- endfor %}{%- endfor %}"
     )
     parts: list[Any] = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    assert said(template(source), [{"role": "user", "content": parts}]) == [(Role.USER, "one"), (Role.USER, "two")]
+    assert parts_said(template(source), [{"role": "user", "content": parts}]) == [
+        (Role.USER, "one"),
+        (Role.USER, "two"),
+    ]
 
 
 def test_messages_with_more_fields() -> None:
     messages = [{"role": "user", "content": "hi", "name": "ann"}, {"role": "assistant", "content": "yes"}]
-    assert said(template(CHATML), messages) == [(Role.USER, "hi"), (Role.ASSISTANT, "yes")]
+    assert parts_said(template(CHATML), messages) == [(Role.USER, "hi"), (Role.ASSISTANT, "yes")]
 
 
 def test_what_the_template_refuses_is_the_datas_fault() -> None:

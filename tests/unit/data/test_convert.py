@@ -252,8 +252,8 @@ def test_without_a_network_one_line_says_so_and_what_to_do(setting: str, value: 
     ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    *told, error = done.stderr.splitlines()
-    assert ["the hub does not give someone/something" in line for line in told] == [True] * (setting == "HF_ENDPOINT")
+    *output, error = done.stderr.splitlines()
+    assert ["the hub does not give someone/something" in line for line in output] == [True] * (setting == "HF_ENDPOINT")
     assert error.startswith("spile: the hub cannot be reached for someone/something: found ")
     assert error.endswith("name the folder or file: --dataset DIR")
     assert not (tmp_path / "o").exists()

@@ -103,7 +103,7 @@ def test_a_column_of_a_csv_file_is_kept_with_the_text(tmp_path: Path, chatml: To
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "output"),
     [
         ("x.csv", "text,label\na,1\nb\n", "line 3: expected a usable row, found a record with another number of cells"),
         ("x.csv", "prompt\na\n", "has no column that could be used.*found prompt.*--column"),
@@ -115,10 +115,10 @@ def test_a_column_of_a_csv_file_is_kept_with_the_text(tmp_path: Path, chatml: To
     ],
 )
 def test_files_that_cannot_be_read_are_one_line(
-    name: str, content: str | bytes, said: str, tmp_path: Path, chatml: Tokenizer
+    name: str, content: str | bytes, output: str, tmp_path: Path, chatml: Tokenizer
 ) -> None:
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(DataError, match=said) as error:
+    with pytest.raises(DataError, match=output) as error:
         read(DataSpec(dataset=str(tmp_path / name)), chatml)
     assert "\n" not in str(error.value)
 

@@ -102,7 +102,7 @@ def test_llama_2_style_tokens_equal_those_of_auto_tokenizer(
 
 
 @pytest.mark.parametrize(
-    ("template", "said"),
+    ("template", "output"),
     [
         ("{{ m['content'] }}<|im_end|>\n", "yes<|im_end|>"),
         ("{{ m['content'] }} </s><s>", "yes </s>"),
@@ -111,14 +111,16 @@ def test_llama_2_style_tokens_equal_those_of_auto_tokenizer(
         ("{{ m['content'] }} and</s>", "yes"),
     ],
 )
-def test_the_token_that_ends_an_assistants_turn_is_the_assistants(template: str, said: str, chatml: Tokenizer) -> None:
+def test_the_token_that_ends_an_assistants_turn_is_the_assistants(
+    template: str, output: str, chatml: Tokenizer
+) -> None:
     source = "{% for m in messages %}" + template + "{% endfor %}"
     messages = [{"role": "user", "content": "the fox"}, {"role": "assistant", "content": "yes"}]
     rendered = ChatTemplate(source, chatml.named).render(messages)
     assert rendered.spans is not None
     tokenizer = replace(chatml, bos=chatml.backend.token_to_id("<s>"))
     encoded = tokenizer.encode([rendered.text], add_special=False, spans=[rendered.spans])[0]
-    assert chatml.decode(encoded.tokens[(encoded.roles & Role.ASSISTANT) > 0].tolist()) == said
+    assert chatml.decode(encoded.tokens[(encoded.roles & Role.ASSISTANT) > 0].tolist()) == output
     assert chatml.decode(encoded.tokens[(encoded.roles & Role.USER) > 0].tolist()) == "the fox"
 
 

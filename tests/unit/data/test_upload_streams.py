@@ -31,13 +31,13 @@ def same(local: Path, remote: Path) -> bool:
 
 def test_up_once_and_skipped_afterwards(local: Path, tmp_path: Path) -> None:
     folder = open_folder(str(tmp_path / "b"))
-    told: list[tuple[str, bool, int, int]] = []
-    first = upload(local, folder, lambda *words: told.append(words))
+    output: list[tuple[str, bool, int, int]] = []
+    first = upload(local, folder, lambda *words: output.append(words))
     assert same(local, tmp_path / "b")
     assert len(first.uploaded) == 5
     assert first.bytes == sum(path.stat().st_size for path in local.iterdir())
-    assert [(done, total) for _, _, done, total in told] == [(n, 5) for n in range(1, 6)]
-    assert told[-1][0] == MANIFEST
+    assert [(done, total) for _, _, done, total in output] == [(n, 5) for n in range(1, 6)]
+    assert output[-1][0] == MANIFEST
     second = upload(local, folder)
     assert (second.uploaded, len(second.skipped), second.bytes) == ((), 5, 0)
 

@@ -16,13 +16,13 @@ from spile.fleet.spec import FleetSpec, plan_workers
 
 def test_slack_is_sent_the_one_field_that_it_takes_and_others_the_whole_event(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through a proxy on this machine, so that the request to Slack's own host is the real one."""
-    told: list[tuple[str, dict[str, str]]] = []
+    output: list[tuple[str, dict[str, str]]] = []
 
     class Proxy(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
             assert self.headers["Content-Type"] == "application/json"
-            told.append((self.path, json.loads(body)))
+            output.append((self.path, json.loads(body)))
             self.send_response(200)
             self.end_headers()
 
@@ -44,9 +44,9 @@ def test_slack_is_sent_the_one_field_that_it_takes_and_others_the_whole_event(mo
         server.shutdown()
     monkeypatch.setattr(urllib.request, "_opener", None)
     line = "spile fleet f: tpu-z-0 is given up: no such model"
-    assert told[0] == (slack, {"text": line})
-    assert told[1][0] == other
-    assert told[1][1] == {
+    assert output[0] == (slack, {"text": line})
+    assert output[1][0] == other
+    assert output[1][1] == {
         "event": "given up", "fleet": "f", "text": line, "output": "gs://b/activations",
         "time": "1970-01-01T00:00:00+00:00",
     }  # fmt: skip

@@ -22,8 +22,8 @@ class _Manager(FaultyServer):
     def answer(self, request: Request) -> FakeReply:
         if request.path != "/v1/projects/p/secrets/hf/versions/latest:access":
             return FakeReply(404, b"{}")
-        said = {"payload": {"data": base64.b64encode(b"hf_very_secret\n").decode()}}
-        return FakeReply(200, json.dumps(said).encode())
+        output = {"payload": {"data": base64.b64encode(b"hf_very_secret\n").decode()}}
+        return FakeReply(200, json.dumps(output).encode())
 
 
 def test_a_reference_is_resolved_on_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:

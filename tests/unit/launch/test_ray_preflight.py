@@ -141,12 +141,12 @@ def test_every_failing_node_is_named_and_so_is_one_that_does_not_answer(
 
 
 def test_a_ray_version_mismatch_names_both_versions(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
-    said = RuntimeError(
+    output = RuntimeError(
         "Version mismatch: The cluster was started with:\n    Ray: 2.49.1\n    Python: 3.12.1\nThis process on node "
         "127.0.0.1 was started with:\n    Ray: 2.60.0\n    Python: 3.11.7\n"
     )
     with pytest.raises(UserError) as caught:
-        engine(monkeypatch, StandInRay({}, said), address)
+        engine(monkeypatch, StandInRay({}, output), address)
     here = platform.python_version()
     assert str(caught.value) == (
         f"the Ray cluster at {address} has a different version: expected Ray 2.60.0 and Python {here}, as here, "

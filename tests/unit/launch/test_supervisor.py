@@ -74,9 +74,9 @@ def tasks(count: int) -> list[StreamTask]:
     return [StreamTask(n, ("extract", str(n)), size=100 - n) for n in range(count)]
 
 
-def supervisor(engine: Script, count: int, said: list[str] | None = None, **more: object) -> Supervisor:
+def supervisor(engine: Script, count: int, output: list[str] | None = None, **more: object) -> Supervisor:
     policy = more.pop("policy", RestartPolicy())
-    say = (said if said is not None else []).append
+    say = (output if output is not None else []).append
     return Supervisor(engine, tasks(count), policy=policy, log=say, clock=lambda: engine.now, **more)  # type: ignore[arg-type]
 
 
@@ -128,11 +128,11 @@ def growing(engine: Script) -> dict[int, StreamView]:
 
 def test_a_machine_lost_after_a_commit_is_no_error_however_often() -> None:
     engine = Script({0: [None] * 40})
-    said: list[str] = []
-    outcome = supervisor(engine, 2, said, observe=lambda _: growing(engine)).run(lambda: 0)
+    output: list[str] = []
+    outcome = supervisor(engine, 2, output, observe=lambda _: growing(engine)).run(lambda: 0)
     assert (outcome.exit_code, outcome.done) == (0, 2)
     assert engine.started.count(0) == 41
-    assert said[0] == "stream 0: its machine on host0 was lost; it continues on another"
+    assert output[0] == "stream 0: its machine on host0 was lost; it continues on another"
 
 
 def test_a_stream_that_is_lost_again_and_again_without_a_commit_is_given_up() -> None:
@@ -144,21 +144,21 @@ def test_a_stream_that_is_lost_again_and_again_without_a_commit_is_given_up() ->
 
 def test_a_cluster_that_loses_every_worker_ends_the_run() -> None:
     engine = Script({number: [None] * 40 for number in range(16)}, workers=4)
-    said: list[str] = []
-    outcome = supervisor(engine, 16, said).run(lambda: 0)
+    output: list[str] = []
+    outcome = supervisor(engine, 16, output).run(lambda: 0)
     assert (outcome.exit_code, outcome.done) == (1, 0)
-    assert said[-1] == "machines are lost before anything is committed, so the run is stopped"
+    assert output[-1] == "machines are lost before anything is committed, so the run is stopped"
     assert set(engine.started) <= set(range(5)), "the other streams are not tried"
 
 
 def test_errors_of_one_stream_are_counted_and_the_others_continue() -> None:
     engine = Script({1: [1, 137, 1, 1, 1]})
-    said: list[str] = []
-    outcome = supervisor(engine, 4, said).run(lambda: 0)
+    output: list[str] = []
+    outcome = supervisor(engine, 4, output).run(lambda: 0)
     assert (outcome.exit_code, outcome.done) == (1, 3)
     assert engine.started.count(1) == 5, "one, three more after errors, and one more after a kill"
     assert outcome.failed == {1: "exit code 1: the last line"}
-    assert "stream 1: its worker on host1 ended with exit code 137: the last line; it continues in 10 s" in said
+    assert "stream 1: its worker on host1 ended with exit code 137: the last line; it continues in 10 s" in output
 
 
 def test_a_long_attempt_resets_the_count() -> None:
@@ -172,11 +172,11 @@ def test_one_refused_stream_is_given_up_and_two_end_the_run() -> None:
     outcome = supervisor(one, 4).run(lambda: 0)
     assert (outcome.exit_code, outcome.done, one.started.count(3)) == (2, 3, 1)
     all_of_them = Script({number: [2] for number in range(8)}, workers=2)
-    said: list[str] = []
-    outcome = supervisor(all_of_them, 8, said).run(lambda: 0)
+    output: list[str] = []
+    outcome = supervisor(all_of_them, 8, output).run(lambda: 0)
     assert (outcome.exit_code, outcome.done) == (2, 0)
     assert len(all_of_them.started) <= 3
-    assert any("the command is at fault" in line for line in said)
+    assert any("the command is at fault" in line for line in output)
 
 
 def test_a_stream_of_another_worker_is_requested_again_later() -> None:

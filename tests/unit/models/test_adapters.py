@@ -111,10 +111,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_no_plain_lora_is_refused_by_name(name: str, tmp_path: Path) -> None:
-    changed, said = REFUSED[name]
+    changed, text = REFUSED[name]
     model = cases.write_model("llama-sites", tmp_path / "model")
     adapter = write_adapter(tmp_path / "adapter", model, ["model.layers.0.self_attn.q_proj"], **changed)
-    with pytest.raises(ModelError, match=said):
+    with pytest.raises(ModelError, match=text):
         find_adapter(str(adapter))
 
 
@@ -148,13 +148,13 @@ def test_answers_come_from_the_merged_model(tmp_path: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (by_hand / name).write_bytes((embedded / name).read_bytes())
 
-    def told(output: Path, **which: Any) -> str:
+    def answer_tokens(output: Path, **which: Any) -> str:
         data = DataSpec(max_seq_length=512, max_samples=2)
         generation = GenerationSpec(max_new_tokens=8)
         infer(ExtractSpec(**which, data=data, output=str(output), layers=(0,), batch_size=2, generation=generation))
         return (output / "tpu_0" / "predictions.jsonl").read_text()
 
-    found = told(tmp_path / "a", model=str(embedded), adapter=str(adapter))
+    found = answer_tokens(tmp_path / "a", model=str(embedded), adapter=str(adapter))
     assert [json.loads(line)["tokens"] for line in found.splitlines()] == [
-        json.loads(line)["tokens"] for line in told(tmp_path / "b", model=str(by_hand)).splitlines()
+        json.loads(line)["tokens"] for line in answer_tokens(tmp_path / "b", model=str(by_hand)).splitlines()
     ]

@@ -69,9 +69,9 @@ def test_a_config_that_is_no_json(tmp_path: Path) -> None:
 def test_an_unknown_architecture(tmp_path: Path) -> None:
     folder = copy_model(tmp_path / "m")
     (folder / "config.json").write_text(json.dumps({"model_type": "mamba"}))
-    said = one_line(str(folder))
-    assert said.startswith("unknown architecture: expected one of qwen2, qwen3, llama, mistral, gemma")
-    assert said.endswith(
+    output = one_line(str(folder))
+    assert output.startswith("unknown architecture: expected one of qwen2, qwen3, llama, mistral, gemma")
+    assert output.endswith(
         "found 'mamba'. Use --backend torch with spile extract or infer, which runs any model of transformers."
     )
 

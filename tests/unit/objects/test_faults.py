@@ -283,19 +283,19 @@ def _schedule(folder: Folder, clouds: Clouds, seed: int, payload: np.ndarray) ->
     faults = clouds.faults(folder.url)
     faults.extend(random_faults(seed, 6, 20))
     root = folder.child(f"schedule-{seed}")
-    said: dict[str, bytes] = {}
+    output: dict[str, bytes] = {}
     for number in range(4):
         data = f"{seed} {number}".encode() * 10
         root.put(f"put/{number}", data)
-        said[f"put/{number}"] = data
+        output[f"put/{number}"] = data
         if root.create(f"commits/{number:04d}", data):
-            said[f"commits/{number:04d}"] = data
+            output[f"commits/{number:04d}"] = data
         assert not root.create(f"commits/{number:04d}", b"a zombie's")
     write(root, "shard", payload[: 6 << 20])
-    said["shard"] = payload[: 6 << 20].tobytes()
+    output["shard"] = payload[: 6 << 20].tobytes()
     faults.clear()
-    assert {item.key: root.get(item.key) for item in root.list()} == said
-    assert len(said) == 9  # There was no other writer, so each create must have succeeded.
+    assert {item.key: root.get(item.key) for item in root.list()} == output
+    assert len(output) == 9  # There was no other writer, so each create must have succeeded.
 
 
 @pytest.mark.parametrize("seed", range(10))

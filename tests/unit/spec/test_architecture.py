@@ -66,8 +66,8 @@ def test_a_real_config() -> None:
 
 
 def test_an_unknown_architecture_is_named_with_those_known() -> None:
-    said = r"unknown architecture: expected one of qwen2, qwen3, llama, .*, found 'x'. Use --backend torch"
-    with pytest.raises(ModelError, match=said):
+    output = r"unknown architecture: expected one of qwen2, qwen3, llama, .*, found 'x'. Use --backend torch"
+    with pytest.raises(ModelError, match=output):
         read("x")
     with pytest.raises(ModelError, match=r"found a config\.json without model_type"):
         read_config(BASE)

@@ -111,15 +111,15 @@ def test_it_beats_by_itself() -> None:
 
 
 def test_a_failing_heartbeat_is_counted_and_logged_and_ends_nothing() -> None:
-    puts, said = Puts(broken=True), []
-    with Heartbeat(puts, "a1b2", reading, every=0.01, log=said.append) as heart:  # type: ignore[arg-type]
+    puts, output = Puts(broken=True), []
+    with Heartbeat(puts, "a1b2", reading, every=0.01, log=output.append) as heart:  # type: ignore[arg-type]
         for _ in range(3):
             assert puts.came.acquire(timeout=120)
     assert heart.missed >= 3
-    assert said[0] == "heartbeat not written (1 so far): cannot write progress.json: found HTTP 403"
-    with Heartbeat(Puts(), "a1b2", lambda: 1 / 0, log=said.append) as heart:  # type: ignore[arg-type, return-value]
+    assert output[0] == "heartbeat not written (1 so far): cannot write progress.json: found HTTP 403"
+    with Heartbeat(Puts(), "a1b2", lambda: 1 / 0, log=output.append) as heart:  # type: ignore[arg-type, return-value]
         pass
-    assert "division by zero" in said[-1]
+    assert "division by zero" in output[-1]
 
 
 @pytest.mark.parametrize(

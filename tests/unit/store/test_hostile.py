@@ -187,8 +187,8 @@ def test_removal_during_two_incarnations_leaves_no_mix(root: Path, what: str) ->
             life.join()
         report = verify(folder, repair=True)
         # A commit may come between the end of a stream and the search for garbage: the next worker removes it.
-        told = ("stream.json is gone",) if what == "overwrite" else ()
-        wrong = [p for p in report.all_problems if p.kind != "missing" and p.text not in told]
+        output = ("stream.json is gone",) if what == "overwrite" else ()
+        wrong = [p for p in report.all_problems if p.kind != "missing" and p.text not in output]
         assert not wrong, (wrong, ended)
         _live(root, ended)
         assert ended[-1] == "done", ended

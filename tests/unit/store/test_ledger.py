@@ -369,8 +369,8 @@ def test_a_ledger_with_foreign_commits_is_repaired_and_can_be_restored(folder: F
         zombie_commits(zombie, number, number)
     below = folder.child("tpu_0")
     strays = {number: below.get(commit_key(number)) for number in (3, 4, 5_000_000)}
-    told = verify(folder)
-    assert told.streams[0].foreign_commits.pairs() == [(3, 5), (5_000_000, 5_000_001)]
+    output = verify(folder)
+    assert output.streams[0].foreign_commits.pairs() == [(3, 5), (5_000_000, 5_000_001)]
     (stream,) = verify(folder, repair=True).streams
     assert stream.kept is not None
     assert len(stream.kept) == 3

@@ -30,8 +30,8 @@ def test_streams_that_were_never_begun_are_missing(folder: Folder) -> None:
     assert lines(folder) == ["missing: ROOT: streams 1-2, 4-7 were never begun (6 of 8)"]
     report = verify(folder)
     assert (report.streams_expected, report.never_begun.pairs()) == (8, [(1, 3), (4, 8)])
-    told = json.loads(json.dumps(report.to_json()))
-    assert (told["ok"], told["streams_expected"], told["never_begun"]) == (False, 8, [[1, 3], [4, 8]])
+    output = json.loads(json.dumps(report.to_json()))
+    assert (output["ok"], output["streams_expected"], output["never_begun"]) == (False, 8, [[1, 3], [4, 8]])
     for number in (1, 2, 4, 5, 7):
         begin(folder, number, 8)
     assert lines(folder) == ["missing: ROOT: stream 6 was never begun (1 of 8)"]

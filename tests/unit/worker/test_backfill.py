@@ -259,9 +259,9 @@ def test_the_command(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
         return int(ended.value.code or 0)
 
     assert code("extract", "--add-taps", "mlp.1,attn.0", "--to", str(base)) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert f"activations {base}/tpu_0: attn.0, mlp.1" in said
-    assert f"spile verify {base}" in said
+    message = " ".join(capsys.readouterr().out.split())
+    assert f"activations {base}/tpu_0: attn.0, mlp.1" in message
+    assert f"spile verify {base}" in message
     assert code("verify", str(base)) == 0
     assert "2 taps added row for row" in " ".join(capsys.readouterr().out.split())
 

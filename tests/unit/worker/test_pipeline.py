@@ -132,12 +132,12 @@ def test_commit_every_ends_the_shards_of_all_lanes(tmp_path):
 @pytest.mark.parametrize(("groups", "writers"), [(1, 1), (3, 1), (1, 3)])
 def test_a_batch_that_does_not_fit_is_halved_and_logged(tmp_path, groups, writers):
     items = [sample_of(i, length=n) for i, n in enumerate(lengths(50))]
-    said: list[str] = []
+    output: list[str] = []
     producer = NumpyProducer(groups, fits=130)
     sizes = Sizes(512, None, 64, 5000, writers)
-    assert visit(tmp_path, items, producer, sizes=sizes, progress=Progress(log=said.append))
+    assert visit(tmp_path, items, producer, sizes=sizes, progress=Progress(log=output.append))
     assert max(rows * length for rows, length in producer.shapes) <= 130
-    assert said[0].startswith("device memory ran out at 8 × 64 tokens: going on with 4 × 64")
+    assert output[0].startswith("device memory ran out at 8 × 64 tokens: going on with 4 × 64")
     check(tmp_path, items)
 
 

@@ -65,18 +65,18 @@ def test_the_heartbeat_says_how_far_it_came(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "phase", "said"),
+    ("error", "phase", "text"),
     [
         (StoreError("the bucket is gone"), "failed", "the bucket is gone"),
         (ValueError("a bug"), "failed", "ValueError: a bug"),
         (KeyboardInterrupt(), "stopped", "interrupted"),
     ],
 )
-def test_the_last_heartbeat_says_what_ended_it(tmp_path: Path, error: BaseException, phase: str, said: str) -> None:
+def test_the_last_heartbeat_says_what_ended_it(tmp_path: Path, error: BaseException, phase: str, text: str) -> None:
     with pytest.raises(type(error)):
         visit(ExtractSpec(output=str(tmp_path)), open_folder(str(tmp_path)), FailsAt(3, error))
     beat = beat_of(tmp_path)
-    assert (beat.phase, beat.last_error) == (phase, said)
+    assert (beat.phase, beat.last_error) == (phase, text)
 
 
 def test_a_fenced_worker_leaves_the_heartbeat_to_the_other(tmp_path: Path) -> None:
@@ -88,12 +88,12 @@ def test_a_fenced_worker_leaves_the_heartbeat_to_the_other(tmp_path: Path) -> No
 
 
 def test_lines_for_the_user_are_in_the_heartbeat(tmp_path: Path) -> None:
-    said: list[str] = []
-    progress = Progress(log=said.append)
+    text: list[str] = []
+    progress = Progress(log=text.append)
     visit(ExtractSpec(output=str(tmp_path)), open_folder(str(tmp_path)), NumpyProducer(fits=100), progress=progress)
-    assert said[0].startswith("device memory ran out")
+    assert text[0].startswith("device memory ran out")
     kept = beat_of(tmp_path).log_tail
-    assert kept[0] == said[0]
+    assert kept[0] == text[0]
     assert any(line.startswith("committed: ") for line in kept), "each commit is a line, whoever looks later"
     progress.log("afterwards")
     assert "afterwards" not in beat_of(tmp_path).log_tail
@@ -109,10 +109,10 @@ def test_only_one_process_of_a_pod_has_a_pulse(tmp_path: Path) -> None:
 def test_an_unwritable_checkpoint_folder_is_reported_before_any_work(tmp_path: Path) -> None:
     (tmp_path / "notes").write_text("in the way")
     spec = ExtractSpec(output=str(tmp_path), checkpoint_dir=str(tmp_path / "notes"))
-    said: list[str] = []
+    text: list[str] = []
     with pytest.raises(ValueError, match="a bug"):
-        visit(spec, open_folder(str(tmp_path)), FailsAt(0, ValueError("a bug")), progress=Progress(log=said.append))
-    assert any(line.startswith("could not write to --checkpoint-dir: cannot write") for line in said)
+        visit(spec, open_folder(str(tmp_path)), FailsAt(0, ValueError("a bug")), progress=Progress(log=text.append))
+    assert any(line.startswith("could not write to --checkpoint-dir: cannot write") for line in text)
 
 
 def test_the_checkpoint_file_of_the_guides(tmp_path: Path) -> None:
@@ -151,11 +151,11 @@ def test_a_heartbeat_that_cannot_be_written_ends_nothing(tmp_path: Path, monkeyp
         put(self, key, data)
 
     monkeypatch.setattr(LocalFolder, "put", refuses)
-    said: list[str] = []
+    text: list[str] = []
     spec = ExtractSpec(output=str(tmp_path))
-    stream = visit(spec, open_folder(str(tmp_path)), progress=Progress(log=said.append))
+    stream = visit(spec, open_folder(str(tmp_path)), progress=Progress(log=text.append))
     assert stream.ledger.samples == COUNT
-    assert said[0] == "heartbeat not written (1 so far): no room"
+    assert text[0] == "heartbeat not written (1 so far): no room"
 
 
 @pytest.mark.parametrize("tidy", [True, False])
