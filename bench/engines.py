@@ -214,7 +214,9 @@ def compare(place: Place, kinds: list[str], options: argparse.Namespace) -> None
             median = statistics.median(each[place_of] for each in measured)
             answer_text = ""
             if base in times:
-                answer_text = f"  {median / statistics.median(each[place_of] for each in times[base]):.2f} of {KINDS[base]}"
+                answer_text = (
+                    f"  {median / statistics.median(each[place_of] for each in times[base]):.2f} of {KINDS[base]}"
+                )
             print(f"{KINDS[kind]:16} {median:6.1f} s {unit}{answer_text}", flush=True)
     prove(place)
 

@@ -65,7 +65,7 @@ class Drafter:
     keep: tuple[str, ...] = ()
     vocabulary: int | None = None
     """The size of the model's vocabulary, to check rows of token ids."""
-    _told: bool = field(default=False, init=False)
+    _warned: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self._encoder = parse_encoder(self.prompt.encoder)
@@ -137,9 +137,9 @@ class Drafter:
         except DataError as error:
             raise DataError(f"{place}: {error.problem}", found=error.found) from error
         if rendered.spans is None:
-            if not self._told:
+            if not self._warned:
                 _log.warning("the chat template changes its messages: the tokens of %s and others have no part", place)
-                self._told = True
+                self._warned = True
             return Rendered(rendered.text, ())
         return rendered
 

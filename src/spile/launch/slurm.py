@@ -82,7 +82,7 @@ def to_script(slurm: SlurmJob) -> str:
             "# Before the time limit it sends SIGUSR1 to this script only.",
             "trap 'scancel --signal=TERM \"$task\"' USR1",
             "",
-            "# Each worker is told how the one before it ended, so that it can find a sample that kills workers.",
+            "# Each worker gets the exit code of the one before it, so that it can find a sample that kills workers.",
             "kills=0 others=0 how=",
             f"for attempt in $(seq 0 {job.retries}); do",
             f'  export {VARIABLE}="$task.${{SLURM_RESTART_COUNT:-0}}:$kills:$others:$how"',

@@ -104,7 +104,7 @@ def _concatenate(parts: list[Any]) -> Any:
 
 
 def _joined_fields(parts: list[RowBatch]) -> dict[str, _Array] | None:
-    """Concatenate the kept fields of batches; a field that a batch lacks is None in its rows."""
+    """Concatenate the kept fields of batches; a field that a batch does not have is None in its rows."""
     names = dict.fromkeys(name for part in parts for name in part.kept or ())
     empty = {id(part): np.full(len(part), None) for part in parts}
     found = {name: np.concatenate([(part.kept or {}).get(name, empty[id(part)]) for part in parts]) for name in names}
@@ -130,7 +130,7 @@ def context_of(stream: int, shard: ShardReader, first: int, last: int) -> RowBat
 def _kept_fields(shard: ShardReader, first: int, last: int) -> dict[str, _Array]:
     """Return each field that ``--keep`` named, of the samples from ``first`` to before ``last`` of a shard."""
     kept = [note.get("kept", {}) for note in shard.notes[first:last]]
-    names = dict.fromkeys(name for each in kept for name in each)  # a row may lack a field that others have
+    names = dict.fromkeys(name for each in kept for name in each)  # A row may not have a field that others have.
     return {name: column([each.get(name) for each in kept]) for name in names}
 
 

@@ -3,7 +3,7 @@
 A sample may end the process that computes it: a fault in a runtime, an allocation that the system answers with a kill,
 or a loop that never ends. ``suspects.json`` in the stream's folder is how one worker tells the next what it was working
 on. After a worker was killed, the next one works in *trials*: it writes the samples of a trial into the record,
-computes and commits them, and goes on with the next trial. If it is killed too, its successor divides those samples
+computes and commits them, and continues with the next trial. If it is killed too, its successor divides those samples
 into smaller groups, and so on. A sample that ends workers when it is computed alone is committed as skipped, with the
 reason ``quarantined``.
 
@@ -33,11 +33,11 @@ how many ended in another way, and how the last one was killed: ``signal 9``, :d
 """
 UNKNOWN = "?"
 PARTS = 32
-"""A group that ended a worker is divided into so many groups: more of them need fewer attempts and more shards."""
+"""A group that ended a worker is divided into this many groups. More groups need fewer attempts and more shards."""
 CAREFUL = 16
 """Trials in the order of the stream after a worker was killed: about the shards that a worker has in flight."""
 _ALONE, _DEATHS = 2, 3
-"""A sample is quarantined after it ended so many workers, so many of them alone and after a successful control."""
+"""A sample is quarantined after it ended this many workers, and this many of them alone, after a successful control."""
 _SECTION = (256, 16_384)
 """Least and most samples of a trial in the order of the stream. A shard has at most as many."""
 MOST_QUARANTINED = 16
@@ -160,7 +160,7 @@ class Trials:
     def choose(self, left: Ranges, section: int) -> Step:
         """Return what to do next.
 
-        Samples that nobody suspects come first: they may all be fine, and then only the suspects are late.
+        Samples that are not suspected come first, so that only suspects are delayed.
 
         Args:
             left: The samples that are not in the ledger.
@@ -183,7 +183,7 @@ class Step:
     """What a worker does next."""
 
     kind: str
-    """``trial``, ``rest`` (everything that nobody suspects, without a trial), ``quarantine`` or ``done``."""
+    """``trial``, ``rest`` (all samples that are not suspected, without a trial), ``quarantine`` or ``done``."""
     samples: Ranges = field(default_factory=Ranges)
     whole: bool = False
     """Whether these are all samples that were left when the worker began."""

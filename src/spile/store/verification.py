@@ -211,10 +211,10 @@ class _StatisticsCheck:
     """Compares the stored statistics of a tap with its rows, which are added piece by piece."""
 
     def __init__(self, shard: ShardReader, tap: str) -> None:
-        self._told = TapStatistics.from_json(shard.record.statistics.get(tap))
+        self._stored = TapStatistics.from_json(shard.record.statistics.get(tap))
         self._sums = shard.read_tensor(tap + SUMS)
         self._seen = TapAccumulator(self._sums.shape[1])
-        self._listed = [] if self._told is None else [(_row_of(shard, row), row) for row in self._told.top]
+        self._listed = [] if self._stored is None else [(_row_of(shard, row), row) for row in self._stored.top]
         self._norms: dict[int, float] = {}
 
     def add(self, first: int, rows: npt.NDArray[Any]) -> None:
@@ -227,14 +227,14 @@ class _StatisticsCheck:
 
     def problem(self) -> str | None:
         """Return what differs, or None. The order of float64 additions may differ, so sums are compared to 1e-9."""
-        found, told = self._seen.result(), self._told
-        if told is None:
+        found, stored = self._seen.result(), self._stored
+        if stored is None:
             return "are missing in the commit or malformed"
         size = np.stack([np.sqrt(found.count * found.sums[0][1]), found.sums[0][1]])
         close = np.abs(found.sums[0] - self._sums) <= 1e-9 * size
         if not (close | ~np.isfinite(found.sums[0])).all():
             return "have other sums of columns"
-        if (found.count, found.norms) != (told.count, dict(told.norms)):
+        if (found.count, found.norms) != (stored.count, dict(stored.norms)):
             return "have other counts or norms"
         numbers = [number for number, _ in self._listed]
         if len(set(numbers)) != len(numbers) or len(numbers) != len(found.top):
