@@ -16,10 +16,7 @@ from jaxtyping import install_import_hook
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / "build" / "test-programs"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 install_import_hook(
-    [
-        f"spile.models.{name}"
-        for name in ("attention", "decoder", "encoding", "experts", "generation", "params", "rope")
-    ],
+    [f"spile.models.{name}" for name in ("attention", "decoder", "experts", "generation", "params", "rope")],
     "beartype.beartype",
 )
 settings.register_profile("untimed", deadline=None)  # A slow machine is not a failure.

@@ -41,7 +41,7 @@ def as_stored(rows: _Array, dtype: str) -> _Array:
 def encode(rows: _Array, dtype: str) -> npt.NDArray[np.int8]:
     """Encode ``[n, width]`` numbers as ``[n, width + 4]`` bytes. A row with non-finite values gets the scale NaN.
 
-    The arithmetic is the same as in :func:`spile.models.encoding.encode`, which runs on devices.
+    The arithmetic is the same as in :func:`spile.models.layers.encode`, which runs on devices.
     """
     wide = rows.astype(np.float32)
     largest = np.abs(wide).max(axis=1, initial=0.0, keepdims=True)

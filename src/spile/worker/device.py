@@ -27,7 +27,7 @@ from spile.errors import Failure
 from spile.models.architecture import ModelConfig
 from spile.models.attention import choose
 from spile.models.decoder import forward, head_needed, layers_needed
-from spile.models.encoding import as_stored, finite_rows
+from spile.models.layers import as_stored, finite_rows
 from spile.models.model_files import ModelFiles
 from spile.models.params import LayerRun, Params, choose_runs, one_run_per_layer, placed, tap_groups
 from spile.models.weights import load

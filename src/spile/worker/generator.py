@@ -24,7 +24,6 @@ from spile.data.stream import SampleReader
 from spile.errors import Failure, SpecError
 from spile.models.architecture import ModelConfig
 from spile.models.attention import choose
-from spile.models.encoding import as_stored, finite_rows
 from spile.models.experts import MIXTURES
 from spile.models.generation import (
     Choices,
@@ -36,6 +35,7 @@ from spile.models.generation import (
     slot_bytes,
     take_steps,
 )
+from spile.models.layers import as_stored, finite_rows
 from spile.models.params import Params
 from spile.models.weights import load
 from spile.spec.amounts import size

@@ -17,8 +17,8 @@ import numpy.typing as npt
 from spile.errors import DataError, ModelError
 from spile.models.attention import choose
 from spile.models.decoder import forward, head_needed, layers_needed
-from spile.models.encoding import as_stored
 from spile.models.experts import choose_mixture
+from spile.models.layers import as_stored
 from spile.models.model_files import ModelFiles
 from spile.models.params import Params, choose_runs, tap_groups
 from spile.models.weights import load

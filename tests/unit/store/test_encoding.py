@@ -18,7 +18,7 @@ from safetensors import deserialize
 import spile
 from recomputing import Rows, recompute_with
 from spile.errors import Damaged, RunMismatch
-from spile.models import encoding as on_device
+from spile.models import layers as on_device
 from spile.objects import open_folder
 from spile.spec.sample import Sample
 from spile.spec.taps import SCALED, Tap
