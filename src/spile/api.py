@@ -6,7 +6,6 @@ Heavy modules are imported inside the functions, so that ``import spile`` stays 
 from __future__ import annotations
 
 import os
-import re
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,9 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
-from spile.errors import DataError, SpecError, SpileError, UserError
+from spile.errors import DataError, SpecError, SpileError, UserError, naming
 from spile.spec.run import (
-    EVERY_FIELD,
     Backend,
     BadRows,
     Capture,
@@ -40,7 +38,7 @@ if TYPE_CHECKING:
     from spile.store.report import Report
     from spile.worker.pod.pod import WorkerGroup
     from spile.worker.progress import Progress, Summary
-    from spile.worker.tapping import Activations, Model
+    from spile.worker.tapping import Activations, Model, TapOptions
 
 Data = Any
 """A path or a name as for ``--dataset``, or the rows themselves: a sequence of strings, dicts, chats or lists of token
@@ -113,22 +111,6 @@ class LoadOptions(TypedDict, total=False):
     mesh_shape: tuple[int, int] | str | None
 
 
-class TapOptions(TypedDict, total=False):
-    """The options of :func:`tap` for the texts: which tokens are returned, and how rows become prompts."""
-
-    layers: Sequence[int] | str | int | None
-    heads: Sequence[int] | str | int | None
-    top_k: int
-    positions: str
-    prompt: PromptKind
-    column: str
-    grid_encoder: str
-    prompt_version: str
-    max_seq_length: int
-    long: LongPolicy
-    seed: int
-
-
 # -- run a model ------------------------------------------------------------------------------------------------------
 
 
@@ -141,7 +123,7 @@ def load(model: str = "embedded", **options: Unpack[LoadOptions]) -> Model:
     """
     from spile.worker.tapping import load_tapped
 
-    with _naming("load"):
+    with naming("spile.load"):
         return load_tapped(make_spec({"model": model, **_plain(options)}, source="spile.load()"))
 
 
@@ -174,7 +156,7 @@ def tap(
         One :class:`~spile.worker.tapping.TappedSample` per row, in the order of the data.
 
     """
-    with _naming("tap"):
+    with naming("spile.tap"):
         if isinstance(model, str):
             key = (model, revision, adapter, dtype)
             if not _last_model or _last_model[0][0] != key:
@@ -220,7 +202,7 @@ def extract(
     """
     from spile.worker.extract import extract as run
 
-    with _naming("extract"):
+    with naming("spile.extract"):
         spec = _run_spec("extract", model, data, output, taps, options)
         with _shown(progress, stop) as (counters, ended):
             return run(spec, progress=counters, stop=ended, hosts=hosts)
@@ -251,7 +233,7 @@ def infer(
     """
     from spile.worker.infer import infer as run
 
-    with _naming("infer"):
+    with naming("spile.infer"):
         event = stop if isinstance(stop, threading.Event) else None
         words: dict[str, Any] = {} if stop is None or event is not None else {"stop": stop}
         spec = _run_spec("infer", model, data, output, taps, {**options, **words})
@@ -284,7 +266,7 @@ def plan(
     from spile.planning.forecast import plan as forecast
     from spile.planning.machines import list_prices, parse_machine
 
-    with _naming("plan"):
+    with naming("spile.plan"):
         if count < 1:
             raise SpecError("--count", expected="at least 1", found=count)
         spec = _run_spec("plan", model, data, None, taps, options)
@@ -331,7 +313,7 @@ def verify(
     """
     from spile.store.verification import verify as prove
 
-    with _naming("verify"):
+    with naming("spile.verify"):
         if isinstance(recompute, bool) or not isinstance(recompute, int) or recompute < 0:
             raise SpecError("--recompute", expected="the number of samples to compute again", found=repr(recompute))
         again = None
@@ -404,7 +386,7 @@ def inspect(
     """
     from spile.reading.inspection import inspect_dataset
 
-    with _naming("inspect"):
+    with naming("spile.inspect"):
         dataset = _opened(root)
         if not len(dataset):
             raise UserError(f"{dataset.root.url} has no samples yet", fix="inspect it after the first commit")
@@ -442,7 +424,7 @@ def export(
     """
     from spile.reading.export import export_dataset
 
-    with _naming("export"):
+    with naming("spile.export"):
         return export_dataset(
             _opened(root),
             str(output),
@@ -467,7 +449,7 @@ def compare(
     """
     from spile.reading.inspection import compare_datasets
 
-    with _naming("compare"):
+    with naming("spile.compare"):
         return compare_datasets(_opened(a), _opened(b), taps)
 
 
@@ -481,7 +463,7 @@ def score(root: str | os.PathLike[str], *, reference: str | None = None, dataset
         reference: A file with the expected outputs; None takes those of the tasks.
         dataset: The tasks; None takes the data of the run.
     """
-    with _naming("score"):
+    with naming("spile.score"):
         return score_run(str(root), reference, dataset)
 
 
@@ -553,11 +535,11 @@ def _run_spec(
     by_name = data is None or isinstance(data, str | os.PathLike)
     values |= {"dataset": str(data)} if by_name and data is not None else {}
     spec = make_spec(values, infer=function == "infer", source=f"spile.{function}()")
-    return spec if by_name else with_rows(spec, data, keep="keep" not in options)
+    return spec if by_name else with_rows(spec, data)
 
 
-def with_rows(spec: RunSpec, data: Data, *, keep: bool = False) -> RunSpec:
-    """Return the spec with rows that are given in Python. ``keep``: store their short scalar fields."""
+def with_rows(spec: RunSpec, data: Data) -> RunSpec:
+    """Return the spec with rows that are given in Python."""
     rows = hasattr(data, "__iter__") and not hasattr(data, "__next__")  # an iterator can be read only once
     if isinstance(data, bytes | Mapping) or not (rows or hasattr(data, "to_batches")):
         raise SpecError(
@@ -566,10 +548,7 @@ def with_rows(spec: RunSpec, data: Data, *, keep: bool = False) -> RunSpec:
             found=type(data).__name__,
             fix="pass list(data)" if hasattr(data, "__next__") else None,
         )
-    kept = (EVERY_FIELD,) if keep and not spec.data.prompt.pack else spec.data.keep
-    return replace(
-        spec, data=replace(spec.data, rows=data, dataset=f"Python {type(data).__name__}", keep=kept, worker_id=0)
-    )
+    return replace(spec, data=replace(spec.data, rows=data, dataset=f"Python {type(data).__name__}", worker_id=0))
 
 
 def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -590,38 +569,6 @@ def _opened(root: str | os.PathLike[str] | Dataset) -> Dataset:
     from spile.reading.dataset import open as open_dataset
 
     return root if isinstance(root, Dataset) else open_dataset(str(root))
-
-
-@contextmanager
-def _naming(function: str) -> Iterator[None]:
-    """Name the public function and its arguments in errors, instead of the flags of the command line."""
-    try:
-        yield
-    except SpileError as error:
-        error.problem, error.fix = _arguments(error.problem), error.fix and _arguments(error.fix)
-        error.expected, error.found = (
-            _arguments(each) if isinstance(each, str) else each for each in (error.expected, error.found)
-        )
-        if isinstance(error, SpecError) and not error.problem.startswith("spile."):
-            error.problem = f"spile.{function}(): {error.problem}"
-        error.args = (error.line(),)
-        raise
-
-
-_WORDS = "auto|jax|torch|arc|chat|text|tokens|truncate|skip|error|both|prompt|answer|none|all|last"
-_FLAG = re.compile(rf"--([a-z][a-z0-9-]*)(?: (\d[\w.,]*|(?:b?float\d+|int8|{_WORDS})\b))?")
-
-
-def _arguments(text: str) -> str:
-    """Write ``--max-seq-length 512`` as ``max_seq_length=512``; a whole command stays as it is."""
-    if re.search(r"\bspile [a-z]", text):
-        return text
-
-    def argument(found: re.Match[str]) -> str:
-        name, value = found[1].replace("-", "_"), found[2]
-        return name if value is None else f"{name}={value if value[0].isdigit() else repr(value)}"
-
-    return _FLAG.sub(argument, text)
 
 
 @contextmanager

@@ -159,3 +159,35 @@ def _as_sentence(text: str) -> str:
         text = text[0].upper() + text[1:]
     ends_with_command = ": " in text
     return text if ends_with_command or text.endswith((".", "?", "!", "…")) else f"{text}."
+
+
+@contextmanager
+def naming(function: str) -> Iterator[None]:
+    """Name the public function and its arguments in errors, instead of the flags of the command line."""
+    try:
+        yield
+    except SpileError as error:
+        error.problem, error.fix = _arguments(error.problem), error.fix and _arguments(error.fix)
+        error.expected, error.found = (
+            _arguments(each) if isinstance(each, str) else each for each in (error.expected, error.found)
+        )
+        if isinstance(error, SpecError) and not error.problem.startswith("spile."):
+            error.problem = f"{function}(): {error.problem}"
+        error.args = (error.line(),)
+        raise
+
+
+_WORDS = "auto|jax|torch|arc|chat|text|tokens|truncate|skip|error|both|prompt|answer|none|all|last"
+_FLAG = re.compile(rf"--([a-z][a-z0-9-]*)(?: (\d[\w.,]*|(?:b?float\d+|int8|{_WORDS})\b))?")
+
+
+def _arguments(text: str) -> str:
+    """Write ``--max-seq-length 512`` as ``max_seq_length=512``; a whole command stays as it is."""
+    if re.search(r"\bspile [a-z]", text):
+        return text
+
+    def argument(found: re.Match[str]) -> str:
+        name, value = found[1].replace("-", "_"), found[2]
+        return name if value is None else f"{name}={value if value[0].isdigit() else repr(value)}"
+
+    return _FLAG.sub(argument, text)

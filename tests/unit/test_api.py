@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import spile
-from spile.api import InferOptions, LoadOptions, RunOptions, TapOptions
+from spile.api import InferOptions, LoadOptions, RunOptions
 from spile.spec.run import spec_fields
+from spile.worker.tapping import TapOptions
 
 TEXTS = ["The cat sat on the mat", "Dogs bark", "A third and rather longer sentence follows here"]
 ROWS = [{"id": f"r{n}", "text": text, "label": n % 2, "score": n / 2} for n, text in enumerate(TEXTS)]
@@ -61,6 +62,8 @@ def test_the_typed_options_are_the_fields_of_the_run_spec() -> None:
         (lambda: spile.plan("embedded", TEXTS, machine="v99"), "spile.plan(): "),
         (lambda: spile.plan("embedded", TEXTS, count=0), "spile.plan(): count: expected at least 1, found 0"),
         (lambda: spile.tap("embedded", TEXTS, taps="residual.1", positions="some"), "spile.tap(): positions: expected"),
+        (lambda: spile.load("embedded").tap(TEXTS, top_k=0), "spile.tap(): top_k: expected from 1"),
+        (lambda: spile.tap("embedded", "The cat sat"), "spile.tap(): data: expected a list of texts, or a dataset"),
         (lambda: spile.load("embedded", dtype="float3"), "spile.load(): dtype: expected one of auto, float32"),
         (lambda: spile.verify("nowhere", recompute="4"), "spile.verify(): recompute: expected the number of samples"),
         (lambda: spile.extract("embedded", (text for text in TEXTS)), "spile.extract(): data: expected a name, a list"),
@@ -322,3 +325,32 @@ def test_infer_answers_strings_and_score_explains_that_they_are_no_tasks(tmp_pat
     assert sample.text.startswith(TEXTS[0])
     with pytest.raises(spile.errors.UserError, match="expected outputs of ARC tasks"):
         spile.score(tmp_path / "out")
+
+
+def test_fields_of_files_are_kept_and_an_existing_run_keeps_its_own(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("review,label\nThe cat sat,good\nDogs bark,bad\n")
+    spile.extract("embedded", tmp_path / "rows.csv", tmp_path / "csv", column="review", layers=1)
+    assert spile.open(tmp_path / "csv").labels("label").tolist() == ["good", "bad"]
+    (tmp_path / "rows.jsonl").write_text('{"text": "The cat sat", "label": 1}\n{"text": "Dogs bark", "label": 0}\n')
+    for keep, wanted in (([], [1, 0]), (["label"], [1, 0])):
+        output = tmp_path / f"jsonl-{len(keep)}"
+        spile.extract("embedded", tmp_path / "rows.jsonl", output, layers=1, max_samples=1, keep=keep)
+        spile.extract("embedded", tmp_path / "rows.jsonl", output, layers=1)  # resumes without naming them
+        assert spile.open(output).labels("label").tolist() == wanted
+        assert spile.verify(output).ok
+    spile.extract("embedded", None, tmp_path / "arc", layers=1, max_samples=1, max_seq_length=64)
+    assert spile.open(tmp_path / "arc").run.keep == ()
+
+
+def test_a_text_file_a_limit_in_bytes_and_the_assistants_tokens(tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("\n".join(f"Prompt number {n} of many" for n in range(64)))
+    how: dict[str, Any] = {"layers": 1, "batch_size": 1, "max_seq_length": 64}
+    summary = spile.extract("embedded", tmp_path / "prompts.txt", tmp_path / "limited", max_bytes="20kB", **how)
+    assert 0 < summary.samples < 64
+    assert spile.open(tmp_path / "limited")[0].text == "Prompt number 0 of many"
+    chat = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good morning"}]
+    spile.extract("embedded", [chat], tmp_path / "chat", layers=1, positions="answer")
+    (sample,) = spile.open(tmp_path / "chat")
+    assert "".join(sample.token_texts).startswith("Good morning")
+    assert "Hello" in sample.text
+    assert all(sample.roles & spile.Role.ASSISTANT)

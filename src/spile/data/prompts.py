@@ -16,7 +16,7 @@ from spile.data.chat import ROLES, ChatTemplate, Message, Rendered
 from spile.data.rows import chat_of, kept_of, row_id, task_of, text_of, tokens_of
 from spile.data.tokens import Span, Tokenizer
 from spile.errors import DataError, ModelError
-from spile.spec.run import DataSpec, PromptSpec
+from spile.spec.run import EVERY_FIELD, DataSpec, PromptSpec
 
 _log = logging.getLogger("spile.data")
 
@@ -55,6 +55,11 @@ def _fold_system(messages: list[dict[str, str]]) -> list[dict[str, str]]:
     return [{"role": "user", "content": "\n\n".join(message["content"] for message in messages)}]
 
 
+def kept_fields(prompt: PromptSpec, data: DataSpec) -> tuple[str, ...]:
+    """Return the fields of each row to store. ARC tasks have none besides those that ``--keep`` names."""
+    return () if prompt.kind == "arc" and data.keep == (EVERY_FIELD,) else data.keep
+
+
 @dataclass(eq=False)
 class Drafter:
     """Makes the drafts of a row, as the resolved prompt says."""
@@ -85,7 +90,7 @@ class Drafter:
                 found="none",
                 fix="use --prompt text, or another model",
             )
-        return cls(prompt, data.seed, template, data.keep, vocabulary)
+        return cls(prompt, data.seed, template, kept_fields(prompt, data), vocabulary)
 
     def check(self, row: Mapping[str, Any], place: str) -> None:
         """Raise :class:`DataError` if the row cannot become samples; cheaper than making the drafts."""

@@ -405,7 +405,7 @@ def _checked_row(
     vocabulary: int | None,
 ) -> Drafter | None:
     """Check that a row can become samples; return the drafter, which the first usable row decides."""
-    fast = drafter is not None and drafter.prompt.kind == "arc" and not spec.keep
+    fast = drafter is not None and drafter.prompt.kind == "arc" and not drafter.keep
     if fast and passes_fast_check(line.raw) is not None:
         return drafter
     place = f"{file.location} {file.unit} {line.number}"

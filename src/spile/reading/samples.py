@@ -143,13 +143,13 @@ class TokenMap:
         self._texts, self._values, self._roles, self._name = list(texts), values, roles, name
 
     def _shares(self) -> _Array:
-        """Return how strongly each token is coloured, from -1 to 1: attention sinks do not fade all other tokens."""
+        """Return the strength of each colour, from -1 to 1. The first token, often an attention sink, sets no bound."""
         values = np.nan_to_num(self._values)
-        usual = np.abs(values[(self._roles & Role.FIRST) == 0]) if len(values) > 1 else np.abs(values)
-        lowest = usual.min(initial=np.inf) if len(usual) and values.min() >= 0 else 0.0
-        lowest = 0.0 if values.min() < 0 or not np.isfinite(lowest) else 0.9 * lowest
-        most = max(float(np.quantile(usual, 0.98)) if len(usual) else 1.0, lowest + 1e-12)
-        size = np.clip((np.abs(values) - lowest) / (most - lowest), 0, 1)
+        later = (self._roles & Role.FIRST) == 0
+        usual = np.abs(values[later] if later.any() else values)
+        low = 0.9 * float(usual.min()) if values.min() >= 0 else 0.0
+        high = max(float(np.quantile(usual, 0.98)), low + 1e-12)
+        size = np.clip((np.abs(values) - low) / (high - low), 0, 1)
         return np.asarray(np.sign(values) * size)
 
     def __str__(self) -> str:

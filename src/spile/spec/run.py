@@ -231,6 +231,7 @@ class DataSpec:
         "Fields of each row to store with its sample, such as label,source; * stores all numbers and short texts.",
         "Data",
         identity=True,
+        default="what the run already stores; otherwise * for JSON, JSONL, CSV and TSV files of texts, none for others",
         parse=_names,
     )
     rows: Any = field(default=None, repr=False, compare=False)

@@ -133,7 +133,7 @@ def refuse_other_spec(root: Folder, spec: RunSpec) -> None:
     """Refuse a spec that the workers of an existing run would refuse, as far as the spec alone shows it.
 
     A launcher calls it before it writes the spec. The fields are compared with ``run.json``, and the taps with the
-    stored ``spec.json``. The value ``auto`` agrees with any other.
+    stored ``spec.json``. The value ``auto`` agrees with any other, and so does ``keep`` without names.
 
     Raises:
         RunMismatch: If a field differs. The message names each one.
@@ -144,7 +144,7 @@ def refuse_other_spec(root: Folder, spec: RunSpec) -> None:
         return
     known, ours = run.compared(), _stated(spec)
     theirs: dict[str, Any] = {name: known.get(name, "jax" if name == "backend" else _ABSENT) for name in ours}
-    theirs["positions"], theirs["keep"] = run.positions, list(run.keep)
+    theirs["positions"], theirs["keep"] = run.positions, list(run.keep) if spec.data.keep else ours["keep"]
     with suppress(SpecError):  # A damaged spec.json is replaced.
         other = RunSpec.from_json(_stored_spec(root), f"{root.url}/{SPEC}")
         theirs["taps"], ours["taps"] = (

@@ -15,6 +15,7 @@ from typing import Literal, TypeVar
 
 import jax
 
+from spile.data.prompts import kept_fields
 from spile.data.stream import SampleStream, open_stream
 from spile.data.tokens import Tokenizer, load_tokenizer
 from spile.errors import ModelError, RunMismatch, SpecError, UnsupportedModel, untrusted
@@ -26,7 +27,7 @@ from spile.objects.folder import Folder
 from spile.objects.mirror import MirrorFolder
 from spile.spec.identity import RunIdentity, StreamIdentity
 from spile.spec.ranges import Ranges
-from spile.spec.run import DataSpec, ExtractSpec, GenerationSpec
+from spile.spec.run import EVERY_FIELD, DataSpec, ExtractSpec, GenerationSpec
 from spile.spec.sample import Sample
 from spile.spec.taps import Tap, TapRows, row_bytes, select_taps, tap_rows
 from spile.store.layout import stream_folder
@@ -220,6 +221,7 @@ def _resolve(
     taps = () if generation is not None and generation.capture == "none" else taps
     rows = rows_of(files, taps, spec.store_dtype, spec.backend)
     tokenizer = load_tokenizer(files.tokenizer_folder, optional=generation is None)
+    spec = replace(spec, data=replace(spec.data, keep=_fields_to_keep(spec.data, known)))
     samples = _open_samples(spec, root, tokenizer, files.config.vocab_size)
     refuse_no_answers(spec, samples.prompt.kind)
     dtype = spec.dtype
@@ -243,7 +245,7 @@ def _resolve(
         backend=known.backend if known is not None and spec.same_numbers else spec.backend,
         adapter=spec.adapter,
         vocab_size=files.config.vocab_size or None,
-        keep=tuple(sorted(spec.data.keep)),
+        keep=tuple(sorted(kept_fields(samples.prompt, spec.data))),
         positions=spec.positions,
         generation=None if generation is None else with_stops(generation, files, tokenizer),
     )
@@ -291,3 +293,16 @@ def _within_positions(spec: ExtractSpec, learned: int | None) -> ExtractSpec:
         found=spec.data.max_seq_length + answer,
         fix=f"add --max-seq-length {max(1, learned - answer)}",
     )
+
+
+_WITH_FIELDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".tab")
+"""Files whose rows are read with all their fields. Columns of other tables are read only if ``--keep`` names them."""
+
+
+def _fields_to_keep(data: DataSpec, known: RunIdentity | None) -> tuple[str, ...]:
+    """Return the fields to store with each sample: those named, those of the existing run, or all short ones."""
+    if data.keep or data.prompt.pack:
+        return data.keep
+    if known is not None:
+        return known.keep
+    return (EVERY_FIELD,) if data.rows is not None or data.location.endswith(_WITH_FIELDS) else ()

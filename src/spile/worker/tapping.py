@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, overload
+from pathlib import Path
+from typing import Any, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from spile.data.sources import PythonRows, RowRange, open_source
 from spile.data.stream import make_samples
 from spile.data.tables import RowSource
 from spile.data.tokens import Tokenizer, load_tokenizer
-from spile.errors import SpecError
+from spile.errors import SpecError, naming
 from spile.models.attention import choose
 from spile.models.model_files import ModelFiles
 from spile.models.params import LayerRun, Params, choose_runs
@@ -25,7 +26,7 @@ from spile.reading.rows import SampleRef, column
 from spile.reading.samples import RowChoice, SampleRows, Where, as_float32
 from spile.spec.amounts import counted
 from spile.spec.positions import choose_positions
-from spile.spec.run import EVERY_FIELD, RunSpec, make_spec
+from spile.spec.run import EVERY_FIELD, LongPolicy, PromptKind, RunSpec, make_spec
 from spile.spec.sample import Sample, Skip
 from spile.spec.taps import Tap, select_taps, tap_rows
 from spile.worker.batches import Batch, BatchPlan, batches
@@ -43,6 +44,22 @@ _LEAST_TOKENS = 64
 _MOST_TOKENS = 1 << 14
 
 _Array = npt.NDArray[Any]
+
+
+class TapOptions(TypedDict, total=False):
+    """The options of :func:`spile.tap` for the texts: which tokens are returned, and how rows become prompts."""
+
+    layers: Sequence[int] | str | int | None
+    heads: Sequence[int] | str | int | None
+    top_k: int
+    positions: str
+    prompt: PromptKind
+    column: str
+    grid_encoder: str
+    prompt_version: str
+    max_seq_length: int
+    long: LongPolicy
+    seed: int
 
 
 class TappedSample(SampleRows):
@@ -139,7 +156,7 @@ class Model:
         """Return the text of token ids, including special tokens."""
         return self.tokenizer.decode([*map(int, tokens)])
 
-    def tap(self, data: Any, *, taps: Sequence[str] | str = "residual", **options: Any) -> Activations:
+    def tap(self, data: Any, *, taps: Sequence[str] | str = "residual", **options: Unpack[TapOptions]) -> Activations:
         """Return the activations of some texts in memory, in the order of the data.
 
         Args:
@@ -147,7 +164,10 @@ class Model:
             taps: What to compute, such as ``["residual.12", "mlp.3-5"]``.
             options: As for :func:`spile.tap`: ``layers``, ``positions``, ``prompt``, ``column``, ``max_seq_length``, ….
         """
-        words = [taps] if isinstance(taps, str) else list(taps)
+        with naming("spile.tap"):
+            return self._tap([taps] if isinstance(taps, str) else list(taps), data, options)
+
+    def _tap(self, words: Sequence[str], data: Any, options: Mapping[str, Any]) -> Activations:
         spec = self._spec(words, options)
         wanted = select_taps(spec.taps, spec.layers, self.files.config.n_layers, spec.heads, spec.top_k)
         items = self._samples(data, spec)
@@ -161,12 +181,12 @@ class Model:
         ]
         return Activations(tapped, names, [item for item in items if isinstance(item, Skip)])
 
-    def _spec(self, taps: Sequence[str], options: dict[str, Any]) -> RunSpec:
+    def _spec(self, taps: Sequence[str], options: Mapping[str, Any]) -> RunSpec:
         own = self.spec.backend == "jax"
         learned = self.files.config.learned_positions if own else learned_positions(self.files)
         if learned is not None:
             options = {"max_seq_length": min(2048, learned), **options}
-        spec = make_spec({**options, "taps": list(taps)}, source="tap()")
+        spec = make_spec({**options, "taps": list(taps)}, source="spile.tap()")
         if learned is not None and spec.data.max_seq_length > learned:
             expected = f"at most {learned}, the positions that {self.name} has learned"
             raise SpecError("--max-seq-length", expected=expected, found=spec.data.max_seq_length)
@@ -176,6 +196,11 @@ class Model:
         """Tokenize the data, and choose the positions whose rows are returned."""
         source: RowSource
         if isinstance(data, str):
+            if " " in data and not Path(data).exists():
+                found = repr(data if len(data) < 40 else f"{data[:40]}…")
+                raise SpecError(
+                    "data", expected="a list of texts, or a dataset", found=found, fix="pass a list: [text]"
+                )
             part = RowRange.parse(spec.data.split)
             source = open_source(data, column=spec.data.prompt.column, split=part.split)
         else:
