@@ -61,8 +61,11 @@ def stream_of(pid: int) -> str:
     return line[line.index("--stream") + 1]
 
 
-def finish(run: subprocess.Popen[str]) -> tuple[int, str]:
-    out, _ = run.communicate(timeout=240)
+def finish(run: subprocess.Popen[str], seconds: float = 240) -> tuple[int, str]:
+    try:
+        out, _ = run.communicate(timeout=seconds)
+    finally:
+        run.kill()  # its workers end with it
     return run.returncode, out
 
 
@@ -101,6 +104,7 @@ CAUSES = {
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("how", CAUSES)
 def test_a_sample_that_ends_its_workers_is_quarantined_and_the_rest_completes(
     streams: Path, tmp_path: Path, how: str
@@ -108,7 +112,7 @@ def test_a_sample_that_ends_its_workers_is_quarantined_and_the_rest_completes(
     words = ["--dataset-dir", str(streams), "--output", "out", "--num-workers", "2", "--shard-size-gb", "0.001"]
     path = os.pathsep.join(filter(None, [str(POISON_FOLDER), os.environ.get("PYTHONPATH", "")]))
     run = start(tmp_path, *words, environment={**os.environ, "PYTHONPATH": path, "POISON": f"double-small:{how}"})
-    code, out = finish(run)
+    code, out = finish(run, 540)
     assert code == 0, out
     assert re.search(rf"quarantined  in tpu_\d: double-small \({CAUSES[how]}\)", out), out
     report = verify(open_folder(str(tmp_path / "out")))

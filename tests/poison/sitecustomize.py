@@ -33,7 +33,7 @@ def _end(how):
 def _poison(module):
     name, _, how = os.environ["POISON"].rpartition(":")
     if module.__name__ == "spile.worker.progress":
-        module._HANG_TICK, module._HANG_LEAST, module._HANG_FIRST = 0.2, 3.0, 30.0
+        module._HANG_TICK, module._HANG_LEAST, module._HANG_FIRST = 0.2, 3.0, 10.0
         return
     start = module.DeviceProducer.start
 
