@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from spile.errors import Failure, ModelError, SpecError, UnsupportedModel
@@ -444,7 +445,7 @@ def _choose_class(config: Any) -> Any:
     return AutoModelForTextEncoding if kind in auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES else AutoModel
 
 
-def _model_folder(files: ModelFiles) -> Any:
+def _model_folder(files: ModelFiles) -> Path:
     installed()
     if not isinstance(files.source, LocalSource):
         raise SpecError("--backend torch", expected="a model in a folder or on the hub", found=files.name)
@@ -465,14 +466,18 @@ def _transformers_errors(name: str) -> Iterator[None]:
         raise ModelError(f"transformers cannot load {name}", found=found) from error
 
 
-@functools.lru_cache(maxsize=1)
 def _load_shapes(files: ModelFiles) -> Any:
     """Return the model without values, which takes no memory."""
+    folder = _model_folder(files)
+    return _shapes_of(files.name, folder, (folder / "config.json").read_bytes())
+
+
+@functools.lru_cache(maxsize=1)
+def _shapes_of(name: str, folder: Path, _config: bytes) -> Any:
     import torch
     from transformers import AutoConfig
 
-    folder = _model_folder(files)
-    with _transformers_errors(files.name), torch.device("meta"):
+    with _transformers_errors(name), torch.device("meta"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         return _text_part(_choose_class(config).from_config(config, trust_remote_code=False)).eval()
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from itertools import islice
-from queue import SimpleQueue
+from queue import Empty, Full, Queue
 from typing import Any, NamedTuple
 
 import jax
@@ -187,6 +188,8 @@ def group_by_length(samples: Sequence[Sample], most_tokens: int, *, padded: bool
 
 _BATCH = {"cpu": 16, "cuda": 64}
 """Answers at a time on each replica."""
+_POLL = 0.2
+"""Seconds between two looks at whether the generator was closed."""
 _SORTED = 4
 """Batches of prompts that are sorted by length together."""
 
@@ -216,6 +219,7 @@ class TorchGenerator:
         self._model, self._dtype, self._progress = replicas[0], dtype, progress or Progress()
         for model in replicas:  # its own settings, such as a penalty for repetition, would change greedy answers
             model.generation_config = type(model.generation_config)(pad_token_id=0)
+        self._stop = threading.Event()
         self._size = batch_size or _BATCH[input_device(self._model).type]
         self._padded = left_padding_is_safe(self._model)
         self._vocabulary = self._model.get_input_embeddings().num_embeddings
@@ -233,7 +237,8 @@ class TorchGenerator:
         return f"PyTorch on {names}, {self._dtype}, {count * self._size} answers at a time"
 
     def close(self) -> None:
-        """Do nothing: the threads end with :meth:`answers`."""
+        """End the threads at their next token."""
+        self._stop.set()
 
     def answers(self, samples: Iterator[Sample]) -> Iterator[list[Answer]]:
         """Yield, after each token, the answers that ended with it.
@@ -241,8 +246,15 @@ class TorchGenerator:
         Closing the iterator leaves unfinished answers unanswered.
         """
         self._progress.start()
-        waiting, lock, stop = self._batches(samples), threading.Lock(), threading.Event()
-        ended: SimpleQueue[list[Answer] | BaseException | None] = SimpleQueue()
+        waiting, lock, stop = self._batches(samples), threading.Lock(), self._stop
+        # Short, so that replicas wait for a slow disk instead of filling the memory with rows.
+        ended: Queue[list[Answer] | BaseException | None] = Queue(len(self._hooks))
+
+        def report(found: list[Answer] | BaseException | None) -> None:
+            while not stop.is_set():
+                with suppress(Full):
+                    ended.put(found, timeout=_POLL)
+                    return
 
         def work(hooks: Hooks) -> None:
             try:
@@ -251,20 +263,24 @@ class TorchGenerator:
                         batch = next(waiting, None)
                     if batch is None:
                         break
-                    self._answer(hooks, batch, ended.put, stop)
-                ended.put(None)
+                    self._answer(hooks, batch, report)
+                report(None)
             except BaseException as error:  # noqa: BLE001 - raised again below
-                ended.put(error)
+                report(error)
 
         threads = [threading.Thread(target=work, args=(hooks,), name="spile-torch") for hooks in self._hooks]
         for thread in threads:
             thread.start()
+        running = len(threads)
         try:
-            for _ in threads:
-                while (found := ended.get()) is not None:
+            while running and not stop.is_set():
+                with suppress(Empty):
+                    found = ended.get(timeout=_POLL)
                     if isinstance(found, BaseException):
                         raise found
-                    yield found
+                    running -= found is None
+                    if found is not None:
+                        yield found
         finally:
             stop.set()
             for thread in threads:
@@ -277,13 +293,11 @@ class TorchGenerator:
             for batch in group_by_length(some, len(some) * max(map(len, some)), padded=self._padded):
                 yield from (batch[start : start + self._size] for start in range(0, len(batch), self._size))
 
-    def _answer(
-        self, hooks: Hooks, samples: Sequence[Sample], report: Callable[[list[Answer]], None], stop: threading.Event
-    ) -> None:
+    def _answer(self, hooks: Hooks, samples: Sequence[Sample], report: Callable[[list[Answer]], None]) -> None:
         """Answer a batch, in two halves if it does not fit on the device."""
         import torch
 
-        steps = _Steps(samples, self._options, self._progress, stop)
+        steps = _Steps(samples, self._options, self._progress, self._stop)
         try:
             with self._progress.busy("model", len(self._hooks)), torch.inference_mode(), hooks.drawing(steps.keep):
                 hooks.model.generate(
@@ -301,8 +315,8 @@ class TorchGenerator:
             half = len(samples) // 2
             self._progress.log(f"device memory ran out with {len(samples)} answers at a time: going on with {half}")
             left = [sample for sample in samples if sample.index not in steps.reported]
-            for part in (left[:half], left[half:]):
-                self._answer(hooks, part, report, stop)
+            for part in filter(None, (left[:half], left[half:])):
+                self._answer(hooks, part, report)
 
 
 class _Options(NamedTuple):

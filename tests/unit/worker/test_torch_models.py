@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -285,3 +286,31 @@ def test_an_error_of_one_replica_ends_the_run(tmp_path: Path) -> None:
     strange[0].tokens[0] = VOCABULARY
     with pytest.raises(UserError, match="the tokenizer is not this model's"):
         list(generator.answers(iter(strange)))
+
+
+def test_closing_the_answers_ends_the_threads(tmp_path: Path) -> None:
+    from spile.worker.torch_producers import TorchGenerator
+
+    how = GenerationSpec(max_new_tokens=100_000)
+    generator = TorchGenerator(
+        [load("rwkv", tmp_path)], (), generation=how, seed=0, dtype="float32", store_dtype="float32"
+    )
+    answers = generator.answers(iter(samples()))
+    next(answers)
+    assert any(thread.name == "spile-torch" for thread in threading.enumerate())
+    answers.close()
+    assert not any(thread.name == "spile-torch" for thread in threading.enumerate())
+
+
+def test_a_model_that_accelerate_places_gives_the_same_rows(tmp_path: Path) -> None:
+    """Without GPUs accelerate places all layers on the CPU; this shows only that its calls work."""
+    pytest.importorskip("accelerate")
+    from spile.worker.torch_backend import _spread
+    from spile.worker.torch_producers import TorchProducer
+
+    taps, every, model = (Tap("residual", 1),), samples(), load("opt", tmp_path)
+    options: dict[str, Any] = {"store_dtype": "float32", "dtype": "float32", "most_tokens": 64}
+    alone = dict(TorchProducer([model], taps, **options).rows(every))
+    spread = dict(TorchProducer([_spread(model)], taps, **options).rows(every))
+    for index, (rows,) in alone.items():
+        np.testing.assert_array_equal(rows, spread[index][0])
