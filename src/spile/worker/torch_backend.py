@@ -10,7 +10,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -264,12 +264,10 @@ class Hooks:
 
         ``follows``: whether a token of the same row comes next.
         """
-        import torch
-
         kept: dict[Tap, Any] = {}
         needs_logits = any(tap.site in _OF_LOGITS for tap in self.taps)
         needs_head = needs_logits or any(tap.site == "final_norm" for tap in self.taps)
-        with torch.inference_mode(), self.drawing(kept.__setitem__), self._stopping(), suppress(_AllTapsComputed):
+        with inference_on(self.model), self.drawing(kept.__setitem__), self._stopping(), suppress(_AllTapsComputed):
             out = forward(self.model if needs_head else body_of(self.model), tokens, mask)
         if needs_logits:
             kept.update(_of_logits(out.logits, tokens, follows, self.taps))
@@ -387,6 +385,16 @@ def torch_devices() -> tuple[str, ...]:
 def input_device(model: Any) -> Any:
     """Return the device of the token embedding, to which token ids are sent."""
     return model.get_input_embeddings().weight.device
+
+
+@contextmanager
+def inference_on(model: Any) -> Iterator[None]:
+    """Compute without gradients, with the GPU of the model as this thread's GPU, which some kernels require."""
+    import torch
+
+    device = input_device(model)
+    with torch.inference_mode(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        yield
 
 
 def text_config(config: Any) -> Any:

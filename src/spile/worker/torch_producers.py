@@ -35,7 +35,7 @@ from spile.worker.producer import (
     check_tokens,
 )
 from spile.worker.progress import Progress
-from spile.worker.torch_backend import Hooks, close, input_device, load_replicas, padding_is_safe
+from spile.worker.torch_backend import Hooks, close, inference_on, input_device, load_replicas, padding_is_safe
 
 Rows = npt.NDArray[Any]
 
@@ -299,7 +299,7 @@ class TorchGenerator:
 
         steps = _Steps(samples, self._options, self._progress, self._stop)
         try:
-            with self._progress.busy("model", len(self._hooks)), torch.inference_mode(), hooks.drawing(steps.keep):
+            with self._progress.busy("model", len(self._hooks)), inference_on(hooks.model), hooks.drawing(steps.keep):
                 hooks.model.generate(
                     **left_padded([sample.tokens for sample in samples], input_device(hooks.model)),
                     max_new_tokens=self._options.sampling.max_new + 1,  # the last token of an answer is fed too
