@@ -126,7 +126,7 @@ def test_what_a_model_cannot_do_is_one_line(
     monkeypatch.setattr("spile.worker.resolve.find_spec", lambda _: None)
     line = refusal(capfd, "extract", "--model", bert, *data)
     assert "needs PyTorch, which is not installed: unknown architecture" in line
-    assert line.endswith("found 'bert'. Run: pip install 'spile[torch]'.")
+    assert line.endswith("found 'bert'. Run: pip install 'spile[torch]'")
     assert not (tmp_path / "out" / "run.json").exists()
 
 
