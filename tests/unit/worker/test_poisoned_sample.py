@@ -77,7 +77,9 @@ class Poisoned(NumpyProducer):
 class Reader:
     """The samples that are left."""
 
-    def __init__(self, done: Ranges) -> None:
+    parts = ()
+
+    def __init__(self, done: Ranges, *_: object) -> None:
         self._items = items(COUNT, done)
         self.total = COUNT
 
@@ -100,7 +102,7 @@ def attempt(root: Path, poison: dict[int, str], *, broken: bool = False) -> tupl
     stream = join_stream(folder, 0, stream_identity(COUNT), identity)
     spec = ExtractSpec(output=str(root), batch_tokens=128)
     run: Any = SimpleNamespace(
-        samples=SimpleNamespace(read=Reader, task_id=lambda index: f"task-{index}"),
+        samples=SimpleNamespace(read=Reader, task_id=lambda index, *_: (f"task-{index}", ())),
         spec=spec,
         sizes=Sizes(128, None, 64, 12_000),
         stream_identity=stream_identity(COUNT),
