@@ -105,7 +105,8 @@ def test_mistakes_exit_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_a_narrow_terminal_still_shows_the_state() -> None:
-    report = Report("r", "f", (StreamReport(3, 10_000, 9_999, 0, 12, 10**9, 10**12, missing=Ranges.of([7])),))
+    stream = StreamReport(3, 10_000, 9_999, shards=12, tokens=10**9, bytes=10**12, missing=Ranges.of([7]))
+    report = Report("r", "f", (stream,))
     for width, gone in ((100, None), (60, "TOKENS"), (40, "SKIPPED")):
         console = Console(file=io.StringIO(), width=width)
         show(report, console)

@@ -50,8 +50,8 @@ IDENTITY = RunIdentity(
 )
 
 
-NAMES = ("model", "revision", "adapter")
-"""For people: the hash of the weights, an adapter's among them, is what counts."""
+NAMES = ("model", "revision", "adapter", "vocab_size")
+"""The hash of the weights, including an adapter's, is compared instead."""
 
 
 def test_the_name_of_a_model_is_no_part_of_the_numbers():
