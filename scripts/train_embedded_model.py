@@ -150,8 +150,8 @@ class Trainer:
         import jax.numpy as jnp
 
         from spile.models import params
-        from spile.models.architecture import read_config
         from spile.models.attention import choose
+        from spile.models.families import read_config
         from spile.spec.taps import Tap
 
         self.config = read_config(CONFIG)
