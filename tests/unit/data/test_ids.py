@@ -73,5 +73,5 @@ def test_equal_tasks_without_ids_are_one_task_and_ids_that_stand_twice_are_refus
     done = convert(twins, tmp_path / "pair", format="arc-json")
     assert (done.tally.samples, dict(done.tally.rejected)) == (1, {"the same task as an earlier row": 1})
     named = jsonl([task("one"), task("one")])
-    with pytest.raises(DataError, match=r"task id 'one' stands twice .* found rows 0 and 1"):
+    with pytest.raises(DataError, match=r"task id 'one' occurs twice .* found rows 0 and 1"):
         convert(named, tmp_path / "other", format="arc-json")
