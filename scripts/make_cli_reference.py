@@ -33,7 +33,12 @@ Every flag can be given as `--flag value` or `--flag=value`, as a variable (`SPI
 or in a TOML file (`--config run.toml`, here or in a bucket), one flag per line: `batch-size = 8`. Flags win over
 variables, and those over the file. The old guides' spellings work too: [the table](guides/README.md#flags).
 
-`--debug` shows the traceback of an error, which is one line without it. `--help` after any command shows what is below.
+`--debug` shows the traceback of an error, which is one line without it. `--help` after any command shows its flags; for
+`extract` and `infer` only the most used ones, and `--help-all` shows all of them.
+
+`spile --install-completion` installs completion of commands, flags and their values for bash, zsh or fish: it writes a
+script into your home folder, and a line that loads it into `~/.bashrc` or `~/.zshrc`. It takes effect in a new shell.
+Run it again after an upgrade of spile.
 
 | exit code | means |
 |---|---|
@@ -54,7 +59,7 @@ def application(command: Command) -> App:
 
 
 def flags(command: Command) -> Iterator[Argument]:
-    """Yield the flags and arguments that ``--help`` shows."""
+    """Yield the flags and arguments that ``--help-all`` shows."""
     for argument in application(command).assemble_argument_collection():
         if argument.show and argument.names[0] != "*":
             yield argument

@@ -16,9 +16,19 @@ from cyclopts import Group, Parameter
 from rich.console import Console
 from rich.table import Table
 
+from spile.cli.program import COMMON_FLAGS
 from spile.errors import SpecError, UserError, printable
 from spile.objects.opening import is_remote
-from spile.spec.run import BackfillSpec, RunSpec, SpecField, make_spec, parse_mesh_shape, parse_taps, spec_fields
+from spile.spec.run import (
+    BackfillSpec,
+    CommandName,
+    RunSpec,
+    SpecField,
+    make_spec,
+    parse_mesh_shape,
+    parse_taps,
+    spec_fields,
+)
 
 if TYPE_CHECKING:
     from spile.fleet.cloud_tpu import CloudTpu
@@ -93,6 +103,7 @@ GCS_PREFIX = "activations"
 
 GROUPS = ("Model", "Data", "Taps", "Prompts", "Answers", "Output", "Batching (does not change the numbers)")
 _GROUPS = {name: Group(name, sort_key=number) for number, name in enumerate(GROUPS, 1)}
+_COMMON = Group(COMMON_FLAGS, sort_key=0)
 
 
 @dataclass(frozen=True)
@@ -191,8 +202,11 @@ class _AnswerFlags(RunFlags):
         return self._output_and_copy("--activations-dir", self.activations_dir)
 
 
-def _flag(each: SpecField) -> tuple[str, Any, Any]:
-    """Return the dataclass field of a flag: its name, its annotated type, and None as its default."""
+def _flag(each: SpecField, command: CommandName) -> tuple[str, Any, Any]:
+    """Return the dataclass field of a flag: its name, its annotated type, and None as its default.
+
+    A common flag of the command is also in the group that its short ``--help`` shows.
+    """
     option, hint = each.option, _plain(each.hint)
     many = get_origin(hint) is tuple and each.name != "mesh_shape"
     kind = list[str] if many else str if option.parse is not None else hint
@@ -200,7 +214,8 @@ def _flag(each: SpecField) -> tuple[str, Any, Any]:
     if hint is bool and each.default is False:
         more["negative"] = ""
     text = option.help + (f" [default: {default}]" if (default := _default_text(each)) else "")
-    parameter = Parameter(group=_GROUPS[option.group], help=text, **more)
+    group = _GROUPS[option.group]
+    parameter = Parameter(group=(group, _COMMON) if command in option.common else group, help=text, **more)
     return each.name, Annotated[kind | None, parameter], field(default=None)
 
 
@@ -238,8 +253,9 @@ _BUCKET = (
 _COPY = "The same as --output; with a bucket, the same as --local-copy."
 
 
-def _make(name: str, base: type[RunFlags], infer: bool, *guides: tuple[str, Any, Any]) -> type[RunFlags]:
-    own = [_flag(each) for each in spec_fields() if each.option.flag and (infer or each.option.group != "Answers")]
+def _make(name: str, base: type[RunFlags], command: CommandName, *guides: tuple[str, Any, Any]) -> type[RunFlags]:
+    ours = [each for each in spec_fields() if command == "infer" or each.option.group != "Answers"]
+    own = [_flag(each, command) for each in ours if each.option.flag]
     made = make_dataclass(name, [*own, *guides, *_BUCKET], bases=(base,), frozen=True)
     made.__module__ = __name__
     return Parameter(name="*")(made)
@@ -254,11 +270,11 @@ if TYPE_CHECKING:
         """The flags of ``spile infer``."""
 
 else:
-    ExtractFlags = _make("ExtractFlags", RunFlags, False, _guide("output_dir", str, "Output", _COPY))
+    ExtractFlags = _make("ExtractFlags", RunFlags, "extract", _guide("output_dir", str, "Output", _COPY))
     InferFlags = _make(
         "InferFlags",
         _AnswerFlags,
-        True,
+        "infer",
         _guide("output_dir", str, "Answers", "The same as --answers-dir."),
         _guide("activations_dir", str, "Output", _COPY),
         _guide("n_tasks", int, "Data", "Stop after this many tasks, with all their variants."),

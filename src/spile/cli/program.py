@@ -10,8 +10,9 @@ import select
 import sys
 import tomllib
 import traceback
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 from cyclopts import (
     App,
@@ -20,13 +21,16 @@ from cyclopts import (
     CycloptsError,
     Group,
     MissingArgumentError,
+    Parameter,
     UnknownOptionError,
 )
 from cyclopts.config import Dict, Env
 from cyclopts.exceptions import UnknownCommandError, UnusedCliTokensError
+from cyclopts.help.formatters import DefaultFormatter
+from rich.text import Text
 
 from spile.cli.aliases import modern
-from spile.errors import SpecError, SpileError
+from spile.errors import SpecError, SpileError, UserError
 from spile.version import __version__
 from spile.view.table import Lasting
 from spile.worker.signals import interruptible
@@ -34,7 +38,9 @@ from spile.worker.signals import interruptible
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from cyclopts.help import HelpPanel
     from cyclopts.token import Token
+    from rich.console import Console, ConsoleOptions
 
 
 class Command(NamedTuple):
@@ -146,6 +152,30 @@ COMMANDS: tuple[Command, ...] = (
     Command("slurm job", "spile.cli.clusters:slurm_job", "Print a Slurm array job for a run."),
 )
 
+COMMON_FLAGS = "Common flags"
+"""The heading of the flags that the short help lists. They are also listed under the headings of ``--help-all``."""
+
+EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
+    "extract": (
+        ("The embedded model on the embedded tasks", "spile extract"),
+        (
+            "The last token of each text of a CSV file, at two layers",
+            "spile extract --model Qwen/Qwen2.5-0.5B --dataset texts.csv --column prompt "
+            "--layers 5 12 --positions last",
+        ),
+        ("The first 1,000 samples, into a bucket", "spile extract --max-samples 1000 --output gs://BUCKET/activations"),
+    ),
+    "infer": (
+        ("The embedded model answers the embedded tasks", "spile infer"),
+        (
+            "Short answers to the prompts of a text file, one per line",
+            "spile infer --model Qwen/Qwen2.5-0.5B-Instruct --dataset prompts.txt --max-new-tokens 100",
+        ),
+        ("Sampled answers, and the activations of the answers only", "spile infer --temperature 0.7 --capture answer"),
+    ),
+}
+"""Examples by command: what each does, and the command line. Only these commands have a short help."""
+
 
 _HINTS = {
     (
@@ -209,18 +239,45 @@ def _near(word: str, known: Iterable[str]) -> str:
     return f"did you mean {near[0]}? " if near else ""
 
 
-def build(config: str | None = None, meant: str | None = None) -> App:
+class CommandHelp(DefaultFormatter):
+    """Prints the help of one command."""
+
+    def __init__(self, command: str, *, short: bool) -> None:
+        super().__init__()
+        self._command = command
+        self._short = short
+
+    def __call__(self, console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:
+        """Print the panel of the common flags in a short help, all others in a full one."""
+        if (panel.title == COMMON_FLAGS) == self._short:
+            super().__call__(console, options, panel)
+
+    def render_description(self, console: Console, options: ConsoleOptions, description: Any) -> None:
+        """Print the description of the command, then its examples."""
+        super().render_description(console, options, description)
+        for text, line in EXAMPLES.get(self._command, ()):
+            console.print(Text.assemble((f"{text}:\n", "dim"), f"  {line}\n"), soft_wrap=True)
+        if self._short:
+            every = f"spile {self._command} --help-all"
+            console.print(Text.assemble((every, "bold"), " lists every flag.\n"), soft_wrap=True)
+
+
+def build(config: str | None = None, meant: str | None = None, *, every_flag: bool = True) -> App:
     """Return the command tree without importing commands. Flags override variables, and variables override the file.
 
     The help of the command ``meant`` is its own docstring, which imports it; the others show their line of the table.
+    Without ``every_flag``, the help of a command with examples lists only its common flags.
     """
+    short = meant in EXAMPLES and not every_flag
     file = [] if config is None else [Dict(_read_config(config), use_commands_as_keys=False, source=config)]
     app = App(
         name="spile",
         help="Tap a language model: run it over a dataset and store its layers' activations, each sample exactly once.",
+        help_flags=("--help", "-h", "--help-all"),
         version=f"spile {__version__}",
-        config=(Env("SPILE_", command=False), *file, _refuse_fractions, _refuse_buckets),
+        config=(Env("SPILE_", command=False, show=not short), *file, _refuse_fractions, _refuse_buckets),
         suppress_keyboard_interrupt=False,  # run() handles it.
+        help_formatter=CommandHelp(meant or "", short=short),
     )
     places = _places()
     groups = {name: App(name=name, help=text, **places[name]) for name, text in GROUPS.items()}
@@ -232,9 +289,32 @@ def build(config: str | None = None, meant: str | None = None) -> App:
         place = {} if group_name else places[name]
         (groups[group_name] if group_name else app).command(command.function, name=name, help=help_text, **place)
     more = Group("More", sort_key=99)
-    for flag in ("--help", "--version"):
+    app.command(partial(_install_completion, app), name="--install-completion")
+    for flag in ("--help", "--version", "--install-completion"):
         app[flag].group = more
     return app
+
+
+def _install_completion(
+    app: App,
+    /,
+    *,
+    shell: Annotated[
+        Literal["bash", "zsh", "fish"] | None, Parameter(help="The shell. [default: the one that runs this command]")
+    ] = None,
+) -> None:
+    """Install completion of commands and flags for a shell."""
+    from cyclopts.completion.detect import ShellDetectionError
+
+    try:
+        path = app.install_completion(shell=shell)
+    except ShellDetectionError as error:
+        raise SpecError("--install-completion", expected="--shell bash, zsh or fish", found="no known shell") from error
+    except OSError as error:
+        raise UserError(
+            "--install-completion", expected="a home folder that can be written", found=str(error)
+        ) from error
+    print(f"Installed {path}. A new shell completes the commands and flags of spile.")
 
 
 def _refuse_fractions(_app: App, _commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
@@ -278,7 +358,7 @@ def _run(words: list[str], debug: bool) -> int:
     try:
         words, config = _config(words)
         words = modern(words, os.environ)
-        app = build(config, _named_command(words))
+        app = build(config, _named_command(words), every_flag="--help-all" in words)
         with interruptible():
             code = app(words, exit_on_error=False, print_error=False, result_action="return_value")
     except CycloptsError as error:

@@ -57,8 +57,10 @@ Capture = Literal["both", "prompt", "answer", "none"]
 """Which tokens' activations are stored if answers are generated."""
 Backend = Literal["auto", "jax", "torch"]
 
+CommandName = Literal["extract", "infer"]
 Group = Literal["Model", "Data", "Taps", "Prompts", "Answers", "Output", "Batching (does not change the numbers)"]
 _BATCHING: Group = "Batching (does not change the numbers)"
+_BOTH: tuple[CommandName, ...] = ("extract", "infer")
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class Option:
         group: The heading under which ``--help`` lists the flag.
         name: The flat name, if it differs from the attribute's name.
         identity: Whether the field is part of the run's identity: another value cannot append to the run.
-        basic: Whether most users need the flag.
+        common: The commands whose ``--help`` lists the flag; ``--help-all`` lists every flag.
         default: How the default is described, if its value alone does not say it.
         parse: Converts text (flags, variables, TOML) to the field's value, if the field is not a plain value.
         format: The inverse of ``parse``.
@@ -82,7 +84,7 @@ class Option:
     group: Group
     name: str = ""
     identity: bool = False
-    basic: bool = False
+    common: tuple[CommandName, ...] = ()
     default: str = ""
     parse: Callable[[str], Any] | None = None
     format: Callable[[Any], str] | None = None
@@ -145,7 +147,7 @@ class PromptSpec:
         1, "Augmented variants of each ARC task. Variant 0 is the task itself.", "Prompts", identity=True
     )
     column: str = _option(
-        "text", "The field of a row that holds the text or the token ids.", "Prompts", identity=True, basic=True
+        "text", "The field of a row that holds the text or the token ids.", "Prompts", identity=True, common=_BOTH
     )
     pack: bool = _option(
         False, "Cut documents into full sequences instead of one sample per document.", "Prompts", identity=True
@@ -175,11 +177,9 @@ class DataSpec:
         "A JSONL, CSV, TSV, text, JSON or Parquet file, a folder of text files or ARC tasks, a dataset on the Hugging "
         "Face hub, or embedded.",
         "Data",
-        basic=True,
+        common=_BOTH,
     )
-    dataset_dir: str | None = _option(
-        None, "A folder of streams. --worker-id 5 reads its stream_005.jsonl.", "Data", basic=True
-    )
+    dataset_dir: str | None = _option(None, "A folder of streams. --worker-id 5 reads its stream_005.jsonl.", "Data")
     worker_id: int = _option(
         0,
         "The number of the stream: reads stream_005.jsonl, writes tpu_5/.",
@@ -187,7 +187,7 @@ class DataSpec:
         default="the number in the name of --dataset stream_005.jsonl; else TPU_WORKER_ID; else 0",
     )
     prompt: PromptSpec = field(default_factory=PromptSpec)
-    max_seq_length: int = _option(2048, "The longest sample, in tokens.", "Prompts", identity=True, basic=True)
+    max_seq_length: int = _option(2048, "The longest sample, in tokens.", "Prompts", identity=True, common=("extract",))
     long: LongPolicy = _option(
         "auto",
         "Whether a longer sample is cut or skipped.",
@@ -195,19 +195,17 @@ class DataSpec:
         identity=True,
         default="truncate; skip if answers are generated",
     )
-    max_samples: int | None = _option(None, "Stop after this many samples of the stream.", "Data", basic=True)
+    max_samples: int | None = _option(None, "Stop after this many samples of the stream.", "Data", common=_BOTH)
     max_tokens: int | None = _option(
         None,
         "Stop the stream once it holds this many tokens: 100M, 500k, …",
         "Data",
-        basic=True,
         parse=partial(parse_amount, "--max-tokens"),
     )
     max_bytes: int | None = _option(
         None,
         "Stop the stream once it holds this many bytes of activations: 1GB, 500MB, …",
         "Data",
-        basic=True,
         parse=partial(parse_amount, "--max-bytes", unit="B"),
     )
     seed: int = _option(
@@ -279,10 +277,18 @@ class GenerationSpec:
     """How prompts are answered, and which activations are stored. Every field is part of the run's identity."""
 
     max_new_tokens: int = _option(
-        1100, "The longest answer, in tokens; a 30×30 ARC grid takes 1,030.", "Answers", identity=True, basic=True
+        1100,
+        "The longest answer, in tokens; a 30×30 ARC grid takes 1,030.",
+        "Answers",
+        identity=True,
+        common=("infer",),
     )
     temperature: float = _option(
-        0.0, "The sampling temperature. 0 always takes the most likely token.", "Answers", identity=True, basic=True
+        0.0,
+        "The sampling temperature. 0 always takes the most likely token.",
+        "Answers",
+        identity=True,
+        common=("infer",),
     )
     top_p: float = _option(
         1.0, "Sample from the most likely tokens whose probabilities add up to this.", "Answers", identity=True
@@ -293,7 +299,9 @@ class GenerationSpec:
     stop_tokens: tuple[int, ...] = _option(
         (), "All tokens that end an answer, by number; filled in when the model is loaded.", "Answers", flag=False
     )
-    capture: Capture = _option("both", "Which tokens' activations are stored.", "Answers", identity=True, basic=True)
+    capture: Capture = _option(
+        "both", "Which tokens' activations are stored.", "Answers", identity=True, common=("infer",)
+    )
 
     def __post_init__(self) -> None:
         _within("--max-new-tokens", self.max_new_tokens, 1, 1 << 17)
@@ -311,7 +319,7 @@ class RunSpec:
         "A model on the Hugging Face hub, a folder, a folder in a bucket, or embedded.",
         "Model",
         identity=True,
-        basic=True,
+        common=_BOTH,
     )
     revision: str | None = _option(None, "The branch, tag or commit of a hub model.", "Model")
     adapter: str | None = _option(
@@ -333,7 +341,7 @@ class RunSpec:
         "Where the activations are stored: a folder, gs://…, s3://… or az://…",
         "Output",
         default="./activations; ./inference if answers are generated",
-        basic=True,
+        common=_BOTH,
     )
     local_copy: str | None = _option(None, "If the output is a bucket: a folder that also gets each shard.", "Output")
     delete_local_after_upload: bool = _option(False, "Remove each local copy after its commit.", "Output")
@@ -344,7 +352,7 @@ class RunSpec:
         default="all",
         parse=parse_layers,
         format=layers_text,
-        basic=True,
+        common=_BOTH,
     )
     taps: tuple[str, ...] = _option(
         ("residual",),
@@ -353,7 +361,7 @@ class RunSpec:
         "Taps",
         default="residual",
         parse=lambda text: parse_tap_words([text]),
-        basic=True,
+        common=_BOTH,
     )
     heads: tuple[int, ...] | None = _option(
         None,
@@ -370,11 +378,16 @@ class RunSpec:
         "accelerators.",
         "Model",
         identity=True,
-        basic=True,
     )
-    store_dtype: StoreDtype = _option("bfloat16", "The data type of stored activations.", "Output", identity=True)
+    store_dtype: StoreDtype = _option(
+        "bfloat16", "The data type of stored activations.", "Output", identity=True, common=("extract",)
+    )
     positions: str = _option(
-        ALL, "The tokens whose activations are stored: all, last, answer, or random:32.", "Output", identity=True
+        ALL,
+        "The tokens whose activations are stored: all, last, answer, or random:32.",
+        "Output",
+        identity=True,
+        common=("extract",),
     )
     batch_size: int | None = _option(
         None,
