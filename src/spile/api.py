@@ -481,7 +481,7 @@ def score_run(root: str, reference: str | None, dataset: str | None) -> Score:
     if run is None or run.generation is None:
         found = "none" if run is None else "activations alone"
         raise UserError(f"no answers at {folder.url}", expected="what spile infer wrote", found=found)
-    if run.prompt.kind != "arc" or not run.prompt.version.startswith("output-from-examples"):
+    if not run.answers_are_grids:
         raise UserError(f"the answers at {folder.url}", expected="outputs of ARC tasks", found=run.prompt.version)
     encoder = parse_encoder(run.prompt.encoder)
     predictions, skipped = [], []

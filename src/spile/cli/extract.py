@@ -57,8 +57,8 @@ def infer(
     """Answer every prompt of a dataset, and store the activations of prompts and answers, each sample exactly once.
 
     Without flags: the embedded model on the embedded ARC tasks, into ./inference. The same command resumes an
-    interrupted run. spile score shows how many answers are right. Every flag can also come from --config run.toml or a
-    SPILE_* variable.
+    interrupted run. spile score shows how many answers to ARC tasks are right. Every flag can also come from --config
+    run.toml or a SPILE_* variable.
     """
     return run_flags(flags or InferFlags(), pod or PodFlags(), verbose)
 
@@ -212,9 +212,15 @@ def run_stream(
 
 
 def _log_answers(spec: RunSpec, summary: Summary) -> None:
-    """Print the path of the answers, if all of them are there."""
-    if spec.generation is not None and summary.complete and not summary.interrupted:
-        log(f"{'answers':<11}  {spec.answers_dir or summary.stream}/predictions.jsonl")
+    """Print the path of the answers, if all of them are there, and how to score those of ARC tasks."""
+    from spile.objects import open_folder
+    from spile.store.stream import read_run
+
+    if spec.generation is None or not summary.complete or summary.interrupted:
+        return
+    log(f"{'answers':<11}  {spec.answers_dir or summary.stream}/predictions.jsonl")
+    run = read_run(open_folder(summary.root))
+    if run is not None and run.answers_are_grids:
         log(f"{'score':<11}  spile score {summary.root}")
 
 

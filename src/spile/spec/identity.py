@@ -52,6 +52,12 @@ class RunIdentity:
     unknown: Mapping[str, Any] = field(default_factory=dict)
     """Compared fields that only a newer version knows. Such a run can be read but not continued."""
 
+    @property
+    def answers_are_grids(self) -> bool:
+        """Whether the answers are outputs of ARC tasks, which ``spile score`` can compare with references."""
+        arc = self.prompt.kind == "arc" and self.prompt.version.startswith("output-from-examples")
+        return arc and self.generation is not None
+
     def compared(self) -> dict[str, Any]:
         """Return the fields that change what is stored as a flat mapping with names such as ``prompt.kind``."""
         fields = asdict(self)

@@ -206,7 +206,7 @@ def line(now: ProgressSnapshot, total: int | None) -> str:
     parts = [
         f"{now.samples:,}{f'/{total:,}' if total else ''} samples",
         f"{now.tokens:,} tokens",
-        f"{now.generated_tokens:,} of them generated" if now.generated_tokens else "",
+        f"{now.generated_tokens:,} generated tokens" if now.generated_tokens else "",
         f"{amount(now.recent_tokens_per_second)} tokens/s",
         counted(now.shards_committed, "shard"),
         size(now.bytes),

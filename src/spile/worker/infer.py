@@ -282,7 +282,6 @@ def _all_commits(root: Folder) -> dict[int, list[Commit]]:
 
 def _put_answers(run: ResolvedRun, folder: Folder, predictions: list[Prediction], lines: bytes) -> None:
     folder.put(PREDICTIONS, lines)
-    prompt = run.identity.prompt
-    if prompt.kind == "arc" and prompt.version.startswith("output-from-examples"):
-        answers = by_task(predictions, parse_encoder(prompt.encoder))
+    if run.identity.answers_are_grids:
+        answers = by_task(predictions, parse_encoder(run.identity.prompt.encoder))
         folder.put(SUBMISSION, json.dumps(submission(answers.values()), separators=(",", ":")).encode() + b"\n")

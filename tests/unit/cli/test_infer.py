@@ -206,3 +206,17 @@ def test_extract_names_the_command_that_generates_answers(capfd: pytest.CaptureF
 def test_no_answers_to_score(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert spile("score", tmp_path) == 2
     assert "expected what spile infer wrote, found none" in capfd.readouterr().err
+
+
+def test_only_answers_to_arc_tasks_are_offered_to_score(
+    tasks: Path, inferred: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    capfd.readouterr()
+    assert spile("infer", "--dataset", tasks, "--output", inferred, *SMALL) == 0
+    assert f"score        spile score {inferred}\n" in capfd.readouterr().out
+    texts = lines(tmp_path / "texts.jsonl", {"text": "1 2 3"})
+    few = ("--max-seq-length", "16", "--max-new-tokens", "2", "--layers", "0")
+    assert spile("infer", "--dataset", texts, "--output", tmp_path / "out", *few) == 0
+    out = capfd.readouterr().out
+    assert "predictions.jsonl" in out
+    assert "spile score" not in out

@@ -73,6 +73,14 @@ def test_what_matters_least_goes_first() -> None:
     assert "21/48 samples" in drawn(40, phase=Phase.RUNNING, detail="")
 
 
+def test_answers_in_progress_are_counted_by_their_tokens() -> None:
+    """Before the first answer ends, nothing is stored yet."""
+    begun = replace(NOW, phase=Phase.RUNNING, detail="", samples=0, tokens=0, generated_tokens=1_234)
+    assert line(begun, 48).startswith("running: 0/48 samples, 0 tokens, 1,234 generated tokens, 1,067 tokens/s")
+    shown = drawn(120, phase=Phase.RUNNING, detail="", samples=0, tokens=0, generated_tokens=1_234)
+    assert "1,234 generated tokens" in shown
+
+
 def test_the_plain_line_counts_in_grammar() -> None:
     text = line(NOW, 48)
     assert text.endswith("21/48 samples, 33,072 tokens, 1,067 tokens/s, 1 shard, 17 MB, 40 s left, limited by: model")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from backends import cloud_url, clouds, shared_clouds
 from spile.errors import ModelError
 from spile.objects import open_folder
 from spile.spec.phase import Phase
@@ -17,6 +18,8 @@ from spile.store.heartbeat import read_beat
 from spile.worker import extract as module
 from spile.worker.extract import extract
 from spile.worker.progress import Progress
+
+__all__ = ["cloud_url", "clouds", "shared_clouds"]
 
 
 class Recorded(Progress):
@@ -39,6 +42,14 @@ def test_every_phase_of_a_worker_is_set_and_in_order(spec: ExtractSpec) -> None:
     seen = list(dict.fromkeys(progress.__dict__["seen"]))
     # The program is compiled beside the loading: where that took longer, nobody waits for the compiler.
     assert seen in (order, [phase for phase in order if phase is not Phase.COMPILING])
+
+
+@pytest.mark.parametrize("cloud_url", ["gs"], indirect=True)
+def test_the_end_of_a_run_into_a_bucket_is_an_upload(spec: ExtractSpec, cloud_url: str) -> None:
+    progress = Recorded()
+    extract(replace(spec, output=cloud_url), progress=progress)
+    assert Phase.UPLOADING in progress.__dict__["seen"]
+    assert Phase.WRITING not in progress.__dict__["seen"]
 
 
 def test_a_stream_begun_before_says_that_it_is_loading_and_why_it_could_not(
