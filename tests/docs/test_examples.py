@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -80,20 +81,42 @@ def test_the_new_examples_are_short_and_no_example_imports_a_private_module() ->
         assert not re.search(r"^\s*(from|import) spile\.", file.read_text(), re.MULTILINE), file.name
 
 
+def code_cells(notebook: Path) -> list[str]:
+    cells = [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] for cell in cells), "no outputs, no paths"
+    return ["".join(cell["source"]) for cell in cells]
+
+
+def run_cells(cells: list[str], folder: Path) -> list[str]:
+    """Run the cells of a notebook as one program and return the lines that it prints."""
+    (folder / "cells.py").write_text("\n".join(cells))
+    paths = [str(EXAMPLES), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "MPLBACKEND": "Agg", "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, "cells.py"]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
 def test_the_notebook_goes_from_extraction_to_a_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="no matplotlib here: pip install 'spile[notebook]'")
-    notebook = json.loads((EXAMPLES / "features.ipynb").read_text())
-    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    assert not any(cell["outputs"] for cell in notebook["cells"] if cell["cell_type"] == "code"), "no outputs, no paths"
-    (tmp_path / "cells.py").write_text("\n".join(cells))
-    environment = {**os.environ, "MPLBACKEND": "Agg", "PYTHONPATH": str(EXAMPLES)}
-    command = [sys.executable, "cells.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    _, unexplained, fires = run_cells(code_cells(EXAMPLES / "features.ipynb"), tmp_path)[-3:]
     assert (tmp_path / "feature.png").stat().st_size > 10_000
-    _, unexplained, fires = done.stdout.splitlines()[-3:]
     assert 0 < float(unexplained.split()[0]) < 0.9
     assert "fires on" in fires
+
+
+def test_the_tutorial_answers_its_question(tmp_path: Path) -> None:
+    """The cell above can be read from layer 4 on. The last cell draws the plot and is left out without matplotlib."""
+    *cells, plot = code_cells(EXAMPLES.parent / "docs" / "tutorial.ipynb")
+    plots = importlib.util.find_spec("matplotlib") is not None
+    lines = run_cells([*cells, plot] if plots else cells, tmp_path)
+    assert "matplotlib" in plot
+    assert (tmp_path / "probe_by_layer.svg").exists() == plots
+    table = {line.split("  ")[0]: [float(cell) for cell in re.findall(r"([\d.]+)%", line)] for line in lines[-8:]}
+    _, above, output = table["a guess"]
+    assert table["residual.0"][2] > output + 30
+    assert table["residual.3"][1] < above + 10 < above + 20 < table["residual.4"][1]
 
 
 def test_the_jax_example_is_short() -> None:
