@@ -112,6 +112,8 @@ def run_stream(
         reader = _read(run, stream, done)
         stack.callback(lambda: reader.close())
         producer = make(run, progress, reader)
+        if hosts.first:
+            progress.log(f"{spec.model} on {producer.describe()}")
         hosts.barrier("model_loaded")
         if start_over:
             clear_stream(run.root, spec.data.worker_id)  # only now: the model is known to be complete

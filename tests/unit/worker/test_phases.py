@@ -44,6 +44,16 @@ def test_every_phase_of_a_worker_is_set_and_in_order(spec: ExtractSpec) -> None:
     assert seen in (order, [phase for phase in order if phase is not Phase.COMPILING])
 
 
+def test_the_first_line_of_a_run_names_the_device(spec: ExtractSpec) -> None:
+    seen: list[str] = []
+    summary = extract(spec, progress=Progress(log=seen.append))
+    assert seen[0] == f"embedded on {summary.device}"
+    assert "cpu" in seen[0]
+    again: list[str] = []
+    extract(spec, progress=Progress(log=again.append))
+    assert again == []  # Nothing was left to do, so that no device was used.
+
+
 @pytest.mark.parametrize("cloud_url", ["gs"], indirect=True)
 def test_the_end_of_a_run_into_a_bucket_is_an_upload(spec: ExtractSpec, cloud_url: str) -> None:
     progress = Recorded()
