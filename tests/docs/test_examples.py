@@ -15,6 +15,7 @@ import pytest
 from spile.cli.main import main
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+TUTORIAL = EXAMPLES.parent / "docs" / "tutorial.ipynb"
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +78,11 @@ def test_the_probe_is_better_than_a_guess(tmp_path: Path) -> None:
 def test_the_new_examples_are_short_and_no_example_imports_a_private_module() -> None:
     for name in ("probe.py", "sae.py", "crosscoder.py"):
         assert len((EXAMPLES / name).read_text().splitlines()) < 40, name
-    for file in EXAMPLES.glob("*.py"):
-        assert not re.search(r"^\s*(from|import) spile\.", file.read_text(), re.MULTILINE), file.name
+    notebooks = [*EXAMPLES.glob("*.ipynb"), TUTORIAL]
+    texts = {file.name: file.read_text() for file in EXAMPLES.glob("*.py")}
+    texts |= {file.name: "\n".join(code_cells(file)) for file in notebooks}
+    for name, text in texts.items():
+        assert not re.search(r"^\s*(from|import) spile\.", text, re.MULTILINE), name
 
 
 def code_cells(notebook: Path) -> list[str]:
@@ -108,7 +112,7 @@ def test_the_notebook_goes_from_extraction_to_a_plot(tmp_path: Path) -> None:
 
 def test_the_tutorial_answers_its_question(tmp_path: Path) -> None:
     """The cell above can be read from layer 4 on. The last cell draws the plot and is left out without matplotlib."""
-    *cells, plot = code_cells(EXAMPLES.parent / "docs" / "tutorial.ipynb")
+    *cells, plot = code_cells(TUTORIAL)
     plots = importlib.util.find_spec("matplotlib") is not None
     lines = run_cells([*cells, plot] if plots else cells, tmp_path)
     assert "matplotlib" in plot
