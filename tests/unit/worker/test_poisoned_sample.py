@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 from pathlib import Path
@@ -12,17 +13,20 @@ import pytest
 
 import spile.worker.progress as watching
 from crash.whole import assert_rows
+from spile.data import lines as lines_module
+from spile.data import stream as stream_module
 from spile.errors import Failure, StoreError
 from spile.launch.supervisor import LaunchCounter
 from spile.objects import open_folder
 from spile.spec.ranges import Ranges
-from spile.spec.run import ExtractSpec
+from spile.spec.run import DataSpec, ExtractSpec
 from spile.spec.sample import Sample
 from spile.store.quarantine import VARIABLE, Trials, read_trials, write_trials
 from spile.store.stream import StreamStore, join_run, join_stream
 from spile.store.verification import verify
 from spile.worker.batches import Batch, Sizes
-from spile.worker.extract import StreamWork
+from spile.worker.device import DeviceProducer
+from spile.worker.extract import StreamWork, extract
 from spile.worker.pod.pod import SingleProcess
 from spile.worker.producer import OutOfDeviceMemory
 from spile.worker.progress import HangWatch, Progress, hang_limit
@@ -160,6 +164,29 @@ def test_a_sample_without_room_is_quarantined_by_one_worker(tmp_path: Path) -> N
     assert_whole(tmp_path, {77: "memory"})
     assert str(stream.ledger.quarantined[0]) == "task-77 (out of memory four times)"
     assert any("to find the sample at fault" in line for line in said)
+
+
+def test_a_sample_without_room_of_a_dataset_that_is_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real model; the number of samples is not known before all have been read."""
+    monkeypatch.setattr(stream_module, "HEAD", 20)
+    monkeypatch.setattr(lines_module, "_PART_ROWS", 2)
+    rows = [{"task_id": f"task-{n}", "text": "1 2 3 " * (n % 7 + 1)} for n in range(60)]
+    file, start = tmp_path / "rows.jsonl", DeviceProducer.start
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def start_unless_poisoned(self: DeviceProducer, batch: Batch) -> Any:
+        if any(sample.index == 37 for sample in batch.samples):
+            raise OutOfDeviceMemory("the device's memory ran out")
+        return start(self, batch)
+
+    monkeypatch.setattr(DeviceProducer, "start", start_unless_poisoned)
+    spec = ExtractSpec(data=DataSpec(dataset=str(file)), output=str(tmp_path / "out"), layers=(1,))
+    assert extract(spec).complete
+    report = verify(str(tmp_path / "out"))
+    assert report.ok, report.all_problems
+    assert [skip.task_id for skip in report.quarantined] == ["task-37"]
+    assert sum(stream.samples for stream in report.streams) == 59
+    assert extract(spec).complete, "nothing is left to do"
 
 
 def test_a_device_without_room_for_anything_is_an_error_and_no_samples_fault(tmp_path: Path) -> None:
