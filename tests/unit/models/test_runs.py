@@ -89,7 +89,7 @@ def test_runs_are_all_layers_in_order_and_their_turns_are_alike(data: st.DataObj
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("layers", [None, (1, 3, 5, 7), (6,)], ids=str)
+@pytest.mark.parametrize("layers", [None, (1, 3, 5, 7), pytest.param((6,), marks=pytest.mark.slow)], ids=str)
 def test_a_scan_gives_what_its_layers_give_one_by_one(name: str, layers: tuple[int, ...] | None) -> None:
     config = CONFIGS[name]
     sites = ("residual", "attn", "z", "embed", "final_norm")

@@ -26,12 +26,14 @@ def test_the_run_is_set_against_the_slowest_of_its_limits(result: BenchResult) -
     assert 0 < result.padding < 0.5
 
 
+@pytest.mark.slow
 def test_programs_are_compiled_before_the_clock_runs(result: BenchResult) -> None:
     assert result.shapes > 0
     assert result.compile_seconds > 0
     assert result.naive_tokens_per_second is None
 
 
+@pytest.mark.slow
 def test_the_command_is_measured_as_people_start_it(result: BenchResult) -> None:
     assert result.cold is not None
     assert result.warm is not None
@@ -42,6 +44,7 @@ def test_the_command_is_measured_as_people_start_it(result: BenchResult) -> None
         assert 1 <= run.programs <= 2
 
 
+@pytest.mark.slow
 def test_the_record_is_plain_json(result: BenchResult) -> None:
     record = result.record()
     assert record["limits"]["host_copy"] == result.limits.host_copy
