@@ -53,7 +53,9 @@ def exported(folder: Path, form: str) -> list[Path]:
     return sorted(folder.rglob(suffix))
 
 
-@pytest.mark.parametrize("form", ["npy", "pickles", "parquet", "hf", "saelens"])
+@pytest.mark.parametrize(
+    "form", ["npy", "parquet", *(pytest.param(form, marks=pytest.mark.slow) for form in ("pickles", "hf", "saelens"))]
+)
 def test_a_killed_export_leaves_no_output(tmp_path: Path, form: str) -> None:
     if form in ("parquet", "hf", "saelens"):
         pytest.importorskip("datasets")

@@ -80,6 +80,7 @@ def kills(tasks: Path, home: Path, count: int, seed: int) -> None:
     proven(output)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_killed_and_resumed(tasks: Path, tmp_path: Path) -> None:
     kills(tasks, tmp_path, 1, seed=1)

@@ -129,6 +129,7 @@ SWITCHES: dict[str, tuple[str, dict[str, Any], Callable[[Params], Params]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("switch", SWITCHES)
 def test_a_broken_switch_is_seen(switch: str, tmp_path: Path) -> None:
     case, changed, damage = SWITCHES[switch]
@@ -139,7 +140,7 @@ def test_a_broken_switch_is_seen(switch: str, tmp_path: Path) -> None:
     assert max(cases.ratios(distances(found, golden, case), own).values()) > 10 * cases.WORST
 
 
-@pytest.mark.parametrize("case", ["qwen2-tied", "qwen3", "llama-3", "mistral-window"])
+@pytest.mark.parametrize("case", ["qwen2-tied", "mistral-window"])
 def test_bfloat16_is_within_its_rounding_of_float32(case: str, tmp_path: Path) -> None:
     """The scale for comparison: the change of float32 results if only the weights are rounded to bfloat16."""
     golden = load_file(cases.golden_path(case))
