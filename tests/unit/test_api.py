@@ -305,6 +305,8 @@ def test_export_writes_npy(root: str, tmp_path: Path) -> None:
     assert done.rows == sum(len(sample) for sample in spile.open(root))
     with pytest.raises(spile.errors.UserError, match=r"spile.export\(\): to: expected one of"):
         spile.export(root, tmp_path / "other", to="csv")  # type: ignore[arg-type]
+    with pytest.raises(spile.errors.UserError, match=r"spile.export\(\): output: expected a path on this machine"):
+        spile.export(root, "gs://bucket/npy")
 
 
 def test_compare_finds_that_datasets_are_equal_or_not(root: str, tmp_path: Path) -> None:

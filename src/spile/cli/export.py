@@ -9,8 +9,6 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from spile.cli.flags import parse_numbers
-from spile.errors import SpecError
-from spile.objects.opening import is_remote
 from spile.spec.amounts import counted
 from spile.spec.run import StoreDtype
 from spile.view.table import SafeConsole
@@ -40,10 +38,9 @@ def export(
 ) -> int:
     """Export a dataset to a format that other programs read. The dataset is not changed."""
     from spile.reading.dataset import open as open_dataset
-    from spile.reading.export import chosen_taps, export_dataset
+    from spile.reading.export import check_output, chosen_taps, export_dataset
 
-    if to != "pickle" and is_remote(output):
-        raise SpecError("--output", expected="a path on this machine", found=output)
+    check_output(to, output)
     dataset = open_dataset(root)
     chosen = chosen_taps(dataset, taps)
     numbers = None if streams is None else sorted(parse_numbers("--streams", streams))

@@ -492,6 +492,12 @@ def export_dataset(
     return writers[to](wanted, output)
 
 
+def check_output(to: ExportFormat, output: str) -> None:
+    """Raise an error if the output is in a bucket and the format cannot be written there."""
+    if to != "pickle" and is_remote(output):
+        raise SpecError("--output", expected="a path on this machine", found=output)
+
+
 def chosen_taps(dataset: Dataset, given: Sequence[str] | None) -> tuple[str, ...]:
     """Return the given taps, or those of the residual stream: exporting all tap kinds at once is rarely intended."""
     texts = [given] if isinstance(given, str) else given or []
