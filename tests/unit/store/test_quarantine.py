@@ -138,7 +138,7 @@ def killed(trials: Trials, how: str = "signal 9", done: Ranges = Ranges()) -> Tr
 
 def test_a_group_is_divided_and_a_sample_is_convicted_after_three_ends() -> None:
     begin = resume_trials(None, Supervision("t"), "id", Ranges())
-    assert begin.choose(Ranges([(0, 100)]), 10).kind == "rest", "nobody was killed"
+    assert begin.choose(Ranges([(0, 100)]), 10).kind == "rest", "no worker was killed"
     trials = killed(begin)
     assert (trials.groups, trials.careful) == ((), CAREFUL)
     step = trials.choose(Ranges([(0, 100)]), 64)
