@@ -392,8 +392,7 @@ def inspect(
             raise UserError(f"{dataset.root.url} has no samples yet", fix="inspect it after the first commit")
         found = inspect_dataset(dataset, tap=tap, samples=max(0, samples))
         if html is not None:
-            from spile.cli.flags import write_page
-            from spile.view.report import report_page
+            from spile.view.report import report_page, write_page
 
             write_page(report_page(dataset, found), Path(html))
         return found

@@ -65,14 +65,6 @@ def parse_numbers(flag: str, text: str) -> set[int]:
     return chosen
 
 
-def write_page(page: str, html: Path) -> None:
-    """Write a page to the file that ``--html`` names."""
-    try:
-        html.expanduser().write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--html {html}", expected="a file that can be written", found=error.strerror) from error
-
-
 def pairs(flag: str, words: Sequence[str] | None, expected: str = "NAME=value") -> dict[str, str]:
     """Parse ``NAME=value`` pairs; neither part may be empty."""
     found = {}

@@ -10,7 +10,6 @@ from cyclopts import Parameter
 from rich.box import ROUNDED
 from rich.table import Table
 
-from spile.cli.flags import write_page
 from spile.errors import UserError
 from spile.spec.amounts import counted, size
 from spile.view.table import output
@@ -100,7 +99,7 @@ def _show(dataset: Dataset, found: dict[str, TapStatistics | None]) -> None:
 
 def _write_page(dataset: Dataset, html: Path, tap: str | None, samples: int) -> None:
     from spile.reading.inspection import inspect_dataset
-    from spile.view.report import report_page
+    from spile.view.report import report_page, write_page
 
     page = report_page(dataset, inspect_dataset(dataset, tap=tap, samples=max(0, samples)))
     write_page(page, html)
@@ -125,7 +124,7 @@ def score(
     task without a reference is not scored.
     """
     from spile.api import score_run
-    from spile.view.report import score_page
+    from spile.view.report import score_page, write_page
     from spile.view.table import Lasting
 
     found = score_run(root, reference, dataset)

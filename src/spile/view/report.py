@@ -12,12 +12,14 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from html import escape
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from spile.data.arc.answers import Score, TaskScore
+from spile.errors import UserError
 from spile.reading.dataset import Dataset
 from spile.reading.inspection import HeatMap, Inspection
 from spile.spec.amounts import amount, size
@@ -49,6 +51,14 @@ _ROLES = {
 _WIDE, _HIGH = 900, 220
 
 _Array = npt.NDArray[Any]
+
+
+def write_page(page: str, html: Path) -> None:
+    """Write a page to the file that ``--html`` names."""
+    try:
+        html.expanduser().write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--html {html}", expected="a file that can be written", found=error.strerror) from error
 
 
 def report_page(dataset: Dataset, found: Inspection) -> str:
