@@ -17,6 +17,7 @@ SUSPECTS = "suspects.json"
 METADATA = "metadata.json"
 PREDICTIONS = "predictions.jsonl"
 SUBMISSION = "submission.json"
+ANSWERS = "answers.json"
 COMMITS = "commits/"
 
 _ADDITION = re.compile(r"added_[0-9a-f]{8}")

@@ -22,6 +22,7 @@ from spile.spec.run import GenerationSpec, PromptSpec, RunSpec, spec_fields
 from spile.spec.sample import Part, Sample, Skip
 from spile.spec.taps import Tap, select_taps
 from spile.store.layout import (
+    ANSWERS,
     METADATA,
     RUN,
     SPEC,
@@ -93,6 +94,7 @@ def join_run(root: Folder, identity: RunIdentity) -> None:
     """
     record = {
         "format": identity.format,
+        "id": secrets.token_hex(8),
         "fingerprint": identity.fingerprint(),
         "model": identity.model,
         "revision": identity.revision,
@@ -115,6 +117,30 @@ def join_run(root: Folder, identity: RunIdentity) -> None:
             f"{root.url} was created with other settings",
             differing,
             "give the same settings, or another --output",
+        )
+
+
+def claim_answers(folder: Folder, root: Folder) -> None:
+    """Record in a folder for answers that it belongs to the run at ``root``.
+
+    Raises:
+        RunMismatch: If it belongs to another run, whose answers would be overwritten.
+
+    """
+    run = _read(root) or {}
+    ours = {"run": run.get("id", run.get("fingerprint")), "output": root.url}
+    if folder.create(ANSWERS, json.dumps(ours).encode() + b"\n"):
+        return
+    where = f"{folder.url}/{ANSWERS}"
+    with untrusted(Damaged, f"{where} does not say which run the answers belong to", fix=f"delete {where}"):
+        owner = json.loads(folder.get(ANSWERS))
+        other, output = owner["run"], str(owner["output"])
+    if other != ours["run"]:
+        raise RunMismatch(
+            f"--output-dir {folder.url} holds the answers of another run",
+            expected=f"run {ours['run']} in {root.url}",
+            found=f"run {other} in {output}",
+            fix=f"choose another --output-dir, or delete {where} to replace those answers",
         )
 
 

@@ -37,7 +37,7 @@ from spile.store.quarantine import (
     section_size,
     write_trials,
 )
-from spile.store.stream import StreamStore, join_run, join_stream, read_stream, write_spec
+from spile.store.stream import StreamStore, claim_answers, join_run, join_stream, read_stream, write_spec
 from spile.worker.batches import Batch, batches
 from spile.worker.device import DeviceProducer, configure_jax, place_model
 from spile.worker.pipeline import LocalControl, run_pipeline
@@ -123,6 +123,8 @@ def run_stream(
             done, reader = agreed, _read(run, stream, agreed)
         if hosts.first:
             write_spec(run.root, spec)
+            if spec.answers_dir is not None:  # before the first answer, so that no work is lost
+                claim_answers(open_folder(spec.answers_dir), run.root)
             _remove_remains(stream, progress)
         hosts.barrier("extraction_start")
         status = status or stack.enter_context(_status_files(run, stream, progress, hosts))

@@ -30,7 +30,7 @@ from spile.spec.taps import MODULE, Tap, tap_kinds
 from spile.store.layout import PREDICTIONS, SUBMISSION, stream_folder
 from spile.store.ledger import Commit, read_commits
 from spile.store.predictions import merged
-from spile.store.stream import StreamStore, read_stream
+from spile.store.stream import StreamStore, claim_answers, read_stream
 from spile.store.streams import find_streams
 from spile.worker.batches import Batch, BatchPlan
 from spile.worker.extract import run_stream
@@ -260,6 +260,7 @@ def write_answers(run: ResolvedRun, stream: StreamStore) -> None:
         _put_answers(run, stream.folder, predictions, b"".join(prediction.line() for prediction in predictions))
         return
     folder = open_folder(run.spec.answers_dir)
+    claim_answers(folder, run.root)
     written: dict[int, list[Commit]] = {}
     # Another worker may have committed after this one read the ledgers and written its view before this one did. So the
     # view is written again until no ledger has changed: whichever worker writes last has then seen every commit.

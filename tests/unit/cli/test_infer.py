@@ -146,6 +146,26 @@ def test_workers_share_a_folder_for_answers(tasks: Path, tmp_path: Path) -> None
     assert set(submitted) == {one["task_id"] for one in expected}
 
 
+def test_the_folder_for_answers_belongs_to_one_run(
+    tasks: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Two runs with different --output but one --output-dir replaced each other's answers."""
+    answers = tmp_path / "answers"
+    short = ("--max-seq-length", 760, "--max-new-tokens", 3, "--capture", "none", "--n-tasks", 2)
+    words = ("infer", "--model", "embedded", "--dataset", tasks, "--output-dir", answers, *short)
+    assert spile(*words, "--output", tmp_path / "one") == 0
+    before = (answers / "predictions.jsonl").read_bytes()
+    capfd.readouterr()
+    assert spile(*words, "--output", tmp_path / "two", "--seed", 1) == 2
+    assert f"{answers} holds the answers of another run" in capfd.readouterr().err
+    assert not list((tmp_path / "two").rglob("commits/*.json"))
+    assert (answers / "predictions.jsonl").read_bytes() == before
+    assert spile(*words, "--output", tmp_path / "one") == 0
+    (answers / "answers.json").write_text("[]")
+    assert spile(*words, "--output", tmp_path / "one") == 1
+    assert f"Delete {answers}/answers.json" in capfd.readouterr().err
+
+
 def test_a_view_of_the_answers_that_another_worker_outran_is_written_again(
     tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
