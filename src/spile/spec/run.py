@@ -6,23 +6,22 @@ use the same flat names: the field ``spec.data.prompt.kind`` is ``--prompt``, ``
 never a field.
 """
 
-# ruff: noqa: RUF009  (_option returns a dataclass field)
+# ruff: noqa: RUF009  (option returns a dataclass field)
 
 from __future__ import annotations
 
 import difflib
 import json
-import math
 import re
 import tomllib
-import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from functools import cache, partial
-from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
 from spile.errors import SpecError
 from spile.spec.amounts import parse_amount
+from spile.spec.options import OPTION, CommandName, Group, Option, checked, names, one_of, option, toml, within
 from spile.spec.positions import ALL, ANSWER, check_positions
 from spile.spec.taps import TOP, Tap, layers_text, parse_heads, parse_layers, parse_tap_words
 
@@ -57,49 +56,8 @@ Capture = Literal["both", "prompt", "answer", "none"]
 """Which tokens' activations are stored if answers are generated."""
 Backend = Literal["auto", "jax", "torch"]
 
-CommandName = Literal["extract", "infer"]
-Group = Literal["Model", "Data", "Taps", "Prompts", "Answers", "Output", "Batching (does not change the numbers)"]
 _BATCHING: Group = "Batching (does not change the numbers)"
 _BOTH: tuple[CommandName, ...] = ("extract", "infer")
-
-
-@dataclass(frozen=True)
-class Option:
-    """What is known about a field of the run spec besides its type and default.
-
-    Attributes:
-        help: What the field does, then its values.
-        group: The heading under which ``--help`` lists the flag.
-        name: The flat name, if it differs from the attribute's name.
-        identity: Whether the field is part of the run's identity: another value cannot append to the run.
-        common: The commands whose ``--help`` lists the flag; ``--help-all`` lists every flag.
-        default: How the default is described, if its value alone does not say it.
-        parse: Converts text (flags, variables, TOML) to the field's value, if the field is not a plain value.
-        format: The inverse of ``parse``.
-        flag: Whether the field can be given as a flag.
-
-    """
-
-    help: str
-    group: Group
-    name: str = ""
-    identity: bool = False
-    common: tuple[CommandName, ...] = ()
-    default: str = ""
-    parse: Callable[[str], Any] | None = None
-    format: Callable[[Any], str] | None = None
-    flag: bool = True
-
-
-_OPTION = "option"
-
-
-def _option(value: Any, text: str, group: Group, **more: Any) -> Any:
-    return field(default=value, metadata={_OPTION: Option(text, group, **more)})
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(text.replace(",", " ").split())
 
 
 def parse_mesh_shape(text: str) -> tuple[int, int]:
@@ -115,47 +73,36 @@ def _mesh_text(shape: tuple[int, int]) -> str:
     return f"{shape[0]},{shape[1]}"
 
 
-def _one_of(flag: str, value: str, choices: object) -> None:
-    known = get_args(choices)
-    if value not in known:
-        raise SpecError(flag, expected=f"one of {', '.join(known)}", found=repr(value))
-
-
-def _within(flag: str, value: float | None, low: float, high: float) -> None:
-    if value is not None and not (low <= value <= high and math.isfinite(value)):
-        raise SpecError(flag, expected=f"from {low:,} to {high:,}", found=f"{value:,}")
-
-
 @dataclass(frozen=True)
 class PromptSpec:
     """How a row of the dataset becomes text and tokens. Every field is part of the run's identity."""
 
-    kind: PromptKind = _option(
+    kind: PromptKind = option(
         "auto", "What a row of the dataset is. auto decides by the first row.", "Prompts", name="prompt", identity=True
     )
-    encoder: str = _option(
+    encoder: str = option(
         DEFAULT_ENCODER, "How ARC grids are written as text.", "Prompts", name="grid_encoder", identity=True
     )
-    version: str = _option(
+    version: str = option(
         "output-from-examples-v1",
         f"The ARC prompt: {', '.join(PROMPT_VERSIONS)}.",
         "Prompts",
         name="prompt_version",
         identity=True,
     )
-    predictions_per_task: int = _option(
+    predictions_per_task: int = option(
         1, "Augmented variants of each ARC task. Variant 0 is the task itself.", "Prompts", identity=True
     )
-    column: str = _option(
+    column: str = option(
         "text", "The field of a row that holds the text or the token ids.", "Prompts", identity=True, common=_BOTH
     )
-    pack: bool = _option(
+    pack: bool = option(
         False, "Cut documents into full sequences instead of one sample per document.", "Prompts", identity=True
     )
 
     def __post_init__(self) -> None:
-        _one_of("--prompt", self.kind, PromptKind)
-        _within("--predictions-per-task", self.predictions_per_task, 1, 4096)
+        one_of("--prompt", self.kind, PromptKind)
+        within("--predictions-per-task", self.predictions_per_task, 1, 4096)
         if self.version not in PROMPT_VERSIONS:
             raise SpecError(
                 "--prompt-version", expected=f"one of {', '.join(PROMPT_VERSIONS)}", found=repr(self.version)
@@ -172,78 +119,76 @@ class PromptSpec:
 class DataSpec:
     """Which samples are processed, and how long they may be."""
 
-    dataset: str = _option(
+    dataset: str = option(
         EMBEDDED,
         "A JSONL, CSV, TSV, text, JSON or Parquet file, a folder of text files or ARC tasks, a dataset on the Hugging "
         "Face hub, or embedded.",
         "Data",
         common=_BOTH,
     )
-    dataset_dir: str | None = _option(None, "A folder of streams. --worker-id 5 reads its stream_005.jsonl.", "Data")
-    worker_id: int = _option(
+    dataset_dir: str | None = option(None, "A folder of streams. --worker-id 5 reads its stream_005.jsonl.", "Data")
+    worker_id: int = option(
         0,
         "The number of the stream: reads stream_005.jsonl, writes tpu_5/.",
         "Data",
         default="the number in the name of --dataset stream_005.jsonl; else TPU_WORKER_ID; else 0",
     )
     prompt: PromptSpec = field(default_factory=PromptSpec)
-    max_seq_length: int = _option(2048, "The longest sample, in tokens.", "Prompts", identity=True, common=("extract",))
-    long: LongPolicy = _option(
+    max_seq_length: int = option(2048, "The longest sample, in tokens.", "Prompts", identity=True, common=("extract",))
+    long: LongPolicy = option(
         "auto",
         "Whether a longer sample is cut or skipped.",
         "Prompts",
         identity=True,
         default="truncate; skip if answers are generated",
     )
-    max_samples: int | None = _option(None, "Stop after this many samples of the stream.", "Data", common=_BOTH)
-    max_tokens: int | None = _option(
+    max_samples: int | None = option(None, "Stop after this many samples of the stream.", "Data", common=_BOTH)
+    max_tokens: int | None = option(
         None,
         "Stop the stream once it holds this many tokens: 100M, 500k, …",
         "Data",
         parse=partial(parse_amount, "--max-tokens"),
     )
-    max_bytes: int | None = _option(
+    max_bytes: int | None = option(
         None,
         "Stop the stream once it holds this many bytes of activations: 1GB, 500MB, …",
         "Data",
         parse=partial(parse_amount, "--max-bytes", unit="B"),
     )
-    seed: int = _option(
-        0, "The seed of augmentations, of sampling and of --positions random.", "Prompts", identity=True
-    )
-    expect_split: str | None = _option(
+    seed: int = option(0, "The seed of augmentations, of sampling and of --positions random.", "Prompts", identity=True)
+    expect_split: str | None = option(
         None, "Refuse streams that belong to another split than this one; spile deploy passes it to workers.", "Data"
     )
-    bad_rows: BadRows = _option(
+    bad_rows: BadRows = option(
         "error",
         "What happens if a row of the dataset cannot be used: stop with an error that names it, or skip it and record "
         "it in the dataset as skipped.",
         "Data",
     )
-    split: str | None = _option(
+    split: str | None = option(
         None, "The split of a hub dataset, or a part of it: train[:1000].", "Data", default="train"
     )
-    config_name: str | None = _option(None, "The configuration of a hub dataset.", "Data")
-    keep: tuple[str, ...] = _option(
+    config_name: str | None = option(None, "The configuration of a hub dataset.", "Data")
+    keep: tuple[str, ...] = option(
         (),
         "Fields of each row to store with its sample, such as label,source; * stores all numbers and short texts.",
         "Data",
         identity=True,
         default="what the run already stores; otherwise * for JSON, JSONL, CSV and TSV files of texts, none for others",
-        parse=_names,
+        parse=names,
     )
     rows: Any = field(default=None, repr=False, compare=False)
     """The rows of data that is given in Python instead of by name. It is not part of the serialised form."""
 
     def __post_init__(self) -> None:
-        _within("--worker-id", self.worker_id, 0, 99_999)
-        _within("--max-seq-length", self.max_seq_length, 1, 1 << 20)
-        _within("--max-samples", self.max_samples, 1, 1 << 40)
-        _within("--max-tokens", self.max_tokens, 1, 1 << 50)
-        _within("--max-bytes", self.max_bytes, 1, 1 << 60)
-        _within("--seed", self.seed, 0, (1 << 63) - 1)
-        _one_of("--long", self.long, LongPolicy)
-        _one_of("--bad-rows", self.bad_rows, BadRows)
+        within("--worker-id", self.worker_id, 0, 99_999)
+        within("--max-seq-length", self.max_seq_length, 1, 1 << 20)
+        within("--max-samples", self.max_samples, 1, 1 << 40)
+        within("--max-tokens", self.max_tokens, 1, 1 << 50)
+        within("--max-bytes", self.max_bytes, 1, 1 << 60)
+        within("--seed", self.seed, 0, (1 << 63) - 1)
+        one_of("--long", self.long, LongPolicy)
+        one_of("--bad-rows", self.bad_rows, BadRows)
         if self.bad_rows == "skip" and self.prompt.pack:
             raise SpecError("--bad-rows skip", expected="one sample per row", found="--pack")
         if not all(self.keep) or len(set(self.keep)) != len(self.keep):
@@ -276,76 +221,76 @@ class DataSpec:
 class GenerationSpec:
     """How prompts are answered, and which activations are stored. Every field is part of the run's identity."""
 
-    max_new_tokens: int = _option(
+    max_new_tokens: int = option(
         1100,
         "The longest answer, in tokens; a 30×30 ARC grid takes 1,030.",
         "Answers",
         identity=True,
         common=("infer",),
     )
-    temperature: float = _option(
+    temperature: float = option(
         0.0,
         "The sampling temperature. 0 always takes the most likely token.",
         "Answers",
         identity=True,
         common=("infer",),
     )
-    top_p: float = _option(
+    top_p: float = option(
         1.0, "Sample from the most likely tokens whose probabilities add up to this.", "Answers", identity=True
     )
-    stop: tuple[str, ...] = _option(
+    stop: tuple[str, ...] = option(
         (), "Tokens that end an answer, in addition to the model's own.", "Answers", identity=True
     )
-    stop_tokens: tuple[int, ...] = _option(
+    stop_tokens: tuple[int, ...] = option(
         (), "All tokens that end an answer, by number; filled in when the model is loaded.", "Answers", flag=False
     )
-    capture: Capture = _option(
+    capture: Capture = option(
         "both", "Which tokens' activations are stored.", "Answers", identity=True, common=("infer",)
     )
 
     def __post_init__(self) -> None:
-        _within("--max-new-tokens", self.max_new_tokens, 1, 1 << 17)
-        _within("--temperature", self.temperature, 0, 100)
-        _within("--top-p", self.top_p, 1e-6, 1)
-        _one_of("--capture", self.capture, Capture)
+        within("--max-new-tokens", self.max_new_tokens, 1, 1 << 17)
+        within("--temperature", self.temperature, 0, 100)
+        within("--top-p", self.top_p, 1e-6, 1)
+        one_of("--capture", self.capture, Capture)
 
 
 @dataclass(frozen=True)
 class RunSpec:
     """One run: a model, a dataset, taps and an output."""
 
-    model: str = _option(
+    model: str = option(
         EMBEDDED,
         "A model on the Hugging Face hub, a folder, a folder in a bucket, or embedded.",
         "Model",
         identity=True,
         common=_BOTH,
     )
-    revision: str | None = _option(None, "The branch, tag or commit of a hub model.", "Model")
-    adapter: str | None = _option(
+    revision: str | None = option(None, "The branch, tag or commit of a hub model.", "Model")
+    adapter: str | None = option(
         None, "A LoRA adapter to merge into the weights: a folder, or a name on the hub.", "Model", identity=True
     )
-    backend: Backend = _option(
+    backend: Backend = option(
         "auto",
         "The framework that runs the model. auto: the one that the run already uses; otherwise jax for the families "
         "that spile models lists, torch for all others.",
         "Model",
         identity=True,
     )
-    same_numbers: bool = _option(
+    same_numbers: bool = option(
         False, "Continue a run of another backend: you declare that their numbers are equal.", "Model"
     )
     data: DataSpec = field(default_factory=DataSpec)
-    output: str = _option(
+    output: str = option(
         "",
         "Where the activations are stored: a folder, gs://…, s3://… or az://…",
         "Output",
         default="./activations; ./inference if answers are generated",
         common=_BOTH,
     )
-    local_copy: str | None = _option(None, "If the output is a bucket: a folder that also gets each shard.", "Output")
-    delete_local_after_upload: bool = _option(False, "Remove each local copy after its commit.", "Output")
-    layers: tuple[int, ...] | None = _option(
+    local_copy: str | None = option(None, "If the output is a bucket: a folder that also gets each shard.", "Output")
+    delete_local_after_upload: bool = option(False, "Remove each local copy after its commit.", "Output")
+    layers: tuple[int, ...] | None = option(
         None,
         "The layers of the taps that are named without one: all, or 0-11,20, or 0 1 2.",
         "Taps",
@@ -354,7 +299,7 @@ class RunSpec:
         format=layers_text,
         common=_BOTH,
     )
-    taps: tuple[str, ...] = _option(
+    taps: tuple[str, ...] = option(
         ("residual",),
         "What to store: residual.12, mlp.3-5, z.12.0-3, embed, …; a kind without a layer, such as residual, is taken "
         "at each of --layers. docs/taps.md lists all kinds.",
@@ -363,7 +308,7 @@ class RunSpec:
         parse=lambda text: parse_tap_words([text]),
         common=_BOTH,
     )
-    heads: tuple[int, ...] | None = _option(
+    heads: tuple[int, ...] | None = option(
         None,
         "The heads of q, k, v and z taps that are named without them, such as 0-3,7.",
         "Taps",
@@ -371,34 +316,34 @@ class RunSpec:
         parse=parse_heads,
         format=layers_text,
     )
-    top_k: int = _option(TOP, "The number of logits of each token that --taps logits stores.", "Taps")
-    dtype: ComputeDtype = _option(
+    top_k: int = option(TOP, "The number of logits of each token that --taps logits stores.", "Taps")
+    dtype: ComputeDtype = option(
         "auto",
         "The precision of the computation. auto: what the run already uses; otherwise float32 on a CPU, bfloat16 on "
         "accelerators.",
         "Model",
         identity=True,
     )
-    store_dtype: StoreDtype = _option(
+    store_dtype: StoreDtype = option(
         "bfloat16", "The data type of stored activations.", "Output", identity=True, common=("extract",)
     )
-    positions: str = _option(
+    positions: str = option(
         ALL,
         "The tokens whose activations are stored: all, last, answer, or random:32.",
         "Output",
         identity=True,
         common=("extract",),
     )
-    batch_size: int | None = _option(
+    batch_size: int | None = option(
         None,
         "The largest number of batch rows per device; a batch row holds one long sample or several short ones. When "
         "answers are generated: answers at a time.",
         _BATCHING,
     )
-    batch_tokens: int | None = _option(
+    batch_tokens: int | None = option(
         None, "The number of tokens per device and batch, padding included.", _BATCHING, default="chosen for the device"
     )
-    mesh_shape: tuple[int, int] | None = _option(
+    mesh_shape: tuple[int, int] | None = option(
         None,
         "The devices as DATA,MODEL, such as 16,16.",
         _BATCHING,
@@ -406,23 +351,23 @@ class RunSpec:
         parse=parse_mesh_shape,
         format=_mesh_text,
     )
-    shard_size_gb: float = _option(1.0, "The approximate size of a shard.", "Output")
-    commit_every: float | None = _option(
+    shard_size_gb: float = option(1.0, "The approximate size of a shard.", "Output")
+    commit_every: float | None = option(
         60.0, "Commit finished samples at least this often, in seconds. Full shards are committed at once.", "Output"
     )
-    statistics: bool | None = _option(
+    statistics: bool | None = option(
         None, "Compute mean, variance and norms of each tap during the run.", "Output", default="only on a CPU"
     )
-    checkpointing: bool = _option(
+    checkpointing: bool = option(
         True, "Resume from the ledger. --no-checkpointing starts again, and is refused if commits exist.", "Output"
     )
-    overwrite: bool = _option(False, "With --no-checkpointing: remove the existing commits of the stream.", "Output")
-    checkpoint_dir: str | None = _option(
+    overwrite: bool = option(False, "With --no-checkpointing: remove the existing commits of the stream.", "Output")
+    checkpoint_dir: str | None = option(
         None, "A folder that gets checkpoint_worker_N.json for people to read. It is never read back.", "Output"
     )
     generation: GenerationSpec | None = None
     """How answers are generated; None stores the activations of the prompts only."""
-    answers_dir: str | None = _option(
+    answers_dir: str | None = option(
         None,
         "A folder that gets predictions.jsonl and submission.json.",
         "Answers",
@@ -433,15 +378,15 @@ class RunSpec:
         self._resolve_defaults()
         if not self.model:
             raise SpecError("--model", expected="a name or a path", found="an empty text")
-        _one_of("--dtype", self.dtype, ComputeDtype)
-        _one_of("--store-dtype", self.store_dtype, StoreDtype)
-        _one_of("--backend", self.backend, Backend)
+        one_of("--dtype", self.dtype, ComputeDtype)
+        one_of("--store-dtype", self.store_dtype, StoreDtype)
+        one_of("--backend", self.backend, Backend)
         check_positions(self.positions)
-        _within("--batch-size", self.batch_size, 1, 1 << 20)
-        _within("--batch-tokens", self.batch_tokens, 1, 1 << 28)
-        _within("--shard-size-gb", self.shard_size_gb, 1e-6, 64)
-        _within("--commit-every", self.commit_every, 0.01, 1e9)
-        _within("--top-k", self.top_k, 1, 1 << 16)
+        within("--batch-size", self.batch_size, 1, 1 << 20)
+        within("--batch-tokens", self.batch_tokens, 1, 1 << 28)
+        within("--shard-size-gb", self.shard_size_gb, 1e-6, 64)
+        within("--commit-every", self.commit_every, 0.01, 1e9)
+        within("--top-k", self.top_k, 1, 1 << 16)
         if self.layers is not None and (not self.layers or min(self.layers) < 0):
             raise SpecError("--layers", expected="layers from 0 up", found=str(list(self.layers)))
         self._check_captured()
@@ -529,7 +474,7 @@ class RunSpec:
             if value is None and name == "commit_every":
                 value = "never"
             if value is not None:
-                lines.append(f"{name} = {_toml(value)}")
+                lines.append(f"{name} = {toml(value)}")
         return "\n".join(lines) + "\n"
 
     @classmethod
@@ -540,14 +485,6 @@ class RunSpec:
 
 ExtractSpec = RunSpec
 """The documented name of :class:`RunSpec` in the public API."""
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, list):
-        return f"[{', '.join(map(_toml, value))}]"
-    if isinstance(value, str):  # A JSON string is a TOML string, except for the delete character.
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    return json.dumps(value)
 
 
 class SpecField(NamedTuple):
@@ -575,7 +512,7 @@ class SpecField(NamedTuple):
         if self.option.parse is not None and value is not None and not isinstance(value, tuple):
             words = value if isinstance(value, list) else [value]
             return self.option.parse(" ".join(map(str, words)))
-        return _checked(self.hint, value, f"{source}: {self.name}")
+        return checked(self.hint, value, f"{source}: {self.name}")
 
 
 @cache
@@ -591,9 +528,9 @@ def _walk(kind: type, path: tuple[str, ...]) -> Iterable[SpecField]:
         if isinstance(nested, type):
             yield from _walk(nested, (*path, each.name))
             continue
-        if _OPTION not in each.metadata:  # DataSpec.rows, which has no serialised form
+        if OPTION not in each.metadata:  # DataSpec.rows, which has no serialised form
             continue
-        option: Option = each.metadata[_OPTION]
+        option: Option = each.metadata[OPTION]
         yield SpecField(option.name or each.name, (*path, each.name), hints[each.name], _default(each), option)
 
 
@@ -636,44 +573,6 @@ def _unknown(name: str, known: Iterable[str], source: str) -> SpecError:
         return SpecError(f"{source}: {name} is a field of infer", fix="remove it, or use infer")
     fix = f"did you mean {near[0]}?" if near else "remove it; docs/cli.md lists the fields"
     return SpecError(f"{source} has an unknown field {name!r}", fix=fix)
-
-
-def _checked(hint: Any, value: Any, problem: str) -> Any:
-    """Return a value whose type is the hint's; integers are accepted for floats, and lists for tuples."""
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType):
-        if value is None and type(None) in arguments:
-            return None
-        (hint,) = (each for each in arguments if each is not type(None))
-        return _checked(hint, value, problem)
-    if origin is Literal:
-        if value in arguments:
-            return value
-        raise SpecError(problem, expected=f"one of {', '.join(map(str, arguments))}", found=repr(value))
-    if origin is tuple and isinstance(value, list | tuple):
-        return tuple(_checked(arguments[0], each, problem) for each in value)
-    if hint is float and type(value) is int:
-        return float(value)
-    if origin is None and type(value) is hint:
-        return value
-    expected = "a list" if origin is tuple else _KINDS.get(hint, str(hint))
-    raise SpecError(problem, expected=expected, found=repr(value))
-
-
-_KINDS = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
-
-
-def parse_taps(words: Iterable[str]) -> tuple[Tap, ...]:
-    """Parse ``mlp.12 z.3.0-3,7`` into taps, each once, in an order that does not depend on the order of the words.
-
-    Taps with a four-byte data type of their own come first, so that every tensor of a shard is aligned.
-    """
-    texts = [text for word in words for text in re.split(r"\s+|,(?=[a-z])", word) if text]
-    taps = {Tap.parse(text) for text in texts}
-    if not taps:
-        raise SpecError("--add-taps", expected="taps such as mlp.12", found="none")
-    own = {tap: tap.spec is not None and tap.spec.dtype is not None for tap in taps}
-    return tuple(sorted(taps, key=lambda tap: (not own[tap], -1 if tap.layer is None else tap.layer, str(tap))))
 
 
 @dataclass(frozen=True)

@@ -461,3 +461,16 @@ def tap_rows(tap: Tap, sizes: Mapping[str, int], store_dtype: str) -> TapRows:
             raise SpecError("--heads", expected=has, found=layers_text(tap.heads))
         shape[0] = len(tap.heads)
     return TapRows(str(tap), tuple(shape), tap.stored_as(store_dtype, math.prod(shape)))
+
+
+def parse_taps(words: Iterable[str]) -> tuple[Tap, ...]:
+    """Parse ``mlp.12 z.3.0-3,7`` into taps, each once, in an order that does not depend on the order of the words.
+
+    Taps with a four-byte data type of their own come first, so that every tensor of a shard is aligned.
+    """
+    texts = [text for word in words for text in re.split(r"\s+|,(?=[a-z])", word) if text]
+    taps = {Tap.parse(text) for text in texts}
+    if not taps:
+        raise SpecError("--add-taps", expected="taps such as mlp.12", found="none")
+    own = {tap: tap.spec is not None and tap.spec.dtype is not None for tap in taps}
+    return tuple(sorted(taps, key=lambda tap: (not own[tap], -1 if tap.layer is None else tap.layer, str(tap))))

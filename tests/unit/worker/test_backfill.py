@@ -13,7 +13,8 @@ import pytest
 import spile
 from spile.cli.main import main
 from spile.errors import ModelError, RunMismatch, SpecError, UserError
-from spile.spec.run import BackfillSpec, DataSpec, ExtractSpec, parse_taps
+from spile.spec.run import BackfillSpec, DataSpec, ExtractSpec
+from spile.spec.taps import parse_taps
 from spile.store.verification import verify
 from spile.worker.backfill import add_taps
 from spile.worker.extract import extract

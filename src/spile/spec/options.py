@@ -1,0 +1,104 @@
+"""The fields of the run spec: what is known about each, and checks of their values."""
+
+from __future__ import annotations
+
+import json
+import math
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, Union, get_args, get_origin
+
+from spile.errors import SpecError
+
+CommandName = Literal["extract", "infer"]
+Group = Literal["Model", "Data", "Taps", "Prompts", "Answers", "Output", "Batching (does not change the numbers)"]
+
+
+@dataclass(frozen=True)
+class Option:
+    """What is known about a field of the run spec besides its type and default.
+
+    Attributes:
+        help: What the field does, then its values.
+        group: The heading under which ``--help`` lists the flag.
+        name: The flat name, if it differs from the attribute's name.
+        identity: Whether the field is part of the run's identity: another value cannot append to the run.
+        common: The commands whose ``--help`` lists the flag; ``--help-all`` lists every flag.
+        default: How the default is described, if its value alone does not say it.
+        parse: Converts text (flags, variables, TOML) to the field's value, if the field is not a plain value.
+        format: The inverse of ``parse``.
+        flag: Whether the field can be given as a flag.
+
+    """
+
+    help: str
+    group: Group
+    name: str = ""
+    identity: bool = False
+    common: tuple[CommandName, ...] = ()
+    default: str = ""
+    parse: Callable[[str], Any] | None = None
+    format: Callable[[Any], str] | None = None
+    flag: bool = True
+
+
+OPTION = "option"
+"""The key of a field's metadata under which its :class:`Option` is found."""
+
+
+def option(value: Any, text: str, group: Group, **more: Any) -> Any:
+    """Return a dataclass field with a default and its :class:`Option`."""
+    return field(default=value, metadata={OPTION: Option(text, group, **more)})
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Split names at commas and spaces."""
+    return tuple(text.replace(",", " ").split())
+
+
+def one_of(flag: str, value: str, choices: object) -> None:
+    """Raise an error unless the value is one of a Literal's."""
+    known = get_args(choices)
+    if value not in known:
+        raise SpecError(flag, expected=f"one of {', '.join(known)}", found=repr(value))
+
+
+def within(flag: str, value: float | None, low: float, high: float) -> None:
+    """Raise an error unless the value is None or in this range."""
+    if value is not None and not (low <= value <= high and math.isfinite(value)):
+        raise SpecError(flag, expected=f"from {low:,} to {high:,}", found=f"{value:,}")
+
+
+def checked(hint: Any, value: Any, problem: str) -> Any:
+    """Return a value whose type is the hint's; integers are accepted for floats, and lists for tuples."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        if value is None and type(None) in arguments:
+            return None
+        (hint,) = (each for each in arguments if each is not type(None))
+        return checked(hint, value, problem)
+    if origin is Literal:
+        if value in arguments:
+            return value
+        raise SpecError(problem, expected=f"one of {', '.join(map(str, arguments))}", found=repr(value))
+    if origin is tuple and isinstance(value, list | tuple):
+        return tuple(checked(arguments[0], each, problem) for each in value)
+    if hint is float and type(value) is int:
+        return float(value)
+    if origin is None and type(value) is hint:
+        return value
+    expected = "a list" if origin is tuple else _KINDS.get(hint, str(hint))
+    raise SpecError(problem, expected=expected, found=repr(value))
+
+
+_KINDS = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
+
+
+def toml(value: Any) -> str:
+    """Return a value as TOML."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(toml, value))}]"
+    if isinstance(value, str):  # A JSON string is a TOML string, except for the delete character.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return json.dumps(value)
