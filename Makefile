@@ -64,7 +64,9 @@ soak: $(VENV)/.ready  ## the randomized suites at full length
 	$(PYTHON) -m venv .venv-peers
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"), "$(CURDIR)/src", sep="\n")' \
 	  > "$$(.venv-peers/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth"
-	.venv-peers/bin/pip install --quiet 'torch==2.13.0' 'sae-lens==6.54.12' 'torchdata==0.11.0' 'peft>=0.17'
+	.venv-peers/bin/pip install --quiet 'torch==2.13.0' 'sae-lens==6.54.12' 'torchdata==0.11.0' 'peft>=0.17' openai loguru pydantic-settings
+	# Their requirements pin inference servers and other versions of torch, which the loaders do not use.
+	.venv-peers/bin/pip install --quiet --no-deps 'speculators==0.9.0' 'hs-connectors==0.9.0' 'specforge==0.2.0'
 	@touch $@
 
 peers-install: .venv-peers/.ready

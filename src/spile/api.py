@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from spile.errors import DataError, SpecError, SpileError, UserError, naming
 from spile.spec.run import (
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from spile.models.model_files import ReadConfig
     from spile.planning.forecast import Forecast
     from spile.reading.dataset import Dataset
-    from spile.reading.export import Exported, ExportFormat
+    from spile.reading.export import ExportDtype, Exported, ExportFormat
     from spile.reading.inspection import Comparison, Inspection
     from spile.store.predictions import Decode
     from spile.store.report import Report
@@ -405,7 +405,7 @@ def export(
     to: ExportFormat = "npy",
     taps: Sequence[str] | None = None,
     streams: Sequence[int] | None = None,
-    dtype: Literal["float32", "float16"] = "float32",
+    dtype: ExportDtype | None = None,
     context_size: int = 128,
     hook_name: str | None = None,
 ) -> Exported:
@@ -414,10 +414,10 @@ def export(
     Args:
         root: A dataset, or where it is stored.
         output: A new folder on this machine.
-        to: ``npy``, ``parquet``, ``hf``, ``saelens`` or ``pickle``.
+        to: ``npy``, ``parquet``, ``hf``, ``saelens``, ``pickle``, ``speculators`` or ``specforge``.
         taps: The taps; None takes the residual stream of all layers.
         streams: Only these streams.
-        dtype: The dtype of the numbers.
+        dtype: The dtype of the numbers; None takes float32, or bfloat16 for ``speculators`` and ``specforge``.
         context_size: The length of a context in the cache of SAELens.
         hook_name: The name of the tap in the cache of SAELens; None takes that of TransformerLens.
     """

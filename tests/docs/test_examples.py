@@ -75,8 +75,16 @@ def test_the_probe_is_better_than_a_guess(tmp_path: Path) -> None:
     assert correct > guess + 20
 
 
+def test_training_data_for_a_draft_model(tmp_path: Path) -> None:
+    hub = pytest.importorskip("datasets")
+    (tmp_path / "texts.txt").write_text("The cat sat on\nOne, two, three,\n")
+    assert "2 samples" in run(tmp_path, "eagle3.py", "texts.txt", "--max-new-tokens", "4")
+    table = hub.load_from_disk(str(tmp_path / "eagle3" / "draft")).with_format("numpy")
+    assert [0 < sum(row["loss_mask"]) < row["seq_len"] for row in table] == [True, True]
+
+
 def test_the_new_examples_are_short_and_no_example_imports_a_private_module() -> None:
-    for name in ("probe.py", "sae.py", "crosscoder.py"):
+    for name in ("probe.py", "sae.py", "crosscoder.py", "eagle3.py"):
         assert len((EXAMPLES / name).read_text().splitlines()) < 40, name
     notebooks = [*EXAMPLES.glob("*.ipynb"), TUTORIAL]
     texts = {file.name: file.read_text() for file in EXAMPLES.glob("*.py")}

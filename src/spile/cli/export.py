@@ -14,7 +14,7 @@ from spile.spec.run import StoreDtype
 from spile.view.table import SafeConsole
 from spile.view.table import output as console
 
-Form = Literal["pickle", "saelens", "npy", "parquet", "hf"]
+Form = Literal["pickle", "saelens", "npy", "parquet", "hf", "speculators", "specforge"]
 
 
 def export(
@@ -22,7 +22,10 @@ def export(
     *,
     to: Annotated[
         Form,
-        Parameter(help="The format: the pickles of the old guides, SAELens' cache, NumPy, Parquet or Hugging Face."),
+        Parameter(
+            help="The format: the pickles of the old guides, SAELens' cache, NumPy, Parquet, Hugging Face, or the "
+            "training data of speculators or SpecForge."
+        ),
     ],
     output: Annotated[str, Parameter(help="A new folder on this machine, or for pickles in a bucket.")],
     taps: Annotated[
@@ -30,7 +33,10 @@ def export(
         Parameter(consume_multiple=True, negative="", help="Such as residual.3; [default: residual of all layers]"),
     ] = None,
     streams: Annotated[str | None, Parameter(help="Only these streams, such as 0-3,7. [default: all]")] = None,
-    dtype: Annotated[Literal["float32", "float16"], Parameter(help="Of the numbers written.")] = "float32",
+    dtype: Annotated[
+        Literal["float32", "float16", "bfloat16"] | None,
+        Parameter(help="Of the numbers written. [default: float32; bfloat16 for speculators and specforge]"),
+    ] = None,
     context_size: Annotated[int, Parameter(help="The context size of SAELens' cache.")] = 128,
     hook_name: Annotated[
         str | None, Parameter(help="The name of the tap in SAELens. [default: TransformerLens']")
@@ -56,7 +62,7 @@ def export(
             hook_name=hook_name,
             seen=seen,
         )
-    unit = "context" if to == "saelens" else "row"
+    unit = {"saelens": "context", "speculators": "sample", "specforge": "sample"}.get(to, "row")
     console().print(
         f"wrote {counted(done.rows, unit)} of {', '.join(chosen)} to {output} ({counted(done.files, 'file')})",
         soft_wrap=True,

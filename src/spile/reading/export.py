@@ -29,6 +29,9 @@ from spile.objects import is_remote, open_folder
 from spile.objects.local import sync_folder, write_errors
 from spile.reading.dataset import Dataset
 from spile.reading.rows import context_of
+from spile.spec.positions import ALL
+from spile.spec.safetensors import encode_header
+from spile.spec.sample import Role
 from spile.spec.taps import Tap
 from spile.store.layout import METADATA
 from spile.store.shard_reader import ShardReader
@@ -39,7 +42,8 @@ _SLICE = 16_384
 _UNFINISHED = ".spile-export"
 
 _Array = npt.NDArray[Any]
-ExportFormat = Literal["pickle", "saelens", "npy", "parquet", "hf"]
+ExportFormat = Literal["pickle", "saelens", "npy", "parquet", "hf", "speculators", "specforge"]
+ExportDtype = Literal["float32", "float16", "bfloat16"]
 Seen = Callable[[int, int], None]
 """A function that is called with the finished and the total amount."""
 
@@ -72,18 +76,7 @@ class Block:
             DataError: A value is too large for the dtype.
         """
         rows = self.shard.rows(tap, start, self.length if stop is None else stop)
-        with np.errstate(over="ignore"):
-            converted = rows.astype(self.dtype)
-        if self.dtype == "float16":
-            lost = int(np.count_nonzero(np.isinf(converted) & np.isfinite(rows)))
-            if lost:
-                raise DataError(
-                    f"--dtype float16: {lost} values of {tap} in {self.shard.where}",
-                    expected=f"at most {np.finfo(np.float16).max:g}",
-                    found=f"up to {np.abs(rows.astype(np.float32)).max():.4g}",
-                    fix="use --dtype float32",
-                )
-        return converted
+        return _converted(rows, self.dtype, f"{tap} in {self.shard.where}")
 
     def columns(self) -> dict[str, _Array]:
         """Return stream, sample, position, token and role of each row."""
@@ -101,6 +94,20 @@ class Block:
         """Return the task id of each row."""
         lengths = np.diff(self.shard.read_tensor("offsets"))
         return [note["task_id"] for note, count in zip(self.shard.notes, lengths, strict=True) for _ in range(count)]
+
+
+def _converted(rows: _Array, dtype: str, where: str) -> _Array:
+    with np.errstate(over="ignore"):
+        converted = rows.astype(dtype)
+    lost = int(np.count_nonzero(np.isinf(converted) & np.isfinite(rows))) if dtype == "float16" else 0
+    if lost:
+        raise DataError(
+            f"--dtype float16: {lost} values of {where}",
+            expected=f"at most {np.finfo(np.float16).max:g}",
+            found=f"up to {np.abs(rows.astype(np.float32)).max():.4g}",
+            fix="use --dtype float32",
+        )
+    return converted
 
 
 @dataclass(frozen=True)
@@ -376,8 +383,7 @@ def write_parquet(export: Export, output: str) -> Exported:
 
 def write_hf(export: Export, output: str) -> Exported:
     """Write a folder that ``datasets.load_from_disk`` opens, one row per token."""
-    found = (batch for block in export.blocks() for batch in _record_batches(block))
-    return _save_dataset(found, None, output)
+    return _save_dataset(lambda _: (batch for block in export.blocks() for batch in _record_batches(block)), output)
 
 
 def write_saelens(export: Export, output: str, *, context_size: int = 128, name: str | None = None) -> Exported:
@@ -403,7 +409,7 @@ def write_saelens(export: Export, output: str, *, context_size: int = 128, name:
         yield first
         yield from source
 
-    return _save_dataset(_contexts(all_blocks(), tap, context_size, features.arrow_schema), features, output)
+    return _save_dataset(lambda _: _contexts(all_blocks(), tap, context_size, features.arrow_schema), output, features)
 
 
 def _contexts(source: Iterator[Block], tap: str, size: int, schema: Any) -> Iterator[Any]:
@@ -430,8 +436,17 @@ def _contexts(source: Iterator[Block], tap: str, size: int, schema: Any) -> Iter
                 yield arrow.record_batch([activations, ids_column.cast(schema.types[1])], schema=schema)
 
 
-def _save_dataset(batches: Iterator[Any], features: Any, output: str) -> Exported:
-    """Write one Arrow file, which ``datasets`` maps and saves, so that nothing is held in memory."""
+def _save_dataset(
+    batches: Callable[[Path], Iterator[Any]], output: str, features: Any = None, form: str | None = None
+) -> Exported:
+    """Write one Arrow file, which ``datasets`` maps and saves, so that nothing is held in memory.
+
+    Args:
+        batches: A function that is given the folder and yields record batches. It may write files of its own there.
+        output: The folder.
+        features: What ``datasets`` must find in the file; None accepts anything.
+        form: What ``datasets`` returns columns as. ``Dataset.set_format`` would need torch for "torch".
+    """
     hub, arrow = _hub_datasets(), _arrow()
     rows = 0
     with new_folder(output) as folder:
@@ -439,7 +454,7 @@ def _save_dataset(batches: Iterator[Any], features: Any, output: str) -> Exporte
         path.parent.mkdir()
         writer = None
         with path.open("wb") as file:
-            for batch in batches:
+            for batch in batches(folder):
                 writer = writer or arrow.ipc.new_stream(file, batch.schema)
                 writer.write_batch(batch)
                 rows += batch.num_rows
@@ -452,8 +467,92 @@ def _save_dataset(batches: Iterator[Any], features: Any, output: str) -> Exporte
         if features is not None and found.features != features:
             raise AssertionError(f"datasets read other features: {found.features}")
         shutil.rmtree(path.parent)
-        files = len(list(folder.iterdir()))
+        if form is not None:
+            state = json.loads((folder / "state.json").read_bytes())
+            (folder / "state.json").write_text(json.dumps({**state, "_format_type": form}))
+        files = sum(each.is_file() for each in folder.rglob("*"))
     return Exported(files, rows)
+
+
+def _draft_samples(export: Export, last: str) -> Iterator[tuple[int, _Array, _Array, _Array]]:
+    """Yield number, tokens, loss mask and rows [tokens, taps, d] of each sample, in the order of the data.
+
+    ``last`` is the tap that the trainer of draft models takes for the end of the model. The loss mask selects the
+    assistant's tokens, or all tokens of a sample that has no turns.
+    """
+    run, dataset = export.dataset.run, export.dataset
+    if len(export.taps) < 2 or export.taps[-1] != last:
+        raise SpecError("--taps", expected=f"some layers, then {last}", found=" ".join(export.taps))
+    if run.positions != ALL:
+        raise UserError(
+            "the dataset has not all tokens", expected="--positions all", found=f"--positions {run.positions}"
+        )
+    streams = {stream.number for stream in dataset.streams_with(export.taps, export.streams)}
+    chosen = [address for place in range(len(dataset)) if (address := dataset.samples.address(place))[0] in streams]
+    trained = 0
+    for number, (stream, index) in enumerate(chosen):
+        sample = dataset.sample(stream, index)
+        found = sample.all_rows(export.taps)
+        rows = [_converted(each, export.dtype, f"{tap} of sample {index}") for tap, each in found.items()]
+        turns = sample.roles & (Role.SYSTEM | Role.USER | Role.ASSISTANT)
+        mask = (sample.roles & Role.ASSISTANT != 0) | (not turns.any())
+        yield number, sample.tokens.astype(np.int64), mask.astype(np.int64), np.stack(rows, axis=1)
+        trained += int(mask.sum())
+        export.seen(number + 1, len(chosen))
+    if not trained:
+        raise UserError(
+            f"the loss mask of {dataset.root.url} selects no token",
+            expected="answers of an assistant",
+            found="prompts only",
+            fix="store chats with answers, or run spile infer",
+        )
+
+
+def write_speculators(export: Export, output: str) -> Exported:
+    """Write what speculators trains draft models on: a dataset of tokens, and a file of hidden states per sample.
+
+    The last tap is the residual stream after the last layer; speculators applies the final norm itself.
+    """
+    arrow = _arrow()
+
+    def batches(folder: Path) -> Iterator[Any]:
+        states = folder / "hidden_states"
+        states.mkdir()
+        for number, tokens, mask, rows in _draft_samples(export, f"residual.{export.dataset.run.n_layers - 1}"):
+            arrays = {"token_ids": tokens, "hidden_states": rows}
+            code = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}[export.dtype]
+            shapes = [("token_ids", "I64", tokens.shape), ("hidden_states", code, rows.shape)]
+            header, _ = encode_header(shapes, {})
+            parts = [header, *(np.ascontiguousarray(each).tobytes() for each in arrays.values())]
+            (states / f"hs_{number}.safetensors").write_bytes(b"".join(parts))
+            columns = {"input_ids": [tokens], "loss_mask": [mask], "seq_len": [len(tokens)]}
+            yield arrow.record_batch([arrow.array(column) for column in columns.values()], names=list(columns))
+
+    return _save_dataset(batches, output, form="torch")
+
+
+def write_specforge(export: Export, output: str) -> Exported:
+    """Write what SpecForge's offline training of draft models reads: ``data_N.ckpt`` for each sample.
+
+    The last tap is the output of the final norm, since SpecForge applies only the LM head to it.
+    """
+    try:
+        import torch
+    except ImportError as error:
+        raise UserError("--to specforge needs torch", fix="run: pip install torch") from error
+    count = 0
+    with new_folder(output) as folder:
+        for number, tokens, mask, rows in _draft_samples(export, "final_norm"):
+            states = torch.from_numpy(rows.astype(np.float32)).to(getattr(torch, export.dtype))[None]
+            content = {
+                "input_ids": torch.from_numpy(tokens),
+                "loss_mask": torch.from_numpy(mask),
+                "hidden_state": states[:, :, -1].clone(),
+                "aux_hidden_state": states[:, :, :-1].flatten(2),
+            }
+            torch.save(content, folder / f"data_{number}.ckpt")
+            count = number + 1
+    return Exported(count, count)
 
 
 def hook_name(tap: str) -> str:
@@ -471,7 +570,7 @@ def export_dataset(
     to: ExportFormat,
     taps: Sequence[str] | None = None,
     streams: Sequence[int] | None = None,
-    dtype: Literal["float32", "float16"] = "float32",
+    dtype: ExportDtype | None = None,
     context_size: int = 128,
     hook_name: str | None = None,
     seen: Seen = ignore_progress,
@@ -479,17 +578,28 @@ def export_dataset(
     """Write taps of a dataset in one of the formats; without ``taps``, the residual stream of all layers."""
     if to not in get_args(ExportFormat):
         raise SpecError("--to", expected=f"one of {', '.join(get_args(ExportFormat))}", found=repr(to))
-    if dtype not in ("float32", "float16"):
-        raise SpecError("--dtype", expected="float32 or float16", found=repr(dtype))
-    wanted = Export(dataset, chosen_taps(dataset, taps), dtype, streams, seen)
+    drafts = to in ("speculators", "specforge")
+    known = get_args(ExportDtype) if drafts else ("float32", "float16")
+    if dtype is not None and dtype not in known:
+        raise SpecError("--dtype", expected=" or ".join(known), found=repr(dtype))
+    wanted = Export(dataset, chosen_taps(dataset, taps), dtype or known[-1 if drafts else 0], streams, seen)
     if to == "saelens":
         if len(wanted.taps) != 1:
             raise SpecError("--to saelens", expected="one tap, such as --taps residual.3", found=len(wanted.taps))
         if context_size < 1:
             raise SpecError("--context-size", expected="1 or more", found=context_size)
         return write_saelens(wanted, output, context_size=context_size, name=hook_name)
-    writers = {"pickle": write_pickles, "npy": write_npy, "parquet": write_parquet, "hf": write_hf}
-    return writers[to](wanted, output)
+    return _WRITERS[to](wanted, output)
+
+
+_WRITERS = {
+    "pickle": write_pickles,
+    "npy": write_npy,
+    "parquet": write_parquet,
+    "hf": write_hf,
+    "speculators": write_speculators,
+    "specforge": write_specforge,
+}
 
 
 def check_output(to: ExportFormat, output: str) -> None:

@@ -16,13 +16,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from spile.errors import DataError, UserError
+import spile
+from spile.errors import DataError, SpecError, UserError
 from spile.objects import open_folder
 from spile.reading.dataset import Dataset
 from spile.reading.dataset import open as open_dataset
 from spile.reading.export import (
     Block,
     Export,
+    export_dataset,
     hook_name,
     new_folder,
     write_hf,
@@ -32,6 +34,7 @@ from spile.reading.export import (
     write_saelens,
 )
 from spile.reading.importing import import_pickles, read_pickle
+from spile.spec.sample import Role
 from spile.store.verification import verify
 from spile_fakes.gcs import FakeGcs
 from world import produce
@@ -407,3 +410,63 @@ def test_the_saelens_cache_has_contexts(dataset: Dataset, tmp_path: Path) -> Non
     assert loaded.features["blocks.1.hook_resid_post"].shape == (16, 8)
     assert np.array_equal(np.stack(list(loaded["blocks.1.hook_resid_post"])), wanted[: count * 16].reshape(-1, 16, 8))
     assert hook_name("mlp.3") == "blocks.3.hook_mlp_out"
+
+
+@pytest.fixture(scope="module")
+def answered(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    root = str(tmp_path_factory.mktemp("answered") / "root")
+    spile.infer(
+        "embedded",
+        "embedded",
+        root,
+        taps=["residual.0,2,5"],
+        max_samples=3,
+        max_new_tokens=5,
+        batch_size=3,
+    )
+    return open_dataset(root)
+
+
+DRAFT = ("residual.0", "residual.2", "residual.5")
+
+
+def test_speculators_data_has_states_and_a_loss_mask_of_answers(answered: Dataset, tmp_path: Path) -> None:
+    hub, numpy = pytest.importorskip("datasets"), pytest.importorskip("safetensors.numpy")
+    done = export_dataset(answered, str(tmp_path / "draft"), to="speculators", taps=DRAFT, dtype="float32")
+    table = hub.load_from_disk(str(tmp_path / "draft")).with_format("numpy")
+    assert done.rows == len(table) == len(answered) == 3
+    for number, sample in enumerate(answered):
+        states = numpy.load_file(str(tmp_path / "draft" / "hidden_states" / f"hs_{number}.safetensors"))
+        assert np.array_equal(states["hidden_states"], np.stack([sample[tap] for tap in DRAFT], axis=1))
+        assert np.array_equal(states["token_ids"], sample.tokens)
+        assert np.array_equal(table[number]["input_ids"], sample.tokens)
+        assert table[number]["seq_len"] == len(sample)
+        mask = table[number]["loss_mask"]
+        assert np.array_equal(mask, (sample.roles & Role.ASSISTANT) != 0)
+        assert 0 < mask.sum() <= 5
+
+
+@pytest.mark.parametrize(
+    ("taps", "to", "text"),
+    [
+        (("residual.5",), "speculators", "some layers, then residual.5"),
+        (("residual.0", "residual.2"), "speculators", "some layers, then residual.5"),
+        (("residual.0", "residual.5"), "specforge", "some layers, then final_norm"),
+    ],
+)
+def test_the_last_tap_of_draft_data_is_the_end_of_the_model(
+    answered: Dataset, tmp_path: Path, taps: Any, to: Any, text: str
+) -> None:
+    if to == "specforge":
+        pytest.importorskip("torch")
+    with pytest.raises(SpecError, match=text):
+        export_dataset(answered, str(tmp_path / "draft"), to=to, taps=taps)
+    assert not list(tmp_path.iterdir())
+
+
+def test_draft_data_needs_answers(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    spile.extract("embedded", "embedded", tmp_path / "root", taps=["residual.0,5"], max_samples=1)
+    with pytest.raises(UserError, match="selects no token"):
+        spile.export(tmp_path / "root", tmp_path / "draft", to="speculators")
+    assert not (tmp_path / "draft").exists()
