@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack, overload
 import numpy as np
 import numpy.typing as npt
 
-from spile.errors import SpileError, UserError
+from spile.errors import SpileError, UserError, printable
 from spile.objects import Folder, open_folder
 from spile.reading.blocks import StoredBlocks
 from spile.reading.rows import RowBatch, SampleRef, iterate, ref_of, selection_of
@@ -472,7 +472,8 @@ class Dataset(Sequence[StoredSample]):
     def __repr__(self) -> str:
         samples = sum(stream.samples for stream in self.streams)
         taps = ", ".join(self.taps[:3]) + (f" and {len(self.taps) - 3} more" if len(self.taps) > 3 else "")
-        return f"<dataset {self.root.url}: {counted(samples, 'sample')} of {self.run.model}, {taps or 'no taps'}>"
+        model = printable(self.run.model)
+        return f"<dataset {self.root.url}: {counted(samples, 'sample')} of {model}, {taps or 'no taps'}>"
 
     def _repr_html_(self) -> str:
         tokens = sum(stream.tokens for stream in self.streams)
