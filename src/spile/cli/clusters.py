@@ -12,7 +12,7 @@ from cyclopts import Group, Parameter
 
 from spile.cli.flags import ExtractFlags, flag, pairs, variables
 from spile.errors import SpecError
-from spile.objects.opening import is_remote
+from spile.objects import is_remote
 
 if TYPE_CHECKING:
     from spile.launch.engines import ClusterJob

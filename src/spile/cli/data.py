@@ -16,7 +16,7 @@ from rich.console import Console
 from spile.cli.aliases import GUIDES_DATASET
 from spile.cli.flags import parse_numbers
 from spile.errors import DataError, SpecError
-from spile.objects.opening import is_remote
+from spile.objects import is_remote
 from spile.view.table import output as output_console
 
 if TYPE_CHECKING:

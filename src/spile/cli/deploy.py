@@ -25,7 +25,7 @@ from spile.cli.flags import (
     variables,
 )
 from spile.errors import RunMismatch, SpecError
-from spile.objects.opening import is_remote
+from spile.objects import is_remote
 from spile.spec.run import RunSpec
 from spile.view.table import output
 

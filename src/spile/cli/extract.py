@@ -14,7 +14,7 @@ from cyclopts import Parameter
 from spile.cli.aliases import with_guide_defaults
 from spile.cli.flags import BackfillFlags, EngineFlags, ExtractFlags, InferFlags, PodFlags, RunFlags, log
 from spile.errors import SpecError
-from spile.objects.opening import is_remote
+from spile.objects import is_remote
 from spile.spec.phase import Phase
 from spile.spec.run import RunSpec
 

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from spile.cli.program import COMMON_FLAGS
 from spile.errors import SpecError, UserError, printable
-from spile.objects.opening import is_remote
+from spile.objects import is_remote
 from spile.spec.options import CommandName
 from spile.spec.run import BackfillSpec, RunSpec, SpecField, make_spec, parse_mesh_shape, spec_fields
 from spile.spec.taps import parse_taps

@@ -20,7 +20,7 @@ from itertools import chain, islice
 from pathlib import Path
 
 from spile.errors import DataError, StoreError
-from spile.objects.opening import is_remote
+from spile.objects import is_remote
 from spile.spec.run import EMBEDDED
 from spile.spec.sample import Part
 

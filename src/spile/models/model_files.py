@@ -18,9 +18,8 @@ from spile.models.adapters import Adapter
 from spile.models.architecture import ModelConfig
 from spile.models.families import FAMILIES, read_config
 from spile.models.safetensors_files import BucketSource, ByteSource, LocalSource, read_index
-from spile.objects import open_folder
+from spile.objects import is_remote, open_folder
 from spile.objects.crc import crc32c
-from spile.objects.opening import is_remote
 from spile.spec.run import EMBEDDED
 
 if TYPE_CHECKING:

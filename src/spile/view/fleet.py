@@ -16,7 +16,7 @@ from spile.fleet.monitor import FleetStatus, WorkerStatus
 from spile.fleet.provider import Life
 from spile.spec.amounts import amount, counted
 from spile.store.snapshot import Snapshot, State, StreamView
-from spile.view import watching
+from spile.view import table
 from spile.view.table import (
     COUNTS,
     Column,
@@ -24,13 +24,14 @@ from spile.view.table import (
     ago,
     counts_line,
     draw,
+    footer,
     headline,
+    health_line,
     keep_rows,
     one_line_each,
     share_height,
     totals_line,
 )
-from spile.view.watching import footer, health_line
 
 _NEWS = 6
 _STYLE = {Life.ALIVE: "green", Life.COMING: "cyan", Life.LEAVING: "yellow", Life.DEAD: "red", Life.ABSENT: "red"}
@@ -225,8 +226,8 @@ def watch(
     def draws(status: FleetStatus) -> RenderableType:
         return render(status, interval=interval, height=console.height)  # The height may change between rounds.
 
-    with watching.showing(console, draws, plain_lines) as show:
-        status = watching.watch(look, show, lambda seen: seen.over, console, interval=interval, sleep=sleep)
+    with table.showing(console, draws, plain_lines) as show:
+        status = table.watch(look, show, lambda seen: seen.over, console, interval=interval, sleep=sleep)
     ended = "the work is finished"  # This also holds if the budget was reached meanwhile: nothing was left to stop.
     if status.failed:
         ended = status.history.stopped or "some workers were given up"

@@ -13,20 +13,21 @@ from rich.text import Text
 
 from spile.spec.amounts import duration
 from spile.store.snapshot import Snapshot, State, StreamView
-from spile.view import watching
+from spile.view import table
 from spile.view.table import (
     COUNTS,
     Column,
     Fitting,
     counts_line,
     draw,
+    footer,
     headline,
+    health_line,
     keep_rows,
     one_line_each,
     share_height,
     totals_line,
 )
-from spile.view.watching import footer, health_line
 
 _STYLE = {
     State.DONE: "green",
@@ -120,5 +121,5 @@ def watch(
     def draws(snapshot: Snapshot) -> RenderableType:
         return render(snapshot, interval=interval, height=console.height)  # the terminal may have been resized
 
-    with suppress(KeyboardInterrupt), watching.showing(console, draws, plain_lines) as show:
-        watching.watch(take, show, lambda snapshot: snapshot.done, console, interval=interval, sleep=sleep)
+    with suppress(KeyboardInterrupt), table.showing(console, draws, plain_lines) as show:
+        table.watch(take, show, lambda snapshot: snapshot.done, console, interval=interval, sleep=sleep)

@@ -14,7 +14,7 @@ import jax
 from spile.data.stream import SampleReader
 from spile.models.architecture import ModelConfig
 from spile.models.tensors import flops_per_token
-from spile.objects.opening import is_remote
+from spile.objects import is_remote
 from spile.spec.run import ExtractSpec
 from spile.spec.sample import Sample
 from spile.worker.batches import Sizes
