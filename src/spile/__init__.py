@@ -23,10 +23,12 @@ What is here:
 
 - ``tap``, ``load``: run a model on a few texts and keep it loaded.
 - ``extract``, ``infer``, ``add_taps``: run a model over a dataset and store what its layers compute.
+- ``stream``: run a model and give the rows of its layers to a training loop, without storing them.
 - ``plan``: tokens, bytes, hours and dollars of a run before it starts.
 - ``open``, ``verify``, ``inspect``, ``compare``, ``export``, ``score``: read and examine what was stored.
 - ``RunSpec`` and its parts: everything that a run is asked for as one object, which ``extract`` accepts as well.
-- ``Dataset``, ``Activations``, ``Model``, ``Summary``, ``Report``, ``RowBatch``, ``Role``: what the functions return.
+- ``Dataset``, ``JointDataset``, ``ActivationStream``, ``Activations``, ``Model``, ``Summary``, ``Report``,
+  ``RowBatch``, ``Role``: what the functions return. ``ShuffledReaders`` are what the first three have in common.
 - ``errors``: one exception tree. Every error is one line: what is wrong, what was expected, and how to fix it.
 
 The command line is ``spile --help``; the guides and the format on disk are in ``docs/``.
@@ -41,29 +43,34 @@ from spile import errors
 from spile.version import __version__
 
 if TYPE_CHECKING:
-    from spile.api import compare, export, extract, infer, inspect, load, plan, score, tap, verify
-    from spile.reading.dataset import Dataset, open  # noqa: A004
+    from spile.api import compare, export, extract, infer, inspect, load, plan, score, stream, tap, verify
+    from spile.reading.dataset import Dataset, JointDataset, open  # noqa: A004
+    from spile.reading.readers import ShuffledReaders
     from spile.reading.rows import RowBatch
     from spile.spec.run import BackfillSpec, DataSpec, ExtractSpec, GenerationSpec, PromptSpec, RunSpec
     from spile.spec.sample import Role
     from spile.store.report import Report
     from spile.worker.backfill import add_taps
     from spile.worker.progress import Summary
+    from spile.worker.streaming import ActivationStream
     from spile.worker.tapping import Activations, Model
 
 __all__ = [
+    "ActivationStream",
     "Activations",
     "BackfillSpec",
     "DataSpec",
     "Dataset",
     "ExtractSpec",
     "GenerationSpec",
+    "JointDataset",
     "Model",
     "PromptSpec",
     "Report",
     "Role",
     "RowBatch",
     "RunSpec",
+    "ShuffledReaders",
     "Summary",
     "__version__",
     "add_taps",
@@ -77,24 +84,28 @@ __all__ = [
     "open",
     "plan",
     "score",
+    "stream",
     "tap",
     "verify",
 ]
 
 # Imported when first used, so that ``import spile`` and ``spile --help`` stay light.
 _LAZY = {
+    "ActivationStream": "spile.worker.streaming",
     "Activations": "spile.worker.tapping",
     "BackfillSpec": "spile.spec.run",
     "DataSpec": "spile.spec.run",
     "Dataset": "spile.reading.dataset",
     "ExtractSpec": "spile.spec.run",
     "GenerationSpec": "spile.spec.run",
+    "JointDataset": "spile.reading.dataset",
     "Model": "spile.worker.tapping",
     "PromptSpec": "spile.spec.run",
     "Report": "spile.store.report",
     "Role": "spile.spec.sample",
     "RowBatch": "spile.reading.rows",
     "RunSpec": "spile.spec.run",
+    "ShuffledReaders": "spile.reading.readers",
     "Summary": "spile.worker.progress",
     "add_taps": "spile.worker.backfill",
     "compare": "spile.api",
@@ -106,6 +117,7 @@ _LAZY = {
     "open": "spile.reading.dataset",
     "plan": "spile.api",
     "score": "spile.api",
+    "stream": "spile.api",
     "tap": "spile.api",
     "verify": "spile.api",
 }

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from spile.store.report import Report
     from spile.worker.pod.pod import WorkerGroup
     from spile.worker.progress import Progress, Summary
+    from spile.worker.streaming import ActivationStream
     from spile.worker.tapping import Activations, Model, TapOptions
 
 Data = Any
@@ -59,6 +60,7 @@ class RunOptions(TypedDict, total=False):
     prompt_version: str
     predictions_per_task: int
     column: str
+    template_from: str | None
     pack: bool
     max_seq_length: int
     long: LongPolicy
@@ -206,6 +208,37 @@ def extract(
         spec = _run_spec("extract", model, data, output, taps, options)
         with _shown(progress, stop) as (counters, ended):
             return run(spec, progress=counters, stop=ended, hosts=hosts)
+
+
+def stream(
+    model: str | RunSpec = "embedded",
+    data: Data = None,
+    taps: Sequence[str] | str | None = None,
+    *,
+    store: str | os.PathLike[str] | None = None,
+    workers: int | str | Sequence[Mapping[str, str]] | None = None,
+    **options: Unpack[RunOptions],
+) -> ActivationStream:
+    """Run a model and give its activations to a training loop, without storing them.
+
+    The result has the readers of a dataset: ``shuffled``, ``torch``, ``jax`` and ``grain``. They give the batches that
+    :meth:`spile.Dataset.shuffled` gives with ``order="data"`` after :func:`extract` of the same data.
+
+    Args:
+        model: As for :func:`extract`.
+        data: As for :func:`extract`.
+        taps: As for :func:`extract`.
+        store: Also store what is computed: the dataset of :func:`extract`. What it already holds is read, not computed.
+        workers: Compute in other processes: their number, a list with the environment variables of each, such as
+            ``[{"CUDA_VISIBLE_DEVICES": "1"}, …]``, or ``ray:4`` for actors on a Ray cluster.
+        options: The flags of ``spile extract``, with underscores.
+
+    """
+    from spile.worker.streaming import ActivationStream
+
+    with naming("spile.stream"):
+        spec = _run_spec("stream", model, data, store, taps, options)
+        return ActivationStream(spec, store=store is not None, workers=workers)
 
 
 def infer(

@@ -65,6 +65,28 @@ def test_the_short_sae_and_the_crosscoder_learn(tmp_path: Path) -> None:
         assert unexplained(last) < 0.9 * unexplained(first), words[0]
 
 
+def learns(folder: Path, *words: str) -> None:
+    (first,) = run(folder, *words, "--steps", "1").splitlines()
+    (last,) = run(folder, *words, "--steps", "60").splitlines()
+    assert unexplained(last) < 0.9 * unexplained(first), words[0]
+
+
+def test_a_crosscoder_of_two_models_and_a_temporal_sae_learn(demo: str, tmp_path: Path) -> None:
+    extracted(tmp_path / "b", "--dataset", f"spile:{demo}", "--store-dtype", "float32")
+    learns(tmp_path, "crosscoder_models.py", f"{demo}:residual.1", "b:residual.1")
+    learns(tmp_path, "temporal_sae.py", demo, "residual.1")
+
+
+def test_an_sae_learns_without_storing_and_the_activations_can_be_stored_too(tmp_path: Path) -> None:
+    (tmp_path / "texts.txt").write_text(
+        "\n".join(f"The number {number} follows {number - 1}." for number in range(300))
+    )
+    learns(tmp_path, "sae_stream.py", "texts.txt", "residual.1")
+    assert [path.name for path in tmp_path.iterdir()] == ["texts.txt"]
+    run(tmp_path, "sae_stream.py", "texts.txt", "residual.1", "--steps", "1", "--store", "stored")
+    assert (tmp_path / "stored" / "run.json").exists()
+
+
 def test_the_probe_is_better_than_a_guess(tmp_path: Path) -> None:
     words = ["apple", "river", "seven", "green", "paper"]
     rows = [f"{word} {other} {place},{place % 2}" for place in range(4) for word in words for other in words]
@@ -73,6 +95,10 @@ def test_the_probe_is_better_than_a_guess(tmp_path: Path) -> None:
     line = run(tmp_path, "probe.py", "texts.csv", "--column", "review")
     correct, guess = (float(part.split("%")[0].split()[-1]) for part in line.split(": ")[1:])
     assert correct > guess + 20
+    lines = run(tmp_path, "probe_layers.py", "texts.csv", "--column", "review").splitlines()
+    best = {name: max(float(line.split(f"{name} ")[1].split("%")[0]) for line in lines) for name in ("mean", "max")}
+    assert lines[0].startswith("residual.0: last-content ")
+    assert min(best.values()) > guess + 20
 
 
 def test_training_data_for_a_draft_model(tmp_path: Path) -> None:
@@ -84,7 +110,8 @@ def test_training_data_for_a_draft_model(tmp_path: Path) -> None:
 
 
 def test_the_new_examples_are_short_and_no_example_imports_a_private_module() -> None:
-    for name in ("probe.py", "sae.py", "crosscoder.py", "eagle3.py"):
+    sae = ("sae", "sae_stream", "temporal_sae", "crosscoder", "crosscoder_models")
+    for name in (f"{each}.py" for each in ("probe", "probe_layers", "eagle3", *sae)):
         assert len((EXAMPLES / name).read_text().splitlines()) < 40, name
     notebooks = [*EXAMPLES.glob("*.ipynb"), TUTORIAL]
     texts = {file.name: file.read_text() for file in EXAMPLES.glob("*.py")}

@@ -14,6 +14,7 @@ from cyclopts import CoercionError, CycloptsError, MissingArgumentError
 
 from docs.pages import PAGES, ROOT, anchors, blocks, commands, links, mentions, name_of, prose
 from spile.cli.aliases import modern
+from spile.cli.main import main
 from spile.cli.program import COMMANDS, GROUPS, build
 from spile.objects import open_folder
 from world import produce
@@ -101,6 +102,18 @@ def test_the_python_examples_run(page: str, tmp_path: Path, monkeypatch: pytest.
         if re.search(r"^(import|from) torch", block, re.MULTILINE):
             pytest.importorskip("torch")
         exec(compile(block, page, "exec"), names)
+
+
+def test_the_training_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = ROOT / "docs/guides/training.md"
+    monkeypatch.chdir(tmp_path)
+    for words in commands(page):
+        with pytest.raises(SystemExit) as ended:
+            main([*words[1:], "--max-samples", "3"])
+        assert ended.value.code == 0
+    names: dict[str, object] = {}
+    for block in blocks(page, "python"):
+        exec(compile(block, page.name, "exec"), names)
 
 
 def named_things(page: Path) -> Iterator[str]:

@@ -16,8 +16,9 @@ HEAVY = ("jax", "jaxlib", "transformers", "torch", "numpy", "obstore", "datasets
 def test_the_public_names_are_these() -> None:
     """A change here is a change for every user: say so in CHANGELOG.md."""
     specs = ["BackfillSpec", "DataSpec", "ExtractSpec", "GenerationSpec", "PromptSpec", "RunSpec"]
-    results = ["Activations", "Dataset", "Model", "Report", "Role", "RowBatch", "Summary"]
-    runs = ["add_taps", "extract", "infer", "load", "plan", "tap"]
+    results = ["Activations", "Dataset", "JointDataset", "Model", "Report", "Role", "RowBatch", "Summary"]
+    results += ["ActivationStream", "ShuffledReaders"]
+    runs = ["add_taps", "extract", "infer", "load", "plan", "stream", "tap"]
     reads = ["compare", "export", "inspect", "open", "score", "verify"]
     assert sorted(spile.__all__) == sorted([*specs, *results, *runs, *reads, "__version__", "errors"])
     assert dir(spile) == sorted(spile.__all__)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from spile.data.arc.encoders import parse_encoder
 from spile.data.arc.prompts import arc_messages, augment
 from spile.data.chat import ROLES, ChatTemplate, Message, Rendered
-from spile.data.rows import chat_of, kept_of, row_id, task_of, text_of, tokens_of
+from spile.data.rows import chat_of, kept_of, roles_of, row_id, task_of, text_of, tokens_of
 from spile.data.tokens import Span, Tokenizer
 from spile.errors import DataError, ModelError
 from spile.spec.run import EVERY_FIELD, DataSpec, PromptSpec
@@ -36,6 +36,8 @@ class Draft:
     augmentation: dict[str, object] | None = None
     tokens: npt.NDArray[np.int32] | None = None
     """The tokens, if the row has token ids instead of text."""
+    roles: npt.NDArray[np.int64] | None = None
+    """The roles of these tokens, if the row has them."""
     kept: dict[str, object] | None = None
     """The fields of the row that are stored with the sample."""
 
@@ -88,7 +90,7 @@ class Drafter:
                 "--prompt chat",
                 expected="a tokenizer with a chat template",
                 found="none",
-                fix="use --prompt text, or another model",
+                fix="add --template-from MODEL for the template of another model, or use --prompt text",
             )
         return cls(prompt, data.seed, template, kept_fields(prompt, data), vocabulary)
 
@@ -115,7 +117,8 @@ class Drafter:
             yield Draft(line, name, text_of(row, self.prompt.column, place), place, kept=kept)
         elif self.prompt.kind == "tokens":
             tokens = tokens_of(row, self.prompt.column, self.vocabulary, place)
-            yield Draft(line, name, "", place, tokens=tokens, kept=kept)
+            roles = roles_of(row, len(tokens), place)
+            yield Draft(line, name, "", place, tokens=tokens, roles=roles, kept=kept)
         else:
             rendered = self._render(chat_of(row, place), place)
             yield Draft(line, name, rendered.text, place, rendered.spans, rendered=True, kept=kept)

@@ -17,15 +17,16 @@ from spile.data.arc.grids import Task, parse_task
 from spile.errors import DataError, SpecError
 from spile.spec.run import EVERY_FIELD, PromptKind, PromptSpec
 
-TOKENS, MASK = "input_ids", "attention_mask"
-"""The fields with token ids and the attention mask, named as in transformers."""
+TOKENS, MASK, ROLES_FIELD = "input_ids", "attention_mask", "token_roles"
+"""The fields with token ids and the attention mask, named as in transformers, and with the roles of the tokens; -1
+stands for the role that follows from the token alone."""
 _MOST_KEPT = 1024
 """Maximum size of the JSON of kept fields, so that the header of a shard stays small."""
 _SHORT = 200
 """Maximum length of a text that ``--keep '*'`` stores."""
 _TABLE_ROWS = 1024
 """Rows of a table that are converted at a time."""
-SAMPLE_FIELDS = frozenset({"train", "test", "messages", "task_id", "id", TOKENS, MASK})
+SAMPLE_FIELDS = frozenset({"train", "test", "messages", "task_id", "id", TOKENS, MASK, ROLES_FIELD})
 """The fields that make a sample, which ``--keep '*'`` does not store again."""
 
 _REJECTED = "rejected row: "
@@ -68,7 +69,7 @@ def arc_task_id(row: Mapping[str, Any]) -> str:
     """
     name = row_id(row)
     if name is None:
-        content = _dumped({key: row.get(key) for key in ("train", "test")})
+        content = orjson.dumps({key: row.get(key) for key in ("train", "test")}, option=orjson.OPT_SORT_KEYS)
         name = f"task-{blake2b(content, digest_size=6).hexdigest()}"
     return name
 
@@ -93,6 +94,8 @@ def resolve(prompt: PromptSpec, row: Mapping[str, Any], place: str) -> PromptSpe
     if kind == "arc":
         return replace(prompt, kind=kind, encoder=str(parse_encoder(prompt.encoder)), column=default.column)
     plain = replace(prompt, kind=kind, encoder=default.encoder, version=default.version)
+    if kind != "chat" and prompt.template_from is not None:
+        raise SpecError("--template-from", expected="chats", found=f"{kind} at {place}")
     if kind == "tokens" and not isinstance(row.get(prompt.column), list):
         return replace(plain, column=TOKENS)
     return replace(plain, column=default.column) if kind == "chat" else plain
@@ -170,6 +173,18 @@ def tokens_of(row: Mapping[str, Any], column: str, vocabulary: int | None, place
     return np.asarray(tokens[mask != 0], np.int32)
 
 
+def roles_of(row: Mapping[str, Any], count: int, place: str) -> npt.NDArray[np.int64] | None:
+    """Return the roles of the row's ``count`` token ids, or None if it has none."""
+    if ROLES_FIELD not in row:
+        return None
+    roles = _integers(row[ROLES_FIELD])
+    if roles is None or len(roles) != count or not ((roles >= -1) & (roles < 256)).all():
+        raise DataError(
+            place, expected=f"{count} roles in {ROLES_FIELD!r}, one per token", found=_kind(row[ROLES_FIELD])
+        )
+    return roles
+
+
 def _integers(value: object) -> npt.NDArray[np.int64] | None:
     """Return a list of integers as an array, or None for any other value."""
     if not isinstance(value, list):
@@ -208,7 +223,7 @@ def scalar_fields(row: Mapping[str, Any], column: str) -> dict[str, object]:
             continue
         if isinstance(value, str) and len(value) > _SHORT:
             continue
-        size += len(_dumped({name: value}))
+        size += len(orjson.dumps({name: value}))
         if size > _MOST_KEPT:
             break
         kept[name] = value
@@ -230,7 +245,7 @@ def kept_of(row: Mapping[str, Any], names: Sequence[str], column: str, place: st
             fix="leave it out of --keep, or give every row one (null if there is none)",
         )
     kept = {name: row[name] for name in names}
-    size = len(_dumped(kept))
+    size = len(orjson.dumps(kept))
     if size > _MOST_KEPT:
         found = f"{size:,} in {', '.join(names)}"
         raise DataError(place, expected=f"at most {_MOST_KEPT:,} bytes to --keep of a row", found=found)
@@ -245,12 +260,5 @@ def _kind(value: object) -> str:
 
 
 def _shown(value: object) -> str:
-    raw = value if isinstance(value, bytes) else _dumped(value)
+    raw = value if isinstance(value, bytes) else orjson.dumps(value)
     return repr(raw[:60].decode(errors="replace"))
-
-
-def _dumped(value: object) -> bytes:
-    try:
-        return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
-    except TypeError as error:  # orjson reads deeper nesting than it writes
-        raise DataError("a row cannot be written as JSON", found=str(error)) from error

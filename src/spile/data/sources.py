@@ -19,7 +19,7 @@ from spile.data.lines import StreamFile, embedded_tasks
 from spile.data.rows import MASK, SAMPLE_FIELDS, TOKENS, elements, plain_value, rejected_line, scalar_fields
 from spile.data.tables import Hub, LocatedSource, Parquet, RowSource, SourceRow, check_columns
 from spile.errors import DataError, SpecError, StoreError
-from spile.objects.opening import is_remote
+from spile.objects import is_remote
 from spile.spec.identity import StreamIdentity
 from spile.spec.run import EMBEDDED, EVERY_FIELD, BadRows, DataSpec
 

@@ -448,11 +448,18 @@ def _chunked(drafts: Iterator[Draft | Skip]) -> Iterator[list[Draft | Skip]]:
         yield chunk
 
 
+def _with_roles(
+    own: npt.NDArray[np.uint8], tokens: npt.NDArray[np.int32], given: npt.NDArray[np.int64] | None
+) -> Encoded:
+    """Return tokens with the roles of the row or, if it has none, those that follow from the tokens alone."""
+    return Encoded(tokens, own if given is None else np.where(given < 0, own, given).astype(np.uint8))
+
+
 def _encode(drafts: list[Draft], tokenizer: Tokenizer) -> list[Encoded]:
     """Tokenize a chunk; all drafts of a stream are of the same kind."""
-    given = [draft.tokens for draft in drafts if draft.tokens is not None]
+    given = [(draft.tokens, draft.roles) for draft in drafts if draft.tokens is not None]
     if given:
-        return [Encoded(tokens, tokenizer.roles(tokens)) for tokens in given]
+        return [_with_roles(tokenizer.roles(tokens), tokens, roles) for tokens, roles in given]
     texts, spans = [draft.text for draft in drafts], [draft.spans or () for draft in drafts]
     if not drafts:
         return []

@@ -102,7 +102,7 @@ def known_here(home: str) -> str:
     try:
         found = json.loads(_state().get(_key(home)))
         return str(found["sha256"]) if found["home"] == home else ""
-    except (NotFound, ValueError, KeyError, TypeError, RecursionError):
+    except (NotFound, ValueError, KeyError, TypeError):
         return ""
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from spile.data.stream import SampleStream, open_stream
-from spile.data.tokens import load_tokenizer
 from spile.models import model_files
 from spile.models.architecture import ModelConfig
 from spile.models.decoder import head_needed, layers_needed
@@ -15,6 +14,7 @@ from spile.models.tensors import flops_per_token, parameter_count
 from spile.planning.cost import Estimate, Lengths, Rates, Volume, estimate
 from spile.planning.machines import Machine, Price, Prices
 from spile.planning.tpu_compiler import Program
+from spile.reading.dataset import stored_tokens
 from spile.spec.amounts import counted, duration, size
 from spile.spec.positions import ALL
 from spile.spec.ranges import Ranges
@@ -22,6 +22,7 @@ from spile.spec.run import ExtractSpec
 from spile.spec.sample import Sample
 from spile.spec.taps import Tap, row_bytes, select_taps, tap_rows
 from spile.worker.producer import refuse_no_answers, with_positions
+from spile.worker.resolve import prompt_tokenizer
 
 
 @dataclass(frozen=True, repr=False)
@@ -140,7 +141,8 @@ def plan(spec: ExtractSpec, count: int = 1000) -> Forecast:
     """Forecast a run: tokenize ``count`` samples, evenly spread over the stream, and count their tokens."""
     files = model_files.find(spec.model, spec.revision, weights=False)
     taps = select_taps(spec.taps, spec.layers, files.config.n_layers, spec.heads, spec.top_k)
-    tokenizer = load_tokenizer(files.tokenizer_folder, optional=True)
+    spec = replace(spec, data=stored_tokens(spec.data))
+    tokenizer = prompt_tokenizer(files, spec.data.prompt, optional=True)
     stream = open_stream(spec.data, tokenizer, files.config.vocab_size, whole=True)
     refuse_no_answers(spec, stream.prompt.kind)
     lengths, rows = _count(stream, spec, count)

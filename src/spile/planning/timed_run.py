@@ -16,13 +16,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from spile.data.stream import open_stream
-from spile.data.tokens import load_tokenizer
 from spile.errors import Failure
 from spile.models.model_files import find
+from spile.reading.dataset import stored_tokens
 from spile.spec.ranges import Ranges
 from spile.spec.run import ExtractSpec
 from spile.spec.sample import Sample
 from spile.worker.progress import WallTime
+from spile.worker.resolve import prompt_tokenizer
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ def cold_and_warm(spec: ExtractSpec, tokens: int, folder: Path) -> tuple[TimedRu
 def _samples(spec: ExtractSpec, tokens: int) -> int:
     """Return how many samples hold that many tokens: at least one, and all if the dataset has fewer."""
     files = find(spec.model, spec.revision)
-    stream = open_stream(spec.data, load_tokenizer(files.tokenizer_folder, optional=True), files.config.vocab_size)
+    data = stored_tokens(spec.data)
+    stream = open_stream(data, prompt_tokenizer(files, data.prompt, optional=True), files.config.vocab_size)
     total = count = 0
     for item in stream.read(Ranges()):
         count = item.index + 1

@@ -1,12 +1,17 @@
-"""Stored shards as the source of shuffle blocks."""
+"""Stored shards as the source of shuffle blocks, of one dataset or of several that have the same tokens.
+
+A shard may also be in memory, for rows that are not stored.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +19,11 @@ import numpy.typing as npt
 from spile.objects.ahead import read_ahead
 from spile.objects.machine import local_cores
 from spile.reading.rows import RowBatch, Selection, context_of
-from spile.reading.shuffle_order import RowChunk
+from spile.reading.shuffle_order import DataGroup, DataPlan, RowChunk
+from spile.spec.ranges import Ranges
+from spile.spec.sample import Sample
 from spile.store.ledger import ShardRecord
+from spile.store.shard_format import notes_of
 from spile.store.shard_reader import SMALL_SHARD, ShardReader
 from spile.store.statistics import widened
 from spile.store.streams import Stream
@@ -25,9 +33,69 @@ _OPEN_BYTES = 320_000_000
 _RUN_BYTES = 4 << 20
 """Bytes that are read, checked and copied at once, approximately."""
 _BUCKET_THREADS = 16
+_ROW_BITS = 32
 _DISK_THREADS = 4
 
+_Array = npt.NDArray[Any]
 _Numbers = npt.NDArray[np.int64]
+
+
+class MemoryShard:
+    """Samples and their rows in memory, with the part of the interface of a stored shard that readers use."""
+
+    def __init__(self, samples: Sequence[Sample], rows: Mapping[str, _Array]) -> None:
+        self.notes = notes_of(samples)
+        lengths = [sample.rows for sample in samples]
+        counting = [np.arange(len(sample)) for sample in samples]
+        self._tensors: dict[str, _Array] = {
+            "sample_index": np.array([sample.index for sample in samples], np.int64),
+            "offsets": np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+            "tokens": np.concatenate([sample.of_rows(sample.tokens) for sample in samples]),
+            "roles": np.concatenate([sample.of_rows(sample.roles) for sample in samples]),
+        }
+        self._positions = np.concatenate([sample.of_rows(each) for sample, each in zip(samples, counting, strict=True)])
+        self._rows = rows
+        indices = Ranges.of(sample.index for sample in samples)
+        self.record = ShardRecord("", 0, 0, (0, 0), {}, indices, len(samples), sum(lengths))
+
+    def read_tensor(self, name: str) -> _Array:
+        """Return a tensor."""
+        return self._tensors[name]
+
+    def rows(self, tap: str, start: int, stop: int) -> _Array:
+        """Return rows ``start`` to ``stop`` of a tap."""
+        return self._rows[tap][start:stop]
+
+    def row_type(self, tap: str) -> tuple[np.dtype[Any], int]:
+        """Return the dtype and the width of a tap's rows."""
+        return self._rows[tap].dtype, self._rows[tap].shape[1]
+
+    def positions(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Return the position of each row in its sample, from 0."""
+        return self._positions[start:stop]
+
+    def drop_cached(self, *_: object) -> None:
+        """Do nothing: there is no page cache."""
+
+
+class MemoryStream(NamedTuple):
+    """A stream of one shard in memory."""
+
+    number: int
+    shard: MemoryShard
+    local_path: Path = Path()
+
+    @property
+    def folder(self) -> MemoryStream:
+        """The object itself, which readers only ask for ``local_path``."""
+        return self
+
+    def open(self, _record: ShardRecord) -> MemoryShard:
+        """Return the shard."""
+        return self.shard
+
+
+_Shards = Sequence[tuple[Stream | MemoryStream, ShardRecord]]
 
 
 class _SampleTable(NamedTuple):
@@ -40,7 +108,7 @@ class _SampleTable(NamedTuple):
     """Number of the first sample, counted over all streams; one more entry at the end: the number of samples."""
 
     @classmethod
-    def of(cls, shards: Sequence[tuple[Stream, ShardRecord]]) -> _SampleTable:
+    def of(cls, shards: _Shards) -> _SampleTable:
         runs = sorted(
             (stream.number, first, last, number)
             for number, (stream, record) in enumerate(shards)
@@ -80,14 +148,16 @@ class StoredBlocks:
     def __init__(
         self,
         taps: Sequence[str],
-        shards: Sequence[tuple[Stream, ShardRecord]],
+        shards: _Shards,
         selection: Selection,
         *,
         context: bool = False,
+        window: int = 1,
         keep_cached: bool = True,
     ) -> None:
         self.taps, self.selection, self._shards = tuple(taps), selection, tuple(shards)
-        self._context, self._keep_cached = context, keep_cached
+        self.window, self._context, self._keep_cached = window, context, keep_cached
+        """``window``: tokens of a row. With 2, a row is the rows of a token's predecessor and of the token itself."""
         self._open: OrderedDict[int, _OpenShard] = OrderedDict()
         self._open_bytes = 0
         self._lock = threading.Lock()
@@ -97,7 +167,7 @@ class StoredBlocks:
         return _SampleTable.of(self._shards)
 
     @property
-    def streams(self) -> list[Stream]:
+    def streams(self) -> list[Any]:
         """The streams that have shards, in order."""
         return list(dict.fromkeys(stream for stream, _ in self._shards))
 
@@ -126,7 +196,8 @@ class StoredBlocks:
         if not self._shards:
             return {}
         reader = self._shard(0).reader
-        return {tap: reader.row_type(tap) for tap in self.taps}
+        types = {tap: reader.row_type(tap) for tap in self.taps}
+        return {tap: (dtype, self.window * columns) for tap, (dtype, columns) in types.items()}
 
     def load(self, samples: _Numbers, part: _Numbers, parts: int, put: Callable[[RowChunk], None]) -> None:
         """Pass the selected rows of a part of each sample to ``put``, from several threads."""
@@ -169,43 +240,63 @@ class StoredBlocks:
             return
         starts, stops, begins = starts[order], stops[order], begins[order]
         lengths = stops - starts
-        ends = np.cumsum(lengths)
-        offsets = np.arange(ends[-1]) - np.repeat(ends - lengths - starts + begins, lengths)
-        gaps = np.flatnonzero(starts[1:] != stops[:-1])
-        runs = zip(starts[[0, *gaps + 1]].tolist(), stops[[*gaps, -1]].tolist(), strict=True)
-        self._pass_on(shard, list(runs), np.repeat(samples[order], lengths), offsets, put)
+        numbers = _ranges(starts, lengths)
+        offsets = numbers - np.repeat(begins, lengths)
+        starts = np.maximum(begins, starts - (self.window - 1))  # the predecessors of the first row of a part
+        gaps = np.flatnonzero(starts[1:] > stops[:-1])
+        runs = _Runs(starts[[0, *gaps + 1]], stops[[*gaps, -1]])
+        self._pass_on(shard, runs, numbers, np.repeat(samples[order], lengths), offsets, put)
 
     def _pass_on(
         self,
         shard: _OpenShard,
-        runs: list[tuple[int, int]],
+        runs: _Runs,
+        numbers: _Numbers,
         samples: _Numbers,
         offsets: _Numbers,
         put: Callable[[RowChunk], None],
     ) -> None:
         """Read runs of rows, select among them, and pass what is selected to ``put``."""
-        reader, selection = shard.reader, self.selection
-        masks: list[Any] = []
-        if selection.by_tail:
-            masks = [selection.mask(shard.stream, reader, *run) for run in runs]
-            if not any(mask.any() for mask in masks):
+        reader, selection, pairs = shard.reader, self.selection, runs.pairs()
+        chosen: npt.NDArray[np.bool_] | None = None
+        if selection.by_tail or self.window > 1:
+            chosen = np.concatenate([self._mask(shard, *run) for run in pairs])
+            if not chosen.any():
                 return
-        rows = {tap: [reader.rows(tap, *run) for run in runs] for tap in self.taps}
+        rows = {tap: [reader.rows(tap, *run) for run in pairs] for tap in self.taps}
         if selection.by_norm:
-            near = [selection.of_norm(_norms(array)) for array in rows[self.taps[0]]]
-            masks = [mask & each for mask, each in zip(masks, near, strict=True)] if masks else near
-        known = RowBatch.join([context_of(shard.stream, reader, *run) for run in runs]) if self._context else None
-        if masks:
-            chosen = np.concatenate(masks)
-            samples, offsets, known = samples[chosen], offsets[chosen], known and known.take(chosen)
-            rows = {
-                tap: [array[mask] for array, mask in zip(arrays, masks, strict=True)] for tap, arrays in rows.items()
-            }
+            near = np.concatenate([selection.of_norm(_norms(array)) for array in rows[self.taps[0]]])
+            chosen = near if chosen is None else chosen & _all_of_window(near, self.window)
+        known = RowBatch.join([context_of(shard.stream, reader, *run) for run in pairs]) if self._context else None
+        if chosen is not None:
+            at = runs.find(numbers)
+            wanted = chosen[at]
+            at, samples, offsets, known = at[wanted], samples[wanted], offsets[wanted], known and known.take(at[wanted])
+            masks = np.split(chosen, runs.ends[:-1])
+            rows = {tap: self._chosen(arrays, masks, at) for tap, arrays in rows.items()}
         put(RowChunk(samples, offsets, rows, known))
         if not self._keep_cached:
             for tap in self.taps:
-                for run in runs:
+                for run in pairs:
                     reader.drop_cached(tap, *run)
+
+    def _chosen(self, arrays: list[_Array], masks: list[_Array], at: _Numbers) -> list[_Array]:
+        """Return the chosen rows of some runs, with their predecessors in the order of the tokens."""
+        if self.window == 1:
+            return [array[mask] for array, mask in zip(arrays, masks, strict=True)]
+        rows = np.concatenate(arrays)
+        return [np.concatenate([rows[at - before] for before in range(self.window - 1, -1, -1)], axis=1)]
+
+    def _mask(self, shard: _OpenShard, first: int, last: int) -> npt.NDArray[np.bool_]:
+        """Return which rows are selected by all conditions but norms, and have selected predecessors for a window."""
+        mask = self.selection.mask(shard.stream, shard.reader, first, last)
+        if self.window > 1:
+            before, rows, offsets = self.window - 1, np.arange(first, last), shard.reader.read_tensor("offsets")
+            mask = _all_of_window(mask, self.window)
+            mask &= rows - offsets[np.searchsorted(offsets, rows, side="right") - 1] >= before
+            positions = shard.reader.positions(first, last)  # a run may store some tokens only
+            mask[before:] &= positions[before:] - positions[: len(positions) - before] == before
+        return mask
 
     def counts(self, parts: int) -> _Numbers:
         """Return the number of selected rows ``[samples, parts]``, without reading rows."""
@@ -223,11 +314,69 @@ class StoredBlocks:
         part = np.tile(np.arange(parts), len(indices))
         starts, stops, _ = shard.ranges(np.repeat(indices, parts), part, parts)
         counted = stops - starts
-        if self.selection.by_tail:
-            mask = self.selection.mask(shard.stream, shard.reader, 0, shard.reader.record.tokens)
+        if self.selection.by_tail or self.window > 1:
+            mask = self._mask(shard, 0, shard.reader.record.tokens)
             before = np.concatenate([[0], np.cumsum(mask)])
             counted = before[stops] - before[starts]
         return np.asarray(counted.reshape(len(indices), parts))
+
+    def groups(self, plan: DataPlan, epoch: int, first: int) -> Iterator[DataGroup]:  # noqa: ARG002
+        """Yield the groups of samples in the order of the data, from the one that begins with sample ``first`` on."""
+        return self.cut(plan, first, self.load)
+
+    def cut(self, plan: DataPlan, first: int, load: Callable[..., None]) -> Iterator[DataGroup]:
+        """Divide the samples into groups whose rows ``load`` passes on."""
+        index = self._table.find(np.arange(self.samples))[1]
+        mine = np.flatnonzero(index % plan.spec.parts == plan.spec.part)
+        numbers = mine[mine >= first]
+        for members, last in plan.cut(zip(numbers.tolist(), self._lengths[numbers].tolist(), strict=True)):
+            some = np.array(members, np.int64)
+            yield DataGroup(members[0], last, partial(load, some, np.zeros_like(some), 1))
+
+    @cached_property
+    def _lengths(self) -> _Numbers:
+        """The number of rows of each sample, before the selection."""
+        return StoredBlocks(self.taps, self._shards, Selection()).counts(1)[:, 0]
+
+    def gather(self, samples: _Numbers, part: _Numbers, parts: int) -> tuple[_Numbers, RowChunk] | None:
+        """Return the selected rows of a part of each sample, ordered by the keys that are returned with them."""
+        chunks: list[RowChunk] = []
+
+        def keep(chunk: RowChunk) -> None:
+            chunks.append(chunk._replace(rows={tap: [np.concatenate(each)] for tap, each in chunk.rows.items()}))
+
+        for read in self._reads(samples, part, parts, keep):
+            read()
+        if not chunks:
+            return None
+        numbers, offsets = (np.concatenate([chunk[field] for chunk in chunks]) for field in (0, 1))
+        keys = row_keys(numbers, offsets)
+        order = np.argsort(keys, kind="stable")
+        rows = {tap: [np.concatenate([chunk.rows[tap][0] for chunk in chunks])[order]] for tap in self.taps}
+        known = [chunk.known for chunk in chunks if chunk.known is not None]
+        joined = RowBatch.join(known).take(order) if known else None
+        return keys[order], RowChunk(numbers[order], offsets[order], rows, joined)
+
+    def digests(self) -> npt.NDArray[np.uint64]:
+        """Return a hash of the tokens of each sample and of the positions that have rows."""
+        found = np.zeros(self.samples, np.uint64)
+        shards, indices = self._table.find(np.arange(self.samples))
+        order = np.argsort(shards, kind="stable")
+        groups = np.split(order, np.flatnonzero(np.diff(shards[order])) + 1) if len(order) else []
+        calls = (partial(self._digests, int(shards[mine[0]]), indices[mine]) for mine in groups)
+        for mine, digests in zip(groups, read_ahead(calls, self._threads), strict=True):
+            found[mine] = digests
+        return found
+
+    def _digests(self, number: int, indices: _Numbers) -> npt.NDArray[np.uint64]:
+        reader = self._shard(number).reader
+        positions = reader.positions(0, reader.record.tokens).astype("<i4")
+        found = []
+        for index in indices.tolist():
+            place = reader.place_of(index)
+            content = reader.context(place).tobytes() + positions[slice(*reader.bounds(place))].tobytes()
+            found.append(int.from_bytes(blake2b(content, digest_size=8).digest(), "little"))
+        return np.array(found, np.uint64)
 
     def _shard(self, number: int) -> _OpenShard:
         """Return a shard; the most recently used ones stay open."""
@@ -235,7 +384,7 @@ class StoredBlocks:
         with self._lock:
             found = self._open.pop(number, None)
             if found is None:
-                found = _OpenShard(stream.number, stream.open(record), [])
+                found = _OpenShard(stream.number, cast(ShardReader, stream.open(record)), [])
                 self._open_bytes += _held_bytes(record)
             self._open[number] = found
             while self._open_bytes > _OPEN_BYTES and len(self._open) > 1:
@@ -251,3 +400,101 @@ def _held_bytes(record: ShardRecord) -> int:
 def _norms(rows: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
     wide = widened(rows, np.float32)
     return np.asarray(np.sqrt(np.einsum("ij,ij->i", wide, wide)))
+
+
+class _Runs(NamedTuple):
+    """Ranges of rows of a shard, in order and apart from each other."""
+
+    starts: _Numbers
+    stops: _Numbers
+
+    def pairs(self) -> list[tuple[int, int]]:
+        return list(zip(self.starts.tolist(), self.stops.tolist(), strict=True))
+
+    @property
+    def ends(self) -> _Numbers:
+        """The number of rows up to the end of each run."""
+        return np.cumsum(self.stops - self.starts)
+
+    def find(self, numbers: _Numbers) -> _Numbers:
+        """Return the place of each row among the rows of all runs."""
+        run = np.searchsorted(self.starts, numbers, side="right") - 1
+        return np.asarray(numbers - self.stops[run] + self.ends[run])
+
+
+def _ranges(starts: _Numbers, lengths: _Numbers) -> _Numbers:
+    """Return the numbers of all ranges, one range after another."""
+    ends = np.cumsum(lengths)
+    return np.asarray(np.arange(ends[-1]) - np.repeat(ends - lengths - starts, lengths))
+
+
+def _all_of_window(mask: npt.NDArray[np.bool_], window: int) -> npt.NDArray[np.bool_]:
+    """Return which rows are selected together with their ``window - 1`` predecessors."""
+    found = mask.copy()
+    found[: window - 1] = False
+    for before in range(1, window):
+        found[before:] &= mask[:-before]
+    return found
+
+
+def row_keys(samples: _Numbers, offsets: _Numbers) -> _Numbers:
+    """Return numbers that order rows by sample and by their place in it."""
+    return np.asarray((samples << _ROW_BITS) + offsets)
+
+
+class JointBlocks:
+    """Taps of several datasets with the same tokens, as one source: rows of the same token belong together.
+
+    The first dataset decides which rows are selected, so that all datasets give the same ones.
+    """
+
+    def __init__(self, sources: Mapping[str, StoredBlocks]) -> None:
+        self._sources = dict(sources)
+        self._first, *self._others = self._sources.values()
+        self.selection, self.window = self._first.selection, self._first.window
+        self.samples, self.rows = self._first.samples, self._first.rows
+        self.remote = any(source.remote for source in self._sources.values())
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row of all taps of all datasets together."""
+        return sum(source.row_bytes for source in self._sources.values())
+
+    def types(self) -> dict[str, tuple[np.dtype[Any], int]]:
+        """Return the dtype and the number of columns of each tap of each dataset."""
+        return {f"{name}/{tap}": kind for name, source in self._sources.items() for tap, kind in source.types().items()}
+
+    def counts(self, parts: int) -> _Numbers:
+        """Return the number of selected rows ``[samples, parts]``, without reading rows."""
+        return self._first.counts(parts)
+
+    def groups(self, plan: DataPlan, epoch: int, first: int) -> Iterator[DataGroup]:  # noqa: ARG002
+        """Yield the groups of samples in the order of the data, from the one that begins with sample ``first`` on."""
+        return self._first.cut(plan, first, self.load)
+
+    def load(self, samples: _Numbers, part: _Numbers, parts: int, put: Callable[[RowChunk], None]) -> None:
+        """Pass the selected rows of a part of each sample to ``put``, from several threads."""
+        mean = max(1, self.rows * self.row_bytes // max(1, self.samples * parts))
+        step = max(1, _RUN_BYTES // mean)
+        calls = (
+            partial(self._load, samples[first : first + step], part[first : first + step], parts, put)
+            for first in range(0, len(samples), step)
+        )
+        for _ in read_ahead(calls, _BUCKET_THREADS if self.remote else _DISK_THREADS):
+            pass
+
+    def _load(self, samples: _Numbers, part: _Numbers, parts: int, put: Callable[[RowChunk], None]) -> None:
+        found = self._first.gather(samples, part, parts)
+        if found is None:
+            return
+        keys, chunk = found
+        rows: dict[str, Sequence[npt.NDArray[Any]]] = {}
+        for name, source in self._sources.items():
+            if source is self._first:
+                rows |= {f"{name}/{tap}": arrays for tap, arrays in chunk.rows.items()}
+                continue
+            other = source.gather(samples, part, parts)
+            assert other is not None  # noqa: S101  the tokens are equal, and nothing is left out
+            at = np.searchsorted(other[0], keys)
+            rows |= {f"{name}/{tap}": [arrays[0][at]] for tap, arrays in other[1].rows.items()}
+        put(chunk._replace(rows=rows))

@@ -12,24 +12,25 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from html import escape
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from spile.errors import SpileError, UserError, printable
+from spile.errors import SpecError, SpileError, UserError
 from spile.objects import Folder, open_folder
-from spile.reading.blocks import StoredBlocks
-from spile.reading.rows import RowBatch, SampleRef, iterate, ref_of, selection_of
+from spile.reading.blocks import JointBlocks, StoredBlocks
+from spile.reading.readers import BlockOptions, ShuffledReaders
+from spile.reading.rows import RowBatch, Selection, iterate, ref_of
 from spile.reading.samples import RowChoice, SampleList, StoredSample, Where, no_tap, sample_labels, sample_matrix
-from spile.reading.shuffle import Shuffled
-from spile.reading.shuffle_order import MEMORY, ShuffleOrder, ShufflePlan, ShuffleSpec
 from spile.spec.amounts import counted, size
 from spile.spec.identity import RunIdentity
 from spile.spec.ranges import Ranges
+from spile.spec.run import DataSpec
 from spile.spec.taps import Tap
 from spile.store.layout import RUN
 from spile.store.ledger import ShardRecord
@@ -39,55 +40,12 @@ from spile.store.streams import Stream, open_streams, read_ledgers
 
 if TYPE_CHECKING:
     from spile.data.tokens import Tokenizer
-    from spile.reading.grain_rows import GrainRows
-    from spile.reading.jax_rows import DeviceBatches
-    from spile.reading.torch_rows import TorchRows
     from spile.store.statistics import TapStatistics
 
 _OPEN_SHARDS = 64
 
 
-class SelectionOptions(TypedDict, total=False):
-    """Conditions on rows, as in :class:`~spile.reading.rows.Selection`."""
-
-    include: int | None
-    exclude: int | None
-    positions: tuple[int, int | None] | range | None
-    tokens: Iterable[int] | None
-    without_tokens: Iterable[int] | None
-    min_norm: float | None
-    max_norm: float | None
-    samples: Callable[[SampleRef], bool] | None
-
-
-class ShuffleOptions(SelectionOptions, total=False):
-    """The arguments of :meth:`Dataset.shuffled`, for the adapters of torch, JAX and Grain."""
-
-    batch_rows: int
-    seed: int
-    epochs: int | None
-    memory: int
-    buffer_rows: int | None
-    scratch: str | None
-    piece: int | None
-    part: tuple[int, int]
-    drop_last: bool
-    dtype: npt.DTypeLike | None
-    context: bool
-    streams: Iterable[int] | None
-    state: Mapping[str, Any] | None
-    after: int
-    page_cache: bool | None
-
-
-class TorchOptions(ShuffleOptions, total=False):
-    """The arguments of :meth:`Dataset.torch`."""
-
-    rank: int | None
-    world: int | None
-
-
-class Dataset(Sequence[StoredSample]):
+class Dataset(Sequence[StoredSample], ShuffledReaders):
     """An open dataset: a sequence of samples in the order of the data, and readers of activation rows.
 
     Ledgers are read once; open the dataset again to see later commits.
@@ -181,8 +139,9 @@ class Dataset(Sequence[StoredSample]):
 
         Args:
             tap: The tap.
-            positions: The row of each sample: ``last``, ``first``, the ``mean`` of its rows, or the number of a row.
-                ``all`` returns all rows, sample after sample.
+            positions: The row of each sample: ``last``, ``last-content`` (the last token before the end of a chat
+                template), ``first``, the ``mean`` of its rows, the number of a row, or a function that gets the rows
+                ``[n, d]`` and returns one row. ``all`` and ``first:8`` return several rows, sample after sample.
             include: Take only rows with any of these :class:`~spile.spec.sample.Role` bits.
             exclude: Leave out rows with any of these bits.
         """
@@ -195,7 +154,7 @@ class Dataset(Sequence[StoredSample]):
 
         Args:
             name: The field.
-            positions: As for :meth:`numpy`: with ``all``, the value of each row's sample.
+            positions: As for :meth:`numpy`: with ``all`` or ``first:8``, the value of each row's sample.
             include: As for :meth:`numpy`.
             exclude: As for :meth:`numpy`.
         """
@@ -209,7 +168,7 @@ class Dataset(Sequence[StoredSample]):
 
         name, revision = (self.run.model, self.run.revision) if self._model is None else (self._model, None)
         try:
-            files = model_files.find(name, revision, weights=False, read=_no_config)
+            files = model_files.find(name, revision, weights=False, read=no_config)
             found = load_tokenizer(files.tokenizer_folder)
             wrong = files.tokenizer_hash() != self.run.tokenizer
         except SpileError as error:
@@ -292,103 +251,24 @@ class Dataset(Sequence[StoredSample]):
         shards = ((stream.number, self._fresh(stream, record)) for stream, record in mine)
         return iterate(shards, str(tap), batch_rows, include=include, exclude=exclude, context=context)
 
-    def shuffled(
-        self,
-        tap: str | Tap | Sequence[str | Tap],
-        batch_rows: int = 4096,
-        *,
-        seed: int = 0,
-        epochs: int | None = 1,
-        memory: int = MEMORY,
-        buffer_rows: int | None = None,
-        scratch: str | None = None,
-        piece: int | None = None,
-        part: tuple[int, int] = (0, 1),
-        drop_last: bool = False,
-        dtype: npt.DTypeLike | None = None,
-        context: bool = False,
-        streams: Iterable[int] | None = None,
-        state: Mapping[str, Any] | None = None,
-        after: int = 0,
-        page_cache: bool | None = None,
-        **wanted: Unpack[SelectionOptions],
-    ) -> Shuffled:
-        """Return the rows of a tap, or the rows of several taps that belong together, in random order.
-
-        Each epoch gives every selected row once. If all rows fit in the shuffle buffer, the order is a full
-        permutation; otherwise it is a two-level shuffle, see :mod:`spile.reading.shuffle_order`.
-
-        Args:
-            tap: A tap, or a sequence of taps.
-            batch_rows: Rows of a batch.
-            seed: Chooses the order.
-            epochs: Passes over the rows. None: no end, and all batches are full.
-            memory: Size of the shuffle buffer in bytes.
-            buffer_rows: Size of the shuffle buffer in rows, instead of ``memory``. Two datasets of the same samples
-                then have the same order, even if the width or the dtype of their rows differs.
-            scratch: A folder on a local disk for rows that do not fit in memory: a full permutation of any number.
-            piece: Size of a shuffle block in bytes. None: derived from the buffer and the length of the samples.
-            part: (k, n) makes this reader number k of n readers, whose rows are disjoint and together complete.
-            drop_last: Leave out rows that do not fill a batch; each of n readers gives the same number of batches.
-            dtype: Convert batches to this dtype.
-            context: Give each batch as a :class:`~spile.reading.rows.RowBatch` with tokens, roles and positions.
-            streams: Read only these streams.
-            state: Continue where this result of ``state()`` was taken.
-            after: Continue after this many batches.
-            page_cache: False: drop what was read from the page cache of a local disk.
-            wanted: Fields of :class:`~spile.reading.rows.Selection`: ``include``, ``exclude``, ``positions``,
-                ``tokens``, ``without_tokens``, ``min_norm``, ``max_norm`` and ``samples``.
-        """
-        names = (str(tap),) if isinstance(tap, str | Tap) else tuple(map(str, tap))
-        shards = self._shards(self.streams_with(names, streams))
-        cached = page_cache is not False
-        source = StoredBlocks(names, shards, selection_of(**wanted), context=context, keep_cached=cached)
-        sizes = {"memory": memory, "buffer_rows": buffer_rows, "piece": piece}
-        spec = {"batch_rows": batch_rows, "seed": seed, "drop_last": drop_last, "permute_all": scratch is not None}
-        order = self._order(source, part, sizes, spec)
-        start = order.position(state, epochs) if state is not None else order.after(after, endless=epochs is None)
-        single = isinstance(tap, str | Tap)
-        return Shuffled(order, epochs=epochs, dtype=dtype, single=single, start=start, scratch=scratch)
-
     def _shards(self, streams: Sequence[Stream]) -> list[tuple[Stream, ShardRecord]]:
         read_ledgers(streams)
         return [(stream, record) for stream in streams for record in stream.shards]
 
-    def _order(
-        self, source: StoredBlocks, part: tuple[int, int], sizes: dict[str, int | None], spec: dict[str, Any]
-    ) -> ShuffleOrder:
-        """Convert sizes in bytes to rows and return the order of a shuffled reader."""
-        for name, value in sizes.items():
-            if value is not None and value < 1:
-                raise UserError(name, expected="at least 1", found=value)
-        if spec["drop_last"] and part[1] > 1 and source.selection.by_norm:
-            raise UserError(
-                "drop_last with a bound on norms",
-                expected="one reader, because the rows of each of several readers are counted only by reading",
-                found=f"{part[1]} readers",
-                fix="use epochs=None, whose batches are all full, and count steps",
-            )
-        width, piece = max(1, source.row_bytes), sizes["piece"]
-        plan = ShufflePlan(
-            ShuffleSpec(
-                buffer_rows=sizes["buffer_rows"] or max(1, (sizes["memory"] or MEMORY) // width),
-                block_rows=None if piece is None else max(1, piece // width),
-                part=part[0],
-                parts=part[1],
-                **spec,
-            ),
-            source.samples,
-            source.rows,
-            source.remote,
-        )
-        identity = {
-            "dataset": self._identity(source.streams),
-            "taps": list(source.taps),
-            "selection": source.selection.describe(),
-        }
-        return ShuffleOrder(plan, source, identity, source.selection.by_norm)
+    @property
+    def place(self) -> str:
+        """The address of the dataset."""
+        return self.root.url
 
-    def _identity(self, streams: Iterable[Stream]) -> str:
+    def _source(self, taps: tuple[str, ...], options: BlockOptions) -> StoredBlocks:
+        selection, context, window, streams, keep_cached = options
+        shards = self._shards(self.streams_with(taps, streams))
+        return StoredBlocks(taps, shards, selection, context=context, window=window, keep_cached=keep_cached)
+
+    def _described(self, source: StoredBlocks, taps: tuple[str, ...]) -> dict[str, Any]:
+        return {"dataset": self.identity(source.streams), "taps": list(taps)}
+
+    def identity(self, streams: Iterable[Stream]) -> str:
         """Return a hash of the run and of the samples of some streams, however they are divided into shards."""
         samples = [
             (stream.number, stream.tokens, Ranges(pair for shard in stream.shards for pair in shard.samples.pairs()))
@@ -396,47 +276,6 @@ class Dataset(Sequence[StoredSample]):
         ]
         text = "\n".join(f"{number} {tokens} {ranges.pairs()}" for number, tokens, ranges in samples)
         return hashlib.sha256(f"{self.run.fingerprint()}\n{text}".encode()).hexdigest()[:16]
-
-    def torch(self, tap: str | Tap | Sequence[str | Tap], **how: Unpack[TorchOptions]) -> TorchRows:
-        """Return :meth:`shuffled` as a torch ``IterableDataset``, for ``DataLoader(…, batch_size=None)`` and DDP.
-
-        Args:
-            tap: A tap, or a sequence of taps.
-            how: Arguments of :meth:`shuffled`; ``rank`` and ``world``, unless torch.distributed is initialised;
-                ``after``, the number of batches that the loader of this process gave before, over all its workers.
-        """
-        from spile.reading.torch_rows import TorchRows
-
-        return TorchRows(self, tap, **how)
-
-    def jax(
-        self,
-        tap: str | Tap | Sequence[str | Tap],
-        *,
-        sharding: Any = None,
-        ahead: int = 2,
-        **how: Unpack[ShuffleOptions],
-    ) -> DeviceBatches:
-        """Return :meth:`shuffled` as JAX arrays that are copied to the device before they are needed.
-
-        If JAX runs in several processes, each reads its own part of the rows.
-
-        Args:
-            tap: A tap, or a sequence of taps.
-            sharding: Makes the batches of all processes parts of one global array.
-            ahead: Batches that are copied ahead.
-            how: Arguments of :meth:`shuffled`.
-        """
-        from spile.reading.jax_rows import DeviceBatches, process_part
-
-        how.setdefault("part", process_part())
-        return DeviceBatches(self.shuffled(tap, **how), sharding, ahead)
-
-    def grain(self, tap: str | Tap | Sequence[str | Tap], **how: Unpack[ShuffleOptions]) -> GrainRows:
-        """Return :meth:`shuffled` as a ``grain.IterDataset`` of batches, which Grain can checkpoint."""
-        from spile.reading.grain_rows import GrainRows
-
-        return GrainRows(self, tap, **how)
 
     def stats(self, tap: str | Tap, streams: Iterable[int] | None = None) -> TapStatistics:
         """Return count, mean, variance, norm quantiles and sinks of a tap, from the commits or from its rows."""
@@ -472,8 +311,7 @@ class Dataset(Sequence[StoredSample]):
     def __repr__(self) -> str:
         samples = sum(stream.samples for stream in self.streams)
         taps = ", ".join(self.taps[:3]) + (f" and {len(self.taps) - 3} more" if len(self.taps) > 3 else "")
-        model = printable(self.run.model)
-        return f"<dataset {self.root.url}: {counted(samples, 'sample')} of {model}, {taps or 'no taps'}>"
+        return f"<dataset {self.root.url}: {counted(samples, 'sample')} of {self.run.model}, {taps or 'no taps'}>"
 
     def _repr_html_(self) -> str:
         tokens = sum(stream.tokens for stream in self.streams)
@@ -493,13 +331,146 @@ class Dataset(Sequence[StoredSample]):
         return f"<table>{cells}</table>{self[0]._repr_html_() if len(self) else ''}"
 
 
-def open(root: str | os.PathLike[str] | Folder, model: str | None = None) -> Dataset:  # noqa: A001
-    """Open the dataset at a path, or at ``gs://…``, ``s3://…`` or ``az://…``.
+class JointDataset(ShuffledReaders):
+    """Several datasets of the same tokens, for crosscoders and for comparing models.
+
+    A tap of one dataset is ``name/tap``; a plain ``tap`` is that tap of every dataset.
+    """
+
+    def __init__(self, datasets: Mapping[str, Dataset]) -> None:
+        if not datasets or any(not name or "/" in name for name in datasets):
+            raise UserError("spile.open", expected="datasets with names without a slash", found=[*datasets])
+        self.datasets = dict(datasets)
+        """The datasets by name; those of a list are named ``0``, ``1`` and so on."""
+        _check_same_tokens(self.datasets)
+
+    def __reduce__(self) -> tuple[Callable[..., JointDataset], tuple[dict[str, Dataset]]]:
+        return JointDataset, (self.datasets,)
+
+    def __len__(self) -> int:
+        return len(next(iter(self.datasets.values())))
+
+    def __repr__(self) -> str:
+        return f"<{len(self.datasets)} datasets of {counted(len(self), 'sample')}: {self.place}>"
+
+    @property
+    def place(self) -> str:
+        """The addresses of the datasets."""
+        return ", ".join(dataset.root.url for dataset in self.datasets.values())
+
+    @property
+    def taps(self) -> tuple[str, ...]:
+        """The taps of all datasets, as ``name/tap``."""
+        return tuple(f"{name}/{tap}" for name, dataset in self.datasets.items() for tap in dataset.taps)
+
+    def stats(self, tap: str) -> TapStatistics:
+        """Return the statistics of one dataset's tap, ``name/tap``."""
+        ((name, (inner,)),) = self._by_dataset((tap,)).items()
+        return self.datasets[name].stats(inner)
+
+    def _by_dataset(self, taps: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+        """Return the requested taps of each dataset that has any."""
+        found: dict[str, dict[str, None]] = {name: {} for name in self.datasets}
+        for tap in taps:
+            name, _, inner = tap.rpartition("/")
+            if name not in ("", *self.datasets):
+                raise no_tap(tap, self.taps)
+            for each in (name,) if name else self.datasets:
+                found[each][inner] = None
+        return {name: tuple(inner) for name, inner in found.items() if inner}
+
+    def _source(self, taps: tuple[str, ...], options: BlockOptions) -> JointBlocks:
+        if options.streams is not None:
+            raise UserError("streams", expected="all streams if several datasets are read", found=options.streams)
+        free = options._replace(selection=Selection(), context=False)
+        chosen = self._by_dataset(taps).items()
+        # The first dataset that is read decides which rows are selected.
+        return JointBlocks(
+            {name: self.datasets[name]._source(mine, free if at else options) for at, (name, mine) in enumerate(chosen)}
+        )
+
+    def _described(self, source: Any, taps: tuple[str, ...]) -> dict[str, Any]:  # noqa: ARG002
+        names = [dataset.identity(dataset.streams) for dataset in self.datasets.values()]
+        return {"dataset": " ".join(names), "taps": list(taps)}
+
+
+def _check_same_tokens(datasets: Mapping[str, Dataset]) -> None:
+    """Raise an error that names the first difference, unless all datasets have the same tokens in the same order."""
+    first, *others = datasets.values()
+    options = BlockOptions(Selection(), False, 1, None, True)
+    for other in others:
+        wanted, found = (each._source((), options).digests() for each in (first, other))
+        common = min(len(wanted), len(found))
+        different = np.flatnonzero(wanted[:common] != found[:common])
+        if len(different):
+            raise _different_tokens(first, other, int(different[0]))
+        if len(wanted) != len(found):
+            raise UserError(
+                f"{first.root.url} and {other.root.url} have different samples",
+                expected=counted(len(wanted), "sample"),
+                found=counted(len(found), "sample"),
+                fix=f"extract the second dataset with --dataset spile:{first.root.url}",
+            )
+
+
+def _different_tokens(first: Dataset, other: Dataset, number: int) -> UserError:
+    a, b = first[number], other[number]
+    place = _first_difference(a.context, b.context)
+    if place is None:
+        return UserError(
+            f"sample {a.ref.task_id} has rows of different tokens in {first.root.url} and {other.root.url}",
+            expected=f"positions {_shown(a.positions)}",
+            found=_shown(b.positions),
+            fix="extract both with the same --positions",
+        )
+    return UserError(
+        f"{first.root.url} and {other.root.url} have different tokens at position {place} of sample {number} "
+        f"({a.ref.task_id})",
+        expected=f"token {_token(a.context, place)}",
+        found=f"token {_token(b.context, place)}, sample {b.ref.task_id}",
+        fix=f"extract the second dataset with --dataset spile:{first.root.url}",
+    )
+
+
+def _first_difference(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int | None:
+    common = min(len(a), len(b))
+    different = np.flatnonzero(a[:common] != b[:common])
+    return int(different[0]) if len(different) else None if len(a) == len(b) else common
+
+
+def _token(tokens: npt.NDArray[Any], place: int) -> str:
+    return str(tokens[place]) if place < len(tokens) else "none: the sample ends before"
+
+
+def _shown(numbers: npt.NDArray[Any]) -> str:
+    return ", ".join(map(str, numbers[:8].tolist())) + (" …" if len(numbers) > 8 else "")
+
+
+_Root = str | os.PathLike[str] | Folder
+
+
+@overload
+def open(root: _Root, model: str | None = None) -> Dataset: ...  # type: ignore[overload-overlap]  # noqa: A001
+@overload
+def open(root: Sequence[_Root] | Mapping[str, _Root], model: str | None = None) -> JointDataset: ...  # noqa: A001
+def open(  # noqa: A001
+    root: _Root | Sequence[_Root] | Mapping[str, _Root], model: str | None = None
+) -> Dataset | JointDataset:
+    """Open the dataset at a path, or at ``gs://…``, ``s3://…`` or ``az://…``; or several datasets as one.
 
     Args:
-        root: Where the dataset is.
+        root: Where the dataset is. A list, or a dict with a name for each, opens several datasets of the same tokens:
+            their readers give the rows of the same token side by side.
         model: Where the model is now, if it moved: its tokenizer is needed for the texts of tokens.
     """
+    if isinstance(root, Mapping):
+        return JointDataset({name: _open(each, model) for name, each in root.items()})
+    if isinstance(root, Sequence) and not isinstance(root, str):
+        return JointDataset({str(place): _open(each, model) for place, each in enumerate(root)})
+    return _open(root, model)
+
+
+def _open(root: _Root, model: str | None) -> Dataset:
     folder = open_folder(str(root)) if isinstance(root, str | os.PathLike) else root
     run = read_run(folder)
     if run is None:
@@ -511,5 +482,44 @@ def open(root: str | os.PathLike[str] | Folder, model: str | None = None) -> Dat
     return Dataset(folder, run, open_streams(folder, run), model)
 
 
-def _no_config(_raw: Mapping[str, Any]) -> Any:
+STORED = "spile:"
+"""What ``--dataset`` begins with if it names a stored dataset, whose tokens are the data."""
+
+
+class TokenRows:
+    """The samples of a stored dataset as rows of data for another model: tokens, roles, ids and kept fields."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset = dataset
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for sample in self._dataset:
+            roles = np.full(len(sample.context), -1)
+            roles[sample.positions] = sample.roles
+            yield {
+                **sample.ref.kept,
+                "task_id": sample.ref.task_id,
+                "input_ids": sample.context.tolist(),
+                "token_roles": roles.tolist(),
+            }
+
+
+def stored_tokens(data: DataSpec) -> DataSpec:
+    """Return the data with the rows of the stored dataset that ``--dataset spile:ROOT`` names, if it names one."""
+    if data.rows is not None or not data.dataset.startswith(STORED):
+        return data
+    dataset = _open(data.dataset.removeprefix(STORED), None)
+    if data.prompt.kind not in ("auto", "tokens"):
+        raise SpecError(f"--dataset {data.dataset}", expected="--prompt tokens", found=f"--prompt {data.prompt.kind}")
+    answer = 0 if dataset.run.generation is None else dataset.run.generation.max_new_tokens
+    return replace(
+        data,
+        rows=TokenRows(dataset),
+        prompt=replace(data.prompt, kind="tokens", column="input_ids"),
+        keep=data.keep or dataset.run.keep,
+        max_seq_length=max(data.max_seq_length, dataset.run.max_seq_length + answer),
+    )
+
+
+def no_config(_raw: Mapping[str, Any]) -> Any:
     """Accept any config.json without reading it: only the tokenizer is needed."""

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import grain
 
 if TYPE_CHECKING:
-    from spile.reading.dataset import Dataset
+    from spile.reading.readers import ShuffledReaders
 
 
 class GrainRows(grain.IterDataset[Any]):  # type: ignore[misc]
     """``dataset.shuffled(…)`` as a ``grain.IterDataset`` whose elements are batches."""
 
-    def __init__(self, dataset: Dataset, tap: Any, **how: Any) -> None:
+    def __init__(self, dataset: ShuffledReaders, tap: Any, **how: Any) -> None:
         super().__init__()
         self._dataset, self._tap, self._how = dataset, tap, how
         self._dataset.shuffled(tap, **how).close()  # wrong arguments are reported here
@@ -26,13 +26,13 @@ class GrainRows(grain.IterDataset[Any]):  # type: ignore[misc]
         return GrainBatches(self._dataset, self._tap, self._how)
 
     def __str__(self) -> str:
-        return f"GrainRows({self._dataset.root.url}, {self._tap})"
+        return f"GrainRows({self._dataset.place}, {self._tap})"
 
 
 class GrainBatches(grain.DatasetIterator[Any]):  # type: ignore[misc]
     """The iterator that Grain saves and restores."""
 
-    def __init__(self, dataset: Dataset, tap: Any, how: Mapping[str, Any]) -> None:
+    def __init__(self, dataset: ShuffledReaders, tap: Any, how: Mapping[str, Any]) -> None:
         super().__init__()
         self._dataset, self._tap, self._how = dataset, tap, dict(how)
         self._reader = dataset.shuffled(tap, **self._how)

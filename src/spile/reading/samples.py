@@ -18,6 +18,7 @@ from spile.errors import SpileError, UserError
 from spile.objects.ahead import read_ahead
 from spile.reading.rows import SampleRef, column
 from spile.spec.amounts import counted
+from spile.spec.positions import counted_choice, last_content
 from spile.spec.ranges import Ranges
 from spile.spec.sample import Role
 from spile.spec.taps import Tap
@@ -258,8 +259,11 @@ class SampleList(Sequence[SampleRef]):
 
 # -- one row per sample -----------------------------------------------------------------------------------------------
 
-Where = Literal["last", "first", "mean", "all"] | int
-"""Which rows of a sample are taken: one of them, their mean, all, or the row with this number."""
+Pool = Callable[[npt.NDArray[np.float32]], npt.ArrayLike]
+"""A function of the rows ``[n, d]`` of a sample that returns one row ``[d]``."""
+Where = Literal["last", "last-content", "first", "mean", "all"] | str | int | Pool
+"""Which rows of a sample are taken: one of them, their mean, all, ``first:8``, the row with this number, or a function
+of the rows."""
 
 
 @dataclass(frozen=True)
@@ -271,10 +275,21 @@ class RowChoice:
     exclude: int | None = None
 
     def __post_init__(self) -> None:
-        if self.where not in get_args(get_args(Where)[0]) and type(self.where) is not int:
-            raise UserError(
-                "positions", expected="last, first, mean, all, or the number of a row", found=repr(self.where)
-            )
+        known = isinstance(self.where, str) and (self.where in get_args(get_args(Where)[0]) or self._first)
+        if not known and type(self.where) is not int and not callable(self.where):
+            expected = "last, last-content, first, first:8, mean, all, the number of a row, or a function of the rows"
+            raise UserError("positions", expected=expected, found=repr(self.where))
+
+    @property
+    def _first(self) -> int:
+        """The number of rows of ``first:8``, otherwise 0."""
+        kind, count = (counted_choice(self.where) if isinstance(self.where, str) else None) or ("", 0)
+        return count if kind == "first" else 0
+
+    @property
+    def many(self) -> bool:
+        """Whether a sample may have several rows, or none."""
+        return self.where == "all" or self._first > 0
 
     def pick(self, roles: _Array, name: str) -> _Array:
         """Return the numbers of the chosen rows of a sample whose rows have these roles."""
@@ -283,21 +298,29 @@ class RowChoice:
             rows = rows[(roles[rows] & int(self.include)) != 0]
         if self.exclude is not None:
             rows = rows[(roles[rows] & int(self.exclude)) == 0]
-        if self.where == "all":
-            return rows
-        number = {"last": -1, "first": 0, "mean": 0}[self.where] if isinstance(self.where, str) else self.where
+        if self.many:
+            return rows[: self._first or None]
+        if self.where == "last-content":
+            rows = rows[last_content(roles[rows])]
+        number = self.where if isinstance(self.where, int) else -1 if self.where == "last" else 0
         if not -len(rows) <= number < len(rows):
             raise UserError(
                 f"sample {name} has no row for positions={self.where!r}",
                 found=f"{counted(len(rows), 'row')} after include and exclude",
             )
-        return rows if self.where == "mean" else rows[[number]]
+        return rows if self.where == "mean" or callable(self.where) else rows[[number]]
 
     def reduce(self, rows: _Array, counts: _Array) -> _Array:
-        """Average the rows of each sample, if that is asked for."""
-        if self.where != "mean" or not len(counts):
+        """Average the rows of each sample, or apply the function to them, if that is asked for."""
+        if not (self.where == "mean" or callable(self.where)) or not len(counts):
             return rows
         first = np.concatenate([[0], np.cumsum(counts)[:-1]])
+        if callable(self.where):
+            pooled = [np.asarray(self.where(each), np.float32) for each in np.split(rows, first[1:])]
+            wrong = next((each.shape for each in pooled if each.shape != pooled[0].shape or each.ndim != 1), None)
+            if wrong is not None:
+                raise UserError("positions", expected="a function that returns one row [d]", found=f"shape {wrong}")
+            return np.stack(pooled)
         return np.asarray(np.add.reduceat(rows, first, axis=0) / counts[:, None], np.float32)
 
 
@@ -319,7 +342,7 @@ def sample_matrix(dataset: Dataset, tap: str, choice: RowChoice) -> _Array:
         shard = dataset.shard(stream, record)
         numbers, counts = _chosen(shard, choice)
         rows = choice.reduce(_gathered(shard, tap, numbers), counts)
-        counts = counts if choice.where == "all" else np.ones_like(counts)
+        counts = counts if choice.many else np.ones_like(counts)
         return _ShardRows(stream.number, shard.read_tensor("sample_index"), counts, rows)
 
     parts = _of_shards(dataset.streams_with((tap,), None), read)
@@ -337,7 +360,7 @@ def sample_labels(dataset: Dataset, name: str, choice: RowChoice) -> _Array:
             kept = note.get("kept", {})
             known.update(kept)
             values[place] = kept.get(name)
-        counts = _chosen(shard, choice)[1] if choice.where == "all" else np.ones(len(values), np.int64)
+        counts = _chosen(shard, choice)[1] if choice.many else np.ones(len(values), np.int64)
         return _ShardRows(stream.number, shard.read_tensor("sample_index"), counts, np.repeat(values, counts))
 
     parts = _of_shards(dataset.streams, read)

@@ -20,13 +20,13 @@ import numpy.typing as npt
 
 from spile.errors import UserError
 from spile.objects.ahead import iterate_ahead, read_ahead
+from spile.reading.blocks import row_keys
 from spile.reading.rows import RowBatch
-from spile.reading.shuffle_order import Position, RowChunk, ShuffleOrder
+from spile.reading.shuffle_order import DataPlan, Position, RowChunk, ShuffleOrder
 from spile.store.statistics import widened
 
 _AHEAD = 3
 """Batches that are ready before they are asked for."""
-_ROW_BITS = 32
 
 _Array = npt.NDArray[Any]
 _Numbers = npt.NDArray[np.int64]
@@ -168,7 +168,8 @@ class Shuffled(Iterator[Any]):
 
     def _begin(self, start: Position) -> None:
         self._position, stop = start, threading.Event()
-        engine = _Engine(self._order, self._epochs, *self._how, stop)
+        kind = _DataEngine if isinstance(self._order.plan, DataPlan) else _Engine
+        engine = kind(self._order, self._epochs, *self._how, stop)
         self._items: Iterator[tuple[Any, Position]] = iterate_ahead(engine.run(start), _AHEAD)
         # Also called at the end of the program, while threads can still be stopped in order.
         self._end = weakref.finalize(self, _close, stop, self._items)
@@ -247,7 +248,7 @@ class _Engine:
         most, drop_last = self._plan.spec.batch_rows, self._plan.spec.drop_last
         batches, seen, epoch = start.batches, start.batches > 0, -1
         steps: int | None = None
-        for window_epoch, number, window in self._windows(start):
+        for window_epoch, number, last, origin, window in self._windows(start):
             if window_epoch != epoch:
                 epoch, steps = window_epoch, self._order.steps(window_epoch)
             taken = start.taken if (epoch, number) == (start.epoch, start.window) else 0
@@ -259,9 +260,9 @@ class _Engine:
                 taken += len(part)
                 if self._held == most:
                     batches += 1
-                    yield self._batch(), Position(epoch, batches, number, taken)
+                    yield self._batch(), Position(epoch, batches, number, taken, origin)
             self._free(window.slots[taken:])
-            if number + 1 < self._plan.groups:
+            if not last:
                 continue
             if self._epochs is None and not seen:
                 return  # no row is selected: later epochs have none either
@@ -295,11 +296,16 @@ class _Engine:
         self._drop_pending()
         if self._dtype is not None:
             taps = {tap: widened(array, self._dtype) for tap, array in taps.items()}
+        if self._source.window > 1:
+            taps = {tap: array.reshape(len(array), self._source.window, -1) for tap, array in taps.items()}
         given: Any = next(iter(taps.values())) if self._single else taps
         return given if rows.known is None else replace(rows.known, rows=given)
 
-    def _windows(self, start: Position) -> Iterator[tuple[int, int, _Rows]]:
-        """Yield epoch, number and rows of each window. The next group loads while a window is given."""
+    def _windows(self, start: Position) -> Iterator[tuple[int, int, bool, int, _Rows]]:
+        """Yield epoch, number, whether it is the last, first sample and rows of each window.
+
+        The next group loads while a window is given.
+        """
         plan = self._plan
         loaded = read_ahead(self._loads(start), 1)
         try:
@@ -318,7 +324,8 @@ class _Engine:
                     window = _Rows.join(shares)
                     if plan.keeps_rows:
                         kept = shares[0]
-                    yield epoch, number, window.take(plan.row_order(epoch, number, len(window)))
+                    order = plan.row_order(epoch, number, len(window))
+                    yield epoch, number, number + 1 == plan.groups, 0, window.take(order)
         except _Stopped:
             return
         finally:
@@ -338,6 +345,10 @@ class _Engine:
                 return
 
     def _load(self, epoch: int, number: int) -> _Rows:
+        members, parts = self._plan.group(epoch, number), self._plan.block_shape[1]
+        return self._fill(epoch, number, partial(self._source.load, *members, parts))
+
+    def _fill(self, epoch: int, number: int, load: Callable[[Callable[[RowChunk], None]], None]) -> _Rows:
         """Load a group into the buffer. Returns its rows in the order in which they are divided over windows."""
         found: list[tuple[_Numbers, _Rows]] = []
 
@@ -345,12 +356,51 @@ class _Engine:
             if self._stop.is_set():
                 raise _Stopped
             slots = self._buffer.put(chunk.rows, len(chunk.samples))
-            found.append(((chunk.samples << _ROW_BITS) + chunk.offsets, _Rows(slots, chunk.known)))
+            found.append((row_keys(chunk.samples, chunk.offsets), _Rows(slots, chunk.known)))
 
-        self._source.load(*self._plan.group(epoch, number), self._plan.block_shape[1], put)
+        load(put)
         if not found:
             return _NO_ROWS
         # Chunks arrive in any order; the order of rows must not depend on it.
         rows = _Rows.join([rows for _, rows in found])
         rows = rows.take(np.argsort(np.concatenate([keys for keys, _ in found]), kind="stable"))
         return rows.take(self._plan.deal_order(epoch, number, len(rows))) if self._plan.spread > 1 else rows
+
+
+class _DataEngine(_Engine):
+    """The same for groups in the order of the data, of which it is only known whether another one follows."""
+
+    def _windows(self, start: Position) -> Iterator[tuple[int, int, bool, int, _Rows]]:
+        plan = self._plan
+        assert isinstance(plan, DataPlan)  # noqa: S101  for the type checker
+        for epoch in self._epoch_numbers(start):
+            first = start.window if epoch == start.epoch else 0
+            number = plan.sources(first).start
+            held: dict[int, tuple[int, _Rows]] = {}
+            last = False
+            groups = iterate_ahead(self._loaded(plan, epoch, number, start.sample if first else 0), 1)
+            try:
+                for sample, last, rows in groups:
+                    held[number] = sample, rows
+                    given = plan.share(len(rows), number, max(number, first)).start
+                    self._free(rows.slots[:given])
+                    if number >= first:
+                        parts = [
+                            rows.take(plan.share(len(rows), at, number, last=last)) for at, (_, rows) in held.items()
+                        ]
+                        origin = held[plan.sources(number).start][0]
+                        held.pop(number - plan.spread + 1, None)
+                        window = _Rows.join(parts)
+                        yield epoch, number, last, origin, window.take(plan.row_order(epoch, number, len(window)))
+                    number += 1
+            except _Stopped:
+                return
+            finally:
+                groups.close()  # type: ignore[attr-defined]
+            if not last:  # no sample at all
+                yield epoch, 0, True, 0, _NO_ROWS
+
+    def _loaded(self, plan: DataPlan, epoch: int, number: int, sample: int) -> Iterator[tuple[int, bool, _Rows]]:
+        """Yield the first sample, whether it is the last, and the rows of each group."""
+        for place, group in enumerate(self._source.groups(plan, epoch, sample), number):
+            yield group.first, group.last, self._fill(epoch, place, group.load)

@@ -7,6 +7,9 @@ the permuted rows that up to ``spread`` groups contribute to it. Batches are con
 are drawn from a *shuffle buffer* whose content changes by one group at a time. If all rows of a reader fit in the
 buffer, there is one group and the order is a full permutation.
 
+With the order ``data``, which rows that are not stored can have too, samples are not permuted: a group is consecutive
+samples, and the last window of an epoch is everything that is left (:class:`DataPlan`).
+
 The order depends on the samples, the number of rows of each, the selection and :class:`ShuffleSpec`, all of which count
 rows. It does not depend on the width or dtype of a row, nor on how rows are divided into shards. Where rows come from
 is the business of a :class:`BlockSource`.
@@ -16,7 +19,7 @@ from __future__ import annotations
 
 import zlib
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import accumulate, count
@@ -106,8 +109,12 @@ class BlockSource(Protocol):
     def remote(self) -> bool:
         """Whether each block costs a network request."""
 
+    @property
+    def window(self) -> int:
+        """Consecutive tokens of a row: 1, or more if each row comes with its predecessors."""
+
     def types(self) -> dict[str, tuple[np.dtype[Any], int]]:
-        """Return the dtype and the number of columns of each tap."""
+        """Return the dtype and the number of columns of each tap; a row has the columns of all tokens of a window."""
 
     def load(self, samples: _Numbers, part: _Numbers, parts: int, put: Callable[[RowChunk], None]) -> None:
         """Pass the selected rows of part ``part[i]`` of ``parts`` of each ``samples[i]`` to ``put``, in any order.
@@ -118,6 +125,20 @@ class BlockSource(Protocol):
 
     def counts(self, parts: int) -> _Numbers:
         """Return the number of selected rows ``[samples, parts]``, without reading rows."""
+
+    def groups(self, plan: DataPlan, epoch: int, first: int) -> Iterator[DataGroup]:
+        """Yield the groups of an epoch in the order of the data, from the one that begins with sample ``first`` on."""
+
+
+class DataGroup(NamedTuple):
+    """Consecutive samples whose rows are loaded together."""
+
+    first: int
+    """The number of its first sample, from which a reader can continue."""
+    last: bool
+    """Whether no group follows in this epoch."""
+    load: Callable[[Callable[[RowChunk], None]], None]
+    """Passes the selected rows to a function, in any order."""
 
 
 @dataclass(frozen=True)
@@ -257,6 +278,76 @@ class ShufflePlan:
         )
 
 
+_ENDLESS = 1 << 52
+"""Rows and groups of data whose end is unknown."""
+
+
+class DataPlan(ShufflePlan):
+    """Groups and windows in the order of the data, of which neither the samples nor the rows need to be known."""
+
+    def __init__(self, spec: ShuffleSpec) -> None:
+        if spec.permute_all or spec.block_rows is not None:
+            name = "scratch" if spec.permute_all else "piece"
+            raise SpecError(name, expected='order="random"', found='order="data"')
+        if spec.drop_last and spec.parts > 1:
+            fix = "use epochs=None, whose batches are all full, and count steps"
+            raise SpecError(
+                "drop_last", expected="one reader of rows in the order of the data", found=spec.parts, fix=fix
+            )
+        super().__init__(spec, _ENDLESS, _ENDLESS)
+
+    @property
+    def one_group(self) -> bool:
+        """False: it is not known whether all rows fit in the buffer."""
+        return False
+
+    @property
+    def block_shape(self) -> tuple[int, int]:
+        """A sample is the smallest unit."""
+        return 1, 1
+
+    @property
+    def spread(self) -> int:
+        """Windows over which the rows of a group are divided."""
+        return _SPREAD
+
+    @property
+    def group_rows(self) -> int:
+        """A group ends with the sample that makes it this large, before the selection."""
+        return max(1, int(self.spec.buffer_rows / (_SPREAD / 2 + 1.5)))
+
+    @property
+    def groups(self) -> int:
+        """More than there are."""
+        return _ENDLESS
+
+    def share(self, rows: int, group: int, window: int, *, last: bool = False) -> slice:
+        """Return the part of a group's permuted rows that belongs to a window; the last window gets all the rest."""
+        found = super().share(rows, group, window)
+        return slice(found.start, rows) if last else found
+
+    def cut(self, lengths: Iterable[tuple[int, int]]) -> Iterator[tuple[list[int], bool]]:
+        """Group samples, given as (number, rows): yield the numbers of each group, and whether it is the last."""
+        group: list[int] = []
+        rows = 0
+        for number, length in lengths:
+            if rows >= self.group_rows:
+                yield group, False
+                group, rows = [], 0
+            group.append(number)
+            rows += length
+        if group:
+            yield group, True
+
+    def describe(self) -> str:
+        """Return in words how random the order is."""
+        share = "" if self.spec.parts == 1 else f" of this reader's share, one of {self.spec.parts}"
+        return (
+            f"in the order of the data{share}: rows drawn from about {self.spec.buffer_rows:,} consecutive rows at a "
+            "time, which change gradually"
+        )
+
+
 @lru_cache(maxsize=2)
 def _permutation(seed: int, epoch: int, blocks: int) -> _Numbers:
     order = np.random.default_rng([seed, epoch]).permutation(blocks)
@@ -271,6 +362,8 @@ class Position(NamedTuple):
     batches: int = 0
     window: int = 0
     taken: int = 0
+    sample: int = 0
+    """In the order of the data: the first sample of the groups that contribute to the window."""
 
 
 @dataclass(frozen=True)
@@ -296,6 +389,7 @@ class ShuffleOrder:
             "drop_last": spec.drop_last,
             "permute_all": spec.permute_all,
             "block": list(self.plan.block_shape),
+            **({"order": "data"} if isinstance(self.plan, DataPlan) else {}),
         }
 
     def state(self, position: Position) -> dict[str, Any]:
@@ -348,6 +442,10 @@ class ShuffleOrder:
             raise UserError("after", expected="at least 0", found=batches)
         if not batches:
             return Position()
+        if isinstance(self.plan, DataPlan):
+            raise UserError(
+                "after", expected="a state, because rows in the order of the data are not counted", found=batches
+            )
         if self.needs_rows:
             raise UserError("after", expected="no bound on norms, or a state instead", found=f"after={batches}")
         most = self.plan.spec.batch_rows

@@ -17,7 +17,7 @@ from spile.reading.rows import RowBatch
 from spile.reading.shuffle import Shuffled
 
 if TYPE_CHECKING:
-    from spile.reading.dataset import Dataset
+    from spile.reading.readers import ShuffledReaders
 
 # Dtypes that torch has and NumPy does not: an integer of the same size, and the torch dtype of its bits.
 _BITS: dict[np.dtype[Any], tuple[Any, torch.dtype]] = {
@@ -49,7 +49,7 @@ class TorchRows(IterableDataset[Any]):  # type: ignore[misc]
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: ShuffledReaders,
         tap: Any,
         *,
         rank: int | None = None,

@@ -71,6 +71,8 @@ class RunIdentity:
             del fields["keep"]
         if self.positions == ALL:
             del fields["positions"]
+        if self.prompt.template_from is None:
+            del fields["prompt.template_from"]
         return {name: value for name, value in sorted(fields.items()) if name not in _NOT_COMPARED}
 
     @property

@@ -1,4 +1,4 @@
-"""The choice of the tokens whose rows are stored: ``all``, ``last``, ``answer`` or ``random:32``."""
+"""The choice of the tokens whose rows are stored: ``all``, ``last``, ``last-content``, ``first:8``, ``answer`` …"""
 
 from __future__ import annotations
 
@@ -12,23 +12,40 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-ALL, LAST, ANSWER = "all", "last", "answer"
-_RANDOM = re.compile(r"random:([1-9]\d{0,6})")
+ALL, LAST, LAST_CONTENT, ANSWER = "all", "last", "last-content", "answer"
+_COUNTED = re.compile(r"(first|random):([1-9]\d{0,6})")
 
 
-def random_count(text: str) -> int | None:
-    """Return 32 for ``random:32``, or None if the choice is not random."""
-    match = _RANDOM.fullmatch(text)
-    return int(match[1]) if match else None
+def counted_choice(text: str) -> tuple[str, int] | None:
+    """Return ("random", 32) for ``random:32``, ("first", 8) for ``first:8``, and None for a choice without a number."""
+    match = _COUNTED.fullmatch(text)
+    return (match[1], int(match[2])) if match else None
 
 
 def check_positions(text: str) -> None:
     """Raise :class:`SpecError` if the text is not a valid choice of positions."""
-    if text not in (ALL, LAST, ANSWER) and random_count(text) is None:
-        raise SpecError("--positions", expected="all, last, answer, or random:N such as random:32", found=repr(text))
+    if text not in (ALL, LAST, LAST_CONTENT, ANSWER) and counted_choice(text) is None:
+        expected = "all, last, last-content, answer, first:N or random:N, such as random:32"
+        raise SpecError("--positions", expected=expected, found=repr(text))
 
 
 _ANSWERS = Role.ANSWER | Role.ASSISTANT
+_CONTENT = Role.SYSTEM | Role.USER | _ANSWERS
+
+
+def last_content(roles: npt.NDArray[np.uint8]) -> npt.NDArray[np.intp]:
+    """Return the number of the last token that is content, in an array of at most one.
+
+    In a chat, content is what a message says: not the special tokens, and not the text that the template adds. In other
+    samples it is every token that is not special. A sample of special tokens alone has its last token.
+    """
+    import numpy as np
+
+    plain = (roles & Role.SPECIAL) == 0
+    for mask in (plain & ((roles & _CONTENT) != 0), plain):
+        if mask.any():
+            return np.flatnonzero(mask)[-1:]
+    return np.arange(len(roles))[-1:]
 
 
 def choose_positions(
@@ -46,9 +63,14 @@ def choose_positions(
     there = np.arange(first, len(roles) if stop is None else stop, dtype=np.int32)
     if text == LAST:
         return there[-1:]
+    if text == LAST_CONTENT:
+        return there[last_content(roles[there])]
     if text == ANSWER:
         return np.asarray(there[(roles[there] & _ANSWERS) != 0])
-    chosen = np.argsort(_ranks(seed, index, there), kind="stable")[: random_count(text)]
+    kind, count = counted_choice(text) or ("first", 0)
+    if kind == "first":
+        return there[:count]
+    chosen = np.argsort(_ranks(seed, index, there), kind="stable")[:count]
     return there[np.sort(chosen)]
 
 

@@ -99,6 +99,9 @@ class PromptSpec:
     pack: bool = option(
         False, "Cut documents into full sequences instead of one sample per document.", "Prompts", identity=True
     )
+    template_from: str | None = option(
+        None, "Another model whose chat template is used, for a base model that has none.", "Prompts", identity=True
+    )
 
     def __post_init__(self) -> None:
         one_of("--prompt", self.kind, PromptKind)
@@ -111,6 +114,8 @@ class PromptSpec:
             raise SpecError("--pack", expected="--prompt text", found=f"--prompt {self.kind}")
         if self.predictions_per_task > 1 and self.kind in ("chat", "text", "tokens"):
             raise SpecError("--predictions-per-task above 1", expected="--prompt arc", found=f"--prompt {self.kind}")
+        if self.template_from is not None and self.kind in ("text", "tokens"):
+            raise SpecError("--template-from", expected="--prompt chat or arc", found=f"--prompt {self.kind}")
         if not self.column:
             raise SpecError("--column", expected="the name of a field", found="an empty name")
 
@@ -122,7 +127,7 @@ class DataSpec:
     dataset: str = option(
         EMBEDDED,
         "A JSONL, CSV, TSV, text, JSON or Parquet file, a folder of text files or ARC tasks, a dataset on the Hugging "
-        "Face hub, or embedded.",
+        "Face hub, or embedded; or spile:ROOT for the tokens of a stored dataset.",
         "Data",
         common=_BOTH,
     )
@@ -329,7 +334,7 @@ class RunSpec:
     )
     positions: str = option(
         ALL,
-        "The tokens whose activations are stored: all, last, answer, or random:32.",
+        "The tokens whose activations are stored: all, last, last-content, first:8, answer, or random:32.",
         "Output",
         identity=True,
         common=("extract",),

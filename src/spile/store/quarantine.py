@@ -236,9 +236,7 @@ def read_trials(folder: Folder) -> Trials | None:
             launch=str(found["launch"]),
             ended=str(found["ended"]),
         )
-    except NotFound:
-        return None
-    except Exception:  # noqa: BLE001 - a forged record can raise anything, and the search can begin again without it
+    except (NotFound, ValueError, KeyError, TypeError):
         return None
 
 

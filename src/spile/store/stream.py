@@ -12,9 +12,9 @@ from datetime import UTC, datetime
 from typing import Any
 
 from spile.errors import Damaged, Fenced, RunMismatch, SpecError, StoreError, untrusted
+from spile.objects import is_remote, open_folder, split
 from spile.objects.folder import Folder, NotFound
 from spile.objects.mirror import home_of
-from spile.objects.opening import is_remote, open_folder, split
 from spile.spec.identity import RunIdentity, StreamIdentity
 from spile.spec.positions import ALL
 from spile.spec.ranges import Ranges
@@ -228,6 +228,7 @@ def read_run(root: Folder) -> RunIdentity | None:
         return None
     with untrusted(Damaged, f"{root.url}/{RUN} is not the record of a run"):
         compared = dict(record["numbers"])
+        compared.setdefault("prompt.template_from", None)  # absent unless a template was borrowed
         prompt = {each.name: compared.pop(f"prompt.{each.name}") for each in fields(PromptSpec)}
         own = {each.name: compared.pop(each.name) for each in fields(RunIdentity) if each.name in compared}
         own["keep"] = tuple(own.get("keep", ()))

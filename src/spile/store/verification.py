@@ -20,7 +20,7 @@ from spile.objects import open_folder
 from spile.objects.crc import crc32c, fold, to_hex
 from spile.objects.folder import Folder, NotFound
 from spile.spec.identity import RunIdentity
-from spile.spec.positions import ANSWER, choose_positions
+from spile.spec.positions import ANSWER, LAST_CONTENT, choose_positions
 from spile.spec.ranges import Ranges
 from spile.spec.run import EVERY_FIELD, DataSpec, RunSpec
 from spile.spec.sample import BAD_ROW, Prediction, Role
@@ -184,7 +184,7 @@ def _positions(shard: ShardReader, run: RunIdentity, answers: Mapping[int, Predi
     """Check that the rows are at the positions that the run selects.
 
     Without generated answers, ``answer`` depends on the roles of all tokens, and a shard has only those of rows: each
-    row must have the role, and a token without a row is not judged.
+    row must have the role, and a token without a row is not judged. The same holds for the one row of ``last-content``.
     """
     offsets, starts, positions = (shard.read_tensor(name) for name in ("offsets", CONTEXT_OFFSETS, POSITIONS))
     index, wrong = shard.read_tensor("sample_index").tolist(), []
@@ -193,7 +193,9 @@ def _positions(shard: ShardReader, run: RunIdentity, answers: Mapping[int, Predi
     marked = (shard.read_tensor("roles") & np.uint8(Role.ANSWER | Role.ASSISTANT)) != 0
     for place, sample in enumerate(index):
         rows, length = slice(*offsets[place : place + 2]), int(starts[place + 1] - starts[place])
-        if by_role:
+        if run.positions == LAST_CONTENT:
+            right = rows.stop - rows.start == 1
+        elif by_role:
             right = bool(marked[rows].all())
         else:
             prompt = length - (len(answers[sample].tokens) if answers else 0)

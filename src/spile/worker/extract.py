@@ -102,7 +102,7 @@ def run_stream(
     start_over = hosts.first and _starts_over(run)
     stream = _known_stream(run) if hosts.first and not start_over else None
     if not hosts.agree("left", stream is None or _has_work(run, stream)):
-        stream = stream or _join(run)
+        stream = stream or join(run)
         run.samples.compare(stream.ledger.parts, stream.ledger.end)
         return _finish(run, stream, finish, progress, hosts, device="none: nothing was left to do")
     progress.phase(Phase.LOADING, "the model")
@@ -138,7 +138,7 @@ def run_stream(
     hosts.barrier("final_checkpoint")
     if not finished:
         hosts.barrier("complete")
-        ledger = stream if hosts.first else _join(run)
+        ledger = stream if hosts.first else join(run)
         return _summary(run, ledger, progress, interrupted=True, device=producer.describe())
     return _finish(run, stream, finish, progress, hosts, device=producer.describe())
 
@@ -373,7 +373,7 @@ def _finish(
         finish(run, stream)
         write_checkpoint_file(run.spec, stream, "completed", progress.log)
     hosts.barrier("complete")
-    ledger = stream if hosts.first else _join(run)
+    ledger = stream if hosts.first else join(run)
     return _summary(run, ledger, progress, interrupted=False, device=device)
 
 
@@ -407,7 +407,8 @@ def make_device_producer(run: ResolvedRun, progress: Progress, reader: SampleRea
 # -- the stream -------------------------------------------------------------------------------------------------------
 
 
-def _join(run: ResolvedRun, attempt: str | None = None, stream_id: str | None = None) -> StreamStore:
+def join(run: ResolvedRun, attempt: str | None = None, stream_id: str | None = None) -> StreamStore:
+    """Open the stream of a run, and begin it if it does not exist."""
     stream = join_stream(run.root, run.spec.data.worker_id, run.stream_identity, run.identity, attempt, stream_id)
     stream.statistics = wants_statistics(run.spec.statistics)
     return stream
@@ -422,7 +423,7 @@ def _read(run: ResolvedRun, stream: StreamStore | None, done: Ranges) -> SampleR
 def _known_stream(run: ResolvedRun) -> StreamStore | None:
     """Return the stream if an earlier worker began it."""
     record = read_stream(run.root.child(stream_folder(run.spec.data.worker_id)))
-    return None if record is None else _join(run)
+    return None if record is None else join(run)
 
 
 def _has_work(run: ResolvedRun, stream: StreamStore) -> bool:
@@ -452,12 +453,12 @@ def _agree_on_stream(run: ResolvedRun, stream: StreamStore | None, hosts: Worker
     plan: dict[str, Any] = {}
     if hosts.first:
         join_run(run.root, run.identity)
-        stream = stream or _join(run)
+        stream = stream or join(run)
         plan = {"attempt": stream.attempt, "stream": stream.record.id, "done": stream.ledger.done.pairs()}
     plan = hosts.agree("plan", plan)
     if stream is None:
         join_run(run.root, run.identity)  # compares: a host with another model or data fails, and all end
-        stream = _join(run, plan["attempt"], plan["stream"])
+        stream = join(run, plan["attempt"], plan["stream"])
     return stream, Ranges((start, stop) for start, stop in plan["done"])
 
 

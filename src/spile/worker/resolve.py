@@ -25,9 +25,10 @@ from spile.models.model_files import GENERATION
 from spile.objects import open_folder
 from spile.objects.folder import Folder
 from spile.objects.mirror import MirrorFolder
+from spile.reading.dataset import no_config, stored_tokens
 from spile.spec.identity import RunIdentity, StreamIdentity
 from spile.spec.ranges import Ranges
-from spile.spec.run import EVERY_FIELD, DataSpec, ExtractSpec, GenerationSpec
+from spile.spec.run import EVERY_FIELD, DataSpec, ExtractSpec, GenerationSpec, PromptSpec
 from spile.spec.sample import Sample
 from spile.spec.taps import Tap, TapRows, row_bytes, select_taps, tap_rows
 from spile.store.layout import stream_folder
@@ -78,6 +79,18 @@ def _token_number(text: str, tokenizer: Tokenizer) -> int:
     if len(made) != 1:
         raise SpecError("--stop", expected="the text of one token", found=f"{text!r}, which is {len(made)} tokens")
     return int(made[0])
+
+
+def prompt_tokenizer(files: model_files.ModelFiles, prompt: PromptSpec, *, optional: bool) -> Tokenizer:
+    """Load a model's tokenizer, with the chat template of ``--template-from`` if one is given."""
+    tokenizer = load_tokenizer(files.tokenizer_folder, optional=optional)
+    if prompt.template_from is None:
+        return tokenizer
+    other = model_files.find(prompt.template_from, None, weights=False, read=no_config)
+    template = load_tokenizer(other.tokenizer_folder).template
+    if template is None:
+        raise SpecError("--template-from", expected="a model with a chat template", found=prompt.template_from)
+    return replace(tokenizer, template=template)
 
 
 def find_model(
@@ -187,6 +200,7 @@ def resolve(spec: ExtractSpec, timeline: Timeline | None = None) -> ResolvedRun:
     The devices are initialised and the weights are hashed while the tokenizer and the data are read.
     """
     timeline = timeline or Timeline()
+    spec = replace(spec, data=stored_tokens(spec.data))
     with timeline.span("model, tokenizer and data"), ThreadPoolExecutor(2, "spile-start") as threads:
         platform = threads.submit(_timed, timeline, "devices", jax.default_backend)
         home = open_folder(spec.output)
@@ -220,7 +234,7 @@ def _resolve(
     generation = spec.generation
     taps = () if generation is not None and generation.capture == "none" else taps
     rows = rows_of(files, taps, spec.store_dtype, spec.backend)
-    tokenizer = load_tokenizer(files.tokenizer_folder, optional=generation is None)
+    tokenizer = prompt_tokenizer(files, spec.data.prompt, optional=generation is None)
     spec = replace(spec, data=replace(spec.data, keep=_fields_to_keep(spec.data, known)))
     samples = _open_samples(spec, root, tokenizer, files.config.vocab_size)
     refuse_no_answers(spec, samples.prompt.kind)

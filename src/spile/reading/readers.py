@@ -1,0 +1,290 @@
+"""Readers of shuffled activation rows, the same for stored and for streamed rows: NumPy, torch, JAX and Grain."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, Unpack, get_args
+
+import numpy.typing as npt
+
+from spile.errors import UserError
+from spile.reading.blocks import JointBlocks, StoredBlocks
+from spile.reading.rows import RowBatch, SampleRef, Selection, selection_of
+from spile.reading.shuffle import Shuffled
+from spile.reading.shuffle_order import MEMORY, DataPlan, ShuffleOrder, ShufflePlan, ShuffleSpec
+from spile.spec.taps import Tap
+
+if TYPE_CHECKING:
+    from spile.reading.grain_rows import GrainRows
+    from spile.reading.torch_rows import TorchRows
+
+
+class SelectionOptions(TypedDict, total=False):
+    """Conditions on rows, as in :class:`~spile.reading.rows.Selection`."""
+
+    include: int | None
+    exclude: int | None
+    positions: tuple[int, int | None] | range | None
+    tokens: Iterable[int] | None
+    without_tokens: Iterable[int] | None
+    min_norm: float | None
+    max_norm: float | None
+    samples: Callable[[SampleRef], bool] | None
+
+
+class ShuffleOptions(SelectionOptions, total=False):
+    """The arguments of :meth:`Dataset.shuffled`, for the adapters of torch, JAX and Grain."""
+
+    batch_rows: int
+    order: RowOrder
+    seed: int
+    epochs: int | None
+    memory: int
+    buffer_rows: int | None
+    scratch: str | None
+    piece: int | None
+    part: tuple[int, int]
+    drop_last: bool
+    dtype: npt.DTypeLike | None
+    context: bool | int
+    streams: Iterable[int] | None
+    state: Mapping[str, Any] | None
+    after: int
+    page_cache: bool | None
+
+
+class TorchOptions(ShuffleOptions, total=False):
+    """The arguments of :meth:`Dataset.torch`."""
+
+    rank: int | None
+    world: int | None
+
+
+RowOrder = Literal["random", "data"]
+_Blocks = StoredBlocks | JointBlocks
+
+
+class BlockOptions(NamedTuple):
+    """What a source of shuffle blocks is asked for, besides taps."""
+
+    selection: Selection
+    context: bool
+    window: int
+    streams: Iterable[int] | None
+    keep_cached: bool
+
+
+class ShuffledReaders(ABC):
+    """Readers of shuffled activation rows, for NumPy, torch, JAX and Grain."""
+
+    @property
+    @abstractmethod
+    def place(self) -> str:
+        """Where the rows come from, for display."""
+
+    @abstractmethod
+    def _source(self, taps: tuple[str, ...], options: BlockOptions) -> _Blocks:
+        """Return the rows of some taps as a source of shuffle blocks."""
+
+    @abstractmethod
+    def _described(self, source: Any, taps: tuple[str, ...]) -> dict[str, Any]:
+        """Return plain JSON values that name the dataset and the taps, for the state of a reader."""
+
+    def shuffled(
+        self,
+        tap: str | Tap | Sequence[str | Tap],
+        batch_rows: int = 4096,
+        *,
+        order: RowOrder = "random",
+        seed: int = 0,
+        epochs: int | None = 1,
+        memory: int = MEMORY,
+        buffer_rows: int | None = None,
+        scratch: str | None = None,
+        piece: int | None = None,
+        part: tuple[int, int] = (0, 1),
+        drop_last: bool = False,
+        dtype: npt.DTypeLike | None = None,
+        context: bool | int = False,
+        streams: Iterable[int] | None = None,
+        state: Mapping[str, Any] | None = None,
+        after: int = 0,
+        page_cache: bool | None = None,
+        **wanted: Unpack[SelectionOptions],
+    ) -> Shuffled:
+        """Return the rows of a tap, or the rows of several taps that belong together, in random order.
+
+        Each epoch gives every selected row once. If all rows fit in the shuffle buffer, the order is a full
+        permutation; otherwise it is a two-level shuffle, see :mod:`spile.reading.shuffle_order`.
+
+        Args:
+            tap: A tap, or a sequence of taps.
+            batch_rows: Rows of a batch.
+            order: ``random``: samples of the whole dataset are mixed. ``data``: rows are mixed with those of samples
+                that follow each other in the data, as :func:`spile.stream` does it without storing them.
+            seed: Chooses the order.
+            epochs: Passes over the rows. None: no end, and all batches are full.
+            memory: Size of the shuffle buffer in bytes.
+            buffer_rows: Size of the shuffle buffer in rows, instead of ``memory``. Two datasets of the same samples
+                then have the same order, even if the width or the dtype of their rows differs.
+            scratch: A folder on a local disk for rows that do not fit in memory: a full permutation of any number.
+            piece: Size of a shuffle block in bytes. None: derived from the buffer and the length of the samples.
+            part: (k, n) makes this reader number k of n readers, whose rows are disjoint and together complete.
+            drop_last: Leave out rows that do not fill a batch; each of n readers gives the same number of batches.
+            dtype: Convert batches to this dtype.
+            context: True: give each batch as a :class:`~spile.reading.rows.RowBatch` with tokens, roles and positions.
+                A number from 2: give each row after the rows of the tokens before it, ``[batch_rows, context, d]``.
+                Tokens without so many predecessors in their sample, all of them selected, are left out.
+            streams: Read only these streams.
+            state: Continue where this result of ``state()`` was taken.
+            after: Continue after this many batches.
+            page_cache: False: drop what was read from the page cache of a local disk.
+            wanted: Fields of :class:`~spile.reading.rows.Selection`: ``include``, ``exclude``, ``positions``,
+                ``tokens``, ``without_tokens``, ``min_norm``, ``max_norm`` and ``samples``.
+        """
+        if isinstance(context, bool) or context == 1:
+            window = 1
+        elif context > 1:
+            window, context = context, False
+        else:
+            raise UserError("context", expected="True, False or a number of tokens from 2", found=context)
+        names = (str(tap),) if isinstance(tap, str | Tap) else tuple(map(str, tap))
+        blocks = BlockOptions(selection_of(**wanted), bool(context), window, streams, page_cache is not False)
+        source = self._source(names, blocks)
+        sizes = {"memory": memory, "buffer_rows": buffer_rows, "piece": piece}
+        spec = {"batch_rows": batch_rows, "seed": seed, "drop_last": drop_last, "permute_all": scratch is not None}
+        known = {**self._described(source, names), "selection": source.selection.describe()}
+        known |= {"context": window} if window > 1 else {}
+        chosen = _order(source, order, part, sizes, spec, known)
+        start = chosen.position(state, epochs) if state is not None else chosen.after(after, endless=epochs is None)
+        single = isinstance(tap, str | Tap) and not isinstance(source, JointBlocks)
+        return Shuffled(chosen, epochs=epochs, dtype=dtype, single=single, start=start, scratch=scratch)
+
+    def torch(self, tap: str | Tap | Sequence[str | Tap], **how: Unpack[TorchOptions]) -> TorchRows:
+        """Return :meth:`shuffled` as a torch ``IterableDataset``, for ``DataLoader(…, batch_size=None)`` and DDP.
+
+        Args:
+            tap: A tap, or a sequence of taps.
+            how: Arguments of :meth:`shuffled`; ``rank`` and ``world``, unless torch.distributed is initialised;
+                ``after``, the number of batches that the loader of this process gave before, over all its workers.
+        """
+        from spile.reading.torch_rows import TorchRows
+
+        return TorchRows(self, tap, **how)
+
+    def jax(
+        self,
+        tap: str | Tap | Sequence[str | Tap],
+        *,
+        sharding: Any = None,
+        ahead: int = 2,
+        **how: Unpack[ShuffleOptions],
+    ) -> DeviceBatches:
+        """Return :meth:`shuffled` as JAX arrays that are copied to the device before they are needed.
+
+        If JAX runs in several processes, each reads its own part of the rows.
+
+        Args:
+            tap: A tap, or a sequence of taps.
+            sharding: Makes the batches of all processes parts of one global array.
+            ahead: Batches that are copied ahead.
+            how: Arguments of :meth:`shuffled`.
+        """
+        import jax
+
+        how.setdefault("part", (jax.process_index(), jax.process_count()))
+        return DeviceBatches(self.shuffled(tap, **how), sharding, ahead)
+
+    def grain(self, tap: str | Tap | Sequence[str | Tap], **how: Unpack[ShuffleOptions]) -> GrainRows:
+        """Return :meth:`shuffled` as a ``grain.IterDataset`` of batches, which Grain can checkpoint."""
+        from spile.reading.grain_rows import GrainRows
+
+        return GrainRows(self, tap, **how)
+
+
+def _order(
+    source: _Blocks,
+    order: RowOrder,
+    part: tuple[int, int],
+    sizes: dict[str, int | None],
+    spec: dict[str, Any],
+    identity: Mapping[str, Any],
+) -> ShuffleOrder:
+    """Convert sizes in bytes to rows and return the order of a shuffled reader."""
+    for name, value in sizes.items():
+        if value is not None and value < 1:
+            raise UserError(name, expected="at least 1", found=value)
+    if spec["drop_last"] and part[1] > 1 and source.selection.by_norm:
+        raise UserError(
+            "drop_last with a bound on norms",
+            expected="one reader, because the rows of each of several readers are counted only by reading",
+            found=f"{part[1]} readers",
+            fix="use epochs=None, whose batches are all full, and count steps",
+        )
+    if order not in get_args(RowOrder):
+        raise UserError("order", expected=f"one of {', '.join(get_args(RowOrder))}", found=repr(order))
+    width, piece = max(1, source.row_bytes), sizes["piece"]
+    shuffle = ShuffleSpec(
+        buffer_rows=sizes["buffer_rows"] or max(1, (sizes["memory"] or MEMORY) // width),
+        block_rows=None if piece is None else max(1, piece // width),
+        part=part[0],
+        parts=part[1],
+        **spec,
+    )
+    plan = ShufflePlan(shuffle, source.samples, source.rows, source.remote) if order == "random" else DataPlan(shuffle)
+    return ShuffleOrder(plan, source, identity, source.selection.by_norm)
+
+
+class DeviceBatches(Iterator[Any]):
+    """Batches as JAX arrays. ``state()`` is the state after the last batch given, not after the last one copied."""
+
+    def __init__(self, reader: Shuffled, sharding: Any, ahead: int) -> None:
+        self._reader, self._ahead = reader, max(1, ahead)
+        self._put = _putter(sharding)
+        self._coming: deque[tuple[Any, Mapping[str, Any]]] = deque()
+        self._state: Mapping[str, Any] = self._reader.state()
+
+    def __next__(self) -> Any:
+        # A copy to the device returns before it is complete and continues during the caller's step.
+        while len(self._coming) <= self._ahead and (batch := next(self._reader, None)) is not None:
+            self._coming.append((self._placed(batch), self._reader.state()))
+        if not self._coming:
+            raise StopIteration
+        batch, self._state = self._coming.popleft()
+        return batch
+
+    def state(self) -> dict[str, Any]:
+        """Return the state after the last batch, for ``dataset.jax(…, state=…)``."""
+        return dict(self._state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state after the last batch, as torch and torchdata name it."""
+        return self.state()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state."""
+        self._reader.load_state_dict(state)
+        self._coming.clear()
+        self._state = self._reader.state()
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        self._reader.close()
+
+    def _placed(self, batch: Any) -> Any:
+        if isinstance(batch, RowBatch):
+            batch = {name: value for name, value in vars(batch).items() if value is not None}
+        import jax
+
+        return jax.tree.map(lambda part: part if part.dtype == object else self._put(part), batch)
+
+
+def _putter(sharding: Any) -> Callable[[Any], Any]:
+    """Return a function that copies to the default device, or makes this process's part of a global array."""
+    import jax
+
+    if sharding is None:
+        return jax.device_put
+    return lambda rows: jax.make_array_from_process_local_data(sharding, rows)
