@@ -32,8 +32,9 @@ demo: $(VENV)/.runtime  ## extract the embedded model's activations over the emb
 fleet-demo: $(VENV)/.runtime  ## deploy, preempt, recover, scale and verify a fleet on a fake cloud; two minutes
 	PYTHONPATH=src $(BIN)/python -m spile_fakes.demo
 
+# XLA compiles twice as fast without optimizations; test-all runs the optimized programs.
 test: $(VENV)/.ready  ## the tests that every change runs; at most six minutes on two cores
-	$(PYTEST) -m "not slow and not soak and not torch" tests
+	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(PYTEST) --hypothesis-profile quick -m "not slow and not soak and not torch" tests
 
 test-all: $(VENV)/.ready  ## the above, live comparisons with transformers (needs torch) and the slow tests
 	$(PYTEST) -m "not soak" tests

@@ -405,7 +405,8 @@ def test_only_our_errors_come_out(name: str, dataset: Path, tmp_path: Path) -> N
     """Hypothesis chooses the inputs and shrinks failing ones."""
     one = _fuzzed(name, dataset, tmp_path)
     roll = given(st.randoms(use_true_random=False))
-    limits = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    examples = 2 * settings.default.max_examples
+    limits = settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), database=None)
     limits(roll(lambda dice: one(dice)))()
 
 

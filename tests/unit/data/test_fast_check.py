@@ -44,7 +44,7 @@ SMALL = {
 }
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=15 * settings.default.max_examples, deadline=None)
 @given(seed=st.integers(0, 2**32), spaced=st.booleans())
 def test_what_is_proven_is_always_sound(seed: int, spaced: bool) -> None:
     """Randomly damaged bytes: a line that passes the fast check must parse to a valid task."""
