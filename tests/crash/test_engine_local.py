@@ -20,6 +20,7 @@ from spile.objects import open_folder
 from spile.store.verification import verify
 
 COUNT = 12
+SMALL = ["--layers", "0", "--max-seq-length", "64"]
 POISON_FOLDER = Path(__file__).parent.parent / "poison"
 
 
@@ -73,7 +74,7 @@ def test_a_killed_worker_is_restarted_and_nothing_is_stored_twice(
     streams: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With tiny shards, so that the killed one has commits, which its successor does not repeat."""
-    words = ["--dataset-dir", str(streams), "--output", "out", "--num-workers", "2", "--shard-size-gb", "1e-6"]
+    words = ["--dataset-dir", str(streams), "--output", "out", "--num-workers", "2", "--shard-size-gb", "1e-6", *SMALL]
     monkeypatch.setenv("SPILE_ENGINE", "local")  # Set by a variable, which the workers must not inherit.
     held = HeldCommits(tmp_path / "held", after=1)
     run = start(tmp_path, *words, "--log-dir", "logs", environment={**os.environ, **held.environment})
@@ -123,7 +124,7 @@ def test_a_sample_that_ends_its_workers_is_quarantined_and_the_rest_completes(
 
 def test_one_interrupt_commits_and_stops_all(streams: Path, tmp_path: Path) -> None:
     words = ["--dataset-dir", str(streams), "--output", "out", "--engine", "local", "--num-workers", "2"]
-    run = start(tmp_path, *words, "--shard-size-gb", "1e-6", "--predictions-per-task", "64")
+    run = start(tmp_path, *words, "--shard-size-gb", "1e-6", "--predictions-per-task", "64", *SMALL)
     assert wait_until(lambda: len(list((tmp_path / "out").glob("tpu_*/commits/0001.json"))) == 2)
     mine = below(run.pid)
     os.killpg(run.pid, signal.SIGINT)  # as a terminal does: to the foreground group, which the workers are not in

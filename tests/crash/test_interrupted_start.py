@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,6 +52,10 @@ an import that makes another error of it (``broken``), by one that swallows it."
 JAX_USERS = ["infer", "plan", "bench", "pod check"]
 
 
+def slow(kind: str, *moments: str) -> list[Any]:
+    return [pytest.param(kind, moment, marks=pytest.mark.slow) for moment in moments]
+
+
 def interrupted(folder: Path, kind: str, moment: str, *words: str) -> tuple[int, str, str]:
     ran = subprocess.run(
         [sys.executable, "-c", PROGRAM, kind, moment, *words],
@@ -67,10 +72,12 @@ def interrupted(folder: Path, kind: str, moment: str, *words: str) -> tuple[int,
 @pytest.mark.parametrize(
     ("kind", "moment"),
     [
-        *(("import", moment) for moment in ("cyclopts", "spile.cli.extract", "spile.worker.extract", "jax._src.core")),
-        *(("collected", moment) for moment in ("spile.cli.extract", "spile.worker.extract")),
-        *(("broken", moment) for moment in ("rich.console", "spile.worker.extract", "jax.numpy")),
-        ("swallowed", "jax._src.dtypes"),
+        ("import", "cyclopts"),
+        ("broken", "jax.numpy"),
+        *slow("import", "spile.cli.extract", "spile.worker.extract", "jax._src.core"),
+        *slow("collected", "spile.cli.extract", "spile.worker.extract"),
+        *slow("broken", "rich.console", "spile.worker.extract"),
+        *slow("swallowed", "jax._src.dtypes"),
     ],
 )
 def test_ctrl_c_is_one_line_during_any_import(tmp_path: Path, kind: str, moment: str) -> None:
@@ -78,6 +85,7 @@ def test_ctrl_c_is_one_line_during_any_import(tmp_path: Path, kind: str, moment:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_ctrl_c_that_is_lost_just_before_the_run_ends_the_start_or_the_run(tmp_path: Path) -> None:
     """A second signal a moment later, when the run may have started, is reported as usual."""
     code, output, errors = interrupted(tmp_path, "collected", "spile.view.worker", "extract")
@@ -89,6 +97,7 @@ def test_ctrl_c_that_is_lost_just_before_the_run_ends_the_start_or_the_run(tmp_p
     assert "Traceback" not in output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", JAX_USERS)
 def test_every_command_that_loads_jax_ends_alike(tmp_path: Path, command: str) -> None:
     assert interrupted(tmp_path, "broken", "jax._src.core", *command.split()) == (130, "", "spile: interrupted\n")

@@ -21,6 +21,7 @@ import pytest
 import spile
 from holding import HeldCommits
 from spile.data.lines import embedded_tasks
+from spile.store.verification import verify
 
 TASKS = 14
 ROUNDING = 1e-4
@@ -52,7 +53,7 @@ class Command:
             "--max-seq-length",
             "512",
         ]
-        self._words += ["--store-dtype", store_dtype]
+        self._words += ["--store-dtype", store_dtype, "--layers", "0,2"]
 
     def start(self, *words: object, held: HeldCommits | None = None) -> subprocess.Popen[str]:
         size = () if "--shard-size-gb" in words else ("--shard-size-gb", "0.001")
@@ -124,10 +125,8 @@ def finish(command: Command, whole: Path, *words: object) -> None:
     assert "of them now" in message or not before
     assert "nothing was left to do" in command.run(*words)
     assert all(path.stat().st_mtime_ns == when for path, when in before.items())
-    proof = subprocess.run(
-        [sys.executable, "-m", "spile.cli.main", "verify", str(command.output)], capture_output=True, check=False
-    )
-    assert proof.returncode == 0, proof.stdout
+    proof = verify(str(command.output))
+    assert proof.ok, proof.all_problems
     assert_equal(command.output, whole)
 
 
@@ -208,6 +207,7 @@ def test_what_another_batch_changes_in_bfloat16(tasks: Path, tmp_path: Path) -> 
     assert same / total > 0.99
 
 
+@pytest.mark.slow
 def test_four_devices_of_one_process(tasks: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Data parallelism over local devices gives the same rows as one device."""
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=4")

@@ -51,18 +51,25 @@ def test_the_sae_learns_and_continues_where_it_was_stopped(demo: str, tmp_path: 
     assert run(tmp_path, *words, "--steps", "100").splitlines()[-1] == more[-1]
 
 
+@pytest.mark.torch
 def test_the_torch_sae_learns(demo: str, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     (line,) = run(tmp_path, "train_sae_torch.py", demo, "--steps", "40", "--workers", "1").splitlines()
     assert 0 < unexplained(line) < 1
 
 
-def test_the_short_sae_and_the_crosscoder_learn(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("program", "taps"),
+    [
+        pytest.param("sae.py", ["residual.1"], marks=pytest.mark.slow),
+        ("crosscoder.py", ["residual.1", "residual.4"]),
+    ],
+)
+def test_the_short_sae_and_the_crosscoder_learn(program: str, taps: list[str], tmp_path: Path) -> None:
     root = extracted(tmp_path / "activations", "--max-samples", "4", "--taps", "residual.1", "residual.4")
-    for words in (("sae.py", root, "residual.1"), ("crosscoder.py", root, "residual.1", "residual.4")):
-        (first,) = run(tmp_path, *words, "--steps", "1").splitlines()
-        (last,) = run(tmp_path, *words, "--steps", "60").splitlines()
-        assert unexplained(last) < 0.9 * unexplained(first), words[0]
+    (first,) = run(tmp_path, program, root, *taps, "--steps", "1").splitlines()
+    (last,) = run(tmp_path, program, root, *taps, "--steps", "60").splitlines()
+    assert unexplained(last) < 0.9 * unexplained(first)
 
 
 def learns(folder: Path, *words: str) -> None:
@@ -137,6 +144,7 @@ def run_cells(cells: list[str], folder: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_the_notebook_goes_from_extraction_to_a_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="no matplotlib here: pip install 'spile[notebook]'")
     _, unexplained, fires = run_cells(code_cells(EXAMPLES / "features.ipynb"), tmp_path)[-3:]

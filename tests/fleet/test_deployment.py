@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from fleet.cloud_world import A, B, World
+from fleet.prompt import Prompt
 from spile_fakes.cloud import ApiError
 
 TASK = ("--model", "embedded", "--dataset", "embedded")
@@ -125,25 +126,25 @@ def test_a_refused_task_is_reported_and_its_machine_deleted(world: World) -> Non
     assert world.cloud.cloud.nodes("-") == []
 
 
-def test_deploy_without_monitor_then_one_look(world: World) -> None:
+def test_deploy_without_monitor_then_one_look(world: World, prompt: Prompt) -> None:
     """Without a monitor, machines finish and delete themselves."""
     words = ("deploy", *TASK, "--gcs-bucket", "gs://b", "--zones", A, "--max-samples", "1", "--create-tpus")
-    code, text = world.spile(*words)
+    code, text = prompt(*words)
     assert code == 0, text
     assert "tpu-us-central1-a-0 in us-central1-a: created" in text
     deadline = time.monotonic() + 120
     while world.cloud.cloud.nodes("-") and time.monotonic() < deadline:
         time.sleep(0.1)
     assert world.cloud.cloud.nodes("-") == [], world.logs()
-    code, text = world.spile("monitor", "gs://b/activations", "--fleet", "default", "--once", "--json")
+    code, text = prompt("monitor", "gs://b/activations", "--fleet", "default", "--once", "--json")
     status = json.loads(text)
     assert (code, status["over"], status["workers"][0]["finished"]) == (0, True, True)
     assert status["totals"]["samples"] == 1
 
 
-def test_prepare_only_and_bad_input(world: World) -> None:
+def test_prepare_only_and_bad_input(world: World, prompt: Prompt) -> None:
     two = ("--gcs-bucket", "b", "--zones", A, "--workers-per-zone", "2", "--skip-launch")
-    code, text = world.spile("deploy", *TASK, *two)
+    code, text = prompt("deploy", *TASK, *two)
     assert code == 0, text
     folder = fleet_of(world)["run"]["dataset_dir"].removeprefix("gs://b/")
     assert re.fullmatch(r"datasets/[0-9a-f]{16}", folder), "under a name of their content"
@@ -167,53 +168,50 @@ def test_prepare_only_and_bad_input(world: World) -> None:
         ): "has too few streams: expected 4, at least one per worker, found 2",
     }
     for words, line in cases.items():
-        code, text = world.spile("deploy", "--model", "embedded", *words)
+        code, text = prompt("deploy", "--model", "embedded", *words)
         assert code in (1, 2), text
         assert line in text
         assert [each for each in text.splitlines() if not each.startswith(("as before", "gs://b: ", "fake-project: "))][
             1:
         ] == [], text
-    code, text = world.spile("deploy", "--gcs-bucket", "b", "--zones", A, "--skip-dataset")
+    code, text = prompt("deploy", "--gcs-bucket", "b", "--zones", A, "--skip-dataset")
     assert code == 1, text
     assert "there is no such machine of this fleet; create it with --create-tpus" in text
     assert world.cloud.cloud.nodes("-") == []
 
 
-def test_a_folder_of_streams_goes_to_the_bucket_as_it_is(world: World) -> None:
+def test_a_folder_of_streams_goes_to_the_bucket_as_it_is(world: World, prompt: Prompt) -> None:
     folder = world.folder / "streams"
-    assert (
-        world.spile("data", "streams", "--dataset", "embedded", "--num-streams", "1", "--output-dir", str(folder))[0]
-        == 0
-    )
+    assert prompt("data", "streams", "--dataset", "embedded", "--num-streams", "1", "--output-dir", str(folder))[0] == 0
     words = (
         "--model", "embedded", "--gcs-bucket", "b", "--zones", A, "--skip-launch", "--dataset-dir", str(folder),
         "--env", "HF_TOKEN=x",
     )  # fmt: skip
-    code, text = world.spile("deploy", *words)
+    code, text = prompt("deploy", *words)
     assert code == 0, text
     fleet = fleet_of(world)
     where = fleet["run"]["dataset_dir"].removeprefix("gs://b/")
     assert world.objects("datasets/") == [f"{where}/stream_000.jsonl", f"{where}/streams.json"]
     assert fleet["environment"] == {"HF_TOKEN": "x"}
-    code, text = world.spile("deploy", *words, "--env", "no value")
+    code, text = prompt("deploy", *words, "--env", "no value")
     assert (code, "--env: expected NAME=value" in text) == (2, True)
 
 
-def test_ctrl_c_leaves_everything_running_and_the_next_monitor_starts_at_once(world: World) -> None:
-    world.spile("deploy", *TASK, "--gcs-bucket", "b", "--zones", A, "--skip-launch", "--max-samples", "1")
+def test_ctrl_c_leaves_everything_running_and_the_next_monitor_starts_at_once(world: World, prompt: Prompt) -> None:
+    prompt("deploy", *TASK, "--gcs-bucket", "b", "--zones", A, "--skip-launch", "--max-samples", "1")
     world.gcs.faults.add("hang", method="PUT", target="tpu_0/commits/", count=-1, seconds=300)  # it stays at work
     with (world.folder / "first.txt").open("w") as out:
         first = world.start("monitor", "gs://b/fleet/default", "--interval", "0.3", log=out)
         while not world.ready():
             time.sleep(0.05)
-        code, text = world.spile("monitor", "gs://b/fleet/default", "--once")
+        code, text = prompt("monitor", "gs://b/fleet/default", "--once")
         assert code == 0, text
         assert "monitors this fleet; this one only watches" in text
         first.send_signal(signal.SIGINT)
         assert first.wait(120) == 0
     assert "everything goes on" in (world.folder / "first.txt").read_text()
     assert world.ready(), "the machine runs on"
-    code, text = world.spile("monitor", "gs://b/fleet/default", "--once", "--json")
+    code, text = prompt("monitor", "gs://b/fleet/default", "--once", "--json")
     assert json.loads(text)["monitor"] is None, "the lease was given back"
 
 

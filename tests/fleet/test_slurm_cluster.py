@@ -105,7 +105,7 @@ def test_an_array_runs_every_stream(slurm: SlurmCluster, tmp_path: Path, capsys:
     assert [len(job.log(stream)) for stream in range(4)] == [1, 1, 1, 1]
 
 
-@pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.parametrize("hosts", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_scancel_ends_the_job_after_a_commit(
     hosts: int, slurm: SlurmCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -118,7 +118,10 @@ def test_scancel_ends_the_job_after_a_commit(
     assert slurm.show(f"{job.number}_0")["Restarts"] == "0"
 
 
-@pytest.mark.parametrize(("hosts", "partition"), [(1, "low"), (1, "graced"), (2, "graced")])
+@pytest.mark.parametrize(
+    ("hosts", "partition"),
+    [*(pytest.param(1, name, marks=pytest.mark.slow) for name in ("low", "graced")), (2, "graced")],
+)
 def test_a_preempted_job_commits_and_is_requeued(
     hosts: int, partition: str, slurm: SlurmCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -135,6 +138,7 @@ def test_a_preempted_job_commits_and_is_requeued(
     assert job.ends("COMPLETED")
 
 
+@pytest.mark.slow
 def test_every_task_of_a_preempted_array_is_requeued_once(
     slurm: SlurmCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

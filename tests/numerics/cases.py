@@ -21,6 +21,7 @@ from spile.spec.taps import SITES, Tap, parse_tap_words, select_taps, tap_rows
 
 __all__ = [
     "CASES",
+    "EACH_OPTION",
     "FIRST_SITES",
     "GOLDENS",
     "LIVE",
@@ -284,6 +285,13 @@ FIRST_SITES = tuple(_DIFFERENCES)
 _SECOND = ("gemma2-no-caps", "gemma3-new", "phi3-window", "gpt2-unscaled", "gpt-neox-serial", "qwen3-moe-mixed")
 LIVE = [pytest.param(case, marks=pytest.mark.slow) if case in _SECOND else case for case in CASES]
 """A family's second case differs from its golden only in its tokens: computed live where there is time."""
+_COVERED = (
+    *("qwen2-window", "qwen2-window-off", "qwen3-tied-bias", "llama-3-new", "llama-biases", "llama-gelu"),
+    *("mistral-full", "qwen2-sites", "mistral-sites", "gemma2-no-caps", "gemma3-new", "qwen3-moe"),
+    "phi3-longrope-short",
+)
+EACH_OPTION = [pytest.param(case, marks=pytest.mark.slow) if case in _COVERED else case for case in CASES]
+"""Every option of a block at least once; cases whose options other cases have too are slow."""
 
 
 def golden_path(case: str) -> Path:

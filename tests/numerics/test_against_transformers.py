@@ -22,6 +22,8 @@ from spile.models.decoder import forward, head_needed
 from spile.models.params import Params
 
 TOLERANCE = 1e-4
+PAIR = ("qwen2-tied", "mistral-window")
+"""Cases without and with an attention window."""
 
 
 def run(params: Params, config: ModelConfig, tokens: Any, case: str, attention: str = "xla") -> list[np.ndarray]:
@@ -40,7 +42,9 @@ def worst(found: list[np.ndarray], expected: dict[str, np.ndarray], case: str) -
     return {name: cases.error(tap, expected[name]) for name, tap in zip(names, found, strict=True)}
 
 
-@pytest.mark.parametrize("case", cases.FIRST_SITES)
+@pytest.mark.parametrize(
+    "case", [case if case in PAIR else pytest.param(case, marks=pytest.mark.slow) for case in cases.FIRST_SITES]
+)
 def test_golden(case: str, tmp_path: Path) -> None:
     golden = load_file(cases.golden_path(case))
     np.testing.assert_array_equal(golden["tokens"], cases.tokens(case))
@@ -140,7 +144,7 @@ def test_a_broken_switch_is_seen(switch: str, tmp_path: Path) -> None:
     assert max(cases.ratios(distances(found, golden, case), own).values()) > 10 * cases.WORST
 
 
-@pytest.mark.parametrize("case", ["qwen2-tied", "mistral-window"])
+@pytest.mark.parametrize("case", ["qwen2-tied", pytest.param("mistral-window", marks=pytest.mark.slow)])
 def test_bfloat16_is_within_its_rounding_of_float32(case: str, tmp_path: Path) -> None:
     """The scale for comparison: the change of float32 results if only the weights are rounded to bfloat16."""
     golden = load_file(cases.golden_path(case))
@@ -156,7 +160,7 @@ def rms(values: np.ndarray) -> float:
     return float(np.sqrt(np.mean(np.square(values))))
 
 
-@pytest.mark.parametrize("case", ["qwen2-tied", "mistral-window"])
+@pytest.mark.parametrize("case", [pytest.param("qwen2-tied", marks=pytest.mark.slow), "mistral-window"])
 def test_padding_and_neighbours_change_nothing(case: str, tmp_path: Path) -> None:
     params, config = load(case, tmp_path)
     golden = load_file(cases.golden_path(case))

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from transformers import AutoConfig
 
 from numerics import cases
 from spile.errors import ModelError
@@ -48,6 +47,8 @@ def either(config: Any, *names: str) -> Any:
 
 @pytest.mark.parametrize("name", RAW)
 def test_the_same_model(name: str) -> None:
+    from transformers import AutoConfig
+
     raw = {key: value for key, value in RAW[name].items() if key != "model_type"}
     theirs = AutoConfig.for_model(RAW[name]["model_type"], **raw)
     ours = read_config(RAW[name])

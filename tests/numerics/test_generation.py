@@ -168,8 +168,11 @@ FAMILIES = ["gemma", "gemma2", "gemma3", "phi3", "gpt2", "gpt-neox", "olmo2", "q
 @pytest.mark.parametrize(
     "case",
     [
-        "qwen2-layer-types", "mistral-window",
-        *(pytest.param(case, marks=pytest.mark.slow) for case in ("qwen3-window-yarn", "llama-biases", *FAMILIES)),
+        "qwen2-layer-types",
+        *(
+            pytest.param(case, marks=pytest.mark.slow)
+            for case in ("mistral-window", "qwen3-window-yarn", "llama-biases", *FAMILIES)
+        ),
     ],
 )  # fmt: skip
 def test_activations_are_those_of_one_forward(case: str, tmp_path: Path) -> None:
@@ -202,7 +205,10 @@ def test_a_seed_determines_the_answer_for_any_batch(tmp_path: Path) -> None:
     assert answer_tokens(generated(folder, case, **narrow)) == answer_tokens(greedy)  # the likeliest alone is left
 
 
-@pytest.mark.parametrize(("capture", "prompt", "answer"), [("prompt", 1, 0), ("answer", 0, 1), ("none", 0, 0)])
+@pytest.mark.parametrize(
+    ("capture", "prompt", "answer"),
+    [pytest.param("prompt", 1, 0, marks=pytest.mark.slow), ("answer", 0, 1), ("none", 0, 0)],
+)
 def test_what_is_captured(capture: str, prompt: int, answer: int, tmp_path: Path) -> None:
     case = "llama-1"
     found = generated(cases.write_model(case, tmp_path), case, generation={"capture": capture, "max_new_tokens": 7})

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from transformers import AutoConfig
 
 from spile.models.decoder import forward
 from spile.models.families import read_config
@@ -33,6 +32,8 @@ DEFAULTS = {
 
 
 def test_missing_fields_have_the_defaults_of_the_text_config() -> None:
+    from transformers import AutoConfig
+
     raw: dict[str, Any] = {key: value for key, value in DEFAULTS.items() if key != "model_type"}
     theirs, ours = AutoConfig.for_model("gemma3", **raw).get_text_config(), read_config(DEFAULTS)
     assert (ours.n_heads, ours.n_kv_heads, ours.head_dim) == (8, 4, 256)
@@ -46,7 +47,7 @@ def test_missing_fields_have_the_defaults_of_the_text_config() -> None:
 @pytest.mark.torch
 def test_gemma_3_with_its_vision_tower_equals_transformers(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
-    from transformers import Gemma3ForConditionalGeneration
+    from transformers import AutoConfig, Gemma3ForConditionalGeneration
 
     text = {
         "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

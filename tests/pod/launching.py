@@ -24,6 +24,11 @@ from spile.worker.pod.pod import PodTimes, join
 me, count, port = (int(word) for word in sys.argv[1:4])
 identity = Identity(me, count, "127.0.0.1", port, source="test", name=f"host-{me}")
 """
+_COMPILING = (
+    "JAX_COMPILATION_CACHE_DIR",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
+    "JAX_DISABLE_MOST_OPTIMIZATIONS",
+)
 
 
 @dataclass(frozen=True)
@@ -61,11 +66,11 @@ class Launch:
 
 
 def clean_environment(devices: int = 1, more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This environment without what makes a pod, with CPU devices."""
+    """This environment without what makes a pod, with CPU devices and the tests' compiled programs."""
     kept = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(("TPU_", "CLOUD_TPU", "MEGASCALE", "JAX_", "XLA_", "SPILE_"))
+        if name in _COMPILING or not name.startswith(("TPU_", "CLOUD_TPU", "MEGASCALE", "JAX_", "XLA_", "SPILE_"))
     }
     return {
         **kept,

@@ -25,7 +25,7 @@ from spile.store.verification import verify
 LENGTH = 64
 SAMPLES = 25
 """A full batch on 8 devices of one row each, and 17 more."""
-VARIANTS = 4
+VARIANTS = 2
 WHOLE = 48 * VARIANTS
 """All embedded tasks, each in so many variants: commits enough for a kill to land among them."""
 
@@ -75,24 +75,36 @@ def assert_same_rows(found: Dataset, reference: Dataset, count: int) -> None:
             np.testing.assert_allclose(ours.rows(tap), rows, atol=1e-5 * scale, rtol=0)
 
 
-def run_cases(folder: Path, cases: list[tuple[str, tuple[int, int], int]], reference: Dataset) -> None:
+def run_cases(
+    folder: Path, cases: list[tuple[str, tuple[int, int], int]], reference: Dataset, processes: int = 4
+) -> None:
     body = MANY.format(cases=json.dumps(cases), root=str(folder), length=LENGTH, variants=VARIANTS)
-    with launch(folder, body, 4, devices=2) as group:
+    with launch(folder, body, processes, devices=2) as group:
         ended = group.wait(1200)
-    assert [end.code for end in ended] == [0] * 4, ended[0].err
+    assert [end.code for end in ended] == [0] * processes, ended[0].err
     for name, _, count in cases:
-        text = {(folder / f"{name}-{number}.txt").read_text() for number in range(4)}
+        text = {(folder / f"{name}-{number}.txt").read_text() for number in range(processes)}
         assert text == {f"{count} {count}"}
         report = verify(str(folder / name), max_samples=count)
         assert report.ok, report.problems
         assert_same_rows(open_dataset(str(folder / name)), reference, count)
 
 
+def hosts_of(root: Path) -> set[str]:
+    """The hosts that stored rows, from the names of the shards."""
+    return {shard.name[-16:-12] for shard in open_dataset(str(root)).stream(0).shards}
+
+
+def test_rows_equal_one_process(tmp_path: Path, reference: Dataset) -> None:
+    run_cases(tmp_path, [("both", (2, 2), 9)], reference, processes=2)
+    assert hosts_of(tmp_path / "both") == {"-h00", "-h01"}
+
+
+@pytest.mark.slow
 def test_rows_equal_one_process_on_every_kind_of_mesh(tmp_path: Path, reference: Dataset) -> None:
     cases = [("data", (8, 1), 9), ("both", (4, 2), SAMPLES), ("model", (1, 8), 11)]
     run_cases(tmp_path, cases, reference)
-    hosts = {shard.name[-16:-12] for shard in open_dataset(str(tmp_path / "both")).stream(0).shards}
-    assert hosts == {"-h00", "-h01", "-h02", "-h03"}
+    assert hosts_of(tmp_path / "both") == {"-h00", "-h01", "-h02", "-h03"}
 
 
 @pytest.mark.soak
@@ -102,6 +114,7 @@ def test_every_remainder(tmp_path: Path, reference: Dataset, mesh: tuple[int, in
     run_cases(tmp_path, [(f"more-{more}", mesh, 8 + more) for more in range(1, 18)], reference)
 
 
+@pytest.mark.slow
 def test_a_mesh_of_256(tmp_path: Path, reference: Dataset) -> None:
     words = f"""extract --model embedded --dataset embedded
     --max-samples 5 --max-seq-length {LENGTH} --layers 1,3 --store-dtype float32 --batch-size 1
@@ -224,6 +237,7 @@ def test_twenty_deaths_then_two_hosts_then_eight(tmp_path: Path) -> None:
     tpu.finish(reference, 48 * variants)
 
 
+@pytest.mark.slow
 def test_a_signal_on_one_host_stops_all_at_the_same_batch(tmp_path: Path, reference: Dataset) -> None:
     """The other host has no signal; both commit what they have, say so by exit code 130, and the run goes on alone."""
     body = """
@@ -236,13 +250,13 @@ if me == 1:  # as a signal's handler does, once the second batch has come home
     whole = progress.add
     progress.add = lambda **counts: (whole(**counts), progress.snapshot().samples >= 8 and stop.set())
 with join(identity, times=PodTimes(120, 120, 60)) as pod:
-    data = DataSpec(max_seq_length=64, prompt=PromptSpec(predictions_per_task=4))
+    data = DataSpec(max_seq_length=64, prompt=PromptSpec(predictions_per_task={variants}))
     spec = ExtractSpec(data=data, output={root!r}, store_dtype="float32", layers=(1, 3), batch_size=1)
     summary = extract(spec, stop=stop, progress=progress, hosts=pod)
     with open({root!r} + f"/../ended-{{me}}", "w") as file:
         file.write(f"{{summary.exit_code}} {{summary.samples}}")
 """
-    with launch(tmp_path, body.format(root=str(tmp_path / "out")), 2, devices=2) as group:
+    with launch(tmp_path, body.format(root=str(tmp_path / "out"), variants=VARIANTS), 2, devices=2) as group:
         ended = group.wait(280)
     assert [end.code for end in ended] == [0, 0], ended[0].err + ended[1].err
     text = {(tmp_path / f"ended-{number}").read_text() for number in range(2)}

@@ -25,6 +25,7 @@ def body(then: str = "pass", heartbeat: float = 20) -> str:
     return TOGETHER.format(then=then, heartbeat=heartbeat)
 
 
+@pytest.mark.slow
 def test_all_meet_and_leave(tmp_path: Path) -> None:
     with launch(tmp_path, body(), 3) as group:
         ended = group.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -35,9 +36,18 @@ def run(disks: list[Path]) -> list[str]:
     return ended[0].out.splitlines()
 
 
-def test_what_hosts_kept_on_their_own_disks_is_one_dataset_that_verify_proves(tmp_path: Path) -> None:
-    disks = [tmp_path / "host0", tmp_path / "host1"]
-    output = run(disks)
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], list[str]]:
+    """The disks of two hosts after a run, and what the first host said."""
+    folder = tmp_path_factory.mktemp("hosts")
+    disks = [folder / "host0", folder / "host1"]
+    return disks, run(disks)
+
+
+def test_what_hosts_kept_on_their_own_disks_is_one_dataset_that_verify_proves(
+    ran: tuple[list[Path], list[str]], tmp_path: Path
+) -> None:
+    disks, output = ran
     assert any("on each host's own disk" in line and "spile collect" in line for line in output), output
     (hint,) = [line for line in output if line.startswith("next ")]
     assert f"spile collect {disks[0]}/activations --tpu-prefix NAME && spile verify collected_activations" in hint
@@ -53,9 +63,8 @@ def test_what_hosts_kept_on_their_own_disks_is_one_dataset_that_verify_proves(tm
     assert sum(stream.samples for stream in report.streams) == 12
 
 
-def test_parts_of_different_incarnations_are_not_merged(tmp_path: Path) -> None:
-    disks = [tmp_path / "a", tmp_path / "b"]
-    run(disks)
+def test_parts_of_different_incarnations_are_not_merged(ran: tuple[list[Path], list[str]], tmp_path: Path) -> None:
+    disks = [Path(shutil.copytree(disk, tmp_path / disk.name)) for disk in ran[0]]
     file = disks[1] / "activations" / "tpu_0" / "stream.json"
     record = read_stream(open_folder(str(file.parent)))
     assert record is not None

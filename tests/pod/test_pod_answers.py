@@ -24,9 +24,9 @@ from spile.spec.run import DataSpec, ExtractSpec, GenerationSpec
 with join(identity, times=PodTimes(120, 120, 60)) as pod:
     hosts = pod
     for name, mesh, drawing in json.loads({cases!r}):
-        data = DataSpec(dataset={tasks!r}, max_seq_length=640, long="skip")
+        data = DataSpec(dataset={tasks!r}, max_seq_length=64, long="skip")
         spec = ExtractSpec(data=data, output={root!r} + "/" + name, store_dtype="float32", layers=(0, 5), batch_size=1,
-                           mesh_shape=tuple(mesh), shard_size_gb=5e-4, generation=GenerationSpec(24, **drawing))
+                           mesh_shape=tuple(mesh), shard_size_gb=5e-5, generation=GenerationSpec(24, **drawing))
         assert infer(spec, hosts=hosts).complete, name
 """
 DRAWING = {"temperature": 0.7, "top_p": 0.9}
@@ -34,11 +34,9 @@ DRAWING = {"temperature": 0.7, "top_p": 0.9}
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from spile.data.lines import embedded_tasks
-
-    rows = sorted(embedded_tasks().read_text().splitlines(), key=len)[:COUNT]
+    rows = [{"text": f"{number} a b c d {number} e f g {'h ' * number}"} for number in range(COUNT)]
     file = tmp_path_factory.mktemp("tasks") / "tasks.jsonl"
-    file.write_text("\n".join(rows) + "\n")
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
 
 
@@ -63,7 +61,7 @@ def test_processes_give_the_answers_of_one(
     assert [end.code for end in ended] == [0] * processes, [end.err[-1500:] for end in ended]
     for name, _, drawing in cases:
         alone = tmp_path / f"{name}-alone"
-        data = DataSpec(dataset=str(tasks), max_seq_length=640, long="skip")
+        data = DataSpec(dataset=str(tasks), max_seq_length=64, long="skip")
         spec = ExtractSpec(data=data, output=str(alone), store_dtype="float32", layers=(0, 5), batch_size=3,
                            mesh_shape=(1, 1), generation=GenerationSpec(24, **drawing))  # fmt: skip
         assert infer(spec).complete

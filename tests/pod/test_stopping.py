@@ -63,6 +63,7 @@ def test_while_the_model_is_loaded(tmp_path: Path, kind: int) -> None:
     assert not list((tmp_path / "out").rglob("commits/*"))
 
 
+@pytest.mark.slow
 def test_while_a_program_is_compiled(tmp_path: Path) -> None:
     """The compiler's thread hangs, and the interpreter would wait for it."""
     with start(tmp_path, f"device.DeviceProducer.compile = hang; main({WORDS}])") as group:
@@ -75,6 +76,7 @@ def test_while_a_program_is_compiled(tmp_path: Path) -> None:
     assert not list((tmp_path / "out").rglob("commits/*"))
 
 
+@pytest.mark.slow
 def test_while_the_model_is_downloaded(tmp_path: Path) -> None:
     """A hub that accepts the connection and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as hub:
@@ -89,7 +91,7 @@ def test_while_the_model_is_downloaded(tmp_path: Path) -> None:
                 ended_at_once(group.wait(120))
 
 
-@pytest.mark.parametrize("asked", [0, 1])
+@pytest.mark.parametrize("asked", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_while_a_pod_waits_at_a_barrier(tmp_path: Path, asked: int) -> None:
     """Worker 1 hangs while loading and worker 0 waits for it: a signal to either ends both."""
     words = f"""{WORDS}, '--model', 'embedded', '--dataset', 'embedded',
@@ -118,6 +120,7 @@ main({words}
     assert ended[other].lines[0].endswith("ended: interrupted")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("present", [0, 1])
 def test_in_the_roll_call(tmp_path: Path, present: int) -> None:
     port = free_port()
@@ -163,6 +166,7 @@ main(['extract', '--dataset', str(here / "texts.jsonl"), '--max-seq-length', '10
 """Rows of another length need another program, and its compiler never comes back."""
 
 
+@pytest.mark.slow
 def test_while_a_later_program_is_compiled(tmp_path: Path) -> None:
     """What was computed with the first is committed."""
     with start(tmp_path, SECOND_HANGS % "") as group:

@@ -34,8 +34,9 @@ def guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_guides_engine_runs_a_dataset(guide: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "embedded", "--layers", "0", "--max-seq-length", "64"]
     with pytest.raises(SystemExit) as ended:
-        main(["extract", "--engine", "toy", "--model", "embedded", "--num-streams", "2", "--output", f"{guide}/out"])
+        main(["extract", "--engine", "toy", *words, "--num-streams", "2", "--output", f"{guide}/out"])
     out, err = capsys.readouterr()
     assert ended.value.code == 0, out + err
     assert "streams      2 of 2 done" in out

@@ -165,7 +165,8 @@ def test_the_containers_command_works_with_the_variables_that_kubernetes_sets(
     """As the kubelet does: $(NAME) is replaced, the variable is set; here in place of the image's root."""
     make_streams("embedded", tmp_path / "streams", 8)
     place = ["--dataset-dir", f"{tmp_path}/streams", "--output", f"{tmp_path}/out", "--volume", f"{tmp_path}=claim"]
-    (found,) = yaml.safe_load_all(printed(capsys, *place, "--num-streams", "1"))
+    small = ["--layers", "0", "--max-seq-length", "64"]
+    (found,) = yaml.safe_load_all(printed(capsys, *place, *small, "--num-streams", "1"))
     assert found["spec"]["completions"] == 1
     (container,) = found["spec"]["template"]["spec"]["containers"]
     assert container["command"][0] == "spile"

@@ -18,6 +18,11 @@ from spile.models.architecture import ModelConfig
 CONFIG = ModelConfig("qwen2", 64, 2, 4, 2, 64, 64, 100)
 
 
+def slow(*sizes: tuple[int, int | None]) -> list[Any]:
+    """Sizes that repeat what the others show."""
+    return [pytest.param(*each, marks=pytest.mark.slow) for each in sizes]
+
+
 def plain(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, window: int | None, segments: np.ndarray | None = None
 ) -> np.ndarray:
@@ -42,7 +47,8 @@ def inputs(length: int, heads: int = 4, kv_heads: int = 2, head_dim: int = 16, b
 
 
 @pytest.mark.parametrize(
-    ("length", "window"), [(1, None), (5, None), (5, 1), (256, 7), (256, 300), (700, None), (700, 7), (700, 300)]
+    ("length", "window"),
+    [(1, None), (5, 1), (256, 7), (700, None), (700, 300), *slow((5, None), (256, 300), (700, 7))],
 )
 @pytest.mark.parametrize("name", ["xla", "blocked"])
 def test_plain_attention_for_any_chunks(name: str, length: int, window: int | None) -> None:
@@ -62,7 +68,9 @@ def pieces(length: int, rows: int, seed: int = 0) -> jax.Array:
     return jnp.asarray(ids)
 
 
-@pytest.mark.parametrize(("length", "window"), [(5, None), (5, 1), (256, None), (256, 7), (600, None), (600, 300)])
+@pytest.mark.parametrize(
+    ("length", "window"), [(5, 1), (256, None), (600, 300), *slow((5, None), (256, 7), (600, None))]
+)
 @pytest.mark.parametrize("name", ["xla", "blocked"])
 def test_stays_within_a_segment(name: str, length: int, window: int | None) -> None:
     q, k, v = inputs(length, batch=2)
@@ -77,7 +85,7 @@ def test_one_segment_per_row_is_what_no_segments_mean() -> None:
     np.testing.assert_allclose(run(q, k, v, jnp.ones((2, 300), jnp.int32)), run(q, k, v), atol=1e-6)
 
 
-@pytest.mark.parametrize(("length", "window"), [(130, 40), (300, 1), (520, None)])
+@pytest.mark.parametrize(("length", "window"), [(130, 40), *slow((300, 1), (520, None))])
 def test_flash_stays_within_a_segment(length: int, window: int | None) -> None:
     q, k, v = inputs(length, head_dim=64, batch=2)
     segments = pieces(length, 2)
@@ -90,9 +98,11 @@ def test_blocks_with_a_soft_cap_and_in_bfloat16_are_what_whole_rows_of_scores_ar
     segments = pieces(400, 2)
     for dtype, off in ((jnp.float32, 2e-5), (jnp.bfloat16, 0.03)):
         cast = [x.astype(dtype) for x in (q * 30, k, v)]
-        found = attention.blocked(*cast, segments, window=50, softcap=20.0)
+        found = jax.jit(functools.partial(attention.blocked, window=50, softcap=20.0))(*cast, segments)
         assert found.dtype == dtype
-        exact = attention.xla(*(x.astype(jnp.float32) for x in cast), segments, window=50, softcap=20.0)
+        exact = jax.jit(functools.partial(attention.xla, window=50, softcap=20.0))(
+            *(x.astype(jnp.float32) for x in cast), segments
+        )
         np.testing.assert_allclose(found.astype(jnp.float32), exact, atol=off)
 
 
@@ -116,8 +126,11 @@ def test_a_sink_is_a_key_without_a_value(name: str) -> None:
 
 def test_scores_beyond_what_an_exponential_holds_stay_finite() -> None:
     q, k, v = inputs(300, batch=1)
-    found = attention.blocked(q * 1e4, k * 1e4, v, pieces(300, 1), window=None)
-    np.testing.assert_allclose(found, attention.xla(q * 1e4, k * 1e4, v, pieces(300, 1), window=None), atol=1e-5)
+    found, exact = (
+        jax.jit(functools.partial(attend, window=None))(q * 1e4, k * 1e4, v, pieces(300, 1))
+        for attend in (attention.blocked, attention.xla)
+    )
+    np.testing.assert_allclose(found, exact, atol=1e-5)
 
 
 def test_chunks_are_few_and_bounded() -> None:
@@ -127,7 +140,7 @@ def test_chunks_are_few_and_bounded() -> None:
         assert -(-length // size) <= max(8, length // 1024)
 
 
-@pytest.mark.parametrize(("length", "window"), [(128, None), (100, None), (384, 200)])
+@pytest.mark.parametrize(("length", "window"), [(100, None), (384, 200), *slow((128, None))])
 def test_flash_equals_xla(length: int, window: int | None) -> None:
     q, k, v = inputs(length, head_dim=64, batch=2)
     found = jax.jit(functools.partial(attention.flash, window=window, interpret=True))(q, k, v)

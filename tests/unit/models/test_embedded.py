@@ -8,7 +8,6 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from transformers import PreTrainedTokenizerFast
 
 from spile.models import model_files, weights
 from spile.models.decoder import forward
@@ -28,6 +27,8 @@ def test_all_but_its_weights_is_made_by_its_script_to_the_byte(tmp_path: Path) -
 
 
 def test_its_tokenizer() -> None:
+    from transformers import PreTrainedTokenizerFast
+
     tokenizer = PreTrainedTokenizerFast.from_pretrained(EMBEDDED)
     assert len(tokenizer) <= model_files.find("embedded").config.vocab_size
     text = "Grid 12x3:\n1 007\n naïve 你好 don't"

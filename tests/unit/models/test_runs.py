@@ -88,8 +88,16 @@ def test_runs_are_all_layers_in_order_and_their_turns_are_alike(data: st.DataObj
         assert len(group) in {1, *(run.steps for run in runs if members[0].layer in range(run.first, run.stop))}
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("layers", [None, (1, 3, 5, 7), pytest.param((6,), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [
+        *((name, None) for name in CONFIGS),
+        ("plain", (1, 3, 5, 7)),
+        *(pytest.param(name, (1, 3, 5, 7), marks=pytest.mark.slow) for name in CONFIGS if name != "plain"),
+        *(pytest.param(name, (6,), marks=pytest.mark.slow) for name in CONFIGS),
+    ],
+    ids=str,
+)
 def test_a_scan_gives_what_its_layers_give_one_by_one(name: str, layers: tuple[int, ...] | None) -> None:
     config = CONFIGS[name]
     sites = ("residual", "attn", "z", "embed", "final_norm")

@@ -75,6 +75,7 @@ def test_a_browser_draws_it(tmp_path: Path) -> None:
     assert "3 tasks shown" in dom
 
 
+@pytest.mark.slow
 def test_grids_are_drawn_when_their_task_comes_near(tmp_path: Path) -> None:
     (right, *_) = a_score().tasks
     page = score_page(Score((right,) * 200), "runs")

@@ -48,8 +48,20 @@ def base(made: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(made / "base", tmp_path / "base"))
 
 
+@pytest.fixture(scope="module")
+def made_with_added(made: Path) -> Path:
+    root = Path(shutil.copytree(made / "base", made / "added"))
+    add_taps(backfill(root))
+    return root
+
+
+@pytest.fixture
+def with_added(made_with_added: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made_with_added, tmp_path / "base"))
+
+
 def backfill(root: Path, **more: object) -> BackfillSpec:
-    return BackfillSpec(str(root), ADDED, **more)  # type: ignore[arg-type]
+    return BackfillSpec(str(root), ADDED, batch_tokens=64, **more)  # type: ignore[arg-type]
 
 
 def close(left: np.ndarray, right: np.ndarray) -> bool:
@@ -102,16 +114,24 @@ def test_every_reader_reads_both(base: Path, tmp_path: Path, monkeypatch: pytest
     assert np.array_equal(np.load(tmp_path / "npy" / "mlp.2.npy"), rows)
 
 
-def test_again_there_is_nothing_to_do(base: Path) -> None:
-    add_taps(backfill(base))
+def test_again_there_is_nothing_to_do(with_added: Path) -> None:
+    base = with_added
     commits = sorted(base.glob("tpu_0/added_*/commits/*"))
+    assert commits
     again = add_taps(backfill(base))
     assert (again.complete, again.progress.samples, again.samples) == (True, 0, 8)
     assert "nothing was left to do" in again.device
     assert sorted(base.glob("tpu_0/added_*/commits/*")) == commits
 
 
-@pytest.mark.parametrize("more", [{"positions": "random:4"}, {"store_dtype": "int8"}, {"positions": "last"}])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"positions": "random:4"},
+        pytest.param({"store_dtype": "int8"}, marks=pytest.mark.slow),
+        pytest.param({"positions": "last"}, marks=pytest.mark.slow),
+    ],
+)
 def test_positions_and_encodings_are_the_dataset_s(made: Path, tmp_path: Path, more: dict[str, str]) -> None:
     root = tmp_path / "root"
     extract(spec(made, "unused", output=str(root), **more))
@@ -126,9 +146,9 @@ def test_positions_and_encodings_are_the_dataset_s(made: Path, tmp_path: Path, m
         assert (np.abs(sample.rows("mlp.2") - wanted) <= step).all()
 
 
-def test_a_second_addition(base: Path) -> None:
-    add_taps(backfill(base))
-    add_taps(BackfillSpec(str(base), parse_taps(["attn.0"])))
+def test_a_second_addition(with_added: Path) -> None:
+    base = with_added
+    add_taps(BackfillSpec(str(base), parse_taps(["attn.0"]), batch_tokens=64))
     assert spile.open(str(base)).taps[-1] in ("attn.0", "z.2")
     assert set(spile.open(str(base)).taps) == {"residual.0", "residual.2", "residual.1", "mlp.2", "z.2", "attn.0"}
     assert verify(str(base)).ok
@@ -185,8 +205,8 @@ def test_another_model_or_tokenizer_is_refused(made: Path, base: Path, tmp_path:
     refusal(ModelError, f"{model} is not the model of {base}: expected tokenizer", other)
 
 
-def test_a_stream_that_is_begun_again_takes_its_additions_with_it(made: Path, base: Path) -> None:
-    add_taps(backfill(base))
+def test_a_stream_that_is_begun_again_takes_its_additions_with_it(made: Path, with_added: Path) -> None:
+    base = with_added
     extract(spec(made, "unused", output=str(base), checkpointing=False, overwrite=True))
     assert not list(base.glob("tpu_0/added_*/**/*.safetensors"))
     assert spile.open(str(base)).taps == ("residual.0", "residual.2")
@@ -196,12 +216,11 @@ def test_a_stream_that_is_begun_again_takes_its_additions_with_it(made: Path, ba
     assert "mlp.2" in spile.open(str(base)).taps
 
 
-def test_an_addition_to_an_earlier_incarnation_is_ignored(made: Path, base: Path, tmp_path: Path) -> None:
+def test_an_addition_to_an_earlier_incarnation_is_ignored(made: Path, with_added: Path, tmp_path: Path) -> None:
     """As an older version, which did not know added taps, would leave it."""
-    add_taps(backfill(base))
     other = tmp_path / "other"
     extract(spec(made, "unused", output=str(other)))
-    (folder,) = base.glob("tpu_0/added_*")
+    (folder,) = with_added.glob("tpu_0/added_*")
     shutil.copytree(folder, other / "tpu_0" / folder.name)
     assert spile.open(str(other)).taps == ("residual.0", "residual.2")
     assert verify(str(other)).ok
@@ -210,8 +229,8 @@ def test_an_addition_to_an_earlier_incarnation_is_ignored(made: Path, base: Path
     assert verify(str(other)).ok
 
 
-def test_damage_to_what_was_added_is_found(base: Path) -> None:
-    add_taps(backfill(base))
+def test_damage_to_what_was_added_is_found(with_added: Path) -> None:
+    base = with_added
     shard = sorted(base.glob("tpu_0/added_*/shard_*"))[0]
     data = bytearray(shard.read_bytes())
     data[5000] ^= 1
@@ -222,8 +241,8 @@ def test_damage_to_what_was_added_is_found(base: Path) -> None:
     assert verify(str(base)).all_problems[0].text == "the shard is gone"
 
 
-def test_garbage_of_an_addition(base: Path) -> None:
-    add_taps(backfill(base))
+def test_garbage_of_an_addition(with_added: Path) -> None:
+    base = with_added
     (folder,) = base.glob("tpu_0/added_*")
     orphan = folder / "shard_0009-abcdef.safetensors"
     orphan.write_bytes(b"x" * 100)
@@ -259,7 +278,7 @@ def test_the_command(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
             main(list(words))
         return int(ended.value.code or 0)
 
-    assert code("extract", "--add-taps", "mlp.1,attn.0", "--to", str(base)) == 0
+    assert code("extract", "--add-taps", "mlp.1,attn.0", "--to", str(base), "--batch-tokens", "64") == 0
     message = " ".join(capsys.readouterr().out.split())
     assert f"activations {base}/tpu_0: attn.0, mlp.1" in message
     assert f"spile verify {base}" in message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Iterator
@@ -64,7 +65,8 @@ def producer(params: Params) -> Iterator[DeviceProducer]:
 def test_rows_are_packed_sample_after_sample(producer: DeviceProducer, params: Params) -> None:
     blocks = producer.fetch(producer.start(BATCH))
     assert [[block.group for block in of_tap] for of_tap in blocks] == [[0], [0]]
-    alone = [forward(params, jnp.asarray(s.tokens[None]), config=FILES.config, taps=TAPS) for s in BATCH.samples]
+    step = jax.jit(functools.partial(forward, config=FILES.config, taps=TAPS))
+    alone = [step(params, jnp.asarray(s.tokens[None])) for s in BATCH.samples]
     for of_tap, wanted in zip(blocks, zip(*alone, strict=True), strict=True):
         real = np.concatenate([np.asarray(whole[0]) for whole in wanted])
         np.testing.assert_allclose(of_tap[0].rows[: len(real)], real, rtol=1e-5, atol=1e-5)
@@ -115,7 +117,7 @@ def test_only_the_selected_rows_leave_the_device(producer: DeviceProducer, param
     some.close()
 
 
-@pytest.mark.parametrize("sites", [("residual",), ("mlp", "residual")])
+@pytest.mark.parametrize("sites", [pytest.param(("residual",), marks=pytest.mark.slow), ("mlp", "residual")])
 def test_layers_in_a_scan_give_the_same_rows_each_to_its_tap(sites: tuple[str, ...]) -> None:
     count = FILES.config.n_layers
     taps = tuple(reversed(select_taps(sites, None, count)))  # the run's order is not the taps'

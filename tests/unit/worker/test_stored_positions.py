@@ -136,7 +136,7 @@ def spec(folder: Path, output: str, positions: str, data: str = "texts", **more:
     return ExtractSpec(data=where, output=out, layers=(0, 2), store_dtype="float32", positions=positions, **more)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("positions", ["last", "random:4"])
+@pytest.mark.parametrize("positions", [pytest.param("last", marks=pytest.mark.slow), "random:4"])
 def test_a_model_s_rows_are_those_of_a_whole_run(made: Path, positions: str) -> None:
     name = positions.replace(":", "-")
     extract(spec(made, name, positions))
@@ -178,7 +178,9 @@ def test_prompts_have_no_answers(made: Path) -> None:
     assert not (made / "none").exists()
 
 
-@pytest.mark.parametrize("positions", ["answer", "last", "random:5"])
+@pytest.mark.parametrize(
+    "positions", ["answer", *(pytest.param(each, marks=pytest.mark.slow) for each in ("last", "random:5"))]
+)
 def test_infer_stores_positions_too(made: Path, positions: str) -> None:
     name = "infer-" + positions.replace(":", "-")
     infer(spec(made, name, positions, generation=GenerationSpec(max_new_tokens=5)))
