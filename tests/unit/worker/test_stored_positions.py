@@ -220,4 +220,4 @@ def test_the_command(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert code(["plan", *words, "--topology", "v5litepod-8", "--no-compile"]) == 0
     assert "rows of 6 tokens (--positions last)" in " ".join(capsys.readouterr().out.split())
     assert code(["extract", *words[:-4], "--positions", "first", "--output", str(made / "bad")]) == 2
-    assert "--positions: expected all, last, answer, or random:N" in capsys.readouterr().err
+    assert "--positions: expected all, last, last-content, answer, first:N or random:N" in capsys.readouterr().err
