@@ -338,6 +338,9 @@ class StoredBlocks:
         """The number of rows of each sample, before the selection."""
         return StoredBlocks(self.taps, self._shards, Selection()).counts(1)[:, 0]
 
+    def cancel(self) -> None:
+        """Do nothing: reads end soon."""
+
     def gather(self, samples: _Numbers, part: _Numbers, parts: int) -> tuple[_Numbers, RowChunk] | None:
         """Return the selected rows of a part of each sample, ordered by the keys that are returned with them."""
         chunks: list[RowChunk] = []
@@ -471,6 +474,9 @@ class JointBlocks:
     def groups(self, plan: DataPlan, epoch: int, first: int) -> Iterator[DataGroup]:  # noqa: ARG002
         """Yield the groups of samples in the order of the data, from the one that begins with sample ``first`` on."""
         return self._first.cut(plan, first, self.load)
+
+    def cancel(self) -> None:
+        """Do nothing: reads end soon."""
 
     def load(self, samples: _Numbers, part: _Numbers, parts: int, put: Callable[[RowChunk], None]) -> None:
         """Pass the selected rows of a part of each sample to ``put``, from several threads."""

@@ -22,7 +22,7 @@ from spile.errors import UserError
 from spile.objects.ahead import iterate_ahead, read_ahead
 from spile.reading.blocks import row_keys
 from spile.reading.rows import RowBatch
-from spile.reading.shuffle_order import DataPlan, Position, RowChunk, ShuffleOrder
+from spile.reading.shuffle_order import BlockSource, DataPlan, Position, ReaderClosed, RowChunk, ShuffleOrder
 from spile.store.statistics import widened
 
 _AHEAD = 3
@@ -172,7 +172,7 @@ class Shuffled(Iterator[Any]):
         engine = kind(self._order, self._epochs, *self._how, stop)
         self._items: Iterator[tuple[Any, Position]] = iterate_ahead(engine.run(start), _AHEAD)
         # Also called at the end of the program, while threads can still be stopped in order.
-        self._end = weakref.finalize(self, _close, stop, self._items)
+        self._end = weakref.finalize(self, _close, stop, self._order.source, self._items)
 
     def __iter__(self) -> Shuffled:
         return self
@@ -211,13 +211,10 @@ class Shuffled(Iterator[Any]):
         self.close()
 
 
-def _close(stop: threading.Event, items: Any) -> None:
+def _close(stop: threading.Event, source: BlockSource, items: Any) -> None:
     stop.set()
+    source.cancel()
     items.close()
-
-
-class _Stopped(Exception):
-    """The reader was closed while a group was loading."""
 
 
 class _Engine:
@@ -326,7 +323,7 @@ class _Engine:
                         kept = shares[0]
                     order = plan.row_order(epoch, number, len(window))
                     yield epoch, number, number + 1 == plan.groups, 0, window.take(order)
-        except _Stopped:
+        except ReaderClosed:
             return
         finally:
             loaded.close()  # type: ignore[attr-defined]
@@ -354,7 +351,7 @@ class _Engine:
 
         def put(chunk: RowChunk) -> None:
             if self._stop.is_set():
-                raise _Stopped
+                raise ReaderClosed
             slots = self._buffer.put(chunk.rows, len(chunk.samples))
             found.append((row_keys(chunk.samples, chunk.offsets), _Rows(slots, chunk.known)))
 
@@ -393,7 +390,7 @@ class _DataEngine(_Engine):
                         window = _Rows.join(parts)
                         yield epoch, number, last, origin, window.take(plan.row_order(epoch, number, len(window)))
                     number += 1
-            except _Stopped:
+            except ReaderClosed:
                 return
             finally:
                 groups.close()  # type: ignore[attr-defined]

@@ -81,6 +81,10 @@ class ShuffleSpec:
             raise SpecError("part", expected="(k, n) with k from 0 to n - 1", found=(self.part, self.parts))
 
 
+class ReaderClosed(Exception):
+    """The reader was closed while a group was loading."""
+
+
 class RowChunk(NamedTuple):
     """Selected rows of some samples, as a source delivers them."""
 
@@ -128,6 +132,9 @@ class BlockSource(Protocol):
 
     def groups(self, plan: DataPlan, epoch: int, first: int) -> Iterator[DataGroup]:
         """Yield the groups of an epoch in the order of the data, from the one that begins with sample ``first`` on."""
+
+    def cancel(self) -> None:
+        """Make calls that wait for rows raise :class:`ReaderClosed`: the reader was closed."""
 
 
 class DataGroup(NamedTuple):

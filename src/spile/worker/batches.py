@@ -58,6 +58,8 @@ class BatchPlan:
     """Least length of a batch row. A row of several times the longest sample packs better."""
     short_tail: bool = False
     """Whether the last batch gets a smaller shape. That needs another program but computes less padding."""
+    window: int = _WINDOW
+    """Most batches whose samples are read, and computed in any order, before the next ones."""
 
     def row_length(self, longest: int, known: Iterable[int] = ()) -> int:
         """Return the length of batch rows whose longest sample has ``longest`` tokens.
@@ -106,10 +108,12 @@ class Sizes:
     """Batches that are started and not yet written. Their rows are what a worker holds in memory."""
     shortest_row: int = 64
     short_tail: bool = False
+    window: int = _WINDOW
 
     def batch_plan(self, groups: int) -> BatchPlan:
         """Return the limits of a batch for this number of groups."""
-        return BatchPlan(self.batch_tokens, self.batch_size, self.longest, groups, self.shortest_row, self.short_tail)
+        rest = self.shortest_row, self.short_tail, self.window
+        return BatchPlan(self.batch_tokens, self.batch_size, self.longest, groups, *rest)
 
     def for_samples(self, lengths: Sequence[int], groups: int) -> Sizes:
         """Return sizes for a run of just these samples: a small run gets a batch that is not mostly padding."""
@@ -249,7 +253,7 @@ def _windows(samples: Iterable[Sample], plan: BatchPlan) -> Iterator[tuple[list[
     for sample in samples:
         if tokens >= max(size * batch, _WINDOW_TOKENS) or len(window) >= plan.window_samples:
             yield window, False
-            window, tokens, size = [], 0, min(2 * size, _WINDOW)
+            window, tokens, size = [], 0, min(2 * size, plan.window)
         window.append(sample)
         tokens += len(sample)
     if window:

@@ -37,7 +37,7 @@ from spile.reading.dataset import Dataset
 from spile.reading.dataset import open as open_dataset
 from spile.reading.readers import BlockOptions, RowOrder, ShuffledReaders
 from spile.reading.samples import no_tap
-from spile.reading.shuffle_order import DataGroup, DataPlan, RowChunk
+from spile.reading.shuffle_order import DataGroup, DataPlan, ReaderClosed, RowChunk
 from spile.spec.ranges import Ranges
 from spile.spec.run import ExtractSpec
 from spile.spec.sample import Sample, Skip
@@ -60,6 +60,8 @@ _Rows = dict[str, _Array]
 
 _POLL = 0.5
 """Seconds between checks whether a waiting thread should end."""
+_LEAST_WINDOW = 4
+"""Batches whose samples are packed together, at least: fewer would waste computation on padding."""
 _SHARD_BYTES = 64e6
 """Bytes of rows that the pipeline plans at once if nothing is stored."""
 
@@ -96,6 +98,11 @@ class Feed:
         self._starving, self._ended = False, False
         self._error: BaseException | None = None
         self._changed = threading.Condition()
+
+    @property
+    def buffer_rows(self) -> int:
+        """The size of the shuffle buffer."""
+        return self._plan.spec.buffer_rows
 
     def watch(self, items: Iterable[Sample | Skip], first: int, done: Ranges) -> Iterator[Sample | Skip]:
         """Yield the items that must be computed, and note the samples that will be given, in groups."""
@@ -455,6 +462,7 @@ class LiveBlocks:
     def __init__(self, stream: ActivationStream, taps: tuple[str, ...], options: BlockOptions) -> None:
         self._stream, self._taps, self._options = stream, taps, options
         self.selection, self.window = options.selection, options.window
+        self._feeds: deque[Feed] = deque(maxlen=1)
 
     @property
     def row_bytes(self) -> int:
@@ -477,8 +485,13 @@ class LiveBlocks:
 
     def groups(self, plan: DataPlan, epoch: int, first: int) -> Iterator[DataGroup]:  # noqa: ARG002  all are equal
         """Compute the samples in the order of the data, from sample ``first`` on, and yield them in groups."""
-        for samples, last, rows in self._stream.compute(plan, first, self._taps):
+        for samples, last, rows in self._stream.compute(plan, first, self._taps, self._feeds.append):
             yield DataGroup(samples[0].index, last, partial(self._load, MemoryShard(samples, rows)))
+
+    def cancel(self) -> None:
+        """End the wait for rows: the reader was closed."""
+        for feed in self._feeds:
+            feed.fail(ReaderClosed())
 
     def _load(self, shard: MemoryShard, put: Callable[[RowChunk], None]) -> None:
         selection, context, window, _, _ = self._options
@@ -541,8 +554,13 @@ class ActivationStream(ShuffledReaders):
         text = f"{self.run.identity.fingerprint()} {sorted(data.items())}"
         return {"dataset": hashlib.sha256(text.encode()).hexdigest()[:16], "taps": list(taps)}
 
-    def compute(self, plan: DataPlan, first: int, taps: Sequence[str]) -> Iterator[tuple[list[Sample], bool, _Rows]]:
-        """Compute the samples from number ``first`` on, in a thread, and yield them in groups with their rows."""
+    def compute(
+        self, plan: DataPlan, first: int, taps: Sequence[str], begun: Callable[[Feed], None]
+    ) -> Iterator[tuple[list[Sample], bool, _Rows]]:
+        """Compute the samples from number ``first`` on, in a thread, and yield them in groups with their rows.
+
+        ``begun`` gets the feed of the rows before the first group.
+        """
         if self._store and plan.spec.parts > 1:
             raise UserError("part", expected="one reader if rows are stored", found=f"{plan.spec.parts} readers")
         with self._lock:
@@ -554,12 +572,13 @@ class ActivationStream(ShuffledReaders):
             thread = threading.Thread(target=work, name="spile-stream", daemon=True)
             mine = self._current = feed, stop, thread
             thread.start()
+        begun(feed)
         try:
             yield from feed.groups(taps)
         finally:
             with self._lock:
                 if self._current is mine:
-                    self._end(GeneratorExit())
+                    self._end(ReaderClosed())
 
     def _end(self, why: BaseException) -> None:
         """End the pass that is running, if any: its reader gets this error if it is used again."""
@@ -597,6 +616,9 @@ class ActivationStream(ShuffledReaders):
         run = self.run
         producer = self._producer = self._producer or self._load(reader)
         sizes = sizes_for_stream(run.sizes, run.spec, reader, producer.groups)
+        # Samples of a window are computed in any order, so its rows are held: at most about as many as the buffer's.
+        most = feed.buffer_rows // (sizes.batch_tokens * producer.groups)
+        sizes = replace(sizes, window=max(_LEAST_WINDOW, min(sizes.window, most)))
         sink = None
         if stream is not None:
             stream.read_parts = lambda: reader.parts
