@@ -25,7 +25,8 @@ What is here:
 - ``extract``, ``infer``, ``add_taps``: run a model over a dataset and store what its layers compute.
 - ``stream``: run a model and give the rows of its layers to a training loop, without storing them.
 - ``plan``: tokens, bytes, hours and dollars of a run before it starts.
-- ``open``, ``verify``, ``inspect``, ``compare``, ``export``, ``score``: read and examine what was stored.
+- ``open``, ``verify``, ``inspect``, ``compare``, ``score``: read and examine what was stored.
+- ``export``, ``push``: write it in other formats, or to the Hugging Face hub.
 - ``RunSpec`` and its parts: everything that a run is asked for as one object, which ``extract`` accepts as well.
 - ``Dataset``, ``JointDataset``, ``ActivationStream``, ``Activations``, ``Model``, ``Summary``, ``Report``,
   ``RowBatch``, ``Role``: what the functions return. ``ShuffledReaders`` are what the first three have in common.
@@ -43,7 +44,7 @@ from spile import errors
 from spile.version import __version__
 
 if TYPE_CHECKING:
-    from spile.api import compare, export, extract, infer, inspect, load, plan, score, stream, tap, verify
+    from spile.api import compare, export, extract, infer, inspect, load, plan, push, score, stream, tap, verify
     from spile.reading.dataset import Dataset, JointDataset, open  # noqa: A004
     from spile.reading.readers import ShuffledReaders
     from spile.reading.rows import RowBatch
@@ -83,6 +84,7 @@ __all__ = [
     "load",
     "open",
     "plan",
+    "push",
     "score",
     "stream",
     "tap",
@@ -116,6 +118,7 @@ _LAZY = {
     "load": "spile.api",
     "open": "spile.reading.dataset",
     "plan": "spile.api",
+    "push": "spile.api",
     "score": "spile.api",
     "stream": "spile.api",
     "tap": "spile.api",

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from spile.reading.dataset import Dataset
     from spile.reading.export import ExportDtype, Exported, ExportFormat
     from spile.reading.inspection import Comparison, Inspection
+    from spile.reading.push import Pushed
     from spile.store.predictions import Decode
     from spile.store.report import Report
     from spile.worker.pod.pod import WorkerGroup
@@ -468,6 +469,22 @@ def export(
             context_size=context_size,
             hook_name=hook_name,
         )
+
+
+def push(root: str | os.PathLike[str] | Dataset, target: str, *, private: bool = False) -> Pushed:
+    """Upload a dataset to the Hugging Face hub, with a dataset card. A second call continues an interrupted push.
+
+    Args:
+        root: A dataset, or where it is stored.
+        target: ``hf://datasets/OWNER/NAME``; it is created if it does not exist.
+        private: Whether a new repository is private.
+    """
+    from spile.reading.push import push_dataset
+    from spile.view.report import dataset_card
+
+    with naming("spile.push"):
+        dataset = _opened(root)
+        return push_dataset(dataset, target, dataset_card(dataset, target), private=private)
 
 
 def compare(

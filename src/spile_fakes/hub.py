@@ -13,6 +13,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
+from spile_fakes.hub_uploads import Uploads
+
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 _BLOCK = 1 << 20
 
@@ -28,6 +30,8 @@ class DatasetHub:
     requests: list[str] = field(default_factory=list)
     bytes_sent: int = 0
     """Bytes of files that were sent."""
+    uploads: Uploads | None = None
+    """What was written; None if the hub is read-only."""
 
     def environment(self, cache: Path) -> dict[str, str]:
         """Return the variables with which a process uses this hub."""
@@ -46,6 +50,8 @@ class DatasetHub:
 
     def entry(self, path: Path) -> dict[str, object]:
         """Return what the hub tells about a file."""
+        if self.uploads is not None:
+            return self.uploads.entry(path)
         name = path.relative_to(self.folder).as_posix()
         oid = hashlib.sha1(f"{self.commit}/{name}".encode(), usedforsecurity=False).hexdigest()
         return {"type": "file", "path": name, "size": path.stat().st_size, "oid": oid}
@@ -81,6 +87,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self._answer(send=True)
 
+    def do_PUT(self) -> None:
+        self._answer(send=True)
+
     def _answer(self, *, send: bool) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         path = unquote(urlsplit(self.path).path)
@@ -89,9 +98,10 @@ class _Handler(BaseHTTPRequestHandler):
         if found and (self.hub.folder / found[2]).is_file():
             self._file(self.hub.folder / found[2], send=send)
             return
-        answer = _json(self.hub, path, body)
+        written = self._written(path, body)
+        status, answer = written or (200, _json(self.hub, path, body))
         content = json.dumps(answer if answer is not None else {"error": "not found"}).encode()
-        self.send_response(200 if answer is not None else 404)
+        self.send_response(status if answer is not None else 404)
         if answer is None:
             self.send_header("X-Error-Code", "EntryNotFound" if found else "RepoNotFound")
         self.send_header("Content-Type", "application/json")
@@ -99,6 +109,20 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if send:
             self.wfile.write(content)
+
+    def _written(self, path: str, body: bytes) -> tuple[int, object] | None:
+        """Answer a request that writes, or return None if it is another one."""
+        uploads = self.hub.uploads
+        if uploads is None or self.command not in ("POST", "PUT"):
+            return None
+        if uploads.token is not None and self.headers.get("Authorization") not in (f"Bearer {uploads.token}", None):
+            return 401, {"error": "invalid token"}
+        if uploads.token is not None and not path.startswith("/upload/") and "Authorization" not in self.headers:
+            return 401, {"error": "no token"}
+        found = uploads.answer(self.command, path, body)
+        if found is not None and isinstance(found[1], dict) and "commitOid" in found[1]:
+            self.hub.commit = found[1]["commitOid"]
+        return found
 
     def _file(self, file: Path, *, send: bool) -> None:
         size = file.stat().st_size
@@ -124,11 +148,12 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def dataset_hub(folder: Path, name: str = "someone/rows") -> Iterator[DatasetHub]:
-    """Serve the files of a folder as a dataset of the hub."""
+def dataset_hub(folder: Path, name: str = "someone/rows", *, writable: bool = False) -> Iterator[DatasetHub]:
+    """Serve the files of a folder as a dataset of the hub; ``writable`` accepts commits, which change the folder."""
     hub = DatasetHub(folder, name)
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
     hub.url = f"http://127.0.0.1:{server.server_address[1]}"
+    hub.uploads = Uploads(folder, hub.url) if writable else None
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:

@@ -19,7 +19,7 @@ def test_the_public_names_are_these() -> None:
     results = ["Activations", "Dataset", "JointDataset", "Model", "Report", "Role", "RowBatch", "Summary"]
     results += ["ActivationStream", "ShuffledReaders"]
     runs = ["add_taps", "extract", "infer", "load", "plan", "stream", "tap"]
-    reads = ["compare", "export", "inspect", "open", "score", "verify"]
+    reads = ["compare", "export", "inspect", "open", "push", "score", "verify"]
     assert sorted(spile.__all__) == sorted([*specs, *results, *runs, *reads, "__version__", "errors"])
     assert dir(spile) == sorted(spile.__all__)
     for name in spile.__all__:

@@ -1,4 +1,4 @@
-"""``spile export`` and ``spile import``: write datasets in other formats, and read the old guides' pickles."""
+"""``spile export``, ``push`` and ``import``: other formats, the hub, and the pickles of the old guides."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from spile.cli.flags import parse_numbers
-from spile.spec.amounts import counted
+from spile.spec.amounts import counted, size
 from spile.spec.run import StoreDtype
 from spile.view.table import SafeConsole
 from spile.view.table import output as console
@@ -65,6 +65,31 @@ def export(
     unit = {"saelens": "context", "speculators": "sample", "specforge": "sample"}.get(to, "row")
     console().print(
         f"wrote {counted(done.rows, unit)} of {', '.join(chosen)} to {output} ({counted(done.files, 'file')})",
+        soft_wrap=True,
+    )
+    return 0
+
+
+def push(
+    root: Annotated[str, Parameter(help="A dataset: a folder, gs://…, s3://… or az://…")],
+    target: Annotated[str, Parameter(help="hf://datasets/OWNER/NAME; it is created if it does not exist.")],
+    *,
+    private: Annotated[bool, Parameter(negative="", help="Make a new repository private.")] = False,
+) -> int:
+    """Upload a dataset to the Hugging Face hub, with a dataset card. The same command continues an interrupted push.
+
+    The token is that of HF_TOKEN or of hf auth login.
+    """
+    from spile.reading.dataset import open as open_dataset
+    from spile.reading.push import push_dataset
+    from spile.view.report import dataset_card
+
+    dataset = open_dataset(root)
+    with _show_progress("pushing", "bytes") as seen:
+        done = push_dataset(dataset, target, dataset_card(dataset, target), private=private, seen=seen)
+    console().print(
+        f"{done.url} has {counted(done.files, 'file')}, {size(done.size)}, at commit {done.commit[:10]}; "
+        f'read it: spile.open("{done.url}")',
         soft_wrap=True,
     )
     return 0

@@ -73,6 +73,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "inspect",
         "models",
         "export",
+        "push",
         "import",
         "bench",
     ),
@@ -113,8 +114,11 @@ COMMANDS: tuple[Command, ...] = (
         "models", "spile.cli.plan:models", "List the model families that spile implements, with an example of each."
     ),
     Command(
-        "export", "spile.cli.export:export", "Export a dataset to pickles, SAELens, NumPy, Parquet or Hugging Face."
+        "export",
+        "spile.cli.export:export",
+        "Export a dataset to SAELens, NumPy, Parquet, Hugging Face, speculators, SpecForge or pickles.",
     ),
+    Command("push", "spile.cli.export:push", "Upload a dataset to the Hugging Face hub, with a dataset card."),
     Command("import", "spile.cli.export:import_", "Import the pickles of the old guides as a dataset."),
     Command(
         "pod check",

@@ -59,8 +59,14 @@ def open_folder(url: str) -> Folder:
         return LocalFolder(Path(url).expanduser(), url)
     if scheme == "file":
         return LocalFolder(Path(rest), rest)
+    if scheme == "hf":
+        from spile.objects.hub import HubFolder, HubName
+
+        return HubFolder(HubName.parse(url))
     if scheme not in _CLOUDS:
-        raise SpecError(f"unknown kind of folder {url}", expected="a path, gs://, s3:// or az://", found=f"{scheme}://")
+        raise SpecError(
+            f"unknown kind of folder {url}", expected="a path, gs://, s3://, az:// or hf://", found=f"{scheme}://"
+        )
     bucket, _, prefix = rest.partition("/")
     if not bucket:
         raise SpecError(f"no bucket in {url}", expected=f"{scheme}://bucket/prefix")

@@ -67,7 +67,7 @@ class HeatMap:
     """[taps, positions]"""
 
 
-_NORMS = ("tap", "rows", "median norm", "99 %", "largest", "sinks")
+NORMS = ("tap", "rows", "median norm", "99 %", "largest", "sinks")
 
 
 @dataclass(frozen=True, repr=False)
@@ -87,7 +87,7 @@ class Inspection:
     timeline: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
     """Stream → when it committed, and how many samples it had then."""
 
-    def _lines(self) -> list[list[str]]:
+    def lines(self) -> list[list[str]]:
         """Return the table of norms: a row for each tap."""
         found = []
         for tap in self.taps:
@@ -97,13 +97,13 @@ class Inspection:
         return found
 
     def __repr__(self) -> str:
-        rows = [list(_NORMS), *self._lines()]
-        widths = [max(len(row[place]) for row in rows) for place in range(len(_NORMS))]
+        rows = [list(NORMS), *self.lines()]
+        widths = [max(len(row[place]) for row in rows) for place in range(len(NORMS))]
         return "\n".join("  ".join(map(str.rjust, row, widths)) for row in rows)
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th>{name}</th>" for name in _NORMS)
-        body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in self._lines())
+        head = "".join(f"<th>{name}</th>" for name in NORMS)
+        body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in self.lines())
         return f"<table><tr>{head}</tr>{body}</table>"
 
 

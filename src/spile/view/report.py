@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from html import escape
@@ -21,7 +22,7 @@ import numpy.typing as npt
 from spile.data.arc.answers import Score, TaskScore
 from spile.errors import UserError
 from spile.reading.dataset import Dataset
-from spile.reading.inspection import HeatMap, Inspection
+from spile.reading.inspection import NORMS, HeatMap, Inspection, known_stats
 from spile.spec.amounts import amount, size
 from spile.spec.sample import Role
 
@@ -81,6 +82,43 @@ def report_page(dataset: Dataset, found: Inspection) -> str:
     )
 
 
+def dataset_card(dataset: Dataset, url: str) -> dict[str, bytes]:
+    """Return the card of a dataset for the Hugging Face hub, ``README.md``, and the picture that it shows."""
+    run = dataset.run
+    taps = [tap for tap in dataset.taps if known_stats(dataset, tap)]
+    found = Inspection(tuple(taps), {tap: dataset.stats(tap) for tap in taps})
+    code = f'import spile\n\ndataset = spile.open("{url}")\nprint(dataset[0].text)\n'
+    code += f'print(dataset[0]["{dataset.taps[0]}"].shape)\n'
+    code += f'for batch in dataset.shuffled("{dataset.taps[0]}", batch_rows=4096, seed=0):\n    ...'
+    parts = [
+        "---\ntags:\n- spile\n- activations\n- interpretability\nviewer: false\n---",
+        f"# Activations of {_markdown(run.model)}",
+        "Written by spile. Each sample is stored exactly once, with checksums.",
+        "| | |\n|---|---|\n" + "\n".join(f"| {name} | {_markdown(value)} |" for name, value in _about(dataset).items()),
+        f"## How to read it\n\n```python\n{code}\n```",
+        f"`spile verify {url}` checks every sample and checksum.",
+    ]
+    files = {}
+    if taps:
+        titles = "| " + " | ".join(NORMS) + " |\n|" + "---|" * len(NORMS)
+        rows = "\n".join("| " + " | ".join(map(_markdown, row)) + " |" for row in found.lines())
+        parts.append(f"## Norms of the rows\n\n![Norms by tap](norms.svg)\n\n{titles}\n{rows}")
+        colours = "svg { --a: #2f6fdf; --b: #d9480f; } text { fill: #666; font: 11px sans-serif; }"
+        picture = _norms(found).removeprefix("<figure>").partition("</figure>")[0]
+        files["norms.svg"] = (
+            picture.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1)
+            .replace(">", f"><style>{colours}</style>", 1)
+            .encode()
+        )
+    return {"README.md": ("\n\n".join(parts) + "\n").encode(), **files}
+
+
+def _markdown(text: str) -> str:
+    """Return text that shows as it is in a cell of a Markdown table."""
+    plain = "".join(each if each.isprintable() else " " for each in text)
+    return re.sub(r"([\\`*_{}\[\]<>#|!])", r"\\\1", plain)
+
+
 def _section(title: str, body: str) -> str:
     return f"<section><h2>{escape(title)}</h2>{body}</section>"
 
@@ -101,8 +139,8 @@ def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
-def _facts(dataset: Dataset) -> str:
-    rows = {
+def _about(dataset: Dataset) -> dict[str, str]:
+    return {
         "model": dataset.run.model,
         "stored as": dataset.run.store_dtype,
         "streams": f"{len(dataset.streams):,}",
@@ -111,6 +149,10 @@ def _facts(dataset: Dataset) -> str:
         "bytes": size(sum(shard.size for stream in dataset.streams for shard in stream.shards)),
         "taps": ", ".join(dataset.taps),
     }
+
+
+def _facts(dataset: Dataset) -> str:
+    rows = _about(dataset)
     lines = "".join(f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>" for name, value in rows.items())
     return f"<table>{lines}</table>"
 
