@@ -169,7 +169,8 @@ def refuse_other_spec(root: Folder, spec: RunSpec) -> None:
     if run is None:
         return
     known, ours = run.compared(), _stated(spec)
-    theirs: dict[str, Any] = {name: known.get(name, "jax" if name == "backend" else _ABSENT) for name in ours}
+    left_out = {"backend": "jax", "prompt.template_from": None}  # run.json does not state these defaults
+    theirs: dict[str, Any] = {name: known.get(name, left_out.get(name, _ABSENT)) for name in ours}
     theirs["positions"], theirs["keep"] = run.positions, list(run.keep) if spec.data.keep else ours["keep"]
     with suppress(SpecError):  # A damaged spec.json is replaced.
         other = RunSpec.from_json(_stored_spec(root), f"{root.url}/{SPEC}")
