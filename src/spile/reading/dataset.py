@@ -13,7 +13,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from html import escape
 from itertools import islice
 from typing import TYPE_CHECKING, Any, overload
@@ -337,15 +337,17 @@ class JointDataset(ShuffledReaders):
     A tap of one dataset is ``name/tap``; a plain ``tap`` is that tap of every dataset.
     """
 
-    def __init__(self, datasets: Mapping[str, Dataset]) -> None:
+    def __init__(self, datasets: Mapping[str, Dataset], *, checked: bool = False) -> None:
+        """``checked``: the tokens are known to be equal."""
         if not datasets or any(not name or "/" in name for name in datasets):
             raise UserError("spile.open", expected="datasets with names without a slash", found=[*datasets])
         self.datasets = dict(datasets)
         """The datasets by name; those of a list are named ``0``, ``1`` and so on."""
-        _check_same_tokens(self.datasets)
+        if not checked:
+            _check_same_tokens(self.datasets)
 
     def __reduce__(self) -> tuple[Callable[..., JointDataset], tuple[dict[str, Dataset]]]:
-        return JointDataset, (self.datasets,)
+        return partial(JointDataset, checked=True), (self.datasets,)
 
     def __len__(self) -> int:
         return len(next(iter(self.datasets.values())))
@@ -398,8 +400,9 @@ def _check_same_tokens(datasets: Mapping[str, Dataset]) -> None:
     """Raise an error that names the first difference, unless all datasets have the same tokens in the same order."""
     first, *others = datasets.values()
     options = BlockOptions(Selection(), False, 1, None, True)
+    wanted = first._source((), options).digests() if others else np.zeros(0, np.uint64)
     for other in others:
-        wanted, found = (each._source((), options).digests() for each in (first, other))
+        found = other._source((), options).digests()
         common = min(len(wanted), len(found))
         different = np.flatnonzero(wanted[:common] != found[:common])
         if len(different):

@@ -33,7 +33,7 @@ from spile.worker.batches import Batch, BatchPlan, batches
 from spile.worker.device import DeviceProducer, configure_jax
 from spile.worker.mesh import default_shape, device_memory, make_mesh, plan_mesh
 from spile.worker.producer import Producer, refuse_no_answers
-from spile.worker.resolve import compute_dtype_for, find_model
+from spile.worker.resolve import compute_dtype_for, find_model, prompt_tokenizer
 from spile.worker.torch_backend import learned_positions, load_replicas, torch_devices
 from spile.worker.torch_producers import TorchProducer
 
@@ -54,6 +54,7 @@ class TapOptions(TypedDict, total=False):
     top_k: int
     positions: str
     prompt: PromptKind
+    template_from: str | None
     column: str
     grid_encoder: str
     prompt_version: str
@@ -207,7 +208,10 @@ class Model:
             source = PythonRows(data, spec.data.prompt.column, (EVERY_FIELD,))
         location = data if isinstance(data, str) else source.origin["dataset"]
         keep = replace(spec.data, keep=() if isinstance(data, str) else (EVERY_FIELD,))
-        prompt, items = make_samples(source, str(location), keep, self.tokenizer, self.files.config.vocab_size)
+        tokenizer = self.tokenizer
+        if spec.data.prompt.template_from is not None:
+            tokenizer = prompt_tokenizer(self.files, spec.data.prompt, optional=True)
+        prompt, items = make_samples(source, str(location), keep, tokenizer, self.files.config.vocab_size)
         refuse_no_answers(spec, prompt.kind)
         return [
             item

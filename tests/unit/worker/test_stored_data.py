@@ -60,6 +60,8 @@ def test_a_base_model_reads_the_tokens_of_a_chat_model(tmp_path: Path) -> None:
     spile.extract(base, CHATS, third, taps=["residual.2"], template_from="embedded")
     assert len(spile.open([first, third])) == len(CHATS)
     assert spile.open(third).run.prompt.template_from == "embedded"
+    tapped = spile.tap(base, CHATS[:1], taps=["residual.2"], template_from="embedded")
+    assert np.array_equal(tapped[0].tokens, spile.open(third)[0].tokens)
 
 
 def test_tokens_without_rows_and_long_samples_are_kept(tmp_path: Path) -> None:
